@@ -426,18 +426,23 @@ def card(
 @app.command()
 def track(
     run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")],
-    settings: Settings,
-    output: Annotated[Path, typer.Option(help="Path of a receipt: what was sent, and where.")],
+    uri: Annotated[str, typer.Option(help="MLflow's store; by default tracking.uri of the run's config.")] = "",
+    experiment: Annotated[
+        str, typer.Option(help="MLflow experiment; by default that of the config, or demix-<name of the folder>.")
+    ] = "",
+    output: Annotated[Path | None, typer.Option(help="Path of a receipt: what was sent, and where.")] = None,
 ) -> None:
     """Send a run's parameters, metrics, tables and figures to MLflow. Sending them again changes nothing."""
+    from demix.config.addresses import LOG_IN_ELSEWHERE, refuse_secrets
     from demix.run.run import Run
-    from demix.settings import settings_from
-    from demix.track.store import Tracking
     from demix.track.store import track as send
 
-    values = settings_from(Tracking, settings)
-    sent = send(Run.read(run), values.uri, values.experiment)
-    write_json(output, {"uri": values.uri, "experiment": values.experiment, "sent": sent})
+    refuse_secrets("--uri", uri, LOG_IN_ELSEWHERE)
+    whole = Run.read(run)
+    place = {"uri": uri or whole.config.tracking.uri, "experiment": experiment or whole.experiment}
+    sent = send(whole, **place)
+    if output is not None:
+        write_json(output, {**place, "sent": sent})
 
 
 def _parts_by_domain(documents: list[Path]) -> dict[str, list[Path]]:

@@ -222,13 +222,8 @@ class RunRules:
     def live(self) -> str:
         """The option of a training and of an adaptation that says where metrics go while it runs."""
         named = {"run": self.run.name, "config": config_fingerprint(self.run.config)}
-        where = {"uri": self.run.config.tracking.uri, "experiment": self.experiment}
+        where = {"uri": self.run.config.tracking.uri, "experiment": self.run.experiment}
         return f"--live {shlex.quote(json.dumps(where | named))}"
-
-    @property
-    def experiment(self) -> str:
-        """The MLflow experiment of the run."""
-        return self.run.config.tracking.experiment or f"demix-{self.run.name}"
 
     def beginning(self, model: Model) -> str:
         """The options of a training that say with which learning rate and which state it begins."""

@@ -48,6 +48,11 @@ class Run:
         return self.config.run
 
     @property
+    def experiment(self) -> str:
+        """The run's MLflow experiment: a copied folder under another name has one of its own."""
+        return self.config.tracking.experiment or f"demix-{self.folder.absolute().name}"
+
+    @property
     def seed(self) -> int:
         """The seed of the run, of whose models all tables are."""
         return self.config.seed

@@ -14,7 +14,6 @@ from demix.errors import DemixError, printable
 from demix.files import digest, read_json
 from demix.run.kept import config_fingerprint
 from demix.run.run import Run
-from demix.settings import Text, settings
 from demix.track.client import (
     CONFIG,
     HASH,
@@ -37,14 +36,6 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 PARAMS_PER_BATCH = 100
-
-
-@settings()
-class Tracking:
-    """An MLflow store, and an experiment in this store."""
-
-    uri: Text
-    experiment: Text
 
 
 def track(run: Run, uri: str, experiment: str) -> str:

@@ -77,11 +77,10 @@ def test_every_small_number_of_domains_has_a_report(
         for name in TABLES:
             join([getattr(one, name) for one in found], run / f"{name}.parquet")
         models = [model.name for model in made.planned]
-        settings = f'{{"uri": "sqlite:///{tmp_path}/mlflow.db", "experiment": "few"}}'
         for arguments in (
             ("report", run, "--output", run / "report"),
             ("card", run, *models, "--output", run / "report" / "cards"),
-            ("track", run, "--settings", settings, "--output", run / "tracked.json"),
+            ("track", run, "--uri", f"sqlite:///{tmp_path}/mlflow.db", "--output", run / "tracked.json"),
             ("summary", run),
         ):
             done = demix(*arguments)

@@ -208,7 +208,7 @@ def test_settings_of_a_stage_are_checked() -> None:
         ["tokenizer", "a.parquet", "--output", "out", "--settings", '{"vocab_size": "300"}'],
         ["tokenizer", "a.parquet", "--output", "out", "--settings", '{"kind": "word", "vocab_size": 300, "words": 1}'],
         ["tokenize", "a.parquet", "--tokenizer", "missing.json", "--output", "out"],
-        ["track", "results", "--output", "out", "--settings", "[]"],
+        ["track", "results", "--uri", "postgresql://me:hidden@host/demix"],
         ["train", "sparse", "a", "--settings", "{}", "--output", "out", "--metrics", "m", "--checkpoints", "c"],
         ["adapt-dense", "a", "b", "--settings", "{}", "--output", "out", "--metrics", "m", "--checkpoints", "c"],
         ["score", "nomodel", "a", "--experts", "a", "--output", "out",

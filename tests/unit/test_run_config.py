@@ -66,11 +66,10 @@ def test_every_command_that_reads_a_run_refuses_another_version(tmp_path: Path) 
     run = build_run(tmp_path / "run", steps=2).path
     (run / "config.json").write_text(OLD)
     experts = run / "models" / "demix" / "experts"
-    tracking = '{"uri": "sqlite:///mlflow.db", "experiment": "a"}'
     commands = {
         "report": (run, "--output", tmp_path / "report"),
         "card": (run, "--output", tmp_path / "cards"),
-        "track": (run, "--settings", tracking, "--output", tmp_path / "tracked.json"),
+        "track": (run, "--output", tmp_path / "tracked.json"),
         "summary": (run,),
         "export": (run / "models" / "demix", "--expert", "law", "--tokenizer", experts, "--output", tmp_path / "hf"),
     }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from collections import Counter
 from importlib.metadata import version
@@ -19,6 +20,7 @@ from demix.run.kept import config_fingerprint, read_run_config
 from demix.track.client import NETWORK_FILE_SYSTEMS, file_system
 from demix.track.records import flatten
 from demix.track.store import track
+from support.cli import demix
 from support.configs import changed
 from support.synthetic_run import NOVEL, TRAINING, MadeUp, build_run
 
@@ -150,6 +152,19 @@ def test_the_first_page_has_headlines_dev_curves_and_times(uri: str, tmp_path: P
         found["evaluation/demix/all"].info.run_id, "perplexity/naive/law"
     )
     assert point.timestamp == 5_040_000
+
+
+def test_one_command_sends_a_copied_folder(run: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the store that `make ui` shows, beside the original, into an experiment of the folder's name."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(run.path, "results/from-ann")
+    for counts in (f"{RUNS} new, 0 replaced, 0 unchanged", f"0 new, 0 replaced, {RUNS} unchanged"):
+        assert counts in demix("track", "results/from-ann").output
+    assert len(stored("sqlite:///results/mlflow.db", "demix-from-ann")) == RUNS
+    there = ("--uri", "sqlite:///other.db", "--experiment", "chosen", "--output", "sent.json")
+    assert demix("track", "results/from-ann", *there).exit_code == 0
+    assert len(stored("sqlite:///other.db", "chosen")) == RUNS
+    assert {**read_json(Path("sent.json")), "sent": ""} == {"uri": there[1], "experiment": "chosen", "sent": ""}
 
 
 def test_a_change_replaces_and_a_missing_file_deletes(uri: str, tmp_path: Path) -> None:

@@ -207,7 +207,6 @@ rule track:
     conda:
         "../../environment.yml"
     params:
-        settings=verbatim(RULES.as_json(written(CONFIG.tracking), experiment=RULES.experiment)),
         run=below_run(""),
     shell:
-        "demix track {params.run} --settings {params.settings:q} --output {output} 2> {log}"
+        "demix track {params.run} --output {output} 2> {log}"
