@@ -184,7 +184,7 @@ class Sender:
                     return self.client
             tags |= {CONFIG: self.tracking["config"], "demix.kind": self.kind, **origin()}
             begun = int(1000 * self.begun)
-            self.run_id = self.client.create_run(experiment, start_time=begun, tags=tags, run_name=key).info.run_id
+            self.run_id = self.client.create_run(experiment, start_time=begun, tags=tags, run_name=place).info.run_id
         return self.client
 
 

@@ -54,6 +54,11 @@ class Record:
     datasets: dict[str, Path] = field(default_factory=dict)
     table: pd.DataFrame | None = None
 
+    @property
+    def name(self) -> str:
+        """What MLflow's list shows, which cuts long names; the tag demix.kind has the first part of the key."""
+        return self.key.removeprefix(f"{self.kind}/")
+
     def sha256(self) -> str:
         """The hash of the whole content, including the bytes of the artifacts; times are not hashed."""
         files = [(folder, path.name, sha256_file(path)) for path, folder in self.artifacts]

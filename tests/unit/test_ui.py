@@ -164,9 +164,9 @@ def test_a_run_is_found_and_its_curves_are_those_of_the_metrics_file(
     served: Served,
 ) -> None:
     browser.set_window_size(1600, 1200)
-    open_run(browser, served, "training/demix", "model-metrics")
+    open_run(browser, served, "demix", "model-metrics")
     lines = read_json_lines(served.run.path / "metrics" / "demix.jsonl")
-    wanted = {f"training/demix (loss/{name})": [line[f"loss/{name}"] for line in lines] for name in TRAINING}
+    wanted = {f"demix (loss/{name})": [line[f"loss/{name}"] for line in lines] for name in TRAINING}
 
     def drawn(_: webdriver.Chrome) -> bool:
         curves = browser.execute_script(
@@ -187,7 +187,7 @@ def test_a_run_is_found_and_its_curves_are_those_of_the_metrics_file(
 @pytest.mark.browser
 def test_the_results_are_a_table(browser: webdriver.Chrome, served: Served) -> None:
     browser.set_window_size(1600, 1200)
-    open_run(browser, served, "evaluation/demix/minus-law", "artifacts/results.json")
+    open_run(browser, served, "demix/minus-law", "artifacts/results.json")
 
     def rows(_: webdriver.Chrome) -> list[list[str]]:
         found = browser.execute_script(
@@ -213,15 +213,16 @@ def test_the_printed_links_show_runs_without_a_click_and_curves_of_all_models(
 
     def shows(*names: str) -> None:
         for name in names:
-            link = expected_conditions.visibility_of_element_located((By.XPATH, f"//a[starts-with(., '{name}')]"))
-            WebDriverWait(browser, PATIENCE).until(link, f"{name} is not in the list of runs")
+            link = expected_conditions.visibility_of_element_located((By.XPATH, f"//a[normalize-space()='{name}']"))
+            found = WebDriverWait(browser, PATIENCE).until(link, f"{name} is not in the list of runs")
+            assert browser.execute_script("return arguments[0].scrollWidth <= arguments[0].clientWidth", found), name
 
     browser.get(links[0])
     browser.refresh()
-    shows("pipeline", "evaluation/")
+    shows("pipeline", "demix/all")
     browser.get(links[1])
     browser.refresh()
-    shows("training/demix", "training/dense", "training/domain_token", "training/without-law")
+    shows("demix", "dense", "dense_unbalanced", "domain_token", "without-law")
     # One line of each of the paper's models in a chart.
     drawn = "return Math.max(0, ...[...document.querySelectorAll('.js-plotly-plot')].map(one => one.data.length))"
     WebDriverWait(browser, PATIENCE).until(lambda _: browser.execute_script(drawn) >= 4, "the curves are not drawn")
