@@ -65,16 +65,19 @@ def plan(
 
 @app.command()
 def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")]) -> None:
-    """Print the main table of a finished run and where to find the other results."""
+    """Print which model of a finished run is best, its main table, and where to find the other results."""
     from demix.report import left_out_notes
     from demix.report.adapting import adaptation_table
     from demix.report.formats import terminal as printed
     from demix.report.main_table import main_table
     from demix.report.material import Material
+    from demix.report.ranking import ranking
     from demix.run.run import Run
 
     whole = Run.read(run)
     material, console = Material(whole), terminal()
+    found = ranking(material)
+    console.print(found.verdict, *found.remarks, "", sep="\n", highlight=False)
     console.print(main_table(material))
     if whole.novel:
         console.print(printed(adaptation_table(material)))

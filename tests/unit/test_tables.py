@@ -20,6 +20,7 @@ from demix.report import report_files, write_report
 from demix.report.adapting import adaptation_table
 from demix.report.item import Group
 from demix.report.main_table import main_table
+from demix.report.ranking import ranking
 from demix.report.read import Parent, Results, read_audit, read_parents, read_results, read_trials
 from support.cli import demix
 from support.configs import changed
@@ -410,6 +411,9 @@ def test_adaptation_has_gains_and_costs_side_by_side(run: MadeUp) -> None:
     before, after = 135 * 1.01 * 1.15, 135 * 1.01
     assert frame.loc["One expert added"].tolist() == pytest.approx([before, after, 111.1, 111.1, 4 * expert])
     shown = demix("summary", run.path).output
+    found = ranking(run.material())
+    assert shown.split() [: len(found.verdict.split())] == found.verdict.split()
+    assert all(remark.split()[-1] in shown for remark in found.remarks)
     assert "Adapting to one novel domain" in shown
     assert f"{4 * whole:,}" in shown
 
