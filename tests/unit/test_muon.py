@@ -206,4 +206,4 @@ def test_the_documented_share_of_muons_work_is_the_computed_one() -> None:
                      *(f"{100 * flops / passes:.1f}%" for flops in (shared, unshared))])  # fmt: skip
     section = text.split("## Optimizer and schedule")[1].split("\n## ")[0]
     found = [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", section, re.M)]
-    assert found[2:] == rows, rows
+    assert found[2 : 2 + len(rows)] == rows, rows
