@@ -65,10 +65,10 @@ def adaptation_table(material: Material) -> Table:
     }, index=list(ADAPTATIONS))  # fmt: skip
     frame["bytes changed"] = changed_bytes(material.run)
     return Table(
-        "On the domain adapted to and on the training domains, averaged over the novel domains. DEMix-DAPT's training "
-        "domains are each under its own expert, the same by construction. Dense-DAPT makes a "
-        f"model for each domain out of {before_dense_dapt(material.run).label}, DEMix-DAPT an expert out of another; "
-        "one expert added is the mixture of the training experts and the new one with a cached prior.",
+        "On the domain adapted to and on the training domains, averaged over the novel domains. Dense-DAPT makes a model "
+        f"of {before_dense_dapt(material.run).label} for each domain, DEMix-DAPT an expert of another. With DEMix-DAPT "
+        "each training domain has its own expert, the same before and after by construction. One expert added: the "
+        "mixture of the training experts and the new one with a cached prior.",
         frame,
         formats={"bytes changed": "{:,.0f}"},
         name="adaptation",

@@ -25,25 +25,26 @@ ORACLE_NOTE = (
     "could have known it."
 )
 WEIGHTS_NOTE = (
-    "Rows without a remark weight experts by all earlier tokens of the block (Eq. 5 and 6 of the paper); "
-    "'released scorer' and 'released weights' look at the previous token only, as does the paper's published code. The "
-    "paper has neither 'tempered' (a sum over all earlier text, in which older tokens count less) nor 'switching' (a "
-    "chain that may change its expert at each token; it is told the domain by a prior fitted on dev, as 'cached' is)."
+    "Rows without a remark weight experts by all earlier tokens of the block (Eq. 5 and 6 of the paper). "
+    "'released scorer' and 'released weights' look at the previous token only, as the paper's published code does. Two "
+    "rules are not the paper's: 'tempered' sums over all earlier text, in which older tokens count less; 'switching' is "
+    "a chain that may change its expert at each token. 'switching' is told the domain by a prior fitted on dev, as "
+    "'cached' is by its prior."
 )
 # What an interval of a domain with fewer than 20 test documents is.
 WITHIN_NOTE = (
-    "It says what other text of the same documents could give. Other documents differ more, so that over documents the "
-    "interval would be wider."
+    "Such an interval says what other text of the same documents could give. One over documents would be wider, since "
+    "other documents differ more."
 )
 INTERVAL_NOTE = (
-    "Below a perplexity its 95% interval from resampling the domain's test documents, each with all of its pieces. It "
-    "says what other text of the domain could give, not what another training could. Where the domain has fewer than "
-    "20 documents, blocks of sqrt(N) of its N tokens are resampled instead, within these documents. "
+    "Below a perplexity is its 95% interval, from resampling the domain's test documents, each with all of its pieces. "
+    "The interval says what other text of the domain could give, not what another training could. Where a domain has "
+    "fewer than 20 documents, blocks of sqrt(N) of its N tokens are resampled instead, within these documents. "
     f"{WITHIN_NOTE} A text of fewer than 400 tokens has no interval."
 )
 MEAN_NOTE = (
-    "Below a number its 95% interval from resampling test documents, of a change the same ones for both systems; only "
-    "where every domain has an interval."
+    "Below a number is its 95% interval, from resampling test documents, where every domain has one. Of a change it is "
+    "from the same resamples of both systems."
 )
 # The columns of counts: documents of origin, and the pieces of them that are scored.
 COUNTED = {"Documents": "{:,.0f}", "Pieces": "{:,.0f}"}

@@ -92,7 +92,7 @@ ROWS = (
         "Figure 6, Table 13",
         _adapts,
         remark=lambda material: (
-            " Here it began as the average of all training experts, by posterior." * material.averaged
+            " Here the new expert began as the average of all training experts, by posterior." * material.averaged
         ),
     ),
     _row(

@@ -32,8 +32,8 @@ def _like_never_trained(material: Material) -> Iterator[Part]:
         int(nearer.sum()),
         len(rows),
         f"+Expert {mean['with']:.2f}, −Expert {mean['without']:.2f}, −Domain {mean['never']:.2f}; −Expert is "
-        f"nearer to −Domain than to +Expert on {int(nearer.sum())} of the "
-        f"{so_many(len(rows), 'domain')} trained without.",
+        f"nearer to −Domain than to +Expert on {int(nearer.sum())} of the {so_many(len(rows), 'domain')} that have a "
+        "model trained without.",
     )
 
 
@@ -51,7 +51,7 @@ ROWS = (
     ),
     Row(
         "removal_like_never_trained",
-        "Without its expert, a domain fares about as with a model that never saw the domain",
+        "Removing a domain's expert is about as good as never having trained on the domain",
         "Table 7",
         _like_never_trained,
         needs=(SECOND_TRAINING, WITHOUT_DOMAIN),

@@ -39,13 +39,14 @@ def make(material: Material) -> Table:
     headings = [heading.format(split) for heading in columns.values() for split in splits]
     counts = [f"Documents, {split}" for split in splits]
     return Table(
-        "Documents of a removed domain are continued from 50 tokens of theirs, greedily: how many of the next 50 are "
-        "the document's before the first that is not, the share of all 50 that are, and the loss of the document's own "
-        "50 tokens (nats). Means over documents that were trained on and over test documents, which no model saw.",
+        "Documents of a removed domain, continued greedily from 50 of their tokens. Tokens word for word: how many of "
+        "the next 50 are the document's before the first that is not. Tokens right: the share of all 50 that are the "
+        "document's. Nats: the loss of the document's own 50 tokens. Means over documents that were trained on and "
+        "over test documents, which no model saw.",
         pd.DataFrame.from_dict(rows, orient="index", columns=[*headings, *counts]),
         notes=(
-            "Train above test by more than chance means that training documents were memorized; without the domain's "
-            "expert, by what all experts share.",
+            "Train above test by more than chance: training documents were memorized. If that is so without the "
+            "domain's expert, what all experts share has memorized them.",
             *seed_note(material.run),
         ),
         formats=dict.fromkeys(counts, "{:.0f}"),

@@ -32,8 +32,8 @@ def make(material: Material) -> Table:
                 "of which, %": 100 * trained_on[domain] / max(1, trained_on.sum()),
             }
     return Table(
-        f"The {TOP_TERMS} terms that weigh most in each cluster's centre, mapped back by the inverse of the SVD (as in "
-        "Tables 2 to 7 of the c-BTM paper); its documents; and the domain that most of its training documents are of.",
+        f"The {TOP_TERMS} terms that weigh most in each cluster's centre (mapped back by the inverse of the SVD, as in "
+        "Tables 2 to 7 of the c-BTM paper), the cluster's documents, and the domain of most of its training documents.",
         pd.DataFrame.from_dict(rows, orient="index"),
         notes=("A balanced clustering has equal clusters in its sample; every document then goes to the nearest one.",),
         formats=dict.fromkeys(("Training documents", "Test documents", "of which, %"), "{:,.0f}"),

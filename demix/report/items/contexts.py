@@ -36,13 +36,13 @@ def make(material: Material) -> Table:
         orient="index",
     )
     return Table(
-        "Mean test perplexity over the training and over the novel domains, of the same tokens in blocks of so many "
-        f"tokens. All models were trained on blocks of {run.context:,}. Lower is better.",
+        "Mean test perplexity of the same tokens by the length of blocks, over the training and over the novel domains. "
+        f"All models were trained on blocks of {run.context:,} tokens. Lower is better.",
         frame,
         notes=(
             MIXED,
-            "Learned positions end at the length of training. In a longer block tokens have more text before them, so "
-            "that perplexity falls for a model that can use it. Of the run's own seed.",
+            "Learned positions end at the length of training. In a longer block tokens have more text before them: "
+            "perplexity falls for a model that can use it. All numbers are of the run's own seed.",
         ),
         best=lowest(frame, axis=0),
     )

@@ -22,16 +22,20 @@ OF_RELEASED = (
     "Released scorer: weights by clusters as in the code released with c-BTM, at the same temperature: distances are "
     "squared twice, and the context lacks the last token."
 )
-OF_AVERAGES = "Averaged experts are one model of their mean parameters, of the run's own seed, as is their Dense."
+OF_AVERAGES = (
+    "Averaged experts are one model, whose parameters are the mean of theirs. It is made of the run's own seed, and "
+    "compared with Dense (Balanced) of this seed."
+)
 OF_ROUTED = (
-    "Merged-routed: of a row's experts each token chooses two in every layer, by a ridge regression of the domain on "
-    "its state over dev text. What branches have besides feedforwards is averaged; FlexOlmo's experts keep their "
-    "routers and have their anchor beside them. Nothing was trained for it; of the run's own seed, as is its Dense."
+    "Merged-routed: each token chooses two of a row's experts in every layer. The router is a ridge regression of the "
+    "domain on the token's state, over dev text; nothing is trained for it. What branches have besides feedforwards is "
+    "averaged. FlexOlmo's experts keep their routers and have their anchor beside them. The model is made of the run's "
+    "own seed, and compared with Dense (Balanced) of this seed."
 )
 
 OF_TOP_K = (
-    "k: experts that each token chooses in a layer, without training for it. Gates sum to 1 where they do in training. "
-    "Of the run's own seed."
+    "k: the number of experts that each token chooses in a layer, without another training. Gates sum to 1 where they "
+    "do in training. These numbers are of the run's own seed."
 )
 
 
@@ -59,11 +63,10 @@ def make(material: Material) -> Table:
                 rows[label][f"{domains.heading}, {rule}"] = material.results.mean(ruled, domains.names)
     frame = pd.DataFrame.from_dict(rows, orient="index")
     return Table(
-        "Mean test perplexity over the training and over the novel domains of each row of models, mixed by the rule of "
-        "its paper, of which nothing is chosen: cached (a prior from dev text of the domain, with weights by the "
-        "block's history) for experts of domains; cluster (the distance of the text so far to each cluster) for "
-        "experts of clusters, where evaluation.weights names it. Lower is better. % is the change from Dense "
-        "(Balanced).",
+        "Mean test perplexity of each row of models over the training and over the novel domains. Each row is mixed as "
+        "its paper does, and nothing of the rule is chosen. Experts of domains: cached, a prior from dev text of the "
+        "domain, with weights by the block's history. Experts of clusters: cluster, the distance of the text so far to "
+        "each cluster, where evaluation.weights names it. Lower is better. % is the change from Dense (Balanced).",
         frame,
         notes=_notes(material),
         formats={"Tokens": "{:,.0f}"} | {name: "{:+.1f}" for name in frame if name.endswith("%")},
@@ -120,9 +123,9 @@ def _notes(material: Material) -> tuple[str, ...]:
 
     run, seeds = material.run, len(material.results.by_seed)
     return (
-        "Further columns are by rules whose parameters are chosen on dev: tempered on that of the training "
-        "domains, switching (its prior too) and cluster (temperature and top-k) on that of the domain itself. So "
-        "these two are told the domain, as cached is.",
+        "Further columns are by rules whose parameters are chosen on dev: those of tempered on dev of the training "
+        "domains, those of switching (its prior too) and of cluster (temperature and top-k) on dev of the domain "
+        "itself. So switching and cluster are told the domain there, as cached is.",
         *([OF_RELEASED] if routed_weights(run) else []),
         "Tokens are those of all experts together, the seed phase included.",
         *parent_notes(run, material.tokens_before),

@@ -31,18 +31,20 @@ def make(material: Material) -> Table:
     ]
     columns = ["Parameters", *numbered, "Updates", "FLOPs of training", "Bytes synchronised", "Seconds to add a domain"]
     return Table(
-        "Parameters of a family and of a token by the experts that the token takes (top-k), the updates of training, "
-        "the FLOPs to predict a token and to train, the bytes of gradients that all experts must agree on in training, "
-        "and the time to add a domain.",
+        "What a family costs: its parameters; the parameters and FLOPs of a token, by the number of experts that the "
+        "token takes (top-k); the updates and FLOPs of training; the bytes of gradients that all experts must agree on "
+        "in training; and the time to add a domain.",
         pd.DataFrame.from_dict(rows, orient="index").reindex(columns=columns),
         notes=(
-            "Only weights by clusters, or one known domain, choose experts before these are computed: by all other "
-            "rules a token costs what “all” says, whatever top-k is. Of a token-routed model “all” are the chosen.",
-            "FLOPs of training include activation checkpointing and a seed phase (section 5.1 of Narayanan et al. "
-            "2021), as updates do. Bytes synchronised are 4 per parameter and update, of what each expert shares with "
-            "others, and of the whole model in a seed phase; several ranks of an expert exchange its own besides.",
-            "Seconds are those of steps: of the adaptation to a novel domain (their mean), or of one expert's training "
-            "where experts are whole models (their mean), after the seed phase.",
+            "Only weights by clusters, or one known domain, choose experts before any is computed. By all other rules "
+            "a token costs what “all” says, whatever top-k is. Of a token-routed model “all” are the experts that a "
+            "token chooses.",
+            "FLOPs of training include activation checkpointing (section 5.1 of Narayanan et al. 2021) and a seed "
+            "phase, which updates include, too. Bytes synchronised are 4 per update and parameter that experts share; "
+            "in a seed phase they are 4 per parameter of the whole model. Several ranks of one expert also exchange "
+            "the expert's own.",
+            "Seconds to add a domain are those of steps, as a mean: over the adaptations to novel domains, or, where "
+            "experts are whole models, over the experts' trainings after the seed phase.",
             *parent_notes(material.run, material.tokens_before),
         ),
         formats=dict.fromkeys(columns[:5], "{:,.0f}")

@@ -42,16 +42,16 @@ def make(material: Material) -> Table:
             lines[name] = f"[{interval[0]:+.2f}, {interval[1]:+.2f}]".replace("-", "−") if interval else ""
     frame = pd.DataFrame.from_dict(rows, orient="index", dtype="float64")
     return Table(
-        "The mean test perplexity of each row that learns from clusters less that of the row of as many balanced "
-        "clusters and tokens, and less that of Dense (Balanced), with the bounds of 95% intervals from resampling test "
-        "documents, the same ones for both. Negative: better than the other. Experts are weighted by the distance of "
-        "the text so far to each cluster. Then the number of domains where it is lower, and of those where the whole "
-        "interval of the domain is below zero (surely lower) or above.",
+        "The mean test perplexity of each row that learns from clusters, minus that of another: of the row of as many "
+        "balanced clusters and tokens, or of Dense (Balanced). Negative: better than the other. Below it the 95% "
+        "interval from resampling test documents, the same ones for both. Experts are weighted by the distance of the "
+        "text so far to each cluster. Then the number of domains where perplexity is lower, and of those where it is "
+        "surely lower or surely higher: the whole interval of the domain is below zero, or above.",
         frame,
         notes=(
             "The interval of a mean is there where every domain has one. Where a domain has fewer than 20 test "
-            f"documents, blocks of their text are resampled, within these documents. {WITHIN_NOTE} One training each: "
-            "seeds are not in it.",
+            f"documents, blocks of their text are resampled, within these documents. {WITHIN_NOTE} Intervals are of "
+            "one training and say nothing of seeds.",
         ),
         formats={name: "{:+.1f}" if name.endswith("%") else "{:.0f}" if ":" in name else "{:+.2f}" for name in frame},
         beneath=pd.DataFrame.from_dict(beneath, orient="index"),

@@ -33,8 +33,8 @@ def make(material: Material) -> tuple[Any, str]:
     return alt.vconcat(*panels, spacing=28).resolve_scale(color="independent"), (
         "Top: test perplexity of an expert (column) on a domain (row), over that of the domain's own expert (training "
         "domains) or of the best expert (novel domains). 1 is best; colours follow the logarithm. Middle: share of the "
-        "bigrams of a domain's test split that occur in the expert's training text. Bottom: the one against the other, "
-        "one point per pair." + ("" if known else " This run has none of these numbers.")
+        "bigrams of a domain's test split that occur in the expert's training text. Bottom: that ratio against this "
+        "share, one point per pair." + ("" if known else " This run has none of these numbers.")
     )
 
 

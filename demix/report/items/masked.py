@@ -31,14 +31,14 @@ def make(material: Material) -> Table:
     for label, values in means.items():
         frame.loc[label] = [*values, np.nan, np.nan]
     return Table(
-        f"Masked perplexity by domain: the tokens of a block are parted into {FOLDS} folds at random, each fold is "
-        "masked once, and the model, which sees the rest of the block on both sides, fills it in. Lower is better. "
-        "These numbers compare with one another alone: those of causal models are of the next token.",
+        f"Masked perplexity by domain. The tokens of a block are parted into {FOLDS} folds at random. Each fold is "
+        "masked once, and the model fills it in from the rest of the block, on both sides. Lower is better. These "
+        "numbers compare with one another alone: those of causal models are of the next token.",
         frame,
         notes=(
             "Own expert: the domain's, or on a novel domain the expert of the lowest loss on its dev split. Average: "
             "equal weights. Fitted: the best static weights on the domain's dev split, kept fixed, so that it is told "
-            "the domain. No other rule mixes these experts: what one of them says of earlier tokens knows the token "
+            "the domain. No other rule mixes these experts: what an expert says of earlier tokens has seen the token "
             "that is to be mixed.",
             *notes,
         ),

@@ -36,9 +36,9 @@ def make(material: Material) -> Table:
         notes=(
             "Each domain and each expert is in several pairs, so pairs are not independent. The p value permutes whole "
             "domains (9,999 random orders, or all where there are fewer; two-sided).",
-            "The paper prints r = 0.40 (5.2), the better the more they share, over 64 pairs: own experts are among "
-            "them. It does not print how overlap and gain are measured; the last row is the nearest.",
-            f"Bigrams of tokens, none across documents; of each training text its first {tokens:,} tokens.",
+            "The paper prints r = 0.40 over 64 pairs, own experts among them (5.2): the more text is shared, the better "
+            "the prediction. It does not print how overlap and gain are measured; the last row comes nearest.",
+            f"Bigrams are of tokens, none across documents, in the first {tokens:,} tokens of each training text.",
         ),
         formats=dict.fromkeys(("Domains", "Pairs"), "{:.0f}")
         | dict.fromkeys(("Spearman", "Pearson (log ratio)"), "{:+.2f}")

@@ -43,14 +43,14 @@ def make(material: Material) -> Table:
     frame = pd.DataFrame.from_dict(rows, orient="index")
     return Table(
         "Which experts the test tokens of the training domains choose, in models whose tokens choose their experts. "
-        "Told of the domain: the mutual information of a chosen expert and the domain of its token, over the most "
-        "that such a choice could tell; 0% if all domains choose alike, 100% if each domain has experts of its own. "
-        "A mean over routed layers. Then the load of the busiest expert of any layer, the exponential of the entropy "
-        "of loads (a mean over layers), and the choices that no expert took in the last tenth of the updates.",
+        "Told of the domain: the mutual information of a chosen expert and the domain of its token, over the most that "
+        "such a choice could tell (a mean over routed layers). It is 0% if all domains choose alike, 100% if each domain "
+        "has experts of its own. Busiest expert: that of any layer. Effective experts: the exponential of the entropy "
+        "of loads (a mean over layers). Dropped: the choices that no expert took in the last tenth of the updates.",
         frame,
         notes=(
-            "Tests have no capacity, so that no choice is dropped there. Merged-routed models are not trained: their "
-            "routers are solved from each expert's dev text, or are those that FlexOlmo's experts learned.",
+            "In tests experts have no capacity, so that no choice is dropped. Merged-routed models are not trained: "
+            "their routers are solved from each expert's dev text, or are those that FlexOlmo's experts learned.",
         ),
         formats={name: "{:.1f}" for name in frame if name.endswith("%")}
         | {"Routed layers": "{:.0f}", "Busiest expert, times an equal share": "{:.2f}", "Effective experts": "{:.1f}"},

@@ -45,19 +45,20 @@ def make(material: Material) -> Table:
     return Table(
         "Change of test perplexity in percent (negative is better) by adapting to the domain of each row, and below it "
         f"the perplexities before and after: averaged over {so_many(trained, 'training domain')}, which shows "
-        f"forgetting, and on the domain adapted to. On the domain adapted to, {own}; on the training domains, {old}. "
-        f"Dense-DAPT starts from {before_dense_dapt(material.run).label} and is compared with it; DEMix-DAPT's expert "
-        + (
-            "began as the average of the training experts by posterior and is compared with the likeliest of them"
-            if material.averaged
-            else "with the parent expert it was copied from"
-        )
-        + ", and on training domains each domain's own expert before and after "
-        "the experts were added, the same by construction: no file of theirs is written. One expert added: the mixture "
-        f"of {so_many(trained, 'training expert')} and the new one with a cached prior (6.2, Figure 6), compared "
-        f"with that of the {trained}.",
+        f"forgetting, and on the domain adapted to. On the domain adapted to, {own}; on the training domains, {old}.",
         frame,
         notes=(
+            f"Dense-DAPT starts from {before_dense_dapt(material.run).label} and is compared with it.",
+            (
+                "DEMix-DAPT's expert began as the average of the training experts by posterior, and is compared with "
+                "the likeliest of them."
+                if material.averaged
+                else "DEMix-DAPT's expert is compared with the parent expert that it was copied from."
+            )
+            + " On training domains it is each domain's own expert before and after the experts were added, the same "
+            "by construction: no file of theirs is written.",
+            f"One expert added: the mixture of {so_many(trained, 'training expert')} and the new one with a cached "
+            f"prior (6.2, Figure 6), compared with the mixture of the {trained}.",
             f"Dense-DAPT changes every parameter of a model, {sizes['Dense-DAPT']:,} bytes per domain; DEMix-DAPT "
             f"those of one expert, {sizes['DEMix-DAPT']:,} bytes.",
             "Per cents of the last row are means of those above it.",

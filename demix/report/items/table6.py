@@ -40,9 +40,9 @@ def make(material: Material) -> Table:
     best = lowest(frame[[few, many]], axis=1)
     frame.insert(2, "Change, %", percent(frame[few], frame[many]))
     return Table(
-        f"Test perplexity with a cached prior, over {so_many(len(material.training), 'expert')} trained together and "
-        f"over these and the {len(material.novel)} that DEMix-DAPT added, first on the training, then on the novel "
-        "domains. Lower is better.",
+        f"Test perplexity with a cached prior: of the mixture of {so_many(len(material.training), 'expert')} trained "
+        f"together, and of the mixture of these and the {len(material.novel)} that DEMix-DAPT added. First the training "
+        "domains, then the novel ones. Lower is better.",
         frame,
         notes=notes,
         formats={"Change, %": "{:+.2f}"} | COUNTED,

@@ -44,14 +44,14 @@ def make(material: Material) -> Table:
     return Table(
         "Percent of the examples whose likeliest label is the right one (c-BTM, section 5 and appendix A.7), and below "
         "it the 95% interval: exact for one seed, else by a bootstrap over seeds and examples. “As chance” stands "
-        "where the interval holds what chance gives, and such numbers are compared with none.",
+        "where the interval contains what chance gives. Differences among such numbers mean nothing.",
         frame,
         notes=(
             f"{asked}.",
             "Bold: the highest of the numbers above chance that read no test label. Oracles read test labels: "
             "“updating” those of earlier examples, “own expert” where the domain is asked for, and the best expert.",
             "“fixed, 8 + 8” weights experts by their accuracy on 8 other examples after the demonstrations, “fixed, 8” "
-            "on the demonstrations (the paper's names, which has 8 of these).",
+            "by that on the demonstrations. The names are the paper's, which has 8 demonstrations.",
         ),
         formats=dict.fromkeys(names, "{:.1f}"),
         summaries=frozenset({CHANCE}),

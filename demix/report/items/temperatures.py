@@ -30,9 +30,10 @@ def make(material: Material) -> Table:
     ks = (*(f"top-{k}" for k in sorted(evaluation.top_k)), "all")
     columns = [f"{domains.heading}, {k}" for domains in material.kinds for k in ks]
     return Table(
-        "Mean test perplexity of experts that are weighted by the distance of a context to their clusters, by the "
-        "context (the document so far, what of it is in the block, or no more of it than its first half), the "
-        "temperature τ and the number of experts a token (as in Table 9 of the c-BTM paper). Lower is better.",
+        "Mean test perplexity of experts that are weighted by the distance of a context to their clusters. Rows differ "
+        "in the context (the document so far, what of it is in the block, or no more of it than its first half) and in "
+        "the temperature τ, columns in the number of experts a token (as in Table 9 of the c-BTM paper). Lower is "
+        "better.",
         pd.DataFrame.from_dict(rows, orient="index").reindex(columns=columns).astype("float64"),
         notes=(
             f"The other tables use the {next(iter(evaluation.routing_context), 'document')} and τ = "

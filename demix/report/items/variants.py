@@ -39,10 +39,10 @@ def make(material: Material) -> Table:
         rows[label] = line
     frame = pd.DataFrame.from_dict(rows, orient="index")
     return Table(
-        "Mean test perplexity over the training and over the novel domains, in blocks of the length of training, of "
-        "rows with options of architecture of their own; the change in percent from the row of the same kind without "
-        "them, which has the same tokens and updates; and the number of domains where the row's perplexity is "
-        "lower. Experts are mixed by the cached prior. Lower is better.",
+        "Mean test perplexity of rows with options of architecture of their own, over the training and over the novel "
+        "domains, in blocks of the length of training. Lower is better. % is the change from the row of the same kind "
+        "without the options, which has the same tokens and updates. Lower: the number of domains where perplexity is "
+        "below that row's. Experts are mixed by the cached prior.",
         frame,
         notes=("Masked language models have a table of their own (masked): their numbers compare with no others.",),
         formats={name: "{:+.1f}" for name in frame if name.endswith("%")}

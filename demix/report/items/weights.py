@@ -35,13 +35,13 @@ def make(material: Material) -> Table:
         frame,
         notes=(
             "Released weights: the previous token only, and equal weights at a block's start whatever the prior. "
-            "Released scorer: besides, the posterior of a block is taken at its last position, averaged over the "
-            "released code's batches, and its running mean over-weights the first block and decays by 0.7.",
+            "Released scorer: in addition the posterior of a block is taken at its last position and averaged over the "
+            "released code's batches; its running mean over-weights the first block and decays by 0.7.",
             "Tempered: all earlier text, in which older tokens count less and no expert is left alone; its parameters "
             "are chosen on the dev splits of the training domains, with and without the domain's own expert, so that "
             "it is not told the domain. Switching: a chain that may change its expert at each token. Fitted: the best "
-            "static weights. Both are told the domain by its dev split, as the cached prior is. These are compared "
-            "with history under the cached prior, all others with history under the same prior.",
+            "static weights. Switching and fitted are told the domain by its dev split, as the cached prior is. They "
+            "are compared with history under the cached prior, all others with history under the same prior.",
             "The best expert of each block in hindsight is the floor of history alone, which picks one expert; the "
             "best of each token is the floor of every rule.",
         ),
