@@ -27,8 +27,8 @@ ORACLE_NOTE = (
 WEIGHTS_NOTE = (
     "Rows without a remark weight experts by all earlier tokens of the block (Eq. 5 and 6 of the paper). "
     "'released scorer' and 'released weights' look at the previous token only, as the paper's published code does. Two "
-    "rules are not the paper's: 'tempered' sums over all earlier text, in which older tokens count less; 'switching' is "
-    "a chain that may change its expert at each token. 'switching' is told the domain by a prior fitted on dev, as "
+    "rules are not the paper's: 'tempered' sums over all earlier text, in which older tokens count less; 'switching' "
+    "is a chain that may change its expert at each token. 'switching' is told the domain by a prior fitted on dev, as "
     "'cached' is by its prior."
 )
 # What an interval of a domain with fewer than 20 test documents is.

@@ -9,9 +9,9 @@ from demix.run.contexts import asked_contexts
 from demix.run.run import Run
 
 MIXED = (
-    "Each row predicts by one rule. A dense model is taken as it is; a domain-token model under the domain's own token, "
-    "so only on training domains; experts are mixed by the cached prior (from dev text in blocks of the length of "
-    "training), with weights by the block's history."
+    "Each row predicts by one rule. A dense model is taken as it is; a domain-token model under the domain's own "
+    "token, so only on training domains; experts are mixed by the cached prior (from dev text in blocks of the length "
+    "of training), with weights by the block's history."
 )
 
 

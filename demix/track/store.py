@@ -130,7 +130,8 @@ def _write(
     begin, end = (int(1000 * time) for time in record.span)
     run_id: str
     if begun is None:
-        run_id, sent = client.create_run(experiment_id, start_time=begin, tags=tags, run_name=record.name).info.run_id, 0
+        run_id = client.create_run(experiment_id, start_time=begin, tags=tags, run_name=record.name).info.run_id
+        sent = 0
     else:
         run_id, sent = begun.info.run_id, int(begun.data.tags[LIVE].partition(" ")[0])
         # If this is interrupted, the MLflow run is created again.

@@ -412,7 +412,7 @@ def test_adaptation_has_gains_and_costs_side_by_side(run: MadeUp) -> None:
     assert frame.loc["One expert added"].tolist() == pytest.approx([before, after, 111.1, 111.1, 4 * expert])
     shown = demix("summary", run.path).output
     found = ranking(run.material())
-    assert shown.split() [: len(found.verdict.split())] == found.verdict.split()
+    assert shown.split()[: len(found.verdict.split())] == found.verdict.split()
     assert all(remark.split()[-1] in shown for remark in found.remarks)
     assert "Adapting to one novel domain" in shown
     assert f"{4 * whole:,}" in shown

@@ -59,8 +59,8 @@ ROWS = (
     ),
     Row(
         "in_domain_cached",
-        "With a cached prior, for which it reads dev text of the domain, DEMix also has lower perplexity than {dense} on "
-        "the training domains",
+        "With a cached prior, for which it reads dev text of the domain, DEMix also has lower perplexity than {dense} "
+        "on the training domains",
         "Table 3",
         below_dense(CACHED, on="training"),
     ),

@@ -36,8 +36,8 @@ def make(material: Material) -> Table:
         orient="index",
     )
     return Table(
-        "Mean test perplexity of the same tokens by the length of blocks, over the training and over the novel domains. "
-        f"All models were trained on blocks of {run.context:,} tokens. Lower is better.",
+        "Mean test perplexity of the same tokens by the length of blocks, over the training and over the novel "
+        f"domains. All models were trained on blocks of {run.context:,} tokens. Lower is better.",
         frame,
         notes=(
             MIXED,

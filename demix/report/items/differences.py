@@ -41,9 +41,9 @@ def make(material: Material) -> Table:
     formats = {name: "{:+.4f}" for name in frame if name.startswith("Nats")}
     formats |= {name: "{:+.2f}" for name in frame if name.startswith("Perplexity")}
     return Table(
-        "A system's test loss (nats a token) and perplexity minus those of another (column Less). Negative: better than "
-        "the other. Low and high are the bounds of 95% intervals from resampling the domain's test documents, the same "
-        "ones for both. Where an interval leaves out zero, other documents would hardly change the sign.",
+        "A system's test loss (nats a token) and perplexity minus those of another (column Less). Negative: better "
+        "than the other. Low and high are the bounds of 95% intervals from resampling the domain's test documents, the "
+        "same ones for both. Where an interval leaves out zero, other documents would hardly change the sign.",
         numbered(frame),
         notes=(
             "Where a domain has fewer than 20 test documents, blocks of their text are resampled, within these "

@@ -36,8 +36,8 @@ def make(material: Material) -> Table:
         notes=(
             "Each domain and each expert is in several pairs, so pairs are not independent. The p value permutes whole "
             "domains (9,999 random orders, or all where there are fewer; two-sided).",
-            "The paper prints r = 0.40 over 64 pairs, own experts among them (5.2): the more text is shared, the better "
-            "the prediction. It does not print how overlap and gain are measured; the last row comes nearest.",
+            "The paper prints r = 0.40 over 64 pairs, own experts among them (5.2): the more text is shared, the "
+            "better the prediction. It does not print how overlap and gain are measured; the last row comes nearest.",
             f"Bigrams are of tokens, none across documents, in the first {tokens:,} tokens of each training text.",
         ),
         formats=dict.fromkeys(("Domains", "Pairs"), "{:.0f}")

@@ -44,9 +44,9 @@ def make(material: Material) -> Table:
     return Table(
         "Which experts the test tokens of the training domains choose, in models whose tokens choose their experts. "
         "Told of the domain: the mutual information of a chosen expert and the domain of its token, over the most that "
-        "such a choice could tell (a mean over routed layers). It is 0% if all domains choose alike, 100% if each domain "
-        "has experts of its own. Busiest expert: that of any layer. Effective experts: the exponential of the entropy "
-        "of loads (a mean over layers). Dropped: the choices that no expert took in the last tenth of the updates.",
+        "such a choice could tell (a mean over routed layers): 0% if all domains choose alike, 100% if each domain has "
+        "experts of its own. Busiest expert: that of any layer. Effective experts: the exponential of the entropy of "
+        "loads (a mean over layers). Dropped: the choices that no expert took in the last tenth of the updates.",
         frame,
         notes=(
             "In tests experts have no capacity, so that no choice is dropped. Merged-routed models are not trained: "

@@ -41,8 +41,8 @@ def make(material: Material) -> Table:
     frame.insert(2, "Change, %", percent(frame[few], frame[many]))
     return Table(
         f"Test perplexity with a cached prior: of the mixture of {so_many(len(material.training), 'expert')} trained "
-        f"together, and of the mixture of these and the {len(material.novel)} that DEMix-DAPT added. First the training "
-        "domains, then the novel ones. Lower is better.",
+        f"together, and of the mixture of these and the {len(material.novel)} that DEMix-DAPT added. First come the "
+        "training domains, then the novel ones. Lower is better.",
         frame,
         notes=notes,
         formats={"Change, %": "{:+.2f}"} | COUNTED,
