@@ -66,8 +66,8 @@ def adaptation_table(material: Material) -> Table:
     frame["bytes changed"] = changed_bytes(material.run)
     return Table(
         "On the domain adapted to and on the training domains, averaged over the novel domains. Dense-DAPT makes a "
-        f"model of {before_dense_dapt(material.run).label} for each domain, DEMix-DAPT one more expert. With DEMix-DAPT "
-        "each training domain has its own expert, the same before and after by construction. One expert added: the "
+        f"model of {before_dense_dapt(material.run).label} for each domain, DEMix-DAPT one more expert, and leaves "
+        "each training domain to its own expert, the same before and after by construction. One expert added: the "
         "mixture of the training experts and the new one with a cached prior.",
         frame,
         formats={"bytes changed": "{:,.0f}"},
