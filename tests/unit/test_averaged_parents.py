@@ -27,9 +27,9 @@ def test_an_expert_that_began_as_an_average_has_no_single_parent(tmp_path: Path,
     assert table.frame["Parent expert"].tolist()[:2] == ["average", "average"]
     numbers = table.frame.columns[:-1]
     pd.testing.assert_frame_equal(table.frame[numbers], copied.frame[numbers])
-    assert "began as the average of the training experts by posterior and is compared with the likel" in table.caption
-    assert "copied" not in table.caption
-    assert "with the parent expert it was copied from" in copied.caption
+    assert "began as the average of the training experts by posterior, and is compared with the likel" in table.notes[1]
+    assert "copied" not in table.caption + " ".join(table.notes)
+    assert "with the parent expert that it was copied from" in copied.notes[1]
     judged = {claim.name: claim for claim in claims(run.material(parents=parents))}
     claim = judged["demix_dapt"]
     assert "the new expert beats the likeliest training expert on the new domain" in claim.statement

@@ -139,7 +139,7 @@ def test_table13_shows_forgetting_and_adaptation(run: MadeUp) -> None:
         assert row[:4] == pytest.approx([20.0, 100 * (1.1 / 1.3 - 1), 0.0, 100 * (1 / 1.25 - 1)])
         # One expert added to the mixture: nothing on the training domains, and what the new expert gains on its own.
         assert row[4:6] == pytest.approx([0.0, 100 * (1 / 1.15 - 1)])
-    assert "Dense-DAPT starts from Dense (Balanced)" in table.caption
+    assert "Dense-DAPT starts from Dense (Balanced)" in table.notes[0]
     assert "adapted to, DEMix-DAPT ends lower for 2 of 2 domains (mean 135.0, Dense-DAPT 148.5); on" in table.caption
     assert "training domains, DEMix-DAPT ends lower for 2 of 2 domains (mean 110.0, Dense-DAPT 171.6)" in table.caption
     beneath = table.second_lines()
@@ -347,7 +347,7 @@ def test_dense_dapt_is_compared_with_the_model_that_it_starts_from(tmp_path: Pat
         "table13", run.material(changed(run.run, adaptation={"dense": "dense_unbalanced"}), results=renamed)
     )
     assert table.frame.loc["wiki"].tolist()[:2] == pytest.approx([100 * (1.3 * 1.2 / 1.4 - 1), 100 * (1.1 / 1.4 - 1)])
-    assert "Dense-DAPT starts from Dense and" in table.caption
+    assert "Dense-DAPT starts from Dense and" in table.notes[0]
 
 
 def test_dev_blocks_say_what_the_last_one_weighs(run: MadeUp) -> None:
