@@ -124,6 +124,11 @@ class RemovalSection:
     replacement: Text | None = Field(
         default=None, description="The novel domain that takes the removed domain's place in the retraining."
     )
+    merged: DistinctItems[RowName] = Field(
+        default=(),
+        description="Rows whose merged model is scored on each training domain with the domain's expert left out, "
+        "without training: rows with `merged_routed`, and rows that train merged experts (BTX).",
+    )
     audit: AuditRecipe = Field(
         default_factory=AuditRecipe,
         description="Audit of memorization: how much of a removed domain's documents can still be continued with "

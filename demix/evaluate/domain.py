@@ -29,6 +29,7 @@ from demix.mix.priors import (
 )
 from demix.mix.rules import WeightsRule
 from demix.model.clusters import clusters_of
+from demix.run.models import left_out
 from demix.run.systems import Evaluated, ExpertSet
 from demix.settings import Items, Seed, Text, settings
 
@@ -134,11 +135,13 @@ class _Mixed:
         (column,) = table.columns
         totals = document_losses(self.place(table, "test"), (column,), byte_lengths=self.byte_lengths)
         self.scored.append(totals)
-        named = replace(table, model=table.folder) if table.merged or table.top_k else table
+        named = replace(table, model=table.folder) if table.told_apart else table
         self.losses.append(_losses(self.domain, named, totals))
         about = self.about(table) | {"n_experts": 1, "experts": column, "method": "dense", "top_k": table.top_k or None}
         if table.merged:
             about |= {"experts": "training", "method": "merged"}
+        if table.without:
+            about |= {"experts": left_out(table.without)}
         for some in table.sets:
             about |= {"experts": some.label, "method": "naive"}
         expert = column if table.sets else ""

@@ -17,6 +17,7 @@ import pyarrow as pa
 import torch
 
 from demix.config.adaptation import AuditRecipe
+from demix.config.models import DENSE_EXPERT
 from demix.config.training import Threads
 from demix.data.order import seen_blocks
 from demix.data.shards import TokenShard
@@ -25,6 +26,7 @@ from demix.evaluate.score_tables import tokens_sha256
 from demix.files import read_json, write_parquet
 from demix.mix.stream import Posterior
 from demix.model.checkpoint import describe, expert_lineage, load_experts, refuse_other_tokenizer
+from demix.model.choices import load_without
 from demix.model.decode import Decoder, generate, log_prior_of
 from demix.model.device import own_device, set_threads
 from demix.model.gpt import GPT
@@ -58,6 +60,7 @@ class Audit(AuditRecipe):
 
     `model` is the model with the experts `training`. `left_out` is the label, in the table of priors, of the same
     experts without that of the domain. `without_model` was trained without the domain and has the experts `without`.
+    `merged` are merged models, which lose the domain's expert too.
     """
 
     model: Text
@@ -65,6 +68,7 @@ class Audit(AuditRecipe):
     left_out: Text
     without_model: Text
     without: Items[Text]
+    merged: Items[Text] = ()
     threads: Threads
 
 
@@ -93,28 +97,37 @@ def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Aud
     """A row for each system, split (train; test, which none has seen) and document.
 
     Systems: `own`, the domain's expert alone; `mixture`, all experts; `minus`, the same without it; `without`, the
-    model trained without the domain; mixtures with the domain's cached prior. A prompt of 50 tokens is continued
-    greedily: `matched` is how many of the next 50 are the document's before the first that is not, `share` the part of
-    all 50 that are. `nll` is that of the document's own 50, in nats.
+    model trained without the domain; mixtures with the domain's cached prior; `merged` and `merged_minus`, a merged
+    model with and without the expert. A prompt of 50 tokens is continued greedily: `matched` is how many of the next 50
+    are the document's before the first that is not, `share` the part of all 50 that are. `nll` is that of the
+    document's own 50, in nats.
     """
     rest = tuple(expert for expert in audit.training if expert != domain)
-    systems = {
-        "own": (audit.model, "own", (domain,)),
-        "mixture": (audit.model, "training", audit.training),
-        "minus": (audit.model, audit.left_out, rest),
-        "without": (audit.without_model, "training", audit.without),
-    }
+    systems = [
+        ("own", audit.model, "own", (domain,)),
+        ("mixture", audit.model, "training", audit.training),
+        ("minus", audit.model, audit.left_out, rest),
+        ("without", audit.without_model, "training", audit.without),
+    ]
+    for model in audit.merged:
+        systems += [
+            ("merged", model, "training", (DENSE_EXPERT,)),
+            ("merged_minus", model, audit.left_out, (DENSE_EXPERT,)),
+        ]
     excerpts = {
         split: _excerpts(shard, audit.prompts, seen, length)
         for split, shard, seen, length in _splits(domain, models / audit.model, tokens)
     }
-    systems = {system: parts for system, parts in systems.items() if parts[2]}
+    systems = [parts for parts in systems if parts[-1]]
     rows = []
     prompts = len(systems) * sum(len(some.documents) for some in excerpts.values())
     with progress(f"{domain}: prompts", prompts) as advance:
-        for system, (model, label, experts) in systems.items():
-            weights = {domain: 1.0} if system == "own" else prior_weights(priors, model, domain, label)
-            trunks = load_experts(models / model, experts, own_device(), hold=None)
+        for system, model, label, experts in systems:
+            weights = {experts[0]: 1.0} if len(experts) == 1 else prior_weights(priors, model, domain, label)
+            if system == "merged_minus":
+                trunks: Sequence[GPT] = [load_without(models / model, domain).to(own_device())]
+            else:
+                trunks = load_experts(models / model, experts, own_device(), hold=None)
             log_prior = log_prior_of(experts, weights)
             for split, some in excerpts.items():
                 same, nll = _continued(trunks, log_prior, some, advance)

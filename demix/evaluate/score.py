@@ -32,6 +32,7 @@ from demix.model.checkpoint import (
     refuse_other_tokenizer,
     whole_models,
 )
+from demix.model.choices import load_without
 from demix.model.device import compute_type, own_device, set_threads
 from demix.model.gpt import GPT
 from demix.model.layers import RoutedLayer
@@ -51,7 +52,8 @@ KEPT = ".kept"
 class ScoredModel:
     """What is scored under one of several models: its folder of the models' folder, its columns, and on which shards.
 
-    Without `experts`, each domain is scored under its own token. `context` and `top_k` are those of `score`.
+    Without `experts`, each domain is scored under its own token. `context` and `top_k` are those of `score`. No token
+    chooses the expert `without` of a merged model (`demix.model.choices.load_without`).
     """
 
     model: Text
@@ -60,6 +62,7 @@ class ScoredModel:
     splits: DistinctItems[Text]
     context: Annotated[Integer, Field(ge=0)] = 0
     top_k: Annotated[Integer, Field(ge=0)] = 0
+    without: Text = ""
 
 
 @settings(kw_only=True)
@@ -80,6 +83,7 @@ class _Work:
     output: Path
     context: int = 0
     top_k: int = 0
+    without: str = ""
     label: str = ""
 
 
@@ -111,7 +115,7 @@ def score(
 def score_models(models: Path, shards: list[Path], scoring: Scoring, output: Path) -> None:
     """Do `score` for each of `scoring.models` below the folder `models`, with the same bytes.
 
-    Writes output/<model>/…, output/<model>@<context>/… or output/<model>@top-<k>/…, and opens each of the shards once.
+    Writes output/<model>/…, or output/<model>@… for what is not as in training, and opens each of the shards once.
     Raises DemixError before the first is scored if an expert of the last is missing.
     """
     places = {(path.parent.name, path.stem): path for path in shards}
@@ -122,10 +126,10 @@ def score_models(models: Path, shards: list[Path], scoring: Scoring, output: Pat
             domain, split = absent[0]
             cure = f"give tokens/{domain}/{split}.arrow"
             raise DemixError(f"model {one.model}", f"is to be scored on {domain} {split}, which is no argument", cure)
-        folder = folder_at(one.model, one.context, one.top_k)
+        folder = folder_at(one.model, one.context, one.top_k, one.without)
         own = [places[place] for place in wanted]
         place = models / one.model, one.experts, own, output / folder
-        works.append(_Work(*place, one.context, one.top_k, f"{folder} on "))
+        works.append(_Work(*place, one.context, one.top_k, one.without, f"{folder} on "))
     _score_all(works, scoring)
 
 
@@ -182,6 +186,8 @@ class _Scorer:
     @cached_property
     def trunks(self) -> list[GPT]:
         """The experts."""
+        if self.work.without:
+            return [load_without(self.work.directory, self.work.without).to(own_device())]
         trunks = load_experts(self.work.directory, None if self.domain_tokens else self.work.experts, own_device())
         for block in (block for trunk in trunks if self.work.top_k for block in trunk.blocks):
             if isinstance(block.feedforward, RoutedLayer):
@@ -239,6 +245,7 @@ class _Scorer:
         origin |= {"columns": columns, "tokens": sha256, "settings": settings} | self.folds
         origin |= {"context": self.work.context} if self.work.context else {}
         origin |= {"top_k": self.work.top_k} if self.work.top_k else {}
+        origin |= {"without": self.work.without} if self.work.without else {}
         return hashlib.sha256(json.dumps(origin).encode()).hexdigest()
 
     def _score_pieces(

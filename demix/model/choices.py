@@ -20,6 +20,7 @@ from demix.config.models import DENSE_EXPERT
 from demix.errors import DemixError, nearest
 from demix.files import REMAKE, replacing, sha256_file, write_json
 from demix.model.checkpoint import check_values, describe, expert_files, expert_lineage, load_model, save_tensors
+from demix.model.gpt import GPT
 from demix.model.merge import SUMS, learned_of
 from demix.model.merge_routed import Moments, packed, read_sums, routers_of
 
@@ -65,13 +66,7 @@ def remove_choice(directory: Path, name: str) -> None:
     Raises DemixError if the model has no such expert, and if fewer than two experts would be left, or fewer than a
     token chooses.
     """
-    own = read_choices(directory)
-    gone = _named(directory, own, name)
-    top_k = describe(directory)["architecture"]["routed"]["top_k"]
-    if len(own) - 1 < max(2, top_k):
-        cause = f"is one of {len(own)} experts, among which each token chooses {top_k}"
-        raise DemixError(f"expert {name}", cause, "keep it, or delete the model's folder")
-    _write(directory, {expert: one for expert, one in own.items() if one is not gone})
+    _write(directory, _rest(directory, name))
 
 
 def add_choice(directory: Path, other: Path, expert: str, name: str) -> None:
@@ -98,6 +93,30 @@ def add_choice(directory: Path, other: Path, expert: str, name: str) -> None:
     _write(directory, dict(experts))
 
 
+def load_without(directory: Path, name: str) -> GPT:
+    """The merged model in `directory` as `remove_choice` leaves it, whose files stay as they are.
+
+    Raises DemixError as `remove_choice` does.
+    """
+    description, merge = describe(directory), _merge(directory, _rest(directory, name))
+    shared = {key: tensor.detach() for key, tensor in load_model(directory).shared_tensors().items()}
+    with torch.device("meta"):
+        model = GPT(merge.architecture, description["vocab_size"], (DENSE_EXPERT,))
+    model.load_state_dict(model.stacked(shared, {DENSE_EXPERT: merge.tensors}), assign=True)
+    return model
+
+
+def _rest(directory: Path, name: str) -> dict[str, Choice]:
+    """The experts of the merged model in `directory` but `name`."""
+    own = read_choices(directory)
+    gone = _named(directory, own, name)
+    top_k = describe(directory)["architecture"]["routed"]["top_k"]
+    if len(own) - 1 < max(2, top_k):
+        cause = f"is one of {len(own)} experts, among which each token chooses {top_k}"
+        raise DemixError(f"expert {name}", cause, "keep it, or delete the model's folder")
+    return {expert: one for expert, one in own.items() if one is not gone}
+
+
 def _named(directory: Path, choices: Mapping[str, Choice], name: str) -> Choice:
     if name not in choices:
         cause = f"is none among which tokens of {directory} choose"
@@ -105,10 +124,18 @@ def _named(directory: Path, choices: Mapping[str, Choice], name: str) -> Choice:
     return choices[name]
 
 
-def _write(directory: Path, choices: Mapping[str, Choice]) -> None:
-    """Make `choices` the experts of the merged model in `directory`; the caller holds its lock."""
+class _Merge(NamedTuple):
+    """The architecture and the stacked tensors of a merged model, and what its routers were solved from."""
+
+    architecture: Architecture
+    tensors: dict[str, Tensor]
+    sums: dict[str, Moments]
+
+
+def _merge(directory: Path, choices: Mapping[str, Choice]) -> _Merge:
+    """The model in `directory` with `choices` in place of its experts."""
     description, lineage = describe(directory), expert_lineage(directory, DENSE_EXPERT)
-    architecture, untrained = Architecture(**description["architecture"]), description["kind"] == "merged"
+    architecture = Architecture(**description["architecture"])
     stacked = {
         name: torch.stack([one.rows[name] for one in choices.values()]) for name in next(iter(choices.values())).rows
     }
@@ -122,24 +149,32 @@ def _write(directory: Path, choices: Mapping[str, Choice]) -> None:
         for number, rows in enumerate(routers):
             name = f"blocks.{number}.feedforward.router"
             stacked[name] = rows.to(stacked[name].dtype)
+    untrained = description["kind"] == "merged"
     routed = architecture.merged_routed(len(choices)).routed if untrained else architecture.routed
     assert routed is not None
-    architecture = dataclasses.replace(architecture, routed=dataclasses.replace(routed, experts=len(choices)))
+    routed = dataclasses.replace(routed, experts=len(choices))
+    return _Merge(dataclasses.replace(architecture, routed=routed), stacked, sums)
+
+
+def _write(directory: Path, choices: Mapping[str, Choice]) -> None:
+    """Make `choices` the experts of the merged model in `directory`; the caller holds its lock."""
+    description, lineage = describe(directory), expert_lineage(directory, DENSE_EXPERT)
+    merge = _merge(directory, choices)
     description |= {
-        "architecture": architecture.described,
-        "expert_parameters": parameters(architecture, description["vocab_size"])[1],
+        "architecture": merge.architecture.described,
+        "expert_parameters": parameters(merge.architecture, description["vocab_size"])[1],
     }
     lineage["choices"] = [one.recorded for one in choices.values()]
-    if untrained:
+    if description["kind"] == "merged":
         learned, seeds = learned_of([one.recorded["learned"] for one in choices.values()])
         lineage |= learned | {"seeds": seeds}
     beside, weights = expert_files(directory, DENSE_EXPERT)
     with replacing(weights) as temporary:
-        save_tensors(stacked, temporary)
+        save_tensors(merge.tensors, temporary)
         lineage["sha256"] = sha256_file(temporary)
-        if sums:
+        if merge.sums:
             with replacing(directory / SUMS) as of_sums:
-                save_tensors(packed(sums), of_sums)
+                save_tensors(packed(merge.sums), of_sums)
                 lineage["sums_sha256"] = sha256_file(of_sums)
     write_json(beside, lineage)
     write_json(directory / "model.json", description)

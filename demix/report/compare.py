@@ -217,7 +217,7 @@ def _sample(run: ComparedRun, kind: str, domain: str) -> Sample:
             named = tuple(chosen.get((table.model, some.label, "fitted", name), name) for name in weights)
             if methods:
                 sets.append(replace(some, methods=methods, weights=named, alone=False, variants=False))
-        dense = not (table.sets or table.top_k) and (table.model, "dense", "dense", "") in wanted
+        dense = not (table.sets or table.top_k or table.without) and (table.model, "dense", "dense", "") in wanted
         if table.seed == run.of.seed and (sets or dense):
             tables.append(replace(table, sets=tuple(sets)))
     scores = run.of.folder / "scores"

@@ -29,7 +29,7 @@ DIFFERENCE_COLUMNS = (
     *("nats_per_token", "nats_per_token_low", "nats_per_token_high"),
     *("perplexity", "perplexity_low", "perplexity_high"),
 )
-AUDIT_COLUMNS = ("domain", "system", "split", "document", "matched", "share", "nll")
+AUDIT_COLUMNS = ("domain", "system", "model", "split", "document", "matched", "share", "nll")
 TASK_COLUMNS = (
     *("task", "model", "routing", "top_k", "expert", "reads", "shots", "seeds", "examples", "accuracy"),
     *("accuracy_low", "accuracy_high", "chance", "judged"),

@@ -50,6 +50,11 @@ def without_expert(run: Run) -> Callable[[str], System]:
     return lambda domain: System("−Expert", row, left_out(domain), "cached", "history")
 
 
+def without_choice(whole: System) -> Callable[[str], System]:
+    """A function from a domain to a merged model without the domain's expert."""
+    return lambda domain: replace(whole, experts=left_out(domain))
+
+
 def without_domain(domain: str) -> System:
     """The model trained on a replacement instead of `domain`: −Domain of Table 7."""
     return System("−Domain", trained_without(domain), "training", "cached", "history")

@@ -12,6 +12,7 @@ from demix.errors import DemixError, nearest
 from demix.run import placement
 from demix.run.clashes import refuse_clashes
 from demix.run.contexts import check_contexts
+from demix.run.merged import Merged
 from demix.run.models import Model
 from demix.run.run import Run
 from demix.run.systems import ngram_folders, ngram_tokens
@@ -45,6 +46,7 @@ def checked(config: Config) -> Run:
         _check_model(run, model)
     _check_jobs(run)
     _check_removal(run)
+    _check_merged_removal(run)
     _check_weights(run)
     check_contexts(run)
     _check_ngrams(run)
@@ -150,6 +152,20 @@ def _check_removal(run: Run) -> None:
         cause = f"is {removal.replacement!r}, which is no novel domain"
         cure = nearest(removal.replacement, run.novel, "add a novel domain first")
         raise DemixError(f"{key}.replacement", cause, cure)
+
+
+def _check_merged_removal(run: Run) -> None:
+    """Refuse to leave an expert out of what is no merged model of domains, or of one that has too few experts."""
+    for name in run.config.removal.merged:
+        row, key = run.rows.get(name), f"config key removal.merged: {name}"
+        made = row and ((row.mixes and row.settings.parent_row) or (row.settings.merged_routed and name))
+        parent = next((one for one in run.own if one.name == made), None)
+        if not row or not parent or parent.data:
+            cure = "name a row with merged_routed, or one that trains merged experts, whose experts are of domains"
+            raise DemixError(key, "is no row with a merged model of domains", cure)
+        chosen = (row.architecture.routed if row.mixes else None) or parent.architecture.merged_routed(2).routed
+        if chosen and len(Merged(parent, "routed").choices) - 1 < max(2, chosen.top_k):
+            raise DemixError(key, "has too few experts to lose one", "leave it out, or add a training domain")
 
 
 def _check_weights(run: Run) -> None:

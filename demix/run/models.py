@@ -259,12 +259,13 @@ def made_of(model: str, weights: str) -> str:
     return f"{model}-{'average-{domain}' if weights == 'posterior' else weights}"
 
 
-def folder_at(model: str, context: int = 0, top_k: int = 0) -> str:
+def folder_at(model: str, context: int = 0, top_k: int = 0, without: str = "") -> str:
     """The folder of a model's score tables in blocks of `context` tokens, which choose `top_k` experts in each layer.
 
-    0 stands for what the model has from training.
+    0 stands for what the model has from training. The tokens do not choose the expert `without`, if one is named.
     """
-    return model + (f"@{context}" if context else "") + (f"@top-{top_k}" if top_k else "")
+    of_tokens = (f"@{context}" if context else "") + (f"@top-{top_k}" if top_k else "")
+    return model + of_tokens + (f"@{left_out(without)}" if without else "")
 
 
 def trained_models(config: Config, rows: dict[str, Row]) -> tuple[Model, ...]:

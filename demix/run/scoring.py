@@ -9,7 +9,7 @@ from demix.run.contexts import other_contexts
 from demix.run.merged import MERGED
 from demix.run.models import adapted, folder_at
 from demix.run.run import Run
-from demix.run.systems import other_top_k
+from demix.run.systems import merged_whole, other_top_k
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class ScoringPart:
     for each of `columns`. With `shared` the rule also makes the table of the tokens; otherwise that table already
     exists for the domains of `after`. With `own` each domain has one column, its own domain token. `expert_scope` is
     that of the model's kind: with `model` nothing of one column's work is another's. `context` is the length of the
-    blocks, and `top_k` the number of experts that a token chooses in a layer, 0 for those of training.
+    blocks, and `top_k` the number of experts that a token chooses in a layer, 0 for those of training. `without` is an
+    expert that no token chooses.
     """
 
     model: str
@@ -34,11 +35,12 @@ class ScoringPart:
     expert_scope: str = "none"
     context: int = 0
     top_k: int = 0
+    without: str = ""
 
     @property
     def folder(self) -> str:
         """The folder of the score tables below scores/."""
-        return folder_at(self.model, self.context, self.top_k)
+        return folder_at(self.model, self.context, self.top_k, self.without)
 
     def columns_on(self, domain: str) -> tuple[str, ...]:
         """The columns of the score tables of a domain."""
@@ -49,7 +51,7 @@ class ScoringPart:
         columns, splits = () if self.own else self.columns, self.splits
         domains = [domain.format(**wildcards) for domain in self.domains]
         named = {"model": self.model.format(**wildcards), "experts": columns, "domains": domains, "splits": splits}
-        changed = {"context": self.context, "top_k": self.top_k}
+        changed = {"context": self.context, "top_k": self.top_k, "without": self.without}
         return named | {key: value for key, value in changed.items() if value}
 
 
@@ -88,6 +90,11 @@ def scoring_jobs(run: Run, *, apart: bool = False) -> tuple[ScoringJob, ...]:
         for k in chosen.get(job.parts[0].model, ())
         if not job.parts[0].context
     ]
+    part = ScoringPart("", MERGED, MERGED, (), ("test",))
+    for folder in merged_whole(run):
+        left = tuple(replace(part, model=folder, domains=(one,), without=one) for one in run.training)
+        rule = f"score_{folder.replace('-', '_')}_left_out"
+        found.append(ScoringJob(rule, f"{folder}/left-out", left, joins="score_known_others"))
     # A run without novel domains has no jobs for them.
     singles = [job for job in found if job.jobs]
     if submitted:

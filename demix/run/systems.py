@@ -39,7 +39,8 @@ class Evaluated:
     `sets` is empty for a model with one column, and has one set of one expert for a domain's own token. `model` and
     `seed` are the values of these columns in results. `folder` is the folder of the tables below scores/. `merged` says
     how a model was made of the model's experts, whose one column the table has (`demix.run.merged`). `top_k` is the
-    number of experts that a token chose in each layer, 0 for that of training.
+    number of experts that a token chose in each layer, 0 for that of training. `without` is the expert that no token
+    chose.
     """
 
     model: str
@@ -49,11 +50,17 @@ class Evaluated:
     sets: tuple[ExpertSet, ...] = ()
     merged: str = ""
     top_k: int = 0
+    without: str = ""
 
     @property
     def told(self) -> dict[str, Any]:
-        """The fields as the evaluation is told them: without `top_k` where it says nothing."""
-        return {key: value for key, value in asdict(self).items() if key != "top_k" or value}
+        """The fields as the evaluation is told them, but for the last two where they say nothing."""
+        return {key: value for key, value in asdict(self).items() if key not in ("top_k", "without") or value}
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether another table has the same model and column, so that losses go by the folder's name."""
+        return bool(self.merged or self.top_k or self.without)
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -201,7 +208,7 @@ def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
     """The score tables and sets of experts to evaluate on `domain`, the run's own seed first.
 
     Within a seed, models of one column come first, then models with domain tokens, then models with experts. N-grams,
-    merged models and those with another number of chosen experts come last.
+    merged models, those with another number of chosen experts, and those without the domain's expert come last.
     """
     training, novel, receiver, whole = run.training, run.novel, run.receiver, run.whole
 
@@ -259,6 +266,13 @@ def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
         for table in found
         for k in chosen.get(table.folder, ())
     ]
+    found += [
+        Evaluated(
+            whole.model, folder_at(folder, without=domain), run.seed, MERGED, merged=whole.weights, without=domain
+        )
+        for folder, whole in merged_whole(run).items()
+        if domain in training
+    ]
     return tuple(found)
 
 
@@ -312,6 +326,18 @@ def token_routed(run: Run) -> tuple[Routers, ...]:
             if (layer := one.architecture.routed)
         ),
     )
+
+
+def merged_whole(run: Run) -> dict[str, System]:
+    """The merged models that lose one expert after the other (`removal.merged`), as they are, by their folders."""
+    found: dict[str, System] = {}
+    for one in (one for one in run.own if one.name in run.config.removal.merged):
+        if one.mixes:
+            found[one.name] = System(one.label, one.row, DENSE_EXPERT, "dense")
+        else:
+            made = Merged(one, "routed")
+            found[made.place] = System(merged_label(made), one.row, "training", "merged", made.weights)
+    return found
 
 
 def other_top_k(run: Run) -> dict[str, tuple[int, ...]]:

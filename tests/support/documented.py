@@ -38,6 +38,7 @@ FLEETING |= {"loads/<model>.parquet", "examples/<task>.parquet", "tasks/<model>/
 FLEETING |= {"scores/<model>@<context>/<domain>.test/…", "evaluations/<domain>.contexts.parquet"}
 FLEETING |= {"seeds/<model>/step-<n>/manifest.json", "seeds/<model>/step-<n>/<part>.safetensors"}
 FLEETING |= {"models/<model>/sums.safetensors", "scores/<model>@top-<k>/<domain>.test/…"}
+FLEETING |= {"scores/<model>@minus-<domain>/<domain>.test/…"}
 
 
 def assert_documented(run: Path) -> None:

@@ -5,15 +5,20 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from demix.errors import DemixError
-from demix.files import read_json, sha256_file, write_json
+from demix.evaluate.memorization import Audit, audit_rows
+from demix.evaluate.score import ScoredModel, Scoring, score_models
+from demix.files import read_json, sha256_file, write_json, write_parquet
 from demix.model import merge_routed as merging
 from demix.model.checkpoint import describe, load_model
 from demix.model.experts import add_expert, find_faults, remove_expert
 from demix.model.merge_routed import merge_routed
+from demix.run.models import left_out
 from support.cli import demix
 from support.tokens import TRAINING
 from support.training import SIZES, TRAIN, shard_paths, train_model
@@ -101,6 +106,60 @@ def test_a_trained_model_loses_the_rows_of_the_expert_alone(models: Path, model:
     lineage, was = (read_json(place / "experts" / "dense.json") for place in (mine, models / model))
     assert [choice["expert"] for choice in lineage["choices"]] == [TRAINING[0], TRAINING[2]]
     assert {key for key in was if lineage[key] != was[key]} == {"choices", "sha256"}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("model", ["merged", "whole"])
+def test_scores_without_an_expert_are_those_of_what_removal_leaves(
+    models: Path, tokens: Path, model: str, name: str, tmp_path: Path
+) -> None:
+    for folder in ("mine", "left"):
+        shutil.copytree(models / model, tmp_path / "models" / folder)
+    remove_expert(tmp_path / "models" / "left", name)
+    before = content(tmp_path / "models" / "mine")
+    asked = {"experts": ("dense",), "domains": TRAINING[:1], "splits": ("test",)}
+    several = tuple(
+        ScoredModel(model=folder, without=gone, **asked)
+        for folder, gone in (("mine", ""), ("mine", name), ("left", ""))
+    )
+    scoring = Scoring(models=several, dev_blocks=4, test_tokens=200, precision="fp32", threads=1)
+    score_models(tmp_path / "models", [tokens / "tokens" / TRAINING[0] / "test.arrow"], scoring, tmp_path / "scores")
+    whole, without, left = (
+        pq.read_table(tmp_path / "scores" / folder / f"{TRAINING[0]}.test" / "dense.parquet").column(0).to_pylist()
+        for folder in ("mine", f"mine@minus-{name}", "left")
+    )
+    assert without == left != whole
+    assert content(tmp_path / "models" / "mine") == before
+
+
+def test_the_audit_is_that_of_what_removal_leaves(
+    models: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, label = TRAINING[0], left_out(TRAINING[0])
+    for copy, of in {"demix": "demix", "untaught": "demix", "mine": "merged", "left": "merged"}.items():
+        shutil.copytree(models / of, tmp_path / copy)
+    remove_expert(tmp_path / "left", name)
+    sets = [("demix", "training", TRAINING), ("demix", label, TRAINING[1:]), ("untaught", "training", TRAINING)]
+    rows = [
+        {"model": model, "experts": of, "weights": "history", "domain": name, "expert": one, "prior": 1 / len(experts)}
+        for model, of, experts in sets
+        for one in experts
+    ]
+    write_parquet(pa.Table.from_pylist(rows), tmp_path / "priors.parquet")
+
+    def audited(folder: str, system: str) -> list[dict[str, object]]:
+        audit = Audit(
+            3, model="demix", training=TRAINING, left_out=label, without_model="untaught", without=TRAINING,
+            merged=(folder,), threads=1,
+        )  # fmt: skip
+        found = audit_rows(name, tmp_path, tokens / "tokens" / name, tmp_path / "priors.parquet", audit)
+        assert {row["experts"] for row in found if row["system"] == "merged_minus"} == {label}
+        return [{"nll": row["nll"], "share": row["share"]} for row in found if row["system"] == system]
+
+    whole, without = audited("mine", "merged"), audited("mine", "merged_minus")
+    monkeypatch.setattr("demix.evaluate.memorization.load_without", lambda folder, _: load_model(folder))
+    assert audited("left", "merged") == without != whole
+    assert len(whole) == len(without) > 2
 
 
 def test_experts_of_another_name_join_behind_the_others(models: Path, tmp_path: Path) -> None:

@@ -269,9 +269,9 @@ def test_sums_of_released_weights_stand_where_the_paper_mixes(run: MadeUp) -> No
 
 def test_the_audit_sets_train_beside_test(run: MadeUp, tmp_path: Path) -> None:
     found = pd.DataFrame(
-        [("law", "minus", split, document, matched, matched / 50, 100.0 - matched)
+        [("law", "minus", "demix", split, document, matched, matched / 50, 100.0 - matched)
          for split, counts in (("train", (10, 20)), ("test", (2, 4))) for document, matched in enumerate(counts)],
-        columns=["domain", "system", "split", "document", "matched", "share", "nll"],
+        columns=["domain", "system", "model", "split", "document", "matched", "share", "nll"],
     )  # fmt: skip
     row = table_of("audit", run.material(audit=found)).frame.loc["law, without its expert"]
     assert row.tolist() == pytest.approx([15, 3, 30, 6, 85, 97, 2, 2])

@@ -19,7 +19,7 @@ from demix.data.examples import prompts, read_examples
 from demix.data.shards import TokenShard, blocks
 from demix.files import read_json, read_json_lines, sha256_file
 from demix.model.checkpoint import load_model
-from demix.model.experts import find_faults
+from demix.model.experts import find_faults, remove_expert
 from demix.model.scoring import log_probabilities
 from demix.run.run import Run
 from demix.settings import settings_from
@@ -47,6 +47,7 @@ ROWS = {
     "evaluation": TINY["evaluation"]
     | {"weights": ["history", "cluster", "cluster+history"], "contexts": [32, 64]}
     | {"experts_top_k": [1, "all"]},
+    "removal": TINY["removal"] | {"merged": ["demix", "btx"]},
     "tasks": {
         "domain": {"made": "domains", "examples": 12},
         # As docs/tasks.md and config/cbtm-1.3b-tasks.yaml write them; blocks of 32 tokens hold no demonstrations.
@@ -190,6 +191,31 @@ def test_routed_models_are_scored_with_other_numbers_of_experts(finished: tuple[
             mean = of_row.loc[of_row["top_k"] == k, "perplexity"].mean()
             (cell,) = table.loc[label, [column for column in table if f"k = {name}" in str(column)][:1]]
             assert float(str(cell).split()[0]) == pytest.approx(mean, rel=1e-3)
+
+
+def test_merged_models_are_scored_without_the_expert_of_each_domain(finished: tuple[Path, dict[str, str], str]) -> None:
+    run = finished[0] / "results" / "tiny"
+    results = pd.read_parquet(run / "results.parquet").query("split == 'test'")
+    (table,) = pd.read_html(run / "report" / "tables" / "merged_removal.html", index_col=0)
+    rows = Run.read(run).rows
+    for row, folder, method, label in (
+        ("demix", "demix-routed", "merged", "DEMix, merged-routed"), ("btx", "btx", "dense", rows["btx"].label),
+    ):  # fmt: skip
+        lost = results[(results["model"] == row) & (results["method"] == method)]
+        lost = lost[lost["experts"].str.startswith("minus-")]
+        assert sorted(lost["domain"]) == sorted(TINY["domains"]["training"])
+        assert (lost["experts"] == "minus-" + lost["domain"]).all()
+        for one in lost.itertuples():
+            model = shutil.copytree(run / "models" / folder, finished[0] / "left" / folder / one.domain)
+            remove_expert(model, one.domain)
+            shard = TokenShard.open(run / "tokens" / one.domain / "test.arrow")
+            (log_p,) = log_probabilities(load_model(model), *blocks(shard, TINY["architecture"]["context"], one.tokens))
+            assert one.nll == pytest.approx(-log_p.sum(), rel=1e-5)
+        assert float(table.loc[label, "Without the domain's"]) == pytest.approx(lost["perplexity"].mean(), rel=1e-3)
+    audit = pd.read_parquet(run / "audit.parquet")
+    assert set(audit.loc[audit["system"].str.startswith("merged"), "model"]) == {"demix-routed", "btx"}
+    assert f"{rows['btx'].label} without its expert" in (run / "report" / "tables" / "audit.md").read_text()
+    assert "A merged model forgets a domain when its expert is left out" in (run / "report" / "claims.md").read_text()
 
 
 def test_shards_of_clusters_hold_no_tokens(finished: tuple[Path, dict[str, str], str]) -> None:

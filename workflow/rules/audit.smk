@@ -8,6 +8,7 @@ for model in WITHOUT:
             tokens=RULES.tokens([model.removed], "train", "test"),
             whole=RULES.experts(THIS.whole.name, TRAINING),
             without=RULES.experts(model.name, model.experts),
+            merged=[file for folder in systems.merged_whole(THIS) for file in RULES.experts(folder, MERGED)],
             priors=f"{RUN}/evaluations/{model.removed}.priors.parquet",
         output:
             f"{RUN}/evaluations/{model.removed}.audit.parquet",
@@ -22,6 +23,7 @@ for model in WITHOUT:
             settings=verbatim(
                 RULES.as_json(
                     written(CONFIG.removal.audit),
+                    {key: list(folders) for key, folders in [("merged", systems.merged_whole(THIS))] if folders},
                     model=THIS.whole.name,
                     training=TRAINING,
                     left_out=left_out(model.removed),

@@ -1,13 +1,18 @@
 """Claims about the removal of experts."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from demix.report.claims.row import Row, Versus
-from demix.report.domains import so_many
+from demix.report.domains import mean_of, percent, so_many
 from demix.report.material import Material
-from demix.report.needs import SECOND_TRAINING, WITHOUT_DOMAIN
-from demix.report.systems import ByDomain, before_removal, without_domain, without_expert
+from demix.report.needs import MERGED_REMOVAL, SECOND_TRAINING, WITHOUT_DOMAIN
+from demix.report.systems import ByDomain, before_removal, without_choice, without_domain, without_expert
 from demix.report.verdict import Part
+from demix.run.systems import System, merged_whole
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def _like_never_trained(material: Material) -> Iterator[Part]:
@@ -37,6 +42,26 @@ def _like_never_trained(material: Material) -> Iterator[Part]:
     )
 
 
+def _merged_forget(material: Material) -> Iterator[Part]:
+    """Whether leaving its expert out costs a domain as much in merged models as in DEMix, one part per merged model."""
+    run, domains = material.run, material.training
+
+    def costs(whole: System, without: ByDomain) -> "pd.Series":
+        return percent(material.own.perplexities(whole, domains), material.own.perplexities(without, domains))
+
+    own = costs(before_removal(run), without_expert(run))
+    for whole in merged_whole(run).values():
+        found = costs(whole, without_choice(whole))
+        agreeing = int((found >= own).sum())
+        yield Part(
+            mean_of(found) >= mean_of(own),
+            agreeing,
+            len(domains),
+            f"{whole.label} {mean_of(found):+.1f}%, {run.whole.label} {mean_of(own):+.1f}%; at least as much on "
+            f"{agreeing} of {so_many(len(domains), 'domain')}.",
+        )
+
+
 ROWS = (
     Row(
         "removal_hurts",
@@ -55,5 +80,12 @@ ROWS = (
         "Table 7",
         _like_never_trained,
         needs=(SECOND_TRAINING, WITHOUT_DOMAIN),
+    ),
+    Row(
+        "merged_forget",
+        "A merged model forgets a domain when its expert is left out, as DEMix does: perplexity rises as much or more",
+        "",
+        _merged_forget,
+        needs=(SECOND_TRAINING, MERGED_REMOVAL),
     ),
 )

@@ -1,11 +1,13 @@
 """How much of a removed domain's documents the models continue word for word: the model with the domain's expert, the
-model without that expert, and a model never trained on the domain. Documents of train stand beside documents of test.
+model without that expert, and a model never trained on the domain; merged models with and without the expert. Documents
+of train stand beside documents of test.
 """
 
 from demix.report.item import Group, TableItem
 from demix.report.material import Material
 from demix.report.needs import WITHOUT_DOMAIN
 from demix.report.table import Table
+from demix.run.systems import merged_whole
 
 ITEM = TableItem("What is left of a removed domain, word for word", Group.FURTHER, 9, needs=(WITHOUT_DOMAIN,))
 AUDITED = {
@@ -13,6 +15,8 @@ AUDITED = {
     "mixture": "all experts",
     "minus": "without its expert",
     "without": "never trained on it",
+    "merged": "{}",
+    "merged_minus": "{} without its expert",
 }
 
 
@@ -23,15 +27,14 @@ def make(material: Material) -> Table:
     from demix.report.cells import seed_note
 
     audit, splits = material.audit, ("train", "test")
+    merged = {folder: whole.label for folder, whole in merged_whole(material.run).items()}
     columns = {"matched": "Tokens word for word, {}", "share": "Tokens right, {} (%)", "nll": "Nats, {}"}
     rows = {}
     for domain in material.training:
-        for system, label in AUDITED.items():
-            found = audit[(audit["domain"] == domain) & (audit["system"] == system)]
-            if not len(found):
-                continue
+        audited = audit[audit["domain"] == domain]
+        for (system, model), found in audited.groupby(["system", "model"], sort=False):
             means = found.groupby("split")[list(columns)].mean()
-            rows[f"{domain}, {label}"] = {
+            rows[f"{domain}, {AUDITED[system].format(merged.get(model))}"] = {
                 heading.format(split): means[name].get(split, np.nan) * (100 if name == "share" else 1)
                 for name, heading in columns.items()
                 for split in splits
