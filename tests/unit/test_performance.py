@@ -140,7 +140,7 @@ def test_the_numbers_in_the_pages_sentences() -> None:
     assert f"DEMix's checkpoint of {short(demix.checkpoint)}B takes {one:.0f} seconds" in text
     rare = changed(PAPER, training={"checkpoint_every": 5000})
     spent = [sum(saving_hours(p) * p.ranks for p in plan_training(c, None, HARDWARE["a100"])) for c in (PAPER, rare)]
-    assert "from {:.0f} to {:.0f} GPU-hours".format(*spent) in text
+    assert "from {} to {} GPU-hours".format(*map(decimal, spent)) in text
     larger = changed(PAPER, training={"micro_sequences": 16})
     (most,) = (p.activations for p in plan_training(larger, None, HARDWARE["a100"]) if p.name == "demix")
     memory = [f"{short(size)}B" for size in (demix.activations, most, demix.state)]
@@ -155,7 +155,7 @@ def test_the_numbers_in_the_pages_sentences() -> None:
     core = sum(stage.hours for stage in stages("a100", None).values() if stage.hours and not stage.on_device)
     assert f"{core:.0f} core-hours in all" in text
     few = [stages("a100", None)["train"].hours, sum(plans["a100"][name].rank_hours for name in ("demix", "dense"))]
-    assert "from {:,.0f} to {:,.0f} GPU-hours".format(*few) in text
+    assert "from {} to {} GPU-hours".format(*map(decimal, few)) in text
 
 
 def test_experts_of_models_of_today_are_those_of_the_plan() -> None:
