@@ -111,6 +111,13 @@ def test_what_cannot_be_read_is_named_beside_the_rest(
     assert "parliament: data set owner/none: cannot be read" in caplog.text
 
 
+def test_a_source_that_is_not_there_ends_no_other(site: str, capsys: pytest.CaptureFixture[str]) -> None:
+    none, there = ({"kind": "url", "path": f"{site}/{name}.jsonl"} for name in ("none", "a"))
+    config = with_sources(parliament=none, scripture=HUB, fantasy=there)
+    assert pin(config) == 1
+    assert "scripture" in yaml.safe_load(capsys.readouterr().out)["domains"]["training"]
+
+
 @pytest.mark.parametrize("kind", ["hub", "url"])
 def test_without_a_network_one_line_says_so(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the command itself, at a port where nobody listens, before each source tries by itself, for minutes."""

@@ -75,7 +75,7 @@ def test_a_run_that_can_download_nothing_ends_before_its_first_job(option: str, 
         ["snakemake", "--snakefile", REPOSITORY / "workflow" / "Snakefile", "--configfile", "config.yaml",
          option, REPOSITORY / "profiles" / profile],
         cwd=tmp_path, env=ENVIRONMENT | {"PATH": f"{tmp_path}:{ENVIRONMENT['PATH']}"},
-        capture_output=True, text=True, check=False,
+        capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode
     assert "Traceback" not in done.stdout + done.stderr
