@@ -168,13 +168,14 @@ def pin(file: Annotated[Path, typer.Argument(help="A config file.")]) -> None:
 
     import yaml
 
-    from demix.data.pins import pins
+    from demix.data.pins import check_network, pins
     from demix.data.sources import Source
     from demix.files import scratch
     from demix.run.check import load_run
     from demix.settings import settings_from, written
 
     run, failed, above = load_run(file, allow_branches=True), False, ""
+    check_network(settings_from(Source, written(domain.source)) for domain in run.domains.values())
     with scratch(run.folder / "pins") as folder:
         for kind, domains in run.config.domains.kinds.items():
             for name, domain in domains.items():

@@ -42,7 +42,7 @@ def plan(
     """Print what a config needs: time and disk; words, FLOPs, memory, hours, network, jobs, stages. Fetches nothing."""
     from demix.plan.cost import plan_table, training_tables
     from demix.plan.here import here_line
-    from demix.plan.jobs import in_one_line, jobs_table, runs_here, usual_hardware, write_sbatch_files
+    from demix.plan.jobs import in_one_line, jobs_table, lacking, levers, runs_here, usual_hardware, write_sbatch_files
     from demix.plan.stages import stages_table, sync_table
     from demix.run.check import load_run
 
@@ -57,10 +57,12 @@ def plan(
         later = (show(run, hardware, ranks) for show in (sync_table, jobs_table, stages_table))
         for table in (plan_table(run), *tables, *later):
             console.print(table)
+        if warning := lacking(run, hardware):
+            logging.getLogger("demix").warning(f"{file}, {warning}")
     for path in write_sbatch_files(run, hardware, ranks) if dry_run else ():
         print(path)
     if shown:
-        print(in_one_line(run, hardware, ranks))
+        print("\n".join([in_one_line(run, hardware, ranks), *levers(run, hardware, ranks)]))
 
 
 @app.command()

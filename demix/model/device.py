@@ -11,16 +11,28 @@ from demix.errors import DemixError
 
 # The type of activations. Weights and optimizer state are fp32, except with fp64, which serves exact comparisons.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+LACKING_CURE = (
+    "set training.precision and adaptation.precision to fp16, evaluation.precision to fp32, or take other GPUs"
+)
 
 # Options of glibc's mallopt (malloc.h).
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 
 
 def compute_type(precision: str) -> torch.dtype:
-    """The torch type for a config's `precision`. Raises DemixError for an unknown one."""
+    """The torch type for a config's `precision`. Raises DemixError for an unknown one, and one that the GPU lacks."""
     if precision not in PRECISIONS:
         raise DemixError(f"precision {precision}", "is not known", f"use one of {', '.join(PRECISIONS)}")
+    if torch.cuda.is_available() and not torch.version.hip:
+        refuse_lacking(precision, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
     return PRECISIONS[precision]
+
+
+def refuse_lacking(precision: str, capability: tuple[int, int], name: str) -> None:
+    """Raise DemixError for bf16 on an NVIDIA GPU before compute capability 8.0, which torch would emulate slowly."""
+    if precision == "bf16" and capability < (8, 0):
+        cause = f"is not of {name}, whose compute capability is {capability[0]}.{capability[1]} (bf16 needs 8.0)"
+        raise DemixError("precision bf16", cause, LACKING_CURE)
 
 
 def set_threads(threads: int) -> None:

@@ -23,8 +23,11 @@ def significant(number: float) -> str:
 
 
 def decimal(number: float) -> str:
-    """One decimal; two significant digits below one."""
-    return f"{number:,.1f}" if number >= 1 else f"{number:.2g}"
+    """Two significant digits, as many as rates that are assumed are worth."""
+    if number < 1:
+        return f"{number:.2g}"
+    rounded = float(f"{number:.2g}")
+    return f"{rounded:.1f}" if rounded < 10 else f"{rounded:,.0f}"
 
 
 def short(number: int) -> str:

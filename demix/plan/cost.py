@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from rich.table import Table
 
 from demix.config.adaptation import AdaptationSection
+from demix.config.addresses import local
 from demix.config.architecture import parameters
 from demix.config.domains import DomainSection, SourceSection
 from demix.config.models import RowSettings
@@ -98,7 +99,8 @@ def plan_table(run: Run) -> Table:
     """The plans of all domains of a completed config as a table, with totals."""
     table = Table(
         title=f"Data stage of {run.name}",
-        caption=f"disk: estimates at {TEXT_BYTES} bytes of compressed text and {TOKENS_PER_WORD} tokens a word",
+        caption=f"disk: estimates at {TEXT_BYTES} bytes of compressed text and {TOKENS_PER_WORD} tokens a word; "
+        "access: as the config says (nothing was asked)",
         show_footer=True,
     )
     plans = plan_domains(run)
@@ -112,8 +114,20 @@ def plan_table(run: Run) -> Table:
         _sum([plan.passing for plan in plans]),
     )
     footers = _shown(total, [plan for plan in plans if None in (plan.documents, plan.words, plan.kept)])
-    heads = ("", "domain", "source", "anonymized", "documents", "words", "jobs", "disk kept", "raw, passing", "licence")
-    for head, footer in zip(heads, ("", "total", "", "", *footers, ""), strict=True):
+    heads = (
+        "",
+        "domain",
+        "source",
+        "anonymized",
+        "documents",
+        "words",
+        "jobs",
+        "disk kept",
+        "raw, passing",
+        "access",
+        "licence",
+    )
+    for head, footer in zip(heads, ("", "total", "", "", *footers, "", ""), strict=True):
         table.add_column(head, footer, justify="right" if head in heads[4:9] else "left", no_wrap=head != "licence")
     by_name = {plan.domain: plan for plan in plans}
     for kind, domains in run.config.domains.kinds.items():
@@ -121,8 +135,17 @@ def plan_table(run: Run) -> Table:
         for number, (name, domain) in enumerate(domains.items()):
             where = f"{domain.source.kind} ×{domain.source.parts}"
             anonymized = "yes" if domain.anonymize else "no"
-            table.add_row("" if number else kind, name, where, anonymized, *_shown(by_name[name]), domain.licence)
+            table.add_row(
+                "" if number else kind, name, where, anonymized, *_shown(by_name[name]), _access(domain), domain.licence
+            )
     return table
+
+
+def _access(domain: DomainSection) -> str:
+    """How the text of a domain is to be had, as its config says, or its files show."""
+    source = domain.source
+    there = local(source.paths) if source.kind == "hub" else bool(source.files)
+    return "here" if there else "by hand" if source.kind == "files" else domain.access
 
 
 @dataclass(frozen=True)

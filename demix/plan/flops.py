@@ -117,7 +117,7 @@ class Hardware:
     """What one rank runs on: `units` devices of the kind `unit`.
 
     `tflops`: achieved TFLOP/s of a rank by the formula above, or None for the values of Table 2. `network`: what joins
-    the ranks, if that is modelled.
+    the ranks, if that is modelled. `bf16`: whether it computes in this type.
     """
 
     tflops: float | None
@@ -125,6 +125,7 @@ class Hardware:
     unit: str = "GPU"
     units: int = 1
     network: Network | None = None
+    bf16: bool = True
 
 
 HARDWARE = {
@@ -132,6 +133,7 @@ HARDWARE = {
         None,
         "TFLOPs/s a GPU of the paper's Table 2 (V100), of its size of the nearest width",
         network=NETWORKS["v100"],
+        bf16=False,
     ),
     "a100": Hardware(
         137,

@@ -1,6 +1,7 @@
 """The jobs of a run on a cluster, before anything is submitted: the place and the resources of each."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -8,12 +9,14 @@ from pathlib import Path
 from rich.table import Table
 
 from demix.config.architecture import Architecture, parameters
+from demix.errors import DemixError
 from demix.files import write_text
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.slurm import sbatch_text
 from demix.plan.cells import decimal, folded
 from demix.plan.cost import ALIKE, TOKENS_PER_WORD, named, plan_domains, plan_training
 from demix.plan.flops import HARDWARE, Hardware, achieved_tflops, score_table_bytes, scoring_hours
+from demix.run.check import completed_run
 from demix.run.contexts import asked_contexts
 from demix.run.merged import Merged
 from demix.run.models import job_place
@@ -297,10 +300,51 @@ def in_one_line(run: Run, hardware: str, ranks: int | None = None) -> str:
     each = device.units * largest.ranks // (1 if here else largest.nodes)
     days = spent / largest.ranks / 24
     takes = f"{decimal(device.units * spent)} {device.unit}-hours ({hardware}) of training and scoring"
-    lasts = f"{days:,.1f} days" if days >= 1 else f"{decimal(24 * days)} hours"
+    lasts = f"{decimal(days)} days" if days >= 1 else f"{decimal(24 * days)} hours"
     nodes = "" if here else f"{largest.nodes} nodes with " if largest.nodes > 1 else "1 node with "
     disk = f"at most {(kept_bytes(run, hardware, ranks) + checkpoints) / 1e9:,.1f} GB of disk{more}"
     return f"{run.name} takes {takes}, {disk}, {lasts} on {nodes}{each} {device.unit}{'s' * (each > 1)}"
+
+
+def lacking(run: Run, hardware: str) -> str:
+    """A warning of the keys of a completed config that ask `hardware` for bf16, which it lacks; "" if it has it."""
+    sections = {name: getattr(run.config, name) for name in ("training", "adaptation", "evaluation")}
+    rows = {f"models.{model.row}": model.settings for model in run.trained}
+    given = sections if sections["training"].precision == "bf16" else sections | rows
+    keys = [f"{key}.precision" for key, section in given.items() if section.precision == "bf16"]
+    if HARDWARE[hardware].bf16 or not keys:
+        return ""
+    many = (
+        f"{', '.join(keys)}: bf16, which {hardware} lacks; set fp16 (fp32 in evaluation), or plan for other --hardware"
+    )
+    return f"config key{'s' * (len(keys) > 1)} {many}"
+
+
+def levers(run: Run, hardware: str, ranks: int | None = None) -> list[str]:
+    """What can be left out of a completed config by one key: the three that spare most, from 5% of the hours on.
+
+    What a key spares is the difference to the plan without it. A row that others need is no such key.
+    """
+    values, unit = run.config.values, HARDWARE[hardware].unit
+    models = [name for name, row in values["models"].items() if row is not None]
+    without = {
+        "removal.retrain_without: []": {"removal": values["removal"] | {"retrain_without": []}},
+        "seeds: []": {"seeds": []},
+        "training.sweep: null": {"training": values["training"] | {"sweep": None}},
+        "adaptation.sweep: null": {"adaptation": values["adaptation"] | {"sweep": None}},
+        **{f"models.{name}: null": {"models": values["models"] | {name: None}} for name in models},
+    }
+
+    def spent(one: Run) -> float:
+        return HARDWARE[hardware].units * sum(job.rank_hours for job in plan_jobs(one, hardware, ranks))
+
+    total, spared = spent(run), dict[str, float]()
+    for key, change in without.items():
+        # A config that is refused is one that needs the key.
+        with suppress(DemixError):
+            spared[key] = total - spent(completed_run(values | change, Path()))
+    most = sorted((key for key in spared if spared[key] >= total / 20), key=spared.__getitem__, reverse=True)
+    return [f"{key} spares {decimal(spared[key])} of {decimal(total)} {unit}-hours" for key in most[:3]]
 
 
 def write_sbatch_files(run: Run, hardware: str, ranks: int | None = None) -> list[Path]:

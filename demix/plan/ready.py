@@ -1,16 +1,20 @@
-"""What a run on SLURM needs before its first job: SLURM's commands, its partitions, and the network for downloads."""
+"""What a run needs before its first job: the network for downloads and, on SLURM, its commands and partitions."""
 
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 
 from demix.config.addresses import local
 from demix.config.domains import SourceSection
+from demix.data.shared import NOTES
+from demix.data.sources import Source, pinned
 from demix.errors import DemixError, nearest
 from demix.launch.job import Cluster
 from demix.run.run import Run
+from demix.settings import settings_from, written
 
 # What the executor plug-in, submitit and demix call of SLURM; one package has them all.
 CLIENTS = ("sbatch", "srun", "sinfo", "squeue", "sacct", "scontrol", "scancel")
@@ -47,8 +51,29 @@ def check_site(run: Run, domains: Iterable[str]) -> str | None:
             if partition not in known:
                 cause = f"is {partition!r}, which this cluster does not have"
                 raise DemixError(f"config key {key}.partition", cause, nearest(partition, known, "mend it"))
+    return _ask_one(run, domains, cluster.of("download"))
+
+
+def check_here(run: Run, domains: Iterable[str]) -> str | None:
+    """Check that one address of `domains` answers this machine, as `check_site` does.
+
+    A domain is left out whose text may be taken from another run, which needs no network.
+    """
+    fetched = (domain for domain in domains if not _may_be_taken(run, domain))
+    return _ask_one(run, fetched, replace(run.config.cluster.of("download"), downloads="login"))
+
+
+def _may_be_taken(run: Run, domain: str) -> bool:
+    """Whether the config pins the text of a domain, and another run has noted that it made text of this domain."""
+    source = settings_from(Source, written(run.domains[domain].source))
+    noted = run.folder.parent.glob(f"*/{NOTES}/documents.{domain}.*")
+    return pinned(source, 0) is not None and any(note.parents[1] != run.folder for note in noted)
+
+
+def _ask_one(run: Run, domains: Iterable[str], site: Cluster) -> str | None:
+    """Ask for the first address of `domains`, if there is one; returns why nobody could ask, or None."""
     asked = next(filter(None, (_address(run.domains[domain].source) for domain in domains)), None)
-    return _asked(asked, cluster.of("download")) if asked else None
+    return _asked(asked, site) if asked else None
 
 
 def _partitions() -> list[str]:

@@ -42,10 +42,10 @@ SAMPLE = yaml.safe_load((REPOSITORY / "config" / "sample.yaml").read_text())
 def test_shipped_configs_are_valid(path: Path) -> None:
     config = load_run(path).config
     assert len(config.domains.training) == 8
-    fewer = {"families": 4, "families-tasks": 4, "variants": 2}
+    fewer = {"families": 4, "families-tasks": 4, "variants": 2, "one-gpu": 2}
     assert len(config.domains.novel) == fewer.get(path.stem, 8), "null leaves out a domain of the base"
     assert config.evaluation.decay == 0.3
-    modern = path.stem in ("sample", "families", "families-tasks")
+    modern = path.stem in ("sample", "families", "families-tasks", "one-gpu")
     assert config.training.warmup == TRAINING_PRESETS["modern" if modern else "paper"]["warmup"]
     assert completed_run(config.values).config.values == config.values, "a completed config is complete"
 

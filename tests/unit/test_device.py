@@ -1,10 +1,15 @@
-"""The memory of a process that computes."""
+"""The memory of a process that computes, and the number types of its GPU."""
 
 import platform
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
+import torch
+
+from demix.errors import DemixError
+from demix.model.device import compute_type, refuse_lacking
 
 FREED = """
 import psutil
@@ -26,3 +31,28 @@ def test_memory_that_a_tensor_leaves_stays_with_the_process() -> None:
         for set in (True, False)
     )
     assert kept > 60 << 20 > 4 * returned
+
+
+def test_a_gpu_without_bf16_is_refused() -> None:
+    with pytest.raises(DemixError, match=r"^precision bf16: is not of Tesla V100.* 7\.0 .*; set training\.precision"):
+        refuse_lacking("bf16", (7, 0), "Tesla V100")
+    refuse_lacking("bf16", (8, 0), "A100")
+    refuse_lacking("fp16", (7, 0), "Tesla V100")
+
+
+def test_the_gpu_here_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A V100 in the place of torch's GPU."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 0))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Tesla V100")
+    assert compute_type("fp16") == torch.float16
+    with pytest.raises(DemixError, match="is not of Tesla V100"):
+        compute_type("bf16")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_has_bf16_as_torch_says() -> None:
+    refused = nullcontext() if torch.cuda.is_bf16_supported(including_emulation=False) else pytest.raises(DemixError)
+    with refused:
+        compute_type("bf16")

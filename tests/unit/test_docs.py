@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from demix.evaluate.routing import Routing
 from demix.evaluate.score import Scoring, score
 from demix.files import read_json, write_json, write_parquet
 from demix.model.checkpoint import expert_names
+from demix.run.check import load_run
 from demix.settings import settings_from
 from demix.train.adapt import Adaptation
 from support.cli import demix
@@ -292,6 +294,18 @@ def in_a_clone(folder: Path) -> Path:
     shutil.copy(folder / "config" / "paper-125m.yaml", folder / "config" / "mine.yaml")
     (folder / "mine.yaml").write_text(own_config())
     return folder
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/cluster.md"])
+def test_a_copy_of_the_papers_config_lacks_a_partition_and_an_account(page: str, tmp_path: Path) -> None:
+    (added,) = re.findall(r"# then add `(cluster: .*)`$", (REPOSITORY / page).read_text(), re.MULTILINE)
+    file = in_a_clone(tmp_path) / "config" / "mine.yaml"
+    given, cluster = load_run(file).config.cluster, added.replace("…", "gpu", 1).replace("…", "us", 1)
+    assert (given.partition, given.account) == (None, None)
+    file.write_text(f"{file.read_text()}\n{cluster}\n")
+    assert load_run(file).config.cluster == replace(given, partition="gpu", account="us")
+    # What docs/cluster.md says that it has.
+    assert (given.gpus, given.ranks_per_node, given.memory_mb, given.downloads) == (1, 8, 32000, "login")
 
 
 PLANNED = sorted({tuple(words) for _, words in EVERY if words[0] == "snakemake"})

@@ -9,14 +9,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from demix.config.mixing import DEFAULTS, FAMILIES, METHODS
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import read_json, write_json
 from demix.mix.mixtures import mix
-from demix.mix.rules import weights_rule
+from demix.mix.rules import CLASSES
 from demix.mix.stream import Posterior
 from demix.model.checkpoint import load_model
-from demix.model.decode import ALONE, Decoder, choose, decoded, generate, log_prior_of, nucleus, weights_of
+from demix.model.decode import (
+    ALONE,
+    Decoder,
+    choose,
+    decoded,
+    generate,
+    log_prior_of,
+    nucleus,
+    posteriors_of,
+    weights_of,
+)
 from demix.model.export import export_hf
 from support.cli import demix
 from support.decoding import LENGTH, in_blocks, whole, write_run
@@ -69,33 +80,60 @@ def test_mixtures_of_generated_texts_equal_mix(method: str, log_prior: torch.Ten
         np.testing.assert_allclose(mixed[text], ours, atol=1e-10, rtol=0)
 
 
+class Far:
+    """What `clusters_of` gives, with squared distances that follow from all tokens of a text so far."""
+
+    names, so_far = THREE, 0
+
+    def contexts(self, tokenizer: object, length: int) -> "Far":
+        return self
+
+    def anew(self) -> "Far":
+        return Far()
+
+    def distances(self, tokens: np.ndarray) -> np.ndarray:
+        sums = self.so_far + np.cumsum(tokens)
+        self.so_far = sums[-1]
+        return 1 + np.sin(sums[:, None] * (1, 2, 3))
+
+
+def with_defaults(family: str) -> str:
+    """A rule of the config with the parameters that generation takes by itself."""
+    return f"{family}({','.join(map(str, DEFAULTS[family]))})" if FAMILIES[family].parameters else family
+
+
 @pytest.mark.parametrize(
-    ("weights", "method", "decay"),
+    ("weights", "method"),
     [
-        ("tempered(0.3,0.9)", "fitted", None),
-        ("tempered(1,0)", "uniform", None),
-        ("switching(0.2)", "fitted", None),
-        ("switching(0)", "uniform", None),
-        ("switching(0.2)", "uniform", None),
-        ("switching(1)", "fitted", None),
-        ("released", "cached", None),
-        ("released", "updating", 0.3),
+        ("tempered(0.3,0.9)", "fitted"),
+        ("tempered(1,0)", "uniform"),
+        ("switching(0)", "uniform"),
+        ("switching(1)", "fitted"),
+        *((with_defaults(name), method) for name, family in FAMILIES.items() for method in METHODS[1:]
+          if method not in family.refused),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("pieces", [[37], [3, 13, 1, 15, 5]], ids=str)
-def test_every_rule_gives_the_mixtures_of_whole_texts(weights: str, method: str, decay: float | None, pieces) -> None:
+def test_every_rule_gives_the_mixtures_of_whole_texts(weights: str, method: str, pieces, monkeypatch) -> None:
+    """Whatever rules there are: the weights of each step of generation are those by which scoring mixes the text."""
+    monkeypatch.setattr("demix.model.decode.clusters_of", lambda directory: Far())
     model, known = model_of(THREE, torch.float64), method in ("cached", "fitted")
-    rule = weights_of(weights, Path())
-    posterior = Posterior(PRIOR if known else np.zeros(3), LENGTH, len(BEFORE), decay, weights_rule(rule))
-    decoder = Decoder([model], BEFORE, posterior)
+    rule, prior = weights_of(weights, Path()), PRIOR if known else np.zeros(3)
+    begin = posteriors_of(rule, prior, Path(), THREE, None, LENGTH, 0.3 if method == "updating" else None)
+    decoder = Decoder([model], BEFORE, begin(BEFORE.numpy()))
     scores, log_weights = (torch.cat(parts, axis) for axis, parts in zip(
         (2, 1), zip(*(decoder.read(piece) for piece in TOKENS.split(pieces, 1)), strict=True), strict=True
     ))  # fmt: skip
     mixed = (log_weights + scores.permute(1, 2, 0)).logsumexp(-1).numpy()
     for text in range(len(BEFORE)):
         table, mask = in_blocks(scores[:, text].numpy())
-        ours = mix(table, mask, method, weights, decay=decay or 0.3, log_prior=PRIOR)[mask]
+        far, _ = in_blocks(Far().anew().distances(np.append(BEFORE[text], TOKENS[text, :-1])).T)
+        ours = mix(table, mask, method, weights, decay=0.3, log_prior=PRIOR, distances=far)[mask]
         np.testing.assert_allclose(mixed[text], ours, atol=1e-10, rtol=0)
+
+
+def test_rules_of_a_config_are_those_that_mix() -> None:
+    assert FAMILIES.keys() == CLASSES.keys()
 
 
 def test_an_expert_without_weight_stays_so() -> None:

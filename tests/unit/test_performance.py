@@ -140,7 +140,7 @@ def test_the_numbers_in_the_pages_sentences() -> None:
     assert f"DEMix's checkpoint of {short(demix.checkpoint)}B takes {one:.0f} seconds" in text
     rare = changed(PAPER, training={"checkpoint_every": 5000})
     spent = [sum(saving_hours(p) * p.ranks for p in plan_training(c, None, HARDWARE["a100"])) for c in (PAPER, rare)]
-    assert "from {:.0f} to {:.0f} GPU-hours".format(*spent) in text
+    assert "from {} to {} GPU-hours".format(*map(decimal, spent)) in text
     larger = changed(PAPER, training={"micro_sequences": 16})
     (most,) = (p.activations for p in plan_training(larger, None, HARDWARE["a100"]) if p.name == "demix")
     memory = [f"{short(size)}B" for size in (demix.activations, most, demix.state)]
@@ -155,7 +155,33 @@ def test_the_numbers_in_the_pages_sentences() -> None:
     core = sum(stage.hours for stage in stages("a100", None).values() if stage.hours and not stage.on_device)
     assert f"{core:.0f} core-hours in all" in text
     few = [stages("a100", None)["train"].hours, sum(plans["a100"][name].rank_hours for name in ("demix", "dense"))]
-    assert "from {:,.0f} to {:,.0f} GPU-hours".format(*few) in text
+    assert "from {} to {} GPU-hours".format(*map(decimal, few)) in text
+
+
+def test_one_gpu_takes_what_its_config_and_the_page_say() -> None:
+    file = ROOT / "config" / "one-gpu.yaml"
+    run, head = load_run(file), " ".join(file.read_text().split("\nrun:")[0].split())
+    hours, disk = {}, ""
+    for kind in MACHINES:
+        told = re.match(
+            r"one-gpu takes (\S+) GPU-hours .* at most (\S+) GB of disk.* on 1 GPU$", in_one_line(run, kind)
+        )
+        assert told
+        hours[kind], disk = told[1], f"{float(told[2]):.0f} GB of disk"
+    assert float(hours["a100"]) <= 24, "a day"
+    plans = plan_training(run, None, HARDWARE["a100"])
+    gigabytes = max(plan.state + plan.activations for plan in plans) / 1e9
+    assert gigabytes < 20 < 1.1 * gigabytes
+    (dense,) = (plan for plan in plans if plan.name == "dense")
+    size = f"{short(dense.shared + dense.expert)} parameters"
+    for text in (head, " ".join(PAGE.split())):
+        assert size in text
+        assert f"{hours['a100']} hours of an A100" in text
+        assert f"{hours['h100']} of an H100" in text
+        assert disk in text
+        assert "20 GB of its memory" in text
+    assert {domain.access for domain in run.domains.values()} == {"open"}
+    assert {domain.source.kind for domain in run.config.domains.training.values()} == {"hub"}
 
 
 def test_experts_of_models_of_today_are_those_of_the_plan() -> None:

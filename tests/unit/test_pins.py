@@ -4,8 +4,13 @@ import copy
 import hashlib
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from socket import socket
 from typing import Any
 
 import huggingface_hub.constants
@@ -35,6 +40,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         (tmp_path / "site" / name).write_text(json.dumps(content))
     with serving_folder(tmp_path / "site") as address:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+        monkeypatch.setenv("HF_ENDPOINT", address)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.chdir(tmp_path)
         yield address
@@ -103,6 +109,37 @@ def test_what_cannot_be_read_is_named_beside_the_rest(
     assert (list(found["training"]), list(found["novel"])) == (["scripture"], ["fantasy"])
     assert "licenses: source.path: no file matches 'none.jsonl'; ask its owner" in caplog.text
     assert "parliament: data set owner/none: cannot be read" in caplog.text
+
+
+def test_a_source_that_is_not_there_ends_no_other(site: str, capsys: pytest.CaptureFixture[str]) -> None:
+    none, there = ({"kind": "url", "path": f"{site}/{name}.jsonl"} for name in ("none", "a"))
+    config = with_sources(parliament=none, scripture=HUB, fantasy=there)
+    assert pin(config) == 1
+    assert "scripture" in yaml.safe_load(capsys.readouterr().out)["domains"]["training"]
+
+
+@pytest.mark.parametrize("kind", ["hub", "url"])
+def test_without_a_network_one_line_says_so(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the command itself, at a port where nobody listens, before each source tries by itself, for minutes."""
+    monkeypatch.chdir(tmp_path)
+    with closing(socket()) as held:
+        held.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{held.getsockname()[1]}"
+        url = {"kind": "url", "path": f"{nobody}/a.jsonl"}
+        first, second = (HUB, url) if kind == "hub" else (url, HUB)
+        config = with_sources(parliament=first, scripture=second, fantasy=second)
+        Path("config.yaml").write_text(yaml.safe_dump(config))
+        done = subprocess.run(
+            [sys.executable, "-m", "demix", "pin", "config.yaml"], env=os.environ | {"HF_ENDPOINT": nobody},
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    asked = nobody if kind == "hub" else url["path"]
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"demix: error: {asked}: does not answer (")
+    assert "refused" in line
+    assert line.endswith("); mend the network, or name a proxy (export HTTPS_PROXY=…), then rerun")
+    assert not [path for path in Path("results").rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize("revision", ["main", "v1.0", "refs/convert/parquet", COMMIT[:7], COMMIT.upper()])

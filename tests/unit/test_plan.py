@@ -15,10 +15,10 @@ import yaml
 
 from demix.config import models
 from demix.errors import DemixError
-from demix.plan.cells import folded
+from demix.plan.cells import decimal, folded
 from demix.plan.cost import plan_domain, plan_table, plan_training, training_tables
 from demix.plan.flops import HARDWARE
-from demix.plan.jobs import ScoringCosts, in_one_line, jobs_table, plan_jobs, usual_hardware
+from demix.plan.jobs import ScoringCosts, in_one_line, jobs_table, lacking, levers, plan_jobs, usual_hardware
 from demix.run.check import load_run
 from demix.run.scoring import scoring_jobs
 from support.configs import changed
@@ -80,6 +80,13 @@ def test_totals_say_what_they_leave_out():
     footers = [column.footer for column in plan_table(PAPER["paper-125m"]).columns]
     assert footers[4:9] == ["641M+", "77.9G", "255", "650GB", "214GB"]
     assert [column.footer for column in plan_table(SAMPLE).columns][4:9] == ["?", "all", "50", "?", "?"]
+
+
+def test_a_plan_tells_how_each_text_is_to_be_had() -> None:
+    table = plan_table(PAPER["paper-125m"])
+    told = dict(zip(table.columns[1].cells, table.columns[9].cells, strict=True))
+    assert [told[name] for name in ("webtext", "reddit", "yelp", "cs")] == ["open", "terms", "by hand", "not verified"]
+    assert set(plan_table(SAMPLE).columns[9].cells) == {"here"}
 
 
 def test_the_command_prints_every_domain_and_the_totals():
@@ -193,22 +200,23 @@ def test_the_command_prints_the_papers_numbers():
             rows.setdefault(name, []).append(cells)
     work, takes, sent, job = rows["demix"]
     assert job[:4] == ["1", "16", "128", "128"]
-    assert job[-2] == "5,871.3"
+    assert job[-2] == "5,900"
     assert work == ["8", "105G", "50,000", "2,048", "508M", "806M", "7.0G", "23250.34", "1162517.08"]
-    assert takes == ["128", "1", "21.0GB", "3.8GB", "953MB", "83.4GB", "263TB", "45.9", "5,871.3"]
-    assert rows["dense"][1][-2:] == ["49.5", "6,331.8"]
+    assert takes == ["128", "1", "21.0GB", "3.8GB", "953MB", "83.4GB", "263TB", "46", "5,900"]
+    assert rows["dense"][1][-2:] == ["49", "6,300"]
     assert sent[:4] == ["16", "5.3GB", "10.1GB", "504TB"]
     # Eight models trained without a domain, and eight adaptations of a kind, are one row of each table.
     for one in (*PAPER["paper-1.3b"].trained, *PAPER["paper-1.3b"].adaptations):
         stem, dash, _ = one.name.rpartition("-")
         assert len(rows[f"{stem}-* × 8" if dash else one.name]) == 4
     assert "Table 2" in shown
-    last = shown.splitlines()[-1]
+    *_, last, lever = shown.splitlines()
     assert re.fullmatch(
         r"paper-1\.3b takes [\d,.]+ GPU-hours \(v100\) of training and scoring, at most [\d,.]+ GB of disk, "
         r"[\d.]+ days on 16 nodes with 8 GPUs",
         last,
     )
+    assert lever == "models.domain_token: null spares 6,500 of 26,000 GPU-hours"
 
 
 def test_rows_that_are_alike_are_one() -> None:
@@ -238,11 +246,37 @@ def test_the_last_line_sums_hours_disk_and_days() -> None:
     kept = sum(plan.weights + plan.jobs * 2 * plan.checkpoint for plan in plans)
     disk = 650e9 + 214e9 + kept + sum(job.disk for job in jobs)
     found = re.findall(r"[\d,.]*\d", in_one_line(config, "v100").partition("takes")[2].replace("(v100)", ""))
+    numbers = [float(number.replace(",", "")) for number in found]
     # The table rounds the text to 650 and 214 GB.
-    assert [float(number.replace(",", "")) for number in found] == pytest.approx(
-        [hours, disk / 1e9, hours / 32 / 24, 4, 8], rel=2e-3, abs=0.06
-    )
+    assert numbers[1] == pytest.approx(disk / 1e9, rel=2e-3)
+    assert numbers == pytest.approx([float(f"{hours:.2g}"), numbers[1], float(f"{hours / 32 / 24:.2g}"), 4, 8])
     assert "of disk plus" not in in_one_line(config, "v100")
+
+
+def test_levers_are_the_keys_that_spare_most() -> None:
+    """The models without a domain, worked out from the rows; a row that is adapted is none."""
+    config = PAPER["paper-125m"]
+    plans = plan_training(config, None, HARDWARE["a100"])
+    eight = [plan.rank_hours for plan in plans if plan.name.startswith("without-")]
+    assert len(eight) == 8
+    first, second = levers(config, "a100")
+    assert first == f"removal.retrain_without: [] spares {decimal(sum(eight))} of 4,100 GPU-hours"
+    assert re.fullmatch(r"models\.domain_token: null spares 350 of 4,100 GPU-hours", second)
+    (seeds, *_) = levers(changed(SAMPLE, seeds=[1, 2, 3], removal={"retrain_without": []}), "cpu")
+    assert seeds.startswith("seeds: [] spares ")
+    assert len(levers(SAMPLE, "cpu")) == 3
+
+
+def test_bf16_is_told_where_the_hardware_lacks_it() -> None:
+    paper = PAPER["paper-125m"]
+    keys = (
+        "config keys training.precision, adaptation.precision, evaluation.precision: bf16, which v100 lacks; set fp16"
+    )
+    assert lacking(paper, "v100").startswith(keys)
+    assert lacking(paper, "a100") == lacking(paper, "cpu") == lacking(SAMPLE, "v100") == ""
+    seeded = SAMPLE.config.values["models"]["demix_seeded"]
+    row = changed(SAMPLE, models={"demix_seeded": seeded | {"precision": "bf16"}})
+    assert lacking(row, "v100").startswith("config key models.demix_seeded.precision: bf16")
 
 
 def test_where_no_gpu_is_given_cores_are_counted() -> None:

@@ -66,8 +66,9 @@ def test_on_a_laptop_one_line_comes_first_and_tables_on_request() -> None:
     assert shown.startswith(f"{here_line(load_run(file))}\n")
     assert "Jobs of sample" in shown
     assert "Stages of sample on cpu" in shown
-    assert shown.splitlines()[-1].startswith("sample takes 0.")
-    assert "plus the text of 16 domains" in shown.splitlines()[-1]
+    (total,) = (row for row in shown.splitlines() if row.startswith("sample takes 0."))
+    assert "plus the text of 16 domains" in total
+    assert "spares" in shown.splitlines()[-1]
 
 
 def test_what_a_cluster_gives_is_shown_where_there_is_one() -> None:
@@ -93,7 +94,8 @@ def test_what_a_cluster_gives_is_shown_where_there_is_one() -> None:
 def test_a_plan_of_one_machine_has_no_nodes(hardware: str) -> None:
     shown = demix("plan", CONFIGS / "sample.yaml", "--details", "--hardware", hardware).stdout
     assert not re.search(r"\bnodes?\b|default partition|limit", shown)
-    assert shown.splitlines()[-1].endswith(" on 2 cores" if hardware == "cpu" else " on 1 GPU")
+    (total,) = (row for row in shown.splitlines() if "of training and scoring" in row)
+    assert total.endswith(" on 2 cores" if hardware == "cpu" else " on 1 GPU")
     on_slurm = changed(config_of("sample"), cluster={"launch": "slurm"})
     heads = [str(column.header) for column in sync_table(on_slurm, hardware).columns]
     assert heads[:4] == ["model", "nodes", "given a rank\na step", "out of a node\na step"]

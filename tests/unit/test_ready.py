@@ -1,7 +1,8 @@
-"""What is checked before the first job of a run on SLURM, with commands of SLURM that are scripts and a real server."""
+"""What is checked before the first job of a run, with commands of SLURM that are scripts and a real server."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from demix.errors import DemixError
-from demix.plan.ready import CLIENTS, check_site
+from demix.plan.ready import CLIENTS, check_here, check_site
 from demix.run.check import load_run
 from demix.run.run import Run
 from support.configs import changed
@@ -98,6 +99,28 @@ def test_an_address_is_asked_for_where_downloads_run_here(commands: Commands, se
     proxied = login | {"setup": [f"export http_proxy={nobody} no_proxy="]}
     with pytest.raises(DemixError, match=r"[Pp]roxy"):
         check_site(config(f"{server}/200/a.txt", **proxied), ["wiki"])
+
+
+def test_on_one_machine_the_same_address_is_asked_for(server: str, nobody: str) -> None:
+    assert check_here(config(f"{server}/200/a.txt"), ["code", "wiki"]) is None
+    closed = config(f"{nobody}/a.txt", setup=["echo modules are loaded"])
+    with pytest.raises(DemixError, match=rf"^{nobody}/a\.txt: does not answer here \(.*refused.*\); mend the network"):
+        check_here(closed, ["code", "wiki"])
+    assert check_here(closed, ["code"]) is None, "nothing is downloaded for wiki"
+
+
+def test_text_that_another_run_may_have_needs_no_address(nobody: str, tmp_path: Path) -> None:
+    source = {"kind": "url", "path": f"{nobody}/a.txt", "sha256": {"a.txt": "0" * 64}}
+    run = replace(config(source=source), folder=tmp_path / "results" / "mine")
+    moving = replace(config(f"{nobody}/a.txt"), folder=run.folder)
+    for owner, refused in (("mine", [run, moving]), ("other", [moving])):
+        note = tmp_path / "results" / owner / ".made" / "documents.wiki.0.parquet.json"
+        note.parent.mkdir(parents=True)
+        note.touch()
+        for one in refused:
+            with pytest.raises(DemixError, match="does not answer here"):
+                check_here(one, ["wiki"])
+    assert check_here(run, ["wiki"]) is None
 
 
 def test_an_address_is_asked_for_by_a_compute_node(commands: Commands, server: str, nobody: str) -> None:

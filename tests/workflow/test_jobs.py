@@ -59,7 +59,8 @@ def test_a_rule_without_resources_runs_where_snakemake_does(path: Path) -> None:
         assert ("**RULES.site(" in text) != ("localrule: True" in text), text
 
 
-def test_a_run_on_slurm_that_can_download_nothing_ends_before_its_first_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("option", "profile"), [("--profile", "slurm"), ("--workflow-profile", "default")])
+def test_a_run_that_can_download_nothing_ends_before_its_first_job(option: str, profile: str, tmp_path: Path) -> None:
     """With commands of SLURM that are scripts, and a port of this machine where nobody listens."""
     config = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text())
     config["domains"]["training"]["licenses"]["source"] = {"kind": "url", "path": "http://127.0.0.1:9/a.txt"}
@@ -72,11 +73,12 @@ def test_a_run_on_slurm_that_can_download_nothing_ends_before_its_first_job(tmp_
         (tmp_path / name).chmod(0o755)
     done = subprocess.run(
         ["snakemake", "--snakefile", REPOSITORY / "workflow" / "Snakefile", "--configfile", "config.yaml",
-         "--profile", REPOSITORY / "profiles" / "slurm"],
+         option, REPOSITORY / "profiles" / profile],
         cwd=tmp_path, env=ENVIRONMENT | {"PATH": f"{tmp_path}:{ENVIRONMENT['PATH']}"},
-        capture_output=True, text=True, check=False,
+        capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode
+    assert "Traceback" not in done.stdout + done.stderr
     assert re.search(r"^http://127\.0\.0\.1:9/a\.txt: does not answer here .*; mend the network", done.stderr, re.M)
     assert not (tmp_path / "submitted").exists()
     assert not (tmp_path / "results").exists()
