@@ -18,7 +18,8 @@ from demix.model.formats import FORMATS
 from demix.model.merge import learned_of, refuse_weights
 from demix.model.merge_routed import BLOCKS, learned_anchored
 from demix.model.usual import usual_of
-from demix.report.domains import domains_of, so_many
+from demix.progress import so_many
+from demix.report.domains import domains_of
 from demix.report.formats import as_markdown, markdown_rows
 from demix.report.page import render
 from demix.report.read import read_results

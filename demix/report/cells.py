@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 
 import pandas as pd
 
-from demix.report.domains import Domains, so_many
+from demix.progress import so_many
+from demix.report.domains import Domains
 from demix.report.results import Results
 from demix.report.systems import ByDomain, systems_on
 from demix.report.verdict import mean_interval

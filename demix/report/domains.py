@@ -6,12 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from demix.progress import so_many
 from demix.run.run import Run
-
-
-def so_many(number: int, noun: str) -> str:
-    """A number and what it counts: "1 novel domain", "8 novel domains"."""
-    return f"{number:,} {noun}" + "s" * (number != 1)
 
 
 def mean_of(values: Iterable[float]) -> float:

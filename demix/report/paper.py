@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 
 from demix.config.architecture import PRESETS
+from demix.progress import so_many
 from demix.report.cells import PRINTED_MIXTURES
-from demix.report.domains import so_many
 from demix.report.results import Results
 from demix.report.table import Table
 from demix.run.run import Run

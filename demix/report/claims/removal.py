@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from demix.progress import so_many
 from demix.report.claims.row import Row, Versus
-from demix.report.domains import so_many
 from demix.report.material import Material
 from demix.report.needs import SECOND_TRAINING, WITHOUT_DOMAIN
 from demix.report.systems import ByDomain, before_removal, without_domain, without_expert
