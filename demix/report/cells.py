@@ -115,7 +115,8 @@ def by_system(
     below = pd.DataFrame({label: second_lines(one) for label, one in found.items()}, index=domains).T
     beneath, notes = explained(below, results)
     documents, pieces = (
-        pd.DataFrame({label: one[count] for label, one in found.items()}).max(axis=1) for count in ("documents", "pieces")
+        pd.DataFrame({label: one[count] for label, one in found.items()}).max(axis=1)
+        for count in ("documents", "pieces")
     )
     counts = ", ".join(f"{name} {number:,.0f} ({pieces[name]:,.0f})" for name, number in documents.dropna().items())
     return frame, beneath, (*notes, *([f"Test documents (and their pieces): {counts}."] if counts else []))

@@ -100,7 +100,9 @@ def beside_paper(table: Table, run: Run) -> Table:
     if entry is None:
         return table
     frame, label = table.frame.copy(), entry.label
-    columns = {label: entry.column} if entry.column else {f"{label}: {name}": one for name, one in entry.columns.items()}
+    columns = (
+        {label: entry.column} if entry.column else {f"{label}: {name}": one for name, one in entry.columns.items()}
+    )
     for name, values in columns.items():
         frame[name] = pd.Series(values, dtype="float64")
     for name, values in entry.rows.items():

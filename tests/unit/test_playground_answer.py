@@ -1,4 +1,4 @@
-"""Whose domain a text is, as the playground's page tells it: by the sentences of `demix eval`, for one text and several."""
+"""Whose domain a text is, as the playground's page tells it: in the words of `demix eval`, of one text or several."""
 
 import json
 import shutil

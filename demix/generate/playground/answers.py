@@ -171,7 +171,7 @@ def judged(model: Opened, asked: TextRequest) -> dict[str, Any]:
         result = model.judge.result(asked.text, model.judge.read(asked.text))
     ranked = [{"name": line.name, "bits": math.log2(line.perplexity)} for line in result.ranked]
     told = {"headline": headline(result), "doubt": doubt(result), "line": cells(result), "ranked": ranked}
-    return without_nan(told)
+    return dict(without_nan(told))
 
 
 def analyse(model: Opened, asked: MixRequest) -> dict[str, Any]:
