@@ -159,7 +159,7 @@ class TextFigures(OwnText):
     def __str__(self) -> str:
         from rich.console import Console
 
-        from demix.report.own_text import answer
+        from demix.evaluate.told import answer
 
         console = Console(file=io.StringIO(), width=150, markup=False, emoji=False, color_system=None)
         for part in answer(self):
@@ -167,7 +167,7 @@ class TextFigures(OwnText):
         return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
     def _repr_html_(self) -> str:
-        from demix.report.own_text import headline, remarks
+        from demix.evaluate.told import headline, remarks
 
         said = [f"<p>{html.escape(line)}</p>" for line in (headline(self), *remarks(self)) if line]
         return _shown(self.table) + "".join(said)

@@ -49,6 +49,11 @@ def followed(
             advance(size(item))
 
 
+def so_many(number: int, noun: str) -> str:
+    """A number and what it counts: "1 novel domain", "8 novel domains"."""
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
 def clock(seconds: float) -> str:
     """`seconds` as minutes:seconds, or from an hour on as hours:minutes:seconds."""
     minutes, rest = divmod(max(0, round(seconds)), 60)

@@ -117,8 +117,8 @@ def evaluate_own(
     import json
 
     from demix.evaluate.own_text import OwnText, evaluate_texts
+    from demix.evaluate.told import FILES_NOTE, answer, files_table
     from demix.files.json_files import without_nan
-    from demix.report.own_text import FILES_NOTE, answer, files_table
 
     # Reading the text logs the steps of a data stage, which are noise here.
     logging.getLogger("demix").setLevel(logging.WARNING)
@@ -166,7 +166,7 @@ def mix(
     from demix.evaluate.domain import mix_experts
     from demix.evaluate.intervals import block_tokens
     from demix.evaluate.losses import Mixture
-    from demix.report.domains import so_many
+    from demix.progress import so_many
 
     scored = [path.stem for path in sorted(scores.glob("*.parquet")) if path.stem != "tokens"]
     chosen = experts.split(",") if experts else scored
@@ -280,10 +280,12 @@ def playground(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 takes a free port.")] = 8501,
     tokenizer: Tokens = None,
 ) -> None:
-    """Serve a page to this machine's browser: the experts' weights on a text by token, and likely next tokens."""
+    """Serve a page to this machine's browser: whose domain texts are, the weights by token, and continuations."""
     from demix.generate.playground.answers import opened
     from demix.generate.playground.server import Playground, serve
 
+    # As in `eval`.
+    logging.getLogger("demix").setLevel(logging.WARNING)
     serve(Playground(opened(model, tokenizer), port))
 
 

@@ -418,7 +418,7 @@ def card(
         text, directory = model_card(whole, model), run / "models" / model
         for path in (output / f"{model}.md", directory / "README.md"):
             write_text(path, text)
-        write_text(output / f"{model}.html", card_page(model, text))
+        write_text(output / f"{model}.html", card_page(whole, model, text))
         write_usual(directory, usual_of(directory))
         copy_clusters(directory, directory)
 

@@ -18,11 +18,13 @@ from demix.model.formats import FORMATS
 from demix.model.merge import learned_of, refuse_weights
 from demix.model.merge_routed import BLOCKS, learned_anchored
 from demix.model.usual import usual_of
-from demix.report.domains import domains_of, so_many
+from demix.progress import so_many
+from demix.report.domains import domains_of, partly_known
 from demix.report.formats import as_markdown, markdown_rows
 from demix.report.page import render
 from demix.report.read import read_results
-from demix.run.models import left_out
+from demix.report.systems import BALANCED
+from demix.run.models import left_out, one_more
 from demix.run.run import Run
 from demix.settings import names_of
 
@@ -35,7 +37,8 @@ SETS = {
     OWN_LEFT_OUT: "The domain's own expert left out",
 }
 MASKED_TASK = "fill-mask"
-METHODS = ("dense", "naive", "average", "uniform", "updating", "cached")
+# Of methods that a model has, the last stands for it.
+METHODS = ("dense", "naive", "average", "uniform", "updating", "cached", "tempered")
 
 
 def model_card(run: Run, model: str) -> str:
@@ -67,18 +70,20 @@ def model_card(run: Run, model: str) -> str:
         "## Lineage of the experts",
         _lineage(experts),
         "## Results",
-        *_shown(results, run),
+        *_shown(results, _dense(results, run, model), run),
         "## Limits",
         _limits(description),
     )
 
 
-def card_page(name: str, card: str) -> str:
-    """The page of the card of the model `name`: its Markdown without the front matter, and without its heading."""
+def card_page(run: Run, model: str, card: str) -> str:
+    """The page of the card of `models/<model>`: its Markdown without front matter, below the model's label."""
     from markdown_it import MarkdownIt
 
-    body = card.partition("\n---\n")[2].lstrip().removeprefix(f"# {as_markdown(name)}\n")
-    return render("card", title=name, paragraphs=[], notes=[], card=MarkdownIt("js-default").render(body))
+    label = next((one.label for one in run.planned if one.name == model), model)
+    body = MarkdownIt("js-default").render(card.partition("\n---\n")[2].lstrip().partition("\n")[2])
+    body = body.replace("<table>", '<div class="scroll" tabindex="0"><table>').replace("</table>", "</table></div>")
+    return render("card", title=label, paragraphs=[], notes=[], card=body)
 
 
 def exported_card(directory: Path, expert: str | None) -> str:
@@ -330,11 +335,19 @@ def _results(run: Run, model: str) -> pd.DataFrame:
     """The model's rows of the paper's tables: one row per domain, set of experts (column `set`) and method."""
     rows, (row, seed) = read_results(run.folder / "results.parquet").rows, _planned(model, run)
     rows = rows[(rows["model"] == row) & (rows["seed"] == seed)].query(
-        "split == 'test' and variant == '' and top_k.isna() and weights in ['', 'history']"
+        "split == 'test' and variant == '' and top_k.isna() and weights in ['', 'history', 'tempered']"
     )
+    rows = rows.assign(method=rows["method"].where(rows["weights"] != "tempered", "tempered"))
     # The best that a masked model has, whose experts no text weights.
     rows = rows[rows["method"].isin([*METHODS, *(["fitted"] if _masked(rows) else [])])]
     return rows.assign(set=rows["experts"].where(rows["experts"] != rows["domain"].map(left_out), OWN_LEFT_OUT))
+
+
+def _dense(results: pd.DataFrame, run: Run, model: str) -> pd.DataFrame:
+    """The rows of the dense model to compare with the `results` of `model`: that of its seed; none for itself."""
+    name = run.folder_of(BALANCED.model, _planned(model, run)[1])
+    rows = _results(run, name)
+    return rows if name != model and _masked(rows) == _masked(results) else rows.iloc[:0]
 
 
 def _masked(results: pd.DataFrame) -> bool:
@@ -365,12 +378,12 @@ def _entries(figures: list[tuple[str, str, float]], *, masked: bool = False) -> 
 
 
 def _methods(rows: pd.DataFrame) -> list[str]:
-    """Those of `METHODS`, and fitted, that have rows on every domain of `rows`. The paper recommends the last one."""
+    """Those of `METHODS`, and fitted, that have rows on every domain of `rows`."""
     domains = rows.groupby("method")["domain"].nunique()
     return [name for name in (*METHODS, "fitted") if domains.get(name, 0) == rows["domain"].nunique()]
 
 
-def _shown(results: pd.DataFrame, run: Run) -> Iterator[str]:
+def _shown(results: pd.DataFrame, dense: pd.DataFrame, run: Run) -> Iterator[str]:
     if results.empty:
         yield "This run did not evaluate it."
         return
@@ -380,29 +393,38 @@ def _shown(results: pd.DataFrame, run: Run) -> Iterator[str]:
             "on both sides (`docs/variants.md`). It compares with no perplexity of a causal model."
         )
     yield (
-        "Test perplexity by method (`docs/evaluation.md` says what each is). \\* an oracle, chosen on the test data. "
-        "The interval holds 95% of resamplings of the test documents, and nothing of another seed. Where there are "
-        "fewer than 20, it is one within these documents, from resampling blocks of their text."
+        "Test perplexity by method (`docs/evaluation.md` says what each is), the interval and the bits per byte of the "
+        "first. \\* an oracle, chosen on the test data. The interval holds 95% of resamplings of the test documents, "
+        "and nothing of another seed. Where there are fewer than 20, it is one within these documents, from "
+        "resampling blocks of their text."
     )
-    for name, rows in results.groupby("set", sort=False):
-        yield f"### {SETS.get(str(name), as_markdown(name))}"
-        methods = _methods(rows)
-        best = methods[-1]
-        heads = ("domain", "documents", "pieces", "tokens", *methods, f"{best}: 95% interval", f"{best}: bits per byte")
+    if "tempered" in set(results["method"]):
+        yield "`tempered` is the rule of `demix eval` and `demix generate`: it is not told the domain."
+    yield partly_known(run, domains_of(run)[0])
+    for name, own in results.groupby("set", sort=False):
+        added = str(name).replace(one_more(""), "The training domains' experts and that of ", 1)
+        yield f"### {SETS.get(str(name), as_markdown(added))}"
+        *others, best = _methods(own)
+        beside = dense[dense["domain"].isin(own["domain"])].assign(method=BALANCED.label)
+        others, rows = [*beside["method"].unique(), *others], pd.concat([own, beside])
+        heads = ("domain", best, "95% interval", "bits per byte", *others, "documents", "pieces", "tokens")
         lines = []
-        for domain, own in rows.groupby("domain", sort=False):
-            by = {row.method: row for row in own.itertuples()}
-            numbers = (f"{by[m].perplexity:.2f}{'*' if by[m].oracle else ''}" if m in by else "–" for m in methods)
+        for domain, of in rows.groupby("domain", sort=False):
+            by = {row.method: row for row in of.itertuples()}
+            first, *numbers = (
+                f"{by[name].perplexity:.2f}{'*' if by[name].oracle else ''}" if name in by else "–"
+                for name in (best, *others)
+            )
             row = by[best]
             bounds = "–" if pd.isna(row.perplexity_low) else f"{row.perplexity_low:.2f} to {row.perplexity_high:.2f}"
             bits = "–" if pd.isna(row.bits_per_byte) else f"{row.bits_per_byte:.3f}"
             counts = (f"{count:,}" for count in (row.documents, row.pieces, row.tokens))
-            lines.append((domain, *counts, *numbers, bounds, bits))
+            lines.append((domain, first, bounds, bits, *numbers, *counts))
         table = rows.pivot(index="domain", columns="method", values="perplexity")
         for kind in domains_of(run):
             if set(kind.names) <= set(table.index):
-                means = (f"{table.loc[kind.names, method].mean():.2f}" for method in methods)
-                lines.append((f"mean of the {kind.said}", "", "", "", *means, "", ""))
+                first, *means = (f"{table.loc[kind.names, name].mean():.2f}" for name in (best, *others))
+                lines.append((f"mean of the {kind.said}", first, "", "", *means, "", "", ""))
         yield markdown_rows(heads, lines)
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 
 import pandas as pd
 
-from demix.report.domains import Domains, so_many
+from demix.progress import so_many
+from demix.report.domains import Domains, mean_of
 from demix.report.results import Results
 from demix.report.systems import ByDomain, systems_on
 from demix.report.verdict import mean_interval
@@ -103,6 +104,23 @@ def by_domain(
         frame[count.title()] = pd.DataFrame({label: one[count] for label, one in found.items()}).max(axis=1)
     beneath = pd.DataFrame({label: second_lines(one) for label, one in found.items()}, index=domains)
     return frame, *explained(beneath, results)
+
+
+def by_system(
+    results: Results, systems: Mapping[str, System], domains: list[str]
+) -> tuple[pd.DataFrame, pd.DataFrame | None, tuple[str, ...]]:
+    """Perplexities, second lines and notes as of `by_domain`, one row per system; the first column is the mean."""
+    found = {label: results.of(system, domains) for label, system in systems.items()}
+    frame = pd.DataFrame({label: one["perplexity"] for label, one in found.items()}).T.reindex(columns=domains)
+    frame.insert(0, "Mean", [mean_of(values) for _, values in frame.iterrows()])
+    below = pd.DataFrame({label: second_lines(one) for label, one in found.items()}, index=domains).T
+    beneath, notes = explained(below, results)
+    documents, pieces = (
+        pd.DataFrame({label: one[count] for label, one in found.items()}).max(axis=1)
+        for count in ("documents", "pieces")
+    )
+    counts = ", ".join(f"{name} {number:,.0f} ({pieces[name]:,.0f})" for name, number in documents.dropna().items())
+    return frame, beneath, (*notes, *([f"Test documents (and their pieces): {counts}."] if counts else []))
 
 
 def explained(beneath: pd.DataFrame, results: Results) -> tuple[pd.DataFrame | None, tuple[str, ...]]:

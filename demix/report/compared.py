@@ -10,10 +10,10 @@ import pandas as pd
 
 from demix.files import write_text
 from demix.files.json_files import without_nan
+from demix.progress import so_many
 from demix.report.cells import WITHIN_NOTE, numbered
 from demix.report.compare import BITS, OTHER_TOKENIZER, PERPLEXITY, Comparison
 from demix.report.curves import training_curves
-from demix.report.domains import so_many
 from demix.report.dots import dots
 from demix.report.figures import inline
 from demix.report.formats import markdown, part_of_page

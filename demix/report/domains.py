@@ -6,12 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from demix.files import read_json
+from demix.progress import so_many
 from demix.run.run import Run
-
-
-def so_many(number: int, noun: str) -> str:
-    """A number and what it counts: "1 novel domain", "8 novel domains"."""
-    return f"{number:,} {noun}" + "s" * (number != 1)
 
 
 def mean_of(values: Iterable[float]) -> float:
@@ -52,3 +49,18 @@ def domains_of(run: Run) -> list[Domains]:
     """The kinds of domains that a run has: training domains first."""
     kinds = (Domains("training", list(run.training)), Domains("novel", list(run.novel)))
     return [domains for domains in kinds if domains.names]
+
+
+def partly_known(run: Run, domains: Domains) -> str:
+    """How many test documents of `domains` have other pieces in train, in a sentence; empty where none has."""
+    cards = {name: read_json(run.folder / "corpus" / name / "card.json")["origins"] for name in domains.names}
+    counts = {name: (card["test_in_train"], card["test"]) for name, card in cards.items() if card["test_in_train"]}
+    counts = dict(sorted(counts.items(), key=lambda one: one[1][0] / one[1][1], reverse=True))
+    several = ", ".join(f"{name} {known:,} of {every:,}" for name, (known, every) in counts.items())
+    every = sum(card["test"] for card in cards.values())
+    return (
+        f"Of {every:,} test documents of the {domains.said}, {sum(known for known, _ in counts.values()):,} have other "
+        f"pieces in train ({several}): numbers there are for documents that are known in part, not for new ones."
+        if counts
+        else ""
+    )

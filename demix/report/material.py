@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from demix.files import check_sealed
-from demix.report.domains import Domains, domains_of
+from demix.report.domains import Domains, domains_of, partly_known
 from demix.report.needs import TASKS
 from demix.run.run import Run
 
@@ -175,6 +175,11 @@ class Material:
         return cost_by_stage(self.run)
 
     @cached_property
+    def partly_known(self) -> str:
+        """How many test documents of the training domains have other pieces in train."""
+        return partly_known(self.run, self.kinds[0])
+
+    @cached_property
     def scale_note(self) -> str:
         """The differences between this run and the paper in data, budget and scale."""
         from demix.report.paper import scale_note
@@ -188,7 +193,7 @@ class Material:
         # The curves are drawn long after the tables; a damaged file must be refused before anything is written.
         for path in sorted(self.metrics.glob("*.jsonl")):
             check_sealed(path)
-        _ = self.cost, self.clusters, self.loads, self.contexts
+        _ = self.partly_known, self.cost, self.clusters, self.loads, self.contexts
         _ = self.tasks if TASKS.met(self.run) else None
         return self
 

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 
 from demix.config.architecture import PRESETS
+from demix.progress import so_many
 from demix.report.cells import PRINTED_MIXTURES
-from demix.report.domains import so_many
 from demix.report.results import Results
 from demix.report.table import Table
 from demix.run.run import Run
@@ -31,6 +31,7 @@ class Printed:
     table: str
     preset: str
     column: dict[str, float] = field(default_factory=dict)
+    columns: dict[str, dict[str, float]] = field(default_factory=dict)
     rows: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
@@ -92,15 +93,18 @@ def scale_note(results: Results, run: Run) -> str:
 def beside_paper(table: Table, run: Run) -> Table:
     """`table` with what the paper prints in the table of the same name, for the run's size or the smallest there is.
 
-    The paper's numbers stand in a column beside the same systems, or in rows below the run's own.
+    The paper's numbers stand in columns beside the same systems, or in rows below the run's own.
     """
     preset = size_of(run)
     entry = nearest(table.name, preset)
     if entry is None:
         return table
     frame, label = table.frame.copy(), entry.label
-    if entry.column:
-        frame[label] = pd.Series(entry.column, dtype="float64")
+    columns = (
+        {label: entry.column} if entry.column else {f"{label}: {name}": one for name, one in entry.columns.items()}
+    )
+    for name, values in columns.items():
+        frame[name] = pd.Series(values, dtype="float64")
     for name, values in entry.rows.items():
         # An empty cell prints as "–", which means that the run lacks the number: columns of text get a blank.
         blank = [np.nan if frame[column].dtype.kind in "fi" else " " for column in frame]
@@ -113,7 +117,7 @@ def beside_paper(table: Table, run: Run) -> Table:
         if len({one.preset for one in printed() if one.table == table.name}) == 1
         else f"its {SIZES[entry.preset]} model, the smallest, since this run has none of its sizes"
     )
-    formats = table.formats | ({label: "{:.1f}"} if entry.column else {})
+    formats = table.formats | dict.fromkeys(columns, "{:.1f}")
     return replace(table, frame=frame, summaries=table.summaries | means, formats=formats).noted(
         f"“{label}” is what the paper prints for {which}: on its own domains, of which some here are later or other "
         "releases, trained for about two days on 32 to 128 GPUs, one seed.",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from demix.report.domains import so_many
+from demix.progress import so_many
 
 if TYPE_CHECKING:
     import pandas as pd

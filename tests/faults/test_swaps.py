@@ -19,7 +19,7 @@ SWAPS = {
     "counts": ("documents/licenses/0000.json", "documents/parliament/0000.json", "split licenses"),
     "train and test": ("corpus/licenses/train.parquet", "corpus/licenses/test.parquet", "tokenizer "),
     "corpora": ("corpus/licenses", "corpus/parliament", "tokenizer ", "tokenize |licenses/dev"),
-    "corpus cards": ("corpus/fantasy/card.json", "corpus/licenses/card.json", "card ", "track "),
+    "corpus cards": ("corpus/fantasy/card.json", "corpus/licenses/card.json", "report ", "card ", "track "),
     "owners and overlap": ("corpus/owners.parquet", "corpus/overlap.parquet", "split licenses"),
     "tokens": ("tokens/licenses", "tokens/parliament", "train dense |models/dense ", "audit licenses"),
     "novel tokens": ("tokens/fantasy", "tokens/fortunes", SCORE, ADAPT, "overlap "),

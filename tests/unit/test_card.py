@@ -40,10 +40,10 @@ def run(tmp_path: Path) -> Path:
     training = run.keys["domains"]["training"]
     training["law"] |= {"licence": EVIL, "anonymize": True}
     counts = {"words": {"train": 12345, "dev": 678, "test": 901}, "replacements": {"EMAIL": 4321, "USER": 0}}
-    counts["origins"] = {"test": 7, "test_in_train": 3}
     counts["leakage"] = {"ngrams": {"length": 13, "test": 0.125}}
     training["news"]["anonymize"] = False
-    for domain in ("code", "law", "news"):
+    for domain, known in {"code": 3, "law": 0, "news": 6}.items():
+        counts["origins"] = {"test": 7, "test_in_train": known}
         write_json(run.path / "corpus" / domain / "card.json", counts)
     with_keys(run.path, run.keys)
     return run.path
@@ -77,16 +77,23 @@ def test_the_card_says_what_the_files_hold(run: Path) -> None:
     lineage, file = row(body, "## Lineage", "law"), read_json(run / "models" / "demix" / "experts" / "law.json")
     assert (lineage["parent"], lineage["tokens"], lineage["sha256"]) == ("–", "31", file["sha256"][:12])
 
-    # The made-up law has perplexity 110 by its own expert, and 1.01 times that by the cached prior.
+    assert (
+        "21 test documents of the 3 training domains, 9 have other pieces in train (news 6 of 7, code 3 of 7)" in body
+    )
+
+    # The made-up law has perplexity 110 by its own expert, 1.05 · 0.97 times that by tempered, 1.3 times by Dense.
     index = {part["dataset"]["name"]: part["metrics"] for part in front["model-index"][0]["results"]}
-    assert [(one["name"], one["value"]) for one in index["law"]] == [("perplexity, cached", pytest.approx(111.1))]
+    assert [(one["name"], one["value"]) for one in index["law"]] == [("perplexity, tempered", 112.035)]
     law = row(body, "### All experts", "law")
-    assert (law["naive"], law["cached"], law["cached: 95% interval"]) == ("110.00", "111.10", "99.99 to 133.32")
+    assert (law["naive"], law["cached"], law["95% interval"]) == ("110.00", "111.10", "100.83 to 134.44")
+    assert (law["tempered"], law["Dense (Balanced)"]) == ("112.03", "143.00")
     assert law["tokens"] == "1,003"
-    assert row(body, "### All experts", "code")["cached: 95% interval"] == "–", "too few documents"
+    assert row(body, "### All experts", "code")["95% interval"] == "–", "too few documents"
     assert row(body, "### The training", "wiki")["naive"] == "162.50\\*", "an oracle"
-    assert row(body, "### The training", "mean of the 3 training domains")["naive"] == "110.00"
+    means = row(body, "### The training", "mean of the 3 training domains")
+    assert (means["naive"], means["Dense (Balanced)"]) == ("110.00", "143.00")
     assert row(body, "### The domain's own", "law")["cached"] == "198.00"
+    assert row(body, "### The training domains' experts and that of wiki", "wiki")["cached"] == "131.30"
 
 
 def test_another_seed_has_a_card_of_its_own(run: Path) -> None:
@@ -98,6 +105,9 @@ def test_another_seed_has_a_card_of_its_own(run: Path) -> None:
     shutil.copytree(run / "models" / "demix", run / "models" / "demix-seed2")
     bodies = [front_and_body(model_card(both_seeds, name))[1] for name in ("demix", "demix-seed2")]
     assert [row(body, "### All experts", "law")["naive"] for body in bodies] == ["110.00", "220.00"]
+    assert row(bodies[0], "### All experts", "law").keys() - row(bodies[1], "### All experts", "law").keys() == {
+        "Dense (Balanced)"
+    }
     assert "seed 2" in bodies[1]
 
 
@@ -118,7 +128,7 @@ def test_the_command_writes_a_card_for_every_model(run: Path) -> None:
     assert (run / "report" / "cards" / "demix.md").read_text() == model_card(Run.read(run), "demix")
     page = (run / "report" / "cards" / "demix.html").read_text()
     assert "model-index" not in page
-    assert page.count("<h1>") == 1
+    assert re.findall("<(?:title|h1)>(.*?)</", page) == ["DEMix", "DEMix"], "as the first page names it"
     assert page.count("<table>") == len(re.findall(r"(?m)^\|[ :]*---", model_card(Run.read(run), "demix"))) > 2
     assert "<td>&lt;script&gt;alert(1)&lt;/script&gt; | [x](javascript:1)" in page
     with pytest.raises(DemixError, match=r"demos: is not a model of the run; did you mean demix\?"):

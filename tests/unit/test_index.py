@@ -52,6 +52,8 @@ def test_the_first_page_leads_to_all_and_says_what_the_run_took(tmp_path: Path) 
     assert re.findall("<td>(.*?)</td>", rows["score"])[:2] == ["1", "0:00:30"]
     assert "2:46:39" not in page, "what ends after the page"
 
+    known = "3 have other pieces in train (code 1 of 2, law 1 of 2, news 1 of 2)"
+    assert f'<p class="remark">Of 6 test documents of the 3 training domains, {known}' in page
     assert re.search(r">DEMix \(tempered\)</th><td[^>]*>112.04</td><td[^>]*>−21.7</td>", page)
     assert re.search(r'<summary><span class="verdict shown">shown</span> \d+</summary>', page)
 

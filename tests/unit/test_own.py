@@ -25,13 +25,13 @@ from demix.evaluate.own_text import (
 )
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
+from demix.evaluate.told import files_table, headline, tables
 from demix.mix.mixtures import mix
 from demix.mix.priors import cached_log_prior, fitted_log_prior
 from demix.mix.rules import Tempered
 from demix.model.description import Usual
 from demix.model.tokenizer import tokenizer_of
 from demix.model.usual import write_usual
-from demix.report.own_text import files_table, headline, tables
 from support.cli import demix
 from support.models import write_model
 from support.synthetic_run import build_run

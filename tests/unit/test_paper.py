@@ -47,7 +47,8 @@ def test_the_papers_rows_stand_below_the_runs_own(run: MadeUp) -> None:
     assert seven.text().loc["Paper, 125M: mean", "Documents"] == "–"
     assert {label for label in seven.summaries if label.startswith("Paper")} == {"Paper, 125M: mean"}
     four = beside_paper(table_of("table4", run.material()), of_paper(run))
-    assert four.frame.loc["Paper, 1.3B: mean"].dropna().tolist() == [13.8, 13.8, 13.4]
+    assert four.frame["Paper, 1.3B: mean"].dropna().tolist() == [13.8, 13.8, 13.4]
+    assert four.text().loc["DEMix (naive)", "Paper, 1.3B: cs"] == "12.2"
     assert "the only size of this table" in four.notes[-2]
     six = beside_paper(table_of("table6", run.material()), of_paper(run, "gpt3-large"))
     assert six.frame.loc["Paper, 760M: mean, novel"].dropna().tolist() == [17.4, 13.5]
@@ -65,9 +66,10 @@ def test_every_printed_number_has_its_place(run: MadeUp) -> None:
     }
     for one in printed():
         frame = tables[one.table].frame
-        assert set(one.column) <= set(frame.index)
+        for values in (one.column, *one.columns.values()):
+            assert set(values) <= set(frame.index)
         for values in one.rows.values():
             assert set(values) <= set(frame.columns)
-        if len(one.rows) > 2:
-            rows = pd.DataFrame(one.rows).T
+        if len(printed_rows := one.rows or one.columns) > 2:
+            rows = pd.DataFrame(printed_rows).T
             assert (rows.drop(index="mean").mean() - rows.loc["mean"]).abs().max() < 0.06

@@ -39,6 +39,7 @@ from demix.model.checkpoint import load_model
 from support.decoding import in_blocks, whole, write_run
 from support.disturbed import until
 from support.models import THREE
+from support.playground import ask
 
 TEXT = "And the Lord said unto Noah: “naïve” <b>b</b> & <script>alert(1)</script>\n  two spaces"
 
@@ -53,25 +54,6 @@ def server(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
     server.shutdown()
     thread.join()
     server.server_close()
-
-
-def ask(
-    server: Playground, method: str, path: str, body: object = None, **headers: str | None
-) -> tuple[int, str, dict]:
-    """Status, text and headers of the answer to a request as the page sends it, but for `headers` (None: left out)."""
-    own = f"127.0.0.1:{server.server_port}"
-    sent = {"Host": own, "Origin": f"http://{own}", "Content-Type": "application/json"}
-    content = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-    sent |= {"Content-Length": str(len(content))} if method == "POST" else {}
-    sent |= {name.replace("_", "-"): value for name, value in headers.items()}
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-    connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
-    for name, value in sent.items():
-        if value is not None:
-            connection.putheader(name, value)
-    connection.endheaders(content)
-    answer = connection.getresponse()
-    return answer.status, answer.read().decode(), dict(answer.headers)
 
 
 def question(**changes: object) -> dict:
@@ -149,6 +131,12 @@ def test_an_expert_that_is_off_has_no_weight(server: Playground) -> None:
     assert (empty["pieces"], len(empty["weights"])) == ([], 1)
 
 
+def test_the_first_tokens_of_a_long_text_are_shown(server: Playground) -> None:
+    found = json.loads(ask(server, "POST", "/analyse", question(text="x " * 3000))[1])
+    assert len(found["pieces"]) == len(found["bits"]) == len(found["weights"]) - 1 == MOST_TOKENS
+    assert found["left_out"] == len(server.model.tokenizer.encode("x " * 3000)) - MOST_TOKENS > 0
+
+
 def test_a_continuation_is_a_line_a_token_and_reproduces(server: Playground) -> None:
     status, text, _ = ask(server, "POST", "/generate", drawing())
     assert status == 200
@@ -215,7 +203,9 @@ REFUSALS = {
     "no such prior": ("POST", "/analyse", question(prior="/etc/x.parquet"), {}, 400, "not known"),
     "no such rule": ("POST", "/analyse", question(weights="last"), {}, 400, "is not known"),
     "evidence twice": ("POST", "/analyse", question(weights="tempered"), {}, 400, "twice"),
-    "too long a text": ("POST", "/analyse", question(text="x " * 30_000), {}, 400, f"at most {MOST_TOKENS}"),
+    "no text": ("POST", "/eval", {"text": " \n"}, {}, 400, "holds no text"),
+    "evaluated for another page": ("POST", "/eval", {"text": "a"}, {"Origin": "null"}, 403, "this page only"),
+    "too long a text": ("POST", "/generate", drawing(text="x " * 30_000), {}, 400, f"at most {MOST_TOKENS}"),
     "too many tokens": ("POST", "/generate", drawing(tokens=501), {}, 400, "from 1 to 500"),
     "cold": ("POST", "/generate", drawing(temperature=-0.1), {}, 400, "from 0 to 10"),
     "no temperature": ("POST", "/generate", drawing(temperature=float("nan")), {}, 400, "temperature is nan"),
@@ -302,7 +292,8 @@ def test_the_page_in_a_browser(server: Playground, browser: webdriver.Chrome) ->
         return browser.execute_script("return document.querySelector(arguments[0]).textContent", selector)
 
     wait = WebDriverWait(browser, 30)
-    wait.until(lambda _: len(find("#experts li")) == 3)
+    wait.until(lambda _: text_of("#tokens") == server.model.example)
+    find("#text")[0].clear()
     find("#text")[0].send_keys(TEXT)
     wait.until(lambda _: text_of("#tokens") == TEXT)
     assert not find("#tokens b, #tokens script"), "a text is no markup"

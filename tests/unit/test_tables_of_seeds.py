@@ -26,8 +26,8 @@ def test_seeds_are_shown_as_mean_and_spread(run: MadeUp) -> None:
     other = rows.assign(seed=2, perplexity=rows["perplexity"] + 6, tokens_sha256="other")
     both = Results(pd.concat([rows, other], ignore_index=True))
     table = table_of("table4", run.material(results=both))
-    assert table.frame.loc["law", "Dense"] == pytest.approx(154 + 3)
-    assert table.second_lines().loc["law", "Dense"] == f"± {6 / math.sqrt(2):.2f}"
+    assert table.frame.loc["Dense", "law"] == pytest.approx(154 + 3)
+    assert table.second_lines().loc["Dense", "law"] == f"± {6 / math.sqrt(2):.2f}"
     assert (
         table_of("table3", run.material(results=both)).second_lines().loc["Dense", "Perplexity"]
         == f"± {6 / math.sqrt(2):.2f}"

@@ -27,7 +27,7 @@ INSTEAD: dict[str, Callable[[Path], object]] = {
 READ = {
     "report": (
         *("config.json", "results.parquet", "priors.parquet", "differences.parquet", "posteriors.parquet"),
-        *("corpus/overlap.parquet", "metrics/dense.jsonl", "metrics/demix-dapt-wiki.jsonl"),
+        *("corpus/overlap.parquet", "corpus/law/card.json", "metrics/dense.jsonl", "metrics/demix-dapt-wiki.jsonl"),
         "models/demix/experts/wiki.json",
     ),
     "card": ("config.json", "results.parquet", "models/demix/model.json", "corpus/law/card.json"),

@@ -135,6 +135,7 @@ rule report:
         f"{RUN}/differences.parquet",
         f"{RUN}/posteriors.parquet",
         f"{RUN}/corpus/overlap.parquet",
+        expand(f"{RUN}/corpus/{{domain}}/card.json", domain=TRAINING),
         f"{RUN}/audit.parquet" if WITHOUT else [],
         f"{RUN}/tasks.parquet" if TASKS else [],
         METRICS,

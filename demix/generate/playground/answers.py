@@ -1,8 +1,9 @@
-"""Answers to the page's requests as plain values: a text under every expert, and a continuation."""
+"""Answers to the page's requests as plain values: whose domain a text is, its tokens, and a continuation."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from threading import Lock
@@ -14,7 +15,10 @@ import torch
 from demix.config.mixing import parsed_weights
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
+from demix.evaluate.own_text import Judge
+from demix.evaluate.told import FILES_NOTE, HEADS, cells, doubt, headline
 from demix.files import parquet_reader, read_parquet
+from demix.files.json_files import without_nan
 from demix.mix.logs import logsumexp
 from demix.mix.stream import Posterior
 from demix.model.clusters import has_clusters
@@ -31,9 +35,11 @@ from demix.model.decode import (
 from demix.model.description import run_of
 from demix.model.gpt import GPT
 from demix.model.scoring import columns_of
+from demix.model.tokenizer import tokenizer_of
 from demix.settings import Integer, Items, Number, Text, settings
 
-MOST_TOKENS = 4096
+# The tokens of a text that are shown, and the characters that are judged.
+MOST_TOKENS, MOST_JUDGED = 4096, 1 << 16
 MOST_DRAWN = 500
 BITS = 1 / math.log(2)
 # The rules that the page offers, its default first. A change of experts once in 100 tokens follows a text that changes
@@ -65,6 +71,7 @@ class Opened:
     tokenizer: Tokenizer
     domains: tuple[str, ...]
     example: str
+    tokenizer_file: Path | None = None
     lock: Lock = field(default_factory=Lock)
     last: tuple[str, list[int], torch.Tensor] | None = None
 
@@ -77,6 +84,19 @@ class Opened:
     def context(self) -> int:
         """The length of a block in tokens."""
         return self.trunks[0].architecture.context
+
+    @cached_property
+    def judge(self) -> Judge:
+        """What `demix eval` judges a text by. The dense model of the run is loaded for the first text."""
+        path, _ = tokenizer_of(self.directory, self.tokenizer_file)
+        return Judge.of(self.directory, self.trunks, path, self.tokenizer)
+
+
+@settings()
+class TextRequest:
+    """A request to tell whose domain a text is."""
+
+    text: Text
 
 
 @settings()
@@ -111,7 +131,8 @@ def opened(directory: Path, tokenizer: Path | None, hold: bool | None = None) ->
     rows = read_parquet(priors).to_pylist() if priors.is_file() else []
     wanted = {"model": name, "experts": "training", "weights": "history"}
     domains = dict.fromkeys(row["domain"] for row in rows if wanted.items() <= row.items())
-    return Opened(directory, trunks, encoder, tuple(domains), _example(run_of(directory), columns_of(trunks)))
+    example = _example(run_of(directory), columns_of(trunks))
+    return Opened(directory, trunks, encoder, tuple(domains), example, tokenizer)
 
 
 def _example(run: Path, experts: tuple[str, ...]) -> str:
@@ -137,16 +158,27 @@ def model_facts(model: Opened) -> dict[str, Any]:
         "all_text": [rule for rule in rules if "updating" in parsed_weights(rule).rules.refused],
         "example": model.example,
         "one_at_a_time": any(trunk.read_weights for trunk in model.trunks),
-        "most_tokens": MOST_TOKENS,
+        "heads": HEADS,
+        "note": FILES_NOTE,
+        "most_judged": MOST_JUDGED,
         "most_drawn": MOST_DRAWN,
     }
+
+
+def judged(model: Opened, asked: TextRequest) -> dict[str, Any]:
+    """What `demix eval` says of a text: its sentences, its line in a table of texts, and the experts, best first."""
+    with model.lock:
+        result = model.judge.result(asked.text, model.judge.read(asked.text))
+    ranked = [{"name": line.name, "bits": math.log2(line.perplexity)} for line in result.ranked]
+    told = {"headline": headline(result), "doubt": doubt(result), "line": cells(result), "ranked": ranked}
+    return dict(without_nan(told))
 
 
 def analyse(model: Opened, asked: MixRequest) -> dict[str, Any]:
     """For each token of a text: its bits under the mixture and under each expert, and the weights that predicted it.
 
-    `weights` has one more row, for the token after the text. A request with the same text as the request before, but
-    another mixture, needs no forward pass.
+    `weights` has one more row, for the token after them. `left_out` counts the tokens beyond MOST_TOKENS. A request
+    with the same text as the request before, but another mixture, needs no forward pass.
     """
     posterior = _posterior(model, asked)
     with model.lock:
@@ -154,11 +186,14 @@ def analyse(model: Opened, asked: MixRequest) -> dict[str, Any]:
             ids = _ids(model, asked.text)
             unweighted = Posterior(np.zeros(len(model.experts)), model.context)
             decoder = Decoder(model.trunks, _start(model), unweighted)
-            model.last = asked.text, ids, decoder.read(torch.tensor([ids], dtype=torch.long))[0]
-        _, ids, scores = model.last
+            shown = torch.tensor([ids[:MOST_TOKENS]], dtype=torch.long)
+            model.last = asked.text, ids, decoder.read(shown)[0]
+        _, every, scores = model.last
+    ids = every[:MOST_TOKENS]
     log_weights = posterior.observe(scores.numpy(), np.array([ids], np.int64))
     return {
         "pieces": list(decoded(model.tokenizer, ids)),
+        "left_out": len(every) - len(ids),
         **_numbers(scores, log_weights),
         "weights": _rounded(np.exp(np.concatenate([log_weights[0], posterior.log_weights])), 4),
     }
@@ -176,6 +211,8 @@ def draw(model: Opened, asked: DrawRequest) -> Iterator[dict[str, Any]]:
         seed=(asked.seed, 0, 2**62),
     )
     ids, posterior = _ids(model, asked.text), _posterior(model, asked)
+    if len(ids) > MOST_TOKENS:
+        raise DemixError("text", f"has {len(ids)} tokens", f"shorten it to at most {MOST_TOKENS}")
 
     def steps() -> Iterator[dict[str, Any]]:
         decoder = Decoder(model.trunks, _start(model), posterior)
@@ -214,8 +251,6 @@ def _ids(model: Opened, text: str) -> list[int]:
         ids: list[int] = model.tokenizer.encode(text).tolist()
     except UnicodeEncodeError:
         raise DemixError("text", "is not valid Unicode", "remove the unpaired surrogates") from None
-    if len(ids) > MOST_TOKENS:
-        raise DemixError("text", f"has {len(ids)} tokens", f"shorten it to at most {MOST_TOKENS}")
     return ids
 
 

@@ -1,4 +1,4 @@
-"""The HTTP server of the page and its two requests, for browsers on this machine only."""
+"""The HTTP server of the page and its three requests, for browsers on this machine only."""
 
 import base64
 import hashlib
@@ -16,7 +16,16 @@ from threading import BoundedSemaphore, Lock
 from typing import Any, cast
 
 from demix.errors import DemixError
-from demix.generate.playground.answers import DrawRequest, MixRequest, Opened, analyse, draw, model_facts
+from demix.generate.playground.answers import (
+    DrawRequest,
+    MixRequest,
+    Opened,
+    TextRequest,
+    analyse,
+    draw,
+    judged,
+    model_facts,
+)
 from demix.settings import settings_from
 
 PAGE = Path(__file__).with_name("page.html")
@@ -180,6 +189,8 @@ class Handler(BaseHTTPRequestHandler):
         model = self.server.model
         if self.path == "/analyse":
             self._send_json(analyse(model, settings_from(MixRequest, _mapping(asked), "request")))
+        elif self.path == "/eval":
+            self._send_json(judged(model, settings_from(TextRequest, _mapping(asked), "request")))
         elif self.path == "/generate":
             drawing = settings_from(DrawRequest, _mapping(asked), "request")
             if not self.server.drawing.acquire(timeout=1):

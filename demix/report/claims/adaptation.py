@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from functools import partial
 
+from demix.progress import so_many
 from demix.report.claims.row import Row, Versus
-from demix.report.domains import so_many
 from demix.report.material import Material
 from demix.report.needs import NOVEL
 from demix.report.systems import added, before_adding, before_dense_dapt, dense_adapted, one_added

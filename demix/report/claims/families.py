@@ -5,8 +5,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from demix.progress import so_many
 from demix.report.claims.row import HARM, Row, Versus
-from demix.report.domains import mean_of, so_many
+from demix.report.domains import mean_of
 from demix.report.families import Family, families, one_clusters, training_flops, tried_top_k
 from demix.report.material import Material
 from demix.report.needs import FAMILIES, ROUTERS

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from demix.progress import so_many
 from demix.report.claims.row import Row, Versus
-from demix.report.domains import mean_of, percent, so_many
+from demix.report.domains import mean_of, percent
 from demix.report.material import Material
 from demix.report.needs import MERGED_REMOVAL, SECOND_TRAINING, WITHOUT_DOMAIN
 from demix.report.systems import ByDomain, before_removal, without_choice, without_domain, without_expert

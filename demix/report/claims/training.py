@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from demix.progress import so_many
 from demix.report.claims.row import Row, Versus, below_dense, on_all
-from demix.report.domains import so_many
 from demix.report.material import Material
 from demix.report.needs import DENSE_UNBALANCED, SECOND_TRAINING
 from demix.report.systems import BALANCED, CACHED, DENSE, NAIVE

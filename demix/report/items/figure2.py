@@ -6,7 +6,7 @@ bigrams of each domain's test split that occur in each expert's training text, a
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from demix.report.domains import so_many
+from demix.progress import so_many
 from demix.report.item import FigureItem, Group
 from demix.report.material import Material
 

@@ -42,6 +42,7 @@ def make(material: Material) -> Mapping[str, str]:
         paragraphs=[],
         notes=left_out_notes(run),
         ranking=found,
+        remarks=[*found.remarks, material.partly_known],
         dots=inline(ranked(found)),
         main=shown(found, found.main),
         counts=beside_ngrams(material),

@@ -6,7 +6,8 @@ mixture of the training experts and the new one. The caption says which of them 
 from dataclasses import replace
 from typing import Any
 
-from demix.report.domains import mean_of, percent, so_many
+from demix.progress import so_many
+from demix.report.domains import mean_of, percent
 from demix.report.item import Group, TableItem
 from demix.report.items import figure6
 from demix.report.material import Material

@@ -2,7 +2,8 @@
 domain.
 """
 
-from demix.report.domains import mean_of, percent, so_many
+from demix.progress import so_many
+from demix.report.domains import mean_of, percent
 from demix.report.item import Group, TableItem
 from demix.report.material import Material
 from demix.report.needs import NOVEL

@@ -4,7 +4,7 @@ batches.
 
 from typing import Any
 
-from demix.report.domains import so_many
+from demix.progress import so_many
 from demix.report.item import FigureItem, Group
 from demix.report.material import Material
 

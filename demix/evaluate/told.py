@@ -1,10 +1,10 @@
-"""The figures of a user's own texts as they are printed: an answer in a sentence, tables, and what they mean."""
+"""What is told of a user's own texts, in a terminal and on pages: an answer in a sentence, tables, what they mean."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from demix.evaluate.own_text import DENSE_OF_RUN, FEW_TOKENS, TEMPERED, UNLIKE, Line, OwnText, Unread
-from demix.report.domains import so_many
+from demix.progress import so_many
 
 if TYPE_CHECKING:
     import rich.table
@@ -67,47 +67,58 @@ def _short(result: OwnText) -> bool:
 
 
 def remarks(result: OwnText) -> list[str]:
-    """What the columns of the experts' table mean, and a warning where the text is unlike all domains."""
+    """What the columns of the experts' table mean, and what `doubt` says."""
     if len(result.experts) < 2:
         return []
-    said = [
+    columns = (
         "usual: the expert's perplexity on test text of its own domain; behind: nats per token more than the best "
         "expert needs; weight: mean over all tokens by tempered; posterior: probability that the text is of the "
         "expert's domain if it is of one of these (updating prior after the last block). It adds up to 1 over these "
-        "experts, so that one of them wins even if none fits.",
-    ]
+        "experts, so that one of them wins even if none fits."
+    )
+    return [columns, *filter(None, [doubt(result)])]
+
+
+def doubt(result: OwnText) -> str:
+    """A warning where the text is unlike the domains of all experts, or where that is unknown; else nothing."""
     first = result.ranked[0]
-    if result.unlike is None:
-        said.append(f"Whether the text is like that of {first.name} is unknown: it has no figures on its own domain.")
-    elif result.unlike and first.usual:
-        said.append(
-            f"WARNING: the text is unlike the text of all these experts. {first.name}, the best of them, needs "
-            f"{first.bits_per_byte:.2f} bits per byte, and {first.usual.bits_per_byte:.2f} on its own domain: more "
-            f"than {UNLIKE} times as many."
-        )
-    return said
+    if len(result.experts) < 2 or result.unlike is False:
+        return ""
+    if first.usual is None:
+        return f"Whether the text is like that of {first.name} is unknown: it has no figures on its own domain."
+    return (
+        f"WARNING: the text is unlike the text of all these experts. {first.name}, the best of them, needs "
+        f"{first.bits_per_byte:.2f} bits per byte, and {first.usual.bits_per_byte:.2f} on its own domain: more "
+        f"than {UNLIKE} times as many."
+    )
+
+
+# The columns of a table of several texts.
+HEADS = ("text", "best expert", "tokens", "perplexity", "weight", "lead", "but")
 
 
 def files_table(results: Sequence[OwnText | Unread]) -> "rich.table.Table":
     """A table for the terminal with a line for each text: its best expert, and what speaks against it."""
     from rich.table import Column, Table
 
-    heads = ("tokens", "perplexity", "weight", "lead")
-    shown = Table("text", "best expert", *(Column(head, justify="right") for head in heads), "but")
+    text, best, *numbers, but = HEADS
+    shown = Table(text, best, *(Column(head, justify="right") for head in numbers), but)
     for result in results:
-        if isinstance(result, Unread):
-            shown.add_row(result.text, *[""] * (1 + len(heads)), result.cause)
-            continue
-        first, *others = result.ranked
-        lead = f"{others[0].behind:.3f}" if others else ""
-        but = ["unlike all these experts"] if result.unlike else []
-        if others and DENSE_OF_RUN in result.by_mixture:
-            how = _against(result.by_mixture[DENSE_OF_RUN], result.by_mixture[TEMPERED])
-            but += ["dense is better"] if how.startswith("better") else []
-        but += ["few tokens"] if _short(result) else []
-        numbers = (f"{result.tokens:,}", f"{first.perplexity:.2f}", f"{first.weight:.2f}" if others else "", lead)
-        shown.add_row(result.text, first.name, *numbers, ", ".join(but))
+        blank = [""] * len(HEADS[1:-1])
+        shown.add_row(result.text, *([*blank, result.cause] if isinstance(result, Unread) else cells(result)))
     return shown
+
+
+def cells(result: OwnText) -> list[str]:
+    """The line of a text in a table of several, without its name."""
+    first, *others = result.ranked
+    but = ["unlike all these experts"] if result.unlike else []
+    if others and DENSE_OF_RUN in result.by_mixture:
+        how = _against(result.by_mixture[DENSE_OF_RUN], result.by_mixture[TEMPERED])
+        but += ["dense is better"] if how.startswith("better") else []
+    but += ["few tokens"] if _short(result) else []
+    among = [f"{first.weight:.2f}", f"{others[0].behind:.3f}"] if others else ["", ""]
+    return [first.name, f"{result.tokens:,}", f"{first.perplexity:.2f}", *among, ", ".join(but)]
 
 
 FILES_NOTE = (
