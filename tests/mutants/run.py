@@ -59,7 +59,8 @@ class Edit:
         if (count := (REPOSITORY / self.path).read_text().count(self.old)) != 1:
             return f"{self}: the old text stands {count} times in the file"
         try:
-            compile(self.applied(), self.path, "exec")
+            if self.path.endswith(".py"):
+                compile(self.applied(), self.path, "exec")
         except SyntaxError as error:
             return f"{self}: {error}"
         return ""
