@@ -100,7 +100,7 @@ def test_the_documented_cost_of_scoring_is_the_computed_one() -> None:
         ]
         cells = [f"{architecture.layers}×{architecture.width}", f"{flops:.2f}", *(f"{each:.1f}" for each in taken)]
         rows.append(f"| {' | '.join(cells)} |")
-    assert re.findall(r"^\| \d+×.*$", text, re.MULTILINE) == rows
+    assert re.findall(r"^\| \d+×\d+(?: \| [\d.]+){4} \|$", text, re.MULTILINE) == rows
     size = score_table_bytes(16, tokens)
     assert f"{size / 1e9:.2f} GB" in text
     assert f"{size // tokens} bytes per token" in text

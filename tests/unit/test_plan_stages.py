@@ -144,7 +144,7 @@ def test_what_init_prints_can_be_planned(novel: list[str], tmp_path: Path, monke
     assert re.fullmatch(
         rf"mine takes 0\.\d+ core-hours \(cpu\) of training and scoring, at most 0\.\d GB of disk plus the text of "
         rf"{3 + len(novel)} domains, 0\.\d+ hours on 2 cores",
-        shown[-1],
+        next(line for line in shown if "core-hours (cpu)" in line),
     )
     assert [line.strip().split(" of mine")[0] for line in shown if re.search(r"^ +[A-Z][a-z ]+ of mine", line)] == [
         "Data stage", "Training", "Memory and time", "Gradients and checkpoints", "Jobs", "Stages",
