@@ -156,7 +156,7 @@ def test_the_experts_of_demix_are_scored_as_a_routed_model(finished: tuple[Path,
     # The experts of novel domains, which are in the folder too, are not among them.
     assert [choice["expert"] for choice in lineage["choices"]] == list(TINY["domains"]["training"])
     results = pd.read_parquet(run / "results.parquet").query("model == 'demix' and split == 'test' and top_k.isna()")
-    scored = results.query("method == 'merged' and weights == 'routed'").set_index("domain")
+    scored = results.query("method == 'merged' and weights == 'routed' and experts == 'training'").set_index("domain")
     assert sorted(scored.index) == sorted({**TINY["domains"]["training"], **TINY["domains"]["novel"]})
     model = load_model(run / "models" / "demix-routed")
     for domain, row in scored.iterrows():
