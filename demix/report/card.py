@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import yaml
 
 from demix.config.models import DENSE_EXPERT, KINDS
@@ -19,26 +18,21 @@ from demix.model.merge import learned_of, refuse_weights
 from demix.model.merge_routed import BLOCKS, learned_anchored
 from demix.model.usual import usual_of
 from demix.progress import so_many
-from demix.report.domains import domains_of, partly_known
+from demix.report.card_results import (
+    MASKED_TASK,
+    TEXT_TASK,
+    dense_beside,
+    index_entries,
+    masked,
+    model_index,
+    planned,
+    results_of,
+    shown,
+)
 from demix.report.formats import as_markdown, markdown_rows
 from demix.report.page import render
-from demix.report.read import read_results
-from demix.report.systems import BALANCED
-from demix.run.models import left_out, one_more
 from demix.run.run import Run
 from demix.settings import names_of
-
-# The headings of the sets of experts, by the name of a set in the results.
-OWN_LEFT_OUT = "own left out"
-SETS = {
-    "all": "All experts",
-    "training": "The training domains' experts alone",
-    "dense": "The model",
-    OWN_LEFT_OUT: "The domain's own expert left out",
-}
-MASKED_TASK = "fill-mask"
-# Of methods that a model has, the last stands for it.
-METHODS = ("dense", "naive", "average", "uniform", "updating", "cached", "tempered")
 
 
 def model_card(run: Run, model: str) -> str:
@@ -57,11 +51,11 @@ def model_card(run: Run, model: str) -> str:
     # The config's order; experts that the config does not name come last.
     order = [*run.training, *run.novel]
     experts.sort(key=lambda one: (order.index(one["name"]) if one["name"] in order else len(order), one["name"]))
-    results = _results(run, model)
+    results = results_of(run, model)
     return _card(
         model,
-        ["mixture-of-experts"] * (len(experts) > 1) + [MASKED_TASK] * _masked(results),
-        _index(results),
+        ["mixture-of-experts"] * (len(experts) > 1) + [MASKED_TASK] * masked(results),
+        model_index(results),
         _about(model, run, description, experts),
         "## Data",
         *_data(run, description, experts),
@@ -70,7 +64,7 @@ def model_card(run: Run, model: str) -> str:
         "## Lineage of the experts",
         _lineage(experts),
         "## Results",
-        *_shown(results, _dense(results, run, model), run),
+        *shown(results, dense_beside(results, run, model), run),
         "## Limits",
         _limits(description),
     )
@@ -112,7 +106,7 @@ def exported_card(directory: Path, expert: str | None) -> str:
     return _card(
         name,
         [format_of(directory).name],
-        _entries([(expert, "this expert alone", usual.perplexity)] if usual else []),
+        index_entries([(expert, "this expert alone", usual.perplexity)] if usual else []),
         f"The expert {as_markdown(expert)} of the model {as_markdown(place.name)} (kind "
         f"{as_markdown(description['kind'])}){of_run}, exported as a model of its own.",
         "## Data",
@@ -209,7 +203,7 @@ def _card(name: str, tags: list[str], index: list[dict[str, Any]], *parts: str) 
     front: dict[str, Any] = {
         "library_name": "transformers" if any(name in tags for name in FORMATS) else "demix",
         "license": "other",
-        "tags": ["demix", *tags, *([] if MASKED_TASK in tags else ["text-generation"])],
+        "tags": ["demix", *tags, *([] if MASKED_TASK in tags else [TEXT_TASK])],
     }
     if index:
         front["model-index"] = [{"name": name, "results": index}]
@@ -227,7 +221,7 @@ def _about(model: str, run: Run, description: dict[str, Any], experts: list[dict
     label = next((f"“{as_markdown(one.label)}” in tables. " for one in run.planned if one.name == model), "")
     return (
         f"{label}A language model of kind {as_markdown(description['kind'])}, of run {as_markdown(run.name)}, seed "
-        f"{_planned(model, run)[1]}. It has {size}; {architecture['layers']} layers of width "
+        f"{planned(model, run)[1]}. It has {size}; {architecture['layers']} layers of width "
         f"{architecture['width']}; "
         f"it reads blocks of {architecture['context']:,} tokens of {description['vocab_size']:,} types.\n\n"
         "Every number here stands in the run's files: `config.json`, `corpus/<domain>/card.json`, `results.parquet` "
@@ -323,109 +317,6 @@ def _lineage(experts: list[dict[str, Any]]) -> str:
         for expert in experts
     ]
     return markdown_rows(("expert", "parent", "the parent's prior", "data", "tokens", "steps", "sha256"), rows)
-
-
-def _planned(model: str, run: Run) -> tuple[str, int]:
-    """The name of a model in the results, and the model's seed."""
-    row = next((one for one in run.planned if one.name == model), None)
-    return (row.row, row.seed) if row else (model, run.seed)
-
-
-def _results(run: Run, model: str) -> pd.DataFrame:
-    """The model's rows of the paper's tables: one row per domain, set of experts (column `set`) and method."""
-    rows, (row, seed) = read_results(run.folder / "results.parquet").rows, _planned(model, run)
-    rows = rows[(rows["model"] == row) & (rows["seed"] == seed)].query(
-        "split == 'test' and variant == '' and top_k.isna() and weights in ['', 'history', 'tempered']"
-    )
-    rows = rows.assign(method=rows["method"].where(rows["weights"] != "tempered", "tempered"))
-    # The best that a masked model has, whose experts no text weights.
-    rows = rows[rows["method"].isin([*METHODS, *(["fitted"] if _masked(rows) else [])])]
-    return rows.assign(set=rows["experts"].where(rows["experts"] != rows["domain"].map(left_out), OWN_LEFT_OUT))
-
-
-def _dense(results: pd.DataFrame, run: Run, model: str) -> pd.DataFrame:
-    """The rows of the dense model to compare with the `results` of `model`: that of its seed; none for itself."""
-    name = run.folder_of(BALANCED.model, _planned(model, run)[1])
-    rows = _results(run, name)
-    return rows if name != model and _masked(rows) == _masked(results) else rows.iloc[:0]
-
-
-def _masked(results: pd.DataFrame) -> bool:
-    """Whether the rows of one model are those of a masked language model."""
-    return "scorer" in results and bool(results["scorer"].str.startswith("masked").any())
-
-
-def _index(results: pd.DataFrame) -> list[dict[str, Any]]:
-    """The hub's `model-index`: the model with all its experts, one entry per domain."""
-    sets = [name for name in SETS if name in set(results["set"])]
-    rows = results[results["set"] == sets[0]] if sets else results
-    rows = rows[rows["method"].isin(_methods(rows)[-1:])]
-    figures = [(str(row.domain), str(row.method), float(row.perplexity)) for row in rows.itertuples()]
-    return _entries(figures, masked=_masked(results))
-
-
-def _entries(figures: list[tuple[str, str, float]], *, masked: bool = False) -> list[dict[str, Any]]:
-    """The entries of `model-index` for perplexities on test splits: (domain, method, perplexity)."""
-    task, name = (MASKED_TASK, "masked perplexity") if masked else ("text-generation", "perplexity")
-    return [
-        {
-            "task": {"type": task},
-            "dataset": {"name": domain, "type": domain, "split": "test"},
-            "metrics": [{"type": "perplexity", "name": f"{name}, {method}", "value": round(perplexity, 4)}],
-        }
-        for domain, method, perplexity in figures
-    ]
-
-
-def _methods(rows: pd.DataFrame) -> list[str]:
-    """Those of `METHODS`, and fitted, that have rows on every domain of `rows`."""
-    domains = rows.groupby("method")["domain"].nunique()
-    return [name for name in (*METHODS, "fitted") if domains.get(name, 0) == rows["domain"].nunique()]
-
-
-def _shown(results: pd.DataFrame, dense: pd.DataFrame, run: Run) -> Iterator[str]:
-    if results.empty:
-        yield "This run did not evaluate it."
-        return
-    if _masked(results):
-        yield (
-            "**Masked** perplexity: the tokens of a block are masked in seven folds, and the model sees the rest of it "
-            "on both sides (`docs/variants.md`). It compares with no perplexity of a causal model."
-        )
-    yield (
-        "Test perplexity by method (`docs/evaluation.md` says what each is), the interval and the bits per byte of the "
-        "method that leads. \\* an oracle, chosen on the test data. The interval holds 95% of resamplings of the test "
-        "documents, and nothing of another seed. Where there are fewer than 20, it is one within these documents, from "
-        "resampling blocks of their text."
-    )
-    if "tempered" in set(results["method"]):
-        yield "`tempered` is the rule of `demix eval` and `demix generate`: it is not told the domain."
-    yield partly_known(run, domains_of(run)[0])
-    for name, own in results.groupby("set", sort=False):
-        added = str(name).replace(one_more(""), "The training domains' experts and that of ", 1)
-        yield f"### {SETS.get(str(name), as_markdown(added))}"
-        *others, best = _methods(own)
-        beside = dense[dense["domain"].isin(own["domain"])].assign(method=BALANCED.label)
-        others, rows = [*beside["method"].unique(), *others], pd.concat([own, beside])
-        heads = ("domain", best, "95% interval", "bits per byte", *others, "documents", "pieces", "tokens")
-        lines = []
-        for domain, of in rows.groupby("domain", sort=False):
-            by = {row.method: row for row in of.itertuples()}
-            first, *numbers = (
-                f"{by[name].perplexity:.2f}{'*' if by[name].oracle else ''}" if name in by else "–"
-                for name in (best, *others)
-            )
-            row = by[best]
-            bounds = "–" if pd.isna(row.perplexity_low) else f"{row.perplexity_low:.2f} to {row.perplexity_high:.2f}"
-            bits = "–" if pd.isna(row.bits_per_byte) else f"{row.bits_per_byte:.3f}"
-            counts = (f"{count:,}" for count in (row.documents, row.pieces, row.tokens))
-            lines.append((domain, first, bounds, bits, *numbers, *counts))
-        table = rows.pivot(index="domain", columns="method", values="perplexity")
-        for kind in domains_of(run):
-            if set(kind.names) <= set(table.index):
-                first, *means = (f"{table.loc[kind.names, name].mean():.2f}" for name in (best, *others))
-                lines.append((f"mean of the {kind.said}", first, "", "", *means, "", "", ""))
-        yield markdown_rows(heads, lines)
 
 
 def _limits(description: dict[str, Any]) -> str:

@@ -1,0 +1,128 @@
+"""The results on a model's card: its rows of the tables, the dense model beside them, and the hub's `model-index`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+
+from demix.report.domains import domains_of, partly_known
+from demix.report.formats import as_markdown, markdown_rows
+from demix.report.read import read_results
+from demix.report.systems import BALANCED
+from demix.run.models import left_out, one_more
+from demix.run.run import Run
+
+# The headings of the sets of experts, by the name of a set in the results.
+OWN_LEFT_OUT = "own left out"
+SETS = {
+    "all": "All experts",
+    "training": "The training domains' experts alone",
+    "dense": "The model",
+    OWN_LEFT_OUT: "The domain's own expert left out",
+}
+MASKED_TASK, TEXT_TASK = "fill-mask", "text-generation"
+# Of methods that a model has, the last stands for it.
+METHODS = ("dense", "naive", "average", "uniform", "updating", "cached", "tempered")
+
+
+def planned(model: str, run: Run) -> tuple[str, int]:
+    """The name of a model in the results, and the model's seed."""
+    row = next((one for one in run.planned if one.name == model), None)
+    return (row.row, row.seed) if row else (model, run.seed)
+
+
+def results_of(run: Run, model: str) -> pd.DataFrame:
+    """The model's rows of the paper's tables: one row per domain, set of experts (column `set`) and method."""
+    rows, (row, seed) = read_results(run.folder / "results.parquet").rows, planned(model, run)
+    rows = rows[(rows["model"] == row) & (rows["seed"] == seed)].query(
+        "split == 'test' and variant == '' and top_k.isna() and weights in ['', 'history', 'tempered']"
+    )
+    rows = rows.assign(method=rows["method"].where(rows["weights"] != "tempered", "tempered"))
+    # The best that a masked model has, whose experts no text weights.
+    rows = rows[rows["method"].isin([*METHODS, *(["fitted"] if masked(rows) else [])])]
+    return rows.assign(set=rows["experts"].where(rows["experts"] != rows["domain"].map(left_out), OWN_LEFT_OUT))
+
+
+def dense_beside(results: pd.DataFrame, run: Run, model: str) -> pd.DataFrame:
+    """The rows of the dense model to compare with the `results` of `model`: that of its seed; none for itself."""
+    name = run.folder_of(BALANCED.model, planned(model, run)[1])
+    rows = results_of(run, name)
+    return rows if name != model and masked(rows) == masked(results) else rows.iloc[:0]
+
+
+def masked(results: pd.DataFrame) -> bool:
+    """Whether the rows of one model are those of a masked language model."""
+    return "scorer" in results and bool(results["scorer"].str.startswith("masked").any())
+
+
+def model_index(results: pd.DataFrame) -> list[dict[str, Any]]:
+    """The hub's `model-index`: the model with all its experts, one entry per domain."""
+    sets = [name for name in SETS if name in set(results["set"])]
+    rows = results[results["set"] == sets[0]] if sets else results
+    rows = rows[rows["method"].isin(_methods(rows)[-1:])]
+    figures = [(str(row.domain), str(row.method), float(row.perplexity)) for row in rows.itertuples()]
+    return index_entries(figures, MASKED_TASK if masked(results) else TEXT_TASK)
+
+
+def index_entries(figures: list[tuple[str, str, float]], task: str = TEXT_TASK) -> list[dict[str, Any]]:
+    """The entries of `model-index` for perplexities on test splits: (domain, method, perplexity)."""
+    name = "masked perplexity" if task == MASKED_TASK else "perplexity"
+    return [
+        {
+            "task": {"type": task},
+            "dataset": {"name": domain, "type": domain, "split": "test"},
+            "metrics": [{"type": "perplexity", "name": f"{name}, {method}", "value": round(perplexity, 4)}],
+        }
+        for domain, method, perplexity in figures
+    ]
+
+
+def _methods(rows: pd.DataFrame) -> list[str]:
+    """Those of `METHODS`, and fitted, that have rows on every domain of `rows`."""
+    domains = rows.groupby("method")["domain"].nunique()
+    return [name for name in (*METHODS, "fitted") if domains.get(name, 0) == rows["domain"].nunique()]
+
+
+def shown(results: pd.DataFrame, dense: pd.DataFrame, run: Run) -> Iterator[str]:
+    if results.empty:
+        yield "This run did not evaluate it."
+        return
+    if masked(results):
+        yield (
+            "**Masked** perplexity: the tokens of a block are masked in seven folds, and the model sees the rest of it "
+            "on both sides (`docs/variants.md`). It compares with no perplexity of a causal model."
+        )
+    yield (
+        "Test perplexity by method (`docs/evaluation.md` says what each is), the interval and the bits per byte of the "
+        "first. \\* an oracle, chosen on the test data. The interval holds 95% of resamplings of the test documents, "
+        "and nothing of another seed. Where there are fewer than 20, it is one within these documents, from "
+        "resampling blocks of their text."
+    )
+    if "tempered" in set(results["method"]):
+        yield "`tempered` is the rule of `demix eval` and `demix generate`: it is not told the domain."
+    yield partly_known(run, domains_of(run)[0])
+    for name, own in results.groupby("set", sort=False):
+        added = str(name).replace(one_more(""), "The training domains' experts and that of ", 1)
+        yield f"### {SETS.get(str(name), as_markdown(added))}"
+        *others, best = _methods(own)
+        beside = dense[dense["domain"].isin(own["domain"])].assign(method=BALANCED.label)
+        others, rows = [*beside["method"].unique(), *others], pd.concat([own, beside])
+        heads = ("domain", best, "95% interval", "bits per byte", *others, "documents", "pieces", "tokens")
+        lines = []
+        for domain, of in rows.groupby("domain", sort=False):
+            by = {row.method: row for row in of.itertuples()}
+            first, *numbers = (
+                f"{by[name].perplexity:.2f}{'*' if by[name].oracle else ''}" if name in by else "–"
+                for name in (best, *others)
+            )
+            row = by[best]
+            bounds = "–" if pd.isna(row.perplexity_low) else f"{row.perplexity_low:.2f} to {row.perplexity_high:.2f}"
+            bits = "–" if pd.isna(row.bits_per_byte) else f"{row.bits_per_byte:.3f}"
+            counts = (f"{count:,}" for count in (row.documents, row.pieces, row.tokens))
+            lines.append((domain, first, bounds, bits, *numbers, *counts))
+        table = rows.pivot(index="domain", columns="method", values="perplexity")
+        for kind in domains_of(run):
+            if set(kind.names) <= set(table.index):
+                first, *means = (f"{table.loc[kind.names, name].mean():.2f}" for name in (best, *others))
+                lines.append((f"mean of the {kind.said}", first, "", "", *means, "", "", ""))
+        yield markdown_rows(heads, lines)
