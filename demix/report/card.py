@@ -57,14 +57,14 @@ def model_card(run: Run, model: str) -> str:
         ["mixture-of-experts"] * (len(experts) > 1) + [MASKED_TASK] * masked(results),
         model_index(results),
         _about(model, run, description, experts),
+        "## Results",
+        *shown(results, dense_beside(results, run, model), run),
         "## Data",
         *_data(run, description, experts),
         "## Training",
         *_training(description, experts),
         "## Lineage of the experts",
         _lineage(experts),
-        "## Results",
-        *shown(results, dense_beside(results, run, model), run),
         "## Limits",
         _limits(description),
     )
@@ -225,7 +225,7 @@ def _about(model: str, run: Run, description: dict[str, Any], experts: list[dict
         f"{architecture['width']}; "
         f"it reads blocks of {architecture['context']:,} tokens of {description['vocab_size']:,} types.\n\n"
         "Every number here stands in the run's files: `config.json`, `corpus/<domain>/card.json`, `results.parquet` "
-        f"and those of `models/{as_markdown(model)}/`."
+        "and those of the model's folder."
     )
 
 

@@ -15,7 +15,7 @@ from demix.run.run import Run
 # The headings of the sets of experts, by the name of a set in the results.
 OWN_LEFT_OUT = "own left out"
 SETS = {
-    "all": "All experts",
+    "all": "All experts, also those that learned from the novel domains",
     "training": "The training domains' experts alone",
     "dense": "The model",
     OWN_LEFT_OUT: "The domain's own expert left out",
@@ -101,7 +101,7 @@ def shown(results: pd.DataFrame, dense: pd.DataFrame, run: Run) -> Iterator[str]
     if "tempered" in set(results["method"]):
         yield "`tempered` is the rule of `demix eval` and `demix generate`: it is not told the domain."
     yield partly_known(run, domains_of(run)[0])
-    for name, own in results.groupby("set", sort=False):
+    for name, own in sorted(results.groupby("set", sort=False), key=lambda one: one[0] not in SETS):
         added = str(name).replace(one_more(""), "The training domains' experts and that of ", 1)
         yield f"### {SETS.get(str(name), as_markdown(added))}"
         *others, best = _methods(own)
