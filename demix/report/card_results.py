@@ -94,8 +94,8 @@ def shown(results: pd.DataFrame, dense: pd.DataFrame, run: Run) -> Iterator[str]
         )
     yield (
         "Test perplexity by method (`docs/evaluation.md` says what each is), the interval and the bits per byte of the "
-        "first. \\* an oracle, chosen on the test data. The interval holds 95% of resamplings of the test documents, "
-        "and nothing of another seed. Where there are fewer than 20, it is one within these documents, from "
+        "method that leads. \\* an oracle, chosen on the test data. The interval holds 95% of resamplings of the test "
+        "documents, and nothing of another seed. Where there are fewer than 20, it is one within these documents, from "
         "resampling blocks of their text."
     )
     if "tempered" in set(results["method"]):
