@@ -128,7 +128,7 @@ def _many_passes(config: "Config") -> Iterator[tuple[str, int, float]]:
     Yields the domain, the words of its train split and the number of passes.
     """
     from demix.data.outline import MOST_WORDS, distinct_documents
-    from demix.plan.cost import TOKENS_PER_WORD
+    from demix.plan.domains import TOKENS_PER_WORD
     from demix.settings import written
 
     bound = config.adaptation.passes or math.inf

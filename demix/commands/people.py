@@ -40,7 +40,8 @@ def plan(
     ] = False,
 ) -> None:
     """Print what a config needs: time and disk; words, FLOPs, memory, hours, network, jobs, stages. Fetches nothing."""
-    from demix.plan.cost import plan_table, training_tables
+    from demix.plan.cost import training_tables
+    from demix.plan.domains import plan_table
     from demix.plan.here import here_line
     from demix.plan.jobs import in_one_line, jobs_table, lacking, levers, runs_here, usual_hardware, write_sbatch_files
     from demix.plan.stages import stages_table, sync_table

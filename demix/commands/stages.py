@@ -427,9 +427,7 @@ def card(
 def track(
     run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")],
     uri: Annotated[str, typer.Option(help="MLflow's store; by default tracking.uri of the run's config.")] = "",
-    experiment: Annotated[
-        str, typer.Option(help="MLflow experiment; by default that of the config, or demix-<name of the folder>.")
-    ] = "",
+    experiment: Annotated[str, typer.Option(help="MLflow experiment; default: the config's, or demix-<folder>.")] = "",
     output: Annotated[Path | None, typer.Option(help="Path of a receipt: what was sent, and where.")] = None,
 ) -> None:
     """Send a run's parameters, metrics, tables and figures to MLflow. Sending them again changes nothing."""
@@ -447,7 +445,5 @@ def track(
 
 def _parts_by_domain(documents: list[Path]) -> dict[str, list[Path]]:
     """The files documents/<domain>/<part>.parquet, grouped by domain."""
-    parts: dict[str, list[Path]] = {}
-    for path in documents:
-        parts.setdefault(path.parent.name, []).append(path)
-    return parts
+    names = dict.fromkeys(path.parent.name for path in documents)
+    return {name: [path for path in documents if path.parent.name == name] for name in names}

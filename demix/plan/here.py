@@ -5,7 +5,8 @@ from glob import glob
 from itertools import groupby
 
 from demix.plan.cells import short
-from demix.plan.cost import TEXT_BYTES, TOKENS_PER_WORD, plan_domains, plan_training
+from demix.plan.cost import plan_training
+from demix.plan.domains import TEXT_BYTES, TOKENS_PER_WORD, plan_domains
 from demix.plan.flops import HARDWARE
 from demix.plan.jobs import Jobs, kept_bytes, plan_jobs
 from demix.plan.stages import RATES, WORD_BYTES

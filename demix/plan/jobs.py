@@ -14,7 +14,8 @@ from demix.files import write_text
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.slurm import sbatch_text
 from demix.plan.cells import decimal, folded
-from demix.plan.cost import ALIKE, TOKENS_PER_WORD, named, plan_domains, plan_training
+from demix.plan.cost import ALIKE, named, plan_training
+from demix.plan.domains import TOKENS_PER_WORD, plan_domains
 from demix.plan.flops import HARDWARE, Hardware, achieved_tflops, score_table_bytes, scoring_hours
 from demix.run.check import completed_run
 from demix.run.contexts import asked_contexts

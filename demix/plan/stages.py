@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from rich.table import Table
 
 from demix.plan.cells import decimal, folded, short
-from demix.plan.cost import ALIKE, TEXT_BYTES, DomainPlan, TrainingPlan, plan_domains, plan_training
+from demix.plan.cost import ALIKE, TrainingPlan, plan_training
+from demix.plan.domains import TEXT_BYTES, DomainPlan, plan_domains
 from demix.plan.flops import HARDWARE, Hardware
 from demix.plan.jobs import ScoringCosts, plan_jobs, runs_here
 from demix.plan.network import out_of_a_node, synchronizing

@@ -84,6 +84,7 @@ def _methods(rows: pd.DataFrame) -> list[str]:
 
 
 def shown(results: pd.DataFrame, dense: pd.DataFrame, run: Run) -> Iterator[str]:
+    """The paragraphs and tables of a card's results: a table for each set of experts, `dense` beside."""
     if results.empty:
         yield "This run did not evaluate it."
         return

@@ -8,7 +8,7 @@ from typing import Any
 from demix.config.mixing import METHODS, UNWEIGHTED, parsed_weights
 from demix.config.models import DENSE_EXPERT, KINDS, PAPER, Kind
 from demix.run.merged import MERGED, Merged
-from demix.run.models import Model, folder_at, left_out, one_more, trained_without
+from demix.run.models import Model, folder_at, left_out, one_more
 from demix.run.rows import Row
 from demix.run.run import Run
 
@@ -329,7 +329,7 @@ def token_routed(run: Run) -> tuple[Routers, ...]:
 
 
 def merged_whole(run: Run) -> dict[str, System]:
-    """The merged models that lose one expert after the other (`removal.merged`), as they are, by their folders."""
+    """The merged models of `removal.merged` with all their experts, by their folders."""
     found: dict[str, System] = {}
     for one in (one for one in run.own if one.name in run.config.removal.merged):
         if one.mixes:
@@ -400,32 +400,6 @@ def clustered(run: Run) -> tuple[Model, ...]:
     return tuple(model for model in run.own if model.data and not model.masked)
 
 
-def balanced_pairs(run: Run) -> tuple[tuple[System, System], ...]:
-    """Each row that learns from clusters, and the row of as many balanced clusters that it is compared with.
-
-    Both are weighted by distance. The second is the first row of whole models that learns as many tokens from balanced
-    clusters of k-means; it is in no pair of its own. There are none where no weights go by distance alone. In
-    differences.parquet the second is `against` by the name of its row.
-    """
-    weights, known = routed_weights(run), run.config.clusterings
-    models = clustered(run) if weights else ()
-    bases: dict[tuple[int, int], Model] = {}
-    for model in models:
-        made = known[model.data]
-        if model.kind.expert_scope == "model" and made.method == "kmeans" and made.balanced:
-            bases.setdefault(_size(model), model)
-    return tuple(
-        (by_distance(model, weights), by_distance(base, weights))
-        for model in models
-        if (base := bases.get(_size(model), model)) != model
-    )
-
-
-def _size(model: Model) -> tuple[int, int]:
-    """The number of a model's clusters and its tokens."""
-    return len(model.domains), model.settings.tokens
-
-
 def table_rows(run: Run) -> dict[str, Row]:
     """The causal rows of `models` in the order of the tables: the paper's rows, then further rows."""
     rows = {name: row for name, row in run.rows.items() if not row.masked}
@@ -443,32 +417,3 @@ def masked_systems(run: Run) -> tuple[System, ...]:
             found += [] if row.settings.data else [System(f"{row.label} (own expert)", name, "training", "naive")]
             found += [System(f"{row.label} ({method})", name, "training", method) for method in ("average", "fitted")]
     return tuple(found)
-
-
-def compared(run: Run, domain: str) -> tuple[System, ...]:
-    """The systems that are compared with each of `bases` on `domain`.
-
-    These are the baselines and the methods of Tables 3 to 5 with one rule of weights, DEMix with the weights of the
-    released code, the set of all experts and the one with the domain's own added, the removals of Table 7, the systems
-    of further rows, and n-grams.
-    """
-    first, more = (
-        [
-            system
-            for name, row in table_rows(run).items()
-            if (name in PAPER) == named
-            for system in row_systems(row, run)
-        ]
-        for named in (True, False)
-    )
-    receiver, whole = run.receiver.row, run.whole.row
-    return (
-        *first,
-        paper_systems("demix")[-1].with_weights("released"),
-        System("", receiver, "all", "cached", "history"),
-        System("", receiver, one_more(domain), "cached", "history"),
-        System("", whole, left_out(domain), "cached", "history"),
-        System("", trained_without(domain), "training", "cached", "history"),
-        *more,
-        *ngram_systems(run),
-    )

@@ -11,8 +11,9 @@ from demix.config.training import taken
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.join import join
 from demix.report import report_files
+from demix.run.compared import compared
 from demix.run.run import Run
-from demix.run.systems import bases, compared, evaluated
+from demix.run.systems import bases, evaluated
 from demix.settings import settings_from
 from support.breaking import Note
 from support.cli import demix

@@ -9,7 +9,8 @@ import numpy as np
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.join import join
 from demix.files import write_json, write_json_lines
-from demix.run.systems import bases, compared, evaluated
+from demix.run.compared import compared
+from demix.run.systems import bases, evaluated
 from support.configs import domains, small
 from support.scored import write_columns
 from support.synthetic_run import with_keys

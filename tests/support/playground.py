@@ -2,8 +2,25 @@
 
 import http.client
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
 
+from demix.generate.playground.answers import opened
 from demix.generate.playground.server import Playground
+
+
+@contextmanager
+def served(model: Path) -> Iterator[Playground]:
+    """The playground of a model's folder, which answers until the context ends."""
+    server = Playground(opened(model, None), 0)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
 def ask(

@@ -25,8 +25,9 @@ from demix.mix.priors import cached_log_prior, fitted_log_prior
 from demix.mix.rules import Cluster, ClusterHistory, Tempered, released_rule, weights_rule
 from demix.report.read import read_results
 from demix.run.check import load_run
+from demix.run.compared import compared
 from demix.run.rules import RunRules
-from demix.run.systems import bases, compared, evaluated
+from demix.run.systems import bases, evaluated
 from support.configs import domains, small_run
 from support.mixing import log_mixture, log_weights, window
 from support.scored import LENGTH, write_table

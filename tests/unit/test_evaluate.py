@@ -24,7 +24,8 @@ from demix.files import seed_for, write_parquet
 from demix.mix.mixtures import mix
 from demix.mix.priors import cached_log_prior, fitted_log_prior
 from demix.mix.rules import Switching, Tempered
-from demix.run.systems import bases, compared
+from demix.run.compared import compared
+from demix.run.systems import bases
 from demix.run.systems import evaluated as evaluated_tables
 from support.cli import demix
 from support.configs import changed, domains, small_run

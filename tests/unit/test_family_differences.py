@@ -14,7 +14,8 @@ from demix.files import digest, read_json, seed_for, write_json, write_parquet
 from demix.mix.mixtures import mix
 from demix.report.claims import claims
 from demix.report.clusters import read_clusters
-from demix.run.systems import balanced_pairs, bases, compared, evaluated
+from demix.run.compared import balanced_pairs, compared
+from demix.run.systems import bases, evaluated
 from support.configs import changed, small_run
 from support.families_run import BALANCED, MODELS, WIDTH
 from support.report import table_of

@@ -37,10 +37,11 @@ from demix.report.material import Material
 from demix.report.read import read_results
 from demix.report.systems import main_systems
 from demix.run.check import completed_run
+from demix.run.compared import compared
 from demix.run.models import Model
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
-from demix.run.systems import Evaluated, ExpertSet, chosen_on_dev, compared, evaluated, masked_systems, table_rows
+from demix.run.systems import Evaluated, ExpertSet, chosen_on_dev, evaluated, masked_systems, table_rows
 from demix.train.adapt import adapt_expert
 from demix.train.batches import balanced_batches, mixed_batches
 from demix.train.branch import branched

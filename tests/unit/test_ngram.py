@@ -24,9 +24,10 @@ from demix.report.main_table import main_table
 from demix.report.results import Results
 from demix.report.systems import ngram_lines
 from demix.run.check import completed_run
+from demix.run.compared import compared
 from demix.run.rules import RunRules
 from demix.run.run import Run
-from demix.run.systems import bases, compared, evaluated
+from demix.run.systems import bases, evaluated
 from support.configs import changed
 from support.synthetic_run import build_run
 from support.tokens import NOVEL, TRAINING

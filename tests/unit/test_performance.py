@@ -9,7 +9,8 @@ import pytest
 
 from demix.config.architecture import PRESETS, parameters
 from demix.plan.cells import decimal, folded, short
-from demix.plan.cost import TEXT_BYTES, TOKENS_PER_WORD, plan_training
+from demix.plan.cost import plan_training
+from demix.plan.domains import TEXT_BYTES, TOKENS_PER_WORD
 from demix.plan.flops import HARDWARE, PAPER_TFLOPS, hours, update_flops
 from demix.plan.jobs import in_one_line
 from demix.plan.network import NETWORKS, Ring, out_of_a_node, rings_of, synchronizing

@@ -16,7 +16,8 @@ import yaml
 from demix.config import models
 from demix.errors import DemixError
 from demix.plan.cells import decimal, folded
-from demix.plan.cost import plan_domain, plan_table, plan_training, training_tables
+from demix.plan.cost import plan_training, training_tables
+from demix.plan.domains import plan_domain, plan_table
 from demix.plan.flops import HARDWARE
 from demix.plan.jobs import ScoringCosts, in_one_line, jobs_table, lacking, levers, plan_jobs, usual_hardware
 from demix.run.check import load_run

@@ -10,7 +10,8 @@ import pytest
 import zstandard
 
 from demix.data.outline import outline
-from demix.plan.cost import plan_domains, plan_training
+from demix.plan.cost import plan_training
+from demix.plan.domains import plan_domains
 from demix.plan.flops import HARDWARE
 from demix.plan.jobs import ScoringCosts, plan_jobs
 from demix.plan.stages import WORD_BYTES, plan_stages, saving_hours, stages_table, sync_seconds, sync_table

@@ -39,7 +39,7 @@ from demix.model.checkpoint import load_model
 from support.decoding import in_blocks, whole, write_run
 from support.disturbed import until
 from support.models import THREE
-from support.playground import ask
+from support.playground import ask, served
 
 TEXT = "And the Lord said unto Noah: “naïve” <b>b</b> & <script>alert(1)</script>\n  two spaces"
 
@@ -47,13 +47,8 @@ TEXT = "And the Lord said unto Noah: “naïve” <b>b</b> & <script>alert(1)</s
 @pytest.fixture(scope="module")
 def server(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Playground]:
     folder = write_run(tmp_path_factory.mktemp("run"), tokens)
-    server = Playground(opened(folder / "models" / "demix", None), 0)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(folder / "models" / "demix") as server:
+        yield server
 
 
 def question(**changes: object) -> dict:

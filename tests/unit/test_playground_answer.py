@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from axe_core_python.selenium import Axe
@@ -14,11 +13,11 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 from demix.data.tokenizer import Tokenizer
-from demix.generate.playground.answers import MOST_JUDGED, opened
+from demix.generate.playground.answers import MOST_JUDGED
 from demix.generate.playground.server import Playground
 from support.cli import demix
 from support.models import write_model
-from support.playground import ask
+from support.playground import ask, served
 from support.synthetic_run import build_run
 
 TEXT = "the sea was calm and the law of the sea was long " * 30
@@ -32,13 +31,8 @@ def server(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
     shutil.rmtree(run / "models")
     for name, experts in (("demix", ("code", "law", "news")), ("dense", ("dense",))):
         write_model(run / "models" / name, experts, tokenizer.sha256, tokenizer.vocab_size, seed=len(name))
-    server = Playground(opened(run / "models" / "demix", None), 0)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(run / "models" / "demix") as server:
+        yield server
 
 
 def evaluated(server: Playground, text: str) -> dict:

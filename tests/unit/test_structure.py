@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).parents[2]
 FILES = sorted((REPOSITORY / "tests").rglob("*.py"))
 PRODUCT = sorted((REPOSITORY / "demix").rglob("*.py"))
 # The most lines of a file, and lines of code of a function of the product.
-LONGEST, LONGEST_FUNCTION = 475, 60
+LONGEST, LONGEST_FUNCTION = 450, 60
 
 
 def imported(text: str) -> Iterator[str]:

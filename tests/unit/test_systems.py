@@ -7,9 +7,10 @@ import pytest
 
 from demix.config.models import KINDS
 from demix.errors import DemixError
+from demix.run.compared import compared
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
-from demix.run.systems import bases, compared, evaluated, row_systems
+from demix.run.systems import bases, evaluated, row_systems
 from demix.settings import written
 from support.configs import domains, small_run
 

@@ -215,7 +215,7 @@ def test_merged_models_are_scored_without_the_expert_of_each_domain(finished: tu
     audit = pd.read_parquet(run / "audit.parquet")
     assert set(audit.loc[audit["system"].str.startswith("merged"), "model"]) == {"demix-routed", "btx"}
     assert f"{rows['btx'].label} without its expert" in (run / "report" / "tables" / "audit.md").read_text()
-    assert "A merged model forgets a domain when its expert is left out" in (run / "report" / "claims.md").read_text()
+    assert "A merged model without a domain's expert forgets the domain" in (run / "report" / "claims.md").read_text()
 
 
 def test_shards_of_clusters_hold_no_tokens(finished: tuple[Path, dict[str, str], str]) -> None:

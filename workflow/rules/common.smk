@@ -19,6 +19,7 @@ from demix.launch.times import keep_shared_times
 from demix.report import report_files, report_items
 from demix.run import systems
 from demix.run.check import completed_run
+from demix.run.compared import balanced_pairs, compared
 from demix.run.contexts import asked_contexts
 from demix.run.kept import kept, refuse_other_domains, refuse_other_format
 from demix.run.merged import MERGED

@@ -48,12 +48,12 @@ rule evaluate:
             taken(MixingRecipe, CONFIG.evaluation),
             kind="training" if wildcards.domain in TRAINING else "novel",
             tables=[table.told for table in systems.evaluated(THIS, wildcards.domain)],
-            compared=[system.key for system in systems.compared(THIS, wildcards.domain)],
+            compared=[system.key for system in compared(THIS, wildcards.domain)],
             against=[(name, *system.key) for name, system in systems.bases(THIS).items()],
             # A run without such pairs keeps its settings, and its evaluations.
             **(
                 {"pairs": [(*one.key, *base.key) for one, base in pairs]}
-                if (pairs := systems.balanced_pairs(THIS))
+                if (pairs := balanced_pairs(THIS))
                 else {}
             ),
             seed=THIS.seed,

@@ -177,7 +177,7 @@ def judged(model: Opened, asked: TextRequest) -> dict[str, Any]:
 def analyse(model: Opened, asked: MixRequest) -> dict[str, Any]:
     """For each token of a text: its bits under the mixture and under each expert, and the weights that predicted it.
 
-    `weights` has one more row, for the token after them. `left_out` counts the tokens beyond MOST_TOKENS. A request
+    `weights` has one more row, for the next token. `left_out` is the number of tokens beyond MOST_TOKENS. A request
     with the same text as the request before, but another mixture, needs no forward pass.
     """
     posterior = _posterior(model, asked)

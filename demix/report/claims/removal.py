@@ -84,7 +84,7 @@ ROWS = (
     ),
     Row(
         "merged_forget",
-        "A merged model forgets a domain when its expert is left out, as DEMix does: perplexity rises as much or more",
+        "A merged model without a domain's expert forgets the domain as DEMix does: perplexity rises as much or more",
         "",
         _merged_forget,
         needs=(SECOND_TRAINING, MERGED_REMOVAL),

@@ -6,7 +6,8 @@ from demix.errors import DemixError
 from demix.report.item import Group, TableItem
 from demix.report.material import Material
 from demix.report.table import Table
-from demix.run.systems import BASES, balanced_pairs
+from demix.run.compared import balanced_pairs
+from demix.run.systems import BASES
 
 ITEM = TableItem("Differences between systems on the same documents", Group.FURTHER, 8)
 

@@ -8,7 +8,8 @@ from demix.report.material import Material
 from demix.report.needs import CLUSTERS
 from demix.report.systems import BALANCED
 from demix.report.table import Table
-from demix.run.systems import balanced_pairs, by_distance, clustered, routed_weights
+from demix.run.compared import balanced_pairs
+from demix.run.systems import by_distance, clustered, routed_weights
 
 ITEM = TableItem("Clusters against balanced clusters and against one model", Group.FAMILIES, 2, needs=(CLUSTERS,))
 

@@ -29,13 +29,13 @@ def make(material: Material) -> Table:
     frame = pd.DataFrame.from_dict(rows, orient="index")
     return Table(
         "Mean test perplexity over the training domains with all experts, and with each domain's own expert left out "
-        "(−Expert of Table 7), and by how much a domain's perplexity rises. Higher means that leaving the expert out "
-        "takes more of the domain away.",
+        "(−Expert of Table 7). Change: by how much perplexity rises, as a mean and by domain. The higher it is, the "
+        "more of a domain leaves with the domain's expert.",
         frame,
         notes=(
-            f"{run.whole.label} is mixed by a cached prior. A merged model is not trained for it: its routers are "
-            "solved again without the expert or, once trained, lose its row. What shared weights have learned from the "
-            "domain stays. Of the run's own seed.",
+            f"{run.whole.label} is mixed by a cached prior. No merged model is trained for this table: solved routers "
+            "are solved again without the expert, and trained routers lose the expert's row. What shared weights have "
+            "learned from the domain stays. All numbers are of the run's own seed.",
         ),
         formats={name: "{:+.1f}" for name in frame if name.endswith("%")},
     )

@@ -1,0 +1,70 @@
+"""Which systems of a run are compared with which: further systems with the bases, clusterings with balanced ones."""
+
+from demix.config.models import PAPER
+from demix.run.models import Model, left_out, one_more, trained_without
+from demix.run.run import Run
+from demix.run.systems import (
+    System,
+    by_distance,
+    clustered,
+    ngram_systems,
+    paper_systems,
+    routed_weights,
+    row_systems,
+    table_rows,
+)
+
+
+def balanced_pairs(run: Run) -> tuple[tuple[System, System], ...]:
+    """Each row that learns from clusters, and the row of as many balanced clusters that it is compared with.
+
+    Both are weighted by distance. The second is the first row of whole models that learns as many tokens from balanced
+    clusters of k-means; it is in no pair of its own. There are none where no weights go by distance alone. In
+    differences.parquet the second is `against` by the name of its row.
+    """
+    weights, known = routed_weights(run), run.config.clusterings
+    models = clustered(run) if weights else ()
+    bases: dict[tuple[int, int], Model] = {}
+    for model in models:
+        made = known[model.data]
+        if model.kind.expert_scope == "model" and made.method == "kmeans" and made.balanced:
+            bases.setdefault(_size(model), model)
+    return tuple(
+        (by_distance(model, weights), by_distance(base, weights))
+        for model in models
+        if (base := bases.get(_size(model), model)) != model
+    )
+
+
+def _size(model: Model) -> tuple[int, int]:
+    """The number of a model's clusters and its tokens."""
+    return len(model.domains), model.settings.tokens
+
+
+def compared(run: Run, domain: str) -> tuple[System, ...]:
+    """The systems that are compared with each of `bases` on `domain`.
+
+    These are the baselines and the methods of Tables 3 to 5 with one rule of weights, DEMix with the weights of the
+    released code, the set of all experts and the one with the domain's own added, the removals of Table 7, the systems
+    of further rows, and n-grams.
+    """
+    first, more = (
+        [
+            system
+            for name, row in table_rows(run).items()
+            if (name in PAPER) == named
+            for system in row_systems(row, run)
+        ]
+        for named in (True, False)
+    )
+    receiver, whole = run.receiver.row, run.whole.row
+    return (
+        *first,
+        paper_systems("demix")[-1].with_weights("released"),
+        System("", receiver, "all", "cached", "history"),
+        System("", receiver, one_more(domain), "cached", "history"),
+        System("", whole, left_out(domain), "cached", "history"),
+        System("", trained_without(domain), "training", "cached", "history"),
+        *more,
+        *ngram_systems(run),
+    )
