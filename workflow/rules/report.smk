@@ -51,11 +51,7 @@ rule evaluate:
             compared=[system.key for system in compared(THIS, wildcards.domain)],
             against=[(name, *system.key) for name, system in systems.bases(THIS).items()],
             # A run without such pairs keeps its settings, and its evaluations.
-            **(
-                {"pairs": [(*one.key, *base.key) for one, base in pairs]}
-                if (pairs := balanced_pairs(THIS))
-                else {}
-            ),
+            **({"pairs": [(*one.key, *base.key) for one, base in pairs]} if (pairs := balanced_pairs(THIS)) else {}),
             seed=THIS.seed,
         ),
         scores=below_run("scores"),
