@@ -3,8 +3,9 @@
 import math
 from dataclasses import dataclass, replace
 
-from demix.config.architecture import Architecture, training_flops_per_token
+from demix.config.architecture import Architecture
 from demix.config.clustering import Clustering
+from demix.config.counts import training_flops_per_token
 from demix.report.systems import BALANCED
 from demix.run.models import Model
 from demix.run.run import Run
