@@ -84,11 +84,12 @@ class Options:
         description="Activation of the feedforward: gelu (exact, also where the key is absent), gelu_new (GPT-2's, by "
         "tanh), relu (OPT's), silu (with gated: SwiGLU) or relu2 (ReLU squared).",
     )
-    position: Literal["learned", "alibi", "rope"] = Field(
+    position: Literal["learned", "sinusoidal", "alibi", "rope"] = Field(
         default="learned",
         description="How a model knows the order of tokens: learned (a table of positions, also where the key is "
-        "absent), alibi (attention falls with the distance) or rope (queries and keys are rotated by their position). "
-        "With alibi and rope blocks may be longer than those of training.",
+        "absent), sinusoidal (a fixed table of sines and cosines), alibi (attention falls with the distance) or rope "
+        "(queries and keys are rotated by their position). Without learned positions blocks may be longer than those "
+        "of training.",
     )
     attention: Literal["causal", "bidirectional"] = Field(
         default="causal",
@@ -100,24 +101,43 @@ class Options:
         description="How alibi counts later positions under bidirectional attention: symmetric (by their distance, "
         "also where the key is absent) or asymmetric (by half a position less).",
     )
-    head: Literal["tied", "clap", "untied"] = Field(
+    head: Literal["tied", "clap", "untied", "roberta"] = Field(
         default="tied",
         description="What scores the vocabulary: tied (the token embedding, also where the key is absent), clap (the "
-        "token embedding with rows of length 1, times a learned temperature) or untied (an embedding of its own).",
+        "token embedding with rows of length 1, times a learned temperature), untied (an embedding of its own) or "
+        "roberta (the token embedding and a bias, after a linear map, GELU and a norm; with objective mlm only).",
+    )
+    clap_inputs: Literal["unit", "plain"] = Field(
+        default="unit",
+        description="What a model with head clap reads: unit (embeddings with rows of length 1, also where the key is "
+        "absent) or plain (embeddings as they are).",
+    )
+    embedding_scale: Switch = Field(
+        default=False,
+        description="Whether inputs are embeddings times the root of the width (Vaswani et al. 2017, section 3.4).",
+    )
+    embedding_norm: Switch = Field(
+        default=False, description="Whether a norm follows the sum of embeddings and positions (BERT)."
     )
     objective: Literal["clm", "mlm"] = Field(
         default="clm",
         description="What is learned: clm (the next token, also where the key is absent) or mlm (masked tokens; with "
         "attention bidirectional only).",
     )
+    mask: Literal["zeros", "learned"] = Field(
+        default="zeros",
+        description="What a masked model reads in place of a hidden token: zeros (also where the key is absent) or "
+        "learned (an embedding of its own).",
+    )
     norm: Literal["layer", "rms"] = Field(
         default="layer",
         description="Norms: layer (LayerNorm, also where the key is absent) or rms (RMSNorm: no mean, no bias).",
     )
-    norm_place: Literal["before", "after"] = Field(
+    norm_place: Literal["before", "after", "post"] = Field(
         default="before",
-        description="Where a block has its norms: before attention and feedforward (also where the key is absent) or "
-        "after them, before the residual sum (OLMo 2).",
+        description="Where a block has its norms: before attention and feedforward (also where the key is absent), "
+        "after them, before the residual sum (OLMo 2), or post, after the residual sum (Vaswani et al. 2017, BERT): "
+        "no other norm then stands before the head.",
     )
     query_norm: Literal["none", "head", "all"] = Field(
         default="none",
@@ -181,8 +201,8 @@ class Decoder(Options, Sizes):
         if self.position == "rope" and (self.rotated % 2 or not self.rotated):
             cause = f"leaves {self.rotated} of a head's {self.unit} units to rotate, which are no pairs"
             raise DemixError("architecture.rope_share", cause, "choose one with an even number of units")
-        if (self.norm_place, self.residual) == ("after", "parallel"):
-            cause = "is after, and residual is parallel, which no norm follows"
+        if self.norm_place != "before" and self.residual == "parallel":
+            cause = f"is {self.norm_place}, and residual is parallel, which no norm follows"
             raise DemixError("architecture.norm_place", cause, "use before, or residual sequential")
 
     @property
@@ -225,6 +245,15 @@ class Architecture(Decoder):
             raise DemixError("architecture.attention", cause, cure)
         if self.alibi != "symmetric":
             _check_alibi(self.position, self.attention)
+        for key, value in (("mask", "learned"), ("head", "roberta")):
+            if getattr(self, key) == value and self.objective != "mlm":
+                cause = f"is {value}, and the objective is {self.objective}"
+                raise DemixError(f"architecture.{key}", cause, "leave it out: it is for masked models")
+        if self.clap_inputs == "plain" and self.head != "clap":
+            cause = f"is given to the head {self.head}"
+            raise DemixError("architecture.clap_inputs", cause, "leave it out: it is for head clap")
+        if self.position == "sinusoidal" and self.width % 2:
+            raise DemixError("architecture.position", f"is sinusoidal, and width is {self.width}", "use an even width")
         if self.routed and self.routed.every > self.layers:
             cause = f"is {self.routed.every}, and the model has {self.layers} layers"
             raise DemixError("architecture.routed.every", cause, f"use 1 to {self.layers}")
@@ -272,13 +301,21 @@ PRESETS = {
     "gpt3-xl": Architecture(layers=24, width=2048, heads=32, context=1024),
 }
 _LLAMA = {"norm": "rms", "position": "rope", "activation": "silu", "gated": True, "biases": "none", "head": "untied"}
-# Options of decoders, whose sizes the config gives: of five of the field, of the sample's, and of the paper's.
+# Options of models whose sizes the config gives: of six of the field, of the sample's, and of the paper's.
 DECODERS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA | {"rope_theta": 500_000.0},
     "olmo2": _LLAMA | {"rope_theta": 500_000.0, "norm_place": "after", "query_norm": "all", "epsilon": 1e-6},
     "qwen3": _LLAMA | {"rope_theta": 1_000_000.0, "query_norm": "head", "epsilon": 1e-6, "head": "tied"},
     "opt": {"activation": "relu"},
     "pythia": {"position": "rope", "rope_share": 0.25, "residual": "parallel", "head": "untied"},
+    "roberta": {
+        "attention": "bidirectional",
+        "objective": "mlm",
+        "mask": "learned",
+        "head": "roberta",
+        "norm_place": "post",
+        "embedding_norm": True,
+    },
     "modern": _LLAMA | {"query_norm": "head"},
     "paper": {},
 }
@@ -308,13 +345,13 @@ def architecture_from(section: Mapping[str, Any]) -> Architecture:
     presets in `DECODERS` have options alone.
     """
     sizes = dict(section)
-    if "alibi" in sizes:
-        _check_alibi(sizes.get("position", "learned"), sizes.get("attention", "causal"))
     if preset := sizes.pop("preset", None):
         if preset not in (*PRESETS, *DECODERS):
             known = ", ".join([*PRESETS, *DECODERS])
             raise DemixError("architecture.preset", f"{preset} is not known", f"use one of {known}")
         sizes = (dataclasses.asdict(PRESETS[preset]) if preset in PRESETS else DECODERS[preset]) | sizes
+    if "alibi" in section:
+        _check_alibi(sizes.get("position", "learned"), sizes.get("attention", "causal"))
     return settings_from(Architecture, sizes, "architecture")
 
 

@@ -16,14 +16,14 @@ def training_flops_per_token(architecture: Architecture, vocab_size: int, length
     computed again. V is rounded up to a multiple of 8, as in the paper's Table 2. A token passes through one expert per
     layer: DEMix costs as much as a dense model. Without activation checkpointing the layers cost three quarters of the
     formula's value. Each of the m routed layers adds the router and k - 1 more experts of a token. A masked model has
-    logits of its targets alone.
+    logits of its targets alone, and so is the linear map of its head.
     """
     vocabulary = -(-vocab_size // 8) * 8
     # Of a block's tokens, these have logits.
     share = masked_places(length) / length if architecture.objective == "mlm" else 1
     scores = 4 * length * architecture.heads * architecture.unit
     layer = attention_flops(architecture) + scores + feedforward_flops(architecture)
-    head = 6 * share * vocabulary * architecture.width
+    head = 6 * share * (vocabulary * architecture.width + head_map(architecture))
     return float(4 * (architecture.layers * layer + routing_flops(architecture)) + head)
 
 
@@ -36,6 +36,11 @@ def attention_flops(architecture: Architecture) -> int:
 def feedforward_flops(architecture: Architecture) -> int:
     """FLOPs a token of a forward pass through one feedforward; 16h² in GPT-3."""
     return 2 * architecture.maps * architecture.width * architecture.inner_width
+
+
+def head_map(architecture: Architecture) -> int:
+    """The numbers in the linear map of a head of RoBERTa's."""
+    return architecture.width**2 if architecture.head == "roberta" else 0
 
 
 def masked_places(length: int) -> int:
@@ -112,14 +117,19 @@ def parameters(
 
     An expert owns the feedforward of every layer, biases included; with `expert_scope` "model" an expert owns
     everything. The shared parameters are the embeddings (one where the head is tied), learned positions, attention,
-    norms and the scale of CLAP. `domain_tokens` > 0 adds the extra position and the input embeddings of the
-    domain-token baseline. A routed feedforward counts with all its experts and its router.
+    norms, the scale of CLAP, the learned mask, and what RoBERTa's head has beside the token embedding. `domain_tokens`
+    > 0 adds the extra position and the input embeddings of the domain-token baseline. A routed feedforward counts with
+    all its experts and its router.
     """
     layers, width = architecture.layers, architecture.width
     positions = architecture.context + (1 if domain_tokens else 0) if architecture.position == "learned" else 0
     types = vocab_size * (2 if architecture.head == "untied" else 1)
     norm = width * (2 if architecture.norm == "layer" else 1)
-    rest = (types + positions + domain_tokens) * width + norm + (architecture.head == "clap")
+    embeddings = types + positions + domain_tokens + (architecture.mask == "learned")
+    norms = (architecture.norm_place != "post") + architecture.embedding_norm + (architecture.head == "roberta")
+    rest = embeddings * width + norms * norm + (architecture.head == "clap")
+    if architecture.head == "roberta":
+        rest += head_map(architecture) + width + vocab_size
     rest += layers * (_attention_parameters(architecture) + 2 * norm)
     feedforward = _feedforward_parameters(architecture)
     feedforwards = layers * feedforward

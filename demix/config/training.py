@@ -104,11 +104,19 @@ class RateSchedule:
     share: Annotated[Number, Field(gt=0, le=1)] = Field(
         default=0.2, description="Fraction of the steps in which the rate of wsd falls."
     )
+    stretch: Annotated[Number, Field(ge=1, le=100)] | None = Field(
+        default_factory=absent,
+        description="How many times longer than the training linear and cosine are: at 1.1 the training ends before "
+        "the rate has fallen to its end (Hoffmann et al. 2022, Figure A1). Without the key 1.",
+    )
 
     def __post_init__(self) -> None:
         if self.kind != "wsd" and self.share != 0.2:
             cause = f"is given to the kind {self.kind}"
             raise DemixError("learning_rate_schedule.share", cause, "leave it out, or use wsd")
+        if self.kind == "wsd" and self.stretch is not None:
+            cause = "is given to the kind wsd"
+            raise DemixError("learning_rate_schedule.stretch", cause, "leave it out, or use linear or cosine")
 
 
 @settings()
@@ -155,7 +163,10 @@ def fingerprinted(given: Any) -> dict[str, Any]:
 def stated(given: Any) -> dict[str, Any]:
     """Settings as a mapping, without keys that say nothing: as they were before there were such keys."""
     later = ("passes", "learning_rate", *LATER)
-    return {key: value for key, value in dataclasses.asdict(given).items() if value is not None or key not in later}
+    values = dataclasses.asdict(given)
+    if schedule := values.get("learning_rate_schedule"):
+        values["learning_rate_schedule"] = {key: value for key, value in schedule.items() if value is not None}
+    return {key: value for key, value in values.items() if value is not None or key not in later}
 
 
 def taken(recipe: type, section: Any) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def export_hf(
     model = load_model(directory, (expert,))
     tensors = _tensors(directory, form, model, 0, dtype)
     card = card or f"# {directory.resolve().name}: expert {expert}\n\nAn expert of demix, exported as {form.title}.\n"
-    _write(directory, _config(directory, form, model, encoder, dtype), tensors, encoder, card, output)
+    _write(directory, form, _config(directory, form, model, encoder, dtype), tensors, encoder, card, output)
 
 
 def export_mixture(
@@ -133,13 +133,13 @@ def export_mixture(
     }
     card = card or f"# {directory.resolve().name}\n\nA mixture of {len(names)} experts.\n"
     used = _USE.format(experts=len(names), beta=beta, gamma=gamma, start=encoder.decode([encoder.end_of_text]))
-    _write(directory, config, tensors, encoder, card + used, output, _CODE)
+    _write(directory, form, config, tensors, encoder, card + used, output, _CODE)
 
 
 def _tensors(directory: Path, form: Format, model: GPT, number: int, dtype: str) -> dict[str, Tensor]:
     """The tensors of one of the stacked experts of `model` as `form` has them. Raises DemixError for too large ones."""
     own = {name: tensor[number] if ".feedforward." in name else tensor for name, tensor in model.named_parameters()}
-    if model.architecture.head == "clap":
+    if _with_plain_head(model.architecture) != model.architecture:
         own["token_embedding"] = F.normalize(own["token_embedding"], dim=-1)
         own["output_embedding"] = own.pop("logit_scale") * own["token_embedding"]
     tensors = form.theirs_of(_with_plain_head(model.architecture), own)
@@ -150,7 +150,7 @@ def _tensors(directory: Path, form: Format, model: GPT, number: int, dtype: str)
 def _config(directory: Path, form: Format, model: GPT, encoder: Tokenizer, dtype: str) -> dict[str, Any]:
     """The config.json of one expert of `model`."""
     came = _as_it_came(directory)
-    ends = {"bos_token_id": encoder.end_of_text, "eos_token_id": encoder.end_of_text}
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), encoder.end_of_text + form.shift)
     if "config.json" in came:
         told = read_unsealed(came["config.json"], MOST_BYTES)
         ends = {key: told[key] for key in _IDS if key in told}
@@ -159,6 +159,7 @@ def _config(directory: Path, form: Format, model: GPT, encoder: Tokenizer, dtype
 
 def _write(
     directory: Path,
+    form: Format,
     config: dict[str, Any],
     tensors: dict[str, Tensor],
     encoder: Tokenizer,
@@ -171,7 +172,7 @@ def _write(
     with replacing(output, directory=True) as temporary:
         save_tensors(tensors, temporary / "model.safetensors", {"format": "pt"})
         _write_json(temporary / "config.json", config)
-        _write_tokenizer(encoder, context, _as_it_came(directory), temporary)
+        _write_tokenizer(form, encoder, context, _as_it_came(directory), temporary)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         if code:
             (temporary / f"{code}.py").write_bytes(Path(__file__).with_name(f"{code}.py").read_bytes())
@@ -179,7 +180,8 @@ def _write(
 
 def _with_plain_head(architecture: Architecture) -> Architecture:
     """The architecture in other formats: CLAP's rows of length 1 are embeddings, and its head is one of its own."""
-    return dataclasses.replace(architecture, head="untied") if architecture.head == "clap" else architecture
+    plain = architecture.head == "clap" and architecture.clap_inputs == "unit" and architecture.objective == "clm"
+    return dataclasses.replace(architecture, head="untied") if plain else architecture
 
 
 def _refuse_infinite(directory: Path, tensors: dict[str, Tensor], dtype: str) -> None:
@@ -194,20 +196,12 @@ def _as_it_came(directory: Path) -> dict[str, Path]:
     return {name: path for name in KEPT if (path := Path(directory) / KEPT_IN / name).is_file()}
 
 
-def _write_tokenizer(encoder: Tokenizer, context: int, came: dict[str, Path], output: Path) -> None:
+def _write_tokenizer(form: Format, encoder: Tokenizer, context: int, came: dict[str, Path], output: Path) -> None:
     """Write the tokenizer's files, and generation settings where there are some, as they came or else our own."""
     if not any(name.startswith(("tokenizer", "vocab")) for name in came):
-        end_of_text = encoder.decode([encoder.end_of_text])
-        tokenizer_config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": end_of_text,
-            "eos_token": end_of_text,
-            "model_max_length": context,
-            # Training takes the literal text of this token in a document for ordinary text.
-            "split_special_tokens": True,
-        }
-        _write_json(output / "tokenizer_config.json", tokenizer_config)
-        (output / "tokenizer.json").write_text(encoder.definition + "\n", encoding="utf-8")
+        definition, tokenizer_config = form.tokenizer(encoder)
+        _write_json(output / "tokenizer_config.json", tokenizer_config | {"model_max_length": context})
+        (output / "tokenizer.json").write_text(definition + "\n", encoding="utf-8")
     for name, path in came.items():
         if name != "config.json":
             (output / name).write_bytes(path.read_bytes())

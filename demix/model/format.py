@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from demix.config.architecture import USUAL, Architecture
+from demix.data.tokenizer import Tokenizer
 from demix.settings import Number, Positive, Switch, settings
 
 # Keys of config.json that change nothing of what a model computes from given tokens in evaluation.
@@ -176,16 +177,17 @@ class Format:
     """The checkpoints of one family of decoders, `name` in the key `model_type` and `title` in texts.
 
     `model_class` is its class in transformers. `holds` has the values of options that the family can have; an option
-    that is not named has its usual value. With `divides`, the heads divide the width even where they have a width of
-    their own. `written` gives the keys of config.json for an architecture, without those that all families have.
-    Names of tensors in `rows` may lack `prefix` on disk; tensors with an ending in `buffers` are no parameters. A row
-    serves the models that have its tensor.
+    that is not named has its usual value. A family without `keys` goes out alone. With `divides`, the heads divide the
+    width even where they have a width of their own. `written` gives the keys of config.json for an architecture,
+    without those that all families have. Names of tensors in `rows` may lack `prefix` on disk; tensors with an ending
+    in `buffers` are no parameters. A row serves the models that have its tensor. Ids of tokens are higher by `shift`
+    than ours.
     """
 
     name: str
     title: str
     model_class: str
-    keys: type[Keys]
+    keys: type[Keys] | None
     written: Callable[[Architecture], dict[str, Any]]
     rows: tuple[Row, ...]
     prefix: str
@@ -193,6 +195,18 @@ class Format:
     buffers: tuple[str, ...] = ()
     divides: bool = False
     routed: bool = False
+    shift: int = 0
+
+    def tokenizer(self, encoder: Tokenizer) -> tuple[str, dict[str, Any]]:
+        """The text of tokenizer.json, and the keys of tokenizer_config.json, for a model with this tokenizer."""
+        end_of_text = encoder.decode([encoder.end_of_text])
+        return encoder.definition, {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": end_of_text,
+            "eos_token": end_of_text,
+            # Training takes the literal text of this token in a document for ordinary text.
+            "split_special_tokens": True,
+        }
 
     def lacking(self, architecture: Architecture) -> list[str]:
         """The options of `architecture` whose value the family cannot have."""

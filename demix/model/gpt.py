@@ -6,12 +6,10 @@ A model whose tokens choose their experts has one expert, too, whose feedforward
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from demix.config.architecture import Architecture
@@ -27,12 +25,10 @@ from demix.model.layers import (
     norm_of,
     normed,
     rotations,
+    sinusoids,
 )
+from demix.model.softmax import target_log_probabilities
 
-# How many rows of logits over the vocabulary exist at once. Few rows are fastest on a CPU; a GPU needs more.
-ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
-# Of how many logits in these rows a CPU takes the softmax at once: as many as fit into its cache.
-NORMALISED_AT_ONCE = 1 << 20
 # The input in place of a token that a masked model is to fill in. It has no entry in the vocabulary.
 MASKED = -1
 # Which tensors belong to one expert: those of its feedforwards, or all tensors of the model.
@@ -46,7 +42,7 @@ class Block(nn.Module):
 
     def __init__(self, architecture: Architecture, layer: int, experts: int):
         super().__init__()
-        self.after, self.parallel = architecture.norm_place == "after", architecture.residual == "parallel"
+        self.norm_place, self.parallel = architecture.norm_place, architecture.residual == "parallel"
         self.attention_norm = norm_of(architecture.norm, architecture.width, architecture.epsilon)
         self.attention = Attention(
             architecture.width, architecture.heads, architecture.attention == "causal",
@@ -68,10 +64,13 @@ class Block(nn.Module):
 
         `bias` comes from `attention_bias`, `turns` from `rotations`; the others are as in `GPT.forward`.
         """
-        if self.after:
+        if self.norm_place == "after":
             x = x + normed(self.attention(x, bias, past, turns), self.attention_norm)
             mixed: Tensor = self.feedforward(x, auxiliary)
             return x + normed(mixed, self.feedforward_norm)
+        if self.norm_place == "post":
+            x = normed(x + self.attention(x, bias, past, turns), self.attention_norm)
+            return normed(x + self.feedforward(x, auxiliary), self.feedforward_norm)
         attended: Tensor = x + self.attention(normed(x, self.attention_norm), bias, past, turns)
         read = x if self.parallel else attended
         mixed = self.feedforward(normed(read, self.feedforward_norm), auxiliary)
@@ -81,10 +80,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A decoder with one feedforward per expert in each layer; `demix.config.architecture.Options` says what else.
 
-    Its positions are learned, or there is no table of them, and attention is biased (`attention_bias`) or queries and
-    keys are rotated (`rotations`). The head is the token embedding, or `output_embedding` where it is `untied`. With
-    the head `clap` (of the fairseq fork of EIFY) embeddings have rows of length 1, as inputs and as outputs, and logits
-    are multiplied by the learned `logit_scale`.
+    Its positions are learned or sines, or there is no table of them, and attention is biased (`attention_bias`) or
+    queries and keys are rotated (`rotations`). The head is the token embedding, or `output_embedding` where it is
+    `untied`. With the head `clap` (of the fairseq fork of EIFY) embeddings have rows of length 1, as inputs and as
+    outputs, and logits are multiplied by the learned `logit_scale`. The head `roberta` is a linear map, GELU and a
+    norm, then the token embedding and `output_bias` (Liu et al. 2019, as in fairseq's RobertaLMHead).
     `experts` names the stacked experts in order. `domain_tokens` names the domains that can be the first input position
     (the domain-token baseline; paper, section 4.2). A domain token is an input and never a target. `expert_scope` says
     which tensors belong to one expert: those of its feedforwards (`feedforward`), or all tensors (`model`). A model of
@@ -122,10 +122,19 @@ class GPT(nn.Module):
             self.logit_scale = nn.Parameter(torch.empty(1))
         if architecture.head == "untied":
             self.output_embedding = nn.Parameter(torch.empty(vocab_size, width))
+        if architecture.head == "roberta":
+            self.head_map = nn.Linear(width, width)
+            self.head_norm = norm_of(architecture.norm, width, architecture.epsilon)
+            self.output_bias = nn.Parameter(torch.empty(vocab_size))
+        if architecture.mask == "learned":
+            self.mask_embedding = nn.Parameter(torch.empty(width))
+        if architecture.embedding_norm:
+            self.embedding_norm = norm_of(architecture.norm, width, architecture.epsilon)
         if domain_tokens:
             self.domain_embedding = nn.Parameter(torch.empty(len(domain_tokens), width))
         self.blocks = nn.ModuleList(Block(architecture, layer, len(experts)) for layer in range(architecture.layers))
-        self.final_norm = norm_of(architecture.norm, width, architecture.epsilon)
+        if architecture.norm_place != "post":
+            self.final_norm = norm_of(architecture.norm, width, architecture.epsilon)
 
     @contextmanager
     def with_weights(self) -> Iterator["GPT"]:
@@ -171,8 +180,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Final hidden states [E, B, T, D] of `inputs` [E, B, T], or of [1, B, T] that every expert reads.
 
-        A masked model reads zeros in place of the embedding of MASKED. Each of its states predicts the token at its
-        own place, and each state of a causal model predicts the next token.
+        A masked model reads zeros or `mask_embedding` in place of the embedding of MASKED. Each of its states predicts
+        the token at its own place, and each state of a causal model predicts the next token.
 
         `domains` [E, B] are the domain tokens before the sequences. Only domain-token models take them, and no state is
         returned for their position. `dtype` is the type to compute in (by default the type of the parameters). `past`
@@ -190,14 +199,7 @@ class GPT(nn.Module):
             if domains is None:
                 raise DemixError("domains", "a domain-token model was given no domain token", "pass one per sequence")
             x = torch.cat([self.domain_embedding[domains].unsqueeze(2), x], dim=2)
-        if self.architecture.head == "clap":
-            x = F.normalize(x, dim=-1)
-        if self.architecture.objective == "mlm":
-            # A number below 0 counts from the end of the vocabulary.
-            x = x * (inputs != MASKED).unsqueeze(-1)
-        if self.architecture.position == "learned":
-            x = x + self.position_embedding[start : start + x.shape[2]]
-        x = x.to(dtype or x.dtype)
+        x = self._read(x, inputs, start).to(dtype or x.dtype)
         # All layers have seen the same positions before this pass, and share one bias and the same rotations.
         bias = attention_bias(self.architecture, x.shape[2], past[0] if past else None, x.device, x.dtype)
         turns = rotations(self.architecture, start, x.shape[2], x)
@@ -213,8 +215,28 @@ class GPT(nn.Module):
                 x = block(x, bias, None, own, turns)
             if auxiliary is not None and own:
                 auxiliary += own
-        x = normed(x, self.final_norm)
+        if self.architecture.norm_place != "post":
+            x = normed(x, self.final_norm)
         return x[:, :, 1:] if led else x
+
+    def _read(self, x: Tensor, inputs: Tensor, start: int) -> Tensor:
+        """What the first block reads, for embeddings `x` [E, B, T, D] of `inputs` at positions from `start`."""
+        options = self.architecture
+        # A number below 0 counts from the end of the vocabulary.
+        shown = (inputs != MASKED).unsqueeze(-1) if options.objective == "mlm" else None
+        if shown is not None and options.mask == "learned":
+            x = torch.where(shown, x, self.mask_embedding)
+        if options.head == "clap" and options.clap_inputs == "unit":
+            x = F.normalize(x, dim=-1)
+        if shown is not None and options.mask == "zeros":
+            x = x * shown
+        if options.embedding_scale:
+            x = x * math.sqrt(options.width)
+        if options.position == "learned":
+            x = x + self.position_embedding[start : start + x.shape[2]]
+        if options.position == "sinusoidal":
+            x = x + sinusoids(start, x.shape[2], options.width).to(x)
+        return normed(x, self.embedding_norm) if options.embedding_norm else x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Unnormalised log-probabilities [..., V] of the token after each state of `hidden` [..., D], in its type."""
@@ -222,10 +244,17 @@ class GPT(nn.Module):
         return states @ weight.T.to(hidden.dtype)
 
     def _head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """States like `hidden` [..., D] and a weight [V, D] whose products are the logits."""
-        if self.architecture.head != "clap":
-            return hidden, self.output_embedding if self.architecture.head == "untied" else self.token_embedding
-        return (hidden * self.logit_scale).to(hidden.dtype), F.normalize(self.token_embedding, dim=-1)
+        """States like `hidden` [..., D] and a weight [V, D] whose products are the logits; D + 1 with a bias."""
+        head = self.architecture.head
+        if head == "clap":
+            return (hidden * self.logit_scale).to(hidden.dtype), F.normalize(self.token_embedding, dim=-1)
+        if head == "roberta":
+            weight, bias = (part.to(hidden.dtype) for part in (self.head_map.weight, self.head_map.bias))
+            states = normed(F.gelu(F.linear(hidden, weight, bias)), self.head_norm)
+            # A further unit, which is always 1, gives each logit its bias.
+            with_one = torch.cat([states, states.new_ones(*states.shape[:-1], 1)], dim=-1)
+            return with_one, torch.cat([self.token_embedding, self.output_bias[:, None]], dim=1)
+        return hidden, self.output_embedding if head == "untied" else self.token_embedding
 
     def log_probabilities(self, hidden: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
         """log p(target) in nats, at least fp32, for `hidden` [E, B, T, D] and `targets` [E or 1, B, T]: [E, B, T].
@@ -236,10 +265,7 @@ class GPT(nn.Module):
         E, B, T, D = hidden.shape
         states, weight = self._head(hidden.reshape(-1, D))
         wanted = targets.expand(E, B, T).reshape(-1)
-        if torch.is_grad_enabled():
-            differentiable: Callable[[Tensor, Tensor, Tensor, float], Tensor] = _LogProbabilities.apply
-            return differentiable(states, weight, wanted, z_loss).view(E, B, T)
-        return _log_probabilities(states, weight, wanted)[0].view(E, B, T)
+        return target_log_probabilities(states, weight, wanted, z_loss).view(E, B, T)
 
     def no_past(self, positions: int | None = None) -> list[KeyValues]:
         """An empty key-value cache for each layer, with room for so many inputs, by default for a whole context."""
@@ -306,112 +332,3 @@ def seeing(modules: Mapping[int, nn.Module], see: Callable[[int, Tensor], None])
     finally:
         for each in hooks:
             each.remove()
-
-
-class _LogProbabilities(torch.autograd.Function):
-    """log softmax(states @ weight.T)[target] for rows [N, D], weight [V, D] and targets [N]: [N].
-
-    Forward computes the gradient of the sum of -log p while it holds the logits, and backward scales this gradient.
-    Backward computes the logits again only when the incoming gradients differ among rows. Scoring calls
-    `_log_probabilities` directly, because `needs_input_grad` says nothing about whether gradients are off.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
-        log_p, *ctx.gradients = _log_probabilities(states, weight, targets, ctx.needs_input_grad[:2], z_loss=z_loss)
-        ctx.save_for_backward(states, weight, targets)
-        ctx.z_loss = z_loss
-        return log_p
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        # They are scaled in place, so a second backward computes them again.
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is not None and bool((incoming == incoming[0]).all()):
-            # A Python number is not rounded to the type of the states, as a tensor would be.
-            scale = -incoming[0].item()
-            for_states, for_weight = (None if gradient is None else gradient.mul_(scale) for gradient in gradients)
-        else:
-            states, weight, targets = ctx.saved_tensors
-            needed, factors = ctx.needs_input_grad[:2], incoming.neg()
-            _, for_states, for_weight = _log_probabilities(states, weight, targets, needed, factors, ctx.z_loss)
-        return for_states, for_weight, None, None
-
-
-def _log_probabilities(
-    states: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    needed: tuple[bool, ...] = (False, False),
-    factors: Tensor | None = None,
-    z_loss: float = 0.0,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """log p [N], and gradients for states and weight where `needed`.
-
-    They are those of the sum of z_loss·log²Z - log p, times `factors` [N].
-
-    Without gradients, products of half-precision numbers are summed and kept in fp32: in 8 bits of bf16, a logit of 16
-    would be off by up to 0.06 nats.
-    """
-    cast, exact = weight.to(states.dtype), torch.promote_types(states.dtype, torch.float32)
-    log_p = torch.empty(len(states), dtype=exact, device=states.device)
-    for_states = torch.empty_like(states) if needed[0] else None
-    for_weight = torch.zeros_like(weight) if needed[1] else None
-    on_cpu, rows = states.device.type == "cpu", ROWS_AT_ONCE[states.device.type]
-    wide = exact != states.dtype and not any(needed)
-    if wide and on_cpu:
-        cast = cast.to(exact)
-    # All chunks share these buffers, because allocating a buffer costs as much as filling it.
-    product = states.new_empty((min(rows, len(states)), len(weight)), dtype=exact if wide else states.dtype)
-    some = min(rows, max(1, NORMALISED_AT_ONCE // len(weight))) if on_cpu else rows
-    # Without gradients a GPU has no memory for a second buffer.
-    apart = product.dtype != exact or (on_cpu and not any(needed))
-    space = torch.empty_like(product[:some], dtype=exact) if apart else None
-    for first in range(0, len(states), rows):
-        chunk = states[first : first + rows]
-        logits = product[: len(chunk)]
-        if wide:
-            _mm_wide(chunk, cast, logits)
-        else:
-            torch.mm(chunk, cast.T, out=logits)
-        for start in range(0, len(chunk), some):
-            part = logits[start : start + some]
-            place = slice(first + start, first + start + len(part))
-            target = targets[place, None]
-            exactly = part if space is None else space[: len(part)]
-            if on_cpu and not any(needed):
-                log_p[place] = torch.log_softmax(part, 1, out=exactly).gather(1, target).squeeze(1)
-                continue
-            if space is not None:
-                exactly.copy_(part)
-            of_target = exactly.gather(1, target)
-            largest = exactly.amax(1, keepdim=True)
-            total = exactly.sub_(largest).exp_().sum(1, keepdim=True)
-            log_p[place] = (of_target - largest - total.log()).squeeze(1)
-            if not any(needed):
-                continue
-            # With respect to the logits the gradient of -log p is softmax minus one-hot, that of log Z is softmax.
-            exactly.div_(total)
-            if z_loss:
-                exactly.mul_(1 + 2 * z_loss * (largest + total.log()))
-            exactly.scatter_add_(1, target, torch.full_like(of_target, -1.0))
-            if factors is not None:
-                exactly.mul_(factors[place, None])
-            if space is not None:
-                part.copy_(exactly)
-        if for_states is not None:
-            torch.mm(logits, cast, out=for_states[first : first + rows])
-        if for_weight is not None and weight.dtype == states.dtype:
-            for_weight.addmm_(logits.T, chunk)
-        elif for_weight is not None:
-            for_weight += logits.T @ chunk
-    return log_p, for_states, for_weight
-
-
-def _mm_wide(states: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Write the products of `states` [N, D] and `weight` [V, D], both of half precision, to `out` [N, V] in fp32."""
-    if states.is_cuda:
-        torch.mm(states, weight.T, out_dtype=out.dtype, out=out)
-    else:
-        torch.mm(states.to(out.dtype), weight.T.to(out.dtype), out=out)

@@ -97,11 +97,11 @@ def read_config(path: Path) -> tuple[Format, Keys]:
     content = read_unsealed(path, MOST_BYTES)
     name = content.get("model_type", "missing")
     form = FORMATS.get(name) if isinstance(name, str) else None
-    if form is None:
-        raise DemixError(f"{path}: model_type", f"is {name!r:.40}", f"families that come in are {', '.join(FORMATS)}")
+    if form is None or form.keys is None:
+        known = ", ".join(one.name for one in FORMATS.values() if one.keys)
+        raise DemixError(f"{path}: model_type", f"is {name!r:.40}", f"families that come in are {known}")
     given = {key: value for key, value in content.items() if key not in HARMLESS}
-    known = names_of(form.keys)
-    if unknown := sorted(given.keys() - set(known)):
+    if unknown := sorted(given.keys() - {*names_of(form.keys)}):
         cause = f"is {given[unknown[0]]!r:.200}, and whether this changes what {form.title} computes is not known"
         raise DemixError(f"{path}: {unknown[0]}", cause, "leave it out of the file if it changes nothing")
     with _named(path):

@@ -7,10 +7,10 @@ Model Training on GPU Clusters Using Megatron-LM".
 from dataclasses import dataclass
 
 from demix.config.architecture import FOLDS, PRESETS, Architecture
-from demix.config.counts import attention_flops, feedforward_flops, routing_flops, training_flops_per_token
+from demix.config.counts import attention_flops, feedforward_flops, head_map, routing_flops, training_flops_per_token
 from demix.plan.network import NETWORKS, Network
 
-# Logits exist for so many tokens at a time: `demix.model.gpt.ROWS_AT_ONCE` on a GPU.
+# Logits exist for so many tokens at a time: `demix.model.softmax.ROWS_AT_ONCE` on a GPU.
 LOGITS_ROWS = 4096
 
 
@@ -34,7 +34,7 @@ def scoring_flops(architecture: Architecture, vocab_size: int, experts: int, exp
     attention = attention_flops(architecture) + scores
     layer = attention + feedforward_flops(architecture)
     each = passes * (layers * layer - attention + routing_flops(architecture))
-    each += 2 * width * vocab_size
+    each += 2 * (width * vocab_size + head_map(architecture))
     first = passes * attention
     return experts * (first + each) if expert_scope == "model" else first + experts * each
 

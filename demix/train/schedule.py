@@ -36,7 +36,8 @@ class Optimization(Execution, Optimizer):
         schedule = self.learning_rate_schedule
         if schedule is None:
             return self.learning_rate * (steps - step) / max(1, steps - warmup)
-        falling = math.ceil(schedule.share * steps) if schedule.kind == "wsd" else steps - warmup
-        left = min(1.0, (steps - step) / max(1, falling))
+        end = steps * (schedule.stretch or 1)
+        falling = math.ceil(schedule.share * steps) if schedule.kind == "wsd" else end - warmup
+        left = min(1.0, (end - step) / max(1, falling))
         height = (1 - math.cos(math.pi * left)) / 2 if schedule.kind == "cosine" else left
         return self.learning_rate * (schedule.end + (1 - schedule.end) * height)

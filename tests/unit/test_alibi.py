@@ -21,7 +21,7 @@ from demix.errors import DemixError, StoppedError
 from demix.files import read_json
 from demix.launch.job import Places
 from demix.mix.stream import Posterior
-from demix.model import gpt
+from demix.model import softmax
 from demix.model.checkpoint import describe, load_experts, load_model
 from demix.model.decode import Decoder
 from demix.model.export import export_hf
@@ -150,7 +150,7 @@ def test_a_domain_token_stands_before_the_text() -> None:
 def test_clap_and_its_gradients_are_those_of_the_plain_formula(
     rows: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(gpt.ROWS_AT_ONCE, "cpu", rows)
+    monkeypatch.setitem(softmax.ROWS_AT_ONCE, "cpu", rows)
     model = model_of(("a", "b"), architecture=CLAP)
     targets = torch.randint(0, 50, (2, 3, 16), generator=torch.Generator().manual_seed(5))
     factors = torch.rand(2, 3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(6)) if weighted else 1.0

@@ -102,6 +102,11 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(run / "models" / "demix", TRAINING + NOVEL, encoder.sha256, encoder.vocab_size)
     modern = architecture_from({"preset": "modern", "layers": 2, "width": 16, "heads": 2, "context": 16})
     write_model(run / "models" / "demix_seeded", TRAINING, encoder.sha256, encoder.vocab_size, architecture=modern)
+    masked = architecture_from({"preset": "roberta", "layers": 2, "width": 16, "heads": 2, "context": 32})
+    for name, experts in (("demix_masked", TRAINING), ("roberta", ("dense",))):
+        model = folder / "results" / "variants" / "models" / name
+        write_model(model, experts, encoder.sha256, encoder.vocab_size, architecture=masked)
+        shutil.copy(run / "tokenizer.json", model)
     shutil.copytree(tokens / "tokens" / "fantasy", run / "tokens" / "wiki")
     for path in (run / "tokens" / "wiki").glob("*.json"):
         write_json(path, read_json(tokens / "tokens" / "fantasy" / path.name))

@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from demix.config.architecture import PRESETS, Architecture
 from demix.config.counts import parameters, training_flops_per_token
-from demix.model.gpt import GPT, ROWS_AT_ONCE
+from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
+from demix.model.softmax import ROWS_AT_ONCE
 from demix.plan.flops import (
     HARDWARE,
     LOGITS_ROWS,
@@ -107,7 +108,7 @@ def test_the_documented_cost_of_scoring_is_the_computed_one() -> None:
     assert f"{size // tokens} bytes per token" in text
 
 
-@pytest.mark.parametrize("position", ["learned", "alibi"])
+@pytest.mark.parametrize("position", ["learned", "sinusoidal", "alibi"])
 @pytest.mark.parametrize("scope", ["feedforward", "model"])
 def test_scoring_flops_are_those_that_torch_counts(scope: str, position: str) -> None:
     """Shared work once. Of attention torch counts, and without a fused kernel does, what the mask leaves out too."""
@@ -120,7 +121,7 @@ def test_scoring_flops_are_those_that_torch_counts(scope: str, position: str) ->
             log_probabilities(model, ids, ids, ids == 0)
     masked = 2 * architecture.context * architecture.width * (len(trunks) + 8 * (architecture.layers - 1))
     found = scoring_flops(architecture, 200, 8, scope)
-    assert counter.get_total_flops() == ids.size * (found + (masked if position == "learned" else 0))
+    assert counter.get_total_flops() == ids.size * (found + (0 if position == "alibi" else masked))
     hours = scoring_hours(architecture, 200, 8, 3_600, 1e-12 * found, scope)
     assert hours == pytest.approx(1, rel=1e-12)
 

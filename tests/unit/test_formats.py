@@ -131,7 +131,7 @@ def test_configs_of_the_hub_give_the_shapes_of_transformers(tmp_path: Path) -> N
     from transformers import AutoConfig, AutoModelForCausalLM
 
     configs = json.loads((Path(__file__).parent / "data" / "hub_configs.json").read_text())
-    assert {config["model_type"] for config in configs.values()} == set(FORMATS)
+    assert {config["model_type"] for config in configs.values()} == {one.name for one in FORMATS.values() if one.keys}
     for name, config in configs.items():
         path = tmp_path / "config.json"
         path.write_text(json.dumps(config))

@@ -19,7 +19,7 @@ from demix.config.counts import parameters
 from demix.data.tokenizer import Tokenizer, gpt2_tokenizer
 from demix.errors import DemixError
 from demix.files import read_json, write_json
-from demix.model import gpt
+from demix.model import softmax
 from demix.model.checkpoint import expert_names, load_experts, load_model, save_expert, save_shared
 from demix.model.experts import find_faults
 from demix.model.export import export_hf
@@ -118,12 +118,12 @@ UNIFORM_AND_NOT = [lambda found, factors: -0.3 * found.sum(), lambda found, fact
 
 @pytest.mark.parametrize("loss_of", UNIFORM_AND_NOT)
 def test_log_probabilities_have_the_gradients_that_differences_show(loss_of: Callable, monkeypatch) -> None:
-    monkeypatch.setitem(gpt.ROWS_AT_ONCE, "cpu", 3)
-    monkeypatch.setattr(gpt, "NORMALISED_AT_ONCE", 2 * 5)
+    monkeypatch.setitem(softmax.ROWS_AT_ONCE, "cpu", 3)
+    monkeypatch.setattr(softmax, "NORMALISED_AT_ONCE", 2 * 5)
     states, weight, targets, factors = rows_of((8,), 5, torch.float64)
     for inputs in ((states, weight), (states, weight.detach()), (states.detach(), weight)):
         assert torch.autograd.gradcheck(
-            lambda s, w: loss_of(gpt._LogProbabilities.apply(s, w, targets), factors), inputs, nondet_tol=1e-12
+            lambda s, w: loss_of(softmax._LogProbabilities.apply(s, w, targets), factors), inputs, nondet_tol=1e-12
         )
 
 
@@ -132,8 +132,8 @@ def test_log_probabilities_have_the_gradients_that_differences_show(loss_of: Cal
 def test_log_probabilities_in_chunks_equal_cross_entropy(
     rows: int, normalised: int, loss_of: Callable, monkeypatch
 ) -> None:
-    monkeypatch.setitem(gpt.ROWS_AT_ONCE, "cpu", rows)
-    monkeypatch.setattr(gpt, "NORMALISED_AT_ONCE", normalised * 50)
+    monkeypatch.setitem(softmax.ROWS_AT_ONCE, "cpu", rows)
+    monkeypatch.setattr(softmax, "NORMALISED_AT_ONCE", normalised * 50)
     states, weight, targets, factors = rows_of((2, 4, 5), 50, torch.float32)
     model = GPT(dataclasses.replace(SMALL, width=6, heads=1), 50, ("a", "b"))
     model.token_embedding.data.copy_(weight.data)
@@ -161,7 +161,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("loss_of", UNIFORM_AND_NOT)
 def test_no_more_logits_than_a_chunk_exist(loss_of: Callable, dtype: torch.dtype, monkeypatch) -> None:
-    monkeypatch.setitem(gpt.ROWS_AT_ONCE, "cpu", 8)
+    monkeypatch.setitem(softmax.ROWS_AT_ONCE, "cpu", 8)
     states, weight, targets, factors = rows_of((2, 10, 5), 300, torch.float32)
     model = GPT(dataclasses.replace(SMALL, width=6, heads=1), 300, ("a", "b"))
     with Largest() as chunked:
@@ -174,7 +174,7 @@ def test_no_more_logits_than_a_chunk_exist(loss_of: Callable, dtype: torch.dtype
 
 
 def test_only_the_gradients_that_are_needed_cost_matrix_products(monkeypatch) -> None:
-    monkeypatch.setitem(gpt.ROWS_AT_ONCE, "cpu", 10)
+    monkeypatch.setitem(softmax.ROWS_AT_ONCE, "cpu", 10)
     states, _, targets, _ = rows_of((1, 4, 5), 50, torch.float32)
     model = GPT(dataclasses.replace(SMALL, width=6, heads=1), 50, ("dense",))
 
@@ -229,7 +229,7 @@ def test_half_precision_is_close_to_fp32(dtype: torch.dtype, tolerance: float) -
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_of_half_precision_are_normalised_in_fp32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """States and weights are rounded to the half type, and logits too where there are gradients: the rest is exact."""
-    monkeypatch.setitem(gpt.ROWS_AT_ONCE, "cpu", 8)
+    monkeypatch.setitem(softmax.ROWS_AT_ONCE, "cpu", 8)
     states, weight, targets, _ = rows_of((2, 4, 5), 300, torch.float32)
     states = states.detach().to(dtype)
     model = GPT(dataclasses.replace(SMALL, width=6, heads=1), 300, ("a", "b"))

@@ -74,7 +74,12 @@ def test_a_row_overrides_the_section_and_a_branch_takes_its_parents_options() ->
         (ALIBI | {"alibi": "asymmetric"}, {}, "architecture.alibi: is given to position alibi and attention causal"),
         (MASKED | {"alibi": "symmetric"}, {}, "is given to position learned and attention bidirectional"),
         ({}, {"demix": {"architecture": {"objective": "mlm"}}}, "config key models.demix.architecture.attention: is c"),
-        ({"position": "rotary"}, {}, "config key architecture.position: is 'rotary'; allowed is one of learned, alibi"),
+        ({"position": "rotary"}, {}, "config key architecture.position: is 'rotary'; allowed is one of learned, sinu"),
+        ({"mask": "learned"}, {}, "architecture.mask: is learned, and the objective is clm; leave it out"),
+        ({"head": "roberta"}, {}, "architecture.head: is roberta, and the objective is clm; leave it out"),
+        ({"clap_inputs": "plain"}, {}, "architecture.clap_inputs: is given to the head tied; leave it out"),
+        ({"position": "sinusoidal", "width": 33, "heads": 3}, {}, "architecture.position: is sinusoidal, and width is"),
+        ({"norm_place": "post", "residual": "parallel"}, {}, "architecture.norm_place: is post, and residual is"),
         ({}, {"demix": {"architecture": {"layers": 3}}}, "config key models.demix.architecture.layers: is not known"),
         (
             {},

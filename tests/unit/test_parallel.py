@@ -92,6 +92,7 @@ class Case:
 
 MASKED = (("attention", "bidirectional"), ("objective", "mlm"))
 VARIED = (("position", "alibi"), ("head", "clap"))
+ROBERTA = (("preset", "roberta"), ("position", "sinusoidal"))
 MODERN = (("preset", "llama"), ("key_heads", 1), ("inner", 40), ("query_norm", "all"), ("rope_theta", 100.0))
 UNEQUAL = (("scripture", 3), ("parliament", 2))
 CASES = [
@@ -105,6 +106,7 @@ CASES = [
     Case("demix", 4, 8, muon=True), Case("demix", 4, 7, UNEQUAL, seed=7, muon=True), Case("routed", 4, 2, muon=True),
     Case("demix", 4, 2, options=MASKED), Case("demix", 4, 4, micro=1, options=MASKED),
     Case("dense", 4, 2, micro=1, options=MASKED), Case("routed", 4, 4, options=MASKED),
+    Case("demix", 4, 4, options=ROBERTA),
     Case("demix", 4, 2, seed=7), Case("demix", 4, 8, seed=7), Case("demix", 4, 7, UNEQUAL, seed=7),
 ]  # fmt: skip
 

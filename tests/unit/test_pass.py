@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from demix.config.architecture import Architecture
-from demix.model import gpt as module
+from demix.model import softmax as module
 from demix.model.gpt import GPT
 from demix.model.layers import demix as layer
 from demix.model.scoring import MOST_ON_GPU, expert_tokens_at_once, log_probabilities

@@ -153,6 +153,21 @@ def test_schedules_are_those_of_transformers(kind: str, end: float) -> None:
     assert [ours.learning_rate_at(step) for step in range(10, 100)] == pytest.approx(theirs[10:], abs=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_a_stretched_schedule_is_the_beginning_of_a_longer_one(kind: str) -> None:
+    schedules = pytest.importorskip("transformers.optimization")
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    peer = getattr(schedules, f"get_{kind}_schedule_with_warmup")(optimizer, 10, 110)
+    schedule = RateSchedule(kind=kind, stretch=1.1)
+    ours = dataclasses.replace(OPTIMIZATION, learning_rate=1.0, warmup=0.1, learning_rate_schedule=schedule)
+    theirs = []
+    for _ in range(100):
+        theirs.append(peer.get_last_lr()[0])
+        optimizer.step()
+        peer.step()
+    assert [ours.learning_rate_at(step) for step in range(10, 100)] == pytest.approx(theirs[10:], abs=1e-12)
+
+
 @pytest.mark.parametrize("options", [{}, {"head": "clap"}, {"head": "untied"}])
 def test_the_z_loss_has_the_gradients_of_the_formula(options: dict[str, Any]) -> None:
     weights, z_loss = numbers(2, 3, 8).abs(), 0.05
@@ -188,6 +203,7 @@ def test_absent_keys_are_in_no_fingerprint_and_no_rules_settings() -> None:
     given = {"optimizer": {"kind": "muon", "matrices": 5}, "learning_rate_schedule": {"kind": "wsd"}, "z_loss": 0.1}
     other = settings_from(TrainingRecipe, {"tokens": 1, "sequences": 1, "learning_rate": 1.0, **given})
     assert fingerprinted(other)["optimizer"]["matrices"] == 5
+    assert "stretch" not in fingerprinted(other)["learning_rate_schedule"]
     again = settings_from(TrainingRecipe, json.loads(json.dumps(taken(TrainingRecipe, other))))
     assert again == other
 
@@ -199,6 +215,7 @@ def test_absent_keys_are_in_no_fingerprint_and_no_rules_settings() -> None:
         ({"optimizer": {"matrices": 2.0}}, "optimizer.kind: is missing"),
         ({"optimizer": {"kind": "muon", "beta1": 1.0}}, "optimizer.beta1: is 1.0"),
         ({"learning_rate_schedule": {"kind": "cosine", "share": 0.5}}, "share: is given to the kind cosine"),
+        ({"learning_rate_schedule": {"kind": "wsd", "stretch": 1.1}}, "stretch: is given to the kind wsd"),
         ({"z_loss": -1.0}, "z_loss: is -1.0"),
     ],
 )

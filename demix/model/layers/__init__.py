@@ -3,7 +3,7 @@
 from torch import nn
 
 from demix.config.architecture import Architecture
-from demix.model.layers.attention import Attention, KeyValues, Rotations, attention_bias, rotations
+from demix.model.layers.attention import Attention, KeyValues, Rotations, attention_bias, rotations, sinusoids
 from demix.model.layers.demix import DEMixLayer
 from demix.model.layers.norm import norm_of, normed
 from demix.model.layers.routed import Auxiliary, RoutedLayer, router_metrics
@@ -21,6 +21,7 @@ __all__ = [
     "normed",
     "rotations",
     "router_metrics",
+    "sinusoids",
 ]
 
 

@@ -92,6 +92,16 @@ def attention_bias(
     return (slopes[:, None, None] * distances).to(dtype)[None]
 
 
+def sinusoids(start: int, T: int, width: int) -> Tensor:
+    """The fixed embeddings of T positions from `start`: float64 [T, width] (Vaswani et al. 2017, section 3.5).
+
+    Units 2n and 2n + 1 of position p are the sine and the cosine of p·10000^(-2n/width).
+    """
+    positions = torch.arange(start, start + T, dtype=torch.float64)
+    angles = positions[:, None] * 10_000 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).view(T, width)
+
+
 def frequencies(architecture: Architecture) -> Tensor:
     """The angles by which rope turns the pairs of units of a head from one position to the next: float64 [pairs].
 

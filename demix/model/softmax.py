@@ -1,0 +1,134 @@
+"""Log-probabilities of targets in a large vocabulary: never more than a chunk of the [tokens x vocabulary] logits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# How many rows of logits over the vocabulary exist at once. Few rows are fastest on a CPU; a GPU needs more.
+ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
+# Of how many logits in these rows a CPU takes the softmax at once: as many as fit into its cache.
+NORMALISED_AT_ONCE = 1 << 20
+
+
+def target_log_probabilities(states: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+    """log softmax(states @ weight.T)[target], at least fp32, for states [N, D], weight [V, D] and targets [N]: [N].
+
+    The gradients of what is returned are those of log p - z_loss·log²Z, where Z is the sum of exp of the logits.
+    At most `ROWS_AT_ONCE` rows of logits exist at a time, in forward and in backward.
+    """
+    if torch.is_grad_enabled():
+        differentiable: Callable[[Tensor, Tensor, Tensor, float], Tensor] = _LogProbabilities.apply
+        return differentiable(states, weight, targets, z_loss)
+    return _log_probabilities(states, weight, targets)[0]
+
+
+class _LogProbabilities(torch.autograd.Function):
+    """log softmax(states @ weight.T)[target] for rows [N, D], weight [V, D] and targets [N]: [N].
+
+    Forward computes the gradient of the sum of -log p while it holds the logits, and backward scales this gradient.
+    Backward computes the logits again only when the incoming gradients differ among rows. Scoring calls
+    `_log_probabilities` directly, because `needs_input_grad` says nothing about whether gradients are off.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+        log_p, *ctx.gradients = _log_probabilities(states, weight, targets, ctx.needs_input_grad[:2], z_loss=z_loss)
+        ctx.save_for_backward(states, weight, targets)
+        ctx.z_loss = z_loss
+        return log_p
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        # They are scaled in place, so a second backward computes them again.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is not None and bool((incoming == incoming[0]).all()):
+            # A Python number is not rounded to the type of the states, as a tensor would be.
+            scale = -incoming[0].item()
+            for_states, for_weight = (None if gradient is None else gradient.mul_(scale) for gradient in gradients)
+        else:
+            states, weight, targets = ctx.saved_tensors
+            needed, factors = ctx.needs_input_grad[:2], incoming.neg()
+            _, for_states, for_weight = _log_probabilities(states, weight, targets, needed, factors, ctx.z_loss)
+        return for_states, for_weight, None, None
+
+
+def _log_probabilities(
+    states: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    needed: tuple[bool, ...] = (False, False),
+    factors: Tensor | None = None,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """log p [N], and gradients for states and weight where `needed`.
+
+    They are those of the sum of z_loss·log²Z - log p, times `factors` [N].
+
+    Without gradients, products of half-precision numbers are summed and kept in fp32: in 8 bits of bf16, a logit of 16
+    would be off by up to 0.06 nats.
+    """
+    cast, exact = weight.to(states.dtype), torch.promote_types(states.dtype, torch.float32)
+    log_p = torch.empty(len(states), dtype=exact, device=states.device)
+    for_states = torch.empty_like(states) if needed[0] else None
+    for_weight = torch.zeros_like(weight) if needed[1] else None
+    on_cpu, rows = states.device.type == "cpu", ROWS_AT_ONCE[states.device.type]
+    wide = exact != states.dtype and not any(needed)
+    if wide and on_cpu:
+        cast = cast.to(exact)
+    # All chunks share these buffers, because allocating a buffer costs as much as filling it.
+    product = states.new_empty((min(rows, len(states)), len(weight)), dtype=exact if wide else states.dtype)
+    some = min(rows, max(1, NORMALISED_AT_ONCE // len(weight))) if on_cpu else rows
+    # Without gradients a GPU has no memory for a second buffer.
+    apart = product.dtype != exact or (on_cpu and not any(needed))
+    space = torch.empty_like(product[:some], dtype=exact) if apart else None
+    for first in range(0, len(states), rows):
+        chunk = states[first : first + rows]
+        logits = product[: len(chunk)]
+        if wide:
+            _mm_wide(chunk, cast, logits)
+        else:
+            torch.mm(chunk, cast.T, out=logits)
+        for start in range(0, len(chunk), some):
+            part = logits[start : start + some]
+            place = slice(first + start, first + start + len(part))
+            target = targets[place, None]
+            exactly = part if space is None else space[: len(part)]
+            if on_cpu and not any(needed):
+                log_p[place] = torch.log_softmax(part, 1, out=exactly).gather(1, target).squeeze(1)
+                continue
+            if space is not None:
+                exactly.copy_(part)
+            of_target = exactly.gather(1, target)
+            largest = exactly.amax(1, keepdim=True)
+            total = exactly.sub_(largest).exp_().sum(1, keepdim=True)
+            log_p[place] = (of_target - largest - total.log()).squeeze(1)
+            if not any(needed):
+                continue
+            # With respect to the logits the gradient of -log p is softmax minus one-hot, that of log Z is softmax.
+            exactly.div_(total)
+            if z_loss:
+                exactly.mul_(1 + 2 * z_loss * (largest + total.log()))
+            exactly.scatter_add_(1, target, torch.full_like(of_target, -1.0))
+            if factors is not None:
+                exactly.mul_(factors[place, None])
+            if space is not None:
+                part.copy_(exactly)
+        if for_states is not None:
+            torch.mm(logits, cast, out=for_states[first : first + rows])
+        if for_weight is not None and weight.dtype == states.dtype:
+            for_weight.addmm_(logits.T, chunk)
+        elif for_weight is not None:
+            for_weight += logits.T @ chunk
+    return log_p, for_states, for_weight
+
+
+def _mm_wide(states: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write the products of `states` [N, D] and `weight` [V, D], both of half precision, to `out` [N, V] in fp32."""
+    if states.is_cuda:
+        torch.mm(states, weight.T, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(states.to(out.dtype), weight.T.to(out.dtype), out=out)
