@@ -107,23 +107,25 @@ def shown(results: pd.DataFrame, dense: pd.DataFrame, run: Run) -> Iterator[str]
         yield f"### {SETS.get(str(name), as_markdown(added))}"
         *others, best = _methods(own)
         beside = dense[dense["domain"].isin(own["domain"])].assign(method=BALANCED.label)
-        others, rows = [*beside["method"].unique(), *others], pd.concat([own, beside])
-        heads = ("domain", best, "95% interval", "bits per byte", *others, "documents", "pieces", "tokens")
+        leading, rows = [*beside["method"].unique(), best], pd.concat([own, beside])
+        heads = ("domain", *leading, "95% interval", "bits per byte", *others, "documents", "pieces", "tokens")
         lines = []
         for domain, of in rows.groupby("domain", sort=False):
             by = {row.method: row for row in of.itertuples()}
-            first, *numbers = (
-                f"{by[name].perplexity:.2f}{'*' if by[name].oracle else ''}" if name in by else "–"
-                for name in (best, *others)
+            first, numbers = (
+                [f"{by[name].perplexity:.2f}{'*' if by[name].oracle else ''}" if name in by else "–" for name in names]
+                for names in (leading, others)
             )
             row = by[best]
             bounds = "–" if pd.isna(row.perplexity_low) else f"{row.perplexity_low:.2f} to {row.perplexity_high:.2f}"
             bits = "–" if pd.isna(row.bits_per_byte) else f"{row.bits_per_byte:.3f}"
             counts = (f"{count:,}" for count in (row.documents, row.pieces, row.tokens))
-            lines.append((domain, first, bounds, bits, *numbers, *counts))
+            lines.append((domain, *first, bounds, bits, *numbers, *counts))
         table = rows.pivot(index="domain", columns="method", values="perplexity")
         for kind in domains_of(run):
             if set(kind.names) <= set(table.index):
-                first, *means = (f"{table.loc[kind.names, name].mean():.2f}" for name in (best, *others))
-                lines.append((f"mean of the {kind.said}", first, "", "", *means, "", "", ""))
+                first, means = (
+                    [f"{table.loc[kind.names, name].mean():.2f}" for name in names] for names in (leading, others)
+                )
+                lines.append((f"mean of the {kind.said}", *first, "", "", *means, "", "", ""))
         yield markdown_rows(heads, lines)

@@ -16,7 +16,7 @@ MOST = 30
 def dots(
     records: list[dict[str, Any]],
     systems: Sequence[str],
-    title: str,
+    title: str | list[str],
     *,
     labels: bool,
     zero: bool,
@@ -44,8 +44,11 @@ def dots(
     return alt.layer(*layers).properties(width=width, height=alt.Step(step))
 
 
-def ranked(ranking: Ranking) -> alt.TopLevelMixin:
-    """The changes of the lines that matter from Dense (Balanced), a panel for each kind of domains."""
+def ranked(ranking: Ranking, *, narrow: bool = False) -> alt.TopLevelMixin:
+    """The changes of the lines that matter from Dense (Balanced), a panel for each kind of domains.
+
+    The panels stand side by side, or with `narrow`, for a telephone, one below the other.
+    """
     entries, kinds = ranking.main, ranking.material.kinds
     beyond = [one for one in entries if any(each.change > MOST for each in one.on.values())]
     shown = [one for one in entries if one not in beyond]
@@ -56,11 +59,11 @@ def ranked(ranking: Ranking) -> alt.TopLevelMixin:
         dots(
             [_record(one, domains, groups) for one in shown if not one.on[domains.kind].oracle],
             [one.label for one in shown],
-            f"change from {ranking.dense.label} in %, {domains.said}",
-            labels=not number,
+            ["change in %,", domains.said] if narrow else f"change from {ranking.dense.label} in %, {domains.said}",
+            labels=narrow or not number,
             zero=True,
             color=colour,
-            width=420,
+            width=120 if narrow else 420,
             step=20,
         )
         for number, domains in enumerate(kinds)
@@ -68,10 +71,11 @@ def ranked(ranking: Ranking) -> alt.TopLevelMixin:
     left_out = "".join(f" Beyond the axis: {one.label} ({one.first.change:+.0f}%)." for one in beyond)
     left_out += " Left out: the oracle of a novel domain." * any(one.oracle for one in shown)
     return finish(
-        alt.hconcat(*panels, spacing=24),
-        "How far from the dense model, and how surely",
+        (alt.vconcat if narrow else alt.hconcat)(*panels, spacing=24),
+        "Change, and how surely" if narrow else "How far from the dense model, and how surely",
         "Left of the line is better. Lines are 95% intervals of the change, from resampling the same test documents."
         f"{left_out}",
+        characters=48 if narrow else 150,
     )
 
 

@@ -16,11 +16,11 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#56b4e9", "#e
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2], [4, 4], [10, 4], [1, 3], [6, 2, 1, 2])
 
 
-def finish(chart: Any, title: str, subtitle: str) -> alt.TopLevelMixin:
-    """`chart` with a title, a subtitle and the look that all figures share."""
+def finish(chart: Any, title: str, subtitle: str, *, characters: int = 150) -> alt.TopLevelMixin:
+    """`chart` with a title, a subtitle in lines of at most `characters`, and the look that all figures share."""
     # All at once: each method of a chart copies it with its data.
     finished: alt.TopLevelMixin = chart.properties(
-        title=alt.Title(title, subtitle=_balanced(subtitle), anchor="start", offset=14, fontSize=16),
+        title=alt.Title(title, subtitle=_balanced(subtitle, characters), anchor="start", offset=14, fontSize=16),
         background="white",
         config=alt.Config(
             font=FONT,
@@ -67,7 +67,7 @@ def _cycled(names: list[str], values: Sequence[Any]) -> alt.Scale:
     return alt.Scale(domain=names, range=list(itertools.islice(itertools.cycle(values), len(names))))
 
 
-def _balanced(text: str, width: int = 150) -> list[str]:
+def _balanced(text: str, width: int) -> list[str]:
     """`text` in as few lines as `width` characters allow, of about equal length: no word stands alone on the last."""
     lines = len(_wrapped(text, width))
     return next(found for limit in range(len(text) // lines, width + 1) if len(found := _wrapped(text, limit)) == lines)

@@ -183,7 +183,7 @@ class Ranking:
         if other.first.mean < best.first.mean:
             yield f"{other.label} are lower still ({other.first.mean:.2f} against {best.first.mean:.2f})."
             return
-        said = {True: ", surely so", False: ", which other test text could turn round", None: ""}
+        said = {True: ", certainly", False: "; other test text could reverse this", None: ""}
         sure, change = said[self.surely(best, other, kind)], percent(best.first.mean, other.first.mean)
         yield f"Next is {other.label}, {change:.1f}% higher on the {kind} domains{sure}."
 
@@ -233,7 +233,7 @@ def ranking(material: Material) -> Ranking:
         model = models.get(system.model)
         experts = run.domains if system.experts == "all" else model.experts if model else run.training
         baseline = model is None or not (model.kind.has_experts or model.kind.routed)
-        more = "since its experts of novel domains learned from these" * (system.experts == adapted.experts)
+        more = "since its added experts learned from the novel domains" * (system.experts == adapted.experts)
         entries.append(
             Entry(
                 system,

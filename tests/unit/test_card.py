@@ -85,6 +85,7 @@ def test_the_card_says_what_the_files_hold(run: Path) -> None:
     index = {part["dataset"]["name"]: part["metrics"] for part in front["model-index"][0]["results"]}
     assert [(one["name"], one["value"]) for one in index["law"]] == [("perplexity, tempered", 112.035)]
     law = row(body, "### All experts", "law")
+    assert list(law)[1:4] == ["Dense (Balanced)", "tempered", "95% interval"], "what is compared is side by side"
     assert (law["naive"], law["cached"], law["95% interval"]) == ("110.00", "111.10", "100.83 to 134.44")
     assert (law["tempered"], law["Dense (Balanced)"]) == ("112.03", "143.00")
     assert law["tokens"] == "1,003"

@@ -179,7 +179,11 @@ def test_figure6_averages_perplexities_not_losses(run: MadeUp) -> None:
         for panel, domain in zip(part["concat"], NOVEL, strict=True):
             rows = figure["datasets"][panel["data"]["name"]]
             assert [row["perplexity"] for row in rows] == curves.loc[curves["domain"] == domain, column].tolist()
-            assert [row["tokens"] for row in rows if row["last"]] == [51200, 51200]
+            last = {row["last"]: row for row in rows if row["last"]}
+            assert [one["tokens"] for one in last.values()] == [51200, 51200]
+            assert last["upper"]["perplexity"] > last["lower"]["perplexity"]
+            texts = [(layer["transform"][0]["filter"], layer["mark"]["dy"]) for layer in panel["layer"][1:]]
+            assert texts == [("datum.last == 'upper'", -5), ("datum.last == 'lower'", 5)]
             assert panel["layer"][0]["encoding"]["y"]["scale"]["domain"] == [0, pytest.approx(curves[column].max())]
 
 

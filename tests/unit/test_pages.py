@@ -26,6 +26,13 @@ from support.synthetic_run import build_run
 pytestmark = pytest.mark.browser
 
 
+PAGES = [
+    *("index.html", "claims.html", "tables/table5.html", "tables/table13.html", "figures/training.html"),
+    *("cards/demix.html", "comparison.html"),
+]
+DRAWN = "#figure summary, div.dt-container, table.claims, .card table"
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = build_run(tmp_path_factory.mktemp("run"))
@@ -148,20 +155,13 @@ def test_claims_are_readable(browser: webdriver.Chrome, report: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize(
-    "page",
-    [
-        *("index.html", "claims.html", "tables/table5.html", "tables/table13.html", "figures/training.html"),
-        *("cards/demix.html", "comparison.html"),
-    ],
-)
+@pytest.mark.parametrize("page", PAGES)
 def test_axe_finds_no_fault(browser: webdriver.Chrome, report: Path, page: str, scheme: str) -> None:
     """Names, roles, contrast: what axe-core checks by the rules of WCAG."""
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     browser.get((report / page).as_uri())
-    drawn = "#figure summary, div.dt-container, table.claims, .card table"
-    WebDriverWait(browser, 60).until(lambda _: browser.find_elements(By.CSS_SELECTOR, drawn))
+    WebDriverWait(browser, 60).until(lambda _: browser.find_elements(By.CSS_SELECTOR, DRAWN))
     browser.execute_script("document.querySelectorAll('details:not(#figure *)').forEach(one => one.open = true)")
     faults = Axe().run(browser)["violations"]
     assert [(fault["id"], fault["nodes"][0]["html"]) for fault in faults] == []
@@ -186,3 +186,18 @@ def test_rows_of_the_first_page_sort_by_a_key_and_oracles_stay_last(browser: web
         assert oracles == sorted(oracles)
         fair = [mean for mean, oracle in zip(means, oracles, strict=True) if not oracle]
         assert fair == sorted(fair, reverse=way == "desc")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_is_as_narrow_as_a_telephone(browser: webdriver.Chrome, report: Path, page: str) -> None:
+    """Wide tables and figures move in frames of their own; the first page has a drawing of this width."""
+    size = {"width": 390, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get((report / page).as_uri())
+    WebDriverWait(browser, 60).until(lambda _: browser.find_elements(By.CSS_SELECTOR, DRAWN))
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+    if page == "index.html":
+        frames = browser.find_elements(By.CSS_SELECTOR, ".broad, .narrow")
+        assert [frame.is_displayed() for frame in frames] == [False, True]
+        assert browser.execute_script("return arguments[0].scrollWidth <= arguments[0].clientWidth", frames[1])
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

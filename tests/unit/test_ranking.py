@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from demix.report.dots import ranked as dots
 from demix.report.items.index import table
 from demix.report.ranking import Ranking, ranking
 from support.configs import changed
@@ -57,6 +58,17 @@ def test_the_verdict_is_in_numbers(run: MadeUp) -> None:
     ]  # fmt: skip
 
 
+def test_dots_of_a_telephone_are_below_one_another(run: MadeUp) -> None:
+    found = ranked(run)
+    broad, narrow = (dots(found, narrow=narrow).to_dict() for narrow in (False, True))
+    assert len(broad["hconcat"]) == len(narrow["vconcat"]) == 2
+    # Panels below one another each name their lines.
+    named = [[panel["layer"][1]["encoding"]["y"]["axis"]["labels"] for panel in one] for one in
+             (broad["hconcat"], narrow["vconcat"])]  # fmt: skip
+    assert named == [[True, False], [True, True]]
+    assert max(len(line) for line in narrow["title"]["subtitle"]) <= 48
+
+
 def test_more_training_and_oracles_are_never_best(tmp_path: Path) -> None:
     def best_of_all(key: Key, value: float) -> float:
         return value / 9 if key.method == "naive" or key.experts == "all" else value
@@ -65,7 +77,9 @@ def test_more_training_and_oracles_are_never_best(tmp_path: Path) -> None:
     assert found.best.label == "DEMix (tempered)"
     assert [entry.oracle for entry in found.entries] == sorted(entry.oracle for entry in found.entries)
     assert found.entries[-1].oracle
-    assert any(text.startswith("Apart, since its experts of novel domains") for text in found.remarks)
+    assert any(
+        text.startswith("Apart, since its added experts learned from the novel domains") for text in found.remarks
+    )
 
 
 def test_a_row_with_more_tokens_stands_apart(run: MadeUp) -> None:

@@ -56,9 +56,11 @@ def _small_multiples(curves: "pd.DataFrame", part: str, novel: tuple[str, ...]) 
     for index, domain in enumerate(present or ["no adaptation in this run"]):
         own = curves[curves["domain"] == domain].dropna(subset=[part])
         ends = own.groupby("kind")["tokens"].transform("max") == own["tokens"]
+        # Where a line ends: above the other or below it.
+        places = own[part].eq(own.loc[ends, part].max()).map({True: "upper", False: "lower"}).where(ends, "")
         records = [
-            {"kind": row.kind, "tokens": int(row.tokens), "perplexity": finite(getattr(row, part)), "last": bool(end)}
-            for row, end in zip(own.itertuples(), ends, strict=True)
+            {"kind": row.kind, "tokens": int(row.tokens), "perplexity": finite(getattr(row, part)), "last": place}
+            for row, place in zip(own.itertuples(), places, strict=True)
         ]
         title = "dev perplexity" if index % PANEL_COLUMNS == 0 else None
         base = alt.Chart(alt.InlineData(values=records)).encode(
@@ -67,7 +69,13 @@ def _small_multiples(curves: "pd.DataFrame", part: str, novel: tuple[str, ...]) 
             color=coloured("kind", kinds, legend),
         )
         lines = base.mark_line(strokeWidth=2, point=POINTS).encode(strokeDash=dashed("kind", kinds, legend))
-        last = base.mark_text(align="left", dx=5, fontSize=11).encode(text=alt.Text("perplexity:Q", format=".0f"))
-        chart = lines + last.transform_filter("datum.last")
+        # Lines that end close together have their numbers apart.
+        numbers = [
+            base.mark_text(align="left", dx=5, dy=dy, fontSize=11)
+            .encode(text=alt.Text("perplexity:Q", format=".0f"))
+            .transform_filter(f"datum.last == '{place}'")
+            for place, dy in (("upper", -5), ("lower", 5))
+        ]
+        chart = alt.layer(lines, *numbers)
         panels.append(chart.properties(width=160, height=120, title=small_heading(domain)))
     return alt.concat(*panels, columns=PANEL_COLUMNS, spacing=30, title=heading_of(PARTS[part]))

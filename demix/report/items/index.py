@@ -43,7 +43,7 @@ def make(material: Material) -> Mapping[str, str]:
         notes=left_out_notes(run),
         ranking=found,
         remarks=[*found.remarks, material.partly_known],
-        dots=inline(ranked(found)),
+        dots={name: inline(ranked(found, narrow=name == "narrow")) for name in ("broad", "narrow")},
         main=shown(found, found.main),
         counts=beside_ngrams(material),
         claims_title=all_items()["claims"].title,
