@@ -18,8 +18,8 @@ from demix.report import report_files
 from demix.report.domains import domains_of
 from demix.report.read import read_metrics, read_results
 from demix.report.results import Results
-from demix.report.systems import main_systems
 from demix.run.kept import kept
+from demix.run.main_systems import main_systems
 from demix.run.models import AdaptationJob, Model
 from demix.run.run import Run
 from demix.settings import written
