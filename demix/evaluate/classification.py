@@ -21,7 +21,7 @@ from demix.data.cluster import Clusterer
 from demix.data.examples import Prompt, prompts, read_examples
 from demix.errors import DemixError
 from demix.evaluate.choice import mixing_of
-from demix.evaluate.columns import TASKS, table_schema
+from demix.evaluate.columns import TASK_WEIGHTS, TASKS, table_schema
 from demix.evaluate.intervals import FEWEST, RESAMPLES, bounds
 from demix.evaluate.task_tables import Scored, read_scored
 from demix.files import write_parquet
@@ -73,14 +73,20 @@ class TaskRouting:
     top_k: tuple[int | None, ...] = (None,)
     expert: str = ""
 
+    @property
+    def mixes(self) -> bool:
+        """Whether it prefers some experts to others, by what it is told of a test but its domain."""
+        return self.name not in ("dense", "average", "own expert") and not self.expert
 
-def classify(run: Path, given: Classification, output: Path) -> None:
-    """Write the accuracy of every model, task and routing to `output`.
+
+def classify(run: Path, given: Classification, output: Path, weights: Path | None = None) -> None:
+    """Write the accuracy of every model, task and routing to `output`, and to `weights` how each routing weights.
 
     `run` is the run's folder, with examples/<task>.parquet, tasks/<model>/<task>.parquet, clusterers, and what was
     chosen on dev. Raises DemixError for scores of other examples, and for experts of other clusters.
     """
     rows: list[dict[str, Any]] = []
+    weighted: list[dict[str, Any]] = []
     for name, task in given.tasks.items():
         examples = run / "examples" / f"{name}.parquet"
         asked = list(prompts(task, read_examples(examples)))
@@ -100,9 +106,14 @@ def classify(run: Path, given: Classification, output: Path) -> None:
             for routing in routings(task, experts, scored, given, near, tempered) if model.mixes else (ALONE,):
                 told = {"routing": routing.name, "temperature": routing.temperature}
                 told |= {"reads": routing.reads, "expert": routing.expert}
+                if weights is not None and routing.mixes:
+                    means = zip(experts, mean_weights(scored, routing).tolist(), strict=True)
+                    weighted += [about | told | {"expert": expert, "weight": weight} for expert, weight in means]
                 for top_k, right in zip(routing.top_k, answers(scored, routing, task), strict=True):
                     rows.append(about | told | {"top_k": top_k} | judged(right, chance(asked), given.seed))
     write_parquet(pa.Table.from_pylist(rows, table_schema(TASKS)), output)
+    if weights is not None:
+        write_parquet(pa.Table.from_pylist(weighted, table_schema(TASK_WEIGHTS)), weights)
 
 
 # The one column of a model without experts.
@@ -218,6 +229,16 @@ def weights_of(one: Scored, routing: TaskRouting) -> np.ndarray:
         log_g, _ = weigh(routing.rule, log_prior[None], Chunk(tokens, np.ones(tokens.shape[:2], bool)))
         found.append(log_g[0, len(one.context) :])
     return np.concatenate(found)
+
+
+def mean_weights(scored: Sequence[Scored], routing: TaskRouting) -> np.ndarray:
+    """The mean weight [E] of each expert over all tests, with which the first token of a label is predicted.
+
+    That is the weight by the context alone (Gururangan et al. 2023, appendix A.7).
+    """
+    tests = [replace(one, labels=one.labels[:1]) for one in scored if one.prompt.split == "test"]
+    means: np.ndarray = np.mean([np.exp(weights_of(one, routing)[0]) for one in tests], axis=0)
+    return means
 
 
 def choice(found: np.ndarray, prompt: Prompt) -> int:

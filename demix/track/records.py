@@ -29,7 +29,7 @@ PARAM_KEY_LENGTH, PARAM_VALUE_LENGTH = 250, 6000
 Span = tuple[float, float]
 TABLES = (
     *("config.json", "results.parquet", "priors.parquet"),
-    *("differences.parquet", "posteriors.parquet", "audit.parquet", "tasks.parquet"),
+    *("differences.parquet", "posteriors.parquet", "audit.parquet", "tasks.parquet", "task_weights.parquet"),
 )
 RESULT_COLUMNS = (
     *("domain", "method", "weights", "expert", "top_k", "perplexity", "perplexity_low", "perplexity_high"),

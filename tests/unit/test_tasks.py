@@ -21,6 +21,7 @@ from demix.evaluate.classification import (
     choice,
     judged,
     likelihoods,
+    mean_weights,
     performance,
     resampled_means,
     routings,
@@ -202,6 +203,22 @@ def test_an_expert_alone_is_right_by_what_calibration_leaves_of_its_labels() -> 
     assert (right != plain).any()
     weights = performance(scored, "test", TASK, EXPERTS)
     assert np.exp(weights[1]) == pytest.approx(softmax(right.mean(axis=0)), abs=1e-12)
+
+
+def test_mean_weights_are_those_of_the_contexts_alone() -> None:
+    scored = made_up(E)
+    near, tests = near_of(scored), [one for one in scored if one.prompt.split == "test"]
+    named = {
+        routing.name: mean_weights(scored, routing)
+        for routing in routings(TASK, EXPERTS, scored, GIVEN, near, Tempered(0.2, 0.9))
+        if routing.mixes
+    }
+    close = [-near.of_context[one.prompt.context] / 0.1 for one in tests]
+    seen = [one.context.sum(axis=0) for one in tests]
+    assert named["cluster"] == pytest.approx(softmax(close, axis=1).mean(axis=0))
+    assert named["history"] == pytest.approx(softmax(seen, axis=1).mean(axis=0))
+    assert named["cluster+history"] == pytest.approx(softmax(np.add(close, seen), axis=1).mean(axis=0))
+    assert not {"average", "own expert", "one expert"} & named.keys()
 
 
 def test_without_demonstrations_nothing_is_permuted() -> None:

@@ -10,6 +10,7 @@ import pytest
 from demix.evaluate.columns import TASKS, table_schema
 from demix.files import write_parquet
 from demix.report import report_files
+from demix.report.clusters import Clusters
 from demix.report.items import all_items
 from demix.report.material import Material
 from demix.run.run import Run
@@ -72,6 +73,33 @@ def test_bold_is_the_best_above_chance_that_reads_no_test_label(run: Run) -> Non
     bold = table_of("tasks", Material(run)).bold()
     assert list(bold.index[bold["topics"]]) == ["BTM (cluster)"]
     assert not bold["domain"].any(), "neither oracles nor numbers as chance"
+
+
+def test_the_clusters_that_a_task_uses_most_stand_with_their_terms(tmp_path: Path) -> None:
+    models = {"cbtm": {"kind": "branched", "data": "k4"}, "btm": {"kind": "branched"}}
+    clusterings = {"k4": {"clusters": 4}}
+    run = small_run(tmp_path, **SECTIONS | {"models": models, "clusterings": clusterings, "training": {"sequences": 2}})
+    of_topics = {"cluster": (0.1, 0.5, 0.0, 0.4), "updating": (0.2, 0.2, 0.3, 0.3)}
+    rows = [
+        {"task": task, "model": "cbtm", "routing": routing, "expert": f"c{number:02d}", "weight": weight}
+        for task, order in (("topics", 1), ("domain", -1))
+        for routing, weights in of_topics.items()
+        for number, weight in enumerate(weights[::order])
+    ]
+    others = [{"task": "topics", "model": "btm", "routing": "cluster", "expert": "law", "weight": 1.0}]
+    names = [f"c{number:02d}" for number in range(4)]
+    clusters = Clusters({"k4": {name: [name, "word"] for name in names}}, pd.DataFrame(), pd.DataFrame())
+    table = table_of(
+        "task_clusters", Material(run, {"task_weights": pd.DataFrame(rows + others), "clusters": clusters})
+    )
+    label = run.rows["cbtm"].label
+    asked = [("topics", ("c01", "c03", "c00")), ("domain", ("c02", "c00", "c03"))]
+    assert list(table.frame.index) == [f"{label}, {task}: {name}" for task, found in asked for name in found]
+    assert table.frame["cluster"].tolist() == pytest.approx([50, 40, 10, 50, 40, 10])
+    assert table.frame["updating"].tolist() == pytest.approx([20, 30, 20, 20, 30, 20])
+    assert table.frame["Terms"].iloc[0] == "c01, word"
+    assert "tables/task_clusters.html" in report_files(run)
+    assert "tables/task_clusters.html" not in report_files(small_run(tmp_path, **SECTIONS))
 
 
 def test_only_a_run_with_tasks_has_the_table(run: Run) -> None:

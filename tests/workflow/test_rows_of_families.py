@@ -297,6 +297,10 @@ def test_tasks_join_a_finished_run(finished: tuple[Path, dict[str, str], str]) -
     assert routings["demix"] == routings["btm"] == routings["cbtm_2"] | {"own expert"}
     clusterings = rows.groupby("model")["clustering"].agg(set)
     assert (clusterings["cbtm_2"], clusterings["btm"]) == ({"k2"}, {"by_domain"})
+    weighted = pd.read_parquet(run / "task_weights.parquet").query("model == 'cbtm_2'")
+    assert weighted.groupby(["task", "routing"])["weight"].sum().to_numpy() == pytest.approx(1)
+    used = (run / "report" / "tables" / "task_clusters.md").read_text()
+    assert all(f"{Run.read(run).rows['cbtm_2'].label}, {task}: c0" in used for task in ROWS["tasks"])
     # An answer of one whole expert, from the file of scores alone.
     scores = pq.read_table(run / "tasks" / "btm" / "domain.parquet").to_pandas()
     examples = pd.read_parquet(run / "examples" / "domain.parquet").query("split == 'test'")

@@ -3,6 +3,8 @@ TASKS = CONFIG.tasks
 ASKED = systems.classified(THIS)
 # A run without tasks has null here.
 GIVEN_TASKS = {name: written(task) for name, task in TASKS.items()} or None
+# How routings weight clusters, of which the report has a table.
+TASK_WEIGHTS = [f"{RUN}/task_weights.parquet"] if TASKS and systems.clustered(THIS) else []
 
 
 wildcard_constraints:
@@ -74,6 +76,7 @@ rule classify:
         ],
     output:
         f"{RUN}/tasks.parquet",
+        TASK_WEIGHTS,
     log:
         f"{RUN}/logs/classify.log",
     conda:
@@ -102,4 +105,7 @@ rule classify:
         ),
         run=below_run(""),
     shell:
-        "demix classify {params.run} --settings {params.settings:q} --output {output} 2> {log}"
+        # A run without clusters keeps its command, and does not run again.
+        "demix classify {params.run} --settings {params.settings:q} --output "
+        + ("{output[0]} --weights {output[1]}" if TASK_WEIGHTS else "{output}")
+        + " 2> {log}"
