@@ -3,6 +3,9 @@
 Sources: Gururangan et al. 2023, section 5.1 and appendix A.7; Holtzman et al. 2021 for calibration. The log-probability
 of a label is the sum over its tokens of log Σ_j g[t, j]·p_j(token), and the likeliest label is chosen. A routing gives
 the weights g. Where they come from the text alone, the tokens of the label that came before count as text too.
+
+The released code mixes whole labels: each expert's log-probabilities of the labels go through a softmax over labels,
+and Σ_j g[j]·softmax_j(label) chooses. A row beside each routing whose weights are the same for all tokens does so.
 """
 
 import hashlib
@@ -62,7 +65,7 @@ class TaskRouting:
 
     `log_priors` are the log weights [E] by the seed and number of a test example; `rule` adds the evidence of the text.
     `reads` says what else it is told: the test labels, or the domain. `top_k` are the numbers of experts to keep, each
-    a row of its own; None keeps all.
+    a row of its own; None keeps all. A `released` one mixes labels as the released code does.
     """
 
     name: str
@@ -72,11 +75,12 @@ class TaskRouting:
     temperature: float | None = None
     top_k: tuple[int | None, ...] = (None,)
     expert: str = ""
+    released: bool = False
 
     @property
     def mixes(self) -> bool:
-        """Whether it prefers some experts to others, by what it is told of a test but its domain."""
-        return self.name not in ("dense", "average", "own expert") and not self.expert
+        """Whether it prefers some experts, in a way of its own, by what it is told of a test but the domain."""
+        return self.name not in ("dense", "average", "own expert") and not (self.expert or self.released)
 
 
 def classify(run: Path, given: Classification, output: Path, weights: Path | None = None) -> None:
@@ -183,7 +187,10 @@ def routings(
     fewer = (None, *(k for k in given.top_k if k < len(experts)))
     for mixture in mixtures:
         # Equal weights have no likeliest experts.
-        yield mixture if mixture.name == "average" else replace(mixture, top_k=fewer)
+        whole = mixture if mixture.name == "average" else replace(mixture, top_k=fewer)
+        yield whole
+        if isinstance(mixture.rule, PriorAlone):
+            yield replace(whole, name=f"{mixture.name}, released", released=True)
     tests = [one.prompt for one in scored if one.prompt.split == "test"]
     if all(prompt.domain in experts for prompt in tests):
         told = "test labels" if task.made == "domains" else "the domain"
@@ -206,15 +213,28 @@ def answers(scored: Sequence[Scored], routing: TaskRouting, task: Task) -> np.nd
 def likelihoods(one: Scored, routing: TaskRouting, cue: Scored | None = None) -> np.ndarray:
     """log p [K, L] of each label of a prompt under a mixture with each of `routing.top_k`, in nats.
 
-    With `cue` less that of the label without the text, whose weights are those with it.
+    With `cue` less that of the label without the text, whose weights are those with it. Of a `released` routing log p
+    is normalised over the labels.
     """
-    log_g, starts = weights_of(one, routing), np.cumsum([0, *map(len, one.labels)])[:-1]
+    log_g = weights_of(one, routing)
+    if routing.released:
+        by_expert = log_softmax(label_sums(one, cue), axis=0)  # [L, E]
+        kept_ones = [keep_top(log_g[0], top_k) for top_k in routing.top_k]
+        return np.stack([np.logaddexp.reduce(kept + by_expert, axis=1) for kept in kept_ones])
+    starts = np.cumsum([0, *map(len, one.labels)])[:-1]
     scores = [np.concatenate(one.labels), *([] if cue is None else [np.concatenate(cue.labels)])]
     found = np.empty((len(routing.top_k), len(one.labels)))
     for row, top_k in zip(found, routing.top_k, strict=True):
         kept = keep_top(log_g, top_k)
         sums = [np.add.reduceat(np.logaddexp.reduce(kept + some, axis=1), starts) for some in scores]
         row[:] = sums[0] - sum(sums[1:])
+    return found
+
+
+def label_sums(one: Scored, cue: Scored | None = None) -> np.ndarray:
+    """log p [L, E] in nats of each label of a prompt under each expert, with `cue` less that without the text."""
+    sums = [np.stack([label.sum(axis=0) for label in some.labels]) for some in (one, cue) if some is not None]
+    found: np.ndarray = sums[0] - sum(sums[1:])
     return found
 
 
@@ -312,9 +332,7 @@ def _by_expert(scored: Sequence[Scored], split: str, seed: int, experts: Sequenc
     cues = {one.prompt.example: one for one in scored if (one.prompt.split, one.prompt.seed) == ("cue", seed)}
     right = np.zeros((len(some), len(experts)), bool)
     for row, one in zip(right, some, strict=True):
-        sums = np.stack([label.sum(axis=0) for label in one.labels])  # [L, E]
-        if one.prompt.cue in cues:
-            sums -= np.stack([label.sum(axis=0) for label in cues[one.prompt.cue].labels])
+        sums = label_sums(one, cues.get(one.prompt.cue))
         row[:] = [choice(column, one.prompt) == one.prompt.answer for column in sums.T]
     return right
 

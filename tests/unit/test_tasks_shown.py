@@ -36,6 +36,7 @@ ROWS = [
     row("topics", "btm", "average", 0.7),
     row("topics", "btm", "cluster", 0.8),
     row("topics", "btm", "cluster", 0.55, top_k=1),
+    row("topics", "btm", "cluster, released", 0.75, top_k=1),
     row("topics", "btm", "updating", 0.95, reads="test labels"),
     row("topics", "btm", "one expert", 0.6, expert="law"),
     row("topics", "btm", "one expert", 0.9, expert="news"),
@@ -56,7 +57,8 @@ def test_numbers_stand_with_intervals_and_chance(run: Run) -> None:
     table = table_of("tasks", Material(run))
     assert list(table.frame.columns) == ["topics", "domain"]
     assert list(table.frame.index) == [
-        "Dense (Balanced)", "BTM (average)", "BTM (cluster)", "BTM (cluster, top-1)", "BTM (updating) (oracle)",
+        "Dense (Balanced)", "BTM (average)", "BTM (cluster)", "BTM (cluster, top-1)",
+        "BTM (cluster, released, top-1)", "BTM (updating) (oracle)",
         "BTM (own expert)", "BTM (best expert of the test (oracle))", "chance",
     ]  # fmt: skip
     assert table.frame.loc["BTM (cluster)"].tolist() == pytest.approx([80, 58])
