@@ -317,6 +317,16 @@ def test_tasks_join_a_finished_run(finished: tuple[Path, dict[str, str], str]) -
     assert "Accuracy on tasks" in (run / "report" / "tables" / "tasks.md").read_text()
 
 
+def test_a_task_that_is_added_is_scored_alone(finished: tuple[Path, dict[str, str], str]) -> None:
+    folder = finished[0]
+    tasks = ROWS["tasks"] | {"more": {"made": "domains", "examples": 5}}
+    (folder / "added.yaml").write_text(yaml.safe_dump(TINY | ROWS | {"tasks": tasks}, sort_keys=False))
+    jobs = jobs_by_rule(ran(folder, "added.yaml", "-n", "--quiet", "rules"))
+    scored = {f"fewshot_{path.name}__more": 1 for path in (folder / "results" / "tiny" / "tasks").iterdir()}
+    after = {"classify": 1, "run_config": 1, "report": 1, "card": 1, "track": 1}
+    assert jobs == scored | {"examples": 1} | after
+
+
 def test_masked_rows_have_a_table_of_their_own(finished: tuple[Path, dict[str, str], str]) -> None:
     run = finished[0] / "results" / "tiny"
     results = pd.read_parquet(run / "results.parquet")

@@ -32,19 +32,20 @@ rule examples:
         " --settings {params.settings:q} --output {output} 2> {log}"
 
 
-for model in ASKED:
+# A task that is added to a finished run is scored alone.
+for model, place, tasks in [(model, *job) for model in ASKED for job in RULES.task_jobs(model.name).items()]:
 
     rule:
         name:
-            f"fewshot_{model.rule}"
+            f"fewshot_{model.rule}{place.removeprefix(model.name).replace('/', '__')}"
         input:
             model=RULES.experts(model.name, model.experts),
-            examples=[f"{RUN}/examples/{task}.parquet" for task in TASKS],
+            examples=[f"{RUN}/examples/{task}.parquet" for task in tasks],
             tokenizer=f"{RUN}/tokenizer.json",
         output:
-            [f"{RUN}/tasks/{model.name}/{task}.parquet" for task in TASKS],
+            [f"{RUN}/tasks/{model.name}/{task}.parquet" for task in tasks],
         log:
-            f"{RUN}/logs/fewshot/{model.name}.log",
+            f"{RUN}/logs/fewshot/{place}.log",
         conda:
             "../../environment.yml"
         threads: CONFIG.threads
@@ -53,7 +54,7 @@ for model in ASKED:
         params:
             settings=verbatim(
                 RULES.as_json(
-                    tasks=GIVEN_TASKS,
+                    tasks={name: GIVEN_TASKS[name] for name in tasks},
                     precision=CONFIG.evaluation.precision,
                     threads=CONFIG.threads,
                 )
