@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-from demix.config.architecture import PRESETS, Architecture, parameters
+from demix.config.architecture import PRESETS, Architecture
+from demix.config.counts import parameters
 from demix.model.gpt import GPT
 from demix.plan.flops import PAPER_TFLOPS, update_flops
 from demix.plan.network import NETWORKS, Network, Ring, synchronizing

@@ -11,7 +11,8 @@ from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from demix.config.architecture import Architecture, parameters
+from demix.config.architecture import Architecture
+from demix.config.counts import parameters
 from demix.config.models import DENSE_EXPERT
 from demix.errors import DemixError
 from demix.files import digest, opened, refuse_used, replacing, sha256_file

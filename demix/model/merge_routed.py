@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from demix.config.architecture import Architecture, parameters
+from demix.config.architecture import Architecture
+from demix.config.counts import parameters
 from demix.config.models import DENSE_EXPERT
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from demix.config.architecture import parameters
+from demix.config.counts import parameters
 from demix.config.models import DENSE_EXPERT
 from demix.errors import DemixError
 from demix.files import refuse_used

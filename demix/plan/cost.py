@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from demix.config.adaptation import AdaptationSection
-from demix.config.architecture import parameters
+from demix.config.counts import parameters
 from demix.config.models import RowSettings
 from demix.config.training import Sweep
 from demix.errors import DemixError

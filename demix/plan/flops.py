@@ -6,15 +6,8 @@ Model Training on GPU Clusters Using Megatron-LM".
 
 from dataclasses import dataclass
 
-from demix.config.architecture import (
-    FOLDS,
-    PRESETS,
-    Architecture,
-    attention_flops,
-    feedforward_flops,
-    routing_flops,
-    training_flops_per_token,
-)
+from demix.config.architecture import FOLDS, PRESETS, Architecture
+from demix.config.counts import attention_flops, feedforward_flops, routing_flops, training_flops_per_token
 from demix.plan.network import NETWORKS, Network
 
 # Logits exist for so many tokens at a time: `demix.model.gpt.ROWS_AT_ONCE` on a GPU.

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from demix.config.architecture import Architecture, parameters
+from demix.config.architecture import Architecture
+from demix.config.counts import parameters
 from demix.errors import DemixError
 from demix.files import write_text
 from demix.launch.job import Cluster, TrainingJob

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from demix.config.architecture import Architecture, matrices, orthogonalising_flops
+from demix.config.architecture import Architecture
+from demix.config.counts import matrices, orthogonalising_flops
 from demix.config.training import Updates
 from demix.plan.network import Ring, rings_of
 from demix.run.placement import Placement

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from demix.config.architecture import parameters
+from demix.config.counts import parameters
 from demix.report.domains import mean_of
 from demix.report.material import Material
 from demix.report.systems import before_adding, before_dense_dapt, dense_adapted, one_added

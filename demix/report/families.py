@@ -4,8 +4,9 @@ import json
 import math
 from dataclasses import dataclass, replace
 
-from demix.config.architecture import Architecture, training_flops_per_token
+from demix.config.architecture import Architecture
 from demix.config.clustering import Clustering
+from demix.config.counts import training_flops_per_token
 from demix.config.training import fingerprinted
 from demix.report.systems import BALANCED
 from demix.run.models import Model

@@ -6,15 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from demix.config.addresses import refuse_unnamable
-from demix.config.architecture import (
-    Architecture,
-    Options,
-    architecture_from,
-    row_section,
-    training_flops_per_token,
-)
+from demix.config.architecture import Architecture, Options, architecture_from, row_section
 from demix.config.clustering import cluster_names
 from demix.config.config import Config
+from demix.config.counts import training_flops_per_token
 from demix.config.models import KEPT, KINDS, PAPER, Kind, RowSettings, TokenRouting
 from demix.config.parents import HubParent
 from demix.errors import DemixError, nearest

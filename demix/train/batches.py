@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from demix.config.architecture import masked_places
+from demix.config.counts import masked_places
 from demix.data.order import block_count, drawn_block
 from demix.data.shards import TokenShard
 from demix.files import seed_for

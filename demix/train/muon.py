@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from demix.config.architecture import orthogonalising_flops
+from demix.config.counts import orthogonalising_flops
 
 # Of the iteration a·X + b·XXᵀX + c·(XXᵀ)²X, which brings singular values from 0 to 1 to between 0.7 and 1.2.
 A, B, C = 3.4445, -4.7750, 2.0315

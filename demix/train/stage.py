@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from demix.config.adaptation import AdaptationRecipe
-from demix.config.architecture import Architecture, architecture_from, parameters
+from demix.config.architecture import Architecture, architecture_from
+from demix.config.counts import parameters
 from demix.config.models import DENSE_EXPERT, KINDS, Kind
 from demix.config.training import Execution, Optimizer, Threads, TrainingRecipe, fingerprinted
 from demix.data.shards import TokenShard, blocks

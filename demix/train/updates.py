@@ -6,7 +6,8 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from demix.config.architecture import Architecture, stacked_maps
+from demix.config.architecture import Architecture
+from demix.config.counts import stacked_maps
 from demix.train.adam import AdamW
 from demix.train.muon import Muon
 from demix.train.schedule import Optimization

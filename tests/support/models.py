@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from demix.config.architecture import Architecture, parameters
+from demix.config.architecture import Architecture
+from demix.config.counts import parameters
 from demix.model.checkpoint import describe, expert_lineage, load_model, save_expert, save_shared
 from demix.model.gpt import GPT
 

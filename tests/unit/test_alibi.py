@@ -14,7 +14,8 @@ from transformers import MptConfig, MptForCausalLM
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from demix.config.architecture import Architecture, parameters
+from demix.config.architecture import Architecture
+from demix.config.counts import parameters
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError, StoppedError
 from demix.files import read_json

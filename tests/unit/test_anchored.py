@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from demix.config.architecture import training_flops_per_token
+from demix.config.counts import training_flops_per_token
 from demix.errors import DemixError, StoppedError
 from demix.files import read_json, read_json_lines, sha256_file, write_json
 from demix.launch.job import Places

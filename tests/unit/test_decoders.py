@@ -12,17 +12,9 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from demix.config.architecture import (
-    DECODERS,
-    Architecture,
-    RopeScaling,
-    Routed,
-    architecture_from,
-    parameters,
-    training_flops_per_token,
-    unchosen_parameters,
-)
+from demix.config.architecture import DECODERS, Architecture, RopeScaling, Routed, architecture_from
 from demix.config.config import Config
+from demix.config.counts import parameters, training_flops_per_token, unchosen_parameters
 from demix.errors import DemixError
 from demix.files import write_json
 from demix.model.gpt import GPT

@@ -10,7 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from demix.config.architecture import parameters, training_flops_per_token
+from demix.config.counts import parameters, training_flops_per_token
 from demix.data.cluster import Clusterer
 from demix.files import read_json, write_parquet
 from demix.report import left_out, left_out_notes, report_files, report_items

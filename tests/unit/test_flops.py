@@ -9,7 +9,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from demix.config.architecture import PRESETS, Architecture, parameters, training_flops_per_token
+from demix.config.architecture import PRESETS, Architecture
+from demix.config.counts import parameters, training_flops_per_token
 from demix.model.gpt import GPT, ROWS_AT_ONCE
 from demix.model.scoring import log_probabilities
 from demix.plan.flops import (

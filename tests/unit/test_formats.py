@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from demix.config.architecture import Architecture, parameters
+from demix.config.architecture import Architecture
+from demix.config.counts import parameters
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.model.checkpoint import load_model

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import RobertaPreLayerNormConfig
 from transformers.models.roberta_prelayernorm.modeling_roberta_prelayernorm import RobertaPreLayerNormEncoder
 
-from demix.config.architecture import masked_places
+from demix.config.counts import masked_places
 from demix.data.shards import blocks
 from demix.errors import DemixError
 from demix.files import seed_for

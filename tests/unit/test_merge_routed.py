@@ -15,7 +15,8 @@ from scipy.special import erf, softmax
 from sklearn.linear_model import Ridge
 from transformers import GPT2LMHeadModel
 
-from demix.config.architecture import Architecture, parameters
+from demix.config.architecture import Architecture
+from demix.config.counts import parameters
 from demix.data.shards import TokenShard, blocks
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError

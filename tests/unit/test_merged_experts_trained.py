@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from demix.config.architecture import parameters
+from demix.config.counts import parameters
 from demix.errors import DemixError, StoppedError
 from demix.files import read_json_lines
 from demix.model.checkpoint import describe, load_model

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from demix.config.architecture import architecture_from, parameters
+from demix.config.architecture import architecture_from
+from demix.config.counts import parameters
 from demix.errors import DemixError
 from demix.plan.jobs import in_one_line, plan_jobs
 from demix.report import left_out

@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from demix.config.architecture import PRESETS, Architecture, architecture_from, parameters
+from demix.config.architecture import PRESETS, Architecture, architecture_from
+from demix.config.counts import parameters
 from demix.data.tokenizer import Tokenizer, gpt2_tokenizer
 from demix.errors import DemixError
 from demix.files import read_json, write_json

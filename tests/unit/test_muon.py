@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed import TCPStore
 from torch.utils.flop_counter import FlopCounterMode
 
-from demix.config.architecture import PRESETS, Architecture, matrices, orthogonalising_flops, training_flops_per_token
+from demix.config.architecture import PRESETS, Architecture
+from demix.config.counts import matrices, orthogonalising_flops, training_flops_per_token
 from demix.config.training import Updates
 from demix.model.gpt import GPT
 from demix.plan.cost import TrainingPlan, plan_training, training_tables

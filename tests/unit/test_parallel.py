@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
 from demix.commands import main as cli
-from demix.config.architecture import architecture_from, parameters
+from demix.config.architecture import architecture_from
+from demix.config.counts import parameters
 from demix.config.models import KINDS
 from demix.config.training import RateSchedule, Updates
 from demix.data.shards import TokenShard

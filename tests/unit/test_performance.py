@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from demix.config.architecture import PRESETS, parameters
+from demix.config.architecture import PRESETS
+from demix.config.counts import parameters
 from demix.plan.cells import decimal, folded, short
 from demix.plan.cost import plan_training
 from demix.plan.domains import TEXT_BYTES, TOKENS_PER_WORD

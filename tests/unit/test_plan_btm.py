@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from demix.config.architecture import Architecture, training_flops_per_token
+from demix.config.architecture import Architecture
+from demix.config.counts import training_flops_per_token
 from demix.plan.cost import plan_training, training_tables
 from demix.plan.flops import HARDWARE
 from demix.plan.jobs import ScoringCosts, in_one_line, plan_jobs, write_sbatch_files

@@ -13,7 +13,8 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
     load_balancing_loss_func,
 )
 
-from demix.config.architecture import Architecture, Routed, parameters
+from demix.config.architecture import Architecture, Routed
+from demix.config.counts import parameters
 from demix.errors import DemixError
 from demix.model.gpt import GPT
 from demix.model.layers import Auxiliary, RoutedLayer, router_metrics

@@ -15,7 +15,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from demix.config.architecture import Architecture, architecture_from, parameters, training_flops_per_token
+from demix.config.architecture import Architecture, architecture_from
+from demix.config.counts import parameters, training_flops_per_token
 from demix.errors import DemixError, StoppedError
 from demix.files import read_json_lines
 from demix.launch.job import Places

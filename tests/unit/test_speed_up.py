@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.interpolate import interp1d
 
-from demix.config.architecture import training_flops_per_token
+from demix.config.counts import training_flops_per_token
 from demix.report import report_files
 from demix.report.families import lines
 from demix.report.items.speed_up import cost_at

@@ -55,7 +55,7 @@ def make(material: Material) -> Table:
 
 def _row(material: Material, family: "Family") -> dict[str, Any]:
     """What one family costs, by column."""
-    from demix.config.architecture import parameters, unchosen_parameters
+    from demix.config.counts import parameters, unchosen_parameters
     from demix.plan.flops import scoring_flops
     from demix.report.families import all_training_flops
 
