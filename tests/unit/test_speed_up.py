@@ -1,6 +1,7 @@
 """The speed-up of training over a dense model: costs between runs against scipy, and the table of a made-up run."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.interpolate import interp1d
 
 from demix.config.counts import training_flops_per_token
-from demix.report import report_files
+from demix.report import report_files, report_items
 from demix.report.families import lines
 from demix.report.items.speed_up import cost_at
 from demix.report.material import Material
@@ -61,6 +62,18 @@ def test_a_line_and_a_dense_one_are_compared_where_both_have_been(run: Run, fram
             assert row[f"{kind}, FLOPs"] == pytest.approx(by_token * own)
             assert row[f"{kind}, FLOPs of dense"] == pytest.approx(by_token * dense)
             assert row[f"{kind}, speed-up"] == pytest.approx(dense / own)
+
+
+def test_lines_that_share_no_perplexity_leave_the_table_without_rows(
+    run: Run, families: MadeUp, tmp_path: Path
+) -> None:
+    rows = families.results.rows
+    short = rows[rows["model"] == "dense"].assign(model="dense_short", perplexity=lambda own: 1000 * own["perplexity"])
+    rows = pd.concat([rows.assign(perplexity=rows["perplexity"] * (1 + 99 * (rows["model"] == "dense"))), short])
+    material = Material(run, {"results": Results(rows.reset_index(drop=True)), "tokens_before": {}})
+    (item,) = (one for one in report_items(run) if one.name == "speed_up")
+    item.write(material, tmp_path)
+    assert "This run has no rows for this table." in (tmp_path / "tables" / "speed_up.md").read_text()
 
 
 def test_rows_of_a_line_differ_in_their_budget_alone(run: Run) -> None:

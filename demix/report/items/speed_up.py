@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 ITEM = TableItem("Speed-up of training over a dense model", Group.FAMILIES, 3, needs=(FAMILIES, BUDGETS))
 # A model of a line, its FLOPs of training, and its perplexity.
 Runs = list[tuple["Family", float, float]]
+# The columns of each kind of domains.
+TOLD = ("perplexity", "FLOPs", "FLOPs of dense", "speed-up")
 
 
 def make(material: Material) -> Table:
@@ -37,11 +39,10 @@ def make(material: Material) -> Table:
         for domains in material.kinds:
             for label, perplexity, own, of_dense in _speeds(*(_runs(material, one, domains) for one in (line, dense))):
                 found = (perplexity, own, of_dense, of_dense / own)
-                columns = [
-                    f"{domains.heading}, {what}" for what in ("perplexity", "FLOPs", "FLOPs of dense", "speed-up")
-                ]
-                rows.setdefault(label, {}).update(zip(columns, found, strict=True))
-    frame = pd.DataFrame.from_dict(rows, orient="index")
+                named = {f"{domains.heading}, {told}": value for told, value in zip(TOLD, found, strict=True)}
+                rows.setdefault(label, {}).update(named)
+    columns = [f"{domains.heading}, {told}" for domains in material.kinds for told in TOLD]
+    frame = pd.DataFrame.from_dict(rows, orient="index").reindex(columns=columns)
     return Table(
         "The FLOPs of training that a row, and a dense model, take to one perplexity, and how many times as many the "
         "dense one takes (c-BTM, Figure 12 and appendix A.3). Rows of several budgets are one line. Between two of its "
@@ -75,6 +76,8 @@ def _alike(line: "Family", dense: "Family") -> bool:
 
 def _runs(material: Material, line: Sequence["Family"], domains: "Domains") -> Runs:
     """The runs of a line whose cost and perplexity are known."""
+    import math
+
     from demix.report.families import all_training_flops
 
     found = [
@@ -85,7 +88,7 @@ def _runs(material: Material, line: Sequence["Family"], domains: "Domains") -> R
         )
         for family in line
     ]
-    return [(family, cost, perplexity) for family, cost, perplexity in found if cost + perplexity == cost + perplexity]
+    return [run for run in found if not (math.isnan(run[1]) or math.isnan(run[2]))]
 
 
 def _speeds(line: Runs, dense: Runs) -> Iterator[tuple[str, float, float, float]]:
