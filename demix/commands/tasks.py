@@ -53,10 +53,13 @@ def classify(
     run: Annotated[Path, typer.Argument(help="The run's folder, with examples/, tasks/, models/ and clusters/ in it.")],
     settings: Settings,
     output: Output,
+    weights: Annotated[
+        Path | None, typer.Option(help="Also write the mean weight of each expert on each task, by routing.")
+    ] = None,
 ) -> None:
     """Route scored tasks in every way, and write the accuracy of each. Runs no forward pass."""
     from demix.evaluate.classification import Classification
     from demix.evaluate.classification import classify as run_on
     from demix.settings import settings_from
 
-    run_on(run, settings_from(Classification, settings), output)
+    run_on(run, settings_from(Classification, settings), output, weights)

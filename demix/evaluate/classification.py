@@ -3,6 +3,9 @@
 Sources: Gururangan et al. 2023, section 5.1 and appendix A.7; Holtzman et al. 2021 for calibration. The log-probability
 of a label is the sum over its tokens of log Σ_j g[t, j]·p_j(token), and the likeliest label is chosen. A routing gives
 the weights g. Where they come from the text alone, the tokens of the label that came before count as text too.
+
+The released code mixes whole labels: each expert's log-probabilities of the labels go through a softmax over labels,
+and Σ_j g[j]·softmax_j(label) chooses. A row beside each routing whose weights are the same for all tokens does so.
 """
 
 import hashlib
@@ -21,7 +24,7 @@ from demix.data.cluster import Clusterer
 from demix.data.examples import Prompt, prompts, read_examples
 from demix.errors import DemixError
 from demix.evaluate.choice import mixing_of
-from demix.evaluate.columns import TASKS, table_schema
+from demix.evaluate.columns import TASK_WEIGHTS, TASKS, table_schema
 from demix.evaluate.intervals import FEWEST, RESAMPLES, bounds
 from demix.evaluate.task_tables import Scored, read_scored
 from demix.files import write_parquet
@@ -62,7 +65,7 @@ class TaskRouting:
 
     `log_priors` are the log weights [E] by the seed and number of a test example; `rule` adds the evidence of the text.
     `reads` says what else it is told: the test labels, or the domain. `top_k` are the numbers of experts to keep, each
-    a row of its own; None keeps all.
+    a row of its own; None keeps all. A `released` one mixes labels as the released code does.
     """
 
     name: str
@@ -72,15 +75,22 @@ class TaskRouting:
     temperature: float | None = None
     top_k: tuple[int | None, ...] = (None,)
     expert: str = ""
+    released: bool = False
+
+    @property
+    def mixes(self) -> bool:
+        """Whether it prefers some experts, in a way of its own, by what it is told of a test but the domain."""
+        return self.name not in ("dense", "average", "own expert") and not (self.expert or self.released)
 
 
-def classify(run: Path, given: Classification, output: Path) -> None:
-    """Write the accuracy of every model, task and routing to `output`.
+def classify(run: Path, given: Classification, output: Path, weights: Path | None = None) -> None:
+    """Write the accuracy of every model, task and routing to `output`, and to `weights` how each routing weights.
 
     `run` is the run's folder, with examples/<task>.parquet, tasks/<model>/<task>.parquet, clusterers, and what was
     chosen on dev. Raises DemixError for scores of other examples, and for experts of other clusters.
     """
     rows: list[dict[str, Any]] = []
+    weighted: list[dict[str, Any]] = []
     for name, task in given.tasks.items():
         examples = run / "examples" / f"{name}.parquet"
         asked = list(prompts(task, read_examples(examples)))
@@ -100,9 +110,14 @@ def classify(run: Path, given: Classification, output: Path) -> None:
             for routing in routings(task, experts, scored, given, near, tempered) if model.mixes else (ALONE,):
                 told = {"routing": routing.name, "temperature": routing.temperature}
                 told |= {"reads": routing.reads, "expert": routing.expert}
+                if weights is not None and routing.mixes:
+                    means = zip(experts, mean_weights(scored, routing).tolist(), strict=True)
+                    weighted += [about | told | {"expert": expert, "weight": weight} for expert, weight in means]
                 for top_k, right in zip(routing.top_k, answers(scored, routing, task), strict=True):
                     rows.append(about | told | {"top_k": top_k} | judged(right, chance(asked), given.seed))
     write_parquet(pa.Table.from_pylist(rows, table_schema(TASKS)), output)
+    if weights is not None:
+        write_parquet(pa.Table.from_pylist(weighted, table_schema(TASK_WEIGHTS)), weights)
 
 
 # The one column of a model without experts.
@@ -172,7 +187,10 @@ def routings(
     fewer = (None, *(k for k in given.top_k if k < len(experts)))
     for mixture in mixtures:
         # Equal weights have no likeliest experts.
-        yield mixture if mixture.name == "average" else replace(mixture, top_k=fewer)
+        whole = mixture if mixture.name == "average" else replace(mixture, top_k=fewer)
+        yield whole
+        if isinstance(mixture.rule, PriorAlone):
+            yield replace(whole, name=f"{mixture.name}, released", released=True)
     tests = [one.prompt for one in scored if one.prompt.split == "test"]
     if all(prompt.domain in experts for prompt in tests):
         told = "test labels" if task.made == "domains" else "the domain"
@@ -195,15 +213,28 @@ def answers(scored: Sequence[Scored], routing: TaskRouting, task: Task) -> np.nd
 def likelihoods(one: Scored, routing: TaskRouting, cue: Scored | None = None) -> np.ndarray:
     """log p [K, L] of each label of a prompt under a mixture with each of `routing.top_k`, in nats.
 
-    With `cue` less that of the label without the text, whose weights are those with it.
+    With `cue` less that of the label without the text, whose weights are those with it. Of a `released` routing log p
+    is normalised over the labels.
     """
-    log_g, starts = weights_of(one, routing), np.cumsum([0, *map(len, one.labels)])[:-1]
+    log_g = weights_of(one, routing)
+    if routing.released:
+        by_expert = log_softmax(label_sums(one, cue), axis=0)  # [L, E]
+        kept_ones = [keep_top(log_g[0], top_k) for top_k in routing.top_k]
+        return np.stack([np.logaddexp.reduce(kept + by_expert, axis=1) for kept in kept_ones])
+    starts = np.cumsum([0, *map(len, one.labels)])[:-1]
     scores = [np.concatenate(one.labels), *([] if cue is None else [np.concatenate(cue.labels)])]
     found = np.empty((len(routing.top_k), len(one.labels)))
     for row, top_k in zip(found, routing.top_k, strict=True):
         kept = keep_top(log_g, top_k)
         sums = [np.add.reduceat(np.logaddexp.reduce(kept + some, axis=1), starts) for some in scores]
         row[:] = sums[0] - sum(sums[1:])
+    return found
+
+
+def label_sums(one: Scored, cue: Scored | None = None) -> np.ndarray:
+    """log p [L, E] in nats of each label of a prompt under each expert, with `cue` less that without the text."""
+    sums = [np.stack([label.sum(axis=0) for label in some.labels]) for some in (one, cue) if some is not None]
+    found: np.ndarray = sums[0] - sum(sums[1:])
     return found
 
 
@@ -218,6 +249,16 @@ def weights_of(one: Scored, routing: TaskRouting) -> np.ndarray:
         log_g, _ = weigh(routing.rule, log_prior[None], Chunk(tokens, np.ones(tokens.shape[:2], bool)))
         found.append(log_g[0, len(one.context) :])
     return np.concatenate(found)
+
+
+def mean_weights(scored: Sequence[Scored], routing: TaskRouting) -> np.ndarray:
+    """The mean weight [E] of each expert over all tests, with which the first token of a label is predicted.
+
+    That is the weight by the context alone (Gururangan et al. 2023, appendix A.7).
+    """
+    tests = [replace(one, labels=one.labels[:1]) for one in scored if one.prompt.split == "test"]
+    means: np.ndarray = np.mean([np.exp(weights_of(one, routing)[0]) for one in tests], axis=0)
+    return means
 
 
 def choice(found: np.ndarray, prompt: Prompt) -> int:
@@ -291,9 +332,7 @@ def _by_expert(scored: Sequence[Scored], split: str, seed: int, experts: Sequenc
     cues = {one.prompt.example: one for one in scored if (one.prompt.split, one.prompt.seed) == ("cue", seed)}
     right = np.zeros((len(some), len(experts)), bool)
     for row, one in zip(right, some, strict=True):
-        sums = np.stack([label.sum(axis=0) for label in one.labels])  # [L, E]
-        if one.prompt.cue in cues:
-            sums -= np.stack([label.sum(axis=0) for label in cues[one.prompt.cue].labels])
+        sums = label_sums(one, cues.get(one.prompt.cue))
         row[:] = [choice(column, one.prompt) == one.prompt.answer for column in sums.T]
     return right
 

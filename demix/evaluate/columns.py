@@ -154,6 +154,18 @@ TASKS = {
     "seed": pa.int32(),
 }
 
+# task_weights.parquet: the mean weight of an expert over the tests of a task, with which a routing predicts the first
+# token of a label.
+TASK_WEIGHTS = {
+    "task": pa.string(),
+    "model": pa.string(),
+    "clustering": pa.string(),
+    "routing": pa.string(),
+    "expert": pa.string(),
+    "weight": pa.float64(),
+    "seed": pa.int32(),
+}
+
 
 def table_schema(columns: Mapping[str, pa.DataType]) -> pa.Schema:
     """The schema of one of the tables above; the training seed is never null."""

@@ -15,9 +15,10 @@ import numpy as np
 import pyarrow as pa
 
 from demix.errors import DemixError
-from demix.files import REMAKE, parquet_reader, read_json, read_json_lines
+from demix.files import REMAKE, parquet_reader, read_json, read_json_lines, read_parquet
 from demix.files.batches import read_batches
 from demix.model.description import parent_of
+from demix.run.main_systems import main_systems
 from demix.run.run import Run
 
 # The approximate tokens of a score table that are read at once, under all experts that a query names.
@@ -134,6 +135,11 @@ def _of_job(run: AskedRun, path: Path) -> dict[str, str]:
     return {"rule": path.with_suffix("").parts[1], "wildcards": "/".join(path.with_suffix("").parts[2:])}
 
 
+def _of_contexts(run: AskedRun, path: Path) -> dict[str, str]:
+    domain = path.name.removesuffix(".contexts.parquet")
+    return {"domain": domain, "kind": run.kind(domain)}
+
+
 def _learned(run: AskedRun) -> Iterator[Part]:
     """One part per file of metrics: of a model or an adaptation, and of each expert that was trained by itself."""
     for path in sorted(run.folder.glob("metrics/*.jsonl")):
@@ -189,6 +195,17 @@ def _documents(parts: Sequence[Part], columns: Sequence[str]) -> Iterator[pa.Tab
         numbers = pa.array(np.arange(start, start + batch.num_rows))
         yield pa.Table.from_batches([batch]).append_column("document", numbers)
         start += batch.num_rows
+
+
+def _main(part: Part) -> Iterator[dict[str, Any]]:
+    """The rows of results that the main table takes its means of, but for oracles."""
+    run, told = part.run.of, ("top_k", "variant", "split", "oracle", "seed")
+    labels = {system.key: system.label for _, system in main_systems(run)}
+    plain = (None, "", "test", False, run.seed)
+    for row in read_parquet(part.path, [*told, *(name for name in _MAIN if name != "system")]).to_pylist():
+        label = labels.get((row["model"], row["experts"], row["method"], row["weights"]))
+        if label and tuple(row[name] for name in told) == plain:
+            yield row | {"system": label}
 
 
 def _card(part: Part) -> Iterator[dict[str, Any]]:
@@ -269,9 +286,15 @@ def _flat(value: Any, above: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 _COUNTS = {"words": WHOLE, "budget": WHOLE, "origins": WHOLE, "origins_in_train": WHOLE}
 _WHICH = {"model": TEXT, "seed": WHOLE}
 _WHERE = {"domain": TEXT, "split": TEXT}
+_MAIN = {"system": TEXT, **_WHICH, "experts": TEXT, "method": TEXT, "weights": TEXT, "domain": TEXT, "kind": TEXT} | (
+    dict.fromkeys(("perplexity", "perplexity_low", "perplexity_high"), REAL)
+)
 
 VIEWS = {
     "results": View("one row per evaluation: perplexities with intervals", None, _one("results.parquet"), _parquet),
+    "main": View(
+        "the main table: perplexity of each of its systems on each domain", _MAIN, _one("results.parquet"), _rows(_main)
+    ),
     "differences": View("systems against others on the same documents", None, _one("differences.parquet"), _parquet),
     "priors": View("cached and fitted priors by domain and expert", None, _one("priors.parquet"), _parquet),
     "posteriors": View("the posterior after each block", None, _one("posteriors.parquet"), _parquet),
@@ -323,6 +346,13 @@ VIEWS = {
         {**_WHICH, **_WHERE, "expert": TEXT, "document": WHOLE, "origin": WHOLE, "tokens": WHOLE, "nll": REAL},
         _found("evaluations/*.losses.parquet", _of_losses),
         _parquet,
+    ),
+    "contexts": View(
+        "losses by length of blocks and position in them: nll in nats",
+        None,
+        _found("evaluations/*.contexts.parquet", _of_contexts),
+        _parquet,
+        optional=True,
     ),
     "loads": View(
         "how often test tokens choose each expert of a layer, in token-routed models",

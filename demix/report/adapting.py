@@ -5,8 +5,9 @@ import pandas as pd
 from demix.config.counts import parameters
 from demix.report.domains import mean_of
 from demix.report.material import Material
-from demix.report.systems import added, before_adding, before_dense_dapt, dense_adapted, one_added
+from demix.report.systems import before_adding, before_dense_dapt, dense_adapted, one_added
 from demix.report.table import Table
+from demix.run.main_systems import added
 from demix.run.run import Run
 
 ADAPTATIONS = ("Dense-DAPT", "DEMix-DAPT", "One expert added")

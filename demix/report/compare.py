@@ -33,8 +33,8 @@ from demix.files import digest, is_made, read_json, seed_for
 from demix.progress import progress
 from demix.report.domains import domains_of, percent
 from demix.report.read import read_metrics, read_results
-from demix.report.systems import main_systems
 from demix.run.kept import kept
+from demix.run.main_systems import main_systems
 from demix.run.run import Run
 from demix.run.systems import System, evaluated
 

@@ -1,15 +1,20 @@
 """The families of models: dense, DEMix, BTM and c-BTM, as the tables and claims that compare them know them."""
 
+import json
 import math
 from dataclasses import dataclass, replace
 
 from demix.config.architecture import Architecture
 from demix.config.clustering import Clustering
 from demix.config.counts import training_flops_per_token
+from demix.config.training import fingerprinted
 from demix.report.systems import BALANCED
 from demix.run.models import Model
 from demix.run.run import Run
 from demix.run.systems import System, by_distance, merged_label, routed_weights, systems_of, table_rows
+
+# The settings in which the rows of a line may differ.
+_BUDGET = ("tokens", "parent", "experts_per_job", "averages", "merged_routed", "dev_blocks", "replicas", "ranks")
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,11 @@ class Family:
         return f"{routed.experts}, top-{routed.top_k}" if routed else "1"
 
     @property
+    def dense(self) -> bool:
+        """Whether it is one dense model."""
+        return self.chosen == "1" and not self.model.kind.has_experts
+
+    @property
     def made(self) -> str:
         """How the clusters were made; empty for experts of domains."""
         if not self.clustering:
@@ -121,8 +131,22 @@ def one_clusters(run: Run) -> dict[tuple[int, str], System]:
 
     A seed is a state of Dense (Balanced), which goes on with the same schedule.
     """
-    single = [one for one in families(run).values() if one.chosen == "1" and not one.model.kind.has_experts]
+    single = [one for one in families(run).values() if one.dense]
     return {one.budget: one.system for one in single if one.begun or one.system == BALANCED}
+
+
+def lines(run: Run) -> list[list[Family]]:
+    """The families in lines: those of a line differ in their budget alone, and begin alike. The smallest budget first.
+
+    They may also differ in what changes no training.
+    """
+    found: dict[tuple[str, ...], list[Family]] = {}
+    for family in families(run).values():
+        base, settings = family.model.base, fingerprinted(family.model.settings)
+        kept = {name: value for name, value in settings.items() if name not in _BUDGET}
+        alike = base.kind.name, base.initial, family.begun, json.dumps(kept, sort_keys=True)
+        found.setdefault(alike, []).append(family)
+    return [sorted(line, key=lambda family: family.tokens) for line in found.values()]
 
 
 def training_flops(model: Model, run: Run) -> tuple[float, float]:

@@ -5,8 +5,8 @@ import rich.table
 
 from demix.report.domains import Domains
 from demix.report.material import Material
-from demix.report.systems import main_systems, ngram_lines
 from demix.report.table import cell
+from demix.run.main_systems import main_systems, ngram_lines
 
 
 def main_table(material: Material) -> rich.table.Table:

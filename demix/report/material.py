@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from demix.files import check_sealed
 from demix.report.domains import Domains, domains_of, partly_known
-from demix.report.needs import TASKS
+from demix.report.needs import CLUSTERS, TASKS
 from demix.run.run import Run
 
 if TYPE_CHECKING:
@@ -156,6 +156,13 @@ class Material:
         return read_tasks(self.run.folder / "tasks.parquet")
 
     @cached_property
+    def task_weights(self) -> "pd.DataFrame":
+        """The rows of task_weights.parquet."""
+        from demix.report.read import read_task_weights
+
+        return read_task_weights(self.run.folder / "task_weights.parquet")
+
+    @cached_property
     def tokens_before(self) -> dict[str, int | None]:
         """The tokens that the models in folders, with which rows began, had learned from."""
         from demix.report.read import tokens_before
@@ -195,6 +202,7 @@ class Material:
             check_sealed(path)
         _ = self.partly_known, self.cost, self.clusters, self.loads, self.contexts
         _ = self.tasks if TASKS.met(self.run) else None
+        _ = self.task_weights if TASKS.met(self.run) and CLUSTERS.met(self.run) else None
         return self
 
     @cached_property

@@ -42,12 +42,19 @@ def _further_temperature(run: Run) -> bool:
     return _from_clusters(run) and len(evaluation.temperatures) + len(evaluation.routing_context) > 1
 
 
+def _dense_budgets(run: Run) -> bool:
+    from demix.report.families import lines
+
+    return any(line[0].dense and len(line) > 1 for line in lines(run))
+
+
 NOVEL = Need("novel domains", lambda run: bool(run.novel))
 SECOND_TRAINING = Need("second training domain", lambda run: len(run.training) > 1)
 WITHOUT_DOMAIN = Need("model trained without a domain", lambda run: bool(run.config.removal.retrain_without))
 DENSE_UNBALANCED = Need("model dense_unbalanced", lambda run: "dense_unbalanced" in _causal(run))
 DOMAIN_TOKEN = Need("model domain_token", lambda run: "domain_token" in _causal(run))
 FAMILIES = Need("several families", _several_families, told=False)
+BUDGETS = Need("dense model of another budget", _dense_budgets, told=False)
 CLUSTERS = Need("model that learns from clusters", _from_clusters, told=False)
 TEMPERATURES = Need("further temperature or context", _further_temperature, told=False)
 ROUTERS = Need("model whose tokens choose experts", _routed, told=False)

@@ -10,8 +10,9 @@ from demix.report.domains import Domains, percent
 from demix.report.families import all_training_flops, families, training_flops
 from demix.report.material import Material
 from demix.report.results import paired
-from demix.report.systems import BALANCED, CACHED, added, main_systems, ngram_lines
+from demix.report.systems import BALANCED, CACHED
 from demix.report.verdict import mean_interval
+from demix.run.main_systems import added, main_systems, ngram_lines
 from demix.run.models import Model
 from demix.run.run import Run
 from demix.run.systems import System, row_systems, table_rows

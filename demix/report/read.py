@@ -34,6 +34,7 @@ TASK_COLUMNS = (
     *("task", "model", "routing", "top_k", "expert", "reads", "shots", "seeds", "examples", "accuracy"),
     *("accuracy_low", "accuracy_high", "chance", "judged"),
 )
+TASK_WEIGHT_COLUMNS = ("task", "model", "routing", "expert", "weight")
 PRIOR_COLUMNS = ("model", "experts", "weights", "domain", "kind", "expert", "prior", "seed")
 
 
@@ -72,6 +73,11 @@ def read_audit(path: str | Path) -> pd.DataFrame:
 def read_tasks(path: str | Path) -> pd.DataFrame:
     """The rows of `tasks.parquet`."""
     return _read(path, TASK_COLUMNS)
+
+
+def read_task_weights(path: str | Path) -> pd.DataFrame:
+    """The rows of `task_weights.parquet`."""
+    return _read(path, TASK_WEIGHT_COLUMNS)
 
 
 def _read(path: str | Path, columns: tuple[str, ...], key: tuple[str, ...] = ()) -> pd.DataFrame:

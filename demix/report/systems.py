@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from demix.run.main_systems import added, trained_systems
 from demix.run.models import adapted, left_out, one_more, trained_without
 from demix.run.run import Run
-from demix.run.systems import System, bases, ngram_systems, paper_systems, row_systems, systems_of, table_rows
+from demix.run.systems import System, bases, ngram_systems, paper_systems, systems_of
 
 # A system, or the one that belongs to a domain.
 ByDomain = System | Callable[[str], System]
@@ -14,15 +15,6 @@ ByDomain = System | Callable[[str], System]
     paper_systems(name) for name in ("dense_unbalanced", "dense", "domain_token", "demix")
 )
 POSTERIOR_MIXTURES = (UNIFORM, UPDATING, CACHED)
-
-
-def added(run: Run) -> tuple[System, System]:
-    """Two systems of the model with added experts, over all its experts: each domain's own expert, and the mixture."""
-    row, label = run.receiver.row, run.receiver.label
-    return (
-        System(f"{label}, all experts (naive)", row, "all", "naive"),
-        System(f"{label}, all experts (cached)", row, "all", "cached", "history"),
-    )
 
 
 def before_adding(run: Run) -> tuple[System, System]:
@@ -83,11 +75,6 @@ def baselines(run: Run) -> list[System]:
     return [base for base in (DENSE, BALANCED) if base in bases(run).values()]
 
 
-def trained_systems(run: Run) -> list[System]:
-    """The systems of every row of `models` over its training experts: first the paper's rows, then further rows."""
-    return [system for row in table_rows(run).values() for system in row_systems(row, run)]
-
-
 def in_domain(run: Run) -> Iterator[System]:
     """The systems of Tables 3 and 4.
 
@@ -99,30 +86,6 @@ def in_domain(run: Run) -> Iterator[System]:
             yield system
             if system == CACHED:
                 yield system.released_scorer()
-
-
-def ngram_lines(run: Run) -> list[System]:
-    """The n-grams of the main table, by order: of all training text, and of domains by `tempered`, else `cached`."""
-    systems = ngram_systems(run)
-    weights = next((one.weights for one in systems if one.weights.startswith("tempered")), "")
-    return [
-        one
-        for one in systems
-        if one.method == "dense" or (one.weights == weights if weights else one.method == "cached")
-    ]
-
-
-def main_systems(run: Run) -> list[tuple[System, System]]:
-    """The lines of the main table, n-grams last: each system after the one whose name it has there."""
-    systems = trained_systems(run)
-    lines = [(system, system) for system in systems if not system.weights]
-    lines += [
-        (system, variant)
-        for system in (*(system for system in systems if system.weights == "history"), added(run)[1])
-        for variant in (system, system.with_weights("released"))
-    ]
-    lines += [(system, system) for system in systems if system.weights not in ("", "history")]
-    return lines + [(system, system) for system in ngram_lines(run)]
 
 
 def systems_on(domain: str, kind: str, run: Run) -> list[System]:

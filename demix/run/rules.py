@@ -177,6 +177,20 @@ class RunRules:
         sources = given.sources | ({"test": given.tested} if given.tested else {})
         return [*self.task_documents(task), *(file for source in sources.values() for file in source.files)]
 
+    def task_jobs(self, model: str) -> dict[str, tuple[str, ...]]:
+        """The tasks of each job that scores tasks under a model, by the job's log, a path without its suffix.
+
+        One job scores all tasks of a run. A task that joins a model with scores has a job of its own, so that no other
+        is scored again; from then on its log tells so.
+        """
+        folder = self.run.folder
+        logs = {task: f"{model}/{task}" for task in self.run.config.tasks}
+        first = [task for task, log in logs.items() if not (folder / "logs" / "fewshot" / f"{log}.log").exists()]
+        scored = [task for task in first if (folder / "tasks" / model / f"{task}.parquet").exists()]
+        together = tuple(scored or first)
+        alone = {log: (task,) for task, log in logs.items() if task not in together}
+        return ({model: together} if together else {}) | alone
+
     def shards(self, clustering: str, clusters: Iterable[str], split: str) -> list[str]:
         """The token files of a split of the clusters of a clustering."""
         return [f"{self.folder}/clusters/{clustering}/shards/{cluster}/{split}.arrow" for cluster in clusters]

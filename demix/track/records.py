@@ -18,8 +18,8 @@ from demix.report import report_files
 from demix.report.domains import domains_of
 from demix.report.read import read_metrics, read_results
 from demix.report.results import Results
-from demix.report.systems import main_systems
 from demix.run.kept import kept
+from demix.run.main_systems import main_systems
 from demix.run.models import AdaptationJob, Model
 from demix.run.run import Run
 from demix.settings import written
@@ -29,7 +29,7 @@ PARAM_KEY_LENGTH, PARAM_VALUE_LENGTH = 250, 6000
 Span = tuple[float, float]
 TABLES = (
     *("config.json", "results.parquet", "priors.parquet"),
-    *("differences.parquet", "posteriors.parquet", "audit.parquet", "tasks.parquet"),
+    *("differences.parquet", "posteriors.parquet", "audit.parquet", "tasks.parquet", "task_weights.parquet"),
 )
 RESULT_COLUMNS = (
     *("domain", "method", "weights", "expert", "top_k", "perplexity", "perplexity_low", "perplexity_high"),

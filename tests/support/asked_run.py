@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from demix.data.shards import TokenShard
+from demix.evaluate.columns import CONTEXTS, table_schema
 from demix.evaluate.score_tables import tokens_sha256, write_scores, write_tokens
 from demix.files import read_json, read_parquet, write_json, write_json_lines, write_parquet
 from support.synthetic_run import build_run, with_keys
@@ -31,6 +32,8 @@ def build_asked_run(run: Path, tokens: Path) -> None:
     write_parquet(pa.table({name: [value] for name, value in audit.items()}), run / "audit.parquet")
     loads = {"domain": "licenses", "layer": 2, "expert": 0, "choices": 17}
     write_parquet(pa.table({name: [value] for name, value in loads.items()}), run / "loads" / "dense.parquet")
+    for domain in TRAINING + NOVEL:
+        _contexts(run, domain)
     accuracy = {"task": "topics", "model": "demix", "routing": "history", "accuracy": 0.5, "chance": 0.25, "seed": 1}
     write_parquet(pa.table({name: [value] for name, value in accuracy.items()}), run / "tasks.parquet")
     for path in (tokens / "corpus").glob("*/*"):
@@ -48,6 +51,21 @@ def build_asked_run(run: Path, tokens: Path) -> None:
         path = run / "benchmarks" / f"{job}.tsv"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"s\tcpu_time\tmax_rss\n{10.5 * number}\t{10.0 * number}\t300.25\n")
+
+
+def _contexts(run: Path, domain: str) -> None:
+    """The losses of a domain in blocks of two lengths, 5 nats a token before position 16 and 4 nats behind it."""
+    about = {
+        "model": "dense", "experts": "dense", "method": "dense", "weights": "", "domain": domain, "split": "test",
+        "kind": "training" if domain in TRAINING else "novel", "tokens_sha256": "0" * 64, "seed": 1,
+    }  # fmt: skip
+    rows = [
+        about | {"context": context, "begin": begin, "end": begin + 16, "tokens": 10, "nll": 40.0 if begin else 50.0}
+        for context in (16, 32)
+        for begin in range(0, context, 16)
+    ]
+    path = run / "evaluations" / f"{domain}.contexts.parquet"
+    write_parquet(pa.Table.from_pylist(rows, table_schema(CONTEXTS)), path)
 
 
 def _score(run: Path, tokens: Path, domain: str) -> None:

@@ -35,6 +35,7 @@ FLEETING |= {"sweep/<model>.json", "metrics/sweep/<model>/<rate>.jsonl", "settin
 FLEETING |= {"routing/<clustering>/<context>/<domain>.<split>.parquet", "models/<model>/clusterer/…"}
 FLEETING |= {"models/<model>/imported/…", "parents/<owner>--<name>-<commit>/"}
 FLEETING |= {"loads/<model>.parquet", "examples/<task>.parquet", "tasks/<model>/<task>.parquet", "tasks.parquet"}
+FLEETING |= {"task_weights.parquet"}
 FLEETING |= {"scores/<model>@<context>/<domain>.test/…", "evaluations/<domain>.contexts.parquet"}
 FLEETING |= {"seeds/<model>/step-<n>/manifest.json", "seeds/<model>/step-<n>/<part>.safetensors"}
 FLEETING |= {"models/<model>/sums.safetensors", "scores/<model>@top-<k>/<domain>.test/…"}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from demix.report.adapting import adaptation_table
 from demix.report.material import Material
-from demix.report.systems import ngram_lines, trained_systems
+from demix.run.main_systems import ngram_lines, trained_systems
 from demix.run.run import Run
 
 README = Path(__file__).parents[2] / "README.md"

@@ -262,7 +262,7 @@ def test_tables_columns_and_words_are_completed(run: Path) -> None:
         return {one.text: one.display_meta_text for one in found}
 
     assert completed("select * from post") == {"posteriors": "table", "posterior": "column of posteriors"}
-    assert completed("select r.perplexity_h") == {"perplexity_high": "column of results, differences"}
+    assert completed("select r.perplexity_h") == {"perplexity_high": "column of results, main, differences"}
     assert "order by" in completed("from results ord")
     assert "overlap" in completed("from ov")
     assert [is_whole(text) for text in ("select 1", "select 1;", "", ".tables", "exit", "from results\n;")] == [

@@ -349,9 +349,11 @@ def test_a_run_is_classified_as_by_hand(tokens: Path, tmp_path: Path) -> None:
     ]
     given = {"tasks": TASKS, "models": models, "weights": ["history", "tempered", "cluster"], "temperature": 0.3,
              "top_k": [1, 2]}  # fmt: skip
-    done = demix("classify", tmp_path, "--settings", json.dumps(given), "--output", tmp_path / "tasks.parquet")
+    done = demix("classify", tmp_path, "--settings", json.dumps(given), "--output", tmp_path / "tasks.parquet",
+                 "--weights", tmp_path / "weights.parquet")  # fmt: skip
     assert done.exit_code == 0, done.output
     rows = pd.read_parquet(tmp_path / "tasks.parquet")
+    weighted = pd.read_parquet(tmp_path / "weights.parquet")
     assert {*rows["task"]} == {*TASKS}
     assert (rows.query("model == 'dense'")["routing"] == "dense").all()
     assert rows["accuracy"].between(0, 1).all()
@@ -363,11 +365,12 @@ def test_a_run_is_classified_as_by_hand(tokens: Path, tmp_path: Path) -> None:
         assert experts == TRAINING
         cues = {one.prompt.example: one for one in scored if one.prompt.split == "cue"}
         tests = [one for one in scored if one.prompt.split == "test"]
-        hits = 0
+        hits, weights = 0, []
         for one in tests:
             point = clusterer.embedding.points([one.prompt.context])
             squared = euclidean_distances(point, clusterer.centres, squared=True)[0, order]
             log_g = log_weights(-squared / 0.3, 0)
+            weights.append(np.exp(log_g))
             totals = np.array([log_mixture(log_g, label).sum() for label in one.labels])
             if one.prompt.cue >= 0:
                 totals -= [log_mixture(log_g, label).sum() for label in cues[one.prompt.cue].labels]
@@ -376,6 +379,8 @@ def test_a_run_is_classified_as_by_hand(tokens: Path, tmp_path: Path) -> None:
         assert row["accuracy"] == hits / len(tests)
         assert row["chance"] == pytest.approx(1 / len(tests[0].labels))
         assert (row["clustering"], row["temperature"]) == ("by_domain", 0.3)
+        used = weighted.query("task == @name and routing == 'cluster' and model == 'demix'").set_index("expert")
+        assert used.loc[list(TRAINING), "weight"].to_numpy() == pytest.approx(np.mean(weights, axis=0).ravel())
     # A clusterer that was fitted again has shards of other tokens than those that the experts learned from.
     write_json(tmp_path / "clusters" / "by_domain" / "shards" / TRAINING[0] / "train.json", {"sha256": "0" * 64})
     done = demix("classify", tmp_path, "--settings", json.dumps(given), "--output", tmp_path / "again.parquet")

@@ -6,7 +6,7 @@ import pytest
 
 from demix.config.config import Config
 from demix.errors import DemixError
-from demix.report.systems import trained_systems
+from demix.run.main_systems import trained_systems
 from demix.run.run import Run
 from support.configs import small_run
 

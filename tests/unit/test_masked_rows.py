@@ -35,9 +35,9 @@ from demix.plan.flops import scoring_flops
 from demix.report import report_files
 from demix.report.material import Material
 from demix.report.read import read_results
-from demix.report.systems import main_systems
 from demix.run.check import completed_run
 from demix.run.compared import compared
+from demix.run.main_systems import main_systems
 from demix.run.models import Model
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs

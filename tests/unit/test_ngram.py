@@ -22,9 +22,9 @@ from demix.evaluate.score_tables import read_scores
 from demix.model.ngram import FALLBACK, KneserNey, discounts_of
 from demix.report.main_table import main_table
 from demix.report.results import Results
-from demix.report.systems import ngram_lines
 from demix.run.check import completed_run
 from demix.run.compared import compared
+from demix.run.main_systems import ngram_lines
 from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.systems import bases, evaluated

@@ -1,22 +1,29 @@
 """`demix sql`: answers about a run, from its files alone and without a change of anything."""
 
 import json
+import math
 import re
 import shutil
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 
 from demix.data.tokenizer import Tokenizer
-from demix.files import read_parquet, sha256_file
+from demix.files import read_parquet, sha256_file, write_parquet
 from demix.files.batches import read_batches
 from demix.query import views
 from demix.query.views import VIEWS
+from demix.report.material import Material
+from demix.report.ranking import ranking
+from demix.run.run import Run
 from support.asked_run import TOKENS, build_asked_run
 from support.cli import demix, said
 from support.once import once
+from support.tokens import NOVEL, TRAINING
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs" / "questions.md").read_text()
@@ -109,12 +116,42 @@ def test_losses_are_sums_of_scores(run: Path) -> None:
     assert found["off"] < 1e-6
 
 
+def test_main_has_the_numbers_of_the_main_table(own: Path) -> None:
+    """Of the systems of the first page, without oracles, and without rows of other seeds and numbers of experts."""
+    results = read_parquet(own / "results.parquet").to_pandas()
+    cached = results.query("experts == 'training' and method == 'cached' and variant == ''")
+    others = [cached.assign(perplexity=1.0, **{name: 2}) for name in ("top_k", "seed")]
+    written = pa.Table.from_pandas(pd.concat([results, *others]), preserve_index=False)
+    write_parquet(written, own / "results.parquet")
+    material = Material(Run.read(own))
+    found = rows(own, "select system, kind, avg(perplexity) as mean, count(*) as n from main group by all")
+    means = {(row["system"], row["kind"]): row["mean"] for row in found}
+    expected = {
+        (entry.label, kind): measured.mean
+        for entry in ranking(material).entries
+        for kind, measured in entry.on.items()
+        if not (math.isnan(measured.mean) or measured.oracle)
+    }
+    assert means == pytest.approx(expected)
+    assert {row["n"] for row in found} == {len(material.training), len(material.novel)}
+    alone = rows(own, "select distinct method from main where kind = 'novel'")
+    assert {row["method"] for row in alone} == {"dense", "average", "uniform", "updating", "cached", "fitted"}
+
+
+def test_contexts_are_those_of_the_files(run: Path) -> None:
+    found = rows(run, "select context, sum(nll) / sum(tokens) as nats from contexts group by all order by context")
+    assert found == [{"context": 16, "nats": 5}, {"context": 32, "nats": 4.5}]
+    kinds = {row["kind"]: row["n"] for row in rows(run, "select kind, count(*) as n from contexts group by all")}
+    assert kinds == {"training": 3 * len(TRAINING), "novel": 3 * len(NOVEL)}
+
+
 def test_only_the_files_that_a_query_needs_are_opened(own: Path) -> None:
     """All others are damaged, so that to open one is an error."""
     kept = {"scores/demix/fantasy.test/tokens.parquet", "scores/demix/fantasy.test/licenses.parquet"}
     kept |= {"config.json", "evaluations/fantasy.losses.parquet", "corpus/fantasy/test.parquet"}
     # These say what columns there are.
     kept |= {f"{name}.parquet" for name in ("results", "priors", "differences", "posteriors", "audit")}
+    kept |= {"evaluations/fantasy.contexts.parquet"}
     for path in own.rglob("*"):
         if path.is_file() and str(path.relative_to(own)) not in kept:
             path.write_bytes(path.read_bytes()[:-20])
@@ -131,6 +168,7 @@ def test_only_the_files_that_a_query_needs_are_opened(own: Path) -> None:
         ("select * from benchmarks where rule = 'train'", "train/demix.tsv"),
         ("select text from documents", ".parquet"),
         ("select * from metrics", ".jsonl"),
+        ("select nll from contexts where domain = 'scripture'", "scripture.contexts.parquet"),
     ):
         told = said(["sql", str(own), query])
         assert told is not None, query

@@ -192,6 +192,34 @@ def test_settings_too_long_for_an_argument_go_by_file(tmp_path: Path, monkeypatc
     assert read_run_config(Path()) == one.run.config
 
 
+def test_tasks_that_join_a_model_with_scores_are_scored_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def jobs(*names: str, model: str = "demix") -> dict[str, tuple[str, ...]]:
+        return rules(tasks={name: {"made": "domains"} for name in names}).task_jobs(model)
+
+    def made(path: str) -> None:
+        (Path("results/tiny") / path).parent.mkdir(parents=True, exist_ok=True)
+        (Path("results/tiny") / path).touch()
+
+    assert jobs("a", "b") == {"demix": ("a", "b")}
+    for path in ("logs/fewshot/demix.log", "tasks/demix/a.parquet", "tasks/demix/b.parquet"):
+        made(path)
+    assert jobs("a", "b") == {"demix": ("a", "b")}
+    # Before, while and after the tasks that were added are scored.
+    added = {"demix": ("a", "b"), "demix/c": ("c",), "demix/d": ("d",)}
+    for path in ("logs/fewshot/demix/c.log", "tasks/demix/c.parquet", "logs/fewshot/demix/d.log"):
+        assert jobs("d", "a", "c", "b") == added
+        made(path)
+    assert jobs("c", "a", "b", "d") == added
+    assert jobs("a", "b", "c", model="dense") == {"dense": ("a", "b", "c")}, "a model that is added"
+    # A job that runs again has lost what it made before.
+    for name in ("a", "b"):
+        Path(f"results/tiny/tasks/demix/{name}.parquet").unlink()
+    assert jobs("a", "b", "c", "d") == added
+    assert jobs("c") == {"demix/c": ("c",)}
+
+
 def test_local_files_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("b.txt", "a.txt"):

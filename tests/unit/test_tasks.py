@@ -21,6 +21,7 @@ from demix.evaluate.classification import (
     choice,
     judged,
     likelihoods,
+    mean_weights,
     performance,
     resampled_means,
     routings,
@@ -123,6 +124,26 @@ def test_calibration_takes_off_the_label_without_the_text_by_the_same_weights() 
         assert rows["cluster", None, ""][number] == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.parametrize("cues", [False, True])
+def test_a_released_row_mixes_labels_after_a_softmax_over_labels(cues: bool) -> None:
+    scored = made_up(E, cues=cues)
+    rows, near = found(scored), near_of(scored).of_context
+    bare = {one.prompt.example: one for one in scored if one.prompt.split == "cue"}
+    for number, one in enumerate(one for one in scored if one.prompt.split == "test"):
+        sums = np.stack([label.sum(axis=0) for label in one.labels])
+        if cues:
+            sums -= np.stack([label.sum(axis=0) for label in bare[one.prompt.cue].labels])
+        shares = softmax(sums, axis=0)
+        assert np.exp(rows["average, released", None, ""][number]) == pytest.approx(shares.mean(axis=1))
+        for top_k in (None, 1, 2):
+            g = np.exp(log_weights(-near[one.prompt.context] / 0.1, 0, top_k))
+            expected = [sum(g[j] * label[j] for j in range(E)) for label in shares]
+            assert np.exp(rows["cluster, released", top_k, ""][number]) == pytest.approx(expected)
+    assert {name for name, _, _ in rows if name.endswith("released") and name != "released"} == {
+        f"{name}, released" for name in ("average", "cluster", "fixed, 8 + 8", "fixed, 8", "updating")
+    }
+
+
 def test_one_expert_is_itself_by_every_routing() -> None:
     task, scored = TASK, [
         replace(one, context=one.context[:, :1], labels=tuple(label[:, :1] for label in one.labels))
@@ -204,6 +225,22 @@ def test_an_expert_alone_is_right_by_what_calibration_leaves_of_its_labels() -> 
     assert np.exp(weights[1]) == pytest.approx(softmax(right.mean(axis=0)), abs=1e-12)
 
 
+def test_mean_weights_are_those_of_the_contexts_alone() -> None:
+    scored = made_up(E)
+    near, tests = near_of(scored), [one for one in scored if one.prompt.split == "test"]
+    named = {
+        routing.name: mean_weights(scored, routing)
+        for routing in routings(TASK, EXPERTS, scored, GIVEN, near, Tempered(0.2, 0.9))
+        if routing.mixes
+    }
+    close = [-near.of_context[one.prompt.context] / 0.1 for one in tests]
+    seen = [one.context.sum(axis=0) for one in tests]
+    assert named["cluster"] == pytest.approx(softmax(close, axis=1).mean(axis=0))
+    assert named["history"] == pytest.approx(softmax(seen, axis=1).mean(axis=0))
+    assert named["cluster+history"] == pytest.approx(softmax(np.add(close, seen), axis=1).mean(axis=0))
+    assert not {"average", "own expert", "one expert"} & named.keys()
+
+
 def test_without_demonstrations_nothing_is_permuted() -> None:
     scored = [one for one in made_up(E) if one.prompt.split != "permutation"]
     names = [routing.name for routing in routings(TASK, EXPERTS, scored, GIVEN, None, Tempered(0.2, 0.9))]
@@ -219,9 +256,10 @@ def test_what_reads_labels_is_marked() -> None:
         }
         for made in ("domains", "continuations")
     }
-    assert {name for name, reads in told["domains"].items() if reads == "test labels"} == {"updating", "own expert"}
+    read = {"updating", "updating, released"}
+    assert {name for name, reads in told["domains"].items() if reads == "test labels"} == read | {"own expert"}
     assert told["continuations"]["own expert"] == "the domain"
-    assert {name for name, reads in told["continuations"].items() if reads == "test labels"} == {"updating"}
+    assert {name for name, reads in told["continuations"].items() if reads == "test labels"} == read
 
 
 def test_ties_are_broken_by_content_and_not_by_place() -> None:

@@ -10,6 +10,7 @@ import pytest
 from demix.evaluate.columns import TASKS, table_schema
 from demix.files import write_parquet
 from demix.report import report_files
+from demix.report.clusters import Clusters
 from demix.report.items import all_items
 from demix.report.material import Material
 from demix.run.run import Run
@@ -35,6 +36,7 @@ ROWS = [
     row("topics", "btm", "average", 0.7),
     row("topics", "btm", "cluster", 0.8),
     row("topics", "btm", "cluster", 0.55, top_k=1),
+    row("topics", "btm", "cluster, released", 0.75, top_k=1),
     row("topics", "btm", "updating", 0.95, reads="test labels"),
     row("topics", "btm", "one expert", 0.6, expert="law"),
     row("topics", "btm", "one expert", 0.9, expert="news"),
@@ -55,7 +57,8 @@ def test_numbers_stand_with_intervals_and_chance(run: Run) -> None:
     table = table_of("tasks", Material(run))
     assert list(table.frame.columns) == ["topics", "domain"]
     assert list(table.frame.index) == [
-        "Dense (Balanced)", "BTM (average)", "BTM (cluster)", "BTM (cluster, top-1)", "BTM (updating) (oracle)",
+        "Dense (Balanced)", "BTM (average)", "BTM (cluster)", "BTM (cluster, top-1)",
+        "BTM (cluster, released, top-1)", "BTM (updating) (oracle)",
         "BTM (own expert)", "BTM (best expert of the test (oracle))", "chance",
     ]  # fmt: skip
     assert table.frame.loc["BTM (cluster)"].tolist() == pytest.approx([80, 58])
@@ -72,6 +75,33 @@ def test_bold_is_the_best_above_chance_that_reads_no_test_label(run: Run) -> Non
     bold = table_of("tasks", Material(run)).bold()
     assert list(bold.index[bold["topics"]]) == ["BTM (cluster)"]
     assert not bold["domain"].any(), "neither oracles nor numbers as chance"
+
+
+def test_the_clusters_that_a_task_uses_most_stand_with_their_terms(tmp_path: Path) -> None:
+    models = {"cbtm": {"kind": "branched", "data": "k4"}, "btm": {"kind": "branched"}}
+    clusterings = {"k4": {"clusters": 4}}
+    run = small_run(tmp_path, **SECTIONS | {"models": models, "clusterings": clusterings, "training": {"sequences": 2}})
+    of_topics = {"cluster": (0.1, 0.5, 0.0, 0.4), "updating": (0.2, 0.2, 0.3, 0.3)}
+    rows = [
+        {"task": task, "model": "cbtm", "routing": routing, "expert": f"c{number:02d}", "weight": weight}
+        for task, order in (("topics", 1), ("domain", -1))
+        for routing, weights in of_topics.items()
+        for number, weight in enumerate(weights[::order])
+    ]
+    others = [{"task": "topics", "model": "btm", "routing": "cluster", "expert": "law", "weight": 1.0}]
+    names = [f"c{number:02d}" for number in range(4)]
+    clusters = Clusters({"k4": {name: [name, "word"] for name in names}}, pd.DataFrame(), pd.DataFrame())
+    table = table_of(
+        "task_clusters", Material(run, {"task_weights": pd.DataFrame(rows + others), "clusters": clusters})
+    )
+    label = run.rows["cbtm"].label
+    asked = [("topics", ("c01", "c03", "c00")), ("domain", ("c02", "c00", "c03"))]
+    assert list(table.frame.index) == [f"{label}, {task}: {name}" for task, found in asked for name in found]
+    assert table.frame["cluster"].tolist() == pytest.approx([50, 40, 10, 50, 40, 10])
+    assert table.frame["updating"].tolist() == pytest.approx([20, 30, 20, 20, 30, 20])
+    assert table.frame["Terms"].iloc[0] == "c01, word"
+    assert "tables/task_clusters.html" in report_files(run)
+    assert "tables/task_clusters.html" not in report_files(small_run(tmp_path, **SECTIONS))
 
 
 def test_only_a_run_with_tasks_has_the_table(run: Run) -> None:

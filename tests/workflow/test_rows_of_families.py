@@ -297,6 +297,10 @@ def test_tasks_join_a_finished_run(finished: tuple[Path, dict[str, str], str]) -
     assert routings["demix"] == routings["btm"] == routings["cbtm_2"] | {"own expert"}
     clusterings = rows.groupby("model")["clustering"].agg(set)
     assert (clusterings["cbtm_2"], clusterings["btm"]) == ({"k2"}, {"by_domain"})
+    weighted = pd.read_parquet(run / "task_weights.parquet").query("model == 'cbtm_2'")
+    assert weighted.groupby(["task", "routing"])["weight"].sum().to_numpy() == pytest.approx(1)
+    used = (run / "report" / "tables" / "task_clusters.md").read_text()
+    assert all(f"{Run.read(run).rows['cbtm_2'].label}, {task}: c0" in used for task in ROWS["tasks"])
     # An answer of one whole expert, from the file of scores alone.
     scores = pq.read_table(run / "tasks" / "btm" / "domain.parquet").to_pandas()
     examples = pd.read_parquet(run / "examples" / "domain.parquet").query("split == 'test'")
@@ -311,6 +315,16 @@ def test_tasks_join_a_finished_run(finished: tuple[Path, dict[str, str], str]) -
     page = (run / "report" / "index.html").read_text()
     assert "tables/tasks.html" in page
     assert "Accuracy on tasks" in (run / "report" / "tables" / "tasks.md").read_text()
+
+
+def test_a_task_that_is_added_is_scored_alone(finished: tuple[Path, dict[str, str], str]) -> None:
+    folder = finished[0]
+    tasks = ROWS["tasks"] | {"more": {"made": "domains", "examples": 5}}
+    (folder / "added.yaml").write_text(yaml.safe_dump(TINY | ROWS | {"tasks": tasks}, sort_keys=False))
+    jobs = jobs_by_rule(ran(folder, "added.yaml", "-n", "--quiet", "rules"))
+    scored = {f"fewshot_{path.name}__more": 1 for path in (folder / "results" / "tiny" / "tasks").iterdir()}
+    after = {"classify": 1, "run_config": 1, "report": 1, "card": 1, "track": 1}
+    assert jobs == scored | {"examples": 1} | after
 
 
 def test_masked_rows_have_a_table_of_their_own(finished: tuple[Path, dict[str, str], str]) -> None:

@@ -134,6 +134,7 @@ rule report:
         expand(f"{RUN}/corpus/{{domain}}/card.json", domain=TRAINING),
         f"{RUN}/audit.parquet" if WITHOUT else [],
         f"{RUN}/tasks.parquet" if TASKS else [],
+        TASK_WEIGHTS,
         METRICS,
         # What a report of clusters reads besides.
         [f"{RUN}/clusters/{clustering}/clusterer.json" for clustering in THIS.learned_clusterings],

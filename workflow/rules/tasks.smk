@@ -3,6 +3,8 @@ TASKS = CONFIG.tasks
 ASKED = systems.classified(THIS)
 # A run without tasks has null here.
 GIVEN_TASKS = {name: written(task) for name, task in TASKS.items()} or None
+# How routings weight clusters, of which the report has a table.
+TASK_WEIGHTS = [f"{RUN}/task_weights.parquet"] if TASKS and systems.clustered(THIS) else []
 
 
 wildcard_constraints:
@@ -30,19 +32,20 @@ rule examples:
         " --settings {params.settings:q} --output {output} 2> {log}"
 
 
-for model in ASKED:
+# A task that is added to a finished run is scored alone.
+for model, place, tasks in [(model, *job) for model in ASKED for job in RULES.task_jobs(model.name).items()]:
 
     rule:
         name:
-            f"fewshot_{model.rule}"
+            f"fewshot_{model.rule}{place.removeprefix(model.name).replace('/', '__')}"
         input:
             model=RULES.experts(model.name, model.experts),
-            examples=[f"{RUN}/examples/{task}.parquet" for task in TASKS],
+            examples=[f"{RUN}/examples/{task}.parquet" for task in tasks],
             tokenizer=f"{RUN}/tokenizer.json",
         output:
-            [f"{RUN}/tasks/{model.name}/{task}.parquet" for task in TASKS],
+            [f"{RUN}/tasks/{model.name}/{task}.parquet" for task in tasks],
         log:
-            f"{RUN}/logs/fewshot/{model.name}.log",
+            f"{RUN}/logs/fewshot/{place}.log",
         conda:
             "../../environment.yml"
         threads: CONFIG.threads
@@ -51,7 +54,7 @@ for model in ASKED:
         params:
             settings=verbatim(
                 RULES.as_json(
-                    tasks=GIVEN_TASKS,
+                    tasks={name: GIVEN_TASKS[name] for name in tasks},
                     precision=CONFIG.evaluation.precision,
                     threads=CONFIG.threads,
                 )
@@ -74,6 +77,7 @@ rule classify:
         ],
     output:
         f"{RUN}/tasks.parquet",
+        TASK_WEIGHTS,
     log:
         f"{RUN}/logs/classify.log",
     conda:
@@ -102,4 +106,7 @@ rule classify:
         ),
         run=below_run(""),
     shell:
-        "demix classify {params.run} --settings {params.settings:q} --output {output} 2> {log}"
+        # A run without clusters keeps its command, and does not run again.
+        "demix classify {params.run} --settings {params.settings:q} --output "
+        + ("{output[0]} --weights {output[1]}" if TASK_WEIGHTS else "{output}")
+        + " 2> {log}"

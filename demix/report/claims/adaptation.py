@@ -7,8 +7,9 @@ from demix.progress import so_many
 from demix.report.claims.row import Row, Versus
 from demix.report.material import Material
 from demix.report.needs import NOVEL
-from demix.report.systems import added, before_adding, before_dense_dapt, dense_adapted, one_added
+from demix.report.systems import before_adding, before_dense_dapt, dense_adapted, one_added
 from demix.report.verdict import UNCHANGED, Part, as_percent, compare
+from demix.run.main_systems import added
 
 
 def _parent(material: Material) -> str:

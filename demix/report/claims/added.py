@@ -4,7 +4,8 @@ from functools import partial
 
 from demix.report.claims.row import HARM, Parts, Row, Versus
 from demix.report.needs import NOVEL
-from demix.report.systems import added, before_adding
+from demix.report.systems import before_adding
+from demix.run.main_systems import added
 
 
 def _more(on: str, allowance: float = 0.0) -> Parts:

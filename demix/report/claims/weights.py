@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from demix.report.claims.row import Row, below_dense
-from demix.report.systems import trained_systems
+from demix.run.main_systems import trained_systems
 from demix.run.run import Run
 
 

@@ -5,8 +5,9 @@ each seed of the run, with mean and standard deviation where there are several.
 from demix.report.domains import mean_of, percent
 from demix.report.item import Group, TableItem
 from demix.report.material import Material
-from demix.report.systems import BALANCED, trained_systems
+from demix.report.systems import BALANCED
 from demix.report.table import Table
+from demix.run.main_systems import trained_systems
 
 ITEM = TableItem("Against Dense (Balanced), seed by seed", Group.FURTHER, 5)
 

@@ -5,8 +5,9 @@ row marked oracle takes the best token or expert, chosen on the test data itself
 from demix.report.item import Group, TableItem
 from demix.report.material import Material
 from demix.report.needs import NOVEL
-from demix.report.systems import POSTERIOR_MIXTURES, trained_systems
+from demix.report.systems import POSTERIOR_MIXTURES
 from demix.report.table import Table
+from demix.run.main_systems import trained_systems
 from demix.run.run import Run
 from demix.run.systems import System
 

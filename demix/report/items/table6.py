@@ -7,8 +7,9 @@ from demix.report.domains import mean_of, percent
 from demix.report.item import Group, TableItem
 from demix.report.material import Material
 from demix.report.needs import NOVEL
-from demix.report.systems import ByDomain, added, before_adding, released
+from demix.report.systems import ByDomain, before_adding, released
 from demix.report.table import Table
+from demix.run.main_systems import added
 
 ITEM = TableItem("Table  6: adding experts", Group.PAPER, 6, needs=(NOVEL,))
 

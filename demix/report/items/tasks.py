@@ -51,7 +51,8 @@ def make(material: Material) -> Table:
             "Bold: the highest of the numbers above chance that read no test label. Oracles read test labels: "
             "“updating” those of earlier examples, “own expert” where the domain is asked for, and the best expert.",
             "“fixed, 8 + 8” weights experts by their accuracy on 8 other examples after the demonstrations, “fixed, 8” "
-            "by that on the demonstrations. The names are the paper's, which has 8 demonstrations.",
+            "by that on the demonstrations. The names are the paper's, which has 8 demonstrations. “released” mixes as "
+            "the paper's code does, by the same weights: whole labels, after a softmax over labels of each expert.",
         ),
         formats=dict.fromkeys(names, "{:.1f}"),
         summaries=frozenset({CHANCE}),
@@ -86,7 +87,7 @@ def _label(model: str, row: Any) -> str:
     if row.routing == ALONE:
         return f"{model} ({BEST})"
     kept = "" if pd.isna(row.top_k) else f", top-{row.top_k:.0f}"
-    oracle = " (oracle)" if row.routing == "updating" else ""
+    oracle = " (oracle)" if row.routing.startswith("updating") else ""
     return f"{model} ({row.routing}{kept}){oracle}"
 
 
