@@ -26,7 +26,7 @@ from demix.plan.flops import (
 from demix.plan.muon import muon_cost
 from demix.plan.network import Ring, given, rings_of
 from demix.run.models import AdaptationJob, Model, rule_of
-from demix.run.placement import place_experts
+from demix.run.placement import place_experts, ranks_without
 from demix.run.run import Run
 
 # What the captions of tables with folded rows say.
@@ -134,6 +134,8 @@ def _plan_job(run: Run, job: tuple[Model, ...], ranks: int | None, hardware: Har
     """The plan of one job: of a model, or of experts that are whole models and train one after the other."""
     model, number = job[0], len(job)
     settings, domains = model.settings, len(model.domains)
+    if ranks and model.fewer:
+        ranks = ranks_without(len(run.training), ranks)
     work = _Work(
         named(job), rule_of(job), model, settings, settings.tokens // model.share, domains, ranks or settings.ranks,
         begin=model.first_step,

@@ -142,16 +142,25 @@ def _check_jobs(run: Run) -> None:
 
 
 def _check_removal(run: Run) -> None:
-    """Refuse to remove what is no training domain, and a replacement that is no novel one."""
+    """Refuse to remove what is no training domain, a replacement that is no novel one, and rows that need one."""
     removal, key = run.config.removal, "config key removal"
     for name in removal.retrain_without:
         if name not in run.training:
             cause = f"{name} is no training domain"
             raise DemixError(f"{key}.retrain_without", cause, nearest(name, run.training, ""))
-    if removal.retrain_without and removal.replacement not in run.novel:
+    if not removal.retrain_without:
+        return
+    if removal.replacement is not None and removal.replacement not in run.novel:
         cause = f"is {removal.replacement!r}, which is no novel domain"
         cure = nearest(removal.replacement, run.novel, "add a novel domain first")
         raise DemixError(f"{key}.replacement", cause, cure)
+    whole = run.whole
+    if removal.replacement is None and len(run.training) < 2:
+        cause = "is null, and no other domain is left to train on"
+        raise DemixError(f"{key}.replacement", cause, "name a novel domain, or leave out retrain_without")
+    if removal.replacement is None and whole.seed_step and not (whole.restarts or whole.in_parts):
+        cause = f"is null, and {whole.name} goes on with the schedule of {whole.parent}, whose steps have every domain"
+        raise DemixError(f"{key}.replacement", cause, "name a novel domain, or give the row schedule: restart")
 
 
 def _check_merged_removal(run: Run) -> None:

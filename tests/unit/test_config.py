@@ -65,7 +65,7 @@ WRONG = {
     "reserved domain name": ("domains.novel.tokens", NOVELS, r"reserved"),
     "name with a newline": ("domains.novel.ab\n", NOVELS, r"not a usable domain name"),
     "removed domain unknown": ("removal.retrain_without", ["licences"], r"licences is no .*; did you mean licenses\?"),
-    "no replacement": ("removal.replacement", None, r"removal\.replacement: is None, which is no novel domain"),
+    "replacement unknown": ("removal.replacement", "songs", r"removal\.replacement: is 'songs', which is no novel"),
     "unknown weights": ("evaluation.weights", ["last"], r"evaluation\.weights\.0: is not known; use one of history"),
     "wrong parameters": ("evaluation.weights", ["switching(2)"], r"weights\.0: has alpha 2; use switching\(alpha\)"),
     "no time beside the grace": (
