@@ -154,7 +154,7 @@ def named(job: tuple[Model, ...]) -> str:
 
 def _plan_sweep(run: Run, model: Model, sweep: Sweep, ranks: int | None, hardware: Hardware) -> TrainingPlan:
     """The sum over all jobs of a model's sweep."""
-    settings, domains = model.settings, len(run.training)
+    settings, domains = model.settings, len(model.domains)
     work = _Work(model.name, "sweep", model, settings, sweep.tokens, domains, ranks or settings.ranks)
     one, jobs = _plan_work(run, work, hardware), len(sweep.learning_rates)
     return _times(jobs, one, name=f"{model.name}, {jobs} rates", jobs=jobs, weights=0)
@@ -185,7 +185,11 @@ def _plan_work(run: Run, work: _Work, hardware: Hardware) -> TrainingPlan:
     if work.adapts:
         steps = max(1, steps)
 
-    places = place_experts([f"expert {number}" for number in range(experts)], sequences // experts, work.ranks)
+    replicas: dict[str, int] = {}
+    # Replicas say how the config's own number of ranks is divided.
+    if isinstance(settings, RowSettings) and kind.has_experts and work.ranks == settings.ranks:
+        replicas = settings.replicas
+    places = place_experts(work.model.domains[:experts], sequences // experts, work.ranks, replicas)
     experts_per_rank = max(len(place.experts) for place in places)
     largest = max(place.last - place.first for place in places)
     # A rank processes one micro-batch of each of its experts at a time, or all sequences of a step.
