@@ -202,7 +202,9 @@ def _plan_work(run: Run, work: _Work, hardware: Hardware) -> TrainingPlan:
     still = (own if work.adapts else 0) + frozen
     value_bytes = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[settings.precision]
     activations, recomputed = (
-        activation_bytes(architecture, types, at_once, value_bytes, checkpointing=checkpointing)
+        activation_bytes(
+            architecture, types, at_once, value_bytes, checkpointing=checkpointing, dropout=bool(settings.dropout)
+        )
         for checkpointing in (False, True)
     )
     length = architecture.context + (1 if domain_tokens else 0)
