@@ -122,7 +122,10 @@ class RemovalSection:
         "trained for as many steps without the domain (-Domain).",
     )
     replacement: Text | None = Field(
-        default=None, description="The novel domain that takes the removed domain's place in the retraining."
+        default=None,
+        description="The novel domain that takes the removed domain's place in the retraining. null puts nothing "
+        "there: every other domain has as many tokens as in `model`, and the retraining an equal part fewer in all. A "
+        "row that goes on with its parent's schedule is then refused.",
     )
     merged: DistinctItems[RowName] = Field(
         default=(),

@@ -199,7 +199,10 @@ class Config:
             whole["domains"] = whole["domains"] | {"novel": {}}
         whole = written(settings_from(cls, without_nulls(whole), SUBJECT))
         domains, adaptation, rows = whole["domains"], whole["adaptation"], whole["models"]
-        domains["novel"] = {name: one for name, one in domains["novel"].items() if one is not None}
+        for kind, named in domains.items():
+            domains[kind] = {name: one for name, one in named.items() if one is not None}
+        if not domains["training"]:
+            raise DemixError("config key domains.training", "leaves out every domain", "keep one, or add one")
         if "tokens" not in adaptation:
             share = max(1, whole["training"]["tokens"] // len(domains["training"]))
             whole["adaptation"] = {"passes": PASSES} | adaptation | {"tokens": share}

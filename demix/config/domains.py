@@ -175,19 +175,24 @@ class DomainSection(SplitRecipe):
 class DomainsSection:
     """The text domains by name, in the order in which tables and figures show them."""
 
-    training: dict[DomainName, DomainSection] = Field(
-        min_length=1, description="Domains that get an expert when the model is trained."
+    training: dict[DomainName, DomainSection | None] = Field(
+        min_length=1,
+        description="Domains that get an expert when the model is trained. null leaves out a domain of the base. A key "
+        "that still names it is refused in one line that names the key: `removal.retrain_without`, `replicas` of "
+        "`training` or of a row of `models`, `labels` of a task of `made: domains`.",
     )
     novel: dict[DomainName, DomainSection | None] = Field(
         default_factory=dict,
         description="Domains that the trained models have not seen. DEMix-DAPT gives each of them an expert. Append "
-        "new domains at the end: then nothing that exists is computed again. null leaves out a domain of the base.",
+        "new domains at the end: then nothing that exists is computed again. null leaves out a domain of the base; "
+        "`removal.replacement` that still names it is refused.",
     )
 
     @property
     def kinds(self) -> dict[str, dict[str, DomainSection]]:
         """The domains of a config by kind, `training` and `novel`."""
-        return {"training": self.training, "novel": {name: one for name, one in self.novel.items() if one}}
+        kinds = {"training": self.training, "novel": self.novel}
+        return {kind: {name: one for name, one in domains.items() if one} for kind, domains in kinds.items()}
 
     @property
     def all(self) -> dict[str, DomainSection]:

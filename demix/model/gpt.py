@@ -18,9 +18,12 @@ from demix.files import seed_for
 from demix.model.layers import (
     Attention,
     Auxiliary,
+    Dropout,
     KeyValues,
+    Masks,
     Rotations,
     attention_bias,
+    dropped,
     feedforward,
     norm_of,
     normed,
@@ -59,22 +62,39 @@ class Block(nn.Module):
         past: KeyValues | None = None,
         auxiliary: list[Auxiliary] | None = None,
         turns: Rotations | None = None,
+        masks: Masks | None = None,
     ) -> Tensor:
         """Map `x` [E or 1, B, T, D] to [E, B, T, D].
 
-        `bias` comes from `attention_bias`, `turns` from `rotations`; the others are as in `GPT.forward`.
+        `bias` comes from `attention_bias`, `turns` from `rotations` and `masks` from `Dropout.masks`; the others are as
+        in `GPT.forward`.
         """
         if self.norm_place == "after":
-            x = x + normed(self.attention(x, bias, past, turns), self.attention_norm)
+            x = x + dropped(normed(self.attention(x, bias, past, turns), self.attention_norm), masks, 0)
             mixed: Tensor = self.feedforward(x, auxiliary)
-            return x + normed(mixed, self.feedforward_norm)
+            return x + dropped(normed(mixed, self.feedforward_norm), masks, 1)
         if self.norm_place == "post":
-            x = normed(x + self.attention(x, bias, past, turns), self.attention_norm)
-            return normed(x + self.feedforward(x, auxiliary), self.feedforward_norm)
-        attended: Tensor = x + self.attention(normed(x, self.attention_norm), bias, past, turns)
+            x = normed(x + dropped(self.attention(x, bias, past, turns), masks, 0), self.attention_norm)
+            return normed(x + dropped(self.feedforward(x, auxiliary), masks, 1), self.feedforward_norm)
+        attended: Tensor = x + dropped(self.attention(normed(x, self.attention_norm), bias, past, turns), masks, 0)
         read = x if self.parallel else attended
         mixed = self.feedforward(normed(read, self.feedforward_norm), auxiliary)
-        return attended + mixed
+        return attended + dropped(mixed, masks, 1)
+
+
+def _in_training(
+    block: nn.Module,
+    x: Tensor,
+    bias: Tensor | None,
+    auxiliary: list[Auxiliary] | None,
+    turns: Rotations | None,
+    dropout: Dropout | None,
+    layer: int,
+) -> Tensor:
+    """What the block number `layer` maps `x` to in a training pass. A recomputed pass draws the same masks again."""
+    masks = None if dropout is None else dropout.masks(layer, x)
+    mapped: Tensor = block(x, bias, None, auxiliary, turns, masks)
+    return mapped
 
 
 class GPT(nn.Module):
@@ -177,6 +197,7 @@ class GPT(nn.Module):
         dtype: torch.dtype | None = None,
         past: list[KeyValues] | None = None,
         auxiliary: list[Auxiliary] | None = None,
+        dropout: Dropout | None = None,
     ) -> Tensor:
         """Final hidden states [E, B, T, D] of `inputs` [E, B, T], or of [1, B, T] that every expert reads.
 
@@ -188,7 +209,7 @@ class GPT(nn.Module):
         holds one entry per layer, from `no_past`: `inputs` follow the positions that it holds and are added to it, and
         no domain token stands before them then. It needs gradients to be off. A training pass gives the list
         `auxiliary`, to which layers that train a router append their losses, and in which experts that tokens choose
-        have a capacity.
+        have a capacity; and it may give a `dropout`.
         """
         if past and self.architecture.attention == "bidirectional":
             raise DemixError("a model with bidirectional attention", "cannot go on with a text", "use a causal model")
@@ -210,9 +231,9 @@ class GPT(nn.Module):
                 # Evaluation has many shapes, and the compiled block would be compiled again for each.
                 x = block.forward(x, bias, past[number] if past else None, own, turns)
             elif self.checkpoint_activations:
-                x = checkpoint(block, x, bias, None, own, turns, use_reentrant=False)
+                x = checkpoint(_in_training, block, x, bias, own, turns, dropout, number, use_reentrant=False)
             else:
-                x = block(x, bias, None, own, turns)
+                x = _in_training(block, x, bias, own, turns, dropout, number)
             if auxiliary is not None and own:
                 auxiliary += own
         if self.architecture.norm_place != "post":

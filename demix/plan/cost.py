@@ -26,7 +26,7 @@ from demix.plan.flops import (
 from demix.plan.muon import muon_cost
 from demix.plan.network import Ring, given, rings_of
 from demix.run.models import AdaptationJob, Model, rule_of
-from demix.run.placement import place_experts
+from demix.run.placement import place_experts, ranks_without
 from demix.run.run import Run
 
 # What the captions of tables with folded rows say.
@@ -134,6 +134,8 @@ def _plan_job(run: Run, job: tuple[Model, ...], ranks: int | None, hardware: Har
     """The plan of one job: of a model, or of experts that are whole models and train one after the other."""
     model, number = job[0], len(job)
     settings, domains = model.settings, len(model.domains)
+    if ranks and model.fewer:
+        ranks = ranks_without(len(run.training), ranks)
     work = _Work(
         named(job), rule_of(job), model, settings, settings.tokens // model.share, domains, ranks or settings.ranks,
         begin=model.first_step,
@@ -152,7 +154,7 @@ def named(job: tuple[Model, ...]) -> str:
 
 def _plan_sweep(run: Run, model: Model, sweep: Sweep, ranks: int | None, hardware: Hardware) -> TrainingPlan:
     """The sum over all jobs of a model's sweep."""
-    settings, domains = model.settings, len(run.training)
+    settings, domains = model.settings, len(model.domains)
     work = _Work(model.name, "sweep", model, settings, sweep.tokens, domains, ranks or settings.ranks)
     one, jobs = _plan_work(run, work, hardware), len(sweep.learning_rates)
     return _times(jobs, one, name=f"{model.name}, {jobs} rates", jobs=jobs, weights=0)
@@ -183,7 +185,11 @@ def _plan_work(run: Run, work: _Work, hardware: Hardware) -> TrainingPlan:
     if work.adapts:
         steps = max(1, steps)
 
-    places = place_experts([f"expert {number}" for number in range(experts)], sequences // experts, work.ranks)
+    replicas: dict[str, int] = {}
+    # Replicas say how the config's own number of ranks is divided.
+    if isinstance(settings, RowSettings) and kind.has_experts and work.ranks == settings.ranks:
+        replicas = settings.replicas
+    places = place_experts(work.model.domains[:experts], sequences // experts, work.ranks, replicas)
     experts_per_rank = max(len(place.experts) for place in places)
     largest = max(place.last - place.first for place in places)
     # A rank processes one micro-batch of each of its experts at a time, or all sequences of a step.
@@ -196,7 +202,9 @@ def _plan_work(run: Run, work: _Work, hardware: Hardware) -> TrainingPlan:
     still = (own if work.adapts else 0) + frozen
     value_bytes = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[settings.precision]
     activations, recomputed = (
-        activation_bytes(architecture, types, at_once, value_bytes, checkpointing=checkpointing)
+        activation_bytes(
+            architecture, types, at_once, value_bytes, checkpointing=checkpointing, dropout=bool(settings.dropout)
+        )
         for checkpointing in (False, True)
     )
     length = architecture.context + (1 if domain_tokens else 0)

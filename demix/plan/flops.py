@@ -69,18 +69,24 @@ def training_state_bytes(trained: int, still: int = 0, single: int = 0) -> int:
 
 
 def activation_bytes(
-    architecture: Architecture, vocab_size: int, sequences: int, value_bytes: int, *, checkpointing: bool
+    architecture: Architecture,
+    vocab_size: int,
+    sequences: int,
+    value_bytes: int,
+    *,
+    checkpointing: bool,
+    dropout: bool = False,
 ) -> int:
     """Approximate bytes that a rank keeps for backward of `sequences` blocks, in values of `value_bytes` bytes.
 
     A layer of GPT-3 keeps 16 values per token and unit of width: 4 inputs of norms and of maps, queries, keys, values
     and what they mix, and 8 inside the feedforward. Korthikanti et al. 2022 ("Reducing Activation Recomputation in
-    Large Transformer Models", section 4.1) count 34 bytes in 16 bits; here the two dropout masks of one byte each are
-    absent, and so are the scores, since attention is fused. With activation `checkpointing` only the inputs of all
-    layers are kept, and the values of one layer at a time. One chunk of logits exists at a time, in fp32 and in the
-    type of the values. A routed layer keeps for each expert beyond a token's first its input and the inside of one
-    feedforward more. A gated feedforward keeps 4 values for each inner unit: two of its maps, the
-    activation's and the product. The bias of ALiBi, H·T² values, is one for all layers.
+    Large Transformer Models", section 4.1) count 34 bytes in 16 bits; here the scores are absent, since attention is
+    fused, and the two masks of one byte each are there with `dropout` alone. With activation `checkpointing` only the
+    inputs of all layers are kept, and the values of one layer at a time. One chunk of logits exists at a time, in fp32
+    and in the type of the values. A routed layer keeps for each expert beyond a token's first its input and the inside
+    of one feedforward more. A gated feedforward keeps 4 values for each inner unit: two of its maps, the activation's
+    and the product. The bias of ALiBi, H·T² values, is one for all layers.
     """
     layers, width, routed = architecture.layers, architecture.width, architecture.routed
     feedforward = (4 if architecture.gated else 2) * architecture.inner_width
@@ -90,7 +96,8 @@ def activation_bytes(
     kept = layers * width + layer + more if checkpointing else layers * layer + more * architecture.routed_layers
     tokens = sequences * architecture.context
     bias = architecture.heads * architecture.context**2 * value_bytes if architecture.position == "alibi" else 0
-    return tokens * kept * value_bytes + min(tokens, LOGITS_ROWS) * vocab_size * (4 + value_bytes) + bias
+    masks = 2 * tokens * width * (1 if checkpointing else layers) if dropout else 0
+    return tokens * kept * value_bytes + min(tokens, LOGITS_ROWS) * vocab_size * (4 + value_bytes) + bias + masks
 
 
 def checkpoint_bytes(trained: int, best: int = 0, single: int = 0) -> int:

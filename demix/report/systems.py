@@ -48,7 +48,7 @@ def without_choice(whole: System) -> Callable[[str], System]:
 
 
 def without_domain(domain: str) -> System:
-    """The model trained on a replacement instead of `domain`: −Domain of Table 7."""
+    """The model trained without `domain`: −Domain of Table 7."""
     return System("−Domain", trained_without(domain), "training", "cached", "history")
 
 

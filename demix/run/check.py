@@ -7,7 +7,7 @@ from typing import Any
 from demix.config.config import Config
 from demix.config.keys import located, read_keys
 from demix.config.mixing import parsed_weights
-from demix.config.training import TrainingRecipe, taken
+from demix.config.training import Execution, TrainingRecipe
 from demix.errors import DemixError, nearest
 from demix.run import placement
 from demix.run.clashes import refuse_clashes
@@ -16,7 +16,7 @@ from demix.run.merged import Merged
 from demix.run.models import Model
 from demix.run.run import Run
 from demix.run.systems import ngram_folders, ngram_tokens
-from demix.settings import written
+from demix.settings import names_of, written
 
 # The tokens of all training domains whose n-grams are counted at once: order 5 takes 16 GB for as many, order 8 24 GB.
 MOST_NGRAM_TOKENS = 100_000_000
@@ -65,25 +65,47 @@ def _check_clusters(run: Run) -> None:
 
 def _check_model(run: Run, model: Model) -> None:
     """Refuse a row whose ranks do not fit its experts, or whose tokens make no step."""
-    settings = model.settings
+    settings, given = model.settings, written(run.config.models[model.name])
+
+    def key(name: str) -> str:
+        # Replicas of a row ask for its own number of ranks.
+        own = {name.split(".")[0]} | ({"replicas"} if name == "ranks" else set())
+        return f"config key {f'models.{model.name}' if own & given.keys() else 'training'}.{name}"
+
     if model.in_parts:
         _check_parts(model)
     else:
+        _check_replicas(model, given)
         try:
             placement.place(model.kind, model.domains, settings.sequences, settings.ranks, settings.replicas)
         except DemixError as error:
-            raise error.but(f"config key training.{error.subject}") from None
+            raise error.but(key(error.subject)) from None
     if settings.tokens < model.step_tokens:
-        section = f"models.{model.name}" if "tokens" in written(run.config.models[model.name]) else "training"
         cause = f"is {settings.tokens}, less than the {model.step_tokens} tokens of one step of {model.name}"
         cure = f"raise it, or lower the tokens of a step: {len(model.domains)} domains × {settings.sequences} "
         cure += f"sequences × {run.context} tokens of context"
-        raise DemixError(f"config key {section}.tokens", cause, cure)
+        raise DemixError(key("tokens"), cause, cure)
     if model.parent and not model.mixes:
         _check_branch(run, model)
+    if model.sweeps and (model.mixes or model.base.initial):
+        cause = "is given to a row that begins with a model, and its trials would begin with none"
+        raise DemixError(
+            f"config key models.{model.name}.sweep", cause, "give this row sweep: null and a learning_rate"
+        )
     if settings.sweep and settings.sweep.tokens < model.step_tokens:
         cause = f"is {settings.sweep.tokens}, less than the {model.step_tokens} tokens of one step of {model.name}"
         raise DemixError("config key training.sweep.tokens", cause, "raise it")
+
+
+def _check_replicas(model: Model, given: Mapping[str, Any]) -> None:
+    """Refuse replicas of domains of a row that learns from clusters, or whose sequences all ranks share."""
+    key = f"config key models.{model.name}.replicas"
+    if model.settings.replicas and model.data:
+        cause = f"is {model.settings.replicas}, of training domains, and the row learns from clusters"
+        raise DemixError(key, cause, "give this row replicas: {} and its ranks")
+    if given.get("replicas") and not model.kind.has_experts:
+        cause = f"is given to a row of kind {model.kind.name}, whose ranks share the sequences of all domains"
+        raise DemixError(key, cause, "leave it out")
 
 
 def _check_parts(model: Model) -> None:
@@ -118,9 +140,10 @@ def _check_branch(run: Run, model: Model) -> None:
         cause = f"is {tokens}, which leaves no update after the {seen} tokens of its seed"
         raise DemixError(f"{key}.tokens", cause, "raise it, or lower seed_tokens")
     of_parent = written(parents.settings)
-    for name in (*taken(TrainingRecipe, parents.settings), "sweep") if not model.restarts else ():
-        if name != "dev_blocks" and name in given and given[name] != of_parent[name]:
-            cause = f"is {given[name]} where its parent {model.parent} has {of_parent[name]}"
+    own = [name for name in (*names_of(TrainingRecipe), "sweep") if name not in (*names_of(Execution), "dev_blocks")]
+    for name in own if not model.restarts else ():
+        if name in given and given[name] != of_parent.get(name):
+            cause = f"is {given[name]} where its parent {model.parent} has {of_parent.get(name)}"
             raise DemixError(f"{key}.{name}", cause, "leave it, or the row's preset, out: a branch takes its parent's")
     if 0 < model.settings.seed_tokens < model.parent_step_tokens:
         cause = f"is {model.settings.seed_tokens}, less than the {model.parent_step_tokens} tokens of one step"
@@ -128,8 +151,11 @@ def _check_branch(run: Run, model: Model) -> None:
 
 
 def _check_jobs(run: Run) -> None:
-    """Refuse ranks that no adaptation can have, and a grace that leaves a job no time."""
+    """Refuse ranks and a model that no adaptation can have, and a grace that leaves a job no time."""
     adaptation = run.config.adaptation
+    if run.novel and run.receiver.kind.anchored:
+        cause = f"is {run.receiver.name} of kind anchored, and no expert of a novel domain learns beside its parent's"
+        raise DemixError("config key adaptation.model", cause, "name a row of kind demix or branched")
     try:
         placement.place_experts(["novel"], adaptation.sequences, adaptation.ranks)
     except DemixError as error:
@@ -142,16 +168,25 @@ def _check_jobs(run: Run) -> None:
 
 
 def _check_removal(run: Run) -> None:
-    """Refuse to remove what is no training domain, and a replacement that is no novel one."""
+    """Refuse to remove what is no training domain, a replacement that is no novel one, and rows that need one."""
     removal, key = run.config.removal, "config key removal"
     for name in removal.retrain_without:
         if name not in run.training:
             cause = f"{name} is no training domain"
             raise DemixError(f"{key}.retrain_without", cause, nearest(name, run.training, ""))
-    if removal.retrain_without and removal.replacement not in run.novel:
+    if not removal.retrain_without:
+        return
+    if removal.replacement is not None and removal.replacement not in run.novel:
         cause = f"is {removal.replacement!r}, which is no novel domain"
         cure = nearest(removal.replacement, run.novel, "add a novel domain first")
         raise DemixError(f"{key}.replacement", cause, cure)
+    whole = run.whole
+    if removal.replacement is None and len(run.training) < 2:
+        cause = "is null, and no other domain is left to train on"
+        raise DemixError(f"{key}.replacement", cause, "name a novel domain, or leave out retrain_without")
+    if removal.replacement is None and whole.seed_step and not (whole.restarts or whole.in_parts):
+        cause = f"is null, and {whole.name} goes on with the schedule of {whole.parent}, whose steps have every domain"
+        raise DemixError(f"{key}.replacement", cause, "name a novel domain, or give the row schedule: restart")
 
 
 def _check_merged_removal(run: Run) -> None:

@@ -5,12 +5,15 @@ Only this module makes and parses names of models.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from demix.config.architecture import Architecture
 from demix.config.config import Config
 from demix.config.models import DENSE_EXPERT, Kind, RowSettings
 from demix.errors import DemixError, nearest
+from demix.run.placement import ranks_without
 from demix.run.rows import Row
+from demix.settings import settings_from, written
 
 
 @dataclass(frozen=True)
@@ -19,12 +22,13 @@ class Model:
 
     `row` is the model's name in results, the same for every seed. `base` is the row of the config's `models` that
     configures the training. `domains` are the domains that the model learns from, in order. `removed` is the domain
-    that the model is trained without, and `replacement` the novel domain in its place. `parent` is the folder of the
-    model that this one goes on from: with a seed phase (docs/concepts.md), or adapted to the novel domain `adapted_to`.
-    `scored` are the domains that the model is scored on, `splits` the splits of these domains. A model whose experts
-    are whole models has one training per expert (`parts`), in the folder branches/<name>/<part>: `share` trainings with
-    equal shares of the tokens. A model that learns from clusters (`data`) has them as its `domains`, with equal parts
-    of a step's sequences. `routing` is the clustering whose distances can weight the model's experts, if there is one.
+    that the model is trained without, and `replacement` the novel domain in its place, if there is one. `parent` is the
+    folder of the model that this one goes on from: with a seed phase (docs/concepts.md), or adapted to the novel domain
+    `adapted_to`. `scored` are the domains that the model is scored on, `splits` the splits of these domains. A model
+    whose experts are whole models has one training per expert (`parts`), in the folder branches/<name>/<part>: `share`
+    trainings with equal shares of the tokens. A model that learns from clusters (`data`) has them as its `domains`,
+    with equal parts of a step's sequences. `routing` is the clustering whose distances can weight the model's experts,
+    if there is one.
     """
 
     name: str
@@ -119,6 +123,11 @@ class Model:
     def columns(self) -> tuple[str, ...]:
         """The columns of the model's score tables: its experts, or its domain tokens."""
         return self.domains if self.kind.domain_tokens else self.experts
+
+    @property
+    def fewer(self) -> bool:
+        """Whether nothing is in the place of the domain that the model is trained without."""
+        return bool(self.removed and not self.replacement)
 
     @property
     def rule(self) -> str:
@@ -291,19 +300,7 @@ def trained_models(config: Config, rows: dict[str, Row]) -> tuple[Model, ...]:
         for row in rows.values()
     ]
     whole = row_named(first, removal.model, "removal.model")
-    without = [
-        replace(
-            whole,
-            name=trained_without(removed),
-            row=trained_without(removed),
-            domains=tuple(removal.replacement or "" if domain == removed else domain for domain in training),
-            scored=(removed,),
-            removed=removed,
-            routing="",
-            replacement=removal.replacement or "",
-        )
-        for removed in removal.retrain_without
-    ]
+    without = [_without(whole, removed, removal.replacement or "") for removed in removal.retrain_without]
     again = [
         replace(
             model,
@@ -315,6 +312,45 @@ def trained_models(config: Config, rows: dict[str, Row]) -> tuple[Model, ...]:
         for model in first
     ]
     return (*first, *without, *again)
+
+
+def _without(whole: Model, removed: str, replacement: str) -> Model:
+    """The model that is trained as `whole` without the domain `removed`, and with `replacement`, if any, in its place.
+
+    The replacement has the ranks of the domain. With nothing in its place, the model has as many updates of its own as
+    `whole`, so that each of the other domains has as many tokens as there, and the model an equal part fewer in all.
+    """
+
+    def kept(name: str) -> str:
+        return replacement if name == removed else name
+
+    settings = whole.settings
+    model = replace(
+        whole,
+        name=trained_without(removed),
+        row=trained_without(removed),
+        domains=tuple(filter(None, map(kept, whole.domains))),
+        scored=(removed,),
+        removed=removed,
+        routing="",
+        replacement=replacement,
+    )
+    changes: dict[str, Any] = {}
+    if settings.replicas:
+        changes["replicas"] = {kept(name): number for name, number in settings.replicas.items() if kept(name)}
+    if model.fewer and model.domains:
+        # Updates of fewer sequences begin after at least the tokens of the seed. What fits no model is refused later.
+        begun = -(-whole.seed_step * whole.parent_step_tokens // model.step_tokens)
+        changes["tokens"] = max(1, begun + whole.updates - whole.first_step) * model.step_tokens
+        if settings.replicas:
+            changes["ranks"] = max(1, settings.ranks - settings.replicas.get(removed, 1))
+        elif not whole.in_parts:
+            changes["ranks"] = ranks_without(len(whole.domains), settings.ranks)
+    if not changes:
+        return model
+    sequences = whole.parent_step_tokens // whole.architecture.context
+    own = settings_from(RowSettings, written(settings) | changes)
+    return replace(model, base=replace(whole.base, settings=own, seed_sequences=sequences))
 
 
 def adaptations_of(config: Config, models: Iterable[Model]) -> tuple[AdaptationJob, ...]:

@@ -25,6 +25,7 @@ _KEPT = {
     "experts_per_job": ("branched", "anchored"),
     "averages": ("branched",),
     "merged_routed": MERGEABLE,
+    "trained": ("routed",),
 }
 
 
@@ -245,6 +246,9 @@ def _row(config: Config, given: _Given, others: Mapping[str, _Given]) -> Row:
             raise DemixError(f"config key models.{name}.data", cause, cure)
         values["sequences"] = step // len(learned)
     settings = settings_from(RowSettings, values, f"config key models.{name}")
+    if kind.anchored and settings.weight_decay:
+        cause = f"is {settings.weight_decay:g}, and the parent's feedforwards would decay too"
+        raise DemixError(f"config key models.{name}.weight_decay", cause, "use 0")
     if settings.trained and not (mixes or given.initial):
         cause = "is given to a row that begins with no routed experts"
         cure = f"give it a parent of kind {' or '.join(MERGEABLE)}, or leave it out"
@@ -365,11 +369,8 @@ def _check_state(given: _Given, others: Mapping[str, _Given]) -> None:
     if settings.schedule is not None and parent is None:
         cause = "is given to a row that begins with no state of another row"
         raise DemixError(f"{key}.schedule", cause, "leave it out, or give parent and seed_tokens")
-    if kind.anchored and settings.weight_decay:
-        cause = f"is {settings.weight_decay:g}, and the parent's feedforwards would decay too"
-        raise DemixError(f"{key}.weight_decay", cause, "use 0")
     for only, kept in _KEPT.items():
-        if only in given.own and kind.name not in kept:
+        if given.own.get(only) is not None and kind.name not in kept:
             cure = f"use kind: {' or '.join(kept)}"
             raise DemixError(f"{key}.{only}", f"is given to a row of kind {kind.name}", cure)
     if given.initial:

@@ -229,7 +229,7 @@ class RunRules:
     def train_options(self, model: Model) -> str:
         """The options of a training that are a resource: those of `run_options`, and which states are kept."""
         kept = ",".join(str(step) for parent, step in self.run.seeds if parent == model.name)
-        options = f"{self.run_options('train', model.settings, model.removed)} {self.live}"
+        options = f"{self.run_options('train', model.settings)} {self.live}"
         return f"{options} --keep {kept}" if kept else options
 
     @property
@@ -264,17 +264,15 @@ class RunRules:
         """Whether the jobs of a stage run where snakemake does, for compute nodes without internet."""
         return stage == "download" and self.run.config.cluster.downloads == "login"
 
-    def run_options(self, stage: str, settings: RowSettings | AdaptationSection, removed: str = "") -> str:
+    def run_options(self, stage: str, settings: RowSettings | AdaptationSection) -> str:
         """The options of a command that say how a section of the config trains.
 
         These options are a resource of the rule and not params: Snakemake reruns a job whose params changed, but
-        settings of time and memory must rerun nothing. The domain that replaces the domain `removed` gets the ranks of
-        `removed`.
+        settings of time and memory must rerun nothing.
         """
         cluster = shlex.quote(self.argument(json.dumps(written(self.run.config.cluster.of(stage)))))
         overrides = ",".join(f"{key}={json.dumps(getattr(settings, key))}" for key in names_of(Execution))
-        replacements = {removed: self.run.config.removal.replacement}
         given = settings.replicas if isinstance(settings, RowSettings) else {}
-        numbers = [f"{replacements.get(domain, domain)}={number}" for domain, number in given.items()]
+        numbers = [f"{domain}={number}" for domain, number in given.items()]
         replicas = f" --replicas {','.join(numbers)}" if numbers else ""
         return f"--ranks {settings.ranks} --how {overrides}{replicas} --cluster {cluster}"

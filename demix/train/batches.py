@@ -1,7 +1,7 @@
 """The tokens of each training step. They depend on (seed, step, domain) and never on a reader's position or a rank."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,15 +24,16 @@ Array = npt.NDArray[Any]
 class Batch:
     """One rank's part of the sequences of an optimizer step, grouped by expert (E = 1 for a dense model).
 
-    `inputs` and `targets` [E, B, T] are int64. `domains` [E, B] int64 is the number of each sequence's domain.
-    `weights`, in the shape of `targets`, weighs the loss of each target; None gives every target the weight 1. In
-    masked batches `targets` are [E, B, M], the tokens at the positions `places` [E, B, M] int64 of each sequence, and
-    `inputs` are MASKED where a token is hidden.
+    `inputs` and `targets` [E, B, T] are int64. `domains` [E, B] int64 is the number of each sequence's domain, and
+    `seeds` [E, B] int64 the seed of its dropout. `weights`, in the shape of `targets`, weighs the loss of each target;
+    None gives every target the weight 1. In masked batches `targets` are [E, B, M], the tokens at the positions
+    `places` [E, B, M] int64 of each sequence, and `inputs` are MASKED where a token is hidden.
     """
 
     inputs: Tensor
     targets: Tensor
     domains: Tensor
+    seeds: Tensor
     weights: Tensor | None = None
     places: Tensor | None = None
 
@@ -45,8 +46,8 @@ class Batch:
         return self._each(lambda tensor: tensor.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        weights, places = (None if tensor is None else change(tensor) for tensor in (self.weights, self.places))
-        return Batch(change(self.inputs), change(self.targets), change(self.domains), weights, places)
+        given = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        return replace(self, **{name: change(tensor) for name, tensor in given.items()})
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,12 @@ def batches_of(
         found, places = (in_all if how == "proportional" else in_each)(step)
         pairs = zip(found.flat, places.flat, strict=True)
         blocks = np.array([_block(shards[d], n, length) for d, n in pairs]).reshape(*found.shape, length + 1)
+        drawn = [seed_for(seed, "dropout", step, names[d], n) for d, n in zip(found.flat, numbers.flat, strict=True)]
+        about = torch.from_numpy(found), torch.tensor(drawn).view(found.shape)
         if objective == "mlm":
-            return _masked(blocks, found, numbers, step, names, shards[0].vocab_size, seed)
+            return _masked(blocks, numbers, step, names, shards[0].vocab_size, seed, *about)
         tokens = torch.from_numpy(blocks)
-        return Batch(tokens[..., :-1], tokens[..., 1:], torch.from_numpy(found))
+        return Batch(tokens[..., :-1], tokens[..., 1:], *about)
 
     return Batches(draw, total * length, float(total * masked_places(length)) if objective == "mlm" else None)
 
@@ -122,7 +125,14 @@ proportional_batches = partial(batches_of, "proportional")
 
 
 def _masked(
-    blocks: Array, domains: Array, numbers: Array, step: int, names: Sequence[str], vocab_size: int, seed: int
+    blocks: Array,
+    numbers: Array,
+    step: int,
+    names: Sequence[str],
+    vocab_size: int,
+    seed: int,
+    domains: Tensor,
+    seeds: Tensor,
 ) -> Batch:
     """The blocks without the token before them, with M targets each (Devlin et al. 2019, section 3.1).
 
@@ -140,8 +150,8 @@ def _masked(
         inputs[at][chosen] = np.select([how < 0.8, how < 0.9], [MASKED, others], inputs[at][chosen])
         places[at] = chosen
     targets = np.take_along_axis(tokens, places, axis=-1)
-    numbered = torch.from_numpy(domains)
-    return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), numbered, places=torch.from_numpy(places))
+    hidden = torch.from_numpy(places)
+    return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), domains, seeds, places=hidden)
 
 
 def _block(shard: TokenShard, number: int, length: int) -> Array:

@@ -16,7 +16,7 @@ from torch import Tensor
 from demix.errors import StoppedError
 from demix.model.device import compute_type
 from demix.model.gpt import GPT
-from demix.model.layers import Auxiliary, router_metrics
+from demix.model.layers import Auxiliary, Dropout, router_metrics
 from demix.progress import progress
 from demix.train.batches import Batches
 from demix.train.learner import Learner
@@ -155,11 +155,14 @@ def _backward(
     sums = torch.zeros(2, domains, dtype=torch.float64, device=sync.world.device)
     counted: list[Tensor] = []
     for start in range(0, sequences, micro):
-        part = batch.part(start, start + micro).to(sync.world.device)
+        part = batch.part(start, start + micro)
+        dropout = Dropout(optimization.dropout, part.seeds.tolist()) if optimization.dropout else None
+        part = part.to(sync.world.device)
         if start + micro >= sequences:
             sync.begin()
         auxiliary: list[Auxiliary] = []
-        hidden = model(part.inputs, part.domains if model.domain_tokens else None, dtype, auxiliary=auxiliary)
+        told = part.domains if model.domain_tokens else None
+        hidden = model(part.inputs, told, dtype, auxiliary=auxiliary, dropout=dropout)
         if part.places is not None:
             hidden = hidden.take_along_dim(part.places[..., None], 2)
         losses = -model.log_probabilities(hidden, part.targets, optimization.z_loss or 0.0)  # [E, B, T or M]

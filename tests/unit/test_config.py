@@ -66,7 +66,7 @@ WRONG = {
     "reserved domain name": ("domains.novel.tokens", NOVELS, r"reserved"),
     "name with a newline": ("domains.novel.ab\n", NOVELS, r"not a usable domain name"),
     "removed domain unknown": ("removal.retrain_without", ["licences"], r"licences is no .*; did you mean licenses\?"),
-    "no replacement": ("removal.replacement", None, r"removal\.replacement: is None, which is no novel domain"),
+    "replacement unknown": ("removal.replacement", "songs", r"removal\.replacement: is 'songs', which is no novel"),
     "unknown weights": ("evaluation.weights", ["last"], r"evaluation\.weights\.0: is not known; use one of history"),
     "wrong parameters": ("evaluation.weights", ["switching(2)"], r"weights\.0: has alpha 2; use switching\(alpha\)"),
     "no time beside the grace": (
@@ -262,6 +262,7 @@ def test_a_row_of_models_takes_every_key_of_training() -> None:
     """One key at a time, those that say how a training is computed and kept among them."""
     values = {"learning_rate": 1e-3, "precision": "fp16", "sweep": None, "replicas": {}, "compile": True}
     values |= {"optimizer": {"kind": "muon"}, "learning_rate_schedule": {"kind": "wsd"}, "z_loss": 1e-4}
+    values |= {"dropout": 0.1}
     values = completed_run(copy.deepcopy(SAMPLE)).config.values["training"] | values
     # Only rows whose experts are routed take `trained`.
     for key in {*names_of(TrainingSection)} - {"preset", "trained"}:
@@ -361,7 +362,7 @@ def test_a_fingerprint_leaves_out_what_only_time_and_memory_depend_on() -> None:
     other = {"micro_sequences": 2, "precision": "bf16", "architecture": {"layers": 1}, "compile": True}
     other |= {"checkpoint_activations": True, "warmup": 0.5, "sweep": FactorSweep(factors=(0.1,))}
     other |= {"optimizer": Updates(kind="muon"), "learning_rate_schedule": RateSchedule(kind="wsd"), "z_loss": 0.1}
-    other |= {"learning_rate": 0.5, "trained": "routers"}
+    other |= {"learning_rate": 0.5, "trained": "routers", "dropout": 0.1}
     for given in (training, adaptation):
         assert left_out < set(names_of(type(given)))
         for key in names_of(type(given)):

@@ -62,6 +62,7 @@ class Case:
     seed: int = 0
     options: tuple[tuple[str, str | int | bool], ...] = ()
     muon: bool = False
+    dropout: float | None = None
 
     @property
     def name(self) -> str:
@@ -74,7 +75,7 @@ class Case:
             architecture=SIZES | dict(self.options),
             optimizer=Updates(kind="muon", matrices=5.0, decay="matrices") if self.muon else None,
             learning_rate_schedule=RateSchedule(kind="wsd", end=0.1) if self.muon else None,
-            z_loss=0.01 if self.muon else None,
+            z_loss=0.01 if self.muon else None, dropout=self.dropout,
         )  # fmt: skip
         splits = ("train", "dev")
         paths = [
@@ -108,6 +109,9 @@ CASES = [
     Case("dense", 4, 2, micro=1, options=MASKED), Case("routed", 4, 4, options=MASKED),
     Case("demix", 4, 4, options=ROBERTA),
     Case("demix", 4, 2, seed=7), Case("demix", 4, 8, seed=7), Case("demix", 4, 7, UNEQUAL, seed=7),
+    Case("demix", 4, 4, micro=1, dropout=0.1), Case("demix", 4, 7, UNEQUAL, dropout=0.1),
+    Case("dense_unbalanced", 3, 5, dropout=0.1), Case("domain_token", 4, 2, micro=1, dropout=0.1),
+    Case("routed", 4, 4, dropout=0.1), Case("demix", 4, 2, options=MASKED, dropout=0.1),
 ]  # fmt: skip
 
 

@@ -122,7 +122,7 @@ def test_how_a_training_is_computed_is_no_setting_of_it() -> None:
 
 def test_a_replacement_has_the_ranks_of_the_removed_domain() -> None:
     one = rules(models={"demix": {"ranks": 4, "replicas": {"licenses": 2, "scripture": 1}}})
-    options = shlex.split(one.run_options("train", row(one, "demix").settings, "licenses"))
+    options = shlex.split(one.train_options(row(one, "without-licenses")))
     assert options[options.index("--ranks") + 1] == "4"
     assert options[options.index("--replicas") + 1] == "fantasy=2,scripture=1"
     assert json.loads(options[options.index("--cluster") + 1])["launch"] == "local"

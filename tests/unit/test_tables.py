@@ -127,6 +127,9 @@ def test_table7_averages_only_what_can_be_compared(run: MadeUp) -> None:
     assert frame.loc["Mean of the 1 that have all three"].tolist()[:3] == pytest.approx(frame.loc["law"].tolist()[:3])
     assert table.text().loc["code", "−Domain"] == "–"
     assert "1 of the 3 domains" in table.notes[0]
+    assert "puts a replacement (songs) in" in table.notes[0]
+    alone = changed(run.run, removal={"replacement": None})
+    assert "the model 1/3 fewer in all; it is run for 1" in table_of("table7", run.material(alone)).notes[0]
 
 
 def test_table13_shows_forgetting_and_adaptation(run: MadeUp) -> None:

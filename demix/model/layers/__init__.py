@@ -5,6 +5,7 @@ from torch import nn
 from demix.config.architecture import Architecture
 from demix.model.layers.attention import Attention, KeyValues, Rotations, attention_bias, rotations, sinusoids
 from demix.model.layers.demix import DEMixLayer
+from demix.model.layers.dropout import Dropout, Masks, dropped
 from demix.model.layers.norm import norm_of, normed
 from demix.model.layers.routed import Auxiliary, RoutedLayer, router_metrics
 
@@ -12,10 +13,13 @@ __all__ = [
     "Attention",
     "Auxiliary",
     "DEMixLayer",
+    "Dropout",
     "KeyValues",
+    "Masks",
     "Rotations",
     "RoutedLayer",
     "attention_bias",
+    "dropped",
     "feedforward",
     "norm_of",
     "normed",

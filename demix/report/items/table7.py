@@ -39,9 +39,13 @@ def make(material: Material) -> Table:
         "without the expert means that leaving it out takes the domain away.",
         frame,
         notes=(
-            "−Domain puts a replacement"
-            + (f" ({replacement})" if replacement else "")
-            + " in the domain's place and trains for the same steps; it is run for "
+            (
+                f"−Domain puts a replacement ({replacement}) in the domain's place and trains for the same steps"
+                if replacement
+                else "−Domain trains on the other domains alone for the same steps, so that each has as many tokens as "
+                f"in +Expert, and the model 1/{len(domains)} fewer in all"
+            )
+            + "; it is run for "
             + (f"{len(complete)} of the {len(domains)} domains." if len(complete) else "none of the domains."),
             *seed_note(run),
             *notes,
