@@ -201,11 +201,10 @@ def _plan_work(run: Run, work: _Work, hardware: Hardware) -> TrainingPlan:
     own = experts_per_rank * expert + shared - frozen
     still = (own if work.adapts else 0) + frozen
     value_bytes = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[settings.precision]
+    drops = bool(settings.dropout)
     activations, recomputed = (
-        activation_bytes(
-            architecture, types, at_once, value_bytes, checkpointing=checkpointing, dropout=bool(settings.dropout)
-        )
-        for checkpointing in (False, True)
+        activation_bytes(architecture, types, at_once, value_bytes, checkpointing=each, dropout=drops)
+        for each in (False, True)
     )
     length = architecture.context + (1 if domain_tokens else 0)
     flops, seed_flops = (update_flops(one, types, sequences, length) for one in (architecture, architecture.unrouted))

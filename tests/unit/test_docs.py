@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib.util
 import json
 import re
 import shlex
@@ -33,6 +34,7 @@ from demix.evaluate.routing import Routing
 from demix.evaluate.score import Scoring, score
 from demix.files import read_json, write_json, write_parquet
 from demix.model.checkpoint import expert_names
+from demix.report.items import all_items
 from demix.run.check import load_run
 from demix.settings import settings_from
 from demix.train.adapt import Adaptation
@@ -374,3 +376,22 @@ def test_links_lead_somewhere() -> None:
             assert target.exists(), (page.name, link)
             headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if heading else []
             assert not heading or heading in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_what_the_papers_have_names_items_that_exist() -> None:
+    """In the last section of concepts.md no right column is empty, and what is in backticks is there."""
+    text = (REPOSITORY / "docs" / "concepts.md").read_text().split("## What the papers have, and where it is here")[1]
+    rows = re.findall(r"^\| (.+?) \| (.*?) \|$", text, re.MULTILINE)
+    assert len(rows) >= 25
+    assert all(there.strip() for _, there in rows)
+    named = {word for _, there in rows for word in re.findall(r"`([^`]+)`", there)}
+    config = (REPOSITORY / "config" / "README.md").read_text()
+    for word in named:
+        if word.startswith("demix."):
+            assert importlib.util.find_spec(word), word
+        elif word.startswith("demix "):
+            assert word.split()[1] in get_command(command_line()).commands, word
+        else:
+            assert word in all_items() or word.split(":")[0] in config, word
+    # Each item that shows a table or figure of a paper is named.
+    assert {name for name in all_items() if re.fullmatch(r"(table|figure)\d+", name)} <= named
