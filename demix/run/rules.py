@@ -191,6 +191,10 @@ class RunRules:
         alone = {log: (task,) for task, log in logs.items() if task not in together}
         return ({model: together} if together else {}) | alone
 
+    def task_rule(self, model: Model, log: str) -> str:
+        """The name of the rule of a job in `task_jobs`."""
+        return f"fewshot_{model.rule}{log.removeprefix(model.name).replace('/', '__')}"
+
     def shards(self, clustering: str, clusters: Iterable[str], split: str) -> list[str]:
         """The token files of a split of the clusters of a clustering."""
         return [f"{self.folder}/clusters/{clustering}/shards/{cluster}/{split}.arrow" for cluster in clusters]

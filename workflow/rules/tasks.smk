@@ -37,7 +37,7 @@ for model, place, tasks in [(model, *job) for model in ASKED for job in RULES.ta
 
     rule:
         name:
-            f"fewshot_{model.rule}{place.removeprefix(model.name).replace('/', '__')}"
+            RULES.task_rule(model, place)
         input:
             model=RULES.experts(model.name, model.experts),
             examples=[f"{RUN}/examples/{task}.parquet" for task in tasks],
