@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from demix.model import gpt
+from demix.model import softmax
 from demix.model.layers import demix
 from demix.train import parallel
 from demix.train.parallel import GradientSync, World
@@ -91,7 +91,7 @@ def test_the_compiler_sees_one_graph() -> None:
 def test_a_second_backward_gives_the_same_gradients(factor: Callable) -> None:
     states, weight = numbers(7, 3).requires_grad_(), numbers(5, 3, seed=1).requires_grad_()
     targets = torch.arange(7) % 5
-    found = gpt._LogProbabilities.apply(states, weight, targets)
+    found = softmax._LogProbabilities.apply(states, weight, targets)
     plain = -F.cross_entropy(states @ weight.T, targets, reduction="none")
     theirs = torch.autograd.grad((plain * factor(plain)).sum(), (states, weight))
     for last in (False, True):
