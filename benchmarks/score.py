@@ -26,8 +26,9 @@ from statistics import median
 
 import numpy as np
 import torch
+from peers import hugging_face
 from tables import show
-from train import DEVICE, Setting, hugging_face
+from train import DEVICE, Setting
 
 from demix.config.architecture import Architecture
 from demix.model.gpt import GPT
@@ -130,7 +131,7 @@ def _ours(setting: Setting, experts: int) -> Callable[[], np.ndarray]:
 
 
 def _hugging_face(setting: Setting, _: int) -> Callable[[], np.ndarray]:
-    model = hugging_face(setting).to(DEVICE).eval()
+    model = hugging_face(setting.architecture, setting.vocabulary).to(DEVICE).eval()
     inputs, targets = (torch.from_numpy(ids).to(DEVICE) for ids in _ids(setting))
 
     @torch.no_grad()

@@ -303,7 +303,8 @@ def _train_ours(name: str, setting: Setting, wait: Callable[[], None]) -> None:
     def draw(_: int) -> Batch:
         wait()
         ids = torch.randint(0, setting.vocabulary, (2, *group))
-        return Batch(ids[0], ids[1], torch.arange(len(experts))[:, None].expand(group[:2]).contiguous())
+        numbers = torch.arange(len(experts))[:, None].expand(group[:2]).contiguous()
+        return Batch(ids[0], ids[1], numbers, numbers)
 
     optimization = Optimization(
         steps=10**6, learning_rate=1e-4, warmup=0.08, clip=0.1, weight_decay=0.1, precision=setting.precision,
