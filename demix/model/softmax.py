@@ -4,11 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 # How many rows of logits over the vocabulary exist at once. Few rows are fastest on a CPU; a GPU needs more.
 ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
+# A GPU's fast products take rows of a multiple of so many numbers: GPT-2's 50,257 alone take five times as long.
+ALIGNED = 64
 # Of how many logits in these rows a CPU takes the softmax at once: as many as fit into its cache.
 NORMALISED_AT_ONCE = 1 << 20
 
@@ -79,51 +82,89 @@ def _log_probabilities(
     wide = exact != states.dtype and not any(needed)
     if wide and on_cpu:
         cast = cast.to(exact)
+    if not on_cpu:
+        cast = F.pad(cast, (0, 0, 0, -len(cast) % ALIGNED))
+        # Without gradients a GPU has no memory for more numbers of fp32.
+        rows = rows if any(needed) else rows // 2
     # All chunks share these buffers, because allocating a buffer costs as much as filling it.
-    product = states.new_empty((min(rows, len(states)), len(weight)), dtype=exact if wide else states.dtype)
-    some = min(rows, max(1, NORMALISED_AT_ONCE // len(weight))) if on_cpu else rows
-    # Without gradients a GPU has no memory for a second buffer.
-    apart = product.dtype != exact or (on_cpu and not any(needed))
-    space = torch.empty_like(product[:some], dtype=exact) if apart else None
+    product = states.new_empty((min(rows, len(states)), len(cast)), dtype=exact if wide else states.dtype)
     for first in range(0, len(states), rows):
-        chunk = states[first : first + rows]
+        place = slice(first, min(first + rows, len(states)))
+        chunk, factor = states[place], None if factors is None else factors[place]
         logits = product[: len(chunk)]
         if wide:
             _mm_wide(chunk, cast, logits)
         else:
             torch.mm(chunk, cast.T, out=logits)
-        for start in range(0, len(chunk), some):
-            part = logits[start : start + some]
-            place = slice(first + start, first + start + len(part))
-            target = targets[place, None]
-            exactly = part if space is None else space[: len(part)]
-            if on_cpu and not any(needed):
-                log_p[place] = torch.log_softmax(part, 1, out=exactly).gather(1, target).squeeze(1)
-                continue
-            if space is not None:
-                exactly.copy_(part)
-            of_target = exactly.gather(1, target)
-            largest = exactly.amax(1, keepdim=True)
-            total = exactly.sub_(largest).exp_().sum(1, keepdim=True)
-            log_p[place] = (of_target - largest - total.log()).squeeze(1)
-            if not any(needed):
-                continue
-            # With respect to the logits the gradient of -log p is softmax minus one-hot, that of log Z is softmax.
-            exactly.div_(total)
-            if z_loss:
-                exactly.mul_(1 + 2 * z_loss * (largest + total.log()))
-            exactly.scatter_add_(1, target, torch.full_like(of_target, -1.0))
-            if factors is not None:
-                exactly.mul_(factors[place, None])
-            if space is not None:
-                part.copy_(exactly)
+        normalise = _normalise_in_cache if on_cpu else _normalise_padded
+        log_p[place] = normalise(logits, targets[place], len(weight), any(needed), factor, z_loss)
         if for_states is not None:
-            torch.mm(logits, cast, out=for_states[first : first + rows])
+            torch.mm(logits, cast, out=for_states[place])
         if for_weight is not None and weight.dtype == states.dtype:
-            for_weight.addmm_(logits.T, chunk)
+            for_weight.addmm_(logits[:, : len(weight)].T, chunk)
         elif for_weight is not None:
-            for_weight += logits.T @ chunk
+            for_weight += (logits.T @ chunk)[: len(weight)]
     return log_p, for_states, for_weight
+
+
+def _normalise_in_cache(
+    logits: Tensor, targets: Tensor, vocabulary: int, needed: bool, factors: Tensor | None, z_loss: float
+) -> Tensor:
+    """log p [N] of the targets, at least fp32; `logits` [N, V] become the gradients for them where these are `needed`.
+
+    A CPU takes as many logits at once as fit into its cache.
+    """
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    log_p = torch.empty(len(logits), dtype=exact)
+    some = min(len(logits), max(1, NORMALISED_AT_ONCE // vocabulary))
+    space = torch.empty_like(logits[:some], dtype=exact) if logits.dtype != exact or not needed else None
+    for start in range(0, len(logits), some):
+        place = slice(start, min(start + some, len(logits)))
+        part, target = logits[place], targets[place, None]
+        exactly = part if space is None else space[: len(part)]
+        if not needed:
+            log_p[place] = torch.log_softmax(part, 1, out=exactly).gather(1, target).squeeze(1)
+            continue
+        if space is not None:
+            exactly.copy_(part)
+        of_target = exactly.gather(1, target)
+        largest = exactly.amax(1, keepdim=True)
+        total = exactly.sub_(largest).exp_().sum(1, keepdim=True)
+        log_p[place] = (of_target - largest - total.log()).squeeze(1)
+        # With respect to the logits the gradient of -log p is softmax minus one-hot, that of log Z is softmax.
+        exactly.div_(total)
+        if z_loss:
+            exactly.mul_(1 + 2 * z_loss * (largest + total.log()))
+        exactly.scatter_add_(1, target, torch.full_like(of_target, -1.0))
+        if factors is not None:
+            exactly.mul_(factors[place, None])
+        if space is not None:
+            part.copy_(exactly)
+    return log_p
+
+
+def _normalise_padded(
+    logits: Tensor, targets: Tensor, vocabulary: int, needed: bool, factors: Tensor | None, z_loss: float
+) -> Tensor:
+    """`_normalise_in_cache` in few passes over `logits` [N, V or more], whose further columns get no probability."""
+    target = targets[:, None]
+    logits[:, vocabulary:] = -torch.inf
+    log_q = torch.log_softmax(logits, 1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    log_p = log_q.gather(1, target)
+    if not needed:
+        return log_p.squeeze(1)
+    # The gradient is (1 + 2·z_loss·log Z)·softmax - one-hot, times the factor.
+    more = 2 * z_loss * (logits.gather(1, target) - log_p)
+    of_target = torch.expm1(log_p) + more * log_p.exp()
+    if factors is not None:
+        of_target *= factors[:, None]
+    if z_loss or factors is not None:
+        log_q = log_q.exp_().mul_((1 + more) * (1 if factors is None else factors[:, None]))
+        logits.copy_(log_q)
+    else:
+        torch.exp(log_q, out=logits)
+    logits.scatter_(1, target, of_target.to(logits.dtype))
+    return log_p.squeeze(1)
 
 
 def _mm_wide(states: Tensor, weight: Tensor, out: Tensor) -> None:

@@ -97,3 +97,25 @@ def test_a_second_backward_gives_the_same_gradients(factor: Callable) -> None:
     for last in (False, True):
         ours = torch.autograd.grad((found * factor(found)).sum(), (states, weight), retain_graph=not last)
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("needed", [False, True])
+def test_the_softmax_of_a_gpu_is_that_of_a_cpu(needed: bool, weighted: bool, z_loss: float) -> None:
+    """With columns that fill the rows up, which get no probability and no gradient."""
+    logits, targets = 9 * numbers(7, 5), torch.arange(7) % 5
+    factors = numbers(7, seed=1) if weighted else None
+    padded = torch.cat([logits, torch.full((7, 3), 50.0)], 1)
+    found = softmax._normalise_padded(padded, targets, 5, needed, factors, z_loss)
+    expected = softmax._normalise_in_cache(logits, targets, 5, needed, factors, z_loss)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    if needed:
+        torch.testing.assert_close(padded, torch.cat([logits, torch.zeros(7, 3)], 1), rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_of_bf16_keeps_the_digits_of_a_likely_target() -> None:
+    logits, target = torch.tensor([[9.0, 0.0, 0.0]]).bfloat16(), torch.tensor([0])
+    exact = logits.double().softmax(1)[0, 0].item() - 1
+    softmax._normalise_padded(logits, target, 3, True, None, 0.0)
+    assert logits[0, 0].item() == pytest.approx(exact, rel=2**-8)
