@@ -5,9 +5,10 @@
 Models have the paper's sizes of 125M and 1.3B parameters, GPT-2's vocabulary and blocks of 1,024, activations in bf16.
 A step is that of `demix.train.loop.train`, a pass that of `demix.model.scoring.log_probabilities`. DEMix sees as many
 tokens a step as dense, an equal part each expert. FLOPs are those of matrix products, backward twice forward, without
-what is recomputed (`demix.plan.flops.scoring_flops`); what stands in the column "of peak" is achieved FLOP/s by the
-data sheet's peak of bf16, and "of matmul" by what a product of two 8,192 x 8,192 matrices reaches in the same run.
-`--quick` compiles nothing and takes the smaller size alone. About four minutes of an H100.
+what is recomputed (`demix.plan.flops.scoring_flops`). The column "of peak" divides FLOP/s by the data sheet's peak of
+bf16, the column "of matmul" by what a product of two 8,192 x 8,192 matrices reaches in the same run. The column "plan"
+has the plan's state and activations of a training, and the weights alone of a scoring. `--quick` compiles nothing and
+takes the smaller size alone. About a minute of an H200.
 """
 
 import argparse
@@ -76,7 +77,7 @@ class Case:
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """What compiles for a minute comes last."""
+    """All cases. Those that compile, which takes longest, come last."""
     for experts in (1, 8):
         yield Case("train", "125M", experts, 32)
     yield Case("train", "125M", 1, 32, routed="top-2")
@@ -95,7 +96,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def model_of(case: Case) -> GPT:
-    """The model on the GPU; its weights are drawn there, in no order that a training would have."""
+    """The model, with weights that the GPU draws: those of a training come from the CPU, which takes longer."""
     names = tuple(f"expert{number}" for number in range(case.experts))
     with torch.device("cuda"):
         model = GPT(case.architecture, VOCABULARY, names)
@@ -118,7 +119,7 @@ def training(case: Case) -> tuple[list[float], int]:
         times.append(time.perf_counter())
         ids = torch.randint(0, VOCABULARY, (2, case.experts, case.sequences // case.experts, CONTEXT))
         numbers = torch.arange(case.experts)[:, None].expand(ids.shape[1:3]).contiguous()
-        return Batch(ids[0], ids[1], numbers, numbers)
+        return Batch(ids[0], ids[1], numbers, seeds=numbers)
 
     optimization = Optimization(
         steps=WARM + TIMED + 1, learning_rate=1e-4, warmup=0.08, clip=0.1, weight_decay=0.1, precision="bf16",

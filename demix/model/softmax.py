@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 # How many rows of logits over the vocabulary exist at once. Few rows are fastest on a CPU; a GPU needs more.
 ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
-# A GPU's fast products take rows of a multiple of so many numbers: GPT-2's 50,257 alone take five times as long.
+# A GPU multiplies matrices fast whose sides are multiples of so many numbers. GPT-2's vocabulary, 50,257, is none.
 ALIGNED = 64
 # Of how many logits in these rows a CPU takes the softmax at once: as many as fit into its cache.
 NORMALISED_AT_ONCE = 1 << 20
@@ -84,12 +84,13 @@ def _log_probabilities(
         cast = cast.to(exact)
     if not on_cpu:
         cast = F.pad(cast, (0, 0, 0, -len(cast) % ALIGNED))
-        # Without gradients a GPU has no memory for more numbers of fp32.
-        rows = rows if any(needed) else rows // 2
+        if not any(needed):
+            # The softmax has a buffer of its own, in fp32 like the logits here: half the rows take no more memory.
+            rows //= 2
     # All chunks share these buffers, because allocating a buffer costs as much as filling it.
     product = states.new_empty((min(rows, len(states)), len(cast)), dtype=exact if wide else states.dtype)
     for first in range(0, len(states), rows):
-        place = slice(first, min(first + rows, len(states)))
+        place = slice(first, first + rows)
         chunk, factor = states[place], None if factors is None else factors[place]
         logits = product[: len(chunk)]
         if wide:
@@ -110,16 +111,16 @@ def _log_probabilities(
 def _normalise_in_cache(
     logits: Tensor, targets: Tensor, vocabulary: int, needed: bool, factors: Tensor | None, z_loss: float
 ) -> Tensor:
-    """log p [N] of the targets, at least fp32; `logits` [N, V] become the gradients for them where these are `needed`.
+    """log p [N] of the targets, at least fp32, on a CPU: as many `logits` [N, V] at once as fit into its cache.
 
-    A CPU takes as many logits at once as fit into its cache.
+    Where gradients are `needed`, those of `_log_probabilities` with respect to the logits replace the logits.
     """
     exact = torch.promote_types(logits.dtype, torch.float32)
     log_p = torch.empty(len(logits), dtype=exact)
     some = min(len(logits), max(1, NORMALISED_AT_ONCE // vocabulary))
     space = torch.empty_like(logits[:some], dtype=exact) if logits.dtype != exact or not needed else None
     for start in range(0, len(logits), some):
-        place = slice(start, min(start + some, len(logits)))
+        place = slice(start, start + some)
         part, target = logits[place], targets[place, None]
         exactly = part if space is None else space[: len(part)]
         if not needed:
@@ -146,7 +147,7 @@ def _normalise_in_cache(
 def _normalise_padded(
     logits: Tensor, targets: Tensor, vocabulary: int, needed: bool, factors: Tensor | None, z_loss: float
 ) -> Tensor:
-    """`_normalise_in_cache` in few passes over `logits` [N, V or more], whose further columns get no probability."""
+    """`_normalise_in_cache` on a GPU, in few passes. Columns of `logits` beyond the vocabulary get no probability."""
     target = targets[:, None]
     logits[:, vocabulary:] = -torch.inf
     log_q = torch.log_softmax(logits, 1, dtype=torch.promote_types(logits.dtype, torch.float32))
@@ -159,8 +160,7 @@ def _normalise_padded(
     if factors is not None:
         of_target *= factors[:, None]
     if z_loss or factors is not None:
-        log_q = log_q.exp_().mul_((1 + more) * (1 if factors is None else factors[:, None]))
-        logits.copy_(log_q)
+        logits.copy_(log_q.exp_().mul_((1 + more) * (1 if factors is None else factors[:, None])))
     else:
         torch.exp(log_q, out=logits)
     logits.scatter_(1, target, of_target.to(logits.dtype))

@@ -1,8 +1,7 @@
 """What a GPU computes, beside what the CPU does: training, resuming, scores, continuations, memory."""
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -47,11 +46,9 @@ CASES = {
 MUON = {"optimizer": Updates(kind="muon", matrices=5.0, decay="matrices")}
 
 
-@contextmanager
-def no_gpu() -> Iterator[None]:
-    """Torch shows no GPU."""
-    with patch("torch.cuda.is_available", lambda: False):
-        yield
+def no_gpu() -> AbstractContextManager[object]:
+    """Within it torch shows no GPU."""
+    return patch("torch.cuda.is_available", lambda: False)
 
 
 def trained(tokens: Path, folder: Path, kind: str, options: dict, **changes: object) -> list[dict]:
@@ -66,7 +63,7 @@ def losses(rows: list[dict]) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def numbers(rows: list[dict]) -> list[float]:
+def losses_and_norms(rows: list[dict]) -> list[float]:
     return [row[key] for row in rows for key in ("loss", "gradient_norm", "dev_loss") if key in row]
 
 
@@ -78,7 +75,7 @@ def test_a_gpu_trains_as_the_cpu_does(case: tuple[str, dict, dict], tokens: Path
     torch.cuda.reset_peak_memory_stats()
     here = trained(tokens, tmp_path / "gpu", kind, options, precision="fp64", **changes)
     assert torch.cuda.max_memory_allocated() > 0
-    assert numbers(here) == pytest.approx(numbers(there), rel=1e-8)
+    assert losses_and_norms(here) == pytest.approx(losses_and_norms(there), rel=1e-8)
 
 
 @pytest.mark.parametrize(("precision", "near"), [("fp32", 1e-3), ("bf16", 1e-2), ("fp16", 1e-2)])
@@ -137,14 +134,14 @@ def test_a_gpu_continues_as_the_cpu_does(tokens: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("muon", [False, True])
 def test_the_state_takes_what_the_plan_says(muon: bool, tmp_path: Path) -> None:
-    """Weights and moments before a step, which has no gradients yet; what kernels keep is 5% of it at most."""
+    """Weights and moments, before a step has gradients. Kernels keep 5% of these bytes at most."""
     sizes, seen = Architecture(8, 512, 8, 64), []
 
     def draw(step: int) -> Batch:
         seen.append(torch.cuda.memory_allocated() - before)
         ids = torch.randint(0, 32000, (2, 2, 1, 64))
-        numbers = torch.arange(2)[:, None]
-        return Batch(ids[0], ids[1], numbers, numbers)
+        domains = torch.arange(2)[:, None]
+        return Batch(ids[0], ids[1], domains, seeds=domains)
 
     optimization = Optimization(
         steps=3, learning_rate=1e-3, clip=1.0, precision="bf16", checkpoint_every=10,
