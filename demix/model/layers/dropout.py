@@ -17,9 +17,9 @@ class Dropout:
     """Drops the share `rate` of the units that attention and feedforward of each block add, at each position anew.
 
     These are the places of OPT's dropout (`OPTDecoderLayer` of transformers): after the last map of attention, and
-    after that of the feedforward. The weights of positions and the embeddings stay whole. `seeds` [E][B] has a number
-    for each sequence of a training pass. The masks of a sequence follow from its number and the layer: from no rank,
-    no other sequence and no earlier pass.
+    after that of the feedforward. The weights of positions and the embeddings stay whole. `seeds`, E lists of B
+    numbers, has one for each sequence of a training pass. The masks of a sequence follow from its number and the layer:
+    from no rank, no other sequence and no earlier pass.
     """
 
     rate: float
