@@ -1,6 +1,7 @@
 """FLOPs and parameters of language models, and the shapes of their matrices. Arithmetic only, no torch."""
 
 from collections import Counter
+from typing import NamedTuple
 
 from demix.config.architecture import Architecture
 
@@ -93,27 +94,47 @@ def unchosen_parameters(architecture: Architecture) -> int:
     routed = architecture.routed
     if not routed:
         return 0
-    return architecture.routed_layers * (routed.experts - routed.top_k) * _feedforward_parameters(architecture)
+    return (
+        architecture.routed_layers
+        * (routed.experts - routed.top_k)
+        * sum(size.parameters for size in _feedforward(architecture))
+    )
 
 
-def _feedforward_parameters(architecture: Architecture) -> int:
+class Size(NamedTuple):
+    """The number of parameters in a tensor, and whether it is a matrix of blocks or several (`matrices`)."""
+
+    parameters: int
+    matrix: bool = False
+
+
+def _feedforward(architecture: Architecture) -> list[Size]:
     inner, width, maps = architecture.inner_width, architecture.width, architecture.maps
-    biases = (maps - 1) * inner + width if architecture.biases == "all" else 0
-    return maps * inner * width + biases
+    biases = [Size((maps - 1) * inner), Size(width)] if architecture.biases == "all" else []
+    return [Size((maps - 1) * inner * width, True), Size(inner * width, True), *biases]
 
 
-def _attention_parameters(architecture: Architecture) -> int:
+def _attention(architecture: Architecture) -> list[Size]:
     width, unit = architecture.width, architecture.unit
     queries, keys = architecture.heads * unit, architecture.key_value_heads * unit
-    biases = {"all": queries + 2 * keys + width, "qkv": queries + 2 * keys, "none": 0}[architecture.biases]
-    norms = {"none": 0, "head": 2 * unit, "all": queries + keys}[architecture.query_norm]
-    return 2 * (queries + keys) * width + biases + norms
+    biases = {"all": [queries + 2 * keys, width], "qkv": [queries + 2 * keys], "none": []}[architecture.biases]
+    norms = {"none": [], "head": [unit, unit], "all": [queries, keys]}[architecture.query_norm]
+    maps = [Size((queries + 2 * keys) * width, True), Size(queries * width, True)]
+    return maps + [Size(number) for number in biases + norms]
 
 
 def parameters(
     architecture: Architecture, vocab_size: int, domain_tokens: int = 0, expert_scope: str = "feedforward"
 ) -> tuple[int, int]:
-    """Count the parameters that all experts of a model share, and those that each expert owns alone.
+    """Count the parameters that all experts of a model share, and those that each expert owns alone (`sizes`)."""
+    shared, own = sizes(architecture, vocab_size, domain_tokens, expert_scope)
+    return sum(size.parameters for size in shared), sum(size.parameters for size in own)
+
+
+def sizes(
+    architecture: Architecture, vocab_size: int, domain_tokens: int = 0, expert_scope: str = "feedforward"
+) -> tuple[list[Size], list[Size]]:
+    """The sizes of the tensors that all experts of a model share, and of those that each expert owns alone.
 
     An expert owns the feedforward of every layer, biases included; with `expert_scope` "model" an expert owns
     everything. The shared parameters are the embeddings (one where the head is tied), learned positions, attention,
@@ -122,17 +143,18 @@ def parameters(
     all its experts and its router.
     """
     layers, width = architecture.layers, architecture.width
-    positions = architecture.context + (1 if domain_tokens else 0) if architecture.position == "learned" else 0
-    types = vocab_size * (2 if architecture.head == "untied" else 1)
-    norm = width * (2 if architecture.norm == "layer" else 1)
-    embeddings = types + positions + domain_tokens + (architecture.mask == "learned")
-    norms = (architecture.norm_place != "post") + architecture.embedding_norm + (architecture.head == "roberta")
-    rest = embeddings * width + norms * norm + (architecture.head == "clap")
-    if architecture.head == "roberta":
-        rest += head_map(architecture) + width + vocab_size
-    rest += layers * (_attention_parameters(architecture) + 2 * norm)
-    feedforward = _feedforward_parameters(architecture)
-    feedforwards = layers * feedforward
-    if routed := architecture.routed:
-        feedforwards += architecture.routed_layers * ((routed.experts - 1) * feedforward + routed.experts * width)
-    return (0, rest + feedforwards) if expert_scope == "model" else (rest, feedforwards)
+    norm = [width] * (2 if architecture.norm == "layer" else 1)
+    rest = [vocab_size * width] * (2 if architecture.head == "untied" else 1)
+    rest += [(architecture.context + bool(domain_tokens)) * width] if architecture.position == "learned" else []
+    rest += [domain_tokens * width] if domain_tokens else []
+    rest += [width] if architecture.mask == "learned" else []
+    rest += [1] if architecture.head == "clap" else []
+    rest += norm * ((architecture.norm_place != "post") + architecture.embedding_norm + 2 * layers)
+    rest += [head_map(architecture), width, vocab_size, *norm] if architecture.head == "roberta" else []
+    shared = [Size(number) for number in rest] + layers * _attention(architecture)
+    feedforward, routed = _feedforward(architecture), architecture.routed
+    own = (layers - architecture.routed_layers) * feedforward
+    if routed:
+        stacked = [Size(routed.experts * size, matrix) for size, matrix in [*feedforward, Size(width)]]
+        own += architecture.routed_layers * stacked
+    return ([], shared + own) if expert_scope == "model" else (shared, own)

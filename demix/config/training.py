@@ -56,6 +56,11 @@ class Execution:
         description="Recompute activations in the backward pass instead of storing them: a third slower, far less "
         "memory.",
     )
+    shard_optimizer: Switch = Field(
+        default=False,
+        description="Keep the optimizer's moments of each parameter on one of the ranks that have the parameter, which "
+        "updates it and sends it to the others: a rank of n has 8/n bytes of moments a parameter instead of 8.",
+    )
 
 
 Ratio = Annotated[Number, Field(gt=0, le=1e4)]

@@ -3,6 +3,9 @@
 import ctypes
 import os
 import platform
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 import torch
@@ -67,6 +70,21 @@ def free_memory(device: torch.device) -> int:
         return int(psutil.virtual_memory().available)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0] + kept)
+
+
+@contextmanager
+def within_memory(name: str, cure: str) -> Iterator[None]:
+    """Turn the lack of memory for a tensor into a DemixError of `name` with this `cure`."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+        # Torch has a class for the lack of a GPU's memory alone.
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said:
+            wanted = re.search(r"allocate ([\d.]+ \w+)", said)
+            more = f": {wanted[1]} more" if wanted else ""
+            raise DemixError(name, f"needs more memory than there is{more}", cure) from error
+        raise
 
 
 def device_named(name: str | None) -> torch.device:

@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from demix.config.adaptation import AdaptationSection
-from demix.config.counts import parameters
+from demix.config.counts import parameters, sizes
 from demix.config.models import RowSettings
 from demix.config.training import Sweep
 from demix.errors import DemixError
@@ -23,6 +23,7 @@ from demix.plan.flops import (
     training_state_bytes,
     update_flops,
 )
+from demix.plan.memory import sent_parameters, sharded_moments
 from demix.plan.muon import muon_cost
 from demix.plan.network import Ring, given, rings_of
 from demix.run.models import AdaptationJob, Model, rule_of
@@ -210,6 +211,12 @@ def _plan_work(run: Run, work: _Work, hardware: Hardware) -> TrainingPlan:
     flops, seed_flops = (update_flops(one, types, sequences, length) for one in (architecture, architecture.unrouted))
     muon = muon_cost(architecture, settings.optimizer, kind.expert_scope, places, frozen=bool(frozen))
     single = experts_per_rank * muon.expert + muon.shared
+    state, sent = training_state_bytes(own, still, single), muon.rings
+    if settings.shard_optimizer:
+        tensors, of_expert = sizes(architecture, types, domain_tokens, kind.expert_scope)
+        trained = [] if frozen else tensors
+        state += sharded_moments(trained, of_expert, places, muon=single > 0) - (8 * own - 4 * single)
+        sent = sent_parameters(trained, of_expert, places)
     whole = checkpoint_bytes(shared + experts * expert, single=experts * muon.expert + muon.shared)
     checkpoint = checkpoint_bytes(own, own, single) if work.adapts else whole
     # The last update ends the training, which then writes the model.
@@ -228,7 +235,7 @@ def _plan_work(run: Run, work: _Work, hardware: Hardware) -> TrainingPlan:
         flops=flops,
         ranks=work.ranks,
         experts_per_rank=experts_per_rank,
-        state=training_state_bytes(own, still, single),
+        state=state,
         activations=activations,
         recomputed=recomputed,
         checkpoint=checkpoint,
@@ -237,7 +244,7 @@ def _plan_work(run: Run, work: _Work, hardware: Hardware) -> TrainingPlan:
         begin=work.begin,
         seed_flops=seed_flops,
         saved=saves * checkpoint,
-        rings=rings_of(4 * (shared - frozen), 4 * expert, places) + muon.rings,
+        rings=rings_of(4 * (shared - frozen), 4 * expert, places) + sent,
         orthogonalising=muon.flops,
         hours=hours(flops + work.ranks * muon.flops, steps - work.begin, work.ranks, tflops),
     )

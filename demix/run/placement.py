@@ -89,3 +89,12 @@ def ranks_without(count: int, ranks: int) -> int:
 def _listed(numbers: Sequence[int]) -> str:
     names = [str(number) for number in numbers[:12]] + (["..."] if len(numbers) > 12 else [])
     return (", ".join(names[:-1]) + " or " + names[-1] if len(names) > 1 else names[0]) + " ranks"
+
+
+def owners_of(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The rank that each thing of `sizes` goes to: the largest first, each to the rank with the least so far."""
+    loads, owners = [0] * ranks, [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        owners[number] = loads.index(min(loads))
+        loads[owners[number]] += sizes[number]
+    return owners

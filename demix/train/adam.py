@@ -15,6 +15,8 @@ class AdamW:
     `exp_avg_sq`.
     """
 
+    means = ("exp_avg", "exp_avg_sq")
+
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
@@ -26,15 +28,18 @@ class AdamW:
         self.betas, self.epsilon = betas, epsilon
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
 
+    def begin(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """What is kept of a parameter before its first update."""
+        count = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        return {"step": count} | {name: torch.zeros_like(parameter, requires_grad=False) for name in self.means}
+
     def step(self, learning_rate: float) -> None:
         """Update every parameter by its gradient."""
         for parameter in self.parameters:
             if parameter not in self.state:
-                count = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                means = {name: torch.zeros_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
-                self.state[parameter] = {"step": count} | means
+                self.state[parameter] = self.begin(parameter)
         steps, averages, squares = (
-            [self.state[parameter][name] for parameter in self.parameters] for name in ("step", "exp_avg", "exp_avg_sq")
+            [self.state[parameter][name] for parameter in self.parameters] for name in ("step", *self.means)
         )
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         with torch.no_grad():

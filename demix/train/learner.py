@@ -85,7 +85,7 @@ class Learner:
         if step == self.saved:
             return
         tensors = {f"parameter/{name}": p.detach() for name, p in self.trained.items()}
-        state = self.optimizers.state
+        state = self.optimizers.gathered()
         for name, parameter in self.trained.items():
             tensors |= {f"optimizer/{key}/{name}": value for key, value in state.get(parameter, {}).items()}
         tensors |= self.best.tensors if self.best else {}
@@ -101,10 +101,7 @@ class Learner:
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 parameter.copy_(tensors[f"parameter/{name}"])
-                kept = {
-                    key: tensors[f"optimizer/{key}/{name}"].to(parameter.device)
-                    for key in KEPT
-                    if f"optimizer/{key}/{name}" in tensors
-                }
+                named = {key: f"optimizer/{key}/{name}" for key in KEPT}
+                kept = {key: tensors[place] for key, place in named.items() if place in tensors}
                 if kept:
                     self.optimizers.resume(parameter, kept)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from demix.errors import StoppedError
-from demix.model.device import compute_type
+from demix.model.device import compute_type, within_memory
 from demix.model.gpt import GPT
 from demix.model.layers import Auxiliary, Dropout, router_metrics
 from demix.progress import progress
@@ -26,6 +26,11 @@ from demix.train.schedule import Optimization
 from demix.train.state import State, training_lock
 
 log = logging.getLogger(__name__)
+
+MEMORY_CURE = (
+    "set micro_sequences to 1 and checkpoint_activations, with more ranks shard_optimizer, or use more ranks; "
+    "`demix plan` says what each takes"
+)
 
 # Returns the loss on dev, equal on all ranks, and named losses for the metrics (nats per token).
 Evaluation = Callable[[GPT], tuple[float, dict[str, float]]]
@@ -53,7 +58,7 @@ def train(
     StoppedError after SIGTERM, SIGUSR2 or SIGINT, with the state saved.
     """
     world = world or World()
-    with training_lock(checkpoints, world), _signals() as signalled:
+    with training_lock(checkpoints, world), _signals() as signalled, within_memory("training", MEMORY_CURE):
         learner = Learner(model, optimization, checkpoints, world)
         sync = GradientSync(learner.trained, model.owned, world)
         begin, end = learner.resume(first), optimization.end

@@ -22,6 +22,8 @@ class Muon:
     each matrix where several stand one below the other in a parameter.
     """
 
+    means = ("momentum",)
+
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
@@ -35,13 +37,17 @@ class Muon:
         self.momentum, self.iterations, self.group = momentum, iterations, group
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
 
+    def begin(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """What is kept of a parameter before its first update."""
+        return {name: torch.zeros_like(parameter, requires_grad=False) for name in self.means}
+
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Update every parameter by its gradient, in whose place its orthogonalised momentum is left."""
         given = [(parameter, parameter.grad) for parameter in self.parameters if parameter.grad is not None]
         for parameter, gradient in given:
             if parameter not in self.state:
-                self.state[parameter] = {"momentum": torch.zeros_like(parameter, requires_grad=False)}
+                self.state[parameter] = self.begin(parameter)
             mean = self.state[parameter]["momentum"].lerp_(gradient, 1 - self.momentum)
             gradient.lerp_(mean, self.momentum)
         pairs = [pair for parameter, gradient in given for pair in self._matrices(parameter, gradient)]

@@ -12,7 +12,8 @@ KEYS: dict[str, Any] = {
     "warmup": 0.5, "clip": 2.0, "weight_decay": 0.5, "precision": "fp16", "optimizer": {"kind": "muon"},
     "learning_rate_schedule": {"kind": "cosine"}, "z_loss": 0.1, "dropout": 0.1,
     "checkpoint_every": 7, "keep_checkpoints": 3,
-    "micro_sequences": 1, "compile": True, "checkpoint_activations": True, "tokens": 900, "sequences": 1,
+    "micro_sequences": 1, "compile": True, "checkpoint_activations": True, "shard_optimizer": True,
+    "tokens": 900, "sequences": 1,
     "learning_rate": 0.5, "dev_blocks": 1, "trained": "routers", "preset": "modern", "ranks": 2,
     "sweep": {"learning_rates": [0.5], "tokens": 500}, "replicas": {"law": 2}, "architecture": {"position": "alibi"},
 }  # fmt: skip

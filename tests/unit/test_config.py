@@ -357,10 +357,16 @@ def test_rows_of_models_beside_those_of_every_run() -> None:
 
 def test_a_fingerprint_leaves_out_what_only_time_and_memory_depend_on() -> None:
     left_out = {"checkpoint_every", "keep_checkpoints", "micro_sequences", "compile", "checkpoint_activations"}
+    left_out |= {"shard_optimizer"}
     training = Training(seed=1, architecture={}, tokens=9, sequences=1, learning_rate=1e-3, threads=1)
     adaptation = Adaptation(seed=1, threads=1, tokens=9, passes=2)
     other = {"micro_sequences": 2, "precision": "bf16", "architecture": {"layers": 1}, "compile": True}
-    other |= {"checkpoint_activations": True, "warmup": 0.5, "sweep": FactorSweep(factors=(0.1,))}
+    other |= {
+        "checkpoint_activations": True,
+        "shard_optimizer": True,
+        "warmup": 0.5,
+        "sweep": FactorSweep(factors=(0.1,)),
+    }
     other |= {"optimizer": Updates(kind="muon"), "learning_rate_schedule": RateSchedule(kind="wsd"), "z_loss": 0.1}
     other |= {"learning_rate": 0.5, "trained": "routers", "dropout": 0.1}
     for given in (training, adaptation):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from demix.errors import DemixError
-from demix.model.device import compute_type, refuse_lacking
+from demix.model.device import compute_type, refuse_lacking, within_memory
 
 FREED = """
 import psutil
@@ -38,6 +38,23 @@ def test_a_gpu_without_bf16_is_refused() -> None:
         refuse_lacking("bf16", (7, 0), "Tesla V100")
     refuse_lacking("bf16", (8, 0), "A100")
     refuse_lacking("fp16", (7, 0), "Tesla V100")
+
+
+def test_a_lack_of_memory_is_one_line_and_other_errors_pass() -> None:
+    told = pytest.raises(DemixError, match=r"^training: needs more memory than there is(: .*)?; lower it$")
+    with told as caught, within_memory("training", "lower it"):
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(RuntimeError, match="size"), within_memory("training", "lower it"):
+        torch.ones(2) @ torch.ones(3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_lack_of_a_gpus_memory_is_one_line() -> None:
+    told = pytest.raises(DemixError, match=r"^training: needs more memory than there is: .* GiB more; lower it$")
+    with told, within_memory("training", "lower it"):
+        torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
 
 
 def test_the_gpu_here_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from demix.config.architecture import PRESETS, Architecture
-from demix.config.counts import parameters, training_flops_per_token
+from demix.config.architecture import PRESETS, Architecture, architecture_from
+from demix.config.counts import parameters, sizes, training_flops_per_token
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.model.softmax import ROWS_AT_ONCE
@@ -27,6 +27,7 @@ from demix.plan.flops import (
     training_state_bytes,
     update_flops,
 )
+from demix.train.updates import group_of
 
 # Of each size: GPUs, updates, TFLOPs an update, hours of Dense and of DEMix (Table 2; FACTS section 2).
 TABLE_2 = {
@@ -77,6 +78,26 @@ def test_parameters_are_the_papers_and_the_models(preset: str, dense: int, exper
         model = GPT(architecture, 50264, EIGHT)
     assert sum(p.numel() for p in model.parameters()) == eight
     assert sum(p.numel() for p in model.expert_tensors().values()) == 8 * expert
+
+
+DECODERS = [
+    {"preset": "gpt3-small"},
+    {"preset": "llama", "key_heads": 2, "query_norm": "all", "head": "untied"},
+    {"preset": "roberta", "objective": "mlm", "attention": "bidirectional"},
+    {"position": "alibi", "head": "clap", "biases": "qkv", "query_norm": "head"},
+    {"routed": {"experts": 3, "top_k": 1, "every": 2, "capacity": 1.0, "balance": 0.0}},
+]
+
+
+@pytest.mark.parametrize("scope", ["feedforward", "model"])
+@pytest.mark.parametrize("given", DECODERS, ids=lambda given: "-".join(map(str, given)))
+def test_sizes_are_those_of_the_models_tensors(given: dict, scope: str) -> None:
+    architecture = architecture_from({"layers": 3, "width": 24, "heads": 4, "context": 8, "inner": 40} | given)
+    with torch.device("meta"):
+        model = GPT(architecture, 96, ("a",), ("a", "b"), scope)
+    found = sizes(architecture, 96, 2, scope)
+    for mine, theirs in zip(found, (model.shared_tensors(), model.expert_tensors()), strict=True):
+        assert sorted(mine) == sorted((p.numel(), group_of(name) == "matrices") for name, p in theirs.items())
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from demix.config.models import KINDS
 from demix.config.training import RateSchedule, Updates
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
-from demix.files import read_json_lines
+from demix.files import read_json_lines, sha256_file
 from demix.launch.local import world_size
 from demix.run.placement import place, place_experts
 from demix.train import parallel
@@ -63,6 +63,7 @@ class Case:
     options: tuple[tuple[str, str | int | bool], ...] = ()
     muon: bool = False
     dropout: float | None = None
+    shard: bool = False
 
     @property
     def name(self) -> str:
@@ -75,7 +76,7 @@ class Case:
             architecture=SIZES | dict(self.options),
             optimizer=Updates(kind="muon", matrices=5.0, decay="matrices") if self.muon else None,
             learning_rate_schedule=RateSchedule(kind="wsd", end=0.1) if self.muon else None,
-            z_loss=0.01 if self.muon else None, dropout=self.dropout,
+            z_loss=0.01 if self.muon else None, dropout=self.dropout, shard_optimizer=self.shard,
         )  # fmt: skip
         splits = ("train", "dev")
         paths = [
@@ -111,6 +112,9 @@ CASES = [
     Case("demix", 4, 2, seed=7), Case("demix", 4, 8, seed=7), Case("demix", 4, 7, UNEQUAL, seed=7),
     Case("demix", 4, 4, micro=1, dropout=0.1), Case("demix", 4, 7, UNEQUAL, dropout=0.1),
     Case("dense_unbalanced", 3, 5, dropout=0.1), Case("domain_token", 4, 2, micro=1, dropout=0.1),
+    Case("demix", 4, 8, shard=True), Case("demix", 4, 8, precision="fp32", shard=True),
+    Case("demix", 4, 7, UNEQUAL, seed=7, shard=True), Case("dense", 4, 3, shard=True),
+    Case("demix", 4, 8, muon=True, shard=True), Case("routed", 4, 2, muon=True, shard=True),
     Case("routed", 4, 4, dropout=0.1), Case("demix", 4, 2, options=MASKED, dropout=0.1),
 ]  # fmt: skip
 
@@ -134,7 +138,7 @@ def placed(rank: int, ranks: int, port: int) -> dict[str, str]:
 def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All cases trained by real processes over gloo, and by one process: <case>/ and <case of one rank>/."""
     folder = tmp_path_factory.mktemp("parallel")
-    for case in {dataclasses.replace(case, ranks=1, replicas=(), micro=None) for case in CASES}:
+    for case in {dataclasses.replace(case, ranks=1, replicas=(), micro=None, shard=False) for case in CASES}:
         case.run(tokens, folder / case.name)
     # The ranks of a case wait for one another most of the time: some cases train meanwhile.
     wide = [case for case in CASES if case.ranks > 4]
@@ -160,7 +164,7 @@ def rows(metrics: Path) -> list[dict]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_any_number_of_ranks_trains_as_one_process(trained: Path, case: Case) -> None:
-    alone = dataclasses.replace(case, ranks=1, replicas=(), micro=None)
+    alone = dataclasses.replace(case, ranks=1, replicas=(), micro=None, shard=False)
     ours, theirs = (rows(trained / which.name / "metrics.jsonl") for which in (case, alone))
     assert len(ours) == len(theirs) == STEPS - case.seed
     tolerance = {"fp64": 1e-9, "fp32": 1e-5}[case.precision]
@@ -185,6 +189,17 @@ def test_any_number_of_ranks_trains_as_one_process(trained: Path, case: Case) ->
             for name, tensor in mine.items():
                 assert tensor.dtype == torch.float64
                 torch.testing.assert_close(tensor, other[name], rtol=0, atol=1e-9)
+
+
+def test_a_sharded_optimizer_changes_no_bit(trained: Path) -> None:
+    pairs = [(case, dataclasses.replace(case, shard=False)) for case in CASES if case.shard]
+    pairs = [pair for pair in pairs if pair[1] in CASES]
+    assert [case.name for case, _ in pairs if not case.muon]
+    for pair in pairs:
+        sharded, whole = (trained / case.name for case in pair)
+        files = [path.relative_to(whole) for path in whole.rglob("*.safetensors")]
+        assert files
+        assert [sha256_file(sharded / file) for file in files] == [sha256_file(whole / file) for file in files]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.ranks > 1], ids=lambda case: case.name)
@@ -255,20 +270,21 @@ def test_ranks_of_a_domain_see_its_sequences_once(tokens: Path) -> None:
 LONG = dataclasses.replace(EXACT, tokens=16 * 4 * 4 * 60, checkpoint_every=5, dev_blocks=0)
 
 
-def command(tokens: Path, folder: Path, ranks: int) -> list[str]:
+def command(tokens: Path, folder: Path, ranks: int, shard: bool = False) -> list[str]:
+    settings = dataclasses.asdict(LONG) | {"shard_optimizer": shard}
     return [
         sys.executable, "-m", "demix", "train", "demix",
         *(str(tokens / "tokens" / domain / "train.arrow") for domain in DOMAINS),
-        "--settings", json.dumps(dataclasses.asdict(LONG)), "--output", str(folder / "model"),
+        "--settings", json.dumps(settings), "--output", str(folder / "model"),
         "--metrics", str(folder / "metrics.jsonl"), "--checkpoints", str(folder / "checkpoints"), "--ranks", str(ranks),
     ]  # fmt: skip
 
 
 @contextmanager
-def launcher(tokens: Path, folder: Path, ranks: int) -> Iterator[BaseProcess]:
+def launcher(tokens: Path, folder: Path, ranks: int, shard: bool = False) -> Iterator[BaseProcess]:
     """A process that trains with `ranks`, as it is once it has written a checkpoint; what it says goes to told.log."""
     done = checkpoints(folder)
-    process = FORKS.Process(target=tell, args=(folder / "told.log", command(tokens, folder, ranks)))
+    process = FORKS.Process(target=tell, args=(folder / "told.log", command(tokens, folder, ranks, shard)))
     process.start()
     deadline = time.monotonic() + 120
     while checkpoints(folder) <= done:
@@ -289,12 +305,12 @@ def tell(log: Path, command: list[str], environment: dict[str, str] | None = Non
     cli.main()
 
 
-def train_by_forks(tokens: Path, folder: Path, ranks: int) -> str:
+def train_by_forks(tokens: Path, folder: Path, ranks: int, shard: bool = False) -> str:
     """Train with ranks that have imported all, as those of a launcher have not, and return what the first one says."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     logs = [folder / f"rank-{rank}.log" for rank in range(ranks)]
     processes = [
-        FORKS.Process(target=tell, args=(log, command(tokens, folder, ranks), placed(rank, ranks, store.port)))
+        FORKS.Process(target=tell, args=(log, command(tokens, folder, ranks, shard), placed(rank, ranks, store.port)))
         for rank, log in enumerate(logs)
     ]
     for process in processes:
@@ -332,7 +348,7 @@ def test_a_killed_rank_ends_all_and_is_named_and_ranks_end_when_their_launcher_i
     assert process.exitcode == 1
     assert "demix: error: rank 1 of 2: was killed by SIGKILL" in told.splitlines()[-1], told
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
-    with launcher(tokens, tmp_path, 2) as process:
+    with launcher(tokens, tmp_path, 2, shard=True) as process:
         ranks = children(process.pid)
         assert len(ranks) == 2
         process.kill()
@@ -349,8 +365,8 @@ def test_a_signal_saves_the_state_and_another_number_of_ranks_goes_on(
     tokens: Path, tmp_path: Path, undisturbed: list[float]
 ) -> None:
     step = 0
-    for number, ranks in ((signal.SIGUSR2, 4), (signal.SIGTERM, 2)):
-        with launcher(tokens, tmp_path, ranks) as process:
+    for number, ranks, shard in ((signal.SIGUSR2, 4, False), (signal.SIGTERM, 2, True)):
+        with launcher(tokens, tmp_path, ranks, shard) as process:
             os.kill(process.pid, number)
         told = (tmp_path / "told.log").read_text()
         assert process.exitcode == 1
@@ -358,7 +374,7 @@ def test_a_signal_saves_the_state_and_another_number_of_ranks_goes_on(
         assert not step or f"resuming at step {step} of" in told
         assert checkpoints(tmp_path) > step
         step = checkpoints(tmp_path)
-    assert f"resuming at step {step} of" in train_by_forks(tokens, tmp_path, 4)
+    assert f"resuming at step {step} of" in train_by_forks(tokens, tmp_path, 4, shard=True)
     assert losses(tmp_path) == pytest.approx(undisturbed, rel=1e-9)
 
 
