@@ -97,8 +97,9 @@ class Table:
         """The lines as every format prints them."""
         columns = self.columns
         printed = (frame.to_numpy() for frame in (self.text(), self.second_lines(), self.bold()))
+        sorted_by = [[_key(value) for value in values] for _, values in self.frame.items()]
         for position, (label, texts, beneath, best) in enumerate(zip(self.frame.index, *printed, strict=True)):
-            keys = (_key(values.iloc[position]) for _, values in self.frame.items())
+            keys = (column[position] for column in sorted_by)
             cells = [
                 Cell(str(text), str(below), bool(bold), is_text, key)
                 for text, below, bold, is_text, key in zip(texts, beneath, best, columns.values(), keys, strict=True)
