@@ -1,16 +1,22 @@
-"""How scoring and mixing grow with experts: CPU time of an expert-token and peak memory under 4, 16 and 64 experts.
+"""How scoring, mixing, planning, report and tracking grow with experts and domains: CPU time and peak memory.
 
-    python benchmarks/growth.py [--json rows.json] [--tokens 4096] [--mixed 100000] [--experts 4,16,64] [--folder /tmp]
+    python benchmarks/growth.py [--json rows.json] [--what score,mix,plan,report,track] [--tokens 4096]
+                                [--mixed 100000] [--experts 4,16,64] [--domains 16,64] [--folder /tmp]
 
 `demix score` scores a made-up text of so many tokens under a model of 3 layers of width 128 (blocks of 256 tokens, a
-BPE of 4,096). Mixing reads a made-up table of `--mixed` tokens, by every mixture of benchmarks/mix.py. Each number of
-experts is a process of its own with one thread. Time is that of the work, without imports; memory is the peak above
-that of the imports. The peer is the smallest number of experts: a ratio of 1 in time is linear growth. Linux alone
-says the peak. About three minutes of one core.
+BPE of 4,096). Mixing reads a made-up table of `--mixed` tokens, by every mixture of benchmarks/mix.py. `plan` is
+`snakemake -n` for a dense model and DEMix on so many training domains and four novel ones, of which no file is there.
+`report` and `track` are the commands, on the tests' made-up run of as many domains. Each number is a process of its
+own with one thread. Time of scoring and mixing is that of the work for an expert-token, without imports, and memory is
+the peak above that of the imports; of the others it is that of the whole process, for each pair of a domain and an
+expert, as the tables have them. The peer is the smallest number: a ratio of 1 in time is growth with experts, tokens
+and pairs. Linux alone says the peak. About five minutes of one core.
 """
 
 import argparse
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -80,48 +86,122 @@ def peak() -> float:
     return int(lines["VmHWM"].split()[0]) / 1024
 
 
+ROOT = Path(__file__).parents[1]
+# Runs its arguments, and prints their CPU seconds and the peak of their memory in KB.
+MEASURED = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(used.ru_utime + used.ru_stime, used.ru_maxrss)
+"""
+NOVEL = tuple(f"novel{number}" for number in range(4))
+
+
+def write_config(folder: Path, domains: tuple[str, ...]) -> None:
+    """A config of these training domains, and the files of its sources."""
+    for name in (*domains, *NOVEL):
+        (folder / f"{name}.jsonl").write_text('{"text": "a b c"}\n')
+    kinds = {
+        kind: {name: {"source": {"kind": "files", "path": f"{name}.jsonl"}} for name in some}
+        for kind, some in (("training", domains), ("novel", NOVEL))
+    }
+    keys = {
+        "run": "growth", "seed": 1, "threads": 1, "domains": kinds,
+        "tokenizer": {"kind": "bpe", "vocab_size": 4096},
+        "architecture": {"layers": 3, "width": 128, "heads": 4, "context": 128},
+        "training": {"tokens": 2560 * len(domains), "sequences": 2, "learning_rate": 0.001},
+        "models": {"dense_unbalanced": None, "domain_token": None},
+        "evaluation": {"dev_blocks": 10, "test_tokens": 1024},
+    }  # fmt: skip
+    (folder / "config.yaml").write_text(json.dumps(keys))
+
+
+def command_of(what: str, folder: Path, count: int) -> list[str]:
+    """The command that plans, reports or tracks a run of `count` training domains, of which all is written first."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from support.synthetic_run import build_run
+
+    domains = tuple(f"domain{number:04}" for number in range(count))
+    if what == "plan":
+        write_config(folder, domains)
+        workflow = ["--snakefile", ROOT / "workflow" / "Snakefile", "--workflow-profile", ROOT / "profiles" / "default"]
+        return ["snakemake", "-n", "-q", *map(str, workflow), "--configfile", "config.yaml"]
+    build_run(folder / "run", training=domains, novel=NOVEL, retrained=())
+    return ["demix", what, "run", *(["--output", "report"] if what == "report" else [])]
+
+
+def whole(what: str, folder: Path, count: int) -> dict[str, float]:
+    """CPU seconds and MB of the process of a command, as its parent sees them."""
+    command = command_of(what, folder, count)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    # A child's peak begins with the memory of the process that started it.
+    command = [sys.executable, "-c", MEASURED, *command]
+    done = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True).stdout
+    seconds, kilobytes = done.split()[-2:]
+    return {"cpu": float(seconds), "MB": int(kilobytes) / 1024}
+
+
+def grown(text: str, found: dict[int, dict[str, float]], each: dict[int, float], unit: str) -> list[dict]:
+    """The rows of `found`, whose CPU seconds are divided among so many things `each`, beside the smallest number."""
+    (first, least), rows = next(iter(found.items())), []
+    for count, values in found.items():
+        ours, peer = (1e6 * found[number]["cpu"] / each[number] for number in (count, first))
+        rows += [
+            {"name": text.format(count) + f": {unit}", "ours": ours, "peer": peer, "unit": "CPU us",
+             "ratio": ours / peer},
+            {"name": text.format(count) + ": peak memory", "ours": values["MB"], "peer": least["MB"], "unit": "MB",
+             "ratio": values["MB"] / least["MB"]},
+        ]  # fmt: skip
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--what", default="score,mix,plan,report,track")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--mixed", type=int, default=100_000)
     parser.add_argument("--experts", default="4,16,64")
+    parser.add_argument("--domains", default="16,64")
     parser.add_argument("--folder", type=Path, help="where the temporary folder goes")
-    parser.add_argument("--side", choices=["score", "mix"], help=argparse.SUPPRESS)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    counts = [int(count) for count in given.experts.split(",")]
+    experts, domains = ([int(count) for count in part.split(",")] for part in (given.experts, given.domains))
     if given.side:
-        print(json.dumps(side(given.side, given.folder, counts[0], given.tokens)))
+        measured = side if given.side in ("score", "mix") else whole
+        more = (given.tokens,) if measured is side else ()
+        print(json.dumps(measured(given.side, given.folder, experts[0], *more)))
         return
     rows = []
     with tempfile.TemporaryDirectory(dir=given.folder) as name:
         folder = Path(name)
-        shard = write_text_shard(folder, given.tokens)
-        for what, tokens in (("score", given.tokens), ("mix", given.mixed)):
-            found = {}
-            for count in counts:
+        wanted = given.what.split(",")
+        shard = write_text_shard(folder, given.tokens) if "score" in wanted else folder
+        for what in wanted:
+            found, tokens = {}, given.tokens if what == "score" else given.mixed
+            for count in experts if what in ("score", "mix") else domains:
                 if what == "score":
                     write_model(folder / f"model{count}", shard, names(count))
-                else:
+                elif what == "mix":
                     write_table(folder / f"mixed{count}" / "x.test", names(count), tokens, 0)
                     write_table(folder / f"mixed{count}" / "x.dev", names(count), DEV_BLOCKS * LENGTH, 1)
-                command = [sys.executable, __file__, "--side", what, "--folder", name, "--experts", str(count)]
+                own = folder if what in ("score", "mix") else folder / f"{what}{count}"
+                own.mkdir(exist_ok=True)
+                command = [sys.executable, __file__, "--side", what, "--folder", str(own), "--experts", str(count)]
                 command += ["--tokens", str(tokens)]
                 done = subprocess.run(command, check=True, capture_output=True, text=True).stdout
                 found[count] = json.loads(done.splitlines()[-1])
-                print(f"{what}, {count} experts: {found[count]}", file=sys.stderr)
-            least = found[counts[0]]
+                print(f"{what}, {count}: {found[count]}", file=sys.stderr)
+                if own != folder:
+                    shutil.rmtree(own)
             # Mixing also reads the dev split.
-            read = tokens if what == "score" else tokens + DEV_BLOCKS * LENGTH
-            for count in counts:
-                each, first = (1e6 * found[n]["cpu"] / (n * read) for n in (count, counts[0]))
-                text = f"{what}, {count} experts, {tokens} tokens"
-                rows += [
-                    {"name": f"{text}: an expert-token", "ours": each, "peer": first, "unit": "CPU us",
-                     "ratio": each / first},
-                    {"name": f"{text}: peak memory", "ours": found[count]["MB"], "peer": least["MB"], "unit": "MB",
-                     "ratio": found[count]["MB"] / least["MB"]},
-                ]  # fmt: skip
+            read = tokens + (DEV_BLOCKS * LENGTH if what == "mix" else 0)
+            if what in ("score", "mix"):
+                text, each = f"{what}, {{}} experts, {tokens} tokens", {count: count * read for count in found}
+                rows += grown(text, found, each, "an expert-token")
+            else:
+                each = {count: count * (count + len(NOVEL)) for count in found}
+                rows += grown(f"{what}, {{}} domains", found, each, "a domain under an expert")
     show(rows, given.json)
 
 
