@@ -13,6 +13,7 @@ from demix.config.architecture import DECODERS, PRESETS, Decoder
 from demix.config.clustering import Clustering
 from demix.config.domains import DomainsSection, SourceSection, check_domains
 from demix.config.evaluation import EvaluationSection
+from demix.config.harness import HarnessSection
 from demix.config.keys import located, read_keys
 from demix.config.models import PAPER, ModelRow, RowName
 from demix.config.names import NAME, NAMED
@@ -159,6 +160,10 @@ class Config:
         default_factory=dict,
         description="Tasks of classification by name: texts with labels, on which the accuracy of mixtures is taken. A "
         "run has none by default.",
+    )
+    lm_eval: HarnessSection | None = Field(
+        default_factory=absent,
+        description="Tasks of EleutherAI's lm-evaluation-harness that the models do. A run has none by default.",
     )
     adaptation: AdaptationSection = Field(
         default_factory=AdaptationSection, description="DEMix-DAPT and Dense-DAPT on each novel domain."

@@ -20,6 +20,7 @@ from demix.plan.domains import TOKENS_PER_WORD, plan_domains
 from demix.plan.flops import HARDWARE, Hardware, achieved_tflops, score_table_bytes, scoring_hours
 from demix.run.check import completed_run
 from demix.run.contexts import asked_contexts
+from demix.run.harness import harnessed
 from demix.run.merged import Merged
 from demix.run.models import job_place
 from demix.run.rules import RunRules
@@ -137,7 +138,7 @@ def _of_text(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
 def _of_scores(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
     """The jobs that need trained models: merging them, tasks, arithmetic on scores, the report."""
     number, threads, asked, stage = len(run.domains), run.config.threads, classified(run), run.examples_stage
-    joining = {f"join_{model.rule}": 1 for model in run.joined}
+    joining, harness = {f"join_{model.rule}": 1 for model in run.joined}, harnessed(run)
     averaging = {one.rule: number if one.by_domain else 1 for one in run.merged if not one.token_routed}
     routing = {one.rule: 1 for one in run.routed_merges}
     near = len(routed(run)) * len(run.config.evaluation.routing_context)
@@ -162,7 +163,9 @@ def _of_scores(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
         Jobs("evaluate", "by position", {"contexts": number if asked_contexts(run) else 0}, sites["evaluate"]),
         Jobs(stage, "examples of tasks", {"examples": len(run.config.tasks)}, sites[stage]),
         scoring("score tasks", {f"fewshot_{one.rule}": 1 for one in asked}),
-        Jobs("evaluate", "classify", {"classify": int(bool(asked))}, sites["evaluate"]),
+        Jobs("download", "documents of the harness", {"harness_documents": int(bool(harness))}, sites["download"]),
+        scoring("tasks of the harness", {"harness": len(harness)}),
+        Jobs("evaluate", "classify", {"classify": int(bool(asked or harness))}, sites["evaluate"]),
         scoring("audit", {f"audit_{model.removed}": 1 for model in run.without}),
         Jobs("", "join, report, track", once, None),
     ]

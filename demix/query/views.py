@@ -306,7 +306,7 @@ VIEWS = {
         optional=True,
     ),
     "tasks": View(
-        "accuracy on tasks by model and routing, with intervals and chance",
+        "accuracy on tasks by model and routing, with intervals and chance; values of the harness's tasks",
         None,
         _found("tasks.parquet", lambda run, path: {}),
         _parquet,

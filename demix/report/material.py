@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from demix.files import check_sealed
 from demix.report.domains import Domains, domains_of, partly_known
-from demix.report.needs import CLUSTERS, TASKS
+from demix.report.needs import CLUSTERS, HARNESS, TASKS
 from demix.run.run import Run
 
 if TYPE_CHECKING:
@@ -150,10 +150,17 @@ class Material:
 
     @cached_property
     def tasks(self) -> "pd.DataFrame":
-        """The rows of tasks.parquet."""
+        """The rows of tasks.parquet that are not the harness's."""
         from demix.report.read import read_tasks
 
         return read_tasks(self.run.folder / "tasks.parquet")
+
+    @cached_property
+    def harness(self) -> "pd.DataFrame":
+        """The rows of the harness in tasks.parquet."""
+        from demix.report.read import read_harness
+
+        return read_harness(self.run.folder / "tasks.parquet")
 
     @cached_property
     def task_weights(self) -> "pd.DataFrame":
@@ -202,6 +209,7 @@ class Material:
             check_sealed(path)
         _ = self.partly_known, self.cost, self.clusters, self.loads, self.contexts
         _ = self.tasks if TASKS.met(self.run) else None
+        _ = self.harness if HARNESS.met(self.run) else None
         _ = self.task_weights if TASKS.met(self.run) and CLUSTERS.met(self.run) else None
         return self
 

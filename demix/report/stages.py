@@ -32,7 +32,7 @@ STAGES = (
     Stage(
         "shards",
         ("token ids,", "memory-mapped"),
-        ("tokenize", "overlap", "fit_clusters", "assign", "cluster_shards", "examples"),
+        ("tokenize", "overlap", "fit_clusters", "assign", "cluster_shards", "examples", "harness_documents"),
         2,
         after=("tokenizer",),
     ),
@@ -56,7 +56,7 @@ STAGES = (
     Stage(
         "score",
         ("each expert once", "on each domain"),
-        ("score", "score_ngrams", "merge_routed", "route", "loads", "fewshot"),
+        ("score", "score_ngrams", "merge_routed", "route", "loads", "fewshot", "harness"),
         4,
         after=("train", "adapt"),
         accelerated=True,

@@ -7,6 +7,7 @@ from typing import Any
 
 from demix.config.mixing import METHODS, UNWEIGHTED, parsed_weights
 from demix.config.models import DENSE_EXPERT, KINDS, PAPER, Kind
+from demix.run.harness import harness_routings
 from demix.run.merged import MERGED, Merged
 from demix.run.models import Model, folder_at, left_out, one_more
 from demix.run.rows import Row
@@ -354,11 +355,10 @@ def other_top_k(run: Run) -> dict[str, tuple[int, ...]]:
 def classified(run: Run) -> tuple[Model, ...]:
     """The models whose accuracy on tasks is taken: those trained with the run's own seed on all domains, as they are.
 
-    None for a run without tasks. A model with domain tokens is none of them: no text of a task has such a token. Nor is
-    a masked model, which goes on with no text.
+    None for a run without tasks.
     """
     models = run.own if run.config.tasks else ()
-    return tuple(model for model in models if not (model.kind.domain_tokens or model.masked))
+    return tuple(model for model in models if model.continues)
 
 
 def classified_by(run: Run) -> tuple[str, ...]:
@@ -368,7 +368,8 @@ def classified_by(run: Run) -> tuple[str, ...]:
 
 def fitted(run: Run) -> tuple[str, ...]:
     """The clusterings that some model learns from, or whose distances weight experts."""
-    return tuple(dict.fromkeys([*run.learned_clusterings, *routed(run), *classified_by(run)]))
+    used = [*run.learned_clusterings, *routed(run), *classified_by(run), *harness_routings(run).values()]
+    return tuple(dict.fromkeys(used))
 
 
 # The systems that differences.parquet subtracts, by their names in its column `against`.

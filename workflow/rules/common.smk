@@ -21,6 +21,7 @@ from demix.run import systems
 from demix.run.check import completed_run
 from demix.run.compared import balanced_pairs, compared
 from demix.run.contexts import asked_contexts
+from demix.run.harness import harness_files, harness_routings, harness_settings, harness_tasks, harnessed
 from demix.run.kept import kept, refuse_other_domains, refuse_other_format
 from demix.run.merged import MERGED
 from demix.run.models import adapted, left_out, rule_of, trained_without

@@ -133,7 +133,7 @@ rule report:
         f"{RUN}/corpus/overlap.parquet",
         expand(f"{RUN}/corpus/{{domain}}/card.json", domain=TRAINING),
         f"{RUN}/audit.parquet" if WITHOUT else [],
-        f"{RUN}/tasks.parquet" if TASKS else [],
+        f"{RUN}/tasks.parquet" if TASKS or HARNESSED else [],
         TASK_WEIGHTS,
         METRICS,
         # What a report of clusters reads besides.
@@ -190,7 +190,7 @@ rule card:
 rule track:
     input:
         f"{RUN}/results.parquet",
-        f"{RUN}/tasks.parquet" if TASKS else [],
+        f"{RUN}/tasks.parquet" if TASKS or HARNESSED else [],
         METRICS,
         EXPERTS,
         expand(f"{RUN}/corpus/{{domain}}/card.json", domain=DOMAINS),
