@@ -85,6 +85,18 @@ def harness_documents(
 
 
 @app.command()
+def contamination(
+    documents: Annotated[Path, typer.Argument(help="The documents of tasks, by `demix harness-documents`.")],
+    train: Annotated[Path, typer.Argument(help="corpus/<domain>/train.parquet.")],
+    output: Output,
+) -> None:
+    """Count the documents of tasks, and their 13-grams of words, that a domain's training text holds."""
+    from demix.data.contamination import contamination as run_on
+
+    run_on(documents, train, output)
+
+
+@app.command()
 def harness(
     model: Annotated[Path, typer.Argument(help="A model directory.")],
     documents: Annotated[Path, typer.Option(help="The documents of the tasks, by `demix harness-documents`.")],

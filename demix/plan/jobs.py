@@ -164,6 +164,7 @@ def _of_scores(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
         Jobs(stage, "examples of tasks", {"examples": len(run.config.tasks)}, sites[stage]),
         scoring("score tasks", {f"fewshot_{one.rule}": 1 for one in asked}),
         Jobs("download", "documents of the harness", {"harness_documents": int(bool(harness))}, sites["download"]),
+        Jobs("corpus", "contamination", {"contamination": len(run.training) * bool(harness)}, sites["corpus"]),
         scoring("tasks of the harness", {"harness": len(harness)}),
         Jobs("evaluate", "classify", {"classify": int(bool(asked or harness))}, sites["evaluate"]),
         scoring("audit", {f"audit_{model.removed}": 1 for model in run.without}),

@@ -312,6 +312,13 @@ VIEWS = {
         _parquet,
         optional=True,
     ),
+    "contamination": View(
+        "how much of the harness's tasks the training text of a domain has, in 13-grams of words",
+        None,
+        _found("harness/contamination/*.parquet", lambda run, path: {}),
+        _parquet,
+        optional=True,
+    ),
     "overlap": View(
         "shares of bigrams that test has in common with train", None, _one("corpus/overlap.parquet"), _parquet
     ),

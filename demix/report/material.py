@@ -163,6 +163,13 @@ class Material:
         return read_harness(self.run.folder / "tasks.parquet")
 
     @cached_property
+    def contamination(self) -> "pd.DataFrame":
+        """How much of the harness's tasks the training text of each domain holds."""
+        from demix.report.read import read_contamination
+
+        return read_contamination(self.run)
+
+    @cached_property
     def task_weights(self) -> "pd.DataFrame":
         """The rows of task_weights.parquet."""
         from demix.report.read import read_task_weights
@@ -209,7 +216,7 @@ class Material:
             check_sealed(path)
         _ = self.partly_known, self.cost, self.clusters, self.loads, self.contexts
         _ = self.tasks if TASKS.met(self.run) else None
-        _ = self.harness if HARNESS.met(self.run) else None
+        _ = (self.harness, self.contamination) if HARNESS.met(self.run) else None
         _ = self.task_weights if TASKS.met(self.run) and CLUSTERS.met(self.run) else None
         return self
 

@@ -32,7 +32,10 @@ STAGES = (
     Stage(
         "shards",
         ("token ids,", "memory-mapped"),
-        ("tokenize", "overlap", "fit_clusters", "assign", "cluster_shards", "examples", "harness_documents"),
+        (
+            *("tokenize", "overlap", "fit_clusters", "assign", "cluster_shards", "examples"),
+            *("harness_documents", "contamination"),
+        ),
         2,
         after=("tokenizer",),
     ),

@@ -36,6 +36,9 @@ def build_asked_run(run: Path, tokens: Path) -> None:
         _contexts(run, domain)
     accuracy = {"task": "topics", "model": "demix", "routing": "history", "accuracy": 0.5, "chance": 0.25, "seed": 1}
     write_parquet(pa.table({name: [value] for name, value in accuracy.items()}), run / "tasks.parquet")
+    shared = {"task": "topics", "domain": "licenses", "documents": 9, "found_documents": 1}
+    placed = run / "harness" / "contamination" / "licenses.parquet"
+    write_parquet(pa.table({name: [value] for name, value in shared.items()}), placed)
     for path in (tokens / "corpus").glob("*/*"):
         placed = run / "corpus" / path.parent.name / path.name
         if path.suffix == ".json":

@@ -77,6 +77,7 @@ KINDS = {
     "examples": ("examples/topics.parquet", "examples/halves.parquet"),
     "scored tasks": ("tasks/demix/topics.parquet", "tasks/dense/topics.parquet", "tasks/demix/halves.parquet"),
     "of the harness": ("harness/documents.parquet", "harness/models/demix.parquet", "harness/models/dense.parquet"),
+    "contamination": ("harness/contamination/law.parquet", "harness/contamination/news.parquet"),
     "accuracies": ("tasks.parquet", "task_weights.parquet", "results.parquet"),
     "states": ("checkpoints/dense/0a/step-00000010/manifest.json", "checkpoints/dense/0a/step-00000020/manifest.json"),
     "trainings": ("checkpoints/a/0a/step-00000010/manifest.json", "checkpoints/b/1b/step-00000010/manifest.json"),

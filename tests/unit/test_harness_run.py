@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from demix.config.harness import HarnessTasks
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate.harness_run import write_documents
-from demix.files import read_parquet
+from demix.files import read_parquet, write_parquet
 from demix.report import report_files
 from demix.report.material import Material
 from demix.report.read import read_tasks
@@ -30,7 +31,7 @@ from demix.track.records import _harness
 from support.cli import demix
 from support.configs import domains, small, small_run
 from support.decoding import write_run
-from support.harness_tasks import DOCUMENTS, write_tasks
+from support.harness_tasks import DOCUMENTS, PASSAGE, write_tasks
 from support.models import THREE, model_of, save_model
 from support.report import table_of
 
@@ -65,6 +66,12 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory, _offline: None
     dense = model_of(dtype=torch.float32, vocab_size=encoder.vocab_size)
     save_model(dense, folder / "models" / "dense", encoder.sha256, "dense")
     done("harness-documents", "--output", documents(folder), given=asked(folder))
+    for domain in THREE:
+        train = folder / "corpus" / domain / "train.parquet"
+        text = pa.array([f"{PASSAGE} Amen." if domain == "law" else domain], pa.large_string())
+        write_parquet(pa.table({"text": text}), train)
+        output = folder / "harness" / "contamination" / f"{domain}.parquet"
+        assert demix("contamination", documents(folder), train, "--output", output).exit_code == 0
     files = []
     for model, experts in (("demix", THREE), ("dense", ())):
         files += ["--harness", folder / "harness" / "models" / f"{model}.parquet"]
@@ -272,6 +279,8 @@ def test_the_table_and_mlflow_have_all_values(place: Path) -> None:
     beneath = table.second_lines()
     assert any(beneath.loc["choice, acc", system].startswith("± ") for system in systems)
     assert "lm-evaluation-harness 0.4.13" in table.caption
+    (told,) = [note for note in table.notes if note.startswith("Contamination: ")]
+    assert told.endswith("have 13 words: choice law 1 (of 1); word law 1 (of 1); rolling law 1 (of 1).")
     assert "tables/harness.html" in report_files(run)
     assert "tables/harness.html" not in report_files(small_run(place, domains=domains(THREE)))
     points = {name: value for name, value, *_ in _harness(run)}

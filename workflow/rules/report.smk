@@ -135,6 +135,7 @@ rule report:
         f"{RUN}/audit.parquet" if WITHOUT else [],
         f"{RUN}/tasks.parquet" if TASKS or HARNESSED else [],
         TASK_WEIGHTS,
+        [f"{RUN}/harness/contamination/{domain}.parquet" for domain in TRAINING if HARNESSED],
         METRICS,
         # What a report of clusters reads besides.
         [f"{RUN}/clusters/{clustering}/clusterer.json" for clustering in THIS.learned_clusterings],

@@ -91,6 +91,23 @@ rule harness_documents:
         "demix harness-documents --settings {params.settings:q} --output {output} {resources.options} 2> {log}"
 
 
+# Reported only.
+rule contamination:
+    input:
+        documents=f"{RUN}/harness/documents.parquet",
+        train=f"{RUN}/corpus/{{training}}/train.parquet",
+    output:
+        f"{RUN}/harness/contamination/{{training}}.parquet",
+    log:
+        f"{RUN}/logs/contamination/{{training}}.log",
+    conda:
+        "../../environment.yml"
+    resources:
+        **RULES.site("corpus"),
+    shell:
+        "demix contamination {input.documents} {input.train} --output {output} 2> {log}"
+
+
 rule harness:
     input:
         lambda wildcards: RULES.experts(wildcards.model, MODELS[wildcards.model].experts),

@@ -47,6 +47,7 @@ def make(material: Material) -> Table:
         notes=(
             f"Versions of the tasks: {', '.join(f'{name} {version}' for name, version in tasks.items())}. Documents "
             "are those that were asked. tasks.parquet has the digest of each task's documents.",
+            _contaminated(material.contamination),
             "Bold: the best value of a row, where the harness says whether higher is better. All values are of the "
             "run's own seed; the rule in parentheses mixed the experts of the training domains.",
         ),
@@ -54,4 +55,17 @@ def make(material: Material) -> Table:
         best=best.where(higher.notna(), False, axis=0),
         beneath=table(rows["stderr"].map(lambda error: "" if pd.isna(error) else f"± {error:.2g}")),
         long=len(values) > 40,
+    )
+
+
+def _contaminated(found: "pd.DataFrame") -> str:
+    """By task, how many of its documents the training text of each domain holds, in words."""
+    tasks = []
+    for task, rows in found.groupby("task", sort=False):
+        held = rows[rows["found_documents"] > 0].sort_values("found_documents", ascending=False, kind="stable")
+        named = [f"{row.domain} {row.found_documents:,}" for row in held.itertuples()]
+        tasks.append(f"{task} {', '.join(named) or 'none'} (of {rows['long_documents'].iloc[0]:,})")
+    return (
+        "Contamination: documents of a task that share a 13-gram of words with the training text of a domain, whose "
+        f"expert may know them, of those documents that have 13 words: {'; '.join(tasks)}."
     )
