@@ -45,8 +45,8 @@ class AskedRun:
         return {"model": row, "seed": seed}
 
     def kind(self, domain: str) -> str:
-        """Whether a domain is a training domain or a novel one."""
-        return "training" if domain in self.of.training else "novel"
+        """Whether a domain is a training domain, a novel one, or one of a suite."""
+        return self.of.kind_of(domain)
 
 
 @dataclass(frozen=True)
@@ -294,6 +294,13 @@ VIEWS = {
     "results": View("one row per evaluation: perplexities with intervals", None, _one("results.parquet"), _parquet),
     "main": View(
         "the main table: perplexity of each of its systems on each domain", _MAIN, _one("results.parquet"), _rows(_main)
+    ),
+    "suites": View(
+        "one row per evaluation on a domain of a suite",
+        None,
+        _found("suites.parquet", lambda run, path: {}),
+        _parquet,
+        optional=True,
     ),
     "differences": View("systems against others on the same documents", None, _one("differences.parquet"), _parquet),
     "priors": View("cached and fitted priors by domain and expert", None, _one("priors.parquet"), _parquet),

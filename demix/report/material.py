@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from demix.files import check_sealed
 from demix.report.domains import Domains, domains_of, partly_known
-from demix.report.needs import CLUSTERS, HARNESS, TASKS
+from demix.report.needs import CLUSTERS, HARNESS, SUITES, TASKS
 from demix.run.run import Run
 
 if TYPE_CHECKING:
@@ -56,6 +56,13 @@ class Material:
         from demix.report.read import read_results
 
         return read_results(self.run.folder / "results.parquet")
+
+    @cached_property
+    def suites(self) -> "Results":
+        """The rows of suites.parquet."""
+        from demix.report.read import read_results
+
+        return read_results(self.run.folder / "suites.parquet")
 
     @cached_property
     def own(self) -> "Results":
@@ -216,6 +223,7 @@ class Material:
             check_sealed(path)
         _ = self.partly_known, self.cost, self.clusters, self.loads, self.contexts
         _ = self.tasks if TASKS.met(self.run) else None
+        _ = self.suites if SUITES.met(self.run) else None
         _ = (self.harness, self.contamination) if HARNESS.met(self.run) else None
         _ = self.task_weights if TASKS.met(self.run) and CLUSTERS.met(self.run) else None
         return self

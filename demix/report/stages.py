@@ -25,7 +25,10 @@ STAGES = (
     Stage(
         "data",
         ("fetch, anonymize,", "deduplicate, split"),
-        ("read", "download", "import_parent", "anonymize", "deduplicate", "novel_duplicates", "split"),
+        (
+            *("read", "download", "import_parent", "anonymize", "deduplicate", "novel_duplicates", "split"),
+            "hold_out",
+        ),
         0,
     ),
     Stage("tokenizer", ("byte-level BPE,", "or another's"), ("tokenizer",), 1, after=("data",)),
@@ -33,7 +36,7 @@ STAGES = (
         "shards",
         ("token ids,", "memory-mapped"),
         (
-            *("tokenize", "overlap", "fit_clusters", "assign", "cluster_shards", "examples"),
+            *("tokenize", "tokenize_suite", "overlap", "fit_clusters", "assign", "cluster_shards", "examples"),
             *("harness_documents", "contamination"),
         ),
         2,
@@ -68,7 +71,7 @@ STAGES = (
     Stage(
         "mix, evaluate",
         ("weights and priors:", "no forward pass"),
-        ("average", "choose_mixing", "evaluate", "contexts", "results", "classify"),
+        ("average", "choose_mixing", "evaluate", "contexts", "results", "suites", "classify"),
         5,
         after=("score", "remove"),
     ),

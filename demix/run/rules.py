@@ -72,7 +72,7 @@ class RunRules:
             f"{self.folder}/documents/{domain}/{part:04d}.{kind}"
             for domain in domains
             for kind in kinds
-            for part in range(self.run.domains[domain].source.parts)
+            for part in range(self.run.texts[domain].source.parts)
         ]
 
     def tokens(self, domains: Iterable[str], *splits: str) -> list[str]:
@@ -129,7 +129,7 @@ class RunRules:
         mixing = written(self.run.config.evaluation)
         return self.as_json(
             {key: mixing[key] for key in ("decay", "dev_blocks")},
-            kind="training" if domain in self.run.training else "novel",
+            kind=self.run.kind_of(domain),
             tables=[asdict(table) for table in context_tables(self.run, domain)],
             width=max(1, self.run.context // POSITION_BINS),
             seed=self.run.seed,

@@ -30,6 +30,7 @@ Span = tuple[float, float]
 TABLES = (
     *("config.json", "results.parquet", "priors.parquet"),
     *("differences.parquet", "posteriors.parquet", "audit.parquet", "tasks.parquet", "task_weights.parquet"),
+    "suites.parquet",
 )
 RESULT_COLUMNS = (
     *("domain", "method", "weights", "expert", "top_k", "perplexity", "perplexity_low", "perplexity_high"),

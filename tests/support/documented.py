@@ -36,6 +36,7 @@ FLEETING |= {"routing/<clustering>/<context>/<domain>.<split>.parquet", "models/
 FLEETING |= {"models/<model>/imported/…", "parents/<owner>--<name>-<commit>/"}
 FLEETING |= {"loads/<model>.parquet", "examples/<task>.parquet", "tasks/<model>/<task>.parquet", "tasks.parquet"}
 FLEETING |= {"task_weights.parquet", "harness/documents.parquet", "harness/models/<model>.parquet"}
+FLEETING |= {"suites.parquet"}
 FLEETING |= {"harness/contamination/<domain>.parquet"}
 FLEETING |= {"scores/<model>@<context>/<domain>.test/…", "evaluations/<domain>.contexts.parquet"}
 FLEETING |= {"seeds/<model>/step-<n>/manifest.json", "seeds/<model>/step-<n>/<part>.safetensors"}

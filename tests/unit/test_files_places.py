@@ -76,6 +76,7 @@ KINDS = {
     "audits": ("evaluations/law.audit.parquet", "evaluations/news.audit.parquet", "audit.parquet"),
     "examples": ("examples/topics.parquet", "examples/halves.parquet"),
     "scored tasks": ("tasks/demix/topics.parquet", "tasks/dense/topics.parquet", "tasks/demix/halves.parquet"),
+    "suites": ("suites.parquet", "results.parquet"),
     "of the harness": ("harness/documents.parquet", "harness/models/demix.parquet", "harness/models/dense.parquet"),
     "contamination": ("harness/contamination/law.parquet", "harness/contamination/news.parquet"),
     "accuracies": ("tasks.parquet", "task_weights.parquet", "results.parquet"),

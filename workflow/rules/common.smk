@@ -56,6 +56,8 @@ SEEDS = {parent: model for (parent, _), model in THIS.seeds.items()}
 # The snakemake that works on the run holds the lock until it ends.
 HELD, LOCK = ExitStack(), Path(RUN) / ".lock"
 TRAINING, NOVEL, DOMAINS = list(THIS.training), list(THIS.novel), THIS.domains
+# What is scored and nothing else, and all that text is read of.
+SUITES, TEXTS = list(THIS.suites), THIS.texts
 SPLITS = ["train", "dev", "test"]
 # Training jobs are then submitted from here by a process that waits for them and takes no core.
 SUBMITTED = THIS.submitted
@@ -71,6 +73,7 @@ wildcard_constraints:
     domain="[a-z0-9_]+",
     training="|".join(TRAINING),
     novel="|".join(NOVEL) or "none",
+    suite="|".join(SUITES) or "none",
     part="[0-9]+",
     expert="[a-z0-9_]+",
     model="[a-z0-9_-]+",
@@ -127,9 +130,7 @@ def captioned(item):
 
 
 def anonymizing(wildcards):
-    return {True: "--enabled", False: "--no-enabled", "released": "--rules released"}[
-        DOMAINS[wildcards.domain].anonymize
-    ]
+    return {True: "--enabled", False: "--no-enabled", "released": "--rules released"}[TEXTS[wildcards.domain].anonymize]
 
 
 def once(files):
