@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain, count
+from itertools import chain, count, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -174,22 +174,23 @@ def pin(file: Annotated[Path, typer.Argument(help="A config file.")]) -> None:
     from demix.run.check import load_run
     from demix.settings import settings_from, written
 
-    run, failed, above = load_run(file, allow_branches=True), False, ""
-    check_network(settings_from(Source, written(domain.source)) for domain in run.domains.values())
+    run, failed, above = load_run(file, allow_branches=True), False, list[str]()
+    check_network(settings_from(Source, written(domain.source)) for domain in run.texts.values())
     with scratch(run.folder / "pins") as folder:
-        for kind, domains in run.config.domains.kinds.items():
-            for name, domain in domains.items():
-                try:
-                    found = pins(settings_from(Source, written(domain.source)), folder)
-                except DemixError as error:
-                    failed = True
-                    logging.getLogger("demix").error("%s: %s", name, error)
-                    continue
-                if found:
-                    # Each domain is printed at once: those after it may take hours.
-                    heads = ("" if above else "domains:\n") + ("" if above == kind else f"  {kind}:\n")
-                    text = yaml.safe_dump({name: {"source": found}}, width=120)
-                    print(heads + textwrap.indent(text, "    "), end="", flush=True)
-                    above = kind
+        for key, domain in run.config.texts.items():
+            *heads, name = key.split(".")
+            try:
+                found = pins(settings_from(Source, written(domain.source)), folder)
+            except DemixError as error:
+                failed = True
+                logging.getLogger("demix").error("%s: %s", name, error)
+                continue
+            if found:
+                # Each domain is printed at once: those after it may take hours.
+                begun = next((n for n, pair in enumerate(zip_longest(heads, above)) if pair[0] != pair[1]), len(heads))
+                opened = [f"{'  ' * depth}{head}:\n" for depth, head in enumerate(heads)][begun:]
+                text = yaml.safe_dump({name: {"source": found}}, width=120)
+                print("".join(opened) + textwrap.indent(text, "  " * len(heads)), end="", flush=True)
+                above = heads
     if failed:
         raise typer.Exit(1)

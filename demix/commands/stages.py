@@ -123,7 +123,8 @@ def split(
 
     values = settings_from(Splitting, settings)
     counts = [path.with_suffix(".json") for path in documents]
-    files = [output / name for name in ("train.parquet", "dev.parquet", "test.parquet", "card.json")]
+    splits = ("test.parquet",) if values.test_only else ("train.parquet", "dev.parquet", "test.parquet")
+    files = [output / name for name in (*splits, "card.json")]
     make = partial(run, domain, documents, owners, values, output)
     made_once(output, files, [*documents, *counts, owners], asdict(values), make)
 

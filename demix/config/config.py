@@ -11,8 +11,9 @@ from demix.config.adaptation import PASSES, AdaptationSection, RemovalSection
 from demix.config.addresses import COMMIT, LOG_IN_ELSEWHERE, local, refuse_secrets
 from demix.config.architecture import DECODERS, PRESETS, Decoder
 from demix.config.clustering import Clustering
-from demix.config.domains import DomainsSection, SourceSection, check_domains
+from demix.config.domains import DomainSection, DomainsSection, SourceSection, check_domains, check_source
 from demix.config.evaluation import EvaluationSection
+from demix.config.harness import HarnessSection
 from demix.config.keys import located, read_keys
 from demix.config.models import PAPER, ModelRow, RowName
 from demix.config.names import NAME, NAMED
@@ -160,6 +161,10 @@ class Config:
         description="Tasks of classification by name: texts with labels, on which the accuracy of mixtures is taken. A "
         "run has none by default.",
     )
+    lm_eval: HarnessSection | None = Field(
+        default_factory=absent,
+        description="Tasks of EleutherAI's lm-evaluation-harness that the models do. A run has none by default.",
+    )
     adaptation: AdaptationSection = Field(
         default_factory=AdaptationSection, description="DEMix-DAPT and Dense-DAPT on each novel domain."
     )
@@ -228,6 +233,7 @@ class Config:
     def _check(self) -> None:
         """Check the rules that join several keys of what a user wrote."""
         check_domains(self.domains)
+        self._check_suites()
         for key, source in self.moving.items() if not self.allow_branches else ():
             cause = f"is {source.revision}, which is no commit: its text can change"
             cure = "put in what `demix pin CONFIG` prints, or set allow_branches: true"
@@ -235,14 +241,37 @@ class Config:
         check_tasks(self.tasks, self.domains.training)
         refuse_secrets("config key tracking.uri", self.tracking.uri, LOG_IN_ELSEWHERE)
 
+    def _check_suites(self) -> None:
+        """Refuse a source of a suite that has the name of another domain, or keys of training text."""
+        names = set(self.domains.all)
+        for suite, sources in (self.evaluation.suites or {}).items():
+            for name, domain in sources.items():
+                key = f"config key evaluation.suites.{suite}.{name}"
+                if f"{suite}_{name}" in names:
+                    raise DemixError(key, f"is called {suite}_{name}, as another domain is", "rename the source")
+                names.add(f"{suite}_{name}")
+                if domain.near_duplicates is not None or domain.words.train is not None:
+                    raise DemixError(key, "has keys of training text", "leave out words.train and near_duplicates")
+                check_source(f"{key}.source", domain.source)
+
+    @property
+    def suites(self) -> dict[str, DomainSection]:
+        """The domains of all suites, by the names of their files: <suite>_<source>."""
+        suites = self.evaluation.suites or {}
+        return {f"{suite}_{name}": domain for suite, sources in suites.items() for name, domain in sources.items()}
+
+    @property
+    def texts(self) -> dict[str, DomainSection]:
+        """The domains and those of suites, by their config keys."""
+        kinds, suites = self.domains.kinds, self.evaluation.suites or {}
+        sections = {f"domains.{kind}": found for kind, found in kinds.items()}
+        sections |= {f"evaluation.suites.{suite}": found for suite, found in suites.items()}
+        return {f"{key}.{name}": domain for key, found in sections.items() for name, domain in found.items()}
+
     @property
     def moving(self) -> dict[str, SourceSection]:
         """The sources whose revisions are branches or tags, by their config keys."""
-        sources = {
-            f"domains.{kind}.{name}.source": domain.source
-            for kind, domains in self.domains.kinds.items()
-            for name, domain in domains.items()
-        } | {
+        sources = {f"{key}.source": domain.source for key, domain in self.texts.items()} | {
             f"tasks.{name}.{split}": source
             for name, task in self.tasks.items()
             for split, source in task.sources.items()
@@ -256,14 +285,13 @@ class Config:
     def refuse_missing_files(self, file: Path) -> None:
         """Raise DemixError that names each local path of a source of this config, read from `file`, without a file."""
         lines, missing, instructions = read_keys(file)[1], list[str](), dict[str, None]()
-        for kind, domains in self.domains.kinds.items():
-            for name, domain in domains.items():
-                source, key = domain.source, f"domains.{kind}.{name}.source"
-                for path in source.paths if source.kind == "files" else ():
-                    if not glob(path, recursive=True):
-                        place = next((f"line {lines[one]}" for one in (f"{key}.path", key) if one in lines), "its base")
-                        missing.append(f"{path} ({name}, {place})")
-                        instructions[source.instructions] = None
+        for section, domain in self.texts.items():
+            source, key = domain.source, f"{section}.source"
+            for path in source.paths if source.kind == "files" else ():
+                if not glob(path, recursive=True):
+                    place = next((f"line {lines[one]}" for one in (f"{key}.path", key) if one in lines), "its base")
+                    missing.append(f"{path} ({section.rpartition('.')[2]}, {place})")
+                    instructions[source.instructions] = None
         if missing:
             cure = " ".join(filter(None, instructions)) or "mend the paths, which begin in the folder that you run in"
             raise DemixError(file, f"names files that are missing: {', '.join(missing)}", cure)

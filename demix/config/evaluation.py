@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from demix.config.domains import DomainName, DomainSection
 from demix.config.mixing import DEFAULTS, FAMILIES, parsed_weights
 from demix.settings import DistinctItems, Integer, Number, Positive, Text, TriedItems, absent, settings
 
@@ -131,4 +132,10 @@ class EvaluationSection(ScoringRecipe, MixingRecipe):
         description="Orders n of n-gram baselines (modified Kneser-Ney), such as [3, 5]; without the key there are "
         "none. Of each order there is one of all training text and one per training domain, mixed as experts are. They "
         "count as many tokens as the row dense learns from, the first of each domain.",
+    )
+    suites: dict[DomainName, dict[DomainName, DomainSection]] = Field(
+        default_factory=absent,
+        description="Suites of further texts that are scored and nothing else, such as `{paloma: {c4: {source: …}}}`: "
+        "no model learns from them, no choice and no mean reads them. All of a source's text is its test split, up to "
+        "`words.test`; the other budgets say nothing here. The report has a table of them.",
     )

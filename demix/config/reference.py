@@ -77,6 +77,8 @@ def _keys(schema: dict[str, Any], part: dict[str, Any], above: str) -> Iterator[
         yield from _keys(schema, child, f"{path}.")
         if path == "domains.training":
             yield from _keys(schema, schema["$defs"]["DomainSection"], "domains.*.<domain>.")
+        if path == "lm_eval":
+            yield from _keys(schema, schema["$defs"]["HarnessSection"], "lm_eval.")
         if path == "models":
             row = f"any key of `training`, and {', '.join(_own_of_rows(schema))}"
             yield f"{path}.<name>", {"type": row, "description": "One model; null leaves it out."}, False

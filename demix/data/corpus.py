@@ -68,11 +68,15 @@ _log = logging.getLogger(__name__)
 
 @settings(kw_only=True)
 class Splitting(SplitRecipe):
-    """How a domain is split: word budgets, the kind of domain, the run's seed, whether splits keep the metadata."""
+    """How a domain is split: word budgets, the kind of domain, the run's seed, whether splits keep the metadata.
+
+    With `test_only` there is no train and no dev.
+    """
 
     training: Switch
     seed: Seed
     metadata: Switch = False
+    test_only: Switch = False
 
 
 def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting, output: Path) -> None:
@@ -87,16 +91,15 @@ def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting
     order. Pieces of one document (those of one `origin`) may fall in different splits.
     Budgets that leave nothing for train are made smaller, with a warning: dev and test then take half of all words.
     In the card, the documents of the counts = those in the splits + rejected + duplicates.
-    Raises DemixError where dev and test cannot be filled with a document left over.
+    With `test_only` all that is kept is test, up to its words. Raises DemixError where dev and test cannot be filled
+    with a document left over, or test alone has none.
     """
+    if splitting.test_only:
+        _hold_out(domain, documents, owners, splitting, output)
+        return
     outputs, card = {name: output / f"{name}.parquet" for name in SPLITS}, output / "card.json"
     held_out = {name: outputs[name] for name in ("dev", "test")}
-    found = [read_json(path.with_suffix(".json")) for path in documents]
-    totals: dict[str, Counter[str]] = {key: Counter() for key in ("rejected", "replacements", "normalised")}
-    for key, total in totals.items():
-        for one in found:
-            total.update(one[key])
-    schema = SCHEMA.append(pa.field("metadata", pa.large_string())) if splitting.metadata else SCHEMA
+    totals, schema = _totals(documents), _schema(splitting)
     with scratch(card) as folder, database(card) as tables:
         work = _Work(domain, documents, folder, schema, tables, _left_out(totals["rejected"]))
         duplicates = _deduplicate(work, owners, splitting)
@@ -130,6 +133,39 @@ def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting
             **totals,
         },
     )
+
+
+def _hold_out(domain: str, documents: list[Path], owners: Path, splitting: Splitting, output: Path) -> None:
+    """What `split` does of a domain that is scored and nothing else."""
+    card, wanted = output / "card.json", splitting.words.test
+    totals, schema = _totals(documents), _schema(splitting)
+    with scratch(card) as folder, database(card) as tables:
+        work = _Work(domain, documents, folder, schema, tables, _left_out(totals["rejected"]))
+        duplicates = _deduplicate(work, owners, splitting)
+        end, words = _one(tables, _UNTIL, words=wanted)
+        (kept,) = _one(tables, "select count(*) from ordered")
+        if not end:
+            cause = "has no text that training text does not hold"
+            raise DemixError(
+                domain, cause + (f"; left out: {work.left_out}" if work.left_out else ""), "mend its source"
+            )
+        _write(work, {"test": _Edges(0, end, words)}, {"test": output / "test.parquet"})
+    totals["rejected"]["beyond_budget"] = kept - end
+    counts: dict[str, Any] = {"documents": {"test": end}, "words": {"test": words}, "budgets": {"test": wanted}}
+    write_json(card, {"domain": domain, **counts, "duplicates": duplicates, **totals})
+
+
+def _totals(documents: list[Path]) -> dict[str, Counter[str]]:
+    """The counts of all parts of a domain together, by what they count."""
+    totals: dict[str, Counter[str]] = {key: Counter() for key in ("rejected", "replacements", "normalised")}
+    for counts in (read_json(path.with_suffix(".json")) for path in documents):
+        for key, total in totals.items():
+            total.update(counts[key])
+    return totals
+
+
+def _schema(splitting: Splitting) -> pa.Schema:
+    return SCHEMA.append(pa.field("metadata", pa.large_string())) if splitting.metadata else SCHEMA
 
 
 @dataclass(frozen=True)

@@ -98,14 +98,20 @@ def _mixed(hashes: np.ndarray) -> np.ndarray:
     return hashes
 
 
+def sampling(words: int) -> int:
+    """One in how many 13-grams is looked at where the held-out texts have so many words."""
+    one_in = 1
+    while words > MOST_GRAMS * one_in:
+        one_in *= 2
+    return one_in
+
+
 def gram_set(documents: list[Path]) -> Grams:
     """The 13-grams of Parquet files with the columns `text` and `n_words`."""
     words = sum(
         int(batch.column(0).to_numpy().sum()) for path in documents for batch in read_batches(path, ["n_words"])
     )
-    one_in = 1
-    while words > MOST_GRAMS * one_in:
-        one_in *= 2
+    one_in = sampling(words)
     found = [np.empty(0, np.uint64)]
     for path in documents:
         for batch in read_batches(path, ["text"]):
@@ -122,17 +128,23 @@ def shares(texts: pa.Array, grams: Grams) -> np.ndarray:
     return found / np.maximum(total, 1)
 
 
+def seen_in(train: Path, grams: Grams) -> np.ndarray:
+    """Whether the texts of the Parquet file `train` have each of `grams`, in the order of their hashes."""
+    seen = np.zeros(len(grams.hashes), bool)
+    for batch in read_batches(train, ["text"]):
+        for hashes, _ in grams_of(batch.column(0), grams.one_in):
+            # In order, the search reads memory in order too.
+            seen[grams.found(np.sort(hashes))[1]] = True
+    return seen
+
+
 def leaked(train: Path, held_out: dict[str, Path]) -> dict[str, float | int]:
     """Of the distinct 13-grams of each held-out split, the share that `train` holds, and the sampling."""
     sets = {name: gram_set([path]) for name, path in held_out.items()}
     both = Grams.of(
         np.concatenate([grams.hashes for grams in sets.values()]), min(grams.one_in for grams in sets.values())
     )
-    seen = np.zeros(len(both.hashes), bool)
-    for batch in read_batches(train, ["text"]):
-        for hashes, _ in grams_of(batch.column(0), both.one_in):
-            # In order, the search reads memory in order too.
-            seen[both.found(np.sort(hashes))[1]] = True
+    seen = seen_in(train, both)
     found = {name: seen[np.searchsorted(both.hashes, grams.hashes)] for name, grams in sets.items()}
     return {
         "length": LENGTH,

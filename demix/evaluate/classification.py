@@ -24,10 +24,10 @@ from demix.data.cluster import Clusterer
 from demix.data.examples import Prompt, prompts, read_examples
 from demix.errors import DemixError
 from demix.evaluate.choice import mixing_of
-from demix.evaluate.columns import TASK_WEIGHTS, TASKS, table_schema
+from demix.evaluate.columns import HARNESS, TASK_WEIGHTS, TASKS, table_schema
 from demix.evaluate.intervals import FEWEST, RESAMPLES, bounds
 from demix.evaluate.task_tables import Scored, read_scored
-from demix.files import write_parquet
+from demix.files import read_parquet, write_parquet
 from demix.mix.logs import log_softmax
 from demix.mix.mixtures import keep_top, weigh
 from demix.mix.priors import accuracy_log_priors
@@ -83,11 +83,14 @@ class TaskRouting:
         return self.name not in ("dense", "average", "own expert") and not (self.expert or self.released)
 
 
-def classify(run: Path, given: Classification, output: Path, weights: Path | None = None) -> None:
+def classify(
+    run: Path, given: Classification, output: Path, weights: Path | None = None, harness: Sequence[Path] = ()
+) -> None:
     """Write the accuracy of every model, task and routing to `output`, and to `weights` how each routing weights.
 
     `run` is the run's folder, with examples/<task>.parquet, tasks/<model>/<task>.parquet, clusterers, and what was
-    chosen on dev. Raises DemixError for scores of other examples, and for experts of other clusters.
+    chosen on dev. The rows of the files `harness` follow. Raises DemixError for scores of other examples, and for
+    experts of other clusters.
     """
     rows: list[dict[str, Any]] = []
     weighted: list[dict[str, Any]] = []
@@ -115,7 +118,9 @@ def classify(run: Path, given: Classification, output: Path, weights: Path | Non
                     weighted += [about | told | {"expert": expert, "weight": weight} for expert, weight in means]
                 for top_k, right in zip(routing.top_k, answers(scored, routing, task), strict=True):
                     rows.append(about | told | {"top_k": top_k} | judged(right, chance(asked), given.seed))
-    write_parquet(pa.Table.from_pylist(rows, table_schema(TASKS)), output)
+    for path in harness:
+        rows += read_parquet(path).to_pylist()
+    write_parquet(pa.Table.from_pylist(rows, table_schema(TASKS | HARNESS if harness else TASKS)), output)
     if weights is not None:
         write_parquet(pa.Table.from_pylist(weighted, table_schema(TASK_WEIGHTS)), weights)
 

@@ -153,6 +153,18 @@ TASKS = {
     "judged": pa.bool_(),
     "seed": pa.int32(),
 }
+# Further columns of tasks.parquet in a run with `lm_eval`. Rows of the harness have a `metric`, its value and standard
+# error, and no accuracy. `routing` is the rule that mixed the experts. The versions are those of the harness and of the
+# task; `documents_sha256` is the digest of the documents that the model was asked.
+HARNESS = {
+    "metric": pa.string(),
+    "value": pa.float64(),
+    "stderr": pa.float64(),
+    "higher_is_better": pa.bool_(),
+    "harness_version": pa.string(),
+    "task_version": pa.string(),
+    "documents_sha256": pa.string(),
+}
 
 # task_weights.parquet: the mean weight of an expert over the tests of a task, with which a routing predicts the first
 # token of a label.

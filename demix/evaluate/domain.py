@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 class Evaluation(MixingRecipe):
     """The evaluations of one domain, and the settings of the mixtures.
 
-    `kind` is training or novel. `tables` are the score tables with the sets of experts to mix
+    `kind` is training, novel or suite. `tables` are the score tables with the sets of experts to mix
     (`demix.run.systems.evaluated`). Each system of `compared`, given as (model, experts, method, weights), is
     compared with each system of `against`, given as (name, model, experts, method, weights). `pairs` are further
     comparisons: a system's model, experts, method and weights, and then those of the one that it is compared with,
@@ -93,7 +93,8 @@ def evaluate_domain(
         (differences, DIFFERENCES, outputs.differences),
     ):
         write_parquet(pa.Table.from_pylist(values, schema=table_schema(columns)), output)
-    write_parquet(pa.concat_tables(found.posteriors), outputs.posteriors)
+    posteriors = found.posteriors or [table_schema(POSTERIORS).empty_table()]
+    write_parquet(pa.concat_tables(posteriors), outputs.posteriors)
     write_parquet(pa.concat_tables(found.losses), outputs.losses)
     log.info("%s: %d rows", domain, len(found.rows))
 
@@ -149,12 +150,13 @@ class _Mixed:
 
     def add_mixed(self, table: Evaluated) -> None:
         """Evaluate a table whose experts are mixed."""
-        dev = read_scores(self.place(table, "dev"), table.columns)
+        dev = None if table.test_only else read_scores(self.place(table, "dev"), table.columns)
+        scored = len(dev.mask) if dev else 0
         planned = {some: self._planned(table, some, dev) for some in table.sets}
         mixtures = [mixture for entries in planned.values() for mixture, _ in entries]
-        log_priors = dev_priors(dev, mixtures)
+        log_priors = dev_priors(dev, mixtures) if dev else {}
         for some, entries in planned.items():
-            if tried := routed_grid(self.evaluation, some, len(dev.mask), contexts=1):
+            if tried := routed_grid(self.evaluation, some, scored, contexts=1):
                 entries += best_on_dev(self.place(table, "dev"), table.columns, tried, log_priors)
         traced = next((_traced(self.evaluation, some) for some in table.sets if some.variants), None)
         test = self.place(table, "test")
@@ -165,10 +167,10 @@ class _Mixed:
         for some, entries in planned.items():
             about = self.about(table, some)
             self.rows.extend(_expert_rows(some, self.domain, about, totals, dev))
-            self.rows.extend(_mixture_rows(entries, about, totals, len(dev.mask)))
+            self.rows.extend(_mixture_rows(entries, about, totals, scored))
             # Whoever asks for a prior means that of the run's own model.
             self.priors.extend(_prior_rows(entries, about, log_priors) if table.seed == self.evaluation.seed else ())
-        if traced is not None and totals.posteriors is not None:
+        if dev and traced is not None and totals.posteriors is not None:
             part = dev.select(traced.experts)
             path = log_prior_path(part.scores, part.mask, traced.weights, traced.decay)[:-1]
             on_dev = posterior_trace(part.scores, part.mask, traced.weights, path)
@@ -176,13 +178,13 @@ class _Mixed:
             for split, posteriors in (("dev", on_dev), ("test", totals.posteriors)):
                 self.posteriors.append(_trace(traced, posteriors, about | {"split": split}))
 
-    def _planned(self, table: Evaluated, some: ExpertSet, dev: ScoreTable) -> list[tuple[Mixture, str]]:
+    def _planned(self, table: Evaluated, some: ExpertSet, dev: ScoreTable | None) -> list[tuple[Mixture, str]]:
         """The mixtures of a set of experts, with the rules that are chosen on dev."""
         weights = some.weights or self.evaluation.weights
         rules = _chosen(weights, dev, some.experts, self.scores.parent / "models" / table.folder)
         return [
             (replace(mixture, rule=mixture.rule or rules.get(mixture.weights)), variant)
-            for mixture, variant in planned_mixtures(self.evaluation, some, len(dev.mask))
+            for mixture, variant in planned_mixtures(self.evaluation, some, len(dev.mask) if dev else 0)
         ]
 
 
@@ -191,7 +193,7 @@ def _mixed(scores: Path, domain: str, evaluation: Evaluation, byte_lengths: np.n
     for table in evaluation.tables:
         for split in table.splits:
             refuse_other_model(found.place(table, split), table.columns, scores.parent / "models" / table.folder)
-        (found.add_mixed if "dev" in table.splits else found.add_single)(table)
+        (found.add_mixed if table.several else found.add_single)(table)
     if len({totals.sha256 for totals in found.scored}) > 1:
         raise DemixError(f"domain {domain}", "was scored on different tokens by different models", "score it again")
     return found
@@ -268,7 +270,7 @@ def _row(about: dict[str, Any], totals: DocumentLosses, name: str | Mixture, **m
 
 
 def _expert_rows(
-    some: ExpertSet, domain: str, about: dict[str, Any], totals: DocumentLosses, dev: ScoreTable
+    some: ExpertSet, domain: str, about: dict[str, Any], totals: DocumentLosses, dev: ScoreTable | None
 ) -> Iterator[Row]:
     """The naive expert, where all methods are asked for: a domain's own, else the best on test and that on dev."""
     if "naive" in some.methods:
@@ -278,8 +280,9 @@ def _expert_rows(
         else:
             best = min(some.experts, key=lambda expert: totals[expert].sum())
             yield _row(naive, totals, best, expert=best, oracle=True, chosen_on="test")
-            best = some.experts[int(dev.select(some.experts).scores.sum(axis=(0, 1)).argmax())]
-            yield _row(naive, totals, best, expert=best, variant="dev_choice", chosen_on="dev")
+            if dev:
+                best = some.experts[int(dev.select(some.experts).scores.sum(axis=(0, 1)).argmax())]
+                yield _row(naive, totals, best, expert=best, variant="dev_choice", chosen_on="dev")
         if some.alone:
             for expert in some.experts:
                 yield _row(about | {"method": "expert"}, totals, expert, expert=expert)

@@ -50,33 +50,30 @@ class Tasks:
 
 
 def evaluate_tasks(
-    model: Mapping[str, Any], tasks: Tasks, output: Path | None = None, samples: bool = False
+    model: Mapping[str, Any],
+    tasks: Tasks,
+    output: Path | None = None,
+    samples: bool = False,
+    known: tuple[Any, list[str]] | None = None,
 ) -> dict[str, Any]:
     """The results of `tasks` for the mixture with the arguments `model` of `demix.evaluate.harness_model.DemixLM`.
 
     They are what the harness returns. `output` is the JSON file to write, in the harness's format. With `samples`, the
-    answers to every document of a task go to <output>.<task>.jsonl beside it. Raises DemixError where the harness is
-    missing, for an unknown or broken task, and for tasks that need more than text.
+    answers to every document of a task go to <output>.<task>.jsonl beside it. `known` is what `named_tasks` returned
+    for the tasks, where a caller has it. Raises DemixError where the harness is missing, for an unknown or broken task,
+    and for tasks that need more than text.
     """
     if samples and output is None:
         raise DemixError("--log-samples", "needs a file to write beside", "give --output FILE.json")
     if output is not None and (output.is_dir() or not output.resolve().parent.is_dir()):
         raise DemixError(f"--output {output}", "is no place for a file", "name a file in a folder that exists")
-    if tasks.folder is not None and not tasks.folder.is_dir():
-        raise DemixError(f"--include-path {tasks.folder}", "is no folder", "name the folder of the tasks' YAML files")
     describe(Path(model["pretrained"]))
-    if importlib.util.find_spec("lm_eval") is None:
-        raise DemixError("lm-eval", "is not installed", "pip install 'demix[lm-eval]'")
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
-    # The harness logs its every step.
-    logging.getLogger("lm_eval").setLevel(logging.WARNING)
+    manager, names = known or named_tasks(tasks)
     from lm_eval import simple_evaluate
     from lm_eval.loggers import EvaluationTracker
 
     import demix.evaluate.harness_model  # noqa: F401, it registers the name `demix`
 
-    manager, names = _named(tasks)
     # A task in a YAML file has a name of its own, which is known at the end.
     for name in names:
         if samples and not name.endswith(".yaml"):
@@ -128,11 +125,20 @@ def tables_of(results: dict[str, Any]) -> list[str]:
     return [make_table(results), *([make_table(results, "groups")] if "groups" in results else [])]
 
 
-def _named(tasks: Tasks) -> tuple[Any, list[str]]:
-    """The harness's manager of tasks, and the names of those that `tasks` name. Raises DemixError for unknown ones.
+def named_tasks(tasks: Tasks) -> tuple[Any, list[str]]:
+    """The harness's manager of tasks, and the names of those that `tasks` name.
 
     The harness reads the files of its own 15,000 tasks for a minute, which is for nothing where all are in the folder.
+    Raises DemixError where the harness is missing, for a folder that is none, and for unknown tasks.
     """
+    if tasks.folder is not None and not tasks.folder.is_dir():
+        raise DemixError(f"--include-path {tasks.folder}", "is no folder", "name the folder of the tasks' YAML files")
+    if importlib.util.find_spec("lm_eval") is None:
+        raise DemixError("lm-eval", "is not installed", "pip install 'demix[lm-eval]'")
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    # The harness logs its every step.
+    logging.getLogger("lm_eval").setLevel(logging.WARNING)
     from lm_eval.tasks import TaskManager
 
     folder, names = tasks.folder and str(tasks.folder), [*tasks.names]

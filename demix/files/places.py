@@ -23,6 +23,7 @@ _PATTERNS = (
     *("scores/*/*.dev/*.parquet", "scores/*/*.test/*.parquet", "loads/*.parquet"),
     *("evaluations/*.parquet", "results.parquet", "priors.parquet", "differences.parquet", "posteriors.parquet"),
     *("examples/*.parquet", "tasks/*/*.parquet", "tasks.parquet", "task_weights.parquet"),
+    *("suites.parquet", "harness/*.parquet", "harness/*/*.parquet"),
     *("audit.parquet", "seeds/*/step-*/manifest.json", "*/step-*/manifest.json", "finished-*/done.json"),
 )
 # The longest first: a domain, too, may be called sweep or metrics.

@@ -20,6 +20,7 @@ from demix.plan.domains import TOKENS_PER_WORD, plan_domains
 from demix.plan.flops import HARDWARE, Hardware, achieved_tflops, score_table_bytes, scoring_hours
 from demix.run.check import completed_run
 from demix.run.contexts import asked_contexts
+from demix.run.harness import harnessed
 from demix.run.merged import Merged
 from demix.run.models import job_place
 from demix.run.rules import RunRules
@@ -119,7 +120,7 @@ def plan_jobs(run: Run, hardware: str, ranks: int | None = None) -> list[Jobs]:
 def _of_text(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
     """The jobs from the raw text to tokens and clusters."""
     novel, number, apart = len(run.novel), len(run.domains), RunRules(run).apart
-    parts = sum(domain.source.parts for domain in run.domains.values())
+    parts = sum(domain.source.parts for domain in run.texts.values())
     clustering = {"fit_clusters": len(fitted(run)), "assign": len(run.learned_clusterings)}
     clustering |= {f"cluster_{split}_{name}": 1 for name, split in run.learned_splits}
     together = {"deduplicate": 1, "novel_duplicates": int(novel > 0), "tokenizer": 1, "overlap": 1}
@@ -130,6 +131,7 @@ def _of_text(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
         Jobs("download", "import parents", {"import_parent": len(run.parents)}, sites["download"]),
         Jobs("corpus", "deduplicate, tokenizer, overlap", together, sites["corpus"]),
         Jobs("corpus", "split, tokenize", {"split": number, "tokenize": number}, sites["corpus"]),
+        Jobs("corpus", "suites", {"hold_out": len(run.suites), "tokenize_suite": len(run.suites)}, sites["corpus"]),
         Jobs("corpus", "clusters", clustering, sites["corpus"]),
     ]
 
@@ -137,14 +139,14 @@ def _of_text(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
 def _of_scores(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
     """The jobs that need trained models: merging them, tasks, arithmetic on scores, the report."""
     number, threads, asked, stage = len(run.domains), run.config.threads, classified(run), run.examples_stage
-    joining = {f"join_{model.rule}": 1 for model in run.joined}
+    joining, harness = {f"join_{model.rule}": 1 for model in run.joined}, harnessed(run)
     averaging = {one.rule: number if one.by_domain else 1 for one in run.merged if not one.token_routed}
     routing = {one.rule: 1 for one in run.routed_merges}
     near = len(routed(run)) * len(run.config.evaluation.routing_context)
     route = {"route": near, "route_novel": len(run.novel) * near}
-    evaluating = {"choose_mixing": len(chosen_on_dev(run)), "evaluate": number}
+    evaluating = {"choose_mixing": len(chosen_on_dev(run)), "evaluate": number + len(run.suites)}
     once = {"results": 1, "run_config": 1, "report": 1, "card": 1, "track": 1, "audit": int(bool(run.without))}
-    once |= {"choose_rate": len(run.swept)}
+    once |= {"choose_rate": len(run.swept), "suites": int(bool(run.suites))}
 
     def scoring(name: str, rules: dict[str, int]) -> Jobs:
         return Jobs("score", name, rules, sites["score"], 1, threads)
@@ -162,7 +164,10 @@ def _of_scores(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
         Jobs("evaluate", "by position", {"contexts": number if asked_contexts(run) else 0}, sites["evaluate"]),
         Jobs(stage, "examples of tasks", {"examples": len(run.config.tasks)}, sites[stage]),
         scoring("score tasks", {f"fewshot_{one.rule}": 1 for one in asked}),
-        Jobs("evaluate", "classify", {"classify": int(bool(asked))}, sites["evaluate"]),
+        Jobs("download", "documents of the harness", {"harness_documents": int(bool(harness))}, sites["download"]),
+        Jobs("corpus", "contamination", {"contamination": len(run.training) * bool(harness)}, sites["corpus"]),
+        scoring("tasks of the harness", {"harness": len(harness)}),
+        Jobs("evaluate", "classify", {"classify": int(bool(asked or harness))}, sites["evaluate"]),
         scoring("audit", {f"audit_{model.removed}": 1 for model in run.without}),
         Jobs("", "join, report, track", once, None),
     ]
@@ -184,7 +189,7 @@ class ScoringCosts:
     @cached_property
     def _tokens(self) -> Callable[[str, int], dict[str, int]]:
         """The tokens that are scored of a split in blocks of some length, by domain."""
-        section, domains = self.run.config.evaluation, self.run.domains
+        section, domains = self.run.config.evaluation, self.run.texts
 
         def of_split(split: str, context: int) -> dict[str, int]:
             most = section.limit(split, context)
@@ -211,6 +216,7 @@ class ScoringCosts:
             routed=replace(routed, top_k=part.top_k) if routed and part.top_k else routed,
         )
         several = {f"{{{kind}}}": list(domains) for kind, domains in self.run.config.domains.kinds.items()}
+        several["{suite}"] = list(self.run.suites)
         names = [name for place in part.domains for name in several.get(place, [place] * jobs)]
         tokens = sum(sum(map(self._tokens(split, architecture.context).__getitem__, names)) for split in part.splits)
         columns = 1 if part.own else len(part.columns)
@@ -220,7 +226,8 @@ class ScoringCosts:
 
     def of_ngrams(self) -> int:
         """Bytes of the score tables of the n-grams of one order, of all training text and of each training domain."""
-        dev, test = (sum(self._tokens(split, self.run.context).values()) for split in ("dev", "test"))
+        of_split = (self._tokens(split, self.run.context) for split in ("dev", "test"))
+        dev, test = (sum(map(tokens.__getitem__, self.run.domains)) for tokens in of_split)
         return score_table_bytes(1, test) + score_table_bytes(len(self.run.training), dev + test)
 
 

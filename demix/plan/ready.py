@@ -65,14 +65,14 @@ def check_here(run: Run, domains: Iterable[str]) -> str | None:
 
 def _may_be_taken(run: Run, domain: str) -> bool:
     """Whether the config pins the text of a domain, and another run has noted that it made text of this domain."""
-    source = settings_from(Source, written(run.domains[domain].source))
+    source = settings_from(Source, written(run.texts[domain].source))
     noted = run.folder.parent.glob(f"*/{NOTES}/documents.{domain}.*")
     return pinned(source, 0) is not None and any(note.parents[1] != run.folder for note in noted)
 
 
 def _ask_one(run: Run, domains: Iterable[str], site: Cluster) -> str | None:
     """Ask for the first address of `domains`, if there is one; returns why nobody could ask, or None."""
-    asked = next(filter(None, (_address(run.domains[domain].source) for domain in domains)), None)
+    asked = next(filter(None, (_address(run.texts[domain].source) for domain in domains)), None)
     return _asked(asked, site) if asked else None
 
 

@@ -45,8 +45,8 @@ class AskedRun:
         return {"model": row, "seed": seed}
 
     def kind(self, domain: str) -> str:
-        """Whether a domain is a training domain or a novel one."""
-        return "training" if domain in self.of.training else "novel"
+        """Whether a domain is a training domain, a novel one, or one of a suite."""
+        return self.of.kind_of(domain)
 
 
 @dataclass(frozen=True)
@@ -295,6 +295,13 @@ VIEWS = {
     "main": View(
         "the main table: perplexity of each of its systems on each domain", _MAIN, _one("results.parquet"), _rows(_main)
     ),
+    "suites": View(
+        "one row per evaluation on a domain of a suite",
+        None,
+        _found("suites.parquet", lambda run, path: {}),
+        _parquet,
+        optional=True,
+    ),
     "differences": View("systems against others on the same documents", None, _one("differences.parquet"), _parquet),
     "priors": View("cached and fitted priors by domain and expert", None, _one("priors.parquet"), _parquet),
     "posteriors": View("the posterior after each block", None, _one("posteriors.parquet"), _parquet),
@@ -306,9 +313,16 @@ VIEWS = {
         optional=True,
     ),
     "tasks": View(
-        "accuracy on tasks by model and routing, with intervals and chance",
+        "accuracy on tasks by model and routing, with intervals and chance; values of the harness's tasks",
         None,
         _found("tasks.parquet", lambda run, path: {}),
+        _parquet,
+        optional=True,
+    ),
+    "contamination": View(
+        "how much of the harness's tasks the training text of a domain has, in 13-grams of words",
+        None,
+        _found("harness/contamination/*.parquet", lambda run, path: {}),
         _parquet,
         optional=True,
     ),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from demix.files import check_sealed
 from demix.report.domains import Domains, domains_of, partly_known
-from demix.report.needs import CLUSTERS, TASKS
+from demix.report.needs import CLUSTERS, HARNESS, SUITES, TASKS
 from demix.run.run import Run
 
 if TYPE_CHECKING:
@@ -56,6 +56,13 @@ class Material:
         from demix.report.read import read_results
 
         return read_results(self.run.folder / "results.parquet")
+
+    @cached_property
+    def suites(self) -> "Results":
+        """The rows of suites.parquet."""
+        from demix.report.read import read_results
+
+        return read_results(self.run.folder / "suites.parquet")
 
     @cached_property
     def own(self) -> "Results":
@@ -150,10 +157,24 @@ class Material:
 
     @cached_property
     def tasks(self) -> "pd.DataFrame":
-        """The rows of tasks.parquet."""
+        """The rows of tasks.parquet that are not the harness's."""
         from demix.report.read import read_tasks
 
         return read_tasks(self.run.folder / "tasks.parquet")
+
+    @cached_property
+    def harness(self) -> "pd.DataFrame":
+        """The rows of the harness in tasks.parquet."""
+        from demix.report.read import read_harness
+
+        return read_harness(self.run.folder / "tasks.parquet")
+
+    @cached_property
+    def contamination(self) -> "pd.DataFrame":
+        """How much of the harness's tasks the training text of each domain holds."""
+        from demix.report.read import read_contamination
+
+        return read_contamination(self.run)
 
     @cached_property
     def task_weights(self) -> "pd.DataFrame":
@@ -202,6 +223,8 @@ class Material:
             check_sealed(path)
         _ = self.partly_known, self.cost, self.clusters, self.loads, self.contexts
         _ = self.tasks if TASKS.met(self.run) else None
+        _ = self.suites if SUITES.met(self.run) else None
+        _ = (self.harness, self.contamination) if HARNESS.met(self.run) else None
         _ = self.task_weights if TASKS.met(self.run) and CLUSTERS.met(self.run) else None
         return self
 

@@ -63,6 +63,8 @@ MASKED = Need("masked language model", lambda run: any(row.masked for row in run
 CONTEXTS = Need("blocks of other lengths", lambda run: bool(run.config.evaluation.contexts), told=False)
 VARIANTS = Need("row of other options", lambda run: bool(variant_rows(run)), told=False)
 TASKS = Need("task", lambda run: bool(run.config.tasks), told=False)
+HARNESS = Need("task of the harness", lambda run: bool(run.config.lm_eval), told=False)
+SUITES = Need("suite", lambda run: bool(run.suites), told=False)
 # In the order in which a report tells of them.
 TOLD = (NOVEL, SECOND_TRAINING, WITHOUT_DOMAIN, DENSE_UNBALANCED, DOMAIN_TOKEN)
 

@@ -34,6 +34,10 @@ TASK_COLUMNS = (
     *("task", "model", "routing", "top_k", "expert", "reads", "shots", "seeds", "examples", "accuracy"),
     *("accuracy_low", "accuracy_high", "chance", "judged"),
 )
+HARNESS_COLUMNS = (
+    *("metric", "value", "stderr", "higher_is_better", "harness_version", "task_version", "documents_sha256"),
+)
+CONTAMINATION_COLUMNS = ("task", "domain", "documents", "long_documents", "found_documents", "ngrams", "found_ngrams")
 TASK_WEIGHT_COLUMNS = ("task", "model", "routing", "expert", "weight")
 PRIOR_COLUMNS = ("model", "experts", "weights", "domain", "kind", "expert", "prior", "seed")
 
@@ -71,8 +75,21 @@ def read_audit(path: str | Path) -> pd.DataFrame:
 
 
 def read_tasks(path: str | Path) -> pd.DataFrame:
-    """The rows of `tasks.parquet`."""
-    return _read(path, TASK_COLUMNS)
+    """The rows of `tasks.parquet` that are not the harness's."""
+    rows = _read(path, TASK_COLUMNS)
+    return rows[rows["metric"].isna()] if "metric" in rows else rows
+
+
+def read_harness(path: str | Path) -> pd.DataFrame:
+    """The rows of the harness in `tasks.parquet`."""
+    rows = _read(path, (*TASK_COLUMNS, *HARNESS_COLUMNS))
+    return rows[rows["metric"].notna()]
+
+
+def read_contamination(run: Run) -> pd.DataFrame:
+    """How much of the harness's tasks the training text of each domain holds (harness/contamination/)."""
+    paths = [run.folder / "harness" / "contamination" / f"{domain}.parquet" for domain in run.training]
+    return pd.concat([_read(path, CONTAMINATION_COLUMNS) for path in paths], ignore_index=True)
 
 
 def read_task_weights(path: str | Path) -> pd.DataFrame:

@@ -25,14 +25,20 @@ STAGES = (
     Stage(
         "data",
         ("fetch, anonymize,", "deduplicate, split"),
-        ("read", "download", "import_parent", "anonymize", "deduplicate", "novel_duplicates", "split"),
+        (
+            *("read", "download", "import_parent", "anonymize", "deduplicate", "novel_duplicates", "split"),
+            "hold_out",
+        ),
         0,
     ),
     Stage("tokenizer", ("byte-level BPE,", "or another's"), ("tokenizer",), 1, after=("data",)),
     Stage(
         "shards",
         ("token ids,", "memory-mapped"),
-        ("tokenize", "overlap", "fit_clusters", "assign", "cluster_shards", "examples"),
+        (
+            *("tokenize", "tokenize_suite", "overlap", "fit_clusters", "assign", "cluster_shards", "examples"),
+            *("harness_documents", "contamination"),
+        ),
         2,
         after=("tokenizer",),
     ),
@@ -56,7 +62,7 @@ STAGES = (
     Stage(
         "score",
         ("each expert once", "on each domain"),
-        ("score", "score_ngrams", "merge_routed", "route", "loads", "fewshot"),
+        ("score", "score_ngrams", "merge_routed", "route", "loads", "fewshot", "harness"),
         4,
         after=("train", "adapt"),
         accelerated=True,
@@ -65,7 +71,7 @@ STAGES = (
     Stage(
         "mix, evaluate",
         ("weights and priors:", "no forward pass"),
-        ("average", "choose_mixing", "evaluate", "contexts", "results", "classify"),
+        ("average", "choose_mixing", "evaluate", "contexts", "results", "suites", "classify"),
         5,
         after=("score", "remove"),
     ),

@@ -12,6 +12,7 @@ from demix.errors import DemixError, nearest
 from demix.run import placement
 from demix.run.clashes import refuse_clashes
 from demix.run.contexts import check_contexts
+from demix.run.harness import harness_files, harnessed
 from demix.run.merged import Merged
 from demix.run.models import Model
 from demix.run.run import Run
@@ -49,6 +50,7 @@ def checked(config: Config) -> Run:
     _check_merged_removal(run)
     _check_weights(run)
     check_contexts(run)
+    _ = harnessed(run), harness_files(run)
     _check_ngrams(run)
     refuse_clashes(run)
     return run

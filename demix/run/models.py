@@ -76,6 +76,11 @@ class Model:
         return self.base.masked
 
     @property
+    def continues(self) -> bool:
+        """Whether it goes on with any text: none of a task has a domain token, and a masked model goes on with none."""
+        return not (self.kind.domain_tokens or self.masked)
+
+    @property
     def data(self) -> str:
         """The clustering whose clusters the model learns from; empty where it learns from domains."""
         return self.settings.data or ""

@@ -14,10 +14,11 @@ from demix.config.models import DENSE_EXPERT, RowSettings
 from demix.config.training import Execution, TrainingRecipe, taken
 from demix.files import fingerprint, write_json
 from demix.run.contexts import POSITION_BINS, context_tables
+from demix.run.harness import harness_routings
 from demix.run.kept import config_fingerprint
 from demix.run.models import Model
 from demix.run.run import Run
-from demix.run.systems import evaluated, ngram_tokens, routed
+from demix.run.systems import chosen_on_dev, evaluated, ngram_tokens, routed
 from demix.settings import names_of, written
 
 # The bytes of the longest argument that Linux passes to a program, less the NUL at its end.
@@ -71,7 +72,7 @@ class RunRules:
             f"{self.folder}/documents/{domain}/{part:04d}.{kind}"
             for domain in domains
             for kind in kinds
-            for part in range(self.run.domains[domain].source.parts)
+            for part in range(self.run.texts[domain].source.parts)
         ]
 
     def tokens(self, domains: Iterable[str], *splits: str) -> list[str]:
@@ -128,7 +129,7 @@ class RunRules:
         mixing = written(self.run.config.evaluation)
         return self.as_json(
             {key: mixing[key] for key in ("decay", "dev_blocks")},
-            kind="training" if domain in self.run.training else "novel",
+            kind=self.run.kind_of(domain),
             tables=[asdict(table) for table in context_tables(self.run, domain)],
             width=max(1, self.run.context // POSITION_BINS),
             seed=self.run.seed,
@@ -194,6 +195,13 @@ class RunRules:
     def task_rule(self, model: Model, log: str) -> str:
         """The name of the rule of a job in `task_jobs`."""
         return f"fewshot_{model.rule}{log.removeprefix(model.name).replace('/', '__')}"
+
+    def harness_mixing(self, model: str) -> list[str]:
+        """What mixes the experts of a model that does tasks of the harness: parameters chosen on dev, and clusters."""
+        asked, clustering = self.run.config.lm_eval, harness_routings(self.run).get(model)
+        tempered = asked and "tempered" in asked.weights and model in chosen_on_dev(self.run)
+        chosen = [f"{self.folder}/models/{model}/mixing.json"] if tempered else []
+        return chosen + ([f"{self.folder}/clusters/{clustering}/clusterer.json"] if clustering else [])
 
     def shards(self, clustering: str, clusters: Iterable[str], split: str) -> list[str]:
         """The token files of a split of the clusters of a clustering."""

@@ -78,6 +78,20 @@ class Run:
         return self.config.domains.all
 
     @cached_property
+    def suites(self) -> dict[str, DomainSection]:
+        """The sections of the domains of `evaluation.suites`, which are scored and are no domains of the run."""
+        return self.config.suites
+
+    @cached_property
+    def texts(self) -> dict[str, DomainSection]:
+        """All that text is read of: the domains and the suites."""
+        return self.domains | self.suites
+
+    def kind_of(self, domain: str) -> str:
+        """What a domain is in tables: training, novel or suite."""
+        return "suite" if domain in self.suites else "training" if domain in self.training else "novel"
+
+    @cached_property
     def architecture(self) -> Architecture:
         """The architecture of the config, which rows may change."""
         return architecture_from(written(self.config.architecture))

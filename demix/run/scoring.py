@@ -9,7 +9,7 @@ from demix.run.contexts import other_contexts
 from demix.run.merged import MERGED
 from demix.run.models import adapted, folder_at
 from demix.run.run import Run
-from demix.run.systems import merged_whole, other_top_k
+from demix.run.systems import merged_whole, other_top_k, suite_models
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ def scoring_jobs(run: Run, *, apart: bool = False) -> tuple[ScoringJob, ...]:
         for k in chosen.get(job.parts[0].model, ())
         if not job.parts[0].context
     ]
+    found += _of_suites(run)
     part = ScoringPart("", MERGED, MERGED, (), ("test",))
     for folder in merged_whole(run):
         left = tuple(replace(part, model=folder, domains=(one,), without=one) for one in run.training)
@@ -108,7 +109,9 @@ def scoring_jobs(run: Run, *, apart: bool = False) -> tuple[ScoringJob, ...]:
 def _together(jobs: list[ScoringJob]) -> ScoringJob:
     """One rule in place of several with the same wildcard."""
     rule, place = jobs[0].joins, jobs[0].joins.removeprefix("score_")
-    log = {"known_others": "others/training", "others": "others/{novel}"}.get(place, place.replace("_", "/", 1))
+    log = {"known_others": "others/training", "others": "others/{novel}", "suites": "suites/{suite}"}.get(
+        place, place.replace("_", "/", 1)
+    )
     parts = tuple(part for job in jobs for part in job.parts)
     return replace(jobs[0], rule=rule, log=log, parts=parts, priority=max(job.priority for job in jobs))
 
@@ -181,6 +184,18 @@ def _of_adapted(run: Run, submitted: bool) -> list[ScoringJob]:
     if novel and submitted:
         made = ScoringPart(adapted(row, "{novel}"), dense, dense, (*training, "{novel}"), ("test",))
         jobs.append(ScoringJob("score_adapted_dense", made.model, (made,), len(novel), added=True))
+    return jobs
+
+
+def _of_suites(run: Run) -> list[ScoringJob]:
+    """The jobs of the suites. They come last, and nothing but their own evaluation waits for them."""
+    jobs = []
+    for model in suite_models(run):
+        part = ScoringPart(
+            model.name, model.experts, model.columns, ("{suite}",), ("test",), expert_scope=model.kind.expert_scope
+        )
+        log = f"{model.name}/{{suite}}"
+        jobs.append(ScoringJob(f"score_suites_{model.rule}", log, (part,), len(run.suites), joins="score_suites"))
     return jobs
 
 

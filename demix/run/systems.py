@@ -7,6 +7,7 @@ from typing import Any
 
 from demix.config.mixing import METHODS, UNWEIGHTED, parsed_weights
 from demix.config.models import DENSE_EXPERT, KINDS, PAPER, Kind
+from demix.run.harness import harness_routings
 from demix.run.merged import MERGED, Merged
 from demix.run.models import Model, folder_at, left_out, one_more
 from demix.run.rows import Row
@@ -40,7 +41,7 @@ class Evaluated:
     `seed` are the values of these columns in results. `folder` is the folder of the tables below scores/. `merged` says
     how a model was made of the model's experts, whose one column the table has (`demix.run.merged`). `top_k` is the
     number of experts that a token chose in each layer, 0 for that of training. `without` is the expert that no token
-    chose.
+    chose. With `test_only` there is no dev split.
     """
 
     model: str
@@ -51,11 +52,13 @@ class Evaluated:
     merged: str = ""
     top_k: int = 0
     without: str = ""
+    test_only: bool = False
 
     @property
     def told(self) -> dict[str, Any]:
-        """The fields as the evaluation is told them, but for the last two where they say nothing."""
-        return {key: value for key, value in asdict(self).items() if key not in ("top_k", "without") or value}
+        """The fields as the evaluation is told them, but for the last three where they say nothing."""
+        last = ("top_k", "without", "test_only")
+        return {key: value for key, value in asdict(self).items() if key not in last or value}
 
     @property
     def told_apart(self) -> bool:
@@ -63,10 +66,14 @@ class Evaluated:
         return bool(self.merged or self.top_k or self.without)
 
     @property
+    def several(self) -> bool:
+        """Whether experts are mixed or chosen."""
+        return any(some.methods != ("naive",) or len(some.experts) > 1 for some in self.sets)
+
+    @property
     def splits(self) -> tuple[str, ...]:
         """The splits whose scores the evaluation reads: dev only where experts are mixed or chosen."""
-        several = any(some.methods != ("naive",) or len(some.experts) > 1 for some in self.sets)
-        return ("dev", "test") if several else ("test",)
+        return ("dev", "test") if self.several and not self.test_only else ("test",)
 
 
 @dataclass(frozen=True)
@@ -210,6 +217,8 @@ def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
     Within a seed, models of one column come first, then models with domain tokens, then models with experts. N-grams,
     merged models, those with another number of chosen experts, and those without the domain's expert come last.
     """
+    if domain in run.suites:
+        return _of_suites(run)
     training, novel, receiver, whole = run.training, run.novel, run.receiver, run.whole
 
     def sets(model: Model) -> Iterator[ExpertSet]:
@@ -248,8 +257,7 @@ def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
     found = []
     models = [model for model in run.planned if domain in model.scored]
     for seed in (run.seed, *run.config.further_seeds):
-        of_seed = [model for model in models if model.seed == seed]
-        tables = [(model, table_of(model)) for model in of_seed]
+        tables = [(model, table_of(model)) for model in models if model.seed == seed]
         single = [table for _, table in tables if not table.sets]
         tokens = [table for model, table in tables if model.kind.domain_tokens]
         mixed = [table for model, table in tables if table.sets and not model.kind.domain_tokens]
@@ -273,6 +281,22 @@ def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
         for folder, whole in merged_whole(run).items()
         if domain in training
     ]
+    return tuple(found)
+
+
+def suite_models(run: Run) -> tuple[Model, ...]:
+    """The models that are scored on the suites, of the run's own seed; none in a run without suites."""
+    return tuple(model for model in run.own if not model.masked) if run.suites else ()
+
+
+def _of_suites(run: Run) -> tuple[Evaluated, ...]:
+    """What is evaluated on a domain of a suite: what neither its dev split nor the distance of its text decides."""
+    found = []
+    for model in suite_models(run):
+        methods = ("naive",) if model.kind.domain_tokens else ("naive", "average", "uniform", "updating")
+        experts = model.kind.has_experts or model.kind.domain_tokens
+        sets = (ExpertSet("training", model.columns, methods=methods),) if experts else ()
+        found.append(Evaluated(model.row, model.name, model.seed, model.columns, sets, test_only=True))
     return tuple(found)
 
 
@@ -354,11 +378,10 @@ def other_top_k(run: Run) -> dict[str, tuple[int, ...]]:
 def classified(run: Run) -> tuple[Model, ...]:
     """The models whose accuracy on tasks is taken: those trained with the run's own seed on all domains, as they are.
 
-    None for a run without tasks. A model with domain tokens is none of them: no text of a task has such a token. Nor is
-    a masked model, which goes on with no text.
+    None for a run without tasks.
     """
     models = run.own if run.config.tasks else ()
-    return tuple(model for model in models if not (model.kind.domain_tokens or model.masked))
+    return tuple(model for model in models if model.continues)
 
 
 def classified_by(run: Run) -> tuple[str, ...]:
@@ -368,7 +391,8 @@ def classified_by(run: Run) -> tuple[str, ...]:
 
 def fitted(run: Run) -> tuple[str, ...]:
     """The clusterings that some model learns from, or whose distances weight experts."""
-    return tuple(dict.fromkeys([*run.learned_clusterings, *routed(run), *classified_by(run)]))
+    used = [*run.learned_clusterings, *routed(run), *classified_by(run), *harness_routings(run).values()]
+    return tuple(dict.fromkeys(used))
 
 
 # The systems that differences.parquet subtracts, by their names in its column `against`.

@@ -16,7 +16,7 @@ from demix.files import check_sealed, digest, is_made, read_json, sha256_file
 from demix.launch.pace import elapsed
 from demix.report import report_files
 from demix.report.domains import domains_of
-from demix.report.read import read_metrics, read_results
+from demix.report.read import read_harness, read_metrics, read_results
 from demix.report.results import Results
 from demix.run.kept import kept
 from demix.run.main_systems import main_systems
@@ -30,6 +30,7 @@ Span = tuple[float, float]
 TABLES = (
     *("config.json", "results.parquet", "priors.parquet"),
     *("differences.parquet", "posteriors.parquet", "audit.parquet", "tasks.parquet", "task_weights.parquet"),
+    "suites.parquet",
 )
 RESULT_COLUMNS = (
     *("domain", "method", "weights", "expert", "top_k", "perplexity", "perplexity_low", "perplexity_high"),
@@ -73,7 +74,7 @@ def records(run: Run) -> list[Record]:
     """The records of a run, first that of the whole run. Raises DemixError if a file is missing or damaged."""
     results = read_results(run.folder / "results.parquet")
     learned = [*_trainings(run)]
-    parent = _pipeline(run, (*_headlines(results, run), *_dev_curves(learned)))
+    parent = _pipeline(run, (*_headlines(results, run), *_harness(run), *_dev_curves(learned)))
     return [parent, *learned, *_evaluations(run, results)]
 
 
@@ -104,6 +105,16 @@ def _headlines(results: Results, run: Run) -> Iterator[Point]:
             mean = own.mean(system, domains.names)
             if mean == mean:
                 yield named(f"perplexity_{domains.kind}/{name}"), mean, 0, time
+
+
+def _harness(run: Run) -> Iterator[Point]:
+    """The values of the harness's tasks by metric, of each model and rule that mixes its experts."""
+    path = run.folder / "tasks.parquet"
+    if run.config.lm_eval and is_made(path):
+        time = int(1000 * path.stat().st_mtime)
+        for row in read_harness(path).itertuples():
+            rule = "" if row.routing == "dense" else f".{row.routing}"
+            yield named(f"{row.task} {row.metric}/{row.model}{rule}"), row.value, 0, time
 
 
 def _dev_curves(learned: Iterable[Record]) -> Iterator[Point]:

@@ -36,6 +36,11 @@ def build_asked_run(run: Path, tokens: Path) -> None:
         _contexts(run, domain)
     accuracy = {"task": "topics", "model": "demix", "routing": "history", "accuracy": 0.5, "chance": 0.25, "seed": 1}
     write_parquet(pa.table({name: [value] for name, value in accuracy.items()}), run / "tasks.parquet")
+    suite = {"model": "demix", "domain": "paloma_c4", "kind": "suite", "perplexity": 9.5, "bits_per_byte": 1.5}
+    write_parquet(pa.table({name: [value] for name, value in suite.items()}), run / "suites.parquet")
+    shared = {"task": "topics", "domain": "licenses", "documents": 9, "found_documents": 1}
+    placed = run / "harness" / "contamination" / "licenses.parquet"
+    write_parquet(pa.table({name: [value] for name, value in shared.items()}), placed)
     for path in (tokens / "corpus").glob("*/*"):
         placed = run / "corpus" / path.parent.name / path.name
         if path.suffix == ".json":

@@ -147,6 +147,9 @@ def test_commands_run(page: Path, place: Path, monkeypatch: pytest.MonkeyPatch) 
     """In the order of the page; what is long, or never ends, is held against `--help`."""
     monkeypatch.chdir(place)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", place / "cache")
+    # A stage sets them for its own process.
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
     if page.name == "own-data.md":
         (place / "results" / "mine").symlink_to("sample")
     for words in commands(page):

@@ -95,6 +95,6 @@ def test_names_are_printed_without_codes_for_the_terminal(folder: Path, tmp_path
 
 
 def test_all_tasks_of_the_folder_are_found_without_the_harness_own(folder: Path) -> None:
-    manager, names = harness._named(Tasks((*PATHS, MARKUP), folder / "tasks"))
+    manager, names = harness.named_tasks(Tasks((*PATHS, MARKUP), folder / "tasks"))
     assert names == [*PATHS, MARKUP]
     assert "arc_easy" not in manager.all_tasks

@@ -86,6 +86,7 @@ def test_no_stage_imports_what_its_module_should_not() -> None:
     light += ", demix.data.duplicates"
     light += ", demix.data.tokenizer, demix.data.shards, demix.evaluate.domain, demix.report, demix.report.main_table"
     light += ", demix.data.examples, demix.evaluate.classification, demix.report.items.tasks"
+    light += ", demix.report.items.harness"
     code = f"import sys, {light}; print([name for name in ('torch', 'mlflow', 'transformers') if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 

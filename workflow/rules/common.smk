@@ -21,6 +21,7 @@ from demix.run import systems
 from demix.run.check import completed_run
 from demix.run.compared import balanced_pairs, compared
 from demix.run.contexts import asked_contexts
+from demix.run.harness import harness_files, harness_routings, harness_settings, harness_tasks, harnessed
 from demix.run.kept import kept, refuse_other_domains, refuse_other_format
 from demix.run.merged import MERGED
 from demix.run.models import adapted, left_out, rule_of, trained_without
@@ -55,6 +56,8 @@ SEEDS = {parent: model for (parent, _), model in THIS.seeds.items()}
 # The snakemake that works on the run holds the lock until it ends.
 HELD, LOCK = ExitStack(), Path(RUN) / ".lock"
 TRAINING, NOVEL, DOMAINS = list(THIS.training), list(THIS.novel), THIS.domains
+# What is scored and nothing else, and all that text is read of.
+SUITES, TEXTS = list(THIS.suites), THIS.texts
 SPLITS = ["train", "dev", "test"]
 # Training jobs are then submitted from here by a process that waits for them and takes no core.
 SUBMITTED = THIS.submitted
@@ -70,6 +73,7 @@ wildcard_constraints:
     domain="[a-z0-9_]+",
     training="|".join(TRAINING),
     novel="|".join(NOVEL) or "none",
+    suite="|".join(SUITES) or "none",
     part="[0-9]+",
     expert="[a-z0-9_]+",
     model="[a-z0-9_-]+",
@@ -126,9 +130,7 @@ def captioned(item):
 
 
 def anonymizing(wildcards):
-    return {True: "--enabled", False: "--no-enabled", "released": "--rules released"}[
-        DOMAINS[wildcards.domain].anonymize
-    ]
+    return {True: "--enabled", False: "--no-enabled", "released": "--rules released"}[TEXTS[wildcards.domain].anonymize]
 
 
 def once(files):

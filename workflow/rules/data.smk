@@ -5,7 +5,7 @@ if RULES.apart:
 
     rule download:
         input:
-            lambda wildcards: DOMAINS[wildcards.domain].source.files,
+            lambda wildcards: TEXTS[wildcards.domain].source.files,
         output:
             temp(f"{RUN}/raw/{{domain}}/{{part}}.parquet"),
         log:
@@ -16,7 +16,7 @@ if RULES.apart:
         resources:
             **RULES.site("download"),
         params:
-            settings=lambda wildcards: RULES.given(written(DOMAINS[wildcards.domain].source) | {"piece_words": None}),
+            settings=lambda wildcards: RULES.given(written(TEXTS[wildcards.domain].source) | {"piece_words": None}),
             part=lambda wildcards: int(wildcards.part),
         shell:
             "demix download {wildcards.domain} --settings {params.settings:q} --part {params.part}"
@@ -37,7 +37,7 @@ if RULES.apart:
         params:
             enabled=anonymizing,
             pieces=lambda wildcards: "".join(
-                f" --piece-words {words}" for words in [DOMAINS[wildcards.domain].source.piece_words] if words
+                f" --piece-words {words}" for words in [TEXTS[wildcards.domain].source.piece_words] if words
             ),
         shell:
             "demix anonymize {input} {params.enabled}{params.pieces}"
@@ -47,7 +47,7 @@ else:
 
     rule read:
         input:
-            lambda wildcards: DOMAINS[wildcards.domain].source.files,
+            lambda wildcards: TEXTS[wildcards.domain].source.files,
         output:
             documents=f"{RUN}/documents/{{domain}}/{{part}}.parquet",
             counts=f"{RUN}/documents/{{domain}}/{{part}}.json",
@@ -59,7 +59,7 @@ else:
         resources:
             **RULES.site("download"),
         params:
-            settings=lambda wildcards: RULES.given(written(DOMAINS[wildcards.domain].source)),
+            settings=lambda wildcards: RULES.given(written(TEXTS[wildcards.domain].source)),
             part=lambda wildcards: int(wildcards.part),
             enabled=anonymizing,
             raw=below_run("raw/{domain}/{part}.parquet"),
@@ -110,6 +110,8 @@ rule split:
         f"{RUN}/corpus/{{domain}}/card.json",
     log:
         f"{RUN}/logs/split/{{domain}}.log",
+    wildcard_constraints:
+        domain="|".join(DOMAINS),
     conda:
         "../../environment.yml"
     resources:
@@ -157,12 +159,61 @@ rule tokenize:
         ),
     log:
         f"{RUN}/logs/tokenize/{{domain}}.log",
+    wildcard_constraints:
+        domain="|".join(DOMAINS),
     conda:
         "../../environment.yml"
     resources:
         **RULES.site("corpus"),
     params:
         folder=below_run("tokens/{domain}"),
+    shell:
+        "demix tokenize {input.documents} --tokenizer {input.tokenizer} --output {params.folder} 2> {log}"
+
+
+# A domain of a suite has no split but test.
+rule hold_out:
+    input:
+        documents=lambda wildcards: RULES.parts([wildcards.suite], "parquet"),
+        counts=lambda wildcards: RULES.parts([wildcards.suite], "json"),
+        owners=f"{RUN}/corpus/owners.parquet",
+    output:
+        f"{RUN}/corpus/{{suite}}/test.parquet",
+        f"{RUN}/corpus/{{suite}}/card.json",
+    log:
+        f"{RUN}/logs/hold_out/{{suite}}.log",
+    conda:
+        "../../environment.yml"
+    resources:
+        **RULES.site("corpus"),
+    params:
+        settings=lambda wildcards: RULES.as_json(
+            words={"test": TEXTS[wildcards.suite].words.test},
+            metadata=bool(TEXTS[wildcards.suite].source.metadata),
+            training=False,
+            test_only=True,
+            seed=THIS.seed,
+        ),
+        folder=below_run("corpus/{suite}"),
+    shell:
+        "demix split {wildcards.suite} {input.documents} --owners {input.owners}"
+        " --settings {params.settings:q} --output {params.folder} 2> {log}"
+
+
+rule tokenize_suite:
+    input:
+        documents=f"{RUN}/corpus/{{suite}}/test.parquet",
+        tokenizer=f"{RUN}/tokenizer.json",
+    output:
+        expand(f"{RUN}/tokens/{{{{suite}}}}/test.{{kind}}", kind=["arrow", "documents.arrow", "json"]),
+    log:
+        f"{RUN}/logs/tokenize_suite/{{suite}}.log",
+    conda:
+        "../../environment.yml"
+    resources:
+        **RULES.site("corpus"),
+    params:
+        folder=below_run("tokens/{suite}"),
     shell:
         "demix tokenize {input.documents} --tokenizer {input.tokenizer} --output {params.folder} 2> {log}"
 

@@ -46,9 +46,11 @@ rule evaluate:
     params:
         settings=lambda wildcards: RULES.as_json(
             taken(MixingRecipe, CONFIG.evaluation),
-            kind="training" if wildcards.domain in TRAINING else "novel",
+            kind=THIS.kind_of(wildcards.domain),
             tables=[table.told for table in systems.evaluated(THIS, wildcards.domain)],
-            compared=[system.key for system in compared(THIS, wildcards.domain)],
+            compared=(
+                [system.key for system in compared(THIS, wildcards.domain)] if wildcards.domain in DOMAINS else []
+            ),
             against=[(name, *system.key) for name, system in systems.bases(THIS).items()],
             # A run without such pairs keeps its settings, and its evaluations.
             **({"pairs": [(*one.key, *base.key) for one, base in pairs]} if (pairs := balanced_pairs(THIS)) else {}),
@@ -103,6 +105,20 @@ rule results:
         " && demix join {input.posteriors} --output {output.posteriors}) 2> {log}"
 
 
+rule suites:
+    input:
+        expand(f"{RUN}/evaluations/{{suite}}.parquet", suite=SUITES),
+    output:
+        f"{RUN}/suites.parquet",
+    log:
+        f"{RUN}/logs/suites.log",
+    localrule: True
+    conda:
+        "../../environment.yml"
+    shell:
+        "demix join {input} --output {output} 2> {log}"
+
+
 rule run_config:
     output:
         f"{RUN}/config.json",
@@ -133,8 +149,10 @@ rule report:
         f"{RUN}/corpus/overlap.parquet",
         expand(f"{RUN}/corpus/{{domain}}/card.json", domain=TRAINING),
         f"{RUN}/audit.parquet" if WITHOUT else [],
-        f"{RUN}/tasks.parquet" if TASKS else [],
+        f"{RUN}/tasks.parquet" if TASKS or HARNESSED else [],
+        f"{RUN}/suites.parquet" if SUITES else [],
         TASK_WEIGHTS,
+        [f"{RUN}/harness/contamination/{domain}.parquet" for domain in TRAINING if HARNESSED],
         METRICS,
         # What a report of clusters reads besides.
         [f"{RUN}/clusters/{clustering}/clusterer.json" for clustering in THIS.learned_clusterings],
@@ -190,7 +208,8 @@ rule card:
 rule track:
     input:
         f"{RUN}/results.parquet",
-        f"{RUN}/tasks.parquet" if TASKS else [],
+        f"{RUN}/tasks.parquet" if TASKS or HARNESSED else [],
+        f"{RUN}/suites.parquet" if SUITES else [],
         METRICS,
         EXPERTS,
         expand(f"{RUN}/corpus/{{domain}}/card.json", domain=DOMAINS),

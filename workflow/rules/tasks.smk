@@ -3,6 +3,9 @@ TASKS = CONFIG.tasks
 ASKED = systems.classified(THIS)
 # A run without tasks has null here.
 GIVEN_TASKS = {name: written(task) for name, task in TASKS.items()} or None
+# Those of the lm-evaluation-harness.
+HARNESSED = [model.name for model in harnessed(THIS)]
+HARNESS = [f"{RUN}/harness/models/{model}.parquet" for model in HARNESSED]
 # How routings weight clusters, of which the report has a table.
 TASK_WEIGHTS = [f"{RUN}/task_weights.parquet"] if TASKS and systems.clustered(THIS) else []
 
@@ -67,6 +70,73 @@ for model, place, tasks in [(model, *job) for model in ASKED for job in RULES.ta
             " --settings {params.settings:q} --output {params.folder} 2> {log}"
 
 
+# Before any model is trained: a task without data ends the run at its beginning.
+rule harness_documents:
+    input:
+        harness_files(THIS),
+    output:
+        f"{RUN}/harness/documents.parquet",
+    log:
+        f"{RUN}/logs/harness_documents.log",
+    priority: 150
+    localrule: RULES.on_login("download")
+    conda:
+        "../../environment.yml"
+    resources:
+        **RULES.site("download"),
+        options="--offline" if not CONFIG.lm_eval or CONFIG.lm_eval.offline else "--no-offline",
+    params:
+        settings=verbatim(RULES.as_json(harness_tasks(THIS))),
+    shell:
+        "demix harness-documents --settings {params.settings:q} --output {output} {resources.options} 2> {log}"
+
+
+# Reported only.
+rule contamination:
+    input:
+        documents=f"{RUN}/harness/documents.parquet",
+        train=f"{RUN}/corpus/{{training}}/train.parquet",
+    output:
+        f"{RUN}/harness/contamination/{{training}}.parquet",
+    log:
+        f"{RUN}/logs/contamination/{{training}}.log",
+    conda:
+        "../../environment.yml"
+    resources:
+        **RULES.site("corpus"),
+    shell:
+        "demix contamination {input.documents} {input.train} --output {output} 2> {log}"
+
+
+rule harness:
+    input:
+        lambda wildcards: RULES.experts(wildcards.model, MODELS[wildcards.model].experts),
+        lambda wildcards: RULES.harness_mixing(wildcards.model),
+        harness_files(THIS),
+        # What the clusters of a model are is read there; most changes of it are of something else.
+        ancient([f"{RUN}/config.json"] if harness_routings(THIS) else []),
+        documents=f"{RUN}/harness/documents.parquet",
+        tokenizer=f"{RUN}/tokenizer.json",
+    output:
+        f"{RUN}/harness/models/{{model}}.parquet",
+    log:
+        f"{RUN}/logs/harness/{{model}}.log",
+    wildcard_constraints:
+        model="|".join(HARNESSED) or "none",
+    conda:
+        "../../environment.yml"
+    threads: CONFIG.threads
+    resources:
+        **RULES.site("score"),
+    params:
+        settings=lambda wildcards: RULES.as_json(harness_settings(THIS, MODELS[wildcards.model])),
+        context=CONFIG.evaluation.routing_context[0],
+        model=below_run("models/{model}"),
+    shell:
+        "demix harness {params.model} --documents {input.documents} --settings {params.settings:q}"
+        " --output {output} 2> {log}"
+
+
 rule classify:
     input:
         examples=[f"{RUN}/examples/{task}.parquet" for task in TASKS],
@@ -75,6 +145,7 @@ rule classify:
         mixing=[
             f"{RUN}/models/{model.name}/mixing.json" for model in ASKED if model.name in systems.chosen_on_dev(THIS)
         ],
+        harness=HARNESS,
     output:
         f"{RUN}/tasks.parquet",
         TASK_WEIGHTS,
@@ -87,7 +158,8 @@ rule classify:
     params:
         settings=verbatim(
             RULES.as_json(
-                tasks=GIVEN_TASKS,
+                # A run of the harness's tasks alone has none.
+                tasks=GIVEN_TASKS or ({} if HARNESSED else None),
                 models=[
                     {
                         "model": model.row,
@@ -106,7 +178,8 @@ rule classify:
         ),
         run=below_run(""),
     shell:
-        # A run without clusters keeps its command, and does not run again.
+        # A run without clusters or without the harness keeps its command, and does not run again.
         "demix classify {params.run} --settings {params.settings:q} --output "
         + ("{output[0]} --weights {output[1]}" if TASK_WEIGHTS else "{output}")
+        + "".join(f" --harness {file}" for file in HARNESS)
         + " 2> {log}"

@@ -1,0 +1,57 @@
+"""The section `lm_eval`: tasks of EleutherAI's lm-evaluation-harness that a run's models are put to."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from demix.config.mixing import parsed_weights
+from demix.settings import DistinctItems, Integer, Number, Switch, Text, TriedItems, settings
+
+
+def _weights(name: str) -> str:
+    if name != "average":
+        parsed_weights(name)
+    return name
+
+
+# The prior alone has a name of its own there, as for `demix lm-eval`.
+HarnessWeights = Annotated[Text, AfterValidator(_weights)]
+
+
+@settings(kw_only=True)
+class HarnessTasks:
+    """What is asked of the harness, the same of every model."""
+
+    tasks: TriedItems[Text] = Field(
+        min_length=1, description="Tasks, groups or tags of the harness, or patterns of them: [arc_easy, mmlu_*]."
+    )
+    include_path: Text | None = Field(
+        default=None, description="Folder with YAML files of more tasks. If a file in it changes, the tasks run again."
+    )
+    shots: Annotated[Integer, Field(ge=0)] | None = Field(
+        default=None, description="Demonstrations before each document; null means those of the task."
+    )
+    limit: Annotated[Number, Field(gt=0)] | None = Field(
+        default=None, description="Documents of each task; below 1, their share of its documents; null takes all."
+    )
+
+
+@settings(kw_only=True)
+class HarnessSection(HarnessTasks):
+    """Tasks of EleutherAI's lm-evaluation-harness, which the trained models do."""
+
+    models: DistinctItems[Text] = Field(
+        default=(),
+        description="Rows of `models` that do the tasks. Empty: all but domain-token and masked models, which cannot.",
+    )
+    weights: TriedItems[HarnessWeights] = Field(
+        default=("tempered",),
+        min_length=1,
+        description="Rules that mix the experts, each a row of the table: as in `evaluation.weights`, without numbers "
+        "of tokens, or average.",
+    )
+    offline: Switch = Field(
+        default=True,
+        description="Take the tasks' data from local files and the cache of Hugging Face's datasets alone. With false "
+        "one job fetches what the cache lacks, on the machine where downloads run. Changing this key reruns nothing.",
+    )

@@ -1,0 +1,195 @@
+"""`evaluation.suites`: texts that are scored as those of novel domains are, and take part in nothing else."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import yaml
+
+from demix.config.config import Config
+from demix.data.anonymize import SCHEMA
+from demix.data.corpus import Budget, Splitting, split
+from demix.data.duplicates import mark_duplicates
+from demix.errors import DemixError
+from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
+from demix.files import read_json, read_parquet, write_json, write_parquet
+from demix.report import report_files
+from demix.report.material import Material
+from demix.report.results import Results
+from demix.run.check import completed_run
+from demix.run.kept import config_fingerprint
+from demix.run.run import Run
+from demix.run.scoring import scoring_jobs
+from demix.run.systems import evaluated
+from support.cli import demix
+from support.configs import domains, small, small_run
+from support.report import table_of
+from support.scored import write_table
+
+TRAINING = ("law", "news", "code")
+SOURCE = {"source": {"kind": "files", "path": "c4.jsonl"}}
+SUITES: dict[str, Any] = {"paloma": {"c4": SOURCE, "songs": SOURCE}, "own": {"mail": SOURCE}}
+WEIGHTS = ("history", "released", "tempered(0.5,0.9)", "switching")
+RUN = small_run(domains=domains(TRAINING, ("songs",)), evaluation={"weights": ["history"], "suites": SUITES})
+
+
+def evaluation(run: Run, domain: str) -> Evaluation:
+    return Evaluation(
+        kind=run.kind_of(domain), tables=evaluated(run, domain), compared=(), against=(), dev_blocks=6,
+        weights=WEIGHTS, top_k=(2,), seed=run.seed,
+    )  # fmt: skip
+
+
+def test_a_suite_is_evaluated_as_a_novel_domain_without_a_dev_split(tmp_path: Path) -> None:
+    """Its rows are those of a novel domain of the same tokens and scores, but for what dev decides there."""
+    experts = {"domain_token": TRAINING, "demix": (*TRAINING, "songs"), "dense": ("dense",)}
+    experts |= {"dense_unbalanced": ("dense",), "dense-dapt-songs": ("dense",)}
+    found = {}
+    for domain in ("songs", "paloma_c4"):
+        for number, (model, columns) in enumerate(experts.items()):
+            for text, part in enumerate(("dev", "test"), 1):
+                if part == "test" or domain == "songs":
+                    write_table(tmp_path / "scores" / model / f"{domain}.{part}", columns, seed=number, text=text)
+        outputs = Outputs(*(tmp_path / domain / f"{name}.parquet" for name in "rpdol"))
+        evaluate_domain(tmp_path / "scores", domain, evaluation(RUN, domain), outputs, np.full(300, 3))
+        found[domain] = pd.read_parquet(outputs.results)
+        assert pd.read_parquet(outputs.losses)["domain"].unique().tolist() == [domain]
+    novel, suite = found["songs"], found["paloma_c4"]
+    assert {*suite["kind"]} == {"suite"}
+    assert {*suite["model"]} == {"demix", "dense", "dense_unbalanced", "domain_token"}
+    key = ["model", "experts", "method", "weights", "top_k", "expert", "oracle"]
+    same = novel.query("variant == '' and experts in ('training', 'dense') and model != 'dense-dapt-songs'")
+    same = same.query("method not in ('cached', 'fitted', 'expert')")
+    expected = same.set_index(key).sort_index()
+    own = suite.set_index(key).sort_index()
+    pd.testing.assert_index_equal(own.index, expected.index)
+    for column in ("perplexity", "bits_per_byte", "nll", "tokens", "perplexity_low"):
+        tolerance = 0.05 if column == "perplexity_low" else 1e-12
+        np.testing.assert_allclose(own[column], expected[column], rtol=tolerance)
+
+
+def write_documents(path: Path, texts: list[str]) -> Path:
+    """What `demix read` writes of `texts`, with nothing rejected."""
+    ids = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
+    columns = [ids, texts, [len(text.split()) for text in texts], ids, ["{}"] * len(texts)]
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
+    write_parquet(pa.table(arrays, schema=SCHEMA), path)
+    write_json(path.with_suffix(".json"), {"rejected": {}, "replacements": {}, "normalised": {}})
+    return path
+
+
+def test_all_text_that_training_does_not_hold_is_test(tmp_path: Path) -> None:
+    texts = {
+        "law": [f"law {number} of the land" for number in range(20)],
+        "own_mail": [f"mail {number} of the day" for number in range(30)] + ["law 3 of the land", "mail 2 of the day"],
+    }
+    parts = {name: write_documents(tmp_path / f"{name}.parquet", some) for name, some in texts.items()}
+    owners = tmp_path / "owners.parquet"
+    mark_duplicates({"law": [parts["law"]]}, owners)
+    for words, number in ((None, 30), (42, 9)):
+        splitting = Splitting(words=Budget(test=words or 10**6), training=False, seed=1, test_only=True)
+        split("own_mail", [parts["own_mail"]], owners, splitting, tmp_path / "out")
+        rows = read_parquet(tmp_path / "out" / "test.parquet").to_pylist()
+        assert len(rows) == number
+        assert {row["text"] for row in rows} <= {*texts["own_mail"][:30]}
+        card = read_json(tmp_path / "out" / "card.json")
+        assert (card["documents"], card["words"]) == ({"test": number}, {"test": 5 * number})
+        assert card["duplicates"] == {"within": 1, "across": 1}
+        assert card["rejected"]["beyond_budget"] == 30 - number
+        assert [path.name for path in sorted((tmp_path / "out").iterdir())] == ["card.json", "test.parquet"]
+    # In the order in which a domain is split.
+    whole = Splitting(words=Budget(dev=42, test=5), training=False, seed=1)
+    split("own_mail", [parts["own_mail"]], owners, whole, tmp_path / "split")
+    assert read_parquet(tmp_path / "split" / "dev.parquet").to_pylist() == rows
+    mark_duplicates({"law": [parts["law"]], "mail": [parts["own_mail"]]}, owners)
+    with pytest.raises(DemixError, match="own_mail: has no text that training text does not hold; mend its source"):
+        split("own_mail", [parts["own_mail"]], owners, splitting, tmp_path / "none")
+    assert not (tmp_path / "none" / "test.parquet").exists()
+
+
+def test_the_jobs_of_a_run_stay_and_those_of_suites_join() -> None:
+    without = completed_run(small())
+    run = completed_run(small(evaluation={"suites": SUITES}))
+    for apart in (False, True):
+        before, after = (scoring_jobs(one, apart=apart) for one in (without, run))
+        assert [job for job in after if "suites" not in job.rule] == list(before)
+        (first, *others) = [job for job in after if "suites" in job.rule]
+        assert first.jobs == 3
+        assert [part.model for job in (first, *others) for part in job.parts] == [
+            "demix", "dense", "dense_unbalanced", "domain_token",
+        ]  # fmt: skip
+        assert {part.splits for job in (first, *others) for part in job.parts} == {("test",)}
+    assert "suites" not in without.config.values["evaluation"]
+    assert config_fingerprint(without.config) != config_fingerprint(run.config)
+    assert completed_run(run.config.values).config.values == run.config.values
+    assert [*run.domains] == [*without.domains]
+    assert [run.kind_of(name) for name in run.texts] == ["training", "training", "novel", *["suite"] * 3]
+
+
+@pytest.mark.parametrize(
+    ("suites", "message"),
+    [
+        (
+            {"a": {"b_c": SOURCE}, "a_b": {"c": SOURCE}},
+            r"suites\.a_b\.c: is called a_b_c, as another domain is; rename",
+        ),
+        ({"a": {"b": SOURCE | {"words": {"train": 9}}}}, r"suites\.a\.b: has keys of training text; leave out words"),
+        ({"a": {"b": SOURCE | {"near_duplicates": 0.5}}}, r"suites\.a\.b: has keys of training text"),
+        ({"A": {"b": SOURCE}}, r"suites\.A: is not a usable domain name"),
+        ({"a": {"b": {}}}, r"suites\.a\.b\.source: is missing"),
+        (
+            {"a": {"b": {"source": {"kind": "hub", "path": "o/n", "data_files": ["x.csv"], "revision": "main"}}}},
+            r"evaluation\.suites\.a\.b\.source\.revision: is main, which is no commit",
+        ),
+        ({"a": {"b": {"source": {"kind": "url", "path": "x"}}}}, r"suites\.a\.b\.source\.path: is not an address"),
+    ],
+)
+def test_wrong_suites_are_refused(suites: dict[str, Any], message: str) -> None:
+    with pytest.raises(DemixError, match=message):
+        completed_run(small(evaluation={"suites": suites}))
+
+
+def test_missing_files_and_pins_name_a_source_of_a_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = small(evaluation={"suites": SUITES})
+    Path("x.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(DemixError, match=r"c4\.jsonl \(mail, line \d+\)"):
+        Config.read("x.yaml").refuse_missing_files(Path("x.yaml"))
+    for name in ("text.jsonl", "c4.jsonl"):
+        Path(name).write_text('{"text": "a"}\n')
+    told = yaml.safe_load(demix("pin", "x.yaml").stdout)
+    assert [*told["domains"]["training"]] == ["law", "news"]
+    assert {suite: [*sources] for suite, sources in told["evaluation"]["suites"].items()} == {
+        "paloma": ["c4", "songs"], "own": ["mail"],
+    }  # fmt: skip
+    pinned = told["evaluation"]["suites"]["own"]["mail"]["source"]["sha256"]["c4.jsonl"]
+    assert len(pinned) == 64
+
+
+def test_the_table_has_perplexity_and_bits_per_byte_by_source() -> None:
+    rows = [
+        {"model": model, "experts": experts, "n_experts": 1, "method": method, "weights": weights, "top_k": None,
+         "domain": domain, "kind": "suite", "split": "test", "expert": "", "oracle": method == "naive", "documents": 3,
+         "pieces": 3, "tokens": 1234, "nll": 1.0, "perplexity": perplexity + number, "tokens_sha256": domain,
+         "variant": "", "decay": None, "dev_blocks": None, "perplexity_low": None, "perplexity_high": None,
+         "bits_per_byte": perplexity / 10, "seed": 1, "context": "", "temperature": None}
+        for number, domain in enumerate(RUN.suites)
+        for model, experts, method, weights, perplexity in (
+            ("dense", "dense", "dense", "", 20.0), ("demix", "training", "naive", "", 5.0),
+            ("demix", "training", "updating", "history", 10.0),
+        )
+    ]  # fmt: skip
+    table = table_of("suites", Material(RUN, {"suites": Results(pd.DataFrame(rows))}))
+    assert list(table.frame.index) == ["paloma: c4", "paloma: songs", "own: mail"]
+    assert list(table.frame.columns) == [
+        "Tokens", "Dense (Balanced)", "DEMix (naive) (oracle)", "DEMix (updating prior)",
+    ]  # fmt: skip
+    assert table.frame.loc["own: mail"].tolist() == [1234, 22, 7, 12]
+    assert table.second_lines().loc["own: mail"].tolist() == ["", "2.000", "0.500", "1.000"]
+    assert table.bold().loc["own: mail"].tolist() == [False, False, False, True]
+    assert "tables/suites.html" in report_files(RUN)
+    assert "tables/suites.html" not in report_files(small_run())
