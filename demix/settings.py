@@ -135,11 +135,12 @@ def written(given: Any) -> dict[str, Any]:
     them.
     """
     named: dict[str, Any] = vars(given)["_given"]
-    fields = vars(type(given))["__pydantic_fields__"]
-    found = {name: _written(getattr(given, name), value) for name, value in named.items() if name in fields}
-    for name, field in fields.items():
-        if name not in found and not (field.default_factory and getattr(given, name) is None):
-            found[name] = _written(getattr(given, name), None)
+    # A key may be a word of Python's, such as from, and its field then has another name.
+    fields = {field.alias or name: (name, field) for name, field in vars(type(given))["__pydantic_fields__"].items()}
+    found = {key: _written(getattr(given, fields[key][0]), value) for key, value in named.items() if key in fields}
+    for key, (name, field) in fields.items():
+        if key not in found and not (field.default_factory and getattr(given, name) is None):
+            found[key] = _written(getattr(given, name), None)
     return found
 
 

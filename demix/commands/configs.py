@@ -174,22 +174,25 @@ def pin(file: Annotated[Path, typer.Argument(help="A config file.")]) -> None:
     from demix.run.check import load_run
     from demix.settings import settings_from, written
 
-    run, failed, above = load_run(file, allow_branches=True), False, ""
-    check_network(settings_from(Source, written(domain.source)) for domain in run.domains.values())
+    run, failed, above = load_run(file, allow_branches=True), False, list[str]()
+    sources = {key: settings_from(Source, written(source)) for key, source in run.config.of_text.items()}
+    check_network(sources.values())
     with scratch(run.folder / "pins") as folder:
-        for kind, domains in run.config.domains.kinds.items():
-            for name, domain in domains.items():
-                try:
-                    found = pins(settings_from(Source, written(domain.source)), folder)
-                except DemixError as error:
-                    failed = True
-                    logging.getLogger("demix").error("%s: %s", name, error)
-                    continue
-                if found:
-                    # Each domain is printed at once: those after it may take hours.
-                    heads = ("" if above else "domains:\n") + ("" if above == kind else f"  {kind}:\n")
-                    text = yaml.safe_dump({name: {"source": found}}, width=120)
-                    print(heads + textwrap.indent(text, "    "), end="", flush=True)
-                    above = kind
+        for key, source in sources.items():
+            *heads, name, _ = key.split(".")
+            try:
+                found = pins(source, folder)
+            except DemixError as error:
+                failed = True
+                logging.getLogger("demix").error("%s: %s", name, error)
+                continue
+            if found:
+                # Each source is printed at once: those after it may take hours.
+                for depth, head in enumerate(heads):
+                    if above[: depth + 1] != heads[: depth + 1]:
+                        print(f"{'  ' * depth}{head}:")
+                text = yaml.safe_dump({name: {"source": found}}, width=120)
+                print(textwrap.indent(text, "  " * len(heads)), end="", flush=True)
+                above = heads
     if failed:
         raise typer.Exit(1)

@@ -11,7 +11,15 @@ from demix.config.adaptation import PASSES, AdaptationSection, RemovalSection
 from demix.config.addresses import COMMIT, LOG_IN_ELSEWHERE, local, refuse_secrets
 from demix.config.architecture import DECODERS, PRESETS, Decoder
 from demix.config.clustering import Clustering
-from demix.config.domains import DomainsSection, SourceSection, check_domains
+from demix.config.domains import (
+    DomainName,
+    DomainsSection,
+    SharedSource,
+    SourceSection,
+    check_domains,
+    check_sources,
+    with_source,
+)
 from demix.config.evaluation import EvaluationSection
 from demix.config.keys import located, read_keys
 from demix.config.models import PAPER, ModelRow, RowName
@@ -129,6 +137,10 @@ class Config:
         description="Accept sources of kind hub whose revision is no commit. Branches and tags can move, and the text "
         "of the run with them. `demix pin CONFIG` prints the commits.",
     )
+    sources: dict[DomainName, SharedSource] = Field(
+        default_factory=dict,
+        description="Corpora that several domains share, by name. A domain takes its documents by `from` and `value`.",
+    )
     domains: DomainsSection = Field(
         description="The text domains by name, in the order in which tables and figures show them."
     )
@@ -200,7 +212,11 @@ class Config:
         whole = written(settings_from(cls, without_nulls(whole), SUBJECT))
         domains, adaptation, rows = whole["domains"], whole["adaptation"], whole["models"]
         for kind, named in domains.items():
-            domains[kind] = {name: one for name, one in named.items() if one is not None}
+            domains[kind] = {
+                name: with_source(f"{SUBJECT}domains.{kind}.{name}", one, whole["sources"])
+                for name, one in named.items()
+                if one is not None
+            }
         if not domains["training"]:
             raise DemixError("config key domains.training", "leaves out every domain", "keep one, or add one")
         if "tokens" not in adaptation:
@@ -217,8 +233,11 @@ class Config:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Every key as in a file, completed with all defaults. A run without tasks is as before there were any."""
-        return {key: value for key, value in written(self).items() if key != "tasks" or value}
+        """Every key as in a file, completed with all defaults.
+
+        A run without tasks, or without shared sources, is as before there were any.
+        """
+        return {key: value for key, value in written(self).items() if key not in ("sources", "tasks") or value}
 
     @property
     def further_seeds(self) -> tuple[int, ...]:
@@ -228,6 +247,7 @@ class Config:
     def _check(self) -> None:
         """Check the rules that join several keys of what a user wrote."""
         check_domains(self.domains)
+        check_sources(self.sources, self.domains)
         for key, source in self.moving.items() if not self.allow_branches else ():
             cause = f"is {source.revision}, which is no commit: its text can change"
             cure = "put in what `demix pin CONFIG` prints, or set allow_branches: true"
@@ -236,13 +256,19 @@ class Config:
         refuse_secrets("config key tracking.uri", self.tracking.uri, LOG_IN_ELSEWHERE)
 
     @property
-    def moving(self) -> dict[str, SourceSection]:
-        """The sources whose revisions are branches or tags, by their config keys."""
-        sources = {
+    def of_text(self) -> dict[str, SourceSection]:
+        """The sources of the domains' text by their config keys; one that domains share stands there once."""
+        return {f"sources.{name}.source": shared.source for name, shared in self.sources.items()} | {
             f"domains.{kind}.{name}.source": domain.source
             for kind, domains in self.domains.kinds.items()
             for name, domain in domains.items()
-        } | {
+            if domain.shared is None
+        }
+
+    @property
+    def moving(self) -> dict[str, SourceSection]:
+        """The sources whose revisions are branches or tags, by their config keys."""
+        sources = self.of_text | {
             f"tasks.{name}.{split}": source
             for name, task in self.tasks.items()
             for split, source in task.sources.items()
@@ -256,14 +282,12 @@ class Config:
     def refuse_missing_files(self, file: Path) -> None:
         """Raise DemixError that names each local path of a source of this config, read from `file`, without a file."""
         lines, missing, instructions = read_keys(file)[1], list[str](), dict[str, None]()
-        for kind, domains in self.domains.kinds.items():
-            for name, domain in domains.items():
-                source, key = domain.source, f"domains.{kind}.{name}.source"
-                for path in source.paths if source.kind == "files" else ():
-                    if not glob(path, recursive=True):
-                        place = next((f"line {lines[one]}" for one in (f"{key}.path", key) if one in lines), "its base")
-                        missing.append(f"{path} ({name}, {place})")
-                        instructions[source.instructions] = None
+        for key, source in self.of_text.items():
+            for path in source.paths if source.kind == "files" else ():
+                if not glob(path, recursive=True):
+                    place = next((f"line {lines[one]}" for one in (f"{key}.path", key) if one in lines), "its base")
+                    missing.append(f"{path} ({key.split('.')[-2]}, {place})")
+                    instructions[source.instructions] = None
         if missing:
             cure = " ".join(filter(None, instructions)) or "mend the paths, which begin in the folder that you run in"
             raise DemixError(file, f"names files that are missing: {', '.join(missing)}", cure)

@@ -57,6 +57,8 @@ def _text(run: Run) -> dict[str, float | None]:
             files = {file for path in source.paths for file in glob(path, recursive=True) if os.path.isfile(file)}
             plain = (".txt", ".json", ".jsonl", ".csv", ".tar")
             there = sum(os.path.getsize(file) * (1 if file.endswith(plain) else PACKED) for file in files)
+            # Nobody knows how much of a source that several domains share each of them has.
+            there /= len(run.shared.get(run.domains[plan.domain].shared or "", ())) or 1
             size = there if size is None else min(size, there)
         found[plan.domain] = size
     return found

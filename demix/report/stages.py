@@ -25,7 +25,10 @@ STAGES = (
     Stage(
         "data",
         ("fetch, anonymize,", "deduplicate, split"),
-        ("read", "download", "import_parent", "anonymize", "deduplicate", "novel_duplicates", "split"),
+        (
+            *("read", "download", "divide", "source_card", "import_parent", "anonymize"),
+            *("deduplicate", "novel_duplicates", "split"),
+        ),
         0,
     ),
     Stage("tokenizer", ("byte-level BPE,", "or another's"), ("tokenizer",), 1, after=("data",)),

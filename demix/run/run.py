@@ -78,6 +78,12 @@ class Run:
         return self.config.domains.all
 
     @cached_property
+    def shared(self) -> dict[str, tuple[str, ...]]:
+        """The sources that domains share, each with its domains."""
+        sharing = {name: tuple(self.config.domains.sharing(name)) for name in self.config.sources}
+        return {name: domains for name, domains in sharing.items() if domains}
+
+    @cached_property
     def architecture(self) -> Architecture:
         """The architecture of the config, which rows may change."""
         return architecture_from(written(self.config.architecture))

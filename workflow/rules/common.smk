@@ -4,6 +4,7 @@ import re
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from shlex import quote
 
 from demix.config.adaptation import AdaptationRecipe
 from demix.config.evaluation import MixingRecipe, ScoredTokens, ScoringRecipe
@@ -129,6 +130,12 @@ def anonymizing(wildcards):
     return {True: "--enabled", False: "--no-enabled", "released": "--rules released"}[
         DOMAINS[wildcards.domain].anonymize
     ]
+
+
+def of_domain(wildcards):
+    """The local files of a domain's source, and the pass over a shared source, which leaves the text of the domain."""
+    domain = DOMAINS[wildcards.domain]
+    return [*domain.source.files, *([f"{RUN}/sources/{domain.shared}/{wildcards.part}.json"] if domain.shared else [])]
 
 
 def once(files):
