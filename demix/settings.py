@@ -83,6 +83,10 @@ def absent() -> Any:
 
 def _remember(kind: Any, values: Any, make: Callable[[Any], Any]) -> Any:
     """Make an object of settings that knows which values it was given, and how they were written."""
+    if isinstance(values, ArgsKwargs):
+        # Python gives the names of fields, of which some are words of Python's in a file.
+        keys = {name: field.alias for name, field in vars(kind)["__pydantic_fields__"].items() if field.alias}
+        values = ArgsKwargs(values.args, {keys.get(name, name): one for name, one in (values.kwargs or {}).items()})
     made = make(values)
     if isinstance(values, ArgsKwargs):
         values = dict(zip(names_of(kind), values.args, strict=False)) | (values.kwargs or {})

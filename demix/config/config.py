@@ -1,7 +1,6 @@
 """A whole config: all sections, read from a YAML file and its bases, and completed with all defaults."""
 
 from collections.abc import Mapping
-from glob import glob
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -283,8 +282,8 @@ class Config:
         """Raise DemixError that names each local path of a source of this config, read from `file`, without a file."""
         lines, missing, instructions = read_keys(file)[1], list[str](), dict[str, None]()
         for key, source in self.of_text.items():
-            for path in source.paths if source.kind == "files" else ():
-                if not glob(path, recursive=True):
+            for path, files in source.listed.items():
+                if not files:
                     place = next((f"line {lines[one]}" for one in (f"{key}.path", key) if one in lines), "its base")
                     missing.append(f"{path} ({key.split('.')[-2]}, {place})")
                     instructions[source.instructions] = None

@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Mapping
-from glob import glob
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from demix.config.addresses import LOG_IN, local, refuse_secrets, refuse_unnamable
+from demix.config.files import files_at
 from demix.config.names import refuse_name
 from demix.errors import DemixError, nearest
 from demix.settings import DistinctItems, Integer, Items, Number, Positive, Switch, Text, absent, settings
@@ -37,9 +38,10 @@ class SourceSection:
         "Hugging Face data set, streamed without running code of the data set."
     )
     path: Text | Annotated[Items[Text], Field(min_length=1)] = Field(
-        description="files: a path or glob, or a list of them. url: an address or a list of them. hub: owner/name, "
-        "or a local folder. Formats: .jsonl .json .csv .txt (one document per .txt file), plain, .gz or "
-        ".zst; .parquet; and .zip .tar .tgz .tar.gz .tar.zst archives of such files."
+        description="files: a path, a glob or a folder, or a list of them; of a folder all files below it are read "
+        "that have one of the formats. url: an address or a list of them. hub: owner/name, or a local folder. Formats: "
+        ".jsonl .json .csv .txt (one document per .txt file), plain, .gz or .zst; .parquet; and .zip .tar .tgz .tar.gz "
+        ".tar.zst archives of such files."
     )
     text: Text = Field(
         default="text",
@@ -112,15 +114,31 @@ class SourceSection:
         """The paths or addresses."""
         return (self.path,) if isinstance(self.path, str) else self.path
 
-    @property
+    @cached_property
+    def listed(self) -> dict[str, list[str]]:
+        """The local files of each path of a source of this kind, listed once; none where they are missing."""
+        return {path: files_at(path) for path in self.paths} if self.kind == "files" else {}
+
+    @cached_property
     def files(self) -> list[str]:
         """The local files of a source of this kind. Missing files are left out; `demix download` refuses them.
 
         Raises DemixError for a name that no rule can hold.
         """
-        if self.kind != "files":
-            return []
-        return sorted({refuse_unnamable(file) for path in self.paths for file in glob(path, recursive=True)})
+        return [refuse_unnamable(file) for file in self.names]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The local files, whatever their names, in the order in which they are read."""
+        return sorted({file for files in self.listed.values() for file in files})
+
+    def share(self, part: int) -> list[str]:
+        """The local files of a part: whole ones where there are enough, else all of them, each for its share."""
+        return self.names[part :: self.parts] if len(self.names) >= self.parts else self.names
+
+    def files_of(self, part: int) -> list[str]:
+        """The local files of a part. Raises DemixError for a name that no rule can hold."""
+        return [refuse_unnamable(file) for file in self.share(part)]
 
 
 @settings()

@@ -139,7 +139,7 @@ def _domains_of(division: Division) -> Callable[[Any], dict[str, str]]:
 def _taking(source: Source, domain: str, output: Path, where: dict[str, Any]) -> Iterator[Callable[[Row], bool]]:
     """Yield a function that writes a document of a domain, and returns whether the domain has its share of words."""
     make_private(output.parent)
-    left = divided(output, replace(source, where=where), int(output.stem))
+    left = divided(output, source, int(output.stem), where)
     counts, share, words = Counter(NOT_TEXT), share_of(source), 0
     with rows_writer(left, SCHEMA, private=True, at=output, footer=lambda: footer(counts)) as write:
 

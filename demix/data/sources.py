@@ -10,7 +10,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -103,14 +103,16 @@ def discard(output: Path) -> None:
     _forget_divided(output)
 
 
-def divided(output: Path, source: Source, part: int) -> Path:
+def divided(output: Path, source: Source, part: int, where: Mapping[str, Any] | None = None) -> Path:
     """Where a pass over a source that several domains share (`demix.data.divide`) leaves the file `output` of a domain.
 
-    The name holds a digest of what the pass has read: the settings and, of local files, their sizes and times.
+    `where` are the conditions of the domain, if not those of the source. The name holds a digest of what the pass has
+    read: the settings and, of local files, their sizes and times.
     """
     files = (pinned(source, part) or []) if source.kind == "files" else []
     stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.exists()]
-    digest = fingerprint([asdict(replace(source, piece_words=None)), part, stamps])
+    given = asdict(source) | {"piece_words": None, "where": source.where if where is None else where}
+    digest = fingerprint([given, part, stamps])
     return output.with_name(f".{output.stem}.{digest[:16]}.divided")
 
 
@@ -131,18 +133,11 @@ def pinned(source: Source, part: int) -> list[Path] | None:
     """
     match source.kind:
         case "files":
-            found = {name for pattern in source.paths for name in glob.glob(pattern, recursive=True)}
-            return _chosen(source, part, found)
+            return [Path(file) for file in source.share(part)]
         case "url":
             return [] if all(file_name(url) in source.sha256 for url in source.paths) else None
         case _:
             return [] if COMMIT.fullmatch(source.revision or "") and not local(source.paths) else None
-
-
-def _chosen(source: Source, part: int, found: set[str]) -> list[Path]:
-    """The files of a part: whole ones where there are enough, else all of them, each for its share."""
-    paths = [Path(name) for name in sorted(found)]
-    return paths[part :: source.parts] if len(paths) >= source.parts else paths
 
 
 def records(source: Source, name: str, fetched: Path, counts: Counter[str]) -> Iterator[tuple[str, str, str]]:
@@ -275,14 +270,12 @@ def warn_short(domain: str, words: float, share: float) -> None:
 
 
 def _files(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row]:
-    found: set[str] = set()
-    for pattern in source.paths:
-        matching = glob.glob(pattern, recursive=True)
+    for pattern, matching in source.listed.items():
         if not matching:
             cure = source.instructions or "mend the path or the glob"
             raise DemixError(f"{domain}.source.path", f"no file matches {pattern!r}", cure)
-        found.update(matching)
-    paths = [Path(name) for name in sorted(found)]
+    _check_names(source, domain, {Path(file).name for file in source.names})
+    paths = [Path(file) for file in source.share(part)]
     for path in paths:
         refuse_not_utf8(path)
         if path.is_dir():
@@ -291,10 +284,8 @@ def _files(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Ro
             raise DemixError(path, f"is a link to {path.readlink()}, which is missing", "mend the link, or remove it")
         if not path.is_file():
             raise DemixError(path, "is a pipe or a device", "write its bytes to a file, and name this file")
-    names = {path.name for path in paths}
-    _check_names(source, domain, names)
-    share = (0, 1) if len(paths) >= source.parts else (part, source.parts)
-    for path in _chosen(source, part, found):
+    share = (0, 1) if len(source.names) >= source.parts else (part, source.parts)
+    for path in paths:
         _verify(path, source)
         yield from read_rows(path, source.reading(*share))
 

@@ -1,6 +1,5 @@
 """The cost of a config's domains in the data stage, before anything is downloaded."""
 
-import glob
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,7 +55,7 @@ def plan_domain(name: str, domain: DomainSection, token_bytes: int, apart: bool 
 
 def _count(source: SourceSection) -> int | None:
     """The number of rows of local Parquet files; None for a source that must be read to be counted."""
-    paths = [path for pattern in source.paths for path in glob.glob(pattern, recursive=True)]
+    paths = source.names
     if source.kind != "files" or source.where or not paths or not all(path.endswith(".parquet") for path in paths):
         return None
     try:

@@ -1,5 +1,6 @@
 import atexit
 import json
+import os
 import re
 import sys
 from contextlib import ExitStack
@@ -135,7 +136,12 @@ def anonymizing(wildcards):
 def of_domain(wildcards):
     """The local files of a domain's source, and the pass over a shared source, which leaves the text of the domain."""
     domain = DOMAINS[wildcards.domain]
-    return [*domain.source.files, *([f"{RUN}/sources/{domain.shared}/{wildcards.part}.json"] if domain.shared else [])]
+    if domain.shared:
+        files = CONFIG.sources[domain.shared].source.files_of(int(wildcards.part))
+        return [*files, f"{RUN}/sources/{domain.shared}/{wildcards.part}.json"]
+    # All files are inputs of each part, as of the runs that are there, but of a folder, which may have thousands.
+    folders = any(map(os.path.isdir, domain.source.paths))
+    return domain.source.files_of(int(wildcards.part)) if folders else domain.source.files
 
 
 def once(files):

@@ -4,7 +4,7 @@
 # One pass over a part of a source that domains share leaves the raw text of each of them for the rule that reads it.
 rule divide:
     input:
-        lambda wildcards: CONFIG.sources[wildcards.source].source.files,
+        lambda wildcards: CONFIG.sources[wildcards.source].source.files_of(int(wildcards.part)),
     output:
         f"{RUN}/sources/{{source}}/{{part}}.json",
     log:
