@@ -83,6 +83,10 @@ def absent() -> Any:
 
 def _remember(kind: Any, values: Any, make: Callable[[Any], Any]) -> Any:
     """Make an object of settings that knows which values it was given, and how they were written."""
+    if isinstance(values, ArgsKwargs):
+        # Python gives the names of fields, of which some are words of Python's in a file.
+        keys = {name: field.alias for name, field in vars(kind)["__pydantic_fields__"].items() if field.alias}
+        values = ArgsKwargs(values.args, {keys.get(name, name): one for name, one in (values.kwargs or {}).items()})
     made = make(values)
     if isinstance(values, ArgsKwargs):
         values = dict(zip(names_of(kind), values.args, strict=False)) | (values.kwargs or {})
@@ -135,11 +139,12 @@ def written(given: Any) -> dict[str, Any]:
     them.
     """
     named: dict[str, Any] = vars(given)["_given"]
-    fields = vars(type(given))["__pydantic_fields__"]
-    found = {name: _written(getattr(given, name), value) for name, value in named.items() if name in fields}
-    for name, field in fields.items():
-        if name not in found and not (field.default_factory and getattr(given, name) is None):
-            found[name] = _written(getattr(given, name), None)
+    # A key may be a word of Python's, such as from, and its field then has another name.
+    fields = {field.alias or name: (name, field) for name, field in vars(type(given))["__pydantic_fields__"].items()}
+    found = {key: _written(getattr(given, fields[key][0]), value) for key, value in named.items() if key in fields}
+    for key, (name, field) in fields.items():
+        if key not in found and not (field.default_factory and getattr(given, name) is None):
+            found[key] = _written(getattr(given, name), None)
     return found
 
 

@@ -175,22 +175,24 @@ def pin(file: Annotated[Path, typer.Argument(help="A config file.")]) -> None:
     from demix.settings import settings_from, written
 
     run, failed, above = load_run(file, allow_branches=True), False, list[str]()
-    check_network(settings_from(Source, written(domain.source)) for domain in run.texts.values())
+    sources = {key: settings_from(Source, written(source)) for key, source in run.config.of_text.items()}
+    check_network(sources.values())
     with scratch(run.folder / "pins") as folder:
-        for key, domain in run.config.texts.items():
-            *heads, name = key.split(".")
+        for key, source in sources.items():
+            *heads, name, _ = key.split(".")
             try:
-                found = pins(settings_from(Source, written(domain.source)), folder)
+                found = pins(source, folder)
             except DemixError as error:
                 failed = True
                 logging.getLogger("demix").error("%s: %s", name, error)
                 continue
             if found:
-                # Each domain is printed at once: those after it may take hours.
-                begun = next((n for n, pair in enumerate(zip_longest(heads, above)) if pair[0] != pair[1]), len(heads))
-                opened = [f"{'  ' * depth}{head}:\n" for depth, head in enumerate(heads)][begun:]
+                # Each source is printed at once: those after it may take hours.
+                for depth, head in enumerate(heads):
+                    if above[: depth + 1] != heads[: depth + 1]:
+                        print(f"{'  ' * depth}{head}:")
                 text = yaml.safe_dump({name: {"source": found}}, width=120)
-                print("".join(opened) + textwrap.indent(text, "  " * len(heads)), end="", flush=True)
+                print(textwrap.indent(text, "  " * len(heads)), end="", flush=True)
                 above = heads
     if failed:
         raise typer.Exit(1)

@@ -17,7 +17,7 @@ from demix.launch.parents import end_with_snakemake
 from demix.launch.usage import note_usage
 
 # The modules with the commands of the workflow's rules, and those with the commands for people.
-STAGES = ("stages", "tasks", "training")
+STAGES = ("stages", "dividing", "tasks", "training")
 PEOPLE = ("configs", "people", "standard", "questions", "comparing", "exchange", "masked")
 
 

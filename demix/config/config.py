@@ -1,7 +1,6 @@
 """A whole config: all sections, read from a YAML file and its bases, and completed with all defaults."""
 
 from collections.abc import Mapping
-from glob import glob
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -11,7 +10,17 @@ from demix.config.adaptation import PASSES, AdaptationSection, RemovalSection
 from demix.config.addresses import COMMIT, LOG_IN_ELSEWHERE, local, refuse_secrets
 from demix.config.architecture import DECODERS, PRESETS, Decoder
 from demix.config.clustering import Clustering
-from demix.config.domains import DomainSection, DomainsSection, SourceSection, check_domains, check_source
+from demix.config.domains import (
+    DomainName,
+    DomainSection,
+    DomainsSection,
+    SharedSource,
+    SourceSection,
+    check_domains,
+    check_source,
+    check_sources,
+    with_source,
+)
 from demix.config.evaluation import EvaluationSection
 from demix.config.harness import HarnessSection
 from demix.config.keys import located, read_keys
@@ -130,6 +139,10 @@ class Config:
         description="Accept sources of kind hub whose revision is no commit. Branches and tags can move, and the text "
         "of the run with them. `demix pin CONFIG` prints the commits.",
     )
+    sources: dict[DomainName, SharedSource] = Field(
+        default_factory=dict,
+        description="Corpora that several domains share, by name. A domain takes its documents by `from` and `value`.",
+    )
     domains: DomainsSection = Field(
         description="The text domains by name, in the order in which tables and figures show them."
     )
@@ -205,7 +218,11 @@ class Config:
         whole = written(settings_from(cls, without_nulls(whole), SUBJECT))
         domains, adaptation, rows = whole["domains"], whole["adaptation"], whole["models"]
         for kind, named in domains.items():
-            domains[kind] = {name: one for name, one in named.items() if one is not None}
+            domains[kind] = {
+                name: with_source(f"{SUBJECT}domains.{kind}.{name}", one, whole["sources"])
+                for name, one in named.items()
+                if one is not None
+            }
         if not domains["training"]:
             raise DemixError("config key domains.training", "leaves out every domain", "keep one, or add one")
         if "tokens" not in adaptation:
@@ -222,8 +239,11 @@ class Config:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Every key as in a file, completed with all defaults. A run without tasks is as before there were any."""
-        return {key: value for key, value in written(self).items() if key != "tasks" or value}
+        """Every key as in a file, completed with all defaults.
+
+        A run without tasks, or without shared sources, is as before there were any.
+        """
+        return {key: value for key, value in written(self).items() if key not in ("sources", "tasks") or value}
 
     @property
     def further_seeds(self) -> tuple[int, ...]:
@@ -233,6 +253,7 @@ class Config:
     def _check(self) -> None:
         """Check the rules that join several keys of what a user wrote."""
         check_domains(self.domains)
+        check_sources(self.sources, self.domains)
         self._check_suites()
         for key, source in self.moving.items() if not self.allow_branches else ():
             cause = f"is {source.revision}, which is no commit: its text can change"
@@ -250,6 +271,8 @@ class Config:
                 if f"{suite}_{name}" in names:
                     raise DemixError(key, f"is called {suite}_{name}, as another domain is", "rename the source")
                 names.add(f"{suite}_{name}")
+                if domain.shared or not domain.source:
+                    raise DemixError(f"{key}.source", "is missing", "add it: where the raw text comes from, without from")
                 if domain.near_duplicates is not None or domain.words.train is not None:
                     raise DemixError(key, "has keys of training text", "leave out words.train and near_duplicates")
                 check_source(f"{key}.source", domain.source)
@@ -269,9 +292,16 @@ class Config:
         return {f"{key}.{name}": domain for key, found in sections.items() for name, domain in found.items()}
 
     @property
+    def of_text(self) -> dict[str, SourceSection]:
+        """The sources of all text by their config keys; one that domains share stands there once."""
+        return {f"sources.{name}.source": shared.source for name, shared in self.sources.items()} | {
+            f"{key}.source": domain.source for key, domain in self.texts.items() if domain.shared is None
+        }
+
+    @property
     def moving(self) -> dict[str, SourceSection]:
         """The sources whose revisions are branches or tags, by their config keys."""
-        sources = {f"{key}.source": domain.source for key, domain in self.texts.items()} | {
+        sources = self.of_text | {
             f"tasks.{name}.{split}": source
             for name, task in self.tasks.items()
             for split, source in task.sources.items()
@@ -285,12 +315,11 @@ class Config:
     def refuse_missing_files(self, file: Path) -> None:
         """Raise DemixError that names each local path of a source of this config, read from `file`, without a file."""
         lines, missing, instructions = read_keys(file)[1], list[str](), dict[str, None]()
-        for section, domain in self.texts.items():
-            source, key = domain.source, f"{section}.source"
-            for path in source.paths if source.kind == "files" else ():
-                if not glob(path, recursive=True):
+        for key, source in self.of_text.items():
+            for path, files in source.listed.items():
+                if not files:
                     place = next((f"line {lines[one]}" for one in (f"{key}.path", key) if one in lines), "its base")
-                    missing.append(f"{path} ({section.rpartition('.')[2]}, {place})")
+                    missing.append(f"{path} ({key.split('.')[-2]}, {place})")
                     instructions[source.instructions] = None
         if missing:
             cure = " ".join(filter(None, instructions)) or "mend the paths, which begin in the folder that you run in"

@@ -1,15 +1,17 @@
 """Settings of the text: domains, their sources and splits, and the tokenizer."""
 
 import re
-from glob import glob
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from demix.config.addresses import LOG_IN, local, refuse_secrets, refuse_unnamable
+from demix.config.files import files_at
 from demix.config.names import refuse_name
-from demix.errors import DemixError
-from demix.settings import DistinctItems, Integer, Items, Number, Positive, Switch, Text, settings
+from demix.errors import DemixError, nearest
+from demix.settings import DistinctItems, Integer, Items, Number, Positive, Switch, Text, absent, settings
 
 
 def _domain_name(name: str) -> str:
@@ -23,6 +25,8 @@ def _domain_name(name: str) -> str:
 DomainName = Annotated[Text, AfterValidator(_domain_name)]
 Scalar = Text | Switch | Integer | Number
 Range = Annotated[dict[Literal["min", "max"], Text | Number], Field(min_length=1)]
+# One job writes a file for each domain of a source, and a process holds so many open.
+MOST_SHARING = 400
 
 
 @settings()
@@ -34,9 +38,10 @@ class SourceSection:
         "Hugging Face data set, streamed without running code of the data set."
     )
     path: Text | Annotated[Items[Text], Field(min_length=1)] = Field(
-        description="files: a path or glob, or a list of them. url: an address or a list of them. hub: owner/name, "
-        "or a local folder. Formats: .jsonl .json .csv .txt (one document per .txt file), plain, .gz or "
-        ".zst; .parquet; and .zip .tar .tgz .tar.gz .tar.zst archives of such files."
+        description="files: a path, a glob or a folder, or a list of them; of a folder all files below it are read "
+        "that have one of the formats. url: an address or a list of them. hub: owner/name, or a local folder. Formats: "
+        ".jsonl .json .csv .txt (one document per .txt file), plain, .gz or .zst; .parquet; and .zip .tar .tgz .tar.gz "
+        ".tar.zst archives of such files."
     )
     text: Text = Field(
         default="text",
@@ -109,15 +114,45 @@ class SourceSection:
         """The paths or addresses."""
         return (self.path,) if isinstance(self.path, str) else self.path
 
-    @property
+    @cached_property
+    def listed(self) -> dict[str, list[str]]:
+        """The local files of each path of a source of this kind, listed once; none where they are missing."""
+        return {path: files_at(path) for path in self.paths} if self.kind == "files" else {}
+
+    @cached_property
     def files(self) -> list[str]:
         """The local files of a source of this kind. Missing files are left out; `demix download` refuses them.
 
         Raises DemixError for a name that no rule can hold.
         """
-        if self.kind != "files":
-            return []
-        return sorted({refuse_unnamable(file) for path in self.paths for file in glob(path, recursive=True)})
+        return [refuse_unnamable(file) for file in self.names]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The local files, whatever their names, in the order in which they are read."""
+        return sorted({file for files in self.listed.values() for file in files})
+
+    def share(self, part: int) -> list[str]:
+        """The local files of a part: whole ones where there are enough, else all of them, each for its share."""
+        return self.names[part :: self.parts] if len(self.names) >= self.parts else self.names
+
+    def files_of(self, part: int) -> list[str]:
+        """The local files of a part. Raises DemixError for a name that no rule can hold."""
+        return [refuse_unnamable(file) for file in self.share(part)]
+
+
+@settings()
+class SharedSource:
+    """A corpus of several domains. Each of its parts is read once for all of them."""
+
+    source: SourceSection = Field(
+        description="Where the corpus comes from, with the keys of a domain's source. `words` and `piece_words` hold "
+        "for each domain by itself."
+    )
+    by: Text = Field(
+        description="Field that says which domain a document belongs to, such as meta.pile_set_name. A dot leads into "
+        "a nested field."
+    )
 
 
 @settings()
@@ -154,7 +189,20 @@ class SplitRecipe:
 class DomainSection(SplitRecipe):
     """One text domain."""
 
-    source: SourceSection = Field(description="Where the raw text comes from.")
+    source: SourceSection = Field(
+        default_factory=absent,
+        description="Where the raw text comes from. A domain has either this key, or `from` and `value`.",
+    )
+    shared: Text | None = Field(
+        alias="from",
+        default_factory=absent,
+        description="Name of one of `sources`: a corpus that several domains share. The domain has the documents that "
+        "`where: {<by>: <value>}` would take.",
+    )
+    value: Scalar | Annotated[Items[Scalar], Field(min_length=1)] | None = Field(
+        default_factory=absent,
+        description="Value of the field `by` in the domain's documents, or a list of values.",
+    )
     anonymize: Switch | Literal["released"] = Field(
         default=True,
         description="Replace personal data by the seven dummy tokens of the paper's Table 8; released applies the "
@@ -169,6 +217,11 @@ class DomainSection(SplitRecipe):
         description="How the text is to be had, as `demix plan` shows it: open to anybody; terms that an account "
         "accepts first; by hand; not verified. Local files that are there need none of it.",
     )
+
+    @property
+    def values(self) -> tuple[Scalar, ...]:
+        """The values of the field `by` that the documents of a domain of a shared source have."""
+        return self.value if isinstance(self.value, tuple) else (() if self.value is None else (self.value,))
 
 
 @settings()
@@ -199,6 +252,56 @@ class DomainsSection:
         """The training domains and then the novel ones."""
         return self.kinds["training"] | self.kinds["novel"]
 
+    def sharing(self, source: str) -> dict[str, tuple[Scalar, ...]]:
+        """The domains of a shared source, each with its values."""
+        return {name: domain.values for name, domain in self.all.items() if domain.shared == source}
+
+
+def with_source(key: str, domain: dict[str, Any], sources: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the domain at `key`, with the source that `from` and `value` come to.
+
+    It is the shared one, with the domain's value among its conditions. Raises DemixError for keys that do not go
+    together.
+    """
+    if (name := domain.get("from")) is None:
+        if domain.get("value") is not None:
+            raise DemixError(f"{key}.value", "is given without from", "name one of `sources` in from")
+        if "source" not in domain:
+            cure = "add it: where the raw text comes from; or give from and value, for one of `sources`"
+            raise DemixError(f"{key}.source", "is missing", cure)
+        return domain
+    if name not in sources:
+        raise DemixError(f"{key}.from", f"is {name!r}, which is no source", nearest(name, sources, "add it to sources"))
+    shared, value = sources[name], domain.get("value")
+    if value is None:
+        raise DemixError(f"{key}.value", "is missing", f"give a value of the field {shared['by']}, or a list of values")
+    source = shared["source"] | {"where": shared["source"]["where"] | {shared["by"]: value}}
+    # A completed config, such as the one that a run keeps, has both.
+    if domain.get("source", source) != source:
+        raise DemixError(f"{key}.source", f"is given beside from: {name}", "leave out one of the two")
+    return domain | {"source": source}
+
+
+def check_sources(sources: Mapping[str, SharedSource], domains: DomainsSection) -> None:
+    """Raise DemixError for a shared source with keys that do not go together, and a value that two domains have."""
+    places = {name: f"domains.{kind}.{name}" for kind, named in domains.kinds.items() for name in named}
+    for name, shared in sources.items():
+        key = f"config key sources.{name}"
+        check_source(f"{key}.source", shared.source)
+        if shared.by in shared.source.where:
+            cause = f"names {shared.by}, by which the domains part the documents"
+            raise DemixError(f"{key}.source.where", cause, "leave it out there")
+        sharing, taken = domains.sharing(name), dict[Scalar, str]()
+        if len(sharing) > MOST_SHARING:
+            cause = f"has {len(sharing)} domains"
+            raise DemixError(key, cause, f"give a source at most {MOST_SHARING}, and the rest another one")
+        for domain, values in sharing.items():
+            for value in values:
+                if other := taken.get(value) or taken.get(str(value)):
+                    cause = f"names {value!r}, which {other} has too" if other != domain else f"names {value!r} twice"
+                    raise DemixError(f"config key {places[domain]}.value", cause, "give a value to one domain")
+                taken[value] = taken[str(value)] = domain
+
 
 def check_domains(domains: DomainsSection) -> None:
     """Raise DemixError for a domain in both lists, and for a source with keys that do not go together."""
@@ -208,7 +311,8 @@ def check_domains(domains: DomainsSection) -> None:
             raise DemixError(f"config key domains.novel.{name}", cause, cure)
     for kind, of_kind in domains.kinds.items():
         for name, domain in of_kind.items():
-            check_source(f"config key domains.{kind}.{name}.source", domain.source)
+            if domain.shared is None:
+                check_source(f"config key domains.{kind}.{name}.source", domain.source)
 
 
 def check_source(place: str, source: SourceSection) -> None:

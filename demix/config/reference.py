@@ -79,6 +79,10 @@ def _keys(schema: dict[str, Any], part: dict[str, Any], above: str) -> Iterator[
             yield from _keys(schema, schema["$defs"]["DomainSection"], "domains.*.<domain>.")
         if path == "lm_eval":
             yield from _keys(schema, schema["$defs"]["HarnessSection"], "lm_eval.")
+        if path == "sources":
+            shared = _keys(schema, schema["$defs"]["SharedSource"], "sources.<source>.")
+            # The keys of a domain's source are those of a shared one.
+            yield from (key for key in shared if not key[0].startswith("sources.<source>.source."))
         if path == "models":
             row = f"any key of `training`, and {', '.join(_own_of_rows(schema))}"
             yield f"{path}.<name>", {"type": row, "description": "One model; null leaves it out."}, False

@@ -15,8 +15,9 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from demix.config.adaptation import PASSES
+from demix.config.files import readable
 from demix.config.reference import inline
-from demix.data.readers import TO_UTF8, Reading, read_rows, readable, stem
+from demix.data.readers import TO_UTF8, Reading, read_rows, stem
 from demix.data.sources import Source, download
 from demix.data.text import count_words
 from demix.errors import DemixError

@@ -1,6 +1,5 @@
 """What pins the sources of a config: the digests of files, the commits of data sets."""
 
-import glob
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -43,7 +42,7 @@ def pins(source: Source, folder: Path) -> dict[str, Any]:
         return {"revision": commits.pop()}
     places = source.paths
     if source.kind == "files":
-        places = tuple(sorted({file for place in places for file in glob.glob(place, recursive=True)}))
+        places = tuple(source.names)
         if not places:
             raise DemixError("source.path", f"no file matches {source.path!r}", source.instructions or "mend the path")
     digests: dict[str, str] = {}

@@ -16,13 +16,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
+from demix.config.files import COMPRESSIONS, readable, suffixes
 from demix.data.selection import column
 from demix.errors import DemixError
 
@@ -36,7 +37,6 @@ CSV_BLOCK = 8 << 20
 # The cure for text in another coding, most often Latin-1.
 TO_UTF8 = "iconv -f LATIN1 -t UTF-8 OLD > NEW"
 
-_COMPRESSIONS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd"}
 _DAMAGE = (
     pa.ArrowException, OSError, ValueError, EOFError, NotImplementedError,
     zlib.error, zipfile.BadZipFile, tarfile.TarError,
@@ -77,11 +77,11 @@ Reader = Callable[["io.BufferedReader[Any]", Path, Reading], Iterator[Row]]
 
 def read_rows(path: Path, reading: Reading) -> Iterator[Row]:
     """The records in the file `path`. Raises DemixError where it is damaged, a bomb, hostile or holds none."""
-    suffixes = _suffixes(path.name)
+    found = suffixes(path.name)
     empty = True
-    if suffixes[:1] in ([".zip"], [".tar"]):
-        rows = (_zip if suffixes[0] == ".zip" else _tar)(path, reading)
-    elif suffixes == [".parquet"]:
+    if found[:1] in ([".zip"], [".tar"]):
+        rows = (_zip if found[0] == ".zip" else _tar)(path, reading)
+    elif found == [".parquet"]:
         rows = _parquet(path, reading)
     else:
         read = _format(path)
@@ -94,30 +94,16 @@ def read_rows(path: Path, reading: Reading) -> Iterator[Row]:
         raise DemixError(path, "holds no documents", "remove it or leave it out of the glob")
 
 
-def _suffixes(name: str) -> list[str]:
-    """The format of a file and its compression, by its name."""
-    found = [suffix.lower() for suffix in PurePosixPath(name).suffixes[-2:]]
-    if found[-1:] == [".tgz"]:
-        return [".tar", ".tgz"]
-    return found if found[-1:] and found[-1] in _COMPRESSIONS else found[-1:]
-
-
 def stem(name: str) -> str:
     """The name of a file without the endings that say how it is read."""
-    for suffix in reversed(_suffixes(name) if readable(name) else []):
+    for suffix in reversed(suffixes(name) if readable(name) else []):
         if name.lower().endswith(suffix):
             name = name[: -len(suffix)]
     return name
 
 
-def readable(name: str) -> bool:
-    """Whether a file of this name is of a known format."""
-    suffixes = _suffixes(name)
-    return suffixes == [".parquet"] or suffixes[:1] in ([".zip"], [".tar"]) or bool({*suffixes[:1]} & {*_FORMATS})
-
-
 def _format(path: Path) -> Reader:
-    suffix = next(iter(_suffixes(path.name)), "")
+    suffix = next(iter(suffixes(path.name)), "")
     if suffix not in _FORMATS:
         raise DemixError(path, "is of an unknown format", KNOWN)
     return _FORMATS[suffix]
@@ -179,7 +165,7 @@ class _Decompressed(io.RawIOBase):
 
 def _opened(path: Path, bound: _Bound | None = None) -> io.BufferedReader:
     """The decompressed bytes of a file on disk."""
-    compression = _COMPRESSIONS.get(path.suffix.lower())
+    compression = COMPRESSIONS.get(path.suffix.lower())
     try:
         if compression:
             bound = bound or _Bound(path)
@@ -424,9 +410,8 @@ def _wanted(name: str, reading: Reading) -> bool:
 
 def _member_rows(path: Path, name: str, stream: IO[bytes] | None, bound: _Bound, reading: Reading) -> Iterator[Row]:
     place = path / name
-    suffixes = _suffixes(name)
     read = _format(place)
-    compression = _COMPRESSIONS.get(suffixes[-1])
+    compression = COMPRESSIONS.get(suffixes(name)[-1])
     # A plain tar's bytes are on disk; a member of a zip, and what a member is compressed with, expand.
     with io.BufferedReader(_Decompressed(place, stream, bound, None), 1 << 18) as plain:
         if not compression:

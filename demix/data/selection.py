@@ -65,7 +65,7 @@ def matches(fields: dict[str, Any], where: dict[str, Any]) -> bool:
         if isinstance(wanted, dict):
             if not _within(value, wanted.get("min"), wanted.get("max")):
                 return False
-        elif not any(value == one or str(value) == str(one) for one in _as_list(wanted)):
+        elif not any(value == one or str(value) == str(one) for one in as_list(wanted)):
             return False
     return True
 
@@ -82,5 +82,6 @@ def _within(value: Any, low: Any, high: Any) -> bool:
     return (low is None or low <= value) and (high is None or value <= high)
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
+    """The values of a condition: a list, or one value as a list."""
     return value if isinstance(value, (list, tuple)) else [value]

@@ -4,15 +4,19 @@ import glob
 import hashlib
 import json
 import logging
+import math
+import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from demix.config.addresses import COMMIT, LOG_IN, local, refuse_not_utf8, refuse_secrets
 from demix.config.domains import SourceSection
@@ -22,7 +26,7 @@ from demix.data.readers import Reading, Row, read_rows
 from demix.data.selection import as_text, matches, select
 from demix.data.text import SURROGATE
 from demix.errors import DemixError
-from demix.files import sha256_file
+from demix.files import fingerprint, sha256_file
 from demix.files.batches import write_rows
 from demix.files.json_files import is_deep, without_nan
 from demix.progress import followed
@@ -32,6 +36,8 @@ SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("metadata
 # What `demix.data.readers` makes of bytes that are not UTF-8.
 INVALID = re.compile("[\udc80-\udcff]")
 FEW_INVALID = 4
+# Counted while reading, and told in a file's metadata.
+NOT_TEXT = {"surrogates": 0, "invalid_bytes": 0, "not_utf8": 0}
 MOST_NESTED = 100
 
 _log = logging.getLogger(__name__)
@@ -53,35 +59,67 @@ class Source(SourceSection):
 def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
     """Write part `part` (of `source.parts`, from 0) of the documents of `source` to the Parquet file `output`.
 
+    A file that a pass over a shared source has left for it (`divided`) is taken, and nothing is read.
     Columns: `id`, `text`, `metadata` (JSON text of the fields named in `source.metadata`, sorted keys). Nothing here
     is anonymized yet: the file is made 0600, a folder made for it 0700. Bytes that are not UTF-8, and lone surrogates,
     which UTF-8 cannot hold, become U+FFFD; a document of which over 1% (and more than four) are such bytes or NUL is
     no text and is left out. The file's key-value metadata says how many ("invalid_bytes", "surrogates", "not_utf8").
     Returns the number of documents. Raises DemixError naming the file or key at fault; `output` is then left as it was.
     """
-    if not 0 <= part < source.parts:
-        raise DemixError(f"{domain}.source.parts", f"is {source.parts}, there is no part {part}", "count from 0")
+    refuse_part(source, domain, part)
     output = Path(output)
-    _make_private(output.parent)
+    make_private(output.parent)
+    if (ready := divided(output, source, part)).exists():
+        os.replace(ready, output)
+        _forget_divided(output)
+        return int(pq.read_metadata(output).num_rows)
     fetched = _fetched(output)
-    counts: Counter[str] = Counter(surrogates=0, invalid_bytes=0, not_utf8=0)
+    counts = Counter(NOT_TEXT)
     rows = KINDS[source.kind](source, domain, part, fetched)
-    documents = _budgeted(_valid(_documents(rows, source, domain), counts), source, domain)
-
-    def footer() -> dict[str, str]:
-        return {name: str(number) for name, number in counts.items()}
-
-    count = write_rows(output, SCHEMA, documents, private=True, footer=footer)
-    _warn(domain, counts)
+    documents = _budgeted(valid(_documents(rows, source, domain), counts), source, domain)
+    count = write_rows(output, SCHEMA, documents, private=True, footer=lambda: footer(counts))
+    warn(domain, counts)
     # Kept until here: a job that fails and is run again need not fetch again what it has.
     shutil.rmtree(fetched, ignore_errors=True)
+    _forget_divided(output)
     return count
+
+
+def refuse_part(source: Source, name: str, part: int) -> None:
+    """Raise DemixError unless a source has this part."""
+    if not 0 <= part < source.parts:
+        raise DemixError(f"{name}.source.parts", f"is {source.parts}, there is no part {part}", "count from 0")
+
+
+def footer(counts: Mapping[str, int]) -> dict[str, str]:
+    """What a file of raw text says of bytes that are no text."""
+    return {name: str(number) for name, number in counts.items()}
 
 
 def discard(output: Path) -> None:
     """Remove the raw text `output`, and what `download` fetched for it."""
     output.unlink(missing_ok=True)
     shutil.rmtree(_fetched(output), ignore_errors=True)
+    _forget_divided(output)
+
+
+def divided(output: Path, source: Source, part: int, where: Mapping[str, Any] | None = None) -> Path:
+    """Where a pass over a source that several domains share (`demix.data.divide`) leaves the file `output` of a domain.
+
+    `where` are the conditions of the domain, if not those of the source. The name holds a digest of what the pass has
+    read: the settings and, of local files, their sizes and times.
+    """
+    files = (pinned(source, part) or []) if source.kind == "files" else []
+    stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.exists()]
+    given = asdict(source) | {"piece_words": None, "where": source.where if where is None else where}
+    digest = fingerprint([given, part, stamps])
+    return output.with_name(f".{output.stem}.{digest[:16]}.divided")
+
+
+def _forget_divided(output: Path) -> None:
+    """Remove what passes left for `output` and nobody took."""
+    for left in output.parent.glob(f".{glob.escape(output.stem)}.*.divided"):
+        left.unlink(missing_ok=True)
 
 
 def _fetched(output: Path) -> Path:
@@ -95,18 +133,11 @@ def pinned(source: Source, part: int) -> list[Path] | None:
     """
     match source.kind:
         case "files":
-            found = {name for pattern in source.paths for name in glob.glob(pattern, recursive=True)}
-            return _chosen(source, part, found)
+            return [Path(file) for file in source.share(part)]
         case "url":
             return [] if all(file_name(url) in source.sha256 for url in source.paths) else None
         case _:
             return [] if COMMIT.fullmatch(source.revision or "") and not local(source.paths) else None
-
-
-def _chosen(source: Source, part: int, found: set[str]) -> list[Path]:
-    """The files of a part: whole ones where there are enough, else all of them, each for its share."""
-    paths = [Path(name) for name in sorted(found)]
-    return paths[part :: source.parts] if len(paths) >= source.parts else paths
 
 
 def records(source: Source, name: str, fetched: Path, counts: Counter[str]) -> Iterator[tuple[str, str, str]]:
@@ -117,11 +148,12 @@ def records(source: Source, name: str, fetched: Path, counts: Counter[str]) -> I
     """
     for part in range(source.parts):
         rows = KINDS[source.kind](source, name, part, fetched)
-        yield from _budgeted(_valid(_documents(rows, source, name), counts), source, name)
-    _warn(name, counts)
+        yield from _budgeted(valid(_documents(rows, source, name), counts), source, name)
+    warn(name, counts)
 
 
-def _warn(name: str, counts: Mapping[str, int]) -> None:
+def warn(name: str, counts: Mapping[str, int]) -> None:
+    """Log a warning where bytes of a domain are no text."""
     if counts["invalid_bytes"] or counts["not_utf8"]:
         _log.warning(
             "%s: %d bytes that are not UTF-8 became U+FFFD, and %d documents were left out as no text; "
@@ -130,7 +162,7 @@ def _warn(name: str, counts: Mapping[str, int]) -> None:
         )  # fmt: skip
 
 
-def _valid(documents: Iterator[tuple[str, str, str]], counts: Counter[str]) -> Iterator[tuple[str, str, str]]:
+def valid(documents: Iterable[tuple[str, str, str]], counts: Counter[str]) -> Iterator[tuple[str, str, str]]:
     """The documents as UTF-8 can hold them; what was replaced or left out is added to `counts`."""
     for document in documents:
         try:
@@ -152,7 +184,7 @@ def _valid(documents: Iterator[tuple[str, str, str]], counts: Counter[str]) -> I
         yield name, text, metadata
 
 
-def _make_private(folder: Path) -> None:
+def make_private(folder: Path) -> None:
     """Make `folder`, closed to others. Made by the workflow it is empty; one that holds files is not ours to close."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -167,14 +199,11 @@ def _documents(rows: Iterator[Row], source: Source, domain: str) -> Iterator[tup
     seen = kept = 0
     for row in followed(rows, f"{domain}: documents"):
         seen += 1
-        # What follows goes through a record by recursion.
-        if is_deep([row.fields], MOST_NESTED + 1):
-            cause = f"is nested deeper than {MOST_NESTED} levels"
-            raise DemixError(f"{row.file}, row {row.number}", cause, "flatten it, or leave it out")
+        refuse_deep(row)
         if source.where and not matches(row.fields, source.where):
             continue
         kept += 1
-        yield _document(row, source)
+        yield document_of(row, source)
     # With parts, another one may have them all; a domain without any ends in `split`.
     if not kept and source.parts == 1:
         cause = f"keeps none of {seen} documents" if seen else "has no documents to choose from"
@@ -182,7 +211,15 @@ def _documents(rows: Iterator[Row], source: Source, domain: str) -> Iterator[tup
     _log.info("%s: took %d of %d documents", domain, kept, seen)
 
 
-def _document(row: Row, source: Source) -> tuple[str, str, str]:
+def refuse_deep(row: Row) -> None:
+    """Raise DemixError for a record that is nested deeper than the recursion over its fields goes."""
+    if is_deep([row.fields], MOST_NESTED + 1):
+        cause = f"is nested deeper than {MOST_NESTED} levels"
+        raise DemixError(f"{row.file}, row {row.number}", cause, "flatten it, or leave it out")
+
+
+def document_of(row: Row, source: Source) -> tuple[str, str, str]:
+    """Id, text and metadata (JSON) of a record. Raises DemixError where it has no such text."""
     place = f"{row.file}, row {row.number}"
     try:
         text = select(row.fields, source.text)
@@ -213,24 +250,32 @@ def _budgeted(documents: Iterator[tuple[str, str, str]], source: Source, domain:
     if source.words is None:
         yield from documents
         return
-    share, words = -(-source.words // source.parts), 0
+    share, words = share_of(source), 0.0
     for document in documents:
         yield document
         words += len(document[1].split())
         if words >= share:
             return
+    warn_short(domain, words, share)
+
+
+def share_of(source: Source) -> float:
+    """The words after which one part of a source has enough; infinity where it is read to its end."""
+    return math.inf if source.words is None else -(-source.words // source.parts)
+
+
+def warn_short(domain: str, words: float, share: float) -> None:
+    """Log a warning that a part has fewer words than its share."""
     _log.warning("%s: this part has only %d words, its share of source.words is %d", domain, words, share)
 
 
 def _files(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row]:
-    found: set[str] = set()
-    for pattern in source.paths:
-        matching = glob.glob(pattern, recursive=True)
+    for pattern, matching in source.listed.items():
         if not matching:
             cure = source.instructions or "mend the path or the glob"
             raise DemixError(f"{domain}.source.path", f"no file matches {pattern!r}", cure)
-        found.update(matching)
-    paths = [Path(name) for name in sorted(found)]
+    _check_names(source, domain, {Path(file).name for file in source.names})
+    paths = [Path(file) for file in source.share(part)]
     for path in paths:
         refuse_not_utf8(path)
         if path.is_dir():
@@ -239,10 +284,8 @@ def _files(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Ro
             raise DemixError(path, f"is a link to {path.readlink()}, which is missing", "mend the link, or remove it")
         if not path.is_file():
             raise DemixError(path, "is a pipe or a device", "write its bytes to a file, and name this file")
-    names = {path.name for path in paths}
-    _check_names(source, domain, names)
-    share = (0, 1) if len(paths) >= source.parts else (part, source.parts)
-    for path in _chosen(source, part, found):
+    share = (0, 1) if len(source.names) >= source.parts else (part, source.parts)
+    for path in paths:
         _verify(path, source)
         yield from read_rows(path, source.reading(*share))
 
@@ -264,12 +307,12 @@ def _check_names(source: Source, domain: str, names: set[str]) -> None:
 
 def _urls(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row]:
     _check_names(source, domain, {file_name(url) for url in source.paths})
-    _make_private(fetched)
+    make_private(fetched)
     for url in source.paths[part :: source.parts]:
         name = file_name(url)
         # Two addresses may end in the same name, and a changed address must not take up the old one's bytes.
         path = fetched / hashlib.sha256(url.encode()).hexdigest()[:12] / name
-        _make_private(path.parent)
+        make_private(path.parent)
         try:
             # requests loads for a tenth of a second.
             from demix.data.fetch import fetch

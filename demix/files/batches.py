@@ -1,8 +1,7 @@
 """Parquet files read and written in batches of bounded size, so that no stage holds a whole domain in memory."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from itertools import chain
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,7 +71,50 @@ def write_rows(
     With `private` only the owner can read the file, from its first byte on. `footer` is called after the last row and
     returns key-value metadata, which may depend on the rows.
     """
-    return write_batches(path, schema, _batches(schema, rows), private=private, footer=footer)
+    total = 0
+    with rows_writer(path, schema, private=private, footer=footer) as write:
+        for row in rows:
+            write(row)
+            total += 1
+    return total
+
+
+@contextmanager
+def rows_writer(
+    path: str | Path,
+    schema: pa.Schema,
+    *,
+    private: bool = False,
+    at: Path | None = None,
+    footer: Callable[[], dict[str, str]] = dict,
+) -> Iterator[Callable[[tuple[Any, ...]], None]]:
+    """Yield a function that takes one row: `write_rows` where several files are written at once.
+
+    `at` is the path to which the file is going to be renamed.
+    """
+    pending, size = list[tuple[Any, ...]](), 0
+    with parquet_writer(path, schema, private=private, at=at) as writer:
+
+        def write_pending() -> None:
+            nonlocal size
+            columns = [
+                pa.array(column, field.type) for column, field in zip(zip(*pending, strict=True), schema, strict=True)
+            ]
+            writer.write_batch(pa.record_batch(columns, schema=schema))
+            pending.clear()
+            size = 0
+
+        def write(row: tuple[Any, ...]) -> None:
+            nonlocal size
+            pending.append(row)
+            size += sum(len(value) for value in row if isinstance(value, str))
+            if len(pending) == BATCH_ROWS or size >= BATCH_BYTES:
+                write_pending()
+
+        yield write
+        if pending:
+            write_pending()
+        writer.add_key_value_metadata(footer())
 
 
 def write_batches(
@@ -95,18 +137,3 @@ def write_batches(
             total += batch.num_rows
         writer.add_key_value_metadata(footer())
     return total
-
-
-def _batches(schema: pa.Schema, rows: Iterable[tuple[Any, ...]]) -> Iterator[pa.RecordBatch]:
-    pending: list[tuple[Any, ...]] = []
-    size = 0
-    for row in chain(rows, [None]):
-        if row is not None:
-            pending.append(row)
-            size += sum(len(value) for value in row if isinstance(value, str))
-        if pending and (row is None or len(pending) == BATCH_ROWS or size >= BATCH_BYTES):
-            columns = [
-                pa.array(column, field.type) for column, field in zip(zip(*pending, strict=True), schema, strict=True)
-            ]
-            yield pa.record_batch(columns, schema=schema)
-            pending, size = [], 0

@@ -12,7 +12,7 @@ from demix.files.atomic import REMAKE
 
 PLACE = "place"
 _PATTERNS = (
-    *("raw/*/*.parquet", "documents/*/*.parquet", "documents/*/*.json"),
+    *("raw/*/*.parquet", "documents/*/*.parquet", "documents/*/*.json", "sources/*/*.json"),
     *("corpus/*/*.parquet", "corpus/*/card.json", "corpus/owners.parquet", "corpus/overlap.parquet"),
     *("corpus/shared.json", "tokens/*/*.json", "sweep/*.json", "metrics/*.jsonl", "metrics/sweep/*/*.jsonl"),
     *("models/*/model.json", "models/*/mixing.json", "models/*/usual.json", "models/*/experts/*.json"),

@@ -1,6 +1,5 @@
 """The cost of a config's domains in the data stage, before anything is downloaded."""
 
-import glob
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,7 +55,7 @@ def plan_domain(name: str, domain: DomainSection, token_bytes: int, apart: bool 
 
 def _count(source: SourceSection) -> int | None:
     """The number of rows of local Parquet files; None for a source that must be read to be counted."""
-    paths = [path for pattern in source.paths for path in glob.glob(pattern, recursive=True)]
+    paths = source.names
     if source.kind != "files" or source.where or not paths or not all(path.endswith(".parquet") for path in paths):
         return None
     try:
@@ -80,12 +79,13 @@ def plan_table(run: Run) -> Table:
         show_footer=True,
     )
     plans = plan_domains(run)
-    # The tokenizer and the deduplication across domains are jobs of no single domain.
+    # The tokenizer and the deduplication across domains are jobs of no single domain, as passes over a shared source.
+    passes = sum(run.config.sources[name].source.parts + 1 for name in run.shared)
     total = DomainPlan(
         "total",
         _sum([plan.documents for plan in plans]),
         _sum([plan.words for plan in plans]),
-        sum(plan.jobs for plan in plans) + 2,
+        sum(plan.jobs for plan in plans) + 2 + passes,
         _sum([plan.kept for plan in plans]),
         _sum([plan.passing for plan in plans]),
     )
@@ -98,7 +98,7 @@ def plan_table(run: Run) -> Table:
     for kind, domains in run.config.domains.kinds.items():
         table.add_section()
         for number, (name, domain) in enumerate(domains.items()):
-            where = f"{domain.source.kind} ×{domain.source.parts}"
+            where = f"{domain.shared or domain.source.kind} ×{domain.source.parts}"
             anonymized = "yes" if domain.anonymize else "no"
             table.add_row(
                 "" if number else kind, name, where, anonymized, *_shown(by_name[name]), _access(domain), domain.licence

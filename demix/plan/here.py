@@ -1,7 +1,6 @@
 """What a run takes on the cores of this machine: the time, with starts and updates, and the disk, with local text."""
 
 import os
-from glob import glob
 from itertools import groupby
 
 from demix.plan.cells import short
@@ -54,9 +53,11 @@ def _text(run: Run) -> dict[str, float | None]:
         source = run.domains[plan.domain].source
         size = None if plan.passing is None else WORD_BYTES / TEXT_BYTES * plan.passing
         if source.kind == "files":
-            files = {file for path in source.paths for file in glob(path, recursive=True) if os.path.isfile(file)}
+            files = filter(os.path.isfile, source.names)
             plain = (".txt", ".json", ".jsonl", ".csv", ".tar")
             there = sum(os.path.getsize(file) * (1 if file.endswith(plain) else PACKED) for file in files)
+            # Nobody knows how much of a source that several domains share each of them has.
+            there /= len(run.shared.get(run.domains[plan.domain].shared or "", ())) or 1
             size = there if size is None else min(size, there)
         found[plan.domain] = size
     return found

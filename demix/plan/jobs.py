@@ -121,18 +121,21 @@ def _of_text(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
     """The jobs from the raw text to tokens and clusters."""
     novel, number, apart = len(run.novel), len(run.domains), RunRules(run).apart
     parts = sum(domain.source.parts for domain in run.texts.values())
+    passes = [run.config.sources[name].source.parts for name in run.shared]
     clustering = {"fit_clusters": len(fitted(run)), "assign": len(run.learned_clusterings)}
     clustering |= {f"cluster_{split}_{name}": 1 for name, split in run.learned_splits}
     together = {"deduplicate": 1, "novel_duplicates": int(novel > 0), "tokenizer": 1, "overlap": 1}
     return [
         Jobs("download", "read", {"read": 0 if apart else parts}, sites["download"]),
         Jobs("download", "download", {"download": parts if apart else 0}, sites["download"]),
+        Jobs("download", "divide", {"divide": sum(passes)}, sites["download"]),
         Jobs("anonymize", "anonymize", {"anonymize": parts if apart else 0}, sites["anonymize"]),
         Jobs("download", "import parents", {"import_parent": len(run.parents)}, sites["download"]),
         Jobs("corpus", "deduplicate, tokenizer, overlap", together, sites["corpus"]),
         Jobs("corpus", "split, tokenize", {"split": number, "tokenize": number}, sites["corpus"]),
         Jobs("corpus", "suites", {"hold_out": len(run.suites), "tokenize_suite": len(run.suites)}, sites["corpus"]),
         Jobs("corpus", "clusters", clustering, sites["corpus"]),
+        Jobs("", "cards of shared sources", {"source_card": len(passes)}, None),
     ]
 
 

@@ -64,7 +64,12 @@ def check_here(run: Run, domains: Iterable[str]) -> str | None:
 
 
 def _may_be_taken(run: Run, domain: str) -> bool:
-    """Whether the config pins the text of a domain, and another run has noted that it made text of this domain."""
+    """Whether the config pins the text of a domain, and another run has noted that it made text of this domain.
+
+    A source that domains share is read all the same.
+    """
+    if run.texts[domain].shared:
+        return False
     source = settings_from(Source, written(run.texts[domain].source))
     noted = run.folder.parent.glob(f"*/{NOTES}/documents.{domain}.*")
     return pinned(source, 0) is not None and any(note.parents[1] != run.folder for note in noted)

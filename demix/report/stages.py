@@ -26,8 +26,8 @@ STAGES = (
         "data",
         ("fetch, anonymize,", "deduplicate, split"),
         (
-            *("read", "download", "import_parent", "anonymize", "deduplicate", "novel_duplicates", "split"),
-            "hold_out",
+            *("read", "download", "divide", "source_card", "import_parent", "anonymize"),
+            *("deduplicate", "novel_duplicates", "split", "hold_out"),
         ),
         0,
     ),

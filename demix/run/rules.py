@@ -75,6 +75,27 @@ class RunRules:
             for part in range(self.run.texts[domain].source.parts)
         ]
 
+    def counted(self, source: str) -> list[str]:
+        """The counts of all parts of a source that domains share."""
+        parts = range(self.run.config.sources[source].source.parts)
+        return [f"{self.folder}/sources/{source}/{part:04d}.json" for part in parts]
+
+    def sharing(self, name: str, **more: Any) -> str:
+        """The domains of a source that several share, each with its value, as JSON."""
+        return self.as_json(more, domains={domain: self.run.domains[domain].value for domain in self.run.shared[name]})
+
+    def division(self, source: str) -> dict[str, Any]:
+        """How a source that domains share is divided, whichever domains there are."""
+        shared = self.run.config.sources[source]
+        # Pieces are cut when a domain's text is anonymized.
+        return {"source": written(shared.source) | {"piece_words": None}, "by": shared.by}
+
+    def fetched_by(self, rule: str, wildcards: Mapping[str, str]) -> tuple[str, ...]:
+        """The domains whose text a job reads from its source; none for a job of another rule."""
+        if rule in ("read", "download"):
+            return (wildcards["domain"],)
+        return self.run.shared[wildcards["source"]] if rule == "divide" else ()
+
     def tokens(self, domains: Iterable[str], *splits: str) -> list[str]:
         """The token files of the splits of domains."""
         return [f"{self.folder}/tokens/{domain}/{split}.arrow" for domain in domains for split in splits]

@@ -92,6 +92,12 @@ class Run:
         return "suite" if domain in self.suites else "training" if domain in self.training else "novel"
 
     @cached_property
+    def shared(self) -> dict[str, tuple[str, ...]]:
+        """The sources that domains share, each with its domains."""
+        sharing = {name: tuple(self.config.domains.sharing(name)) for name in self.config.sources}
+        return {name: domains for name, domains in sharing.items() if domains}
+
+    @cached_property
     def architecture(self) -> Architecture:
         """The architecture of the config, which rows may change."""
         return architecture_from(written(self.config.architecture))

@@ -31,6 +31,7 @@ def patterns() -> dict[str, re.Pattern[str]]:
 
 # Gone when all is done, or made only where a config or an option asks for it.
 FLEETING = {"raw/<domain>/<part>.parquet", "checkpoints/<model>/…", "sbatch/…"}
+FLEETING |= {"sources/<source>/<part>.json", "sources/<source>/card.json"}
 FLEETING |= {"sweep/<model>.json", "metrics/sweep/<model>/<rate>.jsonl", "settings/<digest>.json"}
 FLEETING |= {"routing/<clustering>/<context>/<domain>.<split>.parquet", "models/<model>/clusterer/…"}
 FLEETING |= {"models/<model>/imported/…", "parents/<owner>--<name>-<commit>/"}

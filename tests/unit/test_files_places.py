@@ -36,6 +36,7 @@ KINDS = {
     "raw text": ("raw/law/0000.parquet", "raw/law/0001.parquet", "raw/news/0000.parquet"),
     "documents": ("documents/law/0000.parquet", "documents/law/0001.parquet", "documents/wiki/0000.parquet"),
     "counts": ("documents/law/0000.json", "documents/law/0001.json", "documents/news/0000.json"),
+    "sources": ("sources/pile/0000.json", "sources/pile/0001.json", "sources/wiki/0000.json", "sources/pile/card.json"),
     "corpus": ("corpus/law/train.parquet", "corpus/law/test.parquet", "corpus/news/train.parquet"),
     "corpus cards": ("corpus/law/card.json", "corpus/news/card.json"),
     "owners and overlap": ("corpus/owners.parquet", "corpus/overlap.parquet"),

@@ -1,9 +1,11 @@
 import atexit
 import json
+import os
 import re
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from shlex import quote
 
 from demix.config.adaptation import AdaptationRecipe
 from demix.config.evaluation import MixingRecipe, ScoredTokens, ScoringRecipe
@@ -131,6 +133,17 @@ def captioned(item):
 
 def anonymizing(wildcards):
     return {True: "--enabled", False: "--no-enabled", "released": "--rules released"}[TEXTS[wildcards.domain].anonymize]
+
+
+def of_domain(wildcards):
+    """The local files of a domain's source, and the pass over a shared source, which leaves the text of the domain."""
+    domain = TEXTS[wildcards.domain]
+    if domain.shared:
+        files = CONFIG.sources[domain.shared].source.files_of(int(wildcards.part))
+        return [*files, f"{RUN}/sources/{domain.shared}/{wildcards.part}.json"]
+    # All files are inputs of each part, as of the runs that are there, but of a folder, which may have thousands.
+    folders = any(map(os.path.isdir, domain.source.paths))
+    return domain.source.files_of(int(wildcards.part)) if folders else domain.source.files
 
 
 def once(files):

@@ -1,11 +1,58 @@
 # Raw text -> anonymized documents -> corpus splits -> tokens.
 
+
+# One pass over a part of a source that domains share leaves the raw text of each of them for the rule that reads it.
+rule divide:
+    input:
+        lambda wildcards: CONFIG.sources[wildcards.source].source.files_of(int(wildcards.part)),
+    output:
+        f"{RUN}/sources/{{source}}/{{part}}.json",
+    log:
+        f"{RUN}/logs/divide/{{source}}.{{part}}.log",
+    wildcard_constraints:
+        source="|".join(THIS.shared) or "none",
+    localrule: RULES.on_login("download")
+    conda:
+        "../../environment.yml"
+    resources:
+        **RULES.site("download"),
+        # A resource and not params: another domain reads the source by itself, and the text of the others stays.
+        settings=lambda wildcards: quote(RULES.sharing(wildcards.source, **RULES.division(wildcards.source))),
+    params:
+        division=lambda wildcards: RULES.as_json(RULES.division(wildcards.source)),
+        part=lambda wildcards: int(wildcards.part),
+        raw=below_run("raw"),
+    shell:
+        "demix divide {wildcards.source} --settings {resources.settings} --part {params.part}"
+        " --raw {params.raw} --output {output} 2> {log}"
+
+
+rule source_card:
+    input:
+        lambda wildcards: RULES.counted(wildcards.source),
+    output:
+        f"{RUN}/sources/{{source}}/card.json",
+    log:
+        f"{RUN}/logs/source_card/{{source}}.log",
+    wildcard_constraints:
+        source="|".join(THIS.shared) or "none",
+    # A value that no document has ends the run before it trains.
+    priority: 120
+    localrule: True
+    conda:
+        "../../environment.yml"
+    params:
+        settings=lambda wildcards: RULES.sharing(wildcards.source),
+    shell:
+        "demix source-card {input} --settings {params.settings:q} --output {output} 2> {log}"
+
+
 # The config sets the number of parts of a source. Each part is one job, or one of download and one of anonymize.
 if RULES.apart:
 
     rule download:
         input:
-            lambda wildcards: TEXTS[wildcards.domain].source.files,
+            of_domain,
         output:
             temp(f"{RUN}/raw/{{domain}}/{{part}}.parquet"),
         log:
@@ -47,7 +94,7 @@ else:
 
     rule read:
         input:
-            lambda wildcards: TEXTS[wildcards.domain].source.files,
+            of_domain,
         output:
             documents=f"{RUN}/documents/{{domain}}/{{part}}.parquet",
             counts=f"{RUN}/documents/{{domain}}/{{part}}.json",

@@ -1,0 +1,206 @@
+"""A corpus of several domains, read once: a field says which domain a document belongs to."""
+
+import math
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from demix.config.domains import Scalar
+from demix.data.anonymize import anonymize, normalise
+from demix.data.readers import Row
+from demix.data.selection import as_list, matches, select
+from demix.data.sources import (
+    KINDS,
+    NOT_TEXT,
+    SCHEMA,
+    Source,
+    divided,
+    document_of,
+    footer,
+    make_private,
+    refuse_deep,
+    refuse_part,
+    share_of,
+    valid,
+    warn,
+    warn_short,
+)
+from demix.errors import DemixError, nearest
+from demix.files import read_json, write_json
+from demix.files.batches import rows_writer
+from demix.progress import followed
+from demix.settings import Items, Text, settings
+
+# Of a field with more values, or with longer ones, the further values are counted together: they may name people.
+MOST_VALUES, LONGEST_VALUE, OTHERS = 1000, 100, "other values"
+# The values of no domain that a line names.
+MOST_TOLD = 5
+
+
+@settings(kw_only=True)
+class Sharing:
+    """The domains of a corpus, each with the value of a field, or several."""
+
+    domains: dict[Text, Scalar | Items[Scalar]]
+
+
+@settings(kw_only=True)
+class Division(Sharing):
+    """How domains part a corpus: the field `by` of the documents of `domains[name]` has this value."""
+
+    source: Source
+    by: Text
+
+
+def divide(name: str, division: Division, raw: Path, counts: Path, part: int = 0) -> None:
+    """Write part `part` of the raw text of each domain in one pass over the source, for `demix.data.sources.download`.
+
+    `download` to `raw/<domain>/<part>.parquet` takes the file, which has the bytes that it would write of the source
+    with the condition `{by: value}` among those of `where`. `words` counts for each domain by itself. The JSON `counts`
+    has the documents that were read, those that `where` leaves out ("filtered"), those without the field, by domain and
+    value those of a domain ("taken"), by value those of none ("untaken", anonymized), and whether the source was read
+    to its end ("whole"). Raises DemixError naming the file or key at fault.
+    """
+    source = division.source
+    refuse_part(source, name, part)
+    fetched, domains_of = raw / f".{name}.{part:04d}.fetched", _domains_of(division)
+    found = Counter(documents=0, filtered=0, without=0)
+    taken = {domain: Counter(dict.fromkeys(map(str, as_list(one)), 0)) for domain, one in division.domains.items()}
+    untaken, full = Counter[str](), set[str]()
+    with ExitStack() as stack:
+        take = {
+            domain: stack.enter_context(_taking(source, domain, raw / domain / f"{part:04d}.parquet", where))
+            for domain, value in division.domains.items()
+            for where in [source.where | {division.by: value}]
+        }
+        # A reader gives the fields that are asked for.
+        asked = replace(source, where=source.where | {division.by: ("",)})
+        for row in followed(KINDS[source.kind](asked, name, part, fetched), f"{name}: documents"):
+            found["documents"] += 1
+            refuse_deep(row)
+            if source.where and not matches(row.fields, source.where):
+                found["filtered"] += 1
+                continue
+            value = _value(row, division.by)
+            owners = domains_of(value)
+            for domain, named in owners.items():
+                taken[domain][named] += 1
+                if take[domain](row):
+                    full.add(domain)
+            if value is None:
+                found["without"] += 1
+            elif not owners:
+                named = str(value)[: LONGEST_VALUE + 1]
+                few = len(named) <= LONGEST_VALUE and (named in untaken or len(untaken) < MOST_VALUES)
+                untaken[named if few else OTHERS] += 1
+            if len(full) == len(take):
+                break
+    shown = Counter[str]()
+    for value, number in untaken.items():
+        shown[_anonymized(value)] += number
+    said = {"source": name, "by": division.by, "whole": len(full) < len(take), **found}
+    write_json(counts, said | {"taken": taken, "untaken": shown})
+    # Kept until here: a job that fails and is run again need not fetch again what it has.
+    shutil.rmtree(fetched, ignore_errors=True)
+
+
+def _value(row: Row, by: str) -> Any:
+    try:
+        return select(row.fields, by)
+    except LookupError:
+        return None
+
+
+def _domains_of(division: Division) -> Callable[[Any], dict[str, str]]:
+    """The function from a value of the field to the domains that have it, each with the value as it names it."""
+    known: dict[tuple[type, str], dict[str, str]] = {}
+
+    def domains_of(value: Any) -> dict[str, str]:
+        key = (type(value), str(value))
+        if key not in known:
+            if len(known) == MOST_VALUES:
+                known.clear()
+            known[key] = {
+                domain: str(one)
+                for domain, given in division.domains.items()
+                for one in as_list(given)
+                if matches({division.by: value}, {division.by: one})
+            }
+        return known[key]
+
+    return domains_of
+
+
+@contextmanager
+def _taking(source: Source, domain: str, output: Path, where: dict[str, Any]) -> Iterator[Callable[[Row], bool]]:
+    """Yield a function that writes a document of a domain, and returns whether the domain has its share of words."""
+    make_private(output.parent)
+    left = divided(output, source, int(output.stem), where)
+    counts, share, words = Counter(NOT_TEXT), share_of(source), 0
+    with rows_writer(left, SCHEMA, private=True, at=output, footer=lambda: footer(counts)) as write:
+
+        def take(row: Row) -> bool:
+            nonlocal words
+            for document in valid([document_of(row, source)], counts) if words < share else ():
+                write(document)
+                words += len(document[1].split()) if share < math.inf else 0
+            return words >= share
+
+        yield take
+    warn(domain, counts)
+    if words < share < math.inf:
+        warn_short(domain, words, share)
+
+
+def _anonymized(value: str) -> str:
+    return anonymize(normalise(value)[0])[0]
+
+
+def write_source_card(counts: Sequence[Path], domains: Mapping[str, Scalar | tuple[Scalar, ...]], output: Path) -> None:
+    """Write the card of a source that `domains` share, from the counts of all its parts: its documents by domain.
+
+    Raises DemixError for a field that no document has, and for a value that none has.
+    """
+    parts = [read_json(path) for path in counts]
+    name, by, whole = parts[0]["source"], parts[0]["by"], all(part["whole"] for part in parts)
+    total, sought, others = Counter[str](), Counter[str](), Counter[str]()
+    for part in parts:
+        total.update({key: part[key] for key in ("documents", "filtered", "without")})
+        others.update(part["untaken"])
+        for found in part["taken"].values():
+            sought.update(found)
+    if total["without"] and total["without"] == total["documents"] - total["filtered"]:
+        raise DemixError(f"config key sources.{name}.by", f"is {by!r}, a field that no document has", "mend it")
+    by_domain = {}
+    for domain, given in domains.items():
+        # A domain that was added since the pass has its documents among those of no domain.
+        found = {value: sought.pop(str(value), None) for value in as_list(given)}
+        by_domain[domain] = sum(
+            others.pop(_anonymized(str(value)), 0) if number is None else number for value, number in found.items()
+        )
+        for value in (value for value, number in found.items() if number == 0):
+            # A domain that has its words is read no further.
+            if whole or not by_domain[domain]:
+                cause = f"is {value!r}, and no document of {name} has it in {by}"
+                raise DemixError(f"{domain}.value", cause, nearest(value, others, f"mend it, or sources.{name}.by"))
+    others.update({value: number for value, number in sought.items() if number})
+    said = {"source": name, "by": by, **total, "domains": by_domain, "untaken": dict(others.most_common())}
+    write_json(output, said, sort_keys=False)
+
+
+def untaken(cards: Iterable[Path]) -> list[str]:
+    """One line for each source of these cards that has documents of no domain."""
+    lines = []
+    for card in map(read_json, cards):
+        counts = card["untaken"] | ({f"without {card['by']}": card["without"]} if card["without"] else {})
+        named = [f"{value} {number:,}" for value, number in counts.items()]
+        if more := len(named[MOST_TOLD:]):
+            named[MOST_TOLD:] = [f"{more} more"]
+        if named:
+            of_none = f"{sum(counts.values()):,} of {card['documents']:,} documents are of no domain"
+            lines.append(f"{card['source']}: {of_none}: {', '.join(named)}")
+    return lines
