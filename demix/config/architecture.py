@@ -91,10 +91,11 @@ class Options:
         "(queries and keys are rotated by their position). Without learned positions blocks may be longer than those "
         "of training.",
     )
-    attention: Literal["causal", "bidirectional"] = Field(
+    attention: Literal["causal", "documents", "bidirectional"] = Field(
         default="causal",
-        description="What a position attends to: causal (itself and earlier ones, also where the key is absent) or "
-        "bidirectional (all of the block; with objective mlm only).",
+        description="What a position attends to: causal (itself and earlier ones of the block, also where the key is "
+        "absent), documents (those of its own document alone, with position rope or alibi) or bidirectional (all of "
+        "the block; with objective mlm only).",
     )
     alibi: Literal["symmetric", "asymmetric"] = Field(
         default="symmetric",
@@ -241,8 +242,12 @@ class Architecture(Decoder):
         super().__post_init__()
         if (self.attention == "bidirectional") != (self.objective == "mlm"):
             cause = f"is {self.attention}, and the objective is {self.objective}"
-            cure = "use bidirectional with mlm, and causal with clm"
+            cure = "use bidirectional with mlm, and causal or documents with clm"
             raise DemixError("architecture.attention", cause, cure)
+        # Documents that begin within a block would have positions that they never have alone.
+        if self.attention == "documents" and self.position not in ("rope", "alibi"):
+            cause = f"is documents, and position {self.position} counts from the beginning of a block"
+            raise DemixError("architecture.attention", cause, "use position rope or alibi")
         if self.alibi != "symmetric":
             _check_alibi(self.position, self.attention)
         for key, value in (("mask", "learned"), ("head", "roberta")):

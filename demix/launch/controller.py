@@ -10,6 +10,8 @@ from demix.errors import DemixError
 log = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_POLLS = 2.0
+# A controller serves a whole site, so that a job that stays as it is is asked for less and less often.
+MOST_BETWEEN_POLLS, SHARE_OF_STATE = 30.0, 1 / 30
 # After this many seconds without an answer demix gives up waiting, but the job goes on.
 MOST_SILENCE = 6 * 3600.0
 
@@ -21,6 +23,11 @@ def show(job_id: str) -> dict[str, str]:
     except LookupError:
         return {}
     return dict(pair.split("=", 1) for pair in text.split() if "=" in pair)
+
+
+def pause(seconds: float) -> float:
+    """The seconds until a job is asked for again that has been in its state for so many `seconds`."""
+    return max(SECONDS_BETWEEN_POLLS, min(MOST_BETWEEN_POLLS, SHARE_OF_STATE * seconds))
 
 
 def ask(command: Sequence[str]) -> str:

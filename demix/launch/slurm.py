@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from demix.errors import DemixError
 from demix.files import exclusive, linked, read_json, read_json_lines, replacing, write_json, write_json_lines
-from demix.launch.controller import SECONDS_BETWEEN_POLLS, ask, show
+from demix.launch.controller import SECONDS_BETWEEN_POLLS, ask, pause, show
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.outcome import MishapError, failure, progress_line
 from demix.launch.parents import is_job, orphaned, terminate, when_ended
@@ -194,9 +194,12 @@ def _wait(job: TrainingJob, job_id: str) -> None:
     Raises DemixError when the job has ended without results.
     """
     last_printed, printed, final = 0.0, "", 0
+    before, since = "", time.monotonic()
     while True:
         shown = show(job_id)
         state = shown.get("JobState", "gone")
+        if state != before:
+            before, since = state, time.monotonic()
         final = final + 1 if state in FINAL else 0
         if final > 1 and is_finished(job):
             _print_line(job, f"job {job_id} has finished")
@@ -213,7 +216,8 @@ def _wait(job: TrainingJob, job_id: str) -> None:
         ):
             _print_line(job, line)
             printed, last_printed = line, now
-        time.sleep(SECONDS_BETWEEN_POLLS)
+        # Few polls in a row decide that a job has ended.
+        time.sleep(SECONDS_BETWEEN_POLLS if final else pause(now - since))
 
 
 def is_finished(job: TrainingJob) -> bool:

@@ -51,7 +51,8 @@ def save_shared(model: GPT, directory: Path, description: dict[str, Any]) -> Non
             "domain_tokens": list(model.domain_tokens),
             "shared_sha256": sha256_file(shared),
         }
-        | ({} if model.expert_scope == "feedforward" else {"expert_scope": model.expert_scope}),
+        | ({} if model.expert_scope == "feedforward" else {"expert_scope": model.expert_scope})
+        | ({} if model.architecture.attention != "documents" else {"end_of_text": model.end_of_text}),
     )
 
 
@@ -161,6 +162,7 @@ def blueprint(directory: Path, experts: tuple[str, ...]) -> GPT:
                 experts,
                 tuple(description["domain_tokens"]),
                 description.get("expert_scope", "feedforward"),
+                description.get("end_of_text"),
             )
     except (TypeError, RuntimeError) as error:
         path = Path(directory) / "model.json"

@@ -102,7 +102,8 @@ def load_without(directory: Path, name: str) -> GPT:
     description, merge = describe(directory), _merge(directory, _rest(directory, name))
     shared = {key: tensor.detach() for key, tensor in load_model(directory).shared_tensors().items()}
     with torch.device("meta"):
-        model = GPT(merge.architecture, description["vocab_size"], (DENSE_EXPERT,))
+        end = description.get("end_of_text")
+        model = GPT(merge.architecture, description["vocab_size"], (DENSE_EXPERT,), end_of_text=end)
     model.load_state_dict(model.stacked(shared, {DENSE_EXPERT: merge.tensors}), assign=True)
     return model
 

@@ -48,7 +48,7 @@ class Block(nn.Module):
         self.norm_place, self.parallel = architecture.norm_place, architecture.residual == "parallel"
         self.attention_norm = norm_of(architecture.norm, architecture.width, architecture.epsilon)
         self.attention = Attention(
-            architecture.width, architecture.heads, architecture.attention == "causal",
+            architecture.width, architecture.heads, architecture.attention != "bidirectional",
             key_heads=architecture.key_heads, unit=architecture.unit, biases=architecture.biases,
             query_norm=architecture.query_norm, epsilon=architecture.epsilon,
         )  # fmt: skip
@@ -108,7 +108,8 @@ class GPT(nn.Module):
     `experts` names the stacked experts in order. `domain_tokens` names the domains that can be the first input position
     (the domain-token baseline; paper, section 4.2). A domain token is an input and never a target. `expert_scope` says
     which tensors belong to one expert: those of its feedforwards (`feedforward`), or all tensors (`model`). A model of
-    scope `model` holds one expert.
+    scope `model` holds one expert. `end_of_text` is the token before each document, by default the last of the
+    vocabulary; attention within documents alone depends on it.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class GPT(nn.Module):
         experts: tuple[str, ...],
         domain_tokens: tuple[str, ...] = (),
         expert_scope: str = "feedforward",
+        end_of_text: int | None = None,
     ):
         super().__init__()
         if expert_scope not in SCOPES:
@@ -130,6 +132,7 @@ class GPT(nn.Module):
         self.architecture, self.vocab_size = architecture, vocab_size
         self.experts, self.domain_tokens = tuple(experts), tuple(domain_tokens)
         self.expert_scope = expert_scope
+        self.end_of_text = vocab_size - 1 if end_of_text is None else end_of_text
         # The training loop sets this: backward then recomputes a block's activations, which saves memory.
         self.checkpoint_activations = False
         # `load_experts` sets this on a model that has no values because its weights stay in their file.
@@ -207,7 +210,7 @@ class GPT(nn.Module):
         `domains` [E, B] are the domain tokens before the sequences. Only domain-token models take them, and no state is
         returned for their position. `dtype` is the type to compute in (by default the type of the parameters). `past`
         holds one entry per layer, from `no_past`: `inputs` follow the positions that it holds and are added to it, and
-        no domain token stands before them then. It needs gradients to be off. A training pass gives the list
+        no domain token stands before them then. They go on with the last document there. It needs gradients to be off. A training pass gives the list
         `auxiliary`, to which layers that train a router append their losses, and in which experts that tokens choose
         have a capacity; and it may give a `dropout`.
         """
@@ -222,7 +225,8 @@ class GPT(nn.Module):
             x = torch.cat([self.domain_embedding[domains].unsqueeze(2), x], dim=2)
         x = self._read(x, inputs, start).to(dtype or x.dtype)
         # All layers have seen the same positions before this pass, and share one bias and the same rotations.
-        bias = attention_bias(self.architecture, x.shape[2], past[0] if past else None, x.device, x.dtype)
+        documents = self._documents(inputs, led) if self.architecture.attention == "documents" and not start else None
+        bias = attention_bias(self.architecture, x.shape[2], past[0] if past else None, x.device, x.dtype, documents)
         turns = rotations(self.architecture, start, x.shape[2], x)
         for number, block in enumerate(self.blocks):
             # A compiled block would be compiled again for each length of a list that all blocks append to.
@@ -239,6 +243,14 @@ class GPT(nn.Module):
         if self.architecture.norm_place != "post":
             x = normed(x, self.final_norm)
         return x[:, :, 1:] if led else x
+
+    def _documents(self, inputs: Tensor, led: bool) -> Tensor:
+        """The number of the document of each of `inputs` [E or 1, B, T]: that of the token which it predicts.
+
+        A domain token that has `led` is of all documents, and has the number -1.
+        """
+        numbers = (inputs == self.end_of_text).cumsum(-1)
+        return F.pad(numbers, (1, 0), value=-1) if led else numbers
 
     def _read(self, x: Tensor, inputs: Tensor, start: int) -> Tensor:
         """What the first block reads, for embeddings `x` [E, B, T, D] of `inputs` at positions from `start`."""

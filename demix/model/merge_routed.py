@@ -177,7 +177,8 @@ def joint(directory: Path, experts: tuple[str, ...]) -> GPT:
     average, _ = averaged(directory, dict.fromkeys(experts, 1 / len(experts)))
     description = describe(directory)
     with torch.device("meta"):
-        model = GPT(Architecture(**description["architecture"]), description["vocab_size"], experts)
+        sizes = Architecture(**description["architecture"]), description["vocab_size"]
+        model = GPT(*sizes, experts, end_of_text=description.get("end_of_text"))
     shared = {name: tensor for name, tensor in average.items() if not model.owned(name)}
     own = {}
     for expert in experts:
@@ -292,7 +293,8 @@ def _least_loss(
     """
     device, length = model.token_embedding.device, architecture.context
     with torch.device(device):
-        whole = GPT(architecture, model.vocab_size, (DENSE_EXPERT,)).requires_grad_(False)
+        whole = GPT(architecture, model.vocab_size, (DENSE_EXPERT,), end_of_text=model.end_of_text)
+        whole.requires_grad_(False)
     whole = whole.to(model.token_embedding.dtype)
     own = {name: tensor[None] for name, tensor in merged.items()}
     parts = {name: _parted(shard, length) for name, shard in texts.items()}

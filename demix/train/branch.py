@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from demix.config.architecture import Routed, architecture_from
+from demix.config.architecture import USUAL, Routed, architecture_from
 from demix.config.models import DENSE_EXPERT
 from demix.errors import DemixError
 from demix.files import digest, linked, read_json, replacing, write_json
@@ -163,6 +163,9 @@ def _initial_model(directory: Path, identity: Mapping[str, Any]) -> InitialModel
     if given and own.routed:
         # Experts that are routed already stay as many. How a token chooses among them may change.
         begun = dataclasses.replace(own, routed=Routed(**given | {key: getattr(own.routed, key) for key in _EXPERTS}))
+    if own.attention == "documents":
+        # An imported parent does not say so: other software has no name for it.
+        begun = dataclasses.replace(begun, attention=parents.get("attention", USUAL["attention"]))
     # A model without a table of positions has blocks of any length.
     architecture = begun.described | ({} if own.position == "learned" else {"context": parents["context"]})
     if parents != architecture:

@@ -173,7 +173,7 @@ def train_model(training: ModelTraining, places: Places, replicas: Mapping[str, 
             training.row.batches, opened, domains, settings.sequences, architecture.context, settings.seed, placement,
             architecture.objective,
         )  # fmt: skip
-        model = _initial(training, architecture, opened[0].vocab_size, placement).initialise(settings.seed)
+        model = _initial(training, architecture, opened[0], placement).initialise(settings.seed)
         state = places.checkpoints / fingerprint(training.identity)
         if not state.exists() and any(places.checkpoints.glob("*/step-*")):
             log.info("%s: holds states of other settings, data or tokenizers, which are left alone", places.checkpoints)
@@ -231,8 +231,8 @@ def take_seed(training: ModelTraining, kept: Path, output: Path) -> bool:
     return True
 
 
-def _initial(training: ModelTraining, architecture: Architecture, vocab_size: int, placement: Placement) -> GPT:
-    """The model with the experts of one rank, before its parameters are initialised."""
+def _initial(training: ModelTraining, architecture: Architecture, shard: TokenShard, placement: Placement) -> GPT:
+    """The model with the experts of one rank, before its parameters are initialised; `shard` has its vocabulary."""
     kind = training.row
     if kind.has_routers != bool(architecture.routed):
         cause = f"{'lacks' if kind.has_routers else 'has'} routed, and the kind of the model is {kind.name}"
@@ -240,7 +240,8 @@ def _initial(training: ModelTraining, architecture: Architecture, vocab_size: in
     # A model without expert tensors still stores its feedforwards in a separate file, as those of its one expert.
     scope = "feedforward" if kind.expert_scope == "none" else kind.expert_scope
     own = tuple(training.experts[number] for number in placement.experts)
-    return GPT(architecture, vocab_size, own, training.domains if kind.domain_tokens else (), scope)
+    domain_tokens = training.domains if kind.domain_tokens else ()
+    return GPT(architecture, shard.vocab_size, own, domain_tokens, scope, shard.end_of_text)
 
 
 def _write_model(training: ModelTraining, model: GPT, tokens: int, output: Path, world: World) -> None:

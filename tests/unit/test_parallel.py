@@ -96,6 +96,7 @@ MASKED = (("attention", "bidirectional"), ("objective", "mlm"))
 VARIED = (("position", "alibi"), ("head", "clap"))
 ROBERTA = (("preset", "roberta"), ("position", "sinusoidal"))
 MODERN = (("preset", "llama"), ("key_heads", 1), ("inner", 40), ("query_norm", "all"), ("rope_theta", 100.0))
+WITHIN = (("position", "alibi"), ("attention", "documents"))
 UNEQUAL = (("scripture", 3), ("parliament", 2))
 CASES = [
     Case("demix", 4, 2), Case("demix", 4, 4), Case("demix", 4, 8), Case("demix", 4, 7, UNEQUAL),
@@ -112,6 +113,7 @@ CASES = [
     Case("demix", 4, 2, seed=7), Case("demix", 4, 8, seed=7), Case("demix", 4, 7, UNEQUAL, seed=7),
     Case("demix", 4, 4, micro=1, dropout=0.1), Case("demix", 4, 7, UNEQUAL, dropout=0.1),
     Case("dense_unbalanced", 3, 5, dropout=0.1), Case("domain_token", 4, 2, micro=1, dropout=0.1),
+    Case("demix", 4, 4, micro=1, options=WITHIN), Case("domain_token", 4, 2, options=WITHIN),
     Case("demix", 4, 8, shard=True), Case("demix", 4, 8, precision="fp32", shard=True),
     Case("demix", 4, 7, UNEQUAL, seed=7, shard=True), Case("dense", 4, 3, shard=True),
     Case("demix", 4, 8, muon=True, shard=True), Case("routed", 4, 2, muon=True, shard=True),

@@ -66,7 +66,12 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def attention_bias(
-    architecture: Architecture, T: int, past: KeyValues | None, device: torch.device, dtype: torch.dtype
+    architecture: Architecture,
+    T: int,
+    past: KeyValues | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    documents: Tensor | None = None,
 ) -> Tensor | None:
     """What is added to the attention scores of T new positions to those in `past` and to the new ones.
 
@@ -74,7 +79,17 @@ def attention_bias(
     -inf or, where attention is bidirectional, -m_h·(j - i), to which `asymmetric` adds m_h/2. Otherwise a
     mask: bool [T, seen + T], true where a position attends. None where attention without a mask does the same: for T
     positions at the start of a text, and for a single one, which attends to all.
+
+    `documents` [E or 1, B, T] are the numbers of the documents of these positions, which have nothing before them. What
+    is returned is then [E or 1, B, H or 1, T, T], and keeps a position from those of other documents. All positions
+    attend to one with a number below 0.
     """
+    if documents is not None:
+        one = (documents[..., :, None] == documents[..., None, :]) | (documents < 0).unsqueeze(-2)
+        bias = attention_bias(architecture, T, None, device, dtype)
+        if bias is None:
+            return one.tril().unsqueeze(2)
+        return bias.masked_fill(~one.unsqueeze(2), -torch.inf)
     before = past.seen if past else 0
     if architecture.position != "alibi":
         if not before or T == 1:
@@ -210,6 +225,8 @@ class Attention(nn.Module):
         `bias` comes from `attention_bias` for the same T and what was in `past` before, and `turns` from `rotations`.
         """
         E, B, T, _ = x.shape
+        if bias is not None and bias.dim() == 5:
+            bias = bias.expand(E, *bias.shape[1:]).flatten(0, 1)
         qkv = linear(x, self.qkv.weight, self.qkv.bias).view(E * B, T, self.heads + 2 * self.key_heads, self.unit)
         qk, v = torch.split(qkv, [self.heads + self.key_heads, self.key_heads], 2)
         if self.q_norm is not None and self.k_norm is not None:
@@ -247,6 +264,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -
     if bias is None:
         bias = q.new_full((T, T), -torch.inf).triu(1) if causal else q.new_zeros(T, T)
     else:
+        if bias.dtype == torch.bool:
+            bias = q.new_zeros(bias.shape).masked_fill_(~bias, -torch.inf)
         bias = bias.expand(B, H, T, T).flatten(0, 1)
     scores = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=D**-0.5)
     return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view(B, H, T, D)
