@@ -155,9 +155,7 @@ def tokenize(tokenizer: Path, documents: Path, output: Path, *, file_tokens: int
     encoded by the exact encoder too; where ids differ, all are, with a warning.
     """
     encoder = Tokenizer.load(tokenizer)
-    kind = np.dtype(np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32)
-    documents_path, manifest_path = _beside(output)
-
+    kind = kind_of(encoder)
     if encoder.fast is None:
         _log.warning("%s: gigatoken does not follow its rules; encoding %s with tokenizers", tokenizer, documents)
     # One record batch needs its length before its columns: they go to flat files first, which are then mapped.
@@ -169,16 +167,37 @@ def tokenize(tokenizer: Path, documents: Path, output: Path, *, file_tokens: int
             exact = encoder.checker
             _log.warning("%s: gigatoken's ids differ from %s's in %s; encoding with %s", documents, exact, error, exact)
             manifest = _encode(encoder, documents, kind, flat, exact=True)
-        manifest["files"] = []
-        for number, start in enumerate(range(0, max(1, manifest["tokens"]), file_tokens)):
-            path = output.with_suffix(f".{number}.arrow") if number else output
-            end = min(start + file_tokens, manifest["tokens"])
-            _write(path, {"token": flat["token"]}, kind, start, end, _metadata(manifest, number))
-            manifest["files"].append({"name": path.name, "tokens": end - start, "sha256": sha256_file(path)})
-        columns, rows = {name: flat[name] for name in ("offset", "bytes", "origin")}, manifest["documents"]
-        _write(documents_path, columns, np.dtype(np.int64), 0, rows, _metadata(manifest, "documents"))
-    write_json(manifest_path, manifest | {"documents_sha256": sha256_file(documents_path)})
-    names = {entry["name"] for entry in manifest["files"]}
+        write_flat(output, manifest, kind, flat, file_tokens)
+
+
+def kind_of(encoder: Tokenizer) -> np.dtype:
+    """The type of the ids in shards of a tokenizer."""
+    return np.dtype(np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32)
+
+
+def said_of(encoder: Tokenizer) -> dict[str, int]:
+    """What a manifest says of its tokenizer's types."""
+    return _said(encoder.vocab_size, encoder.end_of_text)
+
+
+def write_flat(
+    output: Path, manifest: dict[str, Any], kind: np.dtype, flat: dict[str, Path], file_tokens: int = FILE_TOKENS
+) -> None:
+    """Write the shard `output` of the flat files "token" (of `kind`), "offset", "bytes" and "origin" (int64).
+
+    `manifest` has the counts, the digests of tokens and tokenizer, and what `said_of` says.
+    """
+    documents_path, manifest_path = _beside(output)
+    files = []
+    for number, start in enumerate(range(0, max(1, manifest["tokens"]), file_tokens)):
+        path = output.with_suffix(f".{number}.arrow") if number else output
+        end = min(start + file_tokens, manifest["tokens"])
+        _write(path, {"token": flat["token"]}, kind, start, end, _metadata(manifest, number))
+        files.append({"name": path.name, "tokens": end - start, "sha256": sha256_file(path)})
+    columns, rows = {name: flat[name] for name in ("offset", "bytes", "origin")}, manifest["documents"]
+    _write(documents_path, columns, np.dtype(np.int64), 0, rows, _metadata(manifest, "documents"))
+    write_json(manifest_path, manifest | {"files": files, "documents_sha256": sha256_file(documents_path)})
+    names = {entry["name"] for entry in files}
     for path in output.parent.glob(f"{glob.escape(output.stem)}.*.arrow"):
         if path.stem.rpartition(".")[2].isdigit() and path.name not in names:
             path.unlink()
@@ -370,7 +389,7 @@ def _encode(
         "bytes": size,
         "sha256": digest.hexdigest(),
         "tokenizer_sha256": encoder.sha256,
-        **_said(encoder.vocab_size, encoder.end_of_text),
+        **said_of(encoder),
     }
 
 

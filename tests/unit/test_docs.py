@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import typer
@@ -134,6 +135,7 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "texts").mkdir()
     for name in ("my.txt", "unknown.txt", "texts/letters.txt", "texts/recipes.txt", "texts/diary.txt"):
         (folder / name).write_text("The committee shall examine the proposal before the end of the year. " * 100)
+    (folder / "ids.bin").write_bytes(np.array([5, 6, encoder.end_of_text], np.uint16).tobytes())
     (folder / "mytasks").mkdir()
     told = (REPOSITORY / "docs" / "tasks.md").read_text()
     for suffix, language in ((".yaml", "yaml"), (".jsonl", "json")):
