@@ -272,7 +272,9 @@ class Config:
                     raise DemixError(key, f"is called {suite}_{name}, as another domain is", "rename the source")
                 names.add(f"{suite}_{name}")
                 if domain.shared or not domain.source:
-                    raise DemixError(f"{key}.source", "is missing", "add it: where the raw text comes from, without from")
+                    raise DemixError(
+                        f"{key}.source", "is missing", "add it: where the raw text comes from, without from"
+                    )
                 if domain.near_duplicates is not None or domain.words.train is not None:
                     raise DemixError(key, "has keys of training text", "leave out words.train and near_duplicates")
                 check_source(f"{key}.source", domain.source)
