@@ -150,7 +150,7 @@ class _Mixed:
 
     def add_mixed(self, table: Evaluated) -> None:
         """Evaluate a table whose experts are mixed."""
-        dev = None if table.test_only else read_scores(self.place(table, "dev"), table.columns)
+        dev = read_scores(self.place(table, "dev"), table.columns) if "dev" in table.splits else None
         scored = len(dev.mask) if dev else 0
         planned = {some: self._planned(table, some, dev) for some in table.sets}
         mixtures = [mixture for entries in planned.values() for mixture, _ in entries]

@@ -70,7 +70,7 @@ for model, place, tasks in [(model, *job) for model in ASKED for job in RULES.ta
             " --settings {params.settings:q} --output {params.folder} 2> {log}"
 
 
-# Before any model is trained: a task without data ends the run at its beginning.
+# Early: a task without data is told at the beginning of a run, and not after its trainings.
 rule harness_documents:
     input:
         harness_files(THIS),
@@ -130,7 +130,7 @@ rule harness:
         **RULES.site("score"),
     params:
         settings=lambda wildcards: RULES.as_json(harness_settings(THIS, MODELS[wildcards.model])),
-        context=CONFIG.evaluation.routing_context[0],
+        context=CONFIG.evaluation.routing_context[0] if harness_routings(THIS) else "",
         model=below_run("models/{model}"),
     shell:
         "demix harness {params.model} --documents {input.documents} --settings {params.settings:q}"
