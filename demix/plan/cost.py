@@ -27,7 +27,7 @@ from demix.plan.memory import sent_parameters, sharded_moments
 from demix.plan.muon import muon_cost
 from demix.plan.network import Ring, given, rings_of
 from demix.run.models import AdaptationJob, Model, rule_of
-from demix.run.placement import place_experts, ranks_without
+from demix.run.placement import Placement, place_experts, ranks_without
 from demix.run.run import Run
 
 # What the captions of tables with folded rows say.
@@ -176,21 +176,23 @@ class _Work:
     begin: int = 0
 
 
+def _places(work: _Work, experts: int, sequences: int) -> tuple[Placement, ...]:
+    """The placements of a work with so many experts and `sequences` of each in a step."""
+    settings, replicas = work.settings, dict[str, int]()
+    # Replicas say how the config's own number of ranks is divided.
+    if isinstance(settings, RowSettings) and work.model.kind.has_experts and work.ranks == settings.ranks:
+        replicas = settings.replicas
+    return place_experts(work.model.domains[:experts], sequences, work.ranks, replicas)
+
+
 def _plan_work(run: Run, work: _Work, hardware: Hardware) -> TrainingPlan:
     """The plan of one training or adaptation on `hardware`."""
     kind, settings, domains = work.model.kind, work.settings, work.domains
     architecture, types = work.model.architecture, run.types
     experts = domains if kind.has_experts else 1
     sequences = domains * settings.sequences
-    steps = work.tokens // (sequences * architecture.context)
-    if work.adapts:
-        steps = max(1, steps)
-
-    replicas: dict[str, int] = {}
-    # Replicas say how the config's own number of ranks is divided.
-    if isinstance(settings, RowSettings) and kind.has_experts and work.ranks == settings.ranks:
-        replicas = settings.replicas
-    places = place_experts(work.model.domains[:experts], sequences // experts, work.ranks, replicas)
+    steps = max(int(work.adapts), work.tokens // (sequences * architecture.context))
+    places = _places(work, experts, sequences // experts)
     experts_per_rank = max(len(place.experts) for place in places)
     largest = max(place.last - place.first for place in places)
     # A rank processes one micro-batch of each of its experts at a time, or all sequences of a step.
@@ -202,9 +204,8 @@ def _plan_work(run: Run, work: _Work, hardware: Hardware) -> TrainingPlan:
     own = experts_per_rank * expert + shared - frozen
     still = (own if work.adapts else 0) + frozen
     value_bytes = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[settings.precision]
-    drops = bool(settings.dropout)
     activations, recomputed = (
-        activation_bytes(architecture, types, at_once, value_bytes, checkpointing=each, dropout=drops)
+        activation_bytes(architecture, types, at_once, value_bytes, checkpointing=each, dropout=bool(settings.dropout))
         for each in (False, True)
     )
     length = architecture.context + (1 if domain_tokens else 0)

@@ -95,8 +95,7 @@ def scoring_jobs(run: Run, *, apart: bool = False) -> tuple[ScoringJob, ...]:
     for folder in merged_whole(run):
         left = tuple(replace(part, model=folder, domains=(one,), without=one) for one in run.training)
         rule = f"score_{folder.replace('-', '_')}_left_out"
-        # By themselves, beside the longest job of a run of many models.
-        found.append(ScoringJob(rule, f"{folder}/left-out", left))
+        found.append(ScoringJob(rule, f"{folder}/left-out", left, joins="score_known_others"))
     # A run without novel domains has no jobs for them.
     singles = [job for job in found if job.jobs]
     if submitted:

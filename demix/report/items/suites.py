@@ -6,7 +6,7 @@ from demix.report.needs import SUITES
 from demix.report.table import Table
 from demix.run.systems import row_systems, table_rows
 
-ITEM = TableItem("Suites", Group.FURTHER, 5, needs=(SUITES,))
+ITEM = TableItem("Suites", Group.TASKS, 4, needs=(SUITES,))
 ORACLE = " (oracle)"
 
 
