@@ -14,12 +14,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 from demix.data import hub
 from demix.errors import DemixError
 from demix.files import replacing
 from demix.model.checkpoint import describe
+from demix.model.device import within_memory
 
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 # Bytes of a task's name in that of a file, which has 255 at most.
@@ -83,24 +82,22 @@ def evaluate_tasks(
     with TemporaryDirectory(prefix="demix.") as folder, redirect_stdout(sys.stderr):
         tracker = EvaluationTracker(output_path=folder)
         try:
-            results: dict[str, Any] = simple_evaluate(
-                "demix",
-                model_args={"seed": tasks.seed} | {name: model[name] for name in model.keys() - run.keys()},
-                tasks=names,
-                task_manager=manager,
-                num_fewshot=tasks.demonstrations,
-                limit=tasks.limit,
-                gen_kwargs=tasks.drawing or None,
-                log_samples=samples,
-                evaluation_tracker=tracker,
-                **dict.fromkeys(SEEDS, tasks.seed),
-                **run,
-            )
+            with within_memory("--batch-size", "give a smaller one"):
+                results: dict[str, Any] = simple_evaluate(
+                    "demix",
+                    model_args={"seed": tasks.seed} | {name: model[name] for name in model.keys() - run.keys()},
+                    tasks=names,
+                    task_manager=manager,
+                    num_fewshot=tasks.demonstrations,
+                    limit=tasks.limit,
+                    gen_kwargs=tasks.drawing or None,
+                    log_samples=samples,
+                    evaluation_tracker=tracker,
+                    **dict.fromkeys(SEEDS, tasks.seed),
+                    **run,
+                )
         except DemixError:
             raise
-        except torch.OutOfMemoryError as error:
-            cure = "give a smaller --batch-size"
-            raise DemixError("--batch-size", "takes more memory than there is", cure) from error
         # A task may be anybody's program, and the harness raises nearly anything for a broken one.
         except Exception as error:
             reason = (str(error).strip().splitlines() or [""])[0][:300]

@@ -210,9 +210,9 @@ class GPT(nn.Module):
         `domains` [E, B] are the domain tokens before the sequences. Only domain-token models take them, and no state is
         returned for their position. `dtype` is the type to compute in (by default the type of the parameters). `past`
         holds one entry per layer, from `no_past`: `inputs` follow the positions that it holds and are added to it, and
-        no domain token stands before them then. They go on with the last document there. It needs gradients to be off.
-        A training pass gives the list `auxiliary`, to which layers that train a router append their losses, and in
-        which experts that tokens choose have a capacity; and it may give a `dropout`.
+        no domain token stands before them then. Such inputs go on with the last document there. It needs gradients to
+        be off. A training pass gives the list `auxiliary`, to which layers that train a router append their losses, and
+        in which experts that tokens choose have a capacity; and it may give a `dropout`.
         """
         if past and self.architecture.attention == "bidirectional":
             raise DemixError("a model with bidirectional attention", "cannot go on with a text", "use a causal model")

@@ -111,6 +111,11 @@ def _found(
     return parts
 
 
+def _as_it_is(holds: str, pattern: str) -> View:
+    """The view of Parquet files that a run need not have, with their own columns."""
+    return View(holds, None, _found(pattern, lambda run, path: {}), _parquet, optional=True)
+
+
 def _of_corpus(run: AskedRun, path: Path) -> dict[str, str]:
     return {"domain": path.parent.name, "kind": run.kind(path.parent.name)}
 
@@ -295,36 +300,18 @@ VIEWS = {
     "main": View(
         "the main table: perplexity of each of its systems on each domain", _MAIN, _one("results.parquet"), _rows(_main)
     ),
-    "suites": View(
-        "one row per evaluation on a domain of a suite",
-        None,
-        _found("suites.parquet", lambda run, path: {}),
-        _parquet,
-        optional=True,
-    ),
+    "suites": _as_it_is("one row per evaluation on a domain of a suite", "suites.parquet"),
     "differences": View("systems against others on the same documents", None, _one("differences.parquet"), _parquet),
     "priors": View("cached and fitted priors by domain and expert", None, _one("priors.parquet"), _parquet),
     "posteriors": View("the posterior after each block", None, _one("posteriors.parquet"), _parquet),
-    "audit": View(
-        "how much of removed documents models continue word for word",
-        None,
-        _found("audit.parquet", lambda run, path: {}),
-        _parquet,
-        optional=True,
-    ),
-    "tasks": View(
+    "audit": _as_it_is("how much of removed documents models continue word for word", "audit.parquet"),
+    "tasks": _as_it_is(
         "accuracy on tasks by model and routing, with intervals and chance; values of the harness's tasks",
-        None,
-        _found("tasks.parquet", lambda run, path: {}),
-        _parquet,
-        optional=True,
+        "tasks.parquet",
     ),
-    "contamination": View(
+    "contamination": _as_it_is(
         "how much of the harness's tasks the training text of a domain has, in 13-grams of words",
-        None,
-        _found("harness/contamination/*.parquet", lambda run, path: {}),
-        _parquet,
-        optional=True,
+        "harness/contamination/*.parquet",
     ),
     "overlap": View(
         "shares of bigrams that test has in common with train", None, _one("corpus/overlap.parquet"), _parquet

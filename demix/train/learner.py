@@ -10,7 +10,9 @@ from torch import Tensor
 
 from demix.model.device import compute_type
 from demix.model.gpt import GPT
+from demix.train.adam import AdamW
 from demix.train.metrics import DivergedError, Metrics
+from demix.train.muon import Muon
 from demix.train.parallel import World
 from demix.train.scale import LossScale
 from demix.train.schedule import Optimization
@@ -21,7 +23,7 @@ from demix.train.updates import Optimizers
 log = logging.getLogger(__name__)
 
 # What AdamW and Muon keep of a parameter.
-KEPT = ("step", "exp_avg", "exp_avg_sq", "momentum")
+KEPT = ("step", *AdamW.means, *Muon.means)
 
 
 class Learner:

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 MEMORY_CURE = (
     "set micro_sequences to 1 and checkpoint_activations, with more ranks shard_optimizer, or use more ranks; "
-    "`demix plan` says what each takes"
+    "`demix plan` says what a rank takes"
 )
 
 # Returns the loss on dev, equal on all ranks, and named losses for the metrics (nats per token).

@@ -57,8 +57,9 @@ class Optimizers:
                 continue
             decayed = decay if updates.decay == "all" or group == "matrices" else 0.0
             if updates.kind == "muon" and group == "matrices":
-                ranks = None if sharded else ranks
-                muon = Muon(members, decayed, updates.momentum, updates.iterations, ranks, maps)
+                # One rank updates a sharded matrix, and sends the matrix.
+                together = None if sharded else ranks
+                muon = Muon(members, decayed, updates.momentum, updates.iterations, together, maps)
                 self.optimizers.append((muon, ratio))
             else:
                 adam = AdamW(members, decayed, (updates.beta1, updates.beta2), updates.epsilon)
