@@ -56,6 +56,11 @@ def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path) -> None
         _score(model, some, scoring, folder, column)
         tokens = sum(map(len, streams)) - len(streams)
         log.info("%s: %s learned from %d tokens, scored %d splits", folder.name, column, tokens, len(some))
+    # The table of tokens tells that all columns are there, so it comes last.
+    for folder, some, columns in ((pooled, tested, (DENSE_EXPERT,)), (by_domain, scored, (*learned,))):
+        for path, shard in some.items():
+            ids, place = shard.read(0, count_to_score(shard, scoring, scoring.length)), _place(folder, path)
+            write_tokens(place, ids, shard.offsets, scoring.length, shard.origins, columns)
 
 
 def _stream(shard: TokenShard, scoring: NGramScoring) -> np.ndarray:
@@ -66,13 +71,16 @@ def _stream(shard: TokenShard, scoring: NGramScoring) -> np.ndarray:
 def _score(
     model: KneserNey, shards: Mapping[Path, TokenShard], scoring: NGramScoring, folder: Path, column: str
 ) -> None:
-    """Write the column of `model` for each split, and the table of its tokens."""
+    """Write the column of `model` for each split."""
     for path, shard in shards.items():
-        place = folder / f"{path.parent.name}.{path.stem}"
         ids = shard.read(0, count_to_score(shard, scoring, scoring.length))
-        write_tokens(place, ids, shard.offsets, scoring.length, shard.origins)
-        metadata = {"tokens_sha256": tokens_sha256(ids)}
-        write_scores(place / f"{column}.parquet", _pieces(model, shard, len(ids), scoring.length), metadata)
+        metadata, pieces = {"tokens_sha256": tokens_sha256(ids)}, _pieces(model, shard, len(ids), scoring.length)
+        write_scores(_place(folder, path) / f"{column}.parquet", pieces, metadata)
+
+
+def _place(folder: Path, shard: Path) -> Path:
+    """The folder of the score tables of the split tokens/<domain>/<split>.arrow."""
+    return folder / f"{shard.parent.name}.{shard.stem}"
 
 
 def _pieces(model: KneserNey, shard: TokenShard, tokens: int, length: int) -> Iterator[np.ndarray]:

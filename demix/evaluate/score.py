@@ -149,6 +149,12 @@ def _score_all(works: list[_Work], scoring: Scoring) -> None:
             scorer = _Scorer(replace(work, experts=experts), scoring)
             for path in work.shards:
                 scorer.score(path, shards[path])
+        # The table of tokens tells that all columns are there, so it comes last.
+        for path in work.shards:
+            shard, columns = shards[path], work.experts or (path.parent.name,)
+            ids = shard.read(0, count_to_score(shard, scoring, scorer.length))
+            place = work.output / f"{path.parent.name}.{path.stem}"
+            write_tokens(place, ids, shard.offsets, scorer.length, shard.origins, columns)
 
 
 def _check(work: _Work) -> None:
@@ -204,7 +210,6 @@ class _Scorer:
         place, told = self.work.output / f"{domain}.{split}", f"{self.work.label}{domain} {split}"
         kept = {column: place / KEPT / column / f"{fingerprint}.parquet" for column in columns}
         if all(_is_whole(file, len(ids)) for file in kept.values()):
-            write_tokens(place, ids, shard.offsets, self.length, shard.origins)
             for column, file in kept.items():
                 _place(file, place / f"{column}.parquet")
             log.info("%s: %d columns were already scored", told, len(columns))
@@ -228,7 +233,6 @@ class _Scorer:
             } | self.folds
             name = f"{column}.parquet"
             write_scores(folder / name, _column(pieces, column), metadata, place / name)
-        write_tokens(place, ids, shard.offsets, self.length, shard.origins)
         for column, file in kept.items():
             _keep(folder / f"{column}.parquet", file)
             os.replace(folder / f"{column}.parquet", place / f"{column}.parquet")

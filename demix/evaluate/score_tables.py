@@ -1,6 +1,7 @@
 """Score tables on disk: `<expert>.parquet` and `tokens.parquet` in `scores/<model>/<domain>.<split>/`."""
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -13,13 +14,16 @@ from demix.config.evaluation import ScoredTokens
 from demix.config.models import DENSE_EXPERT
 from demix.data.shards import TokenShard
 from demix.errors import DemixError, nearest
-from demix.files import parquet_reader, read_parquet
+from demix.files import digest, parquet_reader, read_parquet, sha256_file
 from demix.files.batches import read_batches, regrouped, write_batches
 from demix.model.description import read_description, read_lineage
+from demix.run.scoring import COLUMNS_TOLD
 
 # The approximate size of a row group: small in memory under all experts, and quick to score again after a kill.
 ROW_GROUP_TOKENS = 1 << 16
 ROUNDING = 1e-3
+# The names of score columns in the metadata of tokens.parquet.
+COLUMNS = b"columns"
 
 
 @dataclass(frozen=True)
@@ -81,34 +85,68 @@ def row_groups(tokens: int, length: int) -> list[tuple[int, int]]:
 
 
 def write_tokens(
-    directory: Path, tokens: np.ndarray, offsets: np.ndarray, length: int, origins: np.ndarray | None = None
+    directory: Path,
+    tokens: np.ndarray,
+    offsets: np.ndarray,
+    length: int,
+    origins: np.ndarray | None = None,
+    columns: Sequence[str] = (),
 ) -> None:
     """Write tokens.parquet, which all score columns of a split share: token ids, block and document numbers, origins.
 
-    Documents begin at `offsets`. Those with equal numbers in `origins`, by default none, are pieces of one. A file that
-    already holds exactly these rows is not written again.
+    Documents begin at `offsets`. Those with equal numbers in `origins`, by default none, are pieces of one. `columns`
+    are score columns that are there. The file tells their names and a digest of their bytes, so that whoever reads them
+    knows by this file whether they changed. A file of these tokens that tells of other columns goes on to tell of
+    those, and one that already holds exactly these rows and tells is not written again.
     """
+    path = directory / "tokens.parquet"
     origins = np.arange(len(offsets)) if origins is None else origins
     types = (pa.from_numpy_dtype(tokens.dtype), pa.int32(), pa.int32(), pa.int64())
-    schema = pa.schema(zip(("token", "block", "document", "origin"), types, strict=True), {"length": str(length)})
+    before = _told(path)
+    plain = pa.schema(zip(("token", "block", "document", "origin"), types, strict=True), {"length": str(length)})
 
     def rows(start: int, stop: int) -> pa.RecordBatch:
         places = np.arange(start, stop)
         documents = np.searchsorted(offsets, places, side="right") - 1
         blocks, numbers = ((places // length).astype(np.int32), documents.astype(np.int32))
-        columns = (tokens[start:stop], blocks, numbers, origins[documents])
-        return pa.record_batch([pa.array(column) for column in columns], schema=schema)
+        found = (tokens[start:stop], blocks, numbers, origins[documents])
+        return pa.record_batch([pa.array(column) for column in found], schema=plain)
 
-    path = directory / "tokens.parquet"
-    if not _holds(path, schema, len(tokens), rows):
-        write_batches(path, schema, (rows(start, stop) for start, stop in row_groups(len(tokens), length)))
+    holds = _holds(path, plain, len(tokens), rows)
+    names = tuple(json.loads(before.get(COLUMNS, "[]"))) if holds else tuple(columns)
+    if holds and not {*names} & {*columns}:
+        return
+    told = {COLUMNS: json.dumps(names), COLUMNS_TOLD: _digest(directory, names)} if names else {}
+    if not holds or told != before:
+        schema = plain.with_metadata({b"length": str(length).encode()} | told)
+        batches = (rows(start, stop).cast(schema) for start, stop in row_groups(len(tokens), length))
+        write_batches(path, schema, batches)
+
+
+def _told(path: Path) -> dict[bytes, str]:
+    """What a table of tokens tells of score columns; nothing where it is missing or damaged."""
+    try:
+        found = _footer(path).origin
+    except DemixError:
+        return {}
+    return {key: found[key].decode() for key in (COLUMNS, COLUMNS_TOLD) if key in found}
+
+
+def _digest(directory: Path, names: Sequence[str]) -> str:
+    """A digest of the score columns `names` of a split, of which some may be missing."""
+    paths = [directory / f"{name}.parquet" for name in names]
+    return digest({path.stem: sha256_file(path) for path in paths if path.exists()})
 
 
 def _holds(path: Path, schema: pa.Schema, count: int, rows: Callable[[int, int], pa.RecordBatch]) -> bool:
-    """Whether `path` is an undamaged Parquet file with exactly these rows, in row groups of any size."""
+    """Whether `path` is an undamaged Parquet file with exactly these rows, in row groups of any size.
+
+    What it tells of score columns is not compared.
+    """
     try:
         with parquet_reader(path) as file:
-            if file.metadata.num_rows != count or not file.schema_arrow.equals(schema, check_metadata=True):
+            length = (file.schema_arrow.metadata or {}).get(b"length")
+            if file.metadata.num_rows != count or file.schema_arrow != schema or length != schema.metadata[b"length"]:
                 return False
             start = 0
             for number in range(file.num_row_groups):

@@ -1,12 +1,18 @@
 """Input files, output files and resources of the workflow's rules, derived from the config without Snakemake."""
 
 import json
+import os
 import shlex
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from demix.config.adaptation import AdaptationSection
 from demix.config.evaluation import ScoredTokens
@@ -18,6 +24,7 @@ from demix.run.harness import harness_routings
 from demix.run.kept import config_fingerprint
 from demix.run.models import Model
 from demix.run.run import Run
+from demix.run.scoring import COLUMNS_TOLD
 from demix.run.systems import chosen_on_dev, evaluated, ngram_tokens, routed
 from demix.settings import names_of, written
 
@@ -115,10 +122,35 @@ class RunRules:
     def scores(
         self, model: str, domains: Iterable[str], names: Iterable[str], splits: Iterable[str] = ("dev", "test")
     ) -> list[str]:
-        """The score tables of the experts `names` on `domains`."""
+        """The score tables by which the workflow knows those of the experts `names` on `domains`.
+
+        tokens.parquet tells a digest of the columns that were scored with it, and stands for them, so that files grow
+        with domains and not with pairs of a domain and an expert. Named beside it are the columns of experts that were
+        added, and what is missing of those that should be there.
+        """
         names, splits = list(names), list(splits)
         places = [f"{self.folder}/scores/{model}/{domain}.{split}" for domain in domains for split in splits]
-        return [f"{place}/{name}.parquet" for place in places for name in names]
+        return [f"{place}/{name}.parquet" for place in places for name in self._known(place, names)]
+
+    def _known(self, place: str, names: list[str]) -> list[str]:
+        """Which of the tables `names` in the folder `place` the workflow knows, and that of the tokens."""
+        if self.knows_columns:
+            return names
+        there = set(os.listdir(place)) if os.path.isfile(f"{place}/tokens.parquet") else None
+        missing = [name for name in names if there is not None and f"{name}.parquet" not in there]
+        return list(dict.fromkeys(name if name in {*self.run.novel, *missing} else "tokens" for name in names))
+
+    @cached_property
+    def knows_columns(self) -> bool:
+        """Whether the workflow knows each score table, as in a run that began before tables of tokens told of them.
+
+        Such a run goes on in the way it began, so that nothing is evaluated or adapted again.
+        """
+        for path in (self.run.folder / "scores").glob("*/*/tokens.parquet"):
+            # Who reads a damaged table says so.
+            with suppress(pa.ArrowInvalid):
+                return COLUMNS_TOLD not in (pq.read_schema(path).metadata or {})
+        return False
 
     def routing(
         self, clustering: str, context: str, domains: Iterable[str], splits: Iterable[str] = ("dev", "test")

@@ -11,17 +11,20 @@ from demix.run.models import adapted, folder_at
 from demix.run.run import Run
 from demix.run.systems import merged_whole, other_top_k, suite_models
 
+# What tokens.parquet tells of the columns that were scored with it, in its schema's metadata.
+COLUMNS_TOLD = b"columns_sha256"
+
 
 @dataclass(frozen=True)
 class ScoringPart:
     """The texts that a rule scores under one model.
 
     Names may hold the wildcards {training} and {novel}. The rule reads the files of `experts` and makes one score table
-    for each of `columns`. With `shared` the rule also makes the table of the tokens; otherwise that table already
-    exists for the domains of `after`. With `own` each domain has one column, its own domain token. `expert_scope` is
-    that of the model's kind: with `model` nothing of one column's work is another's. `context` is the length of the
-    blocks, and `top_k` the number of experts that a token chooses in a layer, 0 for those of training. `without` is an
-    expert that no token chooses.
+    for each of `columns`. With `shared` the rule also makes the table of the tokens, which tells of these columns;
+    otherwise that table already exists for the domains of `after`. With `own` each domain has one column, its own
+    domain token. `expert_scope` is that of the model's kind: with `model` nothing of one column's work is another's.
+    `context` is the length of the blocks, and `top_k` the number of experts that a token chooses in a layer, 0 for
+    those of training. `without` is an expert that no token chooses.
     """
 
     model: str

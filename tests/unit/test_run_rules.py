@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import yaml
 
 from demix.commands.main import command_line
 from demix.config.domains import SourceSection
 from demix.errors import DemixError
+from demix.files import write_parquet
 from demix.run.check import completed_run
 from demix.run.kept import config_fingerprint, kept, read_run_config
 from demix.run.models import Model
@@ -60,17 +62,49 @@ def test_a_run_reads_its_text_to_the_end_in_the_way_it_began(tmp_path: Path, mon
     assert (here.apart, cluster.apart) == (True, True)
 
 
-def test_files_of_experts_and_scores() -> None:
+def test_files_of_experts_and_tokens() -> None:
     one = rules()
     assert one.experts("dense", ["dense"]) == [
         f"results/tiny/models/dense/{name}"
         for name in ("model.json", "shared.safetensors", "experts/dense.safetensors", "experts/dense.json")
     ]
-    assert one.scores("demix", ["law"], ["a", "tokens"], ["test"]) == [
-        "results/tiny/scores/demix/law.test/a.parquet",
-        "results/tiny/scores/demix/law.test/tokens.parquet",
-    ]
     assert one.tokens(["law"], "dev", "test") == [f"results/tiny/tokens/law/{name}.arrow" for name in ("dev", "test")]
+
+
+def names_of_scores(*names: str) -> list[str]:
+    return [Path(path).stem for path in rules().scores("demix", ["law"], names, ["test"])]
+
+
+def test_the_table_of_tokens_stands_for_columns_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = ("parliament", "licenses", "fantasy", "tokens")
+    expected = ["tokens", "fantasy"]
+    assert rules().scores("demix", ["law"], ["licenses"], ["test"]) == [
+        "results/tiny/scores/demix/law.test/tokens.parquet"
+    ]
+    assert names_of_scores(*asked) == expected, "fantasy is a novel domain, whose expert is added"
+    place = Path("results/tiny/scores/demix/law.test")
+    for name in asked:
+        table = pa.table({"token": [1]}).replace_schema_metadata({"columns_sha256": "0"})
+        write_parquet(table, place / f"{name}.parquet")
+    assert names_of_scores(*asked) == expected
+    (place / "parliament.parquet").unlink()
+    assert names_of_scores(*asked) == ["parliament", *expected], "what is missing is made again"
+    (place / "tokens.parquet").unlink()
+    assert names_of_scores(*asked) == expected, "with the table of the tokens all of it is made again"
+
+
+def test_a_run_whose_table_of_tokens_tells_of_no_column_goes_on_as_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, asked = Path("results/tiny/scores/demix"), ["parliament", "licenses", "tokens"]
+    write_parquet(pa.table({"token": [1]}), folder / "law.test" / "tokens.parquet")
+    assert names_of_scores(*asked) == asked
+    (folder / "law.test" / "tokens.parquet").write_bytes(b"damaged")
+    assert names_of_scores("licenses", "tokens") == ["licenses", "tokens"], "licenses is missing"
+    (folder / "law.test" / "tokens.parquet").unlink()
+    assert names_of_scores(*asked) == ["tokens"]
 
 
 def test_training_reads_dev_only_where_it_evaluates_on_dev() -> None:
@@ -84,9 +118,9 @@ def test_training_reads_dev_only_where_it_evaluates_on_dev() -> None:
 
 def test_an_evaluation_reads_dev_where_experts_are_mixed() -> None:
     files = rules().evaluated_scores("scripture")
-    assert "results/tiny/scores/demix/scripture.dev/parliament.parquet" in files
-    assert "results/tiny/scores/dense/scripture.test/dense.parquet" in files
-    assert "results/tiny/scores/dense/scripture.dev/dense.parquet" not in files
+    assert "results/tiny/scores/demix/scripture.dev/tokens.parquet" in files
+    assert "results/tiny/scores/dense/scripture.test/tokens.parquet" in files
+    assert "results/tiny/scores/dense/scripture.dev/tokens.parquet" not in files
 
 
 def test_a_sweep_has_one_record_for_all_seeds() -> None:

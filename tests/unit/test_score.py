@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,6 @@ def shards_of(tokens: Path, domain: str = NOVEL[0]) -> list[Path]:
     return [tokens / "tokens" / domain / f"{split}.arrow" for split in ("dev", "test")]
 
 
-def tables_of(folder: Path) -> list[Path]:
-    """The files that Snakemake knows, and deletes before it starts a killed job again."""
-    return sorted(folder.glob("*/[!.]*.parquet"))
-
-
 def scored_at(place: Any, name: str, at: int, do: Callable[[], None]) -> None:
     """Let `place.name` call `do` before its call number `at`."""
     function, calls = getattr(place, name), iter(range(1, 1 << 20))
@@ -108,8 +103,10 @@ def test_a_killed_job_goes_on_from_its_last_piece_and_leaves_the_same_bytes(
         (files.__name__, "fsync", 1),
         (module.__name__, "write_scores", 2),
         (module.__name__, "trunk_log_probabilities", 2),
-        # The last: dev is done, test is scored and its columns are not yet in their place.
-        (module.__name__, "write_tokens", 2),
+        # Dev is done, test is scored and its columns are not yet in their place.
+        (module.__name__, "_keep", 1),
+        # The last: all columns are in their place, and no table of tokens tells so.
+        (module.__name__, "write_tokens", 1),
     )
     for place, name, at in moments:
         log.write_text("")
@@ -118,11 +115,11 @@ def test_a_killed_job_goes_on_from_its_last_piece_and_leaves_the_same_bytes(
         process.join()
         assert process.exitcode == -signal.SIGKILL, name
         scored.append([int(line) for line in log.read_text().split()])
-        for path in tables_of(tmp_path / "killed"):
+        # What Snakemake knows it deletes, before it starts a killed job again.
+        for path in (tmp_path / "killed").glob("*/tokens.parquet"):
             path.unlink()
     # What was not on disk when the process died, one piece of 2 blocks, was scored again and nothing else.
-    assert scored == [[4, 4], [2], [2], [4], [4, 2]]
-    assert list((tmp_path / "killed").glob("*/.law.pieces"))
+    assert scored == [[4, 4], [2], [2], [4], [4, 2], []]
     score(*arguments, tmp_path / "killed")
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
     hidden = {path.name for path in (tmp_path / "killed").rglob(".*")}
@@ -145,9 +142,9 @@ def test_pieces_that_are_damaged_or_of_another_origin_are_scored_again(
                 return trunk_log_probabilities(model, inputs, *rest)
 
             patch.setattr(module, "trunk_log_probabilities", logged)
-            patch.setattr(module, "write_tokens", module.write_tokens)
+            patch.setattr(module, "_keep", module._keep)
             if stop:
-                scored_at(module, "write_tokens", 1, stopped)
+                scored_at(module, "_keep", 1, stopped)
             try:
                 score(model, experts, shards_of(tokens)[:1], scoring, tmp_path / "scores")
             except KeyboardInterrupt:
@@ -231,7 +228,7 @@ def test_an_added_expert_touches_no_other_file(tokens: Path, model: Path, tmp_pa
     score(model, EXPERTS[:2], paths, SCORING, tmp_path / "scores")
 
     def state() -> dict[Path, tuple[str, int]]:
-        return {path: (sha256_file(path), path.stat().st_mtime_ns) for path in tables_of(tmp_path / "scores")}
+        return {path: (sha256_file(path), path.stat().st_mtime_ns) for path in (tmp_path / "scores").glob("*/[!.]*")}
 
     before = state()
     assert len(before) == 4 * 3
@@ -267,6 +264,29 @@ def test_tokens_of_before_that_differ_or_are_damaged_are_written_anew(tokens: Pa
         tables.write_tokens(tmp_path, ids, shard.offsets, length)
         assert pq.read_table(path)["token"].to_pylist() == ids.tolist()
         assert path.read_bytes() != content
+
+
+def test_the_table_of_tokens_tells_whether_a_column_changed(tokens: Path, model: Path, tmp_path: Path) -> None:
+    paths, (first, second, added) = shards_of(tokens)[:1], EXPERTS
+    place = tmp_path / f"{NOVEL[0]}.dev"
+
+    def after(experts: tuple[str, ...], scoring: Scoring = SCORING) -> bytes:
+        score(model, experts, paths, scoring, tmp_path)
+        return (place / "tokens.parquet").read_bytes()
+
+    both = after((first, second))
+    told = json.loads(pq.read_schema(place / "tokens.parquet").metadata[tables.COLUMNS])
+    assert told == [first, second]
+    assert after((added,)) == both, "it is told of by a file of its own"
+    assert after((first, second)) == both
+    other = after((second,), replace(SCORING, precision="bf16"))
+    assert other != both
+    assert after((second,)) == both, "the same bytes again"
+    (place / "tokens.parquet").unlink()
+    assert after((first, second)) == both
+    (place / f"{second}.parquet").unlink()
+    (place / "tokens.parquet").unlink()
+    assert after((first,)) != both
 
 
 def test_blocks_from_a_place_on_are_those_of_the_whole(tokens: Path) -> None:

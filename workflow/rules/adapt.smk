@@ -12,7 +12,6 @@ for parent in {one.parent.name: one.parent for one in THIS.adaptations}.values()
             # These scores choose the parent.
             scores=RULES.scores(parent.name, ["{novel}"], [*TRAINING, "tokens"], ["dev"]) if adds else [],
             # Adaptation does not change the losses of training domains under their own experts: metrics repeat them.
-            # The job that makes such a score table makes the domain's table of tokens, too.
             unchanged=[
                 file for domain in TRAINING * adds for file in RULES.scores(parent.name, [domain], [domain], ["dev"])
             ],
