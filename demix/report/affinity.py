@@ -10,6 +10,8 @@ from demix.report.results import Results
 from demix.run.run import Run
 
 PERMUTATIONS = 9999
+# So many values are permuted at a time, a few copies of which are in memory.
+PERMUTED_AT_ONCE = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -83,20 +85,18 @@ def _relation(kind: str, ratio: np.ndarray, shared: np.ndarray, used: np.ndarray
     if count < 3 or not known.all() or np.ptp(ratio[used]) == 0 or np.ptp(shared[used]) == 0:
         return Relation(kind, domains, int(known.sum()), *[float("nan")] * 3)
     found = (rank(shared[used], ratio[used]).statistic for rank in (stats.spearmanr, stats.pearsonr))
-    # A permutation of whole domains reorders the ranks without changing them: ranks are computed once.
-    ranks = np.zeros(ratio.shape)
+    # A permutation of whole domains reorders the ranks without changing them: ranks, their mean and their spread are
+    # computed once.
+    ranks, others = np.zeros(ratio.shape), stats.rankdata(shared[used])
     ranks[used] = stats.rankdata(ratio[used])
-    others = stats.rankdata(shared[used])
+    ranks[used] -= ranks[used].mean()
+    reference = (others - others.mean()) / others.std() / ranks[used].std() / count
 
     def permuted(orders: np.ndarray, axis: int = -1) -> np.ndarray:
         """The correlation for each of `orders` [..., domains]."""
         orders = np.moveaxis(orders, axis, -1).astype(int)
-        rows = ranks[orders]
-        moved = np.take_along_axis(rows, orders[..., np.newaxis, :], -1) if square else rows
-        chosen = moved[..., used]
-        chosen = chosen - chosen.mean(-1, keepdims=True)
-        reference = others - others.mean()
-        return np.asarray(chosen @ reference / np.sqrt((chosen**2).sum(-1) * (reference**2).sum()))
+        moved = ranks[orders[..., np.newaxis], orders[..., np.newaxis, :]] if square else ranks[orders]
+        return np.asarray(moved[..., used] @ reference)
 
     permutation_p = float("nan")
     if domains > 1:
@@ -106,7 +106,7 @@ def _relation(kind: str, ratio: np.ndarray, shared: np.ndarray, used: np.ndarray
             permutation_type="pairings",
             vectorized=True,
             n_resamples=PERMUTATIONS,
-            batch=1000,
+            batch=min(1000, max(1, PERMUTED_AT_ONCE // ratio.size)),
             rng=0,
         )
         permutation_p = test.pvalue

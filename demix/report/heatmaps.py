@@ -11,6 +11,8 @@ from demix.report.material import Material
 CELL_WIDTH, CELL_HEIGHT = 50, 26
 TRACE_COLUMNS, TRACE_WIDTH = 4, 240
 BLOCKS_SHOWN = 100
+# So many domains and so many experts a figure shows at most: more are no cells that an eye could tell apart.
+MOST_SHOWN = 64
 PROBABILITY_LEGEND = alt.Legend(title="probability", values=[0, 0.25, 0.5, 0.75, 1], format=".2f")
 SHARE_LEGEND = alt.Legend(title="share", format=".0%", titlePadding=8)
 
@@ -19,8 +21,8 @@ def posterior_figure(material: Material, kind: str) -> tuple[alt.ConcatChart, st
     """Figures 7 (`kind` training) and 8 (novel): the posterior over training experts after each block of a domain."""
     experts = material.training
     rows = posteriors_on_dev(material, BLOCKS_SHOWN)
-    panels = []
-    for index, domain in enumerate(experts if kind == "training" else material.novel):
+    panels, domains = [], experts if kind == "training" else material.novel
+    for index, domain in enumerate(domains[:MOST_SHOWN]):
         found = rows[rows["domain"] == domain]
         blocks = int(found["block"].max()) + 1 if len(found) else 1
         x = alt.X(
@@ -35,8 +37,15 @@ def posterior_figure(material: Material, kind: str) -> tuple[alt.ConcatChart, st
     return alt.concat(*panels, columns=TRACE_COLUMNS, spacing=18), (
         "Each panel is one domain: the probability of each training expert (rows) after each block of the domain's "
         f"dev split (the first {BLOCKS_SHOWN} at most), with the updating prior."
+        + which_shown(domains=domains, experts=experts)
         + ("" if len(rows[rows["kind"] == kind]) else " This run has none of these numbers.")
     )
+
+
+def which_shown(**named: list[str]) -> str:
+    """A sentence for each of several lists of names that a figure does not show as a whole."""
+    more = {what: names for what, names in named.items() if len(names) > MOST_SHOWN}
+    return "".join(f" Shown: the first {MOST_SHOWN} of {len(names)} {what}." for what, names in more.items())
 
 
 def posteriors_on_dev(material: Material, blocks: int) -> pd.DataFrame:
@@ -72,9 +81,9 @@ def panel(
     **x: Any,
 ) -> alt.Chart:
     """The `index`-th of several small heat maps: probabilities of experts (rows), against what `x` encodes."""
-    first = index % TRACE_COLUMNS == 0
+    first, experts = index % TRACE_COLUMNS == 0, experts[:MOST_SHOWN]
     chart: alt.Chart = (
-        alt.Chart(alt.InlineData(values=values))
+        alt.Chart(alt.InlineData(values=[value for value in values if value["expert"] in experts]))
         .mark_rect(stroke="white", strokeWidth=gap)
         .encode(
             y=alt.Y(
@@ -119,15 +128,17 @@ def heat_maps(
     """Heat maps of domains (rows) and experts (columns), one per kind of domain, side by side.
 
     `rows` have kind, domain, expert and value. `halves` gives each kind its rows and its heading. `over` is the title
-    of the columns.
+    of the columns. The first `MOST_SHOWN` of the domains of a kind and of the experts are shown.
     """
-    panels = []
-    for kind, (domains, heading) in halves.items():
-        if not domains:
+    panels, columns = [], experts[:MOST_SHOWN]
+    for kind, (names, heading) in halves.items():
+        if not (domains := names[:MOST_SHOWN]):
             continue
-        base = alt.Chart(alt.InlineData(values=[row for row in rows if row["kind"] == kind])).encode(
+        places = {(kind, domain, expert) for domain in domains for expert in columns}
+        values = [row for row in rows if (row["kind"], row["domain"], row["expert"]) in places]
+        base = alt.Chart(alt.InlineData(values=values)).encode(
             x=alt.X(
-                "expert:N", sort=experts, title=over, scale=alt.Scale(domain=experts), axis=alt.Axis(labelAngle=-40)
+                "expert:N", sort=columns, title=over, scale=alt.Scale(domain=columns), axis=alt.Axis(labelAngle=-40)
             ),
             y=alt.Y("domain:N", sort=domains, title=None, scale=alt.Scale(domain=domains)),
         )
@@ -144,9 +155,11 @@ def heat_maps(
         )
         panels.append(
             (cells + text).properties(
-                width=CELL_WIDTH * len(experts),
+                width=CELL_WIDTH * len(columns),
                 height=CELL_HEIGHT * len(domains),
-                title=alt.Title(heading, anchor="start", fontSize=13, fontWeight="normal"),
+                title=alt.Title(
+                    heading + which_shown(rows=names, columns=experts), anchor="start", fontSize=13, fontWeight="normal"
+                ),
             )
         )
     return alt.hconcat(*panels, spacing=24)

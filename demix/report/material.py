@@ -17,6 +17,7 @@ from demix.run.run import Run
 if TYPE_CHECKING:
     import pandas as pd
 
+    from demix.report.affinity import Relation
     from demix.report.clusters import Clusters
     from demix.report.read import Parent
     from demix.report.results import Results
@@ -100,6 +101,20 @@ class Material:
         from demix.report.affinity import affinities, with_overlap
 
         return with_overlap(affinities(self.own, self.run), self.overlap)
+
+    @cached_property
+    def relations(self) -> "list[Relation]":
+        """How the ratios of `pairs` go with their overlap, by kind of domain."""
+        from demix.report.affinity import relations
+
+        return relations(self.pairs)
+
+    @cached_property
+    def relation_with_own(self) -> "Relation":
+        """The same over the training domains, own experts included."""
+        from demix.report.affinity import relation_with_own
+
+        return relation_with_own(self.pairs)
 
     @cached_property
     def audit(self) -> "pd.DataFrame":
@@ -235,6 +250,8 @@ class Material:
 
     def of_seed(self, seed: int) -> "Material":
         """The same with the results of one seed alone. Only the run's own seed has differences."""
+        if seed == self.run.seed and [*self.results.by_seed] == [seed]:
+            return self
         shared = {name: getattr(self, name) for name in ("overlap", "parents", "clusters")}
         differences = self.differences if seed == self.run.seed else self.differences.iloc[:0]
         results = self.results.of_seed(seed)

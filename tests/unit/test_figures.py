@@ -1,5 +1,6 @@
 """The figures: the data they carry, files that other programs can open, and the order of domains."""
 
+import itertools
 import json
 import math
 import struct
@@ -8,12 +9,14 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pandas as pd
 import pytest
 from scipy.stats import spearmanr
 
 from demix.errors import DemixError
 from demix.files import write_json_lines
+from demix.report import heatmaps
 from demix.report.affinity import relations
 from demix.report.curves import adaptation_curves, training_curves
 from demix.report.item import Group
@@ -112,6 +115,22 @@ def test_p_by_domains_is_milder_than_p_by_pairs() -> None:
     assert found.permutation_p > 0.01
 
 
+def test_p_is_that_of_all_orders_of_the_domains() -> None:
+    pairs = made(lambda i, j: 1 + (7 * i + 3 * j + i * j) % 11 / 10, lambda i, j: (5 * i + 2 * j * j + i * j) % 13 / 13)
+    (found,) = relations(pairs)
+    ratio, shared = (
+        pairs.pivot(index="domain", columns="expert", values=name).to_numpy() for name in ("ratio", "overlap")
+    )
+    used = ~np.eye(5, dtype=bool)
+    told = [
+        spearmanr(ratio[np.ix_(order, order)][used], shared[used]).statistic
+        for order in map(list, itertools.permutations(range(5)))
+    ]
+    assert found.spearman == pytest.approx(told[0])
+    above, below = (sum(sign * np.array(told) >= sign * told[0] - 1e-9) / len(told) for sign in (1, -1))
+    assert found.permutation_p == pytest.approx(min(1, 2 * min(above, below)))
+
+
 def test_a_relation_that_cannot_be_told_is_nan(run: MadeUp) -> None:
     pairs = run.material(overlap=run.overlap.iloc[:3]).pairs
     assert all(math.isnan(found.spearman) for found in relations(pairs))
@@ -162,6 +181,26 @@ def test_heatmaps_keep_the_order_of_the_config(run: MadeUp) -> None:
             encoding = panel["layer"][0]["encoding"]
             assert encoding["y"]["sort"] == list(names)
             assert encoding["x"]["sort"] == list(TRAINING)
+
+
+def test_figures_of_many_domains_show_the_first_and_say_so(run: MadeUp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heatmaps, "MOST_SHOWN", 2)
+    figures = {name: all_items()[name].drawn(run.material()).to_dict() for name in ("figure2", "figure4", "figure7")}
+    pairs = {(domain, expert) for domain in (*TRAINING[:2], *NOVEL[:2]) for expert in TRAINING[:2]}
+    for name in ("figure2", "figure4"):
+        part = figures[name]["vconcat"][0]
+        assert cells(figures[name], part).keys() == pairs
+        assert part["hconcat"][0]["title"]["text"].endswith(
+            f"Shown: the first 2 of {len(TRAINING)} rows. Shown: the first 2 of {len(TRAINING)} columns."
+        )
+    figure = figures["figure2"]
+    points = [figure["datasets"][panel["data"]["name"]] for panel in figure["vconcat"][2]["hconcat"]]
+    assert [len(rows) for rows in points] == [2, 4]
+    assert f"over {len(TRAINING) * (len(TRAINING) - 1)} pairs" in str(figure["vconcat"][2]), "all pairs are told of"
+    traces = figures["figure7"]
+    assert [panel["title"]["text"] for panel in traces["concat"]] == list(TRAINING[:2])
+    assert {row["expert"] for row in values(traces)} == {*TRAINING[:2]}
+    assert f"the first 2 of {len(TRAINING)} domains." in " ".join(traces["title"]["subtitle"])
 
 
 def test_figure6_averages_perplexities_not_losses(run: MadeUp) -> None:

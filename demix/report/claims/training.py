@@ -29,9 +29,7 @@ def _diagonal(material: Material) -> Iterator[Part]:
 def _overlap_correlates(material: Material) -> Iterator[Part]:
     import numpy as np
 
-    from demix.report.affinity import relation_with_own
-
-    found = relation_with_own(material.pairs)
+    found = material.relation_with_own
     r, known = -found.pearson, np.isfinite(found.pearson)
     sentence = (
         f"Pearson r = {r:.2f} over {found.pairs} pairs of a domain and an expert, of the share of bigrams with minus "

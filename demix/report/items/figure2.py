@@ -12,6 +12,7 @@ from demix.report.material import Material
 
 if TYPE_CHECKING:
     import altair as alt
+    import pandas as pd
 
     from demix.report.affinity import Relation
 
@@ -24,17 +25,15 @@ SHARE_RANGE = ("#f7fcf5", "#a1d99b", "#41ab5d")
 def make(material: Material) -> tuple[Any, str]:
     import altair as alt
 
-    from demix.report.affinity import relations
-
     pairs, known = material.pairs, material.pairs["ratio"].notna().any()
     panels = [_ratios(material)]
     if pairs["overlap"].notna().any():
-        panels += [_shares(material), alt.hconcat(*(_scatter(pairs, one) for one in relations(pairs)), spacing=60)]
+        panels += [_shares(material), alt.hconcat(*(_scatter(pairs, one) for one in material.relations), spacing=60)]
     return alt.vconcat(*panels, spacing=28).resolve_scale(color="independent"), (
         "Top: test perplexity of an expert (column) on a domain (row), over that of the domain's own expert (training "
         "domains) or of the best expert (novel domains). 1 is best; colours follow the logarithm. Middle: share of the "
         "bigrams of a domain's test split that occur in the expert's training text. Bottom: that ratio against this "
-        "share, one point per pair." + ("" if known else " This run has none of these numbers.")
+        "share, one point per pair of those above." + ("" if known else " This run has none of these numbers.")
     )
 
 
@@ -77,18 +76,27 @@ def _cells(material: Material, column: str) -> list[dict[str, Any]]:
 
     return [
         {"kind": row.kind, "domain": row.domain, "expert": row.expert, "value": finite(getattr(row, column))}
-        for row in material.pairs.itertuples()
+        for row in _drawn(material.pairs).itertuples()
     ]
 
 
-def _scatter(pairs: Any, relation: "Relation") -> "alt.Chart":
+def _drawn(pairs: "pd.DataFrame") -> "pd.DataFrame":
+    """The pairs of the domains and experts that are shown, of which there may be many more."""
+    from demix.report.heatmaps import MOST_SHOWN
+
+    experts = pairs["expert"].unique()[:MOST_SHOWN]
+    domains = [name for _, rows in pairs.groupby("kind") for name in rows["domain"].unique()[:MOST_SHOWN]]
+    return pairs[pairs["domain"].isin(domains) & pairs["expert"].isin(experts)]
+
+
+def _scatter(pairs: "pd.DataFrame", relation: "Relation") -> "alt.Chart":
     """Perplexity ratio against bigram overlap, one point per pair; the title states the correlation."""
     import altair as alt
     import numpy as np
 
     from demix.report.look import COLOURS, finite, small_heading
 
-    points = pairs[pairs["kind"] == relation.kind].dropna()
+    points = _drawn(pairs[pairs["kind"] == relation.kind]).dropna()
     if relation.kind == "training":
         points = points[points["domain"] != points["expert"]]
     values = [

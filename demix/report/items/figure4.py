@@ -48,13 +48,14 @@ def _by_decay(material: Material) -> list["alt.Chart"]:
     """A small heat map for each novel domain: its prior by λ."""
     import altair as alt
 
-    from demix.report.heatmaps import panel, posteriors_on_dev
+    from demix.report.heatmaps import MOST_SHOWN, panel, posteriors_on_dev
     from demix.report.look import finite
 
     settings = material.run.config.evaluation
     found = posteriors_on_dev(material, settings.dev_blocks)
     panels = []
-    for index, domain in enumerate(name for name in material.novel if (found["domain"] == name).any()):
+    shown = [name for name in material.novel if (found["domain"] == name).any()][:MOST_SHOWN]
+    for index, domain in enumerate(shown):
         by_decay = priors_by_decay(found[found["domain"] == domain], (*DECAYS_SHOWN, settings.decay))
         values = [
             {"decay": each, "expert": expert, "value": finite(prior)}

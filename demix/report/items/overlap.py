@@ -12,11 +12,9 @@ ITEM = TableItem("Affinity of experts and overlap of bigrams", Group.FURTHER, 4)
 def make(material: Material) -> Table:
     import pandas as pd
 
-    from demix.report.affinity import relation_with_own, relations
-
     overlap = material.overlap
-    named = {f"{found.kind} domains": found for found in relations(material.pairs)}
-    named["training domains, own experts too"] = relation_with_own(material.pairs)
+    named = {f"{found.kind} domains": found for found in material.relations}
+    named["training domains, own experts too"] = material.relation_with_own
     rows = {
         label: {
             "Domains": found.domains,
