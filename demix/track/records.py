@@ -25,6 +25,8 @@ from demix.run.run import Run
 from demix.settings import written
 from demix.track.client import Point, named, points
 
+# MLflow gets the perplexity of each expert on each domain in a run of so many domains at most.
+PAIRS_SENT = 64
 PARAM_KEY_LENGTH, PARAM_VALUE_LENGTH = 250, 6000
 Span = tuple[float, float]
 TABLES = (
@@ -226,8 +228,11 @@ def _learned(run: Run, key: str, job: str, settings: dict[str, Any], described: 
 
 
 def _evaluations(run: Run, results: Results) -> Iterator[Record]:
-    """One record per model and set of experts: perplexities, and means over all domains of a kind."""
-    scored = results.rows.query("variant == ''")
+    """One record per model and set of experts: perplexities, and means over all domains of a kind.
+
+    Of single experts on domains other than their own a run of many domains has means alone.
+    """
+    scored, few = results.rows.query("variant == ''"), len(run.domains) <= PAIRS_SENT
     for (model, experts, seed), rows in scored.groupby(["model", "experts", "seed"], sort=True):
         # Models of further seeds are named as their folders are.
         model = run.folder_of(model, seed)
@@ -245,14 +250,16 @@ def _evaluations(run: Run, results: Results) -> Iterator[Record]:
             parts = [method, expert, weights, "" if pd.isna(top_k) else f"top{top_k:.0f}"]
             prefix = f"{'' if split == 'test' else f'{split}_'}{measure}/{'.'.join(filter(None, parts))}"
             values = group.set_index("domain")["perplexity"]
-            metrics += [(named(f"{prefix}/{domain}"), float(value), 0, time) for domain, value in values.items()]
+            sent = values if few or method != "expert" else values[values.index == expert]
+            metrics += [(named(f"{prefix}/{domain}"), float(value), 0, time) for domain, value in sent.items()]
             for domains in domains_of(run):
                 if set(domains.names) <= set(values.index):
                     mean = float(values[domains.names].mean())
                     metrics.append((named(f"{prefix}/mean_{domains.kind}"), mean, 0, time))
         settings = {"evaluation": written(run.config.evaluation), "model": model, "experts": experts}
         settings["n_experts"] = int(rows["n_experts"].max())
-        table = rows[list(RESULT_COLUMNS)].sort_values([*by, "domain"], ignore_index=True)
+        told = rows if few else rows[(rows["method"] != "expert") | (rows["expert"] == rows["domain"])]
+        table = told[list(RESULT_COLUMNS)].sort_values([*by, "domain"], ignore_index=True)
         key = f"evaluation/{model}/{experts}"
         yield Record(key, "evaluation", span, flatten(settings), tuple(sorted(metrics)), table=table)
 

@@ -17,6 +17,7 @@ from demix.errors import DemixError
 from demix.files import exclusive, read_json, read_json_lines, write_json, write_json_lines
 from demix.report import write_report
 from demix.run.kept import config_fingerprint, read_run_config
+from demix.track import records
 from demix.track.client import NETWORK_FILE_SYSTEMS, file_system
 from demix.track.records import flatten
 from demix.track.store import track
@@ -258,6 +259,37 @@ def test_bad_input_is_one_line(uri: str, tmp_path: Path) -> None:
         track(run.run, "http://127.0.0.1:9", "bad")
     with pytest.raises(DemixError, match="needs the Python package MySQLdb; pip install mysqlclient"):
         track(run.run, "mysql://nobody@127.0.0.1/demix", "bad")
+
+
+def test_of_many_domains_single_experts_have_their_own_and_means(
+    run: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sent() -> records.Record:
+        return next(one for one in records.records(run.run) if one.key == "evaluation/demix/all")
+
+    every = sent()
+    assert every.table is not None
+    monkeypatch.setattr(records, "PAIRS_SENT", len(TRAINING) + len(NOVEL))
+    assert sent().sha256() == every.sha256()
+    monkeypatch.setattr(records, "PAIRS_SENT", len(TRAINING) + len(NOVEL) - 1)
+    fewer = sent()
+    assert fewer.table is not None
+    missing = {point[0] for point in every.metrics} - {point[0] for point in fewer.metrics}
+    assert fewer.metrics == tuple(point for point in every.metrics if point[0] not in missing)
+    assert missing == {
+        f"perplexity/expert.{expert}/{domain}"
+        for expert in (*TRAINING, *NOVEL)
+        for domain in (*TRAINING, *NOVEL)
+        if expert != domain
+    } & {point[0] for point in every.metrics}
+    assert {f"perplexity/expert.{TRAINING[0]}/mean_{kind}" for kind in ("training", "novel")} <= {
+        point[0] for point in fewer.metrics
+    }
+    single = fewer.table.query("method == 'expert'")
+    assert len(single)
+    assert (single["expert"] == single["domain"]).all()
+    others = every.table.query("method != 'expert'").reset_index(drop=True)
+    assert fewer.table.query("method != 'expert'").reset_index(drop=True).equals(others)
 
 
 def test_flatten() -> None:
