@@ -325,6 +325,10 @@ class _Footer:
 
 
 def _footer(path: Path) -> _Footer:
+    tokens = path.with_name("tokens.parquet")
+    if tokens.exists() and not path.exists():
+        # The workflow knows the columns by the table of their tokens.
+        raise DemixError(path, "is missing", f"delete {tokens}, then score the domain again")
     nothing = read_parquet(path, columns=[])
     return _Footer(nothing.num_rows, nothing.schema.metadata or {})
 

@@ -85,11 +85,9 @@ def _relation(kind: str, ratio: np.ndarray, shared: np.ndarray, used: np.ndarray
     if count < 3 or not known.all() or np.ptp(ratio[used]) == 0 or np.ptp(shared[used]) == 0:
         return Relation(kind, domains, int(known.sum()), *[float("nan")] * 3)
     found = (rank(shared[used], ratio[used]).statistic for rank in (stats.spearmanr, stats.pearsonr))
-    # A permutation of whole domains reorders the ranks without changing them: ranks, their mean and their spread are
-    # computed once.
+    # A permutation of whole domains reorders the ranks without changing them: ranks and their spread are computed once.
     ranks, others = np.zeros(ratio.shape), stats.rankdata(shared[used])
     ranks[used] = stats.rankdata(ratio[used])
-    ranks[used] -= ranks[used].mean()
     reference = (others - others.mean()) / others.std() / ranks[used].std() / count
 
     def permuted(orders: np.ndarray, axis: int = -1) -> np.ndarray:

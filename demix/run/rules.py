@@ -1,7 +1,6 @@
 """Input files, output files and resources of the workflow's rules, derived from the config without Snakemake."""
 
 import json
-import os
 import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -125,20 +124,13 @@ class RunRules:
         """The score tables by which the workflow knows those of the experts `names` on `domains`.
 
         tokens.parquet tells a digest of the columns that were scored with it, and stands for them, so that files grow
-        with domains and not with pairs of a domain and an expert. Named beside it are the columns of experts that were
-        added, and what is missing of those that should be there.
+        with domains and not with pairs of a domain and an expert. The column of an expert that was added is named.
         """
         names, splits = list(names), list(splits)
+        if not self.knows_columns:
+            names = list(dict.fromkeys(name if name in self.run.novel else "tokens" for name in names))
         places = [f"{self.folder}/scores/{model}/{domain}.{split}" for domain in domains for split in splits]
-        return [f"{place}/{name}.parquet" for place in places for name in self._known(place, names)]
-
-    def _known(self, place: str, names: list[str]) -> list[str]:
-        """Which of the tables `names` in the folder `place` the workflow knows, and that of the tokens."""
-        if self.knows_columns:
-            return names
-        there = set(os.listdir(place)) if os.path.isfile(f"{place}/tokens.parquet") else None
-        missing = [name for name in names if there is not None and f"{name}.parquet" not in there]
-        return list(dict.fromkeys(name if name in {*self.run.novel, *missing} else "tokens" for name in names))
+        return [f"{place}/{name}.parquet" for place in places for name in names]
 
     @cached_property
     def knows_columns(self) -> bool:

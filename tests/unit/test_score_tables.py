@@ -71,6 +71,17 @@ def test_columns_of_other_tokens_or_weights_are_refused(tmp_path: Path) -> None:
             document_losses(tmp_path, ("law", "news"))
 
 
+def test_a_missing_column_is_made_with_the_table_of_the_tokens(tmp_path: Path) -> None:
+    """The workflow knows that table alone."""
+    write_table(tmp_path, ("law", "news"))
+    (tmp_path / "news.parquet").unlink()
+    with pytest.raises(DemixError, match=r"news\.parquet: is missing; delete .*/tokens\.parquet, then score"):
+        read_scores(tmp_path, ("law", "news"))
+    (tmp_path / "tokens.parquet").unlink()
+    with pytest.raises(DemixError, match=r"tokens\.parquet: is missing; run the stage"):
+        read_scores(tmp_path, ("law", "news"))
+
+
 @pytest.mark.parametrize("documents", [1, 12, 2500])
 def test_sums_by_document_are_those_of_whole_tables(tmp_path: Path, documents: int) -> None:
     """All methods at once, streamed (2,500 documents are several pieces), against one mixture and token at a time."""
