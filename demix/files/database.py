@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # The interpreter, its libraries and the batches that are read and written take about 300 MB besides.
 MEMORY_MB = 300
+# What `ask` may take. The million pairs of 1,024 domains and experts take a third of it.
+ASKED_BYTES = 4_000_000_000
 # DuckDB's own advice is 125 MB or more for each thread.
 THREAD_MB = 125
 
@@ -64,8 +66,8 @@ def connected(
 
 @cache
 def _asked() -> duckdb.DuckDBPyConnection:
-    # One thread adds numbers up in one order.
-    return connected(cores=1)
+    # One thread adds numbers up in one order. Nothing spills: its tables are in memory as it is.
+    return connected(memory=ASKED_BYTES, cores=1)
 
 
 def ask(query: str, **tables: "pd.DataFrame") -> "pd.DataFrame":
