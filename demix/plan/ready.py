@@ -24,7 +24,7 @@ SECONDS_IN_QUEUE = 30
 REFUSED = 3
 ASKS = """
 import os, sys
-from demix.data.fetch import refusal
+from demix.data.stores import refusal
 hub = {!r}
 why = "" if hub and os.environ.get("HF_HUB_OFFLINE") else refusal(sys.argv[1], any_answer=hub)
 print(sys.argv[1], why)
@@ -94,7 +94,7 @@ def _partitions() -> list[str]:
 
 def _address(source: SourceSection) -> str | None:
     """One address of a source as a word of the shell; None for files of this machine."""
-    if source.kind == "url":
+    if source.kind in ("url", "store"):
         return shlex.quote(source.paths[0])
     return HUB if source.kind == "hub" and not local(source.paths) else None
 
