@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,6 +128,14 @@ def test_domains_of_a_shared_source_have_what_they_read_alone(files: Path, store
             texts[name] += pq.read_table(output)["text"].to_pylist()
     assert texts["one"] == ["a one", "a three", "p 0", "p 2", "p 4", "p 6", "a five", "a six seven"]
     assert texts["two"] == ["b two", "p 1", "p 3", "p 5", "b eight"]
+
+
+def test_a_name_in_a_store_is_no_part_of_a_url(store: ObjectStore, tmp_path: Path) -> None:
+    store.put({"a%20b?c#d.jsonl": lines("a"), "e/..": lines("b")})
+    assert download(Source("store", "s3://corpus/a%*", bytes={"a%20b?c#d.jsonl": 34}), "d", tmp_path / "d" / "0") == 1
+    with pytest.raises(DemixError, match=r"^s3://corpus/e/\.\.: is no address of a file"):
+        download(Source("store", "s3://corpus/e/*"), "d", tmp_path / "e" / "0")
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["0"]
 
 
 def spans(store: ObjectStore) -> list[str]:
@@ -292,7 +301,7 @@ def test_an_error_shows_nothing_of_what_a_library_says(
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://me:hunter2@127.0.0.1:1")
     line = refused("s3://corpus/a.jsonl", tmp_path)
-    assert "cannot be read (EndpointConnectionError)" in line
+    assert re.search(r"a\.jsonl: cannot be read \(\w+\); check the network", line)
     assert "hunter" not in line
 
 
@@ -323,7 +332,8 @@ def test_a_missing_library_is_named_with_its_command(tmp_path: Path, monkeypatch
 def with_store(**keys: Any) -> dict[str, Any]:
     source = {"kind": "store", "path": "s3://corpus/*.jsonl"} | keys
     words = {"dev": 10, "test": 10}
-    return {"training": {"law": {"source": source, "words": words}, "news": {"source": source, "words": words}}}
+    domain = {"source": source, "words": words}
+    return {"training": {"law": domain, "news": domain}, "novel": {}}
 
 
 def test_a_config_is_read_and_planned_without_asking_a_store(store: ObjectStore, tmp_path: Path) -> None:
