@@ -56,7 +56,7 @@ def init(
     known = os.path.relpath(schema) if schema.is_file() else None
     with _silent():
         printed = outline(run or _free_name(), texts, novel or [], field, known, by)
-        told = "" if by else hint(texts, field)
+        told = hint(texts, field) if by is None else ""
     print(printed, end="")
     if told:
         logging.getLogger("demix").info(told)

@@ -94,7 +94,10 @@ def outline(
         if texts.count(text) > 1:
             raise DemixError(text, "is given twice", "name each text once")
     names = dict[str, Any]()
-    shared, known = _parted(training, field, by, names) if by else ([], _found_all(training, field, names))
+    if by is None:
+        shared, known = list[str](), _found_all(training, field, names)
+    else:
+        shared, known = _parted(training, field, by, names)
     added, total = _found_all(novel, field, names), sum(domain.words for domain in known)
     small = total < 200_000
     tokens = _rounded(min(max(5 * total, 200_000), 1_000_000))

@@ -132,7 +132,9 @@ def test_a_field_that_parts_records_is_named(tmp_path: Path, monkeypatch: pytest
     assert hint in str(said(["init", "my pile.jsonl.gz"]))
 
 
-@pytest.mark.parametrize("values", [["law"], [f"v{number}" for number in range(51)], ["law", "x" * 61], ["law", "news", None, None]])
+@pytest.mark.parametrize(
+    "values", [["law"], [f"v{number}" for number in range(51)], ["law", "x" * 61], ["law", "news", None, None]]
+)
 def test_other_fields_are_not_named(values: list[Any], tmp_path: Path) -> None:
     write_corpus(tmp_path / "a.jsonl.gz", values)
     assert hint([str(tmp_path / "a.jsonl.gz")]) == ""

@@ -346,10 +346,10 @@ def test_a_config_is_read_and_planned_without_asking_a_store(store: ObjectStore,
 
 
 def test_a_run_asks_for_one_file_before_its_first_job(store: ObjectStore, tmp_path: Path) -> None:
-    run = small_run(tmp_path, domains=with_store())
-    with pytest.raises(DemixError, match=r"^s3://corpus/\*\.jsonl: does not answer here \(names no file that can be"):
+    run = small_run(tmp_path, domains=with_store(path="s3://corpus/my texts/*.jsonl"))
+    with pytest.raises(DemixError, match=r"texts/\*\.jsonl: is not there .*; mend the bucket, the path or"):
         check_here(run, ["law"])
-    store.put({"a.jsonl": lines("a")})
+    store.put({"my texts/a.jsonl": lines("a")})
     assert check_here(run, ["law"]) is None
 
 
