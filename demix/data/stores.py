@@ -48,7 +48,7 @@ def stored(paths: Sequence[str]) -> list[str]:
             files = [one for one in files if not one.endswith("/")]
             if not files:
                 raise DemixError(path, "names no file that can be read", _MEND)
-            found |= {store.unstrip_protocol(one) for one in files}
+            found |= {f"{path.partition('://')[0]}://{one}" for one in files}
     return sorted(found)
 
 
@@ -124,10 +124,10 @@ def _is_data(below: PurePosixPath) -> bool:
 
 def _store(address: str) -> tuple[Any, str]:
     """The file system of an address, and the name of the file there."""
-    from fsspec.core import url_to_fs
+    import fsspec
 
-    store, name = url_to_fs(address)
-    return store, str(name)
+    scheme, _, name = address.partition("://")
+    return fsspec.filesystem(scheme), name.rstrip("/")
 
 
 def _version(store: Any, name: str) -> tuple[str, int]:

@@ -131,8 +131,10 @@ def test_domains_of_a_shared_source_have_what_they_read_alone(files: Path, store
 
 
 def test_a_name_in_a_store_is_no_part_of_a_url(store: ObjectStore, tmp_path: Path) -> None:
-    store.put({"a%20b?c#d.jsonl": lines("a"), "e/..": lines("b")})
-    assert download(Source("store", "s3://corpus/a%*", bytes={"a%20b?c#d.jsonl": 34}), "d", tmp_path / "d" / "0") == 1
+    store.put({"a%20b?c#d::e.jsonl": lines("a"), "e/..": lines("b")})
+    assert (
+        download(Source("store", "s3://corpus/a%*", bytes={"a%20b?c#d::e.jsonl": 34}), "d", tmp_path / "d" / "0") == 1
+    )
     with pytest.raises(DemixError, match=r"^s3://corpus/e/\.\.: is no address of a file"):
         download(Source("store", "s3://corpus/e/*"), "d", tmp_path / "e" / "0")
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["0"]
