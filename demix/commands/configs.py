@@ -29,20 +29,25 @@ MOST_PASSES = 10
 @app.command()
 def init(
     texts: Annotated[
-        list[str], typer.Argument(help="The text of each training domain: a file, a folder, or a glob in quotes.")
+        list[str],
+        typer.Argument(help="The text of each training domain, or with --by of all: files, folders, globs in quotes."),
     ],
     novel: Annotated[
         list[str] | None, typer.Option(help="The text of a domain to be added after the training.")
     ] = None,
     field: Annotated[str | None, typer.Option(help="The field of the text in records; guessed by default.")] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(help="The field that says which domain a record belongs to: a domain for each of its values."),
+    ] = None,
     run: Annotated[
         str | None,
         typer.Option(help="The name of the run; by default that of the YAML file that the config is written to."),
     ] = None,
 ) -> None:
-    """Print a config for your own texts, one domain each, with sizes that fit them."""
+    """Print a config for your own texts, a domain each or by a field, with sizes that fit them."""
     from demix.config.names import NAME, NAMED
-    from demix.data.outline import outline
+    from demix.data.outline import hint, outline
 
     if run is not None and not re.fullmatch(NAME, run):
         raise DemixError(f"--run {run}", "is no name of a run", f"use one {NAMED}")
@@ -50,8 +55,11 @@ def init(
     schema = Path(__file__).parents[2] / "workflow" / "schemas" / "config.schema.yaml"
     known = os.path.relpath(schema) if schema.is_file() else None
     with _silent():
-        printed = outline(run or _free_name(), texts, novel or [], field, known)
+        printed = outline(run or _free_name(), texts, novel or [], field, known, by)
+        told = hint(texts, field) if by is None else ""
     print(printed, end="")
+    if told:
+        logging.getLogger("demix").info(told)
 
 
 def _free_name() -> str:

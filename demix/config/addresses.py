@@ -17,11 +17,14 @@ _INSIDE = re.compile("(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 # What Snakemake takes for a wildcard, and no rule can write in another way.
 _WILDCARD = re.compile(r"\{\s*[.\w]+\s*[,}]")
 COMMIT = re.compile("[0-9a-f]{40}")
+# The object stores that an address may begin with, each with the package that reads it.
+STORES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
 # What the address of a model of the Hugging Face hub begins with.
 HUB = "hub:"
 REPOSITORY = "(?:[A-Za-z0-9_-][A-Za-z0-9_.-]*/)?[A-Za-z0-9_-][A-Za-z0-9_.-]*"
 LOG_IN = (
-    "leave it out: ~/.netrc (or the file in NETRC) gives user and password of a host, HF_TOKEN the token of the hub"
+    "leave it out: ~/.netrc (or the file in NETRC) gives user and password of a host, HF_TOKEN the token of the hub, "
+    "the environment the credentials of an object store"
 )
 LOG_IN_ELSEWHERE = (
     "leave it out and set PGPASSWORD, MLFLOW_TRACKING_PASSWORD or MLFLOW_TRACKING_TOKEN in the environment"
@@ -31,13 +34,13 @@ LOG_IN_ELSEWHERE = (
 def secret_in(address: str) -> str | None:
     """What credential an address holds, in words without its value; None if it holds none.
 
-    A user name alone is a credential of http(s), where a token may stand in its place, but not of a database. Raises
-    ValueError for what is no address.
+    A user name alone is a credential of http(s) and of object stores, where a token may stand in its place, but not of
+    a database. Raises ValueError for what is no address.
     """
     parts = urlsplit(address)
     if parts.password:
         return "a password"
-    if parts.username and parts.scheme in ("http", "https"):
+    if parts.username and parts.scheme in ("http", "https", *STORES):
         return "a user name"
     for pair in re.split("[&;]", f"{parts.query}&{parts.fragment}"):
         key, _, value = pair.partition("=")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from demix.config.addresses import LOG_IN, local, refuse_secrets, refuse_unnamable
+from demix.config.addresses import LOG_IN, STORES, local, refuse_secrets, refuse_unnamable
 from demix.config.files import files_at
 from demix.config.names import refuse_name
 from demix.errors import DemixError, nearest
@@ -27,19 +27,24 @@ Scalar = Text | Switch | Integer | Number
 Range = Annotated[dict[Literal["min", "max"], Text | Number], Field(min_length=1)]
 # One job writes a file for each domain of a source, and a process holds so many open.
 MOST_SHARING = 400
+# What the paths of a kind of source begin with, and how an error says it.
+BEGINS = {"url": "https?://", "store": rf"({'|'.join(STORES)})://[^/@*?\[]+(/|$)", "hub": "hf://"}
+SHOWN = {"url": "http:// or https://", "store": f"{':// or '.join(STORES)}:// and the name of a bucket"}
 
 
 @settings()
 class SourceSection:
     """The source of a domain's raw text, and which of its records are read."""
 
-    kind: Literal["files", "url", "hub"] = Field(
-        description="files: local files. url: files fetched over HTTP(S); downloads are resumed and retried. hub: a "
-        "Hugging Face data set, streamed without running code of the data set."
+    kind: Literal["files", "url", "store", "hub"] = Field(
+        description="files: local files. url: files fetched over HTTP(S); downloads are resumed and retried. store: "
+        "files of an object store, fetched alike by a package that you install (s3fs, gcsfs or adlfs) with the "
+        "credentials of the environment. hub: a Hugging Face data set, streamed without running code of the data set."
     )
     path: Text | Annotated[Items[Text], Field(min_length=1)] = Field(
         description="files: a path, a glob or a folder, or a list of them; of a folder all files below it are read "
-        "that have one of the formats. url: an address or a list of them. hub: owner/name, or a local folder. Formats: "
+        "that have one of the formats. url: an address or a list of them. store: as files, but each begins with s3://, "
+        "gs:// or az:// and a bucket. hub: owner/name, or a local folder. Formats: "
         ".jsonl .json .csv .txt (one document per .txt file), plain, .gz or .zst; .parquet; and .zip .tar .tgz .tar.gz "
         ".tar.zst archives of such files."
     )
@@ -99,10 +104,10 @@ class SourceSection:
         description="hub: globs of files in the data set (.parquet; .jsonl, .json and .csv, also as .gz or .zst).",
     )
     sha256: dict[Text, Annotated[Text, Field(pattern="^[0-9a-f]{64}$")]] = Field(
-        default_factory=dict, description="Expected SHA-256 digests by file name (files and url)."
+        default_factory=dict, description="Expected SHA-256 digests by file name (files, url and store)."
     )
     bytes: dict[Text, Annotated[Integer, Field(ge=0)]] = Field(
-        default_factory=dict, description="Expected sizes in bytes by file name (files and url)."
+        default_factory=dict, description="Expected sizes in bytes by file name (files, url and store)."
     )
     instructions: Text = Field(
         default="",
@@ -323,14 +328,17 @@ def check_source(place: str, source: SourceSection) -> None:
     if source.kind == "url" and source.parts > len(source.paths):
         cause = f"is {source.parts} for {len(source.paths)} addresses"
         raise DemixError(f"{place}.parts", cause, "set at most one part per address")
-    if source.kind == "url" and not all(path.startswith(("http://", "https://")) for path in source.paths):
-        cure = "begin each address with http:// or https://, or use kind: files"
-        raise DemixError(f"{place}.path", "is not an address", cure)
+    for path in source.paths if source.kind != "hub" else ():
+        kind = next((kind for kind, begins in BEGINS.items() if re.match(begins, path)), "files")
+        if kind != source.kind:
+            begin = f"begin each address with {SHOWN[source.kind]}, or " if source.kind in SHOWN else ""
+            cause = "is not an address" if begin else "is an address"
+            raise DemixError(f"{place}.path", cause, f"{begin}use kind: {kind}")
     if source.kind != "hub":
         return
     if not source.data_files:
         raise DemixError(f"{place}.data_files", "is missing", 'name files of the data set, such as ["data/*.parquet"]')
     if source.sha256 or source.bytes:
-        raise DemixError(f"{place}.sha256", "is for the kinds files and url", "pin a commit by revision instead")
+        raise DemixError(f"{place}.sha256", "is for the kinds files, url and store", "pin a commit by revision instead")
     if not source.revision and not local(source.paths):
         raise DemixError(f"{place}.revision", "is missing", "pin a commit, or name a branch such as main")

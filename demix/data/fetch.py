@@ -43,7 +43,7 @@ def fetch(
     for the connection and for each read. User and password come from the netrc file alone; `token` goes to the host of
     `url` alone.
     """
-    partial, note = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.etag")
+    partial, note = beside(path)
     shown = _shown(url)
     if not path.exists():
         fresh = Retry(total=ATTEMPTS, backoff_factor=backoff, backoff_max=60, retry_after_max=600)
@@ -74,8 +74,30 @@ def fetch(
                     raise DemixError(shown, f"cannot be fetched ({cause})", "rerun to go on where it ended") from None
                 _log.info("%s: %s, trying again", shown, problem or f"answers {response.status}")
                 _wait(retry, response)
-    _check(partial if not path.exists() else path, shown, size, sha256)
-    if not path.exists():
+    finish(path, shown, size, sha256)
+
+
+def beside(path: Path) -> tuple[Path, Path]:
+    """Where what was fetched of `path` waits to be whole, and the note of the version that it is of."""
+    return path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.etag")
+
+
+def finish(path: Path, shown: str, size: int | None, sha256: str | None) -> None:
+    """Check what was fetched, and give it the name `path`; a file that has it is only checked.
+
+    Raises DemixError that names `shown` for other bytes, which are removed.
+    """
+    partial, note = beside(path)
+    whole = path if path.exists() else partial
+    problem = None
+    if size is not None and _size(whole) != size:
+        problem = f"has {_size(whole)} bytes, not {size}"
+    elif sha256 is not None and (found := sha256_file(whole)) != sha256:
+        problem = f"has sha256 {found}, not {sha256}"
+    if problem:
+        discard(whole, note)
+        raise other(shown, problem)
+    if whole == partial:
         fsync(partial)
         partial.replace(path)
         fsync(path.parent)
@@ -124,7 +146,7 @@ def _go_on(
         begins, total = (int(span[1]), first if span[2] == "*" else span[2]) if span else (-1, "")
         continued = start and begins == start and validator == known and total and total == (first or total)
         if (status == 206 and not continued) or (start and status == 416):
-            _discard(partial, note)
+            discard(partial, note)
             raise ProtocolError("the file has changed since its first part was fetched")
         if status not in (200, 206):
             raise DemixError(
@@ -135,15 +157,15 @@ def _go_on(
                 shown, "gives a web page, not a file", "open it in a browser: terms may wait to be accepted"
             )
         if status == 200:
-            _discard(partial, note)
+            discard(partial, note)
             start, total = 0, response.headers.get("Content-Length", "")
         length = int(total) if total.isdecimal() else None
         if length is None and not (response.raw.chunked or size is not None or sha256):
             cause = "is sent without its length, so that a cut one would look whole"
             raise DemixError(shown, cause, "give source.bytes or source.sha256")
         if size is not None and length not in (size, None):
-            _discard(partial, note)
-            raise _other(shown, f"has {length} bytes, not {size}")
+            discard(partial, note)
+            raise other(shown, f"has {length} bytes, not {size}")
         with open(partial, "ab") as file:
             if validator:
                 note.write_text(f"{validator}\n{total}")
@@ -151,12 +173,12 @@ def _go_on(
     if length is not None and _size(partial) < length:
         raise ProtocolError(f"cut short at {_size(partial)} of {length} bytes")
     if length is not None and _size(partial) > length:
-        _discard(partial, note)
+        discard(partial, note)
         raise ProtocolError(f"sends more than its {length} bytes")
     return None
 
 
-def _discard(partial: Path, note: Path) -> None:
+def discard(partial: Path, note: Path) -> None:
     """Remove what was fetched. In this order, no moment leaves the old bytes beside a new validator."""
     partial.unlink(missing_ok=True)
     note.unlink(missing_ok=True)
@@ -181,18 +203,8 @@ def _validator(headers: Mapping[str, str]) -> str:
     return tag if tag and not tag.startswith("W/") else headers.get("Last-Modified", "")
 
 
-def _check(path: Path, shown: str, size: int | None, sha256: str | None) -> None:
-    problem = None
-    if size is not None and _size(path) != size:
-        problem = f"has {_size(path)} bytes, not {size}"
-    elif sha256 is not None and (found := sha256_file(path)) != sha256:
-        problem = f"has sha256 {found}, not {sha256}"
-    if problem:
-        _discard(path, path.with_name(f".{path.name.removeprefix('.').removesuffix('.partial')}.etag"))
-        raise _other(shown, problem)
-
-
-def _other(shown: str, problem: str) -> DemixError:
+def other(shown: str, problem: str) -> DemixError:
+    """The error for a file that differs from what the config says of it."""
     return DemixError(shown, problem, "if the source has changed on purpose, change the config; else rerun")
 
 

@@ -2,7 +2,9 @@
 
 import glob
 import hashlib
+import json
 import re
+import shlex
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,18 +17,27 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from demix.config.adaptation import PASSES
+from demix.config.domains import MOST_SHARING, Scalar
 from demix.config.files import readable
+from demix.config.names import LONGEST, REPEATED
 from demix.config.reference import inline
+from demix.data.parting import by_value, parting_fields
 from demix.data.readers import TO_UTF8, Reading, read_rows, stem
 from demix.data.sources import Source, download
 from demix.data.text import count_words
-from demix.errors import DemixError
+from demix.errors import DemixError, printable
 from demix.files.batches import read_batches
 from demix.settings import settings_from
 
 # Words of one domain: fewer are refused, and of more only so many are counted.
 LEAST_WORDS = 1_000
 MOST_WORDS = 2_000_000
+# Words of a corpus that are counted by the values of a field.
+MOST_OF_CORPUS = 5 * MOST_WORDS
+# The values and fields that a line names.
+MOST_TOLD = 5
+# A number that sets a name apart comes behind it.
+LONGEST_NAME = LONGEST - 10
 # Feedforwards that are gated have three maps, so that 8/3 of the width has the parameters of the usual 4.
 SMALL, LARGER, CONTEXT = (
     "layers: 2, width: 64, heads: 2, inner: 172",
@@ -41,31 +52,53 @@ FEW_UPDATES = 400
 
 @dataclass(frozen=True)
 class Found:
-    """One domain: its source as in a config, and the distinct documents, words and longest document of its text."""
+    """One domain: its keys in a config that say where its text is, and how much distinct text it has."""
 
     name: str
-    source: dict[str, Any]
+    keys: dict[str, Any]
     documents: int
     words: int
     longest: int
-    not_utf8: int
+    not_utf8: int = 0
+    more: bool = False
+
+    @property
+    def piece_words(self) -> int | None:
+        """The length of pieces, where documents must be cut."""
+        # Few documents cannot be divided into splits, and one that is long fills a split beyond its budget.
+        few = self.documents < 50 or 20 * self.longest > self.words
+        return min(max(self.words // 50, 50), 250) if few else None
 
 
 def outline(
-    run: str, training: Sequence[str], novel: Sequence[str], field: str | None = None, schema: str | None = None
+    run: str,
+    training: Sequence[str],
+    novel: Sequence[str],
+    field: str | None = None,
+    schema: str | None = None,
+    by: str | None = None,
 ) -> str:
     """The YAML of a config of the run `run` whose domains are these files, folders and globs.
 
-    `field` holds the text of records; where a file lacks it, the field is guessed. `schema` is the path of the JSON
-    schema, for editors. The same texts give the same config. Raises DemixError for fewer than two training domains, for
-    too little text, and for a field that cannot be guessed.
+    `field` holds the text of records; where a file lacks it, the field is guessed. With `by`, the texts of `training`
+    are one corpus, and each value of this field is a domain. `schema` is the path of the JSON schema, for editors. The
+    same texts give the same config. Raises DemixError for fewer than two training domains, for too little text, and for
+    a field that cannot be guessed or does not part the corpus.
     """
-    if len(training) < 2:
+    if by is None and len(training) < 2:
         cause = f"{len(training)} is given, and experts are mixed from 2 training domains on"
-        raise DemixError("training domains", cause, "name a file of text for each: demix init letters.txt recipes.txt")
-    names = _names([*training, *novel])
-    domains = [_found(name, text, field) for name, text in names.items()]
-    known, total = domains[: len(training)], sum(domain.words for domain in domains[: len(training)])
+        cure = "name a file of text for each: demix init letters.txt recipes.txt"
+        raise DemixError("training domains", cause, "; ".join(filter(None, [cure, hint(training, field)])))
+    texts = [*training, *novel]
+    for text in texts:
+        if texts.count(text) > 1:
+            raise DemixError(text, "is given twice", "name each text once")
+    names = dict[str, Any]()
+    if by is None:
+        shared, known = list[str](), _found_all(training, field, names)
+    else:
+        shared, known = _parted(training, field, by, names)
+    added, total = _found_all(novel, field, names), sum(domain.words for domain in known)
     small = total < 200_000
     tokens = _rounded(min(max(5 * total, 200_000), 1_000_000))
     step = len(known) * CONTEXT
@@ -75,10 +108,11 @@ def outline(
         *([f"# yaml-language-server: $schema={schema}"] if schema else []),
         "# config/README.md explains every key; `demix config FILE` checks this file and says what will run.",
         f"run: {inline(run)}  # the name of the folder in results/",
+        *shared,
         "domains:",
         "  training:",
         *_listed(known),
-        *(["  novel:  # each gets an expert after the training", *_listed(domains[len(known) :])] if novel else []),
+        *(["  novel:  # each gets an expert after the training", *_listed(added)] if added else []),
         f"tokenizer: {{kind: bpe, vocab_size: {2048 if small else 4096}}}",
         f"architecture: {{preset: modern, {sizes}, context: {CONTEXT}}}",
         "training:",
@@ -99,19 +133,26 @@ def learning_rate(small: bool, updates: int) -> str:
     return "4.0e-3" if small and updates >= FEW_UPDATES else "8.0e-3"
 
 
+def hint(texts: Sequence[str], field: str | None = None) -> str:
+    """How to part the first of these texts of which a field seems to tell domains; empty if there is none."""
+    for text in texts:
+        files, source = _read_as([text], field)
+        if fields := parting_fields(files, source):
+            told = ", ".join(f"{name} {number}" for name, number in [*fields.items()][:MOST_TOLD])
+            command = f"demix init {shlex.quote(text)} --by {shlex.quote(next(iter(fields)))}"
+            return f"{text}: few values of a field part its first documents ({told}); {command} makes each a domain"
+    return ""
+
+
 def _listed(domains: Iterable[Found]) -> Iterable[str]:
     for domain in domains:
-        many = "at least " if domain.words >= MOST_WORDS else ""
+        many = "at least " if domain.more else ""
         said = f"{many}{domain.words:,} words in {domain.documents:,} document{'s' * (domain.documents > 1)}"
         if domain.not_utf8:
             said += f"; left out: {domain.not_utf8:,} not in UTF-8: {TO_UTF8}"
-        source = dict(domain.source)
-        # Few documents cannot be divided into splits, and one that is long fills a split beyond its budget.
-        if domain.documents < 50 or 20 * domain.longest > domain.words:
-            source["piece_words"] = min(max(domain.words // 50, 50), 250)
         held_out = _rounded(min(domain.words // 10, 15_000))
         yield f"    {inline(domain.name)}:  # {said}"
-        yield f"      source: {inline(source)}"
+        yield from (f"      {key}: {_in_one_line(value)}" for key, value in domain.keys.items())
         yield f"      words: {{dev: {held_out}, test: {held_out}}}"
 
 
@@ -121,21 +162,26 @@ def _rounded(number: int) -> int:
     return number // unit * unit
 
 
-def _names(texts: Sequence[str]) -> dict[str, str]:
-    """The name of each text's domain, made of the text's own: a to z, digits and _, and no name twice."""
-    names: dict[str, str] = {}
-    for number, text in enumerate(texts, 1):
-        if text in names.values():
-            raise DemixError(text, "is given twice", "name each text once")
-        # Of letters/*.txt the folder says more.
-        places = [Path(text), *Path(text).parents] if glob.has_magic(text) else [Path(text)]
-        name = next(filter(None, (_plain(stem(place.name)) for place in places)), f"domain_{number}")
-        if name in ("tokens", "dense"):
-            name += "_text"
-        while name in names:
-            name += f"_{number}"
-        names[name] = text
-    return names
+def _add_name(words: Iterable[str], item: Any, names: dict[str, Any]) -> str:
+    """Add `item` to `names` by the name of a domain: of the first of these words that has letters or digits, a new one.
+
+    A name has the letters a to z, digits and _.
+    """
+    number = len(names) + 1
+    name = next(filter(None, map(_plain, words)), "")[:LONGEST_NAME].strip("_")
+    if not name or REPEATED.search(name):
+        name = f"domain_{number}"
+    if name in ("tokens", "dense"):
+        name += "_text"
+    while name in names:
+        name += f"_{number}"
+    names[name] = item
+    return name
+
+
+def _words_of(text: str) -> Iterable[str]:
+    """What a text may be named after: its name, and of letters/*.txt, where the folder says more, those above."""
+    return (stem(place.name) for place in [Path(text), *(Path(text).parents if glob.has_magic(text) else ())])
 
 
 def _plain(name: str) -> str:
@@ -143,14 +189,14 @@ def _plain(name: str) -> str:
     return re.sub("[^a-z0-9]+", "_", plain).strip("_")
 
 
+def _found_all(texts: Sequence[str], field: str | None, names: dict[str, Any]) -> list[Found]:
+    named = [(_add_name(_words_of(text), text, names), text) for text in texts]
+    return [_found(name, text, field) for name, text in named]
+
+
 def _found(name: str, text: str, field: str | None) -> Found:
     """What there is of one domain's text."""
-    paths = _paths(text)
-    files = sorted({file for path in paths for file in glob.glob(path, recursive=True)})
-    if not files:
-        raise DemixError(text, "is no file, and no folder of files that can be read", "mend the name or its ending")
-    source: dict[str, Any] = {"kind": "files", "path": paths[0] if len(paths) == 1 else paths}
-    source |= _layout(Path(files[0]), field)
+    _, source = _read_as([text], field)
     documents, not_utf8 = distinct_documents(source | {"words": MOST_WORDS}, name)
     words = sum(documents.values())
     if words < LEAST_WORDS:
@@ -158,7 +204,70 @@ def _found(name: str, text: str, field: str | None) -> Found:
         cause += f", and {not_utf8:,} not in UTF-8" if not_utf8 else ""
         cure = f"give a domain {LEAST_WORDS:,} words or more" + (f"; convert them: {TO_UTF8}" if not_utf8 else "")
         raise DemixError(text, cause, cure)
-    return Found(name, source, len(documents), words, max(documents.values()), not_utf8)
+    one = Found(name, {"source": source}, len(documents), words, max(documents.values()), not_utf8, words >= MOST_WORDS)
+    if one.piece_words:
+        source["piece_words"] = one.piece_words
+    return one
+
+
+def _parted(texts: Sequence[str], field: str | None, by: str, names: dict[str, Any]) -> tuple[list[str], list[Found]]:
+    """The section `sources` of the corpus of these texts, and a domain for each value of the field `by`."""
+    files, source = _read_as(texts, field)
+    documents, without, more = by_value(files, source, by, MOST_OF_CORPUS)
+    words = {value: sum(of_value.values()) for value, of_value in documents.items()}
+    enough = [value for value, many in words.items() if many >= LEAST_WORDS]
+    if not 2 <= len(enough) <= MOST_SHARING:
+        cause = f"has {len(words):,} values, {len(enough):,} of them with {LEAST_WORDS:,} words or more"
+        cure = f"name a field of which 2 to {MOST_SHARING} values have so many"
+        others = ", ".join(name for name in parting_fields(files, source) if name != by)
+        raise DemixError(f"--by {by}", cause, f"{cure}{', such as ' * bool(others)}{others}")
+    corpus, known = _add_name(_words_of(texts[0]), None, {}), list[Found]()
+    for value in enough:
+        name, found = _add_name([str(value)], value, names), documents[value]
+        keys = {"from": corpus, "value": value}
+        known.append(Found(name, keys, len(found), words[value], max(found.values()), more=more))
+    if pieces := [one.piece_words for one in known if one.piece_words]:
+        source |= {"piece_words": min(pieces)}
+    little = [f"{_shown(value)} {many:,}" for value, many in words.items() if many < LEAST_WORDS]
+    if len(little) > MOST_TOLD:
+        little[MOST_TOLD:] = [f"{len(little) - MOST_TOLD} more"]
+    return [
+        "sources:",
+        f"  {inline(corpus)}:",
+        f"    source: {inline(source)}",
+        f"    by: {inline(by)}",
+        *(
+            [f"    # Of no domain, since they have fewer than {LEAST_WORDS:,} words: {', '.join(little)}"]
+            if little
+            else []
+        ),
+        *([f"    # Of no domain: {without:,} documents without a text or a number there"] if without else []),
+    ], known
+
+
+def _in_one_line(value: Any) -> str:
+    """A value as YAML in one line, whatever characters it has."""
+    return json.dumps(value) if isinstance(value, str) and not value.isprintable() else inline(value)
+
+
+def _shown(value: Scalar) -> str:
+    """A value of a field within a comment: in one line."""
+    return " ".join(printable(str(value)).split())
+
+
+def _read_as(texts: Sequence[str], field: str | None) -> tuple[list[str], dict[str, Any]]:
+    """The files of some texts, and the source of all of them."""
+    paths, files = list[str](), set[str]()
+    for text in texts:
+        of_text = _paths(text)
+        found = {file for path in of_text for file in glob.glob(path, recursive=True)}
+        if not found:
+            cause = "is no file, and no folder of files that can be read"
+            raise DemixError(text, cause, "mend the name or its ending")
+        paths += of_text
+        files |= found
+    source: dict[str, Any] = {"kind": "files", "path": paths[0] if len(paths) == 1 else paths}
+    return sorted(files), source | _layout(Path(min(files)), field)
 
 
 def distinct_documents(source: Mapping[str, Any], domain: str) -> tuple[dict[bytes, int], int]:

@@ -1,7 +1,7 @@
 """What pins the sources of a config: the digests of files, the commits of data sets."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from demix.config.addresses import COMMIT, local
 from demix.data.fetch import fetch, refusal
 from demix.data.hub import commit_of
 from demix.data.sources import Source, file_name, pinned
+from demix.data.stores import fetch_stored, stored
 from demix.errors import DemixError
 from demix.files import sha256_file
 
@@ -16,9 +17,10 @@ from demix.files import sha256_file
 def check_network(sources: Iterable[Source]) -> None:
     """Raise DemixError where nobody answers at the first address that pins of `sources` ask for.
 
-    Without a network each source would be tried by itself, for minutes.
+    Without a network each source would be tried by itself, for minutes. A store says at once what it lacks.
     """
-    asked = (one for one in sources if pinned(one, 0) is None and not (one.kind == "hub" and local(one.paths)))
+    unpinned = (one for one in sources if one.kind != "store" and pinned(one, 0) is None)
+    asked = (one for one in unpinned if not (one.kind == "hub" and local(one.paths)))
     if first := next(asked, None):
         hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
         address = first.paths[0] if first.kind == "url" else hub
@@ -41,6 +43,9 @@ def pins(source: Source, folder: Path) -> dict[str, Any]:
             raise DemixError("source.revision", "cannot pin several data sets", "make each a domain of its own")
         return {"revision": commits.pop()}
     places = source.paths
+    get: Callable[..., None] | None = fetch if source.kind == "url" else None
+    if source.kind == "store":
+        places, get = tuple(stored(source.paths)), fetch_stored
     if source.kind == "files":
         places = tuple(source.names)
         if not places:
@@ -51,16 +56,16 @@ def pins(source: Source, folder: Path) -> dict[str, Any]:
     for place in places:
         name = _name(source, place)
         path = Path(place)
-        if source.kind == "url":
+        if get:
             path = folder / name
-            fetch(place, path)
+            get(place, path)
         digest = sha256_file(path)
         if digests.setdefault(name, digest) != digest:
             raise DemixError(f"source.sha256.{name}", "is the name of several files", "make each a domain of its own")
-        if source.kind == "url":
+        if get:
             path.unlink()
     return {"sha256": digests}
 
 
 def _name(source: Source, place: str) -> str:
-    return file_name(place) if source.kind == "url" else Path(place).name
+    return Path(place).name if source.kind == "files" else file_name(place)

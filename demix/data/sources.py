@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from demix.config.addresses import COMMIT, LOG_IN, local, refuse_not_utf8, refuse_secrets
+from demix.config.addresses import COMMIT, LOG_IN, STORES, local, refuse_not_utf8, refuse_secrets
 from demix.config.domains import SourceSection
 from demix.data import readers
 from demix.data.hub import hub_rows
@@ -129,13 +129,15 @@ def _fetched(output: Path) -> Path:
 def pinned(source: Source, part: int) -> list[Path] | None:
     """The local files that determine, with the settings, the text of a part; None if it may change without a trace.
 
-    Files of an address are determined by their `sha256`, a data set of the hub by a commit.
+    Files of an address or of an object store are determined by their `sha256`, a data set of the hub by a commit.
     """
     match source.kind:
         case "files":
             return [Path(file) for file in source.share(part)]
         case "url":
             return [] if all(file_name(url) in source.sha256 for url in source.paths) else None
+        case "store":
+            return [] if source.sha256 else None
         case _:
             return [] if COMMIT.fullmatch(source.revision or "") and not local(source.paths) else None
 
@@ -143,8 +145,8 @@ def pinned(source: Source, part: int) -> list[Path] | None:
 def records(source: Source, name: str, fetched: Path, counts: Counter[str]) -> Iterator[tuple[str, str, str]]:
     """Id, text and metadata of all documents of `source` as `download` writes them; `name` stands in errors.
 
-    A file of an address is fetched to the folder `fetched`. What `download` counts in a file's metadata is added to
-    `counts`.
+    A file of an address or of an object store is fetched to the folder `fetched`. What `download` counts in a file's
+    metadata is added to `counts`.
     """
     for part in range(source.parts):
         rows = KINDS[source.kind](source, name, part, fetched)
@@ -306,22 +308,48 @@ def _check_names(source: Source, domain: str, names: set[str]) -> None:
 
 
 def _urls(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row]:
+    # requests loads for a tenth of a second.
+    from demix.data.fetch import fetch
+
     _check_names(source, domain, {file_name(url) for url in source.paths})
+    yield from _fetched_rows(source, source.paths[part :: source.parts], source.reading(0, 1), fetched, fetch)
+
+
+def _stored(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row]:
+    from demix.data.stores import fetch_stored, stored
+
+    try:
+        addresses = stored(source.paths)
+    except DemixError as error:
+        raise error.but(cure=source.instructions) from None
+    names = [file_name(address) for address in addresses]
+    _check_names(source, domain, {*names})
+    # Digests pin the list of files, too.
+    if source.sha256 and (others := sorted((Counter(names) - Counter([*source.sha256])).elements())):
+        cause = f"lacks files that {', '.join(source.paths)} names, or that it names twice: {', '.join(others)}"
+        raise DemixError(f"{domain}.source.sha256", cause[:300], "add them by `demix pin`, or name fewer files in path")
+    whole = len(addresses) >= source.parts
+    reading = source.reading(0, 1) if whole else source.reading(part, source.parts)
+    taken = addresses[part :: source.parts] if whole else addresses
+    yield from _fetched_rows(source, taken, reading, fetched, fetch_stored)
+
+
+def _fetched_rows(
+    source: Source, addresses: Sequence[str], reading: Reading, fetched: Path, fetch: Callable[..., None]
+) -> Iterator[Row]:
+    """The rows of the files at these addresses, each of which `fetch` brings to a place below `fetched` first."""
     make_private(fetched)
-    for url in source.paths[part :: source.parts]:
-        name = file_name(url)
+    for address in addresses:
+        name = file_name(address)
         # Two addresses may end in the same name, and a changed address must not take up the old one's bytes.
-        path = fetched / hashlib.sha256(url.encode()).hexdigest()[:12] / name
+        path = fetched / hashlib.sha256(address.encode()).hexdigest()[:12] / name
         make_private(path.parent)
         try:
-            # requests loads for a tenth of a second.
-            from demix.data.fetch import fetch
-
-            fetch(url, path, size=source.bytes.get(name), sha256=source.sha256.get(name))
+            fetch(address, path, size=source.bytes.get(name), sha256=source.sha256.get(name))
         except DemixError as error:
             raise error.but(cure=source.instructions) from None
         try:
-            yield from read_rows(path, source.reading(0, 1))
+            yield from read_rows(path, reading)
         except DemixError:
             # Damaged where it came from or on the way: the next run must not take it for fetched.
             path.unlink()
@@ -332,8 +360,9 @@ def file_name(url: str) -> str:
     """The name by which `sha256` and `bytes` know the file at an address. Raises DemixError for other addresses."""
     refuse_secrets("an address in source.path", url, LOG_IN)
     parts = urlsplit(url)
-    name = PurePosixPath(unquote(parts.path)).name
-    if parts.scheme not in ("http", "https") or name in ("", ".."):
+    # A name in a store is no part of a URL: % and ? stand for themselves.
+    name = url.rpartition("/")[2] if parts.scheme in STORES else PurePosixPath(unquote(parts.path)).name
+    if parts.scheme not in ("http", "https", *STORES) or name in ("", ".", ".."):
         raise DemixError(url, "is no address of a file", "give http(s)://host/…/file.suffix")
     return name
 
@@ -347,4 +376,9 @@ def _hub(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row]
             raise error.but(cure=source.instructions) from error
 
 
-KINDS: dict[str, Callable[[Source, str, int, Path], Iterator[Row]]] = {"files": _files, "url": _urls, "hub": _hub}
+KINDS: dict[str, Callable[[Source, str, int, Path], Iterator[Row]]] = {
+    "files": _files,
+    "url": _urls,
+    "store": _stored,
+    "hub": _hub,
+}

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 
-from demix.config.addresses import local
+from demix.config.addresses import STORES, local
 from demix.config.domains import SourceSection
 from demix.data.shared import NOTES
 from demix.data.sources import Source, pinned
@@ -24,10 +24,10 @@ SECONDS_IN_QUEUE = 30
 REFUSED = 3
 ASKS = """
 import os, sys
-from demix.data.fetch import refusal
+from demix.data.stores import refusal
 hub = {!r}
 why = "" if hub and os.environ.get("HF_HUB_OFFLINE") else refusal(sys.argv[1], any_answer=hub)
-print(sys.argv[1], why)
+print(sys.argv[1], why, sep="\\t")
 sys.exit({} * bool(why))
 """
 # As huggingface_hub reads it where the download runs: lines of `cluster.setup` may export it.
@@ -94,7 +94,7 @@ def _partitions() -> list[str]:
 
 def _address(source: SourceSection) -> str | None:
     """One address of a source as a word of the shell; None for files of this machine."""
-    if source.kind == "url":
+    if source.kind in ("url", "store"):
         return shlex.quote(source.paths[0])
     return HUB if source.kind == "hub" and not local(source.paths) else None
 
@@ -114,7 +114,10 @@ def _asked(address: str, site: Cluster) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_IN_QUEUE + 120, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"no address was asked for: {error}"
-    url, _, why = (done.stdout.splitlines() or [""])[-1].partition(" ")
+    url, _, why = (done.stdout.splitlines() or [""])[-1].partition("\t")
+    if done.returncode == REFUSED and url.partition("://")[0] in STORES:
+        cause, _, cure = why.partition("; ")
+        raise DemixError(url, cause, cure)
     if done.returncode == REFUSED and why:
         cause = f"does not answer {'a compute node' if on_nodes else 'here'} ({why})"
         cure = "where compute nodes have no internet, set cluster.downloads: login" if on_nodes else "mend the network"

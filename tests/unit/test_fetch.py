@@ -330,7 +330,7 @@ def test_addresses_that_name_no_file(tmp_path):
     for url in ("ftp://host/a.jsonl", "file:///etc/passwd", "http://host/", "http://host/.."):
         with pytest.raises(DemixError, match="is no address of a file"):
             download(Source("url", url), "d", tmp_path / "d" / "0.parquet")
-    assert sources.KINDS.keys() == {"files", "url", "hub"}
+    assert sources.KINDS.keys() == {"files", "url", "store", "hub"}
 
 
 @pytest.mark.parametrize("place", ["file:///etc/passwd", "ftp://127.0.0.1/f", "http://127.0.0.1:99999/f", "/data.bin"])

@@ -220,7 +220,7 @@ def test_a_folder_with_other_files_keeps_its_mode(tmp_path):
 
 
 def test_unknown_kind_and_missing_file(tmp_path):
-    with pytest.raises(DemixError, match=r"--settings\.kind: is 'ftp'; allowed is one of files, url, hub"):
+    with pytest.raises(DemixError, match=r"--settings\.kind: is 'ftp'; allowed is one of files, url, store, hub"):
         settings_from(Source, {"kind": "ftp", "path": "x"})
     assert _refused(tmp_path, tmp_path / "*.jsonl").startswith("d.source.path: no file matches")
 

@@ -1,0 +1,385 @@
+"""Sources in an object store, read from a real server of S3 on loopback."""
+
+import gzip
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import s3fs
+import yaml
+import zstandard
+from fsspec import __version__ as fsspec_version
+
+from demix.config.domains import SourceSection, check_source
+from demix.data import stores
+from demix.data.divide import Division, divide
+from demix.data.pins import pins
+from demix.data.sources import Source, download, pinned
+from demix.data.stores import fetch_stored, stored
+from demix.errors import DemixError
+from demix.plan.ready import check_here
+from demix.run.check import completed_run
+from demix.settings import settings_from
+from support.cli import demix, said
+from support.configs import small_run
+from support.object_store import KEY, SECRET, ObjectStore, serving_store
+
+DATA = bytes(hashlib.sha256(b"demix").digest()) * 300
+AT = "s3://corpus/data.bin"
+
+
+def lines(*texts: str) -> bytes:
+    return "".join(json.dumps({"text": text, "set": text[0], "n": 1}) + "\n" for text in texts).encode()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectStore]:
+    with serving_store() as store:
+        yield store
+
+
+@pytest.fixture
+def store(server: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    """The server with an empty bucket `corpus`; its address and keys are in the environment, as of a user."""
+    server.reset()
+    given = {
+        "AWS_ENDPOINT_URL": server.address, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_EC2_METADATA_DISABLED": "true", "AWS_MAX_ATTEMPTS": "1", "HOME": str(tmp_path / "home"),
+    }  # fmt: skip
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    return server
+
+
+@pytest.fixture
+def files(store: ObjectStore, tmp_path: Path) -> Path:
+    """A folder of files, all of which are in the bucket below texts/, too."""
+    folder = tmp_path / "texts"
+    (folder / "more").mkdir(parents=True)
+    (folder / "_hidden").mkdir()
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines("a one", "b two", "a three")))
+    (folder / "b.jsonl.zst").write_bytes(zstandard.compress(lines("b four")))
+    (folder / "more" / "c.jsonl").write_bytes(lines("a five", "a six seven", "b eight"))
+    table = pa.Table.from_pylist([{"text": f"p {number}", "set": "ab"[number % 2], "n": 1} for number in range(7)])
+    pq.write_table(table, folder / "more" / "d.parquet", row_group_size=2)
+    (folder / "_hidden" / "e.jsonl").write_bytes(lines("hidden"))
+    (folder / "README.md").write_bytes(b"no data")
+    put = {f"texts/{path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    store.put(put | {"texts/": b""})
+    store.asked.clear()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("texts", "a.jsonl.gz b.jsonl.zst more/c.jsonl more/d.parquet"),
+        ("texts/", "a.jsonl.gz b.jsonl.zst more/c.jsonl more/d.parquet"),
+        ("", "a.jsonl.gz b.jsonl.zst more/c.jsonl more/d.parquet"),
+        ("texts/a.jsonl.gz", "a.jsonl.gz"),
+        ("texts/*.jsonl.*", "a.jsonl.gz b.jsonl.zst"),
+        ("texts/*", "README.md a.jsonl.gz b.jsonl.zst"),
+        ("t*/[!_]*/?.jsonl", "more/c.jsonl"),
+        ("texts/**/*.jsonl", "_hidden/e.jsonl more/c.jsonl"),
+    ],
+)
+def test_a_path_a_glob_and_a_folder_name_files(files: Path, path: str, found: str) -> None:
+    assert stored([f"s3://corpus/{path}"] * 2) == [f"s3://corpus/texts/{name}" for name in found.split()]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("words", [None, 6])
+def test_the_raw_text_is_that_of_the_same_local_files(
+    files: Path, store: ObjectStore, parts: int, words: int | None, tmp_path: Path
+) -> None:
+    for part in range(parts):
+        here = Source("files", f"{files}", parts=parts, words=words)
+        there = Source("store", "s3://corpus/texts", parts=parts, words=words)
+        output = tmp_path / "raw" / f"{part}.parquet"
+        assert download(there, "d", output, part) == download(here, "d", tmp_path / "here" / output.name, part)
+        assert output.read_bytes() == (tmp_path / "here" / output.name).read_bytes()
+        assert output.stat().st_mode & 0o777 == 0o600
+    assert len([*(tmp_path / "raw").iterdir()]) == parts, "nothing of what was fetched is left"
+    if words and parts == 1:
+        assert len([span for _, span in store.asked if span]) == 1, "later files are left alone"
+
+
+def test_domains_of_a_shared_source_have_what_they_read_alone(files: Path, store: ObjectStore, tmp_path: Path) -> None:
+    source = {"kind": "store", "path": ["s3://corpus/texts/*.gz", "s3://corpus/texts/more"], "parts": 2}
+    division = settings_from(Division, {"source": source, "by": "set", "domains": {"one": "a", "two": ["b"]}})
+    for part in range(2):
+        divide("corpus", division, tmp_path / "raw", tmp_path / "counts.json", part)
+    assert len([span for _, span in store.asked if span]) == 3, "each file is fetched once for both domains"
+    store.refuse_keys()
+    s3fs.S3FileSystem.clear_instance_cache()
+    texts = {"one": [], "two": []}
+    for name, value in (("one", "a"), ("two", ["b"])):
+        for part in range(2):
+            output = tmp_path / "raw" / name / f"{part:04d}.parquet"
+            download(settings_from(Source, source | {"where": {"set": value}}), name, output, part)
+            texts[name] += pq.read_table(output)["text"].to_pylist()
+    assert texts["one"] == ["a one", "a three", "p 0", "p 2", "p 4", "p 6", "a five", "a six seven"]
+    assert texts["two"] == ["b two", "p 1", "p 3", "p 5", "b eight"]
+
+
+def test_a_name_in_a_store_is_no_part_of_a_url(store: ObjectStore, tmp_path: Path) -> None:
+    store.put({"a%20b?c#d::e.jsonl": lines("a"), "e/..": lines("b")})
+    assert (
+        download(Source("store", "s3://corpus/a%*", bytes={"a%20b?c#d::e.jsonl": 34}), "d", tmp_path / "d" / "0") == 1
+    )
+    with pytest.raises(DemixError, match=r"^s3://corpus/e/\.\.: is no address of a file"):
+        download(Source("store", "s3://corpus/e/*"), "d", tmp_path / "e" / "0")
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["0"]
+
+
+def spans(store: ObjectStore) -> list[str]:
+    return [span.removeprefix("bytes=") for _, span in store.asked if span]
+
+
+def test_a_broken_download_goes_on_where_it_ended(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "BLOCK", 4000)
+    store.put({"data.bin": DATA})
+    store.broken = lambda span: None if span.startswith("bytes=8000-") else ...
+    with pytest.raises(DemixError, match=r"data\.bin: cannot be read \(PermissionError.*\); rerun to go on where it"):
+        fetch_stored(AT, tmp_path / "f")
+    assert not (tmp_path / "f").exists()
+    store.broken = lambda _: ...
+    store.asked.clear()
+    fetch_stored(AT, tmp_path / "f", size=len(DATA), sha256=hashlib.sha256(DATA).hexdigest())
+    assert spans(store) == ["8000-9599"]
+    assert (tmp_path / "f").read_bytes() == DATA
+    fetch_stored(AT, tmp_path / "f")
+    assert spans(store) == ["8000-9599"], "a file that is there is not fetched again"
+    assert [*tmp_path.iterdir()] == [tmp_path / "f"]
+
+
+def test_a_connection_that_ends_early_is_asked_again(store: ObjectStore, tmp_path: Path) -> None:
+    store.put({"data.bin": DATA})
+    store.broken = lambda span: DATA[:5000] if span and len(spans(store)) == 1 else ...
+    fetch_stored(AT, tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == DATA
+    assert len(spans(store)) == 2
+
+
+@pytest.mark.parametrize("new", [DATA[::-1], DATA[:6000]])
+def test_of_a_file_that_is_another_by_now_nothing_is_kept(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new: bytes
+) -> None:
+    monkeypatch.setattr(stores, "BLOCK", 4000)
+    store.put({"data.bin": DATA})
+    store.broken = lambda span: None if span.startswith("bytes=8000-") else ...
+    with pytest.raises(DemixError, match="rerun"):
+        fetch_stored(AT, tmp_path / "f")
+    store.broken = lambda _: ...
+    store.put({"data.bin": new})
+    fetch_stored(AT, tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == new
+
+
+def test_a_file_that_changes_while_it_is_fetched_is_refused(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "BLOCK", 4000)
+    store.put({"data.bin": DATA})
+
+    def change(span: str) -> Any:
+        if span.startswith("bytes=4000-"):
+            store.put({"data.bin": DATA[::-1]})
+        return ...
+
+    store.broken = change
+    with pytest.raises(DemixError, match=r"data\.bin: changed while it was fetched; rerun once nobody writes it"):
+        fetch_stored(AT, tmp_path / "f")
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("wrong", [{"sha256": "0" * 64}, {"size": 9}])
+def test_wrong_bytes_are_not_kept(store: ObjectStore, tmp_path: Path, wrong: dict[str, Any]) -> None:
+    store.put({"data.bin": DATA})
+    with pytest.raises(DemixError, match=r"data\.bin: has .*, not (0000|9)"):
+        fetch_stored(AT, tmp_path / "f", **wrong)
+    assert [*tmp_path.iterdir()] == []
+    assert bool(spans(store)) == ("sha256" in wrong), "a size is known before"
+
+
+def test_a_damaged_file_is_fetched_again_by_the_next_run(store: ObjectStore, tmp_path: Path) -> None:
+    data = gzip.compress(lines("a", "b"))
+    output = tmp_path / "raw" / "0.parquet"
+    for end, fine in ((-9, False), (None, True)):
+        store.put({"a.jsonl.gz": data[:end]})
+        if fine:
+            assert download(Source("store", "s3://corpus/a.jsonl.gz"), "d", output) == 2
+        else:
+            with pytest.raises(DemixError, match="damaged or cut short"):
+                download(Source("store", "s3://corpus/a.jsonl.gz"), "d", output)
+    assert [*output.parent.iterdir()] == [output]
+
+
+def test_digests_pin_the_files_and_their_list(files: Path, store: ObjectStore, tmp_path: Path) -> None:
+    source = Source("store", "s3://corpus/texts/*.jsonl.*")
+    assert pinned(source, 0) is None
+    found = pins(source, tmp_path)
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files.glob("*.jsonl.*")}
+    assert found == {"sha256": digests}
+    source = Source("store", source.path, **found)
+    assert (pinned(source, 0), pins(source, tmp_path)) == ([], {})
+    assert download(source, "d", tmp_path / "raw" / "0.parquet") == 4
+    store.put({"texts/new.jsonl.gz": b""})
+    message = r"^d\.source\.sha256: lacks files that s3://corpus/texts/\*\.jsonl\.\* names.*: new\.jsonl\.gz; add them"
+    with pytest.raises(DemixError, match=message):
+        download(source, "d", tmp_path / "raw" / "0.parquet")
+    gone = Source("store", "s3://corpus/texts/a*", **found)
+    with pytest.raises(DemixError, match=r"sha256\.b\.jsonl\.zst: names no file"):
+        download(gone, "d", tmp_path / "raw" / "0.parquet")
+
+
+def refused(path: str, folder: Path, **keys: Any) -> str:
+    """The line of `demix download`; nothing of the source is written, and no credential."""
+    settings = json.dumps({"kind": "store", "path": path} | keys)
+    line = said(["download", "d", "--settings", settings, "--output", str(folder / "raw" / "0000.parquet")])
+    assert line is not None
+    assert "\n" not in line
+    assert [path for path in folder.rglob("*") if path.is_file()] == []
+    return line
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("s3://corpus/none.jsonl", "s3://corpus/none.jsonl: is not there (FileNotFoundError); mend the bucket"),
+        ("s3://corpus/none/*.jsonl", "s3://corpus/none/*.jsonl: is not there (FileNotFoundError); mend the bucket"),
+        ("s3://corpus/n*.jsonl", "s3://corpus/n*.jsonl: names no file that can be read; mend the bucket"),
+        ("s3://none/*.jsonl", "s3://none/*.jsonl: is not there (FileNotFoundError: NoSuchBucket); mend the bucket"),
+        ("s3://none/**/a.jsonl", "is not there (FileNotFoundError: NoSuchBucket); mend the bucket"),
+        ("s3://none/a.jsonl", "s3://none/a.jsonl: is not there (FileNotFoundError: NoSuchBucket); mend the bucket"),
+    ],
+)
+def test_what_is_not_there_is_told_in_one_line(store: ObjectStore, tmp_path: Path, path: str, line: str) -> None:
+    store.put({"a.jsonl": lines("a")})
+    assert line in refused(path, tmp_path)
+    assert refused(path, tmp_path, instructions="ask its owner").endswith("; ask its owner")
+
+
+@pytest.mark.parametrize(
+    "path", ["s3://corpus/*.jsonl", "s3://corpus", "s3://corpus/a.jsonl", "s3://corpus/**/a.jsonl"]
+)
+@pytest.mark.parametrize("keys", ["wrong", "none"])
+def test_wrong_and_missing_credentials_are_told_without_them(
+    store: ObjectStore, tmp_path: Path, path: str, keys: str, monkeypatch: pytest.MonkeyPatch, caplog: Any, capfd: Any
+) -> None:
+    store.put({"a.jsonl": lines("a")})
+    store.refuse_keys()
+    if keys == "none":
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    line = refused(path, tmp_path)
+    named = r"PermissionError" if keys == "wrong" else "NoCredentialsError"
+    assert f"{path}: cannot be read ({named}" in line
+    assert "check the network and the credentials that the store's library takes from the environment (AWS_" in line
+    shown = line + caplog.text + "".join(capfd.readouterr())
+    assert not [secret for secret in (KEY, SECRET) if secret in shown]
+
+
+def test_a_listing_that_fails_within_a_glob_is_no_empty_folder(store: ObjectStore, tmp_path: Path) -> None:
+    store.put({"x/a.jsonl": lines("a"), "y/b.jsonl": lines("b")})
+    listed = iter([..., ..., None])
+    store.broken = lambda _: next(listed)
+    with pytest.raises(DemixError, match="cannot be read"):
+        stored(["s3://corpus/*/*.jsonl"])
+
+
+def test_an_error_shows_nothing_of_what_a_library_says(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://me:hunter2@127.0.0.1:1")
+    line = refused("s3://corpus/a.jsonl", tmp_path)
+    assert re.search(r"a\.jsonl: cannot be read \(\w+\); check the network", line)
+    assert "hunter" not in line
+
+
+def test_no_credential_gets_into_a_file_or_a_log(files: Path, tmp_path: Path, caplog: Any, capfd: Any) -> None:
+    settings = json.dumps({"kind": "store", "path": "s3://corpus/texts"})
+    run = tmp_path / "results" / "mine"
+    outputs = ("--output", run / "d" / "0000.parquet", "--counts", run / "d" / "0000.json")
+    with caplog.at_level("INFO"):
+        done = demix("read", "d", "--settings", settings, "--raw", run / "raw" / "0000.parquet", *outputs)
+    assert done.exit_code == 0, done.output
+    assert pq.read_metadata(run / "d" / "0000.parquet").num_rows == 14
+    written = [path.read_bytes() for path in run.rglob("*") if path.is_file()]
+    assert len(written) == 2
+    shown = (done.output + caplog.text + "".join(capfd.readouterr())).encode()
+    assert "took 14 of 14 documents" in caplog.text
+    assert not [text for text in [shown, *written] for secret in (KEY, SECRET) if secret.encode() in text]
+
+
+def test_a_missing_library_is_named_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "adlfs", None)
+    line = refused("az://corpus/a.jsonl", tmp_path)
+    assert line == (
+        "demix: error: az://corpus/a.jsonl: needs adlfs, which is not installed; "
+        f"pip install adlfs fsspec=={fsspec_version}"
+    )
+
+
+def with_store(**keys: Any) -> dict[str, Any]:
+    source = {"kind": "store", "path": "s3://corpus/*.jsonl"} | keys
+    words = {"dev": 10, "test": 10}
+    domain = {"source": source, "words": words}
+    return {"training": {"law": domain, "news": domain}, "novel": {}}
+
+
+def test_a_config_is_read_and_planned_without_asking_a_store(store: ObjectStore, tmp_path: Path) -> None:
+    config = tmp_path / "mine.yaml"
+    config.write_text(yaml.safe_dump(small_run(tmp_path, domains=with_store(parts=4)).config.values))
+    for command in (("config", config), ("plan", config)):
+        done = demix(*command)
+        assert done.exit_code == 0, done.output
+    assert store.asked == []
+
+
+def test_a_run_asks_for_one_file_before_its_first_job(store: ObjectStore, tmp_path: Path) -> None:
+    run = small_run(tmp_path, domains=with_store(path="s3://corpus/my texts/*.jsonl"))
+    with pytest.raises(DemixError, match=r"texts/\*\.jsonl: is not there .*; mend the bucket, the path or"):
+        check_here(run, ["law"])
+    store.put({"my texts/a.jsonl": lines("a")})
+    assert check_here(run, ["law"]) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "line"),
+    [
+        ("store", "s3:///a.jsonl", "is not an address; begin each address with s3:// or gs:// or az:// and the name"),
+        ("store", "s3://b*/a.jsonl", "is not an address; begin"),
+        ("store", "b/a.jsonl", "is not an address; begin each address with s3:// or gs:// or az:// and the name of a "
+         "bucket, or use kind: files"),
+        ("store", "https://host/a.jsonl", "is not an address; .*, or use kind: url"),
+        ("store", "hf://datasets/o/n/a.jsonl", "is not an address; .*, or use kind: hub"),
+        ("url", "s3://corpus/a.jsonl", "is not an address; begin .* or use kind: store"),
+        ("files", "s3://corpus/a.jsonl", "is an address; use kind: store"),
+        ("files", ["a.jsonl", "http://host/a.jsonl"], "is an address; use kind: url"),
+        ("store", f"s3://{KEY}:{SECRET}@corpus/a.jsonl", "(holds a password|is no address)"),
+        ("store", "s3://hunter2@corpus/a.jsonl", "holds a user name, which logs and records would show; leave it out"),
+        ("store", "az://corpus/a.jsonl?sig=hunter2", "holds the credential 'sig', which logs"),
+    ],
+)  # fmt: skip
+def test_wrong_addresses_are_refused_with_the_kind_that_takes_them(kind: str, path: Any, line: str) -> None:
+    with pytest.raises(DemixError, match=rf"^key\.path: {line}") as caught:
+        check_source("key", SourceSection(kind, path))
+    assert "hunter2" not in str(caught.value).lower()
+
+
+@pytest.mark.parametrize("key", ["key", "secret", "token", "storage_options"])
+def test_a_key_of_a_config_holds_no_credential(key: str, tmp_path: Path) -> None:
+    with pytest.raises(DemixError, match=rf"source\.{key}: is not known") as caught:
+        completed_run({**small_run(tmp_path).config.values, "domains": with_store(**{key: SECRET})})
+    assert SECRET not in str(caught.value)
