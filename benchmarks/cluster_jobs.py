@@ -21,7 +21,6 @@ import multiprocessing
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -101,8 +100,8 @@ def waiting(folder: Path, number: int, which: int) -> None:
         ended = str(error)
     after, commands = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     own = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    found = {"which": which, "own": own, "commands": commands.ru_utime + commands.ru_stime, "kB": private(), "ended": ended}
-    text = json.dumps(found | {"counts": counts, "queries": queries})
+    found = {"own": own, "commands": commands.ru_utime + commands.ru_stime, "kB": private()}
+    text = json.dumps(found | {"which": which, "ended": ended, "counts": counts, "queries": queries})
     (folder / "stats" / f"{number}.{which}.json").write_text(text)
 
 
@@ -140,7 +139,7 @@ def simulated(folder: Path, count: int, seconds: int) -> dict:
                 time.sleep(0.5)
             submitted = time.time() - begin
             for process in processes:
-                os.kill(process.pid, signal.SIGTERM)
+                process.terminate()
         for process in processes:
             process.join()
     found = [json.loads(path.read_text()) for path in sorted((folder / "stats").glob("*.json"))]
