@@ -42,13 +42,13 @@ class TrainingPlan:
     `sequences`: sequences per step over all domains, divided among the `ranks`. `experts_per_rank`: the most experts
     on one rank. `shared`: parameters outside the experts. `expert`: parameters of one of the `experts`. `flops`:
     floating-point operations per update. `state`: bytes of weights, gradients and optimizer per rank. `activations`
-    and `recomputed`: bytes of activations per rank, without and with activation checkpointing. `held`: bytes of state and
-    of activations by the config, and `least`: those by the settings that spare most (see `too_large`). `checkpoint`:
+    and `recomputed`: bytes of activations per rank, without and with activation checkpointing. `held`: bytes of state
+    and of activations by the config, and `least`: those by settings that spare most (see `too_large`). `checkpoint`:
     bytes of one checkpoint on disk, of which `checkpoints` are kept during the training. `weights`: bytes of what the
     training adds to models. `jobs`: the number of jobs of the workflow's `rule`. `tokens`: the most, since an
     adaptation may stop early. `begin` of the `steps` are those of a seed phase, which another training does: `hours`
-    leaves them out. `seed_flops` are those of such a step. `rings`: the all-reduces of gradients in an update, and Muon's
-    broadcasts. `orthogonalising`: FLOPs of a rank in an update beside `flops`, of Muon. `saved`: bytes of all
+    leaves them out. `seed_flops` are those of such a step. `rings`: the all-reduces of gradients in an update, and
+    Muon's broadcasts. `orthogonalising`: FLOPs of a rank in an update beside `flops`, of Muon. `saved`: bytes of all
     checkpoints that the training writes, those that it removes again too. `in_turn`: the experts that one job trains
     one after the other, each in `steps` updates.
     """
