@@ -1,7 +1,7 @@
 """Waiting for many SLURM jobs: submissions, queries to the controller, file operations, CPU time and memory.
 
     NODE_CPUS=128 bash tests/slurm/up.sh    # a SLURM of this machine, which tests/slurm/down.sh ends
-    python benchmarks/cluster_jobs.py [--json rows.json] [--jobs 8,32,128] [--seconds 30] [--folder /tmp]
+    python benchmarks/cluster_jobs.py [--json rows.json] [--jobs 16,64,128] [--seconds 30] [--folder /tmp]
 
 So many trainings are submitted at once and waited for, each by `demix.launch.slurm.run` in a process of its own. The
 jobs are real, but in place of a rank each runs a shell script: it writes a row of metrics, sleeps for `--seconds`, and
@@ -178,7 +178,7 @@ def numbers(count: int, measured: dict) -> dict[str, tuple[float, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--jobs", default="8,32,128")
+    parser.add_argument("--jobs", default="16,64,128")
     parser.add_argument("--seconds", type=int, default=30, help="how long each job sleeps")
     parser.add_argument("--folder", type=Path, help="where the temporary folder goes")
     given = parser.parse_args()
