@@ -196,9 +196,9 @@ def _wait(job: TrainingJob, job_id: str) -> None:
     last_printed, printed, final, line_before = 0.0, "", 0, ""
     before, since, shown = "", time.monotonic(), dict[str, str]()
     while True:
-        line_now = listed(job_id, pause(time.monotonic() - since) / 2)
         # An end is asked for by itself, and so is a job that is not among those listed.
-        if final or not line_now or line_now != line_before:
+        line_now = "" if final else listed(job_id, pause(time.monotonic() - since) / 2)
+        if not line_now or line_now != line_before:
             shown, line_before = show(job_id), line_now
         state = shown.get("JobState", "gone")
         if state != before:

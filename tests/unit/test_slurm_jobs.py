@@ -158,7 +158,7 @@ def test_a_job_is_asked_for_by_itself_where_its_line_has_changed(
     slurm._wait(job, "7")
     # Once for each line, and once more for the end.
     assert commands["scontrol"].calls == 4
-    assert commands["squeue"].calls == 8
+    assert commands["squeue"].calls == 7
     # As many lines as there are do not help a job that they lack.
     commands["squeue"].prints("8 RUNNING None n1")
     commands["scontrol"].prints("JobState=RUNNING", "JobState=COMPLETED")
