@@ -12,7 +12,7 @@ Queries are the starts of squeue and scontrol; the peer of their rate is a query
 Files are those of the run: stat is os.stat's calls, the rest are events of Python's audit. CPU is that of a waiting
 process with the commands that it starts; memory is what a process has of its own, forked from one that has imported all
 (a process of `demix train` has more: docs/cluster.md). Of other numbers the peer is that of the fewest jobs. About
-three minutes on two cores.
+two minutes on two cores.
 """
 
 import argparse
