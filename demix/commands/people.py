@@ -40,7 +40,7 @@ def plan(
     ] = False,
 ) -> None:
     """Print what a config needs: time and disk; words, FLOPs, memory, hours, network, jobs, stages. Fetches nothing."""
-    from demix.plan.cost import training_tables
+    from demix.plan.cost import too_large, training_tables
     from demix.plan.domains import plan_table
     from demix.plan.here import here_line
     from demix.plan.jobs import in_one_line, jobs_table, lacking, levers, runs_here, usual_hardware, write_sbatch_files
@@ -60,6 +60,8 @@ def plan(
             console.print(table)
         if warning := lacking(run, hardware):
             logging.getLogger("demix").warning(f"{file}, {warning}")
+        for line in too_large(run, ranks, hardware):
+            logging.getLogger("demix").warning(f"{file}: {line}")
     for path in write_sbatch_files(run, hardware, ranks) if dry_run else ():
         print(path)
     if shown:

@@ -1,11 +1,16 @@
 """Queries to SLURM's controller (squeue, scontrol), never to the accounting database, which may be down."""
 
 import logging
+import os
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import gettempdir
 
 from demix.errors import DemixError
+from demix.files import exclusive, write_text
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +28,36 @@ def show(job_id: str) -> dict[str, str]:
     except LookupError:
         return {}
     return dict(pair.split("=", 1) for pair in text.split() if "=" in pair)
+
+
+def listed(job_id: str, seconds: float) -> str:
+    """A job's line of what squeue told of all jobs of this user, at most so many `seconds` ago; "" if it has none.
+
+    The processes of a machine share this answer, so that many of them ask no more often than one. Where they cannot
+    share it, there is no line.
+    """
+    place = Path(gettempdir(), f"demix-{os.getuid()}")
+    answer, command = place / "squeue", ["squeue", "--noheader", "--user", str(os.getuid()), "--format", "%A %T %r %N"]
+    with suppress(OSError, subprocess.SubprocessError, DemixError):
+        place.mkdir(mode=0o700, exist_ok=True)
+        # Anybody may write where the folder is.
+        if place.lstat().st_uid != os.getuid():
+            return ""
+        if _age(answer) > seconds:
+            with exclusive(place / "squeue.lock", "asks SLURM", patience=10.0):
+                if _age(answer) > seconds:
+                    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+                    write_text(answer, done.stdout)
+        return next((line for line in answer.read_text().splitlines() if line.startswith(f"{job_id} ")), "")
+    return ""
+
+
+def _age(path: Path) -> float:
+    """The seconds since a file was written; infinite if it is not there."""
+    try:
+        return abs(time.time() - path.stat().st_mtime)
+    except FileNotFoundError:
+        return float("inf")
 
 
 def pause(seconds: float) -> float:

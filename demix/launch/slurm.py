@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from demix.errors import DemixError
 from demix.files import exclusive, linked, read_json, read_json_lines, replacing, write_json, write_json_lines
-from demix.launch.controller import SECONDS_BETWEEN_POLLS, ask, pause, show
+from demix.launch.controller import SECONDS_BETWEEN_POLLS, ask, listed, pause, show
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.outcome import MishapError, failure, progress_line
 from demix.launch.parents import is_job, orphaned, terminate, when_ended
@@ -193,10 +193,13 @@ def _wait(job: TrainingJob, job_id: str) -> None:
 
     Raises DemixError when the job has ended without results.
     """
-    last_printed, printed, final = 0.0, "", 0
-    before, since = "", time.monotonic()
+    last_printed, printed, final, line_before = 0.0, "", 0, ""
+    before, since, shown = "", time.monotonic(), dict[str, str]()
     while True:
-        shown = show(job_id)
+        # An end is asked for by itself, and so is a job that is not among those listed.
+        line_now = "" if final else listed(job_id, pause(time.monotonic() - since) / 2)
+        if not line_now or line_now != line_before:
+            shown, line_before = show(job_id), line_now
         state = shown.get("JobState", "gone")
         if state != before:
             before, since = state, time.monotonic()

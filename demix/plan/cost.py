@@ -1,6 +1,7 @@
 """The cost of a config's trainings, before anything runs."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,13 @@ class TrainingPlan:
     `sequences`: sequences per step over all domains, divided among the `ranks`. `experts_per_rank`: the most experts
     on one rank. `shared`: parameters outside the experts. `expert`: parameters of one of the `experts`. `flops`:
     floating-point operations per update. `state`: bytes of weights, gradients and optimizer per rank. `activations`
-    and `recomputed`: bytes of activations per rank, without and with activation checkpointing. `checkpoint`: bytes of
-    one checkpoint on disk, of which `checkpoints` are kept during the training. `weights`: bytes of what the training
-    adds to models. `jobs`: the number of jobs of the workflow's `rule`. `tokens`: the most, since an adaptation may
-    stop early. `begin` of the `steps` are those of a seed phase, which another training does: `hours` leaves them out.
-    `seed_flops` are those of such a step. `rings`: the all-reduces of gradients in an update, and Muon's
-    broadcasts. `orthogonalising`: FLOPs of a rank in an update beside `flops`, of Muon. `saved`: bytes of all
+    and `recomputed`: bytes of activations per rank, without and with activation checkpointing. `held`: bytes of state
+    and of activations by the config, and `least`: those by settings that spare most (see `too_large`). `checkpoint`:
+    bytes of one checkpoint on disk, of which `checkpoints` are kept during the training. `weights`: bytes of what the
+    training adds to models. `jobs`: the number of jobs of the workflow's `rule`. `tokens`: the most, since an
+    adaptation may stop early. `begin` of the `steps` are those of a seed phase, which another training does: `hours`
+    leaves them out. `seed_flops` are those of such a step. `rings`: the all-reduces of gradients in an update, and
+    Muon's broadcasts. `orthogonalising`: FLOPs of a rank in an update beside `flops`, of Muon. `saved`: bytes of all
     checkpoints that the training writes, those that it removes again too. `in_turn`: the experts that one job trains
     one after the other, each in `steps` updates.
     """
@@ -66,6 +68,8 @@ class TrainingPlan:
     state: int
     activations: int
     recomputed: int
+    held: tuple[int, int]
+    least: tuple[int, int]
     checkpoint: int
     checkpoints: int
     weights: int
@@ -204,20 +208,18 @@ def _plan_work(run: Run, work: _Work, hardware: Hardware) -> TrainingPlan:
     own = experts_per_rank * expert + shared - frozen
     still = (own if work.adapts else 0) + frozen
     value_bytes = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[settings.precision]
-    activations, recomputed = (
-        activation_bytes(architecture, types, at_once, value_bytes, checkpointing=each, dropout=bool(settings.dropout))
-        for each in (False, True)
-    )
+    kept = partial(activation_bytes, architecture, types, value_bytes=value_bytes, dropout=bool(settings.dropout))
+    activations, recomputed = (kept(at_once, checkpointing=each) for each in (False, True))
     length = architecture.context + (1 if domain_tokens else 0)
     flops, seed_flops = (update_flops(one, types, sequences, length) for one in (architecture, architecture.unrouted))
     muon = muon_cost(architecture, settings.optimizer, kind.expert_scope, places, frozen=bool(frozen))
     single = experts_per_rank * muon.expert + muon.shared
     state, sent = training_state_bytes(own, still, single), muon.rings
+    tensors, of_expert = sizes(architecture, types, domain_tokens, kind.expert_scope)
+    trained = [] if frozen else tensors
+    sharded = state + sharded_moments(trained, of_expert, places, muon=single > 0) - (8 * own - 4 * single)
     if settings.shard_optimizer:
-        tensors, of_expert = sizes(architecture, types, domain_tokens, kind.expert_scope)
-        trained = [] if frozen else tensors
-        state += sharded_moments(trained, of_expert, places, muon=single > 0) - (8 * own - 4 * single)
-        sent = sent_parameters(trained, of_expert, places)
+        state, sent = sharded, sent_parameters(trained, of_expert, places)
     whole = checkpoint_bytes(shared + experts * expert, single=experts * muon.expert + muon.shared)
     checkpoint = checkpoint_bytes(own, own, single) if work.adapts else whole
     # The last update ends the training, which then writes the model.
@@ -239,6 +241,8 @@ def _plan_work(run: Run, work: _Work, hardware: Hardware) -> TrainingPlan:
         state=state,
         activations=activations,
         recomputed=recomputed,
+        held=(state, recomputed if settings.checkpoint_activations else activations),
+        least=(sharded, kept(experts_per_rank, checkpointing=True)),
         checkpoint=checkpoint,
         checkpoints=settings.keep_checkpoints,
         weights=4 * (own if work.adapts else shared + experts * expert),
@@ -311,6 +315,24 @@ def training_tables(run: Run, ranks: int | None, hardware: str) -> tuple[Table, 
             for cells in folded(row(plan) for plan in part):
                 table.add_row(*cells)
     return work, takes
+
+
+def too_large(run: Run, ranks: int | None, hardware: str) -> list[str]:
+    """Lines of the trainings of a completed config that a device of `hardware` does not hold, and what they need."""
+    device, told, never = HARDWARE[hardware], list[tuple[str, str]](), False
+    for plan in plan_training(run, ranks, device):
+        if not device.memory or sum(plan.held) <= device.memory:
+            continue
+        (state, activations), least = ((f"{short(size)}B" for size in sizes) for sizes in (plan.held, plan.least))
+        line = f"{state} of weights, gradients and moments, {activations} of activations a rank; {' and '.join(least)}"
+        told.append((plan.name, f"{line} with shard_optimizer, checkpoint_activations, micro_sequences: 1"))
+        never = never or sum(plan.least) > device.memory
+    lines = [f"{name} does not fit {hardware} ({short(device.memory or 0)}B): {line}" for name, line in folded(told)]
+    needed = (
+        "where that is too much, weights and gradients must be divided among GPUs, too (fully sharded or tensor "
+        "parallel), which demix does not do: lower architecture.layers or architecture.width"
+    )
+    return lines + [needed] * never
 
 
 def _of_folders(run: Run) -> list[str]:

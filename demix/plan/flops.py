@@ -117,7 +117,8 @@ class Hardware:
     """What one rank runs on: `units` devices of the kind `unit`.
 
     `tflops`: achieved TFLOP/s of a rank by the formula above, or None for the values of Table 2. `network`: what joins
-    the ranks, if that is modelled. `bf16`: whether it computes in this type.
+    the ranks, if that is modelled. `bf16`: whether it computes in this type. `memory`: bytes of a GPU, the most common
+    size.
     """
 
     tflops: float | None
@@ -126,6 +127,7 @@ class Hardware:
     units: int = 1
     network: Network | None = None
     bf16: bool = True
+    memory: int | None = None
 
 
 HARDWARE = {
@@ -134,13 +136,20 @@ HARDWARE = {
         "TFLOPs/s a GPU of the paper's Table 2 (V100), of its size of the nearest width",
         network=NETWORKS["v100"],
         bf16=False,
+        memory=32 * 10**9,
     ),
     "a100": Hardware(
         137,
         "137 TFLOPs/s a GPU, 44% of peak: a model of 1.7B in Narayanan et al. 2021, table 1 (fp16)",
         network=NETWORKS["a100"],
+        memory=80 * 10**9,
     ),
-    "h100": Hardware(396, "396 TFLOPs/s a GPU, assuming 40% of the 989 at peak (bf16)", network=NETWORKS["h100"]),
+    "h100": Hardware(
+        396,
+        "396 TFLOPs/s a GPU, assuming 40% of the 989 at peak (bf16)",
+        network=NETWORKS["h100"],
+        memory=80 * 10**9,
+    ),
     "cpu": Hardware(
         0.15,
         "0.15 TFLOPs/s a rank: two cores with AVX-512 in fp32, of 0.10 (3×128) to 0.18 (12×768) measured",

@@ -16,7 +16,7 @@ import yaml
 from demix.config import models
 from demix.errors import DemixError
 from demix.plan.cells import decimal, folded
-from demix.plan.cost import plan_training, training_tables
+from demix.plan.cost import plan_training, too_large, training_tables
 from demix.plan.domains import plan_domain, plan_table
 from demix.plan.flops import HARDWARE
 from demix.plan.jobs import ScoringCosts, in_one_line, jobs_table, lacking, levers, plan_jobs, usual_hardware
@@ -27,6 +27,7 @@ from support.configs import changed
 REPOSITORY = Path(__file__).parents[2]
 PAPER = {path.stem: load_run(path) for path in sorted((REPOSITORY / "config").glob("paper-*.yaml"))}
 SAMPLE = load_run(REPOSITORY / "config" / "sample.yaml")
+CBTM = load_run(REPOSITORY / "config" / "cbtm-6.7b.yaml")
 DAGGERS = {"webtext", "realnews", "reddit", "reviews", "breaking_news", "contracts", "tweets", "yelp"}
 
 
@@ -127,6 +128,46 @@ def test_the_plan_of_the_largest_models():
     assert expert.state == 16 * demix.expert + 4 * (demix.expert + demix.shared)
     assert whole.state == (16 + 4) * (demix.expert + demix.shared)
     assert (expert.checkpoint, whole.checkpoint) == (16 * demix.expert, 16 * (demix.expert + demix.shared))
+
+
+@pytest.mark.parametrize(("layers", "width", "fits"), [(32, 4096, True), (40, 5120, False)])
+def test_what_a_gpu_does_not_hold_is_told(layers: int, width: int, fits: bool) -> None:
+    """A model of 6.7B and one of 13B, on as many ranks as leave the embedding's moments alone on the fullest."""
+    run = changed(CBTM, architecture={"layers": layers, "width": width, "heads": width // 128})
+    dense = next(plan for plan in plan_training(run, 128, HARDWARE["a100"]) if plan.name == "dense")
+    types, context = 50257, 2048
+    count = (types + context) * width + layers * (12 * width**2 + 13 * width) + 2 * width
+    # Two sequences of values of two bytes, and one of which a layer's inputs are kept; logits; masks of dropout.
+    held = 2 * context * 32 * layers * width + 6 * 2 * context * types + 2 * 2 * context * layers * width
+    recomputed = 2 * context * (layers + 16) * width + 6 * context * types + 2 * context * width
+    assert dense.held == (16 * count, held)
+    assert dense.least == (8 * count + 8 * types * width, recomputed)
+    assert (sum(dense.least) <= 80e9) == fits
+    *lines, last = too_large(run, 128, "a100")
+    (line,) = [line for line in lines if line.startswith("dense does")]
+    numbers = ("107GB", "19.5GB", "54.9GB", "1.4GB") if fits else ("206GB", "29.8GB", "105GB", "1.8GB")
+    assert line == (
+        "dense does not fit a100 (80.0GB): {} of weights, gradients and moments, {} of activations a rank; {} and {} "
+        "with shard_optimizer, checkpoint_activations, micro_sequences: 1"
+    ).format(*numbers)
+    # Adaptation of 6.7B keeps the best weights, too.
+    assert last.startswith("where that is too much, weights and gradients must be divided among GPUs, too")
+
+
+def test_what_fits_by_a_setting_needs_no_more() -> None:
+    small = load_run(REPOSITORY / "config" / "cbtm-1.3b.yaml")
+    lines = too_large(small, None, "v100")
+    assert [line.split()[0] for line in lines] == ["btm-dapt-*", "dense-dapt-*"]
+    assert too_large(small, None, "a100") == too_large(CBTM, None, "cpu") == []
+    for key in ("shard_optimizer", "checkpoint_activations"):
+        assert too_large(changed(small, adaptation={key: True}), None, "v100") == []
+
+
+def test_the_command_warns_of_what_does_not_fit() -> None:
+    path = REPOSITORY / "config" / "cbtm-6.7b.yaml"
+    command = [sys.executable, "-m", "demix", "plan", str(path), "--hardware", "a100"]
+    warned = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    assert f"{path}: dense does not fit a100 (80.0GB)" in warned
 
 
 def test_a_sweep_of_adaptations_takes_the_time_of_all():

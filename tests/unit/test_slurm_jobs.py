@@ -1,6 +1,7 @@
 """The waiting for a SLURM job, with commands in the place of SLURM's that print what they are told to."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Fake]
     monkeypatch.setattr(slurm, "SECONDS_BETWEEN_POLLS", 0.0)
     monkeypatch.setattr(controller, "SECONDS_BETWEEN_POLLS", 0.0)
     monkeypatch.setattr(controller, "MOST_SILENCE", 5.0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return {name: Fake(folder / name) for name in ("squeue", "scontrol")}
 
 
@@ -127,6 +129,41 @@ def test_a_controller_that_does_not_answer_is_asked_again(commands: dict[str, Fa
     assert controller.show("7") == {"JobId": "7", "JobState": "RUNNING", "Comment": "a=b"}
     commands["scontrol"].prints("!slurm_load_jobs error: Invalid job id specified")
     assert controller.show("7") == {}
+
+
+def test_processes_share_an_answer_about_all_jobs(commands: dict[str, Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+    squeue = commands["squeue"]
+    squeue.prints("70 RUNNING None n1;8 PENDING Priority", "7 RUNNING None n1")
+    assert [controller.listed(job_id, 60.0) for job_id in ("70", "8", "7")] == [
+        "70 RUNNING None n1", "8 PENDING Priority", "",
+    ]  # fmt: skip
+    assert squeue.calls == 1
+    assert controller.listed("7", 0.0) == "7 RUNNING None n1"
+    assert squeue.calls == 2
+    squeue.prints("!Unable to contact slurm controller")
+    assert controller.listed("7", 0.0) == ""
+    # Another user has made the folder.
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    squeue.prints("7 RUNNING None n1")
+    assert controller.listed("7", 60.0) == ""
+
+
+def test_a_job_is_asked_for_by_itself_where_its_line_has_changed(
+    job: TrainingJob, commands: dict[str, Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish(job, monkeypatch)
+    running = "7 RUNNING None n1"
+    commands["squeue"].prints("7 PENDING Priority", *[running] * 5, "")
+    commands["scontrol"].prints("JobState=PENDING", "JobState=RUNNING", "JobState=COMPLETED")
+    slurm._wait(job, "7")
+    # Once for each line, and once more for the end.
+    assert commands["scontrol"].calls == 4
+    assert commands["squeue"].calls == 7
+    # As many lines as there are do not help a job that they lack.
+    commands["squeue"].prints("8 RUNNING None n1")
+    commands["scontrol"].prints("JobState=RUNNING", "JobState=COMPLETED")
+    slurm._wait(job, "7")
+    assert commands["scontrol"].calls == 3
 
 
 def test_a_cut_or_missing_file_is_no_result(job: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
