@@ -2,7 +2,7 @@
 
 import itertools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import altair as alt
@@ -75,6 +75,12 @@ def _balanced(text: str, width: int) -> list[str]:
 
 def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def rows_of(rows: Iterable[dict[str, Any]]) -> alt.InlineData:
+    """The data of a chart."""
+    # A list is copied, row by row, each time that a chart becomes a part of another one.
+    return alt.InlineData(values=tuple(rows))
 
 
 def finite(value: Any) -> float | None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from demix.report.affinity import Relation
     from demix.report.clusters import Clusters
     from demix.report.read import Parent
-    from demix.report.results import Results
+    from demix.report.results import Bounds, Results
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +87,13 @@ class Material:
         from demix.report.read import read_differences
 
         return read_differences(self.run.folder / "differences.parquet")
+
+    @cached_property
+    def bounds(self) -> "Bounds":
+        """The intervals of `differences`."""
+        from demix.report.results import bounds_of
+
+        return bounds_of(self.differences)
 
     @cached_property
     def overlap(self) -> "pd.DataFrame":

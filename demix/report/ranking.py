@@ -141,8 +141,8 @@ class Ranking:
 
     def _bounds(self, one: System, other: System, difference: pd.Series) -> pd.DataFrame:
         names = list(difference.index)
-        direct = paired(self.material.differences, one, other, names)
-        turned = paired(self.material.differences, other, one, names)
+        direct = paired(self.material.bounds, one, other, names)
+        turned = paired(self.material.bounds, other, one, names)
         for found in (direct, -turned.rename(columns={"low": "high", "high": "low"})):
             if len(found) == len(names):
                 return found
@@ -150,7 +150,7 @@ class Ranking:
             (bounds["high"] - bounds["low"]) / 2
             for system in (one, other)
             if system != BALANCED
-            for bounds in [paired(self.material.differences, system, BALANCED, names)]
+            for bounds in [paired(self.material.bounds, system, BALANCED, names)]
         )
         halves = halves.dropna()
         return pd.DataFrame({"low": difference - halves, "high": difference + halves}).dropna()

@@ -1,6 +1,6 @@
 """The numbers of `results.parquet` behind each line of a table, and the intervals of differences."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -125,25 +125,29 @@ def _flat(keys: Iterable[tuple[str | int, ...]]) -> pd.Index:
     return pd.Index(list(keys), tupleize_cols=False, dtype=object)
 
 
-def paired(differences: pd.DataFrame, system: ByDomain, base: System, domains: Iterable[str]) -> pd.DataFrame:
+Bounds = Mapping[tuple[str, ...], tuple[float, float]]
+
+
+def bounds_of(differences: pd.DataFrame) -> Bounds:
+    """The bounds of the 95% interval of each difference in perplexity, by (against, domain, model, experts, …)."""
+    known = differences.dropna(subset=["perplexity_low", "perplexity_high"])
+    keys = known[["against", "domain", "model", "experts", "method", "weights"]].itertuples(index=False, name=None)
+    return dict(zip(keys, zip(known["perplexity_low"], known["perplexity_high"], strict=True), strict=True))
+
+
+def paired(bounds: Bounds, system: ByDomain, base: System, domains: Iterable[str]) -> pd.DataFrame:
     """Bounds (low, high) of the 95% interval of `system` minus `base` in perplexity, on the same documents of a domain.
 
     Only `BASES` and the second systems of `balanced_pairs` have such intervals, and none is of a variant or of a top-k.
     Domains without an interval are left out.
     """
-    by_row = base.model if base.by_distance and base.top_k is None and not base.variant else None
+    by_row = base.model if base.by_distance and base.top_k is None and not base.variant else ""
     against = next((key for key, one in BASES.items() if one == base), by_row)
-    key = ["domain", "model", "experts", "method", "weights"]
-    found = ((name, system if isinstance(system, System) else system(name)) for name in domains)
-    systems = [(name, *one.key) for name, one in found if not one.variant and one.top_k is None]
-    bounds = ask(
-        f"""select domain, perplexity_low as low, perplexity_high as high
-        from differences join systems using ({", ".join(key)})
-        where against = '{against}' and low is not null and high is not null order by domain""",
-        differences=differences,
-        systems=pd.DataFrame(systems, columns=key, dtype="str"),
-    )
-    return bounds.set_index("domain")
+    found = ((name, system if isinstance(system, System) else system(name)) for name in sorted(domains))
+    keys = {name: (against, name, *one.key) for name, one in found if not one.variant and one.top_k is None}
+    known = {name: bounds[key] for name, key in keys.items() if key in bounds}
+    index = pd.Index([*known], name="domain", dtype="str")
+    return pd.DataFrame([*known.values()], index=index, columns=["low", "high"], dtype="float64")
 
 
 def prior_table(priors: pd.DataFrame, model: str, training: list[str], domains: list[str]) -> pd.DataFrame:

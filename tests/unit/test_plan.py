@@ -365,7 +365,7 @@ def test_what_a_source_needs_is_asked_for(tmp_path):
         ("contracts", {"path": "data/x.zip"}, r"contracts\.source\.path: is not an address"),
         ("github", {"data_files": []}, r"github\.source\.data_files: is missing"),
         ("github", {"revision": None}, r"github\.source\.revision: is missing; pin a commit"),
-        ("github", {"bytes": {"a": 1}}, r"github\.source\.sha256: is for the kinds files and url; pin a commit"),
+        ("github", {"bytes": {"a": 1}}, r"github\.source\.sha256: is for the kinds files, url and store; pin a commit"),
         ("github", {"where": {"license": None}}, r"github\.source\.where\.license: is None"),
         ("github", {"sha256": {"a": "xyz"}}, r"github\.source\.sha256\.a: is 'xyz'"),
         ("github", {"kind": "s3"}, r"github\.source\.kind: is 's3'; allowed is one of"),

@@ -61,10 +61,10 @@ class Versus:
 
         if not self.intervals or not isinstance(self.second, System):
             return None
-        found = paired(material.differences, self.first, self.second, domains)
+        found = paired(material.bounds, self.first, self.second, domains)
         if not found.empty or not isinstance(self.first, System):
             return found
-        turned = paired(material.differences, self.second, self.first, domains)
+        turned = paired(material.bounds, self.second, self.first, domains)
         return -turned.rename(columns={"low": "high", "high": "low"})
 
 

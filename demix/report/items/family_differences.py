@@ -33,7 +33,7 @@ def make(material: Material) -> Table:
         row, lines = rows.setdefault(label, {}), beneath.setdefault(label, {})
         for domains in material.kinds:
             own, other = (results.perplexities(one, domains.names) for one in (system, base))
-            bounds = paired(material.differences, system, base, domains.names)
+            bounds = paired(material.bounds, system, base, domains.names)
             interval, name = mean_interval(own - other, bounds), domains.heading
             row[name] = mean_of(own - other)
             row[f"{name}, %"] = percent(mean_of(other), mean_of(own))

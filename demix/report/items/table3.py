@@ -35,7 +35,7 @@ def make(material: Material) -> Table:
             else "",
         }
         beneath[label] = {"Perplexity": beneath_mean(results, system, domains.names)}
-        bounds = paired(material.differences, system, BALANCED, domains.names)
+        bounds = paired(material.bounds, system, BALANCED, domains.names)
         if len(results.by_seed) == 1 and (interval := mean_interval(values - balanced, bounds)):
             low, high = (100 * bound / mean_of(balanced) for bound in interval)
             beneath[label]["Against Dense (Balanced), %"] = f"{low:+.1f} to {high:+.1f}".replace("-", "−")
