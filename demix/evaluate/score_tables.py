@@ -286,7 +286,8 @@ def refuse_other_model(directory: Path, experts: Iterable[str], model: Path) -> 
         for key, expected in (("shared_sha256", shared), ("expert_sha256", own)):
             if expected is not None and told.get(key.encode(), b"").decode() != expected:
                 cause = f"was scored with other weights ({key}) than {model} has"
-                raise DemixError(path, cause, "delete it and score the domain again")
+                # The workflow knows the columns by the table of their tokens.
+                raise DemixError(path, cause, "delete it and tokens.parquet beside it, then score the domain again")
 
 
 def scored_sha256(directory: Path, experts: Sequence[str]) -> str:

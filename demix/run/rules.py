@@ -135,8 +135,8 @@ class RunRules:
     def knows_columns(self) -> bool:
         """Whether the workflow knows each score table, as in a run that began before tables of tokens told of them.
 
-        Such a run goes on in the way it began, so that nothing is evaluated or adapted again. A table that the run makes
-        again tells of its columns, so a file notes how the run began.
+        Such a run goes on in the way it began, so that nothing is evaluated or adapted again. A file notes how the run
+        began, since a table that is made again tells of its columns.
         """
         noted = self.run.folder / "scores" / "by_column"
         for path in [] if noted.exists() else noted.parent.glob("*/*/tokens.parquet"):
