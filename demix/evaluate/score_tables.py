@@ -95,9 +95,9 @@ def write_tokens(
     """Write tokens.parquet, which all score columns of a split share: token ids, block and document numbers, origins.
 
     Documents begin at `offsets`. Those with equal numbers in `origins`, by default none, are pieces of one. `columns`
-    are score columns that are there. The file tells their names and a digest of their bytes, so that whoever reads them
-    knows by this file whether they changed. A file of these tokens that tells of other columns goes on to tell of
-    those, and one that already holds exactly these rows and tells is not written again.
+    are score columns that are there. The file names them and has a digest of their bytes, so that whoever reads columns
+    knows by this file whether one has changed. Where a file already holds these rows, its names stay, and its digest is
+    computed again if `columns` has one of them. A file that would stay the same is not written again.
     """
     path = directory / "tokens.parquet"
     origins = np.arange(len(offsets)) if origins is None else origins
@@ -286,7 +286,8 @@ def refuse_other_model(directory: Path, experts: Iterable[str], model: Path) -> 
         for key, expected in (("shared_sha256", shared), ("expert_sha256", own)):
             if expected is not None and told.get(key.encode(), b"").decode() != expected:
                 cause = f"was scored with other weights ({key}) than {model} has"
-                raise DemixError(path, cause, "delete it and score the domain again")
+                # The workflow knows the columns by the table of their tokens.
+                raise DemixError(path, cause, "delete it and tokens.parquet beside it, then score the domain again")
 
 
 def scored_sha256(directory: Path, experts: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ CLIENTS = ("sbatch", "srun", "sinfo", "squeue", "sacct", "scontrol", "scancel")
 SECONDS_IN_QUEUE = 30
 # By this status the process that asks for an address says that it got nothing; its last line has the address and why.
 REFUSED = 3
+NO_INTERNET = "where compute nodes have no internet, set cluster.downloads: login"
 ASKS = """
 import os, sys
 from demix.data.stores import refusal
@@ -117,10 +118,10 @@ def _asked(address: str, site: Cluster) -> str | None:
     url, _, why = (done.stdout.splitlines() or [""])[-1].partition("\t")
     if done.returncode == REFUSED and url.partition("://")[0] in STORES:
         cause, _, cure = why.partition("; ")
-        raise DemixError(url, cause, cure)
+        raise DemixError(url, cause, f"{cure}; {NO_INTERNET}" if on_nodes and cause.startswith("cannot") else cure)
     if done.returncode == REFUSED and why:
         cause = f"does not answer {'a compute node' if on_nodes else 'here'} ({why})"
-        cure = "where compute nodes have no internet, set cluster.downloads: login" if on_nodes else "mend the network"
+        cure = NO_INTERNET if on_nodes else "mend the network"
         raise DemixError(url, cause, f"{cure}, or name a proxy in cluster.setup (export HTTPS_PROXY=…)")
     if done.returncode:
         return f"no address was asked for: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"

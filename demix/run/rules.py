@@ -3,7 +3,6 @@
 import json
 import shlex
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain
@@ -17,7 +16,7 @@ from demix.config.adaptation import AdaptationSection
 from demix.config.evaluation import ScoredTokens
 from demix.config.models import DENSE_EXPERT, RowSettings
 from demix.config.training import Execution, TrainingRecipe, taken
-from demix.files import fingerprint, write_json
+from demix.files import fingerprint, write_json, write_text
 from demix.run.contexts import POSITION_BINS, context_tables
 from demix.run.harness import harness_routings
 from demix.run.kept import config_fingerprint
@@ -136,13 +135,20 @@ class RunRules:
     def knows_columns(self) -> bool:
         """Whether the workflow knows each score table, as in a run that began before tables of tokens told of them.
 
-        Such a run goes on in the way it began, so that nothing is evaluated or adapted again.
+        Such a run goes on in the way it began, so that nothing is evaluated or adapted again. A file notes how the run
+        began, since a table that is made again tells of its columns.
         """
-        for path in (self.run.folder / "scores").glob("*/*/tokens.parquet"):
-            # Who reads a damaged table says so.
-            with suppress(pa.ArrowInvalid):
-                return COLUMNS_TOLD not in (pq.read_schema(path).metadata or {})
-        return False
+        noted = self.run.folder / "scores" / "by_column"
+        for path in [] if noted.exists() else noted.parent.glob("*/*/tokens.parquet"):
+            # Who reads a damaged table says so, and one that is being made again may be gone.
+            try:
+                told = pq.read_schema(path).metadata or {}
+            except (pa.ArrowException, OSError, ValueError):
+                continue
+            if COLUMNS_TOLD not in told:
+                write_text(noted, "")
+            break
+        return noted.exists()
 
     def routing(
         self, clustering: str, context: str, domains: Iterable[str], splits: Iterable[str] = ("dev", "test")

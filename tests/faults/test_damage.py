@@ -262,9 +262,12 @@ def test_after_the_cure_a_rerun_rebuilds_just_that_file(name: str, finished: Pat
     files = [path for path in files if ".kept" not in path.parts]
     before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in files if path != run / name}
     sha256 = sha256_file(run / name)
-    (run / name).unlink()
+    # The workflow knows a column of scores by the table of its tokens.
+    known = (run / name).with_name("tokens.parquet") if name.startswith("scores/") else run / name
+    for path in {run / name, known}:
+        path.unlink()
     with note.timed("a damaged file deleted, then a rerun", "rebuilt with the same bytes, nothing trained again"):
-        assert snakemake(folder, TINY, f"{RUN}/{name}", profile="default").wait() == 0, printed(folder)
+        assert snakemake(folder, TINY, str(known.relative_to(folder)), profile="default").wait() == 0, printed(folder)
         assert sha256_file(run / name) == sha256
         assert run_tiny(folder).wait() == 0, printed(folder)
     again = [path for path, was in before.items() if (path.stat().st_mtime_ns, path.stat().st_ino) != was]

@@ -42,7 +42,7 @@ FLEETING |= {"harness/contamination/<domain>.parquet"}
 FLEETING |= {"scores/<model>@<context>/<domain>.test/…", "evaluations/<domain>.contexts.parquet"}
 FLEETING |= {"seeds/<model>/step-<n>/manifest.json", "seeds/<model>/step-<n>/<part>.safetensors"}
 FLEETING |= {"models/<model>/sums.safetensors", "scores/<model>@top-<k>/<domain>.test/…"}
-FLEETING |= {"scores/<model>@minus-<domain>/<domain>.test/…"}
+FLEETING |= {"scores/<model>@minus-<domain>/<domain>.test/…", "scores/by_column"}
 
 
 def assert_documented(run: Path) -> None:

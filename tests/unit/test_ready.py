@@ -123,7 +123,9 @@ def test_text_that_another_run_may_have_needs_no_address(nobody: str, tmp_path: 
     assert check_here(run, ["wiki"]) is None
 
 
-def test_an_address_is_asked_for_by_a_compute_node(commands: Commands, server: str, nobody: str) -> None:
+def test_an_address_is_asked_for_by_a_compute_node(
+    commands: Commands, server: str, nobody: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = commands(
         sbatch="", sinfo="echo gpu",
         srun='echo "$@" > "$0.asked"; while [[ $1 == --* ]]; do shift; done; exec "$@"',
@@ -133,6 +135,11 @@ def test_an_address_is_asked_for_by_a_compute_node(commands: Commands, server: s
     assert {"--immediate=30", "--partition=gpu", "--qos=short", "--mem=4000M", "--time=5"} <= set(asked)
     with pytest.raises(DemixError, match=r"does not answer a compute node .* set cluster\.downloads: login"):
         check_site(config(f"{nobody}/a.txt"), ["wiki"])
+    given = {"ENDPOINT_URL": nobody, "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "MAX_ATTEMPTS": "1"}
+    for name, value in given.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    with pytest.raises(DemixError, match=r"a\.jsonl: cannot be read .*; where compute nodes have no internet, set"):
+        check_site(config(source={"kind": "store", "path": "s3://corpus/a.jsonl"}), ["wiki"])
     commands(srun="echo 'srun: error: Unable to allocate resources: Requested nodes are busy' >&2; exit 1")
     note = check_site(config(f"{nobody}/a.txt"), ["wiki"])
     assert note == "no address was asked for: srun: error: Unable to allocate resources: Requested nodes are busy"

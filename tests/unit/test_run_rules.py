@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import shlex
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -93,11 +94,28 @@ def test_a_run_whose_table_of_tokens_tells_of_no_column_goes_on_as_it_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folder, asked = Path("results/tiny/scores/demix"), ["parliament", "licenses", "tokens"]
-    write_parquet(pa.table({"token": [1]}), folder / "law.test" / "tokens.parquet")
+    path, asked = Path("results/tiny/scores/demix/law.test/tokens.parquet"), ["parliament", "licenses", "tokens"]
+    table = pa.table({"token": [1]})
+    write_parquet(table, path)
     assert names_of_scores(*asked) == asked
-    (folder / "law.test" / "tokens.parquet").write_bytes(b"damaged")
+    # A model that is trained again is scored again.
+    write_parquet(table.replace_schema_metadata({"columns_sha256": "0"}), path)
+    assert names_of_scores(*asked) == asked
+    shutil.rmtree("results/tiny/scores")
     assert names_of_scores(*asked) == ["tokens"]
+
+
+@pytest.mark.parametrize("content", [b"damaged", b"PAR1" + b"\xff" * 8 + b"\x08\0\0\0PAR1"])
+def test_a_damaged_table_of_tokens_does_not_say_how_the_run_began(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("results/tiny/scores/demix/law.test")
+    folder.mkdir(parents=True)
+    (folder / "tokens.parquet").write_bytes(content)
+    assert names_of_scores("parliament", "tokens") == ["tokens"]
+    write_parquet(pa.table({"token": [1]}), folder.with_name("law.dev") / "tokens.parquet")
+    assert names_of_scores("parliament", "tokens") == ["parliament", "tokens"]
 
 
 def test_training_reads_dev_only_where_it_evaluates_on_dev() -> None:
