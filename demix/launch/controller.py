@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import gettempdir
 
 from demix.errors import DemixError
-from demix.files import exclusive, write_text
+from demix.files import exclusive, fingerprint, write_text
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +37,16 @@ def listed(job_id: str, seconds: float) -> str:
     share it, there is no line.
     """
     place = Path(gettempdir(), f"demix-{os.getuid()}")
-    answer, command = place / "squeue", ["squeue", "--noheader", "--user", str(os.getuid()), "--format", "%A %T %r %N"]
+    cluster = fingerprint([os.environ.get(name) for name in ("SLURM_CONF", "SLURM_CLUSTERS")])
+    answer = place / f"squeue-{cluster}"
+    command = ["squeue", "--noheader", "--user", str(os.getuid()), "--format", "%A %T %r %N"]
     with suppress(OSError, subprocess.SubprocessError, DemixError):
         place.mkdir(mode=0o700, exist_ok=True)
         # Anybody may write where the folder is.
         if place.lstat().st_uid != os.getuid():
             return ""
         if _age(answer) > seconds:
-            with exclusive(place / "squeue.lock", "asks SLURM", patience=10.0):
+            with exclusive(place / f"{answer.name}.lock", "asks SLURM", patience=10.0):
                 if _age(answer) > seconds:
                     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
                     write_text(answer, done.stdout)
