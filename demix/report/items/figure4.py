@@ -37,8 +37,8 @@ def make(material: Material) -> tuple[Any, str]:
         parts.append(alt.concat(*panels, columns=TRACE_COLUMNS, spacing=18, title=heading_of(BY_DECAY)))
     return alt.vconcat(*parts, spacing=28), (
         f"The cached prior over the training experts for each domain (rows; each sums to 1 over all experts), after "
-        f"the first {settings.dev_blocks} blocks of the domain's dev split. The prior is the mean of the posteriors after "
-        f"each of these blocks. A block weighs λ = {settings.decay:g} times as much as the next"
+        f"the first {settings.dev_blocks} blocks of the domain's dev split. The prior is the mean of the posteriors "
+        f"after each of these blocks. A block weighs λ = {settings.decay:g} times as much as the next"
         + (f", the last one alone {1 - settings.decay:.2f}." if settings.decay < 1 else ".")
         + ("" if any(row["value"] is not None for row in rows) else " This run has none of these numbers.")
     )
