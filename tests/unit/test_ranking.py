@@ -1,5 +1,6 @@
 """Which line of the main table is best at equal FLOPs, by how much and how surely."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from demix.report.dots import ranked as dots
 from demix.report.items.index import table
 from demix.report.ranking import Ranking, ranking
+from demix.report.results import bounds_of, paired
+from demix.run.systems import BASES, System
 from support.configs import changed
 from support.report import table_of
 from support.synthetic_run import NOVEL, TRAINING, Key, MadeUp, base, build_run
@@ -116,6 +119,18 @@ def test_bold_is_surely_below_the_next(run: MadeUp, half: float, direct: float |
     shown = table(found, found.main).bold()["3 training domains"]
     assert shown.sum() == bold
     assert not table(found, found.main).bold().loc["+ Domain Token"].any()
+
+
+def test_bounds_are_those_of_the_differences() -> None:
+    rows = less({"tempered": -31.0, "history": -20.0}, 30.0)
+    rows.loc[rows["domain"] == NOVEL[0], "perplexity_low"] = np.nan
+    tempered = System("", "demix", "training", "uniform", "tempered")
+    found = paired(bounds_of(rows), tempered, BASES["dense"], [NOVEL[0], *reversed(TRAINING), "unknown"])
+    assert list(found.index) == sorted(TRAINING), "without domains that have no interval"
+    assert set(found["low"]) == {-61.0}
+    assert set(found["high"]) == {-1.0}
+    assert paired(bounds_of(rows), tempered, BASES["dense_unbalanced"], TRAINING).empty
+    assert paired(bounds_of(rows), replace(tempered, top_k=2), BASES["dense"], TRAINING).empty
 
 
 def test_table3_has_the_interval_of_the_change_but_no_other_systems(run: MadeUp) -> None:
