@@ -37,15 +37,15 @@ def posterior_figure(material: Material, kind: str) -> tuple[alt.ConcatChart, st
     return alt.concat(*panels, columns=TRACE_COLUMNS, spacing=18), (
         "Each panel is one domain: the probability of each training expert (rows) after each block of the domain's "
         f"dev split (the first {BLOCKS_SHOWN} at most), with the updating prior."
-        + which_shown(domains=domains, experts=experts)
+        + (f" Shown: {shown}." if (shown := which_shown(domains=domains, experts=experts)) else "")
         + ("" if len(rows[rows["kind"] == kind]) else " This run has none of these numbers.")
     )
 
 
 def which_shown(**named: list[str]) -> str:
-    """A sentence for each of several lists of names that a figure does not show as a whole."""
+    """Which of several lists of names a figure shows, in words; empty where it shows all of them."""
     more = {what: names for what, names in named.items() if len(names) > MOST_SHOWN}
-    return "".join(f" Shown: the first {MOST_SHOWN} of {len(names)} {what}." for what, names in more.items())
+    return ", ".join(f"the first {MOST_SHOWN} of {len(names)} {what}" for what, names in more.items())
 
 
 def posteriors_on_dev(material: Material, blocks: int) -> pd.DataFrame:
@@ -136,6 +136,7 @@ def heat_maps(
             continue
         places = {(kind, domain, expert) for domain in domains for expert in columns}
         values = [row for row in rows if (row["kind"], row["domain"], row["expert"]) in places]
+        shown = which_shown(rows=names, columns=experts)
         base = alt.Chart(rows_of(values)).encode(
             x=alt.X(
                 "expert:N", sort=columns, title=over, scale=alt.Scale(domain=columns), axis=alt.Axis(labelAngle=-40)
@@ -158,7 +159,7 @@ def heat_maps(
                 width=CELL_WIDTH * len(columns),
                 height=CELL_HEIGHT * len(domains),
                 title=alt.Title(
-                    heading + which_shown(rows=names, columns=experts), anchor="start", fontSize=13, fontWeight="normal"
+                    heading + (f" ({shown})" if shown else ""), anchor="start", fontSize=13, fontWeight="normal"
                 ),
             )
         )

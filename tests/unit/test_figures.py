@@ -191,7 +191,7 @@ def test_figures_of_many_domains_show_the_first_and_say_so(run: MadeUp, monkeypa
         part = figures[name]["vconcat"][0]
         assert cells(figures[name], part).keys() == pairs
         assert part["hconcat"][0]["title"]["text"].endswith(
-            f"Shown: the first 2 of {len(TRAINING)} rows. Shown: the first 2 of {len(TRAINING)} columns."
+            f"domains (the first 2 of {len(TRAINING)} rows, the first 2 of {len(TRAINING)} columns)"
         )
     figure = figures["figure2"]
     points = [figure["datasets"][panel["data"]["name"]] for panel in figure["vconcat"][2]["hconcat"]]
@@ -200,7 +200,9 @@ def test_figures_of_many_domains_show_the_first_and_say_so(run: MadeUp, monkeypa
     traces = figures["figure7"]
     assert [panel["title"]["text"] for panel in traces["concat"]] == list(TRAINING[:2])
     assert {row["expert"] for row in values(traces)} == {*TRAINING[:2]}
-    assert f"the first 2 of {len(TRAINING)} domains." in " ".join(traces["title"]["subtitle"])
+    assert f"Shown: the first 2 of {len(TRAINING)} domains, the first 2 of {len(TRAINING)} experts." in " ".join(
+        traces["title"]["subtitle"]
+    )
 
 
 def test_figure6_averages_perplexities_not_losses(run: MadeUp) -> None:
