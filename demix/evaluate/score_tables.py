@@ -24,6 +24,8 @@ ROW_GROUP_TOKENS = 1 << 16
 ROUNDING = 1e-3
 # The names of score columns in the metadata of tokens.parquet.
 COLUMNS = b"columns"
+# The workflow knows the columns by the table of their tokens.
+SCORE_AGAIN = "score the domain again: delete this file and tokens.parquet beside it, then rerun"
 
 
 @dataclass(frozen=True)
@@ -210,9 +212,9 @@ def stream_scores(
     for path, column in zip(paths, footers, strict=True):
         if column.origin.get(b"shared_sha256") != footers[0].origin.get(b"shared_sha256"):
             other = paths[0].name
-            raise DemixError(path, f"was scored with other shared weights than {other}", "score the domain again")
+            raise DemixError(path, f"was scored with other shared weights than {other}", SCORE_AGAIN)
         if column.rows != footer.rows:
-            raise DemixError(path, "is not as long as tokens.parquet", "score the domain again")
+            raise DemixError(path, "is not as long as tokens.parquet", SCORE_AGAIN)
     besides = {name: _footer(table.path) for name, table in beside.items()}
     for name, table in beside.items():
         if besides[name].rows != footer.rows:
@@ -230,7 +232,7 @@ def stream_scores(
     ):
         digest.update(ids.astype("<u4").tobytes())
         for path, (piece,) in zip(paths, pieces, strict=False):
-            _refuse_impossible(path, piece, row, "score the domain again")
+            _refuse_impossible(path, piece, row, SCORE_AGAIN)
         row += len(ids)
         blocks = -(-len(ids) // length)
         mask = (np.arange(blocks * length) < len(ids)).reshape(blocks, length)
@@ -240,7 +242,7 @@ def stream_scores(
         yield Blocks(scores, mask, ids, documents, origins, others)
     for path, column in zip(paths, footers, strict=True):
         if column.tokens_sha256 != digest.hexdigest():
-            raise DemixError(path, "was scored on other tokens than tokens.parquet holds", "score the domain again")
+            raise DemixError(path, "was scored on other tokens than tokens.parquet holds", SCORE_AGAIN)
     for name, table in beside.items():
         if besides[name].tokens_sha256 != digest.hexdigest():
             tokens = directory / "tokens.parquet"
@@ -286,7 +288,6 @@ def refuse_other_model(directory: Path, experts: Iterable[str], model: Path) -> 
         for key, expected in (("shared_sha256", shared), ("expert_sha256", own)):
             if expected is not None and told.get(key.encode(), b"").decode() != expected:
                 cause = f"was scored with other weights ({key}) than {model} has"
-                # The workflow knows the columns by the table of their tokens.
                 raise DemixError(path, cause, "delete it and tokens.parquet beside it, then score the domain again")
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # The interpreter, its libraries and the batches that are read and written take about 300 MB besides.
 MEMORY_MB = 300
-# What `ask` may take. The million pairs of 1,024 domains and experts take a third of it.
+# What `ask` may take: the results of 1,024 domains take more than MEMORY_MB.
 ASKED_BYTES = 4_000_000_000
 # DuckDB's own advice is 125 MB or more for each thread.
 THREAD_MB = 125

@@ -17,7 +17,7 @@ from demix.report.curves import training_curves
 from demix.report.dots import dots
 from demix.report.figures import inline
 from demix.report.formats import markdown, part_of_page
-from demix.report.look import coloured, finish, finite, rows_of
+from demix.report.look import coloured, data_of, finish, finite
 from demix.report.page import render
 from demix.report.table import Table, cell
 from demix.run.kept import config_fingerprint
@@ -234,7 +234,7 @@ def _curve_figure(compared: Comparison) -> alt.TopLevelMixin:
     curves = pd.concat(frames)
     panels = [
         alt.Chart(
-            rows_of([{"run": row.run, "tokens": row.tokens, "loss": finite(row.loss)}
+            data_of([{"run": row.run, "tokens": row.tokens, "loss": finite(row.loss)}
                                    for row in rows.itertuples()])
         )
         .mark_line(strokeWidth=1.5, opacity=0.8)

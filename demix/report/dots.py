@@ -6,7 +6,7 @@ from typing import Any
 import altair as alt
 
 from demix.report.domains import Domains
-from demix.report.look import COLOURS, finish, finite, rows_of
+from demix.report.look import COLOURS, data_of, finish, finite
 from demix.report.ranking import Entry, Ranking
 
 # Changes beyond it, in percent, would press all others into a corner.
@@ -29,7 +29,7 @@ def dots(
     `systems` are in order, named at the left with `labels`. With `zero` a line stands at 0. A panel is `width` wide and
     a line `step` high, in pixels. `more` are encodings.
     """
-    chart = alt.Chart(rows_of(records)).encode(
+    chart = alt.Chart(data_of(records)).encode(
         y=alt.Y("system:N", title=None, scale=alt.Scale(domain=list(systems)), axis=alt.Axis(labels=labels)), **more
     )
     low, value = (
@@ -39,7 +39,7 @@ def dots(
     rule = chart.mark_rule(strokeWidth=1.5).encode(x=low, x2="high:Q")
     layers: list[Any] = [rule, chart.mark_point(filled=True, size=30, opacity=1).encode(x=value)]
     if zero:
-        at_zero = alt.Chart(rows_of([{"zero": 0}])).mark_rule(color="#888888")
+        at_zero = alt.Chart(data_of([{"zero": 0}])).mark_rule(color="#888888")
         layers.insert(0, at_zero.encode(x="zero:Q"))
     return alt.layer(*layers).properties(width=width, height=alt.Step(step))
 

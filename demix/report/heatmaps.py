@@ -5,7 +5,7 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from demix.report.look import CELL_RANGE, finite, rows_of, share_scale, small_heading
+from demix.report.look import CELL_RANGE, data_of, finite, share_scale, small_heading
 from demix.report.material import Material
 
 CELL_WIDTH, CELL_HEIGHT = 50, 26
@@ -83,7 +83,7 @@ def panel(
     """The `index`-th of several small heat maps: probabilities of experts (rows), against what `x` encodes."""
     first, experts = index % TRACE_COLUMNS == 0, experts[:MOST_SHOWN]
     chart: alt.Chart = (
-        alt.Chart(rows_of([value for value in values if value["expert"] in experts]))
+        alt.Chart(data_of([value for value in values if value["expert"] in experts]))
         .mark_rect(stroke="white", strokeWidth=gap)
         .encode(
             y=alt.Y(
@@ -137,7 +137,7 @@ def heat_maps(
         places = {(kind, domain, expert) for domain in domains for expert in columns}
         values = [row for row in rows if (row["kind"], row["domain"], row["expert"]) in places]
         shown = which_shown(rows=names, columns=experts)
-        base = alt.Chart(rows_of(values)).encode(
+        base = alt.Chart(data_of(values)).encode(
             x=alt.X(
                 "expert:N", sort=columns, title=over, scale=alt.Scale(domain=columns), axis=alt.Axis(labelAngle=-40)
             ),

@@ -77,7 +77,7 @@ def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
-def rows_of(rows: Iterable[dict[str, Any]]) -> alt.InlineData:
+def data_of(rows: Iterable[dict[str, Any]]) -> alt.InlineData:
     """The data of a chart."""
     # A list is copied, row by row, each time that a chart becomes a part of another one.
     return alt.InlineData(values=tuple(rows))

@@ -122,7 +122,7 @@ class RunRules:
     ) -> list[str]:
         """The score tables by which the workflow knows those of the experts `names` on `domains`.
 
-        tokens.parquet tells a digest of the columns that were scored with it, and stands for them, so that files grow
+        tokens.parquet has a digest of the columns that were scored with it, and stands for them, so that files grow
         with domains and not with pairs of a domain and an expert. The column of an expert that was added is named.
         """
         names, splits = list(names), list(splits)

@@ -74,7 +74,7 @@ def _panels(points: "pd.DataFrame", lines: "pd.DataFrame", over: str, material: 
     """Points and lines of perplexity over `over` (clusters or tokens), one panel per kind of domain."""
     import altair as alt
 
-    from demix.report.look import coloured, dashed, finite, heading_of, rows_of
+    from demix.report.look import coloured, dashed, data_of, finite, heading_of
 
     series = list(dict.fromkeys(points["series"]))
     legend = alt.Legend(title=None, symbolSize=200, symbolType="stroke")
@@ -84,7 +84,7 @@ def _panels(points: "pd.DataFrame", lines: "pd.DataFrame", over: str, material: 
             {"series": row.series, "row": row.row, over: getattr(row, over), "perplexity": finite(row.perplexity)}
             for row in rows.itertuples()
         ]
-        chart: alt.Chart = alt.Chart(rows_of(values)).encode(
+        chart: alt.Chart = alt.Chart(data_of(values)).encode(
             x=alt.X(
                 f"{over}:Q",
                 title=over,

@@ -94,7 +94,7 @@ def _scatter(pairs: "pd.DataFrame", relation: "Relation") -> "alt.Chart":
     import altair as alt
     import numpy as np
 
-    from demix.report.look import COLOURS, finite, rows_of, small_heading
+    from demix.report.look import COLOURS, data_of, finite, small_heading
 
     points = _drawn(pairs[pairs["kind"] == relation.kind]).dropna()
     if relation.kind == "training":
@@ -112,7 +112,7 @@ def _scatter(pairs: "pd.DataFrame", relation: "Relation") -> "alt.Chart":
         told += f" (p = {relation.permutation_p:.2g}, domains permuted)"
     percents = alt.Axis(format=".0%", tickCount=6)
     chart: alt.Chart = (
-        alt.Chart(rows_of(values))
+        alt.Chart(data_of(values))
         .mark_point(size=45, filled=True, opacity=0.75, color=COLOURS[0])
         .encode(
             x=alt.X("overlap:Q", title="bigrams shared", axis=percents, scale=alt.Scale(zero=False)),

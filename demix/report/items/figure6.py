@@ -46,7 +46,7 @@ def _small_multiples(curves: "pd.DataFrame", part: str, novel: tuple[str, ...]) 
     import altair as alt
 
     from demix.report.curves import POINTS, token_axis
-    from demix.report.look import coloured, dashed, finite, heading_of, rows_of, small_heading
+    from demix.report.look import coloured, dashed, data_of, finite, heading_of, small_heading
 
     kinds = ["DEMix-DAPT", "Dense-DAPT"]
     legend = alt.Legend(title=None, orient="right", symbolSize=300, symbolType="stroke")
@@ -63,7 +63,7 @@ def _small_multiples(curves: "pd.DataFrame", part: str, novel: tuple[str, ...]) 
             for row, place in zip(own.itertuples(), places, strict=True)
         ]
         title = "dev perplexity" if index % PANEL_COLUMNS == 0 else None
-        base = alt.Chart(rows_of(records)).encode(
+        base = alt.Chart(data_of(records)).encode(
             x=alt.X("tokens:Q", title="tokens of adaptation", axis=token_axis(3), scale=alt.Scale(nice=False)),
             y=alt.Y("perplexity:Q", title=title, scale=scale, axis=alt.Axis(tickCount=4)),
             color=coloured("kind", kinds, legend),

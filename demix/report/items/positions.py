@@ -20,11 +20,11 @@ def make(material: Material) -> tuple[Any, str]:
     import altair as alt
 
     from demix.report.contexts import MIXED
-    from demix.report.look import heading_of, rows_of
+    from demix.report.look import data_of, heading_of
 
     trained, points = material.run.context, positions_points(material)
     end = (
-        alt.Chart(rows_of([{"position": trained}])).mark_rule(color="#666666", strokeDash=[2, 2]).encode(x="position:Q")
+        alt.Chart(data_of([{"position": trained}])).mark_rule(color="#666666", strokeDash=[2, 2]).encode(x="position:Q")
     )
     panels = [
         (end + _lines(points[points["kind"] == domains.kind], [model.label for model in material.run.own])).properties(
@@ -64,7 +64,7 @@ def positions_points(material: Material) -> "pd.DataFrame":
 def _lines(points: "pd.DataFrame", series: list[str]) -> "alt.Chart":
     import altair as alt
 
-    from demix.report.look import coloured, dashed, finite, rows_of
+    from demix.report.look import coloured, dashed, data_of, finite
 
     # A model has the same colour in each figure.
     shown = [name for name in series if (points["label"] == name).any()]
@@ -80,7 +80,7 @@ def _lines(points: "pd.DataFrame", series: list[str]) -> "alt.Chart":
         for row in points.itertuples()
     ]
     chart: alt.Chart = (
-        alt.Chart(rows_of(values))
+        alt.Chart(data_of(values))
         .mark_line(strokeWidth=2, point=alt.OverlayMarkDef(size=30, filled=True))
         .encode(
             x=alt.X("position:Q", title="position in the block", axis=alt.Axis(grid=False)),

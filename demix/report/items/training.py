@@ -16,7 +16,7 @@ def make(material: Material) -> tuple[Any, str]:
     import altair as alt
 
     from demix.report.curves import POINTS, token_axis, training_curves
-    from demix.report.look import coloured, dashed, finite, rows_of
+    from demix.report.look import coloured, dashed, data_of, finite
 
     # The loss of masked tokens is no loss of next tokens.
     own = [model for model in material.run.trained if model.seed == material.run.seed and not model.masked]
@@ -39,7 +39,7 @@ def make(material: Material) -> tuple[Any, str]:
     ]
     legend = alt.Legend(title="model", symbolSize=300, symbolType="stroke")
     chart = (
-        alt.Chart(rows_of(records))
+        alt.Chart(data_of(records))
         .mark_line(point=POINTS)
         .encode(
             x=alt.X("tokens:Q", title="training tokens", axis=token_axis(6)),
