@@ -19,10 +19,11 @@ def domains(training: Iterable[str], novel: Iterable[str] = ()) -> dict[str, Any
 def small(**sections: Any) -> dict[str, Any]:
     """The keys of a small config, whose sections have the keys of `sections` too."""
     keys = {
-        "run": "x", "domains": domains(("law", "news"), ("songs",)),
+        "run": "x",
+        "domains": domains(("law", "news"), ("songs",)),
         "architecture": {"layers": 1, "width": 8, "heads": 1, "context": 8},
         "training": {"tokens": 1000, "sequences": 1, "learning_rate": 1e-3},
-    }  # fmt: skip
+    }
     merged = {name: keys.get(name, {}) | given for name, given in sections.items() if isinstance(given, dict)}
     return keys | sections | merged
 

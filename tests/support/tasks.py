@@ -38,8 +38,9 @@ def made_up(
         labels[answer][:] *= np.linspace(0.3, 1.0, experts)
         return Scored(
             Prompt(split, of, number, f"{split} {of} {number}", LABELS, answer, f"e{number % experts}", cue),
-            context, labels,
-        )  # fmt: skip
+            context,
+            labels,
+        )
 
     found = []
     for of in seeds:

@@ -70,7 +70,9 @@ WRONG = {
     "unknown weights": ("evaluation.weights", ["last"], r"evaluation\.weights\.0: is not known; use one of history"),
     "wrong parameters": ("evaluation.weights", ["switching(2)"], r"weights\.0: has alpha 2; use switching\(alpha\)"),
     "no time beside the grace": (
-        "cluster", {"minutes": 2, "grace_seconds": 120}, r"key cluster\.grace_seconds: is 120, .* none of the 2 minutes"
+        "cluster",
+        {"minutes": 2, "grace_seconds": 120},
+        r"key cluster\.grace_seconds: is 120, .* none of the 2 minutes",
     ),
     "heads": ("architecture.heads", 3, r"architecture\.heads: 3 does not divide the width 128"),
     "run name": ("run", "../elsewhere", r"key run: is '\.\./elsewhere'"),
@@ -82,15 +84,17 @@ WRONG = {
     "a sweep below a step": ("training.sweep", {"learning_rates": [1e-3], "tokens": 9}, r"sweep\.tokens: is 9, less"),
     "a sweep of nothing": ("training.sweep", {"learning_rates": [], "tokens": 9999}, r"sweep\.learning_rates: is \[\]"),
     "another rate than the seed's": (
-        "models.mine", {"kind": "demix", "parent": "dense", "seed_tokens": 300000, "learning_rate": 1e-3},
+        "models.mine",
+        {"kind": "demix", "parent": "dense", "seed_tokens": 300000, "learning_rate": 1e-3},
         r"models\.mine\.learning_rate: is 0\.001 where its parent dense has 0\.008; leave it, or the row's preset, out",
     ),
     "a seed below a step": (
-        "models.mine", {"kind": "demix", "parent": "dense", "seed_tokens": 9},
+        "models.mine",
+        {"kind": "demix", "parent": "dense", "seed_tokens": 9},
         r"models\.mine\.seed_tokens: is 9, less than the 2048 tokens of one step; raise it, or give 0",
     ),
     "a decay above one": ("evaluation.decay", 1.5, r"evaluation\.decay: is 1\.5; allowed is number > 0 ≤ 1"),
-}  # fmt: skip
+}
 
 
 def assert_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,9 +196,18 @@ def test_settings_of_a_stage_are_checked() -> None:
     with pytest.raises(DemixError, match="is not JSON"):
         settings_from(Training, "{")
     good = {
-        "seed": 1, "architecture": {}, "tokens": 10, "sequences": 1, "learning_rate": 1, "warmup": 0.1, "clip": 1.0,
-        "weight_decay": 0.1, "precision": "fp32", "threads": 1, "checkpoint_every": 5,
-    }  # fmt: skip
+        "seed": 1,
+        "architecture": {},
+        "tokens": 10,
+        "sequences": 1,
+        "learning_rate": 1,
+        "warmup": 0.1,
+        "clip": 1.0,
+        "weight_decay": 0.1,
+        "precision": "fp32",
+        "threads": 1,
+        "checkpoint_every": 5,
+    }
     assert settings_from(Training, good).learning_rate == 1
     for key, wrong in (("tokens", "10"), ("tokens", 1e3), ("seed", True), ("architecture", []), ("clip", "1")):
         with pytest.raises(DemixError, match=rf"--settings\.{key}: is "):
@@ -212,10 +225,28 @@ def test_settings_of_a_stage_are_checked() -> None:
         ["track", "results", "--uri", "postgresql://me:hidden@host/demix"],
         ["train", "sparse", "a", "--settings", "{}", "--output", "out", "--metrics", "m", "--checkpoints", "c"],
         ["adapt-dense", "a", "b", "--settings", "{}", "--output", "out", "--metrics", "m", "--checkpoints", "c"],
-        ["score", "nomodel", "a", "--experts", "a", "--output", "out",
-         "--settings", '{"dev_blocks": 1, "test_tokens": null, "precision": "fp32", "threads": 1}'],
-        ["score", "nomodel", "a", "--experts", "a", "--output", "out",
-         "--settings", '{"dev_blocks": 1, "test_tokens": null, "precision": "fp8", "threads": 1}'],
+        [
+            "score",
+            "nomodel",
+            "a",
+            "--experts",
+            "a",
+            "--output",
+            "out",
+            "--settings",
+            '{"dev_blocks": 1, "test_tokens": null, "precision": "fp32", "threads": 1}',
+        ],
+        [
+            "score",
+            "nomodel",
+            "a",
+            "--experts",
+            "a",
+            "--output",
+            "out",
+            "--settings",
+            '{"dev_blocks": 1, "test_tokens": null, "precision": "fp8", "threads": 1}',
+        ],
         ["export", "nomodel", "--expert", "a", "--tokenizer", "t", "--output", "out"],
         ["summary", "nowhere"],
         ["report", "nowhere", "--output", "out"],
@@ -224,7 +255,7 @@ def test_settings_of_a_stage_are_checked() -> None:
         ["config"],
     ],
     ids=lambda arguments: " ".join(arguments)[:40],
-)  # fmt: skip
+)
 def test_bad_input_ends_in_one_line(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

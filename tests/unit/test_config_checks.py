@@ -291,29 +291,55 @@ HUGE = f"0x{'f' * 5000}"
 TRAIN = "training: {"
 
 
-@pytest.mark.parametrize(("old", "new", "told"), [
-    ("run: mine", f"run: {'r' * 101}", "key run: is 'rrr"),
-    ("run: mine", f"run: mine\nseed: {HUGE}", "key seed: is a whole number of more than 64 bits; give a small"),
-    ("tokens: 4000", f"tokens: {HUGE}", "key training.tokens: is a whole number of more than"),
-    ("2, learning_rate: 1.0e-3", f"2, learning_rate: {HUGE}", "rate: is a whole number of more than 64"),
-    ("sequences: 2", "sequences: 9999999999", "sequences: is 9999999999; allowed is integer ≥ 1 ≤ 1000000"),
-    ("sequences: 2", "sequences: 2, ranks: 9999999999", "ranks: is 9999999999; allowed is integer ≥ 1 ≤ 100000"),
-    (TRAIN, f"clusterings: {{k: {{clusters: 1000000000000}}}}\n{TRAIN}", "k.clusters: is 1000000000000; allowed is"),
-    (TRAIN, f"models: {{r: {{kind: routed, capacity: 1.0e+308}}}}\n{TRAIN}", "capacity: is 1e+308; allowed is"),
-    ("    law:", f"    {LONG}:", f"key domains.training.{LONG}: has a name of 70 characters; use at most 64"),
-    ("    law:", f"    {'ha' * 30}:", "has a name that ends in 'ha' over and over, which Snakemake takes for a loop;"),
-    (TRAIN, f"models: {{{'x' * 20}: {{kind: dense}}}}\n{TRAIN}", "has a name that ends in 'x' over and over"),
-    (TRAIN, f"seeds: [2]\nmodels: {{dense_seed2: {{kind: dense}}}}\n{TRAIN}",
-     "dense_seed2: is a name that the workflow also has for dense-seed2 (rule join_dense_seed2); rename the row"),
-    (TRAIN, f"models: {{btm: {BTM}, btm__uniform: {BTM}}}\n{TRAIN}",
-     "models.btm__uniform: is a name that the workflow also has for btm-uniform (rule average_btm__uniform); rename"),
-    (TRAIN, f"models: {{btm: {{kind: branched}}, btm__law: {{kind: dense}}}}\n{TRAIN}",
-     "models.btm__law: is a name that the workflow also has for btm/law (rule train_btm__law); rename the row"),
-    ("architecture:", NOVEL + REMOVAL + "architecture:",
-     "models.without_law: is a name that the workflow also has for without-law"),
-    ("architecture:", NOVEL + "models: {known_dense: {kind: dense}}\narchitecture:",
-     "known_dense: is a name that the workflow also has"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("run: mine", f"run: {'r' * 101}", "key run: is 'rrr"),
+        ("run: mine", f"run: mine\nseed: {HUGE}", "key seed: is a whole number of more than 64 bits; give a small"),
+        ("tokens: 4000", f"tokens: {HUGE}", "key training.tokens: is a whole number of more than"),
+        ("2, learning_rate: 1.0e-3", f"2, learning_rate: {HUGE}", "rate: is a whole number of more than 64"),
+        ("sequences: 2", "sequences: 9999999999", "sequences: is 9999999999; allowed is integer ≥ 1 ≤ 1000000"),
+        ("sequences: 2", "sequences: 2, ranks: 9999999999", "ranks: is 9999999999; allowed is integer ≥ 1 ≤ 100000"),
+        (
+            TRAIN,
+            f"clusterings: {{k: {{clusters: 1000000000000}}}}\n{TRAIN}",
+            "k.clusters: is 1000000000000; allowed is",
+        ),
+        (TRAIN, f"models: {{r: {{kind: routed, capacity: 1.0e+308}}}}\n{TRAIN}", "capacity: is 1e+308; allowed is"),
+        ("    law:", f"    {LONG}:", f"key domains.training.{LONG}: has a name of 70 characters; use at most 64"),
+        (
+            "    law:",
+            f"    {'ha' * 30}:",
+            "has a name that ends in 'ha' over and over, which Snakemake takes for a loop;",
+        ),
+        (TRAIN, f"models: {{{'x' * 20}: {{kind: dense}}}}\n{TRAIN}", "has a name that ends in 'x' over and over"),
+        (
+            TRAIN,
+            f"seeds: [2]\nmodels: {{dense_seed2: {{kind: dense}}}}\n{TRAIN}",
+            "dense_seed2: is a name that the workflow also has for dense-seed2 (rule join_dense_seed2); rename the row",
+        ),
+        (
+            TRAIN,
+            f"models: {{btm: {BTM}, btm__uniform: {BTM}}}\n{TRAIN}",
+            "models.btm__uniform: is a name that the workflow also has for btm-uniform (rule average_btm__uniform); rename",
+        ),
+        (
+            TRAIN,
+            f"models: {{btm: {{kind: branched}}, btm__law: {{kind: dense}}}}\n{TRAIN}",
+            "models.btm__law: is a name that the workflow also has for btm/law (rule train_btm__law); rename the row",
+        ),
+        (
+            "architecture:",
+            NOVEL + REMOVAL + "architecture:",
+            "models.without_law: is a name that the workflow also has for without-law",
+        ),
+        (
+            "architecture:",
+            NOVEL + "models: {known_dense: {kind: dense}}\narchitecture:",
+            "known_dense: is a name that the workflow also has",
+        ),
+    ],
+)
 def test_what_would_hang_or_fail_later_is_refused(
     old: str, new: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,9 +206,10 @@ def test_examples_of_a_data_set_have_fields_words_and_splits(tokens: Path, tmp_p
     """A folder of Parquet files, as the hub has them."""
     for split, count in (("train", 30), ("test", 9), ("validation", 12)):
         rows = {
-            "title": [f"{split} {n}" for n in range(count)], "content": ["is so"] * count,
+            "title": [f"{split} {n}" for n in range(count)],
+            "content": ["is so"] * count,
             "label": [n % 2 for n in range(count)],
-        }  # fmt: skip
+        }
         (tmp_path / "set" / "data").mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.table(rows), tmp_path / "set" / "data" / f"{split}-0.parquet")
 
@@ -216,9 +217,15 @@ def test_examples_of_a_data_set_have_fields_words_and_splits(tokens: Path, tmp_p
         return {"kind": "hub", "path": str(tmp_path / "set"), "data_files": [f"data/{split}-*.parquet"]}
 
     found = read_task(
-        tokens, tmp_path, test=source("test"), train=source("train"), validation=source("validation"),
-        text=["title", "content"], labels={"0": "bad", "1": "good"}, shots=2,
-    )  # fmt: skip
+        tokens,
+        tmp_path,
+        test=source("test"),
+        train=source("train"),
+        validation=source("validation"),
+        text=["title", "content"],
+        labels={"0": "bad", "1": "good"},
+        shots=2,
+    )
     kept = {split: [one for one in found if one.split == split] for split in ("test", "train", "validation")}
     assert {split: len(some) for split, some in kept.items()} == {"test": 9, "train": 30, "validation": 12}
     for one in found:
@@ -239,8 +246,12 @@ def test_examples_may_have_choices_of_their_own(tokens: Path, tmp_path: Path) ->
     ):
         read_task(tokens, tmp_path, path=write_lines(tmp_path / "x.jsonl", rows), choices="options")
     with pytest.raises(DemixError, match=r"topics: x\.jsonl#1: has the label 'law', which is none of 'code'"):
-        read_task(tokens, tmp_path, path=write_lines(tmp_path / "x.jsonl", [{"text": "t", "label": "law"}]),
-             labels={"code": "code"})  # fmt: skip
+        read_task(
+            tokens,
+            tmp_path,
+            path=write_lines(tmp_path / "x.jsonl", [{"text": "t", "label": "law"}]),
+            labels={"code": "code"},
+        )
 
 
 def test_what_a_source_lacks_is_refused(tokens: Path, tmp_path: Path) -> None:
@@ -287,24 +298,27 @@ WRONG = {
     "choices": ({"path": "a", "choices": 3}, "choices: is 3; name a field"),
     "one choice": ({"made": "continuations", "choices": 1}, "choices: is 1; give at least 2"),
     "train beside made": (
-        {"made": "domains", "train": {"kind": "files", "path": "a"}}, "train: is given beside made",
+        {"made": "domains", "train": {"kind": "files", "path": "a"}},
+        "train: is given beside made",
     ),
     "foreign label": ({"made": "domains", "labels": {"laws": "law"}}, "labels.laws: is no training domain"),
     "labels of halves": ({"made": "continuations", "labels": {"a": "b"}}, "labels: is given beside made"),
     "equal words": ({"path": "a", "labels": {"a": "b", "c": "b"}}, "labels: gives two labels the word b"),
     "a word that is a domain's": (
-        {"made": "domains", "labels": {"parliament": "scripture"}}, "labels: gives two labels the word scripture",
+        {"made": "domains", "labels": {"parliament": "scripture"}},
+        "labels: gives two labels the word scripture",
     ),
     "address": ({"path": "https://me:word@there/x.jsonl"}, "path: is an address; give test: {kind: url"),
     "cue without words": (
-        {"path": "a", "shots": 1, "calibrated": True}, "calibrated: needs words before the label",
+        {"path": "a", "shots": 1, "calibrated": True},
+        "calibrated: needs words before the label",
     ),
     "moving": (
         {"test": {"kind": "hub", "path": "a/b", "revision": "main", "data_files": ["*.parquet"]}},
         "tasks.x.test.revision: is main, which is no commit",
     ),
     "name": (None, "is not a usable name of a task"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -334,23 +348,54 @@ def test_a_run_is_classified_as_by_hand(tokens: Path, tmp_path: Path) -> None:
     for name, task in TASKS.items():
         files = [path for some in documents(tokens).values() for path in some.values()]
         settings = json.dumps(task | {"length": SIZES.context, "seed": 1})
-        done = demix("examples", name, *files, *encoder, "--settings", settings,
-                     "--output", tmp_path / "examples" / f"{name}.parquet")  # fmt: skip
+        done = demix(
+            "examples",
+            name,
+            *files,
+            *encoder,
+            "--settings",
+            settings,
+            "--output",
+            tmp_path / "examples" / f"{name}.parquet",
+        )
         assert done.exit_code == 0, done.output
     examples = [tmp_path / "examples" / f"{name}.parquet" for name in TASKS]
     for model, experts in (("demix", TRAINING), ("dense", ("dense",))):
         settings = json.dumps({"tasks": TASKS, "threads": 1})
-        done = demix("fewshot", tmp_path / "models" / model, *examples, "--experts", ",".join(experts), *encoder,
-                     "--settings", settings, "--output", tmp_path / "tasks" / model)  # fmt: skip
+        done = demix(
+            "fewshot",
+            tmp_path / "models" / model,
+            *examples,
+            "--experts",
+            ",".join(experts),
+            *encoder,
+            "--settings",
+            settings,
+            "--output",
+            tmp_path / "tasks" / model,
+        )
         assert done.exit_code == 0, done.output
     models = [
         {"model": "demix", "folder": "demix", "seed": 1, "mixes": True, "routing": "by_domain"},
         {"model": "dense", "folder": "dense", "seed": 1, "mixes": False},
     ]
-    given = {"tasks": TASKS, "models": models, "weights": ["history", "tempered", "cluster"], "temperature": 0.3,
-             "top_k": [1, 2]}  # fmt: skip
-    done = demix("classify", tmp_path, "--settings", json.dumps(given), "--output", tmp_path / "tasks.parquet",
-                 "--weights", tmp_path / "weights.parquet")  # fmt: skip
+    given = {
+        "tasks": TASKS,
+        "models": models,
+        "weights": ["history", "tempered", "cluster"],
+        "temperature": 0.3,
+        "top_k": [1, 2],
+    }
+    done = demix(
+        "classify",
+        tmp_path,
+        "--settings",
+        json.dumps(given),
+        "--output",
+        tmp_path / "tasks.parquet",
+        "--weights",
+        tmp_path / "weights.parquet",
+    )
     assert done.exit_code == 0, done.output
     rows = pd.read_parquet(tmp_path / "tasks.parquet")
     weighted = pd.read_parquet(tmp_path / "weights.parquet")

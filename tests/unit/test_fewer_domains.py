@@ -49,7 +49,7 @@ REMOVAL = {"retrain_without": ["law"], "replacement": "songs"}
             r"key removal\.replacement: is 'songs', which is no novel domain",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_key_that_names_a_domain_that_is_left_out_is_refused(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(DemixError, match=message):
         completed_run(small(**{"domains": LEFT} | sections))
@@ -115,10 +115,12 @@ def test_the_ranks_of_one_domain_fewer_fit(count: int, sequences: int, data: str
 @pytest.mark.parametrize(
     ("replicas", "replacement", "ranks", "left"),
     [
-        ({"news": 2}, None, 3, {}), ({"law": 2}, None, 4, {"law": 2}), ({}, None, 3, {}),
+        ({"news": 2}, None, 3, {}),
+        ({"law": 2}, None, 4, {"law": 2}),
+        ({}, None, 3, {}),
         ({"news": 2}, "songs", 5, {"songs": 2}),
     ],
-)  # fmt: skip
+)
 def test_ranks_of_a_domain_go_with_it(
     replicas: dict[str, int], replacement: str | None, ranks: int, left: dict[str, int]
 ) -> None:

@@ -23,10 +23,21 @@ EXPERTS = ("law", "news", "code")
 WORDS = ("law", "a story in the news", "naïve code")
 TASK = Task(path="x.jsonl", template="{text} It is {label}", shots=2, seeds=(1, 2), calibrated=True)
 TEXTS = (
-    "The house divided.", "Zoë’s café – 東京", "In the beginning was the word.", "if x: return y",
-    "Permission is hereby granted", "The minister said", "for i in range(3):", "The court held", "Item 4",
-    "A speech was made", "Line one\nline two", "He was not there.", "No warranty", "Section 2 applies",
-)  # fmt: skip
+    "The house divided.",
+    "Zoë’s café – 東京",
+    "In the beginning was the word.",
+    "if x: return y",
+    "Permission is hereby granted",
+    "The minister said",
+    "for i in range(3):",
+    "The court held",
+    "Item 4",
+    "A speech was made",
+    "Line one\nline two",
+    "He was not there.",
+    "No warranty",
+    "Section 2 applies",
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +61,13 @@ def write_examples_of(made: list[Example], path: Path) -> None:
 
 def scored(folder: Path, model: str, tokens: Path, task: Task = TASK, experts: tuple[str, ...] = EXPERTS) -> None:
     score_tasks(
-        folder / model, experts, [folder / "examples" / "topics.parquet"], tokens / "tokenizer.json",
-        TaskScoring(tasks={"topics": task}, threads=1), folder / "tasks" / model,
-    )  # fmt: skip
+        folder / model,
+        experts,
+        [folder / "examples" / "topics.parquet"],
+        tokens / "tokenizer.json",
+        TaskScoring(tasks={"topics": task}, threads=1),
+        folder / "tasks" / model,
+    )
 
 
 def read(folder: Path, model: str) -> tuple[list[Prompt], list[Scored]]:

@@ -182,9 +182,7 @@ def test_training_state_is_what_the_optimizer_holds() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.zeros(8, 1, 8, dtype=torch.int64)).sum().backward()
     optimizer.step()
-    moments = sum(
-        state[key].nbytes for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")
-    )  # fmt: skip
+    moments = sum(state[key].nbytes for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq"))
     weights = sum(parameter.nbytes for parameter in model.parameters())
     gradients = sum(parameter.grad.nbytes for parameter in model.parameters())
     count = sum(parameter.numel() for parameter in model.parameters())

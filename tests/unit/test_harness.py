@@ -145,10 +145,15 @@ def test_an_exported_expert_is_what_the_harness_makes_of_it(place: Path, tmp_pat
         # With a token before contexts, the harness scores that token as part of a text, too.
         for tasks, begins in ((["choice", "word", "text"], True), (["rolling"], False)):
             theirs |= simple_evaluate(
-                "hf", model_args={"pretrained": str(tmp_path / "hf"), "add_bos_token": begins, "dtype": "float32"},
-                tasks=tasks, task_manager=manager, num_fewshot=shots, device="cpu", fewshot_random_seed=1234,
+                "hf",
+                model_args={"pretrained": str(tmp_path / "hf"), "add_bos_token": begins, "dtype": "float32"},
+                tasks=tasks,
+                task_manager=manager,
+                num_fewshot=shots,
+                device="cpu",
+                fewshot_random_seed=1234,
                 batch_size=1,
-            )["samples"]  # fmt: skip
+            )["samples"]
         for task in TASKS:
             for our, their in zip(ours[task], theirs[task], strict=True):
                 assert our["doc"] == their["doc"]
@@ -203,9 +208,7 @@ def test_texts_are_those_of_generate(place: Path, tmp_path: Path) -> None:
     """Where the prompt fits; a stop sequence ends them; samples depend on the seed and on nothing else."""
     model = place / "models" / "demix"
     answered = evaluated(place, tmp_path, "--weights", "history", "--gen-kwargs", "until=never")["text"]
-    done = demix(
-        "generate", model, "--prompt", "", "--weights", "history", "--tokens", 7, "--temperature", 0
-    )  # fmt: skip
+    done = demix("generate", model, "--prompt", "", "--weights", "history", "--tokens", 7, "--temperature", 0)
     assert answered[3]["filtered_resps"] == [done.stdout.removesuffix("\n")]
     whole = answered[3]["filtered_resps"][0]
     assert len(whole) > 4
@@ -226,9 +229,17 @@ def test_tasks_are_found_by_name_pattern_and_file(place: Path, tmp_path: Path, m
     (tmp_path / "more" / "other.yaml").write_text(text)
     asked = f"w*d,{tmp_path}/more/other.yaml,choice"
     done = demix(
-        "lm-eval", place / "models" / "demix", "--tasks", asked, "--include-path", place / "tasks", "--limit", 2,
-        "--output", tmp_path / "out.json",
-    )  # fmt: skip
+        "lm-eval",
+        place / "models" / "demix",
+        "--tasks",
+        asked,
+        "--include-path",
+        place / "tasks",
+        "--limit",
+        2,
+        "--output",
+        tmp_path / "out.json",
+    )
     assert done.exit_code == 0, done.output
     results = json.loads((tmp_path / "out.json").read_text())
     assert {name: number["effective"] for name, number in results["n-samples"].items()} == dict.fromkeys(
@@ -333,8 +344,11 @@ def test_a_local_task_asks_nothing_of_the_network(place: Path, tmp_path: Path) -
     told = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "DO_NOT"))}
     done = subprocess.run(
         [sys.executable, "-c", ALONE, "lm-eval", str(place / "models" / "demix"), *named],
-        env=told | {"HF_HOME": str(tmp_path)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env=told | {"HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "ASKED" not in done.stderr
     assert done.stdout.startswith("|Tasks")

@@ -84,9 +84,16 @@ def test_a_name_that_is_a_path_writes_nothing(
 
 def test_names_are_printed_without_codes_for_the_terminal(folder: Path, tmp_path: Path) -> None:
     shown = demix(
-        "lm-eval", folder / "model", "--tasks", f"\x1b[2Jclear,{MARKUP}", "--include-path", folder / "tasks",
-        "--output", tmp_path / "out.json", "--log-samples",
-    )  # fmt: skip
+        "lm-eval",
+        folder / "model",
+        "--tasks",
+        f"\x1b[2Jclear,{MARKUP}",
+        "--include-path",
+        folder / "tasks",
+        "--output",
+        tmp_path / "out.json",
+        "--log-samples",
+    )
     assert shown.exit_code == 0, shown.exception
     assert "\x1b" not in shown.stdout
     assert "\\x1b[2Jclear" in shown.stdout

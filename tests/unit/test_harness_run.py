@@ -116,9 +116,20 @@ def test_rows_are_the_values_of_the_harness_with_its_versions(place: Path, tmp_p
         assert set(own["n_experts"]) == {3 if model == "demix" else 1}
         output = tmp_path / "out.json"
         told = demix(
-            "lm-eval", place / "models" / model, "--tasks", ",".join(NAMES), "--include-path", place / "tasks",
-            "--output", output, "--limit", 3, "--num-fewshot", 1, *options,
-        )  # fmt: skip
+            "lm-eval",
+            place / "models" / model,
+            "--tasks",
+            ",".join(NAMES),
+            "--include-path",
+            place / "tasks",
+            "--output",
+            output,
+            "--limit",
+            3,
+            "--num-fewshot",
+            1,
+            *options,
+        )
         assert told.exit_code == 0, told.output
         found = json.loads(output.read_text())
         expected = {
@@ -183,8 +194,12 @@ def test_a_task_without_data_is_one_line_and_asks_no_network(place: Path, tmp_pa
     told = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "DO_NOT"))}
     ended = subprocess.run(
         [sys.executable, "-c", REFUSING, "harness-documents", "--settings", settings, "--output", "documents.parquet"],
-        env=told | {"HF_HOME": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env=told | {"HF_HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 1
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("demix: error: ")]
     assert line.startswith("demix: error: config key lm_eval.tasks: word: has no data here (ConnectionError: ")
@@ -221,8 +236,9 @@ def test_the_models_of_a_run_that_do_tasks_and_what_mixes_them() -> None:
     assert (told["experts"], told["model"]) == (["law", "news"], "demix")
     assert harness_settings(run, harnessed(run)[1])["experts"] == []
     assert RunRules(run).harness_mixing("demix") == [
-        "results/x/models/demix/mixing.json", "results/x/clusters/by_domain/clusterer.json",
-    ]  # fmt: skip
+        "results/x/models/demix/mixing.json",
+        "results/x/clusters/by_domain/clusterer.json",
+    ]
     assert RunRules(run).harness_mixing("dense") == []
     few = completed_run(small(lm_eval={"tasks": ["choice"], "models": ["dense"]}))
     assert [model.name for model in harnessed(few)] == ["dense"]

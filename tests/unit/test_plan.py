@@ -43,9 +43,15 @@ def test_the_papers_domains_and_budgets():
         assert (domain.source.words or 10**12) > words.train + words.dev + words.test, name
 
 
-@pytest.mark.parametrize(("name", "gpus", "steps"), [
-    ("paper-125m", 32, 300_000), ("paper-350m", 64, 120_000), ("paper-760m", 128, 65_000), ("paper-1.3b", 128, 50_000),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "gpus", "steps"),
+    [
+        ("paper-125m", 32, 300_000),
+        ("paper-350m", 64, 120_000),
+        ("paper-760m", 128, 65_000),
+        ("paper-1.3b", 128, 50_000),
+    ],
+)
 def test_the_papers_updates(name, gpus, steps):
     training = PAPER[name].config.training
     sequences = 2 * 8 * gpus
@@ -337,8 +343,9 @@ def test_where_no_gpu_is_given_cores_are_counted() -> None:
 
 def test_the_cost_of_scoring_counts_every_text_under_every_column() -> None:
     rules, costs = scoring_jobs(SAMPLE), ScoringCosts(SAMPLE, HARDWARE["cpu"])
-    jobs = {(job.rule, part.folder): costs.of_part(part, job.jobs)[1]
-            for job in rules for part in job.parts if part.shared}  # fmt: skip
+    jobs = {
+        (job.rule, part.folder): costs.of_part(part, job.jobs)[1] for job in rules for part in job.parts if part.shared
+    }
     dev, test = 60 * 128, 15360
     # Eight domains under eight experts; a domain under its own token alone, and new ones under all eight.
     known, new = (jobs[f"score_{which}demix_seeded", "demix_seeded"] for which in ("known_", ""))
@@ -391,9 +398,17 @@ def test_the_files_that_sbatch_would_get(tmp_path):
     assert set(written) == {one.name for one in (*config.trained, *config.adaptations)}
     asked = {line.removeprefix("#SBATCH --") for line in written["demix"] if line.startswith("#SBATCH")}
     assert asked >= {
-        "nodes=4", "ntasks-per-node=8", "gpus-per-node=8", "mem=256000M", "time=1440", "signal=USR2@120", "requeue",
-        "partition=gpu", "account=lab", "qos=long",
-    }  # fmt: skip
+        "nodes=4",
+        "ntasks-per-node=8",
+        "gpus-per-node=8",
+        "mem=256000M",
+        "time=1440",
+        "signal=USR2@120",
+        "requeue",
+        "partition=gpu",
+        "account=lab",
+        "qos=long",
+    }
     assert "module load cuda" in written["demix"]
     assert {"#SBATCH --nodes=1", "#SBATCH --time=90", "#SBATCH --partition=short"} <= set(
         written["dense_unbalanced-dapt-yelp"]

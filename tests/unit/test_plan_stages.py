@@ -148,8 +148,13 @@ def test_what_init_prints_can_be_planned(novel: list[str], tmp_path: Path, monke
         next(line for line in shown if "core-hours (cpu)" in line),
     )
     assert [line.strip().split(" of mine")[0] for line in shown if re.search(r"^ +[A-Z][a-z ]+ of mine", line)] == [
-        "Data stage", "Training", "Memory and time", "Gradients and checkpoints", "Jobs", "Stages",
-    ]  # fmt: skip
+        "Data stage",
+        "Training",
+        "Memory and time",
+        "Gradients and checkpoints",
+        "Jobs",
+        "Stages",
+    ]
     jobs = {cells[1].strip(): cells[2].strip() for line in shown if len(cells := line.split("│")) == 7}
     assert jobs["demix"] == jobs["dense"] == "1"
     assert ("demix-dapt-d" in jobs, "score what was adapted" in jobs) == (bool(novel), bool(novel))

@@ -62,10 +62,13 @@ def drawing(**changes: object) -> dict:
 @pytest.mark.parametrize(
     ("weights", "prior", "method"),
     [
-        ("history", "updating", "updating"), ("history", "uniform", "uniform"), ("history", "wiki", "cached"),
-        ("tempered(0.1,0.99)", "", "uniform"), ("switching(0.2)", "wiki", "fitted"),
+        ("history", "updating", "updating"),
+        ("history", "uniform", "uniform"),
+        ("history", "wiki", "cached"),
+        ("tempered(0.1,0.99)", "", "uniform"),
+        ("switching(0.2)", "wiki", "fitted"),
     ],
-)  # fmt: skip
+)
 def test_an_analysis_is_what_mix_says(server: Playground, weights: str, prior: str, method: str) -> None:
     status, text, _ = ask(server, "POST", "/analyse", question(weights=weights, prior=prior))
     assert status == 200, text

@@ -107,7 +107,7 @@ def test_each_accepted_row_is_scored_and_planned(accepted: Run) -> None:
         ({"kind": "routed", "parent": "demix", "sweep": KEYS["sweep"]}, r"sweep: is given to a row that begins with a"),
         ({"kind": "anchored"} | SEED, r"weight_decay: is 0\.1, and the parent's feedforwards would decay too; use 0"),
     ],
-)  # fmt: skip
+)
 def test_what_a_training_would_refuse_or_overlook_is_refused_before(row: dict[str, Any], told: str) -> None:
     with pytest.raises(DemixError, match=rf"^config key models\.mine\.{told}"):
         run_of({"mine": row})

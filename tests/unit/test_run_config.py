@@ -86,9 +86,15 @@ def test_the_workflow_refuses_to_go_on_with_a_run_of_another_version(tmp_path: P
     (tmp_path / "resources").symlink_to(REPOSITORY / "resources")
     shutil.copy(TINY, tmp_path / "config.yaml")
     command = [
-        Path(sys.executable).parent / "snakemake", "-n", "--snakefile", REPOSITORY / "workflow" / "Snakefile",
-        "--configfile", "config.yaml", "--workflow-profile", REPOSITORY / "profiles" / "default",
-    ]  # fmt: skip
+        Path(sys.executable).parent / "snakemake",
+        "-n",
+        "--snakefile",
+        REPOSITORY / "workflow" / "Snakefile",
+        "--configfile",
+        "config.yaml",
+        "--workflow-profile",
+        REPOSITORY / "profiles" / "default",
+    ]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     more = {"cwd": tmp_path, "env": os.environ | {"PATH": path}, "capture_output": True, "text": True}
     done = subprocess.run(command, check=False, **more)
@@ -109,9 +115,14 @@ def test_the_workflow_touches_no_run_of_other_domains(tmp_path: Path) -> None:
     (tmp_path / "resources").symlink_to(REPOSITORY / "resources")
     shutil.copy(TINY, tmp_path / "config.yaml")
     command = [
-        "snakemake", "--snakefile", REPOSITORY / "workflow" / "Snakefile", "--configfile", "config.yaml",
-        "--workflow-profile", REPOSITORY / "profiles" / "default",
-    ]  # fmt: skip
+        "snakemake",
+        "--snakefile",
+        REPOSITORY / "workflow" / "Snakefile",
+        "--configfile",
+        "config.yaml",
+        "--workflow-profile",
+        REPOSITORY / "profiles" / "default",
+    ]
     for more in (["-n"], ["--logger", "demix", "--cores", "1"]):
         done = subprocess.run(
             [*command, *more], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False

@@ -100,9 +100,7 @@ def test_other_kinds_of_models_are_served(run: Path, address: str, kind: str) ->
         values, text = expected.logprobs.token_logprobs, expected.text
     else:
         routed = Routed(experts=3, top_k=2, every=2, capacity=3.0, balance=0.01) if kind == "routed" else None
-        made = model_of(
-            dtype=torch.float32, vocab_size=encoder.vocab_size, architecture=replace(SMALL, routed=routed)
-        )  # fmt: skip
+        made = model_of(dtype=torch.float32, vocab_size=encoder.vocab_size, architecture=replace(SMALL, routed=routed))
         save_model(made, model, encoder.sha256, kind)
         values, text = scored_in_blocks(made, ids)[0].tolist(), PROMPT
     with serving(served(model)) as other:

@@ -46,18 +46,30 @@ def test_the_harness_finds_what_it_finds_without_a_server(run, tmp_path, monkeyp
     assert LENGTH < most <= WIDE
     for name, tasks in (("wide", [*TASKS]), ("demix", ["rolling"])):
         done = demix(
-            "lm-eval", run / "models" / name, "--tasks", ",".join(tasks), "--include-path", run / "tasks",
-            "--output", tmp_path / f"{name}.json", "--log-samples", "--batch-size", 1, *options,
-        )  # fmt: skip
+            "lm-eval",
+            run / "models" / name,
+            "--tasks",
+            ",".join(tasks),
+            "--include-path",
+            run / "tasks",
+            "--output",
+            tmp_path / f"{name}.json",
+            "--log-samples",
+            "--batch-size",
+            1,
+            *options,
+        )
         assert done.exit_code == 0, (done.exception, done.output)
         with serving(served(run / "models" / name, **rule)) as address:
             # Of texts, and of requests, several at a time.
             for batch, concurrent in ((1, 1), (3, 2)):
                 how = {"batch_size": batch, "num_concurrent": concurrent, "max_length": MOST_TOKENS + 1}
                 theirs = simple_evaluate(
-                    "local-completions", model_args={"model": name, "base_url": f"{address}/v1/completions"} | how,
-                    tasks=tasks, task_manager=manager,
-                )["samples"]  # fmt: skip
+                    "local-completions",
+                    model_args={"model": name, "base_url": f"{address}/v1/completions"} | how,
+                    tasks=tasks,
+                    task_manager=manager,
+                )["samples"]
                 for task in tasks:
                     lines = (tmp_path / f"{name}.{task}.jsonl").read_text().splitlines()
                     for our, their in zip(map(json.loads, lines), theirs[task], strict=True):

@@ -135,8 +135,10 @@ def test_processes_share_an_answer_about_all_jobs(commands: dict[str, Fake], mon
     squeue = commands["squeue"]
     squeue.prints("70 RUNNING None n1;8 PENDING Priority", "7 RUNNING None n1")
     assert [controller.listed(job_id, 60.0) for job_id in ("70", "8", "7")] == [
-        "70 RUNNING None n1", "8 PENDING Priority", "",
-    ]  # fmt: skip
+        "70 RUNNING None n1",
+        "8 PENDING Priority",
+        "",
+    ]
     assert squeue.calls == 1
     assert controller.listed("7", 0.0) == "7 RUNNING None n1"
     assert squeue.calls == 2

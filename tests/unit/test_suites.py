@@ -39,9 +39,15 @@ RUN = small_run(domains=domains(TRAINING, ("songs",)), evaluation={"weights": ["
 
 def evaluation(run: Run, domain: str) -> Evaluation:
     return Evaluation(
-        kind=run.kind_of(domain), tables=evaluated(run, domain), compared=(), against=(), dev_blocks=6,
-        weights=WEIGHTS, top_k=(2,), seed=run.seed,
-    )  # fmt: skip
+        kind=run.kind_of(domain),
+        tables=evaluated(run, domain),
+        compared=(),
+        against=(),
+        dev_blocks=6,
+        weights=WEIGHTS,
+        top_k=(2,),
+        seed=run.seed,
+    )
 
 
 def test_a_suite_is_evaluated_as_a_novel_domain_without_a_dev_split(tmp_path: Path) -> None:
@@ -120,8 +126,11 @@ def test_the_jobs_of_a_run_stay_and_those_of_suites_join() -> None:
         (first, *others) = [job for job in after if "suites" in job.rule]
         assert first.jobs == 3
         assert [part.model for job in (first, *others) for part in job.parts] == [
-            "demix", "dense", "dense_unbalanced", "domain_token",
-        ]  # fmt: skip
+            "demix",
+            "dense",
+            "dense_unbalanced",
+            "domain_token",
+        ]
         assert {part.splits for job in (first, *others) for part in job.parts} == {("test",)}
     assert "suites" not in without.config.values["evaluation"]
     assert config_fingerprint(without.config) != config_fingerprint(run.config)
@@ -164,30 +173,58 @@ def test_missing_files_and_pins_name_a_source_of_a_suite(tmp_path: Path, monkeyp
     told = yaml.safe_load(demix("pin", "x.yaml").stdout)
     assert [*told["domains"]["training"]] == ["law", "news"]
     assert {suite: [*sources] for suite, sources in told["evaluation"]["suites"].items()} == {
-        "paloma": ["c4", "songs"], "own": ["mail"],
-    }  # fmt: skip
+        "paloma": ["c4", "songs"],
+        "own": ["mail"],
+    }
     pinned = told["evaluation"]["suites"]["own"]["mail"]["source"]["sha256"]["c4.jsonl"]
     assert len(pinned) == 64
 
 
 def test_the_table_has_perplexity_and_bits_per_byte_by_source() -> None:
     rows = [
-        {"model": model, "experts": experts, "n_experts": 1, "method": method, "weights": weights, "top_k": None,
-         "domain": domain, "kind": "suite", "split": "test", "expert": "", "oracle": method == "naive", "documents": 3,
-         "pieces": 3, "tokens": 1234, "nll": 1.0, "perplexity": perplexity + number, "tokens_sha256": domain,
-         "variant": "", "decay": None, "dev_blocks": None, "perplexity_low": None, "perplexity_high": None,
-         "bits_per_byte": perplexity / 10, "seed": 1, "context": "", "temperature": None}
+        {
+            "model": model,
+            "experts": experts,
+            "n_experts": 1,
+            "method": method,
+            "weights": weights,
+            "top_k": None,
+            "domain": domain,
+            "kind": "suite",
+            "split": "test",
+            "expert": "",
+            "oracle": method == "naive",
+            "documents": 3,
+            "pieces": 3,
+            "tokens": 1234,
+            "nll": 1.0,
+            "perplexity": perplexity + number,
+            "tokens_sha256": domain,
+            "variant": "",
+            "decay": None,
+            "dev_blocks": None,
+            "perplexity_low": None,
+            "perplexity_high": None,
+            "bits_per_byte": perplexity / 10,
+            "seed": 1,
+            "context": "",
+            "temperature": None,
+        }
         for number, domain in enumerate(RUN.suites)
         for model, experts, method, weights, perplexity in (
-            ("dense", "dense", "dense", "", 20.0), ("demix", "training", "naive", "", 5.0),
+            ("dense", "dense", "dense", "", 20.0),
+            ("demix", "training", "naive", "", 5.0),
             ("demix", "training", "updating", "history", 10.0),
         )
-    ]  # fmt: skip
+    ]
     table = table_of("suites", Material(RUN, {"suites": Results(pd.DataFrame(rows))}))
     assert list(table.frame.index) == ["paloma: c4", "paloma: songs", "own: mail"]
     assert list(table.frame.columns) == [
-        "Tokens", "Dense (Balanced)", "DEMix (naive) (oracle)", "DEMix (updating prior)",
-    ]  # fmt: skip
+        "Tokens",
+        "Dense (Balanced)",
+        "DEMix (naive) (oracle)",
+        "DEMix (updating prior)",
+    ]
     assert table.frame.loc["own: mail"].tolist() == [1234, 22, 7, 12]
     assert table.second_lines().loc["own: mail"].tolist() == ["", "2.000", "0.500", "1.000"]
     assert table.bold().loc["own: mail"].tolist() == [False, False, False, True]

@@ -27,10 +27,18 @@ def run_of(**changes: Any) -> Run:
 def test_the_models_of_a_run() -> None:
     models = run_of().planned
     assert [model.name for model in models] == [
-        "demix", "dense", "dense_unbalanced", "domain_token", "without-law",
-        "demix-seed9", "dense-seed9", "dense_unbalanced-seed9", "domain_token-seed9",
-        "dense-dapt-songs", "dense-dapt-wiki",
-    ]  # fmt: skip
+        "demix",
+        "dense",
+        "dense_unbalanced",
+        "domain_token",
+        "without-law",
+        "demix-seed9",
+        "dense-seed9",
+        "dense_unbalanced-seed9",
+        "domain_token-seed9",
+        "dense-dapt-songs",
+        "dense-dapt-wiki",
+    ]
     by_name = {model.name: model for model in models}
     assert by_name["without-law"].experts == ("songs", "news", "code"), "the replacement stands in the domain's place"
     assert by_name["without-law"].scored == ("law",)
@@ -39,8 +47,11 @@ def test_the_models_of_a_run() -> None:
     assert (by_name["domain_token"].experts, by_name["domain_token"].columns) == (("dense",), TRAINING)
     assert by_name["dense-dapt-wiki"].scored == (*TRAINING, "wiki")
     assert [one.name for one in run_of().adaptations] == [
-        "demix-dapt-songs", "dense-dapt-songs", "demix-dapt-wiki", "dense-dapt-wiki",
-    ]  # fmt: skip
+        "demix-dapt-songs",
+        "dense-dapt-songs",
+        "demix-dapt-wiki",
+        "dense-dapt-wiki",
+    ]
     added, made, *_ = run_of().adaptations
     assert (added.model, added.expert, made.model, made.expert) == ("demix", "songs", "dense-dapt-songs", "dense")
 
@@ -96,12 +107,14 @@ def test_a_row_with_a_seed_phase_follows_its_parent() -> None:
     models |= {"late": SEEDED, "never": SEEDED | {"seed_tokens": 0}}
     again = run_of(models=models, training=SETTINGS)
     assert {place: model.name for place, model in again.seeds.items()} == {
-        ("dense", 10): "dense", ("dense-seed9", 10): "dense-seed9",
-    }  # fmt: skip
+        ("dense", 10): "dense",
+        ("dense-seed9", 10): "dense-seed9",
+    }
     # In tables and differences it stands beside the paper's DEMix.
     assert [some.label for table in evaluated(rows, "wiki") if table.model == "seeded" for some in table.sets] == [
-        "training", "training",
-    ]  # fmt: skip
+        "training",
+        "training",
+    ]
     assert ("seeded", "cached") in {(system.model, system.method) for system in compared(rows, "wiki")}
     # Its model without a domain begins with the same seed, which has seen the domain.
     removing = run_of(models=models, training=SETTINGS, removal=REMOVAL | {"model": "seeded"})
@@ -169,8 +182,9 @@ def test_a_row_can_begin_with_a_folder() -> None:
     rows = run_of(models={"mine": {"kind": "demix", "parent": "imported/gpt2", "tokens": 500}})
     mine, again = (model for model in rows.trained if model.row == "mine")
     assert (mine.base.initial, written(mine.settings)) == (
-        "imported/gpt2", written(rows.config.training) | {"tokens": 500}
-    )  # fmt: skip
+        "imported/gpt2",
+        written(rows.config.training) | {"tokens": 500},
+    )
     assert (mine.parent, again.parent, mine.rates_from, mine.seed_step) == ("", "", "mine", 0)
     assert not rows.seeds
 
@@ -218,9 +232,10 @@ def test_every_score_table_that_is_evaluated_is_made_by_one_job() -> None:
                 for value in values:
                     made += [
                         tuple(name.replace(wildcard, value) for name in (part.model, domain, split, column))
-                        for domain in part.domains for split in part.splits
+                        for domain in part.domains
+                        for split in part.splits
                         for column in (*part.columns_on(domain), *["tokens"] * part.shared)
-                    ]  # fmt: skip
+                    ]
         # The choice of a parent reads these.
         assert ("demix", "wiki", "dev", "tokens") in made
         assert len(made) == len(set(made))

@@ -31,10 +31,15 @@ def test_examples_that_are_not_taken_are_counted_and_end_the_job(
 @pytest.mark.parametrize(
     ("choices", "label", "answer"),
     [
-        (["1", "2", "3"], "2", 1), ([0, 1, 2], 1, 1), ([7, 8, 9], 1, 1), (["a", "b"], 1, 1), ([True, False], True, 0),
-        ([7, 8, 9], 9, 2), (["a", "b"], "b", 1),
+        (["1", "2", "3"], "2", 1),
+        ([0, 1, 2], 1, 1),
+        ([7, 8, 9], 1, 1),
+        (["a", "b"], 1, 1),
+        ([True, False], True, 0),
+        ([7, 8, 9], 9, 2),
+        (["a", "b"], "b", 1),
     ],
-)  # fmt: skip
+)
 def test_a_label_is_looked_for_among_the_choices_first(
     tokens: Path, tmp_path: Path, choices: list, label: object, answer: int
 ) -> None:

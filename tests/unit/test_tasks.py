@@ -36,9 +36,12 @@ E = 4
 EXPERTS = tuple(f"e{number}" for number in range(E))
 TASK = Task(path="x.jsonl", shots=8)
 GIVEN = Classification(
-    tasks={}, models=(), weights=("history", 2, "released", "tempered", "switching", "cluster"), temperature=0.1,
+    tasks={},
+    models=(),
+    weights=("history", 2, "released", "tempered", "switching", "cluster"),
+    temperature=0.1,
     top_k=(1, 2, 9),
-)  # fmt: skip
+)
 
 
 def near_of(scored: list[Scored], seed: int = 3) -> PromptDistances:
@@ -77,10 +80,13 @@ def test_every_routing_is_that_of_a_loop_over_tokens(top_k: int | None) -> None:
     rows, near = found(scored), near_of(scored).of_context
     tests = [one for one in scored if one.prompt.split == "test"]
     uniform = np.zeros(E)
-    right = np.array([
-        [np.argmax([label[:, j].sum() for label in one.labels]) == one.prompt.answer for j in range(E)]
-        for one in scored if one.prompt.split == "validation"
-    ])  # fmt: skip
+    right = np.array(
+        [
+            [np.argmax([label[:, j].sum() for label in one.labels]) == one.prompt.answer for j in range(E)]
+            for one in scored
+            if one.prompt.split == "validation"
+        ]
+    )
     fixed = softmax(right.mean(axis=0))
     for number, one in enumerate(tests):
         close = -near[one.prompt.context] / 0.1
@@ -145,10 +151,13 @@ def test_a_released_row_mixes_labels_after_a_softmax_over_labels(cues: bool) -> 
 
 
 def test_one_expert_is_itself_by_every_routing() -> None:
-    task, scored = TASK, [
-        replace(one, context=one.context[:, :1], labels=tuple(label[:, :1] for label in one.labels))
-        for one in made_up(E)
-    ]  # fmt: skip
+    task, scored = (
+        TASK,
+        [
+            replace(one, context=one.context[:, :1], labels=tuple(label[:, :1] for label in one.labels))
+            for one in made_up(E)
+        ],
+    )
     near = PromptDistances(("e0",), {one.prompt.context: np.array([0.7]) for one in scored})
     alone = answers(scored, ALONE, task)
     for routing in routings(task, ("e0",), scored, GIVEN, near, Tempered(0.2, 0.9)):
