@@ -36,3 +36,14 @@ def said(arguments: list[str]) -> str | None:
     except SystemExit as ended:
         return None if ended.code in (0, None) else str(ended.code)
     return None
+
+
+def refusal(*arguments: object, of: object) -> str:
+    """The line in which `demix` with these arguments ends with status 1; it names `of` as what is at fault."""
+    line = said([str(argument) for argument in arguments])
+    assert line is not None
+    assert line.startswith("demix: error: ")
+    assert "\n" not in line
+    subject = line.removeprefix("demix: error: ").partition(": ")[0]
+    assert str(of) in subject, line
+    return line

@@ -15,5 +15,5 @@ def refused(*subjects: object) -> AbstractContextManager[pytest.ExceptionInfo[De
 
 
 def concerns(subject: str, names: Iterable[object]) -> bool:
-    """Whether an error's subject is one of `names`, or a path that ends with one."""
-    return any(subject == str(name) or subject.endswith(f"/{name}") for name in names)
+    """Whether an error's subject is one of `names`, or ends with one: as `config key <name>`, or as a path."""
+    return any(subject == str(name) or subject.endswith((f"/{name}", f" {name}")) for name in names)
