@@ -1,4 +1,4 @@
-# `make demo` runs the whole system on the sample. `make test` runs every test that this machine can run.
+# `make demo` runs the whole system on the sample. `make test` runs the tests that a commit needs, `make test-all` the rest.
 PYTHON ?= python3
 VENV := .venv
 URI := sqlite:///results/mlflow.db
@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Each of the many processes of a run and of the tests would compile all of demix.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo families variants test test-slurm faults mutants lint style types docs ui
+.PHONY: demo families variants test test-all test-slurm faults mutants frozen pages lint style types docs ui
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -31,13 +31,18 @@ families: $(VENV)/installed
 variants: $(VENV)/installed
 	@trap 'exit 0' INT; snakemake --configfile config/variants.yaml --logger demix
 
-# Tests that wait for processes and browsers leave room for one more worker than there are cores.
+# Tests that wait for processes leave room for one more worker than there are cores.
 WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
-# Style and types are checked beside the tests: without its cache mypy takes a minute of one core. With $(MAKE) in it,
-# `make -n` would run this line.
+PYTEST = pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# What a developer runs before a commit, without browser and SLURM. Style and types are checked beside the tests: without
+# its cache mypy takes a minute of one core. With $(MAKE) in it, `make -n` would run this line.
 test: $(VENV)/installed-dev
 	make --no-print-directory lint & lint=$$!; \
-	pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder; tests=$$?; wait $$lint && exit $$tests
+	$(PYTEST); tests=$$?; wait $$lint && exit $$tests
+
+# All other tests: whole workflows, faults, SLURM, pages in a browser, documented commands. .ci/run has the packages.
+test-all: $(VENV)/installed-dev
+	$(PYTEST) -m 'full and not campaign and not faults'
 
 # Disturbs trainings on a real SLURM in every way, in about half an hour. Needs root and the packages of .ci/run.
 test-slurm: $(VENV)/installed-dev

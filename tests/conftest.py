@@ -1,28 +1,65 @@
-"""The order of the test files, and what holds for all tests."""
+"""Which tests `make test` runs, the order of the test files, and what holds for all tests."""
 
+import json
 import signal
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 # A background job of a shell ignores Ctrl-C, and so would what its tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# What takes minutes begins first, so that all processes of xdist end together.
-FIRST = (
-    "test_slurm", "test_docs", "test_parallel", "test_rows_of_families", "test_workflow", "test_seed_phase", "test_ui",
-    "test_tracking", "test_tables", "test_adapt", "test_tokenizer", "test_resume", "test_few_domains",
-    "test_benchmarks", "test_sweep", "test_jobs", "test_compared_runs", "test_shards", "test_audit", "test_asking",
-)  # fmt: skip
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {name: number for number, name in enumerate(FIRST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(FIRST)))
+# Seconds of each test file, written by `pytest --save-durations`. The longest begin first, so that all processes of
+# xdist end together.
+DURATIONS = Path(__file__).with_name("durations.json")
+# Whole workflows, real clusters, faults and browsers: in `make test-all`, but for what is marked `quick`.
+FULL_FOLDERS, FULL_MARKS = {"workflow", "slurm", "faults"}, ("browser", "slurm")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="a test that is skipped fails, but for those marked gpu")
+    parser.addoption(
+        "--save-durations", action="store_true", help=f"write the seconds of each file to {DURATIONS.name}"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `make test` leaves out, before `-m` selects; sort the files by their durations, unknown ones first."""
+    for item in items:
+        in_folder = item.path.parent.name in FULL_FOLDERS and item.get_closest_marker("quick") is None
+        if in_folder or any(item.get_closest_marker(name) for name in FULL_MARKS):
+            item.add_marker("full")
+    seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 1e9))
+
+
+def file_of(nodeid: str) -> str:
+    """The path of the file of a test, from its node id."""
+    return nodeid.partition("::")[0].removeprefix("tests/")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--save-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations())
+
+
+class Durations:
+    """Adds up the seconds of the tests that run, by file; other files keep the seconds that they had."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[file_of(report.nodeid)] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        before = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+        known = {name: value for name, value in before.items() if DURATIONS.with_name(name).exists()}
+        known |= {name: round(value, 1) for name, value in self.seconds.items()}
+        DURATIONS.write_text(json.dumps(dict(sorted(known.items())), indent=0) + "\n")
 
 
 @pytest.hookimpl(wrapper=True)
