@@ -23,7 +23,7 @@ def sql(
         typer.Argument(
             metavar="[RUN …] [QUERY]",
             help="Folders results/<run>, by default the only run; then one SELECT. The last argument is the query "
-            "unless it is a folder or a single word. Without a query: a prompt, or the query from standard input.",
+            "unless it is a folder or a single word. Without a query, standard input has it.",
         ),
     ] = None,
     format: Annotated[
@@ -71,16 +71,11 @@ def sql(
                 answers.interrupt()
                 raise
 
-    def list_tables() -> None:
-        terminal().print(columns_table(answers.described()))
-
     with Answers(runs) as answers:
         if tables:
-            list_tables()
+            terminal().print(columns_table(answers.described()))
         elif query is None and sys.stdin.isatty():
-            from demix.query.prompt import prompted
-
-            prompted(answers, answer, list_tables)
+            raise DemixError("QUERY", "is missing", 'give one SELECT: demix sql RUN "select …", or list the --tables')
         else:
             answer(sys.stdin.read() if query is None else query)
 

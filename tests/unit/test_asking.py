@@ -14,17 +14,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from prompt_toolkit.completion import CompleteEvent
-from prompt_toolkit.document import Document
-from prompt_toolkit.input import create_pipe_input
-from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
 from demix.errors import DemixError
 from demix.files import read_parquet, write_json_lines
 from demix.query.ask import Answers, named_runs
 from demix.query.output import MOST_ROWS, show
-from demix.query.prompt import completer, is_whole, prompted
 from demix.query.views import VIEWS
 from support.cli import demix, said
 from support.synthetic_run import build_run
@@ -229,42 +224,3 @@ def test_tables_are_listed(run: Path) -> None:
     assert faults["scores"] == f"{run}: has no scores yet; run the workflow to its end"
     assert "results" not in faults
     assert " scores " in told
-
-
-def test_the_prompt_goes_on_after_an_error(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    asked, listed = [], []
-    with Answers(named_runs([run])) as answers, create_pipe_input() as pipe:
-
-        def answer(query: str) -> None:
-            with answers.ask(query) as reader:
-                asked.append(reader.read_all().to_pylist())
-
-        pipe.send_text("select count(*) as n\rfrom results;\r\r.tables\r.help\rselect foo from results;\r")
-        pipe.send_text("select 2\x03select 1 as a;\rexit\r")
-        prompted(answers, answer, lambda: listed.append(True), input=pipe, output=DummyOutput())
-    assert [row.keys() for (row,) in asked] == [{"n"}, {"a"}]
-    assert listed == [True]
-    told = capsys.readouterr().out
-    assert 'Referenced column "foo" not found' in told
-    assert "select 1 as a;" in (tmp_path / "demix" / "sql_history").read_text()
-    assert (tmp_path / "demix" / "sql_history").stat().st_mode & 0o077 == 0
-
-
-def test_tables_columns_and_words_are_completed(run: Path) -> None:
-    with Answers(named_runs([run])) as answers:
-        complete = completer(answers)
-
-    def completed(text: str) -> dict[str, str]:
-        found = complete.get_completions(Document(text), CompleteEvent(completion_requested=True))
-        return {one.text: one.display_meta_text for one in found}
-
-    assert completed("select * from post") == {"posteriors": "table", "posterior": "column of posteriors"}
-    assert completed("select r.perplexity_h") == {"perplexity_high": "column of results, main, differences"}
-    assert "order by" in completed("from results ord")
-    assert "overlap" in completed("from ov")
-    assert [is_whole(text) for text in ("select 1", "select 1;", "", ".tables", "exit", "from results\n;")] == [
-        False, True, True, True, True, True,
-    ]  # fmt: skip
