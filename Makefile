@@ -56,6 +56,10 @@ faults: $(VENV)/installed-dev
 	@$(VENV)/bin/pip install -q -e '.[dev,fuzz]'
 	pytest -n auto --dist worksteal tests/faults -m 'faults or not faults' --all-faults --kills $(KILLS) --fuzz $(FUZZ) --faults-json faults.json
 
+# Makes tests/frozen/run.tar.xz again, the run that tests read, after a change of the format of a run's files.
+frozen: $(VENV)/installed-dev
+	python tests/frozen/make_run.py
+
 # Breaks the code in each of the ways of tests/mutants/edits.toml, in copies of the tree, and counts what the tests see.
 mutants: $(VENV)/installed-dev
 	python tests/mutants/run.py

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from demix.run.run import Run
+from support.frozen import copied, unpack
+from support.once import once
+
 # A background job of a shell ignores Ctrl-C, and so would what its tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -82,3 +86,15 @@ def refuse_skip(report: pytest.TestReport | pytest.CollectReport, config: pytest
     if report.skipped and not hasattr(report, "wasxfail") and config.getoption("--no-skips"):
         report.outcome, (*_, why) = "failed", report.longrepr
         report.longrepr = f"--no-skips: {why}"
+
+
+@pytest.fixture(scope="session")
+def frozen(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run that the workflow made (`support.frozen`); not to be written to."""
+    return Run.read(once(tmp_path_factory, "frozen", unpack))
+
+
+@pytest.fixture
+def frozen_copy(frozen: Run, tmp_path: Path) -> Run:
+    """A copy of the run that the workflow made, which a test may change."""
+    return copied(frozen, tmp_path / "results" / "frozen")

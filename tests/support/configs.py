@@ -6,6 +6,7 @@ from typing import Any
 
 from demix.config.config import Config
 from demix.files import read_json, write_json
+from demix.run.kept import write_run_config
 from demix.run.run import Run
 
 TEXT = {"source": {"kind": "files", "path": "text.jsonl"}}
@@ -31,6 +32,13 @@ def small(**sections: Any) -> dict[str, Any]:
 def small_run(folder: Path = Path(), **sections: Any) -> Run:
     """The run in `folder` of a small config, of which no file is there."""
     return Run(Config.complete(small(**sections)), folder)
+
+
+def with_keys(folder: Path, keys: dict[str, Any]) -> Run:
+    """The run in `folder` of a config with these `keys`, completed as by the workflow. Its config.json is written."""
+    config = Config.complete(keys)
+    write_run_config(folder / "config.json", config)
+    return Run(config, folder)
 
 
 def changed(run: Run, **sections: Any) -> Run:

@@ -1,0 +1,89 @@
+"""The run of tests/frozen/run.tar.xz, which the workflow made: one model of each type, on a few thousand words."""
+
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+
+from demix.config.models import PAPER
+from demix.files import read_json, read_parquet, write_parquet
+from demix.report.material import Material
+from demix.report.results import Results
+from demix.run.kept import FORMAT
+from demix.run.run import Run
+from support.configs import with_keys
+
+ARCHIVE = Path(__file__).parents[1] / "frozen" / "run.tar.xz"
+
+
+def unpack(folder: Path) -> None:
+    """Unpack the run into `folder`."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    made = read_json(folder / "config.json")["format"]
+    if made != FORMAT:
+        raise RuntimeError(f"{ARCHIVE}: has format {made}, and demix writes {FORMAT}; run `make frozen`")
+
+
+def rows_of(run: Run, name: str = "results") -> pd.DataFrame:
+    """The rows of a Parquet file of the run, as pandas reads it: `results`, `differences`, `corpus/overlap`, …"""
+    return pd.read_parquet(run.folder / f"{name}.parquet")
+
+
+def material(run: Run, **given: Any) -> Material:
+    """What the report reads of a run, but for the values `given`, by the names of properties of `Material`.
+
+    `results` and `suites` may be data frames.
+    """
+    frames = {name: Results(value) for name, value in given.items() if name in ("results", "suites")}
+    frames = {name: frame for name, frame in frames.items() if isinstance(given[name], pd.DataFrame)}
+    return Material(run, given | frames)
+
+
+def copied(run: Run, folder: Path) -> Run:
+    """A copy of a run in `folder`, which must not exist."""
+    return Run.read(shutil.copytree(run.folder, folder))
+
+
+def rewrite(run: Run, name: str, change: Callable[[pd.DataFrame], pd.DataFrame]) -> None:
+    """Change the rows of a Parquet file of the run. Columns keep their types."""
+    path = run.folder / f"{name}.parquet"
+    table = read_parquet(path)
+    frame = change(table.to_pandas(integer_object_nulls=True))
+    write_parquet(pa.Table.from_pandas(frame, table.schema.remove_metadata(), preserve_index=False), path)
+
+
+def with_models(run: Run, folder: Path, *models: str, **sections: Any) -> Run:
+    """A copy in `folder` as if the run had had only these rows of `models`, and neither clusters, tasks nor suites.
+
+    `sections` replace sections of its config.
+    """
+    shutil.copytree(run.folder, folder, ignore=shutil.ignore_patterns("clusters", "loads", "harness", "*.contexts.*"))
+    keys = {name: given for name, given in run.config.values.items() if name not in ("tasks", "lm_eval", "clusterings")}
+    keys["models"] = {name: row for name, row in keys["models"].items() if name in models}
+    keys["models"] |= {"demix": {}} | dict.fromkeys({*PAPER} - {*models})
+    plain = {name: keys["evaluation"][name] for name in ("dev_blocks", "test_tokens", "decays", "prior_blocks")}
+    keys["evaluation"] = plain | {"weights": ["history", "released", "tempered", "switching"]}
+    keys["removal"] = keys["removal"] | {"merged": []}
+    made = with_keys(folder, keys | sections)
+    gone = {*run.rows} - {*made.rows}
+    for kind in ("metrics", "models", "scores"):
+        for path in (folder / kind).iterdir():
+            if run.row_of(path.stem)[0] in gone or "@" in path.stem:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for name in ("tasks", "task_weights", "suites"):
+        (folder / f"{name}.parquet").unlink()
+    for name in ("results", "differences", "priors", "posteriors"):
+        rewrite(made, name, lambda rows: rows[_is_of(rows, gone)])
+    return made
+
+
+def _is_of(rows: pd.DataFrame, gone: set[str]) -> pd.Series:
+    """Which rows are of none of the models that are `gone`, of n-grams, of merged models or of clusters."""
+    kept = ~rows["model"].isin(gone) & ~rows["model"].str.startswith("ngram")
+    kept &= ~rows["method"].eq("merged") if "method" in rows else True
+    return kept & ~rows["weights"].str.startswith("cluster")
