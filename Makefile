@@ -83,6 +83,10 @@ docs: $(VENV)/installed-dev
 	@$(VENV)/bin/pip install -q -e '.[dev,docs]'
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
+# Fills the marked numbers of README and docs/performance.md from results/sample and from `demix plan`.
+pages: $(VENV)/installed-dev
+	python docs/pages.py
+
 # URI is the config's `tracking.uri` where that is a database: make ui URI=postgresql://me@host/demix
 ui: $(VENV)/installed
 	@python -c 'import os, socket, sys; port = int(os.environ["PORT"]); sys.exit(None if socket.socket().connect_ex(("127.0.0.1", port)) else f"demix: error: PORT {port}: is in use; choose another: make ui PORT={port + 1}")'

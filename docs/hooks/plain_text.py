@@ -1,5 +1,6 @@
-"""A hook of mkdocs: `<run>` in a page or a docstring is text, as in `results/<run>/`, and no HTML."""
+"""Hooks of mkdocs: `<run>` in a page is text and no HTML, and the marks of docs/pages.py are not shown."""
 
+import re
 from typing import Any
 
 from markdown import Extension, Markdown
@@ -14,3 +15,7 @@ class PlainText(Extension):
 def on_config(config: Any) -> Any:
     config.markdown_extensions.append(PlainText())
     return config
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    return re.sub(r"<!--.*?-->", "", markdown)

@@ -1,0 +1,276 @@
+"""Fills the marked numbers of README and the pages: `python docs/pages.py`, or `make pages`.
+
+A mark is `<!-- name -->…<!-- end -->`, around a table or a few words. `results` marks come from the finished run of
+`make demo` in results/sample, `plan` marks from `demix plan` of the configs. With `--check` nothing is written: the
+marks that would change are listed, and the exit status is 1. Without the run of the sample its marks stay as they are.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from demix.api import open_run
+from demix.config.architecture import PRESETS
+from demix.config.config import Config
+from demix.config.counts import parameters
+from demix.plan.cells import decimal, folded, short
+from demix.plan.cost import TrainingPlan, plan_training
+from demix.plan.domains import TEXT_BYTES, TOKENS_PER_WORD
+from demix.plan.flops import HARDWARE, PAPER_TFLOPS, hours, update_flops
+from demix.plan.jobs import in_one_line
+from demix.plan.network import NETWORKS, Ring, out_of_a_node, rings_of, synchronizing
+from demix.plan.stages import RATES, WORD_BYTES, StageCost, plan_stages, saving_hours, stages_table, sync_table
+from demix.report.adapting import adaptation_table
+from demix.report.material import Material
+from demix.run.check import load_run
+from demix.run.placement import place_experts
+from demix.run.run import Run
+
+ROOT = Path(__file__).parents[1]
+SAMPLE = ROOT / "results" / "sample"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+MARK = re.compile(r"<!-- ([\w.-]+) -->(.*?)<!-- end -->", re.DOTALL)
+# GPUs of a training of the paper's size: the config's own number, and sixteen.
+MACHINES = {"a100": None, "h100": 16}
+V100_PEAK = 125
+
+# Rows of README's first table: label, and the system by model entry, method and mixing rule; * marks an oracle.
+SYSTEMS = {
+    "5-grams, all text (modified Kneser-Ney)": ("ngram5", "dense", ""),
+    "5-grams by domain, tempered": ("ngram5_domains", "uniform", "tempered"),
+    "Paper's recipe: Dense (Balanced)": ("dense_paper", "dense", ""),
+    "Paper's recipe: DEMix, tempered": ("demix_paper", "uniform", "tempered"),
+    "Dense (Balanced)": ("dense", "dense", ""),
+    "+ domain token": ("domain_token", "naive", ""),
+    "DEMix, cached prior": ("demix", "cached", "history"),
+    "DEMix, tempered": ("demix", "uniform", "tempered"),
+    "DEMix after a seed phase, tempered": ("demix_seeded", "uniform", "tempered"),
+}
+MEANS = """
+    select avg(perplexity) filter (kind = 'training'), avg(perplexity) filter (kind = 'novel'), bool_or(oracle)
+    from results where variant = '' and experts in ('training', 'dense') and top_k is null and split = 'test'
+    and model = '{}' and method = '{}' and weights = '{}'
+"""
+ADAPTED = {
+    "Dense-DAPT, a tenth of the rate": "Dense-DAPT",
+    "DEMix-DAPT, the whole rate (old domains each by its own expert)": "DEMix-DAPT",
+}
+
+
+def table(heads: list[str], rows: list[list[str]], left: int = 1) -> str:
+    """A Markdown table between blank lines; all but the first `left` columns are numbers."""
+    rule = ["---"] * left + ["---:"] * (len(heads) - left)
+    lines = ["|" + "|".join(f" {cell} " if cell else " " for cell in row) + "|" for row in (heads, *rows)]
+    return "\n".join(["\n", lines[0], f"|{'|'.join(rule)}|", *lines[1:], "\n"])
+
+
+def sample_means() -> str:
+    """Mean test perplexity of each system of README over the training and over the novel domains."""
+    rows = []
+    run = open_run(SAMPLE)
+    for label, system in SYSTEMS.items():
+        training, novel, oracle = run.sql(MEANS.format(*system)).iloc[0]
+        rows.append([label, f"{training:.1f}", f"{novel:.1f}{'*' if oracle else ''}"])
+    return table(["mean test perplexity", "8 training domains", "8 novel domains"], rows)
+
+
+def sample_adaptation() -> str:
+    """Means over novel domains before and after the adaptation to each, and the bytes that change."""
+    frame: pd.DataFrame = adaptation_table(Material(Run.read(SAMPLE))).frame
+    rows = []
+    for label, name in ADAPTED.items():
+        own_before, own_after, old_before, old_after, changed = frame.loc[name]
+        cells = [f"{own_before:.1f} → {own_after:.1f}", f"{old_before:.1f} → {old_after:.1f}", f"{changed:,.0f}"]
+        rows.append([label, *cells])
+    heads = ["adapting to one novel domain (means over 8)", "that domain, before and after", "8 training domains"]
+    return table([*heads, "bytes changed"], rows)
+
+
+@cache
+def config(name: str) -> Run:
+    return load_run(ROOT / "config" / f"{name}.yaml")
+
+
+@cache
+def plans(name: str, kind: str) -> dict[str, TrainingPlan]:
+    """The trainings of a config on a kind of GPU, by name; of the paper's size on as many as `MACHINES` says."""
+    ranks = MACHINES[kind] if name == "paper-1.3b" else None
+    return {plan.name: plan for plan in plan_training(config(name), ranks, HARDWARE[kind])}
+
+
+def cells(planned: Any, *columns: int) -> list[list[str]]:
+    """Columns of a table that `demix plan` prints, row by row."""
+    return [list(row) for row in zip(*(list(planned.columns[number].cells) for number in columns), strict=True)]
+
+
+def by_stage() -> str:
+    run = config("paper-1.3b")
+    a100, h100 = (cells(stages_table(run, kind, ranks), *range(7)) for kind, ranks in MACHINES.items())
+    rows = [[a[0], a[6], a[2], *a[3:6], *h[3:6]] for a, h in zip(a100, h100, strict=True)]
+    heads = ["stage", "written", "core-hours", "A100-hours", "longest job, hours", "network"]
+    return table([*heads, "H100-hours", "longest job, hours", "network"], rows)
+
+
+def by_model(name: str) -> str:
+    """Each training of a config but the trials of learning rates and, for c-BTM's, the adaptations."""
+    run, kinds = config(name), []
+    for kind, ranks in MACHINES.items():
+        found = plan_training(run, ranks, HARDWARE[kind])
+        took = [row[1:] for row in folded((one.name, decimal(one.hours), decimal(one.rank_hours)) for one in found)]
+        sent = cells(sync_table(run, kind, ranks), 0, 3, 5, 6)
+        kinds.append([[name, *a, *b] for a, (name, *b) in zip(took, sent, strict=True)])
+    rows = [[*a, *h[1:]] for a, h in zip(*kinds, strict=True) if "rates" not in a[0]]
+    if name == "cbtm-1.3b":
+        rows = [row for row in rows if "dapt" not in row[0]]
+    heads = ["hours", "GPU-hours", "out of a node, a step", "sync, ms", "of a step"]
+    return table(["model", *heads, *heads], rows)
+
+
+def bytes_of_a_node() -> str:
+    rows = []
+    for ranks in (16, 32, 64, 128):
+        shared, expert = parameters(replace(PRESETS["gpt3-xl"], context=1024), 50257)
+        dense = out_of_a_node(rings_of(4 * shared, 4 * expert, place_experts(["all"], ranks, ranks)), 8)
+        demix = out_of_a_node(rings_of(4 * shared, 4 * expert, place_experts("abcdefgh", ranks, ranks)), 8)
+        sizes = (f"{short(round(size))}B" for size in (dense, demix))
+        rows.append([str(ranks), str(ranks // 8), *sizes, f"{100 * demix / dense:.0f}%"])
+    return table(["GPUs", "nodes", "dense", "DEMix", "DEMix of dense"], rows, left=0)
+
+
+def papers_runs() -> str:
+    rows = []
+    for name, (size, gpus, steps, printed) in {
+        "gpt3-small": ("125M", 32, 300_000, 556),
+        "gpt3-medium": ("350M", 64, 120_000, 3279),
+        "gpt3-large": ("760M", 128, 65_000, 13637),
+        "gpt3-xl": ("1.3B", 128, 50_000, 23250),
+    }.items():
+        flops = update_flops(PRESETS[name], 50264, 16 * gpus, 1024)
+        dense, demix = PAPER_TFLOPS[name]
+        shared, expert = (2 * number for number in parameters(PRESETS[name], 50257))
+        step = flops / gpus / dense / 1e12
+        whole = synchronizing([Ring(shared + expert, range(gpus))], NETWORKS["v100"])
+        part = synchronizing(rings_of(shared, expert, place_experts("abcdefgh", gpus, gpus)), NETWORKS["v100"])
+        cost = [f"{flops / 1e12:,.2f}", f"{printed:,}", f"{100 * (flops / 1e12 / printed - 1):+.2f}%"]
+        took = [f"{hours(flops, steps, gpus, tflops):.1f}" for tflops in (dense, demix)]
+        speed = [str(dense), f"{100 * (0.4 * V100_PEAK / dense - 1):+.0f}%"]
+        gain = [f"{100 * (whole - part) / (step - whole + part):+.1f}%", f"{100 * (demix / dense - 1):+.1f}%"]
+        rows.append([size, str(gpus), *cost, *took, *speed, *gain])
+    heads = ["size", "GPUs", "TFLOPs an update", "printed", "error", "hours, dense", "hours, DEMix"]
+    heads += ["TFLOPs/s a GPU", "40% of peak against it", "DEMix's gain, model", "paper"]
+    return table(heads, rows)
+
+
+def assumed() -> str:
+    rows = [[f"achieved, {kind}", HARDWARE[kind].assumption] for kind in MACHINES]
+    for kind, network in NETWORKS.items():
+        links = f"{network.inner_beta / 1e9:.0f} GB/s inside a node, {network.outer_beta / 1e9:g} GB/s out of it"
+        rows.append([f"network, {kind}", f"{links} ({network.assumption}); nodes of {network.node}"])
+    for name, rate in RATES.items():
+        known = rate.source if rate.source.startswith("assumed") else f"measured, {rate.source}"
+        rows.append([name, f"{short(round(rate.per_second))} {rate.unit} a second; {known}"])
+    words = f"{WORD_BYTES} bytes of text, {TEXT_BYTES} bytes on disk (zstd), {TOKENS_PER_WORD} tokens"
+    return table(["what", "value"], [*rows, ["a word", words]], left=2)
+
+
+def last_lines(name: str, *kinds: str) -> str:
+    """The last line of `demix plan` for each kind of GPU, as a block of code."""
+    lines = (in_one_line(config(name), kind, MACHINES[kind] if len(kinds) > 1 else None) for kind in kinds)
+    return "\n\n" + "\n".join(f"    {line}" for line in lines) + "\n\n"
+
+
+def stage_costs(kind: str) -> dict[str, StageCost]:
+    return {stage.name: stage for stage in plan_stages(config("paper-1.3b"), kind, MACHINES[kind])}
+
+
+def training_share(kind: str) -> str:
+    found = stage_costs(kind)
+    return f"{100 * found['train'].hours / sum(stage.hours for stage in found.values() if stage.on_device):.0f}%"
+
+
+def with_training(name: str, **keys: int) -> list[TrainingPlan]:
+    """The trainings of a config on A100s with other `keys` of its section `training`."""
+    values = config(name).config.values
+    other = Config.complete(values | {"training": values["training"] | keys})
+    return plan_training(Run(other, Path()), None, HARDWARE["a100"])
+
+
+def sentences() -> dict[str, str]:
+    """The numbers in the sentences of performance.md."""
+    a100 = plans("paper-1.3b", "a100")
+    demix, costs, large = a100["demix"], stage_costs("a100"), plans("cbtm-6.7b", "a100")
+    expert, adapted = large["btm-1b"], large["btm-dapt-github"]
+    (fuller,) = (one for one in with_training("paper-1.3b", micro_sequences=16) if one.name == "demix")
+    saving = [a100.values(), with_training("paper-1.3b", checkpoint_every=5000)]
+    usual, rare = (decimal(sum(saving_hours(one) * one.ranks for one in every)) for every in saving)
+    one_gpu = {f"plan-one-gpu-{kind}": in_one_line(config("one-gpu"), kind).split()[2] for kind in MACHINES}
+    return one_gpu | {
+        **{f"plan-training-share-{kind}": training_share(kind) for kind in MACHINES},
+        "plan-training-hours": decimal(costs["train"].hours),
+        "plan-two-models-hours": decimal(sum(a100[name].rank_hours for name in ("demix", "dense"))),
+        "plan-core-hours": f"{sum(one.hours for one in costs.values() if one.hours and not one.on_device):.0f}",
+        "plan-checkpoint": f"{short(demix.checkpoint)}B",
+        "plan-checkpoint-seconds": f"{3600 * saving_hours(demix) * demix.checkpoint / demix.saved:.0f}",
+        "plan-checkpoint-hours": usual,
+        "plan-rare-checkpoint-hours": rare,
+        "plan-state": f"{short(demix.state)}B",
+        "plan-activations": f"{short(demix.activations)}B",
+        "plan-activations-16": f"{short(fuller.activations)}B",
+        "plan-6.7b-state": f"{short(expert.state)}B",
+        "plan-6.7b-activations": f"{short(expert.activations)}B",
+        "plan-6.7b-recomputed": f"{short(expert.recomputed)}B",
+        "plan-6.7b-adaptation": f"{short(adapted.state)}B",
+    }
+
+
+def fillings() -> dict[str, Callable[[], str]]:
+    """What fills each mark, by its name."""
+    numbers = sentences()
+    return {
+        "results-means": sample_means,
+        "results-adaptation": sample_adaptation,
+        "plan-by-stage": by_stage,
+        "plan-by-model": lambda: by_model("paper-1.3b"),
+        "plan-by-model-of-the-family": lambda: by_model("cbtm-1.3b"),
+        "plan-bytes-of-a-node": bytes_of_a_node,
+        "plan-papers-runs": papers_runs,
+        "plan-assumed": assumed,
+        "plan-line-1.3b": lambda: last_lines("paper-1.3b", *MACHINES),
+        "plan-line-cbtm-1.3b": lambda: last_lines("cbtm-1.3b", *MACHINES),
+        "plan-line-cbtm-6.7b": lambda: last_lines("cbtm-6.7b", "a100"),
+        **{name: lambda name=name: numbers[name] for name in numbers},
+    }
+
+
+def main() -> int:
+    """Fill the marks, or list those that would change. Returns the exit status."""
+    known, check = fillings(), "--check" in sys.argv[1:]
+    finished, changed = (SAMPLE / "report" / "index.html").exists(), []
+    for page in PAGES:
+
+        def filled(mark: re.Match[str], page: Path = page) -> str:
+            name, before = mark.groups()
+            if name not in known:
+                raise SystemExit(f"{page}: mark {name}: is not known; docs/pages.py knows {', '.join(known)}")
+            if name.startswith("results") and not finished:
+                return mark[0]
+            after = known[name]()
+            if after != before:
+                changed.append(f"{page.relative_to(ROOT)}: {name}")
+            return f"<!-- {name} -->{after}<!-- end -->"
+
+        text = MARK.sub(filled, page.read_text())
+        if not check:
+            page.write_text(text)
+    print("\n".join(changed), end="\n" if changed else "")
+    return int(check and bool(changed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
