@@ -44,6 +44,17 @@ test: $(VENV)/installed-dev
 test-all: $(VENV)/installed-dev
 	$(PYTEST) -m 'full and not campaign and not faults'
 
+# Unit tests of what touches each library, with the lowest versions that pyproject.toml allows (torch: the locked one).
+LOWEST := $(VENV)-lowest
+test-lowest: $(VENV)/installed-dev
+	@$(INSTALL) uv
+	@grep -oE '^torch==[^+ ]+' requirements.lock > $(VENV)/torch.txt
+	@uv venv -q --allow-existing -p $(VENV)/bin/python $(LOWEST)
+	@UV_FIND_LINKS=$${PIP_FIND_LINKS:-} uv pip compile -q pyproject.toml tests/lowest.in --resolution lowest-direct \
+		--extra lm-eval --extra transformers --override $(VENV)/torch.txt $(if $(PIP_FIND_LINKS),,--torch-backend cpu) -o $(LOWEST)/lowest.txt
+	@UV_FIND_LINKS=$${PIP_FIND_LINKS:-} uv pip sync -q -p $(LOWEST)/bin/python $(LOWEST)/lowest.txt $(if $(PIP_FIND_LINKS),,--torch-backend cpu)
+	PATH=$(CURDIR)/$(LOWEST)/bin:$$PATH PYTHONPATH=$(CURDIR) pytest -n $(WORKERS) $$(cat tests/lowest.files)
+
 # Disturbs trainings on a real SLURM in every way, in about half an hour. Needs root and the packages of .ci/run.
 test-slurm: $(VENV)/installed-dev
 	pytest -v tests/slurm -m slurm
@@ -97,16 +108,23 @@ ui: $(VENV)/installed
 		--artifacts-destination "$$ARTIFACTS" --uvicorn-opts "--log-level warning --lifespan off" \
 		--allowed-hosts "127.0.0.1:$$PORT,localhost:$$PORT" --cors-allowed-origins "http://127.0.0.1:$$PORT"
 
-# Python compiles a module when it is first imported: to compile all of them takes as long as to install them.
-$(VENV)/installed: pyproject.toml
+# The versions are those of requirements.lock on its platform (Python 3.11 on Linux, x86-64), elsewhere what the bounds of
+# pyproject.toml allow. torch is the index's own build of its version. Python compiles a module when it is first
+# imported: to compile all of them takes as long as to install them.
+INSTALL := $(VENV)/bin/pip install -q --no-compile
+FITS := import platform as p; print((p.system(), p.machine(), *p.python_version_tuple()[:2]) == ("Linux", "x86_64", "3", "11"))
+$(VENV)/installed: pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "demix needs Python 3.11 to 3.13: make PYTHON=python3.11 demo")'
 	@echo "Installing into $(VENV), a minute or more ..."
 	@$(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/pip install -q --no-compile -e .
+	@: > $(VENV)/constraints.txt
+	@if [ "$$($(PYTHON) -c '$(FITS)')" = True ]; then \
+		sed -nE 's/^([A-Za-z0-9_.-]+==[^+ ]+).*/\1/p' requirements.lock > $(VENV)/constraints.txt; \
+	fi
+	@$(INSTALL) -c $(VENV)/constraints.txt -e .
 	@touch $@
 
-# What only tests and lint take besides.
+# What only tests and lint need.
 $(VENV)/installed-dev: $(VENV)/installed
-	@$(VENV)/bin/pip install -q --no-compile -e '.[dev]'
+	@$(INSTALL) -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@
-
