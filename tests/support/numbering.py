@@ -10,10 +10,23 @@ from demix.data.dialling import COUNTRIES
 KINDS = (PhoneNumberType.FIXED_LINE, PhoneNumberType.MOBILE, PhoneNumberType.TOLL_FREE)
 SEPARATORS = (" ", "-", ".", "\u00a0", "\u2011", "\u2013", "\u202f")
 BEFORE = (
-    "You will find her telephone number below: ", "Tel. ", "mobile no. ", "Please ring me on ", "WhatsApp: ",
-    "Teléfono: ", "reception is on ", "Fax – ", "**Phone:** ", "my new number is ", "Give us a bell on ", "Telefon ",
-    "Handy: ", "Landline: ", "Contact us at ", "For bookings call the desk at ",
-)  # fmt: skip
+    "You will find her telephone number below: ",
+    "Tel. ",
+    "mobile no. ",
+    "Please ring me on ",
+    "WhatsApp: ",
+    "Teléfono: ",
+    "reception is on ",
+    "Fax – ",
+    "**Phone:** ",
+    "my new number is ",
+    "Give us a bell on ",
+    "Telefon ",
+    "Handy: ",
+    "Landline: ",
+    "Contact us at ",
+    "For bookings call the desk at ",
+)
 AFTER = (" is my mobile number", " (mobile)", " is the number to ring", " (home)", " was her old phone", " to reach me")
 FRAMES = ("It was {} that rang.", "Write or use {}; both work.", "- {}\n- nothing else", "Ana Pit, {}")
 EXTENSIONS = (" ext. 45", "x45", " extension 4521", " x 7", ", ext 12", " ext.331")

@@ -267,10 +267,14 @@ def test_pieces_lose_nothing(texts, words):
 
 def test_no_personal_data_is_left_in_metadata(tmp_path):
     private = {
-        "EMAIL": "ann@x.example", "DART": "1234567890-" + "a1" * 26 + "b", "FB_USERID": "facebook.com/1234567890",
-        "PHONE_NUMBER": "(202) 555-0143", "CREDIT_CARD_NUMBER": "4111 1111 1111 1111", "SSN": "078-05-1120",
+        "EMAIL": "ann@x.example",
+        "DART": "1234567890-" + "a1" * 26 + "b",
+        "FB_USERID": "facebook.com/1234567890",
+        "PHONE_NUMBER": "(202) 555-0143",
+        "CREDIT_CARD_NUMBER": "4111 1111 1111 1111",
+        "SSN": "078-05-1120",
         "USER": "@ann",
-    }  # fmt: skip
+    }
     assert set(private) == set(CATEGORIES)
     nested = {"list": [{"key": value} for value in private.values()], "keys": {f"by {v}": 1 for v in private.values()}}
     numbers = {"whole": 4111111111111111, "real": 4111111111111111.0, "pi": 3.5, "year": 2003}

@@ -193,11 +193,16 @@ def test_a_bad_line_in_a_member_is_named(tmp_path):
 
 def test_json_values_of_a_tgz_as_qasper_has_them(tmp_path):
     papers = {
-        f"1909.0000{i}": {"title": f"t{i}", "full_text": [
-            {"section_name": "One", "paragraphs": [f"a{i}", f"b{i}"]}, {"section_name": None, "paragraphs": []},
-            {"section_name": "Two", "paragraphs": [f"c{i}"]},
-        ]} for i in range(3)
-    }  # fmt: skip
+        f"1909.0000{i}": {
+            "title": f"t{i}",
+            "full_text": [
+                {"section_name": "One", "paragraphs": [f"a{i}", f"b{i}"]},
+                {"section_name": None, "paragraphs": []},
+                {"section_name": "Two", "paragraphs": [f"c{i}"]},
+            ],
+        }
+        for i in range(3)
+    }
     path = _tar(tmp_path / "q.tgz", {"q-train.json": json.dumps(papers).encode(), "x.py": b"pass"}, "gz")
     texts = _read(path, members=("q-*.json",), json="values", text="full_text[].paragraphs[]", metadata=("title",))
     assert texts == ["a0\nb0\nc0", "a1\nb1\nc1", "a2\nb2\nc2"]

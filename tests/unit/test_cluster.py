@@ -272,8 +272,11 @@ def test_distances_want_the_tokenizer_of_the_shard(
     tokenizer = read_json(tokens / "tokenizer.json")
     write_json(tmp_path / "tokenizer.json", tokenizer | {"other": 1}, sort_keys=False)
     with pytest.raises(DemixError, match="was made with another tokenizer"):
-        next(context_distances(Clusterer.open(fitted["one"]), Tokenizer.load(tmp_path / "tokenizer.json"), shard,
-                               "document", 32, None))  # fmt: skip
+        next(
+            context_distances(
+                Clusterer.open(fitted["one"]), Tokenizer.load(tmp_path / "tokenizer.json"), shard, "document", 32, None
+            )
+        )
 
 
 def test_using_a_clusterer_takes_no_scikit_learn(fitted: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,10 +164,16 @@ def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens: Path, 
         run("assign", folder, *texts, "--output", folder / "assigned")
         run("cluster-shards", folder, *shards, "--length", 16, "--output", folder / "shards")
         run(
-            "route", folder, tmp_path / "tokens" / "licenses" / "dev.arrow", "--tokenizer", tmp_path / "tokenizer.json",
-            "--settings", '{"dev_blocks": 3, "test_tokens": 101, "length": 16, "context": "document"}',
-            "--output", tmp_path / "routing" / "k2" / "document",
-        )  # fmt: skip
+            "route",
+            folder,
+            tmp_path / "tokens" / "licenses" / "dev.arrow",
+            "--tokenizer",
+            tmp_path / "tokenizer.json",
+            "--settings",
+            '{"dev_blocks": 3, "test_tokens": 101, "length": 16, "context": "document"}',
+            "--output",
+            tmp_path / "routing" / "k2" / "document",
+        )
         if method == "kmeans":
             assert beside_of(table, [by_distance])
         else:

@@ -45,9 +45,12 @@ def _split(folder, domain, training=True, budget=None, seed=1, documents=None, n
     output = folder / "corpus" / domain
     clean = folder / "clean" / f"{domain}.parquet"
     splitting = Splitting(
-        words=budget or Budget(None, 4, 4), near_duplicates=near_duplicates, training=training, seed=seed,
+        words=budget or Budget(None, 4, 4),
+        near_duplicates=near_duplicates,
+        training=training,
+        seed=seed,
         metadata=metadata,
-    )  # fmt: skip
+    )
     split(domain, documents or [clean], folder / "owners.parquet", splitting, output)
     rows = {name: pq.read_table(output / f"{name}.parquet").to_pylist() for name in SPLITS}
     return rows, read_json(output / "card.json")
@@ -204,8 +207,10 @@ def test_a_short_train_split_is_told(tmp_path, caplog):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=20)
 @given(
     sizes=st.lists(st.integers(1, 3), min_size=20, max_size=40),
-    dev=st.integers(1, 80), test=st.integers(1, 80), near=st.booleans(),
-)  # fmt: skip
+    dev=st.integers(1, 80),
+    test=st.integers(1, 80),
+    near=st.booleans(),
+)
 def test_budgets_beyond_the_data_are_made_smaller_with_a_warning(tmp_path, caplog, sizes, dev, test, near):
     texts = [" ".join(f"w{number}x{place}" for place in range(size)) for number, size in enumerate(sizes)]
     _owners(tmp_path, d=texts)

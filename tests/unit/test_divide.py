@@ -87,8 +87,11 @@ def test_every_file_is_the_one_that_a_condition_gives(tmp_path: Path, options: d
     counts = same_as_by_where(tmp_path, {"path": f"{tmp_path}/*.jsonl.gz"} | options, DOMAINS, "meta.set")
     if options.keys() == {"id", "metadata"}:
         assert counts["taken"] == {
-            "arxiv": {"ArXiv": 7}, "law": {"law": 7, "['law']": 6}, "numbers": {"7": 13, "2.5": 7}, "yes": {"True": 7},
-        }  # fmt: skip
+            "arxiv": {"ArXiv": 7},
+            "law": {"law": 7, "['law']": 6},
+            "numbers": {"7": 13, "2.5": 7},
+            "yes": {"True": 7},
+        }
         assert (counts["documents"], counts["without"], counts["untaken"]) == (62, 9, {"rest": 6})
         assert (counts["filtered"], counts["whole"]) == (0, True)
         rows = pq.read_table(tmp_path / "raw" / "arxiv" / "0000.parquet").to_pylist()
@@ -248,9 +251,11 @@ def test_a_domain_of_a_shared_source_has_the_source_with_its_condition(tmp_path:
     assert run.domains["licenses"].source == source
     assert run.shared == {"pile": ("licenses", "fantasy")}
     assert [*run.config.of_text] == [
-        "sources.pile.source", "domains.training.parliament.source", "domains.training.scripture.source",
+        "sources.pile.source",
+        "domains.training.parliament.source",
+        "domains.training.scripture.source",
         "domains.novel.fortunes.source",
-    ]  # fmt: skip
+    ]
     # What a run keeps is a config, too.
     write_run_config(tmp_path / "config.json", run.config)
     assert config_fingerprint(read_run_config(tmp_path)) == config_fingerprint(run.config)
@@ -268,8 +273,14 @@ def test_a_config_without_shared_sources_keeps_its_fingerprint() -> None:
     run = completed_run(TINY)
     assert "sources" not in run.config.values
     assert run.config.values["domains"]["training"]["licenses"].keys() == {
-        "source", "words", "near_duplicates", "anonymize", "documents", "licence", "access",
-    }  # fmt: skip
+        "source",
+        "words",
+        "near_duplicates",
+        "anonymize",
+        "documents",
+        "licence",
+        "access",
+    }
 
 
 # What is changed of the domain fantasy, and the error about it; or of all keys.

@@ -1,30 +1,56 @@
-"""Fetching from a real server on loopback that fails in every way that servers do."""
+"""Files of addresses, from real servers on loopback that fail in every way that servers do, and what pins them."""
 
 import base64
+import copy
 import gzip
 import hashlib
+import json
+import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
+from socket import socket
+from typing import Any
 
+import huggingface_hub.constants
+import pyarrow.parquet as pq
 import pytest
+import yaml
 
-from demix.data import sources
+from demix.config.addresses import secret_in
 from demix.data.fetch import ATTEMPTS, fetch
 from demix.data.sources import Source, download
 from demix.errors import DemixError
-from support.server import Answer, Handler, Site, serving
+from demix.run.check import completed_run, load_run
+from support.cli import demix, said
+from support.errors import refused
+from support.server import Answer, Handler, Site, serving, serving_folder
 
-DATA = bytes(hashlib.sha256(b"demix").digest()) * 20_000
+DATA = bytes(hashlib.sha256(b"demix").digest()) * 5_000
+NEW = DATA[::-1]
 HALF = len(DATA) // 2
 SHA256 = hashlib.sha256(DATA).hexdigest()
+CONFIG = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+HUB = {"kind": "hub", "path": "owner/name", "revision": "main", "data_files": ["*.parquet"]}
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Answer], Site]]:
     with ExitStack() as servers:
         yield lambda answer: servers.enter_context(serving(answer))
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """The address of a port where nobody listens; while it is bound, no other process can use it."""
+    with closing(socket()) as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
 def get(site: Site, path: Path, **options: object) -> None:
@@ -41,69 +67,107 @@ def ranged(handler: Handler, data: bytes = DATA, etag: str = '"one"', stop: int 
         handler.send(data, stop=stop, ETag=etag)
 
 
-def test_a_file_is_fetched_whole_and_only_once(serve, tmp_path):
-    site = serve(lambda handler, number: ranged(handler))
-    for _ in range(2):
-        get(site, tmp_path / "f", size=len(DATA), sha256=SHA256)
-    assert (tmp_path / "f").read_bytes() == DATA
-    assert [*tmp_path.iterdir()] == [tmp_path / "f"]
-    assert len(site.requests) == 1
-    assert site.requests[0]["accept-encoding"] == "identity"
+def cut(then: Callable[[Handler], None] = ranged, **headers: str) -> Answer:
+    """The first answer ends after half of the file, the second one is `then`, and all others are good."""
 
-
-def test_500_twice_then_the_file(serve, tmp_path):
-    site = serve(lambda handler, number: handler.send(b"later", 500) if number < 3 else ranged(handler))
-    get(site, tmp_path / "f")
-    assert (tmp_path / "f").read_bytes() == DATA
-    assert len(site.requests) == 3
-
-
-def test_500_for_ever_ends_in_one_line(serve, tmp_path):
-    site = serve(lambda handler, number: handler.send(b"later", 503))
-    with pytest.raises(DemixError, match=r"data\.bin: cannot be fetched \(it answers 503\); rerun to go on") as caught:
-        get(site, tmp_path / "f")
-    assert "\n" not in str(caught.value)
-    assert len(site.requests) == ATTEMPTS + 1
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_what_is_refused_is_not_tried_again(serve, tmp_path):
-    site = serve(lambda handler, number: handler.send(b"", 403))
-    with pytest.raises(DemixError, match="answers 403 Forbidden; check the address, and whether terms"):
-        get(site, tmp_path / "f")
-    assert len(site.requests) == 1
-
-
-def test_a_cut_transfer_goes_on_where_it_ended(serve, tmp_path):
-    site = serve(lambda handler, number: ranged(handler, stop=HALF if number == 1 else None))
-    get(site, tmp_path / "f", sha256=SHA256)
-    assert (tmp_path / "f").read_bytes() == DATA
-    assert site.requests[1]["range"] == f"bytes={HALF}-"
-    assert site.requests[1]["if-range"] == '"one"'
-
-
-def test_many_cuts_are_no_failure_while_bytes_come(serve, tmp_path):
-    site = serve(lambda handler, number: ranged(handler, stop=len(DATA) // 20))
-    get(site, tmp_path / "f", sha256=SHA256)
-    assert len(site.requests) > 2 * ATTEMPTS
-
-
-def test_a_stalled_transfer_goes_on(serve, tmp_path):
     def answer(handler: Handler, number: int) -> None:
-        ranged(handler, stop=HALF if number == 1 else None)
         if number == 1:
-            handler.wfile.flush()
-            handler.server.site.over.wait()
+            handler.send(DATA, stop=HALF, **headers)
+        else:
+            (then if number == 2 else ranged)(handler)
+
+    return answer
+
+
+def part(span: str, data: bytes) -> Answer:
+    """After the first half comes `data` as the range `span`, whatever was asked for."""
+    return cut(lambda handler: handler.send(data, 206, Content_Range=span))
+
+
+def first(answer: Callable[[Handler], None], times: int = 1) -> Answer:
+    """So many answers of this kind, then good ones."""
+    return lambda handler, number: (answer if number <= times else ranged)(handler)
+
+
+def changed(handler: Handler, number: int) -> None:
+    """After the first half, the range of another version, although If-Range names the first one."""
+    if number == 1:
+        ranged(handler, stop=HALF)
+    elif number == 2:
+        handler.send(NEW[HALF:], 206, ETag='"two"', Content_Range=f"bytes {HALF}-{len(NEW) - 1}/{len(NEW)}")
+    else:
+        ranged(handler, NEW, '"two"')
+
+
+END, TOTAL = len(DATA) - 1, len(DATA)
+
+
+@pytest.mark.parametrize(
+    ("answer", "requests", "data"),
+    [
+        (first(lambda handler: handler.send(b"later", 500), 2), 3, DATA),
+        *(
+            (first(lambda handler, when=when: handler.send(b"", 503, Retry_After=when)), 2, DATA)
+            for when in ("soon", "Fri, 31 Dec 99999 23:59:59 GMT", "Fri, 31 Dec -1 23:59:59 GMT", "1e9")
+        ),
+        (cut(), 2, DATA),
+        (lambda handler, number: ranged(handler, stop=TOTAL // 20), 20, DATA),
+        (cut(lambda handler: handler.send(DATA)), 2, DATA),
+        (cut(lambda handler: handler.send(DATA), ETag='W/"one"'), 2, DATA),
+        (cut(lambda handler: ranged(handler, NEW, '"two"')), 2, NEW),
+        (changed, 3, NEW),
+        (cut(lambda handler: handler.send(b"", 416, Content_Range="bytes */9")), 3, DATA),
+        (part(f"bytes {HALF}-{END}/{TOTAL}", DATA[HALF:-9]), 3, DATA),
+        (part(f"bytes {HALF}-{HALF + 99}/{TOTAL}", DATA[HALF : HALF + 100]), 3, DATA),
+        (part(f"bytes {HALF}-{HALF + 99}/*", DATA[HALF : HALF + 100]), 3, DATA),
+        (part(f"bytes {HALF}-{HALF + 99}/{HALF + 100}", DATA[HALF : HALF + 100]), 3, DATA),
+        (part(f"bytes {HALF}-{END}/{TOTAL}", DATA[HALF:] + b"more"), 3, DATA),
+        (part(f"bytes {HALF - 1}-{END}/{TOTAL}", DATA[HALF - 1 :]), 3, DATA),
+        (part(f"bytes {HALF + 9}-{END}/{TOTAL}", DATA[HALF + 9 :]), 3, DATA),
+        (part(f"bytes {HALF}-", DATA[HALF:]), 3, DATA),
+        (part(f"bytes {HALF}-{END}/*", DATA[HALF:]), 2, DATA),
+    ],
+)
+def test_whatever_a_server_does_the_file_is_whole(
+    serve: Callable[[Answer], Site], tmp_path: Path, answer: Answer, requests: int, data: bytes
+) -> None:
+    site = serve(answer)
+    get(site, tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == data
+    assert [*tmp_path.iterdir()] == [tmp_path / "f"]
+    assert len(site.requests) == requests
+
+
+def test_a_transfer_goes_on_where_it_was_cut_or_stalled(serve: Callable[[Answer], Site], tmp_path: Path) -> None:
+    def stall(handler: Handler) -> None:
+        ranged(handler, stop=HALF)
+        handler.wfile.flush()
+        handler.server.site.over.wait()
+
+    for name, begin in (("cut", partial(ranged, stop=HALF)), ("stalled", stall)):
+        site = serve(first(begin))
+        for _ in range(2):
+            get(site, tmp_path / name, timeout=0.3, sha256=SHA256, size=TOTAL)
+        assert (tmp_path / name).read_bytes() == DATA
+        assert len(site.requests) == 2, "a file that is there is not fetched again"
+        assert "range" not in site.requests[0]
+        assert site.requests[0]["accept-encoding"] == "identity"
+        assert (site.requests[1]["range"], site.requests[1]["if-range"]) == (f"bytes={HALF}-", '"one"')
+    # A weak ETag does not say that the bytes are the same.
+    site = serve(cut(ranged, ETag='W/"one"'))
+    get(site, tmp_path / "weak")
+    assert "range" not in site.requests[1]
+
+
+def test_a_killed_job_goes_on_in_the_next(serve: Callable[[Answer], Site], tmp_path: Path) -> None:
+    def answer(handler: Handler, number: int) -> None:
+        if 1 < number < ATTEMPTS + 3:
+            handler.send(b"", 500)
+        else:
+            ranged(handler, stop=HALF if number == 1 else None)
 
     site = serve(answer)
-    get(site, tmp_path / "f", timeout=0.3, sha256=SHA256)
-    assert site.requests[1]["range"] == f"bytes={HALF}-"
-
-
-def test_a_killed_job_goes_on_in_the_next(serve, tmp_path):
-    site = serve(lambda handler, number: ranged(handler) if number > ATTEMPTS + 2 else ranged(handler, stop=HALF)
-                 if number == 1 else handler.send(b"", 500))  # fmt: skip
-    with pytest.raises(DemixError):
+    with refused("data.bin"):
         get(site, tmp_path / "f")
     assert not (tmp_path / "f").exists()
     get(site, tmp_path / "f", sha256=SHA256)
@@ -111,243 +175,80 @@ def test_a_killed_job_goes_on_in_the_next(serve, tmp_path):
     assert [*tmp_path.iterdir()] == [tmp_path / "f"]
 
 
-def test_ranges_ignored_starts_over(serve, tmp_path):
-    site = serve(lambda handler, number: handler.send(DATA, stop=HALF if number == 1 else None))
-    get(site, tmp_path / "f", sha256=SHA256)
-    assert "range" in site.requests[1]
+def endless(handler: Handler, number: int, chunked: bool = False) -> None:
+    """A file of 100 times the size: endless to all that look at no bound, and no full disk where one does not."""
+    handler.send_response(200)
+    handler.send_header("Transfer-Encoding", "chunked") if chunked else None
+    handler.end_headers()
+    for _ in range(100):
+        handler.wfile.write(b"%x\r\n" % TOTAL * chunked + DATA + b"\r\n" * chunked)
 
 
-@pytest.mark.parametrize("honest", [True, False])
-def test_an_etag_that_changes_midway_starts_over(serve, tmp_path, honest):
-    new = DATA[::-1]
-
-    def answer(handler: Handler, number: int) -> None:
-        if number == 1:
-            ranged(handler, stop=HALF)
-        elif honest or "Range" not in handler.headers:
-            ranged(handler, new, '"two"')
-        else:
-            # Gives the range although If-Range names a version that is gone.
-            handler.send(new[HALF:], 206, ETag='"two"', Content_Range=f"bytes {HALF}-{len(new) - 1}/{len(new)}")
-
-    site = serve(answer)
-    get(site, tmp_path / "f")
-    assert (tmp_path / "f").read_bytes() == new
-    assert len(site.requests) == (2 if honest else 3)
+def without_length(handler: Handler, number: int) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    handler.wfile.write(DATA)
 
 
-def gives(span: str, data: bytes) -> Answer:
-    """The first answer is cut in half, the next one is `data` as the range `span`, and all others are good."""
-
-    def answer(handler: Handler, number: int) -> None:
-        if number == 2:
-            handler.send(data, 206, Content_Range=span)
-        else:
-            ranged(handler, stop=HALF if number == 1 else None)
-
-    return answer
+def answers(*data: Any, **headers: str) -> Answer:
+    return lambda handler, number: handler.send(*data, **headers)
 
 
 @pytest.mark.parametrize(
-    ("span", "data"),
+    ("answer", "options", "most"),
     [
-        (f"bytes {HALF}-{len(DATA) - 1}/{len(DATA)}", DATA[HALF:-9]),
-        (f"bytes {HALF}-{HALF + 99}/{len(DATA)}", DATA[HALF : HALF + 100]),
-        (f"bytes {HALF}-{HALF + 99}/*", DATA[HALF : HALF + 100]),
-        (f"bytes {HALF}-{HALF + 99}/{HALF + 100}", DATA[HALF : HALF + 100]),
-        (f"bytes {HALF}-{len(DATA) - 1}/{len(DATA)}", DATA[HALF:] + b"more"),
-        (f"bytes {HALF - 1}-{len(DATA) - 1}/{len(DATA)}", DATA[HALF - 1 :]),
-        (f"bytes {HALF + 9}-{len(DATA) - 1}/{len(DATA)}", DATA[HALF + 9 :]),
-        (f"bytes {HALF}-", DATA[HALF:]),
+        (answers(b"later", 503), {}, ATTEMPTS + 1),
+        (answers(b"", 403), {}, 1),
+        (answers(b"<html>Accept our terms</html>", Content_Type="text/html; charset=utf-8"), {}, 1),
+        (answers(DATA, Content_Length=str(10**15)), {"size": 9}, 1),
+        (lambda handler, number: ranged(handler), {"sha256": "0" * 64}, 1),
+        (lambda handler, number: ranged(handler), {"size": 9}, 1),
+        (endless, {"size": TOTAL}, 1),
+        (partial(endless, chunked=True), {"size": TOTAL}, 1),
+        (without_length, {}, 1),
+        (lambda handler, number: ranged(handler, etag=f'"{number}"', stop=HALF - number % 3), {}, 3 * ATTEMPTS),
+        *(
+            (answers(b"", 302, Location=place), {}, 1)
+            for place in ("file:///etc/passwd", "ftp://127.0.0.1/f", "http://127.0.0.1:99999/f")
+        ),
+        (answers(b"", 302, Location="/data.bin"), {}, 39),
     ],
-    ids=["short body", "short range", "no total", "other total", "long body", "early", "late", "no range"],
 )
-def test_a_range_that_does_not_complete_the_file_is_not_taken_for_its_end(serve, tmp_path, span, data):
-    site = serve(gives(span, data))
-    get(site, tmp_path / "f")
-    assert (tmp_path / "f").read_bytes() == DATA
-    assert len(site.requests) > 2
-
-
-def test_a_range_of_unknown_total_is_the_end_at_the_first_answers_length(serve, tmp_path):
-    site = serve(gives(f"bytes {HALF}-{len(DATA) - 1}/*", DATA[HALF:]))
-    get(site, tmp_path / "f")
-    assert (tmp_path / "f").read_bytes() == DATA
-    assert len(site.requests) == 2
-
-
-def test_a_file_that_changes_at_each_cut_is_not_asked_for_ever(serve, tmp_path):
-    site = serve(lambda handler, number: ranged(handler, DATA, f'"{number}"', stop=HALF - number % 3))
-    with pytest.raises(DemixError, match="cannot be fetched"):
-        get(site, tmp_path / "f")
-    assert len(site.requests) <= 3 * ATTEMPTS
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-def test_an_endless_file_ends_at_the_bytes_that_the_config_names(serve, tmp_path, chunked):
-    def answer(handler: Handler, number: int) -> None:
-        handler.send_response(200)
-        handler.send_header("Transfer-Encoding", "chunked") if chunked else None
-        handler.end_headers()
-        # 100 times what is asked for: endless to all that look at no bound, and no full disk where one does not.
-        for _ in range(100):
-            handler.wfile.write(b"%x\r\n" % len(DATA) * chunked + DATA + b"\r\n" * chunked)
-
-    with pytest.raises(DemixError, match=rf"has \d+ bytes, not {len(DATA)}") as caught:
-        get(serve(answer), tmp_path / "f", size=len(DATA))
-    assert int(str(caught.value).partition("has ")[2].partition(" ")[0]) < 4 * len(DATA)
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_a_length_other_than_the_configs_is_refused_before_it_is_fetched(serve, tmp_path):
-    site = serve(lambda handler, number: handler.send(DATA, Content_Length=str(10**15)))
-    with pytest.raises(DemixError, match=f"has {10**15} bytes, not 9"):
-        get(site, tmp_path / "f", size=9)
-    assert len(site.requests) == 1
-    assert [*tmp_path.iterdir()] == []
-
-
-@pytest.mark.parametrize("known", [{}, {"size": len(DATA)}, {"sha256": SHA256}])
-def test_a_file_whose_end_nothing_tells_is_refused(serve, tmp_path, known):
-    def answer(handler: Handler, number: int) -> None:
-        handler.send_response(200)
-        handler.end_headers()
-        handler.wfile.write(DATA)
-
+def test_what_cannot_be_fetched_is_refused_and_nothing_of_it_kept(
+    serve: Callable[[Answer], Site], tmp_path: Path, answer: Answer, options: dict[str, Any], most: int
+) -> None:
     site = serve(answer)
-    if known:
-        get(site, tmp_path / "f", **known)
-        assert (tmp_path / "f").read_bytes() == DATA
-        return
-    with pytest.raises(DemixError, match=r"is sent without its length.*; give source\.bytes or source\.sha256"):
-        get(site, tmp_path / "f")
-    assert [*tmp_path.iterdir()] == []
+    with refused("data.bin") as caught:
+        get(site, tmp_path / "f", **options)
+    assert len(site.requests) <= most
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= (HALF if most == 3 * ATTEMPTS else 0)
+    if options:
+        assert [*tmp_path.iterdir()] == []
+        (tmp_path / "f").write_bytes(b"left by someone")
+        with refused("data.bin"):
+            get(site, tmp_path / "f", **options)
+        assert [*tmp_path.iterdir()] == []
+    if options == {"size": TOTAL}:
+        assert int(str(caught.value).partition("has ")[2].partition(" ")[0]) < 20 * TOTAL, "it is not read to its end"
 
 
-@pytest.mark.parametrize("when", ["soon", "Fri, 31 Dec 99999 23:59:59 GMT", "Fri, 31 Dec -1 23:59:59 GMT", "1e9"])
-def test_a_time_to_wait_that_cannot_be_read_is_not_waited_for(serve, tmp_path, when):
-    site = serve(lambda handler, number: handler.send(b"", 503, Retry_After=when) if number == 1 else ranged(handler))
-    get(site, tmp_path / "f")
+@pytest.mark.parametrize("known", [{"size": TOTAL}, {"sha256": SHA256}])
+def test_a_file_without_a_length_is_whole_by_what_the_config_says(
+    serve: Callable[[Answer], Site], tmp_path: Path, known: dict[str, Any]
+) -> None:
+    get(serve(without_length), tmp_path / "f", **known)
     assert (tmp_path / "f").read_bytes() == DATA
-
-
-def test_a_weak_etag_is_not_trusted_for_ranges(serve, tmp_path):
-    site = serve(lambda handler, number: handler.send(DATA, stop=HALF if number == 1 else None, ETag='W/"one"'))
-    get(site, tmp_path / "f", sha256=SHA256)
-    assert "range" not in site.requests[1]
-
-
-def test_a_range_past_a_shrunken_file_starts_over(serve, tmp_path):
-    def answer(handler: Handler, number: int) -> None:
-        if "Range" in handler.headers:
-            handler.send(b"", 416, Content_Range="bytes */9")
-        else:
-            handler.send(DATA if number == 1 else b"shrunken!", stop=HALF if number == 1 else None)
-
-    site = serve(answer)
-    get(site, tmp_path / "f")
-    assert (tmp_path / "f").read_bytes() == b"shrunken!"
-
-
-@pytest.mark.parametrize("wrong", [{"sha256": "0" * 64}, {"size": 9}])
-def test_wrong_bytes_are_not_kept(serve, tmp_path, wrong):
-    site = serve(lambda handler, number: ranged(handler))
-    with pytest.raises(DemixError, match=r"data\.bin: has .*, not (0000|9)"):
-        get(site, tmp_path / "f", **wrong)
-    assert [*tmp_path.iterdir()] == []
-    (tmp_path / "f").write_bytes(b"left by someone")
-    with pytest.raises(DemixError, match=r"data\.bin: has"):
-        get(site, tmp_path / "f", **wrong)
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_secrets_in_addresses_are_not_shown(serve, tmp_path):
-    site = serve(lambda handler, number: handler.send(b"", 404))
-    url = site.address.replace("http://", "http://me:hunter2@") + "/data.bin?signature=hunter3"
-    with pytest.raises(DemixError) as caught:
-        fetch(url, tmp_path / "f")
-    assert "hunter" not in str(caught.value)
-
-
-def _lines(*texts: str) -> bytes:
-    return "".join(f'{{"text": "{text}"}}\n' for text in texts).encode()
-
-
-def test_a_source_of_addresses_is_read_in_parts(serve, tmp_path):
-    import pyarrow.parquet as pq
-
-    site = serve(lambda handler, number: handler.send(_lines(handler.path)))
-    urls = tuple(f"{site.address}/{name}.jsonl" for name in "abc")
-    source = Source("url", urls, parts=2)
-    for part in range(2):
-        download(source, "d", tmp_path / "d" / f"{part}.parquet", part)
-    texts = [pq.read_table(tmp_path / "d" / f"{part}.parquet")["text"].to_pylist() for part in range(2)]
-    assert texts == [["/a.jsonl", "/c.jsonl"], ["/b.jsonl"]]
-    assert sorted(path.name for path in (tmp_path / "d").iterdir()) == ["0.parquet", "1.parquet"]
-
-
-def test_a_word_budget_leaves_later_addresses_alone(serve, tmp_path):
-    site = serve(lambda handler, number: handler.send(_lines("four words in it") * 5))
-    urls = tuple(f"{site.address}/{name}.jsonl" for name in "abc")
-    assert download(Source("url", urls, words=9), "d", tmp_path / "d" / "0.parquet") == 3
-    assert len(site.requests) == 1
-
-
-def test_a_failed_source_keeps_what_it_fetched_and_names_what_to_do(serve, tmp_path):
-    site = serve(lambda handler, number: handler.send(_lines("a"), 404 if number == 2 else 200))
-    urls = tuple(f"{site.address}/{name}.jsonl" for name in "ab")
-    source = Source("url", urls, instructions="accept the terms at example.org")
-    output = tmp_path / "d" / "0.parquet"
-    with pytest.raises(DemixError, match=r"answers 404 Not Found; accept the terms at example\.org"):
-        download(source, "d", output)
-    assert not output.exists()
-    assert (tmp_path / "d").stat().st_mode & 0o777 == 0o700
-    assert download(source, "d", output) == 2
-    assert len(site.requests) == 3, "the first address was not fetched again"
-    assert [*output.parent.iterdir()] == [output]
-
-
-def test_a_damaged_file_is_fetched_again_by_the_next_run(serve, tmp_path):
-    data = gzip.compress(_lines("a", "b"))
-    site = serve(lambda handler, number: handler.send(data[:-9] if number == 1 else data))
-    source = Source("url", f"{site.address}/data.jsonl.gz")
-    output = tmp_path / "d" / "0.parquet"
-    with pytest.raises(DemixError, match="damaged or cut short"):
-        download(source, "d", output)
-    assert download(source, "d", output) == 2
-    assert [*output.parent.iterdir()] == [output]
-
-
-def test_a_page_that_asks_for_consent_is_no_file(serve, tmp_path):
-    page = b"<html>Accept our terms</html>"
-    site = serve(lambda handler, number: handler.send(page, Content_Type="text/html; charset=utf-8"))
-    with pytest.raises(DemixError, match=r"data\.bin: gives a web page, not a file; open it in a browser"):
-        get(site, tmp_path / "f")
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_addresses_that_name_no_file(tmp_path):
-    for url in ("ftp://host/a.jsonl", "file:///etc/passwd", "http://host/", "http://host/.."):
-        with pytest.raises(DemixError, match="is no address of a file"):
-            download(Source("url", url), "d", tmp_path / "d" / "0.parquet")
-    assert sources.KINDS.keys() == {"files", "url", "store", "hub"}
-
-
-@pytest.mark.parametrize("place", ["file:///etc/passwd", "ftp://127.0.0.1/f", "http://127.0.0.1:99999/f", "/data.bin"])
-def test_where_an_answer_leads_is_not_tried_again(serve, tmp_path, place):
-    site = serve(lambda handler, number: handler.send(b"", 302, Location=place, Connection="close"))
-    with pytest.raises(DemixError, match=r"data\.bin: cannot be fetched \(.*\); correct the address"):
-        get(site, tmp_path / "f")
-    assert len(site.requests) < (40 if place == "/data.bin" else 2)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:99999/f", "http://127.0.0.1:port/f", "http://a..b/f"])
-def test_an_address_that_cannot_be_is_not_tried_again(tmp_path, url):
-    with pytest.raises(DemixError, match=r"cannot be fetched.*; correct the address"):
+def test_an_address_that_cannot_be_is_not_tried_again(tmp_path: Path, url: str) -> None:
+    with refused(url):
         fetch(url, tmp_path / "f", backoff=1000)
 
 
-def test_a_fetched_file_is_on_disk_before_it_has_its_name(serve, tmp_path, monkeypatch):
+def test_a_fetched_file_is_on_disk_before_it_has_its_name(
+    serve: Callable[[Answer], Site], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site, synced, fsync = serve(lambda handler, number: ranged(handler)), [], os.fsync
 
     def noted(descriptor: int) -> None:
@@ -359,17 +260,225 @@ def test_a_fetched_file_is_on_disk_before_it_has_its_name(serve, tmp_path, monke
     assert synced == [((tmp_path / "f").stat().st_ino, False), (tmp_path.stat().st_ino, True)]
 
 
-def test_user_and_password_are_those_of_netrc(serve, tmp_path, monkeypatch):
+def test_user_and_password_are_those_of_netrc_and_no_error_or_log_shows_any(
+    serve: Callable[[Answer], Site],
+    nobody: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     site = serve(lambda handler, number: ranged(handler))
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password hunter2\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     get(site, tmp_path / "f")
     assert site.requests[0]["authorization"] == f"Basic {base64.b64encode(b'me:hunter2').decode()}"
-
-
-def test_where_nobody_listens_no_query_and_no_password_is_shown(tmp_path, caplog):
     caplog.set_level("INFO")
-    with pytest.raises(DemixError, match="cannot be fetched") as caught:
-        fetch("http://me:hunter3@127.0.0.1:9/f?signature=hunter2", tmp_path / "f", backoff=0.001)
-    assert "hunter" not in caplog.text + str(caught.value)
-    assert "trying again" in caplog.text
+    for address in (nobody, serve(lambda handler, number: handler.send(b"", 404)).address):
+        url = address.replace("http://", "http://me:hunter3@") + "/data.bin?signature=hunter2"
+        with refused(f"{address}/data.bin") as caught:
+            fetch(url, tmp_path / "g", backoff=0.001)
+        assert "hunter" not in caplog.text + str(caught.value)
+    assert len(caplog.messages) == ATTEMPTS
+
+
+def lines(*texts: str) -> bytes:
+    return "".join(f'{{"text": "{text}"}}\n' for text in texts).encode()
+
+
+def test_a_source_of_addresses_is_read_in_parts_up_to_its_words(
+    serve: Callable[[Answer], Site], tmp_path: Path
+) -> None:
+    site = serve(lambda handler, number: handler.send(lines(f"of {handler.path}")))
+    urls = tuple(f"{site.address}/{name}.jsonl" for name in "abc")
+    for part_of in range(2):
+        download(Source("url", urls, parts=2), "d", tmp_path / "d" / f"{part_of}.parquet", part_of)
+    texts = [pq.read_table(tmp_path / "d" / f"{part_of}.parquet")["text"].to_pylist() for part_of in range(2)]
+    assert texts == [["of /a.jsonl", "of /c.jsonl"], ["of /b.jsonl"]]
+    assert sorted(path.name for path in (tmp_path / "d").iterdir()) == ["0.parquet", "1.parquet"]
+    site.requests.clear()
+    assert download(Source("url", urls, words=3), "d", tmp_path / "d" / "0.parquet") == 2
+    assert len(site.requests) == 2, "the last address is left alone"
+
+
+def test_a_failed_source_keeps_what_it_fetched_but_for_a_damaged_file(
+    serve: Callable[[Answer], Site], tmp_path: Path
+) -> None:
+    data = gzip.compress(lines("a", "b"))
+
+    def answer(handler: Handler, number: int) -> None:
+        handler.send(data[:-9] if number == 3 else data, 404 if number == 2 else 200)
+
+    site, output = serve(answer), tmp_path / "d" / "0.parquet"
+    source = Source("url", tuple(f"{site.address}/{name}.jsonl.gz" for name in "ab"), instructions="ask the owner")
+    for requests in (2, 3):
+        with refused("b.jsonl.gz") as caught:
+            download(source, "d", output)
+        assert caught.value.cure == "ask the owner" or requests == 3
+        assert not output.exists()
+        assert (tmp_path / "d").stat().st_mode & 0o777 == 0o700
+        assert len(site.requests) == requests, "the first address is not fetched again"
+    assert download(source, "d", output) == 4
+    assert len(site.requests) == 4
+    assert [*output.parent.iterdir()] == [output]
+
+
+@pytest.mark.parametrize("url", ["ftp://host/a.jsonl", "file:///etc/passwd", "http://host/", "http://host/.."])
+def test_an_address_that_names_no_file_is_refused(tmp_path: Path, url: str) -> None:
+    with refused(url):
+        download(Source("url", url), "d", tmp_path / "d" / "0.parquet")
+
+
+KEYS = """token access_token accessToken private_token api_key apikey apiKey key password sig Signature X-Amz-Signature
+X-Amz-Credential X-Amz-Security-Token
+AWSAccessKeyId Key-Pair-Id %74oken subscription-key auth jwt a=1&secret a=1;secret"""
+
+
+def with_sources(**sources: Any) -> dict[str, Any]:
+    """The tiny config with these sources in place of its own."""
+    config = copy.deepcopy(CONFIG)
+    for name, source in sources.items():
+        config["domains"]["novel" if name == "fantasy" else "training"][name]["source"] = source
+    config["domains"]["novel"].pop("fortunes")
+    return config
+
+
+@pytest.mark.parametrize(
+    ("address", "secret"),
+    [
+        ("https://hunter2@host/f.jsonl", True),
+        ("https://me:hun%40ter2@host:8080/f.jsonl", True),
+        *((f"https://host/f.jsonl?{key}=hunter2", True) for key in KEYS.split()),
+        ("https://host/f.jsonl", False),
+        ("https://host/@me/f.jsonl?version=2&sort_key=a&tokenizer=bpe&monkey=1#top", False),
+        ("postgresql://me@host/demix", False),
+        ("https://host/f.jsonl?token=", False),
+        ("sqlite:///results/mlflow.db", False),
+    ],
+)
+def test_credentials_in_addresses_are_known(address: str, secret: bool) -> None:
+    assert (secret_in(address) is not None) == secret
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("https://me:hunter2@host/f.jsonl", "https://host/f?sig=hunter2", "https://host/f#access_token=hunter2"),
+        *("https://me:hun/ter2@host/f", "https://[hunter2@host/f"),
+    ],
+)
+def test_an_address_with_a_credential_is_refused_everywhere_and_not_shown(address: str, tmp_path: Path) -> None:
+    path = "domains.training.licenses.source.path"
+    for use, subject in (
+        (lambda: completed_run(with_sources(licenses={"kind": "url", "path": address})), path),
+        (lambda: completed_run(with_sources(licenses={"kind": "url", "path": ["https://host/a", address]})), path),
+        (lambda: completed_run(copy.deepcopy(CONFIG) | {"tracking": {"uri": address}}), "tracking.uri"),
+        (lambda: download(Source("url", address), "d", tmp_path / "0.parquet"), "an address in source.path"),
+    ):
+        with refused(subject, f"config key {subject}") as caught:
+            use()
+        assert "ter2" not in str(caught.value)
+
+
+def test_a_wrong_address_is_not_shown_with_its_credential() -> None:
+    for path in ("ftp://me:hunter2@host/f", ["https://me:hunter2@h/f", 5]):
+        with pytest.raises(DemixError) as caught:
+            completed_run(with_sources(licenses={"kind": "url", "path": path}))
+        assert "ter2" not in str(caught.value)
+
+
+def test_logs_show_no_credentials(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    said(["--version"])
+    logging.getLogger("demix").error("see https://me:hunter2@host/f?X-Amz-Signature=hunter2&a=1, and what? a=1")
+    assert capsys.readouterr().err == "see https://***@host/f?*** and what? a=1\n"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of two files, and of a hub whose data set owner/name has one branch."""
+    files = {"a.jsonl": "a", "b.jsonl": "b", "api/datasets/owner/name/revision/main": {"id": "", "sha": COMMIT}}
+    for name, content in files.items():
+        (tmp_path / "site" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "site" / name).write_text(json.dumps(content))
+    with serving_folder(tmp_path / "site") as address:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.chdir(tmp_path)
+        yield address
+
+
+def digests(**contents: str) -> dict[str, Any]:
+    made = {f"{name}.jsonl": hashlib.sha256(content.encode()).hexdigest() for name, content in contents.items()}
+    return {"source": {"sha256": made}}
+
+
+def test_what_pin_prints_pins_every_source(hub: str) -> None:
+    for name in ("fortunes", "licenses"):
+        Path(f"{name}.jsonl").write_text(name)
+    config = with_sources(
+        parliament={"kind": "url", "path": [f"{hub}/a.jsonl", f"{hub}/b.jsonl"]},
+        scripture=HUB,
+        licenses={"kind": "files", "path": "*.jsonl"},
+        fantasy={"kind": "files", "path": "licenses.jsonl"},
+    )
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    printed = demix("pin", "config.yaml").stdout
+    assert yaml.safe_load(printed)["domains"] == {
+        "training": {
+            "parliament": digests(a='"a"', b='"b"'),
+            "scripture": {"source": {"revision": COMMIT}},
+            "licenses": digests(fortunes="fortunes", licenses="licenses"),
+        },
+        "novel": {"fantasy": digests(licenses="licenses")},
+    }
+    Path("pinned.yaml").write_text("base: config.yaml\n" + printed)
+    assert load_run("pinned.yaml").domains["scripture"].source.revision == COMMIT
+    assert demix("pin", "pinned.yaml").stdout == ""
+    assert not [path for path in Path("results").rglob("*") if path.is_file()]
+
+
+def test_pin_names_what_it_cannot_read_beside_the_rest(hub: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = with_sources(
+        parliament={"kind": "url", "path": f"{hub}/none.jsonl"},
+        scripture=HUB,
+        licenses={"kind": "files", "path": "none.jsonl", "instructions": "ask its owner"},
+        fantasy=HUB | {"path": "owner/none"},
+    )
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    with caplog.at_level(logging.ERROR):
+        done = demix("pin", "config.yaml")
+    assert done.exit_code == 1
+    assert yaml.safe_load(done.stdout)["domains"] == {"training": {"scripture": {"source": {"revision": COMMIT}}}}
+    for named in ("parliament", "licenses", "ask its owner", "fantasy", "owner/none"):
+        assert named in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["hub", "url"])
+def test_without_a_network_pin_ends_at_once(kind: str, nobody: str, tmp_path: Path) -> None:
+    """Before each source tries by itself, for minutes."""
+    url = {"kind": "url", "path": f"{nobody}/a.jsonl"}
+    one, other = (HUB, url) if kind == "hub" else (url, HUB)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(with_sources(parliament=one, scripture=other, fantasy=other)))
+    done = subprocess.run(
+        [sys.executable, "-m", "demix", "pin", "config.yaml"],
+        cwd=tmp_path,
+        env=os.environ | {"HF_ENDPOINT": nobody},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"demix: error: {nobody if kind == 'hub' else url['path']}: ")
+    assert not [path for path in (tmp_path / "results").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("revision", ["main", "v1.0", "refs/convert/parquet", COMMIT[:7], COMMIT.upper()])
+def test_a_revision_that_can_move_must_be_allowed(revision: str) -> None:
+    config = with_sources(fantasy=HUB | {"revision": revision})
+    with refused("config key domains.novel.fantasy.source.revision", "domains.novel.fantasy.source.revision"):
+        completed_run(config)
+    assert completed_run(config | {"allow_branches": True}).config.allow_branches
+    completed_run(with_sources(fantasy=HUB | {"revision": COMMIT}))

@@ -54,9 +54,10 @@ def test_all_rows_are_read_in_order(folder, files):
 def test_files_may_differ_in_fields_that_nobody_asked_for(folder):
     """A change of a nested field's shape, and what only some readers take for the end of a line."""
     lines = [
-        b'{"text": "a\xe2\x80\xa8b", "meta": {"x": 1}}', b'{"text": "b", "meta": "none"}',
+        b'{"text": "a\xe2\x80\xa8b", "meta": {"x": 1}}',
+        b'{"text": "b", "meta": "none"}',
         b'{"text": "c", "meta": [{"y": {}}], "more": null}',
-    ]  # fmt: skip
+    ]
     for number, line in enumerate(lines):
         (folder / "data" / f"odd{number}.jsonl.gz").write_bytes(gzip.compress(line + b"\n\n"))
     assert _texts(folder, data_files=("data/odd*.jsonl.gz",)) == ["a\u2028b", "b", "c"]

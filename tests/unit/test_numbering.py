@@ -47,16 +47,21 @@ def test_nearly_every_number_is_told_by_its_form():
 def test_a_number_in_any_prose_goes_whole(number, before, after):
     text = f"{before}x {number} y{after}"
     assert anonymize(text) == (
-        text.replace(number, "<PHONE_NUMBER>"), dict.fromkeys(CATEGORIES, 0) | {"PHONE_NUMBER": 1}
-    )  # fmt: skip
+        text.replace(number, "<PHONE_NUMBER>"),
+        dict.fromkeys(CATEGORIES, 0) | {"PHONE_NUMBER": 1},
+    )
 
 
 RUNNING_INTO_ANOTHER = [
-    "+97122345678" * 6, "<PHONE_NUMBER> 2015550123",
-    "+41–21–234–56–78a@b.example", "+1234567 44 800 123 4567a@b.example", "011 61 412 345 678(07400–123456",
-    "+353\u202f22\u202f12345-m.facebook.com/profile.php?id=100001234", "+541123456789(0032) 450 00 12 34",
+    "+97122345678" * 6,
+    "<PHONE_NUMBER> 2015550123",
+    "+41–21–234–56–78a@b.example",
+    "+1234567 44 800 123 4567a@b.example",
+    "011 61 412 345 678(07400–123456",
+    "+353\u202f22\u202f12345-m.facebook.com/profile.php?id=100001234",
+    "+541123456789(0032) 450 00 12 34",
     "see 1234567890-" + "0aF" * 17 + "12.J.Smith@example.com",
-]  # fmt: skip
+]
 BETWEEN = st.sampled_from(["", " ", "-", "/", "\n", ", ", ") ("]) | WORDS.map("{}\n".format)
 SENTENCES = st.lists(st.sampled_from([text for _, _, text, _ in NUMBERS]), min_size=1, max_size=4)
 SIDE_BY_SIDE = st.lists(
@@ -113,9 +118,14 @@ def test_the_quick_look_before_a_cue_misses_none(pieces):
 
 
 NEAR = [
-    "You can text {} any time.", "Emergency contact {}", "she gave me {} as her mobile",
-    "Try {} instead, that's her landline.", "Our helpdesk ({}) is open", "<tel>{}</tel>", "llámame al {}",
-]  # fmt: skip
+    "You can text {} any time.",
+    "Emergency contact {}",
+    "she gave me {} as her mobile",
+    "Try {} instead, that's her landline.",
+    "Our helpdesk ({}) is open",
+    "<tel>{}</tel>",
+    "llámame al {}",
+]
 
 
 @pytest.mark.parametrize("sentence", NEAR)
@@ -168,21 +178,47 @@ OTHER_WORDS = [
     ("6763 1234 51004 and 30951234561007", "<CREDIT_CARD_NUMBER> and <CREDIT_CARD_NUMBER>"),
 ]
 NO_DATA = [
-    "git@github.com:owner/name.git", "ssh://git@example.org/name", '{"@type": "Person", "@id": 3}', "@echo off\ncd x",
-    "\t@echo done", "+1.5000000000", "at +40.712776, -74.005974", "T: 1234567 steps", "c. 1900–1910", "F: 2003 2004",
-    "DE89 3704 0044 0532 0130 00 and GB29 NWBK 6016 1331 9268 19", "FR14 2004 1010 0505 0001 3M02 606",
-    "2: 85 10 00 00 ff ff call -1", "P-t-P:192.168.255.1  Mask",
-    "FI21 4111 1111 1111 1111", "Boston, MA  02110-1301",
-    "@cached\nclass Foo(Bar):", "@Inject\nprivate final Foo foo;",
-    "@Test\nfun foo() {", "/**\n * @octocat x\n */", "* @param x", "08-12-34-56", "1234567 is the number of users",
+    "git@github.com:owner/name.git",
+    "ssh://git@example.org/name",
+    '{"@type": "Person", "@id": 3}',
+    "@echo off\ncd x",
+    "\t@echo done",
+    "+1.5000000000",
+    "at +40.712776, -74.005974",
+    "T: 1234567 steps",
+    "c. 1900–1910",
+    "F: 2003 2004",
+    "DE89 3704 0044 0532 0130 00 and GB29 NWBK 6016 1331 9268 19",
+    "FR14 2004 1010 0505 0001 3M02 606",
+    "2: 85 10 00 00 ff ff call -1",
+    "P-t-P:192.168.255.1  Mask",
+    "FI21 4111 1111 1111 1111",
+    "Boston, MA  02110-1301",
+    "@cached\nclass Foo(Bar):",
+    "@Inject\nprivate final Foo foo;",
+    "@Test\nfun foo() {",
+    "/**\n * @octocat x\n */",
+    "* @param x",
+    "08-12-34-56",
+    "1234567 is the number of users",
     # A local number without an area code, far from the word.
-    "Princess phone, 962-7873?", "Date: Tue Nov 17 12:10:01 2009 -0500", "WebText 13.8 14.6 14.3",
-    "32CA\t<compat> 0031 0031 6708\n32CB\t<compat> 0031 0032 6708", "[*0328.0020.0004][.A48C.0020.0004]",
-    "56DC 5661 5662 5663 5664 5665", "ISBN 0-312-10409-X (pbk.)", "octal number > 037777777777 non-portable",
-    "of a)-5.616 F .31 (do not ph) 103.66 582", "{274177: 1, 67280421310721: 1}",
-    "     *  @stable ICU 4.8\n     */", "    * @realms -> [list]\n    * @access_token",
-    "| 2001 | 1234567 | 7654321 |", "x = [1000000, 2000000, 0123456]", "line 1234567", "rows 1 200 300 to 4 500 600",
-]  # fmt: skip
+    "Princess phone, 962-7873?",
+    "Date: Tue Nov 17 12:10:01 2009 -0500",
+    "WebText 13.8 14.6 14.3",
+    "32CA\t<compat> 0031 0031 6708\n32CB\t<compat> 0031 0032 6708",
+    "[*0328.0020.0004][.A48C.0020.0004]",
+    "56DC 5661 5662 5663 5664 5665",
+    "ISBN 0-312-10409-X (pbk.)",
+    "octal number > 037777777777 non-portable",
+    "of a)-5.616 F .31 (do not ph) 103.66 582",
+    "{274177: 1, 67280421310721: 1}",
+    "     *  @stable ICU 4.8\n     */",
+    "    * @realms -> [list]\n    * @access_token",
+    "| 2001 | 1234567 | 7654321 |",
+    "x = [1000000, 2000000, 0123456]",
+    "line 1234567",
+    "rows 1 200 300 to 4 500 600",
+]
 
 
 @pytest.mark.parametrize(("text", "expected"), OTHER_WORDS)
@@ -196,14 +232,80 @@ def test_nobodys_data_stays(text):
 
 
 FAMILIES = [
-    "@ab-", "+442079460958-", "a.", "a@a.", "x@a.b", "_", "_a@", '"', '"a', '@"', "@a_", "\n* @a", "**@ab", "(+", "(0",
-    "0(", "1 ", "1.", "1-2/", "00", "001 ", "011 44 ", "4111 1111 ", "4111-", "(06 1) ", "8 (301) ", "DE89 ",
-    "DE89 3704 ", "AB12-", "tel ", "call a ", "x1", "5551234 ext ", "5551234x", "is my number ", "+1.5 ", "fb.com/a.",
-    "facebook.com/groups/", "@[1:1:a", "git@a.b:", "<USER>", "<SSN>-", "123-45-",
-    "\u20111", "@a\nclass ", "@a\n", " \n", "public a ", "a", "1", "1-", "(", "[", "@[1:1:", "@", "a@", "a..", "@a.",
-    "facebook.com/", "phone 5551234 ", "1-800-555-1234-", "(905) 674-3793", "0044 20 7946 0958 ", "205 555 1234 ",
-    "4111 ", "\n@a", "@ab\n", "x@y.com", "@[1:1:\\]", "123-45-6789-", "+1", "a%+", "phone ",
-]  # fmt: skip
+    "@ab-",
+    "+442079460958-",
+    "a.",
+    "a@a.",
+    "x@a.b",
+    "_",
+    "_a@",
+    '"',
+    '"a',
+    '@"',
+    "@a_",
+    "\n* @a",
+    "**@ab",
+    "(+",
+    "(0",
+    "0(",
+    "1 ",
+    "1.",
+    "1-2/",
+    "00",
+    "001 ",
+    "011 44 ",
+    "4111 1111 ",
+    "4111-",
+    "(06 1) ",
+    "8 (301) ",
+    "DE89 ",
+    "DE89 3704 ",
+    "AB12-",
+    "tel ",
+    "call a ",
+    "x1",
+    "5551234 ext ",
+    "5551234x",
+    "is my number ",
+    "+1.5 ",
+    "fb.com/a.",
+    "facebook.com/groups/",
+    "@[1:1:a",
+    "git@a.b:",
+    "<USER>",
+    "<SSN>-",
+    "123-45-",
+    "\u20111",
+    "@a\nclass ",
+    "@a\n",
+    " \n",
+    "public a ",
+    "a",
+    "1",
+    "1-",
+    "(",
+    "[",
+    "@[1:1:",
+    "@",
+    "a@",
+    "a..",
+    "@a.",
+    "facebook.com/",
+    "phone 5551234 ",
+    "1-800-555-1234-",
+    "(905) 674-3793",
+    "0044 20 7946 0958 ",
+    "205 555 1234 ",
+    "4111 ",
+    "\n@a",
+    "@ab\n",
+    "x@y.com",
+    "@[1:1:\\]",
+    "123-45-6789-",
+    "+1",
+    "a%+",
+    "phone ",
+]
 # What stands once before the repetition: a repetition may be harmless by itself.
 ONCE = {"a.": "x@", "-": "@ab"}
 

@@ -66,12 +66,15 @@ def test_documents_of_dolma_are_read_as_they_are(tmp_path: Path) -> None:
     for number in range(2):
         rows = [
             {
-                "id": f"{number}-{row}", "text": f"text {number} {row}", "source": "c4",
-                "added": "2023-04-11T15:55:16.000Z", "created": "2019-04-25T12:57:54.000Z",
+                "id": f"{number}-{row}",
+                "text": f"text {number} {row}",
+                "source": "c4",
+                "added": "2023-04-11T15:55:16.000Z",
+                "created": "2019-04-25T12:57:54.000Z",
                 "metadata": {"url": f"https://example.org/{row}", "length": row},
             }
             for row in range(2)
-        ]  # fmt: skip
+        ]
         path = tmp_path / "documents" / "c4" / f"c4-{number:04d}.json.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))

@@ -46,13 +46,22 @@ def test_the_rate_follows_from_size_and_updates(
 
 # Values of a field, and the names of their domains: of two alike, without a letter, too long, taken, over and over.
 VALUES: dict[Any, str] = {
-    "ArXiv": "arxiv", "arxiv": "arxiv_2", "Gutenberg (PG-19)": "gutenberg_pg_19", "Москва": "domain_4",
-    "tokens": "tokens_text", "ha" * 40: "domain_6",
-    "a long name of a domain, longer than what files hold, by far, with more":
-        "a_long_name_of_a_domain_longer_than_what_files_hold_by",
-    "a\nb": "a_b", "null": "null", 7: "7", "\u2028z\x85: #": "z", True: "true", 1.5: "1_5", "pile": "pile",
+    "ArXiv": "arxiv",
+    "arxiv": "arxiv_2",
+    "Gutenberg (PG-19)": "gutenberg_pg_19",
+    "Москва": "domain_4",
+    "tokens": "tokens_text",
+    "ha" * 40: "domain_6",
+    "a long name of a domain, longer than what files hold, by far, with more": "a_long_name_of_a_domain_longer_than_what_files_hold_by",
+    "a\nb": "a_b",
+    "null": "null",
+    7: "7",
+    "\u2028z\x85: #": "z",
+    True: "true",
+    1.5: "1_5",
+    "pile": "pile",
     "novel": "novel",
-}  # fmt: skip
+}
 
 
 def write_corpus(path: Path, values: Iterable[Any], documents: int = 60, words: int = 40) -> None:

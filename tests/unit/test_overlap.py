@@ -43,8 +43,10 @@ def test_occurrences_are_counted_of_the_test_split(tokens: Path, tmp_path: Path)
     assert len(found) == len(TRAINING) ** 2
     limit = min(len(TokenShard.open(tokens / "tokens" / domain / "train.arrow")) for domain in TRAINING)
     for domain, expert in found:
-        read = [TokenShard.open(tokens / "tokens" / name / f"{split}.arrow") for name, split in
-                ((domain, "test"), (expert, "train"))]  # fmt: skip
+        read = [
+            TokenShard.open(tokens / "tokens" / name / f"{split}.arrow")
+            for name, split in ((domain, "test"), (expert, "train"))
+        ]
         test, train = ([int(i) for i in one.read(0, min(limit, len(one)))] for one in read)
         end = read[0].end_of_text
         pairs = {pair for pair in pairwise(train) if end not in pair}

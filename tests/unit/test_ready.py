@@ -127,9 +127,10 @@ def test_an_address_is_asked_for_by_a_compute_node(
     commands: Commands, server: str, nobody: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = commands(
-        sbatch="", sinfo="echo gpu",
+        sbatch="",
+        sinfo="echo gpu",
         srun='echo "$@" > "$0.asked"; while [[ $1 == --* ]]; do shift; done; exec "$@"',
-    )  # fmt: skip
+    )
     assert check_site(config(f"{server}/200/a.txt", partition="gpu", qos="short"), ["wiki"]) is None
     asked = (folder / "srun.asked").read_text().split()
     assert {"--immediate=30", "--partition=gpu", "--qos=short", "--mem=4000M", "--time=5"} <= set(asked)

@@ -72,8 +72,10 @@ def test_parquet(tmp_path):
     assert [row["id"] for row in rows] == ["a.parquet#1", "a.parquet#2", "a.parquet#3"]
     assert [row["text"] for row in rows] == [row["text"] for row in ROWS]
     assert [row["metadata"] for row in rows] == [
-        '{"by": "ann", "id": "one"}', '{"by": null, "id": "two"}', '{"by": "bob", "id": "three"}',
-    ]  # fmt: skip
+        '{"by": "ann", "id": "one"}',
+        '{"by": null, "id": "two"}',
+        '{"by": "bob", "id": "three"}',
+    ]
 
 
 @pytest.mark.parametrize("suffix", COMPRESSIONS)
@@ -82,8 +84,9 @@ def test_a_text_file_is_one_document(tmp_path, suffix):
         (tmp_path / f"{name}.txt{suffix}").write_bytes(COMPRESSIONS[suffix](f"{name}\n\n{name}".encode()))
     rows = _read(tmp_path, Source("files", str(tmp_path / "*.txt*")))
     assert [(row["id"], row["text"]) for row in rows] == [
-        (f"a.txt{suffix}#1", "a\n\na"), (f"b.txt{suffix}#1", "b\n\nb"),
-    ]  # fmt: skip
+        (f"a.txt{suffix}#1", "a\n\na"),
+        (f"b.txt{suffix}#1", "b\n\nb"),
+    ]
 
 
 def test_several_globs_take_each_file_once_in_order(tmp_path, monkeypatch):

@@ -50,9 +50,13 @@ def store(server: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """The server with an empty bucket `corpus`; its address and keys are in the environment, as of a user."""
     server.reset()
     given = {
-        "AWS_ENDPOINT_URL": server.address, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_EC2_METADATA_DISABLED": "true", "AWS_MAX_ATTEMPTS": "1", "HOME": str(tmp_path / "home"),
-    }  # fmt: skip
+        "AWS_ENDPOINT_URL": server.address,
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_MAX_ATTEMPTS": "1",
+        "HOME": str(tmp_path / "home"),
+    }
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()
@@ -360,8 +364,12 @@ def test_a_run_asks_for_one_file_before_its_first_job(store: ObjectStore, tmp_pa
     [
         ("store", "s3:///a.jsonl", "is not an address; begin each address with s3:// or gs:// or az:// and the name"),
         ("store", "s3://b*/a.jsonl", "is not an address; begin"),
-        ("store", "b/a.jsonl", "is not an address; begin each address with s3:// or gs:// or az:// and the name of a "
-         "bucket, or use kind: files"),
+        (
+            "store",
+            "b/a.jsonl",
+            "is not an address; begin each address with s3:// or gs:// or az:// and the name of a "
+            "bucket, or use kind: files",
+        ),
         ("store", "https://host/a.jsonl", "is not an address; .*, or use kind: url"),
         ("store", "hf://datasets/o/n/a.jsonl", "is not an address; .*, or use kind: hub"),
         ("url", "s3://corpus/a.jsonl", "is not an address; begin .* or use kind: store"),
@@ -371,7 +379,7 @@ def test_a_run_asks_for_one_file_before_its_first_job(store: ObjectStore, tmp_pa
         ("store", "s3://hunter2@corpus/a.jsonl", "holds a user name, which logs and records would show; leave it out"),
         ("store", "az://corpus/a.jsonl?sig=hunter2", "holds the credential 'sig', which logs"),
     ],
-)  # fmt: skip
+)
 def test_wrong_addresses_are_refused_with_the_kind_that_takes_them(kind: str, path: Any, line: str) -> None:
     with pytest.raises(DemixError, match=rf"^key\.path: {line}") as caught:
         check_source("key", SourceSection(kind, path))
