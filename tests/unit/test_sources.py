@@ -1,11 +1,22 @@
+"""Text out of files of every format, archive and size, good ones against plain loops, and hostile ones."""
+
+import csv
 import gzip
 import hashlib
+import io
 import json
+import math
 import os
 import stat
+import struct
+import tarfile
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import zstandard
@@ -18,396 +29,315 @@ from demix.data.sources import Source, download
 from demix.errors import DemixError
 from demix.settings import settings_from
 from support.cli import said
+from support.errors import refused
 
+DATATROVE = Path(__file__).parent / "data" / "datatrove"
 ROWS = [
     {"id": "one", "text": "first\u2028line\u0085 \x1c end", "by": "ann"},
     {"id": "two", "text": "", "by": None},
     {"id": "three", "text": "a\r\nb\tc 漢", "by": "bob"},
 ]
-LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
 
 
-def _read(folder, source):
-    output = folder / "raw" / "d" / "documents.parquet"
-    count = download(source, "d", output)
+def read(folder: Path, *paths: object, part: int = 0, **options: Any) -> list[dict[str, Any]]:
+    """The raw documents of a part of a source of local files."""
+    source = settings_from(Source, {"kind": "files", "path": [*map(str, paths)]} | options)
+    output = folder / "raw" / "d" / f"{part:04d}.parquet"
+    count = download(source, "d", output, part)
     rows = pq.read_table(output).to_pylist()
     assert count == len(rows)
     return rows
 
 
-def _refused(folder, path, **options):
-    """The error's line; nothing may be left behind."""
-    with pytest.raises(DemixError) as caught:
-        _read(folder, Source("files", str(path), **options))
-    assert [*(folder / "raw" / "d").iterdir()] == []
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+def texts(folder: Path, *paths: object, **options: Any) -> list[str]:
+    return [row["text"] for row in read(folder, *paths, **options)]
 
 
-def _write_csv(path, compress):
-    sink = pa.BufferOutputStream()
-    pyarrow.csv.write_csv(pa.Table.from_pylist(ROWS), sink)
-    path.write_bytes(compress(sink.getvalue().to_pybytes()))
+def counts(folder: Path) -> dict[str, int]:
+    """What the file of raw text says of bytes that are no text."""
+    metadata = pq.read_metadata(folder / "raw" / "d" / "0000.parquet").metadata
+    return {name: int(metadata[name.encode()]) for name in ("invalid_bytes", "surrogates", "not_utf8")}
 
 
-COMPRESSIONS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}
+def lines(rows: list[Any]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
-@pytest.mark.parametrize("suffix", COMPRESSIONS)
-@pytest.mark.parametrize("form", [".jsonl", ".json", ".csv"])
-def test_every_format_gives_the_same_documents(tmp_path, form, suffix):
-    path = tmp_path / f"a{form}{suffix}"
-    if form == ".csv":
-        _write_csv(path, COMPRESSIONS[suffix])
-    else:
-        path.write_bytes(COMPRESSIONS[suffix](LINES))
-    rows = _read(tmp_path, Source("files", str(path), id="id"))
-    assert [(row["id"], row["text"]) for row in rows] == [(row["id"], row["text"]) for row in ROWS]
-    assert {row["metadata"] for row in rows} == {"{}"}
-
-
-def test_parquet(tmp_path):
-    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet", row_group_size=2)
-    rows = _read(tmp_path, Source("files", str(tmp_path / "a.parquet"), metadata=("id", "by")))
-    assert [row["id"] for row in rows] == ["a.parquet#1", "a.parquet#2", "a.parquet#3"]
-    assert [row["text"] for row in rows] == [row["text"] for row in ROWS]
-    assert [row["metadata"] for row in rows] == [
-        '{"by": "ann", "id": "one"}',
-        '{"by": null, "id": "two"}',
-        '{"by": "bob", "id": "three"}',
-    ]
-
-
-@pytest.mark.parametrize("suffix", COMPRESSIONS)
-def test_a_text_file_is_one_document(tmp_path, suffix):
-    for name in ("b", "a"):
-        (tmp_path / f"{name}.txt{suffix}").write_bytes(COMPRESSIONS[suffix](f"{name}\n\n{name}".encode()))
-    rows = _read(tmp_path, Source("files", str(tmp_path / "*.txt*")))
-    assert [(row["id"], row["text"]) for row in rows] == [
-        (f"a.txt{suffix}#1", "a\n\na"),
-        (f"b.txt{suffix}#1", "b\n\nb"),
-    ]
-
-
-def test_several_globs_take_each_file_once_in_order(tmp_path, monkeypatch):
-    for name in "cab":
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}))
-    monkeypatch.chdir(tmp_path)
-    rows = _read(tmp_path, Source("files", ("b*.jsonl", "*.jsonl")))
-    assert [row["text"] for row in rows] == ["a", "b", "c"]
-
-
-def test_several_compressed_frames_are_one_file(tmp_path):
-    for suffix, compress in list(COMPRESSIONS.items())[1:]:
-        path = tmp_path / f"frames.jsonl{suffix}"
-        path.write_bytes(compress(b'{"text": "a"}\n{"te') + compress(b'xt": "b"}\n'))
-        assert [row["text"] for row in _read(tmp_path, Source("files", str(path)))] == ["a", "b"]
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
-@given(st.lists(st.text(st.characters(codec="utf-8") | st.sampled_from("\r\u2028\u0085\x0b\x1c")), min_size=1))
-def test_any_text_survives(tmp_path, texts):
-    path = tmp_path / "any.jsonl.zst"
-    data = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts).encode()
-    path.write_bytes(zstandard.compress(data))
-    assert [row["text"] for row in _read(tmp_path, Source("files", str(path)))] == texts
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
-def test_a_byte_order_mark_is_no_text(tmp_path, name):
-    data = {".jsonl": '{"text": "a"}\n', ".json": '[{"text": "a"}]', ".csv": "text\na\n", ".txt": "a"}
-    (tmp_path / name).write_text("\ufeff" + data[name[1:]])
-    json_of = {"json": "values"} if name == "a.json" else {}
-    assert [row["text"] for row in _read(tmp_path, Source("files", str(tmp_path / name), **json_of))] == ["a"]
-
-
-def test_a_line_feed_in_a_value_of_csv_ends_no_row_in_a_file_of_many_blocks(tmp_path):
-    texts = [f"{number}\n" * (3 << 20) for number in range(3)]
-    (tmp_path / "a.csv").write_text("text\n" + "".join(f'"{text}"\n' for text in texts))
-    assert [row["text"] for row in _read(tmp_path, Source("files", str(tmp_path / "a.csv")))] == texts
-
-
-def test_numbers_that_json_does_not_have_are_null_in_metadata(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a", "n": NaN, "m": {"x": [Infinity, 1.5]}}\n')
-    (row,) = _read(tmp_path, Source("files", str(tmp_path / "a.jsonl"), metadata=("n", "m")))
-    assert row["metadata"] == '{"m": {"x": [null, 1.5]}, "n": null}'
-
-
-def test_lone_surrogates_are_replaced_and_counted(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b", "m": "\\udfff"}\n{"text": "\\ud83d\\ude00"}\n')
-    rows = _read(tmp_path, Source("files", str(tmp_path / "a.jsonl"), metadata=("m",)))
-    assert [row["text"] for row in rows] == ["a\ufffdb", "😀"]
-    metadata = pq.read_metadata(tmp_path / "raw" / "d" / "documents.parquet").metadata
-    assert metadata[b"surrogates"] == b"2"
-
-
-def _invalid(kind: str, text: bytes) -> bytes:
-    """A file of one document whose text are these bytes."""
-    if kind == "parquet":
-        column = pa.array([text]).cast(pa.binary()).view(pa.string())
+def encoded(form: str, rows: list[dict[str, Any]]) -> bytes:
+    """A file of rows: of JSON lines, of one JSON array, CSV or Parquet, with row groups of two rows."""
+    if form == "values":
+        return json.dumps(rows).encode()
+    if form == "csv":
+        written = io.StringIO(newline="")
+        csv.writer(written, quoting=csv.QUOTE_ALL).writerows([[*rows[0]], *(row.values() for row in rows)])
+        return written.getvalue().encode()
+    if form == "parquet":
         sink = pa.BufferOutputStream()
-        pq.write_table(pa.table({"text": column}), sink)
+        table = pa.Table.from_pylist(rows, pa.schema([(name, pa.string()) for name in ("id", "text", "by")]))
+        pq.write_table(table, sink, row_group_size=2)
         return sink.getvalue().to_pybytes()
-    return {"jsonl": b'{"text": "' + text + b'"}\n', "csv": b'text,n\n"' + text + b'",1\n', "txt": text}[kind]
+    return lines(rows)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.csv.gz", "a.txt", "a.txt.gz", "a.parquet"])
-def test_bytes_that_are_not_utf8_are_replaced_and_counted(tmp_path, name, caplog):
-    path, data = tmp_path / name, _invalid(name.split(".")[1], b"caf\xe9 and na\xc3\xafve, \xe2\x82 cut")
-    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    (row,) = _read(tmp_path, Source("files", str(path)))
-    assert row["text"] == "caf\ufffd and na\u00efve, \ufffd\ufffd cut"
-    metadata = pq.read_metadata(tmp_path / "raw" / "d" / "documents.parquet").metadata
-    assert (metadata[b"invalid_bytes"], metadata[b"surrogates"], metadata[b"not_utf8"]) == (b"3", b"0", b"0")
-    assert "d: 3 bytes that are not UTF-8 became U+FFFD, and 0 documents were left out" in caplog.text
+def tarred(members: dict[str, bytes]) -> bytes:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return data.getvalue()
+
+
+def zipped(members: dict[str, bytes]) -> bytes:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return data.getvalue()
+
+
+ARCHIVES: dict[str, Callable[[dict[str, bytes]], bytes]] = {
+    "a.zip": zipped,
+    "a.tar": tarred,
+    "a.tar.gz": lambda members: gzip.compress(tarred(members)),
+    "a.tgz": lambda members: gzip.compress(tarred(members)),
+    "a.tar.zst": lambda members: zstandard.compress(tarred(members)),
+}
+every_archive = pytest.mark.parametrize("name", ARCHIVES)
+# The content of a file and the end of its name.
+FORMS = [
+    *((form, f".{form}{suffix}") for form in ("jsonl", "csv") for suffix in COMPRESS),
+    *(("jsonl", f".json{suffix}") for suffix in COMPRESS),
+    *(("values", f".json{suffix}") for suffix in COMPRESS),
+    ("parquet", ".parquet"),
+]
+TEXT = st.text(st.characters(codec="utf-8") | st.sampled_from(" \r\n\t\u2028\u0085\x0b\x1c\0'\","), max_size=12)
+TABLE = st.lists(
+    st.fixed_dictionaries({"id": TEXT, "text": TEXT, "by": st.sampled_from([None, "ann", "bob"])}),
+    min_size=1,
+    max_size=7,
+)
+
+
+def shares(files: dict[str, list[Any]], form: str, archive: bool, parts: int) -> list[list[tuple[str, int, Any]]]:
+    """The rows of each part with their files and numbers: whole files where there are enough of them, else rows."""
+    found: list[list[tuple[str, int, Any]]] = [[] for _ in range(parts)]
+    for place, (name, rows) in enumerate(files.items()):
+        for number, row in enumerate(rows):
+            of_group = form == "parquet" and math.ceil(len(rows) / 2) >= parts
+            by = place if archive or len(files) >= parts else number // 2 if of_group else number
+            found[by % parts].append((name, number + 1, row))
+    return found
+
+
+@given(
+    st.sampled_from(FORMS),
+    st.sampled_from([None, *ARCHIVES]),
+    st.lists(TABLE, min_size=1, max_size=3),
+    st.integers(1, 4),
+    st.sampled_from([{}, {"by": "ann"}, {"by": ["bob", "eve"]}]),
+    st.none() | st.integers(1, 12),
+)
+@settings(deadline=None, max_examples=120)
+def test_any_files_give_the_documents_of_a_plain_loop(
+    tmp_path_factory: pytest.TempPathFactory,
+    of: tuple[str, str],
+    archive: str | None,
+    tables: list[list[dict[str, Any]]],
+    parts: int,
+    where: dict[str, Any],
+    words: int | None,
+) -> None:
+    folder, (form, suffix) = tmp_path_factory.mktemp("files"), of
+    if form == "parquet":
+        archive = None
+    files = {f"{number}{suffix}": rows for number, rows in enumerate(tables)}
+    data = {
+        name: COMPRESS[next((one for one in (".gz", ".zst") if name.endswith(one)), "")](encoded(form, rows))
+        for name, rows in files.items()
+    }
+    for name, content in ({archive: ARCHIVES[archive](data)} if archive else data).items():
+        (folder / name).write_bytes(content)
+    path = folder / archive if archive else f"{folder}/?{suffix}"
+    options = {"parts": parts, "where": where, "words": words, "metadata": ["by", "id"]}
+    options |= {"json": "values"} if form == "values" else {}
+    for part, share in enumerate(shares(files, form, archive is not None, parts)):
+        wanted, total = [], 0
+        for name, number, row in share:
+            if where and row["by"] not in where["by"]:
+                continue
+            wanted.append((f"{name}#{number}", row["text"], {key: row[key] for key in ("by", "id")}))
+            total += len(row["text"].split())
+            if words is not None and total >= math.ceil(words / parts):
+                break
+        if where and not wanted and parts == 1:
+            with refused("d.source.where"):
+                read(folder, path, part=part, **options)
+            continue
+        rows = read(folder, path, part=part, **options)
+        found = [(row["id"], row["text"], json.loads(row["metadata"])) for row in rows]
+        if form == "csv":
+            # CSV has no null.
+            wanted = [(name, text, more | {"by": more["by"] or ""}) for name, text, more in wanted]
+        assert found == wanted
+
+
+def test_there_is_no_part_beyond_the_last(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(ROWS))
+    with refused("d.source.parts"):
+        read(tmp_path, tmp_path / "a.jsonl", part=5, parts=5)
+
+
+def test_fields_become_ids_texts_and_metadata(tmp_path: Path) -> None:
+    values = [
+        {"text": None, "key": 7, "n": math.nan, "m": {"x": [math.inf, 1.5]}},
+        {"text": ["a", "b"], "key": "k", "n": "\udfff"},
+        {"text": "a\ud800b", "key": "l"},
+        {"text": "\ud83d\ude00", "key": "m"},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(value) + "\n" for value in values))
+    rows = read(tmp_path, tmp_path / "a.jsonl", id="key", metadata=["n", "m"])
+    assert [(row["id"], row["text"], row["metadata"]) for row in rows] == [
+        ("7", "", '{"m": {"x": [null, 1.5]}, "n": null}'),
+        ("k", "a\nb", '{"m": null, "n": "\ufffd"}'),
+        ("l", "a\ufffdb", '{"m": null, "n": null}'),
+        ("m", "😀", '{"m": null, "n": null}'),
+    ]
+    assert counts(tmp_path) == {"invalid_bytes": 0, "surrogates": 2, "not_utf8": 0}
+    assert read(tmp_path, tmp_path / "a.jsonl")[0]["metadata"] == "{}"
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_text_file_is_one_document(tmp_path: Path, suffix: str) -> None:
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.txt{suffix}").write_bytes(COMPRESS[suffix](f"{name}\n\n{name}".encode()))
+    rows = read(tmp_path, tmp_path / "b.txt*", tmp_path / "*.txt*")
+    assert [(row["id"], row["text"]) for row in rows] == [(f"{one}.txt{suffix}#1", f"{one}\n\n{one}") for one in "ab"]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_several_compressed_frames_are_one_file(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"frames.jsonl{suffix}"
+    path.write_bytes(COMPRESS[suffix](b'{"text": "a"}\n{"te') + COMPRESS[suffix](b'xt": "b"}\n'))
+    assert texts(tmp_path, path) == ["a", "b"]
+
+
+def test_a_line_feed_in_a_value_of_csv_ends_no_row_in_a_file_of_many_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "CSV_BLOCK", 4096)
+    wanted = [f"{number}\n" * 1500 for number in range(4)]
+    (tmp_path / "a.csv").write_text("text\n" + "".join(f'"{text}"\n' for text in wanted))
+    assert texts(tmp_path, tmp_path / "a.csv") == wanted
+
+
+def test_what_is_not_needed_is_never_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n' * 4 + "damaged")
+    assert len(read(tmp_path, tmp_path / "a.jsonl", words=10)) == 4
+
+
+NOISE = b"caf\xe9 and na\xc3\xafve, \xe2\x82 cut"
+
+
+def parquet_of(text: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"text": pa.array([text]).cast(pa.binary()).view(pa.string())}), sink)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.jsonl", b'{"text": "' + NOISE + b'"}\n'),
+        ("a.csv", b'text,n\n"' + NOISE + b'",1\n'),
+        ("a.txt", NOISE),
+        ("a.parquet", parquet_of(NOISE)),
+    ],
+)
+def test_bytes_that_are_not_utf8_are_replaced_and_counted(
+    tmp_path: Path, name: str, data: bytes, suffix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / (name if name == "a.parquet" else name + suffix)
+    path.write_bytes(data if path.name == name else gzip.compress(data))
+    assert texts(tmp_path, path) == ["caf\ufffd and na\u00efve, \ufffd\ufffd cut"]
+    assert counts(tmp_path) == {"invalid_bytes": 3, "surrogates": 0, "not_utf8": 0}
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+
+
+def is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 @given(st.lists(st.lists(st.sampled_from([*b"az ", *range(128, 256)]), max_size=40).map(bytes)))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
-def test_any_bytes_become_text(tmp_path, texts):
+def test_any_bytes_become_text(tmp_path: Path, some: list[bytes]) -> None:
     path = tmp_path / "any.jsonl"
-    path.write_bytes(b"".join(b'{"text": "' + text + b'"}\n' for text in [*texts, b"last"]))
-    rows = _read(tmp_path, Source("files", str(path)))
-    metadata = pq.read_metadata(tmp_path / "raw" / "d" / "documents.parquet").metadata
-    assert len(rows) + int(metadata[b"not_utf8"]) == len(texts) + 1
-    valid = [text.decode() for text in texts if _is_utf8(text)]
-    assert [row["text"] for row in rows if "\ufffd" not in row["text"]] == [*valid, "last"]
+    path.write_bytes(b"".join(b'{"text": "' + text + b'"}\n' for text in [*some, b"last"]))
+    found = texts(tmp_path, path)
+    assert len(found) + counts(tmp_path)["not_utf8"] == len(some) + 1
+    valid = [text.decode() for text in some if is_utf8(text)]
+    assert [text for text in found if "\ufffd" not in text] == [
+        text for text in [*valid, "last"] if "\ufffd" not in text
+    ]
 
 
-def _is_utf8(data: bytes) -> bool:
-    try:
-        return "\ufffd" not in data.decode()
-    except UnicodeDecodeError:
-        return False
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
-@pytest.mark.parametrize("coding", ["utf-16", "utf-16-be"])
-def test_utf16_is_refused_by_its_mark(tmp_path, name, coding):
-    (tmp_path / name).write_bytes('\ufefftext\n"some words"\n'.encode(coding))
-    assert _refused(tmp_path, tmp_path / name).endswith(
-        f"{name}: is UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW"
-    )
-
-
-def test_what_was_never_utf8_is_left_out_and_counted(tmp_path):
+def test_what_was_never_utf8_is_left_out_and_counted(tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_bytes(bytes(range(128, 256)) * 3)
     # Without its mark, UTF-16 is valid UTF-8 but for a letter here and there.
     (tmp_path / "also.txt").write_bytes(("plain words " * 40 + "é").encode("utf-16-le"))
     (tmp_path / "good.txt").write_bytes(b"plain words")
-    (row,) = _read(tmp_path, Source("files", str(tmp_path / "*.txt")))
-    assert row["text"] == "plain words"
-    raw = tmp_path / "raw" / "d" / "documents.parquet"
-    assert pq.read_metadata(raw).metadata[b"not_utf8"] == b"2"
-    anonymize_documents(raw, tmp_path / "out.parquet", tmp_path / "counts.json")
-    counts = json.loads((tmp_path / "counts.json").read_text())
-    assert (counts["documents"], counts["rejected"]) == (3, {"empty": 0, "not_utf8": 2})
-
-
-def test_what_is_written_is_private_and_the_same_every_time(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(LINES)
-    for run in ("x", "y"):
-        download(Source("files", str(path)), "d", tmp_path / run / "d" / "documents.parquet")
-    first, second = (tmp_path / run / "d" / "documents.parquet" for run in ("x", "y"))
-    assert first.read_bytes() == second.read_bytes()
-    assert stat.S_IMODE(first.stat().st_mode) == 0o600
-    assert stat.S_IMODE(first.parent.stat().st_mode) == 0o700
-
-
-def test_a_folder_with_other_files_keeps_its_mode(tmp_path):
-    os.chmod(tmp_path, 0o755)
-    (tmp_path / "a.jsonl").write_bytes(LINES)
-    download(Source("files", str(tmp_path / "a.jsonl")), "d", tmp_path / "documents.parquet")
-    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
-
-
-def test_unknown_kind_and_missing_file(tmp_path):
-    with pytest.raises(DemixError, match=r"--settings\.kind: is 'ftp'; allowed is one of files, url, store, hub"):
-        settings_from(Source, {"kind": "ftp", "path": "x"})
-    assert _refused(tmp_path, tmp_path / "*.jsonl").startswith("d.source.path: no file matches")
+    assert texts(tmp_path, tmp_path / "*.txt") == ["plain words"]
+    assert counts(tmp_path)["not_utf8"] == 2
+    anonymize_documents(tmp_path / "raw" / "d" / "0000.parquet", tmp_path / "out.parquet", tmp_path / "counts.json")
+    found = json.loads((tmp_path / "counts.json").read_text())
+    assert (found["documents"], found["rejected"]) == (3, {"empty": 0, "not_utf8": 2})
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "message"),
-    [
-        ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', "a.jsonl, line 2: is not valid JSON"),
-        ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', "a.jsonl, line 3: is not a JSON object"),
-        ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "a.jsonl, row 2: has no field 'text'; fields are 'body': "),
-        ("a.jsonl", b'{"text": 5}\n', "a.jsonl, row 1: field 'text' is int, not text"),
-        ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: is not valid JSON"),
-        ("a.jsonl", b"", "a.jsonl: holds no documents"),
-        ("a.jsonl", b"\n\n", "a.jsonl: holds no documents"),
-        ("a.csv", b"", "a.csv: holds no documents"),
-        ("a.csv", b"text,id\n", "a.csv: holds no documents"),
-        ("a.csv", b"body,id\nx,y\n", "a.csv: Column 'text' in include_columns does not exist"),
-        ("a.csv", b"text,id\nx,y\nz\n", "a.csv: is not valid CSV"),
-        ("a.doc", b"x", "a.doc: is of an unknown format"),
-        ("a.parquet.gz", b"x", "a.parquet.gz: is of an unknown format"),
-        ("a.parquet", b"PAR1 and more", "a.parquet: is not Parquet"),
-        ("a.jsonl.gz", gzip.compress(LINES)[:-9], "a.jsonl.gz: is damaged or cut short"),
-        ("a.jsonl.zst", zstandard.compress(LINES)[:-5], "a.jsonl.zst: is damaged or cut short"),
-        ("a.csv.zst", zstandard.compress(b"text\n" + b"xyz\n" * 9)[:-3], "a.csv.zst: is damaged or cut short"),
-        ("a.jsonl.zst", b"not zstd at all", "a.jsonl.zst: is damaged or cut short"),
-        ("a.jsonl.gz", b"\x1f\x8b\x08\x00 garbage garbage", "a.jsonl.gz: is damaged or cut short"),
-    ],
+    ("name", "data"),
+    [("a.jsonl", '{"text": "a"}\n'), ("a.json", '[{"text": "a"}]'), ("a.csv", "text\na\n"), ("a.txt", "a")],
 )
-def test_bad_files_are_refused_whole(tmp_path, name, data, message):
-    (tmp_path / name).write_bytes(data)
-    assert message in _refused(tmp_path, tmp_path / name)
+def test_a_byte_order_mark_is_no_text_and_that_of_utf16_is_refused(tmp_path: Path, name: str, data: str) -> None:
+    (tmp_path / name).write_text("\ufeff" + data)
+    assert texts(tmp_path, tmp_path / name, json="values" if name == "a.json" else "lines") == ["a"]
+    for coding in ("utf-16-le", "utf-16-be"):
+        (tmp_path / name).write_bytes(("\ufeff" + data).encode(coding))
+        with refused(name):
+            read(tmp_path, tmp_path / name)
 
 
-def test_a_flipped_byte_is_found_in_compressed_files(tmp_path):
-    for name, data in (
-        ("a.jsonl.gz", gzip.compress(LINES)),
-        ("b.jsonl.zst", zstandard.ZstdCompressor(write_checksum=True).compress(LINES)),
-    ):
-        flipped = bytearray(data)
-        flipped[len(data) // 2] ^= 1
-        (tmp_path / name).write_bytes(flipped)
-        assert name in _refused(tmp_path, tmp_path / name)
-
-
-def test_damaged_parquet(tmp_path):
-    path = tmp_path / "a.parquet"
-    pq.write_table(
-        pa.table({"text": [f"text {i}" for i in range(1000)], "n": range(1000)}), path, write_page_checksum=True
-    )
-    data = path.read_bytes()
-    assert "has no column 'body'; it has text, n" in _refused(tmp_path, path, text="body")
-    assert "field 'n' is int" in _refused(tmp_path, path, text="n")
-    path.write_bytes(data[:-100])
-    assert "is not Parquet, damaged or cut short" in _refused(tmp_path, path)
-    path.write_bytes(data[:60] + bytes([data[60] ^ 1]) + data[61:])
-    assert "is not Parquet, damaged or cut short" in _refused(tmp_path, path)
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-@pytest.mark.parametrize("form", [".txt", ".csv"])
-def test_decompression_bombs_are_refused(tmp_path, form, suffix):
-    path = tmp_path / f"bomb{form}{suffix}"
-    path.write_bytes(COMPRESSIONS[suffix](b"text\n" + (b"x" * 9999 + b"\n") * 7000))
-    assert "expands to over 200 times" in _refused(tmp_path, path)
-
-
-def test_bombs_with_valid_lines(tmp_path):
-    path = tmp_path / "bomb.jsonl.zst"
-    path.write_bytes(zstandard.compress(b'{"text": "a"}\n' + (b" " * 9999 + b"\n") * 7000))
-    assert "expands to over 200 times" in _refused(tmp_path, path)
-
-
-def test_long_lines_and_documents_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 1000)
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + " " * 1001)
-    assert "a.jsonl, line 2: is over 128 MiB long" in _refused(tmp_path, tmp_path / "a.jsonl")
-    (tmp_path / "a.txt").write_text("x" * 1001)
-    assert "a.txt: is a document over 128 MiB" in _refused(tmp_path, tmp_path / "a.txt")
-    pq.write_table(pa.table({"text": ["x" * 1001]}), tmp_path / "a.parquet")
-    assert "a.parquet, row 1: is a document over 128 MiB" in _refused(tmp_path, tmp_path / "a.parquet")
-
-
-def test_a_failed_run_leaves_the_earlier_output(tmp_path):
+def test_what_is_written_is_private_the_same_every_time_and_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(LINES)
-    output = tmp_path / "raw" / "documents.parquet"
-    download(Source("files", str(path)), "d", output)
-    before = output.read_bytes()
-    path.write_bytes(LINES + b"{")
-    with pytest.raises(DemixError):
-        download(Source("files", str(path)), "d", output)
-    assert output.read_bytes() == before
-    assert [*output.parent.iterdir()] == [output]
+    path.write_bytes(lines(ROWS))
+    for run in ("x", "y"):
+        read(tmp_path / run, path)
+    first, second = (tmp_path / run / "raw" / "d" / "0000.parquet" for run in ("x", "y"))
+    before = first.read_bytes()
+    assert before == second.read_bytes()
+    assert stat.S_IMODE(first.stat().st_mode) == 0o600
+    assert stat.S_IMODE(first.parent.stat().st_mode) == 0o700
+    path.write_bytes(lines(ROWS) + b"{")
+    with refused("a.jsonl, line 4"):
+        read(tmp_path / "x", path)
+    assert first.read_bytes() == before
+    assert [*first.parent.iterdir()] == [first]
+    # A folder that others have files in keeps its mode.
+    path.write_bytes(lines(ROWS))
+    os.chmod(tmp_path, 0o755)
+    download(Source("files", str(path)), "d", tmp_path / "documents.parquet")
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
 
 
-def _parts(folder, source):
-    """The texts of each part; the parts of a run are made one by one, as the workflow's jobs are."""
-    texts = []
-    for part in range(source.parts):
-        output = folder / "raw" / "d" / f"{part:04d}.parquet"
-        download(source, "d", output, part)
-        texts.append(pq.read_table(output)["text"].to_pylist())
-    return texts
-
-
-def test_many_files_are_shared_out_whole(tmp_path):
-    for number in range(5):
-        (tmp_path / f"{number}.txt").write_text(str(number))
-    assert _parts(tmp_path, Source("files", f"{tmp_path}/*.txt", parts=2)) == [["0", "2", "4"], ["1", "3"]]
-
-
-@pytest.mark.parametrize("form", ["a.jsonl", "a.jsonl.zst", "a.csv", "a.parquet", "groups.parquet", "a.json"])
-def test_rows_of_one_file_are_shared_out(tmp_path, form):
-    rows = [{"id": str(i), "text": f"text {i}"} for i in range(10)]
-    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    path = tmp_path / form
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2 if form == "groups.parquet" else 10)
-    elif path.suffix == ".csv":
-        path.write_text("id,text\n" + "".join(f"{row['id']},{row['text']}\n" for row in rows))
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    else:
-        path.write_bytes(COMPRESSIONS[path.suffix.replace(".jsonl", "")](lines))
-    source = Source("files", str(path), parts=3, id="id", json="values" if path.suffix == ".json" else "lines")
-    parts = _parts(tmp_path, source)
-    assert sorted(text for part in parts for text in part) == [row["text"] for row in rows]
-    expected = [0, 1, 6, 7] if form == "groups.parquet" else [0, 3, 6, 9]
-    assert parts[0] == [f"text {i}" for i in expected]
-    assert _parts(tmp_path, source) == parts, "the same rows every time"
-
-
-def test_more_parts_than_rows_leave_parts_empty_but_no_row_out(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(LINES)
-    assert [len(part) for part in _parts(tmp_path, Source("files", f"{tmp_path}/a.jsonl", parts=5))] == [1, 1, 1, 0, 0]
-    with pytest.raises(DemixError, match=r"d\.source\.parts: is 5, there is no part 5"):
-        download(Source("files", f"{tmp_path}/a.jsonl", parts=5), "d", tmp_path / "o.parquet", 5)
-
-
-def test_a_filter_keeps_what_matches(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(LINES)
-    path = tmp_path / "a.jsonl"
-    rows = _read(tmp_path, Source("files", str(path), where={"by": ["bob", "eve"]}))
-    assert [row["text"] for row in rows] == [ROWS[2]["text"]]
-    (tmp_path / "raw" / "d" / "documents.parquet").unlink()
-    assert "d.source.where: keeps none of 3 documents" in _refused(tmp_path, path, where={"by": "eve"})
-
-
-def test_a_null_is_an_empty_text(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": null}\n{"text": ["a", "b"]}\n')
-    assert [row["text"] for row in _read(tmp_path, Source("files", f"{tmp_path}/a.jsonl"))] == ["", "a\nb"]
-
-
-def test_a_word_budget_stops_before_what_it_does_not_need(tmp_path, caplog):
-    (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n' * 4 + "damaged, but never read")
-    source = Source("files", f"{tmp_path}/a.jsonl", words=10)
-    assert len(_read(tmp_path, source)) == 4
-    assert caplog.text == ""
-    assert len(_read(tmp_path, Source("files", f"{tmp_path}/a.jsonl", words=9))) == 3
-    (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n' * 4)
-    download(Source("files", f"{tmp_path}/a.jsonl", words=40, parts=2), "d", tmp_path / "o.parquet")
-    assert "d: this part has only 6 words, its share of source.words is 20" in caplog.text
-
-
-def test_instructions_say_what_to_do(tmp_path):
-    message = _refused(tmp_path, tmp_path / "none.json", instructions="accept the terms and put it into data/")
-    assert message.endswith("none.json'; accept the terms and put it into data/")
-
-
-def test_sizes_and_digests_of_local_files(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(LINES)
-    good = {"sha256": {"a.jsonl": hashlib.sha256(LINES).hexdigest()}, "bytes": {"a.jsonl": len(LINES)}}
-    assert len(_read(tmp_path, Source("files", str(path), **good))) == 3
-    (tmp_path / "raw" / "d" / "documents.parquet").unlink()
-    assert "a.jsonl: has sha256" in _refused(tmp_path, path, sha256={"a.jsonl": "0" * 64})
-    assert "a.jsonl: has 9" in _refused(tmp_path, path, bytes={"a.jsonl": 9}).replace(str(len(LINES)), "9")
-    assert "d.source.sha256.b.jsonl: names no file" in _refused(tmp_path, path, sha256={"b.jsonl": "0" * 64})
-
-
-def test_read_makes_what_download_and_anonymize_make_and_leaves_no_raw_text(tmp_path):
+def test_read_makes_what_download_and_anonymize_make_and_leaves_no_raw_text(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
-    texts = [f"{name}@example.org wrote {name} words. " * 9 for name in "abc"]
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    source.write_bytes(lines([{"text": f"{name}@example.org wrote {name} words. " * 9} for name in "abc"]))
     settings = ["--settings", json.dumps({"kind": "files", "path": str(source), "piece_words": 20})]
     raw, old, new = (tmp_path / name / "0000.parquet" for name in ("raw/d", "old", "new"))
     assert said(["download", "d", *settings, "--output", str(raw)]) is None
@@ -421,3 +351,347 @@ def test_read_makes_what_download_and_anonymize_make_and_leaves_no_raw_text(tmp_
     assert new.with_suffix(".json").read_bytes() == old.with_suffix(".json").read_bytes()
     assert said(["read", "d", *settings, "--no-enabled", *together]) is None
     assert new.read_bytes() != old.read_bytes()
+
+
+def test_sizes_and_digests_of_local_files(tmp_path: Path) -> None:
+    path, data = tmp_path / "a.jsonl", lines(ROWS)
+    path.write_bytes(data)
+    digest = hashlib.sha256(data).hexdigest()
+    assert len(read(tmp_path, path, sha256={"a.jsonl": digest}, bytes={"a.jsonl": len(data)})) == 3
+    for wrong, subject in (
+        ({"sha256": {"a.jsonl": "0" * 64}}, "a.jsonl"),
+        ({"bytes": {"a.jsonl": 9}}, "a.jsonl"),
+        ({"sha256": {"b.jsonl": digest}}, "d.source.sha256.b.jsonl"),
+    ):
+        with refused(subject):
+            read(tmp_path, path, **wrong)
+    with refused("d.source.path") as caught:
+        read(tmp_path, tmp_path / "none.json", instructions="ask its owner")
+    assert caught.value.cure == "ask its owner"
+
+
+def linked_zip(member: str) -> bytes:
+    data, info = io.BytesIO(), zipfile.ZipInfo(member)
+    info.create_system, info.external_attr = 3, (stat.S_IFLNK | 0o777) << 16
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr(info, "/etc/passwd")
+    return data.getvalue()
+
+
+def encrypted_zip() -> bytes:
+    data = bytearray(zipped({"good.txt": b"text"}))
+    data[data.index(b"PK\x01\x02") + 8] |= 1
+    return bytes(data)
+
+
+def lying_zip() -> bytes:
+    """A member of other sizes than the archive says."""
+    data = bytearray(zipped({"good.jsonl": lines(ROWS) * 100}))
+    for place in (22, data.index(b"PK\x01\x02") + 24):
+        struct.pack_into("<I", data, place, 28)
+    return bytes(data)
+
+
+def special_tar(kind: bytes) -> bytes:
+    data, info = io.BytesIO(), tarfile.TarInfo("good.jsonl")
+    info.type, info.linkname = kind, "/etc/passwd"
+    with tarfile.open(fileobj=data, mode="w:gz") as archive:
+        archive.addfile(info)
+    return data.getvalue()
+
+
+def sparse_tar() -> bytes:
+    """A GNU sparse file of 1 TB in a kilobyte."""
+    header = bytearray(512)
+    header[:10] = b"hole.jsonl"
+    header[100:108], header[108:116], header[116:124] = b"0000644\0", b"0000000\0", b"0000000\0"
+    header[124:136], header[136:148] = b"00000000000\0", b"00000000000\0"
+    header[148:156], header[156:157], header[257:265] = b" " * 8, b"S", b"ustar  \0"
+    header[483:495] = b"\x80" + (1 << 40).to_bytes(11, "big")
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + bytes(1024)
+
+
+def flipped(data: bytes, place: int) -> bytes:
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
+def checked_parquet() -> bytes:
+    sink = pa.BufferOutputStream()
+    table = pa.table({"text": [f"text {number}" for number in range(1000)], "n": range(1000)})
+    pq.write_table(table, sink, write_page_checksum=True)
+    return sink.getvalue().to_pybytes()
+
+
+LINES, DEEP, PARQUET = lines(ROWS), 101, checked_parquet()
+CHECKED = zstandard.ZstdCompressor(write_checksum=True).compress(LINES)
+HOLDS = zstandard.compress(json.dumps({"text": [str(number**7) for number in range(999)]}).encode())
+OUTSIDE = ["../up.jsonl", "a/../../up.jsonl", "/etc/cron.jsonl", "..\\up.jsonl", "C:\\x.jsonl"]
+BAD: list[tuple[str, bytes, str]] = [
+    ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', ", line 2"),
+    ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', ", line 3"),
+    ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', ", row 2"),
+    ("a.jsonl", b'{"text": 5}\n', ", row 1"),
+    ("a.jsonl", b'{"text": "a", "text": "b"}\n', ", line 1"),
+    ("a.jsonl", b"[" * 100_000, ", line 1"),
+    ("a.jsonl", b'{"text": "a", "m": ' + b"[" * DEEP + b"]" * DEEP + b"}", ", row 1"),
+    *((name, data, "") for name in ("a.jsonl", "a.csv") for data in (b"", b"\n\n")),
+    ("a.csv", b"text,id\n", ""),
+    ("a.csv", b"body,id\nx,y\n", ""),
+    ("a.csv", b"text,id\nx,y\nz\n", ""),
+    ("a.csv", b"text,text\nx,y\n", ""),
+    ("a.doc", b"x", ""),
+    ("a.parquet.gz", b"x", ""),
+    ("a.parquet", b"PAR1 and more", ""),
+    ("a.parquet", PARQUET[:-100], ""),
+    ("a.parquet", flipped(PARQUET, 60), ""),
+    ("a.jsonl.gz", gzip.compress(LINES)[:-9], ""),
+    ("a.jsonl.gz", flipped(gzip.compress(LINES), len(gzip.compress(LINES)) // 2), ""),
+    ("a.jsonl.gz", b"\x1f\x8b\x08\x00 garbage garbage", ""),
+    ("a.jsonl.zst", zstandard.compress(LINES)[:-5], ""),
+    ("a.jsonl.zst", flipped(CHECKED, len(CHECKED) // 2), ""),
+    ("a.jsonl.zst", b"not zstd at all", ""),
+    ("a.csv.zst", zstandard.compress(b"text\n" + b"xyz\n" * 9)[:-3], ""),
+    *((name, data, "") for name in ARCHIVES for data in (b"<html>Please accept our terms</html>" * 40, b"")),
+    *((name, ARCHIVES[name]({"a.jsonl": LINES, one: LINES}), "") for name in ("a.zip", "a.tar") for one in OUTSIDE),
+    *(("a.tar.gz", special_tar(one), "") for one in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE)),
+    ("a.tar", sparse_tar(), ""),
+    ("a.zip", linked_zip("good.txt"), ""),
+    ("a.zip", encrypted_zip(), ""),
+    ("a.zip", lying_zip(), ""),
+    ("a.zip", zipped({"x/bad.jsonl": b'{"text": "a"}\n{'}), "/x/bad.jsonl, line 2"),
+    *((name, ARCHIVES[name]({"top/a.doc": b"not text"}), "/top/a.doc") for name in ARCHIVES),
+]
+
+
+def fails(path: Path, place: str = "", **options: Any) -> DemixError:
+    """The error about what is at `place` in a file; nothing of the file is written."""
+    before = {one for one in path.parent.rglob("*") if one.is_file()}
+    with refused(f"{path}{place}") as caught:
+        read(path.parent, path, **options)
+    assert {one for one in path.parent.rglob("*") if one.is_file()} == before
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize(("name", "data", "place"), BAD)
+def test_bad_files_are_refused_whole(tmp_path: Path, name: str, data: bytes, place: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    fails(tmp_path / name, place)
+
+
+@every_archive
+@pytest.mark.parametrize("keep", [0.4, 0.9])
+def test_archives_cut_short_are_refused(tmp_path: Path, name: str, keep: float) -> None:
+    data = ARCHIVES[name]({f"{number}.jsonl.zst": HOLDS for number in range(3)})
+    (tmp_path / name).write_bytes(data[: int(len(data) * keep)])
+    with pytest.raises(DemixError) as caught:
+        read(tmp_path, tmp_path / name)
+    assert caught.value.subject.startswith(str(tmp_path / name))
+
+
+def test_columns_that_are_not_there_or_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(PARQUET)
+    fails(tmp_path / "a.parquet", text="body")
+    fails(tmp_path / "a.parquet", ", row 1", text="n")
+    with refused("--settings.kind"):
+        settings_from(Source, {"kind": "ftp", "path": "x"})
+
+
+@every_archive
+def test_members_are_chosen_by_glob(tmp_path: Path, name: str) -> None:
+    members = {"top/one.jsonl": lines([{"text": "a"}]), "top/two.csv": b"text\nb\n", "top/readme.doc": b"no text"}
+    (tmp_path / name).write_bytes(ARCHIVES[name](members | {"other/four.txt": b"e"}))
+    assert texts(tmp_path, tmp_path / name, members=["top/*.jsonl*", "*.csv"]) == ["a", "b"]
+    assert texts(tmp_path, tmp_path / name, members=["*/four.txt"]) == ["e"]
+    fails(tmp_path / name, members=["*.parquet"])
+
+
+BLANKS = b'{"text": "a"}\n' + (b" " * 9999 + b"\n") * 600
+BOMBS = {
+    **{f"a.{form}{end}": COMPRESS[end](BLANKS) for form in ("txt", "jsonl", "csv") for end in (".gz", ".zst")},
+    **{name: make({"a.jsonl": LINES, "b.jsonl": BLANKS}) for name, make in ARCHIVES.items() if name != "a.tar"},
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_decompression_bombs_are_refused_in_little_memory(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "RATIO_FREE_BYTES", 2 << 20)
+    (tmp_path / name).write_bytes(BOMBS[name])
+    assert len(BOMBS[name]) * readers.MAX_RATIO < len(BLANKS)
+    tracemalloc.start()
+    with pytest.raises(DemixError) as caught:
+        read(tmp_path, tmp_path / name)
+    assert caught.value.subject.startswith(str(tmp_path / name))
+    assert tracemalloc.get_traced_memory()[1] < 5 << 20
+    tracemalloc.stop()
+    monkeypatch.setattr(readers, "RATIO_FREE_BYTES", len(BLANKS) + 4096)
+    assert texts(tmp_path, tmp_path / name)[0] in ("a", ROWS[0]["text"], BLANKS.decode()) or name.startswith("a.csv")
+
+
+@every_archive
+def test_a_small_member_of_a_small_archive_that_expands_once_more_is_refused(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "RATIO_FREE_BYTES", 1 << 20)
+    (tmp_path / name).write_bytes(ARCHIVES[name]({f"{n}.jsonl.zst": zstandard.compress(BLANKS) for n in range(3)}))
+    fails(tmp_path / name)
+
+
+def test_long_lines_and_documents_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 1000)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + " " * 1001)
+    (tmp_path / "a.txt").write_text("x" * 1001)
+    pq.write_table(pa.table({"text": ["x" * 1001]}), tmp_path / "a.parquet")
+    for name, place in (("a.jsonl", ", line 2"), ("a.txt", ""), ("a.parquet", ", row 1")):
+        fails(tmp_path / name, place)
+
+
+def test_json_values_of_a_tgz_as_qasper_has_them(tmp_path: Path) -> None:
+    papers = {
+        f"1909.0000{i}": {
+            "title": f"t{i}",
+            "full_text": [
+                {"section_name": "One", "paragraphs": [f"a{i}", f"b{i}"]},
+                {"section_name": None, "paragraphs": []},
+                {"section_name": "Two", "paragraphs": [f"c{i}"]},
+            ],
+        }
+        for i in range(3)
+    }
+    path = tmp_path / "q.tgz"
+    path.write_bytes(ARCHIVES[path.name.replace("q", "a")]({"q-train.json": json.dumps(papers).encode(), "x.py": b""}))
+    options = {"members": ["q-*.json"], "json": "values", "text": "full_text[].paragraphs[]", "metadata": ["title"]}
+    assert texts(tmp_path, path, **options) == ["a0\nb0\nc0", "a1\nb1\nc1", "a2\nb2\nc2"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl_gz", "jsonl_zst", "parquet", "fineweb"])
+def test_what_datatrove_writes_is_read_as_it_is(kind: str, tmp_path: Path) -> None:
+    nested = "" if kind == "fineweb" else "metadata."
+    keys = [f"{nested}url", f"{nested}language_score"]
+    for parts in (1, 2, 3):
+        rows = [
+            row
+            for part in range(parts)
+            for row in read(tmp_path, DATATROVE / kind, part=part, id="id", metadata=keys, parts=parts)
+        ]
+        assert sorted((row["id"], row["text"], json.loads(row["metadata"])) for row in rows) == [
+            (
+                f"<urn:uuid:{rank}-{n}>",
+                f"Text {n} of rank {rank}.\nSchöne Grüße, 東京.",
+                {keys[0]: f"https://example.org/{rank}/{n}", keys[1]: 0.5 + n / 8},
+            )
+            for rank in range(2)
+            for n in range(3)
+        ]
+    german = read(tmp_path, DATATROVE / kind, id="id", where={f"{nested}language": "de"})
+    assert [row["id"] for row in german] == ["<urn:uuid:0-1>", "<urn:uuid:1-1>"]
+
+
+def test_a_folder_is_all_files_below_it_that_can_be_read(tmp_path: Path) -> None:
+    """Such as one of Dolma, https://github.com/allenai/dolma/blob/main/docs/data-format.md."""
+    folder = tmp_path / "documents"
+    for place in (
+        "c4/c4-1.json.gz",
+        "c4/deep/c4-0.json.gz",
+        "1.txt",
+        "_t/x.json.gz",
+        ".c/y.json.gz",
+        "_z.txt",
+        ".w.txt",
+    ):
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        row = {"id": place, "text": place, "source": "c4", "metadata": {"length": len(place)}}
+        (folder / place).write_bytes(gzip.compress(lines([row])) if place.endswith("gz") else place.encode())
+    for other in ("_SUCCESS", "README.md", "c4/stats.parquet.crc"):
+        (folder / other).write_text("other")
+    wanted = ["1.txt", "c4/c4-1.json.gz", "c4/deep/c4-0.json.gz"]
+    assert texts(tmp_path, folder, f"{folder}/c4/*.gz") == wanted
+    (row,) = read(tmp_path, folder / "c4" / "deep", id="id", metadata=["source", "metadata.length"])
+    assert (row["id"], json.loads(row["metadata"])) == (wanted[2], {"source": "c4", "metadata.length": 21})
+    for parts in (2, 7):
+        found = [text for part in range(parts) for text in texts(tmp_path, f"{folder}/", part=part, parts=parts)]
+        assert sorted(found) == wanted
+    # What a run reads is listed once, also where files come later.
+    source = settings_from(Source, {"kind": "files", "path": str(folder), "parts": 2})
+    assert [Path(file).name for file in source.files_of(0)] == ["1.txt", "c4-0.json.gz"]
+    (folder / "0.txt").write_text("later")
+    assert [Path(file).name for file in source.files_of(1)] == ["c4-1.json.gz"]
+    for name in ("0.txt", *wanted):
+        (folder / name).unlink()
+    with refused("d.source.path"):
+        read(tmp_path, folder)
+
+
+@pytest.fixture
+def data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data set of the Hugging Face hub in a folder, which the real `datasets` reads.
+
+    Three Parquet files of five rows, three JSON-lines files, and a loader script that must not run.
+    """
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    folder = tmp_path / "set"
+    (folder / "data").mkdir(parents=True)
+    for file in range(3):
+        rows = [
+            {"text": f"text {file} {row}", "language": "en" if row else "de", "more": {"parts": [f"{file}", f"{row}"]}}
+            for row in range(5)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), folder / "data" / f"{file}.parquet")
+        (folder / "data" / f"{file}.jsonl.gz").write_bytes(gzip.compress(lines(rows)))
+    (folder / "set.py").write_text("raise SystemExit('ran')")
+    return folder
+
+
+def of_hub(folder: Path, files: str = "data/*.parquet", **options: Any) -> list[str]:
+    return texts(folder.parent, folder, kind="hub", data_files=[files], **options)
+
+
+@pytest.mark.parametrize("files", ["data/*.parquet", "data/*.jsonl.gz"])
+def test_a_data_set_of_the_hub_is_read_in_order_and_in_parts(data_set: Path, files: str) -> None:
+    wanted = [f"text {file} {row}" for file in range(3) for row in range(5)]
+    assert of_hub(data_set, files) == wanted
+    nested = of_hub(data_set, files, text="more.parts[]", where={"language": "de"})
+    assert nested == ["0\n0", "1\n0", "2\n0"]
+    for some in (files, files.replace("*", "1")):
+        parts = [of_hub(data_set, some, part=part, parts=2) for part in range(2)]
+        assert all(parts)
+        assert sorted(parts[0] + parts[1]) == (wanted if some == files else wanted[5:10])
+
+
+def test_files_of_a_data_set_may_differ_in_fields_that_nobody_asked_for(data_set: Path) -> None:
+    """A change of a nested field's shape, and what only some readers take for the end of a line."""
+    odd = [
+        b'{"text": "a\xe2\x80\xa8b", "meta": {"x": 1}}',
+        b'{"text": "b", "meta": "none"}',
+        b'{"text": "c", "meta": [{"y": {}}], "more": null}',
+    ]
+    for number, line in enumerate(odd):
+        (data_set / "data" / f"odd{number}.jsonl.gz").write_bytes(gzip.compress(line + b"\n\n"))
+    assert of_hub(data_set, "data/odd*.jsonl.gz") == ["a\u2028b", "b", "c"]
+    (data_set / "data" / "odd1.jsonl.gz").write_bytes(gzip.compress(b'{"text": \n'))
+    with refused(f"data set {data_set}, line 3"):
+        of_hub(data_set, "data/odd*.jsonl.gz")
+
+
+def test_what_a_data_set_lacks_is_refused(data_set: Path) -> None:
+    for options, subject in (
+        ({"files": "none/*.parquet", "instructions": "ask X"}, f"data set {data_set}"),
+        ({"files": "data/0.doc"}, "source.data_files"),
+        ({"text": "body"}, "set, row 1"),
+        ({"where": {"language": "fr"}}, "d.source.where"),
+    ):
+        with refused(subject) as caught:
+            of_hub(data_set, **options)
+        assert caught.value.cure == options.get("instructions", caught.value.cure)
+        assert not [*(data_set.parent / "raw" / "d").iterdir()]
+    for path, data in ((data_set / "data" / "2.parquet", b""), (data_set / "data" / "1.parquet", b"cut")):
+        path.write_bytes(data)
+        assert len(of_hub(data_set, words=10)) == 4, "what is not needed is not read"
+        with refused(f"data set {data_set}"):
+            of_hub(data_set)
+    with refused("data set demix/none"):
+        texts(data_set, "demix/none", kind="hub", revision="main", data_files=["*.parquet"])

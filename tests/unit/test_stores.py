@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,12 +22,12 @@ from demix.data.divide import Division, divide
 from demix.data.pins import pins
 from demix.data.sources import Source, download, pinned
 from demix.data.stores import fetch_stored, stored
-from demix.errors import DemixError
 from demix.plan.ready import check_here
 from demix.run.check import completed_run
 from demix.settings import settings_from
-from support.cli import demix, said
+from support.cli import demix, refusal
 from support.configs import small_run
+from support.errors import refused
 from support.object_store import KEY, SECRET, ObjectStore, serving_store
 
 DATA = bytes(hashlib.sha256(b"demix").digest()) * 300
@@ -139,7 +138,7 @@ def test_a_name_in_a_store_is_no_part_of_a_url(store: ObjectStore, tmp_path: Pat
     assert (
         download(Source("store", "s3://corpus/a%*", bytes={"a%20b?c#d::e.jsonl": 34}), "d", tmp_path / "d" / "0") == 1
     )
-    with pytest.raises(DemixError, match=r"^s3://corpus/e/\.\.: is no address of a file"):
+    with refused("s3://corpus/e/.."):
         download(Source("store", "s3://corpus/e/*"), "d", tmp_path / "e" / "0")
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["0"]
 
@@ -148,22 +147,26 @@ def spans(store: ObjectStore) -> list[str]:
     return [span.removeprefix("bytes=") for _, span in store.asked if span]
 
 
+def broken_at(store: ObjectStore, start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put DATA into the store, which gives nothing from byte `start` on; it is asked for 4000 bytes at a time."""
+    monkeypatch.setattr(stores, "BLOCK", 4000)
+    store.put({"data.bin": DATA})
+    store.broken = lambda span: None if span.startswith(f"bytes={start}-") else ...
+
+
 def test_a_broken_download_goes_on_where_it_ended(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stores, "BLOCK", 4000)
-    store.put({"data.bin": DATA})
-    store.broken = lambda span: None if span.startswith("bytes=8000-") else ...
-    with pytest.raises(DemixError, match=r"data\.bin: cannot be read \(PermissionError.*\); rerun to go on where it"):
+    broken_at(store, 8000, monkeypatch)
+    with refused(AT):
         fetch_stored(AT, tmp_path / "f")
     assert not (tmp_path / "f").exists()
     store.broken = lambda _: ...
     store.asked.clear()
-    fetch_stored(AT, tmp_path / "f", size=len(DATA), sha256=hashlib.sha256(DATA).hexdigest())
-    assert spans(store) == ["8000-9599"]
+    for _ in range(2):
+        fetch_stored(AT, tmp_path / "f", size=len(DATA), sha256=hashlib.sha256(DATA).hexdigest())
+        assert spans(store) == ["8000-9599"], "a file that is there is not fetched again"
     assert (tmp_path / "f").read_bytes() == DATA
-    fetch_stored(AT, tmp_path / "f")
-    assert spans(store) == ["8000-9599"], "a file that is there is not fetched again"
     assert [*tmp_path.iterdir()] == [tmp_path / "f"]
 
 
@@ -176,56 +179,47 @@ def test_a_connection_that_ends_early_is_asked_again(store: ObjectStore, tmp_pat
 
 
 @pytest.mark.parametrize("new", [DATA[::-1], DATA[:6000]])
-def test_of_a_file_that_is_another_by_now_nothing_is_kept(
+def test_nothing_is_kept_of_a_file_that_has_changed(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new: bytes
 ) -> None:
-    monkeypatch.setattr(stores, "BLOCK", 4000)
-    store.put({"data.bin": DATA})
-    store.broken = lambda span: None if span.startswith("bytes=8000-") else ...
-    with pytest.raises(DemixError, match="rerun"):
+    broken_at(store, 8000, monkeypatch)
+    with refused(AT):
         fetch_stored(AT, tmp_path / "f")
-    store.broken = lambda _: ...
     store.put({"data.bin": new})
+    store.broken = lambda _: ...
     fetch_stored(AT, tmp_path / "f")
     assert (tmp_path / "f").read_bytes() == new
-
-
-def test_a_file_that_changes_while_it_is_fetched_is_refused(
-    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stores, "BLOCK", 4000)
+    # Between two blocks.
     store.put({"data.bin": DATA})
 
     def change(span: str) -> Any:
         if span.startswith("bytes=4000-"):
-            store.put({"data.bin": DATA[::-1]})
+            store.put({"data.bin": new})
         return ...
 
     store.broken = change
-    with pytest.raises(DemixError, match=r"data\.bin: changed while it was fetched; rerun once nobody writes it"):
-        fetch_stored(AT, tmp_path / "f")
-    assert [*tmp_path.iterdir()] == []
+    with refused(AT):
+        fetch_stored(AT, tmp_path / "g")
+    assert [*tmp_path.iterdir()] == [tmp_path / "f"]
 
 
 @pytest.mark.parametrize("wrong", [{"sha256": "0" * 64}, {"size": 9}])
 def test_wrong_bytes_are_not_kept(store: ObjectStore, tmp_path: Path, wrong: dict[str, Any]) -> None:
     store.put({"data.bin": DATA})
-    with pytest.raises(DemixError, match=r"data\.bin: has .*, not (0000|9)"):
+    with refused(AT):
         fetch_stored(AT, tmp_path / "f", **wrong)
     assert [*tmp_path.iterdir()] == []
     assert bool(spans(store)) == ("sha256" in wrong), "a size is known before"
 
 
 def test_a_damaged_file_is_fetched_again_by_the_next_run(store: ObjectStore, tmp_path: Path) -> None:
-    data = gzip.compress(lines("a", "b"))
-    output = tmp_path / "raw" / "0.parquet"
-    for end, fine in ((-9, False), (None, True)):
-        store.put({"a.jsonl.gz": data[:end]})
-        if fine:
-            assert download(Source("store", "s3://corpus/a.jsonl.gz"), "d", output) == 2
-        else:
-            with pytest.raises(DemixError, match="damaged or cut short"):
-                download(Source("store", "s3://corpus/a.jsonl.gz"), "d", output)
+    data, output = gzip.compress(lines("a", "b")), tmp_path / "raw" / "0.parquet"
+    source = Source("store", "s3://corpus/a.jsonl.gz")
+    store.put({"a.jsonl.gz": data[:-9]})
+    with refused("a.jsonl.gz"):
+        download(source, "d", output)
+    store.put({"a.jsonl.gz": data})
+    assert download(source, "d", output) == 2
     assert [*output.parent.iterdir()] == [output]
 
 
@@ -239,155 +233,123 @@ def test_digests_pin_the_files_and_their_list(files: Path, store: ObjectStore, t
     assert (pinned(source, 0), pins(source, tmp_path)) == ([], {})
     assert download(source, "d", tmp_path / "raw" / "0.parquet") == 4
     store.put({"texts/new.jsonl.gz": b""})
-    message = r"^d\.source\.sha256: lacks files that s3://corpus/texts/\*\.jsonl\.\* names.*: new\.jsonl\.gz; add them"
-    with pytest.raises(DemixError, match=message):
+    with refused("d.source.sha256"):
         download(source, "d", tmp_path / "raw" / "0.parquet")
-    gone = Source("store", "s3://corpus/texts/a*", **found)
-    with pytest.raises(DemixError, match=r"sha256\.b\.jsonl\.zst: names no file"):
-        download(gone, "d", tmp_path / "raw" / "0.parquet")
+    with refused("d.source.sha256.b.jsonl.zst"):
+        download(Source("store", "s3://corpus/texts/a*", **found), "d", tmp_path / "raw" / "0.parquet")
 
 
-def refused(path: str, folder: Path, **keys: Any) -> str:
-    """The line of `demix download`; nothing of the source is written, and no credential."""
+def failed(path: str, folder: Path, **keys: Any) -> str:
+    """The line of `demix download`, which names the path; nothing of the source is written, and no credential."""
     settings = json.dumps({"kind": "store", "path": path} | keys)
-    line = said(["download", "d", "--settings", settings, "--output", str(folder / "raw" / "0000.parquet")])
-    assert line is not None
-    assert "\n" not in line
+    output = folder / "raw" / "0000.parquet"
+    line = refusal("download", "d", "--settings", settings, "--output", output, of=path)
     assert [path for path in folder.rglob("*") if path.is_file()] == []
     return line
 
 
 @pytest.mark.parametrize(
-    ("path", "line"),
-    [
-        ("s3://corpus/none.jsonl", "s3://corpus/none.jsonl: is not there (FileNotFoundError); mend the bucket"),
-        ("s3://corpus/none/*.jsonl", "s3://corpus/none/*.jsonl: is not there (FileNotFoundError); mend the bucket"),
-        ("s3://corpus/n*.jsonl", "s3://corpus/n*.jsonl: names no file that can be read; mend the bucket"),
-        ("s3://none/*.jsonl", "s3://none/*.jsonl: is not there (FileNotFoundError: NoSuchBucket); mend the bucket"),
-        ("s3://none/**/a.jsonl", "is not there (FileNotFoundError: NoSuchBucket); mend the bucket"),
-        ("s3://none/a.jsonl", "s3://none/a.jsonl: is not there (FileNotFoundError: NoSuchBucket); mend the bucket"),
-    ],
+    "path",
+    ["corpus/none.jsonl", "corpus/none/*.jsonl", "corpus/n*.jsonl", "none/*.jsonl", "none/**/a.jsonl", "none/a.jsonl"],
 )
-def test_what_is_not_there_is_told_in_one_line(store: ObjectStore, tmp_path: Path, path: str, line: str) -> None:
+def test_a_path_that_names_nothing_is_refused(store: ObjectStore, tmp_path: Path, path: str) -> None:
     store.put({"a.jsonl": lines("a")})
-    assert line in refused(path, tmp_path)
-    assert refused(path, tmp_path, instructions="ask its owner").endswith("; ask its owner")
+    assert failed(f"s3://{path}", tmp_path, instructions="ask its owner").endswith("; ask its owner")
 
 
-@pytest.mark.parametrize(
-    "path", ["s3://corpus/*.jsonl", "s3://corpus", "s3://corpus/a.jsonl", "s3://corpus/**/a.jsonl"]
-)
 @pytest.mark.parametrize("keys", ["wrong", "none"])
-def test_wrong_and_missing_credentials_are_told_without_them(
-    store: ObjectStore, tmp_path: Path, path: str, keys: str, monkeypatch: pytest.MonkeyPatch, caplog: Any, capfd: Any
+def test_wrong_and_missing_credentials_are_not_shown(
+    store: ObjectStore, tmp_path: Path, keys: str, monkeypatch: pytest.MonkeyPatch, caplog: Any, capfd: Any
 ) -> None:
     store.put({"a.jsonl": lines("a")})
     store.refuse_keys()
     if keys == "none":
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    line = refused(path, tmp_path)
-    named = r"PermissionError" if keys == "wrong" else "NoCredentialsError"
-    assert f"{path}: cannot be read ({named}" in line
-    assert "check the network and the credentials that the store's library takes from the environment (AWS_" in line
-    shown = line + caplog.text + "".join(capfd.readouterr())
-    assert not [secret for secret in (KEY, SECRET) if secret in shown]
+    for path in ("*.jsonl", "", "a.jsonl", "**/a.jsonl"):
+        line = failed(f"s3://corpus/{path}", tmp_path)
+        assert "AWS_SECRET_ACCESS_KEY" in line, "the variable is named, not its value"
+        shown = line + caplog.text + "".join(capfd.readouterr())
+        assert not [secret for secret in (KEY, SECRET) if secret in shown]
 
 
-def test_a_listing_that_fails_within_a_glob_is_no_empty_folder(store: ObjectStore, tmp_path: Path) -> None:
+def test_an_error_shows_nothing_of_what_a_library_says(tmp_path: Path, store: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://me:hunter2@127.0.0.1:1")
+    assert "hunter" not in failed("s3://corpus/a.jsonl", tmp_path)
+
+
+def test_a_listing_that_fails_within_a_glob_is_no_empty_folder(store: ObjectStore) -> None:
     store.put({"x/a.jsonl": lines("a"), "y/b.jsonl": lines("b")})
     listed = iter([..., ..., None])
     store.broken = lambda _: next(listed)
-    with pytest.raises(DemixError, match="cannot be read"):
+    with refused("s3://corpus/*/*.jsonl"):
         stored(["s3://corpus/*/*.jsonl"])
-
-
-def test_an_error_shows_nothing_of_what_a_library_says(
-    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://me:hunter2@127.0.0.1:1")
-    line = refused("s3://corpus/a.jsonl", tmp_path)
-    assert re.search(r"a\.jsonl: cannot be read \(\w+\); check the network", line)
-    assert "hunter" not in line
 
 
 def test_no_credential_gets_into_a_file_or_a_log(files: Path, tmp_path: Path, caplog: Any, capfd: Any) -> None:
     settings = json.dumps({"kind": "store", "path": "s3://corpus/texts"})
     run = tmp_path / "results" / "mine"
     outputs = ("--output", run / "d" / "0000.parquet", "--counts", run / "d" / "0000.json")
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         done = demix("read", "d", "--settings", settings, "--raw", run / "raw" / "0000.parquet", *outputs)
     assert done.exit_code == 0, done.output
     assert pq.read_metadata(run / "d" / "0000.parquet").num_rows == 14
     written = [path.read_bytes() for path in run.rglob("*") if path.is_file()]
     assert len(written) == 2
-    shown = (done.output + caplog.text + "".join(capfd.readouterr())).encode()
-    assert "took 14 of 14 documents" in caplog.text
+    mine = "".join(record.getMessage() for record in caplog.records if record.name.startswith("demix"))
+    shown = (done.output + mine + "".join(capfd.readouterr())).encode()
     assert not [text for text in [shown, *written] for secret in (KEY, SECRET) if secret.encode() in text]
 
 
 def test_a_missing_library_is_named_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "adlfs", None)
-    line = refused("az://corpus/a.jsonl", tmp_path)
-    assert line == (
-        "demix: error: az://corpus/a.jsonl: needs adlfs, which is not installed; "
-        f"pip install adlfs fsspec=={fsspec_version}"
-    )
+    assert failed("az://corpus/a.jsonl", tmp_path).endswith(f"; pip install adlfs fsspec=={fsspec_version}")
 
 
 def with_store(**keys: Any) -> dict[str, Any]:
     source = {"kind": "store", "path": "s3://corpus/*.jsonl"} | keys
-    words = {"dev": 10, "test": 10}
-    domain = {"source": source, "words": words}
+    domain = {"source": source, "words": {"dev": 10, "test": 10}}
     return {"training": {"law": domain, "news": domain}, "novel": {}}
 
 
-def test_a_config_is_read_and_planned_without_asking_a_store(store: ObjectStore, tmp_path: Path) -> None:
-    config = tmp_path / "mine.yaml"
-    config.write_text(yaml.safe_dump(small_run(tmp_path, domains=with_store(parts=4)).config.values))
-    for command in (("config", config), ("plan", config)):
-        done = demix(*command)
+def test_a_store_is_asked_for_one_file_before_the_first_job_and_not_earlier(store: ObjectStore, tmp_path: Path) -> None:
+    run = small_run(tmp_path, domains=with_store(path="s3://corpus/my texts/*.jsonl", parts=4))
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(run.config.values))
+    for command in ("config", "plan"):
+        done = demix(command, tmp_path / "mine.yaml")
         assert done.exit_code == 0, done.output
     assert store.asked == []
-
-
-def test_a_run_asks_for_one_file_before_its_first_job(store: ObjectStore, tmp_path: Path) -> None:
-    run = small_run(tmp_path, domains=with_store(path="s3://corpus/my texts/*.jsonl"))
-    with pytest.raises(DemixError, match=r"texts/\*\.jsonl: is not there .*; mend the bucket, the path or"):
+    with refused("my texts/*.jsonl"):
         check_here(run, ["law"])
     store.put({"my texts/a.jsonl": lines("a")})
     assert check_here(run, ["law"]) is None
 
 
 @pytest.mark.parametrize(
-    ("kind", "path", "line"),
+    ("kind", "path", "other"),
     [
-        ("store", "s3:///a.jsonl", "is not an address; begin each address with s3:// or gs:// or az:// and the name"),
-        ("store", "s3://b*/a.jsonl", "is not an address; begin"),
-        (
-            "store",
-            "b/a.jsonl",
-            "is not an address; begin each address with s3:// or gs:// or az:// and the name of a "
-            "bucket, or use kind: files",
-        ),
-        ("store", "https://host/a.jsonl", "is not an address; .*, or use kind: url"),
-        ("store", "hf://datasets/o/n/a.jsonl", "is not an address; .*, or use kind: hub"),
-        ("url", "s3://corpus/a.jsonl", "is not an address; begin .* or use kind: store"),
-        ("files", "s3://corpus/a.jsonl", "is an address; use kind: store"),
-        ("files", ["a.jsonl", "http://host/a.jsonl"], "is an address; use kind: url"),
-        ("store", f"s3://{KEY}:{SECRET}@corpus/a.jsonl", "(holds a password|is no address)"),
-        ("store", "s3://hunter2@corpus/a.jsonl", "holds a user name, which logs and records would show; leave it out"),
-        ("store", "az://corpus/a.jsonl?sig=hunter2", "holds the credential 'sig', which logs"),
+        ("store", "s3:///a.jsonl", ""),
+        ("store", "s3://b*/a.jsonl", ""),
+        ("store", "b/a.jsonl", "files"),
+        ("store", "https://host/a.jsonl", "url"),
+        ("store", "hf://datasets/o/n/a.jsonl", "hub"),
+        ("url", "s3://corpus/a.jsonl", "store"),
+        ("files", "s3://corpus/a.jsonl", "store"),
+        ("files", ["a.jsonl", "http://host/a.jsonl"], "url"),
+        ("store", f"s3://{KEY}:{SECRET}@corpus/a.jsonl", ""),
+        ("store", "s3://hunter2@corpus/a.jsonl", ""),
+        ("store", "az://corpus/a.jsonl?sig=hunter2", ""),
     ],
 )
-def test_wrong_addresses_are_refused_with_the_kind_that_takes_them(kind: str, path: Any, line: str) -> None:
-    with pytest.raises(DemixError, match=rf"^key\.path: {line}") as caught:
+def test_wrong_addresses_are_refused_with_the_kind_that_takes_them(kind: str, path: Any, other: str) -> None:
+    with refused("key.path") as caught:
         check_source("key", SourceSection(kind, path))
+    assert f"kind: {other}" in caught.value.cure if other else "kind:" not in caught.value.cure
     assert "hunter2" not in str(caught.value).lower()
 
 
 @pytest.mark.parametrize("key", ["key", "secret", "token", "storage_options"])
 def test_a_key_of_a_config_holds_no_credential(key: str, tmp_path: Path) -> None:
-    with pytest.raises(DemixError, match=rf"source\.{key}: is not known") as caught:
+    with refused(f"domains.training.law.source.{key}") as caught:
         completed_run({**small_run(tmp_path).config.values, "domains": with_store(**{key: SECRET})})
     assert SECRET not in str(caught.value)
