@@ -46,7 +46,7 @@ def linear_program(costs: np.ndarray) -> float:
     return float(found.fun)
 
 
-@pytest.mark.parametrize(("count", "clusters"), [(400, 5), (403, 5), (1000, 16)])
+@pytest.mark.parametrize(("count", "clusters"), [(403, 5), (1000, 16)])
 def test_balanced_labels_cost_what_k_means_constrained_finds(count: int, clusters: int) -> None:
     """Which takes plain distances in whole thousandths."""
     points = made_points(count, 10, 6, seed=count)
@@ -59,7 +59,7 @@ def test_balanced_labels_cost_what_k_means_constrained_finds(count: int, cluster
 
 
 # Whole numbers make ties, of single documents and of whole paths.
-COSTS = st.tuples(st.integers(1, 25), st.integers(1, 6)).flatmap(
+COSTS = st.tuples(st.integers(1, 40), st.integers(1, 7)).flatmap(
     lambda shape: arrays(np.float64, shape, elements=st.integers(-3, 3).map(float) | st.floats(0, 1, width=32))
 )
 
@@ -69,14 +69,6 @@ COSTS = st.tuples(st.integers(1, 25), st.integers(1, 6)).flatmap(
 def test_balanced_labels_cost_what_a_linear_program_finds(costs: np.ndarray) -> None:
     labels = balanced_labels(costs)
     refuse_unequal(labels, costs.shape[1])
-    assert objective(costs, labels) == pytest.approx(linear_program(costs), abs=TOLERANCE)
-
-
-def test_clusters_that_do_not_divide_the_documents() -> None:
-    points = made_points(151, 6, 3, seed=3)
-    costs = squared_distances(points, points[:7])
-    labels = balanced_labels(costs)
-    refuse_unequal(labels, 7)
     assert objective(costs, labels) == pytest.approx(linear_program(costs), abs=TOLERANCE)
 
 

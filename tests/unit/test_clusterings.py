@@ -2,14 +2,12 @@
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from demix.data.shards import TokenShard
-from demix.errors import DemixError
 from demix.evaluate.losses import Mixture
 from demix.evaluate.routing import beside_of
 from demix.files import read_json, read_json_lines
@@ -24,6 +22,7 @@ from demix.run.systems import evaluated
 from demix.train.join import join_branches
 from demix.train.stage import ModelTraining, take_seed
 from support.cli import said
+from support.errors import refused
 from support.tokens import TRAINING
 from support.training import TRAIN, shard_paths, train_model
 
@@ -74,49 +73,21 @@ def test_a_row_on_clusters_has_an_expert_for_each_with_an_equal_part_of_a_step()
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "key"),
     [
-        (
-            {"models": {"x": BRANCH | {"data": "k3"}}},
-            "config key models.x.data: k3 is no clustering; known are k2, by_domain",
-        ),
-        (
-            {"models": {"x": BRANCH | {"data": "by_domain"}}},
-            "config key models.x.data: is by_domain, whose clusters are the domains; leave it out",
-        ),
-        (
-            {"models": {"x": BRANCH}, "sequences": 3},
-            "config key models.x.data: k2 of 2 clusters does not divide the 9 sequences of a step; raise "
-            "training.sequences, or make one of 1, 3, 9 clusters",
-        ),
-        (
-            {"models": {"x": {"kind": "dense", "data": "k2"}}},
-            "config key models.x.data: is given to a row of kind dense; use kind: branched or demix, or leave it out",
-        ),
-        (
-            {"models": {"demix": {"data": "k2"}}},
-            "config key models.demix.data: is given to the row demix; add a row of another name",
-        ),
-        (
-            {"models": {"x": BRANCH}, "clusterings": {"k2": {}}},
-            "config key clusterings.k2.clusters: is missing; say how many clusters there are",
-        ),
-        (
-            {"models": {"x": BRANCH}, "adaptation": VALUES["adaptation"] | {"model": "x"}},
-            "config key adaptation.model: is x, which is no such row of models",
-        ),
-        (
-            {"models": {}, "clusterings": {"k2": K2}, "domains": TWICE},
-            "config key clusterings.k2: has a cluster c01, and a domain has this name too; rename the domain",
-        ),
-        (
-            {"models": {}, "clusterings": {"k2": K2 | {"method": "spectral"}}},
-            "config key clusterings.k2.method: is 'spectral'",
-        ),
+        ({"models": {"x": BRANCH | {"data": "k3"}}}, "models.x.data"),
+        ({"models": {"x": BRANCH | {"data": "by_domain"}}}, "models.x.data"),
+        ({"models": {"x": BRANCH}, "sequences": 3}, "models.x.data"),
+        ({"models": {"x": {"kind": "dense", "data": "k2"}}}, "models.x.data"),
+        ({"models": {"demix": {"data": "k2"}}}, "models.demix.data"),
+        ({"models": {"x": BRANCH}, "clusterings": {"k2": {}}}, "clusterings.k2.clusters"),
+        ({"models": {"x": BRANCH}, "adaptation": VALUES["adaptation"] | {"model": "x"}}, "adaptation.model"),
+        ({"models": {}, "clusterings": {"k2": K2}, "domains": TWICE}, "clusterings.k2"),
+        ({"models": {}, "clusterings": {"k2": K2 | {"method": "spectral"}}}, "clusterings.k2.method"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_runs(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(DemixError, match=re.escape(told)):
+def test_what_does_not_fit_is_refused_before_anything_runs(changes: dict[str, Any], key: str) -> None:
+    with refused(key):
         config(**changes)
 
 
@@ -177,16 +148,9 @@ def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens: Path, 
         if method == "kmeans":
             assert beside_of(table, [by_distance])
         else:
-            with pytest.raises(DemixError, match=r"c00\.json: learned from another cluster than c00 of .*k2; train it"):
+            with refused("c00.json"):
                 beside_of(table, [by_distance])
 
     more = dataclasses.replace(TRAIN, sequences=sequences)
-    with pytest.raises(DemixError, match=r"is of a training with sequences of a step \d+, and this one has"):
+    with refused(state):
         train_model("branched", more, [shard], *places, branch=state, share=2)
-
-
-def test_a_cluster_without_text_is_told_in_one_line(tokens: Path, tmp_path: Path) -> None:
-    texts = [tokens / "corpus" / domain / "train.parquet" for domain in TRAINING]
-    words = ["fit-clusters", *map(str, texts), "--settings", '{"clusters": 4096}', "--output", str(tmp_path / "k")]
-    assert re.search(r"clusterings\.k\.clusters: is 4096 for \d+ documents; lower it", said(words) or "")
-    assert not list(tmp_path.rglob("clusterer*"))
