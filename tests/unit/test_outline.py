@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from demix.files import read_json
 from demix.run.check import completed_run
 from demix.run.rules import RunRules
 from demix.settings import settings_from
-from support.cli import demix, said
+from support.cli import demix, refusal
 
 
 @pytest.mark.parametrize(
@@ -34,14 +35,13 @@ def test_the_rate_follows_from_size_and_updates(
     for name in names:
         lines = (f"The mill number {number} of {name} stood by a river." for number in range(words // 10))
         Path(name).write_text("\n".join(lines))
-    Path("mine.yaml").write_text(written := outline("mine", names, []))
+    Path("mine.yaml").write_text(outline("mine", names, []))
     done = demix("config", "mine.yaml", "--values")
     assert done.exit_code == 0, done.output
     run = completed_run({"base": "mine.yaml"}, tmp_path)
     assert run.architecture.layers == layers
     assert {model.updates for model in run.own} == {updates}
     assert run.config.training.learning_rate == rate
-    assert "docs/own-data.md says how" in written
 
 
 # Values of a field, and the names of their domains: of two alike, without a letter, too long, taken, over and over.
@@ -83,7 +83,7 @@ def test_each_value_of_a_field_is_a_domain(tmp_path: Path, monkeypatch: pytest.M
     Path("novel.txt").write_text("some words of a text " * 400)
     done = demix("init", "pile.jsonl.gz", "--by", "meta.set", "--novel", "novel.txt")
     assert (done.exit_code, done.stderr) == (0, "")
-    assert "# Of no domain: 120 documents without a text or a number there\n" in done.stdout
+    assert re.search(r"#.* 120 documents", done.stdout), "those without a text or a number there"
     Path("mine.yaml").write_text(done.stdout)
     assert demix("config", "mine.yaml").exit_code == 0
     run = completed_run({"base": "mine.yaml"}, tmp_path)
@@ -100,13 +100,12 @@ def test_each_value_of_a_field_is_a_domain(tmp_path: Path, monkeypatch: pytest.M
     assert counts["untaken"] == {" ": 60}
 
 
-def test_a_value_with_too_little_text_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_with_too_little_text_is_no_domain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_corpus(Path("a.parquet"), ["law", "news"], documents=30)
     write_corpus(Path("b.parquet"), [f"rare\n{number}" for number in range(7)], documents=2)
     done = demix("init", "a.parquet", "b.parquet", "--by", "meta.set")
-    told = "fewer than 1,000 words: rare 0 80, rare 1 80, rare 2 80, rare 3 80, rare 4 80, 2 more\n"
-    assert f"    # Of no domain, since they have {told}" in done.stdout
+    assert re.search(r"#.* rare 0 80, rare 1 80", done.stdout), "a comment names them with their words"
     Path("mine.yaml").write_text(done.stdout)
     run = completed_run({"base": "mine.yaml"}, tmp_path)
     assert [*run.domains] == ["law", "news"]
@@ -121,24 +120,20 @@ def test_of_a_large_corpus_all_files_are_read_in_part(tmp_path: Path, monkeypatc
     for name in ("law", "news"):
         write_corpus(Path("corpus", f"{name}.jsonl.zst"), [name])
     done = demix("init", "corpus", "--by", "meta.set")
-    assert "law:  # at least 1,520 words in 38 documents\n" in done.stdout
-    assert "news:  # at least 1,520 words in 38 documents\n" in done.stdout
+    assert re.findall(r"(\w+):  # at least 1,520 words in 38 documents", done.stdout) == ["law", "news"]
 
 
 def test_a_field_that_parts_records_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.chdir(tmp_path)
     write_corpus(Path("my pile.jsonl.gz"), ["law", "news", "code"])
     Path("letters.txt").write_text("some words of a text " * 400)
-    hint = (
-        "my pile.jsonl.gz: few values of a field part its first documents (meta.set 3); "
-        "demix init 'my pile.jsonl.gz' --by meta.set makes each a domain"
-    )
+    command = "demix init 'my pile.jsonl.gz' --by meta.set"
     with caplog.at_level("INFO"):
         done = demix("init", "letters.txt", "my pile.jsonl.gz")
-    assert done.exit_code == 0
-    assert caplog.messages == [hint]
     assert [*yaml.safe_load(done.stdout)["domains"]["training"]] == ["letters", "my_pile"]
-    assert hint in str(said(["init", "my pile.jsonl.gz"]))
+    assert command in caplog.text
+    assert command in refusal("init", "my pile.jsonl.gz", of="training domains")
+    assert demix(*shlex.split(command)[1:]).exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -149,16 +144,8 @@ def test_other_fields_are_not_named(values: list[Any], tmp_path: Path) -> None:
     assert hint([str(tmp_path / "a.jsonl.gz")]) == ""
 
 
-@pytest.mark.parametrize(
-    ("by", "line"),
-    [
-        ("n", "--by n: has 60 values, 0 of them with 1,000 words or more; name a field of which 2 to 400 values have"),
-        ("none", "--by none: has 0 values, 0 of them .* 400 values have so many, such as meta.set$"),
-        ("meta", "--by meta: has 0 values"),
-    ],
-)
-def test_a_field_that_parts_nothing_is_refused(by: str, line: str, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("by", ["n", "none", "meta"])
+def test_a_field_that_parts_nothing_is_refused(by: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     write_corpus(Path("a.jsonl.gz"), ["law", "news", "code"])
-    told = said(["init", "a.jsonl.gz", "--by", by])
-    assert re.search(line, str(told)), told
+    refusal("init", "a.jsonl.gz", "--by", by, of=f"--by {by}")
