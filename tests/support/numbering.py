@@ -1,33 +1,19 @@
 """Example numbers of every country that the anonymizer knows, in all the ways to write them, inside prose."""
 
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 import phonenumbers
 from phonenumbers import PhoneNumberFormat, PhoneNumberType
 
 from demix.data.dialling import COUNTRIES
 
+_TEMPLATES = tomllib.loads(Path(__file__).with_name("unseen.toml").read_text(encoding="utf-8"))
 KINDS = (PhoneNumberType.FIXED_LINE, PhoneNumberType.MOBILE, PhoneNumberType.TOLL_FREE)
 SEPARATORS = (" ", "-", ".", "\u00a0", "\u2011", "\u2013", "\u202f")
-BEFORE = (
-    "You will find her telephone number below: ",
-    "Tel. ",
-    "mobile no. ",
-    "Please ring me on ",
-    "WhatsApp: ",
-    "Teléfono: ",
-    "reception is on ",
-    "Fax – ",
-    "**Phone:** ",
-    "my new number is ",
-    "Give us a bell on ",
-    "Telefon ",
-    "Handy: ",
-    "Landline: ",
-    "Contact us at ",
-    "For bookings call the desk at ",
-)
-AFTER = (" is my mobile number", " (mobile)", " is the number to ring", " (home)", " was her old phone", " to reach me")
+# What stands before and after a number that has no form of its own.
+BEFORE, AFTER = (tuple(_TEMPLATES[name]) for name in ("near_before", "near_after"))
 FRAMES = ("It was {} that rang.", "Write or use {}; both work.", "- {}\n- nothing else", "Ana Pit, {}")
 EXTENSIONS = (" ext. 45", "x45", " extension 4521", " x 7", ", ext 12", " ext.331")
 

@@ -21,26 +21,8 @@ from demix.data.dialling import COUNTRIES
 TYPES = (PhoneNumberType.FIXED_LINE, PhoneNumberType.MOBILE)
 
 _TEMPLATES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-CARDS = {  # prefixes, lengths, groupings
-    "Visa": (["4"], [16], ["4 4 4 4"]),
-    "Visa of 13 or 19 digits": (["4"], [13, 19], ["13", "19", "4 4 4 4 3"]),
-    "Mastercard": (["51", "52", "53", "54", "55", "2221", "2345", "2720"], [16], ["4 4 4 4"]),
-    "American Express": (["34", "37"], [15], ["4 6 5"]),
-    "Diners Club": (["300", "305", "3095", "36", "38", "39"], [14], ["4 6 4"]),
-    "Discover": (["6011", "644", "649", "65"], [16], ["4 4 4 4"]),
-    "JCB": (["3528", "3589"], [16], ["4 4 4 4"]),
-    "UnionPay": (["62"], [16, 17, 18, 19], ["4 4 4 4", "4 4 4 4 3", "6 13"]),
-    "Maestro": (
-        ["5018", "5020", "5038", "5893", "6304", "6759", "6761", "6763"],
-        [12, 13, 14, 15, 16, 18, 19],
-        ["4 4 4", "4 4 5", "4 6 5", "4 4 4 4", "4 4 4 4 3"],
-    ),
-    "Mir": (["2200", "2204"], [16], ["4 4 4 4"]),
-    "RuPay": (["60", "65", "81", "82", "508"], [16], ["4 4 4 4"]),
-    "Verve": (["5061", "6500"], [16, 18, 19], ["4 4 4 4", "4 4 4 4 3"]),
-    "Troy": (["9792"], [16], ["4 4 4 4"]),
-    "Elo": (["636297", "650031", "509000"], [16], ["4 4 4 4"]),
-}
+# By issuer: prefixes, lengths, groupings.
+CARDS: dict[str, tuple[list[str], list[int], list[str]]] = _TEMPLATES["cards"]
 
 
 @dataclass(frozen=True)

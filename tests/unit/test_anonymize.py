@@ -35,7 +35,7 @@ TOKEN = regex.compile("<(" + "|".join(CATEGORIES) + ")>")
 NONE = dict.fromkeys(CATEGORIES, 0)
 
 
-def test_personal_data_is_replaced_and_what_looks_alike_is_left_alone() -> None:
+def test_personal_data_is_replaced_and_what_looks_alike_is_left_alone():
     wanted = dict(CASES["replaced"]) | {text: text for text in CASES["kept"]}
     found = {text: anonymize(text) for text in wanted}
     assert {text: changed for text, (changed, _) in found.items()} == wanted
@@ -51,7 +51,7 @@ def spans(text: str) -> set[tuple[int, int, str]]:
     return {(*found.span(number + 1), category) for number, category in enumerate(pieces[1::2])}
 
 
-def test_recall_and_precision_on_labelled_texts() -> None:
+def test_recall_and_precision_on_labelled_texts():
     right, missed, false = Counter[str](), Counter[str](), Counter[str]()
     for case in EXAM:
         wanted = {(span["start"], span["end"], span["category"]) for span in case["spans"]}
@@ -65,7 +65,7 @@ def test_recall_and_precision_on_labelled_texts() -> None:
     assert false["USER"] + false["DART"] + false["FB_USERID"] == 0
 
 
-def test_recall_on_texts_of_many_kinds() -> None:
+def test_recall_on_texts_of_many_kinds():
     cases, found = Counter[str](), Counter[str]()
     for case in islice(unseen(known=("DE", "ES", "GB", "RU", "US")), 0, None, 3):
         cases[case.kind] += 1
@@ -75,7 +75,7 @@ def test_recall_on_texts_of_many_kinds() -> None:
 
 
 @pytest.mark.parametrize("country", COUNTRIES)
-def test_numbers_of_each_country_in_every_way_they_are_written(country: str) -> None:
+def test_numbers_of_each_country_in_every_way_they_are_written(country):
     cases = list(sentences(country))
     found = [anonymize(text)[0] == text.replace(number, "<PHONE_NUMBER>") for _, text, number in cases]
     assert sum(found) / len(cases) >= 0.95, [case for case, right in zip(cases, found, strict=True) if not right]
@@ -88,7 +88,7 @@ ALONE = [number for number in TOLD if anonymize(f"x {number} y")[0] == "x <PHONE
 WORDS = st.text("abcdefghijklmnopqrstuvwxyzé ,;", max_size=30)
 
 
-def test_nearly_every_number_is_known_by_its_form() -> None:
+def test_nearly_every_number_is_known_by_its_form():
     assert len(ALONE) > 0.995 * len(TOLD), {*TOLD} - {*ALONE}
     for text in ("020 7946 0958", "8 (301) 123-45-67", "(06 1) 234 5678", "(0212) 345 67 89", "(11) 96123-4567"):
         assert is_written_at_home(text), text
@@ -98,7 +98,7 @@ def test_nearly_every_number_is_known_by_its_form() -> None:
 
 @settings(deadline=None)
 @given(st.sampled_from(ALONE), WORDS, WORDS)
-def test_a_number_in_any_prose_goes_whole(number: str, before: str, after: str) -> None:
+def test_a_number_in_any_prose_goes_whole(number, before, after):
     text = f"{before}x {number} y{after}"
     assert anonymize(text) == (text.replace(number, "<PHONE_NUMBER>"), NONE | {"PHONE_NUMBER": 1})
 
@@ -109,7 +109,7 @@ def test_a_number_in_any_prose_goes_whole(number: str, before: str, after: str) 
     st.sampled_from(["", " ", "-"]),
     st.integers(1, 9),
 )
-def test_cards_need_their_check_digit(prefix: str, draw: Any, separator: str, wrong: int) -> None:
+def test_cards_need_their_check_digit(prefix, draw, separator, wrong):
     good = card(prefix, 16, draw)
     bad = good[:-1] + str((int(good[-1]) + wrong) % 10)
     for number, expected in ((good, 1), (bad, 0)):
@@ -118,7 +118,7 @@ def test_cards_need_their_check_digit(prefix: str, draw: Any, separator: str, wr
 
 
 @given(st.integers(2, 998), st.integers(0, 9_999_999))
-def test_phones_with_a_country_code(country: int, number: int) -> None:
+def test_phones_with_a_country_code(country, number):
     assert anonymize(f"ring +{country} {number:07d}, please")[0] == "ring <PHONE_NUMBER>, please"
 
 
@@ -126,17 +126,17 @@ ADDRESS = r"[A-Za-z0-9]+([._%+-][A-Za-z0-9]+){0,2}@[a-z0-9]+(-[a-z0-9]+)?(\.[a-z
 
 
 @given(st.from_regex(ADDRESS, fullmatch=True))
-def test_addresses_go_whole(address: str) -> None:
+def test_addresses_go_whole(address):
     assert anonymize(f"from {address}. Then")[0] == "from <EMAIL>. Then"
 
 
 @given(st.text("abcdefghijklmnopqrstuvwxyz ,.;:!?'\"\n\t<>[]()-–é漢", max_size=300))
-def test_text_without_digits_and_at_signs_is_untouched(text: str) -> None:
+def test_text_without_digits_and_at_signs_is_untouched(text):
     assert anonymize(text)[0] == text
 
 
 @pytest.mark.parametrize("sentence", CASES["near"])
-def test_a_bare_number_near_a_word_about_telephones(sentence: str) -> None:
+def test_a_bare_number_near_a_word_about_telephones(sentence):
     for number in ("512 345 678", "91 234 56 78", "612 34 56 78", "32 12 34 56"):
         assert anonymize(sentence.format(number))[0] == sentence.format("<PHONE_NUMBER>")
     # Not in the groups of any country, or bytes of a dump.
@@ -149,7 +149,7 @@ CUES = [*BEFORE, *CASES["cues"]]
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(CUES), max_size=4))
-def test_the_quick_look_before_a_cue_misses_none(pieces: list[str]) -> None:
+def test_the_quick_look_before_a_cue_misses_none(pieces):
     before = "".join(pieces)[-64:]
     for cue in (cues.PHONE, cues.MAYBE):
         assert cues.may_hold(before) or cue.match(before, 0, len(before)) is None
@@ -180,11 +180,11 @@ def together(texts: list[str]) -> None:
 
 @settings(deadline=None, max_examples=300)
 @given(st.lists(st.lists(PIECES, max_size=9).map("".join), max_size=4))
-def test_any_texts_are_anonymized_alike_together_and_only_once(texts: list[str]) -> None:
+def test_any_texts_are_anonymized_alike_together_and_only_once(texts):
     together(texts)
 
 
-def test_the_sample_and_the_exam_are_anonymized_alike_together(tmp_path: Path) -> None:
+def test_the_sample_and_the_exam_are_anonymized_alike_together(tmp_path):
     # A cue is seen over 64 characters of any size.
     text = f"one\ncall {'𝔸' * 12} {'𝔸' * 12}\n5551234 b"
     assert anonymize(text)[1]["PHONE_NUMBER"] == 1
@@ -210,7 +210,7 @@ def assert_linear(rules: Any, unit: str) -> None:
     assert seconds(64_000) < 60 * small or seconds(64_000) < 60 * small, unit
 
 
-def test_time_is_linear_in_repetition() -> None:
+def test_time_is_linear_in_repetition():
     for unit in CASES["repeated"]:
         assert_linear(anonymize, unit)
     for unit in ("a", "a.", "@[1:1:", "a@", "a@a.", "a@a-", "1-", "a@b.c.!"):
@@ -218,7 +218,7 @@ def test_time_is_linear_in_repetition() -> None:
 
 
 @given(st.text(st.characters() | st.sampled_from("\r\n\0\ud800\udfff")))
-def test_normalised_text_is_utf8_and_stays(text: str) -> None:
+def test_normalised_text_is_utf8_and_stays(text):
     once, _ = normalise(text)
     once.encode()
     assert normalise(once)[0] == once.replace("\r\n", "\n")
@@ -227,7 +227,7 @@ def test_normalised_text_is_utf8_and_stays(text: str) -> None:
 
 
 @given(st.lists(st.text(" \n\tab\u2003\u0085漢", max_size=60), max_size=5), st.integers(1, 5))
-def test_pieces_lose_nothing(texts: list[str], words: int) -> None:
+def test_pieces_lose_nothing(texts, words):
     column, whole = cut(pa.array(["", *texts], pa.large_string()).slice(1), words)
     pieces = column.to_pylist()
     for number, text in enumerate(texts):
@@ -240,7 +240,7 @@ def test_pieces_lose_nothing(texts: list[str], words: int) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.text(st.characters(codec="utf-8") | st.sampled_from(" \n\x1f\x85\u2003\u3000")), max_size=6))
-def test_words_are_those_of_str_split(texts: list[str]) -> None:
+def test_words_are_those_of_str_split(texts):
     assert count_words(pa.array(texts, pa.large_string())).tolist() == [len(text.split()) for text in texts]
 
 
@@ -264,7 +264,7 @@ def documents(folder: Path, rows: list[tuple[str, str, str]], **options: Any) ->
     return pq.read_table(folder / "out.parquet").to_pylist(), read_json(folder / "counts.json")
 
 
-def test_documents(tmp_path: Path) -> None:
+def test_documents(tmp_path):
     rows, counts = documents(tmp_path, ROWS)
     assert [row["text"] for row in rows] == ["Write to <EMAIL>\nnow.", "plain text", "call <PHONE_NUMBER> now, do"]
     assert [row["n_words"] for row in rows] == [4, 2, 4]
@@ -296,7 +296,7 @@ def test_documents(tmp_path: Path) -> None:
         documents(tmp_path, ROWS, rules="other")
 
 
-def test_no_personal_data_is_left_in_metadata(tmp_path: Path) -> None:
+def test_no_personal_data_is_left_in_metadata(tmp_path):
     private = {
         "EMAIL": "ann@x.example",
         "DART": "1234567890-" + "a1" * 26 + "b",
@@ -326,12 +326,12 @@ LIKE_RELEASED = [*"aab.!@-+0123456789 ()\\:][\nZ\x1c\u00a0/*", "a@b.c", "@[1:2:"
         "".join
     )
 )
-def test_released_rules_are_seven_substitutions_by_line(text: str) -> None:
+def test_released_rules_are_seven_substitutions_by_line(text):
     if len(text) < 30 or "@[" not in text:
         assert released.anonymize(text)[0] == released.sequential(text)
 
 
-def test_released_rules_keep_their_faults() -> None:
+def test_released_rules_keep_their_faults():
     for text, expected in (
         ("J.Smith@example.com", "J.S<|EMAIL|>"),
         ("Vol 125 2003, 3.14159265358979", "Vol <|PHONE_NUMBER|>, 3.1<CREDIT_CARD_NUMBER>"),

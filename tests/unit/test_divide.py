@@ -79,16 +79,14 @@ VALUE = st.one_of(st.booleans(), st.integers(6, 8), st.sampled_from(["True", "7"
 )
 @example(rows=ROWS, options={"metadata": ["n", "meta"], "id": "n"}, files=2)
 @hypothesis_settings(deadline=None, max_examples=25)
-def test_every_file_is_the_one_that_a_condition_gives(
-    rows: list[dict[str, Any]], options: dict[str, Any], files: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_every_file_is_the_one_that_a_condition_gives(rows, options, files, tmp_path_factory):
     folder = tmp_path_factory.mktemp("divided")
     for number in range(files):
         write_lines(folder / f"{number}.jsonl.gz", [*EACH, *rows[number::files]])
     same_as_by_where(folder, {"path": f"{folder}/*.jsonl.gz"} | options, DOMAINS, "meta.set")
 
 
-def test_a_pass_counts_what_it_reads_and_ends_when_every_domain_has_its_words(tmp_path: Path) -> None:
+def test_a_pass_counts_what_it_reads_and_ends_when_every_domain_has_its_words(tmp_path):
     write_lines(tmp_path / "a.jsonl.gz", ROWS)
     source = {"path": f"{tmp_path}/a.jsonl.gz", "where": {"n": {"min": 4}}}
     counts = same_as_by_where(tmp_path, source, DOMAINS, "meta.set")
@@ -106,7 +104,7 @@ def test_a_pass_counts_what_it_reads_and_ends_when_every_domain_has_its_words(tm
     assert counts["taken"] == {"x": {"x": 3}, "y": {"y": 2}}, "one of x is beyond its words"
 
 
-def test_parquet_csv_and_what_datatrove_writes_are_divided(tmp_path: Path) -> None:
+def test_parquet_csv_and_what_datatrove_writes_are_divided(tmp_path):
     rows = [{"text": f"t{number}", "set": "ab"[number % 2], "other": number} for number in range(9)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=4)
     (tmp_path / "b.csv").write_text("other,set,text\n" + "".join(f"1,{'ab'[n % 2]},c{n}\n" for n in range(5)))
@@ -117,7 +115,7 @@ def test_parquet_csv_and_what_datatrove_writes_are_divided(tmp_path: Path) -> No
         assert (found["taken"], found["untaken"]) == ({"en": {"en": 2}, "others": {"de": 2}}, {"fr": 2})
 
 
-def test_the_commands_give_the_documents_of_a_domain_that_reads_alone(tmp_path: Path) -> None:
+def test_the_commands_give_the_documents_of_a_domain_that_reads_alone(tmp_path):
     rows = [{"text": f"Write to me{number}@example.org", "set": "ab"[number % 2]} for number in range(8)]
     write_lines(tmp_path / "a.jsonl.gz", rows)
     source = {"kind": "files", "path": f"{tmp_path}/a.jsonl.gz"}
@@ -165,7 +163,7 @@ def card_of(counts: Path, domains: dict[str, Any], refused_for: str = "") -> dic
     return read_json(card) if card.exists() else None
 
 
-def test_the_card_of_a_source_counts_what_no_domain_took(tmp_path: Path) -> None:
+def test_the_card_of_a_source_counts_what_no_domain_took(tmp_path):
     rows = [{"text": "t", "set": name} for name in ("a", "b", "b", "c", "a", "d", "ann@example.org")] + [{"text": "t"}]
     counts = counted(tmp_path, rows, {"a": ["a"], "gone": ["d"], "bad": ["bb"]})
     found = card_of(counts, {"a": ["a"], "later": "c"})
@@ -181,7 +179,7 @@ def test_the_card_of_a_source_counts_what_no_domain_took(tmp_path: Path) -> None
     assert card_of(counts, {"a": ["a"]}, refused_for="sources.corpus.by") is None
 
 
-def test_further_values_are_counted_together(tmp_path: Path) -> None:
+def test_further_values_are_counted_together(tmp_path):
     rows = [{"text": "t", "set": f"v{number}"} for number in range(MOST_VALUES + 3)] + [{"text": "t", "set": "x" * 101}]
     found = read_json(counted(tmp_path, [*rows, {"text": "t", "set": "a"}], {"a": ["a"]}))["untaken"]
     assert len(found) == MOST_VALUES + 1
@@ -208,7 +206,7 @@ def shared_config(**changes: Any) -> dict[str, Any]:
     return config
 
 
-def test_a_domain_of_a_shared_source_has_the_source_with_its_condition(tmp_path: Path) -> None:
+def test_a_domain_of_a_shared_source_has_the_source_with_its_condition(tmp_path):
     run = completed_run(shared_config())
     alone = shared_config(domains__training__licenses__from=None, domains__training__licenses__value=None)
     where = {"meta.set": ["Law", 3]}
@@ -247,6 +245,6 @@ FANTASY = "domains.novel.fantasy"
         ({"sources__Pile": {"source": {"kind": "files", "path": "a"}, "by": "b"}}, "sources.Pile"),
     ],
 )
-def test_wrong_keys_are_refused(changes: dict[str, Any], subject: str) -> None:
+def test_wrong_keys_are_refused(changes, subject):
     with refused(subject):
         completed_run(shared_config(**changes))

@@ -128,9 +128,7 @@ END, TOTAL = len(DATA) - 1, len(DATA)
         (part(f"bytes {HALF}-{END}/*", DATA[HALF:]), 2, DATA),
     ],
 )
-def test_whatever_a_server_does_the_file_is_whole(
-    serve: Callable[[Answer], Site], tmp_path: Path, answer: Answer, requests: int, data: bytes
-) -> None:
+def test_whatever_a_server_does_the_file_is_whole(serve, tmp_path, answer, requests, data):
     site = serve(answer)
     get(site, tmp_path / "f")
     assert (tmp_path / "f").read_bytes() == data
@@ -138,7 +136,7 @@ def test_whatever_a_server_does_the_file_is_whole(
     assert len(site.requests) == requests
 
 
-def test_a_transfer_goes_on_where_it_was_cut_or_stalled(serve: Callable[[Answer], Site], tmp_path: Path) -> None:
+def test_a_transfer_goes_on_where_it_was_cut_or_stalled(serve, tmp_path):
     def stall(handler: Handler) -> None:
         ranged(handler, stop=HALF)
         handler.wfile.flush()
@@ -159,7 +157,7 @@ def test_a_transfer_goes_on_where_it_was_cut_or_stalled(serve: Callable[[Answer]
     assert "range" not in site.requests[1]
 
 
-def test_a_killed_job_goes_on_in_the_next(serve: Callable[[Answer], Site], tmp_path: Path) -> None:
+def test_a_killed_job_goes_on_in_the_next(serve, tmp_path):
     def answer(handler: Handler, number: int) -> None:
         if 1 < number < ATTEMPTS + 3:
             handler.send(b"", 500)
@@ -214,9 +212,7 @@ def answers(*data: Any, **headers: str) -> Answer:
         (answers(b"", 302, Location="/data.bin"), {}, 39),
     ],
 )
-def test_what_cannot_be_fetched_is_refused_and_nothing_of_it_kept(
-    serve: Callable[[Answer], Site], tmp_path: Path, answer: Answer, options: dict[str, Any], most: int
-) -> None:
+def test_what_cannot_be_fetched_is_refused_and_nothing_of_it_kept(serve, tmp_path, answer, options, most):
     site = serve(answer)
     with refused("data.bin") as caught:
         get(site, tmp_path / "f", **options)
@@ -233,22 +229,18 @@ def test_what_cannot_be_fetched_is_refused_and_nothing_of_it_kept(
 
 
 @pytest.mark.parametrize("known", [{"size": TOTAL}, {"sha256": SHA256}])
-def test_a_file_without_a_length_is_whole_by_what_the_config_says(
-    serve: Callable[[Answer], Site], tmp_path: Path, known: dict[str, Any]
-) -> None:
+def test_a_file_without_a_length_is_whole_by_what_the_config_says(serve, tmp_path, known):
     get(serve(without_length), tmp_path / "f", **known)
     assert (tmp_path / "f").read_bytes() == DATA
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:99999/f", "http://127.0.0.1:port/f", "http://a..b/f"])
-def test_an_address_that_cannot_be_is_not_tried_again(tmp_path: Path, url: str) -> None:
+def test_an_address_that_cannot_be_is_not_tried_again(tmp_path, url):
     with refused(url):
         fetch(url, tmp_path / "f", backoff=1000)
 
 
-def test_a_fetched_file_is_on_disk_before_it_has_its_name(
-    serve: Callable[[Answer], Site], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fetched_file_is_on_disk_before_it_has_its_name(serve, tmp_path, monkeypatch):
     site, synced, fsync = serve(lambda handler, number: ranged(handler)), [], os.fsync
 
     def noted(descriptor: int) -> None:
@@ -261,12 +253,8 @@ def test_a_fetched_file_is_on_disk_before_it_has_its_name(
 
 
 def test_user_and_password_are_those_of_netrc_and_no_error_or_log_shows_any(
-    serve: Callable[[Answer], Site],
-    nobody: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    serve, nobody, tmp_path, monkeypatch, caplog
+):
     site = serve(lambda handler, number: ranged(handler))
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password hunter2\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -285,9 +273,7 @@ def lines(*texts: str) -> bytes:
     return "".join(f'{{"text": "{text}"}}\n' for text in texts).encode()
 
 
-def test_a_source_of_addresses_is_read_in_parts_up_to_its_words(
-    serve: Callable[[Answer], Site], tmp_path: Path
-) -> None:
+def test_a_source_of_addresses_is_read_in_parts_up_to_its_words(serve, tmp_path):
     site = serve(lambda handler, number: handler.send(lines(f"of {handler.path}")))
     urls = tuple(f"{site.address}/{name}.jsonl" for name in "abc")
     for part_of in range(2):
@@ -300,9 +286,7 @@ def test_a_source_of_addresses_is_read_in_parts_up_to_its_words(
     assert len(site.requests) == 2, "the last address is left alone"
 
 
-def test_a_failed_source_keeps_what_it_fetched_but_for_a_damaged_file(
-    serve: Callable[[Answer], Site], tmp_path: Path
-) -> None:
+def test_a_failed_source_keeps_what_it_fetched_but_for_a_damaged_file(serve, tmp_path):
     data = gzip.compress(lines("a", "b"))
 
     def answer(handler: Handler, number: int) -> None:
@@ -323,7 +307,7 @@ def test_a_failed_source_keeps_what_it_fetched_but_for_a_damaged_file(
 
 
 @pytest.mark.parametrize("url", ["ftp://host/a.jsonl", "file:///etc/passwd", "http://host/", "http://host/.."])
-def test_an_address_that_names_no_file_is_refused(tmp_path: Path, url: str) -> None:
+def test_an_address_that_names_no_file_is_refused(tmp_path, url):
     with refused(url):
         download(Source("url", url), "d", tmp_path / "d" / "0.parquet")
 
@@ -355,7 +339,7 @@ def with_sources(**sources: Any) -> dict[str, Any]:
         ("sqlite:///results/mlflow.db", False),
     ],
 )
-def test_credentials_in_addresses_are_known(address: str, secret: bool) -> None:
+def test_credentials_in_addresses_are_known(address, secret):
     assert (secret_in(address) is not None) == secret
 
 
@@ -366,7 +350,7 @@ def test_credentials_in_addresses_are_known(address: str, secret: bool) -> None:
         *("https://me:hun/ter2@host/f", "https://[hunter2@host/f"),
     ],
 )
-def test_an_address_with_a_credential_is_refused_everywhere_and_not_shown(address: str, tmp_path: Path) -> None:
+def test_an_address_with_a_credential_is_refused_everywhere_and_not_shown(address, tmp_path):
     path = "domains.training.licenses.source.path"
     for use, subject in (
         (lambda: completed_run(with_sources(licenses={"kind": "url", "path": address})), path),
@@ -379,14 +363,14 @@ def test_an_address_with_a_credential_is_refused_everywhere_and_not_shown(addres
         assert "ter2" not in str(caught.value)
 
 
-def test_a_wrong_address_is_not_shown_with_its_credential() -> None:
+def test_a_wrong_address_is_not_shown_with_its_credential():
     for path in ("ftp://me:hunter2@host/f", ["https://me:hunter2@h/f", 5]):
         with pytest.raises(DemixError) as caught:
             completed_run(with_sources(licenses={"kind": "url", "path": path}))
         assert "ter2" not in str(caught.value)
 
 
-def test_logs_show_no_credentials(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_show_no_credentials(capsys, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     said(["--version"])
     logging.getLogger("demix").error("see https://me:hunter2@host/f?X-Amz-Signature=hunter2&a=1, and what? a=1")
@@ -413,7 +397,7 @@ def digests(**contents: str) -> dict[str, Any]:
     return {"source": {"sha256": made}}
 
 
-def test_what_pin_prints_pins_every_source(hub: str) -> None:
+def test_what_pin_prints_pins_every_source(hub):
     for name in ("fortunes", "licenses"):
         Path(f"{name}.jsonl").write_text(name)
     config = with_sources(
@@ -438,7 +422,7 @@ def test_what_pin_prints_pins_every_source(hub: str) -> None:
     assert not [path for path in Path("results").rglob("*") if path.is_file()]
 
 
-def test_pin_names_what_it_cannot_read_beside_the_rest(hub: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_pin_names_what_it_cannot_read_beside_the_rest(hub, caplog):
     config = with_sources(
         parliament={"kind": "url", "path": f"{hub}/none.jsonl"},
         scripture=HUB,
@@ -455,7 +439,7 @@ def test_pin_names_what_it_cannot_read_beside_the_rest(hub: str, caplog: pytest.
 
 
 @pytest.mark.parametrize("kind", ["hub", "url"])
-def test_without_a_network_pin_ends_at_once(kind: str, nobody: str, tmp_path: Path) -> None:
+def test_without_a_network_pin_ends_at_once(kind, nobody, tmp_path):
     """Before each source tries by itself, for minutes."""
     url = {"kind": "url", "path": f"{nobody}/a.jsonl"}
     one, other = (HUB, url) if kind == "hub" else (url, HUB)
@@ -476,7 +460,7 @@ def test_without_a_network_pin_ends_at_once(kind: str, nobody: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("revision", ["main", "v1.0", "refs/convert/parquet", COMMIT[:7], COMMIT.upper()])
-def test_a_revision_that_can_move_must_be_allowed(revision: str) -> None:
+def test_a_revision_that_can_move_must_be_allowed(revision):
     config = with_sources(fantasy=HUB | {"revision": revision})
     with refused("config key domains.novel.fantasy.source.revision", "domains.novel.fantasy.source.revision"):
         completed_run(config)

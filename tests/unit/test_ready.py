@@ -58,7 +58,7 @@ def nobody() -> Iterator[str]:
         yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
-def test_the_commands_and_the_controller_are_there(commands: Commands) -> None:
+def test_the_commands_and_the_controller_are_there(commands):
     with refused(", ".join(CLIENTS)):
         check_site(config(), [])
     (commands() / "squeue").unlink()
@@ -69,7 +69,7 @@ def test_the_commands_and_the_controller_are_there(commands: Commands) -> None:
         check_site(config(), [])
 
 
-def test_partitions_are_those_of_the_cluster(commands: Commands) -> None:
+def test_partitions_are_those_of_the_cluster(commands):
     commands(sbatch="", sinfo="printf 'gpu\\ncpu\\ngpu\\n'")
     assert check_site(config(partition="gpu,cpu", stages={"score": {"partition": "cpu"}}), ["wiki"]) is None
     with refused("cluster.partition"):
@@ -78,7 +78,7 @@ def test_partitions_are_those_of_the_cluster(commands: Commands) -> None:
         check_site(config(stages={"score": {"partition": "short"}}), [])
 
 
-def test_an_address_is_asked_for_where_downloads_run_here(commands: Commands, server: str, nobody: str) -> None:
+def test_an_address_is_asked_for_where_downloads_run_here(commands, server, nobody):
     commands(sbatch="", sinfo="")
     login = {"downloads": "login", "setup": ["echo modules are loaded"]}
     # 503: a server under load, as the download itself takes it.
@@ -94,7 +94,7 @@ def test_an_address_is_asked_for_where_downloads_run_here(commands: Commands, se
         check_site(config(f"{server}/200/a.txt", **proxied), ["wiki"])
 
 
-def test_one_machine_asks_for_addresses_of_text_that_no_other_run_has(server: str, nobody: str, tmp_path: Path) -> None:
+def test_one_machine_asks_for_addresses_of_text_that_no_other_run_has(server, nobody, tmp_path):
     assert check_here(config(f"{server}/200/a.txt"), ["code", "wiki"]) is None
     source = {"kind": "url", "path": f"{nobody}/a.txt", "sha256": {"a.txt": "0" * 64}}
     run = replace(config(source=source), folder=tmp_path / "results" / "mine")
@@ -110,9 +110,7 @@ def test_one_machine_asks_for_addresses_of_text_that_no_other_run_has(server: st
     assert check_here(run, ["wiki"]) is None
 
 
-def test_an_address_is_asked_for_by_a_compute_node(
-    commands: Commands, server: str, nobody: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_address_is_asked_for_by_a_compute_node(commands, server, nobody, monkeypatch):
     folder = commands(
         sbatch="",
         sinfo="echo gpu",
@@ -133,9 +131,7 @@ def test_an_address_is_asked_for_by_a_compute_node(
     assert str(check_site(config(f"{nobody}/a.txt"), ["wiki"])).endswith("srun: error: Requested nodes are busy")
 
 
-def test_a_data_set_of_the_hub_is_its_endpoint(
-    commands: Commands, server: str, nobody: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_set_of_the_hub_is_its_endpoint(commands, server, nobody, monkeypatch):
     commands(sbatch="", sinfo="")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     source = {"kind": "hub", "path": "owner/name", "revision": "0" * 40, "data_files": ["*.parquet"]}

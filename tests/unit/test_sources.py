@@ -141,15 +141,7 @@ def shares(files: dict[str, list[Any]], form: str, archive: bool, parts: int) ->
     st.none() | st.integers(1, 12),
 )
 @settings(deadline=None, max_examples=120)
-def test_any_files_give_the_documents_of_a_plain_loop(
-    tmp_path_factory: pytest.TempPathFactory,
-    of: tuple[str, str],
-    archive: str | None,
-    tables: list[list[dict[str, Any]]],
-    parts: int,
-    where: dict[str, Any],
-    words: int | None,
-) -> None:
+def test_any_files_give_the_documents_of_a_plain_loop(tmp_path_factory, of, archive, tables, parts, where, words):
     folder, (form, suffix) = tmp_path_factory.mktemp("files"), of
     if form == "parquet":
         archive = None
@@ -184,13 +176,13 @@ def test_any_files_give_the_documents_of_a_plain_loop(
         assert found == wanted
 
 
-def test_there_is_no_part_beyond_the_last(tmp_path: Path) -> None:
+def test_there_is_no_part_beyond_the_last(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(ROWS))
     with refused("d.source.parts"):
         read(tmp_path, tmp_path / "a.jsonl", part=5, parts=5)
 
 
-def test_fields_become_ids_texts_and_metadata(tmp_path: Path) -> None:
+def test_fields_become_ids_texts_and_metadata(tmp_path):
     values = [
         {"text": None, "key": 7, "n": math.nan, "m": {"x": [math.inf, 1.5]}},
         {"text": ["a", "b"], "key": "k", "n": "\udfff"},
@@ -207,10 +199,14 @@ def test_fields_become_ids_texts_and_metadata(tmp_path: Path) -> None:
     ]
     assert counts(tmp_path) == {"invalid_bytes": 0, "surrogates": 2, "not_utf8": 0}
     assert read(tmp_path, tmp_path / "a.jsonl")[0]["metadata"] == "{}"
+    # As Qasper has its papers.
+    sections = [{"paragraphs": ["a", "b"]}, {"paragraphs": []}, {"paragraphs": ["c"]}]
+    (tmp_path / "q.json").write_text(json.dumps({"1909.1": {"title": "t", "full_text": sections}}))
+    assert texts(tmp_path, tmp_path / "q.json", json="values", text="full_text[].paragraphs[]") == ["a\nb\nc"]
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_a_text_file_is_one_document(tmp_path: Path, suffix: str) -> None:
+def test_a_text_file_is_one_document(tmp_path, suffix):
     for name in ("b", "a"):
         (tmp_path / f"{name}.txt{suffix}").write_bytes(COMPRESS[suffix](f"{name}\n\n{name}".encode()))
     rows = read(tmp_path, tmp_path / "b.txt*", tmp_path / "*.txt*")
@@ -218,22 +214,20 @@ def test_a_text_file_is_one_document(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_several_compressed_frames_are_one_file(tmp_path: Path, suffix: str) -> None:
+def test_several_compressed_frames_are_one_file(tmp_path, suffix):
     path = tmp_path / f"frames.jsonl{suffix}"
     path.write_bytes(COMPRESS[suffix](b'{"text": "a"}\n{"te') + COMPRESS[suffix](b'xt": "b"}\n'))
     assert texts(tmp_path, path) == ["a", "b"]
 
 
-def test_a_line_feed_in_a_value_of_csv_ends_no_row_in_a_file_of_many_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_feed_in_a_value_of_csv_ends_no_row_in_a_file_of_many_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "CSV_BLOCK", 4096)
     wanted = [f"{number}\n" * 1500 for number in range(4)]
     (tmp_path / "a.csv").write_text("text\n" + "".join(f'"{text}"\n' for text in wanted))
     assert texts(tmp_path, tmp_path / "a.csv") == wanted
 
 
-def test_what_is_not_needed_is_never_read(tmp_path: Path) -> None:
+def test_what_is_not_needed_is_never_read(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n' * 4 + "damaged")
     assert len(read(tmp_path, tmp_path / "a.jsonl", words=10)) == 4
 
@@ -257,9 +251,7 @@ def parquet_of(text: bytes) -> bytes:
         ("a.parquet", parquet_of(NOISE)),
     ],
 )
-def test_bytes_that_are_not_utf8_are_replaced_and_counted(
-    tmp_path: Path, name: str, data: bytes, suffix: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bytes_that_are_not_utf8_are_replaced_and_counted(tmp_path, name, data, suffix, caplog):
     path = tmp_path / (name if name == "a.parquet" else name + suffix)
     path.write_bytes(data if path.name == name else gzip.compress(data))
     assert texts(tmp_path, path) == ["caf\ufffd and na\u00efve, \ufffd\ufffd cut"]
@@ -277,7 +269,7 @@ def is_utf8(data: bytes) -> bool:
 
 @given(st.lists(st.lists(st.sampled_from([*b"az ", *range(128, 256)]), max_size=40).map(bytes)))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
-def test_any_bytes_become_text(tmp_path: Path, some: list[bytes]) -> None:
+def test_any_bytes_become_text(tmp_path, some):
     path = tmp_path / "any.jsonl"
     path.write_bytes(b"".join(b'{"text": "' + text + b'"}\n' for text in [*some, b"last"]))
     found = texts(tmp_path, path)
@@ -288,7 +280,7 @@ def test_any_bytes_become_text(tmp_path: Path, some: list[bytes]) -> None:
     ]
 
 
-def test_what_was_never_utf8_is_left_out_and_counted(tmp_path: Path) -> None:
+def test_what_was_never_utf8_is_left_out_and_counted(tmp_path):
     (tmp_path / "bad.txt").write_bytes(bytes(range(128, 256)) * 3)
     # Without its mark, UTF-16 is valid UTF-8 but for a letter here and there.
     (tmp_path / "also.txt").write_bytes(("plain words " * 40 + "é").encode("utf-16-le"))
@@ -304,7 +296,7 @@ def test_what_was_never_utf8_is_left_out_and_counted(tmp_path: Path) -> None:
     ("name", "data"),
     [("a.jsonl", '{"text": "a"}\n'), ("a.json", '[{"text": "a"}]'), ("a.csv", "text\na\n"), ("a.txt", "a")],
 )
-def test_a_byte_order_mark_is_no_text_and_that_of_utf16_is_refused(tmp_path: Path, name: str, data: str) -> None:
+def test_a_byte_order_mark_is_no_text_and_that_of_utf16_is_refused(tmp_path, name, data):
     (tmp_path / name).write_text("\ufeff" + data)
     assert texts(tmp_path, tmp_path / name, json="values" if name == "a.json" else "lines") == ["a"]
     for coding in ("utf-16-le", "utf-16-be"):
@@ -313,7 +305,7 @@ def test_a_byte_order_mark_is_no_text_and_that_of_utf16_is_refused(tmp_path: Pat
             read(tmp_path, tmp_path / name)
 
 
-def test_what_is_written_is_private_the_same_every_time_and_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_what_is_written_is_private_the_same_every_time_and_whole_or_not_at_all(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(ROWS))
     for run in ("x", "y"):
@@ -335,7 +327,7 @@ def test_what_is_written_is_private_the_same_every_time_and_whole_or_not_at_all(
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
 
 
-def test_read_makes_what_download_and_anonymize_make_and_leaves_no_raw_text(tmp_path: Path) -> None:
+def test_read_makes_what_download_and_anonymize_make_and_leaves_no_raw_text(tmp_path):
     source = tmp_path / "a.jsonl"
     source.write_bytes(lines([{"text": f"{name}@example.org wrote {name} words. " * 9} for name in "abc"]))
     settings = ["--settings", json.dumps({"kind": "files", "path": str(source), "piece_words": 20})]
@@ -353,7 +345,7 @@ def test_read_makes_what_download_and_anonymize_make_and_leaves_no_raw_text(tmp_
     assert new.read_bytes() != old.read_bytes()
 
 
-def test_sizes_and_digests_of_local_files(tmp_path: Path) -> None:
+def test_sizes_and_digests_of_local_files(tmp_path):
     path, data = tmp_path / "a.jsonl", lines(ROWS)
     path.write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()
@@ -475,14 +467,14 @@ def fails(path: Path, place: str = "", **options: Any) -> DemixError:
 
 
 @pytest.mark.parametrize(("name", "data", "place"), BAD)
-def test_bad_files_are_refused_whole(tmp_path: Path, name: str, data: bytes, place: str) -> None:
+def test_bad_files_are_refused_whole(tmp_path, name, data, place):
     (tmp_path / name).write_bytes(data)
     fails(tmp_path / name, place)
 
 
 @every_archive
 @pytest.mark.parametrize("keep", [0.4, 0.9])
-def test_archives_cut_short_are_refused(tmp_path: Path, name: str, keep: float) -> None:
+def test_archives_cut_short_are_refused(tmp_path, name, keep):
     data = ARCHIVES[name]({f"{number}.jsonl.zst": HOLDS for number in range(3)})
     (tmp_path / name).write_bytes(data[: int(len(data) * keep)])
     with pytest.raises(DemixError) as caught:
@@ -490,7 +482,7 @@ def test_archives_cut_short_are_refused(tmp_path: Path, name: str, keep: float) 
     assert caught.value.subject.startswith(str(tmp_path / name))
 
 
-def test_columns_that_are_not_there_or_no_text_are_refused(tmp_path: Path) -> None:
+def test_columns_that_are_not_there_or_no_text_are_refused(tmp_path):
     (tmp_path / "a.parquet").write_bytes(PARQUET)
     fails(tmp_path / "a.parquet", text="body")
     fails(tmp_path / "a.parquet", ", row 1", text="n")
@@ -499,7 +491,7 @@ def test_columns_that_are_not_there_or_no_text_are_refused(tmp_path: Path) -> No
 
 
 @every_archive
-def test_members_are_chosen_by_glob(tmp_path: Path, name: str) -> None:
+def test_members_are_chosen_by_glob(tmp_path, name):
     members = {"top/one.jsonl": lines([{"text": "a"}]), "top/two.csv": b"text\nb\n", "top/readme.doc": b"no text"}
     (tmp_path / name).write_bytes(ARCHIVES[name](members | {"other/four.txt": b"e"}))
     assert texts(tmp_path, tmp_path / name, members=["top/*.jsonl*", "*.csv"]) == ["a", "b"]
@@ -511,36 +503,24 @@ BLANKS = b'{"text": "a"}\n' + (b" " * 9999 + b"\n") * 600
 BOMBS = {
     **{f"a.{form}{end}": COMPRESS[end](BLANKS) for form in ("txt", "jsonl", "csv") for end in (".gz", ".zst")},
     **{name: make({"a.jsonl": LINES, "b.jsonl": BLANKS}) for name, make in ARCHIVES.items() if name != "a.tar"},
+    # A small member of a small archive, which expands once more.
+    **{name.replace("a.", "b."): make({"a.jsonl.zst": zstandard.compress(BLANKS)}) for name, make in ARCHIVES.items()},
 }
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_decompression_bombs_are_refused_in_little_memory(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decompression_bombs_are_refused_in_little_memory(tmp_path, name, monkeypatch):
     monkeypatch.setattr(readers, "RATIO_FREE_BYTES", 2 << 20)
     (tmp_path / name).write_bytes(BOMBS[name])
-    assert len(BOMBS[name]) * readers.MAX_RATIO < len(BLANKS)
     tracemalloc.start()
-    with pytest.raises(DemixError) as caught:
-        read(tmp_path, tmp_path / name)
-    assert caught.value.subject.startswith(str(tmp_path / name))
+    fails(tmp_path / name)
     assert tracemalloc.get_traced_memory()[1] < 5 << 20
     tracemalloc.stop()
-    monkeypatch.setattr(readers, "RATIO_FREE_BYTES", len(BLANKS) + 4096)
-    assert texts(tmp_path, tmp_path / name)[0] in ("a", ROWS[0]["text"], BLANKS.decode()) or name.startswith("a.csv")
+    monkeypatch.setattr(readers, "RATIO_FREE_BYTES", 8 << 20)
+    assert read(tmp_path, tmp_path / name)
 
 
-@every_archive
-def test_a_small_member_of_a_small_archive_that_expands_once_more_is_refused(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(readers, "RATIO_FREE_BYTES", 1 << 20)
-    (tmp_path / name).write_bytes(ARCHIVES[name]({f"{n}.jsonl.zst": zstandard.compress(BLANKS) for n in range(3)}))
-    fails(tmp_path / name)
-
-
-def test_long_lines_and_documents_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_lines_and_documents_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 1000)
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + " " * 1001)
     (tmp_path / "a.txt").write_text("x" * 1001)
@@ -549,48 +529,25 @@ def test_long_lines_and_documents_are_refused(tmp_path: Path, monkeypatch: pytes
         fails(tmp_path / name, place)
 
 
-def test_json_values_of_a_tgz_as_qasper_has_them(tmp_path: Path) -> None:
-    papers = {
-        f"1909.0000{i}": {
-            "title": f"t{i}",
-            "full_text": [
-                {"section_name": "One", "paragraphs": [f"a{i}", f"b{i}"]},
-                {"section_name": None, "paragraphs": []},
-                {"section_name": "Two", "paragraphs": [f"c{i}"]},
-            ],
-        }
-        for i in range(3)
-    }
-    path = tmp_path / "q.tgz"
-    path.write_bytes(ARCHIVES[path.name.replace("q", "a")]({"q-train.json": json.dumps(papers).encode(), "x.py": b""}))
-    options = {"members": ["q-*.json"], "json": "values", "text": "full_text[].paragraphs[]", "metadata": ["title"]}
-    assert texts(tmp_path, path, **options) == ["a0\nb0\nc0", "a1\nb1\nc1", "a2\nb2\nc2"]
-
-
 @pytest.mark.parametrize("kind", ["jsonl_gz", "jsonl_zst", "parquet", "fineweb"])
-def test_what_datatrove_writes_is_read_as_it_is(kind: str, tmp_path: Path) -> None:
+def test_what_datatrove_writes_is_read_as_it_is(kind, tmp_path):
     nested = "" if kind == "fineweb" else "metadata."
     keys = [f"{nested}url", f"{nested}language_score"]
-    for parts in (1, 2, 3):
-        rows = [
-            row
-            for part in range(parts)
-            for row in read(tmp_path, DATATROVE / kind, part=part, id="id", metadata=keys, parts=parts)
-        ]
-        assert sorted((row["id"], row["text"], json.loads(row["metadata"])) for row in rows) == [
-            (
-                f"<urn:uuid:{rank}-{n}>",
-                f"Text {n} of rank {rank}.\nSchöne Grüße, 東京.",
-                {keys[0]: f"https://example.org/{rank}/{n}", keys[1]: 0.5 + n / 8},
-            )
-            for rank in range(2)
-            for n in range(3)
-        ]
+    rows = read(tmp_path, DATATROVE / kind, id="id", metadata=keys)
+    assert sorted((row["id"], row["text"], json.loads(row["metadata"])) for row in rows) == [
+        (
+            f"<urn:uuid:{rank}-{n}>",
+            f"Text {n} of rank {rank}.\nSchöne Grüße, 東京.",
+            {keys[0]: f"https://example.org/{rank}/{n}", keys[1]: 0.5 + n / 8},
+        )
+        for rank in range(2)
+        for n in range(3)
+    ]
     german = read(tmp_path, DATATROVE / kind, id="id", where={f"{nested}language": "de"})
     assert [row["id"] for row in german] == ["<urn:uuid:0-1>", "<urn:uuid:1-1>"]
 
 
-def test_a_folder_is_all_files_below_it_that_can_be_read(tmp_path: Path) -> None:
+def test_a_folder_is_all_files_below_it_that_can_be_read(tmp_path):
     """Such as one of Dolma, https://github.com/allenai/dolma/blob/main/docs/data-format.md."""
     folder = tmp_path / "documents"
     for place in (
@@ -651,18 +608,20 @@ def of_hub(folder: Path, files: str = "data/*.parquet", **options: Any) -> list[
 
 
 @pytest.mark.parametrize("files", ["data/*.parquet", "data/*.jsonl.gz"])
-def test_a_data_set_of_the_hub_is_read_in_order_and_in_parts(data_set: Path, files: str) -> None:
+def test_a_data_set_of_the_hub_is_read_in_order_and_in_parts(data_set, files):
     wanted = [f"text {file} {row}" for file in range(3) for row in range(5)]
     assert of_hub(data_set, files) == wanted
     nested = of_hub(data_set, files, text="more.parts[]", where={"language": "de"})
     assert nested == ["0\n0", "1\n0", "2\n0"]
-    for some in (files, files.replace("*", "1")):
-        parts = [of_hub(data_set, some, part=part, parts=2) for part in range(2)]
-        assert all(parts)
-        assert sorted(parts[0] + parts[1]) == (wanted if some == files else wanted[5:10])
+    assert [of_hub(data_set, files, part=part, parts=2) for part in range(2)] == [
+        wanted[:5] + wanted[10:],
+        wanted[5:10],
+    ]
+    one = [of_hub(data_set, files.replace("*", "1"), part=part, parts=2) for part in range(2)]
+    assert one == [wanted[5:10:2], wanted[6:10:2]]
 
 
-def test_files_of_a_data_set_may_differ_in_fields_that_nobody_asked_for(data_set: Path) -> None:
+def test_files_of_a_data_set_may_differ_in_fields_that_nobody_asked_for(data_set):
     """A change of a nested field's shape, and what only some readers take for the end of a line."""
     odd = [
         b'{"text": "a\xe2\x80\xa8b", "meta": {"x": 1}}',
@@ -677,7 +636,7 @@ def test_files_of_a_data_set_may_differ_in_fields_that_nobody_asked_for(data_set
         of_hub(data_set, "data/odd*.jsonl.gz")
 
 
-def test_what_a_data_set_lacks_is_refused(data_set: Path) -> None:
+def test_what_a_data_set_lacks_is_refused(data_set):
     for options, subject in (
         ({"files": "none/*.parquet", "instructions": "ask X"}, f"data set {data_set}"),
         ({"files": "data/0.doc"}, "source.data_files"),

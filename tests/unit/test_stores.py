@@ -94,15 +94,13 @@ def files(store: ObjectStore, tmp_path: Path) -> Path:
         ("texts/**/*.jsonl", "_hidden/e.jsonl more/c.jsonl"),
     ],
 )
-def test_a_path_a_glob_and_a_folder_name_files(files: Path, path: str, found: str) -> None:
+def test_a_path_a_glob_and_a_folder_name_files(files, path, found):
     assert stored([f"s3://corpus/{path}"] * 2) == [f"s3://corpus/texts/{name}" for name in found.split()]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("words", [None, 6])
-def test_the_raw_text_is_that_of_the_same_local_files(
-    files: Path, store: ObjectStore, parts: int, words: int | None, tmp_path: Path
-) -> None:
+def test_the_raw_text_is_that_of_the_same_local_files(files, store, parts, words, tmp_path):
     for part in range(parts):
         here = Source("files", f"{files}", parts=parts, words=words)
         there = Source("store", "s3://corpus/texts", parts=parts, words=words)
@@ -115,7 +113,7 @@ def test_the_raw_text_is_that_of_the_same_local_files(
         assert len([span for _, span in store.asked if span]) == 1, "later files are left alone"
 
 
-def test_domains_of_a_shared_source_have_what_they_read_alone(files: Path, store: ObjectStore, tmp_path: Path) -> None:
+def test_domains_of_a_shared_source_have_what_they_read_alone(files, store, tmp_path):
     source = {"kind": "store", "path": ["s3://corpus/texts/*.gz", "s3://corpus/texts/more"], "parts": 2}
     division = settings_from(Division, {"source": source, "by": "set", "domains": {"one": "a", "two": ["b"]}})
     for part in range(2):
@@ -133,7 +131,7 @@ def test_domains_of_a_shared_source_have_what_they_read_alone(files: Path, store
     assert texts["two"] == ["b two", "p 1", "p 3", "p 5", "b eight"]
 
 
-def test_a_name_in_a_store_is_no_part_of_a_url(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_name_in_a_store_is_no_part_of_a_url(store, tmp_path):
     store.put({"a%20b?c#d::e.jsonl": lines("a"), "e/..": lines("b")})
     assert (
         download(Source("store", "s3://corpus/a%*", bytes={"a%20b?c#d::e.jsonl": 34}), "d", tmp_path / "d" / "0") == 1
@@ -151,17 +149,15 @@ def broken_at(store: ObjectStore, start: int, monkeypatch: pytest.MonkeyPatch) -
     """Put DATA into the store, which gives nothing from byte `start` on; it is asked for 4000 bytes at a time."""
     monkeypatch.setattr(stores, "BLOCK", 4000)
     store.put({"data.bin": DATA})
-    store.broken = lambda span: None if span.startswith(f"bytes={start}-") else ...
+    store.broken = lambda span: span.startswith(f"bytes={start}-")
 
 
-def test_a_broken_download_goes_on_where_it_ended(
-    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_download_goes_on_where_it_ended(store, tmp_path, monkeypatch):
     broken_at(store, 8000, monkeypatch)
     with refused(AT):
         fetch_stored(AT, tmp_path / "f")
     assert not (tmp_path / "f").exists()
-    store.broken = lambda _: ...
+    store.broken = lambda _: False
     store.asked.clear()
     for _ in range(2):
         fetch_stored(AT, tmp_path / "f", size=len(DATA), sha256=hashlib.sha256(DATA).hexdigest())
@@ -170,32 +166,22 @@ def test_a_broken_download_goes_on_where_it_ended(
     assert [*tmp_path.iterdir()] == [tmp_path / "f"]
 
 
-def test_a_connection_that_ends_early_is_asked_again(store: ObjectStore, tmp_path: Path) -> None:
-    store.put({"data.bin": DATA})
-    store.broken = lambda span: DATA[:5000] if span and len(spans(store)) == 1 else ...
-    fetch_stored(AT, tmp_path / "f")
-    assert (tmp_path / "f").read_bytes() == DATA
-    assert len(spans(store)) == 2
-
-
 @pytest.mark.parametrize("new", [DATA[::-1], DATA[:6000]])
-def test_nothing_is_kept_of_a_file_that_has_changed(
-    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new: bytes
-) -> None:
+def test_nothing_is_kept_of_a_file_that_has_changed(store, tmp_path, monkeypatch, new):
     broken_at(store, 8000, monkeypatch)
     with refused(AT):
         fetch_stored(AT, tmp_path / "f")
     store.put({"data.bin": new})
-    store.broken = lambda _: ...
+    store.broken = lambda _: False
     fetch_stored(AT, tmp_path / "f")
     assert (tmp_path / "f").read_bytes() == new
     # Between two blocks.
     store.put({"data.bin": DATA})
 
-    def change(span: str) -> Any:
+    def change(span: str) -> bool:
         if span.startswith("bytes=4000-"):
             store.put({"data.bin": new})
-        return ...
+        return False
 
     store.broken = change
     with refused(AT):
@@ -204,7 +190,7 @@ def test_nothing_is_kept_of_a_file_that_has_changed(
 
 
 @pytest.mark.parametrize("wrong", [{"sha256": "0" * 64}, {"size": 9}])
-def test_wrong_bytes_are_not_kept(store: ObjectStore, tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_wrong_bytes_are_not_kept(store, tmp_path, wrong):
     store.put({"data.bin": DATA})
     with refused(AT):
         fetch_stored(AT, tmp_path / "f", **wrong)
@@ -212,18 +198,7 @@ def test_wrong_bytes_are_not_kept(store: ObjectStore, tmp_path: Path, wrong: dic
     assert bool(spans(store)) == ("sha256" in wrong), "a size is known before"
 
 
-def test_a_damaged_file_is_fetched_again_by_the_next_run(store: ObjectStore, tmp_path: Path) -> None:
-    data, output = gzip.compress(lines("a", "b")), tmp_path / "raw" / "0.parquet"
-    source = Source("store", "s3://corpus/a.jsonl.gz")
-    store.put({"a.jsonl.gz": data[:-9]})
-    with refused("a.jsonl.gz"):
-        download(source, "d", output)
-    store.put({"a.jsonl.gz": data})
-    assert download(source, "d", output) == 2
-    assert [*output.parent.iterdir()] == [output]
-
-
-def test_digests_pin_the_files_and_their_list(files: Path, store: ObjectStore, tmp_path: Path) -> None:
+def test_digests_pin_the_files_and_their_list(files, store, tmp_path):
     source = Source("store", "s3://corpus/texts/*.jsonl.*")
     assert pinned(source, 0) is None
     found = pins(source, tmp_path)
@@ -252,15 +227,13 @@ def failed(path: str, folder: Path, **keys: Any) -> str:
     "path",
     ["corpus/none.jsonl", "corpus/none/*.jsonl", "corpus/n*.jsonl", "none/*.jsonl", "none/**/a.jsonl", "none/a.jsonl"],
 )
-def test_a_path_that_names_nothing_is_refused(store: ObjectStore, tmp_path: Path, path: str) -> None:
+def test_a_path_that_names_nothing_is_refused(store, tmp_path, path):
     store.put({"a.jsonl": lines("a")})
     assert failed(f"s3://{path}", tmp_path, instructions="ask its owner").endswith("; ask its owner")
 
 
 @pytest.mark.parametrize("keys", ["wrong", "none"])
-def test_wrong_and_missing_credentials_are_not_shown(
-    store: ObjectStore, tmp_path: Path, keys: str, monkeypatch: pytest.MonkeyPatch, caplog: Any, capfd: Any
-) -> None:
+def test_wrong_and_missing_credentials_are_not_shown(store, tmp_path, keys, monkeypatch, caplog, capfd):
     store.put({"a.jsonl": lines("a")})
     store.refuse_keys()
     if keys == "none":
@@ -273,20 +246,20 @@ def test_wrong_and_missing_credentials_are_not_shown(
         assert not [secret for secret in (KEY, SECRET) if secret in shown]
 
 
-def test_an_error_shows_nothing_of_what_a_library_says(tmp_path: Path, store: Any, monkeypatch: Any) -> None:
+def test_an_error_shows_nothing_of_what_a_library_says(tmp_path, store, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://me:hunter2@127.0.0.1:1")
     assert "hunter" not in failed("s3://corpus/a.jsonl", tmp_path)
 
 
-def test_a_listing_that_fails_within_a_glob_is_no_empty_folder(store: ObjectStore) -> None:
+def test_a_listing_that_fails_within_a_glob_is_no_empty_folder(store):
     store.put({"x/a.jsonl": lines("a"), "y/b.jsonl": lines("b")})
-    listed = iter([..., ..., None])
+    listed = iter([False, False, True])
     store.broken = lambda _: next(listed)
     with refused("s3://corpus/*/*.jsonl"):
         stored(["s3://corpus/*/*.jsonl"])
 
 
-def test_no_credential_gets_into_a_file_or_a_log(files: Path, tmp_path: Path, caplog: Any, capfd: Any) -> None:
+def test_no_credential_gets_into_a_file_or_a_log(files, tmp_path, caplog, capfd):
     settings = json.dumps({"kind": "store", "path": "s3://corpus/texts"})
     run = tmp_path / "results" / "mine"
     outputs = ("--output", run / "d" / "0000.parquet", "--counts", run / "d" / "0000.json")
@@ -301,7 +274,7 @@ def test_no_credential_gets_into_a_file_or_a_log(files: Path, tmp_path: Path, ca
     assert not [text for text in [shown, *written] for secret in (KEY, SECRET) if secret.encode() in text]
 
 
-def test_a_missing_library_is_named_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named_with_its_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "adlfs", None)
     assert failed("az://corpus/a.jsonl", tmp_path).endswith(f"; pip install adlfs fsspec=={fsspec_version}")
 
@@ -312,7 +285,7 @@ def with_store(**keys: Any) -> dict[str, Any]:
     return {"training": {"law": domain, "news": domain}, "novel": {}}
 
 
-def test_a_store_is_asked_for_one_file_before_the_first_job_and_not_earlier(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_store_is_asked_for_one_file_before_the_first_job_and_not_earlier(store, tmp_path):
     run = small_run(tmp_path, domains=with_store(path="s3://corpus/my texts/*.jsonl", parts=4))
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(run.config.values))
     for command in ("config", "plan"):
@@ -341,15 +314,14 @@ def test_a_store_is_asked_for_one_file_before_the_first_job_and_not_earlier(stor
         ("store", "az://corpus/a.jsonl?sig=hunter2", ""),
     ],
 )
-def test_wrong_addresses_are_refused_with_the_kind_that_takes_them(kind: str, path: Any, other: str) -> None:
+def test_wrong_addresses_are_refused_with_the_kind_that_takes_them(kind, path, other):
     with refused("key.path") as caught:
         check_source("key", SourceSection(kind, path))
     assert f"kind: {other}" in caught.value.cure if other else "kind:" not in caught.value.cure
     assert "hunter2" not in str(caught.value).lower()
 
 
-@pytest.mark.parametrize("key", ["key", "secret", "token", "storage_options"])
-def test_a_key_of_a_config_holds_no_credential(key: str, tmp_path: Path) -> None:
-    with refused(f"domains.training.law.source.{key}") as caught:
-        completed_run({**small_run(tmp_path).config.values, "domains": with_store(**{key: SECRET})})
+def test_a_key_of_a_config_holds_no_credential(tmp_path):
+    with refused("domains.training.law.source.secret") as caught:
+        completed_run({**small_run(tmp_path).config.values, "domains": with_store(secret=SECRET)})
     assert SECRET not in str(caught.value)
