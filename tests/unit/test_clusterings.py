@@ -14,7 +14,6 @@ from demix.files import read_json, read_json_lines
 from demix.model.checkpoint import expert_names
 from demix.model.tokenizer import tokenizer_of
 from demix.run.check import load_run
-from demix.run.models import Model
 from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
@@ -45,13 +44,9 @@ def run(*words: object) -> None:
     assert said([str(word) for word in words]) is None
 
 
-def rows(found: Run) -> dict[str, Model]:
-    return {model.name: model for model in found.planned}
-
-
 def test_a_row_on_clusters_has_an_expert_for_each_with_an_equal_part_of_a_step() -> None:
     found = config(models={"cbtm_2": BRANCH, "demix_2": {"kind": "demix", "data": "k2"}})
-    models, rules = rows(found), RunRules(found)
+    models, rules = {model.name: model for model in found.planned}, RunRules(found)
     cbtm, on_clusters, domains = models["cbtm_2"], models["demix_2"], models["demix"]
     assert cbtm.experts == cbtm.columns == on_clusters.experts == ("c00", "c01") == found.clusters("k2")
     # Three domains of two sequences are two clusters of three.
@@ -99,9 +94,13 @@ def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens: Path, 
     folder = tmp_path / "clusters" / "k2"
     texts = [tmp_path / "corpus" / domain / "train.parquet" for domain in TRAINING]
     shards = [tmp_path / "tokens" / domain / "train.arrow" for domain in TRAINING]
-    run("fit-clusters", *texts, "--settings", '{"clusters": 2, "dimensions": 6}', "--output", folder)
-    run("assign", folder, *texts, "--output", folder / "assigned")
-    run("cluster-shards", folder, *shards, "--length", 16, "--output", folder / "shards")
+
+    def cluster(**settings: Any) -> None:
+        run("fit-clusters", *texts, "--settings", json.dumps(K2 | settings), "--output", folder)
+        run("assign", folder, *texts, "--output", folder / "assigned")
+        run("cluster-shards", folder, *shards, "--length", 16, "--output", folder / "shards")
+
+    cluster()
     opened = [TokenShard.open(folder / "shards" / name / "train.arrow", verify=True) for name in ("c00", "c01")]
     assert sum(map(len, opened)) == sum(len(TokenShard.open(path)) for path in shards)
 
@@ -129,22 +128,11 @@ def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens: Path, 
     # The tokens of its shard say of which clusterer an expert is: one of the same name is refused.
     table = tmp_path / "scores" / "cbtm_2" / "licenses.dev"
     by_distance = Mixture("uniform", ("c00", "c01"), routing="k2", context="document")
+    dev, routing = tokens / "tokens" / "licenses" / "dev.arrow", tmp_path / "routing" / "k2" / "document"
+    contexts = '{"dev_blocks": 3, "test_tokens": 101, "length": 16, "context": "document"}'
     for method in ("kmeans", "random"):
-        settings = json.dumps({"clusters": 2, "dimensions": 6, "method": method})
-        run("fit-clusters", *texts, "--settings", settings, "--output", folder)
-        run("assign", folder, *texts, "--output", folder / "assigned")
-        run("cluster-shards", folder, *shards, "--length", 16, "--output", folder / "shards")
-        run(
-            "route",
-            folder,
-            tmp_path / "tokens" / "licenses" / "dev.arrow",
-            "--tokenizer",
-            tmp_path / "tokenizer.json",
-            "--settings",
-            '{"dev_blocks": 3, "test_tokens": 101, "length": 16, "context": "document"}',
-            "--output",
-            tmp_path / "routing" / "k2" / "document",
-        )
+        cluster(method=method)
+        run("route", folder, dev, "--tokenizer", tokens / "tokenizer.json", "--settings", contexts, "--output", routing)
         if method == "kmeans":
             assert beside_of(table, [by_distance])
         else:

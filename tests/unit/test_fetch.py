@@ -7,8 +7,6 @@ import hashlib
 import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
@@ -24,9 +22,8 @@ import yaml
 from demix.config.addresses import secret_in
 from demix.data.fetch import ATTEMPTS, fetch
 from demix.data.sources import Source, download
-from demix.errors import DemixError
 from demix.run.check import completed_run, load_run
-from support.cli import demix, said
+from support.cli import demix, refusal, said
 from support.errors import refused
 from support.server import Answer, Handler, Site, serving, serving_folder
 
@@ -347,7 +344,7 @@ def test_credentials_in_addresses_are_known(address, secret):
     "address",
     [
         *("https://me:hunter2@host/f.jsonl", "https://host/f?sig=hunter2", "https://host/f#access_token=hunter2"),
-        *("https://me:hun/ter2@host/f", "https://[hunter2@host/f"),
+        *("https://me:hun/ter2@host/f", "https://[hunter2@host/f", "ftp://me:hunter2@host/f"),
     ],
 )
 def test_an_address_with_a_credential_is_refused_everywhere_and_not_shown(address, tmp_path):
@@ -356,17 +353,11 @@ def test_an_address_with_a_credential_is_refused_everywhere_and_not_shown(addres
         (lambda: completed_run(with_sources(licenses={"kind": "url", "path": address})), path),
         (lambda: completed_run(with_sources(licenses={"kind": "url", "path": ["https://host/a", address]})), path),
         (lambda: completed_run(copy.deepcopy(CONFIG) | {"tracking": {"uri": address}}), "tracking.uri"),
+        (lambda: completed_run(with_sources(licenses={"kind": "url", "path": [address, 5]})), path),
         (lambda: download(Source("url", address), "d", tmp_path / "0.parquet"), "an address in source.path"),
     ):
-        with refused(subject, f"config key {subject}") as caught:
+        with refused(subject) as caught:
             use()
-        assert "ter2" not in str(caught.value)
-
-
-def test_a_wrong_address_is_not_shown_with_its_credential():
-    for path in ("ftp://me:hunter2@host/f", ["https://me:hunter2@h/f", 5]):
-        with pytest.raises(DemixError) as caught:
-            completed_run(with_sources(licenses={"kind": "url", "path": path}))
         assert "ter2" not in str(caught.value)
 
 
@@ -439,30 +430,21 @@ def test_pin_names_what_it_cannot_read_beside_the_rest(hub, caplog):
 
 
 @pytest.mark.parametrize("kind", ["hub", "url"])
-def test_without_a_network_pin_ends_at_once(kind, nobody, tmp_path):
+def test_without_a_network_pin_ends_at_once(kind, nobody, tmp_path, monkeypatch):
     """Before each source tries by itself, for minutes."""
+    monkeypatch.setenv("HF_ENDPOINT", nobody)
+    monkeypatch.chdir(tmp_path)
     url = {"kind": "url", "path": f"{nobody}/a.jsonl"}
     one, other = (HUB, url) if kind == "hub" else (url, HUB)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(with_sources(parliament=one, scripture=other, fantasy=other)))
-    done = subprocess.run(
-        [sys.executable, "-m", "demix", "pin", "config.yaml"],
-        cwd=tmp_path,
-        env=os.environ | {"HF_ENDPOINT": nobody},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"demix: error: {nobody if kind == 'hub' else url['path']}: ")
-    assert not [path for path in (tmp_path / "results").rglob("*") if path.is_file()]
+    Path("config.yaml").write_text(yaml.safe_dump(with_sources(parliament=one, scripture=other, fantasy=other)))
+    refusal("pin", "config.yaml", of=nobody if kind == "hub" else url["path"])
+    assert not [path for path in Path("results").rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize("revision", ["main", "v1.0", "refs/convert/parquet", COMMIT[:7], COMMIT.upper()])
+@pytest.mark.parametrize("revision", ["main", "refs/convert/parquet", COMMIT[:7], COMMIT.upper()])
 def test_a_revision_that_can_move_must_be_allowed(revision):
     config = with_sources(fantasy=HUB | {"revision": revision})
-    with refused("config key domains.novel.fantasy.source.revision", "domains.novel.fantasy.source.revision"):
+    with refused("domains.novel.fantasy.source.revision"):
         completed_run(config)
     assert completed_run(config | {"allow_branches": True}).config.allow_branches
     completed_run(with_sources(fantasy=HUB | {"revision": COMMIT}))
