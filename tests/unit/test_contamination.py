@@ -39,7 +39,7 @@ def counted(folder: Path, tasks: dict[str, list[list[str]]], train: list[str]) -
     return pd.read_parquet(folder / "found.parquet")
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
 @given(tasks=TASKS, train=st.lists(WORDS, max_size=4))
 def test_counts_are_those_of_sets(tmp_path: Path, tasks: dict[str, list[list[str]]], train: list[str]) -> None:
     found = counted(tmp_path, tasks, train)

@@ -64,7 +64,7 @@ def _owners(folder, **texts):
 
 WORD = st.sampled_from("abcdefgh")
 TEXTS = st.lists(st.lists(WORD, min_size=1, max_size=3).map(" ".join), max_size=25)
-MANY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
+MANY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=20)
 
 
 @MANY

@@ -355,7 +355,7 @@ def test_an_address_with_a_credential_is_refused_everywhere_and_not_shown(addres
         (lambda: completed_run(with_sources(licenses={"kind": "url", "path": address})), path),
         (lambda: completed_run(with_sources(licenses={"kind": "url", "path": ["https://host/a", address]})), path),
         (lambda: completed_run(copy.deepcopy(CONFIG) | {"tracking": {"uri": address}}), "tracking.uri"),
-        (lambda: completed_run(with_sources(licenses={"kind": "url", "path": [address, 5]})), path),
+        (lambda: completed_run(with_sources(licenses={"kind": "url", "path": [address, 5]})), f"{path}.1"),
         (lambda: download(Source("url", address), "d", tmp_path / "0.parquet"), "an address in source.path"),
     ):
         with refused(subject) as caught:
