@@ -1,6 +1,6 @@
 """Hostile files where demix loads files: nothing in them runs, nothing is written elsewhere, nothing is rendered.
 
-Hostile archives (links, paths that point outside, bombs, lying sizes) are in tests/unit/test_archives.py.
+Hostile archives (links, paths that point outside, bombs, lying sizes) are in tests/unit/test_sources.py.
 """
 
 import copy

@@ -34,7 +34,7 @@ def test_ids_of_others_become_the_shard_of_the_same_text(tokens, tmp_path):
         folder.mkdir()
         for name, some in parts.items():
             some.tofile(folder / name)
-        made = folder / "own" / "train.arrow"
+        made = folder / "tokens" / "own" / "train.arrow"
         options = ("--dtype", "uint32") if layout == "OLMo-core" else ()
         words = ("--tokenizer", tokens / "tokenizer.json", "--output", made, *options)
         assert demix("data", "add-tokens", *(folder / name for name in parts), *words).exit_code == 0
