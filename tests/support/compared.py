@@ -1,83 +1,55 @@
-"""Finished runs of random documents, small but real: score tables, evaluated by the stage itself."""
+"""Runs to compare: what the workflow made, with two models alone, and as if these had learned otherwise."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
 
+from demix.config.evaluation import MixingRecipe
+from demix.config.training import taken
+from demix.data.tokenizer import byte_lengths
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.join import join
-from demix.files import write_json, write_json_lines
-from demix.run.compared import compared
-from demix.run.systems import bases, evaluated
-from support.configs import domains, small
-from support.scored import write_columns
-from support.synthetic_run import with_keys
+from demix.evaluate.score_tables import write_scores
+from demix.run.kept import read_run_config
+from demix.run.run import Run
+from demix.run.systems import evaluated
+from support.configs import with_keys
+from support.frozen import copied
 
-TRAINING, NOVEL = ("law", "news"), ("songs",)
-BLOCK, VOCABULARY, BYTES = 8, 300, 3
-PIECES, ORIGINS = 60, 25
-MIXING = {
-    "dev_blocks": 6, "decay": 0.3, "decays": [0.3], "prior_blocks": [4], "top_k": [],
-    "weights": ["history", "released", "tempered", "switching"],
-}  # fmt: skip
+# What a score table says of the tokens and the weights that it was made with.
+WEIGHTS = ("tokens_sha256", "shared_sha256", "expert_sha256")
 
 
-def make_run(
-    folder: Path, run: str = "base", *, effect: int = 0, texts: dict[str, int] | None = None, origins: int = ORIGINS,
-    pieces: int = PIECES, backwards: bool = False, tokenizer: str = "one", **changes: Any,
-) -> Path:  # fmt: skip
-    """The folder of a finished run. `effect` seeds what its models learned, `texts` the documents of a domain.
+def renamed(run: Run, folder: Path, name: str = "other", **sections: object) -> Run:
+    """A copy of a run in `folder` of another name; `sections` replace sections of its config."""
+    copied(run, folder)
+    return with_keys(folder, read_run_config(folder).values | {"run": name} | sections)
 
-    Pieces of one document are alike under a model. `backwards` turns the order of the pieces round.
-    """
-    made = with_keys(folder, small(run=run, domains=domains(TRAINING, NOVEL), evaluation=MIXING) | changes)
-    kinds = {name: kind for kind, names in made.config.domains.kinds.items() for name in names}
-    results = []
-    for domain, kind in kinds.items():
-        tables = evaluated(made, domain)
-        for table in tables:
-            for split in table.splits:
-                place = folder / "scores" / table.folder / f"{domain}.{split}"
-                text = (texts or {}).get(domain, 0)
-                about = [text, *domain.encode(), *split.encode()]
-                _score(place, table.columns, about, effect, origins, pieces, backwards)
-        outputs = Outputs(*(
-            folder / "evaluations" / f"{domain}.{name}parquet"
-            for name in ("", "priors.", "differences.", "posteriors.", "losses.")
-        ))  # fmt: skip
+
+def relearned(run: Run, folder: Path, effect: int, name: str = "other") -> Run:
+    """A copy of a run whose experts predict some documents better and some worse, evaluated by the stage."""
+    made = renamed(run, folder, name)
+    for path in sorted(folder.glob("scores/*/*/*.parquet")):
+        if path.stem != "tokens":
+            documents = pd.read_parquet(path.with_name("tokens.parquet"))["document"].to_numpy()
+            file = pq.ParquetFile(path)
+            own = np.random.default_rng([effect, *path.stem.encode(), *path.parent.name.encode()])
+            factors = np.exp(own.normal(0.02 * effect, 0.05, documents.max() + 1))
+            scores = file.read()["log_probability"].to_numpy() * factors[documents]
+            told = file.metadata.metadata
+            about = {name: told[name.encode()].decode() for name in WEIGHTS if name.encode() in told}
+            write_scores(path, [scores.astype(np.float32)], about)
+    results, recipe = [], taken(MixingRecipe, made.config.evaluation)
+    for domain in made.domains:
+        tables = tuple(table for table in evaluated(made, domain) if (folder / "scores" / table.folder).exists())
         evaluation = Evaluation(
-            **MIXING, kind=kind, tables=tables, compared=[one.key for one in compared(made, domain)],
-            against=[(name, *base.key) for name, base in bases(made).items()], seed=made.seed,
-        )  # fmt: skip
-        evaluate_domain(folder / "scores", domain, evaluation, outputs, np.full(VOCABULARY, BYTES))
-        results.append(outputs.results)
+            **recipe, kind=made.kind_of(domain), tables=tables, compared=(), against=(), seed=made.seed
+        )
+        results.append(folder / "evaluations" / f"{domain}.parquet")
+        others = [folder / "others" / f"{domain}.{number}.parquet" for number in range(4)]
+        lengths = byte_lengths(folder / "tokenizer.json")
+        evaluate_domain(folder / "scores", domain, evaluation, Outputs(results[-1], *others), lengths)
     join(results, folder / "results.parquet")
-    write_json(folder / "tokenizer.json", {"made": tokenizer})
-    for model in ("dense", "demix"):
-        lines = [
-            {"step": step, "tokens": 100 * step, "loss": 5 - step / 10 + effect, "tokens_per_second": 1000.0 * step**2}
-            for step in (1, 2, 3)
-        ]
-        lines.insert(2, {"step": 2, "tokens": 200, "dev_loss": 4.5 + effect, "dev_loss/law": 4.0})
-        write_json_lines(folder / "metrics" / f"{model}.jsonl", lines)
-    return folder
-
-
-def _score(
-    place: Path, columns: Sequence[str], text: list[int], effect: int, origins: int, pieces: int, backwards: bool
-) -> None:  # fmt: skip
-    words = np.random.default_rng(text)
-    lengths = words.integers(5, 30, pieces)
-    ids = [words.integers(0, VOCABULARY, length) for length in lengths]
-    hard = [words.exponential(3, length) for length in lengths]
-    of = np.arange(pieces) * 7 % origins
-    order = np.arange(pieces)[:: -1 if backwards else 1]
-    flat = np.concatenate([ids[piece] for piece in order]).astype(np.uint16)
-    scores = {}
-    for column in columns:
-        learned = np.random.default_rng([effect, *place.parent.name.encode(), *column.encode()])
-        easier = learned.normal(0, 0.3, origins)
-        scores[column] = -np.concatenate([hard[piece] * np.exp(easier[of[piece]]) + 0.1 for piece in order])
-    write_columns(place, flat, np.cumsum([0, *lengths[order][:-1]]), scores, length=BLOCK, origins=of[order])
+    return made

@@ -19,7 +19,8 @@ LENGTH = SMALL.context
 def next_tokens(model: GPT, tokens: torch.Tensor) -> np.ndarray:
     """log p [E, B, N, V] of what may follow each of the tokens [B, N], by one forward pass a block, without a cache."""
     with torch.no_grad():
-        hidden = torch.cat([model(block[None]) for block in tokens.split(LENGTH, 1)], 2)
+        blocks = tokens.split(model.architecture.context, 1)
+        hidden = torch.cat([model(block[None]) for block in blocks], 2)
         return (hidden @ model.token_embedding.T).double().log_softmax(-1).numpy()
 
 

@@ -54,7 +54,7 @@ def rewrite(run: Run, name: str, change: Callable[[pd.DataFrame], pd.DataFrame])
     path = run.folder / f"{name}.parquet"
     table = read_parquet(path)
     frame = change(table.to_pandas(integer_object_nulls=True))
-    write_parquet(pa.Table.from_pandas(frame, table.schema.remove_metadata(), preserve_index=False), path)
+    write_parquet(pa.Table.from_pandas(frame, table.schema, preserve_index=False), path)
 
 
 def with_models(run: Run, folder: Path, *models: str, **sections: Any) -> Run:
@@ -70,15 +70,16 @@ def with_models(run: Run, folder: Path, *models: str, **sections: Any) -> Run:
     keys["evaluation"] = plain | {"weights": ["history", "released", "tempered", "switching"]}
     keys["removal"] = keys["removal"] | {"merged": []}
     made = with_keys(folder, keys | sections)
-    gone = {*run.rows} - {*made.rows}
+    gone, seeds = {*run.rows} - {*made.rows}, {made.seed, *made.config.further_seeds}
     for kind in ("metrics", "models", "scores"):
         for path in (folder / kind).iterdir():
-            if run.row_of(path.stem)[0] in gone or "@" in path.stem:
+            row, seed = run.row_of(path.stem)
+            if row in gone or seed not in seeds or "@" in row:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
     for name in ("tasks", "task_weights", "suites"):
         (folder / f"{name}.parquet").unlink()
     for name in ("results", "differences", "priors", "posteriors"):
-        rewrite(made, name, lambda rows: rows[_is_of(rows, gone)])
+        rewrite(made, name, lambda rows: rows[rows["seed"].isin(seeds) & _is_of(rows, gone)])
     return made
 
 

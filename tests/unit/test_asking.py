@@ -16,13 +16,13 @@ import pyarrow as pa
 import pytest
 from rich.console import Console
 
-from demix.errors import DemixError
-from demix.files import read_parquet, write_json_lines
+from demix.files import read_parquet, write_json_lines, write_parquet
 from demix.query.ask import Answers, named_runs
 from demix.query.output import MOST_ROWS, show
 from demix.query.views import VIEWS
+from demix.run.run import Run
 from support.cli import demix, said
-from support.synthetic_run import build_run
+from support.errors import refused
 
 ODD = (
     "select 'a|b' as text, 'x\ny' as line, 'nan'::double as n, sum(i) as s, null::int as missing from range(3) as r(i)"
@@ -30,9 +30,8 @@ ODD = (
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that is not to be written to."""
-    return build_run(tmp_path_factory.mktemp("asking") / "mine").path
+def run(frozen: Run) -> Path:
+    return frozen.folder
 
 
 def printed(*arguments: object) -> str:
@@ -55,9 +54,7 @@ def test_formats(run: Path, tmp_path: Path) -> None:
         r"| a\|b | x\ny | nan | 3 | NULL |",
     ]
     assert json.loads(printed(run, "select 1 as a where false", "--format", "json")) == []
-    assert json.loads(printed(run, "select 1 as a, 2 as a, 3 as a", "--format", "json")) == [
-        {"a": 1, "a_1": 2, "a_2": 3}
-    ]
+    assert json.loads(printed(run, "select 1 as a, 2 as a", "--format", "json")) == [{"a": 1, "a_1": 2}]
     for name in ("out.csv", "out.json", "out.md", "out.parquet"):
         assert printed(run, "select 1 as a, 'b' as b", "--output", tmp_path / name) == ""
     assert (tmp_path / "out.csv").read_text() == "a,b\n1,b\n"
@@ -67,7 +64,7 @@ def test_formats(run: Path, tmp_path: Path) -> None:
     assert demix("sql", run, "select 1 as a", "--format", "parquet").stdout_bytes.startswith(b"PAR1")
 
 
-def test_a_terminal_gets_the_first_rows_and_is_told_so(run: Path) -> None:
+def test_a_terminal_gets_the_first_rows(run: Path) -> None:
     def shown(query: str, **how: object) -> str:
         stream = io.StringIO()
         with Answers(named_runs([run])) as answers, answers.ask(query) as reader:
@@ -75,97 +72,93 @@ def test_a_terminal_gets_the_first_rows_and_is_told_so(run: Path) -> None:
         return stream.getvalue()
 
     query = "select i as number from range(1000) as r(i)"
-    cut = shown(query, force_terminal=True, width=80, color_system=None)
-    assert f"The first {MOST_ROWS} rows." in cut
-    assert cut.count("│") == 2 * MOST_ROWS
-    whole = shown(query, width=80)
-    assert "1,000 rows" in whole
-    assert "999" in whole
-    assert "The first" not in shown(f"{query} limit {MOST_ROWS}", force_terminal=True, width=80)
+    assert shown(query, force_terminal=True, width=80, color_system=None).count("│") == 2 * MOST_ROWS
+    assert "999" in shown(query, width=80)
     # A row of thirty columns stands below itself.
     assert "  perplexity_low   " in shown("select * from results limit 1", width=80)
     assert shown("select repeat('x', 1000) as x", width=300).count("x") < 120
 
 
-def test_runs_are_told_apart(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counting = "select run, count(*) as n from results group by run order by run"
+@pytest.fixture
+def runs(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders results/a, results/b and old/a of runs in the working folder."""
     for name in ("results/a", "results/b", "old/a"):
-        shutil.copytree(run, tmp_path / name)
+        (tmp_path / name).mkdir(parents=True)
+        for file in ("config.json", "results.parquet", "priors.parquet", "metrics/dense.jsonl"):
+            (tmp_path / name / file).parent.mkdir(exist_ok=True)
+            shutil.copy(run / file, tmp_path / name / file)
     monkeypatch.chdir(tmp_path)
 
-    def runs(*folders: str) -> list[str]:
-        found = json.loads(printed(*folders, counting, "--format", "json"))
+
+def answer(*arguments: object) -> list[dict]:
+    return json.loads(printed(*arguments, "--format", "json"))
+
+
+@pytest.mark.usefixtures("runs")
+def test_runs_are_told_apart() -> None:
+    def named(*folders: str) -> list[str]:
+        found = answer(*folders, "select run, count(*) as n from results group by run order by run")
         assert len({row["n"] for row in found}) == 1
         return [row["run"] for row in found]
 
-    assert runs("results/a", "results/b") == ["a", "b"]
-    assert runs("results/a", "old/a") == ["old/a", "results/a"]
-    assert runs("old/a/") == ["a"]
+    assert named("results/a", "results/b") == ["a", "b"]
+    assert named("results/a", "old/a") == ["old/a", "results/a"]
+    assert named("old/a/") == ["a"]
     # A column that one run lacks is NULL there.
-    columns = [name for name in read_parquet("old/a/results.parquet").column_names if name != "bytes"]
-    shutil.copy(tmp_path / "old/a/results.parquet", tmp_path / "kept")
-    printed("old/a", f"select {', '.join(columns)} from results", "--output", tmp_path / "fewer.parquet")
-    (tmp_path / "fewer.parquet").rename(tmp_path / "old/a/results.parquet")
+    write_parquet(read_parquet("old/a/results.parquet").drop_columns("bytes"), Path("old/a/results.parquet"))
     for folders in (("old/a", "results/b"), ("results/b", "old/a")):
-        (row,) = json.loads(
-            printed(*folders, "select count(bytes) as n from results where run = 'a'", "--format", "json")
-        )
-        assert row == {"n": 0}
-    assert runs("old/a", "results/b") == ["a", "b"]
-    told = said(["sql", counting])
-    assert (
-        told
-        == "demix: error: RUN: is not named, and there are results/a, results/b; name a run's folder, results/<run>"
-    )
+        assert answer(*folders, "select count(bytes) as n from results where run = 'a'") == [{"n": 0}]
+    # Without a name it is the only run there is.
+    assert said(["sql", "select 1"]).startswith("demix: error: RUN: ")
     shutil.rmtree("results/b")
-    assert runs() == ["a"]
-    # A run under way can be asked what there is.
-    (tmp_path / "results/a/results.parquet").unlink()
-    assert said(["sql", "select * from results"]).startswith("demix: error: results/a/results.parquet: is missing")
-    assert json.loads(printed("select count(*) as n from metrics", "--format", "json"))[0]["n"] > 0
-    shutil.rmtree("results/a/metrics")
-    assert said(["sql", "select * from metrics"]).startswith("demix: error: results/a: has no metrics yet")
-    write_json_lines(tmp_path / "results/a/metrics/demix.jsonl", [{"step": 1, "loss": 1.0}])
-    assert "metrics/demix.jsonl: " in said(["sql", "select * from metrics"])
+    assert named() == ["a"]
+
+
+@pytest.mark.usefixtures("runs")
+def test_a_run_under_way_can_be_asked_what_there_is() -> None:
+    shutil.rmtree("results/b")
+    Path("results/a/results.parquet").unlink()
+    assert said(["sql", "select * from results"]).startswith("demix: error: results/a/results.parquet: ")
+    assert answer("select count(*) as n from metrics")[0]["n"] > 0
+    with Answers(named_runs([])) as answers:
+        assert {name for name, _, told in answers.described() if told.startswith("results/a")} >= {"results", "scores"}
+    metrics = Path("results/a/metrics/dense.jsonl")
+    for rows in ([{"step": 1, "loss": 1.0}], [{"step": "one", "tokens": 1, "loss": 1.0}]):
+        write_json_lines(metrics, rows)
+        assert said(["sql", "select * from metrics"]).startswith(f"demix: error: {metrics}: ")
     with Answers(named_runs([])) as answers:
         # What one query met is no answer to the next.
-        for query, told in (("from metrics", "demix.jsonl"), ("select error('x') from priors", "query: x")):
-            with pytest.raises(DemixError, match=told), answers.ask(query) as reader:
+        for query, subject in (("from metrics", metrics), ("select error('x') from priors", "query")):
+            with refused(subject), answers.ask(query) as reader:
                 reader.read_all()
-    write_json_lines(tmp_path / "results/a/metrics/demix.jsonl", [{"step": "one", "tokens": 1, "loss": 1.0}])
-    assert "demix.jsonl: holds what no stage writes" in said(["sql", "select * from metrics"])
+    shutil.rmtree("results/a/metrics")
+    assert said(["sql", "select * from metrics"]).startswith("demix: error: results/a: ")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line"),
+    ("arguments", "subject"),
     [
-        (["{run}", "{run}", "select 1"], "{run}: is named twice; name each run once"),
-        (["{run}x", "select 1"], "{run}x/config.json: is missing, so its folder is none of a run; "),
-        (["{run}x"], "{run}x/config.json: is missing, so its folder is none of a run; "),
-        (["{run}/models", "select 1"], "{run}/models/config.json: is missing, so its folder is none of a run; "),
-        (["{run}", ""], "query: is empty; "),
-        (["{run}", " "], "query: is empty; ask a question such as select * from results"),
-        (["{run}", "select 1; select 2"], "query: is 2 statements; ask one SELECT at a time"),
-        (["{run}", "drop view results"], "query: is no SELECT but DROP; ask one SELECT: it can change nothing"),
-        (["{run}", "select * from result"], 'query: Table with name result does not exist; Did you mean "results"?'),
-        (["{run}", "select * from zzz"], "query: Table with name zzz does not exist; The tables are results, "),
-        (["{run}", "select foo from results"], 'query: Referenced column "foo" not found in FROM clause; Candidate'),
-        (["{run}", "select * form results"], 'query, at results: syntax error at or near "results"; mend the query'),
-        (["{run}", "select model::int from results"], "query, at ::int: Could not convert string 'd"),
-        (["{run}", "select * from read_csv('x')"], 'query: Cannot access file "x"'),
-        (["{run}", "select $1"], "query: "),
-        (
-            ["{run}", "select 1", "--format", "xml"],
-            "--format xml: is not known; use table, csv, json, markdown, parquet",
-        ),
-        (["{run}", "select 1", "--output", "{run}/x.csv"], "{run}/x.csv: lies in the run mine; name a file outside"),
-        (["{run}", "select 1", "--output", "/dev/null/x.csv"], "/dev/null/x.csv: cannot be written ("),
+        (["{run}", "{run}", "select 1"], "{run}"),
+        (["{run}x", "select 1"], "{run}x/config.json"),
+        (["{run}x"], "{run}x/config.json"),
+        (["{run}/models", "select 1"], "{run}/models/config.json"),
+        (["{run}", ""], "query"),
+        (["{run}", " "], "query"),
+        (["{run}", "select 1; select 2"], "query"),
+        (["{run}", "drop view results"], "query"),
+        (["{run}", "select * from result"], "query"),
+        (["{run}", "select foo from results"], "query"),
+        (["{run}", "select * form results"], "query, at results"),
+        (["{run}", "select model::int from results"], "query, at ::int"),
+        (["{run}", "select $1"], "query"),
+        (["{run}", "select 1", "--format", "xml"], "--format xml"),
+        (["{run}", "select 1", "--output", "{run}/x.csv"], "{run}/x.csv"),
+        (["{run}", "select 1", "--output", "/dev/null/x.csv"], "/dev/null/x.csv"),
     ],
 )
-def test_errors_are_one_line(run: Path, arguments: list[str], line: str) -> None:
+def test_errors_are_one_line(run: Path, arguments: list[str], subject: str) -> None:
     told = said(["sql", *(word.format(run=run) for word in arguments)])
-    assert told is not None
-    assert told.startswith(f"demix: error: {line.format(run=run)}"), told
+    assert told.startswith(f"demix: error: {subject.format(run=run)}: "), told
     assert "\n" not in told
 
 
@@ -184,7 +177,7 @@ def test_codes_in_a_text_do_not_control_a_terminal(
 def test_an_answer_that_breaks_off_leaves_no_file(run: Path, tmp_path: Path) -> None:
     query = "select case when i = 99999 then error('late') else i end as i from range(100000) as r(i)"
     for name in ("out.csv", "out.parquet"):
-        assert said(["sql", str(run), query, "--output", str(tmp_path / name)]).startswith("demix: error: query: late")
+        assert said(["sql", str(run), query, "--output", str(tmp_path / name)]).startswith("demix: error: query: ")
     assert not [*tmp_path.iterdir()]
 
 
@@ -204,7 +197,7 @@ def test_ctrl_c_ends_a_query(run: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert said(["sql", str(run), "select count(*) from settings"]) == "130"
     assert 100 < len(read) < 5000
     told = capsys.readouterr()
-    assert (told.out, told.err) == ("", "demix: interrupted\n")
+    assert (told.out, told.err.count("\n")) == ("", 1)
 
 
 def test_the_query_comes_from_a_pipe(
@@ -216,11 +209,5 @@ def test_the_query_comes_from_a_pipe(
 
 
 def test_tables_are_listed(run: Path) -> None:
-    told = " ".join(printed(run, "--tables").split())
-    assert "posteriors" in told
-    assert "perplexity_low" in told
-    with Answers(named_runs([run])) as answers:
-        faults = {name: columns for name, _, columns in answers.described() if " has no " in columns}
-    assert faults["scores"] == f"{run}: has no scores yet; run the workflow to its end"
-    assert "results" not in faults
-    assert " scores " in told
+    told = printed(run, "--tables").split()
+    assert {*VIEWS} <= {*told}

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -19,16 +18,12 @@ from demix.errors import DemixError
 from demix.evaluate.contexts import ContextEvaluation, evaluate_contexts, losses_by_position
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
-from demix.files import write_parquet
 from demix.mix.priors import cached_log_prior
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.plan.flops import scoring_flops
 from demix.plan.jobs import HARDWARE, ScoringCosts, plan_jobs
-from demix.report import report_files, report_items
-from demix.report.contexts import read_contexts
-from demix.report.item import Group
-from demix.report.items import all_items
+from demix.report import report_files
 from demix.report.items.positions import positions_points
 from demix.report.material import Material
 from demix.run.check import completed_run
@@ -38,13 +33,10 @@ from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.settings import settings_from
 from support.cli import demix
-from support.configs import changed
 from support.mixing import block_weights, log_mixture
 from support.models import save_model
-from support.report import drawn, names_of, table_of
+from support.report import drawn, table_of
 from support.scored import LENGTH, write_table
-from support.synthetic_run import build_run
-from support.titles import titles
 from support.tokens import TRAINING
 from support.training import opened
 
@@ -219,75 +211,25 @@ def test_losses_by_position_are_those_of_a_loop_over_tokens(tmp_path: Path) -> N
     assert not (tmp_path / "none.parquet").exists()
 
 
-@pytest.fixture
-def shown(tmp_path: Path) -> tuple[Run, pd.DataFrame]:
-    """A run with three rows, one of alibi, evaluated at two lengths, and its rows."""
-    run = build_run(tmp_path / "run")
-    rows, generator = [], np.random.default_rng(3)
-    shown = changed(
-        run.run,
-        models={"far": {"kind": "demix", "label": "far"} | ALIBI, "domain_token": None},
-        architecture={"layers": 2, "width": 32, "heads": 2, "context": 32},
-        evaluation={"contexts": [32, 64]},
-    )
-    for kind, domains in shown.config.domains.kinds.items():
-        for domain in domains:
-            own = [
-                {"model": model, "experts": "training", "method": "", "weights": "", "domain": domain, "kind": kind,
-                 "split": "test", "context": context, "begin": begin, "end": begin + 16,
-                 "tokens": int(generator.integers(50, 90)), "nll": float(generator.uniform(100, 300)),
-                 "tokens_sha256": "", "seed": 1}
-                for model in ("far", "demix", "dense") for context in (32, 64)[: 1 + (model == "far")]
-                for begin in range(0, context, 16)
-            ]  # fmt: skip
-            rows += own
-            path = tmp_path / "run" / "evaluations" / f"{domain}.contexts.parquet"
-            path.parent.mkdir(exist_ok=True)
-            write_parquet(pa.Table.from_pylist(own), path)
-    return shown, pd.DataFrame(rows)
-
-
-def test_the_table_and_the_figure_are_means_over_domains(shown: Any, tmp_path: Path) -> None:
-    run, rows = shown
-    found = read_contexts(run)
-    pd.testing.assert_frame_equal(found, rows)
-    frame = table_of("contexts", Material(run, {"contexts": found})).frame
-    assert list(frame.index) == list(labels(run).values())
-    points = positions_points(Material(run, {"contexts": found}))
-    assert points.groupby("label")["context"].unique().to_dict() == {
-        "far": [64],
-        "DEMix": [32],
-        "Dense (Balanced)": [32],
+def test_the_table_and_the_figure_are_means_over_domains(frozen: Run) -> None:
+    """Of the losses by position of all domains, and learned positions end at the length of training."""
+    files = [pd.read_parquet(path) for path in (frozen.folder / "evaluations").glob("*.contexts.parquet")]
+    rows, made = pd.concat(files), Material(frozen)
+    sums = rows.groupby(["model", "kind", "context", "domain"])[["nll", "tokens"]].sum()
+    means = np.exp(sums["nll"] / sums["tokens"]).groupby(["model", "kind", "context"]).mean()
+    frame = table_of("contexts", made).frame
+    found = {
+        (model, kind, context): frame.at[label, f"{kind.capitalize()}, {context}"]
+        for model, label in labels(frozen).items()
+        for kind in ("training", "novel")
+        for context in (16, 32, 64)
     }
-    for label, model in (("far", "far"), ("DEMix", "demix"), ("Dense (Balanced)", "dense")):
-        for kind, domains in run.config.domains.kinds.items():
-            for context in (32, 64):
-                own = rows[(rows["model"] == model) & (rows["context"] == context)]
-                some = [own[own["domain"] == domain] for domain in domains]
-                if model != "far" and context == 64:
-                    assert np.isnan(frame.at[label, f"{kind.capitalize()}, 64"])
-                    continue
-                wanted = np.mean([math.exp(one["nll"].sum() / one["tokens"].sum()) for one in some])
-                assert frame.at[label, f"{kind.capitalize()}, {context}"] == pytest.approx(wanted, rel=1e-12)
-                if context == (64 if model == "far" else 32):
-                    own_points = points[(points["label"] == label) & (points["kind"] == kind)]
-                    for point in own_points.itertuples():
-                        parts = [one[one["begin"] == point.begin].iloc[0] for one in some]
-                        assert point.perplexity == pytest.approx(
-                            np.mean([math.exp(part["nll"] / part["tokens"]) for part in parts]), rel=1e-12
-                        )
-                    assert len(own_points) == context // 16
-    assert len(drawn("positions", Material(run, {"contexts": found}))["hconcat"]) == 2
+    assert {key: value for key, value in found.items() if not np.isnan(value)} == pytest.approx(means.to_dict())
+    assert {model for model, _, context in means.index if context == 64} == {"dense_alibi"}
 
-
-def test_the_report_has_them_and_they_have_headings(shown: Any, tmp_path: Path) -> None:
-    run, rows = shown
-    names = names_of(Group.VARIANTS)
-    for item in report_items(run):
-        if item.name in names:
-            item.write(Material(run, {"contexts": rows}), tmp_path / "report")
-    made = {path.relative_to(tmp_path / "report").as_posix() for path in (tmp_path / "report").rglob("*.*")}
-    assert made == {name for name in report_files(run) if Path(name).stem in names}
-    assert {"tables/contexts.md", "figures/positions.svg", "tables/variants.md"} <= made
-    named = titles(tmp_path / "report")
-    assert named == {name: all_items()[name].heading for name in named}
+    longest = rows[rows["context"] == rows["model"].map({"dense_alibi": 64}).fillna(32)]
+    by_domain = np.exp(longest["nll"] / longest["tokens"])
+    by_bin = by_domain.groupby([longest["model"], longest["kind"], longest["begin"]]).mean()
+    points = positions_points(made).set_index(["row", "kind", "begin"])["perplexity"]
+    assert points.to_dict() == pytest.approx(by_bin.to_dict())
+    assert len(drawn("positions", made)["hconcat"]) == 2

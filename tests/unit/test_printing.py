@@ -13,38 +13,36 @@ import pytest
 
 from demix.commands.main import command_line
 from demix.commands.training import run_command
+from demix.run.run import Run
 from support.cli import demix
 from support.configs import written_by_hand
-from support.synthetic_run import build_run
+from support.frozen import copied
 
 MAKEFILE = Path(__file__).parents[2] / "Makefile"
-FULL = "demix: error: standard output: cannot be written (No space left on device); "
 
 
 @pytest.mark.parametrize(
-    ("words", "end", "status", "told"),
+    ("words", "end", "status", "subject"),
     [
-        ("config --reference", "> /dev/full", 1, FULL),
-        ("config --help", "> /dev/full", 1, FULL),
-        ("config /nowhere.yaml", "> /dev/full", 1, "demix: error: /nowhere.yaml: does not exist; "),
+        ("config --reference", "> /dev/full", 1, "standard output"),
+        ("config --help", "> /dev/full", 1, "standard output"),
+        ("config /nowhere.yaml", "> /dev/full", 1, "/nowhere.yaml"),
         ("config config/sample.yaml", ">&- 2>&- <&-", 0, ""),
         ("config --reference", "| true; exit ${PIPESTATUS[0]}", 1, ""),
     ],
 )
-def test_text_that_cannot_be_printed_is_one_line(words: str, end: str, status: int, told: str) -> None:
+def test_text_that_cannot_be_printed_is_one_line(words: str, end: str, status: int, subject: str) -> None:
     line = f"{sys.executable} -m demix {words} {end}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (status, "")
-    assert done.stderr.startswith(told)
-    assert done.stderr.count("\n") == bool(told), done.stderr
+    assert done.stderr.startswith(f"demix: error: {subject}: " * bool(subject))
+    assert done.stderr.count("\n") == bool(subject), done.stderr
 
 
 def test_help_shows_the_commands_for_people_first() -> None:
     shown = demix("--help").output
-    people, _, stages = shown.partition("Stages of the workflow")
-    for names, part in ((("config", "eval", "sql", "compare"), people), (("download", "train", "adapt"), stages)):
-        assert all(f"│ {name} " in part for name in names)
-    assert stages.count("│ ") > 20
+    places = [shown.index(f"│ {name} ") for name in ("config", "sql", "compare", "download", "train", "adapt")]
+    assert max(places[:3]) < min(places[3:])
 
 
 def test_the_version_is_that_of_the_package() -> None:
@@ -62,11 +60,11 @@ def test_bash_completes_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 @pytest.mark.parametrize("text", ["$(shell touch made)", "';touch made;'", '`touch made` $$ ${HOME} a#b \\ "c" %2F'])
-def test_a_printed_command_runs_nothing_that_a_file_holds(text: str, tmp_path: Path) -> None:
+def test_a_printed_command_runs_nothing_that_a_file_holds(frozen: Run, text: str, tmp_path: Path) -> None:
     """The line is pasted into a shell; a make with the Makefile's variables says what it got."""
-    run = build_run(tmp_path / "a $(touch made) 'b'", novel=(), retrained=(), steps=1)
-    written_by_hand(run.path, tracking={"uri": f"sqlite:///{text}"})
-    lines = demix("summary", run.path).output.splitlines()
+    run = copied(frozen, tmp_path / "a $(touch made) 'b'").folder
+    written_by_hand(run, tracking={"uri": f"sqlite:///{text}"})
+    lines = demix("summary", run).output.splitlines()
     page, ui = (next(line for line in lines if line.startswith(begin)) for begin in ("One page", "Runs and curves"))
     variables = [line for line in MAKEFILE.read_text().splitlines() if line.startswith(("URI", "export URI"))]
     recipe = ["ui:", "\t@printf '%s' \"$$URI\""]
@@ -79,11 +77,11 @@ def test_a_printed_command_runs_nothing_that_a_file_holds(text: str, tmp_path: P
     got = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert got.stdout == f"sqlite:///{text}"
     words = shlex.split(page.partition(": ")[2])
-    assert words[:3] == ["snakemake", "--configfile", str(run.path / "config.json")]
+    assert words[:3] == ["snakemake", "--configfile", str(run / "config.json")]
     assert "$(URI)" not in MAKEFILE.read_text()
     assert not list(tmp_path.glob("**/made"))
-    written_by_hand(run.path, tracking={"uri": "http://x\x1b[2J`a`\n$(b)"})
-    assert "\x1b" not in demix("summary", run.path).output
+    written_by_hand(run, tracking={"uri": "http://x\x1b[2J`a`\n$(b)"})
+    assert "\x1b" not in demix("summary", run).output
 
 
 def test_an_interrupted_rank_is_not_taken_for_a_finished_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,31 +11,39 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from mlflow.entities import Run as Stored
 from mlflow.tracking import MlflowClient
 
 from demix.errors import DemixError
 from demix.files import exclusive, read_json, read_json_lines, write_json, write_json_lines
-from demix.report import write_report
-from demix.run.kept import config_fingerprint, read_run_config
+from demix.report import report_files
+from demix.run.kept import config_fingerprint
+from demix.run.run import Run
 from demix.track import records
-from demix.track.client import NETWORK_FILE_SYSTEMS, file_system
+from demix.track.client import NETWORK_FILE_SYSTEMS, file_system, opened
 from demix.track.records import flatten
 from demix.track.store import track
 from support.cli import demix
 from support.configs import changed
-from support.synthetic_run import NOVEL, TRAINING, MadeUp, build_run
-
-MODELS = 4 + 1
-# dense, dense_unbalanced, domain_token; demix; minus-…; plus-…; without-law; dense-dapt-…
-EVALUATIONS = 3 + 2 + 3 + 2 + 1 + 2
-RUNS = 1 + MODELS + 2 * len(NOVEL) + EVALUATIONS
+from support.errors import refused
+from support.frozen import copied, rows_of, with_models
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> MadeUp:
-    run = build_run(tmp_path_factory.mktemp("run") / "results" / "made-up")
-    write_report(run.run, run.path / "report")
+def run(frozen: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of two models and one seed with a report, whose files are not read; not to be written to."""
+    run = with_models(frozen, tmp_path_factory.mktemp("run") / "results" / "small", "demix", "dense", seeds=[])
+    for name in report_files(run):
+        file = run.folder / "report" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(name)
     return run
+
+
+@pytest.fixture
+def own(run: Run, tmp_path: Path) -> Run:
+    """A copy of the run, which a test may change."""
+    return copied(run, tmp_path / "own")
 
 
 @pytest.fixture(scope="module")
@@ -43,46 +51,59 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"sqlite:///{tmp_path_factory.mktemp('store')}/new/mlflow.db"
 
 
-def stored(uri: str, experiment: str) -> dict[str, "object"]:
+@pytest.fixture(scope="module")
+def keys(run: Run) -> set[str]:
+    """The keys of the MLflow runs that the files of the run make."""
+    trained = {f"{'adaptation' if '-dapt-' in path.stem else 'training'}/{path.stem}"
+               for path in run.folder.glob("metrics/*.jsonl")}  # fmt: skip
+    pairs = rows_of(run)[["model", "experts"]].drop_duplicates()
+    return {"pipeline", *trained, *(f"evaluation/{row.model}/{row.experts}" for row in pairs.itertuples())}
+
+
+def stored(uri: str, experiment: str) -> dict[str, Stored]:
     client = MlflowClient(tracking_uri=uri)
     runs = client.search_runs([client.get_experiment_by_name(experiment).experiment_id], max_results=1000)
     assert max(Counter(run.data.tags["demix.key"] for run in runs).values()) == 1
     return {run.data.tags["demix.key"]: run for run in runs}
 
 
-def history(uri: str, run_id: str, key: str) -> list[tuple[int, float]]:
-    return [(point.step, point.value) for point in MlflowClient(tracking_uri=uri).get_metric_history(run_id, key)]
+def history(uri: str, one: Stored, key: str) -> list[tuple[int, float]]:
+    return [
+        (point.step, point.value) for point in MlflowClient(tracking_uri=uri).get_metric_history(one.info.run_id, key)
+    ]
+
+
+def perplexities(run: Run, model: str, **where: str) -> pd.Series:
+    """The test perplexities of a system by domain."""
+    rows = rows_of(run)
+    rows = rows[(rows["model"] == model) & (rows["variant"] == "") & rows["top_k"].isna() & (rows["split"] == "test")]
+    for name, value in where.items():
+        rows = rows[rows[name] == value]
+    return rows.set_index("domain")["perplexity"]
 
 
 def test_all_is_there_and_a_second_time_changes_nothing(
-    run: MadeUp, uri: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Run, uri: str, keys: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    summary = track(run.run, uri, "same")
-    assert f"{RUNS} new, 0 replaced, 0 unchanged, 0 deleted" in summary
-    assert capsys.readouterr().out == summary + "\n"
+    monkeypatch.setattr("demix.track.client.METRICS_PER_BATCH", 10)
+    assert f"{len(keys)} new, 0 replaced, 0 unchanged, 0 deleted" in track(run, uri, "same")
     assert list(tmp_path.iterdir()) == []
     before = stored(uri, "same")
-    assert len(before) == RUNS
+    assert before.keys() == keys
 
     parent = before["pipeline"]
-    assert parent.data.params["training.learning_rate"] == "0.001"
-    assert parent.data.params["domains.novel.wiki.source.kind"] == "files"
+    assert parent.data.params["training.learning_rate"] == "0.02"
+    assert parent.data.params["domains.novel.fantasy.source.kind"] == "files"
     artifacts = Path(parent.info.artifact_uri.removeprefix("file://"))
-    store = Path(uri.removeprefix("sqlite:///")).parent
-    assert artifacts.is_relative_to(store / "mlartifacts")
-    for name in (
-        "config.json",
-        "results.parquet",
-        "report/tables/table5.html",
-        "report/claims.md",
-        "cards/wiki/card.json",
-    ):
-        assert (artifacts / name).is_file(), name
+    assert artifacts.is_relative_to(Path(uri.removeprefix("sqlite:///")).parent / "mlartifacts")
+    sent = {path.relative_to(artifacts).as_posix() for path in artifacts.rglob("*") if path.is_file()}
+    assert sent >= {"config.json", "results.parquet", "priors.parquet", "report/tables/table5.html", "report/claims.md"}
+    assert {f"cards/{name}/card.json" for name in run.domains} <= sent
     for key, nested in before.items():
         assert nested.info.status == "FINISHED"
-        assert nested.data.tags["demix.run"] == "made-up"
-        assert nested.data.tags["demix.config"] == config_fingerprint(read_run_config(run.path))
+        assert nested.data.tags["demix.run"] == "frozen"
+        assert nested.data.tags["demix.config"] == config_fingerprint(run.config)
         if key != "pipeline":
             assert nested.data.tags["mlflow.parentRunId"] == parent.info.run_id
         # MLflow's page opens the rows below a run that has one of this type below it.
@@ -94,202 +115,182 @@ def test_all_is_there_and_a_second_time_changes_nothing(
         assert {nested.data.tags["mlflow.source.git.commit"] for nested in before.values()} == {commit.stdout.strip()}
     assert f"mlflow=={version('mlflow')}\n" in (artifacts / "environment.txt").read_text()
 
-    training = before["training/demix"]
-    lines = read_json_lines(run.path / "metrics" / "demix.jsonl")
-    assert history(uri, training.info.run_id, "loss/law") == [(line["step"], line["loss/law"]) for line in lines]
-    assert training.data.params["model.architecture.width"] == "128"
-    assert training.data.params["model.uri"] == (run.path / "models" / "demix").resolve().as_uri()
-    described = Path(training.info.artifact_uri.removeprefix("file://")) / "model"
-    assert read_json(described / "experts" / "law.json")["sha256"] == "0" * 64
-    assert not (described / "experts" / "wiki.json").exists(), "added later, with a run of its own"
+    training, file = before["training/demix"], run.folder / "metrics" / "demix.jsonl"
+    lines, client = read_json_lines(file), MlflowClient(tracking_uri=uri)
+    took = np.cumsum(np.diff([0, *(row["tokens"] for row in lines)]) / [row["tokens_per_second"] for row in lines])
+    times = 1000 * (file.stat().st_mtime - took[-1] + took)
+    for key in lines[0].keys() - {"step"}:
+        found = client.get_metric_history(training.info.run_id, key)
+        assert [(point.step, point.value) for point in found] == [(row["step"], row[key]) for row in lines], key
+        assert [point.timestamp for point in found] == pytest.approx(times, abs=2, rel=0), key
+    assert training.data.params["model.architecture.width"] == str(run.architecture.width)
+    assert training.data.params["model.uri"] == (run.folder / "models" / "demix").resolve().as_uri()
+    described = Path(training.info.artifact_uri.removeprefix("file://")) / "model" / "experts"
+    assert {path.stem for path in described.iterdir()} == {*run.training}, "others have runs of their own"
+    expert = read_json(run.folder / "models/demix/experts/licenses.json")
+    assert read_json(described / "licenses.json")["sha256"] == expert["sha256"]
     read = {inputs.dataset.name: json.loads(inputs.dataset.profile) for inputs in training.inputs.dataset_inputs}
-    assert read == {name: read_json(run.path / "corpus" / name / "card.json") for name in TRAINING}
-    adapted = before["adaptation/demix-dapt-wiki"]
-    assert adapted.data.params["model.parent"] == "code"
-    assert history(uri, adapted.info.run_id, "dev_loss/wiki")[0] == (0, 5.3)
-    evaluated = before["evaluation/demix/all"].data.metrics
-    assert evaluated["perplexity/cached.history/wiki"] == pytest.approx(130 * 1.01)
-    assert evaluated["perplexity/naive/mean_training"] == pytest.approx(110)
-    assert evaluated["perplexity/expert.code/wiki"] == pytest.approx(130 * 1.25)
-    table = pd.read_json(f"{before['evaluation/demix/all'].info.artifact_uri}/results.json", orient="split")
-    (row,) = table.query("domain == 'wiki' and method == 'cached' and weights == 'history'").to_dict("records")
-    assert row["perplexity"] == pytest.approx(130 * 1.01)
-    assert row["perplexity_low"] == pytest.approx(0.9 * row["perplexity"])
-    minus = before["evaluation/demix/minus-law"].data.metrics
-    assert set(minus) == {"perplexity/cached.history/law", "perplexity/cached.released/law"}
+    assert read == {name: read_json(run.folder / "corpus" / name / "card.json") for name in run.training}
+    adapted, expert = before["adaptation/demix-dapt-fantasy"], run.folder / "models/demix/experts/fantasy.json"
+    assert adapted.data.params["model.parent"] == read_json(expert)["parent"]
+    first = read_json_lines(run.folder / "metrics/demix-dapt-fantasy.jsonl")[0]
+    assert history(uri, adapted, "dev_loss/fantasy")[0] == (0, first["dev_loss/fantasy"])
 
-    assert f"0 new, 0 replaced, {RUNS} unchanged, 0 deleted" in track(run.run, uri, "same")
+    evaluated, metrics = before["evaluation/demix/all"], before["evaluation/demix/all"].data.metrics
+    cached = perplexities(run, "demix", experts="all", method="cached", weights="history")
+    naive = perplexities(run, "demix", experts="all", method="naive")
+    single = perplexities(run, "demix", experts="all", method="expert", expert="licenses")
+    assert metrics["perplexity/cached.history/fantasy"] == pytest.approx(cached["fantasy"])
+    assert metrics["perplexity/naive/mean_training"] == pytest.approx(naive[[*run.training]].mean())
+    assert metrics["perplexity/expert.licenses/fantasy"] == pytest.approx(single["fantasy"])
+    table = pd.read_json(f"{evaluated.info.artifact_uri}/results.json", orient="split")
+    (row,) = table.query(
+        "domain == 'fantasy' and method == 'cached' and weights == 'history' and top_k.isna()"
+    ).itertuples()
+    assert row.perplexity == pytest.approx(cached["fantasy"])
+    assert row.perplexity_low < row.perplexity < row.perplexity_high
+    assert {name.split("/")[-1] for name in before["evaluation/demix/minus-licenses"].data.metrics} == {"licenses"}
+
+    assert f"0 new, 0 replaced, {len(keys)} unchanged, 0 deleted" in track(run, uri, "same")
     after = stored(uri, "same")
     assert {key: item.info.run_id for key, item in after.items()} == {k: item.info.run_id for k, item in before.items()}
-    assert len(history(uri, after["training/demix"].info.run_id, "loss")) == len(lines)
+    assert len(history(uri, after["training/demix"], "loss")) == len(lines)
 
 
-def test_the_first_page_has_headlines_dev_curves_and_times(uri: str, tmp_path: Path) -> None:
-    run = build_run(tmp_path / "run", steps=4)
-    metrics = run.path / "metrics" / "demix.jsonl"
-    lines = [line | {"tokens_per_second": line["tokens"] / line["step"] / 5} for line in read_json_lines(metrics)]
-    dev = [{"step": 2, "tokens": lines[1]["tokens"], "dev_loss": 4.5}, {**lines[-1], "dev_loss": 4.0}]
-    write_json_lines(metrics, [*lines[:2], dev[0], lines[2], dev[1]])
+def test_the_first_page_has_headlines_dev_curves_and_times(own: Run, uri: str) -> None:
+    metrics = own.folder / "metrics" / "demix.jsonl"
+    lines = [line | {"tokens_per_second": 192 / 5} for line in read_json_lines(metrics)[:4]]
+    dev = [{"step": step, "tokens": lines[step - 1]["tokens"], "dev_loss": 5.0 - step / 10} for step in (2, 4)]
+    write_json_lines(metrics, [*lines[:2], dev[0], *lines[2:], dev[1]])
     os.utime(metrics, (5000, 5000))
+    shutil.rmtree(own.folder / "benchmarks")
     for name, seconds, ended in (("train/demix", 30, 5001), ("score/demix/law", 10, 5040), ("report", 7, 5100)):
-        file = run.path / "benchmarks" / f"{name}.tsv"
+        file = own.folder / "benchmarks" / f"{name}.tsv"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"s\tcpu_time\tmax_rss\n{seconds}\t1\t1\n")
         os.utime(file, (ended, ended))
-    track(run.run, uri, "first page")
+    track(own, uri, "first page")
     found = stored(uri, "first page")
     spans = {key: (one.info.start_time / 1000, one.info.end_time / 1000) for key, one in found.items()}
     # Four updates of 5 seconds each, in a job of 30.
     assert spans["training/demix"] == (4971, 5000)
     assert spans["evaluation/demix/all"] == (5030, 5040)
     assert spans["pipeline"] == (4971, 5100)
-    parent = found["pipeline"]
-    assert history(uri, parent.info.run_id, "dev_loss/demix") == [(2, 4.5), (4, 4.0)]
-    means = parent.data.metrics
-    assert means["perplexity_training/demix.cached.history"] == pytest.approx(110 * 1.01)
-    assert means["perplexity_training/dense"] == pytest.approx(110 * 1.3)
-    assert means["perplexity_novel/demix.all.cached.history"] == pytest.approx(135 * 1.01)
+    assert history(uri, found["pipeline"], "dev_loss/demix") == [(2, 4.8), (4, 4.6)]
+    means = found["pipeline"].data.metrics
+    cached = {"method": "cached", "weights": "history"}
+    for name, values, domains in (
+        ("training/demix.cached.history", perplexities(own, "demix", experts="training", **cached), own.training),
+        ("novel/demix.all.cached.history", perplexities(own, "demix", experts="all", **cached), own.novel),
+        ("training/dense", perplexities(own, "dense"), own.training),
+    ):
+        assert means[f"perplexity_{name}"] == pytest.approx(values[[*domains]].mean())
     (point,) = MlflowClient(tracking_uri=uri).get_metric_history(
-        found["evaluation/demix/all"].info.run_id, "perplexity/naive/law"
+        found["evaluation/demix/all"].info.run_id, "perplexity/naive/licenses"
     )
     assert point.timestamp == 5_040_000
 
 
-def test_one_command_sends_a_copied_folder(run: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_command_sends_a_copied_folder(
+    run: Run, keys: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the store that `make ui` shows, beside the original, into an experiment of the folder's name."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(run.path, "results/from-ann")
-    for counts in (f"{RUNS} new, 0 replaced, 0 unchanged", f"0 new, 0 replaced, {RUNS} unchanged"):
-        assert counts in demix("track", "results/from-ann").output
-    assert len(stored("sqlite:///results/mlflow.db", "demix-from-ann")) == RUNS
+    copied(run, Path("results/from-ann"))
+    assert f"{len(keys)} new, 0 replaced, 0 unchanged" in demix("track", "results/from-ann").output
+    assert stored("sqlite:///results/mlflow.db", "demix-from-ann").keys() == keys
     there = ("--uri", "sqlite:///other.db", "--experiment", "chosen", "--output", "sent.json")
     assert demix("track", "results/from-ann", *there).exit_code == 0
-    assert len(stored("sqlite:///other.db", "chosen")) == RUNS
+    assert stored("sqlite:///other.db", "chosen").keys() == keys
     assert {**read_json(Path("sent.json")), "sent": ""} == {"uri": there[1], "experiment": "chosen", "sent": ""}
 
 
-def test_a_change_replaces_and_a_missing_file_deletes(uri: str, tmp_path: Path) -> None:
-    run = build_run(tmp_path / "run", steps=5)
-    track(run.run, uri, "changing")
+def test_a_change_replaces_and_a_missing_file_deletes(own: Run, uri: str, keys: set[str]) -> None:
+    """What was interrupted is made again, and other runs of the experiment are left alone."""
+    track(own, uri, "changing")
     before = stored(uri, "changing")
-    metrics = run.path / "metrics" / "dense.jsonl"
+    metrics = own.folder / "metrics" / "dense.jsonl"
     write_json_lines(metrics, read_json_lines(metrics)[:3])
-    (run.path / "metrics" / "without-law.jsonl").unlink()
-    summary = track(run.run, uri, "changing")
-    assert f"0 new, 1 replaced, {RUNS - 2} unchanged, 1 deleted" in summary
+    (own.folder / "metrics" / "without-scripture.jsonl").unlink()
+    client = MlflowClient(tracking_uri=uri)
+    client.delete_tag(before["training/demix"].info.run_id, "demix.sha256")
+    experiment = client.get_experiment_by_name("changing").experiment_id
+    other = client.create_run(experiment, tags={"demix.key": "someone else's"})
+    assert f"0 new, 2 replaced, {len(keys) - 3} unchanged, 1 deleted" in track(own, uri, "changing")
     after = stored(uri, "changing")
-    assert before.keys() - after.keys() == {"training/without-law"}
-    assert {key for key in after if after[key].info.run_id != before[key].info.run_id} == {"training/dense"}
-    assert len(history(uri, after["training/dense"].info.run_id, "loss")) == 3
+    assert after.pop("someone else's").info.run_id == other.info.run_id
+    assert before.keys() - after.keys() == {"training/without-scripture"}
+    replaced = {key for key in after if after[key].info.run_id != before[key].info.run_id}
+    assert replaced == {"training/dense", "training/demix"}
+    assert len(history(uri, after["training/dense"], "loss")) == 3
 
-    other = changed(run.run, threads=3)
-    assert f"1 replaced, {RUNS - 2} unchanged" in track(other, uri, "changing")
+    changes = changed(own, threads=3)
+    assert f"1 replaced, {len(keys) - 2} unchanged" in track(changes, uri, "changing")
     moved = stored(uri, "changing")
-    assert moved["pipeline"].info.run_id != after["pipeline"].info.run_id
-    assert {item.data.tags.get("mlflow.parentRunId") for key, item in moved.items() if key != "pipeline"} == {
-        moved["pipeline"].info.run_id
-    }
-    assert config_fingerprint(other.config) != config_fingerprint(run.run.config)
-    assert {item.data.tags["demix.config"] for item in moved.values()} == {config_fingerprint(other.config)}
+    del moved["someone else's"]
+    parent = moved.pop("pipeline").info.run_id
+    assert parent != after["pipeline"].info.run_id
+    assert {one.data.tags["mlflow.parentRunId"] for one in moved.values()} == {parent}
+    assert {one.data.tags["demix.config"] for one in moved.values()} == {config_fingerprint(changes.config)}
 
 
-def test_settings_are_those_of_the_kind_of_model(uri: str, tmp_path: Path) -> None:
-    run = build_run(tmp_path / "run", steps=2)
+def test_settings_are_those_of_the_type_of_model(frozen: Run, tmp_path: Path) -> None:
+    own = with_models(frozen, tmp_path / "run", "demix", "dense")
     for model in ("demix", "dense"):
         trials = [{"learning_rate": 5e-4, "diverged": None, "parts": [4.0]}]
-        write_json(run.path / "sweep" / f"{model}.json", {"learning_rate": 5e-4, "margin": 0.1, "trials": trials})
-    write_json_lines(run.path / "metrics" / "demix-seed2.jsonl", read_json_lines(run.path / "metrics" / "demix.jsonl"))
-    overrides = {"demix": {"sweep": {"learning_rates": [5e-4], "tokens": 8192}}}
-    track(changed(run.run, seeds=[1, 2], models=overrides), uri, "swept")
-    found = stored(uri, "swept")
-    for name in ("demix", "demix-seed2", "without-law"):
-        params = found[f"training/{name}"].data.params
+        write_json(own.folder / "sweep" / f"{model}.json", {"learning_rate": 5e-4, "margin": 0.1, "trials": trials})
+    swept = changed(own, models={"demix": {"sweep": {"learning_rates": [5e-4], "tokens": 1024}}})
+    found = {one.key: one.params for one in records.records(swept)}
+    for name in ("demix", "demix-seed2", "without-scripture"):
+        params = found[f"training/{name}"]
         assert params["sweep.learning_rate"] == "0.0005", name
-        assert params["models.demix.sweep.tokens"] == "8192", name
-    assert "sweep.learning_rate" not in found["training/dense"].data.params, "left over from an earlier config"
+        assert params["models.demix.sweep.tokens"] == "1024", name
+    assert "sweep.learning_rate" not in found["training/dense"], "left over from an earlier config"
 
 
-def test_one_process_writes_at_a_time(uri: str, run: MadeUp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_that_were_trained_by_themselves_are_sent_too(frozen: Run) -> None:
+    found = {one.key: one for one in records.records(frozen)}
+    for file in ("btm/licenses", "btm-seed2/scripture", "cbtm_2/c01", "flexolmo/parliament"):
+        rows = read_json_lines(frozen.folder / f"metrics/{file}.jsonl")
+        points = [point[2:0:-1] for point in found[f"training/{file}"].metrics if point[0] == "loss"]
+        assert points == [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    assert found["evaluation/demix_masked/training"].metrics
+    assert all("masked_perplexity" in point[0] for point in found["evaluation/demix_masked/training"].metrics)
+
+
+def test_one_process_writes_at_a_time(uri: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("demix.track.client.PATIENCE_SECONDS", 0.0)
     store = Path(uri.removeprefix("sqlite:///"))
-    with (
-        exclusive(store.with_name(".mlflow.db.lock"), "tests"),
-        pytest.raises(DemixError, match=r"another process .* writes to mlflow\.db"),
-    ):
-        track(run.run, uri, "locked")
+    store.parent.mkdir(exist_ok=True)
+    with exclusive(store.with_name(".mlflow.db.lock"), "tests"), pytest.raises(DemixError):
+        track(run, uri, "locked")
 
 
-def test_an_interrupted_run_is_made_anew_and_other_runs_are_left_alone(uri: str, tmp_path: Path) -> None:
-    run = build_run(tmp_path / "run", steps=3)
-    track(run.run, uri, "shared")
-    client = MlflowClient(tracking_uri=uri)
-    client.delete_tag(stored(uri, "shared")["training/demix"].info.run_id, "demix.sha256")
-    other = client.create_run(
-        client.get_experiment_by_name("shared").experiment_id, tags={"demix.key": "someone else's"}
-    )
-    assert f"0 new, 1 replaced, {RUNS - 1} unchanged, 0 deleted" in track(run.run, uri, "shared")
-    assert stored(uri, "shared")["someone else's"].info.run_id == other.info.run_id
-
-
-def test_more_metrics_than_one_batch_holds(uri: str, tmp_path: Path) -> None:
-    run = build_run(tmp_path / "run", steps=400)
-    track(run.run, uri, "long")
-    client, item = MlflowClient(tracking_uri=uri), stored(uri, "long")["training/dense"]
-    file = run.path / "metrics" / "dense.jsonl"
-    rows = read_json_lines(file)
-    took = np.cumsum(np.diff([0, *(row["tokens"] for row in rows)]) / [row["tokens_per_second"] for row in rows])
-    times = 1000 * (file.stat().st_mtime - took[-1] + took)
-    for key in rows[0].keys() - {"step"}:
-        found = client.get_metric_history(item.info.run_id, key)
-        assert [(point.step, point.value) for point in found] == [(row["step"], row[key]) for row in rows], key
-        assert [point.timestamp for point in found] == pytest.approx(times, abs=2, rel=0), key
-
-
-def test_bad_input_is_one_line(uri: str, tmp_path: Path) -> None:
-    run = build_run(tmp_path / "run", steps=1)
-    (run.path / "results.parquet").unlink()
-    with pytest.raises(DemixError, match=r"results\.parquet: is missing"):
-        track(run.run, uri, "bad")
-    run = build_run(tmp_path / "run", steps=1)
+def test_bad_input_is_refused(run: Run, own: Run, tmp_path: Path) -> None:
+    (own.folder / "results.parquet").unlink()
+    with refused(own.folder / "results.parquet"):
+        track(own, f"sqlite:///{tmp_path}/mlflow.db", "bad")
     (tmp_path / "not.db").write_text("this is no database")
-    with pytest.raises(DemixError, match=r"not\.db") as error:
-        track(run.run, f"sqlite:///{tmp_path}/not.db", "bad")
-    assert "\n" not in str(error.value)
-    with pytest.raises(DemixError, match=r"127\.0\.0\.1"):
-        track(run.run, "http://127.0.0.1:9", "bad")
-    with pytest.raises(DemixError, match="needs the Python package MySQLdb; pip install mysqlclient"):
-        track(run.run, "mysql://nobody@127.0.0.1/demix", "bad")
+    for uri in (f"sqlite:///{tmp_path}/not.db", "http://127.0.0.1:9", "mysql://nobody@127.0.0.1/demix"):
+        with refused(uri) as error:
+            track(run, uri, "bad")
+    assert "mysqlclient" in error.value.cure
 
 
-def test_of_many_domains_single_experts_have_their_own_and_means(
-    run: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_many_domains_single_experts_have_their_own_and_means(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def sent() -> records.Record:
-        return next(one for one in records.records(run.run) if one.key == "evaluation/demix/all")
+        return next(one for one in records.records(run) if one.key == "evaluation/demix/all")
 
-    every = sent()
-    assert every.table is not None
-    monkeypatch.setattr(records, "PAIRS_SENT", len(TRAINING) + len(NOVEL))
+    every, names = sent(), [*run.domains]
+    monkeypatch.setattr(records, "PAIRS_SENT", len(names))
     assert sent().sha256() == every.sha256()
-    monkeypatch.setattr(records, "PAIRS_SENT", len(TRAINING) + len(NOVEL) - 1)
+    monkeypatch.setattr(records, "PAIRS_SENT", len(names) - 1)
     fewer = sent()
-    assert fewer.table is not None
-    missing = {point[0] for point in every.metrics} - {point[0] for point in fewer.metrics}
-    assert fewer.metrics == tuple(point for point in every.metrics if point[0] not in missing)
-    assert missing == {
-        f"perplexity/expert.{expert}/{domain}"
-        for expert in (*TRAINING, *NOVEL)
-        for domain in (*TRAINING, *NOVEL)
-        if expert != domain
-    } & {point[0] for point in every.metrics}
-    assert {f"perplexity/expert.{TRAINING[0]}/mean_{kind}" for kind in ("training", "novel")} <= {
-        point[0] for point in fewer.metrics
-    }
-    single = fewer.table.query("method == 'expert'")
-    assert len(single)
-    assert (single["expert"] == single["domain"]).all()
-    others = every.table.query("method != 'expert'").reset_index(drop=True)
-    assert fewer.table.query("method != 'expert'").reset_index(drop=True).equals(others)
+    others = {f"perplexity/expert.{one}/{domain}" for one in names for domain in names if one != domain}
+    assert fewer.metrics == tuple(point for point in every.metrics if point[0] not in others)
+    assert len(every.metrics) - len(fewer.metrics) == len(others)
+    table, single = every.table, every.table["method"] == "expert"
+    assert fewer.table.equals(table[~single | (table["expert"] == table["domain"])].reset_index(drop=True))
 
 
 def test_flatten() -> None:
@@ -298,13 +299,12 @@ def test_flatten() -> None:
 
 
 def test_sqlite_on_a_network_file_system_is_warned_of(
-    run: MadeUp, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No such file system can be mounted here: the type of a real one is put on the list."""
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    track(run.run, uri, "quiet")
-    assert "network file system" not in caplog.text
     assert file_system(Path("/proc/self")) == "proc"
+    opened(f"sqlite:///{tmp_path}/mlflow.db")
+    assert "demix.track.client" not in {record.name for record in caplog.records}
     monkeypatch.setattr("demix.track.client.NETWORK_FILE_SYSTEMS", NETWORK_FILE_SYSTEMS | {file_system(tmp_path)})
-    track(run.run, uri, "quiet")
-    assert "SQLite on a network file system" in caplog.text
+    opened(f"sqlite:///{tmp_path}/mlflow.db")
+    assert "demix.track.client" in {record.name for record in caplog.records}
