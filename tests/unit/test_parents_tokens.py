@@ -1,7 +1,6 @@
 """Tokens of the model in a folder that training begins with: counted where they are known, and else said to be not."""
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,14 @@ from demix.model.description import tokens_learned
 from demix.plan.cost import training_tables
 from demix.plan.flops import training_flops_per_token
 from demix.report.card import model_card
+from demix.report.material import Material
 from demix.report.read import tokens_before
 from demix.run.check import load_run
+from demix.run.run import Run
 from support.configs import changed
 from support.models import write_model
 from support.report import table_of
-from support.synthetic_run import build_run
 
-OWN = 2457600
 ROWS = {
     "mine": {"kind": "branched", "label": "mine", "parent": "imported/known"},
     "theirs": {"kind": "demix", "label": "theirs", "parent": "imported/gpt2"},
@@ -30,25 +29,19 @@ def begun(tokens: int | None) -> dict[str, Any]:
     return {"model": "known", "step": 0, "tokens": tokens, "state_sha256": "4" * 64}
 
 
-def test_tables_count_what_is_known_and_name_what_is_not(tmp_path: Path) -> None:
-    run = build_run(tmp_path)
-    with_parents = changed(run.run, models=ROWS)
+def test_tables_count_what_is_known_and_leave_out_what_is_not(frozen_copy: Run) -> None:
+    run = changed(frozen_copy, models=ROWS)
     for row, tokens in (("mine", 1_000_000), ("theirs", None)):
-        write_json(run.path / "models" / row / "model.json", {"kind": "demix", "parent": begun(tokens)})
-    before = tokens_before(with_parents)
+        write_json(run.folder / "models" / row / "model.json", {"kind": "demix", "parent": begun(tokens)})
+    before = tokens_before(run)
     assert before == {"mine": 1_000_000, "theirs": None}
-    table = table_of("families", run.material(with_parents, tokens_before=before))
-    costs = table_of("family_costs", run.material(with_parents))
-    by_token = training_flops_per_token(run.run.architecture, 4096, 256)
-    for frame, column, each in ((table.frame, "Tokens", 1), (costs.frame, "FLOPs of training", by_token)):
-        assert frame.at["mine", column] == pytest.approx(each * (OWN + 1_000_000))
+    table, costs = (table_of(name, Material(run)).frame for name in ("families", "family_costs"))
+    by_token = training_flops_per_token(run.architecture, run.types, run.context)
+    own = int(run.config.training.tokens)
+    for frame, column, each in ((table, "Tokens", 1), (costs, "FLOPs of training", by_token)):
+        assert frame.at["mine", column] == pytest.approx(each * (own + 1_000_000))
         assert math.isnan(frame.at["theirs", column]), "no number that looks complete"
-        assert frame.at["DEMix", column] == pytest.approx(each * OWN)
-    for one in (table, costs):
-        notes = " ".join(one.notes)
-        assert "of the parent imported/gpt2 of theirs are not known; the row's own training took 2,457,600" in notes
-        assert "model in a folder that a row began with count, too" in notes
-    assert "parent" not in " ".join(table_of("families", run.material(tokens_before={})).notes)
+        assert frame.at["DEMix", column] == pytest.approx(each * own)
 
 
 def test_a_chain_of_folders_adds_up_and_is_unknown_where_one_is() -> None:
@@ -60,16 +53,10 @@ def test_a_chain_of_folders_adds_up_and_is_unknown_where_one_is() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "told"), [(None, "not known"), (1_234_567, "1,234,567")])
-def test_a_card_says_what_its_parent_had_read(tmp_path: Path, tokens: int | None, told: str) -> None:
-    run = build_run(tmp_path / "made-up")
-    directory = run.path / "models" / "demix"
-    shutil.rmtree(directory)
-    write_model(directory, ("code", "law", "news"))
-    sizes = {"shared_parameters": 1000, "expert_parameters": 2000, "parent": begun(tokens)}
-    write_json(directory / "model.json", read_json(directory / "model.json") | sizes)
-    card = model_card(run.run, "demix")
-    assert f"beside the tokens of its parent known ({told})" in card
-    assert "the first" not in card
+def test_a_card_says_what_its_parent_had_read(frozen_copy: Run, tokens: int | None, told: str) -> None:
+    path = frozen_copy.folder / "models" / "demix" / "model.json"
+    write_json(path, read_json(path) | {"parent": begun(tokens)})
+    assert f"its parent known ({told})" in model_card(frozen_copy, "demix")
 
 
 def test_the_plan_says_what_it_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

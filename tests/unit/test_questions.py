@@ -159,7 +159,7 @@ def test_only_the_files_that_a_query_needs_are_opened(frozen_copy: Run) -> None:
         (f"select max(token) from scores where {alone}", "tokenizer.json"),
         ("select max(leakage) from corpus where domain = 'licenses'", "corpus/licenses/card.json"),
         ("select * from overlap", "overlap.parquet"),
-        ("select * from benchmarks where rule = 'report'", "report.tsv"),
+        ("select * from benchmarks where rule = 'train'", "benchmarks/train/"),
         ("select text from documents", ".parquet"),
         ("select * from metrics", ".jsonl"),
         ("select nll from contexts where domain = 'scripture'", "scripture.contexts.parquet"),
