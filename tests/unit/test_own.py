@@ -151,7 +151,6 @@ def test_a_text_is_held_against_the_experts_own_domains_and_the_dense_model(froz
 
     best = min(found["experts"], key=lambda line: line["perplexity"])
     copy = shutil.copytree(model, tmp_path / "copy")
-    (copy / "usual.json").unlink()
     assert asked(copy, text)["unlike"] is None
     for factor, unlike in ((1.24, False), (1.26, True)):
         figures = Usual(perplexity=7, bits_per_byte=best["bits_per_byte"] / factor)

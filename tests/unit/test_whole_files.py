@@ -78,7 +78,7 @@ def test_what_is_no_whole_file_is_refused(reader: str, name: str, run: Run, tmp_
             with pytest.raises((DemixError, IsADirectoryError)) as error:
                 read(reader, run.folder, output)
             subject = getattr(error.value, "subject", None) or error.value.filename
-            assert Path(subject) in (path, path.parent if reader == "card" else path), how
+            assert str(subject).startswith(str(path.parent if reader == "card" else path)), how
             assert not [*output.iterdir()]
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     finally:
