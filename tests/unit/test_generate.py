@@ -15,8 +15,6 @@ from demix.errors import DemixError
 from demix.files import read_json, write_json
 from demix.mix.mixtures import mix
 from demix.mix.rules import CLASSES
-from demix.model.checkpoint import load_model
-from demix.model.gpt import GPT
 from support.cli import demix, refusal
 from support.decoding import LENGTH, in_blocks, whole, write_run
 from support.errors import refused
@@ -42,47 +40,23 @@ def opened(run: Path) -> package.OpenedModel:
     return package.load(run / "models" / "demix")
 
 
-def by_passes(model: GPT, opened: package.OpenedModel, ids: list[int]) -> np.ndarray:
-    """log p [N, E] of the tokens of a text by forward passes over whole blocks."""
-    before = torch.tensor([opened.tokenizer.end_of_text])
-    found: np.ndarray = whole(model, torch.tensor([ids]), before)[:, 0].T
-    return found
+LENGTHS = [({}, length) for length in (0, 1, LENGTH - 1, LENGTH, LENGTH + 1, 2 * LENGTH + 5)]
+ALIBI, ROPE = {"position": "alibi"}, {"position": "rope", "key_heads": 2}
 
 
-@pytest.mark.parametrize("length", [0, 1, LENGTH - 1, LENGTH, LENGTH + 1, 2 * LENGTH + 5])
-def test_cached_decoding_equals_whole_forward_passes(length: int, run: Path, opened: package.OpenedModel) -> None:
+@pytest.mark.parametrize(("options", "length"), [*LENGTHS, (ALIBI, LENGTH + 5), (ROPE, LENGTH + 5)])
+def test_cached_decoding_equals_whole_forward_passes(options: dict, length: int, run: Path, tmp_path: Path) -> None:
     """With prompts that end before, at and behind the end of a block, and generated texts of more than two."""
-    given = opened.tokenizer.encode(PROMPT).tolist()[:length]
-    found = opened.generate(opened.tokenizer.decode(given), tokens=2 * LENGTH + 5, seed=3)
-    wanted = by_passes(load_model(run / "models" / "demix"), opened, [*given, *found.ids.tolist()])[len(given) :]
-    np.testing.assert_allclose(found.log_probabilities, wanted, rtol=0, atol=1e-10)
-    following = opened.next(opened.tokenizer.decode(given))
-    assert following.log_probabilities[found.ids[0]] == pytest.approx(found.mixture[0], abs=1e-10)
-
-
-ARCHITECTURES = {"alibi": {"position": "alibi", "head": "clap"}, "rope": {"position": "rope", "key_heads": 2}}
-
-
-@pytest.mark.parametrize("options", ARCHITECTURES.values(), ids=ARCHITECTURES)
-def test_blocks_of_other_architectures_are_decoded_as_whole_passes(
-    options: dict[str, object], run: Path, tmp_path: Path
-) -> None:
-    encoder = Tokenizer.load(run / "tokenizer.json")
-    architecture = dataclasses.replace(SMALL, **options)
+    encoder, architecture = Tokenizer.load(run / "tokenizer.json"), dataclasses.replace(SMALL, **options)
     model = model_of(tuple(sorted(THREE)), architecture=architecture, vocab_size=encoder.vocab_size)
     save_model(model, tmp_path / "m", encoder.sha256)
-    opened = package.load(tmp_path / "m", tokenizer=run / "tokenizer.json")
-    found = opened.generate(PROMPT, tokens=LENGTH + 3)
-    ids = [*encoder.encode(PROMPT).tolist(), *found.ids.tolist()]
-    cuts = [ids[start : start + LENGTH] for start in range(0, len(ids), LENGTH)]
-    before = [encoder.end_of_text, *(cut[-1] for cut in cuts)]
-    with torch.no_grad():
-        each = [
-            model.log_probabilities(model(torch.tensor([[[first, *cut[:-1]]]])), torch.tensor([[cut]]))[:, 0]
-            for first, cut in zip(before, cuts, strict=False)
-        ]
-    wanted = torch.cat(each, 1)[:, -len(found.ids) :].T
+    opened, given = package.load(tmp_path / "m", tokenizer=run / "tokenizer.json"), encoder.encode(PROMPT)[:length]
+    found = opened.generate(encoder.decode(given), tokens=2 * LENGTH + 5, seed=3)
+    ids = torch.tensor([[*given.tolist(), *found.ids.tolist()]])
+    wanted = whole(model, ids, torch.tensor([encoder.end_of_text]))[:, 0, length:].T
     np.testing.assert_allclose(found.log_probabilities, wanted, rtol=0, atol=1e-10)
+    following = opened.next(encoder.decode(given))
+    assert following.log_probabilities[found.ids[0]] == pytest.approx(found.mixture[0], abs=1e-10)
 
 
 def with_defaults(family: str) -> str:

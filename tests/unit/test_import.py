@@ -25,13 +25,12 @@ def same_weights(model: Path, other: Path) -> bool:
     return all((model / name).read_bytes() == (other / name).read_bytes() for name in files)
 
 
-@pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
-def test_gpt2_without_a_tokenizer_is_read_by_gpt2s_own(activation: str, tmp_path: Path) -> None:
+def test_gpt2_without_a_tokenizer_is_read_by_gpt2s_own(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 50257}
-    theirs = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.3, activation_function=activation)).eval()
+    theirs = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.3)).eval()
     theirs.save_pretrained(tmp_path / "hf")
     directory = tmp_path / "models" / "x"
     done = demix("import", tmp_path / "hf", "--output", directory)
@@ -41,7 +40,6 @@ def test_gpt2_without_a_tokenizer_is_read_by_gpt2s_own(activation: str, tmp_path
     ids = torch.from_numpy(np.concatenate([[encoder.end_of_text], encoder.encode(REAL_TEXT)]).astype(np.int64))[None]
     with torch.no_grad():
         assert farthest(model.logits(model(ids[None]))[0], theirs(ids).logits) < 1e-5
-    assert describe(directory)["architecture"].get("activation", "gelu") == activation
     assert "tokens" not in describe(directory), "nobody knows how many"
     export_hf(directory, "dense", directory / "tokenizer.json", tmp_path / "again")
     assert same_tensors(tmp_path / "hf", tmp_path / "again")

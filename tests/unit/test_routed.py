@@ -394,7 +394,7 @@ def test_what_needs_experts_of_domains_refuses_a_routed_model(run: Path, tokens:
         shorter = dataclasses.replace(RECIPE, tokens=RECIPE.tokens // 2)
         train_model("routed", shorter, paths, *places, branch=seed_of(run))
     for kind, recipe in (("routed", TRAIN), ("dense", RECIPE)):
-        with refused("architecture"):
+        with refused("--settings.architecture"):
             train_model(kind, recipe, paths, *places)
     assert not (tmp_path / "model").exists()
 
@@ -476,7 +476,8 @@ def test_merged_routers_are_ridge_regressions_of_the_domain_on_states_of_gpt2_th
             with torch.no_grad():
                 model.get_parameter(router_name(layer)).copy_(router[None])
         losses[penalty, factor] = -np.mean([log_probabilities(model, *cut).mean() for cut in cuts])
-    chosen = tuple(read_json(merged / "experts" / "dense.json")["router"].values())
+    router = read_json(merged / "experts" / "dense.json")["router"]
+    chosen = router["penalty"], router["factor"]
     assert losses[chosen] == pytest.approx(min(losses.values()), abs=1e-6)
     for layer, router in enumerate(written):
         wanted = ridge([of_domain[layer] for of_domain in texts], *chosen)
@@ -634,12 +635,14 @@ def test_other_experts_than_those_of_the_parent_are_refused(models: Path, tokens
     places = None, None, tmp_path / "checkpoints"
     with refused(models / "merged"):
         train_model("routed", four, shard_paths(tokens), *places, branch=models / "merged")
-    with refused("trained"):
+    with refused("--settings.trained"):
         train_model("routed", dataclasses.replace(BTX, trained="routers"), shard_paths(tokens), *places)
 
 
-def content(directory: Path) -> dict[str, bytes]:
-    return {name: (directory / name).read_bytes() for name in FILES if (directory / name).exists()}
+def content(directory: Path) -> dict[str, object]:
+    """What the files of a merged model say, wherever they are."""
+    files = {name: directory / name for name in FILES if (directory / name).exists()}
+    return {name: dict(read_json(path)) if ".json" in name else path.read_bytes() for name, path in files.items()}
 
 
 def rewritten(directory: Path, **more: object) -> None:
@@ -902,7 +905,7 @@ def test_a_release_that_differs_elsewhere_is_refused(
     assert not out.exists()
     for words, of in (
         ((release,), "--output"),
-        ((release, "--output", out, "--name", "x"), "--name"),
+        ((release, "--output", out, "--name", "x"), "--output"),
         ((release / "experts" / "dense.safetensors", "--output", out), "--output"),
         ((tmp_path / "release", "--output", out), "release"),
     ):
