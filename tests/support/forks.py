@@ -4,10 +4,14 @@ import multiprocessing
 
 # One server of forks for a process of tests: it imports once what all of its users begin with.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([
-    "demix.train.stage", "demix.evaluate.score", "demix.commands.main", "typer.testing", "pytest",
-    # torch imports it at the first step of an optimizer.
-    "torch._dynamo",
-    # What snakemake imports as it plans.
-    "snakemake.cli", "snakemake.workflow", "snakemake.report", "requests", "pandas",
-])  # fmt: skip
+FORKS.set_forkserver_preload(
+    [
+        *("demix.train.adapt", "demix.evaluate.score", "demix.data.anonymize", "demix.commands.main"),
+        # What modules of tests import, which a process imports to find its function.
+        *("typer.testing", "pytest", "hypothesis", "duckdb"),
+        # torch imports it at the first step of an optimizer.
+        "torch._dynamo",
+        # What snakemake imports as it plans.
+        *("snakemake.cli", "snakemake.workflow", "snakemake.report", "requests", "pandas"),
+    ]
+)

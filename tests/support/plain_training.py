@@ -31,9 +31,13 @@ def rates(steps: int, highest: float, warmup: float) -> list[float]:
 
 
 def plain_steps(
-    model: Any, optimizer: torch.optim.AdamW, batches: Any, rates: dict[int, float], clip: float = 1.0,
+    model: Any,
+    optimizer: torch.optim.AdamW,
+    batches: Any,
+    rates: dict[int, float],
+    clip: float = 1.0,
     logits_of: Callable[[Any], Tensor] | None = None,
-) -> Iterator[Step]:  # fmt: skip
+) -> Iterator[Step]:
     """Train `model` in place on the batches of the steps that `rates` has, and tell of each.
 
     A masked batch has losses at its places alone. The losses of weighted targets are divided by `batches.targets`. To

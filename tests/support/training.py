@@ -1,12 +1,10 @@
-"""Tiny trainings, in this process and in one that is killed."""
+"""Tiny trainings in this process."""
 
 import dataclasses
-import json
 import os
 import signal
-import sys
-import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +13,40 @@ import pytest
 from demix.data.shards import TokenShard
 from demix.files import read_json_lines
 from demix.launch.job import Places
-from demix.train import stage
+from demix.train import adapt, stage
 from demix.train.adapt import Adaptation
 from demix.train.batches import Batch, Batches, batches_of
-from demix.train.stage import ModelTraining, Training
-from support.cli import said
-from support.forks import FORKS
+from demix.train.stage import ModelTraining, Training, take_seed
 from support.tokens import TRAINING
 
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 32}
+RECIPE = {"seed": 1, "warmup": 0.1, "clip": 1.0, "weight_decay": 0.1, "precision": "fp32", "threads": 1}
+# 24 steps of 192 tokens on three domains.
 TRAIN = Training(
-    seed=1, architecture=SIZES, tokens=32 * 2 * 3 * 24, sequences=2, learning_rate=3e-3, warmup=0.1, clip=1.0,
-    weight_decay=0.1, precision="fp32", threads=1, checkpoint_every=5,
-)  # fmt: skip
+    **RECIPE, architecture=SIZES, tokens=32 * 2 * 3 * 24, sequences=2, learning_rate=3e-3, checkpoint_every=5
+)
 ADAPT = Adaptation(
-    seed=1, tokens=32 * 4 * 20, sequences=4, learning_rate_factor=0.5, warmup=0.1, clip=1.0, weight_decay=0.1,
-    precision="fp32", threads=1, checkpoint_every=7, evaluate_every=5, patience=3, dev_blocks=6, forgetting_blocks=2,
-    parent_blocks=5, parent_decay=0.3,
-)  # fmt: skip
+    **RECIPE,
+    tokens=32 * 4 * 20,
+    sequences=4,
+    learning_rate_factor=0.5,
+    checkpoint_every=7,
+    evaluate_every=5,
+    patience=3,
+    dev_blocks=6,
+    forgetting_blocks=2,
+    parent_blocks=5,
+    parent_decay=0.3,
+)
 
 
-def shard_paths(tokens: Path, domains=TRAINING, split: str = "train") -> list[Path]:
+def shard_paths(tokens: Path, domains: Sequence[str] = TRAINING, split: str = "train") -> list[Path]:
     return [tokens / "tokens" / domain / f"{split}.arrow" for domain in domains]
+
+
+def novel_shards(tokens: Path) -> tuple[Path, Path]:
+    """The train and dev tokens of the novel domain."""
+    return tokens / "tokens" / "fantasy" / "train.arrow", tokens / "tokens" / "fantasy" / "dev.arrow"
 
 
 def opened(tokens: Path) -> list[TokenShard]:
@@ -44,61 +54,81 @@ def opened(tokens: Path) -> list[TokenShard]:
 
 
 def train_model(
-    kind: str, training: Training, shards: Sequence[Path], output: Path | None, metrics: Path | None, checkpoints: Path,
-    replicas: Mapping[str, int] | None = None, **more: Any,
-) -> None:  # fmt: skip
+    kind: str,
+    training: Training,
+    shards: Sequence[Path],
+    output: Path | None,
+    metrics: Path | None,
+    checkpoints: Path,
+    replicas: Mapping[str, int] | None = None,
+    **more: Any,
+) -> None:
     """Train one model as the stage does. `more` are fields of `ModelTraining`."""
     stage.train_model(ModelTraining(kind, training, shards, **more), Places(output, metrics, checkpoints), replicas)
 
 
-def stop_at(monkeypatch: pytest.MonkeyPatch, steps: set[int], domains=TRAINING) -> list[tuple[str, ...]]:
-    """Stop trainings of `domains` by SIGTERM before each of `steps`, which is then removed.
+def places(folder: Path) -> Places:
+    return Places(folder / "model", folder / "metrics.jsonl", folder / "checkpoints")
 
-    Returns a list to which every batch that is drawn adds its domains.
+
+def train_into(folder: Path, kind: str, shards: Sequence[Path], training: Training = TRAIN, **more: Any) -> Path:
+    """Train one model with its places below `folder`, which is returned."""
+    stage.train_model(ModelTraining(kind, training, shards, **more), places(folder))
+    return folder
+
+
+def dense_with_seeds(
+    folder: Path, shards: Sequence[Path], steps: Sequence[int], training: Training = TRAIN
+) -> dict[int, Path]:
+    """Train a dense model into `folder`, and return its states after these `steps` as the seeds of other trainings."""
+    train_into(folder, "dense", shards, training, keep=tuple(steps))
+    seeds = {step: folder / "seeds" / "dense" / f"step-{step:08d}" for step in steps}
+    for step, seed in seeds.items():
+        assert take_seed(ModelTraining("dense", training, shards, until=step), folder / "checkpoints", seed)
+    return seeds
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    """The files of tensors of the model that was trained into `folder`."""
+    files = (folder / "model").rglob("*.safetensors")
+    return {path.relative_to(folder / "model").as_posix(): path.read_bytes() for path in files}
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of metrics of a training into `folder`, without the times."""
+    found = read_json_lines(folder / "metrics.jsonl")
+    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in found]
+
+
+def updates(folder: Path) -> list[dict[str, Any]]:
+    """The rows of updates alone."""
+    return [row for row in rows(folder) if "loss" in row]
+
+
+def stop_at(
+    monkeypatch: pytest.MonkeyPatch,
+    steps: set[int],
+    domains: Sequence[str] = TRAINING,
+    number: signal.Signals = signal.SIGTERM,
+) -> list[tuple[tuple[str, ...], int]]:
+    """Send this process a signal before each of `steps` of a training of `domains`; the step is then removed.
+
+    Returns a list to which every batch that is drawn adds its domains and its step.
     """
-    drawn: list[tuple[str, ...]] = []
+    drawn: list[tuple[tuple[str, ...], int]] = []
 
     def stopping(*arguments: Any) -> Batches:
         batches, names = batches_of(*arguments), tuple(arguments[2])
 
-        def batch(number: int) -> Batch:
-            drawn.append(names)
-            if names == tuple(domains) and number in steps:
-                steps.remove(number)
-                os.kill(os.getpid(), signal.SIGTERM)
-            return batches.draw(number)
+        def batch(step: int) -> Batch:
+            drawn.append((names, step))
+            if names == tuple(domains) and step in steps:
+                steps.remove(step)
+                os.kill(os.getpid(), number)
+            return batches.draw(step)
 
         return dataclasses.replace(batches, draw=batch)
 
     monkeypatch.setattr(stage, "batches_of", stopping)
+    monkeypatch.setattr(adapt, "balanced_batches", partial(stopping, "by_domain"))
     return drawn
-
-
-def train_command(kind: str, tokens: Path, folder: Path, settings: Training = TRAIN) -> list[str]:
-    return [
-        sys.executable, "-m", "demix", "train", kind, *map(str, shard_paths(tokens)),
-        "--settings", json.dumps(dataclasses.asdict(settings)), "--output", str(folder / "model"),
-        "--metrics", str(folder / "metrics.jsonl"), "--checkpoints", str(folder / "checkpoints"),
-    ]  # fmt: skip
-
-
-def train_here(command: list[str]) -> None:
-    """Do in this process what a command of `train_command` does."""
-    assert said(command[3:]) is None
-
-
-def train_until_killed(command: list[str], folder: Path, checkpoints: int = 1) -> None:
-    """Run a training in a process until it has so many checkpoints, then kill the process."""
-    process = FORKS.Process(target=train_here, args=(command,))
-    process.start()
-    deadline = time.monotonic() + 120
-    while len(list(folder.glob("checkpoints/*/step-*/manifest.json"))) < checkpoints and process.is_alive():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    process.kill()
-    process.join()
-    assert not (folder / "metrics.jsonl").exists(), "it finished before it was killed"
-
-
-def losses(metrics: Path) -> list[tuple[int, float, float]]:
-    return [(row["step"], row["loss"], row["gradient_norm"]) for row in read_json_lines(metrics)]

@@ -1,7 +1,6 @@
 """Dropout in training: OPT's places, F.dropout's scale, masks that follow from the sequence, none in scoring."""
 
 import dataclasses
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +11,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from demix.config.architecture import Architecture
-from demix.config.training import TrainingRecipe, fingerprinted
-from demix.data.shards import TokenShard
-from demix.errors import DemixError
-from demix.files import read_json_lines, seed_for
+from demix.config.training import fingerprinted
+from demix.files import seed_for
 from demix.model.checkpoint import load_model
-from demix.model.gpt import GPT
 from demix.model.import_hf import import_hf
 from demix.model.layers import Dropout
 from demix.plan.flops import activation_bytes
 from demix.run.check import completed_run
 from demix.run.placement import place
-from demix.settings import names_of, settings_from
-from demix.train.adapt import Adaptation
-from demix.train.batches import Batches, balanced_batches, batches_of, mixed_batches
-from demix.train.loop import train
+from demix.settings import settings_from
+from demix.train.batches import batches_of
 from demix.train.schedule import Optimization
-from demix.train.stage import dev_loss, optimization
 from support.checkpoints import checkpoint, farthest
 from support.configs import small
-from support.plain_training import adamw, plain_steps, rates
+from support.errors import refused
 from support.tokens import TRAINING
-from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, train_model
+from support.training import ADAPT, SIZES, TRAIN, opened
 
 RATE = 0.25
 ARCHITECTURE = Architecture(**SIZES)
-DROPPING = dataclasses.replace(TRAIN, dropout=RATE)
 
 
 def test_a_mask_is_the_draw_of_its_sequence_and_layer() -> None:
@@ -64,9 +56,7 @@ def test_the_places_are_those_of_opt(tokens: Path, tmp_path: Path, monkeypatch: 
     import_hf(tmp_path / "hf", tmp_path / "in")
     model, ids = load_model(tmp_path / "in"), torch.randint(2, 400, (2, 40), generator=torch.Generator().manual_seed(1))
     dropout = Dropout(RATE, [[11, 12]])
-    masks = iter([
-        mask for layer in range(3) for mask in dropout.masks(layer, torch.empty(1, 2, 40, 32))[0][:, 0]
-    ])  # fmt: skip
+    masks = iter([mask for layer in range(3) for mask in dropout.masks(layer, torch.empty(1, 2, 40, 32))[0][:, 0]])
 
     def drop(x: Tensor, p: float, training: bool) -> Tensor:
         assert (p, training) == (RATE, True)
@@ -113,74 +103,18 @@ def test_a_seed_follows_from_the_step_the_domain_and_the_number_there(tokens: Pa
     assert torch.equal(torch.cat([seeds("proportional", placement=part) for part in parts], 1), proportional)
 
 
-@pytest.mark.parametrize("kind", ["demix", "dense"])
-def test_training_is_the_obvious_loop_in_any_micro_batches(kind: str, tokens: Path, tmp_path: Path) -> None:
-    draw, experts = (balanced_batches, TRAINING) if kind == "demix" else (mixed_batches, ("dense",))
-    drawn = draw(opened(tokens), TRAINING, 2, 32, seed=1)
-    about = dataclasses.replace(optimization(DROPPING, 4, 3e-3), precision="fp64")
-    model = GPT(ARCHITECTURE, 400, experts).initialise(1).double()
-
-    def logits_of(batch: Any) -> Tensor:
-        return model.logits(model(batch.inputs, dropout=Dropout(RATE, batch.seeds.tolist())))
-
-    steps = plain_steps(model, adamw(model), drawn, dict(enumerate(rates(4, 3e-3, TRAIN.warmup))), logits_of=logits_of)
-    told = [(step.loss, step.norm) for step in steps]
-    for micro, checkpointing in itertools.product((None, 1), (False, True)):
-        again = dataclasses.replace(about, micro_sequences=micro, checkpoint_activations=checkpointing)
-        ours = GPT(ARCHITECTURE, 400, experts).initialise(1)
-        rows = train(ours, drawn, TRAINING, again, tmp_path / f"{micro}{checkpointing}")
-        np.testing.assert_allclose([(row["loss"], row["gradient_norm"]) for row in rows], told, rtol=1e-9)
-    plain = GPT(ARCHITECTURE, 400, experts).initialise(1)
-    rows = train(plain, drawn, TRAINING, dataclasses.replace(about, dropout=None), tmp_path / "none")
-    assert abs(rows[0]["loss"] - told[0][0]) > 1e-4
-    same = GPT(ARCHITECTURE, 400, experts).initialise(1)
-    zero = train(same, drawn, TRAINING, dataclasses.replace(about, dropout=0.0), tmp_path / "zero")
-    assert [row["loss"] for row in zero] == [row["loss"] for row in rows]
-
-
-def test_a_stopped_training_goes_on_to_the_bit(tokens: Path, tmp_path: Path) -> None:
-    drawn = balanced_batches(opened(tokens), TRAINING, 2, 32, seed=1)
-    about = dataclasses.replace(optimization(DROPPING, 9, 3e-3), checkpoint_every=4)
-
-    def stops(step: int) -> Any:
-        if step == 6:
-            raise KeyboardInterrupt
-        return drawn.draw(step)
-
-    models = [GPT(ARCHITECTURE, 400, TRAINING).initialise(1) for _ in range(3)]
-    whole = train(models[0], drawn, TRAINING, about, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        train(models[1], Batches(stops, drawn.tokens), TRAINING, about, tmp_path / "part")
-    parts = train(models[2], drawn, TRAINING, about, tmp_path / "part")
-    assert [row["loss"] for row in parts] == [row["loss"] for row in whole]
-    for name, parameter in models[2].named_parameters():
-        assert torch.equal(parameter, models[0].get_parameter(name)), name
-
-
-def test_losses_on_dev_drop_nothing(tokens: Path, tmp_path: Path) -> None:
-    paths = [*shard_paths(tokens), *shard_paths(tokens, split="dev")]
-    told = dataclasses.replace(DROPPING, dev_blocks=3)
-    train_model("demix", told, paths, tmp_path / "model", tmp_path / "metrics.jsonl", tmp_path / "checkpoints")
-    (*_, last) = (row for row in read_json_lines(tmp_path / "metrics.jsonl") if "dev_loss" in row)
-    model = load_model(tmp_path / "model")
-    for name, path in zip(TRAINING, shard_paths(tokens, split="dev"), strict=True):
-        found = dev_loss(model, TokenShard.open(path), 3, name)
-        assert last[f"dev_loss/{name}"] == pytest.approx(found, rel=1e-6)
-
-
 def test_the_key_is_absent_where_nothing_is_dropped() -> None:
-    told, dropping = fingerprinted(TRAIN), fingerprinted(DROPPING)
-    assert "dropout" not in told
-    assert dropping == told | {"dropout": RATE}
-    assert fingerprinted(dataclasses.replace(ADAPT, dropout=0.1)) == fingerprinted(ADAPT) | {"dropout": 0.1}
-    assert {"dropout"} <= {*names_of(Adaptation)} & {*names_of(TrainingRecipe)} & {*names_of(Optimization)}
+    for settings in (TRAIN, ADAPT):
+        plain = fingerprinted(settings)
+        assert "dropout" not in plain
+        assert fingerprinted(dataclasses.replace(settings, dropout=0.1)) == plain | {"dropout": 0.1}
     run = completed_run(small(training={"dropout": 0.1}, models={"plain": {"kind": "demix", "dropout": None}}))
     assert (run.rows["demix"].settings.dropout, run.rows["plain"].settings.dropout) == (0.1, None)
     for wrong in (1.0, -0.1, "0.1"):
-        with pytest.raises(DemixError, match=r"dropout: is .*; allowed is number ≥ 0 < 1|dropout: is"):
+        with refused("--settings.dropout"):
             settings_from(Optimization, {"steps": 1, "learning_rate": 0.1, "dropout": wrong})
     seeded = {"kind": "demix", "parent": "dense", "seed_tokens": 500, "dropout": 0.1}
-    with pytest.raises(DemixError, match=r"models\.mine\.dropout: is 0\.1 where its parent dense has None"):
+    with refused("models.mine.dropout"):
         completed_run(small(models={"mine": seeded}))
 
 

@@ -46,9 +46,16 @@ def texts(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_a_domain_is_added_to_a_copy_and_better_than_before(model: Path, texts: list[Path], tmp_path: Path) -> None:
     before, output = contents(model), tmp_path / "grown"
     done = demix(
-        "experts", "train", model, "fantasy", *(word for text in texts for word in ("--text", text)),
-        "--output", output, "--rate", 0.9,
-    )  # fmt: skip
+        "experts",
+        "train",
+        model,
+        "fantasy",
+        *(word for text in texts for word in ("--text", text)),
+        "--output",
+        output,
+        "--rate",
+        0.9,
+    )
     assert done.exit_code == 0, (done.output, done.exception)
     assert contents(model) == before
     after = contents(output)

@@ -146,9 +146,14 @@ def benchmark(path: Path, *seconds: float, age: float = 0.0) -> None:
 def test_the_weights_are_the_seconds_of_the_last_run(tmp_path: Path) -> None:
     rules = ["train_demix", "train_dense", "adapt", "adapt_dense", "score_demix", "report", "tokenizer"]
     assert logger.costs(rules, tmp_path) == {
-        "train_demix": 150.0, "train_dense": 150.0, "adapt": 12.0, "adapt_dense": 12.0, "score_demix": 9.0,
-        "report": 5.0, "tokenizer": 1.0,
-    }  # fmt: skip
+        "train_demix": 150.0,
+        "train_dense": 150.0,
+        "adapt": 12.0,
+        "adapt_dense": 12.0,
+        "score_demix": 9.0,
+        "report": 5.0,
+        "tokenizer": 1.0,
+    }
     last, before = tmp_path / "last" / "benchmarks", tmp_path / "before" / "benchmarks"
     benchmark(before / "train" / "demix.tsv", 999.0, age=100)
     benchmark(before / "report.tsv", 999.0, age=300)

@@ -3,54 +3,109 @@
 import dataclasses
 import logging
 import os
-import random
 import shutil
 import signal
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from demix.files import read_json, sha256_file
-from demix.train import loop, stage, state
-from demix.train.batches import Batch, Batches, batches_of
+from demix.config.training import Updates
+from demix.errors import StoppedError
+from demix.files import fingerprint, read_json
+from demix.launch.job import Places
+from demix.train import scale, stage, state
+from demix.train.adapt import adapt_dense, adapt_expert
 from demix.train.parallel import World
+from demix.train.stage import ModelTraining
 from support.forks import FORKS
-from support.training import TRAIN, losses, shard_paths, train_command, train_here, train_model, train_until_killed
+from support.tokens import NOVEL
+from support.training import (
+    ADAPT,
+    SIZES,
+    TRAIN,
+    dense_with_seeds,
+    novel_shards,
+    places,
+    rows,
+    shard_paths,
+    stop_at,
+    tensors,
+    train_into,
+    updates,
+)
+
+PAIR = {"experts": 2, "top_k": 2, "every": 1, "capacity": 2.0, "balance": 0.0}
+ANCHORED = dataclasses.replace(TRAIN, architecture=SIZES | {"routed": PAIR}, weight_decay=0.0)
+MUON = dataclasses.replace(TRAIN, optimizer=Updates(kind="muon", matrices=3.0), z_loss=1e-3)
 
 
-def test_a_killed_run_resumes_to_the_bit(tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    train_here(train_command("demix", tokens, tmp_path / "whole"))
-    killed = tmp_path / "killed"
-    for wanted in (1, 2):
-        train_until_killed(train_command("demix", tokens, killed), killed, wanted)
-    assert "resuming at step" not in caplog.text
-    train_here(train_command("demix", tokens, killed))
-    assert "resuming at step" in caplog.text
-    assert losses(killed / "metrics.jsonl") == losses(tmp_path / "whole" / "metrics.jsonl")
-    files = sorted(path.relative_to(killed) for path in (killed / "model").rglob("*.safetensors"))
-    assert len(files) == 4
-    for file in files:
-        assert sha256_file(killed / file) == sha256_file(tmp_path / "whole" / file)
-    assert not list((killed / "checkpoints").glob("*/*")), "a finished run leaves no state behind"
+@pytest.fixture(scope="module")
+def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model, its states after 10 and all updates, and a model of experts."""
+    folder = tmp_path_factory.mktemp("run")
+    dense_with_seeds(folder, shard_paths(tokens), [10, 24])
+    train_into(folder / "demix", "demix", shard_paths(tokens))
+    return folder
 
 
-def train_and_die(tokens: Path, folder: Path, step: int | None, write: int | None) -> None:
+def seed(run: Path, step: int = 10) -> Path:
+    return run / "seeds" / "dense" / f"step-{step:08d}"
+
+
+TRAININGS: dict[str, Callable[[Path, Sequence[Path]], ModelTraining]] = {
+    "experts": lambda run, shards: ModelTraining("demix", TRAIN, shards),
+    "dropout": lambda run, shards: ModelTraining("demix", dataclasses.replace(TRAIN, dropout=0.25), shards),
+    "fp16": lambda run, shards: ModelTraining("dense", dataclasses.replace(TRAIN, precision="fp16"), shards),
+    "muon": lambda run, shards: ModelTraining("demix", MUON, shards),
+    "seed": lambda run, shards: ModelTraining("demix", TRAIN, shards, branch=seed(run)),
+    "restart": lambda run, shards: ModelTraining("demix", TRAIN, shards, branch=seed(run), schedule="restart"),
+    "whole model": lambda run, shards: ModelTraining("branched", TRAIN, shards, branch=seed(run)).alone("scripture"),
+    "pair": lambda run, shards: ModelTraining("anchored", ANCHORED, shards, branch=run / "model").alone("scripture"),
+}
+
+
+def begun(name: str, run: Path, tokens: Path) -> tuple[Sequence[str], Callable[[Places], None]]:
+    """The domains of a training, and what trains it into places."""
+    if name == "adapted model":
+        dev = shard_paths(tokens, split="dev")
+        return NOVEL, partial(adapt_dense, run / "model", novel_shards(tokens), dev, ADAPT)
+    if name == "added expert":
+        chosen = {"parent": "scripture", "parent_prior": 0.9}
+        return NOVEL, partial(adapt_expert, run / "demix" / "model", novel_shards(tokens), chosen, {}, ADAPT)
+    training = TRAININGS[name](run, shard_paths(tokens))
+    return training.domains, partial(stage.train_model, training)
+
+
+@pytest.mark.parametrize("name", [*TRAININGS, "adapted model", "added expert"])
+def test_a_stopped_training_goes_on_to_the_bit(
+    name: str, run: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scale, "FIRST_SCALE", 2.0**36)
+    monkeypatch.setattr(scale, "GROW_AFTER", 4)
+    domains, train = begun(name, run, tokens)
+    train(places(tmp_path / "whole"))
+    whole = updates(tmp_path / "whole")
+    assert whole[-1]["loss"] < whole[0]["loss"] or name == "pair"
+    # Before its first update, and twice between checkpoints.
+    stops = {whole[0]["step"] - 1, 13, 17}
+    drawn = stop_at(monkeypatch, stops, domains)
+    while stops:
+        with pytest.raises(StoppedError):
+            train(places(tmp_path / "again"))
+    train(places(tmp_path / "again"))
+    assert rows(tmp_path / "again") == rows(tmp_path / "whole")
+    assert tensors(tmp_path / "again") == tensors(tmp_path / "whole") != {}
+    steps = [step for _, step in drawn]
+    assert steps == sorted(steps), "no update is done again"
+    assert not list((tmp_path / "again" / "checkpoints").rglob("*.safetensors"))
+
+
+def train_and_die(shards: Sequence[Path], folder: Path, step: int | None, write: int | None) -> None:
     """Train in this process, which kills itself when it draws the data of `step`, or at its `write`-th fsync."""
-    draw, fsync, written = stage.batches_of, state.fsync, []
-
-    def dying_batches(*arguments: object) -> Batches:
-        batches = draw(*arguments)
-
-        def batch(number: int) -> Batch:
-            if number == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return batches.draw(number)
-
-        return dataclasses.replace(batches, draw=batch)
+    fsync, written = state.fsync, []
 
     def dying_fsync(path: Path) -> None:
         fsync(path)
@@ -58,174 +113,143 @@ def train_and_die(tokens: Path, folder: Path, step: int | None, write: int | Non
         if len(written) == write:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    stage.batches_of, state.fsync = dying_batches, dying_fsync
-    places = folder / "model", folder / "metrics.jsonl", folder / "checkpoints"
-    train_model("demix", TRAIN, shard_paths(tokens), *places)
-
-
-def test_sigkill_at_any_step_and_inside_the_write_loses_nothing(tokens: Path, tmp_path: Path) -> None:
-    chance = random.Random(1)
-    # A checkpoint is four files and two folders; the run writes four of them.
-    moments = [(chance.randrange(24), None) for _ in range(10)] + [(None, write) for write in range(1, 9)]
-    chance.shuffle(moments)
-    died = 0
-    for moment in [*moments, (None, None)]:
-        process = FORKS.Process(target=train_and_die, args=(tokens, tmp_path, *moment))
-        process.start()
-        process.join(120)
-        # The last one, and any that began beyond its step, ran through.
-        assert process.exitcode in (-signal.SIGKILL, 0)
-        died += process.exitcode != 0
-        if process.exitcode == 0:
-            found = losses(tmp_path / "metrics.jsonl")
-            shutil.rmtree(tmp_path)
-            tmp_path.mkdir()
-            places = tmp_path / "model", tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
-            train_model("demix", TRAIN, shard_paths(tokens), *places)
-            assert found == losses(tmp_path / "metrics.jsonl")
-            shutil.rmtree(tmp_path)
-            tmp_path.mkdir()
-    assert died >= 12
-
-
-def numbered(step: int, dev_loss: float | None = None) -> state.State:
-    return state.State(step, {"a": torch.full((2,), float(step))}, {"x": {"b": torch.zeros(1)}}, [], dev_loss)
-
-
-def test_the_newest_checkpoints_and_the_best_one_are_kept(tmp_path: Path) -> None:
-    for step, dev_loss in ((5, 2.0), (10, 3.0), (15, 4.0), (20, 5.0)):
-        state.save_state(tmp_path, numbered(step, dev_loss), World(), keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005", "step-00000015", "step-00000020"]
-
-
-def test_damaged_checkpoints_are_neither_kept_nor_in_the_way(tmp_path: Path) -> None:
-    world = World()
-    for step, dev_loss in ((5, 3.0), (10, 2.0), (15, 4.0), (20, 5.0)):
-        state.save_state(tmp_path, numbered(step, dev_loss), world, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000015", "step-00000020"]
-    for step in (10, 20):
-        manifest = tmp_path / f"step-{step:08d}" / "manifest.json"
-        manifest.write_text(manifest.read_text()[:20])
-    assert state.newest_state(tmp_path, ("x",), world).step == 15
-    # Newer than what was resumed from, and damaged: not the newest of those to keep.
-    state.save_state(tmp_path, numbered(17), world, keep=1)
-    assert state.newest_state(tmp_path, ("x",), world).step == 17
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000015", "step-00000017"]
-    state.remove_states(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000015"]
-
-
-def test_all_ranks_go_back_to_the_step_that_each_of_them_can_read(tmp_path: Path) -> None:
-    """Two ranks, as two threads: one's file of the newest checkpoint is damaged, the other's is whole."""
-    both, barrier = {"x": {"b": torch.zeros(1)}, "y": {"b": torch.ones(1)}}, threading.Barrier(2, timeout=60)
-    for step in (5, 10):
-        state.save_state(tmp_path, state.State(step, {"a": torch.zeros(2)}, both, []), World(), keep=2)
-    damaged = tmp_path / "step-00000010" / state.expert_file("y")
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
-    given: dict[int, list[float]] = {}
-
-    class Rank:
-        def __init__(self, number: int):
-            self.number = number
-
-        def sum(self, values: list[float]) -> list[float]:
-            given[self.number] = values
-            barrier.wait()
-            total = [sum(each) for each in zip(*given.values(), strict=True)]
-            barrier.wait()
-            return total
-
-    def resumed(number: int, expert: str) -> int:
-        return state.newest_state(tmp_path, (expert,), Rank(number)).step
-
-    with ThreadPoolExecutor(2) as ranks:
-        assert [*ranks.map(resumed, range(2), both)] == [5, 5]
-
-
-def test_the_best_checkpoint_stays_only_if_the_finished_model_is_worse(tmp_path: Path) -> None:
-    for step, dev_loss in ((5, 2.0), (10, 3.0)):
-        state.save_state(tmp_path, numbered(step, dev_loss), World(), keep=2)
-    state.remove_states(tmp_path, dev_loss=2.5)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
-    state.remove_states(tmp_path, dev_loss=1.9)
-    assert not tmp_path.exists()
-
-
-def test_a_signal_after_a_checkpoint_leaves_that_as_it_is(tokens: Path, tmp_path: Path) -> None:
-    training = dataclasses.replace(TRAIN, dev_blocks=2)
-    paths = [*shard_paths(tokens), *shard_paths(tokens, split="dev")]
-    places = tmp_path / "model", tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
-
-    def dying_after(original: object, wanted: int) -> object:
-        def draw(*arguments: object) -> Batches:
-            batches = original(*arguments)
-
-            def batch(number: int) -> Batch:
-                if number == wanted:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                return batches.draw(number)
-
-            return dataclasses.replace(batches, draw=batch)
-
-        return draw
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage, "batches_of", dying_after(batches_of, 10))
-        with pytest.raises(loop.StoppedError, match="step 10: a signal stopped training"):
-            train_model("demix", training, paths, *places)
-    (kept,) = tmp_path.glob("checkpoints/*/step-00000010")
-    assert read_json(kept / "manifest.json")["dev_loss"] is not None
+        stop_at(patch, {step}, number=signal.SIGKILL)
+        patch.setattr(state, "fsync", dying_fsync)
+        train_into(folder, "demix", shards)
 
 
-def test_a_checkpoint_never_continues_another_run(
-    tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    other = dataclasses.replace(TRAIN, learning_rate=1e-3)
-    train_until_killed(train_command("dense", tokens, tmp_path), tmp_path)
-    train_here(train_command("dense", tokens, tmp_path, other))
-    assert "resuming" not in caplog.text
-    assert f"{tmp_path / 'checkpoints'}: holds states of other settings" in caplog.text
-    assert list(tmp_path.glob("checkpoints/*/step-*")), "the other run's state is kept"
+def test_a_training_killed_at_any_step_or_write_goes_on_to_the_bit(tokens: Path, tmp_path: Path, run: Path) -> None:
+    # On the way to the first checkpoint, of five files and two folders; after it, and between later ones.
+    moments = [*((None, write) for write in (1, 4, 5, 6, 7, 8)), (12, None), (23, None)]
+    for moment in moments:
+        process = FORKS.Process(target=train_and_die, args=(shard_paths(tokens), tmp_path, *moment))
+        process.start()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+    train_into(tmp_path, "demix", shard_paths(tokens))
+    assert rows(tmp_path) == rows(run / "demix")
+    assert tensors(tmp_path) == tensors(run / "demix")
 
 
-def test_domains_in_another_order_are_another_run(
-    tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The stacked experts come in the order of the domains: state of another order would swap them."""
-    train_until_killed(train_command("demix", tokens, tmp_path), tmp_path)
-    command = train_command("demix", tokens, tmp_path)
-    paths = [*map(str, shard_paths(tokens))]
-    turned = [paths[::-1][paths.index(word)] if word in paths else word for word in command]
-    caplog.set_level(logging.INFO)
-    train_here(turned)
-    assert "holds states of other settings" in caplog.text
-    assert "resuming" not in caplog.text
+def test_what_changes_a_result_and_nothing_else_makes_another_training(run: Path, tokens: Path) -> None:
+    """Trainings with the same fingerprint go on with one another's states."""
+    shards = shard_paths(tokens)
+    training = ModelTraining("demix", TRAIN, shards)
+    others = [
+        dataclasses.replace(training, kind="dense"),
+        dataclasses.replace(training, settings=dataclasses.replace(TRAIN, learning_rate=1e-3)),
+        # Of the same domains.
+        dataclasses.replace(training, shards=shard_paths(tokens, split="test")),
+        # Experts are stacked in the order of the domains.
+        dataclasses.replace(training, shards=shards[::-1]),
+        *(dataclasses.replace(training, branch=seed(run, step)) for step in (10, 24)),
+        dataclasses.replace(training, branch=seed(run), schedule="restart"),
+        dataclasses.replace(training, share=2),
+    ]
+    found = {fingerprint(one.identity) for one in [training, *others]}
+    assert len(found) == 1 + len(others)
+    cheaper = dataclasses.replace(TRAIN, checkpoint_every=3, micro_sequences=1, shard_optimizer=True)
+    assert fingerprint(dataclasses.replace(training, settings=cheaper, keep=(3,)).identity) in found
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float, float]]:
-    """The losses of a dense training that nobody disturbs."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    train_here(train_command("dense", tokens, folder))
-    return losses(folder / "metrics.jsonl")
+def stopped(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense training with checkpoints after 5 and 7 updates."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, {7})
+        with pytest.raises(StoppedError):
+            train_into(folder, "dense", shard_paths(tokens))
+    return folder
+
+
+def test_states_of_another_training_are_left_alone(
+    stopped: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, drawn = shutil.copytree(stopped, tmp_path / "run"), stop_at(monkeypatch, set())
+    train_into(folder, "dense", shard_paths(tokens), dataclasses.replace(TRAIN, learning_rate=1e-3))
+    assert [step for _, step in drawn] == list(range(24))
+    assert sorted(path.name for path in folder.glob("checkpoints/*/step-*")) == ["step-00000005", "step-00000007"]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "shared.safetensors", "expert-dense.safetensors", "manifest.json"])
-def test_damaged_state_is_named_and_the_one_before_taken(
+def test_a_damaged_state_is_named_and_the_one_before_taken(
+    name: str,
+    stopped: Path,
+    run: Path,
     tokens: Path,
     tmp_path: Path,
-    undisturbed: list[tuple[int, float, float]],
     caplog: pytest.LogCaptureFixture,
-    name: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    train_until_killed(train_command("dense", tokens, tmp_path), tmp_path, checkpoints=2)
-    before, newest = sorted(path.parent for path in tmp_path.glob("checkpoints/*/step-*/manifest.json"))
-    content = (newest / name).read_bytes()
+    folder, drawn = shutil.copytree(stopped, tmp_path / "run"), stop_at(monkeypatch, set())
+    (damaged,) = folder.glob(f"checkpoints/*/step-00000007/{name}")
+    content = damaged.read_bytes()
     flipped = content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
-    (newest / name).write_bytes(flipped if name != "manifest.json" else content[:40])
-    caplog.set_level(logging.INFO)
-    train_here(train_command("dense", tokens, tmp_path))
-    assert f"{newest / name}" in caplog.text
-    assert f"resuming at step {int(before.name[5:])} of" in caplog.text
-    assert losses(tmp_path / "metrics.jsonl") == undisturbed
+    damaged.write_bytes(flipped if name != "manifest.json" else content[:40])
+    with caplog.at_level(logging.WARNING):
+        train_into(folder, "dense", shard_paths(tokens))
+    assert str(damaged) in caplog.text
+    assert [step for _, step in drawn] == list(range(5, 24))
+    assert rows(folder) == rows(run)
+
+
+def write_states(directory: Path, dev_losses: dict[int, float | None], keep: int = 2, steps: tuple = ()) -> list[int]:
+    """Write a state after each of these updates with its loss on dev. Returns those that are left."""
+    for step, dev_loss in dev_losses.items():
+        tensors = {"a": torch.full((2,), float(step))}
+        made = state.State(step, tensors, {"x": tensors}, [], dev_loss)
+        state.save_state(directory, made, World(), keep, steps)
+    return left(directory)
+
+
+def left(directory: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("*"))
+
+
+def newest(directory: Path) -> int:
+    return state.newest_state(directory, ("x",), World()).step
+
+
+def test_the_newest_states_the_best_and_those_asked_for_are_kept(tmp_path: Path) -> None:
+    assert write_states(tmp_path / "best", {5: 2.0, 10: 3.0, 15: 4.0, 20: 5.0}) == [5, 15, 20]
+    asked = tmp_path / "asked"
+    assert write_states(asked, dict.fromkeys((3, 4, 6, 9, 12)), steps=(4, 12)) == [4, 9, 12]
+    assert newest(asked) == 12
+    state.remove_states(asked, (4, 12))
+    assert left(asked) == [4, 12]
+    state.remove_states(asked)
+    assert not asked.exists()
+
+
+def test_the_best_state_stays_only_if_the_finished_model_is_worse(tmp_path: Path) -> None:
+    write_states(tmp_path / "states", {5: 2.0, 10: 3.0})
+    state.remove_states(tmp_path / "states", dev_loss=2.5)
+    assert left(tmp_path / "states") == [5]
+    state.remove_states(tmp_path / "states", dev_loss=1.9)
+    assert not (tmp_path / "states").exists()
+
+
+def test_damaged_states_are_neither_kept_nor_in_the_way(tmp_path: Path) -> None:
+    assert write_states(tmp_path, {5: 3.0, 10: 2.0, 15: 4.0, 20: 5.0}) == [10, 15, 20]
+    for step in (10, 20):
+        manifest = tmp_path / state.step_folder(step) / "manifest.json"
+        manifest.write_text(manifest.read_text()[:20])
+    assert newest(tmp_path) == 15
+    # Newer than what was resumed from, and damaged: not the newest of those to keep.
+    assert write_states(tmp_path, {17: None}, keep=1) == [15, 17]
+    assert newest(tmp_path) == 17
+    state.remove_states(tmp_path)
+    assert left(tmp_path) == [15]
+
+
+def test_a_signal_after_a_checkpoint_leaves_that_as_it_is(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = [*shard_paths(tokens), *shard_paths(tokens, split="dev")]
+    stop_at(monkeypatch, {10})
+    with pytest.raises(StoppedError):
+        train_into(tmp_path, "demix", shards, dataclasses.replace(TRAIN, dev_blocks=2))
+    (kept,) = tmp_path.glob("checkpoints/*/step-00000010")
+    assert read_json(kept / "manifest.json")["dev_loss"] is not None

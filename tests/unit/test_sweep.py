@@ -12,17 +12,11 @@ from hypothesis import strategies as st
 from demix.errors import DemixError
 from demix.files import read_json, read_json_lines, write_json, write_json_lines
 from demix.train.metrics import DivergedError
-from demix.train.stage import Training
 from demix.train.sweep import MARGIN, Trial, choose_rate, chosen_rate, judge, read_trial
-from support.cli import said
-from support.tokens import TRAINING
-from support.training import train_model
+from support.cli import demix
+from support.errors import refused
+from support.training import TRAIN, shard_paths
 
-SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 32}
-TRAIN = Training(
-    seed=1, architecture=SIZES, tokens=32 * 2 * 3 * 20, sequences=2, learning_rate=3e-3, warmup=0.1, clip=1.0,
-    weight_decay=0.1, precision="fp32", threads=1, checkpoint_every=1000,
-)  # fmt: skip
 FALLING = np.linspace(9.0, 4.0, 40)
 
 
@@ -85,67 +79,45 @@ def test_faster_runs_say_nothing_about_slower_ones(runs: list[list[float]]) -> N
         assert (trial.diverged is None) == (trial.parts[-1] <= min(seen) + MARGIN)
 
 
-def test_where_all_diverge_all_are_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        DemixError, match=r"^demix: diverged at every .*0\.1: ends at .*0\.2: the loss of a is not fini"
-    ):
+def test_where_all_diverge_none_is_chosen(tmp_path: Path) -> None:
+    with refused("demix"):
         chosen(tmp_path, **{"0.2": DIVERGING["a loss that is not finite"], "0.1": CLIMBING})
     assert not (tmp_path / "demix.json").exists()
 
 
 def test_what_is_no_sweep_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DemixError, match="is missing"):
+    with refused("0.1.jsonl"):
         read_trial(tmp_path / "0.1.jsonl")
-    with pytest.raises(DemixError, match="holds no step"):
+    with refused("0.1.jsonl"):
         read_trial(write(tmp_path / "0.1.jsonl", []))
-    with pytest.raises(DemixError, match="is no metrics file of a sweep"):
+    with refused("demix.jsonl"):
         read_trial(write(tmp_path / "demix.jsonl", FALLING))
     write_json(tmp_path / "none.json", {})
-    with pytest.raises(DemixError, match="names no learning rate"):
+    with refused("none.json"):
         chosen_rate(tmp_path / "none.json")
 
 
-def shards(tokens: Path) -> list[Path]:
-    return [tokens / "tokens" / domain / "train.arrow" for domain in TRAINING]
+def test_the_commands_choose_a_rate_and_train_with_it(tokens: Path, tmp_path: Path) -> None:
+    """A job of a sweep keeps metrics alone. Divergence is no error there, and one of a training."""
 
+    def command(name: str, rate: float, *more: object) -> DemixError | None:
+        given = json.dumps(dataclasses.asdict(dataclasses.replace(TRAIN, learning_rate=rate)))
+        places = ["--settings", given, "--checkpoints", tmp_path / "checkpoints"]
+        return demix(name, "demix", *shard_paths(tokens), *places, *more).exception
 
-def test_a_sweeps_run_keeps_metrics_alone_and_divergence_is_no_error_there(tokens: Path, tmp_path: Path) -> None:
-    losses = {}
-    for rate in (3e-3, 1e38):
-        training, metrics = dataclasses.replace(TRAIN, learning_rate=rate), tmp_path / f"{rate}.jsonl"
-        train_model("demix", training, shards(tokens), None, metrics, tmp_path / "checkpoints")
-        losses[rate] = read_trial(metrics)
-    assert losses[3e-3].diverged is None
-    assert len(losses[3e-3].parts) == 10
-    assert "not finite" in losses[1e38].diverged
-    assert not list(tmp_path.rglob("*.safetensors"))
-    # The same as what a training with that rate sees.
-    train_model("demix", TRAIN, shards(tokens), tmp_path / "model", tmp_path / "0.003.whole", tmp_path / "checkpoints")
-    rows = [[row["loss"] for row in read_json_lines(tmp_path / name)] for name in ("0.003.jsonl", "0.003.whole")]
-    assert rows[0] == rows[1]
-    with pytest.raises(DivergedError, match=r"step \d+: the .* is not finite; lower the learning rate"):
-        train_model(
-            "demix", dataclasses.replace(TRAIN, learning_rate=1e38), shards(tokens), tmp_path / "other",
-            tmp_path / "other.jsonl", tmp_path / "checkpoints",
-        )  # fmt: skip
-    assert not (tmp_path / "other.jsonl").exists()
-
-
-def test_the_commands_agree_on_several_ranks(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sweep of a diverging rate by three processes, the choice, and a training with it."""
-    monkeypatch.chdir(tmp_path)
-
-    def demix(*arguments: object) -> None:
-        assert said([*map(str, arguments)]) is None
-
-    common = [*shards(tokens), "--checkpoints", "checkpoints", "--settings"]
     for rate in (2e-3, 1e38):
-        settings = json.dumps(dataclasses.asdict(dataclasses.replace(TRAIN, learning_rate=rate)))
-        ranks = 3 if rate > 1 else 1
-        demix("sweep", "demix", *common, settings, "--metrics", f"{rate}.jsonl", "--ranks", ranks)
-    demix("choose-rate", f"{1e38}.jsonl", "0.002.jsonl", "--output", "demix.json")
-    settings = json.dumps(dataclasses.asdict(TRAIN))
-    place = ["--output", "model", "--metrics", "demix.jsonl", "--learning-rate-from", "demix.json"]
-    demix("train", "demix", *common, settings, *place)
+        assert command("sweep", rate, "--metrics", tmp_path / f"{rate}.jsonl") is None
+    assert not list(tmp_path.rglob("*.safetensors"))
+    assert len(read_trial(tmp_path / "0.002.jsonl").parts) == 10
+    metrics = [tmp_path / f"{rate}.jsonl" for rate in (1e38, 2e-3)]
+    assert demix("choose-rate", *metrics, "--output", tmp_path / "demix.json").exit_code == 0
+    output = ["--output", tmp_path / "model", "--metrics", tmp_path / "metrics.jsonl"]
+    assert isinstance(command("train", 1e38, *output), DivergedError)
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert command("train", 9.0, *output, "--learning-rate-from", tmp_path / "demix.json") is None
     assert read_json(tmp_path / "model" / "model.json")["training"]["learning_rate"] == 2e-3
-    assert len(read_json_lines(tmp_path / "demix.jsonl")) == 20
+    swept, trained = (
+        [row["loss"] for row in read_json_lines(path)]
+        for path in (tmp_path / "0.002.jsonl", tmp_path / "metrics.jsonl")
+    )
+    assert swept == trained

@@ -85,9 +85,12 @@ def test_texts_are_decoded_alike(models: tuple[Path, Path]) -> None:
         decoder = Decoder(trunks, given[:, 0], Posterior(torch.tensor([0.1, 0.2, 0.7]).log(), LENGTH, 2, 0.3))
         read = decoder.read(given)
         generator = torch.Generator().manual_seed(1)
-        drawn = [torch.cat(parts, 1) for parts in zip(*[
-            (token, log_g) for token, _, log_g in generate(decoder, 2 * LENGTH, generator=generator)
-        ], strict=True)]  # fmt: skip
+        drawn = [
+            torch.cat(parts, 1)
+            for parts in zip(
+                *[(token, log_g) for token, _, log_g in generate(decoder, 2 * LENGTH, generator=generator)], strict=True
+            )
+        ]
         found.append((*read, *drawn, decoder.next_log_probabilities()))
     for stacked, apart in zip(*found, strict=True):
         assert apart.shape == stacked.shape
