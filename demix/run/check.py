@@ -41,6 +41,8 @@ def checked(config: Config) -> Run:
     """The run of a config. Raises DemixError for keys that do not go together."""
     run = Run(config, Path("results") / config.run)
     _check_clusters(run)
+    # Models are made without these domains.
+    _check_removed_domains(run)
     # The architecture is refused before the rows that change its options.
     _ = run.architecture, run.adaptations
     for model in run.own:
@@ -169,8 +171,8 @@ def _check_jobs(run: Run) -> None:
             raise DemixError("config key cluster.grace_seconds", cause, "lower it, or raise cluster.minutes")
 
 
-def _check_removal(run: Run) -> None:
-    """Refuse to remove what is no training domain, a replacement that is no novel one, and rows that need one."""
+def _check_removed_domains(run: Run) -> None:
+    """Refuse to remove what is no training domain, the only one without a replacement, and one that is not novel."""
     removal, key = run.config.removal, "config key removal"
     for name in removal.retrain_without:
         if name not in run.training:
@@ -182,13 +184,21 @@ def _check_removal(run: Run) -> None:
         cause = f"is {removal.replacement!r}, which is no novel domain"
         cure = nearest(removal.replacement, run.novel, "add a novel domain first")
         raise DemixError(f"{key}.replacement", cause, cure)
-    whole = run.whole
     if removal.replacement is None and len(run.training) < 2:
         cause = "is null, and no other domain is left to train on"
         raise DemixError(f"{key}.replacement", cause, "name a novel domain, or leave out retrain_without")
-    if removal.replacement is None and whole.seed_step and not (whole.restarts or whole.in_parts):
+
+
+def _check_removal(run: Run) -> None:
+    """Refuse to remove a domain without a replacement from a model that goes on with its parent's schedule."""
+    removal = run.config.removal
+    if not removal.retrain_without or removal.replacement is not None:
+        return
+    whole = run.whole
+    if whole.seed_step and not (whole.restarts or whole.in_parts):
         cause = f"is null, and {whole.name} goes on with the schedule of {whole.parent}, whose steps have every domain"
-        raise DemixError(f"{key}.replacement", cause, "name a novel domain, or give the row schedule: restart")
+        cure = "name a novel domain, or give the row schedule: restart"
+        raise DemixError("config key removal.replacement", cause, cure)
 
 
 def _check_merged_removal(run: Run) -> None:
