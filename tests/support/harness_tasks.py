@@ -1,6 +1,9 @@
 """A task of the standard harness of each kind, over one local file."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import yaml
@@ -38,3 +41,23 @@ def write_tasks(folder: Path) -> None:
             common | {"doc_to_text": "{{text}}", "target_delimiter": "", "fewshot_split": "test"} | task
         )
         (folder / "tasks" / f"{name}.yaml").write_text(text)
+
+
+OFFLINE = """
+import socket, sys
+def refuse(*arguments, **named):
+    print("ASKED", arguments, file=sys.stderr)
+    raise OSError("no network")
+socket.socket.connect = socket.getaddrinfo = refuse
+from demix.commands.main import main
+main()
+"""
+
+
+def ran_offline(home: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    """`demix` in a process of its own that nobody told to be offline, and that asks nothing of the network."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "DO_NOT"))}
+    command = [sys.executable, "-c", OFFLINE, *map(str, words)]
+    done = subprocess.run(command, env=inherited | {"HF_HOME": str(home)}, capture_output=True, text=True, check=False)
+    assert "ASKED" not in done.stderr
+    return done

@@ -1,6 +1,7 @@
 """Rows of `models` of each kind, in each way to begin, with each key that a row can have."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 from demix.config.models import KINDS
@@ -62,9 +63,15 @@ BESIDE = {
     "routed": {"top_k": 2},
     "replicas": {"ranks": 3},
 }
+SECTIONS: dict[str, Any] = {
+    "architecture": {"layers": 2, "width": 8, "heads": 1, "context": 8},
+    "training": {"sequences": 2},
+    "clusterings": {"k2": {"clusters": 2}},
+}
+
+
 # The keys that change which files a training reads and makes, and which jobs there are.
 WIRING = (
-    "",
     "seed_tokens",
     "schedule",
     "data",
@@ -74,23 +81,22 @@ WIRING = (
     "dev_blocks",
     "sweep",
     "trained",
+    "replicas",
 )
-SECTIONS: dict[str, Any] = {
-    "architecture": {"layers": 2, "width": 8, "heads": 1, "context": 8},
-    "training": {"sequences": 2},
-    "clusterings": {"k2": {"clusters": 2}},
-}
 
 
-def rows(keys: Iterable[str] = ("", *KEYS)) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row, with a name, that has one of `keys`; the key "" stands for none."""
-    for kind in KINDS:
-        for beginning, begun in BEGINNINGS.items():
-            for key in keys:
-                row = {"kind": kind} | BESIDE.get(kind, {}) | begun
-                name = "_".join(filter(None, (kind, beginning, key)))
-                if key == "architecture":
-                    row[key] = row.get(key, {}) | KEYS[key]
-                elif key:
-                    row |= {key: f"Mine, {name}" if key == "label" else KEYS[key]} | BESIDE.get(key, {})
-                yield name, row
+def rows() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows with names: each kind with each beginning, and with the keys of `WIRING`; other keys in pairs with both."""
+    kinds, beginnings = [*KINDS], [*BEGINNINGS]
+    cases = [*product(kinds, beginnings, ("", *WIRING))]
+    for turn, key in enumerate(key for key in KEYS if key not in WIRING):
+        for number in range(max(len(kinds), len(beginnings))):
+            cases.append((kinds[number % len(kinds)], beginnings[(number + turn) % len(beginnings)], key))
+    for kind, beginning, key in cases:
+        row = {"kind": kind} | BESIDE.get(kind, {}) | BEGINNINGS[beginning]
+        name = "_".join(filter(None, (kind, beginning, key)))
+        if key == "architecture":
+            row[key] = row.get(key, {}) | KEYS[key]
+        elif key:
+            row |= {key: f"Mine, {name}" if key == "label" else KEYS[key]} | BESIDE.get(key, {})
+        yield name, row

@@ -19,6 +19,7 @@ from demix.model.continuations import (
 from demix.model.decode import Decoder, log_prior_of, posteriors_of, weights_of
 from demix.model.gpt import GPT
 from support.decoding import LENGTH, in_blocks, next_tokens, scored_in_blocks
+from support.errors import refused
 from support.mixing import block_weights, log_mixture, log_weights, switching, tempered, updating_priors
 from support.models import SMALL, THREE, alone, model_of, randomise
 
@@ -213,7 +214,7 @@ def test_a_domain_token_stands_before_every_block(domain: str) -> None:
     for one, (log_p, _) in zip(wanted, answers, strict=True):
         (scores,) = scored_in_blocks(model, [*one.context, *one.tokens], (domain,))
         assert log_p == pytest.approx(scores[len(one.context) - 1 :].sum(), abs=1e-9)
-    with pytest.raises(DemixError, match="domain-token model"):
+    with pytest.raises(DemixError):
         Decoder([model], torch.tensor([END]), begin(torch.tensor([END])))
 
 
@@ -221,7 +222,7 @@ def test_a_long_context_loses_its_first_tokens() -> None:
     assert within([END, *DRAWN[:14]], DRAWN[14:16], 16) == Continuation((END, *DRAWN[:14]), tuple(DRAWN[14:16]))
     assert within([END, *DRAWN[:30]], DRAWN[30:32], 16) == Continuation(tuple(DRAWN[15:30]), tuple(DRAWN[30:32]))
     assert within([END, 1, 2], DRAWN[:16], 16) == Continuation((2,), tuple(DRAWN[:16]))
-    with pytest.raises(DemixError, match="continuation: has 17 tokens, more than the 16 that the model sees"):
+    with refused("continuation"):
         within([END], DRAWN[:17], 16)
 
 
@@ -229,7 +230,7 @@ def test_a_model_that_gives_no_probability_is_refused() -> None:
     model = model_of(THREE)
     with torch.no_grad():
         model.blocks[1].feedforward.down[1, 0, 0] = float("nan")
-    with pytest.raises(DemixError, match="model: gives tokens no probability"):
+    with refused("model"):
         continuation_log_probabilities(
             mixture_of("history", "uniform", None, None, [model]), [Continuation((1,), (2,))]
         )

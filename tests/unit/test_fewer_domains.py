@@ -8,7 +8,6 @@ import pytest
 import yaml
 from hypothesis import given, strategies
 
-from demix.errors import DemixError
 from demix.plan.cost import HARDWARE, plan_training
 from demix.run.check import completed_run, load_run
 from demix.run.models import Model
@@ -29,30 +28,6 @@ def test_null_leaves_out_a_domain_of_the_base(tmp_path: Path) -> None:
     assert run.novel == (*(name for name in sample.novel if name != "wiki"), "politics"), "moved to the novel domains"
     assert run.rows["demix"].learned == run.training
     assert completed_run(run.config.values).config.values == run.config.values
-
-
-LEFT = domains(("law", "code", "wiki"), ("songs",))
-LEFT["training"] |= {"news": None}
-REMOVAL = {"retrain_without": ["law"], "replacement": "songs"}
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"removal": {"retrain_without": ["news"], "replacement": "songs"}}, r"removal\.retrain_without: news is no"),
-        ({"training": {"ranks": 4, "replicas": {"news": 2}}}, r"key training\.replicas\.news: is no training domain"),
-        ({"tasks": {"t": {"made": "domains", "labels": {"news": "n"}}}}, r"tasks\.t\.labels\.news: is no training"),
-        ({"domains": {"training": {"law": None}}}, r"key domains\.training: leaves out every domain; keep one"),
-        ({"domains": {"training": {"law": 3}}}, r"key domains\.training\.law: is 3; allowed is object or null"),
-        (
-            {"domains": LEFT | {"novel": {"songs": None}}, "removal": REMOVAL},
-            r"key removal\.replacement: is 'songs', which is no novel domain",
-        ),
-    ],
-)
-def test_a_key_that_names_a_domain_that_is_left_out_is_refused(sections: dict[str, Any], message: str) -> None:
-    with pytest.raises(DemixError, match=message):
-        completed_run(small(**{"domains": LEFT} | sections))
 
 
 FOUR = domains(("law", "news", "code", "wiki"), ("songs",))
@@ -130,20 +105,3 @@ def test_ranks_of_a_domain_go_with_it(
     settings = without(run).settings
     assert (settings.ranks, settings.replicas) == (ranks, left)
     place_experts(without(run).domains, 2, settings.ranks, settings.replicas)
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        (
-            {"models": {"mine": SEEDED}, "removal": {"retrain_without": ["news"], "model": "mine"}},
-            r"replacement: is null, and mine goes on with the schedule of dense, .* give the row schedule: restart",
-        ),
-        ({"domains": domains(("news",))}, r"removal\.replacement: is null, and no other domain is left to train on"),
-        ({"training": {"tokens": 9}}, r"key training\.tokens: is 9, less than the 32 tokens of one step of demix"),
-        ({"training": {"ranks": 3}}, r"key training\.ranks: is 3, which does not fit 4 domains"),
-    ],
-)
-def test_a_retraining_that_cannot_be_is_refused(sections: dict[str, Any], message: str) -> None:
-    with pytest.raises(DemixError, match=message):
-        removing(**sections)

@@ -2,11 +2,8 @@
 
 import importlib.util
 import json
-import os
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +14,10 @@ from demix.config.architecture import architecture_from
 from demix.data.tokenizer import Tokenizer
 from demix.mix.mixtures import mix
 from demix.model.checkpoint import load_model
-from support.cli import demix, said
+from support.cli import demix, refusal
 from support.decoding import LENGTH, in_blocks, scored_in_blocks, write_run
-from support.harness_tasks import TASKS, write_tasks
-from support.models import THREE, model_of, save_model, write_trunks
+from support.harness_tasks import TASKS, ran_offline, write_tasks
+from support.models import THREE, model_of, save_model
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 from lm_eval.api.registry import get_model  # noqa: E402
@@ -170,38 +167,16 @@ def test_an_exported_expert_is_what_the_harness_makes_of_it(place: Path, tmp_pat
     assert len({sample["filtered_resps"][0] for sample in ours["text"]}) > 1
 
 
-def test_whole_models_answer_as_experts_of_one_trunk(place: Path, tmp_path: Path) -> None:
-    if not (place / "models" / "btm").exists():
-        write_trunks(place / "models" / "demix", place / "models" / "btm")
-    options = ("--weights", "history", "--num-fewshot", 1)
-    apart = evaluated(place, tmp_path, *options, model=place / "models" / "btm")
-    together = evaluated(place, tmp_path, *options)
-    for task in ("choice", "word", "rolling"):
-        for one, other in zip(apart[task], together[task], strict=True):
-            assert numbers(one) == pytest.approx(numbers(other), rel=1e-6)
-    texts = [[sample["filtered_resps"] for sample in found["text"]] for found in (apart, together)]
-    assert texts[0] == texts[1]
-
-
 def test_a_domain_token_model_answers_after_the_token_of_a_domain(place: Path, tmp_path: Path) -> None:
     encoder, model = Tokenizer.load(place / "tokenizer.json"), place / "models" / "domain_token"
     gpt = model_of(dtype=torch.float32, vocab_size=encoder.vocab_size, domain_tokens=THREE)
     save_model(gpt, model, encoder.sha256, "domain_token")
-    told = "does not name the domain whose token stands before the texts of"
-    line = said(["lm-eval", str(model), "--tasks", "word", "--include-path", str(place / "tasks")])
-    assert line == f"demix: error: --experts: {told} {model}; give one of law, news, code"
-    found = {name: evaluated(place, tmp_path / name, "--experts", name, model=model) for name in ("law", "code")}
-    for domain, answered in found.items():
-        for sample in answered["rolling"]:
-            if ids := encoder.encode(sample["doc"]["text"]).tolist():
-                expected = scored_in_blocks(gpt, [encoder.end_of_text, *ids], (domain,))[0].sum()
-                assert numbers(sample) == [pytest.approx(expected, rel=1e-6)]
-        for sample in answered["word"]:
-            ((before, ids),) = requests_of(sample["doc"], "word", encoder)
-            before = before[-(LENGTH + 1 - len(ids)) :]
-            expected = scored_in_blocks(gpt, [*before, *ids], (domain,))[0][len(before) - 1 :].sum()
+    refusal("lm-eval", model, "--tasks", "word", "--include-path", place / "tasks", of="--experts")
+    answered = evaluated(place, tmp_path, "--experts", "code", model=model)
+    for sample in answered["rolling"]:
+        if ids := encoder.encode(sample["doc"]["text"]).tolist():
+            expected = scored_in_blocks(gpt, [encoder.end_of_text, *ids], ("code",))[0].sum()
             assert numbers(sample) == [pytest.approx(expected, rel=1e-6)]
-    assert found["law"]["text"] != found["code"]["text"]
 
 
 def test_texts_are_those_of_generate(place: Path, tmp_path: Path) -> None:
@@ -228,18 +203,8 @@ def test_tasks_are_found_by_name_pattern_and_file(place: Path, tmp_path: Path, m
     text = (place / "tasks" / "choice.yaml").read_text().replace("task: choice", "task: other")
     (tmp_path / "more" / "other.yaml").write_text(text)
     asked = f"w*d,{tmp_path}/more/other.yaml,choice"
-    done = demix(
-        "lm-eval",
-        place / "models" / "demix",
-        "--tasks",
-        asked,
-        "--include-path",
-        place / "tasks",
-        "--limit",
-        2,
-        "--output",
-        tmp_path / "out.json",
-    )
+    options = ("--include-path", place / "tasks", "--limit", 2, "--output", tmp_path / "out.json")
+    done = demix("lm-eval", place / "models" / "demix", "--tasks", asked, *options)
     assert done.exit_code == 0, done.output
     results = json.loads((tmp_path / "out.json").read_text())
     assert {name: number["effective"] for name, number in results["n-samples"].items()} == dict.fromkeys(
@@ -252,44 +217,27 @@ def test_tasks_are_found_by_name_pattern_and_file(place: Path, tmp_path: Path, m
     assert not list(tmp_path.glob("*.jsonl"))
     assert get_model("demix").__name__ == "DemixLM"
 
-    # A group may have tasks of the harness's own, whose files the harness then reads, too.
-    loaded = []
-
-    class Few(TaskManager):
-        def __init__(self, include_path: str | None = None, include_defaults: bool = True) -> None:
-            loaded.append(include_defaults)
-            super().__init__(include_path=include_path, include_defaults=False)
-
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", Few)
-    shutil.copytree(place / "tasks", tmp_path / "both")
-    (tmp_path / "both" / "both.yaml").write_text("group: both\ntask: [word, choice]\n")
-    named = ("--tasks", "both", "--include-path", tmp_path / "both")
-    done = demix("lm-eval", place / "models" / "demix", *named)
-    assert done.exit_code == 0, done.output
-    assert loaded == [False, True]
-    assert "| - word" in done.stdout
-
 
 MISTAKES = {
-    "--include-path nowhere": "--include-path nowhere: is no folder; name the folder of the tasks' YAML files",
-    "--output {place}": "--output {place}: is no place for a file; name a file in a folder that exists",
-    "--output nowhere/x.json": "--output nowhere/x.json: is no place for a file; name a file in a folder that exists",
-    "--log-samples": "--log-samples: needs a file to write beside; give --output FILE.json",
-    "--tasks wrod": "--tasks wrod: names no task of the harness or of --include-path; did you mean word?",
-    "--tasks nowhere.yaml": "--tasks nowhere.yaml: names no task",
-    "--weights best": "--weights best: is not known; use one of history,",
-    "--weights cluster": "has no clustering of its experts in its run or folder",
-    "--prior updating": "--prior updating: counts the evidence of tempered twice",
-    "--prior law=-1": "prior of law: is -1.0; give a number of at least 0",
-    "--experts law,law": "--experts: names an expert twice; name each expert once",
-    "--experts lawe": "is missing, so the model has no such expert; did you mean law?",
-    "--device tpu": "--device tpu: is not on this machine; use one of cpu",
-    "--tokenizer nowhere.json": "nowhere.json: is missing; name the tokenizer.json of the model's run",
-    "--gen-kwargs num_beams=4": "generation_kwargs num_beams: is not offered here; leave it out; known are do_sample",
-    "--gen-kwargs max_gen_toks=0": "generation_kwargs max_gen_toks: is 0; give at least 1",
-    "--gen-kwargs temperature=-1,do_sample=True": "generation_kwargs temperature: is -1; give at least 0",
-    "--tasks broken": "--tasks broken: cannot be evaluated (FileNotFoundError: Unable to find",
-    "--tasks long": "continuation: has 300 tokens, more than the 16 that the model sees; leave the task out",
+    "--include-path nowhere": "--include-path nowhere",
+    "--output {place}": "--output {place}",
+    "--output nowhere/x.json": "--output nowhere/x.json",
+    "--log-samples": "--log-samples",
+    "--tasks wrod": "--tasks wrod",
+    "--tasks nowhere.yaml": "--tasks nowhere.yaml",
+    "--weights best": "--weights best",
+    "--weights cluster": "{place}/models/demix",
+    "--prior updating": "--prior updating",
+    "--prior law=-1": "prior of law",
+    "--experts law,law": "--experts",
+    "--experts lawe": "experts/lawe.json",
+    "--device tpu": "--device tpu",
+    "--tokenizer nowhere.json": "nowhere.json",
+    "--gen-kwargs num_beams=4": "generation_kwargs num_beams",
+    "--gen-kwargs max_gen_toks=0": "generation_kwargs max_gen_toks",
+    "--gen-kwargs temperature=-1,do_sample=True": "generation_kwargs temperature",
+    "--tasks broken": "--tasks broken",
+    "--tasks long": "continuation",
 }
 
 
@@ -311,44 +259,18 @@ def test_a_mistake_is_one_line(place: Path, tmp_path: Path, monkeypatch, mistake
     asked |= {option: "".join(value)}
     words = [word for pair in asked.items() for word in pair if word]
     before = sorted(tmp_path.rglob("*"))
-    line = said(["lm-eval", str(place / "models" / "demix"), *words])
-    assert line is not None
-    assert MISTAKES[mistake].format(place=place) in line
-    assert line.startswith("demix: error: ")
-    assert "\n" not in line
+    refusal("lm-eval", place / "models" / "demix", *words, of=MISTAKES[mistake].format(place=place))
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_without_a_model_or_the_harness_it_says_so(place: Path, monkeypatch) -> None:
-    line = said(["lm-eval", str(place / "models" / "nothing"), "--tasks", "word"])
-    assert line.startswith(f"demix: error: {place}/models/nothing/model.json: is missing")
+def test_without_a_model_or_the_harness_it_is_refused(place: Path, monkeypatch) -> None:
+    refusal("lm-eval", place / "models" / "nothing", "--tasks", "word", of="nothing/model.json")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    line = said(["lm-eval", str(place / "models" / "demix"), "--tasks", "word"])
-    assert line == "demix: error: lm-eval: is not installed; pip install 'demix[lm-eval]'"
-
-
-ALONE = """
-import socket, sys
-def refuse(*arguments, **named):
-    print("ASKED", arguments, file=sys.stderr)
-    raise OSError("no network")
-socket.socket.connect = socket.getaddrinfo = refuse
-from demix.commands.main import main
-main()
-"""
+    refusal("lm-eval", place / "models" / "demix", "--tasks", "word", of="lm-eval")
 
 
 def test_a_local_task_asks_nothing_of_the_network(place: Path, tmp_path: Path) -> None:
-    """In a process of its own, whose libraries read their settings anew, and which nobody has told to be offline."""
-    named = ("--tasks", "text", "--include-path", str(place / "tasks"), "--limit", "1")
-    told = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "DO_NOT"))}
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, "lm-eval", str(place / "models" / "demix"), *named],
-        env=told | {"HF_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    named = ("--tasks", "text", "--include-path", place / "tasks", "--limit", 1)
+    done = ran_offline(tmp_path, "lm-eval", place / "models" / "demix", *named)
     assert done.returncode == 0, done.stderr
-    assert "ASKED" not in done.stderr
     assert done.stdout.startswith("|Tasks")

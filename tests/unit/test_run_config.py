@@ -73,7 +73,9 @@ def test_every_command_that_reads_a_run_refuses_another_version(
     assert [path.name for path in tmp_path.iterdir()] == ["results"], "nothing was written"
 
 
-@pytest.mark.parametrize("kept", [OLD, None], ids=["version", "domains"])
+@pytest.mark.parametrize(
+    "kept", [pytest.param(OLD, id="version", marks=pytest.mark.full), pytest.param(None, id="domains")]
+)
 def test_the_workflow_refuses_a_run_of_another_version_or_of_other_domains(tmp_path: Path, kept: str | None) -> None:
     file = tmp_path / "results" / "tiny" / "config.json"
     write_run_config(file, Config.complete(small(domains=domains(("letters",)))))
@@ -100,6 +102,7 @@ def test_the_workflow_refuses_a_run_of_another_version_or_of_other_domains(tmp_p
     assert file.read_bytes() == before
 
 
+@pytest.mark.full
 def test_overwrite_takes_the_place_of_a_run_of_other_domains(tmp_path: Path) -> None:
     """The key changes nothing that a rule or a fingerprint reads."""
     write_run_config(tmp_path / "results/tiny/config.json", Config.complete(small(domains=domains(("letters",)))))

@@ -19,15 +19,15 @@ from lm_eval.utils import RemoteTokenizer
 
 from demix.config.architecture import Routed
 from demix.data.tokenizer import Tokenizer
-from demix.errors import DemixError
-from demix.generate import completions, serve
+from demix.generate import serve
 from demix.generate.completions import MOST_LOGPROBS, MOST_PROMPTS, MOST_TOKENS, served
 from demix.generate.serve import KEY, MOST_BYTES, listening
 from demix.mix.mixtures import mix
 from demix.model.checkpoint import load_model
-from support.cli import demix, said
+from support.cli import demix, refusal
 from support.decoding import LENGTH, in_blocks, next_tokens, scored_in_blocks, write_run
 from support.disturbed import until
+from support.errors import refused
 from support.models import SMALL, model_of, save_model, write_trunks
 from support.serving import PROMPT, asked, client_of, serving
 
@@ -188,44 +188,42 @@ def test_models_are_listed(address: str) -> None:
     (only,) = client.models.list()
     assert (only.id, only.object, only.owned_by) == ("demix", "model", "demix")
     assert client.models.retrieve("demix") == only
-    with pytest.raises(openai.NotFoundError, match="ask for demix"):
+    with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4")
+    with pytest.raises(openai.NotFoundError):
+        asked(address, model="gpt-4", max_tokens=1)
 
 
 WRONG = {
-    "another model": ({"model": "gpt-4"}, 404, "the model 'gpt-4' is not served here; ask for demix"),
-    "no such rule": ({"weights": "best"}, 400, "weights best: is not known; use one of history, released, tempered"),
-    "another parameter": ({"weights": "tempered(2,0.5,1)"}, 400, "use tempered(beta,gamma)"),
-    "no clusters": ({"weights": "cluster"}, 400, "has no clustering of its experts"),
-    "no such expert": ({"experts": ["nesw"]}, 400, "experts: 'nesw' is no expert of this model; did you mean news?"),
-    "no expert": ({"experts": []}, 400, "leaves every expert without weight"),
-    "an expert twice": ({"experts": ["law", "law"]}, 400, "request.experts: holds one value twice"),
-    "an unknown key": ({"more": {"top_k": 3}}, 400, "request.more: is not known"),
-    "a key of bytes": ({"more": 1, "user": "\\ud800"}, 400, "request.more: is not known"),
-    "several answers": ({"n": 2}, 400, "request.n: is not offered here; leave it out"),
-    "a penalty": ({"presence_penalty": 0.5}, 400, "request.presence_penalty: is not offered here"),
-    "a bias": ({"logit_bias": {"50": 1}}, 400, "request.logit_bias: is not offered here"),
-    "hot": ({"temperature": 101}, 400, "request.temperature: is 101; allowed is number ≥ 0 ≤ 100"),
-    "no mass": ({"top_p": 0}, 400, "request.top_p: is 0; allowed is number ≥ 0.001 ≤ 1"),
-    "too many tops": ({"logprobs": MOST_LOGPROBS + 1}, 400, "request.logprobs: is 6; allowed is integer ≥ 0 ≤ 5"),
-    "too long": ({"max_tokens": MOST_TOKENS + 1}, 400, "request.max_tokens: has 4097 tokens; ask for at most 4096"),
-    "too long a prompt": ({"prompt": [1] * 4097}, 400, "request.prompt: has 4097 tokens; ask for at most 4096"),
-    "no prompts": ({"prompt": []}, 400, "request.prompt: has 0 texts; send 1 to 32"),
-    "too many prompts": ({"prompt": ["a"] * 33}, 400, "request.prompt: has 33 texts; send 1 to 32"),
-    "an unknown token": ({"prompt": [[1, 10**6]]}, 400, "request: holds 1000000; send ids from 0 to"),
-    "a switch for a token": ({"prompt": [[True]]}, 400, "request: holds True; send ids"),
-    "a number for a text": ({"prompt": ["a", 1.5]}, 400, "request: holds 1.5; send a text, token ids, or a list"),
-    "too many stops": ({"stop": ["a"] * 17}, 400, "request.stop: has 17 strings; send at most 16"),
+    "no such rule": {"weights": "best"},
+    "another parameter": {"weights": "tempered(2,0.5,1)"},
+    "no clusters": {"weights": "cluster"},
+    "no such expert": {"experts": ["nesw"]},
+    "no expert": {"experts": []},
+    "an expert twice": {"experts": ["law", "law"]},
+    "an unknown key": {"more": {"top_k": 3}},
+    "a key of bytes": {"more": 1, "user": "\\ud800"},
+    "several answers": {"n": 2},
+    "a penalty": {"presence_penalty": 0.5},
+    "a bias": {"logit_bias": {"50": 1}},
+    "hot": {"temperature": 101},
+    "no mass": {"top_p": 0},
+    "too many tops": {"logprobs": MOST_LOGPROBS + 1},
+    "too long": {"max_tokens": MOST_TOKENS + 1},
+    "too long a prompt": {"prompt": [1] * 4097},
+    "no prompts": {"prompt": []},
+    "too many prompts": {"prompt": ["a"] * 33},
+    "an unknown token": {"prompt": [[1, 10**6]]},
+    "a switch for a token": {"prompt": [[True]]},
+    "a number for a text": {"prompt": ["a", 1.5]},
+    "too many stops": {"stop": ["a"] * 17},
 }
 
 
-@pytest.mark.parametrize("case", WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_told_in_one_line(address: str, case: tuple) -> None:
-    wrong, status, told = case
-    with pytest.raises(openai.APIStatusError) as caught:
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_refused_in_one_line(address: str, wrong: dict) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
         asked(address, **{"max_tokens": 1} | wrong)
-    assert caught.value.status_code == status
-    assert told in caught.value.body["message"]
     assert caught.value.body["type"] == "invalid_request_error"
     assert "\n" not in caught.value.body["message"]
 
@@ -245,23 +243,21 @@ def posted(address: str, body: bytes | dict, path: str = "/v1/completions", **he
 
 
 def test_requests_are_json_of_bounded_size(address: str) -> None:
-    for body, told in (
-        (b"{", "request: is not JSON"),
-        (b'{"prompt": "\xff"}', "request: is not JSON"),
-        (b"[" * 200_000, "request: is not JSON"),
-        (b"[1]", "request: is no JSON object"),
-        (b'{"model": "demix"}', "request.prompt: is missing"),
-        (b'{"model": "demix", "prompt": null}', "request.prompt: is missing"),
-        (b'{"model": "demix", "prompt": "a", "temperature": NaN}', "request.temperature: is nan"),
-        (b'{"model": "demix", "prompt": "a\\ud800"}', "request: holds text that is not valid Unicode"),
-        (b'{"model": "demix", "prompt": "a", "\\ud800": 1}', "is not known"),
-        (b'{"model": "demix", "prompt": ' + b"[" * 500 + b"]" * 500 + b"}", "request: holds"),
+    for body in (
+        b"{",
+        b'{"prompt": "\xff"}',
+        b"[" * 200_000,
+        b"[1]",
+        b'{"model": "demix"}',
+        b'{"model": "demix", "prompt": null}',
+        b'{"model": "demix", "prompt": "a", "temperature": NaN}',
+        b'{"model": "demix", "prompt": "a\\ud800"}',
+        b'{"model": "demix", "prompt": "a", "\\ud800": 1}',
+        b'{"model": "demix", "prompt": ' + b"[" * 500 + b"]" * 500 + b"}",
     ):
-        status, error = posted(address, body)
-        assert (status, error["message"][: len(told)] if told[:2] != "is" else told) == (400, told), error
+        assert posted(address, body)[0] == 400, body[:60]
     for path in ("/v1/completions", "/tokenize"):
-        status, error = posted(address, b" " * (MOST_BYTES + 1), path)
-        assert (status, error["message"]) == (413, f"a request has at most {MOST_BYTES} bytes")
+        assert posted(address, b" " * (MOST_BYTES + 1), path)[0] == 413
     assert posted(address, b"", "/v1/chat/completions")[0] == 404
     assert posted(address, {"tokens": [-1]}, "/detokenize")[0] == 400
     assert urllib3.request("GET", f"{address}/v1/completions").status == 405
@@ -278,14 +274,14 @@ def test_other_hosts_and_origins_are_refused(address: str) -> None:
 
 def test_a_key_is_asked_for_where_one_is_set(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEY, raising=False)
-    with pytest.raises(DemixError, match=f"--host 0.0.0.0: may be reached from other machines; set {KEY}"):
+    with refused("--host 0.0.0.0"):
         listening("0.0.0.0", 0)
     monkeypatch.setenv(KEY, "schlüssel-1")
     listening("0.0.0.0", 0).close()
     monkeypatch.setenv(KEY, "sk-right")
     with serving(served(run / "models" / "demix")) as address:
         for wrong in ("sk-wrong", "sk-righ", "sk-right2"):
-            with pytest.raises(openai.AuthenticationError, match="the key is missing or wrong"):
+            with pytest.raises(openai.AuthenticationError):
                 client_of(address, wrong).models.list()
         for path in ("/v1/completions", "/tokenize", "/nowhere"):
             assert posted(address, {"prompt": "a"}, path)[0] == 401
@@ -326,17 +322,17 @@ def test_the_queue_and_the_time_are_bounded(address: str, monkeypatch: pytest.Mo
         next(iter(events))
         with monkeypatch.context() as patch:
             patch.setattr(serve, "SECONDS", 0.5)
-            with pytest.raises(openai.InternalServerError, match=r"other requests took more than 0\.5 s") as caught:
+            with pytest.raises(openai.InternalServerError) as caught:
                 asked(address, max_tokens=1)
             assert caught.value.status_code == 503
         with monkeypatch.context() as patch:
             patch.setattr(serve, "MOST_WAITING", 0)
-            with pytest.raises(openai.RateLimitError, match="0 other requests are waiting"):
+            with pytest.raises(openai.RateLimitError):
                 asked(address, max_tokens=1)
     monkeypatch.setattr(serve, "SECONDS", 0.5)
-    with pytest.raises(openai.BadRequestError, match=r"the request took more than 0\.5 s; ask for less"):
+    with pytest.raises(openai.BadRequestError):
         client_of(address).completions.create(model="demix", **ENDLESS)
-    with pytest.raises(openai.APIError, match=r"the request took more than 0\.5 s"):
+    with pytest.raises(openai.APIError):
         list(client_of(address).completions.create(model="demix", stream=True, **ENDLESS))
     assert asked(address, max_tokens=1).usage.completion_tokens == 1
 
@@ -352,28 +348,22 @@ def test_the_command_serves_until_ctrl_c(run: Path) -> None:
         events = client_of(address).completions.create(model="demix", stream=True, **ENDLESS)
         next(iter(events))
         process.send_signal(signal.SIGINT)
-        with pytest.raises(openai.APIError, match="the server is being stopped"):
+        with pytest.raises(openai.APIError):
             list(events)
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
-    assert (process.returncode, out, err) == (0, f"{address}/v1: stopped\n", "")
+    assert (process.returncode, out.count("\n"), err) == (0, 1, "")
 
 
-def test_a_mistake_is_one_line(run: Path, address: str) -> None:
+def test_a_mistake_of_the_command_is_one_line(run: Path, address: str) -> None:
     model, port = str(run / "models" / "demix"), address.rpartition(":")[2]
-    for options, told in (
-        (["--port", port], f"--host 127.0.0.1 --port {port}: cannot be used (Address already in use"),
-        (["--port", "0", "--weights", "best"], "--weights best: is not known"),
-        (["--port", "0", "--prior", "updating"], "--prior updating: counts the evidence of tempered twice"),
-        (["--port", "0", "--experts", "lawe"], "did you mean law?"),
-        (["--host", "nowhere.invalid", "--port", "0"], "--host nowhere.invalid: may be reached from other machines"),
+    for options, subject in (
+        (["--port", port], f"--host 127.0.0.1 --port {port}"),
+        (["--port", "0", "--weights", "best"], "--weights best"),
+        (["--port", "0", "--prior", "updating"], "--prior updating"),
+        (["--port", "0", "--experts", "lawe"], "lawe"),
+        (["--host", "nowhere.invalid", "--port", "0"], "--host nowhere.invalid"),
     ):
-        assert told in said(["serve", model, *options])
-
-
-def test_what_may_begin_a_stop_string_waits() -> None:
-    assert completions._certain("abcab", ("abd", "x"), 0) == 3
-    assert completions._certain("abcab", ("abd", "x"), 4) == 5
-    assert completions._certain("abc", (), 0) == 3
+        refusal("serve", model, *options, of=subject)

@@ -17,6 +17,7 @@ from support.harness_tasks import DOCUMENTS, TASKS, write_tasks
 from support.models import SMALL, write_model
 from support.serving import serving
 
+pytestmark = pytest.mark.full
 WIDE = 64
 
 
@@ -45,20 +46,8 @@ def test_the_harness_finds_what_it_finds_without_a_server(run, tmp_path, monkeyp
     most = max(len(encoder.encode(one["text"] + choice)) for one in DOCUMENTS for choice in one["choices"])
     assert LENGTH < most <= WIDE
     for name, tasks in (("wide", [*TASKS]), ("demix", ["rolling"])):
-        done = demix(
-            "lm-eval",
-            run / "models" / name,
-            "--tasks",
-            ",".join(tasks),
-            "--include-path",
-            run / "tasks",
-            "--output",
-            tmp_path / f"{name}.json",
-            "--log-samples",
-            "--batch-size",
-            1,
-            *options,
-        )
+        named = ("--include-path", run / "tasks", "--output", tmp_path / f"{name}.json", "--log-samples", *options)
+        done = demix("lm-eval", run / "models" / name, "--tasks", ",".join(tasks), "--batch-size", 1, *named)
         assert done.exit_code == 0, (done.exception, done.output)
         with serving(served(run / "models" / name, **rule)) as address:
             # Of texts, and of requests, several at a time.

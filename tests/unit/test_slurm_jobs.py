@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from demix.errors import DemixError
 from demix.files import read_json, write_json
 from demix.launch import controller, slurm
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.outcome import MishapError
 from demix.train.state import tell_done
+from support.errors import refused
 
 # Each call takes the next line of a file, the last one again and again; one that begins with ! is an error. Who asks
 # without end has no answer in the end.
@@ -81,13 +81,11 @@ def test_a_job_is_found_by_its_fingerprint(job: TrainingJob, commands: dict[str,
     commands["squeue"].prints("7 RUNNING ours")
     assert slurm.find(job) == "7"
     commands["squeue"].prints("7 PENDING theirs")
-    with pytest.raises(
-        DemixError, match="job 7: still trains demix with other settings or data; wait for it, or `scan"
-    ):
+    with refused("job 7"):
         slurm.find(job)
     # A second job of this name would wait for the first.
     commands["squeue"].prints("7 RUNNING ours;8 PENDING theirs")
-    with pytest.raises(DemixError, match="job 8: still trains"):
+    with refused("job 8"):
         slurm.find(job)
 
 
@@ -95,23 +93,20 @@ def test_a_fingerprint_that_the_site_has_changed_is_that_of_the_record(
     job: TrainingJob, commands: dict[str, Fake]
 ) -> None:
     commands["squeue"].prints("7 RUNNING (null)")
-    with pytest.raises(DemixError, match="job 7: still trains"):
+    with refused("job 7"):
         slurm.find(job)
     write_json(job.jobs / "job.json", {"job": "7", "fingerprint": "ours"})
     assert slurm.find(job) == "7"
     write_json(job.jobs / "job.json", {"job": "7", "fingerprint": "theirs"})
     commands["squeue"].prints("7 RUNNING ours")
-    with pytest.raises(DemixError, match="job 7: still trains"):
+    with refused("job 7"):
         slurm.find(job)
 
 
-def test_an_ending_job_is_waited_for(
-    job: TrainingJob, commands: dict[str, Fake], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_ending_job_is_waited_for(job: TrainingJob, commands: dict[str, Fake]) -> None:
     commands["squeue"].prints("7 COMPLETING ours", "7 COMPLETING ours", "")
     assert slurm.find(job) is None
     assert commands["squeue"].calls == 3
-    assert capsys.readouterr().out.count("job 7 is ending (COMPLETING)") == 1
 
 
 def test_a_job_that_stays_as_it_is_is_asked_for_less_often() -> None:
@@ -212,7 +207,7 @@ def test_a_final_state_counts_after_polls_in_a_row(
     monkeypatch.setattr(slurm, "POLLS_FOR_RESULTS", 5)
     failed = "JobId=7 JobState=FAILED"
     commands["scontrol"].prints(failed, failed, "JobState=PENDING Reason=Priority", failed)
-    with pytest.raises(MishapError, match="job 7: ended as FAILED without results"):
+    with pytest.raises(MishapError):
         slurm._wait(job, "7")
     assert commands["scontrol"].calls == 6
     # Results may be seen late.
@@ -241,7 +236,7 @@ def test_a_job_that_breaks_down_is_submitted_again_as_often_as_allowed(
 
     monkeypatch.setattr(slurm, "submit", submit)
     commands["scontrol"].prints("JobState=NODE_FAIL")
-    with pytest.raises(MishapError, match="ended as NODE_FAIL"):
+    with pytest.raises(MishapError):
         slurm.run(job, Cluster(retries=2), print)
     assert len(submitted) == 3
     slurm.run(job, Cluster(retries=0), print)

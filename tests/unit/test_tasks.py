@@ -206,32 +206,22 @@ def test_updating_reads_the_labels_of_earlier_tests_alone() -> None:
     assert all(seed == 1 for seed, _ in changed)
 
 
-def test_weights_by_accuracy_are_those_of_other_prompts() -> None:
-    scored = made_up(E, cues=False, seeds=(1, 2))
-    task = replace(TASK, seeds=(1, 2))
-    for split in ("validation", "permutation"):
-        weights = performance(scored, split, task, EXPERTS)
-        for seed in (1, 2):
-            some = [one for one in scored if (one.prompt.split, one.prompt.seed) == (split, seed)]
-            right = [
-                [np.argmax([label[:, j].sum() for label in one.labels]) == one.prompt.answer for j in range(E)]
-                for one in some
-            ]
-            assert np.exp(weights[seed]) == pytest.approx(softmax(np.mean(right, axis=0)), abs=1e-12)
-
-
-def test_an_expert_alone_is_right_by_what_calibration_leaves_of_its_labels() -> None:
-    scored = made_up(E)
-    cues = {one.prompt.example: one for one in scored if one.prompt.split == "cue"}
-    tests = [one for one in scored if one.prompt.split == "test"]
-    right, plain = np.zeros((2, len(tests), E))
-    for number, one in enumerate(tests):
-        sums, bare = (np.stack([label.sum(axis=0) for label in some.labels]) for some in (one, cues[one.prompt.cue]))
-        right[number] = (sums - bare).argmax(axis=0) == one.prompt.answer
-        plain[number] = sums.argmax(axis=0) == one.prompt.answer
-    assert (right != plain).any()
-    weights = performance(scored, "test", TASK, EXPERTS)
-    assert np.exp(weights[1]) == pytest.approx(softmax(right.mean(axis=0)), abs=1e-12)
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("split", ["validation", "permutation", "test"])
+def test_weights_by_accuracy_are_those_of_what_is_right(split: str, calibrated: bool) -> None:
+    """Of each seed, after calibration where there are cues."""
+    scored = made_up(E, cues=calibrated, seeds=(1, 2))
+    weights = performance(scored, split, replace(TASK, seeds=(1, 2)), EXPERTS)
+    cues = {(one.prompt.seed, one.prompt.example): one for one in scored if one.prompt.split == "cue"}
+    for seed in (1, 2):
+        some = [one for one in scored if (one.prompt.split, one.prompt.seed) == (split, seed)]
+        right = np.zeros((len(some), E))
+        for number, one in enumerate(some):
+            sums = np.stack([label.sum(axis=0) for label in one.labels])
+            if calibrated:
+                sums -= np.stack([label.sum(axis=0) for label in cues[seed, one.prompt.cue].labels])
+            right[number] = sums.argmax(axis=0) == one.prompt.answer
+        assert np.exp(weights[seed]) == pytest.approx(softmax(right.mean(axis=0)), abs=1e-12)
 
 
 def test_mean_weights_are_those_of_the_contexts_alone() -> None:

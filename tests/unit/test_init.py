@@ -1,0 +1,229 @@
+"""Configs as people write them: made by `demix init`, checked by `demix config`, which names the line at fault."""
+
+import io
+import json
+import logging
+import subprocess
+import sys
+import tarfile
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+import zstandard
+from rich.console import Console
+
+import snakemake_logger_plugin_demix as display
+from demix.commands import main as cli
+from demix.config.keys import read_keys
+from demix.run.check import load_run
+from support.cli import demix, refusal
+
+REPOSITORY = Path(__file__).parents[2]
+TWO = """run: mine
+domains:
+  training:
+    law:
+      source: {kind: files, path: mine/law.txt}
+    news:
+      source:
+        kind: files
+        path: [mine/*.csv, mine/news.txt]
+architecture: {layers: 1, width: 8, heads: 1, context: 16}
+training: {tokens: 4000, sequences: 2, learning_rate: 1.0e-3}
+"""
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the text of nine domains, in as many formats."""
+    monkeypatch.chdir(tmp_path)
+    pieces = [" ".join(f"w{number}x{place}" for place in range(30)) for number in range(60)]
+    records = [{"title": f"the page {number}", "body": piece} for number, piece in enumerate(pieces)]
+    lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+    Path("Büro [1].txt").write_text(" ".join(pieces))
+    Path("büro 1.txt").write_text(" ".join(pieces))
+    Path("2024.jsonl.zst").write_bytes(zstandard.compress(lines))
+    Path("tokens.csv").write_text("id,text\n" + "".join(f"{number},{piece}\n" for number, piece in enumerate(pieces)))
+    pq.write_table(pa.table({"n": range(60), "doc": [{"parts": [piece]} for piece in pieces]}), "a.parquet")
+    Path("b.json").write_text(json.dumps([{"id": number, "text": piece} for number, piece in enumerate(pieces)]))
+    with tarfile.open("c.tar.gz", "w:gz") as archive:
+        for number, piece in enumerate(pieces):
+            entry = tarfile.TarInfo(f"{number}.txt")
+            entry.size = len(piece)
+            archive.addfile(entry, io.BytesIO(piece.encode()))
+    for name in ("letters/1.txt", "letters/old/2.txt", "letters/notes.md", "more/1.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(" ".join(pieces))
+    return tmp_path
+
+
+def test_init_writes_a_valid_config_of_any_files(texts: Path) -> None:
+    given = [
+        "Büro [1].txt",
+        "büro 1.txt",
+        "2024.jsonl.zst",
+        "tokens.csv",
+        "a.parquet",
+        "b.json",
+        "c.tar.gz",
+        "letters/",
+    ]
+    done = demix("init", *given, "--novel", "more/*.txt")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout == demix("init", *given, "--novel", "more/*.txt").stdout
+    (texts / "mine.yaml").write_text(done.stdout)
+    config = load_run(texts / "mine.yaml").config.values
+    sources = {
+        name: {key: value for key, value in domain["source"].items() if key in ("path", "text", "json", "piece_words")}
+        for domains in config["domains"].values()
+        for name, domain in domains.items()
+    }
+    usual = {"text": "text", "json": "lines", "piece_words": None}
+    assert sources == {
+        "buro_1": usual | {"path": "Büro [[]1].txt", "piece_words": 50},
+        "buro_1_2": usual | {"path": "büro 1.txt", "piece_words": 50},
+        "2024": usual | {"path": "2024.jsonl.zst", "text": "body"},
+        "tokens_text": usual | {"path": "tokens.csv"},
+        "a": usual | {"path": "a.parquet", "text": "doc.parts[]"},
+        "b": usual | {"path": "b.json", "json": "values"},
+        "c": usual | {"path": "c.tar.gz"},
+        "letters": usual | {"path": "letters/**/*.txt", "piece_words": 50},
+        "more": usual | {"path": "more/*.txt", "piece_words": 50},
+    }
+    assert list(config["domains"]["novel"]) == ["more"]
+    assert {tuple(one["words"].values()) for one in config["domains"]["training"].values()} == {(180, 180, None)}
+    assert demix("config", "mine.yaml").exit_code == 0
+    first, schema = done.stdout.splitlines()[0].split("$schema=")
+    assert first == "# yaml-language-server: "
+    assert Path(schema).samefile(REPOSITORY / "workflow" / "schemas" / "config.schema.yaml")
+
+
+def test_init_names_a_run_that_is_not_there(texts: Path) -> None:
+    def named(file: str, *more: str) -> str:
+        # The name is that of the file behind standard output.
+        with open(file, "w") as output, redirect_stdout(output):
+            cli.command_line("init")(["init", "a.parquet", "b.json", *more], standalone_mode=False)
+        return load_run(file).config.run
+
+    assert named("über uns.yaml") == "ber-uns"
+    Path("results/mine").mkdir(parents=True)
+    Path("results/mine-2").mkdir()
+    assert named("printed") == "mine-3"
+    assert named("other.yml", "--run", "mine") == "mine"
+    # As long as the name of a run may be, with and without a number.
+    long = named(f"{'a' * 150}.yaml")
+    Path("results", long).mkdir()
+    assert named(f"{'a' * 150}.yaml") == f"{long}-2"
+    refusal("init", "a.parquet", "b.json", "--run", "../mine", of="--run ../mine")
+
+
+@pytest.mark.parametrize(
+    ("given", "warned"),
+    [
+        ("", None),
+        ("tokens: 200000, ", None),
+        ("tokens: 300000, ", "adaptation.tokens"),
+        ("tokens: 100000000, ", "adaptation.tokens"),
+        ("tokens: 10000000, passes: 50, ", "adaptation.passes"),
+        ("tokens: 284400, passes: 50, ", "adaptation.passes"),
+        ("tokens: 100000000, passes: 10, ", None),
+    ],
+)
+def test_config_warns_of_more_than_ten_passes(
+    given: str, warned: str | None, texts: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the passes that are made, however many tokens are asked for, over 15,800 words of 1.5 tokens."""
+    (texts / "more" / "1.txt").write_text(" ".join(f"w{number}" for number in range(19_600)))
+    text = demix("init", "a.parquet", "b.json", "--novel", "more/*.txt").stdout
+    (texts / "mine.yaml").write_text(text.replace("adaptation: {", f"adaptation: {{{given}"))
+    caplog.clear()
+    assert demix("config", "mine.yaml").exit_code == 0
+    assert len(caplog.messages) == (warned is not None)
+    assert f"config key {warned}: " in caplog.text or not warned
+
+
+@pytest.mark.parametrize(
+    ("words", "subject"),
+    [
+        (["büro 1.txt"], "training domains"),
+        (["büro 1.txt", "little.txt"], "little.txt"),
+        (["büro 1.txt", "nothere.txt"], "nothere.txt"),
+        (["büro 1.txt", "büro 1.txt"], "büro 1.txt"),
+        (["büro 1.txt", "letters/notes.md"], "letters/notes.md"),
+        (["büro 1.txt", "two.jsonl"], "two.jsonl"),
+        (["büro 1.txt", "two.jsonl", "--field", "answer"], "two.jsonl"),
+        (["büro 1.txt", "utf16.txt"], "utf16.txt"),
+        (["büro 1.txt", "latin.txt"], "latin.txt"),
+    ],
+)
+def test_init_refuses_texts_that_are_no_domains(words: list[str], subject: str, texts: Path) -> None:
+    (texts / "little.txt").write_text("two words")
+    (texts / "two.jsonl").write_text('{"question": "what is that", "answer": "a question"}\n')
+    (texts / "utf16.txt").write_text("one text\n" * 2000, encoding="utf-16")
+    (texts / "latin.txt").write_text("été déjà vu\n" * 2000, encoding="latin-1")
+    refusal("init", *words, of=subject)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "subject"),
+    [
+        ("    news:", "    law:", "mine.yaml, line 6"),
+        ("run: mine", "run: mine\nrun: other", "mine.yaml, line 2"),
+        ("tokens: 4000", "tokens: 63", "mine.yaml, line 11, config key training.tokens"),
+        ("kind: files\n", "kind: file\n", "mine.yaml, line 8, config key domains.training.news.source.kind"),
+        (", learning_rate: 1.0e-3", "", "mine.yaml, line 11, config key training.learning_rate"),
+        ("run", "rum", "mine.yaml, line 1, config key rum"),
+        ("run: mine", "run: &a [*a]", "mine.yaml, line 1, config key run"),
+        ("run: mine", "base: below.yaml", "below.yaml, line 13"),
+    ],
+)
+def test_config_names_the_line(
+    old: str, new: str, subject: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("below.yaml").write_text(TWO + "seed: 1\nseed: 2\n")
+    Path("mine.yaml").write_text(TWO.replace(old, new, 1))
+    refusal("config", "mine.yaml", of=subject)
+
+
+def test_what_yaml_and_snakemake_read_is_not_refused(tmp_path: Path) -> None:
+    tabs, merged = tmp_path / "tabs.json", tmp_path / "merged.yaml"
+    tabs.write_text(json.dumps(yaml.safe_load(TWO), indent="\t"))
+    assert read_keys(tabs)[0] == yaml.safe_load(TWO)
+    merged.write_text("a: &a {b: 1}\nc: &c {d: 2}\ne:\n  <<: *a\n  <<: *c\n")
+    assert read_keys(merged)[0] == yaml.safe_load(merged.read_text())
+
+
+def test_config_prints_every_value() -> None:
+    sample = REPOSITORY / "config" / "sample.yaml"
+    assert yaml.safe_load(demix("config", "--values", sample).stdout) == load_run(sample).config.values
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("chosen", [[], ["--logger", "demix"]])
+def test_a_missing_config_is_one_line_of_snakemake(chosen: list[str]) -> None:
+    command = [Path(sys.executable).parent / "snakemake", "--configfile", "no.yaml", *chosen]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()[1:]
+    assert line.startswith("error: --configfile: ")
+
+
+def test_the_display_shows_warnings() -> None:
+    handler = display.LogHandler(SimpleNamespace(dryrun=False), None)
+    handler.console = Console(file=io.StringIO(), width=200)
+    handler.emit(logging.makeLogRecord({"msg": "law: left out: 1 documents", "levelno": logging.WARNING}))
+    handler.emit(logging.makeLogRecord({"msg": "rule law", "levelno": logging.INFO}))
+    assert handler.console.file.getvalue().splitlines() == ["law: left out: 1 documents"]
+
+
+def test_a_character_that_json_writes_as_two_escapes_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"licence": "CC 🄯 BY"}))
+    assert "\\ud83c" in path.read_text()
+    assert read_keys(path)[0] == {"licence": "CC 🄯 BY"}
