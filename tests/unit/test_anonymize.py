@@ -83,24 +83,17 @@ def test_numbers_of_each_country_in_every_way_they_are_written(country):
 
 NUMBERS = list(every_country())
 TOLD = [number for country in COUNTRIES for how, number in written(country) if how not in ("cue", "extension")]
-# The numbers that need no word beside them. Dates and bytes look like the few others.
-ALONE = [number for number in TOLD if anonymize(f"x {number} y")[0] == "x <PHONE_NUMBER> y"]
 WORDS = st.text("abcdefghijklmnopqrstuvwxyzé ,;", max_size=30)
 
 
-def test_nearly_every_number_is_known_by_its_form():
-    assert len(ALONE) > 0.995 * len(TOLD), {*TOLD} - {*ALONE}
+def test_nearly_every_number_is_known_by_its_form() -> None:
+    """Without a word beside it; dates and bytes look like the few others."""
+    others = [number for number in TOLD if anonymize(f"x {number} y")[0] != "x <PHONE_NUMBER> y"]
+    assert len(others) < 0.005 * len(TOLD), others
     for text in ("020 7946 0958", "8 (301) 123-45-67", "(06 1) 234 5678", "(0212) 345 67 89", "(11) 96123-4567"):
         assert is_written_at_home(text), text
     for text in ("0000 1234 567", "020 79460 958", "2020 7946 0958", "(2003) 125-130", "0" * 5000):
         assert not is_written_at_home(text), text
-
-
-@settings(deadline=None)
-@given(st.sampled_from(ALONE), WORDS, WORDS)
-def test_a_number_in_any_prose_goes_whole(number, before, after):
-    text = f"{before}x {number} y{after}"
-    assert anonymize(text) == (text.replace(number, "<PHONE_NUMBER>"), NONE | {"PHONE_NUMBER": 1})
 
 
 @given(

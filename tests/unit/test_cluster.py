@@ -13,10 +13,9 @@ from sklearn.metrics.pairwise import euclidean_distances
 from demix.config.clustering import Clustering
 from demix.data import cluster
 from demix.data.cluster import Clusterer, assign, cluster_shards, context_distances, fit_clusters
-from demix.data.embed import Embedding
 from demix.data.shards import TokenShard, tokenize
 from demix.data.tokenizer import Tokenizer
-from demix.files import digest, read_json, read_parquet, write_json
+from demix.files import read_json, read_parquet, write_json
 from support.errors import refused
 from support.tokens import NOVEL, TRAINING
 
@@ -101,18 +100,6 @@ def test_a_domain_with_the_name_of_a_cluster_is_none(fitted: dict[str, Path]) ->
     clusterer = Clusterer.open(fitted["balanced"])
     assert clusterer.names[0] == "c00"
     assert clusterer.labels("c00", ["a", "b"], np.array([[1.0, 0, 2, 3], [3, 2, 1, 0]])).tolist() == [1, 3]
-
-
-def test_a_clusterer_is_read_as_it_was_fitted(fitted: dict[str, Path], tokens: Path, tmp_path: Path) -> None:
-    clustering = Clustering(clusters=4, dimensions=6)
-    made = fit_clusters(train(tokens), clustering, 1, tmp_path)
-    read = Clusterer.open(fitted["balanced"])
-    assert read.sha256 == made.sha256 == digest(read_json(tmp_path / "clusterer.json"))
-    assert (read.names, read.method) == (("c00", "c01", "c02", "c03"), "kmeans")
-    assert read.embedding.terms == made.embedding.terms
-    for name in ("idf", "components", "mean", "scale"):
-        assert np.array_equal(getattr(read.embedding, name), getattr(made.embedding, name))
-    assert {path.name for path in tmp_path.iterdir()} == {"clusterer.json", "clusterer.safetensors", "terms.parquet"}
 
 
 def test_damaged_and_foreign_files_are_refused(fitted: dict[str, Path], tmp_path: Path) -> None:
@@ -227,14 +214,6 @@ def test_distances_want_the_tokenizer_of_the_shard(
     clusterer, tokenizer = Clusterer.open(fitted["one"]), Tokenizer.load(tmp_path / "tokenizer.json")
     with refused(shard.path):
         next(context_distances(clusterer, tokenizer, shard, "document", 32, None))
-
-
-def test_using_a_clusterer_takes_no_scikit_learn(fitted: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "sklearn", None)
-    clusterer = Clusterer.open(fitted["balanced"])
-    assert isinstance(clusterer.embedding, Embedding)
-    assert clusterer.embedding.points(["a text"]).shape == (1, 6)
-    assert len(clusterer.embedding.top_terms(clusterer.centres[0], 5)) == 5
 
 
 def test_shards_of_clusters_hold_the_documents_of_all_domains(

@@ -5,6 +5,7 @@ import json
 import math
 from itertools import chain
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -13,10 +14,12 @@ from hypothesis import strategies as st
 
 from demix.data import corpus, leakage
 from demix.data.anonymize import SCHEMA
+from demix.data.contamination import contamination
 from demix.data.corpus import SPLITS, Budget, Splitting, left_out, split
 from demix.data.duplicates import count_shared, mark_duplicates
 from demix.data.leakage import grams_of
-from demix.files import read_json, write_json
+from demix.evaluate.harness_run import DOCUMENTS
+from demix.files import read_json, write_json, write_parquet
 from support.errors import refused
 
 REPLACED = {"EMAIL": 3}
@@ -286,3 +289,52 @@ def test_a_held_out_text_that_another_domain_trains_on_is_found(tmp_path):
     pq.write_table(pa.concat_tables([owners, others]), tmp_path / "owners.parquet")
     with pytest.raises(RuntimeError):
         _split(tmp_path, "a")
+
+
+ASKED = st.lists(st.sampled_from(["a", "naïve", "the", "of"]), max_size=18).map(" ".join)
+# By task, the texts of each document.
+TASKS = st.dictionaries(st.sampled_from(["one", "two"]), st.lists(st.lists(ASKED, min_size=1, max_size=2), min_size=1))
+
+
+def _contaminated(folder, tasks, train):
+    """The rows of a training text with these documents of tasks, each of several texts."""
+    rows = [
+        {"task": task, "version": "1", "document": number, "text": text, "n_words": len(text.split())}
+        | {"task_sha256": ""}
+        for task, documents in tasks.items()
+        for number, texts in enumerate(documents)
+        for text in texts
+    ]
+    write_parquet(pa.Table.from_pylist(rows, DOCUMENTS), folder / "documents.parquet")
+    text = pa.table({"text": pa.array(train, pa.large_string())})
+    (folder / "law").mkdir(exist_ok=True)
+    write_parquet(text, folder / "law" / "train.parquet")
+    contamination(folder / "documents.parquet", folder / "law" / "train.parquet", folder / "found.parquet")
+    return pd.read_parquet(folder / "found.parquet")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+@given(tasks=TASKS, train=st.lists(ASKED, max_size=4))
+def test_contamination_is_counted_as_by_sets(tmp_path, tasks, train):
+    found = _contaminated(tmp_path, tasks, train)
+    known = set().union(*map(_grams, train))
+    assert list(found["task"]) == list(tasks)
+    for row in found.itertuples():
+        documents = [set().union(*map(_grams, texts)) for texts in tasks[row.task]]
+        distinct = set().union(*documents)
+        assert (row.domain, row.documents, row.one_in) == ("law", len(documents), 1)
+        assert row.long_documents == sum(map(bool, documents))
+        assert row.found_documents == sum(bool(one & known) for one in documents)
+        assert (row.ngrams, row.found_ngrams) == (len(distinct), len(distinct & known))
+
+
+def test_of_many_words_of_tasks_a_sample_is_looked_at(tmp_path, monkeypatch):
+    documents = [[" ".join(f"w{number}x{word}" for word in range(60))] for number in range(60)]
+    train = [text for (text,) in documents[::2]]
+    whole = _contaminated(tmp_path, {"one": documents}, train).iloc[0]
+    assert (whole["found_documents"], whole["long_documents"]) == (30, 60)
+    monkeypatch.setattr(leakage, "MOST_GRAMS", 1000)
+    sampled = _contaminated(tmp_path, {"one": documents}, train).iloc[0]
+    assert sampled["one_in"] == 4
+    assert 0.1 < sampled["ngrams"] / whole["ngrams"] < 0.4
+    assert 20 < sampled["found_documents"] <= 30

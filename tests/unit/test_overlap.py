@@ -7,9 +7,8 @@ import pyarrow as pa
 import pytest
 
 from demix.data import overlap as module
-from demix.data.overlap import bigrams, overlap
+from demix.data.overlap import overlap
 from demix.data.shards import TokenShard, tokenize
-from demix.data.tokenizer import Tokenizer
 from demix.files import read_parquet, write_parquet
 from support.errors import refused
 from support.tokens import TRAINING
@@ -27,18 +26,7 @@ def rows(path: Path) -> dict[tuple[str, str], float | None]:
     return {(row["domain"], row["expert"]): row["overlap"] for row in read_parquet(path).to_pylist()}
 
 
-def test_no_bigram_spans_two_documents(tokens: Path, tmp_path: Path) -> None:
-    texts = ["the sea", "and the land", "x"]
-    opened = TokenShard.open(shard(tmp_path, tokens / "tokenizer.json", "a", "train", *texts))
-    found = [divmod(int(pair), opened.vocab_size) for pair in bigrams(opened, len(opened))]
-    encode = Tokenizer.load(tokens / "tokenizer.json").encode
-    assert found == [pair for text in texts for pair in pairwise(map(int, encode(text)))]
-    assert len(bigrams(opened, 3)) == 1
-
-
-def test_occurrences_are_counted_of_the_test_split(
-    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_occurrences_are_counted_of_the_test_split(tokens, tmp_path, monkeypatch):
     places = [tokens / "tokens" / domain / f"{split}.arrow" for domain in TRAINING for split in ("train", "test")]
     overlap(places, tmp_path / "overlap.parquet")
     found = rows(tmp_path / "overlap.parquet")
@@ -46,8 +34,7 @@ def test_occurrences_are_counted_of_the_test_split(
     limit = min(len(TokenShard.open(tokens / "tokens" / domain / "train.arrow")) for domain in TRAINING)
     for domain, expert in found:
         read = [
-            TokenShard.open(tokens / "tokens" / name / f"{split}.arrow")
-            for name, split in ((domain, "test"), (expert, "train"))
+            TokenShard.open(tokens / "tokens" / place) for place in (f"{domain}/test.arrow", f"{expert}/train.arrow")
         ]
         test, train = ([int(i) for i in one.read(0, min(limit, len(one)))] for one in read)
         end = read[0].end_of_text
