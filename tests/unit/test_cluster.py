@@ -165,11 +165,15 @@ def expected(clusterer: Clusterer, tokenizer: Tokenizer, shard: TokenShard, cont
 
 
 @pytest.fixture(scope="module")
-def shard(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> TokenShard:
-    """A shard of short documents, one of them empty, whose tokens cut words and characters."""
+def shard(fitted: dict[str, Path], tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> TokenShard:
+    """A shard of short documents, one of them empty, whose tokens cut words and characters, and some of terms alone."""
+    terms = Clusterer.open(fitted["balanced"]).embedding.terms
     texts = [text[:150] for path in train(tokens).values() for text in pq.read_table(path)["text"].to_pylist()[:2]]
+    some = [" ".join(terms[9 * number : 9 * number + 2 + number]) for number in range(1, 7)]
     folder = tmp_path_factory.mktemp("shard")
-    documents = write_documents(folder / "dev.parquet", [*texts, "", "naïve İstanbul ΟΔΟΣ 日本語 Straße 1999 law"])
+    documents = write_documents(
+        folder / "dev.parquet", [*texts, "", "naïve İstanbul ΟΔΟΣ 日本語 Straße 1999 law", *some]
+    )
     tokenize(tokens / "tokenizer.json", documents, folder / "dev.arrow")
     return TokenShard.open(folder / "dev.arrow")
 

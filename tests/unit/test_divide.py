@@ -62,7 +62,9 @@ def same_as_by_where(folder: Path, source: dict[str, Any], domains: dict[str, li
 
 # Records that each domain of the property has: one alone refuses a source without any.
 EACH = [{"text": "a", "meta": {"set": value}, "n": 0} for value in ("ArXiv", "law", 7, True)]
-VALUE = st.one_of(st.booleans(), st.integers(6, 8), st.sampled_from(["True", "7", "law", "rest", ["law"], 2.5, None]))
+VALUE = st.one_of(
+    st.booleans(), st.integers(0, 8), st.sampled_from(["1", "True", "7", "law", "rest", ["law"], 2.5, None])
+)
 
 
 @given(
@@ -77,6 +79,7 @@ VALUE = st.one_of(st.booleans(), st.integers(6, 8), st.sampled_from(["True", "7"
     ),
     files=st.integers(1, 2),
 )
+@example(rows=[{"text": "a", "n": 0, "meta": {"set": value}} for value in ("1", 1)], options={}, files=1)
 @example(rows=ROWS, options={"metadata": ["n", "meta"], "id": "n"}, files=2)
 @hypothesis_settings(deadline=None, max_examples=25)
 def test_every_file_is_the_one_that_a_condition_gives(rows, options, files, tmp_path_factory):

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from demix.data import readers
@@ -66,6 +66,12 @@ def lines(rows: list[Any]) -> bytes:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
+def parquet(table: pa.Table, **options: Any) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, **options)
+    return sink.getvalue().to_pybytes()
+
+
 def encoded(form: str, rows: list[dict[str, Any]]) -> bytes:
     """A file of rows: of JSON lines, of one JSON array, CSV or Parquet, with row groups of two rows."""
     if form == "values":
@@ -75,10 +81,8 @@ def encoded(form: str, rows: list[dict[str, Any]]) -> bytes:
         csv.writer(written, quoting=csv.QUOTE_ALL).writerows([NAMES, *([row[name] for name in NAMES] for row in rows)])
         return written.getvalue().encode()
     if form == "parquet":
-        sink = pa.BufferOutputStream()
         table = pa.Table.from_pylist(rows, pa.schema([(name, pa.string()) for name in NAMES]))
-        pq.write_table(table, sink, row_group_size=2)
-        return sink.getvalue().to_pybytes()
+        return parquet(table, row_group_size=2)
     return lines(rows)
 
 
@@ -142,6 +146,8 @@ def shares(files: dict[str, list[Any]], form: str, archive: bool, parts: int) ->
     st.sampled_from([{}, {"by": ["ann"]}, {"by": ["bob", "eve"]}]),
     st.none() | st.integers(1, 12),
 )
+@example(("parquet", ".parquet"), None, [ROWS * 3], 1, {}, None)
+@example(("parquet", ".parquet"), None, [ROWS * 3], 3, {}, None)
 @settings(deadline=None, max_examples=60)
 def test_any_files_give_the_documents_of_a_plain_loop(tmp_path_factory, of, archive, tables, parts, where, words):
     folder, (form, suffix) = tmp_path_factory.mktemp("files"), of
@@ -237,12 +243,6 @@ def test_what_is_not_needed_is_never_read(tmp_path):
 NOISE = b"caf\xe9 and na\xc3\xafve, \xe2\x82 cut"
 
 
-def parquet_of(text: bytes) -> bytes:
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table({"text": pa.array([text]).cast(pa.binary()).view(pa.string())}), sink)
-    return sink.getvalue().to_pybytes()
-
-
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize(
     ("name", "data"),
@@ -250,7 +250,7 @@ def parquet_of(text: bytes) -> bytes:
         ("a.jsonl", b'{"text": "' + NOISE + b'"}\n'),
         ("a.csv", b'text,n\n"' + NOISE + b'",1\n'),
         ("a.txt", NOISE),
-        ("a.parquet", parquet_of(NOISE)),
+        ("a.parquet", parquet(pa.table({"text": pa.array([NOISE]).cast(pa.binary()).view(pa.string())}))),
     ],
     ids=["jsonl", "csv", "txt", "parquet"],
 )
@@ -401,14 +401,8 @@ def flipped(data: bytes, place: int) -> bytes:
     return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
 
 
-def checked_parquet() -> bytes:
-    sink = pa.BufferOutputStream()
-    table = pa.table({"text": [f"text {number}" for number in range(1000)], "n": range(1000)})
-    pq.write_table(table, sink, write_page_checksum=True)
-    return sink.getvalue().to_pybytes()
-
-
-LINES, DEEP, PARQUET = lines(ROWS), 101, checked_parquet()
+TABLE_OF_TEXTS = pa.table({"text": [f"text {number}" for number in range(1000)], "n": range(1000)})
+LINES, DEEP, PARQUET = lines(ROWS), 101, parquet(TABLE_OF_TEXTS, write_page_checksum=True)
 CHECKED = zstandard.ZstdCompressor(write_checksum=True).compress(LINES)
 HOLDS = zstandard.compress(json.dumps({"text": [str(number**7) for number in range(999)]}).encode())
 OUTSIDE = ["../up.jsonl", "a/../../up.jsonl", "/etc/cron.jsonl", "..\\up.jsonl", "C:\\x.jsonl"]
@@ -429,6 +423,7 @@ BAD: list[tuple[str, bytes, str]] = [
     ("a.parquet.gz", b"x", ""),
     ("a.parquet", b"PAR1 and more", ""),
     ("a.parquet", PARQUET[:-100], ""),
+    ("a.parquet", parquet(pa.Table.from_arrays([["a"], ["b"]], ["text", "text"])), ""),
     ("a.parquet", flipped(PARQUET, 60), ""),
     ("a.jsonl.gz", gzip.compress(LINES)[:-9], ""),
     ("a.jsonl.gz", flipped(gzip.compress(LINES), len(gzip.compress(LINES)) // 2), ""),
@@ -489,7 +484,8 @@ def test_members_are_chosen_by_glob(tmp_path, name):
     (tmp_path / name).write_bytes(ARCHIVES[name](members | {"other/four.txt": b"e"}))
     assert texts(tmp_path, tmp_path / name, members=["top/*.jsonl*", "*.csv"]) == ["a", "b"]
     assert texts(tmp_path, tmp_path / name, members=["*/four.txt"]) == ["e"]
-    fails(tmp_path / name, members=["*.parquet"])
+    for parts in (1, 2):
+        fails(tmp_path / name, members=["*.parquet"], parts=parts)
 
 
 BLANKS = b'{"text": "a"}\n' + (b" " * 9999 + b"\n") * 600
@@ -497,6 +493,8 @@ BOMBS = {
     **{f"a.{form}{end}": COMPRESS[end](BLANKS) for form in ("txt", "jsonl") for end in (".gz", ".zst")},
     **{f"a.csv{end}": COMPRESS[end](b"text\n" + BLANKS) for end in (".gz", ".zst")},
     **{name: make({"a.jsonl": LINES, "b.jsonl": BLANKS}) for name, make in ARCHIVES.items() if name != "a.tar"},
+    # A value that stands in a dictionary once.
+    "a.parquet": parquet(pa.table({"text": ["x" * 1000] * 6000})),
     # A small member of a small archive, which expands once more.
     **{name.replace("a.", "b."): make({"a.jsonl.zst": zstandard.compress(BLANKS)}) for name, make in ARCHIVES.items()},
 }

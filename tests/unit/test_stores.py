@@ -122,7 +122,7 @@ def test_domains_of_a_shared_source_have_what_they_read_alone(files, store, tmp_
     local = {"kind": "files", "path": [f"{files}/*.gz", f"{files}/more"], "parts": 2}
     for name, value in (("one", "a"), ("two", ["b"])):
         for part in range(2):
-            outputs = [tmp_path / folder / name / f"{part:04d}.parquet" for folder in ("raw", "local")]
+            outputs = [tmp_path / folder / name / f"{part:04d}.parquet" for folder in ("raw", "local/raw")]
             for given, output in zip((source, local), outputs, strict=True):
                 download(settings_from(Source, given | {"where": {"set": value}}), name, output, part)
             assert outputs[0].read_bytes() == outputs[1].read_bytes()
