@@ -238,10 +238,19 @@ def test_the_command_writes_a_table_and_warns_of_few_documents(
     models = made()
     settings = {"prompts": 100_000, "training": TRAINING, "without": WITHOUT, "threads": 1} | NAMES
     done = demix(
-        "audit", DOMAIN, "--models", models, "--tokens", tokens / "tokens" / DOMAIN,
-        "--priors", models / "priors.parquet", "--settings", json.dumps(settings),
-        "--output", tmp_path / "audit.parquet",
-    )  # fmt: skip
+        "audit",
+        DOMAIN,
+        "--models",
+        models,
+        "--tokens",
+        tokens / "tokens" / DOMAIN,
+        "--priors",
+        models / "priors.parquet",
+        "--settings",
+        json.dumps(settings),
+        "--output",
+        tmp_path / "audit.parquet",
+    )
     assert done.exit_code == 0, done.exception
     table = read_parquet(tmp_path / "audit.parquet")
     assert table.schema.names == list(COLUMNS)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from demix.data.shards import TokenShard, tokenize
 from demix.data.tokenizer import train_tokenizer
-from demix.errors import DemixError
 from demix.evaluate.ngrams import NGramScoring, score_ngrams
 from demix.evaluate.score_tables import read_scores
 from demix.model.ngram import FALLBACK, KneserNey, discounts_of
@@ -28,6 +27,7 @@ from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.systems import bases, evaluated
 from support.configs import changed
+from support.errors import refused
 from support.frozen import material, rows_of
 from support.tokens import NOVEL, TRAINING
 
@@ -168,7 +168,7 @@ def test_shards_of_other_tokenizers_are_refused(tokens: Path, tmp_path: Path) ->
     train_tokenizer([tokens / "corpus" / "licenses" / "train.parquet"], 300, tmp_path / "tokenizer.json")
     tokenize(tmp_path / "tokenizer.json", tokens / "corpus" / "fantasy" / "test.parquet", other)
     scoring = NGramScoring(order=2, train_tokens=9, length=8)
-    with pytest.raises(DemixError, match=r"fantasy/test\.arrow: was made with another tokenizer than"):
+    with refused("fantasy/test.arrow"):
         score_ngrams([*_shards(tokens)[:3], other], scoring, tmp_path)
 
 
@@ -198,29 +198,28 @@ def test_ngrams_learn_as_many_tokens_as_dense_and_are_mixed_as_experts() -> None
     assert [some.experts for some in by_domain.sets] == [run.training]
     assert by_domain.splits == ("dev", "test")
     assert [system.label for system in ngram_lines(run)] == [
-        "5-grams (modified Kneser-Ney)", "5-grams by domain (tempered)",
-        "2-grams (modified Kneser-Ney)", "2-grams by domain (tempered)",
-    ]  # fmt: skip
+        "5-grams (modified Kneser-Ney)",
+        "5-grams by domain (tempered)",
+        "2-grams (modified Kneser-Ney)",
+        "2-grams by domain (tempered)",
+    ]
     plain = changed(run, evaluation={"weights": ["history"]})
     assert [system.method for system in ngram_lines(plain)] == ["dense", "cached"] * 2
     assert bases(run).keys() == {"dense_unbalanced", "dense", "demix_cached"}
 
 
 @pytest.mark.parametrize(
-    ("sections", "told"),
+    ("sections", "key"),
     [
-        ({"evaluation": {"ngrams": [9]}}, r"evaluation\.ngrams\.0: is 9"),
-        ({"evaluation": {"ngrams": [3, 3]}}, r"evaluation\.ngrams: holds one value twice"),
-        ({"models": {"ngram3": {"kind": "dense"}}}, r"models\.ngram3: is a name that n-grams of order 3 have"),
-        ({"training": {"tokens": 10**9}}, r"evaluation\.ngrams: would count 1,000,000,000 tokens, .*; leave out eval"),
-        (
-            {"models": {"ngrams": {"kind": "dense"}}, "cluster": {"launch": "slurm"}},
-            r"models\.ngrams: is a name that the workflow also has for n-grams \(rule score_ngrams\); rename the row",
-        ),
+        ({"evaluation": {"ngrams": [9]}}, "evaluation.ngrams.0"),
+        ({"evaluation": {"ngrams": [3, 3]}}, "evaluation.ngrams"),
+        ({"models": {"ngram3": {"kind": "dense"}}}, "models.ngram3"),
+        ({"training": {"tokens": 10**9}}, "evaluation.ngrams"),
+        ({"models": {"ngrams": {"kind": "dense"}}, "cluster": {"launch": "slurm"}}, "models.ngrams"),
     ],
 )
-def test_what_no_run_can_have_is_refused(sections: dict, told: str) -> None:
-    with pytest.raises(DemixError, match=told):
+def test_what_no_run_can_have_is_refused(sections: dict, key: str) -> None:
+    with refused(key):
         tiny(**sections)
 
 

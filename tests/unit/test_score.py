@@ -19,7 +19,6 @@ import pytest
 import demix.evaluate.score as module
 from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard, blocks, tokenize
-from demix.errors import DemixError
 from demix.evaluate import score_tables as tables
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
@@ -30,6 +29,7 @@ from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities, trunk_log_probabilities
 from support.cli import said
 from support.contents import contents
+from support.errors import refused
 from support.forks import FORKS
 from support.models import save_model
 from support.tokens import NOVEL, TRAINING
@@ -216,9 +216,9 @@ def test_each_domain_is_scored_under_its_own_token(tokens: Path, model: Path, tm
         own = read_scores(tmp_path / "own" / place, (path.parent.name,)).scores[..., 0]
         distances = [np.abs(own - every.scores[..., number]).max() for number in range(len(TRAINING))]
         assert [distance < 1e-4 for distance in distances] == [name == path.parent.name for name in TRAINING]
-    with pytest.raises(DemixError, match="has the domain tokens parliament"):
+    with refused("token"):
         score(tmp_path / "token", (), shards_of(tokens), SCORING, tmp_path / "no")
-    with pytest.raises(DemixError, match="model: has no domain tokens"):
+    with refused("model"):
         score(model, (), paths, SCORING, tmp_path / "no")
 
 
@@ -233,9 +233,16 @@ def test_an_added_expert_touches_no_other_file(tokens: Path, model: Path, tmp_pa
     before = state()
     assert len(before) == 4 * 3
     command = [
-        "score", str(model), *map(str, paths), "--experts", EXPERTS[2],
-        "--settings", json.dumps(asdict(SCORING)), "--output", str(tmp_path / "scores"),
-    ]  # fmt: skip
+        "score",
+        str(model),
+        *map(str, paths),
+        "--experts",
+        EXPERTS[2],
+        "--settings",
+        json.dumps(asdict(SCORING)),
+        "--output",
+        str(tmp_path / "scores"),
+    ]
     assert said(command) is None
     after = state()
     assert {path.stem for path in after.keys() - before.keys()} == {EXPERTS[2]}
@@ -300,5 +307,5 @@ def test_blocks_from_a_place_on_are_those_of_the_whole(tokens: Path) -> None:
 def test_an_empty_split_is_refused(tokens: Path, model: Path, tmp_path: Path) -> None:
     write_parquet(pa.table({"text": pa.array([], pa.large_string())}), tmp_path / "test.parquet")
     tokenize(tokens / "tokenizer.json", tmp_path / "test.parquet", tmp_path / "law" / "test.arrow")
-    with pytest.raises(DemixError, match="holds no token"):
+    with refused("law/test.arrow"):
         score(model, EXPERTS, [tmp_path / "law" / "test.arrow"], SCORING, tmp_path / "scores")

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from scipy.special import logsumexp
 
 from demix.config.mixing import METHODS
-from demix.errors import DemixError
 from demix.evaluate.intervals import stretch_tokens
 from demix.evaluate.losses import Mixture, dev_priors, document_losses
 from demix.evaluate.score_tables import (
@@ -24,6 +23,7 @@ from demix.files import write_parquet
 from demix.mix.mixtures import mix, mixing_rule
 from demix.mix.priors import cached_log_prior, fitted_log_prior, log_prior_path
 from demix.mix.rules import Switching
+from support.errors import refused
 from support.scored import LENGTH, starts, write_columns, write_table
 
 
@@ -59,15 +59,15 @@ def test_columns_of_other_tokens_or_weights_are_refused(tmp_path: Path) -> None:
     write_table(tmp_path, ("law", "news"))
     rows = pq.read_table(tmp_path / "news.parquet")
     sha256 = rows.schema.metadata[b"tokens_sha256"]
-    for metadata, part, fault in (
-        ({"tokens_sha256": "0", "shared_sha256": "0"}, rows, "news.parquet: was scored on other tokens"),
-        ({"tokens_sha256": sha256, "shared_sha256": "1"}, rows, "news.parquet: was scored with other shared weights"),
-        ({"tokens_sha256": sha256, "shared_sha256": "0"}, rows[1:], "news.parquet: is not as long as tokens.parquet"),
+    for metadata, part in (
+        ({"tokens_sha256": "0", "shared_sha256": "0"}, rows),
+        ({"tokens_sha256": sha256, "shared_sha256": "1"}, rows),
+        ({"tokens_sha256": sha256, "shared_sha256": "0"}, rows[1:]),
     ):
         write_scores(tmp_path / "news.parquet", [part["log_probability"].to_numpy()], metadata)
-        with pytest.raises(DemixError, match=fault):
+        with refused("news.parquet"):
             read_scores(tmp_path, ("law", "news"))
-        with pytest.raises(DemixError, match=fault):
+        with refused("news.parquet"):
             document_losses(tmp_path, ("law", "news"))
 
 
@@ -75,10 +75,10 @@ def test_a_missing_column_is_made_with_the_table_of_the_tokens(tmp_path: Path) -
     """The workflow knows that table alone."""
     write_table(tmp_path, ("law", "news"))
     (tmp_path / "news.parquet").unlink()
-    with pytest.raises(DemixError, match=r"news\.parquet: is missing; delete .*/tokens\.parquet, then score"):
+    with refused("news.parquet"):
         read_scores(tmp_path, ("law", "news"))
     (tmp_path / "tokens.parquet").unlink()
-    with pytest.raises(DemixError, match=r"tokens\.parquet: is missing; run the stage"):
+    with refused("tokens.parquet"):
         read_scores(tmp_path, ("law", "news"))
 
 
@@ -177,5 +177,5 @@ def test_a_column_of_other_weights_is_refused(tmp_path: Path, wrong: str) -> Non
         if not wrong:
             refuse_other_model(place, ["law"], model)
             return
-        with pytest.raises(DemixError, match=rf"law\.parquet: .* \({wrong}\).*; delete it and tokens\.parquet"):
+        with refused("d.test/law.parquet"):
             refuse_other_model(place, ["law"], model)
