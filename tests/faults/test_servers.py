@@ -13,6 +13,7 @@ import psutil
 import pytest
 import urllib3
 
+from demix.run.run import Run
 from support.breaking import Note
 from support.mlflow_ui import Served as ServedUi
 from support.mlflow_ui import serving, status
@@ -22,8 +23,8 @@ Served = tuple[subprocess.Popen, int]
 
 
 @pytest.fixture(scope="module")
-def ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedUi]:
-    with serving(tmp_path_factory.mktemp("ui")) as one:
+def ui(frozen: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedUi]:
+    with serving(tmp_path_factory.mktemp("ui"), frozen) as one:
         yield one
 
 

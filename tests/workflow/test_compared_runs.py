@@ -8,8 +8,8 @@ import pytest
 from demix.report.compare import compare
 from demix.report.compared import as_markdown
 from demix.run.kept import read_run_config
+from support.configs import with_keys
 from support.once import once, run_with_progress
-from support.synthetic_run import with_keys
 
 pytestmark = pytest.mark.workflow
 
