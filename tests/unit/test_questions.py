@@ -47,11 +47,16 @@ def test_every_table_has_rows_of_the_run_and_stands_on_the_page(frozen: Run, vie
         assert {*found[0]} - {"run"} == {*re.findall(r"\w+", re.sub(r"\(.*?\)", "", told))}
 
 
-@pytest.mark.parametrize("view", ["results", "suites", "differences", "priors", "posteriors", "audit", "tasks"])
+TABLES = {name: f"{name}.parquet" for name in ("results", "suites", "differences", "priors", "posteriors", "audit")}
+TABLES |= {"tasks": "tasks.parquet", "contexts": "evaluations/*.contexts.parquet", "loads": "loads/*.parquet"}
+
+
+@pytest.mark.parametrize("view", TABLES)
 def test_tables_of_parquet_files_are_those_files(frozen: Run, view: str) -> None:
-    whole = rows_of(frozen, view)
-    numbers = whole.select_dtypes("float").columns
-    found = rows(frozen, f"select count(*) as n, {', '.join(f'sum({name}) as {name}' for name in numbers)} from {view}")
+    whole = pd.concat(pd.read_parquet(path) for path in frozen.folder.glob(TABLES[view]))
+    numbers = whole.select_dtypes("number").columns
+    sums = ", ".join(f'sum("{name}") as "{name}"' for name in numbers)
+    found = rows(frozen, f"select count(*) as n, {sums} from {view}")
     expected = whole[numbers].sum(min_count=1)
     assert found == [pytest.approx({"n": len(whole), **expected.astype(object).where(expected.notna(), None)})]
 
@@ -130,14 +135,6 @@ def test_main_has_the_systems_of_the_main_table(frozen: Run) -> None:
     assert len(found) == len(expected)
 
 
-def test_contexts_are_those_of_the_files(frozen: Run) -> None:
-    files = [rows_of(frozen, f"evaluations/{domain}.contexts") for domain in frozen.domains]
-    sums = pd.concat(files).groupby(["model", "context", "kind"])[["nll", "tokens"]].sum()
-    query = "select model, context, kind, sum(nll) / sum(tokens) as nats from contexts group by all"
-    found = {(row["model"], row["context"], row["kind"]): row["nats"] for row in rows(frozen, query)}
-    assert found == pytest.approx((sums["nll"] / sums["tokens"]).to_dict())
-
-
 def test_only_the_files_that_a_query_needs_are_opened(frozen_copy: Run) -> None:
     """All others are damaged, so that to open one is an error."""
     run = frozen_copy.folder
@@ -174,49 +171,34 @@ FORBIDDEN = (
     "copy results to 'out.csv'",
     "copy (select 1 as a) to '{run}/out.parquet'",
     "export database 'out'",
-    "import database 'out'",
     "attach 'out.db'",
-    "attach ':memory:' as m",
     "install httpfs",
-    "load httpfs",
     "create table t as select 1",
     "create view results as select 1",
     "insert into results select * from results",
-    "update results set model = ''",
     "delete from results",
     "drop view results",
     "set enable_external_access = true",
     "reset lock_configuration",
     "pragma version",
-    "call pragma_version()",
     "begin transaction",
-    "vacuum analyze",
-    "use memory",
     "explain analyze copy results to 'out.csv'",
-    "explain select 1",
     "prepare p as select 1",
     "select 1; drop view results",
-    "with t as (copy results to 'out.csv') select * from t",
     "with t as (copy results to '/dev/stdout') select * from t",
     "with t as (insert into results select * from results returning *) select * from t",
-    "with t as (delete from results returning *) select * from t",
     "pivot results on model using avg(perplexity)",
-    "select * from 'in.csv'",
     "select * from '{run}/results.parquet'",
     "select * from read_csv('in.csv')",
-    "select * from read_csv('/dev/stdin')",
     "select * from read_text('/etc/passwd')",
-    "select * from read_blob('/etc/passwd')",
     "select * from read_json('{run}/config.json')",
     "select * from parquet_metadata('{run}/results.parquet')",
-    "select * from sniff_csv('in.csv')",
     "select * from glob('*')",
     "select * from read_csv('https://example.com/x.csv')",
     "select * from query('copy results to ''out.csv''')",
     "select getenv('HOME')",
     "select * from json_execute_serialized_sql('[]')",
     "select * from duckdb_secrets()",
-    "select * from enable_logging()",
     "select * from local_variable",
     "select * from run",
 )

@@ -67,12 +67,6 @@ def stored(uri: str, experiment: str) -> dict[str, Stored]:
     return {run.data.tags["demix.key"]: run for run in runs}
 
 
-def history(uri: str, one: Stored, key: str) -> list[tuple[int, float]]:
-    return [
-        (point.step, point.value) for point in MlflowClient(tracking_uri=uri).get_metric_history(one.info.run_id, key)
-    ]
-
-
 def perplexities(run: Run, model: str, **where: str) -> pd.Series:
     """The test perplexities of a system by domain."""
     rows = rows_of(run)
@@ -82,82 +76,102 @@ def perplexities(run: Run, model: str, **where: str) -> pd.Series:
     return rows.set_index("domain")["perplexity"]
 
 
-def test_all_is_there_and_a_second_time_changes_nothing(
-    run: Run, uri: str, keys: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("demix.track.client.METRICS_PER_BATCH", 10)
-    assert f"{len(keys)} new, 0 replaced, 0 unchanged, 0 deleted" in track(run, uri, "same")
-    assert list(tmp_path.iterdir()) == []
-    before = stored(uri, "same")
-    assert before.keys() == keys
+def by_key(run: Run) -> dict[str, records.Record]:
+    return {one.key: one for one in records.records(run)}
 
-    parent = before["pipeline"]
-    assert parent.data.params["training.learning_rate"] == "0.02"
-    assert parent.data.params["domains.novel.fantasy.source.kind"] == "files"
-    artifacts = Path(parent.info.artifact_uri.removeprefix("file://"))
-    assert artifacts.is_relative_to(Path(uri.removeprefix("sqlite:///")).parent / "mlartifacts")
-    sent = {path.relative_to(artifacts).as_posix() for path in artifacts.rglob("*") if path.is_file()}
-    assert sent >= {"config.json", "results.parquet", "priors.parquet", "report/tables/table5.html", "report/claims.md"}
-    assert {f"cards/{name}/card.json" for name in run.domains} <= sent
-    for key, nested in before.items():
-        assert nested.info.status == "FINISHED"
-        assert nested.data.tags["demix.run"] == "frozen"
-        assert nested.data.tags["demix.config"] == config_fingerprint(run.config)
-        if key != "pipeline":
-            assert nested.data.tags["mlflow.parentRunId"] == parent.info.run_id
-        # MLflow's page opens the rows below a run that has one of this type below it.
-        assert (nested.data.tags.get("mlflow.runType") == "evaluation") == key.startswith("evaluation/")
 
-    asked = ("git", "-C", Path(__file__).parent, "rev-parse", "HEAD")
-    commit = subprocess.run(asked, capture_output=True, text=True, check=False)
-    if commit.returncode == 0:
-        assert {nested.data.tags["mlflow.source.git.commit"] for nested in before.values()} == {commit.stdout.strip()}
-    assert f"mlflow=={version('mlflow')}\n" in (artifacts / "environment.txt").read_text()
+def values(record: records.Record) -> dict[str, float]:
+    """The last value of each metric."""
+    return {name: value for name, value, *_ in record.metrics}
 
-    training, file = before["training/demix"], run.folder / "metrics" / "demix.jsonl"
-    lines, client = read_json_lines(file), MlflowClient(tracking_uri=uri)
+
+def test_records_of_trainings_are_those_of_their_files(run: Run, keys: set[str]) -> None:
+    found = by_key(run)
+    assert found.keys() == keys
+    training, file = found["training/demix"], run.folder / "metrics" / "demix.jsonl"
+    lines = read_json_lines(file)
     took = np.cumsum(np.diff([0, *(row["tokens"] for row in lines)]) / [row["tokens_per_second"] for row in lines])
     times = 1000 * (file.stat().st_mtime - took[-1] + took)
     for key in lines[0].keys() - {"step"}:
-        found = client.get_metric_history(training.info.run_id, key)
-        assert [(point.step, point.value) for point in found] == [(row["step"], row[key]) for row in lines], key
-        assert [point.timestamp for point in found] == pytest.approx(times, abs=2, rel=0), key
-    assert training.data.params["model.architecture.width"] == str(run.architecture.width)
-    assert training.data.params["model.uri"] == (run.folder / "models" / "demix").resolve().as_uri()
-    described = Path(training.info.artifact_uri.removeprefix("file://")) / "model" / "experts"
-    assert {path.stem for path in described.iterdir()} == {*run.training}, "others have runs of their own"
-    expert = read_json(run.folder / "models/demix/experts/licenses.json")
-    assert read_json(described / "licenses.json")["sha256"] == expert["sha256"]
-    read = {inputs.dataset.name: json.loads(inputs.dataset.profile) for inputs in training.inputs.dataset_inputs}
-    assert read == {name: read_json(run.folder / "corpus" / name / "card.json") for name in run.training}
-    adapted, expert = before["adaptation/demix-dapt-fantasy"], run.folder / "models/demix/experts/fantasy.json"
-    assert adapted.data.params["model.parent"] == read_json(expert)["parent"]
-    first = read_json_lines(run.folder / "metrics/demix-dapt-fantasy.jsonl")[0]
-    assert history(uri, adapted, "dev_loss/fantasy")[0] == (0, first["dev_loss/fantasy"])
+        points = [point[1:] for point in training.metrics if point[0] == key]
+        assert [(value, step) for value, step, _ in points] == [(row[key], row["step"]) for row in lines], key
+        assert [time for *_, time in points] == pytest.approx(times, abs=2, rel=0), key
+    assert training.params["model.architecture.width"] == str(run.architecture.width)
+    assert training.params["model.uri"] == (run.folder / "models" / "demix").resolve().as_uri()
+    described = {path.stem for path, folder in training.artifacts if folder == "model/experts"}
+    assert described == {*run.training}, "others have records of their own"
+    assert training.datasets == {name: run.folder / "corpus" / name / "card.json" for name in run.training}
+    adapted, expert = found["adaptation/demix-dapt-fantasy"], run.folder / "models/demix/experts/fantasy.json"
+    assert adapted.params["model.parent"] == read_json(expert)["parent"]
 
-    evaluated, metrics = before["evaluation/demix/all"], before["evaluation/demix/all"].data.metrics
+
+def test_records_of_evaluations_have_the_perplexities_of_the_results(run: Run) -> None:
+    found = by_key(run)
+    evaluated = found["evaluation/demix/all"]
     cached = perplexities(run, "demix", experts="all", method="cached", weights="history")
     naive = perplexities(run, "demix", experts="all", method="naive")
     single = perplexities(run, "demix", experts="all", method="expert", expert="licenses")
-    assert metrics["perplexity/cached.history/fantasy"] == pytest.approx(cached["fantasy"])
-    assert metrics["perplexity/naive/mean_training"] == pytest.approx(naive[[*run.training]].mean())
-    assert metrics["perplexity/expert.licenses/fantasy"] == pytest.approx(single["fantasy"])
-    table = pd.read_json(f"{evaluated.info.artifact_uri}/results.json", orient="split")
-    (row,) = table.query(
-        "domain == 'fantasy' and method == 'cached' and weights == 'history' and top_k.isna()"
-    ).itertuples()
-    assert row.perplexity == pytest.approx(cached["fantasy"])
-    assert row.perplexity_low < row.perplexity < row.perplexity_high
-    assert {name.split("/")[-1] for name in before["evaluation/demix/minus-licenses"].data.metrics} == {"licenses"}
-
-    assert f"0 new, 0 replaced, {len(keys)} unchanged, 0 deleted" in track(run, uri, "same")
-    after = stored(uri, "same")
-    assert {key: item.info.run_id for key, item in after.items()} == {k: item.info.run_id for k, item in before.items()}
-    assert len(history(uri, after["training/demix"], "loss")) == len(lines)
+    told = values(evaluated)
+    assert told["perplexity/cached.history/fantasy"] == cached["fantasy"]
+    assert told["perplexity/naive/mean_training"] == pytest.approx(naive[[*run.training]].mean())
+    assert told["perplexity/expert.licenses/fantasy"] == single["fantasy"]
+    table = evaluated.table.query("method == 'cached' and weights == 'history' and top_k.isna()").set_index("domain")
+    assert table["perplexity"].to_dict() == cached.to_dict()
+    assert {name.split("/")[-1] for name in values(found["evaluation/demix/minus-licenses"])} == {"licenses"}
+    headlines = values(found["pipeline"])
+    assert headlines["perplexity_novel/demix.all.cached.history"] == pytest.approx(cached[[*run.novel]].mean())
+    dense = perplexities(run, "dense")
+    assert headlines["perplexity_training/dense"] == pytest.approx(dense[[*run.training]].mean())
 
 
-def test_the_first_page_has_headlines_dev_curves_and_times(own: Run, uri: str) -> None:
+def test_the_store_holds_the_records_and_a_second_time_changes_nothing(
+    run: Run, uri: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("demix.track.client.METRICS_PER_BATCH", 10)
+    known, client = by_key(run), MlflowClient(tracking_uri=uri)
+    assert f"{len(known)} new, 0 replaced, 0 unchanged, 0 deleted" in track(run, uri, "same")
+    assert list(tmp_path.iterdir()) == []
+    before = stored(uri, "same")
+    assert before.keys() == known.keys()
+    parent, store = before["pipeline"].info, Path(uri.removeprefix("sqlite:///")).parent
+    for key, one in before.items():
+        record, tags = known[key], one.data.tags
+        assert one.info.status == "FINISHED"
+        assert one.data.params == record.params
+        assert (one.info.start_time, one.info.end_time) == tuple(int(1000 * time) for time in record.span)
+        for name in values(record):
+            points = client.get_metric_history(one.info.run_id, name)
+            sent = {(point.value, point.step, point.timestamp) for point in points}
+            assert sent == {point[1:] for point in record.metrics if point[0] == name}, name
+        artifacts = Path(one.info.artifact_uri.removeprefix("file://"))
+        assert artifacts.is_relative_to(store / "mlartifacts")
+        for path, folder in record.artifacts:
+            assert (artifacts / folder / path.name).read_bytes() == path.read_bytes()
+        assert {data.dataset.name: json.loads(data.dataset.profile) for data in one.inputs.dataset_inputs} == {
+            name: read_json(card) for name, card in record.datasets.items()
+        }
+        if record.table is not None:
+            table = pd.read_json(artifacts / "results.json", orient="split")
+            assert table["perplexity"].tolist() == pytest.approx(record.table["perplexity"].tolist())
+        assert (tags["demix.run"], tags["demix.config"]) == ("frozen", config_fingerprint(run.config))
+        assert tags.get("mlflow.parentRunId") == (None if key == "pipeline" else parent.run_id)
+        # MLflow's page opens the rows below a run that has one of this type below it.
+        assert (tags.get("mlflow.runType") == "evaluation") == key.startswith("evaluation/")
+    asked = ("git", "-C", Path(__file__).parent, "rev-parse", "HEAD")
+    commit = subprocess.run(asked, capture_output=True, text=True, check=False)
+    if commit.returncode == 0:
+        assert before["pipeline"].data.tags["mlflow.source.git.commit"] == commit.stdout.strip()
+    environment = Path(parent.artifact_uri.removeprefix("file://")) / "environment.txt"
+    assert f"mlflow=={version('mlflow')}\n" in environment.read_text()
+
+    assert f"0 new, 0 replaced, {len(known)} unchanged, 0 deleted" in track(run, uri, "same")
+    assert {key: one.info.run_id for key, one in stored(uri, "same").items()} == {
+        key: one.info.run_id for key, one in before.items()
+    }
+
+
+def test_spans_are_those_of_the_jobs_and_losses_on_dev_are_on_the_first_page(own: Run) -> None:
     metrics = own.folder / "metrics" / "demix.jsonl"
     lines = [line | {"tokens_per_second": 192 / 5} for line in read_json_lines(metrics)[:4]]
     dev = [{"step": step, "tokens": lines[step - 1]["tokens"], "dev_loss": 5.0 - step / 10} for step in (2, 4)]
@@ -169,39 +183,30 @@ def test_the_first_page_has_headlines_dev_curves_and_times(own: Run, uri: str) -
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"s\tcpu_time\tmax_rss\n{seconds}\t1\t1\n")
         os.utime(file, (ended, ended))
-    track(own, uri, "first page")
-    found = stored(uri, "first page")
-    spans = {key: (one.info.start_time / 1000, one.info.end_time / 1000) for key, one in found.items()}
+    found = by_key(own)
     # Four updates of 5 seconds each, in a job of 30.
-    assert spans["training/demix"] == (4971, 5000)
-    assert spans["evaluation/demix/all"] == (5030, 5040)
-    assert spans["pipeline"] == (4971, 5100)
-    assert history(uri, found["pipeline"], "dev_loss/demix") == [(2, 4.8), (4, 4.6)]
-    means = found["pipeline"].data.metrics
-    cached = {"method": "cached", "weights": "history"}
-    for name, values, domains in (
-        ("training/demix.cached.history", perplexities(own, "demix", experts="training", **cached), own.training),
-        ("novel/demix.all.cached.history", perplexities(own, "demix", experts="all", **cached), own.novel),
-        ("training/dense", perplexities(own, "dense"), own.training),
-    ):
-        assert means[f"perplexity_{name}"] == pytest.approx(values[[*domains]].mean())
-    (point,) = MlflowClient(tracking_uri=uri).get_metric_history(
-        found["evaluation/demix/all"].info.run_id, "perplexity/naive/licenses"
-    )
-    assert point.timestamp == 5_040_000
+    assert found["training/demix"].span == (4971, 5000)
+    assert found["evaluation/demix/all"].span == (5030, 5040)
+    assert found["pipeline"].span == (4971, 5100)
+    assert {time for *_, time in found["evaluation/demix/all"].metrics} == {5_040_000}
+    dev_curve = [(step, value) for name, value, step, _ in found["pipeline"].metrics if name == "dev_loss/demix"]
+    assert dev_curve == [(2, 4.8), (4, 4.6)]
 
 
 def test_one_command_sends_a_copied_folder(
-    run: Run, keys: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, keys: set[str], uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the store that `make ui` shows, beside the original, into an experiment of the folder's name."""
     monkeypatch.chdir(tmp_path)
     copied(run, Path("results/from-ann"))
+    opened(uri)
+    # MLflow takes seconds to make a store.
+    shutil.copy(uri.removeprefix("sqlite:///"), "results/mlflow.db")
     assert f"{len(keys)} new, 0 replaced, 0 unchanged" in demix("track", "results/from-ann").output
     assert stored("sqlite:///results/mlflow.db", "demix-from-ann").keys() == keys
-    there = ("--uri", "sqlite:///other.db", "--experiment", "chosen", "--output", "sent.json")
+    there = ("--uri", uri, "--experiment", "chosen", "--output", "sent.json")
     assert demix("track", "results/from-ann", *there).exit_code == 0
-    assert stored("sqlite:///other.db", "chosen").keys() == keys
+    assert stored(uri, "chosen").keys() == keys
     assert {**read_json(Path("sent.json")), "sent": ""} == {"uri": there[1], "experiment": "chosen", "sent": ""}
 
 
@@ -222,7 +227,7 @@ def test_a_change_replaces_and_a_missing_file_deletes(own: Run, uri: str, keys: 
     assert before.keys() - after.keys() == {"training/without-scripture"}
     replaced = {key for key in after if after[key].info.run_id != before[key].info.run_id}
     assert replaced == {"training/dense", "training/demix"}
-    assert len(history(uri, after["training/dense"], "loss")) == 3
+    assert after["training/dense"].data.metrics["tokens"] == 3 * 192
 
     changes = changed(own, threads=3)
     assert f"1 replaced, {len(keys) - 2} unchanged" in track(changes, uri, "changing")
@@ -240,16 +245,16 @@ def test_settings_are_those_of_the_type_of_model(frozen: Run, tmp_path: Path) ->
         trials = [{"learning_rate": 5e-4, "diverged": None, "parts": [4.0]}]
         write_json(own.folder / "sweep" / f"{model}.json", {"learning_rate": 5e-4, "margin": 0.1, "trials": trials})
     swept = changed(own, models={"demix": {"sweep": {"learning_rates": [5e-4], "tokens": 1024}}})
-    found = {one.key: one.params for one in records.records(swept)}
+    found = by_key(swept)
     for name in ("demix", "demix-seed2", "without-scripture"):
-        params = found[f"training/{name}"]
+        params = found[f"training/{name}"].params
         assert params["sweep.learning_rate"] == "0.0005", name
         assert params["models.demix.sweep.tokens"] == "1024", name
-    assert "sweep.learning_rate" not in found["training/dense"], "left over from an earlier config"
+    assert "sweep.learning_rate" not in found["training/dense"].params, "left over from an earlier config"
 
 
 def test_experts_that_were_trained_by_themselves_are_sent_too(frozen: Run) -> None:
-    found = {one.key: one for one in records.records(frozen)}
+    found = by_key(frozen)
     for file in ("btm/licenses", "btm-seed2/scripture", "cbtm_2/c01", "flexolmo/parliament"):
         rows = read_json_lines(frozen.folder / f"metrics/{file}.jsonl")
         points = [point[2:0:-1] for point in found[f"training/{file}"].metrics if point[0] == "loss"]
@@ -278,14 +283,11 @@ def test_bad_input_is_refused(run: Run, own: Run, tmp_path: Path) -> None:
 
 
 def test_of_many_domains_single_experts_have_their_own_and_means(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def sent() -> records.Record:
-        return next(one for one in records.records(run) if one.key == "evaluation/demix/all")
-
-    every, names = sent(), [*run.domains]
+    every, names = by_key(run)["evaluation/demix/all"], [*run.domains]
     monkeypatch.setattr(records, "PAIRS_SENT", len(names))
-    assert sent().sha256() == every.sha256()
+    assert by_key(run)[every.key].sha256() == every.sha256()
     monkeypatch.setattr(records, "PAIRS_SENT", len(names) - 1)
-    fewer = sent()
+    fewer = by_key(run)[every.key]
     others = {f"perplexity/expert.{one}/{domain}" for one in names for domain in names if one != domain}
     assert fewer.metrics == tuple(point for point in every.metrics if point[0] not in others)
     assert len(every.metrics) - len(fewer.metrics) == len(others)
@@ -299,12 +301,12 @@ def test_flatten() -> None:
 
 
 def test_sqlite_on_a_network_file_system_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    uri: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No such file system can be mounted here: the type of a real one is put on the list."""
     assert file_system(Path("/proc/self")) == "proc"
-    opened(f"sqlite:///{tmp_path}/mlflow.db")
+    opened(uri)
     assert "demix.track.client" not in {record.name for record in caplog.records}
     monkeypatch.setattr("demix.track.client.NETWORK_FILE_SYSTEMS", NETWORK_FILE_SYSTEMS | {file_system(tmp_path)})
-    opened(f"sqlite:///{tmp_path}/mlflow.db")
+    opened(uri)
     assert "demix.track.client" in {record.name for record in caplog.records}

@@ -28,7 +28,7 @@ from demix.launch.guarded import Guarded
 from demix.run.run import Run
 from demix.track.live import Sender
 from demix.track.store import track
-from support.frozen import rows_of, with_models
+from support.frozen import with_models
 from support.mlflow_ui import EXPERIMENT, Served, serving, status
 
 PORT = 5000
@@ -187,84 +187,41 @@ def test_points_of_a_training_arrive_once_at_a_server_that_hangs_for_a_while(
     assert found == [(row["step"], row["loss"]) for row in rows if "loss" in row]
 
 
-def open_run(browser: webdriver.Chrome, served: Served, name: str, tab: str) -> None:
-    """The list of runs, which shows the one of the whole pipeline, then a tab of one of those below it."""
-    client = MlflowClient(served.address)
-    experiment = client.get_experiment_by_name(EXPERIMENT).experiment_id
-    (run,) = client.search_runs([experiment], f"attributes.run_name = '{name}'")
-    browser.get(f"{served.address}/#/experiments/{experiment}/runs")
-    # What is behind # alone does not load a page.
-    browser.refresh()
-    listed = expected_conditions.visibility_of_element_located((By.XPATH, "//a[normalize-space()='pipeline']"))
-    WebDriverWait(browser, PATIENCE).until(listed, "the pipeline is not in the list of runs")
-    browser.get(f"{served.address}/#/experiments/{experiment}/runs/{run.info.run_id}/{tab}")
-    browser.refresh()
-
-
 @pytest.mark.browser
-def test_a_run_is_found_and_its_curves_are_those_of_the_metrics_file(browser: webdriver.Chrome, served: Served) -> None:
-    browser.set_window_size(1600, 1200)
-    open_run(browser, served, "demix", "model-metrics")
-    lines = [row for row in read_json_lines(served.run.folder / "metrics" / "demix.jsonl") if "loss" in row]
-    wanted = {f"demix (loss/{name})": [line[f"loss/{name}"] for line in lines] for name in served.run.training}
-
-    def drawn(_: webdriver.Chrome) -> bool:
-        curves = browser.execute_script(
-            "return [...document.querySelectorAll('.js-plotly-plot')].filter(one => one.querySelector('path.js-line'))"
-            ".map(one => Array.from(one.data[0].y))"
-        )
-        text = browser.find_element(By.TAG_NAME, "body").text
-        return all(
-            name in text and any(curve == pytest.approx(values) for curve in curves) for name, values in wanted.items()
-        )
-
-    WebDriverWait(browser, PATIENCE).until(drawn, "the curves are not drawn")
-    fetched = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
-    assert fetched
-    assert [name for name in fetched if not name.startswith((f"{served.address}/", "data:", "blob:"))] == []
-
-
-@pytest.mark.browser
-def test_the_results_are_a_table(browser: webdriver.Chrome, served: Served) -> None:
-    browser.set_window_size(1600, 1200)
-    open_run(browser, served, "demix/minus-scripture", "artifacts/results.json")
-
-    def rows(_: webdriver.Chrome) -> list[list[str]]:
-        found = browser.execute_script(
-            "return [...document.querySelectorAll('[role=row]')].map(row => ["
-            "...row.querySelectorAll('[role=cell], [role=columnheader]')].map(cell => cell.innerText.trim()))"
-        )
-        return found if len(found) > 2 else []
-
-    head, *body = WebDriverWait(browser, PATIENCE).until(rows, "no table")
-    first = dict(zip(head, body[0], strict=True))
-    row = rows_of(served.run).query(
-        "experts == 'minus-scripture' and method == 'cached' and weights == 'history' and variant == ''"
-    )
-    assert (first["domain"], first["method"], first["weights"]) == ("scripture", "cached", "history")
-    assert float(first["perplexity"]) == pytest.approx(row["perplexity"].item())
-
-
-@pytest.mark.browser
-def test_the_printed_links_show_runs_without_a_click_and_curves_of_all_models(
+def test_the_printed_links_show_runs_without_a_click_and_the_curves_of_the_metrics_files(
     browser: webdriver.Chrome, served: Served
 ) -> None:
-    """The last test: the browser keeps the order of runs that a link asks for."""
     browser.set_window_size(1600, 1200)
     (links,) = re.findall(rf"^{EXPERIMENT}: runs (\S+), models (\S+)$", served.log.read_text(), re.MULTILINE)
 
-    def shows(*names: str) -> None:
+    def shows(link: str, *names: str) -> None:
+        browser.get(link)
+        # What is behind # alone does not load a page.
+        browser.refresh()
         for name in names:
-            link = expected_conditions.visibility_of_element_located((By.XPATH, f"//a[normalize-space()='{name}']"))
-            found = WebDriverWait(browser, PATIENCE).until(link, f"{name} is not in the list of runs")
+            listed = expected_conditions.visibility_of_element_located((By.XPATH, f"//a[normalize-space()='{name}']"))
+            found = WebDriverWait(browser, PATIENCE).until(listed, f"{name} is not in the list of runs")
             assert browser.execute_script("return arguments[0].scrollWidth <= arguments[0].clientWidth", found), name
 
-    browser.get(links[0])
+    shows(links[0], "pipeline", "demix/all")
+    shows(links[1], "demix", "dense", "demix-seed2", "without-scripture")
+    lines = "return [...document.querySelectorAll('.js-plotly-plot')].filter(one => one.querySelector('path.js-line'))"
+    lines += ".map(one => one.data.map(line => Array.from(line.y)))"
+
+    def drawn(_: webdriver.Chrome) -> list[list[list[float]]]:
+        return browser.execute_script(lines)
+
+    # Those of both models and of the further seeds in a chart.
+    WebDriverWait(browser, PATIENCE).until(lambda page: any(len(one) >= 4 for one in drawn(page)), "no curves")
+    client = MlflowClient(served.address)
+    experiment = client.get_experiment_by_name(EXPERIMENT).experiment_id
+    (run,) = client.search_runs([experiment], "attributes.run_name = 'demix'")
+    browser.get(f"{served.address}/#/experiments/{experiment}/runs/{run.info.run_id}/model-metrics")
     browser.refresh()
-    shows("pipeline", "demix/all")
-    browser.get(links[1])
-    browser.refresh()
-    shows("demix", "dense", "demix-seed2", "without-scripture")
-    # One line of each model in a chart.
-    drawn = "return Math.max(0, ...[...document.querySelectorAll('.js-plotly-plot')].map(one => one.data.length))"
-    WebDriverWait(browser, PATIENCE).until(lambda _: browser.execute_script(drawn) >= 4, "the curves are not drawn")
+    wanted = [row["loss/licenses"] for row in read_json_lines(served.run.folder / "metrics/demix.jsonl")]
+    WebDriverWait(browser, PATIENCE).until(
+        lambda page: any(curve == pytest.approx(wanted) for one in drawn(page) for curve in one), "not the file's curve"
+    )
+    fetched = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
+    assert fetched
+    assert [name for name in fetched if not name.startswith((f"{served.address}/", "data:", "blob:"))] == []
