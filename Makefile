@@ -71,7 +71,8 @@ faults: $(VENV)/installed-dev
 frozen: $(VENV)/installed-dev
 	python tests/frozen/make_run.py
 
-# Breaks the code in each of the ways of tests/mutants/edits.toml, in copies of the tree, and counts what the tests see.
+# Changes one thing at a time in the modules of tests/mutants/modules.toml, in copies of the tree, and counts what the
+# tests see.
 mutants: $(VENV)/installed-dev
 	python tests/mutants/run.py
 

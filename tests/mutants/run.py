@@ -1,104 +1,271 @@
-"""Whether tests see that code is wrong: one edit of edits.toml at a time, in a copy of the tree, and the tests named.
+"""Whether tests see that code is wrong: `python tests/mutants/run.py [--jobs N] [--share S] [--again FILE] [WORD ...]`.
 
-    python tests/mutants/run.py [--jobs N] [--unchecked] [WORD ...]
-
-An edit is killed if a test of those named with it fails or hangs, and else it lives. WORDs choose edits whose file or
-text holds one of them. Ends with status 1 if less than 95% are killed. An edit whose old text does not stand exactly
-once in its file is an error, and so is a test that fails without any edit: the list has to be true.
+Each module of modules.toml gets each fault of `mutation.py`, one at a time, in a copy of the tree, and its tests run:
+those that execute a line of the fault, the fastest first. A mutant is killed if one of them fails or hangs, and else it
+lives. equivalent.toml lists mutants that compute the same as the code, which are neither run nor counted, and
+by_hand.toml has faults of several lines. WORDs choose mutants whose name has one of them; --share chooses a part of
+all; --again chooses those that lived according to the output of an earlier run. Ends with status 1 if less than 95% of
+the mutants are killed, and with status 2 if a test fails without a fault or a list names a mutant that there is not.
 """
 
 import argparse
+import gc
+import hashlib
+import json
 import multiprocessing
 import os
 import queue
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TypeVar
+from types import CodeType, FrameType, FunctionType
+from typing import Any, TypeVar
 
 import hypothesis
 import pytest
+from mutation import Mutant, mutants
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 LEAST = 0.95
-# The slowest tests named take two minutes of one busy core.
-SECONDS = 600.0
+# Mutants that one process tries, which has collected the tests once.
+AT_ONCE = 80
 T = TypeVar("T")
-# What takes seconds to import is imported once; demix, which the edits change, by each process.
+Found = TypeVar("Found")
+# What takes seconds to import is imported once; demix, which the mutants change, by each process.
 FORKS = multiprocessing.get_context("forkserver")
 IMPORTED = [
-    "torch", "torch.optim.adamw", "torch.distributed", "safetensors.torch", "pandas", "pyarrow.parquet", "duckdb",
-    "scipy.special", "scipy.optimize", "hypothesis.strategies", "pytest", "typer.testing", "mlflow.tracking",
-]  # fmt: skip
+    "torch",
+    "torch._dynamo",
+    "torch.optim.adamw",
+    "torch.distributed",
+    "safetensors.torch",
+    "pandas",
+    "pyarrow.parquet",
+    "duckdb",
+    "scipy.special",
+    "scipy.optimize",
+    "scipy.stats",
+    "sklearn.metrics.pairwise",
+    "hypothesis.strategies",
+    "pytest",
+    "typer.testing",
+    "mlflow.tracking",
+    "selenium.webdriver",
+    "snakemake.workflow",
+]
 
 
-@dataclass(frozen=True)
-class Edit:
-    """`old` becomes `new` in the file `path` of the repository, which one of `tests` should see."""
+@dataclass
+class Measured:
+    """What the tests of a module do without any fault.
 
-    path: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
-    def applied(self) -> str:
-        """The text of the file with the edit."""
-        return (REPOSITORY / self.path).read_text().replace(self.old, self.new)
-
-    def fault(self) -> str:
-        """Why the edit cannot be; empty if it can."""
-        if (count := (REPOSITORY / self.path).read_text().count(self.old)) != 1:
-            return f"{self}: the old text stands {count} times in the file"
-        try:
-            if self.path.endswith(".py"):
-                compile(self.applied(), self.path, "exec")
-        except SyntaxError as error:
-            return f"{self}: {error}"
-        return ""
-
-    def __str__(self) -> str:
-        return f"{self.path}: {' '.join(self.old.split())} -> {' '.join(self.new.split()) or 'nothing'}"
-
-
-def edits() -> list[Edit]:
-    """The edits of edits.toml.
-
-    A test is a file of tests/unit (or `<folder>/<file>` of tests) without its suffix, and may have `::name` behind it.
+    `lines` and `seconds` are by test; `alone` are the lines that Python runs as it imports the module. `starting` are
+    the tests that start processes, whose lines nobody sees here.
     """
-    found = []
-    for file in tomllib.loads((HERE / "edits.toml").read_text())["file"]:
-        for old, new, *tests in file["edits"]:
-            named = (tests[0] if tests else file["tests"]).split()
-            words = (word if "/" in word else f"unit/{word}" for word in named)
-            places = (word.partition("::") for word in words)
-            found.append(Edit(file["path"], old, new, tuple(f"tests/{a}.py{b}{c}" for a, b, c in places)))
-    return found
+
+    lines: dict[str, list[int]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    imported: list[int] = field(default_factory=list)
+    starting: list[str] = field(default_factory=list)
+    failed: str = ""
+
+    def tests_of(self, mutant: Mutant) -> list[str]:
+        """The tests that may see a mutant, those of a file together, the fastest first, those with processes last."""
+        touched = [test for test, lines in self.lines.items() if mutant.lines & {*lines}]
+        if not touched and mutant.function is None:
+            touched = [test for test, lines in self.lines.items() if lines]
+        files: dict[str, list[str]] = {}
+        for test in sorted({*touched, *self.starting}, key=self.seconds.__getitem__):
+            files.setdefault(test.partition("::")[0], []).append(test)
+        found = [test for tests in files.values() for test in tests]
+        return sorted(found, key=self.starting.__contains__)
+
+    def needs_import(self, mutant: Mutant) -> bool:
+        """Whether a mutant shows only in a process that imports the module anew."""
+        return mutant.function is None or bool(mutant.lines & {*self.imported})
 
 
-def passed(tree: Path, tests: Iterable[str]) -> tuple[bool, str]:
-    """Whether `tests` pass in `tree`, and what pytest printed. Raises ValueError where there is no such test."""
+class Measuring:
+    """A plugin of pytest that finds out which lines of a file each test runs, its fixtures included."""
+
+    def __init__(self, file: Path, output: Path) -> None:
+        self.file, self.output, self.found = str(file), output, Measured()
+        self.lines: set[int] = set()
+        self.starts = False
+        self.of_fixtures: dict[Any, set[int]] = {}
+        start = BaseProcess.start
+        BaseProcess.start = lambda process: self.started() or start(process)
+        sys.addaudithook(lambda event, _: event in ("subprocess.Popen", "os.fork") and self.started())
+        threading.settrace(self.trace)
+        sys.settrace(self.trace)
+
+    def trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        if frame.f_code.co_filename != self.file:
+            return None
+        if event == "line":
+            self.lines.add(frame.f_lineno)
+        return self.trace
+
+    def started(self) -> None:
+        self.starts = True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[Any]:
+        around, self.lines = self.lines, self.of_fixtures.setdefault(fixturedef, set())
+        try:
+            return (yield)
+        finally:
+            self.lines = around
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.found.seconds[report.nodeid] = self.found.seconds.get(report.nodeid, 0.0) + report.duration
+        if report.failed:
+            self.found.failed = report.nodeid
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self.found.imported = sorted(self.lines)
+        for item, following in zip(session.items, [*session.items[1:], None], strict=True):
+            self.lines, self.starts = set(), False
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            fixtures = item._fixtureinfo.name2fixturedefs.values()
+            used = (self.of_fixtures.get(one, set()) for several in fixtures for one in several)
+            self.found.lines[item.nodeid] = sorted(self.lines.union(*used))
+            if self.starts:
+                self.found.starting.append(item.nodeid)
+        sys.settrace(None)
+        self.output.write_text(json.dumps(vars(self.found)))
+        return True
+
+
+class Breaking:
+    """A plugin of pytest that tries mutants of the file, each in a fork of the process that has collected the tests."""
+
+    def __init__(self, file: Path, chosen: Sequence[tuple[Mutant, list[str], float]], output: Path) -> None:
+        self.file, self.chosen, self.output, self.forked = file, chosen, output, False
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if self.forked and report.failed:
+            os._exit(1)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        items = {item.nodeid: item for item in session.items}
+        before = self.file.read_text()
+        gc.freeze()
+        for mutant, tests, seconds in self.chosen:
+            write(self.file, mutant.text)
+            begun = time.monotonic()
+            pid = os.fork()
+            if pid == 0:
+                self.be_mutant(mutant, [items[test] for test in tests])
+            killed = ended(pid, 20 + 6 * seconds) != 0
+            write(self.file, before)
+            for left in session.config._tmp_path_factory.getbasetemp().iterdir():
+                shutil.rmtree(left, ignore_errors=True)
+            with open(self.output, "a") as stream:
+                stream.write(json.dumps([mutant.key, killed, time.monotonic() - begun]) + "\n")
+        return True
+
+    def be_mutant(self, mutant: Mutant, items: list[pytest.Item]) -> None:
+        """Run tests with a fault, and end with status 1 once one fails."""
+        os.setsid()
+        bound()
+        self.forked = True
+        status = 1
+        try:
+            exchange(self.file, mutant)
+            for item, following in zip(items, [*items[1:], None], strict=True):
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            status = 0
+        finally:
+            os._exit(status)
+
+
+class Choosing:
+    """A plugin of pytest that runs the tests given in their order."""
+
+    def __init__(self, tests: list[str]) -> None:
+        self.tests = tests
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        by_id = {item.nodeid: item for item in items}
+        items[:] = [by_id[test] for test in self.tests]
+
+
+def bound() -> None:
+    """Bound the memory of this process and the files that it writes: a loop may have lost its end."""
+    resident = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (resident + (6 << 30), resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, resource.RLIM_INFINITY))
+
+
+def exchange(file: Path, mutant: Mutant) -> None:
+    """Give the functions of a mutant their other code."""
+    codes = [compile(mutant.text, str(file), "exec")]
+    for code in codes:
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+    (changed,) = (code for code in codes if code.co_qualname == mutant.function)
+    for one in gc.get_objects():
+        if isinstance(one, FunctionType) and one.__code__.co_filename == str(file):
+            one.__code__ = changed if one.__code__.co_qualname == mutant.function else one.__code__
+
+
+def ended(pid: int, seconds: float) -> int:
+    """The status of a process that is the first of its group, all of which ends after so many seconds."""
+    until = time.monotonic() + seconds
+    status = -1
+    while time.monotonic() < until:
+        found, code = os.waitpid(pid, os.WNOHANG)
+        if found:
+            status = code
+            break
+        time.sleep(0.005)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    if status == -1:
+        os.waitpid(pid, 0)
+    return status
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
+    # Python takes a compiled file for that of another text of the same second and length.
+    for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+        compiled.unlink()
+
+
+def in_process(
+    tree: Path, tests: Sequence[str], plugin: Callable[[], object] | None, seconds: float
+) -> tuple[int, str]:
+    """The status of pytest on `tests` in `tree`, in a process of its own, and what it printed."""
     printed = tree.with_name("printed")
-    process = FORKS.Process(target=run_tests, args=(tree, [*tests], printed))
+    process = FORKS.Process(target=be_pytest, args=(tree, [*tests], plugin, printed))
     process.start()
-    process.join(SECONDS)
-    if process.exitcode is None:
+    process.join(seconds)
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.join()
-    if process.exitcode in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
-        raise ValueError(printed.read_text(errors="replace"))
-    return process.exitcode == 0, printed.read_text(errors="replace")
+    process.join()
+    return process.exitcode, printed.read_text(errors="replace")
 
 
-def run_tests(tree: Path, tests: list[str], printed: Path) -> None:
+def be_pytest(tree: Path, tests: list[str], plugin: Callable[[], object] | None, printed: Path) -> None:
     """Be a process that runs `tests` in `tree`, whose packages come before the installed ones."""
     os.setsid()
     output = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -109,44 +276,27 @@ def run_tests(tree: Path, tests: list[str], printed: Path) -> None:
     sys.path.insert(0, str(tree))
     # The smallest example that fails is of no use here.
     phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
-    hypothesis.settings.register_profile("mutants", phases=phases)
+    hypothesis.settings.register_profile("mutants", phases=phases, database=None)
     hypothesis.settings.load_profile("mutants")
     options = ["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
-    sys.exit(pytest.main([*options, "--basetemp", str(tree.with_name("pytest")), *tests]))
+    plugins = [] if plugin is None else [plugin()]
+    os._exit(pytest.main([*options, "--basetemp", str(tree.with_name("pytest")), *tests], plugins))
 
 
-def lives(tree: Path, edit: Edit) -> bool:
-    """Whether the tests of `edit` pass in `tree` with it. The tree is as before afterwards."""
-    path = tree / edit.path
-    before = path.read_text()
-    try:
-        _write(path, edit.applied())
-        return passed(tree, edit.tests)[0]
-    finally:
-        _write(path, before)
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
-    # Python takes a compiled file for that of another text of the same second and length.
-    for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
-        compiled.unlink()
-
-
-def in_trees(jobs: int, work: Callable[[Path, T], str], things: list[T]) -> list[str]:
+def in_trees(jobs: int, work: Callable[[Path, T], Found], things: Sequence[T]) -> list[Found]:
     """What `work` says of each of `things`, `jobs` at a time, each in a copy of the repository of its own."""
     listed = ["git", "-C", str(REPOSITORY), "ls-files", "-co", "--exclude-standard", "-z"]
     names = [name for name in subprocess.check_output(listed, text=True).split("\0") if name]
     with tempfile.TemporaryDirectory(prefix="demix-mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
         trees: queue.Queue[Path] = queue.Queue()
         for number in range(jobs):
-            tree = Path(folder) / str(number) / "tree"
+            tree = Path(folder).resolve() / str(number) / "tree"
             for name in filter(lambda name: (REPOSITORY / name).is_file(), names):
                 (tree / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(REPOSITORY / name, tree / name)
             trees.put(tree)
 
-        def one(thing: T) -> str:
+        def one(thing: T) -> Found:
             tree = trees.get()
             try:
                 return work(tree, thing)
@@ -156,42 +306,159 @@ def in_trees(jobs: int, work: Callable[[Path, T], str], things: list[T]) -> list
         return list(pool.map(one, things))
 
 
+def measured(tree: Path, module: tuple[str, list[str]]) -> Measured:
+    """What the tests of a module do. Raises ValueError where one fails."""
+    path, tests = module
+    output = tree.with_name("measured.json")
+    output.unlink(missing_ok=True)
+    status, printed = in_process(tree, tests, partial(Measuring, tree / path, output), 1200)
+    if not output.exists() or (found := Measured(**json.loads(output.read_text()))).failed:
+        raise ValueError(f"{path}: {' '.join(tests)} fail without any fault ({status}):\n{printed}")
+    return found
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Mutants of one module, each with its tests and how long these take."""
+
+    path: str
+    tests: list[str]
+    chosen: list[tuple[Mutant, list[str], float]]
+    imported: bool
+
+
+def tried(tree: Path, batch: Batch) -> list[tuple[Mutant, bool]]:
+    """Whether the tests kill each mutant of a batch."""
+    output, file = tree.with_name("tried.jsonl"), tree / batch.path
+    before = file.read_text()
+    output.write_text("")
+    if batch.imported:
+        found = []
+        for mutant, tests, seconds in batch.chosen:
+            write(file, mutant.text)
+            plugin = partial(Choosing, tests) if tests else None
+            status, _ = in_process(tree, batch.tests, plugin, 40 + 6 * seconds)
+            found.append((mutant, status != 0))
+        write(file, before)
+    else:
+        limit = sum(40 + 6 * seconds for *_, seconds in batch.chosen)
+        status, printed = in_process(tree, batch.tests, partial(Breaking, file, batch.chosen, output), limit)
+        write(file, before)
+        verdicts = {key: killed for key, killed, _ in map(json.loads, output.read_text().splitlines())}
+        if missing := [mutant for mutant, *_ in batch.chosen if mutant.key not in verdicts]:
+            raise ValueError(f"{missing[0]} was not tried ({status}):\n{printed}")
+        found = [(mutant, verdicts[mutant.key]) for mutant, *_ in batch.chosen]
+    for mutant, killed in found:
+        if not killed:
+            print(f"lived: {mutant}", flush=True)
+    return found
+
+
+def tests_named(words: str) -> list[str]:
+    """The paths of files of tests/unit, or of `<folder>/<file>` in tests; `::name` may stand behind one."""
+    places = ((word if "/" in word else f"unit/{word}").partition("::") for word in words.split())
+    return [f"tests/{file}.py{colons}{name}" for file, colons, name in places]
+
+
+def by_hand(path: str, old: str, new: str, tests: str) -> tuple[Mutant, list[str]]:
+    """A fault that by_hand.toml describes. Raises ValueError if its old text does not stand once in its file."""
+    text = (REPOSITORY / path).read_text()
+    if text.count(old) != 1:
+        raise ValueError(f"by_hand.toml: {path}: this text stands {text.count(old)} times in the file: {old}")
+    change = f"{' '.join(old.split())} -> {' '.join(new.split()) or 'nothing'}"
+    return Mutant(path, "", "by hand", change, text.replace(old, new), frozenset(), None), tests_named(tests)
+
+
+def equivalent() -> dict[str, set[str]]:
+    """The keys of the mutants of each file that are like the code."""
+    found: dict[str, set[str]] = {}
+    for group in tomllib.loads((HERE / "equivalent.toml").read_text()).get("group", []):
+        if not group["why"]:
+            raise ValueError(f"equivalent.toml: {group['path']}: a group without a reason")
+        found.setdefault(group["path"], set()).update(group["mutants"])
+    return found
+
+
+def table(verdicts: list[tuple[Mutant, bool]], alike: Counter[str]) -> str:
+    """Numbers of mutants by module, as Markdown."""
+    lines = ["| module | mutants | killed | equivalent | share |", "|---|---|---|---|---|"]
+    rows: dict[str, list[bool]] = {}
+    for mutant, killed in verdicts:
+        rows.setdefault("by hand" if mutant.operator == "by hand" else mutant.path, []).append(killed)
+    rows = dict(sorted(rows.items(), key=lambda row: (row[0] == "by hand", row[0]))) | {"all": [k for _, k in verdicts]}
+    for name, killed in rows.items():
+        same = alike.total() if name == "all" else alike[name]
+        shown = name if name in ("all", "by hand") else f"`{name}`"
+        share = sum(killed) / max(1, len(killed))
+        lines.append(f"| {shown} | {len(killed) + same} | {sum(killed)} | {same} | {100 * share:.1f}% |")
+    return "\n".join(lines)
+
+
+def chosen(asked: argparse.Namespace, every: Sequence[Mutant]) -> list[Mutant]:
+    """The mutants that the command line asks for."""
+    found = [one for one in every if not asked.words or any(word in str(one) for word in asked.words)]
+    if asked.again:
+        again = {line.removeprefix("lived: ") for line in asked.again.read_text().splitlines()}
+        found = [one for one in found if str(one) in again]
+    hashes = ((one, int(hashlib.sha256(str(one).encode()).hexdigest()[:8], 16)) for one in found)
+    return [one for one, number in hashes if number < asked.share * (1 << 32)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--unchecked", action="store_true", help="take for granted that the tests pass without edits")
+    parser.add_argument("--share", type=float, default=1.0, help="the part of all mutants to try")
+    parser.add_argument("--again", type=Path, help="the output of an earlier run, whose surviving mutants are tried")
+    parser.add_argument("--equivalent", action="store_true", help="try the mutants of equivalent.toml instead")
     parser.add_argument("words", nargs="*")
     asked = parser.parse_args()
     FORKS.set_forkserver_preload(IMPORTED)
-    chosen = [edit for edit in edits() if not asked.words or any(word in str(edit) for word in asked.words)]
-    if wrong := [*filter(None, (edit.fault() for edit in chosen))]:
-        print("\n".join(wrong))
+    begun, alike, killed = time.monotonic(), Counter[str](), equivalent()
+    modules = tomllib.loads((HERE / "modules.toml").read_text())
+    work: dict[str, list[Mutant]] = {}
+    try:
+        if stray := killed.keys() - modules.keys():
+            raise ValueError(f"equivalent.toml: modules.toml has no {', '.join(sorted(stray))}")
+        for path in modules:
+            every = mutants(path, (REPOSITORY / path).read_text())
+            if stale := killed.get(path, set()) - {one.key for one in every}:
+                raise ValueError(
+                    "\n".join(f"equivalent.toml: {path}: there is no mutant {key}" for key in sorted(stale))
+                )
+            same = [one for one in every if one.key in killed.get(path, ())]
+            rest = same if asked.equivalent else [one for one in every if one not in same]
+            if found := chosen(asked, rest):
+                work[path] = found
+                alike[path] = 0 if asked.equivalent else len(same)
+        listed = tomllib.loads((HERE / "by_hand.toml").read_text())
+        hand = dict(by_hand(path, *fault) for path, faults in listed.items() for fault in faults)
+        named = {path: tests_named(modules[path]) for path in work}
+        facts = dict(zip(work, in_trees(asked.jobs, measured, [*named.items()]), strict=True))
+        batches = [*batched(work, named, facts)]
+        for mutant in [] if asked.equivalent else chosen(asked, [*hand]):
+            batches.append(Batch(mutant.path, hand[mutant], [(mutant, [], 60.0)], True))
+        verdicts = [each for found in in_trees(asked.jobs, tried, batches) for each in found]
+        seen = {mutant for mutant, _ in verdicts}
+        for mutant in (one for some in work.values() for one in some if one not in seen):
+            print(f"lived: {mutant}")
+            verdicts.append((mutant, False))
+    except ValueError as error:
+        print(error)
         return 2
-
-    def fails(tree: Path, tests: list[str]) -> str:
-        done, printed = passed(tree, tests)
-        return "" if done else f"{' '.join(tests)} fail without any edit:\n{printed}"
-
-    def verdict(tree: Path, edit: Edit) -> str:
-        begun = time.monotonic()
-        found = "lived" if lives(tree, edit) else "killed"
-        print(f"{found} {edit} ({time.monotonic() - begun:.0f} s)", flush=True)
-        return found
-
-    by_file: dict[str, set[str]] = {}
-    for test in (test for edit in chosen for test in edit.tests):
-        by_file.setdefault(test.partition("::")[0], set()).add(test)
-    together = [] if asked.unchecked else [sorted(tests) for tests in by_file.values()]
-    if wrong := [*filter(None, in_trees(asked.jobs, fails, together))]:
-        print("\n".join(wrong))
-        return 2
-    found = in_trees(asked.jobs, verdict, chosen)
-    for edit in (edit for edit, said in zip(chosen, found, strict=True) if said == "lived"):
-        print(f"lived: {edit}")
-    killed, number = found.count("killed"), len(found)
-    share = killed / max(1, number)
-    print(f"mutants: {killed} killed, {number - killed} lived of {number} ({100 * share:.1f}%)")
+    print(f"\n{table(verdicts, alike)}\n\n{(time.monotonic() - begun) / 60:.0f} minutes")
+    share = sum(killed for _, killed in verdicts) / max(1, len(verdicts))
     return int(share < LEAST)
+
+
+def batched(work: dict[str, list[Mutant]], tests: dict[str, list[str]], facts: dict[str, Measured]) -> Iterator[Batch]:
+    """The mutants in batches: those that a fork shows, and those that need an import of the module."""
+    for path, some in work.items():
+        each = [(one, facts[path].tests_of(one)) for one in some]
+        timed = [(one, names, sum(map(facts[path].seconds.__getitem__, names))) for one, names in each]
+        for imported in (False, True):
+            part = [one for one in timed if one[1] and facts[path].needs_import(one[0]) == imported]
+            for start in range(0, len(part), AT_ONCE):
+                yield Batch(path, tests[path], part[start : start + AT_ONCE], imported)
 
 
 if __name__ == "__main__":

@@ -54,10 +54,12 @@ def block_weights(block: np.ndarray, log_prior: np.ndarray, weights: str | int, 
     return log_g
 
 
-def updating_priors(blocks: list[np.ndarray], weights: str | int, decay: float) -> list[np.ndarray]:
+def updating_priors(
+    blocks: list[np.ndarray], weights: str | int, decay: float, first: np.ndarray | None = None
+) -> list[np.ndarray]:
     """log prior [E] at the start of each block and after the last: the posteriors of all before, weighted by age."""
     experts = blocks[0].shape[1]
-    priors, posteriors = [np.full(experts, -np.log(experts))], []
+    priors, posteriors = [np.full(experts, -np.log(experts)) if first is None else first], []
     for number, block in enumerate(blocks, start=1):
         posteriors.append(block_weights(block, priors[-1], weights)[-1])
         ages = number - np.arange(number)[:, None]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from demix.errors import DemixError
 from demix.files import check_sealed, digest, read_json, read_json_lines, write_json, write_json_lines
+from support.errors import refused
 
 VALUE = {
     "steps": 12,
@@ -103,20 +103,20 @@ def test_a_changed_value_is_refused(path: Path, change: str) -> None:
     assert CHANGES[change][0] in text
     path.write_text(text.replace(*CHANGES[change]))
     for read in (read_json, check_sealed):
-        with pytest.raises(DemixError, match=r"a\.json: is damaged.*; delete it and rerun the stage that makes it"):
+        with refused("a.json"):
             read(path)
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "1", "null", "{}", '{"a": 1}\n', '\t{"a": 1}' + " \t" * 64, "[" * 9999])
 def test_what_is_no_sealed_object_is_refused(path: Path, content: str) -> None:
     path.write_text(content)
-    with pytest.raises(DemixError, match=r"a\.json: is damaged"):
+    with refused("a.json"):
         read_json(path)
 
 
 def test_what_cannot_be_sealed_is_not_written(tmp_path: Path) -> None:
     for value in ({"a": math.nan}, {"a": {"b": -math.inf}}, {"seal": 1}):
-        with pytest.raises(ValueError, match=r"JSON compliant|the key seal is taken"):
+        with pytest.raises(ValueError, match=r"compliant|taken"):
             write_json(tmp_path / "a.json", value)
     assert not list(tmp_path.iterdir())
 
@@ -150,35 +150,35 @@ def test_a_file_of_more_bytes_than_are_read_is_refused(tmp_path: Path) -> None:
     size = path.stat().st_size
     assert read_json(path, most_bytes=size) == {"a": 1}
     for most in (size - 1, 1):
-        with pytest.raises(DemixError, match=rf"a\.json: has more than {most} bytes"):
+        with refused("a.json"):
             read_json(path, most_bytes=most)
 
 
-def edited(rows: list[str]) -> dict[str, tuple[list[str], str]]:
-    """Other files of the same rows, and what is said of each."""
+def edited(rows: list[str]) -> dict[str, list[str]]:
+    """Other files of the same rows."""
     first, second, third, end = rows
     return {
-        "no row": ([end], "it holds 0 rows of 3"),
-        "the first is missing": ([second, third, end], "it holds 2 rows of 3"),
-        "a row twice": ([first, first, second, third, end], "it holds 4 rows of 3"),
-        "one row for another": ([first, first, third, end], "values changed"),
-        "rows changed places": ([second, first, third, end], "values changed"),
-        "a changed value": ([first.replace("2.5", "2.6"), second, third, end], "values changed"),
-        "another number of rows": ([first, second, third, end.replace("3", "4", 1)], "it holds 3 rows of 4"),
-        "the end is missing": ([first, second, third], "its last line is no seal"),
-        "the end comes first": ([end, first, second, third], "its last line is no seal"),
-        "two ends": ([first, second, third, end, end], "it holds 4 rows of 3"),
-        "nothing": ([], "its last line is no seal"),
-        "the last row cut": ([first, second, third[:-4], end], "Expecting value"),
-        "a row that is a list": ([first, second, "[]", end], "a line is no JSON object"),
-        "a key twice": ([first.replace("{", '{"step": 1, '), second, third, end], "a key stands twice"),
+        "no row": [end],
+        "the first is missing": [second, third, end],
+        "a row twice": [first, first, second, third, end],
+        "one row for another": [first, first, third, end],
+        "rows changed places": [second, first, third, end],
+        "a changed value": [first.replace("2.5", "2.6"), second, third, end],
+        "another number of rows": [first, second, third, end.replace("3", "4", 1)],
+        "the end is missing": [first, second, third],
+        "the end comes first": [end, first, second, third],
+        "two ends": [first, second, third, end, end],
+        "nothing": [],
+        "the last row cut": [first, second, third[:-4], end],
+        "a row that is a list": [first, second, "[]", end],
+        "a key twice": [first.replace("{", '{"step": 1, '), second, third, end],
     }
 
 
 @pytest.mark.parametrize("change", edited(["", "", "", ""]))
 def test_edited_json_lines_are_refused(lines: Path, change: str) -> None:
-    rows, cause = edited(lines.read_text().splitlines())[change]
+    rows = edited(lines.read_text().splitlines())[change]
     lines.write_text("".join(f"{row}\n" for row in rows))
     for read in (read_json_lines, check_sealed):
-        with pytest.raises(DemixError, match=rf"a\.jsonl: is damaged.*{cause}"):
+        with refused("a.jsonl"):
             read(lines)

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax
 
 from demix.config.mixing import METHODS
-from demix.errors import DemixError
-from demix.mix.mixtures import log_mixtures, log_weights, mix
+from demix.mix.mixtures import log_mixtures, mix
 from demix.mix.priors import (
     cached_log_prior,
     log_prior_path,
     posterior_trace,
     released_log_priors,
 )
-from demix.mix.rules import Chunk, PriorAlone, weights_rule
+from demix.mix.rules import Chunk, weights_rule
+from support.errors import refused
 from support.mixing import as_blocks, block_weights, log_mixture, tables, updating_priors
 
 
@@ -182,32 +182,27 @@ def test_mixtures_made_together_are_those_made_one_by_one(table, weights, count,
         np.testing.assert_allclose(np.where(mask, together[:, number], 0), alone, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=100, deadline=None)
-@given(tables(), st.one_of(st.just(PriorAlone()), rules.map(weights_rule)), st.integers(0, 2**32 - 1))
-def test_weights_sum_to_one(table, rule, seed) -> None:
-    scores, mask = table
-    log_priors = np.log(np.random.default_rng(seed).dirichlet(np.ones(scores.shape[-1]), len(scores)))
-    evidence, _ = rule.evidence(Chunk(scores, mask), rule.begin(log_priors[0]))
-    log_g = log_weights(log_priors, evidence, rule.uniform_start)
-    np.testing.assert_allclose(np.exp(log_g).sum(-1), 1.0, atol=1e-12)
-    uniform = np.broadcast_to(-np.log(scores.shape[-1]), log_priors.shape)
-    np.testing.assert_allclose(log_g[:, 0], uniform if rule.uniform_start else log_priors, atol=1e-12)
-
-
-@settings(max_examples=50, deadline=None)
-@given(tables(), st.sampled_from(METHODS), rules)
-def test_a_mixture_of_one_expert_is_that_expert(table, method, weights) -> None:
-    scores, mask = table
-    mixed = mix(scores[..., :1], mask, method, weights, log_prior=np.zeros(1))
-    np.testing.assert_allclose(mixed, scores[..., 0], atol=1e-12)
-
-
-def test_unknown_rules_are_refused() -> None:
-    scores, mask = np.zeros((1, 2, 2)), np.ones((1, 2), dtype=bool)
-    for wrong in ("last", 0, -1):
-        with pytest.raises(DemixError, match="weights"):
-            mix(scores, mask, "uniform", wrong)
-    with pytest.raises(DemixError, match="method"):
-        mix(scores, mask, "median")
-    with pytest.raises(DemixError, match="prior"):
-        mix(scores, mask, "cached")
+@pytest.mark.parametrize(
+    ("method", "weights", "subject"),
+    [
+        ("uniform", "last", "weights last"),
+        ("uniform", 0, "weights 0"),
+        ("uniform", -1, "weights -1"),
+        ("median", "history", "method median"),
+        ("cached", "history", "method cached"),
+        ("fitted", "history", "method fitted"),
+        ("updating", "tempered(0.2,0.98)", "weights Tempered(beta=0.2, gamma=0.98)"),
+        ("uniform", "cluster(0.1)", "weights cluster"),
+        ("uniform", "tempered", "weights tempered"),
+        ("uniform", "tempered(0.2)", "weights tempered(0.2)"),
+        ("uniform", "tempered(0.2,1.5)", "weights tempered(0.2,1.5)"),
+        ("uniform", "switching(nan)", "weights switching(nan)"),
+        ("uniform", "history(1)", "weights history(1)"),
+        ("uniform", "cluster(0)", "weights cluster(0)"),
+        ("uniform", "cluster+", "weights cluster+"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused(method: str, weights: str | int, subject: str) -> None:
+    """Unknown rules and methods, wrong or missing parameters, missing priors or distances, evidence counted twice."""
+    with refused(subject):
+        mix(np.zeros((1, 2, 2)), np.ones((1, 2), dtype=bool), method, weights)

@@ -1,45 +1,75 @@
-"""The list of edits that tests should see is true of the code and of the tests."""
+"""The faults that `make mutants` puts into code: what they are, and that their names outlive a new format."""
 
 import ast
-import importlib.util
-from functools import cache
 from pathlib import Path
+
+import pytest
+
+from mutants.mutation import mutants
 
 REPOSITORY = Path(__file__).parents[2]
 
 
-@cache
-def named_in(path: Path) -> frozenset[str]:
-    """The names of the tests in a file."""
-    nodes = ast.walk(ast.parse(path.read_text()))
-    return frozenset(node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name[:5] == "test_")
+def others(line: str) -> set[str]:
+    """What becomes of a line of a function."""
+    before = f"def f(a, b, c):\n    {line}\n"
+    found = set()
+    for mutant in mutants("x.py", before):
+        (body,) = ast.parse(mutant.text).body[0].body
+        found.add(" ".join(ast.unparse(body).split()))
+        assert (mutant.where, mutant.function, mutant.lines) == ("f", "f", {2})
+    return found
 
 
-def is_there(test: str) -> bool:
-    """Whether there is a file `tests/….py`, and the test that may be named behind it with `::`."""
-    name, _, function = test.partition("::")
-    path = REPOSITORY / name
-    return path.is_file() and (not function or function in named_in(path))
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("a = b <= c", {"a = b < c"}),
+        ("a = b == c", {"a = b != c"}),
+        ("a = b + c", {"a = b - c", "pass"}),
+        ("a += b", {"a -= b", "pass"}),
+        ("d = b and c", {"d = b or c", "d = b", "d = c"}),
+        ("d = not b", {"d = b"}),
+        ("d = True", {"d = False"}),
+        ("d = 3", {"d = 4", "d = 2"}),
+        ("d = -1", {"d = -2", "d = 0"}),
+        ("d = 0.5", {"d = 1.5", "d = 0.0"}),
+        ("d = a[b:]", {"d = a[:]", "d = a[b + 1:]"}),
+        ("d = a[:b]", {"d = a[:]", "d = a[:b - 1]"}),
+        ("d = max(a, b)", {"d = min(a, b)", "d = max(b, a)"}),
+        ("d = a.sum(axis=b)", {"d = a.sum()", "d = a.mean(axis=b)"}),
+        ("a(b)", {"pass"}),
+        ("a.b = c", {"pass"}),
+        ("d = a if b else c", {"d = a if True else c", "d = a if False else c"}),
+        ("if a: b = c", {"if True: b = c", "if False: b = c", "if a: pass"}),
+        ("raise ValueError(1, a + b)", {"pass"}),
+        ("with a(b): c = 1", {"with __import__('contextlib').nullcontext(): c = 1"}),
+        ("d = f'{a + 1}'", set()),
+    ],
+)
+def test_each_line_has_its_faults(line: str, expected: set[str]) -> None:
+    found = others(line)
+    assert expected <= found
+    assert len(found - expected) <= 3, "of statements and numbers inside"
 
 
-def test_tests_that_are_not_there_are_seen() -> None:
-    own = f"tests/unit/{Path(__file__).name}"
-    assert is_there(own)
-    assert is_there(f"{own}::test_tests_that_are_not_there_are_seen")
-    assert not is_there(f"{own}::test_tests")
-    assert not is_there(f"{own}::is_there")
-    assert not is_there("tests/unit/test_nothing.py")
+def test_results_of_the_type_that_a_function_names_are_left_out() -> None:
+    before = (
+        "def f(a) -> int:\n    return a\n\ndef g(a) -> bool:\n    return a\n\ndef h(a) -> int | None:\n    return a\n"
+    )
+    assert [mutant.change for mutant in mutants("x.py", before)] == [
+        "return a -> return None",
+        "return a -> return True",
+        "return a -> return False",
+    ]
 
 
-def test_every_edit_can_be_made_and_its_tests_are_there() -> None:
-    spec = importlib.util.spec_from_file_location("mutants", REPOSITORY / "tests" / "mutants" / "run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    mutants = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(mutants)
-    edits = mutants.edits()
-    assert len(edits) >= 200
-    assert [fault for edit in edits if (fault := edit.fault())] == []
-    assert [f"{edit}: no {test}" for edit in edits for test in edit.tests if not is_there(test)] == []
-    assert all(edit.tests and edit.old != edit.new for edit in edits)
-    assert len({(edit.path, edit.old, edit.new) for edit in edits}) == len(edits)
+@pytest.mark.parametrize("path", ["demix/mix/priors.py", "demix/files/atomic.py"])
+def test_names_are_unique_and_outlive_another_format(path: str) -> None:
+    text = (REPOSITORY / path).read_text()
+    found = mutants(path, text)
+    assert len({mutant.key for mutant in found}) == len({mutant.text for mutant in found}) == len(found) > 100
+    for mutant in found:
+        compile(mutant.text, path, "exec")
+    again = mutants(path, "# A line.\n\n" + ast.unparse(ast.parse(text)))
+    assert [mutant.key for mutant in again] == [mutant.key for mutant in found]

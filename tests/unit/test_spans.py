@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from demix.data import shards
 from demix.data.shards import TokenShard, blocks, tokenize, write_spans
 from demix.data.tokenizer import gpt2_tokenizer
-from demix.errors import DemixError
 from demix.files import read_json, write_json
 from demix.train.batches import balanced_batches
+from support.errors import refused
 from support.tokens import TRAINING
 
 
@@ -115,32 +115,32 @@ def test_spans_move_with_their_run_and_refuse_other_tokens(tokens: Path, tmp_pat
     place = data.index(TokenShard.open(source).read(0, 20).tobytes()) + 9
     source.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
     TokenShard.open(moved)
-    with pytest.raises(DemixError, match=r"c00\.arrow: is made of spans of damaged tokens"):
+    with refused("c00.arrow"):
         TokenShard.open(moved, verify=True)
     source.write_bytes(data)
 
     spans = moved.read_bytes()
     moved.write_bytes(spans[:-20])
-    with pytest.raises(DemixError, match=r"c00\.arrow: is damaged or cut short"):
+    with refused("c00.arrow"):
         TokenShard.open(moved)
     moved.write_bytes(spans)
     manifest = read_json(moved.with_suffix(".json"))
-    for key, value, told in (
-        ("spans_sha256", "0" * 64, "its sha256 is not the one"),
-        ("documents", 1, "is not the file of 1 rows"),
-        ("tokens", 7, "its spans are not the 7 tokens"),
-        ("sources", [], r"c00\.json: is no manifest of tokens"),
-        ("sources", manifest["sources"][:1], "its spans are not"),
-        ("vocab_size", "many", r"c00\.json: is no manifest of tokens"),
+    for key, value, subject in (
+        ("spans_sha256", "0" * 64, "c00.arrow"),
+        ("documents", 1, "c00.arrow"),
+        ("tokens", 7, "c00.arrow"),
+        ("sources", [], "c00.json"),
+        ("sources", manifest["sources"][:1], "c00.arrow"),
+        ("vocab_size", "many", "c00.json"),
     ):
         write_json(moved.with_suffix(".json"), manifest | {key: value})
-        with pytest.raises(DemixError, match=told):
+        with refused(subject):
             TokenShard.open(moved, verify=True)
     write_json(moved.with_suffix(".json"), manifest)
     TokenShard.open(moved, verify=True)
 
     write_shard(tokenizer, source, ["other text"])
-    with pytest.raises(DemixError, match=rf"c00\.arrow: is made of spans of other tokens than .*{TRAINING[0]}"):
+    with refused("c00.arrow"):
         TokenShard.open(moved)
 
 
@@ -149,10 +149,10 @@ def test_spans_outside_of_their_source_are_refused(tokens: Path, tmp_path: Path,
     size = len(TokenShard.open(paths[1]))
     for span in ((3, 0, 1), (65536, 0, 1), (-1, 0, 1), (1, -1, 2), (1, 0, 0), (1, size - 1, 2), (1, 0, size + 1)):
         source, start, length = np.array([(0, 0, 1), span]).T
-        with pytest.raises(DemixError, match=r"c00\.arrow: has a span, number 2, that is not inside its source"):
+        with refused("c00.arrow"):
             write_spans(paths, source, start, length, tmp_path / "c00.arrow")
     assert not list(tmp_path.iterdir())
     other = tmp_path / "other" / "train.arrow"
     write_shard(tokenizer, other, ["text"])
-    with pytest.raises(DemixError, match=r"other/train\.arrow: was made with another tokenizer"):
+    with refused("other/train.arrow"):
         write_spans([*paths, other], *np.array([(0, 0, 1)]).T, tmp_path / "c00.arrow")

@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from scipy.special import log_softmax, logsumexp
 
-from demix.errors import DemixError
 from demix.evaluate.choice import ALPHAS, BETAS, GAMMAS, switching_on_dev, tempered_on_dev
 from demix.evaluate.losses import Mixture, dev_priors, document_losses
 from demix.evaluate.score_tables import ScoreTable, read_scores
-from demix.mix.mixtures import floor, mix
+from demix.mix.mixtures import mix
 from demix.mix.priors import fitted_log_prior
-from demix.mix.rules import Chunk, Released, Switching, Tempered, weights_rule
+from demix.mix.rules import Chunk, Released, Switching, Tempered
 from support.mixing import log_mixture, log_weights, switching, tables, tempered
 from support.scored import write_columns
 
@@ -151,9 +150,11 @@ def test_the_fitted_prior_is_the_optimum_that_scipy_finds(seed: int, experts: in
         lambda prior: -np.log(likelihood @ prior).mean(),
         np.full(experts, 1 / experts),
         jac=lambda prior: -(likelihood / (likelihood @ prior)[:, None]).mean(axis=0),
-        method="SLSQP", bounds=[(0, 1)] * experts, constraints={"type": "eq", "fun": lambda prior: prior.sum() - 1},
+        method="SLSQP",
+        bounds=[(0, 1)] * experts,
+        constraints={"type": "eq", "fun": lambda prior: prior.sum() - 1},
         options={"ftol": 1e-14, "maxiter": 1000},
-    )  # fmt: skip
+    )
     prior = np.exp(fitted_log_prior(scores[None], np.ones((1, 300), bool)))
     assert -np.log(likelihood @ prior).mean() <= found.fun + 1e-10
     np.testing.assert_allclose(prior, found.x, atol=1e-4)
@@ -278,29 +279,3 @@ def test_floors_lie_below_what_they_bound(tmp_path: Path) -> None:
     np.testing.assert_allclose(found[block], -np.add.reduceat(chosen, [0, 300, 301]), rtol=1e-9)
     assert found[block].sum() <= found[bounded[0]].sum() + 1e-9
     assert all((found[token] <= found[mixture]).all() for mixture in bounded)
-    assert floor(np.zeros((1, 2, 3)), "best_block").shape == (1, 2)
-
-
-@pytest.mark.parametrize(
-    ("weights", "fault"),
-    [
-        ("tempered", "leave parameters open"),
-        ("tempered(0.2)", r"has other parameters than its rule; use tempered\(beta,gamma\)"),
-        ("tempered(0.2,1.5)", r"has gamma 1.5; use tempered\(beta,gamma\) with gamma from 0 to 1"),
-        ("switching(nan)", "has alpha nan"),
-        ("history(1)", "has other parameters"),
-        ("likely", "is not known"),
-    ],
-)
-def test_a_wrong_rule_is_refused(weights: str, fault: str) -> None:
-    with pytest.raises(DemixError, match=fault):
-        weights_rule(weights)
-
-
-def test_evidence_is_not_counted_twice() -> None:
-    mixture = Mixture("cached", ("law", "news"), "tempered(0.2,0.98)")
-    dev = ScoreTable(np.zeros((1, 4, 2)), np.ones((1, 4), bool), mixture.experts, 1, "0")
-    with pytest.raises(DemixError, match="see more than one block"):
-        dev_priors(dev, [mixture])
-    with pytest.raises(DemixError, match="see more than one block"):
-        mix(dev.scores, dev.mask, "updating", mixture.weights)
