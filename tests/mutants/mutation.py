@@ -52,6 +52,7 @@ OTHER_NAMES = dict(PAIRS) | {two: one for one, two in PAIRS} | {"sorted": "list"
 # Their arguments are sentences, or what only a type checker reads.
 WORDS = ("warning", "info", "debug", "error", "warn", "print", "cast", "TypeVar")
 UNSEEN_KEYWORDS = ("repr",)
+SYMMETRIC = ("isinstance", "zip", "maximum", "minimum", "max", "min", "logaddexp", "array_equal", "gcd")
 
 
 @dataclass(frozen=True)
@@ -246,6 +247,9 @@ def _others(node: ast.AST, parents: list[ast.AST]) -> Iterator[tuple[str, ast.AS
                 yield "operand", rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest)
         case ast.BinOp() if type(node.op) in COMPUTED and not _is_text(node.left) and not _is_text(node.right):
             yield "arithmetic", ast.BinOp(node.left, COMPUTED[type(node.op)](), node.right)
+        # Any number below 0 stands for the length that is left.
+        case ast.UnaryOp() if isinstance(parent, ast.Call) and _called(parent) in ("reshape", "view"):
+            pass
         case ast.Constant() | ast.UnaryOp():
             yield from _other_values(node, parent)
         case ast.Slice():
@@ -319,7 +323,7 @@ def _called_otherwise(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
         return
     args = node.args
     plain = not any(isinstance(arg, ast.Starred) for arg in args)
-    if len(args) >= 2 and plain and called not in ("isinstance", "zip") and ast.dump(args[0]) != ast.dump(args[1]):
+    if len(args) >= 2 and plain and called not in SYMMETRIC and ast.dump(args[0]) != ast.dump(args[1]):
         yield "arguments", ast.Call(node.func, [args[1], args[0], *args[2:]], node.keywords)
     for keyword in node.keywords:
         if keyword.arg is not None and keyword.arg not in UNSEEN_KEYWORDS:

@@ -3,11 +3,15 @@
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.signal
+import scipy.special
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_softmax
 
 from demix.config.mixing import METHODS
+from demix.mix.logs import decaying_sums, logsumexp
+from demix.mix.logs import log_softmax as our_log_softmax
 from demix.mix.mixtures import log_mixtures, mix
 from demix.mix.priors import (
     cached_log_prior,
@@ -18,6 +22,31 @@ from demix.mix.priors import (
 from demix.mix.rules import Chunk, weights_rule
 from support.errors import refused
 from support.mixing import as_blocks, block_weights, log_mixture, tables, updating_priors
+
+# What is infinite on purpose warns nobody.
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+
+
+@pytest.mark.parametrize("number", [1, 31, 32, 33, 1024, 1025, 40_000])
+@pytest.mark.parametrize("decay", [0.0, 0.3, 0.98, 1.0])
+def test_decaying_sums_are_those_of_scipy(number: int, decay: float) -> None:
+    random = np.random.default_rng(number)
+    terms, before = -random.gamma(1, 3, (3, number)), -100 * random.random(3)
+    found = decaying_sums(terms, decay, before)
+    expected, _ = scipy.signal.lfilter([1.0], [1.0, -decay], terms, axis=1, zi=decay * before[:, None])
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_sums_of_exponentials_are_those_of_scipy() -> None:
+    logs = np.random.default_rng(0).normal(0, 400, (5, 4, 3))
+    logs[0, 0], logs[1, :, 1] = -np.inf, -np.inf
+    for axis in (0, 1, -1):
+        expected = scipy.special.logsumexp(logs, axis=axis)
+        np.testing.assert_allclose(logsumexp(logs, axis), expected, rtol=1e-14)
+        own = scipy.special.log_softmax(logs[2:], axis=axis)
+        np.testing.assert_allclose(our_log_softmax(logs[2:], axis), own, rtol=1e-12)
+    np.testing.assert_array_equal(logsumexp(logs), logsumexp(logs, 2))
+    np.testing.assert_array_equal(our_log_softmax(logs[2:]), our_log_softmax(logs[2:], 2))
 
 
 def slow_mix(blocks: list[np.ndarray], method: str, weights, decay: float, log_prior, top_k) -> list[np.ndarray]:

@@ -4,12 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import scipy.signal
-import scipy.special
 
-from demix.mix.logs import decaying_sums, log_softmax, logsumexp
 from support.cli import demix
 
 # Each command ends with an error about its arguments, after its imports.
@@ -89,22 +85,3 @@ def test_no_stage_imports_what_its_module_should_not() -> None:
     light += ", demix.report.items.harness"
     code = f"import sys, {light}; print([name for name in ('torch', 'mlflow', 'transformers') if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
-
-
-@pytest.mark.parametrize("number", [1, 31, 32, 33, 1024, 1025, 40_000])
-@pytest.mark.parametrize("decay", [0.0, 0.3, 0.98, 1.0])
-def test_decaying_sums_are_those_of_scipy(number: int, decay: float) -> None:
-    random = np.random.default_rng(number)
-    terms, before = -random.gamma(1, 3, (3, number)), -100 * random.random(3)
-    found = decaying_sums(terms, decay, before)
-    expected, _ = scipy.signal.lfilter([1.0], [1.0, -decay], terms, axis=1, zi=decay * before[:, None])
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
-
-
-def test_sums_of_exponentials_are_those_of_scipy() -> None:
-    logs = np.random.default_rng(0).normal(0, 400, (5, 4, 3))
-    logs[0, 0], logs[1, :, 1] = -np.inf, -np.inf
-    for axis in (0, 1, -1):
-        expected = scipy.special.logsumexp(logs, axis=axis)
-        np.testing.assert_allclose(logsumexp(logs, axis), expected, rtol=1e-14)
-    np.testing.assert_allclose(log_softmax(logs[1:]), scipy.special.log_softmax(logs[1:], axis=-1), rtol=1e-12)

@@ -18,6 +18,8 @@ from demix.mix.rules import Chunk, Released, Switching, Tempered
 from support.mixing import log_mixture, log_weights, switching, tables, tempered
 from support.scored import write_columns
 
+# What is infinite on purpose warns nobody.
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 priors = st.tuples(st.integers(0, 2**32 - 1), st.sampled_from([1.0, 30.0, 1000.0]))
 
 

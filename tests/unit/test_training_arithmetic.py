@@ -42,8 +42,8 @@ def test_rates_rise_to_their_peak_and_fall_between_two_points(begin, steps, warm
     last = steps * (stretch or 1) if kind in ("linear", "cosine") else steps
     first = steps - math.ceil(share * steps) if kind == "wsd" else rising
     for step in range(steps + 1):
-        # With a warm-up of all steps nothing falls.
-        fallen = np.interp(step, [first, max(last, first + 1)], [0, 1]) if last > first else float(step >= last)
+        # The fall takes one update at least.
+        fallen = np.interp(step, [min(first, last - 1), last], [0, 1])
         height = (1 + math.cos(math.pi * fallen)) / 2 if kind == "cosine" else 1 - fallen
         lowest = end if kind else 0.0
         expected = (step + 1) / rising if step < rising else lowest + (1 - lowest) * height
