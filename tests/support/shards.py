@@ -1,11 +1,15 @@
-"""Token shards in memory."""
+"""Small token shards, in memory and in files."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-from demix.data.shards import TokenShard
+from demix.data.shards import TokenShard, tokenize
+from demix.data.tokenizer import _write
+from demix.data.vocabulary import byte_of_character
 
 
 def shard_of(tokens: np.ndarray, file_tokens: int = 1 << 20, offsets: Sequence[int] = (0,)) -> TokenShard:
@@ -13,3 +17,20 @@ def shard_of(tokens: np.ndarray, file_tokens: int = 1 << 20, offsets: Sequence[i
     files = tuple(tokens[at : at + file_tokens] for at in range(0, max(1, len(tokens)), file_tokens))
     places = np.array(offsets, np.int64)
     return TokenShard(Path("t"), files, places, places, places, 99, 100, "")
+
+
+def bytes_tokenizer(path: Path, pairs: bool = False) -> Path:
+    """A tokenizer of the 256 bytes, and of all pairs of them if asked, whose last type ends a document."""
+    alphabet = list(byte_of_character())
+    merges = [(first, second) for first in alphabet for second in alphabet] if pairs else []
+    vocabulary = {token: number for number, token in enumerate([*alphabet, *map("".join, merges)])}
+    _write(vocabulary, merges, path)
+    return path
+
+
+def write_shard(tokenizer: Path, path: Path, texts: Sequence[str], **options: int) -> TokenShard:
+    """The shard `path` of documents with these texts, which stand beside it in Parquet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), path.with_suffix(".parquet"))
+    tokenize(tokenizer, path.with_suffix(".parquet"), path, **options)
+    return TokenShard.open(path, verify=True)

@@ -26,7 +26,7 @@ def numbers_in(folder: Path) -> list[int]:
 losses = st.one_of(st.none(), st.sampled_from([1.0, 2.0, 3.0]))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(losses, min_size=1, max_size=7), st.integers(1, 3), st.sets(st.integers(1, 7)), st.data())
 def test_the_newest_the_best_and_those_asked_for_are_kept(tmp_path_factory, dev, keep, steps, data) -> None:
     folder = tmp_path_factory.mktemp("checkpoints")

@@ -33,78 +33,27 @@ from support.errors import refused
 from support.models import write_model
 
 # The files of a run that say which one they are.
-PLACES = [
-    "raw/law/0000.parquet",
-    "documents/law/0000.parquet",
-    "documents/law/0000.json",
-    "sources/pile/0000.json",
-    "sources/pile/card.json",
-    "corpus/law/train.parquet",
-    "corpus/law/card.json",
-    "corpus/owners.parquet",
-    "corpus/overlap.parquet",
-    "corpus/shared.json",
-    "tokens/law/train.json",
-    "sweep/dense.json",
-    "metrics/dense.jsonl",
-    "metrics/sweep/dense/0.1.jsonl",
-    "metrics/btm/law.jsonl",
-    "models/dense/model.json",
-    "models/dense/mixing.json",
-    "models/dense/usual.json",
-    "models/dense/experts/law.json",
-    "models/dense/clusterer/clusterer.json",
-    "models/dense/clusterer/routing.json",
-    "branches/btm/law/model.json",
-    "branches/btm/law/experts/law.json",
-    "clusters/k2/clusterer.json",
-    "clusters/k2/terms.parquet",
-    "clusters/k2/assigned/law.train.parquet",
-    "clusters/k2/shards/c00/train.json",
-    "routing/k2/document/law.dev.parquet",
-    "scores/dense/law.dev/law.parquet",
-    "scores/dense/law.test/law.parquet",
-    "scores/dense/law.dev/tokens.parquet",
-    "loads/dense.parquet",
-    "evaluations/law.parquet",
-    "evaluations/law.priors.parquet",
-    "evaluations/law.differences.parquet",
-    "evaluations/law.posteriors.parquet",
-    "evaluations/law.audit.parquet",
-    "results.parquet",
-    "priors.parquet",
-    "differences.parquet",
-    "posteriors.parquet",
-    "audit.parquet",
-    "suites.parquet",
-    "tasks.parquet",
-    "task_weights.parquet",
-    "examples/topics.parquet",
-    "tasks/dense/topics.parquet",
-    "harness/documents.parquet",
-    "harness/models/dense.parquet",
-    "harness/contamination/law.parquet",
-    "seeds/dense/step-00000010/manifest.json",
-    "checkpoints/dense/0a/step-00000010/manifest.json",
-    "checkpoints/dense/finished-0a/done.json",
-]
+LISTED = """
+raw/law/0000.parquet documents/law/0000.parquet documents/law/0000.json sources/pile/0000.json sources/pile/card.json
+corpus/law/train.parquet corpus/law/card.json corpus/owners.parquet corpus/overlap.parquet corpus/shared.json
+tokens/law/train.json sweep/dense.json metrics/dense.jsonl metrics/sweep/dense/0.1.jsonl metrics/btm/law.jsonl
+models/dense/model.json models/dense/mixing.json models/dense/usual.json models/dense/experts/law.json
+models/dense/clusterer/clusterer.json models/dense/clusterer/routing.json branches/btm/law/model.json
+branches/btm/law/experts/law.json clusters/k2/clusterer.json clusters/k2/terms.parquet
+clusters/k2/assigned/law.train.parquet clusters/k2/shards/c00/train.json routing/k2/document/law.dev.parquet
+scores/dense/law.dev/law.parquet scores/dense/law.test/law.parquet scores/dense/law.dev/tokens.parquet
+loads/dense.parquet evaluations/law.parquet evaluations/law.priors.parquet evaluations/law.differences.parquet
+evaluations/law.posteriors.parquet evaluations/law.audit.parquet results.parquet priors.parquet differences.parquet
+posteriors.parquet audit.parquet suites.parquet tasks.parquet task_weights.parquet examples/topics.parquet
+tasks/dense/topics.parquet harness/documents.parquet harness/models/dense.parquet harness/contamination/law.parquet
+seeds/dense/step-00000010/manifest.json 0a/step-00000010/manifest.json
+finished-0a/done.json
+"""
+PLACES = LISTED.split()
 # Another domain, split, part, model, source, method, clustering, context, rate, task, step, training.
-OTHER = {
-    "law": "news",
-    "train": "test",
-    "dev": "test",
-    "0000": "0001",
-    "/dense": "/demix",
-    "pile": "wiki",
-    "btm": "cbtm",
-    "k2": "k4",
-    "c00": "c01",
-    "document": "block",
-    "0.1": "0.2",
-    "topics": "halves",
-    "00010": "00020",
-    "0a": "1b",
-}
+SWAPS = "law:news train:test dev:test 0000:0001 /dense:/demix pile:wiki btm:cbtm k2:k4 c00:c01 /document:/block"
+SWAPS += " 0.1:0.2 topics:halves 00010:00020 0a:1b"
+OTHER = dict(pair.split(":") for pair in SWAPS.split())
 WRITE = {
     ".json": lambda path, name: write_json(path, {"value": name}),
     ".jsonl": lambda path, name: write_json_lines(path, [{"value": name}]),

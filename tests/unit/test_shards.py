@@ -3,7 +3,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -15,49 +14,22 @@ from hypothesis import strategies as st
 
 from demix.data import shards
 from demix.data.shards import TokenShard, blocks, tokenize
-from demix.data.tokenizer import Tokenizer, _write, gpt2_tokenizer, train_tokenizer
-from demix.data.vocabulary import byte_of_character
+from demix.data.tokenizer import Tokenizer, train_tokenizer
 from demix.files import digest, read_json, write_json
 from demix.files.batches import BATCH_ROWS
 from support.errors import refused
-from support.shards import shard_of
+from support.shards import bytes_tokenizer, shard_of, write_shard
 
 TEXTS = ["one two", "", "<|endoftext|> is text", "漢字 and\nmore"]
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    gpt2_tokenizer(path)
-    return path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loaded_once():
-    """A tokenizer of GPT-2's size takes a second to load, and most of these tests load the same one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tokenizer, "load", staticmethod(cache(Tokenizer.load)))
-        yield
-
-
-@pytest.fixture(scope="module")
-def many_ids(tmp_path_factory):
-    """A tokenizer of 65,793 ids: the 256 bytes, all their pairs, and the end of text."""
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    alphabet = list(byte_of_character())
-    merges = [(first, second) for first in alphabet for second in alphabet]
-    _write({token: i for i, token in enumerate([*alphabet, *map("".join, merges)])}, merges, path)
-    return path
-
-
-def _documents(path, texts):
-    pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), path)
-    return path
+    return bytes_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
 
 
 def _tokenized(folder, tokenizer, texts=TEXTS, **options):
-    _documents(folder / "dev.parquet", texts)
-    tokenize(tokenizer, folder / "dev.parquet", folder / "dev.arrow", **options)
+    write_shard(tokenizer, folder / "dev.arrow", texts, **options)
     return folder / "dev.arrow"
 
 
@@ -66,20 +38,20 @@ def _tokenized(folder, tokenizer, texts=TEXTS, **options):
 def test_a_shard_holds_every_document(tmp_path, tokenizer, texts):
     encoder = Tokenizer.load(tokenizer)
     shard = TokenShard.open(_tokenized(tmp_path, tokenizer, texts), verify=True)
-    assert (shard.end_of_text, shard.vocab_size, shard.tokenizer_sha256) == (50256, 50257, encoder.sha256)
+    assert (shard.end_of_text, shard.vocab_size, shard.tokenizer_sha256) == (256, 257, encoder.sha256)
     tokens = shard.read(0, len(shard))
     edges = [*shard.offsets.tolist(), len(tokens)]
     assert len(edges) == len(texts) + 1
     assert edges[0] == 0
     for text, start, end in zip(texts, edges, edges[1:], strict=False):
-        assert tokens[start] == 50256
+        assert tokens[start] == 256
         assert encoder.decode(tokens[start + 1 : end]) == text
-    assert np.count_nonzero(tokens == 50256) == len(texts)
+    assert np.count_nonzero(tokens == 256) == len(texts)
     assert shard.document_bytes.tolist() == [len(text.encode()) for text in texts]
 
 
 def test_files(tmp_path, tokenizer):
-    path = _tokenized(tmp_path, tokenizer, file_tokens=12)
+    path = _tokenized(tmp_path, tokenizer, file_tokens=24)
     names = ["dev.arrow", "dev.1.arrow"]
     columns = []
     for number, name in enumerate(names):
@@ -90,13 +62,13 @@ def test_files(tmp_path, tokenizer):
         assert reader.schema.metadata == {
             b"sha256": read_json(tmp_path / "dev.json")["sha256"].encode(),
             b"tokenizer_sha256": digest(read_json(tokenizer)).encode(),
-            b"vocab_size": b"50257",
+            b"vocab_size": b"257",
             b"documents": b"4",
             b"part": str(number).encode(),
         }
-    assert len(columns[0]) == 12
+    assert len(columns[0]) == 24
     assert read_json(tmp_path / "dev.json") == {
-        "tokens": 12 + len(columns[1]),
+        "tokens": 24 + len(columns[1]),
         "documents": 4,
         "bytes": sum(len(text.encode()) for text in TEXTS),
         "sha256": hashlib.sha256(np.concatenate(columns).tobytes()).hexdigest(),
@@ -106,11 +78,11 @@ def test_files(tmp_path, tokenizer):
         ],
         "documents_sha256": hashlib.sha256((tmp_path / "dev.documents.arrow").read_bytes()).hexdigest(),
         "tokenizer_sha256": digest(read_json(tokenizer)),
-        "vocab_size": 50257,
+        "vocab_size": 257,
     }
     assert {file.name for file in tmp_path.iterdir()} == {*names, "dev.documents.arrow", "dev.json", "dev.parquet"}
     before = path.read_bytes()
-    _tokenized(tmp_path, tokenizer, file_tokens=12)
+    _tokenized(tmp_path, tokenizer, file_tokens=24)
     assert path.read_bytes() == before
 
 
@@ -130,15 +102,15 @@ def test_pieces_of_one_document_have_one_number(tmp_path, tokenizer):
 
 
 def test_files_of_an_earlier_longer_split_are_removed(tmp_path, tokenizer):
-    _tokenized(tmp_path, tokenizer, ["one two three"] * 9, file_tokens=8)
+    _tokenized(tmp_path, tokenizer, ["seven b"] * 9, file_tokens=16)
     assert (tmp_path / "dev.4.arrow").exists()
     # As after a removal that was cut short.
     (tmp_path / "dev.2.arrow").unlink()
     others = {"dev.2.json", "dev.old.arrow", "test.2.arrow"}
     for name in others:
         (tmp_path / name).touch()
-    shard = TokenShard.open(_tokenized(tmp_path, tokenizer, ["one two three"] * 3, file_tokens=8), verify=True)
-    assert len(shard) == 12
+    shard = TokenShard.open(_tokenized(tmp_path, tokenizer, ["seven b"] * 3, file_tokens=16), verify=True)
+    assert len(shard) == 24
     assert {file.name for file in tmp_path.iterdir()} == others | {
         "dev.arrow",
         "dev.1.arrow",
@@ -167,9 +139,8 @@ def test_reads_across_files_are_those_of_one_array(data, size, file_tokens, kind
 
 
 @pytest.mark.parametrize("file_tokens", [1, 7, 24, 25])
-def test_tokens_are_the_same_in_any_number_of_files(tmp_path, tokenizer, many_ids, file_tokens, monkeypatch):
+def test_tokens_are_the_same_in_any_number_of_files(tmp_path, tokenizer, file_tokens, monkeypatch):
     monkeypatch.setattr(shards, "_PIECE", 5)
-    tokenizer = many_ids if file_tokens < 12 else tokenizer
     whole = TokenShard.open(_tokenized(tmp_path, tokenizer, ["wörd", "漢字", "", "ÿÿ"] * 2))
     flat = whole.read(0, len(whole))
     (tmp_path / "cut").mkdir()
@@ -184,7 +155,7 @@ def test_tokens_are_the_same_in_any_number_of_files(tmp_path, tokenizer, many_id
 
 
 def test_tokens_are_mapped_and_read_only(tmp_path, tokenizer):
-    path = _tokenized(tmp_path, tokenizer, ["word " * 300_000])
+    path = _tokenized(tmp_path, tokenizer, ["word " * 100_000])
     before = pa.total_allocated_bytes()
     shard = TokenShard.open(path)
     assert pa.total_allocated_bytes() - before < 100_000
@@ -212,7 +183,8 @@ def test_a_renewed_encoder_gives_the_same_ids(tmp_path, tokenizer, monkeypatch):
     assert len(renewed) == 3
 
 
-def test_a_large_vocabulary_takes_four_bytes(tmp_path, many_ids):
+def test_a_large_vocabulary_takes_four_bytes(tmp_path):
+    many_ids = bytes_tokenizer(tmp_path / "tokenizer.json", pairs=True)
     shard = TokenShard.open(_tokenized(tmp_path, many_ids, ["ÿÿ"]))
     tokens = shard.read(0, len(shard))
     assert shard.vocab_size == 65_793
@@ -243,9 +215,9 @@ def test_damage_is_found(tmp_path, tokenizer, name):
 @pytest.mark.parametrize("name", ["dev.arrow", "dev.1.arrow", "dev.2.arrow", "dev.documents.arrow"])
 def test_files_of_different_runs_are_not_mixed(tmp_path, tokenizer, name):
     # Of one length each: their rows do not tell them apart.
-    path = _tokenized(tmp_path, tokenizer, ["one two three"] * 6, file_tokens=8)
+    path = _tokenized(tmp_path, tokenizer, ["one two"] * 6, file_tokens=16)
     other = (tmp_path / name).read_bytes()
-    _tokenized(tmp_path, tokenizer, ["one two four"] * 6, file_tokens=8)
+    _tokenized(tmp_path, tokenizer, ["one six"] * 6, file_tokens=16)
     mine = (tmp_path / name).read_bytes()
     assert len(other) == len(mine)
     (tmp_path / name).write_bytes(other)
@@ -258,7 +230,7 @@ def test_files_of_different_runs_are_not_mixed(tmp_path, tokenizer, name):
 
 
 def test_a_manifest_must_be_whole(tmp_path, tokenizer):
-    path = _tokenized(tmp_path, tokenizer, ["one two three"] * 6, file_tokens=9)
+    path = _tokenized(tmp_path, tokenizer, ["one two"] * 6, file_tokens=18)
     manifest = tmp_path / "dev.json"
     whole = read_json(manifest)
     for files in ([], whole["files"][:-1], whole["files"][::-1], [{"name": "dev.arrow"}]):
@@ -298,8 +270,10 @@ def test_blocks_score_each_token_once(tokens, length, limit, file_tokens):
 
 def test_ids_that_differ_from_tiktoken_are_encoded_by_it(tmp_path, tokenizer, caplog):
     encoder = Tokenizer.load(tokenizer)
+    documents = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"text": pa.array(["one two " * 9], pa.large_string())}), documents)
     # A gigatoken of another vocabulary stands for one that knows other characters.
-    train_tokenizer([_documents(tmp_path / "t.parquet", ["some other text " * 9])], 260, tmp_path / "other.json")
+    train_tokenizer([documents], 260, tmp_path / "other.json")
     other = Tokenizer.load(tmp_path / "other.json").vocabulary.encoding
     wrong = replace(encoder, vocabulary=replace(encoder.vocabulary, encoding=other))
     with pytest.MonkeyPatch.context() as patch:

@@ -2,37 +2,25 @@
 
 import hashlib
 import os
-import shutil
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from demix.data import shards
-from demix.data.shards import TokenShard, blocks, tokenize, write_spans
-from demix.data.tokenizer import gpt2_tokenizer
+from demix.data.shards import TokenShard, blocks, write_spans
+from demix.data.tokenizer import train_tokenizer
 from demix.files import read_json, write_json
 from demix.train.batches import balanced_batches
 from support.errors import refused
-from support.tokens import TRAINING
+from support.shards import bytes_tokenizer, write_shard
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    gpt2_tokenizer(path)
-    return path
-
-
-def write_shard(tokenizer: Path, path: Path, texts: list[str], **options: int) -> TokenShard:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), path.with_suffix(".parquet"))
-    tokenize(tokenizer, path.with_suffix(".parquet"), path, **options)
-    return TokenShard.open(path)
+    return bytes_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
 
 
 def documents_of(shard: TokenShard) -> list[tuple[int, int]]:
@@ -42,7 +30,7 @@ def documents_of(shard: TokenShard) -> list[tuple[int, int]]:
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> list[Path]:
     """Three small shards, in files of four tokens, of seven and in one."""
-    run, texts = tmp_path_factory.mktemp("run"), [["one two", "", "three"], ["a b c d e f g", "h"], ["x " * 20, "y"]]
+    run, texts = tmp_path_factory.mktemp("run"), [["one two", "", "three"], ["a b c", "h"], ["x " * 9, "y"]]
     paths = [run / "tokens" / str(number) / "train.arrow" for number in range(3)]
     for path, some, file_tokens in zip(paths, texts, (4, 7, 1000), strict=True):
         write_shard(tokenizer, path, some, file_tokens=file_tokens)
@@ -67,7 +55,7 @@ def test_spans_read_as_the_tokens_of_their_documents(tmp_path: Path, sources: li
     shard = TokenShard.open(output, verify=True)
     assert len(shard) == len(expected)
     assert shard.offsets.tolist() == (np.cumsum(cut) - cut).tolist()
-    assert (shard.end_of_text, shard.vocab_size) == (50256, 50257)
+    assert (shard.end_of_text, shard.vocab_size) == (256, 257)
     assert shard.tokenizer_sha256 == opened[0].tokenizer_sha256
     assert read_json(output.with_suffix(".json"))["sha256"] == hashlib.sha256(expected.tobytes()).hexdigest()
     for begin in range(len(expected) + 1):
@@ -80,17 +68,26 @@ def test_spans_read_as_the_tokens_of_their_documents(tmp_path: Path, sources: li
             shard.read(begin, end)
 
 
-def spans_of_training(tokens: Path, output: Path) -> list[Path]:
-    """Every other document of each training domain, the domains in turn."""
-    paths = [tokens / "tokens" / domain / "train.arrow" for domain in TRAINING]
-    found = [(n, *document) for n, path in enumerate(paths) for document in documents_of(TokenShard.open(path))[::2]]
-    write_spans(paths, *np.array(found[::-1]).T, output)
+@pytest.fixture
+def domains(tmp_path: Path, tokenizer: Path) -> list[Path]:
+    """Shards of three domains of a run, each of 40 documents."""
+    paths = [tmp_path / "a" / "tokens" / name / "train.arrow" for name in ("law", "news", "code")]
+    for path in paths:
+        write_shard(tokenizer, path, [f"{path.parent.name} has {n * n} texts" * (1 + n % 3) for n in range(40)])
     return paths
 
 
-def test_training_reads_spans_as_any_shard(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "_PIECE", 1000)
-    spans_of_training(tokens, tmp_path / "c00.arrow")
+def spans_of(paths: list[Path], output: Path) -> None:
+    """Every other document of each domain, the domains in turn."""
+    found = [(n, *document) for n, path in enumerate(paths) for document in documents_of(TokenShard.open(path))[::2]]
+    write_spans(paths, *np.array(found[::-1]).T, output)
+
+
+def test_training_reads_spans_as_any_shard(
+    domains: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "_PIECE", 100)
+    spans_of(domains, tmp_path / "c00.arrow")
     shard = TokenShard.open(tmp_path / "c00.arrow", verify=True)
     flat = shard.read(0, len(shard))
     assert (flat == shard.end_of_text).sum() == len(shard.offsets)
@@ -102,12 +99,13 @@ def test_training_reads_spans_as_any_shard(tokens: Path, tmp_path: Path, monkeyp
     assert (tmp_path / "c00.arrow").stat().st_size < 14 * len(shard.offsets) + 2000
 
 
-def test_spans_move_with_their_run_and_refuse_other_tokens(tokens: Path, tmp_path: Path, tokenizer: Path) -> None:
-    shutil.copytree(tokens / "tokens", tmp_path / "a" / "tokens")
-    spans_of_training(tmp_path / "a", tmp_path / "a" / "c00.arrow")
+def test_spans_move_with_their_run_and_refuse_other_tokens(
+    domains: list[Path], tmp_path: Path, tokenizer: Path
+) -> None:
+    spans_of(domains, tmp_path / "a" / "c00.arrow")
     flat = TokenShard.open(tmp_path / "a" / "c00.arrow").read(0, 500)
     os.rename(tmp_path / "a", tmp_path / "b")
-    moved, source = tmp_path / "b" / "c00.arrow", tmp_path / "b" / "tokens" / TRAINING[0] / "train.arrow"
+    moved, source = tmp_path / "b" / "c00.arrow", tmp_path / "b" / "tokens" / "law" / "train.arrow"
     assert np.array_equal(TokenShard.open(moved).read(0, 500), flat)
 
     # The first document of a domain is among the spans.
@@ -144,8 +142,8 @@ def test_spans_move_with_their_run_and_refuse_other_tokens(tokens: Path, tmp_pat
         TokenShard.open(moved)
 
 
-def test_spans_outside_of_their_source_are_refused(tokens: Path, tmp_path: Path, tokenizer: Path) -> None:
-    paths = [tokens / "tokens" / domain / "train.arrow" for domain in TRAINING]
+def test_spans_outside_of_their_source_are_refused(sources: list[Path], tmp_path: Path, tokenizer: Path) -> None:
+    paths = sources
     size = len(TokenShard.open(paths[1]))
     for span in ((3, 0, 1), (65536, 0, 1), (-1, 0, 1), (1, -1, 2), (1, 0, 0), (1, size - 1, 2), (1, 0, size + 1)):
         source, start, length = np.array([(0, 0, 1), span]).T
@@ -153,6 +151,8 @@ def test_spans_outside_of_their_source_are_refused(tokens: Path, tmp_path: Path,
             write_spans(paths, source, start, length, tmp_path / "c00.arrow")
     assert not list(tmp_path.iterdir())
     other = tmp_path / "other" / "train.arrow"
-    write_shard(tokenizer, other, ["text"])
+    write_shard(tokenizer, other, ["one two " * 9])
+    train_tokenizer([other.with_suffix(".parquet")], 260, tmp_path / "tokenizer.json")
+    write_shard(tmp_path / "tokenizer.json", other, ["text"])
     with refused("other/train.arrow"):
         write_spans([*paths, other], *np.array([(0, 0, 1)]).T, tmp_path / "c00.arrow")
