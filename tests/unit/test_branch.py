@@ -265,6 +265,7 @@ def test_a_model_that_restarts_has_its_parents_settings_and_its_own() -> None:
         (RESTART | {"kind": "demix", "tokens": 6143}, "tokens"),
         (RESTART | {"kind": "demix", "seed_tokens": 383, "sequences": 1}, "seed_tokens"),
         ({"kind": "demix", "parent": "restarted", "seed_tokens": 6000}, "parent"),
+        ({"kind": "demix", "parent": "dense", "seed_tokens": 6000, "dropout": 0.1}, "dropout"),
         ({"kind": "demix", "experts_per_job": 2}, "experts_per_job"),
         (BTM | {"ranks": 2, "experts_per_job": 2}, "ranks"),
         (BTM | {"ranks": 5}, "ranks"),

@@ -1,4 +1,4 @@
-"""Training in one process: the order of data, the loop against a plain one, its precisions, its best state."""
+"""Training in one process: the order of data, the loop against a plain one, precisions, dropout, the best state."""
 
 import dataclasses
 import itertools
@@ -12,33 +12,38 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard, blocks, tokenize
 from demix.errors import StoppedError
-from demix.files import read_json, write_json
+from demix.files import read_json, seed_for, write_json
 from demix.model.checkpoint import load_model
 from demix.model.gpt import GPT
+from demix.model.import_hf import import_hf
 from demix.model.layers import Auxiliary, DEMixLayer, Dropout
 from demix.model.scoring import log_probabilities
+from demix.plan.flops import activation_bytes
 from demix.train import scale, stage
 from demix.train.batches import Batch, balanced_batches, batches_of, mixed_batches, proportional_batches
 from demix.train.loop import train
 from demix.train.metrics import DivergedError
 from demix.train.schedule import Optimization
 from demix.train.stopping import EarlyStopping
+from support.checkpoints import checkpoint, farthest
 from support.errors import refused
 from support.plain_training import adamw, plain_steps, rates
 from support.tokens import NOVEL, TRAINING
 from support.training import SIZES, TRAIN, opened, rows, shard_paths, tensors, train_into, train_model, updates
 
+RATE, ARCHITECTURE = 0.25, Architecture(**SIZES)
 EXACT = Optimization(
     steps=8, learning_rate=3e-3, warmup=0.3, clip=0.5, weight_decay=0.1, precision="fp64", checkpoint_every=1000
 )
 
 
 def new_model(experts: Sequence[str] = TRAINING) -> GPT:
-    return GPT(Architecture(**SIZES), 400, tuple(experts)).initialise(1)
+    return GPT(ARCHITECTURE, 400, tuple(experts)).initialise(1)
 
 
 def test_every_block_is_seen_once_an_epoch_and_the_order_depends_on_step_alone(tokens: Path) -> None:
@@ -87,7 +92,7 @@ def test_unbalanced_batches_follow_the_sizes_of_the_domains(tokens: Path) -> Non
     assert found[0] <= 10
 
 
-@pytest.mark.parametrize("dropout", [None, 0.25])
+@pytest.mark.parametrize("dropout", [None, RATE])
 @pytest.mark.parametrize("kind", ["demix", "dense"])
 def test_training_is_a_plain_loop_in_any_micro_batches(
     kind: str, dropout: float | None, tokens: Path, tmp_path: Path
@@ -242,7 +247,7 @@ def test_early_stopping_keeps_the_best_parameters(stopped_at: int | None, tokens
         assert torch.equal(tensor, seen[2][name])
 
 
-@pytest.mark.parametrize(("kind", "dropout"), [("demix", 0.25), ("dense", None), ("domain_token", None)])
+@pytest.mark.parametrize(("kind", "dropout"), [("demix", RATE), ("dense", None), ("domain_token", None)])
 def test_the_best_checkpoint_on_dev_is_kept(kind: str, dropout: float | None, tokens: Path, tmp_path: Path) -> None:
     """Losses on dev drop no unit."""
     training = dataclasses.replace(
@@ -298,3 +303,76 @@ def test_text_of_another_tokenizer_is_refused(tokens: Path, tmp_path: Path) -> N
     with refused(other):
         train_model("dense", TRAIN, [*shard_paths(tokens), other], tmp_path / "model", None, tmp_path / "checkpoints")
     assert not (tmp_path / "model").exists()
+
+
+def test_a_mask_is_the_draw_of_its_sequence_and_layer() -> None:
+    x = torch.empty(2, 3, 5, 7)
+    kept, _ = Dropout(RATE, [[1, 2, 3], [4, 5, 6]]).masks(3, x)
+    for (e, b), seed in np.ndenumerate([[1, 2, 3], [4, 5, 6]]):
+        generator = torch.Generator().manual_seed(seed_for(int(seed), 3))
+        for place_of in range(2):
+            for t in range(5):
+                drawn = torch.rand(7, generator=generator)
+                assert torch.equal(kept[place_of, e, b, t], drawn >= RATE)
+    # Another sequence beside it changes nothing, another layer all.
+    assert torch.equal(Dropout(RATE, [[6, 1]]).masks(3, x[:1, :2])[0][:, 0, 1], kept[:, 0, 0])
+    assert not torch.equal(Dropout(RATE, [[1, 2, 3], [4, 5, 6]]).masks(2, x)[0], kept)
+    (some, scale), ones = Dropout(RATE, [[9]]).masks(0, torch.empty(1, 1, 400, 500)), torch.ones(400, 500)
+    theirs = F.dropout(ones, RATE)
+    assert (some[0] * scale).unique().tolist() == theirs.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
+    assert (some * scale).mean(dim=(1, 2, 3, 4)).tolist() == pytest.approx([theirs.mean().item()] * 2, abs=0.01)
+
+
+def test_the_places_are_those_of_opt(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and gradients are those of transformers' OPT, whose F.dropout takes the same masks one after the other."""
+    theirs = checkpoint(tmp_path / "hf", tokens, "opt", dropout=RATE, attn_implementation="sdpa")
+    import_hf(tmp_path / "hf", tmp_path / "in")
+    model, ids = load_model(tmp_path / "in"), torch.randint(2, 400, (2, 40), generator=torch.Generator().manual_seed(1))
+    dropout = Dropout(RATE, [[11, 12]])
+    masks = iter([mask for layer in range(3) for mask in dropout.masks(layer, torch.empty(1, 2, 40, 32))[0][:, 0]])
+
+    def drop(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
+        assert (p, training) == (RATE, True)
+        return x * next(masks).reshape(x.shape) / (1 - p)
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", drop)
+    wanted = theirs.train()(ids, labels=ids)
+    assert next(masks, None) is None, "two places in each block, and none besides"
+    wanted.loss.backward()
+    model.requires_grad_(True)
+    hidden = model(ids[None], dropout=dropout)
+    assert farthest(model.logits(hidden)[0].detach(), wanted.logits.detach()) < 1e-5
+    model.log_probabilities(hidden[:, :, :-1], ids[None, :, 1:]).mean().neg().backward()
+    decoder = "model.decoder.layers"
+    pairs = {
+        "token_embedding": "model.decoder.embed_tokens.weight",
+        "blocks.1.attention.out.weight": f"{decoder}.1.self_attn.out_proj.weight",
+        "blocks.2.feedforward.up": f"{decoder}.2.fc1.weight",
+    }
+    for ours, name in pairs.items():
+        gradient = model.get_parameter(ours).grad
+        assert farthest(gradient.view_as(theirs.get_parameter(name)), theirs.get_parameter(name).grad) < 1e-4, name
+
+
+def test_the_seed_of_a_mask_follows_from_the_step_the_domain_and_the_number_there(tokens: Path) -> None:
+    shards = opened(tokens)
+
+    def seeds(how: str = "by_domain", names: Sequence[str] = TRAINING, seed: int = 1, step: int = 5) -> torch.Tensor:
+        return batches_of(how, shards[: len(names)], names, 4, 32, seed).draw(step).seeds
+
+    whole = seeds()
+    assert whole.shape == (3, 4)
+    assert len({*whole.flatten().tolist(), *seeds(step=6).flatten().tolist()}) == 24
+    assert not {*seeds(seed=2).flatten().tolist()} & {*whole.flatten().tolist()}
+    assert torch.equal(seeds("mixed").view(3, 4), whole), "dense models drop as experts do"
+    assert torch.equal(seeds(names=TRAINING[:1]), whole[:1]), "whatever other domains there are"
+    assert len({*seeds("proportional").flatten().tolist()}) == 12
+
+
+def test_a_plan_counts_the_masks() -> None:
+    for checkpointing, layers in ((False, 2), (True, 1)):
+        plain, with_masks = (
+            activation_bytes(ARCHITECTURE, 400, 3, 2, checkpointing=checkpointing, dropout=on) for on in (False, True)
+        )
+        tokens = 3 * ARCHITECTURE.context
+        assert with_masks - plain == 2 * tokens * ARCHITECTURE.width * layers, "a byte for each unit at two places"
