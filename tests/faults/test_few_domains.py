@@ -49,10 +49,17 @@ def evaluate(run: Run, domain: str, kind: str) -> Outputs:
     for number, table in enumerate(tables):
         for split in ("dev", "test") if table.sets else ("test",):
             write_table(run.folder / "scores" / table.folder / f"{domain}.{split}", table.columns, number)
-    evaluation = settings_from(Evaluation, taken(MixingRecipe, run.config.evaluation) | {
-        "kind": kind, "tables": tables, "compared": [system.key for system in compared(run, domain)],
-        "against": [(name, *system.key) for name, system in bases(run).items()], "seed": run.seed,
-    })  # fmt: skip
+    evaluation = settings_from(
+        Evaluation,
+        taken(MixingRecipe, run.config.evaluation)
+        | {
+            "kind": kind,
+            "tables": tables,
+            "compared": [system.key for system in compared(run, domain)],
+            "against": [(name, *system.key) for name, system in bases(run).items()],
+            "seed": run.seed,
+        },
+    )
     outputs = Outputs(*(run.folder / "evaluations" / f"{domain}.{name}.parquet" for name in (*TABLES, "losses")))
     evaluate_domain(run.folder / "scores", domain, evaluation, outputs)
     return outputs
@@ -67,11 +74,17 @@ def test_every_small_number_of_domains_has_a_report(
 ) -> None:
     run, old, new = tmp_path / "run", TRAINING[:training], NOVEL[:novel]
     build_run(run, training=old, novel=new, retrained=old[:1] if removal else (), steps=2)
-    made = with_keys(run, small(
-        run="made-up", domains=domains(old, new), tokenizer={"kind": "bpe", "vocab_size": 512},
-        architecture={"layers": 2, "width": 32, "heads": 2, "context": 16}, training={"tokens": 4096, "sequences": 4},
-        removal={"retrain_without": [old[0]], "replacement": new[0]} if removal else {},
-    ))  # fmt: skip
+    made = with_keys(
+        run,
+        small(
+            run="made-up",
+            domains=domains(old, new),
+            tokenizer={"kind": "bpe", "vocab_size": 512},
+            architecture={"layers": 2, "width": 32, "heads": 2, "context": 16},
+            training={"tokens": 4096, "sequences": 4},
+            removal={"retrain_without": [old[0]], "replacement": new[0]} if removal else {},
+        ),
+    )
     with note.timed("1 to 4 training and 0 to 3 novel domains, with and without removal", "report, cards, tracked"):
         kinds = dict.fromkeys(old, "training") | dict.fromkeys(new, "novel")
         found = [evaluate(made, domain, kind) for domain, kind in kinds.items()]

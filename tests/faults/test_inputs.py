@@ -1,34 +1,25 @@
-"""Inputs that got through once: each is a row of a table, which says how the command ends and within what time.
+"""Inputs that got through once: each is a row of a table, and ends in one line that names it, soon, or is read."""
 
-`support.attacks` says what a row holds. Rows that take a workflow are left to `make faults`.
-"""
-
+import copy
+import json
 import os
 import shutil
+import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
-from support.attacks import (
-    URL,
-    Attack,
-    asked,
-    config,
-    ended,
-    files,
-    planned,
-    rescored,
-    served,
-    source,
-    table,
-    task,
-    write,
-    write_attacked,
-)
-from support.breaking import Note, command
+from demix.files import sha256_file
+from support.attacks import write_attacked
+from support.cli import refusal, said
+from support.dry_run import TINY
 from support.once import once
 from support.server import Answer, Handler, serving
 
@@ -37,7 +28,89 @@ LATIN1 = "déjà vu, garçon, où êtes-vous\n".encode("latin-1")
 NOT_UTF8 = os.fsdecode(b"\xff\xfe")
 LINES = "".join(f'{{"text": "line {number:04} of them"}}\n' for number in range(2000)).encode()
 HALF = len(LINES) // 2
-ICONV = "iconv -f LATIN1"
+# The address of the server that an attack has, where its command names it.
+URL = "http://served"
+Content = str | bytes | Callable[[Path], object]
+
+
+@dataclass(frozen=True)
+class Attack:
+    """`make` writes the files of an attack to the working folder, which holds those of `write_attacked` already.
+
+    The command is refused by the name `of` what is wrong, and the folder is then as it was; with None it succeeds.
+    `answer` is what a server says to it.
+    """
+
+    name: str
+    make: Callable[[], object]
+    command: list[str]
+    of: str | None
+    answer: Answer | None = None
+
+
+def write(name: str, content: Content) -> Callable[[], None]:
+    """What writes the file `name`: its content, or by a function of its path."""
+
+    def make() -> None:
+        path = Path(name)
+        if callable(content):
+            content(path)
+        else:
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return make
+
+
+def download(settings: dict[str, object]) -> list[str]:
+    return ["download", "d", "--settings", json.dumps(settings), "--output", "raw.parquet"]
+
+
+def source(name: str, content: Content, of: str = "", **keys: object) -> Attack:
+    """A file as the source of a domain."""
+    command = download({"kind": "files", "path": name} | keys)
+    return Attack(f"source {name!a}", write(name, content), command, of or name)
+
+
+def task(name: str, rows: bytes | list[dict[str, object]], **keys: object) -> Attack:
+    """A file as the examples of a task."""
+    content = rows if isinstance(rows, bytes) else "".join(json.dumps(row) + "\n" for row in rows)
+    settings = json.dumps({"path": "task.jsonl", "length": 96, "seed": 1, "examples": 50} | keys)
+    command = ["examples", "t", "--tokenizer", "tokenizer.json", "--settings", settings, "--output", "t.parquet"]
+    return Attack(f"task of {name}", write("task.jsonl", content), command, "t")
+
+
+def config(of: str, text: str | dict[str, object]) -> Attack:
+    """A config file, as text or as keys of the tiny config that take another value."""
+    content = text if isinstance(text, str) else yaml.safe_dump(changed(text), sort_keys=False)
+    return Attack(f"config: {of}", write("c.yaml", content), ["config", "c.yaml"], of)
+
+
+def changed(keys: dict[str, object]) -> dict:
+    """The tiny config with other values of `keys`, whose parts dots separate."""
+    made = copy.deepcopy(TINY)
+    for key, value in keys.items():
+        *above, last = key.split(".")
+        place = made
+        for part in above:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return made
+
+
+def asked(of: str | None, *command: str, make: Callable[[], object] = list) -> Attack:
+    """A command that asks the model or the scores, in a state that `make` brought about."""
+    return Attack(ascii(" ".join(command)), make, list(command), of)
+
+
+def served(name: str, answer: Answer, of: str | None, **keys: object) -> Attack:
+    """A server as the source of a domain."""
+    return Attack(f"server: {name}", list, download({"kind": "url", "path": f"{URL}/a.jsonl"} | keys), of, answer)
+
+
+def table(path: Path, *columns: list, names: list[str]) -> None:
+    # By its open file, since pyarrow takes no path that is not UTF-8.
+    with path.open("wb") as file:
+        pq.write_table(pa.Table.from_arrays([pa.array(column) for column in columns], names), file)
 
 
 def one_value_for_each_row(path: Path) -> None:
@@ -109,122 +182,130 @@ def endless(handler: Handler, number: int) -> None:
     handler.send(LINES * 9, Content_Length=None)
 
 
-MERGES = "a0: &a0 {" + ", ".join(f"k{n}: 1" for n in range(10)) + "}\n" + "".join(
+MERGES = f"a0: &a0 {{{', '.join(f'k{n}: 1' for n in range(10))}}}\n" + "".join(
     f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 11)
-)  # fmt: skip
+)
 BTM = {"kind": "branched", "averages": True}
-CLASH = "is a name that the workflow also has"
 GENERATE = ("generate", "model", "--tokens", "2", "--prompt")
 MERGE = ("merge", "model", "--output", "merged", "--weights")
-OPTIONS = {"choices": "opts"}
-MANY = [1 + number / 1e5 for number in range(10_000)]
-TAKEN = "took 2000 of 2000 documents"
-OTHER = "results/tiny/scores/demix/fantasy.test/licenses.parquet"
+HUGE = int("9" * 4000)
 
 ATTACKS = [
-    source("twice.jsonl", '{"text": "one", "text": "two"}\n', "the key 'text' stands twice"),
-    source("inside.jsonl", '{"text": "one", "m": {"a": 1, "a": 2}}\n', "the key 'a' stands twice"),
-    source("twice.csv", "text,text\none,two\n", "has two columns 'text'"),
-    source("wide.csv", wide(60_002), "has two columns 'text'"),
-    source("quoted.csv", f'"a\nb",{wide(9)}', "has two columns 'text'"),
-    source("header.csv", f'"{"a,b" * 50_000}', "is not valid CSV (field larger"),
-    source("lines.csv", "text," + '"\n",' * (3 << 20), "has a header of over 8 MiB"),
-    source("twice.parquet", lambda path: table(path, ["a"], ["b"], names=["text", "text"]), "has two columns 'text'"),
-    source("bomb.parquet", one_value_for_each_row, "expands to over 200 times its"),
-    source("late.parquet", beyond_9999, "holds a value", metadata=["when"]),
-    source("pipe.jsonl", os.mkfifo, "is a pipe or a device"),
-    source("link.jsonl", lambda path: path.symlink_to("nowhere"), "is a link to nowhere, which is missing"),
-    source("deep.jsonl", f'{{"text": {nested(900)}}}\n', "is nested deeper than 100 levels"),
-    source("meta.jsonl", f'{{"text": "a", "m": {nested(900)}}}\n', "is nested deeper than 100 levels", metadata=["m"]),
-    source("digits.jsonl", f'{{"text": "a", "n": {"9" * 4000}}}\n', "keeps none of 1", where={"n": {"max": 5}}),
-    source("number.jsonl", LINE, "where", where={"n": int("9" * 4000)}),
-    source("range.jsonl", LINE, "where", where={"n": {"min": int("9" * 4000)}}),
-    source("cut.jsonl", LINE + LINE[:-5], "cut.jsonl, line 2: is not valid JSON"),
-    source(f"{NOT_UTF8}.jsonl", LINE, "has a name that is not UTF-8; rename the file"),
-    source(f"{NOT_UTF8}.parquet", lambda path: table(path, ["a"], names=["text"]), "is not UTF-8", path="*.parquet"),
+    source("twice.jsonl", '{"text": "one", "text": "two"}\n'),
+    source("inside.jsonl", '{"text": "one", "m": {"a": 1, "a": 2}}\n'),
+    source("twice.csv", "text,text\none,two\n"),
+    source("wide.csv", wide(60_002)),
+    source("quoted.csv", f'"a\nb",{wide(9)}'),
+    source("header.csv", f'"{"a,b" * 50_000}'),
+    source("lines.csv", "text," + '"\n",' * (3 << 20)),
+    source("twice.parquet", lambda path: table(path, ["a"], ["b"], names=["text", "text"])),
+    source("bomb.parquet", one_value_for_each_row),
+    source("late.parquet", beyond_9999, metadata=["when"]),
+    source("pipe.jsonl", os.mkfifo),
+    source("link.jsonl", lambda path: path.symlink_to("nowhere")),
+    source("deep.jsonl", f'{{"text": {nested(900)}}}\n'),
+    source("meta.jsonl", f'{{"text": "a", "m": {nested(900)}}}\n', metadata=["m"]),
+    source("digits.jsonl", f'{{"text": "a", "n": {"9" * 4000}}}\n', "d.source", where={"n": {"max": 5}}),
+    source("number.jsonl", LINE, "where", where={"n": HUGE}),
+    source("range.jsonl", LINE, "where", where={"n": {"min": HUGE}}),
+    source("cut.jsonl", LINE + LINE[:-5]),
+    source(f"{NOT_UTF8}.jsonl", LINE, ".jsonl"),
+    source(f"{NOT_UTF8}.parquet", lambda path: table(path, ["a"], names=["text"]), ".parquet", path="*.parquet"),
     # PyYAML merges each key once from 6.0.4 on, so that `a0` is refused as a key; before, the bound ends it.
-    config("c.yaml", MERGES),
+    config("", MERGES),
     config("config key base", 'base: "a\\0b"\n'),
-    config("where", domain(where={"n": {"max": int("9" * 4000)}})),
-    config("clusterings.k.clusters: is 1000000000000; allowed is", {"clusterings.k.clusters": 10**12}),
-    config("training.sequences: is 9999999999; allowed is", {"training.sequences": 9_999_999_999}),
-    config("capacity: is 1e+308; allowed is", {"models.r": {"kind": "routed", "capacity": 1e308}}),
-    config("seed: is a whole number of more than 64 bits", f"seed: 0x{'f' * 5000}\nrun: a\n"),
-    config("temperatures: holds 10000 values; name at most", {"evaluation.temperatures": MANY}),
-    config("seeds: holds 1001 values; name at most 1000", {"seeds": [*range(1001)]}),
-    config("holds half a character", 'run: a\nbase: "\\ud800"\n'),
-    config("allowed is string of 1 to 500 characters", {"tracking.experiment": "x" * 501}),
-    config("run: is 'rrr", {"run": "r" * 300}),
-    config("ends in 'ha' over and over", new_domain("ha" * 30)),
-    config("has a name of 70 characters; use at most 64", new_domain("name_of_10" * 6 + "and_more_9")),
-    config(f"dense_seed2: {CLASH} for dense-seed2", {"seeds": [2], "models.dense_seed2": {"kind": "dense"}}),
-    config(f"without_licenses: {CLASH} for without-licenses", {"models.without_licenses": {"kind": "demix"}}),
-    config(f"models.btm__uniform: {CLASH} for btm-uniform", {"models": {"btm": BTM, "btm__uniform": BTM}}),
-    planned("over and over", 1, new_domain("ha" * 30)),
-    planned("Job stats", 0, domain(instructions="{x} {domain}") | {
-        "tasks.t": {"path": "{x}.jsonl", "template": "{text} Topic: {label}"},
-        "domains.novel.fantasy.licence": "CC BY {x}",
-    }),
-    task("Latin-1", b"".join(b'{"text": "%d %s", "label": "a"}\n' % (n, LATIN1[:-1]) for n in range(100)), ICONV),
-    task("choices against labels", labelled(*[2] * 60, opts=[1, 2, 3, 4]), "one of its choices", **OPTIONS),
-    task("true among choices", labelled(*[True] * 60, opts=["a", "b"]), "the label 'true', which", **OPTIONS),
-    task("one label", labelled(*["a"] * 90), "has the one label 'a'"),
-    task("100,000 labels", labelled(*map(str, range(100_000))), "labels"),
-    served("no length", endless, "is sent without its length"),
-    served("no end", endless, "bytes, not 80", bytes={"a.jsonl": 80}),
-    served("a range of any total", cut_then(LINES[HALF:][:950], "*"), TAKEN, 0),
-    served("a range that sends more", cut_then(LINES[HALF:] + LINES[:950], len(LINES)), TAKEN, 0),
-    served("Retry-After: soon", wait, TAKEN, 0),
-    asked("--prompt: is not UTF-8", *GENERATE, NOT_UTF8),
-    asked("prior: has weights whose sum is more", *GENERATE, "a", "--prior", "law=1e308,news=1e308"),
+    config("config key base", 'run: a\nbase: "\\ud800"\n'),
+    config("where", domain(where={"n": {"max": HUGE}})),
+    config("config key clusterings.k.clusters", {"clusterings.k.clusters": 10**12}),
+    config("config key training.sequences", {"training.sequences": 9_999_999_999}),
+    config("config key models.r.capacity", {"models.r": {"kind": "routed", "capacity": 1e308}}),
+    config("config key seed", f"seed: 0x{'f' * 5000}\nrun: a\n"),
+    config("config key evaluation.temperatures", {"evaluation.temperatures": [1 + n / 1e5 for n in range(10_000)]}),
+    config("config key seeds", {"seeds": [*range(1001)]}),
+    config("config key tracking.experiment", {"tracking.experiment": "x" * 501}),
+    config("config key run", {"run": "r" * 300}),
+    config(f"config key domains.novel.{'ha' * 30}", new_domain("ha" * 30)),
+    config("config key domains.novel.name_of_10", new_domain("name_of_10" * 6 + "and_more_9")),
+    config("config key models.dense_seed2", {"seeds": [2], "models.dense_seed2": {"kind": "dense"}}),
+    config("config key models.without_licenses", {"models.without_licenses": {"kind": "demix"}}),
+    config("config key models.btm__uniform", {"models": {"btm": BTM, "btm__uniform": BTM}}),
+    task("Latin-1", b"".join(b'{"text": "%d %s", "label": "a"}\n' % (n, LATIN1[:-1]) for n in range(100))),
+    task("choices against labels", labelled(*[2] * 60, opts=[1, 2, 3, 4]), choices="opts"),
+    task("true among choices", labelled(*[True] * 60, opts=["a", "b"]), choices="opts"),
+    task("one label", labelled(*["a"] * 90)),
+    task("100,000 labels", labelled(*map(str, range(100_000)))),
+    served("no length", endless, f"{URL}/a.jsonl"),
+    served("no end", endless, f"{URL}/a.jsonl", bytes={"a.jsonl": 80}),
+    served("a range of any total", cut_then(LINES[HALF:][:950], "*"), None),
+    served("a range that sends more", cut_then(LINES[HALF:] + LINES[:950], len(LINES)), None),
+    served("Retry-After: soon", wait, None),
+    asked("--prompt", *GENERATE, NOT_UTF8),
+    asked("prior", *GENERATE, "a", "--prior", "law=1e308,news=1e308"),
     asked("tokens", "mix", "scores/x.test", "--experts", "tokens"),
-    asked("weights: sum to inf", *MERGE, "law=1e308,news=1e308"),
-    asked("weight of law: is nan", *MERGE, "law=nan,news=1"),
-    asked("is no weight", *MERGE, "law=0.5,law=0.5"),
-    asked(ICONV, "eval", "model", "latin1.txt", make=write("latin1.txt", LATIN1 * 9)),
-    asked(ICONV, "eval", "model", "few.txt", make=write("few.txt", b"caf\xe9 and " + b"words " * 9), status=0),
-    asked("pipe.txt: is not UTF-8; convert it", "eval", "model", "pipe.txt", make=pipe),
-    asked("is a link to nowhere", "eval", "model", "a.txt", make=lambda: Path("a.txt").symlink_to("nowhere")),
-    asked("not UTF-8; rename", "eval", "model", f"{NOT_UTF8}.txt", make=write(f"{NOT_UTF8}.txt", "some words")),
-    asked("not UTF-8; rename", "eval", "model", f"{NOT_UTF8}.jsonl", make=write(f"{NOT_UTF8}.jsonl", LINE)),
-    asked("not UTF-8; rename", "eval", "model", "texts", make=inside),
-    Attack("a score table of another model", lambda: rescored(Path(OTHER), expert_sha256="0" * 64),
-           lambda: command(Path(), "evaluate fantasy"), "was scored with other weights (expert_sha256)", faults=True,
-           in_run=True),
-]  # fmt: skip
+    asked("weights", *MERGE, "law=1e308,news=1e308"),
+    asked("weight of law", *MERGE, "law=nan,news=1"),
+    asked("", *MERGE, "law=0.5,law=0.5"),
+    asked("latin1.txt", "eval", "model", "latin1.txt", make=write("latin1.txt", LATIN1 * 9)),
+    asked(None, "eval", "model", "few.txt", make=write("few.txt", b"caf\xe9 and " + b"words " * 9)),
+    asked("pipe.txt", "eval", "model", "pipe.txt", make=pipe),
+    asked("a.txt", "eval", "model", "a.txt", make=lambda: Path("a.txt").symlink_to("nowhere")),
+    asked(".txt", "eval", "model", f"{NOT_UTF8}.txt", make=write(f"{NOT_UTF8}.txt", "some words")),
+    asked(".jsonl", "eval", "model", f"{NOT_UTF8}.jsonl", make=write(f"{NOT_UTF8}.jsonl", LINE)),
+    asked("texts", "eval", "model", "texts", make=inside),
+]
 
 
-@pytest.mark.parametrize(
-    "attack",
-    [pytest.param(one, id=one.name, marks=[pytest.mark.faults] if one.faults else []) for one in ATTACKS],
-)
+def files() -> dict[str, str]:
+    """What lies below the working folder: the sha256 of files, the kind of all else.
+
+    What a download has fetched stays on purpose: the next one goes on from there.
+    """
+    found = {}
+    for folder, folders, names in os.walk("."):
+        folders[:] = [name for name in folders if not name.endswith(".fetched")]
+        for name in (*folders, *names):
+            path = Path(folder, name)
+            whole = path.is_file() and not path.is_symlink()
+            found[os.fsencode(path).hex()] = sha256_file(path) if whole else str(path.lstat().st_mode)
+    return found
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """An assertion that what is done ends in time."""
+
+    def end(*_: object) -> None:
+        raise AssertionError(f"it had not ended after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
 def test_an_input_ends_as_it_should(
-    attack: Attack, request: pytest.FixtureRequest, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch, note: Note,
-) -> None:  # fmt: skip
-    if attack.in_run:
-        request.getfixturevalue("copied")
-    else:
-        folder = tmp_path / "here"
-        shutil.copytree(once(tmp_path_factory, "attacked", write_attacked), folder, symlinks=True)
-        monkeypatch.chdir(folder)
+    attack: Attack, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "here"
+    shutil.copytree(once(tmp_path_factory, "attacked", write_attacked), folder)
+    monkeypatch.chdir(folder)
     attack.make()
-    words = attack.command() if callable(attack.command) else attack.command
     before = files()
-    with note.timed("hostile input", "one line"), serving(attack.answer) as site:
-        end = ended([word.replace(URL, site.address) for word in words], attack.seconds)
-        end.refuse_unless(attack)
-    if attack.status:
-        assert files() == before
+    with within(30), serving(attack.answer) as site:
+        words = [word.replace(URL, site.address) for word in attack.command]
+        if attack.of is None:
+            assert said(words) is None
+            return
+        refusal(*words, of=attack.of.replace(URL, site.address))
+    assert files() == before
 
 
-def test_a_command_that_does_not_end_is_killed(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    model = once(tmp_path_factory, "attacked", write_attacked) / "model"
+def test_what_does_not_end_is_found(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
     # It waits for somebody to write.
-    end = ended(["eval", str(model), str(pipe)], 4.0)
-    assert end.status is None
-    assert 4.0 <= end.seconds < 20.0
-    with pytest.raises(AssertionError, match="had not ended"):
-        end.refuse_unless(asked("", "eval", seconds=4.0))
+    with pytest.raises(AssertionError), within(0.2):
+        (tmp_path / "pipe").read_bytes()

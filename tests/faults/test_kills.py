@@ -6,15 +6,14 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
-from demix.files import sha256_file
-from support.breaking import Note, run_tiny
+from demix.files import replacing, sha256_file, write_text
+from support.breaking import run_tiny
 from support.disturbed import printed, until
 
 RESULTS = "results/tiny/results.parquet"
@@ -41,60 +40,55 @@ def ran_again(shown: str) -> list[str]:
 
 def below(process: subprocess.Popen) -> list[psutil.Process]:
     """The `demix` commands that a snakemake has running."""
-    try:
-        children = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
     found = []
-    for child in children:
-        with suppress(psutil.NoSuchProcess):
-            if any(Path(word).name == "demix" for word in child.cmdline()[:2]):
-                found.append(child)
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if any(Path(word).name == "demix" for word in child.cmdline()[:2]):
+                    found.append(child)
     return found
 
 
-def kill(process: subprocess.Popen, jobs: list[psutil.Process], chance: random.Random) -> str:
-    """SIGKILL snakemake, snakemake with all of its jobs, or one job; returns which."""
+def kill(process: subprocess.Popen, jobs: list[psutil.Process], chance: random.Random) -> None:
+    """SIGKILL snakemake, snakemake with all of its jobs, or one job, whereupon the jobs beside it are finished."""
     what = chance.choice(["snakemake", "snakemake and its jobs", "a job"])
     if what == "a job" and jobs:
         with suppress(psutil.NoSuchProcess):
             chance.choice(jobs).kill()
-        # The jobs beside it are finished first.
         process.wait()
-        return what
+        return
     process.kill()
     process.wait()
-    for job in jobs if what == "snakemake and its jobs" else []:
+    for job in jobs if what != "snakemake" else []:
         with suppress(psutil.NoSuchProcess):
             job.kill()
-    return "snakemake and its jobs" if what != "snakemake" else what
+
+
+def has_ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.faults
 def test_a_run_that_is_killed_at_random_moments(
-    finished: Path, tmp_path: Path, chance: random.Random, request: pytest.FixtureRequest, note: Note
+    finished: Path, tmp_path: Path, chance: random.Random, request: pytest.FixtureRequest
 ) -> None:
-    kills, runs = 0, 0
-    while kills < request.config.getoption("--kills"):
+    kills, runs, wanted = 0, 0, request.config.getoption("--kills")
+    while kills < wanted:
         runs += 1
         folder = tmp_path / f"run{runs}"
         while True:
             process = run_tiny(folder)
-            wait = chance.uniform(*SECONDS) if kills < request.config.getoption("--kills") else None
             try:
-                assert process.wait(wait) == 0, printed(folder)
+                assert process.wait(chance.uniform(*SECONDS) if kills < wanted else None) == 0, printed(folder)
                 break
             except subprocess.TimeoutExpired:
                 jobs = below(process)
             kills += 1
-            what = kill(process, jobs, chance)
+            kill(process, jobs, chance)
             # Nothing runs on unseen, training neither.
-            start = time.monotonic()
-            until(lambda jobs=jobs: not any(job.is_running() and job.status() != "zombie" for job in jobs), 60)
-            note.add(f"SIGKILL of {what}", "its jobs have ended", time.monotonic() - start)
-        with note.timed("a run after its kills", "same results.parquet, nothing finished ran again"):
-            assert sha256_file(folder / RESULTS) == sha256_file(finished / RESULTS)
-            assert ran_again(printed(folder)) == []
+            until(lambda jobs=jobs: all(map(has_ended, jobs)), 60)
+        assert sha256_file(folder / RESULTS) == sha256_file(finished / RESULTS)
+        assert ran_again(printed(folder)) == []
 
 
 PARENT = '''
@@ -112,45 +106,38 @@ subprocess.run(shell)
 '''
 
 
-def test_a_job_ends_when_its_snakemake_is_killed(note: Note) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
-    job = psutil.Process(int(parent.stdout.readline()))
-    with note.timed("SIGKILL of what started a job", "the job has ended"):
+def test_a_job_ends_when_its_snakemake_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        job = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
-        parent.wait()
-        until(lambda: not job.is_running() or job.status() == psutil.STATUS_ZOMBIE)
+    until(lambda: has_ended(job))
 
 
 def test_a_job_by_hand_outlives_who_started_it() -> None:
     code = "from demix.launch.parents import end_with_snakemake, is_job; end_with_snakemake(); print(is_job.is_set())"
     environment = {key: value for key, value in os.environ.items() if key != "DEMIX_SNAKEMAKE"}
-    shown = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
-    assert shown == "False\n"
-    again = subprocess.check_output(
-        [sys.executable, "-c", code], text=True, env=environment | {"DEMIX_SNAKEMAKE": str(os.getpid())}
-    )
-    assert again == "True\n"
+    for more, shown in (({}, "False\n"), ({"DEMIX_SNAKEMAKE": str(os.getpid())}, "True\n")):
+        assert subprocess.check_output([sys.executable, "-c", code], text=True, env=environment | more) == shown
 
 
-def test_what_a_killed_writer_left_is_cleared_away(tmp_path: Path) -> None:
+@pytest.mark.parametrize("directory", [False, True])
+def test_what_a_killed_writer_left_is_cleared_away(directory: bool, tmp_path: Path) -> None:
     code = """
 import os, signal, sys
 from demix.files import replacing
-with replacing(sys.argv[1], directory=len(sys.argv) > 2) as temporary:
-    (temporary / "a" if len(sys.argv) > 2 else temporary).write_text("half")
+directory = len(sys.argv) > 2
+with replacing(sys.argv[1], directory=directory) as temporary:
+    (temporary / "a" if directory else temporary).write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    from demix.files import replacing, write_text
-
-    for more in ([], ["folder"]):
-        output = tmp_path / f"out{len(more)}"
-        done = subprocess.run([sys.executable, "-c", code, str(output), *more], check=False)
-        assert done.returncode == -signal.SIGKILL
-        assert not output.exists()
-        assert [path.suffix for path in tmp_path.iterdir() if path.name.startswith(f".{output.name}")] == [".partial"]
-        if more:
-            with replacing(output, directory=True) as temporary:
-                (temporary / "a").write_text("whole")
-        else:
-            write_text(output, "whole")
-        assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    output = tmp_path / "out"
+    done = subprocess.run([sys.executable, "-c", code, str(output), *["folder"][: int(directory)]], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not output.exists()
+    assert [path.suffix for path in tmp_path.iterdir() if path.name.startswith(".out")] == [".partial"]
+    if directory:
+        with replacing(output, directory=True) as temporary:
+            (temporary / "a").write_text("whole")
+    else:
+        write_text(output, "whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

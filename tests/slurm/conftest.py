@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.disturbed import Trained, printed
-from support.once import once, run_with_progress
+from support.once import tiny_run
 
 HERE = Path(__file__).parent
 PLACE = "/var/tmp/demix-slurm"
@@ -33,7 +33,7 @@ def slurm() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished local run of the tiny config; not to be written to."""
-    return once(tmp_path_factory, "tiny", run_with_progress)
+    return tiny_run(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +41,7 @@ def undisturbed(slurm: None, prepared: Path, tmp_path_factory: pytest.TempPathFa
     """The losses of a training that nobody disturbs."""
     training = Trained(prepared, tmp_path_factory.mktemp("undisturbed") / "run")
     assert training.start().wait() == 0, printed(training.folder)
-    training.assert_one_at_a_time()
+    assert len(training.starts()) == 1
     return training.losses()
 
 
@@ -62,4 +62,6 @@ def training(slurm: None, prepared: Path, tmp_path: Path) -> Iterator[Callable[.
                 os.kill(int(pid), signal.SIGKILL)
             except ProcessLookupError:
                 continue
+        # The names of all runs of a session stay: their folders would fill the disk.
+        shutil.rmtree(one.folder)
     subprocess.run(["scancel", "--user", "root"], check=True)

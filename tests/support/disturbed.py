@@ -1,24 +1,17 @@
-"""Runs of the tiny config on SLURM, and trainings that can be disturbed."""
+"""Snakemake in the background, and trainings on SLURM that can be disturbed."""
 
 import copy
 import json
-import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-import yaml
-
 from demix.files import read_json_lines
+from support.dry_run import ENVIRONMENT, TINY, command_line, write_config
 
-REPOSITORY = Path(__file__).parents[2]
-# The commands of the environment that the tests run in, whether or not it is activated.
-ENVIRONMENT = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-TINY = yaml.safe_load((REPOSITORY / "tests" / "workflow" / "tiny.yaml").read_text())
 # Four ranks on two nodes, one domain on two of them: each rank begins with seconds of imports.
 SITE = {"memory_mb": 900, "ranks_per_node": 2, "minutes": 30, "grace_seconds": 20}
 FOUR = {"ranks": 4, "replicas": {"parliament": 2, "scripture": 1, "licenses": 1}}
@@ -28,20 +21,11 @@ def snakemake(
     folder: Path, config: dict, *arguments: str, profile: str = "slurm", environment: dict[str, str] = ENVIRONMENT
 ) -> subprocess.Popen:
     """Start snakemake in `folder`, in a session of its own; what it prints goes to printed.log there."""
-    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    chosen = {"slurm": "--profile", "default": "--workflow-profile"}[profile]
-    command = [
-        "snakemake", "--snakefile", str(REPOSITORY / "workflow" / "Snakefile"), "--configfile", "config.yaml",
-        chosen, str(REPOSITORY / "profiles" / profile), *arguments,
-    ]  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    command = command_line(write_config(folder, config), *arguments, profile=profile)
     with open(folder / "printed.log", "ab") as log:
         return subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
 
 
@@ -67,45 +51,74 @@ def until(condition: Callable[[], object], seconds: float = 120.0) -> object:
     return value
 
 
+def copy_run(prepared: Path, folder: Path) -> Path:
+    """Copy the folder of a finished run, without what snakemake printed there."""
+    return shutil.copytree(
+        prepared, folder, symlinks=True, dirs_exist_ok=True, ignore=shutil.ignore_patterns("printed.log")
+    )
+
+
+def step_of(checkpoints: Path) -> int:
+    """The last step that a running training has recorded."""
+    lines = [line for path in checkpoints.glob("*/metrics.jsonl") for line in path.read_text().splitlines()]
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+def starts_of(checkpoints: Path) -> list[tuple[str, str]]:
+    """(start, end) of every start of every SLURM job of a training that has ended, in order, by the accounting."""
+    from demix.launch.job import TrainingJob
+
+    name = TrainingJob((), "", {}, 1, 1, checkpoints, 0).name
+    command = ["sacct", "-X", "-D", "-n", "-P", "--name", name, "-S", "now-3hours", "-o", "Start,End,State"]
+
+    def ended() -> list[list[str]]:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        rows = [line.split("|") for line in lines if not line.startswith(("Unknown", "None"))]
+        return [] if any("RUNNING" in state for *_, state in rows) else rows
+
+    return sorted((start, end) for start, end, _ in until(ended))
+
+
+def losses_of(metrics: Path) -> list[float]:
+    return [row["loss"] for row in read_json_lines(metrics) if "loss" in row]
+
+
+def ranks_of(checkpoints: Path) -> list[int]:
+    """The process numbers of the ranks of a training's job."""
+    command = ["pgrep", "-f", f"submitit.core._submit {checkpoints / 'jobs'}"]
+    pids = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    return [int(pid) for pid in pids if b"srun" not in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]]
+
+
 class Trained:
     """The training of DEMix in a copy of a prepared folder, long enough to be disturbed."""
 
     def __init__(self, prepared: Path, folder: Path, **cluster: object):
-        self.folder = folder
-        shutil.copytree(prepared, folder, symlinks=True, dirs_exist_ok=True)
-        (folder / "printed.log").unlink()
+        self.folder = copy_run(prepared, folder)
         self.config = config_with(
             training=FOUR | {"tokens": 240 * 384, "precision": "fp64", "checkpoint_every": 20},
             cluster=SITE | cluster,
         )
         self.checkpoints = folder / "results" / "tiny" / "checkpoints" / "demix"
-        self.started = time.time()
 
     def start(self) -> subprocess.Popen:
         return snakemake(self.folder, self.config, "--until", "train_demix")
 
-    def step(self) -> int:
-        """The last step that the running training has recorded."""
-        lines = [line for path in self.checkpoints.glob("*/metrics.jsonl") for line in path.read_text().splitlines()]
-        return json.loads(lines[-1])["step"] if lines else 0
+    def start_and_wait(self, step: int = 45) -> subprocess.Popen:
+        """Start the run and wait until its training is past a step."""
+        process = self.start()
+        until(lambda: step_of(self.checkpoints) > step)
+        return process
 
     def job(self) -> str:
         return json.loads((self.checkpoints / "jobs" / "job.json").read_text())["job"]
 
     def losses(self) -> list[float]:
-        path = self.folder / "results" / "tiny" / "metrics" / "demix.jsonl"
-        return [row["loss"] for row in read_json_lines(path) if "loss" in row]
+        return losses_of(self.folder / "results" / "tiny" / "metrics" / "demix.jsonl")
 
-    def runs(self) -> list[tuple[str, str, str]]:
-        """(start, end, state) of every start of every training job of this folder, in order."""
-        from demix.launch.job import TrainingJob
-
-        name = TrainingJob((), "", {}, 4, 1, self.checkpoints, 0).name
-        command = ["sacct", "-X", "-D", "-n", "-P", "--name", name, "-S", "now-3hours", "-o", "Start,End,State"]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-        return sorted(tuple(line.split("|")[:3]) for line in lines if not line.startswith(("Unknown", "None")))
-
-    def assert_one_at_a_time(self) -> None:
-        runs = until(lambda: (found := self.runs()) and "RUNNING" not in found[-1][2] and found)
-        for (_, end, _), (start, _, _) in pairwise(runs):
-            assert end <= start, runs
+    def starts(self) -> list[tuple[str, str]]:
+        """(start, end) of every start of the training's jobs, of which none began before the one before had ended."""
+        found = starts_of(self.checkpoints)
+        for (_, end), (start, _) in pairwise(found):
+            assert end <= start, found
+        return found

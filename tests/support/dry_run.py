@@ -1,4 +1,4 @@
-"""Snakemake run to its end, and what `snakemake -n` says that it would run."""
+"""Snakemake on a config, run to its end or only planned, and the jobs that it shows."""
 
 import os
 import re
@@ -7,27 +7,43 @@ import sys
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
+import yaml
+
 from support.forks import FORKS
 from support.warm import warm
 
 REPOSITORY = Path(__file__).parents[2]
+SNAKEFILE, PROFILES = REPOSITORY / "workflow" / "Snakefile", REPOSITORY / "profiles"
+TINY = yaml.safe_load((REPOSITORY / "tests" / "workflow" / "tiny.yaml").read_text())
 # The commands of the environment that the tests run in, whether or not it is activated.
 ENVIRONMENT = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
-def dry_run(folder: Path, config: Path, *arguments: str) -> str:
-    """What `snakemake -n` prints in `folder`, where the sample's texts are linked."""
+def write_config(folder: Path, config: dict) -> str:
+    """Write config.yaml into `folder`, beside the texts of the sample; returns the file's name."""
+    if not (folder / "resources").exists():
+        (folder / "resources").symlink_to(REPOSITORY / "resources")
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+    return "config.yaml"
+
+
+def command_line(config: Path | str, *arguments: str, profile: str = "default") -> list[str]:
+    """The command that runs snakemake on a config as a person would in the repository, with a profile."""
+    option = {"default": "--workflow-profile", "slurm": "--profile"}[profile]
+    chosen = ["--snakefile", str(SNAKEFILE), "--configfile", str(config), option, str(PROFILES / profile)]
+    return ["snakemake", *chosen, *arguments]
+
+
+def dry_run(folder: Path, config: Path | str, *arguments: str) -> str:
+    """What `snakemake -n` prints in `folder`, where the texts of the sample are linked."""
     if not (folder / "resources").exists():
         (folder / "resources").symlink_to(REPOSITORY / "resources")
     return ran(folder, config, "-n", *arguments)
 
 
 def ran(folder: Path, config: Path | str, *arguments: str) -> str:
-    """What snakemake prints that is run in `folder`."""
-    command = [
-        "snakemake", "--snakefile", str(REPOSITORY / "workflow" / "Snakefile"), "--configfile", str(config),
-        "--workflow-profile", str(REPOSITORY / "profiles" / "default"), *arguments,
-    ]  # fmt: skip
+    """What snakemake prints that is run in `folder` and succeeds."""
+    command = command_line(config, *arguments)
     if "-n" in arguments:
         return planned(folder, command)
     done = subprocess.run(command, cwd=folder, env=warm(ENVIRONMENT), capture_output=True, text=True, check=False)
@@ -60,10 +76,25 @@ def snakemake(folder: Path, command: list[str], environment: dict[str, str], out
     cli.main()
 
 
+def shown_jobs(output: str) -> list[tuple[str, str]]:
+    """The rule of each job that snakemake shows, and the lines about the job."""
+    return re.findall(r"^(?:local)?rule (\w+):\n((?: {4}.*\n)*)", output, re.MULTILINE)
+
+
+def jobs(output: str) -> set[str]:
+    """The jobs that snakemake shows: the rule with the values of its wildcards, as in "read licenses 0000"."""
+    found = set()
+    for rule, lines in shown_jobs(output):
+        wildcards = re.search(r"^ {4}wildcards: (.*)$", lines, re.MULTILINE)
+        values = re.findall(r"=([^,]+)", wildcards[1]) if wildcards else []
+        found.add(" ".join([rule, *values]))
+    return found - {"all"}
+
+
 def jobs_by_rule(output: str) -> dict[str, int]:
     """The number of jobs of each rule in the table that snakemake prints, `all` aside."""
     if "Nothing to be done" in output:
         return {}
     table = output.split("Job stats:")[1].split("Reasons:")[0]
-    jobs = {rule: int(count) for rule, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
-    return {rule: count for rule, count in jobs.items() if rule not in ("all", "total")}
+    found = {rule: int(count) for rule, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
+    return {rule: count for rule, count in found.items() if rule not in ("all", "total")}

@@ -37,8 +37,14 @@ def test_a_failure_ends_the_shell(tmp_path: Path) -> None:
     (tmp_path / "demix").chmod(0o755)
     for words in ("a", "$(seq 200000)"):
         script = f"set -euo pipefail; {SHELL_FUNCTION}; demix {words} 2> log; echo went on"
-        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
-                              capture_output=True, text=True, check=False)  # fmt: skip
+        done = subprocess.run(
+            ["bash", "-c", script],
+            cwd=tmp_path,
+            env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert (done.returncode, done.stdout) == (3, "")
 
 

@@ -54,8 +54,10 @@ def test_rings_of_a_rank_follow_one_another_and_others_run_beside() -> None:
     places = place_experts("ab", 8, 16)
     rings = rings_of(1000, 500, places)
     assert [(ring.size, list(ring.ranks)) for ring in rings] == [
-        (1000, list(range(16))), (500, list(range(8))), (500, list(range(8, 16))),
-    ]  # fmt: skip
+        (1000, list(range(16))),
+        (500, list(range(8))),
+        (500, list(range(8, 16))),
+    ]
     assert given(rings) == 1500
     assert synchronizing(rings, PLAIN) == pytest.approx(PLAIN.seconds(rings[0]) + PLAIN.seconds(rings[1]))
     # Only the shared gradients leave a node.
@@ -83,5 +85,7 @@ def test_an_adaptation_sends_what_it_trains_and_checkpoints_are_counted() -> Non
     assert plans["dense_unbalanced-dapt-yelp"].synced == 4 * (demix.shared + demix.expert)
     # Every 1,000 of 50,000 updates but for the last, none in a trial of 500, every 100 of 1,011.
     assert [one.saved // one.checkpoint for one in (demix, plans["demix, 3 rates"], plans["demix-dapt-yelp"])] == [
-        49, 0, 10,
-    ]  # fmt: skip
+        49,
+        0,
+        10,
+    ]

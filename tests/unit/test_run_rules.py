@@ -196,8 +196,9 @@ def test_a_seed_is_kept_by_its_parent_and_begins_its_branches() -> None:
     assert options[-2:] == ["--keep", "15,32"]
     where = json.loads(options[options.index("--live") + 1])
     assert where == {"uri": "sqlite:///results/tiny/mlflow.db", "experiment": "demix-tiny"} | {
-        "run": "tiny", "config": config_fingerprint(one.run.config)
-    }  # fmt: skip
+        "run": "tiny",
+        "config": config_fingerprint(one.run.config),
+    }
     assert "--keep" not in one.train_options(row(one, "half"))
     # What is kept is no setting of a training, and a branch has those of its parent.
     plain = rules(models={"dense": {"sweep": sweep}})

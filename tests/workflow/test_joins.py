@@ -1,0 +1,313 @@
+"""What joins a finished run: which jobs a change of its config asks for, and what keeps its bytes."""
+
+import copy
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from demix.files import read_json, read_parquet, sha256_file
+from demix.model.experts import find_faults
+from support.documented import assert_documented
+from support.dry_run import SNAKEFILE, TINY, jobs, ran, write_config
+from support.harness_tasks import write_tasks
+from support.once import tiny_run
+
+pytestmark = pytest.mark.workflow
+Keys = dict[str, Any]
+RUN, RULES = Path("results", "tiny"), SNAKEFILE.parent / "rules"
+TRAINING, NOVEL = list(TINY["domains"]["training"]), list(TINY["domains"]["novel"])
+
+
+def domain(name: str) -> Keys:
+    return {
+        "source": {"kind": "files", "path": f"resources/sample/{name}.jsonl.zst"},
+        "words": {"train": 10000, "dev": 2000, "test": 2000},
+    }
+
+
+def changed(config: Keys, keys: Keys) -> Keys:
+    """The config with other values of `keys`, whose parts dots separate; None takes a key out."""
+    made = copy.deepcopy(config)
+    for key, value in keys.items():
+        *above, last = key.split(".")
+        place = made
+        for part in above:
+            place = place.setdefault(part, {})
+        if value is None:
+            del place[last]
+        else:
+            place[last] = value
+    return made
+
+
+BRANCH = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
+MASKED = {"kind": "demix", "architecture": {"attention": "bidirectional", "objective": "mlm"}}
+SWEEP = {"learning_rates": [50.0, 3e-3, 1e-3], "tokens": 7680}
+HARNESS = {"tasks": ["choice", "rolling"], "include_path": "tasks", "models": ["demix"], "limit": 2}
+KNOWN = ("licenses", "packages")
+CLUSTERINGS = {
+    "k2": {"clusters": 2, "dimensions": 20},
+    "by_domain": {"method": "metadata", "dimensions": 20},
+}
+# A row of each kind, mixed in every way, asked tasks, scored on a suite: all that joins in one run.
+JOINED: Keys = {
+    "domains.novel.fortunes": None,
+    "domains.novel.jargon": domain("jargon"),
+    "models": {
+        "demix": {"merged_routed": True},
+        "btm": BRANCH | {"experts_per_job": 3, "averages": True},
+        "cbtm_2": BRANCH | {"data": "k2", "experts_per_job": 2},
+        "upcycled": BRANCH | {"kind": "routed", "experts": 4, "top_k": 2, "every": 2},
+        "btx": {"kind": "routed", "parent": "demix", "tokens": 4000},
+        "far": {"kind": "demix", "architecture": {"position": "alibi", "head": "clap"}, "sweep": SWEEP},
+        "masked": MASKED,
+    },
+    "clusterings": CLUSTERINGS,
+    "evaluation.weights": ["history", "cluster", "cluster+history"],
+    "evaluation.contexts": [32, 64],
+    "evaluation.experts_top_k": [1, "all"],
+    "evaluation.suites": {
+        "paloma": {
+            "known": {
+                "source": {
+                    "kind": "files",
+                    "path": [f"resources/sample/{name}.jsonl.zst" for name in ("licenses", "packages")],
+                },
+                "words": {"test": 1500},
+            }
+        }
+    },
+    "removal.merged": ["demix", "btx"],
+    "tasks": {
+        "domain": {"made": "domains", "examples": 12},
+        "topics": {"path": "topics.jsonl", "template": "{text} Topic: {label}"},
+    },
+    "lm_eval": HARNESS,
+}
+
+# What follows wherever a number of the tables may have changed.
+TOLD = {"report", "card", "track", "run_config"}
+AUDITED = {"audit_licenses", "audit"}
+MIXED = {f"evaluate {name}" for name in TRAINING + NOVEL} | {"results"} | AUDITED | TOLD
+# Further models are scored in jobs of several models, which keep the tables that are there.
+SCORED = {"score_known_others", "score_others fantasy", "score_others fortunes"} | MIXED
+NGRAMS = {"score_ngrams 3", "choose_mixing ngram3_domains"}
+ADAPTED = {f"{rule} {name}" for rule in ("adapt", "adapt_dense") for name in NOVEL}
+ADAPTED |= {"score_adapted_fantasy", "score_adapted_fortunes"}
+PAPER = ("demix", "dense", "dense_unbalanced", "domain_token")
+SUITE = {f"{rule} paloma_known" for rule in ("hold_out", "tokenize_suite", "score_suites", "evaluate")}
+SUITE |= {"read paloma_known 0000", "suites"}
+ASKED = {"harness_documents", "harness demix", "classify"} | {f"contamination {name}" for name in TRAINING}
+JARGON = {f"{rule} jargon" for rule in ("split", "tokenize", "adapt", "adapt_dense", "score_demix", "score_others")}
+JARGON |= {"read jargon 0000", "score_adapted_jargon", "evaluate jargon", "novel_duplicates", "overlap"} | NGRAMS
+SEED2 = {f"train_{name}_seed2" for name in PAPER} | {"choose_mixing demix-seed2"}
+# All that depends on the text of the training domains.
+RETRAINED = {f"train_{name}" for name in PAPER} | {"train_without_licenses", "choose_mixing demix", "score_known_demix"}
+RETRAINED |= {"score_demix fantasy", "score_demix fortunes", "deduplicate", "tokenizer", "overlap"} | NGRAMS | ADAPTED
+RETRAINED |= {f"{rule} {name}" for rule in ("split", "tokenize") for name in TRAINING + NOVEL} | SCORED
+
+CHANGES: dict[str, tuple[Keys, set[str]]] = {
+    "nothing": ({}, set()),
+    "the experiment's name": ({"tracking.experiment": "other"}, TOLD),
+    "the seeds that it has": ({"seeds": [1]}, TOLD),
+    "more prompts of the audit": ({"removal.audit": {"prompts": 7}}, AUDITED | TOLD),
+    "another decay": ({"evaluation.decay": 0.5}, MIXED),
+    "another decay of the grid": ({"evaluation.decays": [0.2]}, MIXED),
+    "another prior of the grid": ({"evaluation.prior_blocks": [3]}, MIXED),
+    "a rate of adaptation": ({"adaptation.learning_rate_factor": 0.2}, ADAPTED | MIXED),
+    "a rate of one model": ({"models": {"domain_token": {"learning_rate": 1e-3}}}, {"train_domain_token"} | SCORED),
+    "one model less": ({"models": {"domain_token": None}}, SCORED),
+    "a warm start": (
+        {"models": {"seeded": {"kind": "demix", "parent": "dense", "seed_tokens": 6000}}},
+        {"seed dense 00000015", "train_seeded", "choose_mixing seeded"} | SCORED,
+    ),
+    "a seed": ({"seeds": [1, 2]}, SEED2 | SCORED),
+    "a novel domain": ({"domains.novel.jargon": domain("jargon")}, JARGON | MIXED),
+    "a novel domain less": (
+        {"domains.novel.fortunes": None},
+        {"novel_duplicates", "overlap"} | NGRAMS | MIXED - {"evaluate fortunes"},
+    ),
+    "a training domain": (
+        {"domains.training.packages": domain("packages")},
+        {"read packages 0000", "split packages", "tokenize packages", "evaluate packages"} | RETRAINED,
+    ),
+    "a training domain less": (
+        {"domains.training.parliament": None},
+        RETRAINED - {f"{rule} parliament" for rule in ("split", "tokenize", "evaluate")},
+    ),
+    "more parts of one source": (
+        {"domains.training.scripture.source.parts": 3},
+        {f"read scripture 000{part}" for part in range(3)} | RETRAINED,
+    ),
+    "a task": (
+        {"tasks": {"domain": {"made": "domains", "examples": 12}}},
+        {"examples domain", "fewshot_demix", "fewshot_dense", "fewshot_dense_unbalanced", "classify"} | TOLD,
+    ),
+    "a suite": ({"evaluation.suites": JOINED["evaluation.suites"]}, SUITE | TOLD),
+    "tasks of the harness": ({"lm_eval": HARNESS}, ASKED | TOLD),
+}
+
+
+def planned(folder: Path, config: Keys, *arguments: str) -> set[str]:
+    """The jobs that snakemake would run."""
+    return jobs(ran(folder, write_config(folder, config), "-n", *arguments))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the finished run, and the files of the tasks that join it."""
+    folder = tmp_path_factory.mktemp("joins") / "copy"
+    shutil.copytree(tiny_run(tmp_path_factory), folder, symlinks=True)
+    write_tasks(folder)
+    labels = ("law", "music")
+    rows = [{"text": f"The {labels[n % 2]} of day {n}.", "label": labels[n % 2]} for n in range(40)]
+    (folder / "topics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_runs_what_it_reaches_and_nothing_else(change: str, finished: Path) -> None:
+    keys, expected = CHANGES[change]
+    assert planned(finished, changed(TINY, keys)) == expected
+
+
+def test_a_file_that_is_gone_is_made_again_alone(finished: Path) -> None:
+    part = finished / RUN / "documents" / "scripture" / "0001.parquet"
+    before = sha256_file(part)
+    part.unlink()
+    shown = ran(finished, write_config(finished, TINY), str(part.relative_to(finished)))
+    assert jobs(shown) == {"read scripture 0001"}
+    assert sha256_file(part) == before
+    assert planned(finished, TINY) == set()
+
+
+def test_snakemake_makes_one_page_with_all_items(finished: Path) -> None:
+    ran(finished, write_config(finished, TINY), "--report", "report.html")
+    page = (finished / "report.html").read_text()
+    assert {"figure2", "table5"} <= {*re.findall(r"\w+", page)}
+
+
+def made(run: Path) -> dict[Path, str]:
+    """The digests of what takes long to make: text, models, metrics and scores, but for what is linked elsewhere."""
+    kinds = ("documents", "corpus/*", "tokens", "models", "metrics", "scores", "clusters", "tasks", "seeds")
+    files = {path for kind in kinds for place in run.glob(kind) for path in place.rglob("*.*") if path.is_file()}
+    return {path: sha256_file(path) for path in files if ".kept" not in path.parts and path.name != ".lock"}
+
+
+@pytest.fixture(scope="module")
+def grown(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy that a domain and a seed have joined."""
+    folder = shutil.copytree(finished, tmp_path_factory.mktemp("grown") / "copy", symlinks=True)
+    config = changed(TINY, {"domains.novel.jargon": domain("jargon"), "seeds": [1, 2]})
+    before, expected = made(folder / RUN), JARGON | SEED2 | SCORED
+    assert planned(folder, config) == expected
+    assert jobs(ran(folder, "config.yaml")) == expected
+    assert planned(folder, config) == set()
+    # The n-grams are scored in one job.
+    kept = {path: sha256 for path, sha256 in before.items() if "ngram" not in str(path)}
+    assert {path: sha256_file(path) for path in kept} == kept
+    return folder
+
+
+def test_a_domain_and_a_seed_join_and_nothing_that_was_made_changes(grown: Path) -> None:
+    results = pd.read_parquet(grown / RUN / "results.parquet").query("split == 'test'")
+    assert {*results["domain"]} == {*TRAINING, *NOVEL, "jargon"}
+    assert {*results.loc[results["model"] == "demix", "seed"]} == {1, 2}
+    assert {"dense-dapt-jargon", "ngram3", "without-licenses"} <= {*results["model"]}
+
+
+@pytest.fixture(scope="module")
+def joined(grown: Path) -> Path:
+    """The copy that rows of every kind, tasks, a suite and tasks of the harness have joined."""
+    config, before = changed(TINY, JOINED), made(grown / RUN)
+    shown = ran(grown, write_config(grown, config))
+    assert planned(grown, config) == set()
+    kept = {path: sha256 for path, sha256 in before.items() if "ngram" not in str(path)}
+    assert {path: sha256_file(path) for path in kept} == kept
+    (grown / "shown.txt").write_text(shown)
+    return grown
+
+
+def test_rows_tasks_and_suites_join_and_nothing_that_was_made_changes(joined: Path) -> None:
+    found = jobs((joined / "shown.txt").read_text())
+    rules = {job.partition(" ")[0] for job in found}
+    assert {rule for rule in rules if rule.startswith(("train", "join", "seed", "sweep", "adapt"))} == {
+        *("seed", "train_btm__parliament__and_2_more", "join_btm", "train_cbtm_2__c00__and_1_more", "join_cbtm_2"),
+        *("train_upcycled", "train_btx", "sweep", "train_far", "train_masked"),
+    }
+    assert not [job for job in found if job.startswith(("read", "split", "tokenize ")) and "paloma" not in job]
+    assert not [job for job in found if job.startswith(("score_known_demix", "score_demix"))]
+    # Every rule of the workflow has run here, but for those of shared sources, of parents from a hub and of clusters.
+    named = [re.findall(r"^ *rule (\w+):", path.read_text(), re.MULTILINE) for path in RULES.glob("*.smk")]
+    others = {"divide", "source_card", "import_parent", "download", "anonymize", "all"}
+    before = {job.partition(" ")[0] for job in RETRAINED}
+    assert {*sum(named, [])} - others <= rules | before | {"read", "tokenize"}
+
+
+def test_every_model_is_whole_and_scored_on_every_domain(joined: Path) -> None:
+    run = joined / RUN
+    results = pd.read_parquet(run / "results.parquet").query("split == 'test'")
+    rows = {*JOINED["models"], "demix", "dense"}
+    domains = {*TRAINING, "fantasy", "jargon"}
+    for model, scored in results.groupby("model"):
+        if model in rows:
+            assert {*scored["domain"]} == domains, model
+            # Of 512 types, each as likely as the others, no model knows anything.
+            assert scored.loc[scored["domain"].isin(TRAINING), "perplexity"].median() < 450, model
+    assert rows <= {*results["model"]}
+    for path in run.glob("models/*/model.json"):
+        assert find_faults(path.parent) == [], path
+    chosen = read_json(run / "sweep" / "far.json")
+    assert chosen["learning_rate"] == 3e-3
+    assert [trial["diverged"] is None for trial in chosen["trials"]] == [True, True, False]
+    assert read_json(run / "models" / "far" / "model.json")["training"]["learning_rate"] == 3e-3
+    assert read_json(run / "models" / "upcycled" / "model.json")["parent"]["step"] == 6000 // (3 * 4 * 32)
+    tasks = pd.read_parquet(run / "tasks.parquet")
+    assert {*tasks["task"]} >= {"domain", "topics", "choice"}
+    suites = pd.read_parquet(run / "suites.parquet")
+    assert {*suites["domain"]} == {"paloma_known"}
+    assert "paloma_known" not in {*results["domain"]}
+    # What a training domain holds is left out of a suite.
+    trained = {*read_parquet(run / "corpus" / "owners.parquet")["id"].to_pylist()}
+    assert not trained & {*read_parquet(run / "corpus" / "paloma_known" / "test.parquet")["id"].to_pylist()}
+    assert read_json(run / "corpus" / "paloma_known" / "card.json")["duplicates"]["across"] > 0
+
+
+def test_every_file_is_documented(joined: Path) -> None:
+    assert_documented(joined / RUN)
+
+
+AFTERWARDS: dict[str, tuple[Keys, set[str]]] = {
+    "another task": ({"tasks.more": {"made": "domains", "examples": 5}}, {"examples more", "classify"} | TOLD),
+    "the harness online": ({"lm_eval.offline": False}, TOLD),
+    "another rule of the harness": ({"lm_eval.weights": ["history"]}, {"harness demix", "classify"} | TOLD),
+    "no suite": ({"evaluation.suites": None}, TOLD),
+}
+
+
+@pytest.mark.parametrize("change", AFTERWARDS)
+def test_a_later_change_runs_what_it_reaches_and_nothing_else(change: str, joined: Path) -> None:
+    keys, expected = AFTERWARDS[change]
+    found = planned(joined, changed(changed(TINY, JOINED), keys))
+    asked = {job for job in found if job.startswith("fewshot_")}
+    assert found - asked == expected
+    # A task that is added is asked alone, of every model that has tasks.
+    models = {path.name for path in (joined / RUN / "tasks").iterdir()}
+    assert asked == ({f"fewshot_{model}__more" for model in models} if "more" in str(keys) else set())
+
+
+def test_a_parent_that_is_trained_again_keeps_the_state_of_the_same_bytes(joined: Path) -> None:
+    """Beside rows that begin with it, a dense model keeps its state as it is trained: no step is trained twice."""
+    config, state = changed(TINY, JOINED), RUN / "seeds" / "dense" / "step-00000015" / "manifest.json"
+    before = sha256_file(joined / state)
+    shutil.rmtree((joined / state).parent)
+    shown = ran(joined, write_config(joined, config), str(state), "--forcerun", "train_dense")
+    assert jobs(shown) == {"train_dense", "seed dense 00000015"}
+    assert sha256_file(joined / state) == before
+    assert not list((joined / RUN / "checkpoints").rglob("*.safetensors"))
+    assert planned(joined, config) == set()
