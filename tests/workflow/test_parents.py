@@ -13,7 +13,7 @@ from demix.files import read_json
 from demix.model.checkpoint import load_model
 from support.byte_level import definition
 from support.cli import demix
-from support.dry_run import TINY, ran, write_config
+from support.dry_run import ran, write_config
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.workflow
