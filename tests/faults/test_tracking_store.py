@@ -5,21 +5,21 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from demix.errors import DemixError
 from demix.files import sha256_file
+from demix.run.run import Run
 from demix.track.client import opened
 from demix.track.store import track
-from support.breaking import Note, command, run_tiny
-from support.cli import said
-from support.disturbed import TINY, printed, until
-from support.synthetic_run import build_run
+from support.breaking import command, run_tiny
+from support.cli import refusal
+from support.disturbed import printed, until
+from support.errors import refused
+from support.frozen import with_models
 
 RUN = "results/tiny"
 
@@ -49,38 +49,35 @@ def damaged(database: Path) -> Callable[[], None]:
     return database.unlink
 
 
-STORES = (corrupt, locked, gone, damaged)
-
-
 def runs(database: Path) -> int:
     with sqlite3.connect(database) as opened:
         return opened.execute("select count(*) from runs where lifecycle_stage = 'active'").fetchone()[0]
 
 
-def test_a_damaged_store_is_told_and_filled_in_later(tmp_path: Path, note: Note) -> None:
-    run = build_run(tmp_path / "run", steps=1)
-    for break_it in (corrupt, gone):
-        database = tmp_path / f"{break_it.__name__}.db"
-        mend = break_it(database)
-        with (
-            note.timed(f"tracking store {break_it.__name__}", "common error"),
-            pytest.raises(DemixError, match=rf"{database.name}") as error,
-        ):
-            track(run.run, f"sqlite:///{database}", "broken")
-        assert "\n" not in str(error.value)
-        mend()
+@pytest.fixture
+def run(frozen: Run, tmp_path: Path) -> Run:
+    """A run of the usual models alone."""
+    return with_models(frozen, tmp_path / "run", "demix", "dense")
+
+
+@pytest.mark.parametrize("break_it", [corrupt, gone])
+def test_a_broken_store_is_named_and_another_is_filled(
+    break_it: Callable[[Path], Callable[[], None]], run: Run, tmp_path: Path
+) -> None:
+    database = tmp_path / "broken.db"
+    break_it(database)
+    with refused(f"sqlite:///{database}"):
+        track(run, f"sqlite:///{database}", "broken")
     # MLflow keeps what it once opened: the next process would take the mended one of the same name.
-    with note.timed("tracking store mended", "track fills it in"):
-        track(run.run, f"sqlite:///{tmp_path}/mended.db", "broken")
+    track(run, f"sqlite:///{tmp_path}/mended.db", "broken")
     assert runs(tmp_path / "mended.db") > 5
 
 
-def test_a_kill_while_the_store_is_made(tmp_path: Path, note: Note) -> None:
-    run = build_run(tmp_path / "run", steps=1)
+def test_a_kill_while_the_store_is_made(run: Run, tmp_path: Path) -> None:
     database = tmp_path / "mlflow.db"
     code = "import sys; from pathlib import Path; from demix.run.run import Run; from demix.track.store import track\n"
     code += "run, *rest = sys.argv[1:]; track(Run.read(Path(run)), *rest)"
-    command = [sys.executable, "-c", code, str(run.path), f"sqlite:///{database}", "killed"]
+    words = [sys.executable, "-c", code, str(run.folder), f"sqlite:///{database}", "killed"]
 
     def size() -> int:
         # What is listed may have been renamed since.
@@ -88,13 +85,12 @@ def test_a_kill_while_the_store_is_made(tmp_path: Path, note: Note) -> None:
             return max((path.stat().st_size for path in tmp_path.glob("*mlflow.db*")), default=0)
         return 0
 
-    for least in (1, 50_000, 300_000):
-        process = subprocess.Popen(command)
+    for least in (1, 300_000):
+        process = subprocess.Popen(words)
         until(lambda least=least: size() >= least)
         process.kill()
         process.wait()
-    with note.timed("SIGKILL while the tracking store is made", "the next track makes it"):
-        subprocess.run(command, check=True)
+    subprocess.run(words, check=True)
     assert runs(database) > 5
     # As a kill after the rename leaves it.
     (tmp_path / f".mlflow.db.{os.uname().nodename}.{process.pid}.x.partial").mkdir()
@@ -103,40 +99,33 @@ def test_a_kill_while_the_store_is_made(tmp_path: Path, note: Note) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("break_it", STORES, ids=lambda store: store.__name__)
+@pytest.mark.parametrize("break_it", [corrupt, locked, gone, damaged])
 def test_a_run_ends_without_its_store_and_track_fills_it_in(
-    break_it: Callable[[Path], Callable[[], None]], copied: Path, note: Note
+    break_it: Callable[[Path], Callable[[], None]], copied: Path
 ) -> None:
     run = copied / RUN
-    wanted = sha256_file(run / "results.parquet")
-    database = run / "mlflow.db"
+    wanted, database = sha256_file(run / "results.parquet"), run / "mlflow.db"
     before = runs(database)
     # All of the evaluation is to be done again, and the report.
     for name in ("results.parquet", "tracked.json"):
         (run / name).unlink()
     shutil.rmtree(run / "evaluations")
     mend = break_it(database)
-    start = time.monotonic()
     assert run_tiny(copied).wait() == 1
-    note.add(f"a run with its store {break_it.__name__}", "all but tracking is done", time.monotonic() - start)
     assert sha256_file(run / "results.parquet") == wanted
     assert (run / "report" / "claims.html").is_file()
     assert "demix: error: sqlite:///results/tiny/mlflow.db: " in printed(copied)
     assert not (run / "tracked.json").exists()
     mend()
     (copied / "printed.log").unlink()
-    with note.timed(f"its store {break_it.__name__}, mended", "a rerun tracks and does nothing else"):
-        assert run_tiny(copied).wait() == 0, printed(copied)
+    assert run_tiny(copied).wait() == 0, printed(copied)
     assert printed(copied).count("\nFinished jobid: ") == 2, "track, and the target of all"
     assert runs(database) == before
 
 
 @pytest.mark.faults
-def test_a_server_that_is_away(copied: Path, note: Note) -> None:
+def test_a_server_that_is_away(copied: Path) -> None:
     arguments = command(copied, "track ")
     place = arguments.index("--settings") + 1
-    away = [*arguments[:place], '{"uri": "http://127.0.0.1:9", "experiment": "e"}', *arguments[place + 1 :]]
-    with note.timed("tracking server away", "common error"):
-        line = said(away)
-    assert "demix: error: http://127.0.0.1:9: " in str(line)
-    assert TINY["run"] in arguments[1]
+    arguments[place] = '{"uri": "http://127.0.0.1:9", "experiment": "e"}'
+    refusal(*arguments, of="http://127.0.0.1:9")

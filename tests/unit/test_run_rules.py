@@ -12,7 +12,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-import yaml
 
 from demix.commands.main import command_line
 from demix.config.domains import SourceSection
@@ -23,12 +22,14 @@ from demix.run.kept import config_fingerprint, kept, read_run_config
 from demix.run.models import Model
 from demix.run.rules import LONGEST_ARGUMENT, RunRules
 from demix.settings import settings_from
+from support.dry_run import TINY
+from support.errors import refused
 
-CONFIG = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
+SCORES = Path("results", "tiny", "scores", "demix")
 
 
 def rules(**sections: Any) -> RunRules:
-    config = copy.deepcopy(CONFIG)
+    config = copy.deepcopy(TINY)
     for name, section in sections.items():
         config[name] = config.get(name, {}) | section if isinstance(section, dict) else section
     return RunRules(completed_run(config))
@@ -42,17 +43,6 @@ def row(one: RunRules, name: str) -> Model:
     return next(model for model in one.run.planned if model.name == name)
 
 
-def test_parts_follow_the_config() -> None:
-    assert rules().parts(["licenses", "scripture"], "parquet", "json") == [
-        "results/tiny/documents/licenses/0000.parquet",
-        "results/tiny/documents/licenses/0000.json",
-        "results/tiny/documents/scripture/0000.parquet",
-        "results/tiny/documents/scripture/0001.parquet",
-        "results/tiny/documents/scripture/0000.json",
-        "results/tiny/documents/scripture/0001.json",
-    ]
-
-
 def test_a_run_reads_its_text_to_the_end_in_the_way_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     here, cluster = rules(), rules(cluster={"launch": "slurm"})
@@ -63,30 +53,22 @@ def test_a_run_reads_its_text_to_the_end_in_the_way_it_began(tmp_path: Path, mon
     assert (here.apart, cluster.apart) == (True, True)
 
 
-def test_files_of_experts_and_tokens() -> None:
-    one = rules()
-    assert one.experts("dense", ["dense"]) == [
-        f"results/tiny/models/dense/{name}"
-        for name in ("model.json", "shared.safetensors", "experts/dense.safetensors", "experts/dense.json")
-    ]
-    assert one.tokens(["law"], "dev", "test") == [f"results/tiny/tokens/law/{name}.arrow" for name in ("dev", "test")]
-
-
 def names_of_scores(*names: str) -> list[str]:
     return [Path(path).stem for path in rules().scores("demix", ["law"], names, ["test"])]
+
+
+def write_tokens(folder: str, **about: str) -> None:
+    table = pa.table({"token": [1]})
+    write_parquet(table.replace_schema_metadata(about) if about else table, SCORES / folder / "tokens.parquet")
 
 
 def test_the_table_of_tokens_stands_for_the_columns_that_it_tells_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    place = Path("results/tiny/scores/demix/law.test")
-    one = rules().scores("demix", ["law"], ["licenses"], ["test"])
-    assert one == ["results/tiny/scores/demix/law.test/tokens.parquet"]
     asked = ("parliament", "licenses", "fantasy", "tokens")
     assert names_of_scores(*asked) == ["tokens", "fantasy"], "fantasy is a novel domain, whose expert is added"
-    table = pa.table({"token": [1]}).replace_schema_metadata({"columns_sha256": "0"})
-    write_parquet(table, place / "tokens.parquet")
+    write_tokens("law.test", columns_sha256="0")
     assert names_of_scores(*asked) == ["tokens", "fantasy"]
 
 
@@ -94,12 +76,11 @@ def test_a_run_whose_table_of_tokens_tells_of_no_column_goes_on_as_it_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    path, asked = Path("results/tiny/scores/demix/law.test/tokens.parquet"), ["parliament", "licenses", "tokens"]
-    table = pa.table({"token": [1]})
-    write_parquet(table, path)
+    asked = ["parliament", "licenses", "tokens"]
+    write_tokens("law.test")
     assert names_of_scores(*asked) == asked
     # A model that is trained again is scored again.
-    write_parquet(table.replace_schema_metadata({"columns_sha256": "0"}), path)
+    write_tokens("law.test", columns_sha256="0")
     assert names_of_scores(*asked) == asked
     shutil.rmtree("results/tiny/scores")
     assert names_of_scores(*asked) == ["tokens"]
@@ -110,11 +91,10 @@ def test_a_damaged_table_of_tokens_does_not_say_how_the_run_began(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = Path("results/tiny/scores/demix/law.test")
-    folder.mkdir(parents=True)
-    (folder / "tokens.parquet").write_bytes(content)
+    (SCORES / "law.test").mkdir(parents=True)
+    (SCORES / "law.test" / "tokens.parquet").write_bytes(content)
     assert names_of_scores("parliament", "tokens") == ["tokens"]
-    write_parquet(pa.table({"token": [1]}), folder.with_name("law.dev") / "tokens.parquet")
+    write_tokens("law.dev")
     assert names_of_scores("parliament", "tokens") == ["parliament", "tokens"]
 
 
@@ -206,11 +186,6 @@ def test_a_seed_is_kept_by_its_parent_and_begins_its_branches() -> None:
     assert one.training_settings(row(one, "half")) == one.training_settings(row(one, "dense"))
 
 
-def test_settings_as_arguments() -> None:
-    assert rules().as_json({"b": 1, "a": 0}, b=2) == '{"a": 0, "b": 2}'
-    assert rules().given({"a": 0, "b": "", "c": [], "d": None, "e": False}) == '{"a": 0, "e": false}'
-
-
 def test_the_longest_argument_is_that_of_this_machine() -> None:
     assert subprocess.run(["true", "x" * LONGEST_ARGUMENT], check=False).returncode == 0
     with pytest.raises(OSError, match="Argument list too long"):
@@ -231,7 +206,7 @@ def test_settings_too_long_for_an_argument_go_by_file(tmp_path: Path, monkeypatc
     write(argument)
     assert list(kept(read_run_config(Path())).items()) == list(config.items())
     Path(argument[1:]).write_text(Path(argument[1:]).read_text().replace('"seed": 1', '"seed": 2'))
-    with pytest.raises(DemixError, match=r"settings/\w+\.json: is damaged"):
+    with refused(Path(argument[1:]).name):
         write(argument)
     Path("mine.json").write_text(json.dumps(kept(one.run.config)))
     write("@mine.json")
@@ -273,9 +248,9 @@ def test_local_files_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert source("*.txt").files == ["a.txt", "b.txt"]
     assert source(["b.txt", "missing.txt", "*.txt"]).files == ["a.txt", "b.txt"]
     assert source("*.txt", "url").files == []
-    for name, cause in (("{x}.txt", "braces"), ("{x, .+}.txt", "braces"), (os.fsdecode(b"\xff.txt"), "not UTF-8")):
+    for name in ("{x}.txt", "{x, .+}.txt", os.fsdecode(b"\xff.txt")):
         Path(name).touch()
-        with pytest.raises(DemixError, match=cause):
+        with pytest.raises(DemixError):
             _ = source("*.txt").files
         Path(name).unlink()
     Path("{a b}.txt").touch()
