@@ -214,7 +214,7 @@ ATTACKS = [
     # PyYAML merges each key once from 6.0.4 on, so that `a0` is refused as a key; before, the bound ends it.
     config("", MERGES),
     config("config key base", 'base: "a\\0b"\n'),
-    config("config key base", 'run: a\nbase: "\\ud800"\n'),
+    config("c.yaml", 'run: a\nbase: "\\ud800"\n'),
     config("where", domain(where={"n": {"max": HUGE}})),
     config("config key clusterings.k.clusters", {"clusterings.k.clusters": 10**12}),
     config("config key training.sequences", {"training.sequences": 9_999_999_999}),
