@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 _ESCAPED: dict[str, str | int | None] = {character: f"\\{character}" for character in "&%_#{}$"}
 _ESCAPED["\\"] = "\\textbackslash "
-_TYPESET: dict[str, str | int | None] = {"λ": r"$\lambda$", "±": r"$\pm$", "“": "``", "”": "''", "’": "'"}
+_TYPESET: dict[str, str | int | None] = {"λ": r"$\lambda$", "τ": r"$\tau$", "±": r"$\pm$", "×": r"$\times$"}
 # The most columns of a page that shows intervals before it is asked for them.
 WIDE = 7
-_TYPESET |= {"…": r"\ldots{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}
+_TYPESET |= {"“": "``", "”": "''", "’": "'", "…": r"\ldots{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}
 
 
 def write_table(table: Table, output_dir: Path, drawing: str = "") -> None:
@@ -104,10 +104,10 @@ def latex(table: Table) -> str:
     """`table` for LaTeX with booktabs; a long one as a longtable."""
     caption = _typeset(" ".join([f"{table.title}. {table.caption}", *table.notes]))
     layout = "l" + "".join("l" if is_text else "r" for is_text in table.columns.values())
-    head = "\\toprule\n" + " & ".join(["", *map(_escape, table.columns)]) + " \\\\\n\\midrule\n"
+    head = "\\toprule\n" + " & ".join(["", *map(_typeset, table.columns)]) + " \\\\\n\\midrule\n"
     rows = "".join(
         ("\\midrule\n" if line.summary and not table.long else "")
-        + " & ".join([_escape(line.label), *map(_latex_cell, line.cells)])
+        + " & ".join([_typeset(line.label), *map(_latex_cell, line.cells)])
         + " \\\\\n"
         for line in table.lines()
     )
@@ -134,10 +134,6 @@ def _latex_cell(cell: Cell) -> str:
     text = rf"\textbf{{{_typeset(cell.text)}}}" if cell.best else _typeset(cell.text)
     # Without braces LaTeX would read a bracket after the line break as the length of the break.
     return rf"\shortstack[r]{{{text}\\{{\tiny {_typeset(cell.beneath)}}}}}" if cell.beneath else text
-
-
-def _escape(text: str) -> str:
-    return text.translate(str.maketrans(_ESCAPED))
 
 
 def _typeset(text: str) -> str:
