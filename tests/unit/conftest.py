@@ -1,4 +1,4 @@
-"""What several test modules need: token shards, made-up runs, and a browser."""
+"""What several test modules need: token shards, the report of a run, and a browser."""
 
 import os
 import shutil
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from selenium import webdriver
 
-from support.families_run import build_families
+from demix.report import write_report
+from demix.run.run import Run
 from support.once import once
-from support.synthetic_run import MadeUp, build_run
 from support.tokens import write_tokens
 
 # Several threads, of several test processes at once, cost a tiny model ten times what one does. torch reads this when
@@ -25,15 +25,9 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def made_up(tmp_path_factory: pytest.TempPathFactory) -> MadeUp:
-    """The made-up run (`support.synthetic_run`); not to be written to."""
-    return build_run(tmp_path_factory.mktemp("made-up"))
-
-
-@pytest.fixture(scope="session")
-def families(tmp_path_factory: pytest.TempPathFactory) -> MadeUp:
-    """The made-up run with rows of other families (`support.families_run`); not to be written to."""
-    return build_families(tmp_path_factory.mktemp("families"))
+def report(frozen: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of the run that the workflow made; not to be written to."""
+    return once(tmp_path_factory, "report", lambda folder: write_report(frozen, folder))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import base64
 import html
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -12,19 +13,14 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-from demix.report import write_report
 from demix.report.card import card_page, model_card
 from demix.report.compare import compare
 from demix.report.compared import write_page
 from demix.report.formats import write_table
-from demix.report.item import Group
 from demix.report.table import Table
-from support.compared import make_run
-from support.report import names_of
-from support.synthetic_run import build_run
+from demix.run.run import Run
 
 pytestmark = pytest.mark.browser
-
 
 PAGES = [
     *("index.html", "claims.html", "tables/table5.html", "tables/table13.html", "figures/training.html"),
@@ -34,14 +30,13 @@ DRAWN = "#figure summary, div.dt-container, table.claims, .card table"
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = build_run(tmp_path_factory.mktemp("run"))
-    write_report(run.run, run.path / "report")
-    (run.path / "report" / "cards").mkdir()
-    (run.path / "report" / "cards" / "demix.html").write_text(card_page(run.run, "demix", model_card(run.run, "demix")))
-    runs = [make_run(tmp_path_factory.mktemp("runs") / name, name, effect=effect) for effect, name in enumerate("ab")]
-    write_page(compare(runs), run.path / "report" / "comparison.html")
-    return run.path / "report"
+def pages(frozen: Run, report: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of the run, with a card and a comparison of the run with itself."""
+    folder = shutil.copytree(report, tmp_path_factory.mktemp("pages") / "report")
+    (folder / "cards").mkdir()
+    (folder / "cards" / "demix.html").write_text(card_page(frozen, "demix", model_card(frozen, "demix")))
+    write_page(compare([frozen.folder, frozen.folder]), folder / "comparison.html")
+    return folder
 
 
 def column(browser: webdriver.Chrome, number: int) -> list[str]:
@@ -60,8 +55,8 @@ def nothing_fetched(browser: webdriver.Chrome) -> bool:
     return severe == [] == [name for name in loaded if not name.startswith("blob:")]
 
 
-def test_a_table_is_sorted_searched_and_copied(browser: webdriver.Chrome, report: Path) -> None:
-    browser.get((report / "tables" / "table7.html").as_uri())
+def test_a_table_is_sorted_searched_and_copied(browser: webdriver.Chrome, pages: Path) -> None:
+    browser.get((pages / "tables" / "table7.html").as_uri())
     wait = WebDriverWait(browser, 30)
     wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, "div.dt-container"))
     before = column(browser, 1)
@@ -82,19 +77,21 @@ def test_a_table_is_sorted_searched_and_copied(browser: webdriver.Chrome, report
     copied = wait.until(lambda _: browser.execute_script("return window.copied"))
     assert [line.split("\t")[0] for line in copied.strip().splitlines()][1:] == before
 
-    browser.find_element(By.CSS_SELECTOR, "input[type=search]").send_keys("law")
-    wait.until(lambda _: column(browser, 1) == ["law"])
+    browser.find_element(By.CSS_SELECTOR, "input[type=search]").send_keys("licen")
+    wait.until(lambda _: column(browser, 1) == ["licenses"])
     assert nothing_fetched(browser)
 
 
-def test_a_long_table_is_cut_into_pages_and_filtered_by_column(browser: webdriver.Chrome, report: Path) -> None:
-    browser.get((report / "tables" / "full.html").as_uri())
+def test_a_long_table_is_cut_into_pages_and_filtered_by_column(browser: webdriver.Chrome, pages: Path) -> None:
+    browser.get((pages / "tables" / "full.html").as_uri())
     wait = WebDriverWait(browser, 30)
     wait.until(lambda _: len(column(browser, 1)) == 50)
     browser.find_element(By.CSS_SELECTOR, "button.dtcc-button_dropdown").click()
-    wiki = wait.until(lambda _: browser.find_elements(By.XPATH, "//button[contains(@class, 'dtcc-button')][.='wiki']"))
-    wiki[0].click()
-    wait.until(lambda _: set(column(browser, 2)) == {"wiki"})
+    fantasy = wait.until(
+        lambda _: browser.find_elements(By.XPATH, "//button[contains(@class, 'dtcc-button')][.='fantasy']")
+    )
+    fantasy[0].click()
+    wait.until(lambda _: set(column(browser, 2)) == {"fantasy"})
     assert nothing_fetched(browser)
 
 
@@ -114,9 +111,9 @@ def test_names_are_no_markup(browser: webdriver.Chrome, tmp_path: Path) -> None:
     assert browser.execute_script("return [document.images.length, window.ran]") == [0, None]
 
 
-def test_a_table_works_alone_in_a_frame(browser: webdriver.Chrome, report: Path, tmp_path: Path) -> None:
+def test_a_table_works_alone_in_a_frame(browser: webdriver.Chrome, pages: Path, tmp_path: Path) -> None:
     """As Snakemake's report (a data address) and MLflow (a frame without an origin) show it."""
-    page = (report / "tables" / "table3.html").read_text()
+    page = (pages / "tables" / "table3.html").read_text()
     data = base64.b64encode(page.encode()).decode()
     frames = f'<iframe src="data:text/html;base64,{data}"></iframe>'
     frames += f'<iframe sandbox="allow-scripts" srcdoc="{html.escape(page)}"></iframe>'
@@ -128,10 +125,10 @@ def test_a_table_works_alone_in_a_frame(browser: webdriver.Chrome, report: Path,
         browser.switch_to.default_content()
 
 
-@pytest.mark.parametrize("name", names_of(Group.FIGURES))
-def test_a_figure_tells_the_numbers_under_the_pointer(browser: webdriver.Chrome, report: Path, name: str) -> None:
-    browser.get((report / "figures" / f"{name}.html").as_uri())
-    assert browser.title in (report / "figures" / f"{name}.svg").read_text()
+@pytest.mark.parametrize("name", ["figure2", "figure4", "figure6", "figure7", "figure8", "training"])
+def test_a_figure_tells_the_numbers_under_the_pointer(browser: webdriver.Chrome, pages: Path, name: str) -> None:
+    browser.get((pages / "figures" / f"{name}.html").as_uri())
+    assert browser.title in (pages / "figures" / f"{name}.svg").read_text()
     wait = WebDriverWait(browser, 60)
     marks = "#figure .mark-rect.role-mark path, #figure .mark-symbol.role-mark path"
     mark = wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, marks))[0]
@@ -146,21 +143,13 @@ def test_a_figure_tells_the_numbers_under_the_pointer(browser: webdriver.Chrome,
     assert nothing_fetched(browser)
 
 
-def test_claims_are_readable(browser: webdriver.Chrome, report: Path) -> None:
-    browser.get((report / "claims.html").as_uri())
-    text = browser.find_element(By.TAG_NAME, "body").text
-    assert "Claims of the paper, judged on this run" in text
-    assert "DEMix (cached prior)" in text
-    assert nothing_fetched(browser)
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("page", PAGES)
-def test_axe_finds_no_fault(browser: webdriver.Chrome, report: Path, page: str, scheme: str) -> None:
+def test_axe_finds_no_fault(browser: webdriver.Chrome, pages: Path, page: str, scheme: str) -> None:
     """Names, roles, contrast: what axe-core checks by the rules of WCAG."""
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    browser.get((report / page).as_uri())
+    browser.get((pages / page).as_uri())
     WebDriverWait(browser, 60).until(lambda _: browser.find_elements(By.CSS_SELECTOR, DRAWN))
     browser.execute_script("document.querySelectorAll('details:not(#figure *)').forEach(one => one.open = true)")
     faults = Axe().run(browser)["violations"]
@@ -168,8 +157,8 @@ def test_axe_finds_no_fault(browser: webdriver.Chrome, report: Path, page: str, 
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
-def test_rows_of_the_first_page_sort_by_a_key_and_oracles_stay_last(browser: webdriver.Chrome, report: Path) -> None:
-    browser.get((report / "index.html").as_uri())
+def test_rows_of_the_first_page_sort_by_a_key_and_oracles_stay_last(browser: webdriver.Chrome, pages: Path) -> None:
+    browser.get((pages / "index.html").as_uri())
     wait = WebDriverWait(browser, 30)
     wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, "div.dt-container"))
     summary = browser.find_element(By.XPATH, "//details[.//table]/summary")
@@ -181,7 +170,7 @@ def test_rows_of_the_first_page_sort_by_a_key_and_oracles_stay_last(browser: web
         wait.until(lambda _, sorted_so=sorted_so: browser.find_elements(By.CSS_SELECTOR, sorted_so))
         shown = browser.execute_script(rows)
         means = [float(text.split("\t")[1].split()[0]) for text in shown]
-        oracles = [text.startswith("DEMix (naive)") for text in shown]
+        oracles = ["(naive)" in text for text in shown]
         assert any(oracles)
         assert oracles == sorted(oracles)
         fair = [mean for mean, oracle in zip(means, oracles, strict=True) if not oracle]
@@ -189,13 +178,14 @@ def test_rows_of_the_first_page_sort_by_a_key_and_oracles_stay_last(browser: web
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_is_as_narrow_as_a_telephone(browser: webdriver.Chrome, report: Path, page: str) -> None:
+def test_a_page_is_as_narrow_as_a_telephone(browser: webdriver.Chrome, pages: Path, page: str) -> None:
     """Wide tables and figures move in frames of their own; the first page has a drawing of this width."""
     size = {"width": 390, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    browser.get((report / page).as_uri())
+    browser.get((pages / page).as_uri())
     WebDriverWait(browser, 60).until(lambda _: browser.find_elements(By.CSS_SELECTOR, DRAWN))
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+    assert nothing_fetched(browser)
     if page == "index.html":
         frames = browser.find_elements(By.CSS_SELECTOR, ".broad, .narrow")
         assert [frame.is_displayed() for frame in frames] == [False, True]

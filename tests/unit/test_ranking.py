@@ -1,142 +1,102 @@
 """Which line of the main table is best at equal FLOPs, by how much and how surely."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from demix.report.dots import ranked as dots
-from demix.report.items.index import table
-from demix.report.ranking import Ranking, ranking
-from demix.report.results import bounds_of, paired
-from demix.run.systems import BASES, System
-from support.configs import changed
-from support.report import table_of
-from support.synthetic_run import NOVEL, TRAINING, Key, MadeUp, base, build_run
+from demix.run.run import Run
+from support.frozen import material, rows_of
+from support.report import first_page, says
+
+# Perplexities of the lines by model, method and weights; all other systems have 150.
+DENSE, TEMPERED, CACHED = ("dense", "dense", ""), ("demix", "uniform", "tempered"), ("demix", "cached", "history")
+LINES = {
+    DENSE: 130.0,
+    ("dense_unbalanced", "dense", ""): 140.0,
+    ("domain_token", "naive", ""): 120.0,
+    ("demix", "naive", ""): 90.0,
+    CACHED: 101.0,
+    TEMPERED: 102.0,
+    ("demix", "fitted", "switching"): 100.0,
+}
+OTHERS = 150.0
+SYSTEM = ["model", "method", "weights"]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> MadeUp:
-    return build_run(tmp_path_factory.mktemp("run"))
+def lined(run: Run, **models: float) -> pd.DataFrame:
+    """The results of the run's own seed with the perplexities of `LINES`; `models` has those of whole models."""
+    results = rows_of(run).query("seed == 1")
+    keys = results[SYSTEM].apply(tuple, axis=1)
+    perplexity = results["model"].map(models).fillna(keys.map(LINES)).fillna(OTHERS)
+    # All experts, and those of other sets, are no line of these.
+    known = results["experts"].isin(["training", "dense"]) & (results["variant"] == "")
+    return results.assign(perplexity=perplexity.where(known, OTHERS))
 
 
-def less(of: dict[str, float], half: float, against: str = "dense") -> pd.DataFrame:
-    """Differences in perplexity of DEMix by these rules of weights, each with an interval of `half` to either side."""
-    methods = {"tempered": "uniform", "history": "cached", "released": "cached"}
-    return pd.DataFrame([
-        {"model": "demix", "experts": "training", "method": methods[rule], "weights": rule, "against": against,
-         "domain": domain, "seed": 1, "perplexity": value, "perplexity_low": value - half,
-         "perplexity_high": value + half}
-        for rule, value in of.items() for domain in (*TRAINING, *NOVEL)
-    ])  # fmt: skip
-
-
-def ranked(run: MadeUp, **given: object) -> Ranking:
-    return ranking(run.material(**given))
-
-
-def test_the_verdict_is_in_numbers(run: MadeUp) -> None:
-    """The best is tempered, though rules that are told the domain have lower means: nothing is chosen on test."""
-    means = {
-        kind: (np.mean([factor * base(name) for name in names]), np.mean([1.3 * base(name) for name in names]))
-        for kind, names, factor in (("training", TRAINING, 1.05 * 0.97), ("novel", NOVEL, 1.05 * 0.97 * 1.15))
-    }
-    below = {kind: f"{100 * (1 - mine / dense):.1f}% below" for kind, (mine, dense) in means.items()}
-    half = 30.0
-    found = ranked(run, differences=less({"tempered": -31.0}, half))
-    assert found.verdict == (
-        f"Of 4 models at equal training FLOPs, DEMix (tempered) is best: {below['training']} Dense (Balanced) on the 3 "
-        f"training domains, certain on 3 of 3; {below['novel']} on the 2 novel domains, certain on 2 of 2."
+def less(run: Run, half: float | tuple[float, float], against: str, *systems: tuple[str, str, str]) -> pd.DataFrame:
+    """What `systems` have less than the base `against`, with intervals of `half` to either side, by kind if two."""
+    known = rows_of(run, "differences").query(
+        f"seed == 1 and against == '{against}' and experts in ('training', 'dense')"
     )
-    interval = found.best.first.interval
-    assert interval is not None
+    keys = known[SYSTEM].apply(tuple, axis=1)
+    known, keys = known[keys.isin(systems)], keys[keys.isin(systems)]
+    value = keys.map(LINES) - LINES[{"dense": DENSE, "demix_cached": CACHED}[against]]
+    by_kind = half if isinstance(half, tuple) else (half, half)
+    widths = known["kind"].map(dict(zip(("training", "novel"), by_kind, strict=True)))
+    return known.assign(perplexity=value, perplexity_low=value - widths, perplexity_high=value + widths)
+
+
+def test_the_best_is_known_before_test_text_is_read(frozen: Run, tmp_path: Path) -> None:
+    """Lower are the rules that are told the domain, and the expert that the test text chose."""
+    differences = less(frozen, 20, "dense", TEMPERED)
+    main, rest = first_page(material(frozen, results=lined(frozen), differences=differences), tmp_path)
+    assert main.marked == ("DEMix (tempered)",)
+    means = main.numbers["3 training domains"].drop("+ Domain Token")
+    assert means.is_monotonic_increasing
+    assert main.cells.index[-1] == "+ Domain Token", "an oracle on novel domains"
+    assert means["DEMix (tempered)"] == 102
+    assert says(main.cells.at["DEMix (tempered)", "Training, change in %"], 100 * (102 / 130 - 1))
     # Errors of three domains add up as those of independent ones.
-    mine, dense = means["training"]
-    expected = [100 * (mine - dense + sign * half / np.sqrt(3)) / dense for sign in (-1, 1)]
-    assert interval == pytest.approx(expected)
-    assert [entry.label for entry in found.main] == [
-        "DEMix (cached prior)", "DEMix (tempered)", "Dense (Balanced)", "Dense", "+ Domain Token"
-    ]  # fmt: skip
+    low, high = (100 * (102 - 130 + sign * 20 / np.sqrt(3)) / 130 for sign in (-1, 1))
+    below = main.beneath.at["DEMix (tempered)", "Training, change in %"]
+    assert below == f"{low:+.1f} to {high:+.1f}".replace("-", "−")
+    assert main.cells.loc["DEMix (tempered)", ["Training, certain", "Novel, certain"]].tolist() == ["3 of 3", "2 of 2"]
+    oracles = [label.endswith("(naive)") for label in rest.cells.index]
+    assert any(oracles)
+    assert oracles == sorted(oracles)
+    assert {*rest.beneath.loc[oracles, "Novel, change in %"]} == {"oracle"}
 
 
-def test_dots_of_a_telephone_are_below_one_another(run: MadeUp) -> None:
-    found = ranked(run)
-    broad, narrow = (dots(found, narrow=narrow).to_dict() for narrow in (False, True))
-    assert len(broad["hconcat"]) == len(narrow["vconcat"]) == 2
-    # Panels below one another each name their lines.
-    named = [[panel["layer"][1]["encoding"]["y"]["axis"]["labels"] for panel in one] for one in
-             (broad["hconcat"], narrow["vconcat"])]  # fmt: skip
-    assert named == [[True, False], [True, True]]
-    assert max(len(line) for line in narrow["title"]["subtitle"]) <= 48
+def test_models_with_other_training_stand_apart_and_no_model_may_be_below_dense(frozen: Run, tmp_path: Path) -> None:
+    results = lined(frozen, dense=50, btx=10, dense_short=10)
+    main, rest = first_page(material(frozen, results=results), tmp_path)
+    assert main.marked == ("Dense (Balanced)",)
+    remarks = pd.concat([main.cells, rest.cells])["Remark"]
+    assert all(remarks[frozen.rows[name].label].strip() for name in ("btx", "dense_short"))
+    assert not remarks[["DEMix (tempered)", "Dense (Balanced)"]].str.strip().any()
 
 
-def test_more_training_and_oracles_are_never_best(tmp_path: Path) -> None:
-    def best_of_all(key: Key, value: float) -> float:
-        return value / 9 if key.method == "naive" or key.experts == "all" else value
-
-    found = ranked(build_run(tmp_path, change=best_of_all))
-    assert found.best.label == "DEMix (tempered)"
-    assert [entry.oracle for entry in found.entries] == sorted(entry.oracle for entry in found.entries)
-    assert found.entries[-1].oracle
-    assert any(
-        text.startswith("Apart, since its added experts learned from the novel domains") for text in found.remarks
-    )
-
-
-def test_a_row_with_more_tokens_stands_apart(run: MadeUp) -> None:
-    tokens = run.keys["training"]["tokens"]
-    longer = changed(run.run, models={"long": {"kind": "demix", "label": "Long", "tokens": 2 * tokens}})
-    rows = run.results.rows
-    of_long = rows[rows["model"] == "demix"].assign(model="long", perplexity=rows["perplexity"] / 2)
-    found = ranking(run.material(longer, results=type(run.results)(pd.concat([rows, of_long]))))
-    assert found.best.label == "DEMix (tempered)"
-    assert found.models == 4
-    (told,) = [text for text in found.remarks if "100% more FLOPs" in text]
-    assert "Long (tempered)" in told
-
-
-def test_none_below_dense_and_no_dense(tmp_path: Path) -> None:
-    worse = build_run(tmp_path / "worse", change=lambda key, value: value if key.method == "dense" else 2 * value)
-    said = ranked(worse).verdict
-    assert said.startswith("Of 4 models at equal training FLOPs, none is below Dense (Balanced) on the 3 training")
-    none = build_run(tmp_path / "none", change=lambda key, value: None if key.model == "dense" else value)
-    assert "no numbers of Dense (Balanced)" in ranked(none).verdict
+def test_a_run_without_dense_has_no_changes(frozen: Run, tmp_path: Path) -> None:
+    results = lined(frozen).query("model != 'dense'")
+    main, _ = first_page(material(frozen, results=results), tmp_path)
+    assert main.numbers["Training, change in %"].isna().all()
 
 
 @pytest.mark.parametrize(
     ("half", "direct", "bold"),
-    # Tempered is 0.936 above cached on the mean, which is exact on the same resamples and wide by way of Dense.
-    [(0.01, None, True), (5.0, None, False), (5.0, 0.01, True), (0.01, 5.0, False)],
+    # Tempered is 1 above cached on the mean, which is exact on the same resamples and wide by way of Dense.
+    [((0.01, 5), None, (True, False)), ((5, 0.01), (0.01, 5), (True, False))],
 )
-def test_bold_is_surely_below_the_next(run: MadeUp, half: float, direct: float | None, bold: bool) -> None:
-    known = [less({"tempered": -31.0, "history": -32.0}, half)]
-    known += [less({"tempered": 0.9}, direct, "demix_cached")] if direct else []
-    found = ranked(run, differences=pd.concat(known))
-    lowest = found.lowest("training")
-    assert (lowest is not None and lowest.label == "DEMix (cached prior)") == bold
-    shown = table(found, found.main).bold()["3 training domains"]
-    assert shown.sum() == bold
-    assert not table(found, found.main).bold().loc["+ Domain Token"].any()
-
-
-def test_bounds_are_those_of_the_differences() -> None:
-    rows = less({"tempered": -31.0, "history": -20.0}, 30.0)
-    rows.loc[rows["domain"] == NOVEL[0], "perplexity_low"] = np.nan
-    tempered = System("", "demix", "training", "uniform", "tempered")
-    found = paired(bounds_of(rows), tempered, BASES["dense"], [NOVEL[0], *reversed(TRAINING), "unknown"])
-    assert list(found.index) == sorted(TRAINING), "without domains that have no interval"
-    assert set(found["low"]) == {-61.0}
-    assert set(found["high"]) == {-1.0}
-    assert paired(bounds_of(rows), tempered, BASES["dense_unbalanced"], TRAINING).empty
-    assert paired(bounds_of(rows), replace(tempered, top_k=2), BASES["dense"], TRAINING).empty
-
-
-def test_table3_has_the_interval_of_the_change_but_no_other_systems(run: MadeUp) -> None:
-    known = less({"tempered": -31.0, "released": -20.0}, 30.0)
-    below = table_of("table3", run.material(differences=known)).second_lines()["Against Dense (Balanced), %"]
-    change, half = 100 * (1.05 * 0.97 / 1.3 - 1), 100 * 30 / np.sqrt(3) / 143
-    assert below["DEMix (tempered)"] == f"{change - half:+.1f} to {change + half:+.1f}".replace("-", "−")
-    # What is known of the released weights is not of the released scorer.
-    assert not below["DEMix (cached prior), released scorer"]
+def test_bold_is_surely_below_the_next(
+    half: tuple[float, float], direct: tuple[float, float] | None, bold: tuple[bool, bool], frozen: Run, tmp_path: Path
+) -> None:
+    """On training domains, and on novel ones."""
+    known = [less(frozen, half, "dense", TEMPERED, CACHED)]
+    known += [less(frozen, direct, "demix_cached", TEMPERED)] if direct else []
+    results = lined(frozen)
+    main, _ = first_page(material(frozen, results=results, differences=pd.concat(known)), tmp_path)
+    for column, expected in zip(("3 training domains", "2 novel domains"), bold, strict=True):
+        shown = main.bold[column]
+        assert shown[shown].index.tolist() == ["DEMix (cached prior)"] * expected

@@ -1,0 +1,362 @@
+"""The report's files: which a run has, what is refused and left out, what other programs read, and names of others."""
+
+import json
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from demix.files import read_json, write_json, write_json_lines, write_parquet
+from demix.report import report_files, report_items, write_report
+from demix.report.item import FigureItem
+from demix.report.items import all_items
+from demix.report.material import Material
+from demix.report.stages import STAGES, drawing
+from demix.run.run import Run
+from support.cli import demix
+from support.configs import domains, small_run
+from support.errors import refused
+from support.frozen import material, rows_of
+from support.report import drawn, drawn_as, read_page, read_table, shown
+
+REPOSITORY = Path(__file__).parents[2]
+FIGURES = [name for name, item in all_items().items() if isinstance(item, FigureItem)]
+
+
+def test_the_files_are_those_that_the_workflow_is_told_of(frozen: Run, report: Path) -> None:
+    assert {path.relative_to(report).as_posix() for path in report.rglob("*.*")} == set(report_files(frozen))
+
+
+def test_files_of_the_same_run_are_the_same_bytes(frozen: Run, report: Path, tmp_path: Path) -> None:
+    for name in ("table13", "figure4", "claims"):
+        all_items()[name].write(material(frozen), tmp_path)
+    for path in tmp_path.rglob("*.*"):
+        assert path.read_bytes() == (report / path.relative_to(tmp_path)).read_bytes(), path
+
+
+def test_every_element_has_a_heading_a_caption_and_a_place() -> None:
+    items = all_items().values()
+    assert all(item.heading and item.caption and item.category for item in items)
+    assert len({item.heading for item in items}) == len(items)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_other_programs_open_a_figure(name: str, report: Path) -> None:
+    folder = report / "figures"
+    assert "vega-lite/v6" in json.loads((folder / f"{name}.json").read_text())["$schema"]
+    assert ElementTree.parse(folder / f"{name}.svg").getroot().tag == "{http://www.w3.org/2000/svg}svg"
+    png = (folder / f"{name}.png").read_bytes()
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    assert min(struct.unpack(">II", png[16:24])) > 300
+
+
+def test_a_table_is_the_same_in_each_format(report: Path) -> None:
+    """LaTeX has the cells of Markdown, one line each; braces and environments are closed."""
+    for path in (report / "tables").glob("*.tex"):
+        text = path.read_text()
+        assert text.isascii(), path
+        plain = re.sub(r"\\[\\{}]", "", text)
+        assert plain.count("{") == plain.count("}"), path
+        assert re.findall(r"\\begin{(\w+)}", text) == re.findall(r"\\end{(\w+)}", text)[::-1], path
+        (columns,) = re.findall(r"\\begin{(?:tabular|longtable)}{([lr]+)}", text)
+        body = text.split(r"\endlastfoot" if "longtable" in text else r"\midrule", 1)[1]
+        lines = [line for line in body.splitlines() if line.endswith(r" \\")]
+        assert {len(re.findall(r"(?<!\\)&", line)) + 1 for line in lines} == {len(columns)}, path
+        markdown, (page,) = (read(path.with_suffix(kind)) for read, kind in ((read_table, ".md"), (read_page, ".html")))
+        for frames in ((markdown.cells, page.cells), (markdown.beneath, page.beneath), (markdown.bold, page.bold)):
+            pd.testing.assert_frame_equal(*frames)
+
+
+EVIL = "<b onclick='x'>a&b_|c* [x](y) $5% #~^ {\\d}"
+
+
+def test_words_of_a_text_are_no_markup(frozen: Run, tmp_path: Path) -> None:
+    clusters = material(frozen).clusters
+    terms = {name: {cluster: [EVIL, "so"] for cluster in found} for name, found in clusters.terms.items()}
+    found = shown("clusters", material(frozen, clusters=replace(clusters, terms=terms)), tmp_path)
+    assert set(found.cells["Terms"]) == {f"{EVIL}, so"}
+    (page,) = read_page(tmp_path / "tables" / "clusters.html")
+    assert set(page.cells["Terms"]) == {f"{EVIL}, so"}
+    latex = (tmp_path / "tables" / "clusters.tex").read_text()
+    assert r"a\&b\_|c* [x](y) \$5\% \#" in latex
+    assert r"\{\textbackslash d\}" in latex
+
+
+OF_FAMILIES = {"families", "family_costs", "top_k"}
+OF_CLUSTERS = OF_FAMILIES | {"family_differences", "clusters", "by_clusters", "cluster_experts", "cluster_sizes"}
+OF_NOVEL = {"table5", "table6", "table13", "rates", "figure6", "figure8"}
+CLUSTERED: dict[str, Any] = {
+    "models": {"x": {"kind": "branched", "data": "k2"}},
+    "clusterings": {"k2": {"clusters": 2}},
+    "training": {"sequences": 2},
+}
+TWO = domains(("law", "news"))
+
+
+@pytest.mark.parametrize(
+    ("sections", "more"),
+    [
+        ({"domains": TWO}, {"table7"}),
+        ({"domains": domains(("law",), ("songs",))}, OF_NOVEL),
+        ({"domains": TWO, "removal": {"retrain_without": ["law"]}}, {"table7", "audit"}),
+        ({"models": {"x": {"kind": "branched"}}}, OF_FAMILIES),
+        (CLUSTERED, OF_CLUSTERS),
+        (CLUSTERED | {"evaluation": {"temperatures": [1.0]}}, OF_CLUSTERS | {"temperatures"}),
+        ({"models": {"x": {"kind": "branched"}, "y": {"kind": "dense", "tokens": 500}}}, OF_FAMILIES | {"speed_up"}),
+        ({"models": {"x": {"kind": "routed", "experts": 2}}}, OF_FAMILIES | {"routers", "router_loads"}),
+        (
+            {"models": {"x": {"kind": "dense", "architecture": {"attention": "bidirectional", "objective": "mlm"}}}},
+            {"masked"},
+        ),
+        ({"models": {"x": {"kind": "dense", "architecture": {"position": "alibi"}}}}, {"variants"}),
+        ({"evaluation": {"contexts": [4]}}, {"contexts", "positions"}),
+        ({"tasks": {"x": {"path": "x.jsonl"}}}, {"tasks"}),
+        (CLUSTERED | {"tasks": {"x": {"path": "x.jsonl"}}}, OF_CLUSTERS | {"tasks", "task_clusters"}),
+        ({"lm_eval": {"tasks": ["lambada"]}}, {"harness"}),
+    ],
+)
+def test_a_run_has_the_elements_of_what_it_has(sections: dict[str, Any], more: set[str]) -> None:
+    plain = {"domains": domains(("law",)), "models": {"dense_unbalanced": None, "domain_token": None}}
+    models = {"models": plain["models"] | sections.get("models", {})}
+    few, many = (set(report_files(small_run(**one))) for one in (plain, plain | sections | models))
+    assert {Path(name).stem for name in many - few} == more
+    assert few <= many
+
+
+def doubled(found: pd.DataFrame) -> pd.DataFrame:
+    return pd.concat([found, found[:1]])
+
+
+def on_other_tokens(found: pd.DataFrame) -> pd.DataFrame:
+    return found.assign(tokens_sha256=found["tokens_sha256"].where(found["model"] != "dense", "other"))
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "damage"),
+    [
+        *((name, "results", damage) for name in ("table3",) for damage in (doubled, on_other_tokens)),
+        *(
+            (name, file, lambda found: found.iloc[:, 1:])
+            for name, file in (
+                ("table3", "results"),
+                ("figure4", "priors"),
+                ("overlap", "corpus/overlap"),
+                ("figure7", "posteriors"),
+                ("differences", "differences"),
+                ("tasks", "tasks"),
+                ("audit", "audit"),
+            )
+        ),
+        ("differences", "differences", lambda found: found.assign(model="none_such")),
+        ("differences", "differences", lambda found: found.assign(against="none_such")),
+    ],
+)
+def test_what_is_doubled_lacks_a_column_or_does_not_compare_is_refused(
+    name: str, file: str, damage: Callable[[pd.DataFrame], pd.DataFrame], frozen_copy: Run, tmp_path: Path
+) -> None:
+    table = pa.Table.from_pandas(damage(rows_of(frozen_copy, file)), preserve_index=False)
+    write_parquet(table, frozen_copy.folder / f"{file}.parquet")
+    with refused(f"{file}.parquet"):
+        all_items()[name].write(Material(frozen_copy), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("benchmarks/tokenizer.tsv", "s\tcpu_time\tmax_rss\n1.5\t"),
+        ("metrics/demix.jsonl", '{"step": 2}\n'),
+        ("loads/switch.parquet", ""),
+    ],
+)
+def test_a_damaged_file_is_refused_before_anything_is_written(
+    name: str, text: str, frozen_copy: Run, tmp_path: Path
+) -> None:
+    (frozen_copy.folder / name).write_text(text)
+    with refused(name):
+        write_report(frozen_copy, tmp_path / "report")
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_line_of_metrics_without_tokens_is_refused(frozen: Run, tmp_path: Path) -> None:
+    write_json_lines(tmp_path / "demix.jsonl", [{"step": 1, "tokens": 2, "loss": 3}, {"step": 2}])
+    with refused("demix.jsonl:2"):
+        drawn("training", material(frozen, metrics=tmp_path))
+
+
+def test_what_a_run_has_no_numbers_of_is_left_out(frozen: Run, tmp_path: Path) -> None:
+    few = rows_of(frozen).query("kind == 'training' and model in ('dense', 'demix') and seed == 1")
+    files = {"priors": "priors", "posteriors": "posteriors", "overlap": "corpus/overlap", "differences": "differences"}
+    nothing = {name: rows_of(frozen, file).iloc[:0] for name, file in files.items()}
+    made = material(frozen, results=few, metrics=tmp_path / "none", **nothing)
+    for item in report_items(frozen):
+        item.write(made, tmp_path)
+    assert set(report_files(frozen)) == {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")}
+    tables = tmp_path / "tables"
+    assert {label.partition(" (")[0] for label in read_table(tables / "table3.md").cells.index} == {"Dense", "DEMix"}
+    assert {*read_table(tables / "table6.md").cells.index} >= {*frozen.training}
+    assert not {*read_table(tables / "table6.md").cells.index} & {*frozen.novel}
+    assert drawn_as(tmp_path / "figures" / "figure4.json", "domain", "expert", "value")["value"].isna().all()
+
+
+def numbered(frozen: Run, perplexities: dict[str, float], other: float = 99.0) -> pd.DataFrame:
+    """The results of the run's own seed with the perplexities of some systems (queries), and all others alike."""
+    found = rows_of(frozen).query("seed == 1").assign(perplexity=other)
+    for query, value in perplexities.items():
+        found.loc[found.eval(query), "perplexity"] = value
+    return found
+
+
+def test_bold_is_what_prints_lowest_and_no_oracle(frozen: Run, tmp_path: Path) -> None:
+    results = numbered(
+        frozen,
+        {
+            "method == 'naive'": 1,
+            "variant == 'dev_choice'": 80,
+            "method == 'average'": 50.004,
+            "model == 'dense'": 50.001,
+        },
+    )
+    bold = shown("table5", material(frozen, results=results), tmp_path).bold["Mean"]
+    averages = {label for label in bold.index if label.endswith("(average)")}
+    assert {*bold[bold].index} == averages | {"Dense (Balanced)"}
+
+
+def test_bold_of_tasks_is_surely_above_chance_and_reads_no_label(frozen: Run, tmp_path: Path) -> None:
+    tasks = rows_of(frozen, "tasks").query("metric.isna()").assign(accuracy=0.9, chance=0.5, judged=True)
+    best, read = tasks["routing"] == "average", tasks["reads"] == "test labels"
+    tasks.loc[best, "accuracy"] = 0.95
+    tasks.loc[read | (tasks["routing"] == "one expert"), "accuracy"] = 0.99
+    tasks.loc[tasks["task"] == "halves", "judged"] = False
+    bold = shown("tasks", material(frozen, tasks=tasks), tmp_path).bold
+    assert {label.rpartition(" (")[2] for label in bold.index[bold["domain"]]} == {"average)"}
+    assert not bold["halves"].any()
+
+
+def test_an_expert_that_began_as_an_average_has_no_single_parent(frozen_copy: Run, tmp_path: Path) -> None:
+    """It is compared with the likeliest of those that were averaged."""
+    copied = shown("table13", Material(frozen_copy), tmp_path / "before").cells
+    for name in frozen_copy.novel:
+        path = frozen_copy.folder / "models" / "demix" / "experts" / f"{name}.json"
+        about = read_json(path)
+        shares = {one: {"weight": 0.6 if one == about["parent"] else 0.2} for one in frozen_copy.training}
+        write_json(path, about | {"parent": None, "parents": shares})
+    averaged = shown("table13", Material(frozen_copy), tmp_path / "after").cells
+    assert {*averaged["Parent expert"][[*frozen_copy.novel]]} == {"average"}
+    pd.testing.assert_frame_equal(averaged.drop(columns="Parent expert"), copied.drop(columns="Parent expert"))
+    told = demix(
+        "sql", frozen_copy.folder, "select distinct parent from experts where expert in ('fortunes', 'fantasy')"
+    )
+    assert "average" in told.output
+
+
+def test_what_rounds_to_zero_has_no_sign(frozen: Run, tmp_path: Path) -> None:
+    found = shown("table6", material(frozen, results=numbered(frozen, {"experts == 'all'": 99 - 1e-6})), tmp_path)
+    assert {*found.cells["Change, %"][["licenses", "fantasy"]]} == {"0.00"}
+
+
+def test_a_text_without_an_interval_has_a_dash_beneath(frozen: Run, tmp_path: Path) -> None:
+    results, bounds = rows_of(frozen).query("seed == 1"), ["perplexity_low", "perplexity_high"]
+    results.loc[results["domain"] == "scripture", bounds] = np.nan
+    found = shown("table4", material(frozen, results=results), tmp_path).beneath
+    assert {*found["scripture"]} == {"–"}
+    assert found["licenses"].str.fullmatch(r"\[[\d.]+, [\d.]+\]").all()
+    results[bounds] = np.nan
+    assert {*shown("table4", material(frozen, results=results), tmp_path).beneath.to_numpy().ravel()} == {""}
+
+
+def values(figure: dict[str, Any]) -> list[dict[str, Any]]:
+    """The records of a figure."""
+    return [row for rows in figure["datasets"].values() for row in rows]
+
+
+def test_a_figure_shows_the_first_64_domains_and_experts(frozen: Run) -> None:
+    names = [f"d{number:02}" for number in range(66)]
+    pairs = pd.DataFrame(
+        [
+            {
+                "kind": "training",
+                "domain": one,
+                "expert": other,
+                "ratio": 1 + (7 * i + 3 * j) % 11,
+                "overlap": (5 * i + 2 * j) % 13 / 13,
+            }
+            for i, one in enumerate(names)
+            for j, other in enumerate(names)
+        ]
+    )
+    about = {"model": "demix", "experts": "training", "weights": "history", "seed": 1}
+    priors = pairs.assign(**about, prior=1 / 66)
+    made = Material(
+        small_run(domains=domains(names)),
+        {
+            "pairs": pairs,
+            "relations": material(frozen).relations,
+            "priors": priors,
+            "posteriors": priors.assign(split="dev", block=0, posterior=0.5),
+        },
+    )
+    for name in ("figure2", "figure4"):
+        records = values(drawn(name, made))
+        assert (
+            {row["domain"] for row in records if "value" in row} == {*names[:64]} == {row["expert"] for row in records}
+        )
+    traces = drawn("figure7", made)
+    assert [panel["title"]["text"] for panel in traces["concat"]] == names[:64]
+    assert {row["expert"] for row in values(traces)} == {*names[:64]}
+
+
+def test_the_first_page_leads_to_all_pages(report: Path) -> None:
+    page = (report / "index.html").read_text()
+    links = {link.partition("#")[0] for link in re.findall(r'href="([^"]+)"', page)}
+    there = {path.relative_to(report).as_posix() for path in report.rglob("*.*")}
+    assert {link for link in links if not link.startswith("cards/")} == there - {"index.html", "claims.md"}
+    assert {link for link in links if link.startswith("cards/")} >= {"cards/demix.html", "cards/dense.html"}
+    claims = re.findall(r'<tbody id="(\w+)"', (report / "claims.html").read_text())
+    assert {*re.findall(r'href="claims.html#(\w+)"', page)} == {*claims}
+    # An entry has the name of the page to which it leads.
+    entries = dict(re.findall(r'<li><a href="([a-z]+/[a-z0-9_]+[.]html)">(?:<img[^>]+>)?([^<]+)</a>', page))
+    titles = {name: re.findall("<title>(.*?)</title>", (report / name).read_text()) for name in entries}
+    assert titles == {name: [entry] for name, entry in entries.items()}
+
+
+def test_the_first_page_has_the_time_of_each_stage(frozen: Run, report: Path) -> None:
+    lines = dict(re.findall(r'<th scope="row">([^<]+)</th>(.*?)</tr>', (report / "index.html").read_text()))
+    jobs = frozen.folder / "benchmarks"
+    for stage, rules in (("train", ("train", "join", "seed", "sweep", "choose_rate")), ("tokenizer", ("tokenizer",))):
+        paths = [path for rule in rules for path in (*jobs.glob(f"{rule}.tsv"), *jobs.glob(f"{rule}/**/*.tsv"))]
+        seconds = sum(pd.read_csv(path, sep="\t")["s"].sum() for path in paths)
+        jobs_cell, clock, *_ = re.findall("<td>(.*?)</td>", lines[stage])
+        assert int(jobs_cell) == len(paths)
+        hours, minutes, rest = map(int, clock.split(":"))
+        assert 3600 * hours + 60 * minutes + rest == round(seconds)
+
+
+def test_each_rule_of_the_workflow_belongs_to_one_stage_and_the_drawing_shows_all() -> None:
+    text = "".join(path.read_text() for path in (REPOSITORY / "workflow" / "rules").glob("*.smk"))
+    # Rules that are made in loops.
+    made = {"train", "join", "adapt", "adapt-dense", "score", "cluster_shards", "average", "route", "merge_routed"}
+    rules = {*re.findall(r"^ *rule (\w+):", text, re.MULTILINE)} | made | {"fewshot"}
+    assert sorted(rule for stage in STAGES for rule in stage.rules) == sorted(rules)
+    assert (REPOSITORY / "docs" / "pipeline.svg").read_text() == drawing()
+
+
+def test_the_terminal_has_means_marks_oracles_and_what_adaptation_changes(frozen: Run) -> None:
+    done = demix("summary", frozen.folder)
+    assert done.exit_code == 0, done.exception
+    results = rows_of(frozen).query("seed == 1 and split == 'test' and variant == '' and experts == 'training'")
+    naive = results.query("model == 'demix' and method == 'naive'").groupby("kind")["perplexity"].mean()
+    (line,) = re.findall(r"^.*DEMix \(naive\).*$", done.stdout, re.MULTILINE)
+    assert f"{naive['training']:.2f} " in line
+    assert f"{naive['novel']:.2f} *" in line
+    about = json.loads((frozen.folder / "models" / "demix" / "model.json").read_text())
+    assert f"{4 * about['expert_parameters']:,}" in done.stdout
+    dense = json.loads((frozen.folder / "models" / "dense" / "model.json").read_text())
+    assert f"{4 * (dense['shared_parameters'] + dense['expert_parameters']):,}" in done.stdout

@@ -1,0 +1,885 @@
+"""Every table and figure of a report, against a few lines of pandas over the files of the run."""
+
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+from scipy.interpolate import interp1d
+
+from demix.report import report_items
+from demix.report.item import FigureItem, TableItem
+from demix.report.material import Material
+from demix.run.run import Run
+from demix.run.systems import token_routed
+from support.configs import changed, domains, small_run
+from support.frozen import material, rows_of
+from support.report import Shown, drawn_as, read_table, shown
+
+# How tables name a system, by its method and rule of weights; {} is the label of the model.
+NAMES = {
+    ("dense", ""): "{}",
+    ("naive", ""): "{} (naive)",
+    ("average", ""): "{} (average)",
+    ("uniform", "history"): "{} (uniform prior)",
+    ("updating", "history"): "{} (updating prior)",
+    ("cached", "history"): "{} (cached prior)",
+    ("uniform", "tempered"): "{} (tempered)",
+    ("fitted", "switching"): "{} (switching)",
+    ("uniform", "cluster"): "{} (cluster)",
+}
+# Tables 3 and 4 leave out the methods that Table 5 compares.
+IN_DOMAIN = [key for key in NAMES if key not in (("average", ""), ("uniform", "history"), ("updating", "history"))]
+SYSTEM = ["model", "experts", "method", "weights"]
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a run as pandas reads them; only results of `seeds` count."""
+
+    folder: Path
+    seeds: tuple[int, ...] = (1, 2)
+
+    @cached_property
+    def run(self) -> Run:
+        return Run.read(self.folder)
+
+    @cached_property
+    def domains(self) -> dict[str, list[str]]:
+        """The names of the domains by kind, as headings of columns begin with it."""
+        return {kind.capitalize(): list(names) for kind, names in self.json("config.json")["domains"].items()}
+
+    @cached_property
+    def labels(self) -> dict[str, str]:
+        """The labels of the causal models."""
+        return {name: row.label for name, row in self.run.rows.items() if not row.masked}
+
+    @property
+    def own(self) -> "Files":
+        """The files with the results of the run's own seed alone."""
+        return Files(self.folder, (1,))
+
+    def json(self, name: str) -> Any:
+        return json.loads((self.folder / name).read_text())
+
+    def lines(self, name: str) -> pd.DataFrame:
+        return pd.read_json(self.folder / name, lines=True)
+
+    def table(self, name: str) -> pd.DataFrame:
+        found = pd.read_parquet(self.folder / f"{name}.parquet")
+        return found[found["seed"].isin(self.seeds)] if "seed" in found else found
+
+    @cached_property
+    def results(self) -> pd.DataFrame:
+        """The results on test text, where top_k is 0 if all experts are mixed."""
+        return self.table("results").query("split == 'test'").astype({"top_k": "float"}).fillna({"top_k": 0})
+
+    def of(self, model: str, method: str, weights: str = "", experts: str = "", **more: Any) -> pd.Series:
+        """The perplexity of one system by domain, a mean over seeds."""
+        experts = experts or ("dense" if method == "dense" else "training")
+        wanted = {"model": model, "method": method, "weights": weights, "experts": experts, "variant": "", "top_k": 0}
+        wanted |= more
+        found = self.results[(self.results[[*wanted]] == pd.Series(wanted)).all(axis=1)]
+        return found.groupby("domain")["perplexity"].mean()
+
+    def rule(self, name: str, **more: Any) -> pd.Series:
+        """`of` the system that stands for a model in tables of families: by the rule of its paper."""
+        row = self.run.rows[name]
+        if not row.kind.has_experts:
+            return self.of(name, "dense", **more)
+        by_paper = ("uniform", "cluster") if row.settings.data else ("cached", "history")
+        return self.of(name, *by_paper, **more)
+
+    def means(self, rows: Mapping[str, pd.Series]) -> pd.DataFrame:
+        """The means over the domains of each kind (columns) of perplexities by domain."""
+        frame = pd.DataFrame({label: row.astype("float64") for label, row in rows.items()}).T
+        columns = {kind: frame.reindex(columns=names) for kind, names in self.domains.items()}
+        return pd.DataFrame({kind: found.mean(axis=1, skipna=False) for kind, found in columns.items()})
+
+    @cached_property
+    def named(self) -> pd.DataFrame:
+        """The results of the systems of `NAMES` with the training experts, and their names."""
+        rows = self.results.query("experts in ('training', 'dense') and variant == '' and top_k == 0")
+        rows = rows.assign(key=list(zip(rows["method"], rows["weights"], strict=True)))
+        # No domain has an expert of its own where experts are those of clusters.
+        learned = [name for name in self.labels if self.run.rows[name].settings.data]
+        rows = rows[rows["key"].isin(NAMES) & rows["model"].isin(self.labels)]
+        rows = rows[~(rows["model"].isin(learned) & (rows["method"] == "naive"))]
+        names = [NAMES[key].format(self.labels[model]) for key, model in zip(rows["key"], rows["model"], strict=True)]
+        return rows.assign(system=names).replace({"system": {"+ Domain Token (naive)": "+ Domain Token"}})
+
+    def systems(self, kind: str, *keys: tuple[str, str], **scored: pd.Series) -> pd.DataFrame:
+        """Perplexities by system and by domain of a kind, after their means; `scored` by the released scorer."""
+        frame = self.named[self.named["key"].isin(keys)].pivot_table("perplexity", "system", "domain")
+        for prior, row in scored.items():
+            frame.loc[f"DEMix ({prior} prior), released scorer"] = row
+        frame = frame[self.domains[kind]]
+        frame.insert(0, "Mean", frame.mean(axis=1, skipna=False))
+        return frame
+
+    def by_code(self, prior: str) -> pd.Series:
+        """A mixture of DEMix by the scorer of the code released with the paper."""
+        return self.of("demix", prior, "released", variant="" if prior == "uniform" else "released_scorer")
+
+
+def change(before: Any, after: Any) -> Any:
+    """The change in percent."""
+    return 100 * (after / before - 1)
+
+
+def frame_of(rows: Mapping[str, Any]) -> pd.DataFrame:
+    """A line for each of `rows`."""
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+Expectation = Callable[[Files], Any]
+TABLES: dict[str, tuple[Expectation, tuple[str, ...]]] = {}
+FIGURES: dict[str, Expectation] = {}
+
+
+def table(*keys: str) -> Callable[[Expectation], Expectation]:
+    """Register the cells of the table of a function's name; `keys` are the columns that tell numbered lines apart."""
+
+    def register(expectation: Expectation) -> Expectation:
+        TABLES[expectation.__name__] = expectation, keys
+        return expectation
+
+    return register
+
+
+def figure(expectation: Expectation) -> Expectation:
+    """Register the records of the figure of a function's name: numbers are in the last columns of its frames."""
+    FIGURES[expectation.__name__] = expectation
+    return expectation
+
+
+@table()
+def table3(files: Files) -> pd.DataFrame:
+    found, names = table4(files), files.domains["Training"]
+    dense = found.loc["Dense (Balanced)"]
+    better = found[names].lt(dense[names]).sum(axis=1).map("{} of 3".format)
+    changes = change(dense["Mean"], found["Mean"])
+    frame = pd.DataFrame({"Perplexity": found["Mean"], "Against Dense (Balanced), %": changes})
+    frame["Domains better than Dense (Balanced)"] = better
+    return frame.drop("Dense (Balanced)")
+
+
+@table()
+def table4(files: Files) -> pd.DataFrame:
+    return files.systems("Training", *IN_DOMAIN, cached=files.by_code("cached"))
+
+
+@table()
+def table5(files: Files) -> pd.DataFrame:
+    priors = {prior: files.by_code(prior) for prior in ("uniform", "updating", "cached")}
+    frame = files.systems("Novel", *NAMES, **priors)
+    frame.index = frame.index.str.replace("(naive)", "(naive, oracle)").str.replace(
+        "Domain Token", "Domain Token (oracle)"
+    )
+    for label, model in (("DEMix (naive, chosen on dev)", "demix"), ("+ Domain Token (chosen on dev)", "domain_token")):
+        found = files.of(model, "naive", variant="dev_choice")[files.domains["Novel"]]
+        frame.loc[label] = [found.mean(), *found]
+    return frame
+
+
+@table()
+def table6(files: Files) -> pd.DataFrame:
+    own, columns = files.own, {"Training experts": "training", "With the added experts": "all"}
+    frame = pd.DataFrame({column: own.of("demix", "cached", "history", set) for column, set in columns.items()})
+    for told, rule in (("", "history"), (", released weights", "released")):
+        means = own.means({column: own.of("demix", "cached", rule, set) for column, set in columns.items()})
+        for kind, names in files.domains.items():
+            frame.loc[f"Mean of {len(names)} {kind.lower()}{told}"] = means[kind]
+    frame["Change, %"] = change(*(frame[column] for column in columns))
+    counts = own.results.groupby("domain")[["documents", "pieces"]].max()
+    return frame.join(counts.rename(columns=str.title))
+
+
+@table()
+def table7(files: Files) -> pd.DataFrame:
+    own, names, frames = files.own, files.domains["Training"], {}
+    for rule in ("history", "released"):
+        less = {name: own.of("demix", "cached", rule, f"minus-{name}")[name] for name in names}
+        never = {name: own.of(f"without-{name}", "cached", rule).get(name) for name in names}
+        columns = {"+Expert": own.of("demix", "cached", rule), "−Expert": less, "−Domain": never}
+        frames[rule] = pd.DataFrame(columns, names, dtype="float64")
+    frame, by_code = frames["history"], frames["released"].mean(skipna=False)
+    means = {"Mean of all 3": frame.mean(skipna=False), "Mean of all 3, released weights": by_code}
+    return pd.concat([frame, frame_of(means | {"Mean of the 1 that have all three": frame.dropna().mean()})])
+
+
+@table()
+def table13(files: Files) -> tuple[pd.DataFrame, pd.DataFrame]:
+    own, before, after = files.own, {}, {}
+
+    def on(name: str, found: pd.Series) -> list[float]:
+        return [own.means({"": found}).at["", "Training"], found.get(name, np.nan)]
+
+    for name in files.domains["Novel"]:
+        parent = str(files.json(f"models/demix/experts/{name}.json")["parent"])
+        alone = own.of("demix", "expert", experts="all", expert=parent)[name]
+        before[name] = [*on(name, own.of("dense", "dense")), on(name, own.of("demix", "naive"))[0], alone]
+        after[name] = on(name, own.of(f"dense-dapt-{name}", "dense")) + on(name, own.of("demix", "naive", "", "all"))
+        before[name] += [*on(name, own.of("demix", "cached", "history")), parent]
+        after[name] += on(name, own.of("demix", "cached", "history", f"plus-{name}"))
+    domains = ("training domains", "own domain")
+    columns = [f"{how}: {on}" for how in ("Dense-DAPT", "DEMix-DAPT", "One expert added") for on in domains]
+    one, other = pd.DataFrame(before, [*columns, "Parent expert"]).T, pd.DataFrame(after, columns).T
+    numbers = one[columns].astype("float64")
+    frame = change(numbers, other)
+    frame.loc["Mean of 2"] = frame.mean()
+    beneath = numbers.map("{:.2f}".format) + " to " + other.map("{:.2f}".format)
+    return frame.assign(**{"Parent expert": [*one["Parent expert"], ""]}), beneath
+
+
+@table()
+def rates(files: Files) -> pd.DataFrame:
+    rows = []
+    for domain in files.domains["Novel"]:
+        paths = {"DEMix-DAPT": f"demix/experts/{domain}.json", "Dense-DAPT": f"dense-dapt-{domain}/model.json"}
+        for kind, lineage in ((kind, files.json(f"models/{path}")) for kind, path in paths.items()):
+            for trial in lineage["trials"]:
+                start, best = (np.exp(pd.Series(trial[when])) for when in ("start", "best"))
+                old = [f"dev_loss/{name}" for name in files.domains["Training"]]
+                own, factor = f"dev_loss/{domain}", trial["learning_rate_factor"]
+                changes = change(start[old].mean(), best[old].mean()), change(start[own], best[own])
+                chosen = factor == lineage["adaptation"]["learning_rate_factor"]
+                rows.append((f"{kind}, {factor:g} of the rate", *changes, chosen))
+    found = pd.DataFrame(rows, columns=["label", "Training domains", "Own domain", "Chosen"]).groupby("label")
+    return (
+        found[["Training domains", "Own domain"]].mean().assign(Adaptations=found.size(), Chosen=found["Chosen"].sum())
+    )
+
+
+@table()
+def weights(files: Files) -> pd.DataFrame:
+    own, rows = files.own, {}
+    history = {prior: own.of("demix", prior, "history") for prior in ("uniform", "updating", "cached")}
+    for prior, base in history.items():
+        rows[f"DEMix ({prior} prior, history)"] = base, base * np.nan
+        rows[f"DEMix ({prior} prior, released weights)"] = own.of("demix", prior, "released"), base
+        if prior != "uniform":
+            rows[f"DEMix ({prior} prior, released scorer)"] = own.by_code(prior), base
+    rows |= {
+        "DEMix (tempered)": (own.of("demix", "uniform", "tempered"), history["uniform"]),
+        "DEMix (switching)": (own.of("demix", "fitted", "switching"), history["cached"]),
+        "DEMix (cluster)": (own.of("demix", "uniform", "cluster"), history["uniform"]),
+        "DEMix (fitted, static)": (own.of("demix", "fitted"), history["cached"]),
+        "Best expert of each block, in hindsight": (own.of("demix", "best_block"), history["uniform"]),
+        "Best expert of each token, in hindsight": (own.of("demix", "best_token"), history["uniform"]),
+    }
+    means, bases = (own.means({label: row[place] for label, row in rows.items()}) for place in (0, 1))
+    changes = change(bases, means).rename(columns=lambda kind: f"{kind.lower()}: against history, %")
+    return means.rename(columns=lambda kind: f"Mean of {len(files.domains[kind])} {kind.lower()}").join(changes)
+
+
+def grid(files: Files, setting: str, *methods: str) -> pd.DataFrame:
+    """Means of DEMix's results by the values of a setting; a domain lacks only values beyond its dev text."""
+    tried = files.own.results.query("model == 'demix' and experts == 'training' and weights == 'history'")
+    found = tried[tried["variant"] == setting].pivot(index=setting, columns=["method", "domain"], values="perplexity")
+    columns = {
+        f"{method} prior, {len(names)} {kind.lower()}": found.ffill()[method][names].mean(axis=1)
+        for kind, names in files.domains.items()
+        for method in methods
+    }
+    return pd.DataFrame(columns).rename(index="{:g}".format)
+
+
+@table()
+def decay(files: Files) -> pd.DataFrame:
+    return grid(files, "decay", "updating", "cached")
+
+
+@table()
+def dev_blocks(files: Files) -> pd.DataFrame:
+    return grid(files, "dev_blocks", "cached")
+
+
+def ratios(files: Files) -> pd.DataFrame:
+    """The perplexity of each training expert on each domain, over that of the own or of the best one."""
+    rows = files.own.results.query("model == 'demix' and experts == 'all' and method == 'expert' and variant == ''")
+    found = rows.pivot(index="domain", columns="expert", values="perplexity")[files.domains["Training"]]
+    own = {name: found.at[name, name] if name in found else found.loc[name].min() for name in found.index}
+    frame = found.div(pd.Series(own), axis=0).stack().rename("ratio").reset_index()
+    frame.insert(0, "kind", ["training" if name in found else "novel" for name in frame["domain"]])
+    return frame.merge(files.table("corpus/overlap")[["domain", "expert", "overlap"]], validate="1:1")
+
+
+@table()
+def overlap(files: Files) -> pd.DataFrame:
+    pairs, rows = ratios(files), {}
+    others = pairs[pairs["domain"] != pairs["expert"]]
+    for label, some in (
+        ("training domains", others[others["kind"] == "training"]),
+        ("novel domains", pairs[pairs["kind"] == "novel"]),
+        ("training domains, own experts too", pairs[pairs["kind"] == "training"]),
+    ):
+        spearman = stats.spearmanr(some["overlap"], some["ratio"]).statistic
+        pearson = stats.pearsonr(some["overlap"], np.log(some["ratio"])).statistic
+        rows[label] = {"Pairs": len(some), "Spearman": spearman, "Pearson (log ratio)": pearson}
+    return frame_of(rows)
+
+
+@table()
+def seeds(files: Files) -> pd.DataFrame:
+    frames = []
+    for kind in files.domains:
+        means = {seed: Files(files.folder, (seed,)).systems(kind, *NAMES)["Mean"] for seed in files.seeds}
+        frame = pd.DataFrame(
+            {f"{kind}, seed {seed}": change(found["Dense (Balanced)"], found) for seed, found in means.items()}
+        )
+        frames.append(frame.assign(**{f"{kind}, mean": frame.mean(axis=1), f"±, {kind.lower()}": frame.std(axis=1)}))
+    return pd.concat(frames, axis=1).drop("Dense (Balanced)")
+
+
+def marked(files: Files) -> pd.DataFrame:
+    """The named results, oracles marked."""
+    oracles = (files.named["method"] == "naive") & (files.named["kind"] == "novel")
+    return files.named.assign(system=files.named["system"] + np.where(oracles, ", oracle", ""))
+
+
+@table("Domain", "System")
+def full(files: Files) -> pd.DataFrame:
+    rows = marked(files)
+    found = rows.groupby(rows["domain"] + ", " + rows["system"])
+    frame = found[["perplexity", "bits_per_byte", "documents", "pieces", "tokens"]].mean()
+    frame = frame.rename(columns=lambda name: name.replace("_", " ").capitalize())
+    if len(files.seeds) > 1:
+        return frame.assign(**{"± seeds": found["perplexity"].std()})
+    return frame.assign(Low=found["perplexity_low"].first(), High=found["perplexity_high"].first())
+
+
+@table("Domain", "System", "Less")
+def differences(files: Files) -> pd.DataFrame:
+    rows = marked(files.own)[[*SYSTEM, "domain", "system"]]
+    rows = files.table("differences").merge(rows, on=[*SYSTEM, "domain"])
+    less = {name: f"{label} (cluster)" for name, label in files.labels.items()}
+    less |= {"dense_unbalanced": "Dense", "dense": "Dense (Balanced)", "demix_cached": "DEMix (cached prior)"}
+    columns = {"nats_per_token": "Nats a token", "perplexity": "Perplexity"}
+    for end in ("low", "high"):
+        columns |= {f"nats_per_token_{end}": f"Nats {end}", f"perplexity_{end}": f"Perplexity {end}"}
+    rows.index = rows["domain"] + ", " + rows["system"] + ", " + rows["against"].map(less)
+    return rows[[*columns]].rename(columns=columns)
+
+
+@table()
+def audit(files: Files) -> pd.DataFrame:
+    names = {"own": "own expert alone", "mixture": "all experts", "minus": "without its expert"}
+    names |= {"without": "never trained on it"}
+    found = files.table("audit").query("system in @names")
+    means = found.groupby(["domain", "system", "split"])[["matched", "share", "nll"]].mean().unstack("split")
+    means["share"] *= 100
+    headings = {"matched": "Tokens word for word, {}", "share": "Tokens right, {} (%)", "nll": "Nats, {}"}
+    means.columns = [headings[name].format(split) for name, split in means.columns]
+    return means.set_axis([f"{domain}, {names[system]}" for domain, system in means.index])
+
+
+@table()
+def families(files: Files) -> pd.DataFrame:
+    models = {name: label for name, label in files.labels.items() if name != "domain_token"}
+    frame = files.means({label: files.rule(name) for name, label in models.items()})
+    merged = {}
+    for made in files.run.merged:
+        how = "merged-routed" if made.weights == "routed" else f"averaged ({made.weights})"
+        merged[f"{models[made.model.row]}, {how}"] = files.of(made.model.row, "merged", made.weights)
+    # Merged models are made with the run's own seed alone.
+    dense, own = frame.loc["Dense (Balanced)"], files.own.means({"": files.own.of("dense", "dense")}).loc[""]
+    merged = files.means(merged)
+    changes = pd.concat([change(dense, frame.drop("Dense (Balanced)")), change(own, merged)]).add_suffix(", %")
+    frame = pd.concat([frame, merged]).join(changes)
+    mixed = {name: label for name, label in models.items() if files.run.rows[name].kind.has_experts}
+    for told, system in (
+        ("tempered", {"method": "uniform", "weights": "tempered"}),
+        ("switching", {"method": "fitted", "weights": "switching"}),
+        ("released scorer", {"method": "uniform", "weights": "cluster", "variant": "released_scorer"}),
+    ):
+        means = files.means({label: files.of(name, **system) for name, label in mixed.items()})
+        frame = frame.join(means.add_suffix(f", {told}"))
+    return frame
+
+
+@table()
+def family_costs(files: Files) -> pd.DataFrame:
+    rows = {}
+    for name in ("dense", "demix", "btm", "dense_short", "cbtm_3"):
+        about, row = files.json(f"models/{name}/model.json"), files.run.rows[name]
+        experts = len(row.learned) if row.kind.has_experts else 1
+        size = about["shared_parameters"] + experts * about["expert_parameters"]
+        updates = row.settings.tokens // (2 * 3 * 32)
+        rows[row.label] = {"Parameters": size, "Updates": updates, "FLOPs of training": flops(files, name)}
+    return frame_of(rows)
+
+
+@table()
+def family_differences(files: Files) -> tuple[pd.DataFrame, pd.DataFrame]:
+    found = files.own.table("differences").query("weights == 'cluster'")
+    found = found[[model in files.labels and bool(files.run.rows[model].settings.data) for model in found["model"]]]
+    numbers, beneath = {}, {}
+    for (model, against), rows in found.groupby(["model", "against"]):
+        if against in ("dense_unbalanced", "demix_cached"):
+            continue
+        base = "Dense (Balanced)" if against == "dense" else f"{files.labels[against]} (cluster)"
+        label = f"{files.labels[model]} (cluster) less {base}"
+        numbers[label], beneath[label] = {}, {}
+        for kind, names in files.domains.items():
+            low, mean, high = (
+                rows.set_index("domain").loc[names, ["perplexity_low", "perplexity", "perplexity_high"]].T.to_numpy()
+            )
+            # The errors of the domains are independent.
+            error = np.sqrt((((high - low) / 2) ** 2).sum()) / len(names)
+            beneath[label][kind] = f"[{mean.mean() - error:+.2f}, {mean.mean() + error:+.2f}]".replace("-", "−")
+            numbers[label] |= {
+                kind: mean.mean(),
+                f"{kind}, %": 100 * mean.mean() / files.own.rule(against)[names].mean(),
+                f"{kind}: lower": (mean < 0).sum(),
+                f"{kind}: surely lower": (high < 0).sum(),
+                f"{kind}: surely higher": (low > 0).sum(),
+            }
+    return frame_of(numbers), frame_of(beneath)
+
+
+def flops(files: Files, name: str) -> float:
+    """The FLOPs of a training by the formula of Narayanan et al. 2021, with a vocabulary of a multiple of 8."""
+    width, layers, length, types = 8, 2, 32, 304
+    by_token = 96 * layers * width**2 * (1 + length / (6 * width) + types / (16 * layers * width))
+    return by_token * files.run.rows[name].settings.tokens
+
+
+@table()
+def speed_up(files: Files) -> pd.DataFrame:
+    """Of models of one budget, whose perplexity the dense model reaches between its two budgets."""
+    own, rows = files.own, {}
+    dense = own.means({name: own.rule(name) for name in ("dense", "dense_short")})
+    costs = np.log([flops(files, name) for name in dense.index])
+    for name in ("cbtm_2", "cbtm_3", "cbtm_3_random", "demix", "demix_3"):
+        row = {}
+        for kind, perplexity in own.means({"": own.rule(name)}).loc[""].items():
+            of_dense = np.exp(interp1d(dense[kind], costs, bounds_error=False)(perplexity))
+            numbers = perplexity, flops(files, name), of_dense, of_dense / flops(files, name)
+            columns = [f"{kind}, {column}" for column in ("perplexity", "FLOPs", "FLOPs of dense", "speed-up")]
+            row |= dict.fromkeys(columns, np.nan) if np.isnan(of_dense) else dict(zip(columns, numbers, strict=True))
+        if not np.isnan([*row.values()]).all():
+            rows[f"{files.labels[name]} against Dense (Balanced)"] = row
+    return frame_of(rows)
+
+
+@table()
+def top_k(files: Files) -> pd.DataFrame:
+    frames = {}
+    for k in (1, 2, 0):
+        rows = {}
+        for name, label in files.labels.items():
+            row = files.run.rows[name]
+            key = ("uniform", "cluster") if row.settings.data else ("cached", "history")
+            key = key if row.kind.has_experts else ("dense", "")
+            if name != "domain_token" and (not k or (row.kind.has_experts and k < len(row.learned))):
+                rows[NAMES[key].format(label)] = files.rule(name, top_k=k)
+        frames[k] = files.means(rows).add_suffix(f", top-{k}" if k else ", all")
+    return pd.concat(frames.values(), axis=1)
+
+
+@table()
+def temperatures(files: Files) -> pd.DataFrame:
+    tried = files.own.results.query("variant == 'routing' and weights == 'cluster' and method == 'uniform'")
+    frames = []
+    for kind, names in files.domains.items():
+        keys = ["model", "context", "temperature", "top_k"]
+        means = tried[tried["domain"].isin(names)].groupby(keys)["perplexity"].mean().unstack()
+        means.columns = [f"{kind}, {f'top-{k:g}' if k else 'all'}" for k in means.columns]
+        frames.append(means)
+    frame = pd.concat(frames, axis=1)
+    frame = frame[[model in files.labels for model, *_ in frame.index]]
+    return frame.set_axis([f"{files.labels[model]}, {context}, τ = {hot:g}" for model, context, hot in frame.index])
+
+
+def documents(files: Files) -> pd.DataFrame:
+    """The clustering, cluster, domain and split of each document of the clusterings that models learn from."""
+    frames = []
+    for name in {row.settings.data for row in files.run.rows.values() if row.settings.data}:
+        for domain in files.domains["Training"]:
+            for split in ("train", "test"):
+                found = files.table(f"clusters/{name}/assigned/{domain}.{split}").reset_index(names="document")
+                found["cluster"] = found["cluster"].map("c{:02}".format)
+                frames.append(found.assign(clustering=name, domain=domain, split=split))
+    return pd.concat(frames, ignore_index=True)
+
+
+@table()
+def clusters(files: Files) -> pd.DataFrame:
+    found = documents(files)
+    label = found["clustering"] + " " + found["cluster"]
+    counts = pd.crosstab(label, found["split"])
+    by_domain = pd.crosstab(label, found["domain"].where(found["split"] == "train"))
+    counts["of which, %"] = 100 * by_domain.max(axis=1) / counts["train"]
+    return counts.rename(columns={"train": "Training documents", "test": "Test documents"})
+
+
+@table()
+def routers(files: Files) -> pd.DataFrame:
+    rows = {}
+    for made in token_routed(files.run):
+        counts = files.table(f"loads/{made.name}").pivot(index=["layer", "domain"], columns="expert", values="choices")
+        known, loads = [], []
+        for _, layer in counts.groupby("layer"):
+            shares = layer.droplevel("layer").loc[files.domains["Training"]].to_numpy(dtype="float64")
+            # All domains are equally likely.
+            joint = shares / shares.sum(axis=1, keepdims=True) / len(shares)
+            loads.append(joint.sum(axis=0))
+            most = np.log(min(len(shares), len(loads[-1]) / made.top_k))
+            known.append(stats.entropy(joint.ravel(), np.outer(joint.sum(axis=1), loads[-1]).ravel()) / most)
+        rows[made.label] = {
+            "A token chooses": f"{made.top_k} of {len(made.experts)}",
+            "Told of the domain, %": 100 * np.mean(known),
+            "in the layer that tells most, %": 100 * max(known),
+            "Busiest expert, times an equal share": max(load.max() * len(load) for load in loads),
+            "Effective experts": np.mean([np.exp(stats.entropy(load)) for load in loads]),
+        }
+    return frame_of(rows)
+
+
+@table()
+def merged_removal(files: Files) -> pd.DataFrame:
+    own, names, rows = files.own, files.domains["Training"], {}
+    for label, every, *system in (
+        ("DEMix", "training", "demix", "cached", "history"),
+        ("DEMix, merged-routed", "training", "demix", "merged", "routed"),
+        ("BTX from DEMix", "dense", "btx", "dense", ""),
+        ("FlexOlmo, merged-routed", "training", "flexolmo", "merged", "routed"),
+    ):
+        both = own.of(*system, every)[names]
+        less = pd.Series({name: own.of(*system, f"minus-{name}")[name] for name in names})
+        rows[label] = {"All experts": both.mean(), "Without the domain's": less.mean()}
+        rows[label] |= {"Change, %": change(both, less).mean()} | change(both, less).add_suffix(", %").to_dict()
+    return frame_of(rows)
+
+
+@table()
+def variants(files: Files) -> pd.DataFrame:
+    frame = files.means({files.labels[name]: files.of(name, "dense") for name in ("dense", "dense_alibi")})
+    own, base = files.of("dense_alibi", "dense"), files.of("dense", "dense")
+    for kind, names in files.domains.items():
+        frame[f"{kind}, %"] = [np.nan, change(base[names].mean(), own[names].mean())]
+        frame[f"{kind}: lower"] = [np.nan, (own < base)[names].sum()]
+    return frame
+
+
+def by_position(files: Files) -> pd.DataFrame:
+    """The losses of tokens by position in blocks of several lengths."""
+    return pd.concat(
+        files.own.table(f"evaluations/{name}.contexts") for names in files.domains.values() for name in names
+    )
+
+
+def over_domains(files: Files, rows: pd.DataFrame, *keys: str) -> pd.DataFrame:
+    """Mean perplexities over all domains of a kind by `keys` and kind, of losses by domain."""
+    sums = rows.groupby([*keys, "kind", "domain"])[["nll", "tokens"]].sum()
+    found = np.exp(sums["nll"] / sums["tokens"]).groupby([*keys, "kind"]).agg(["mean", "size"]).reset_index()
+    every = found["kind"].map({kind.lower(): len(names) for kind, names in files.domains.items()})
+    return found[found["size"] == every].rename(columns={"mean": "perplexity"})
+
+
+@table()
+def contexts(files: Files) -> pd.DataFrame:
+    found = over_domains(files, by_position(files), "model", "context")
+    columns = found["kind"].str.capitalize() + ", " + found["context"].astype(str)
+    return found.assign(column=columns, model=found["model"].map(files.labels)).pivot(
+        index="model", columns="column", values="perplexity"
+    )
+
+
+@table()
+def masked(files: Files) -> pd.DataFrame:
+    columns = {files.run.rows["dense_masked"].label: files.of("dense_masked", "dense")}
+    label, chosen = files.run.rows["demix_masked"].label, files.of("demix_masked", "naive", variant="dev_choice")
+    own = pd.concat([files.of("demix_masked", "naive")[files.domains["Training"]], chosen[files.domains["Novel"]]])
+    columns |= {f"{label} (own expert)": own}
+    columns |= {f"{label} ({method})": files.of("demix_masked", method) for method in ("average", "fitted")}
+    frame = pd.DataFrame(columns)
+    for kind, means in files.means(columns).items():
+        frame.loc[f"Mean of {len(files.domains[kind])} {kind.lower()}"] = means
+    return frame
+
+
+@table()
+def tasks(files: Files) -> tuple[pd.DataFrame, pd.DataFrame]:
+    rows = files.table("tasks").query("metric.isna()")
+    alone = rows[rows["routing"] == "one expert"].sort_values("accuracy", ascending=False, kind="stable")
+    rows = pd.concat([rows[rows["routing"] != "one expert"], alone.drop_duplicates(["task", "model"])])
+    labels, beneath = [], []
+    for row in rows.itertuples():
+        kept = "" if np.isnan(row.top_k) else f", top-{row.top_k:g}"
+        how = {"dense": "", "one expert": " (best expert of the test (oracle))"}.get(
+            row.routing, f" ({row.routing}{kept})"
+        )
+        labels.append(files.labels[row.model] + how + " (oracle)" * row.routing.startswith("updating"))
+        marks = ", oracle" * (row.reads == "test labels") + ", as chance" * (not row.judged)
+        known = f"{100 * row.accuracy_low:.1f} to {100 * row.accuracy_high:.1f}{marks}"
+        beneath.append("too few examples" if np.isnan(row.accuracy_low) else known)
+    rows = rows.assign(label=labels, beneath=beneath, accuracy=100 * rows["accuracy"])
+    frame = rows.pivot(index="label", columns="task", values="accuracy")
+    frame.loc["chance"] = 100 * rows.groupby("task")["chance"].first()
+    return frame, rows.pivot(index="label", columns="task", values="beneath").fillna("")
+
+
+@table()
+def task_clusters(files: Files) -> pd.DataFrame:
+    found = files.table("task_weights").pivot(index=["model", "task", "expert"], columns="routing", values="weight")
+    used = 100 * found[[bool(files.run.rows[model].settings.data) for model, *_ in found.index]]
+    used = used.sort_values("cluster", ascending=False).groupby(["model", "task"]).head(3)
+    return used.set_axis([f"{files.labels[model]}, {task}: {cluster}" for model, task, cluster in used.index])
+
+
+@table()
+def harness(files: Files) -> pd.DataFrame:
+    rows = files.table("tasks").query("metric.notna()")
+    routing = np.where(rows["routing"] == "dense", "", " (" + rows["routing"] + ")")
+    rows = rows.assign(line=rows["task"] + ", " + rows["metric"], system=rows["model"].map(files.labels) + routing)
+    frame = rows.pivot(index="line", columns="system", values="value")
+    return frame.assign(Documents=rows.groupby("line")["examples"].first())
+
+
+@table()
+def suites(files: Files) -> pd.DataFrame:
+    found = files.own.table("suites").query("variant == '' and top_k.isna() and method != 'expert'")
+    found = found[[key in NAMES for key in zip(found["method"], found["weights"], strict=True)]]
+    found = found[
+        ~((found["method"] == "naive") & found["model"].map(lambda name: bool(files.run.rows[name].settings.data)))
+    ]
+    labels = [
+        NAMES[row.method, row.weights].format(files.labels[row.model]) + " (oracle)" * (row.method == "naive")
+        for row in found.itertuples()
+    ]
+    frame = found.assign(label=labels).pivot(index="domain", columns="label", values="perplexity")
+    frame = frame.rename(columns={"+ Domain Token (naive) (oracle)": "+ Domain Token (oracle)"})
+    tokens = found.groupby("domain")["tokens"].first()
+    return frame.assign(Tokens=tokens).rename(index=lambda name: name.replace("_", ": ", 1))
+
+
+@figure
+def figure2(files: Files) -> list[pd.DataFrame]:
+    pairs = ratios(files)
+    cells = [pairs[["kind", "domain", "expert", name]].rename(columns={name: "value"}) for name in ("ratio", "overlap")]
+    return [pd.concat(cells), pairs.loc[pairs["domain"] != pairs["expert"], ["domain", "expert", "overlap", "ratio"]]]
+
+
+def of_demix(files: Files, name: str) -> pd.DataFrame:
+    """The rows of a table that are of DEMix's training experts, weighted by the text of a block."""
+    return files.own.table(name).query("model == 'demix' and experts == 'training' and weights == 'history'")
+
+
+@figure
+def figure4(files: Files) -> list[pd.DataFrame]:
+    by_decay, most = [], files.json("config.json")["evaluation"]["dev_blocks"]
+    blocks = of_demix(files, "posteriors").query(f"split == 'dev' and kind == 'novel' and block < {most}")
+    for (_, expert), found in blocks.groupby(["domain", "expert"]):
+        values = found.sort_values("block")["posterior"].to_numpy()
+        for each in (0.1, 0.3, 0.5, 0.7, 0.9, 1.0):
+            by_decay.append((expert, each, np.average(values, weights=each ** np.arange(len(values))[::-1])))
+    cells = of_demix(files, "priors").rename(columns={"prior": "value"})[["kind", "domain", "expert", "value"]]
+    return [cells, pd.DataFrame(by_decay, columns=["expert", "decay", "value"])]
+
+
+@figure
+def figure6(files: Files) -> pd.DataFrame:
+    rows, old = [], [f"dev_loss/{name}" for name in files.domains["Training"]]
+    for domain in files.domains["Novel"]:
+        for model, kind in (("dense", "Dense-DAPT"), ("demix", "DEMix-DAPT")):
+            own = f"dev_loss/{domain}"
+            lines = files.lines(f"metrics/{model}-dapt-{domain}.jsonl").dropna(subset=[own])
+            for values in (np.exp(lines[own]), np.exp(lines[old]).mean(axis=1)):
+                rows += [(kind, *point) for point in zip(lines["tokens"], values, strict=True)]
+    return pd.DataFrame(rows, columns=["kind", "tokens", "perplexity"])
+
+
+def trace(files: Files, kind: str) -> pd.DataFrame:
+    """The posteriors of experts after each dev block, by stretches of blocks that print alike."""
+    rows = []
+    posteriors = of_demix(files, "posteriors").query("split == 'dev' and kind == @kind")
+    for (_, expert), found in posteriors.groupby(["domain", "expert"]):
+        before = None
+        for block, value in sorted(zip(found["block"], found["posterior"].round(2), strict=True)):
+            if value and value == before:
+                rows[-1][2] += 1
+            elif value:
+                rows.append([expert, block, block + 1, value])
+            before = value
+    return pd.DataFrame(rows, columns=["expert", "start", "end", "value"])
+
+
+@figure
+def figure7(files: Files) -> pd.DataFrame:
+    return trace(files, "training")
+
+
+@figure
+def figure8(files: Files) -> pd.DataFrame:
+    return trace(files, "novel")
+
+
+@figure
+def training(files: Files) -> pd.DataFrame:
+    labels = files.labels | {f"without-{name}": f"DEMix without {name}" for name in files.domains["Training"]}
+    frames = []
+    for name, label in labels.items():
+        if (files.folder / "metrics" / f"{name}.jsonl").exists():
+            found = files.lines(f"metrics/{name}.jsonl").dropna(subset=["loss"])
+            frames.append(found[found["tokens"] >= 0.1 * found["tokens"].max()].assign(model=label))
+    return pd.concat(frames)[["model", "tokens", "loss"]]
+
+
+@figure
+def by_clusters(files: Files) -> pd.DataFrame:
+    rows = []
+    for name, label in files.labels.items():
+        row = files.run.rows[name]
+        if row.kind.expert_scope == "model" or row.settings.data or name == "dense":
+            means = files.own.means({"": files.own.rule(name)}).loc[""]
+            rows += [(label, len(row.learned) if row.kind.has_experts else 1, mean) for mean in means]
+    return pd.DataFrame(rows, columns=["row", "clusters", "perplexity"])
+
+
+@figure
+def cluster_experts(files: Files) -> pd.DataFrame:
+    found, frames = documents(files), []
+    losses = pd.concat(files.own.table(f"evaluations/{name}.losses") for name in files.domains["Training"])
+    for name, label in files.labels.items():
+        data = files.run.rows[name].settings.data
+        if data:
+            test = found.query("clustering == @data and split == 'test'")[["domain", "document", "cluster"]]
+            rows = losses[losses["model"] == name].merge(test, on=["domain", "document"])
+            sums = rows.groupby(["cluster", "expert"])[["nll", "tokens"]].sum()
+            nats = (sums["nll"] / sums["tokens"]).unstack()
+            ratio = np.exp(nats.sub(pd.Series(np.diag(nats), nats.index), axis=0))
+            frames.append(ratio.rename_axis(index="domain").stack().rename("value").reset_index().assign(kind=label))
+    for data, rows in found[found["split"] == "train"].groupby("clustering"):
+        shares = pd.crosstab(rows["domain"], rows["cluster"].rename("expert"), normalize="index").stack()
+        frames.append(shares.rename("value").reset_index().assign(kind=data))
+    return pd.concat(frames)[["kind", "domain", "expert", "value"]]
+
+
+@figure
+def cluster_sizes(files: Files) -> pd.DataFrame:
+    test = documents(files).query("split == 'test'")
+    counts = test.groupby(["clustering", "cluster"]).size().rename("documents").reset_index()
+    return counts.assign(share=counts["documents"] / counts.groupby("clustering")["documents"].transform("mean"))
+
+
+@figure
+def router_loads(files: Files) -> pd.DataFrame:
+    frames = []
+    for made in token_routed(files.run):
+        rows = files.table(f"loads/{made.name}")
+        rows["value"] = rows["choices"] / rows.groupby(["layer", "domain"])["choices"].transform("sum")
+        frames.append(rows.assign(expert=[made.experts[number] for number in rows["expert"]]))
+    return pd.concat(frames)[["domain", "expert", "value"]]
+
+
+@figure
+def positions(files: Files) -> pd.DataFrame:
+    rows = by_position(files)
+    rows = rows[rows["context"] == rows.groupby("model")["context"].transform("max")]
+    found = over_domains(files, rows, "model", "context", "begin", "end")
+    found = found.assign(row=found["model"].map(files.labels), position=(found["begin"] + found["end"]) / 2)
+    return found.rename(columns={"context": "block"})[["row", "block", "position", "perplexity"]]
+
+
+@pytest.fixture(scope="module")
+def files(frozen: Run) -> Files:
+    return Files(frozen.folder)
+
+
+def test_every_table_and_figure_is_expected(files: Files) -> None:
+    items = report_items(files.run)
+    assert {item.name for item in items if isinstance(item, TableItem)} == TABLES.keys()
+    assert {item.name for item in items if isinstance(item, FigureItem)} == FIGURES.keys()
+
+
+def check(found: Shown, name: str, files: Files) -> None:
+    expectation, keys = TABLES[name]
+    found = found.keyed(*keys) if keys else found
+    made = expectation(files)
+    expected, *beneath = made if isinstance(made, tuple) else (made,)
+    assert not found.wrong(expected)
+    for lines in beneath:
+        assert found.beneath.loc[lines.index, [*lines]].to_dict() == lines.to_dict()
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_has_the_numbers_of_the_files(name: str, files: Files, report: Path) -> None:
+    check(read_table(report / "tables" / f"{name}.md"), name, files)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_has_the_numbers_of_the_files(name: str, files: Files, report: Path) -> None:
+    made = FIGURES[name](files)
+    for expected in made if isinstance(made, list) else [made]:
+        found = drawn_as(report / "figures" / f"{name}.json", *expected)
+        expected, found = (
+            frame.drop_duplicates().sort_values([*expected], ignore_index=True) for frame in (expected, found)
+        )
+        pd.testing.assert_frame_equal(found, expected, check_dtype=False, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["table4", "table5", "full", "families"])
+def test_a_run_of_one_seed_has_its_numbers(name: str, files: Files, tmp_path: Path) -> None:
+    one = files.own
+    check(shown(name, material(one.run, results=one.table("results")), tmp_path), name, one)
+
+
+def test_between_budgets_the_logarithm_of_cost_is_linear(frozen: Run, tmp_path: Path) -> None:
+    """Perplexities of 120 and 140 of a line that meets the dense one, of 130 and 160, twice."""
+    clusters = {"kind": "branched", "data": "k2"}
+    models = {"long": clusters | {"label": "long"}, "short": clusters | {"label": "short", "tokens": 1536}}
+    run = changed(frozen, models=models)
+    results = rows_of(frozen).query("seed == 1")
+    results = pd.concat([results, *(results[results["model"] == "cbtm_2"].assign(model=name) for name in models)])
+    perplexity = {"dense": 130.0, "dense_short": 160.0, "long": 120.0, "short": 140.0}
+    results["perplexity"] = results["model"].map(perplexity).fillna(1.0)
+    found = shown("speed_up", material(run, results=results), tmp_path)
+    long, short = (flops(Files(frozen.folder), name) for name in ("dense", "dense_short"))
+    lines = {
+        "short against Dense (Balanced)": (140, short, long ** (2 / 3) * short ** (1 / 3)),
+        "long at the perplexity of Dense (Balanced)": (130, (long * short) ** 0.5, long),
+    }
+    columns = [f"Training, {column}" for column in ("perplexity", "FLOPs", "FLOPs of dense", "speed-up")]
+    expected = {label: dict(zip(columns, (*row, row[2] / row[1]), strict=True)) for label, row in lines.items()}
+    assert not found.wrong(frame_of(expected))
+    assert {*found.cells.index} == {*expected}
+
+
+def test_p_is_that_of_all_orders_of_the_domains(tmp_path: Path) -> None:
+    """Whole domains are permuted, since pairs are not independent; the own experts are left out."""
+    names = [f"d{number}" for number in range(5)]
+    generator, others = np.random.default_rng(0), ~np.eye(5, dtype=bool)
+    ratio, shared = generator.uniform(1, 4, (5, 5)), generator.uniform(0, 1, (5, 5))
+    pairs = pd.DataFrame(
+        [
+            {
+                "kind": "training",
+                "domain": one,
+                "expert": other,
+                "ratio": ratio[i, j],
+                "overlap": shared[i, j],
+                "train_tokens": 9,
+            }
+            for i, one in enumerate(names)
+            for j, other in enumerate(names)
+        ]
+    )
+    made = Material(small_run(domains=domains(names)), {"pairs": pairs, "overlap": pairs, "scale_note": ""})
+    found = np.array(
+        [
+            stats.spearmanr(ratio[np.ix_(order, order)][others], shared[others]).statistic
+            for order in map(list, itertools.permutations(range(5)))
+        ]
+    )
+    p = 2 * min((sign * found >= sign * found[0] - 1e-9).mean() for sign in (1, -1))
+    line = {"Pairs": 20, "Spearman": found[0], "p of Spearman, domains permuted": p}
+    assert not shown("overlap", made, tmp_path).wrong(frame_of({"training domains": line}))
