@@ -55,12 +55,19 @@ def write_run(folder: Path, tokens: Path) -> Path:
     encoder = Tokenizer.load(folder / "tokenizer.json")
     write_model(folder / "models" / "demix", tokenizer=encoder.sha256, vocab_size=encoder.vocab_size)
     rows = [
-        {"model": "demix", "experts": "training", "weights": weights, "domain": domain, "kind": "novel",
-         "expert": expert, "prior": prior}
+        {
+            "model": "demix",
+            "experts": "training",
+            "weights": weights,
+            "domain": domain,
+            "kind": "novel",
+            "expert": expert,
+            "prior": prior,
+        }
         for domain, priors in {"wiki": (0.1, 0.2, 0.7), "songs": (1.0, 0.0, 0.0)}.items()
         for expert, prior in zip(THREE, priors, strict=True)
         for weights in ("history", "fitted")
-    ]  # fmt: skip
+    ]
     write_parquet(pa.Table.from_pylist(rows), folder / "priors.parquet")
     wiki = [row for row in rows if row["domain"] == "wiki"]
     write_parquet(pa.Table.from_pylist(wiki), folder / "evaluations" / "wiki.priors.parquet")

@@ -5,7 +5,8 @@ from weakref import WeakSet
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from demix.config.architecture import Architecture
 from demix.config.counts import parameters
@@ -26,9 +27,13 @@ def randomise(module: nn.Module, seed: int = 0) -> None:
 
 
 def model_of(
-    experts: tuple[str, ...] = ("dense",), dtype: torch.dtype = torch.float64, *, architecture: Architecture = SMALL,
-    vocab_size: int = 50, **more: object,
-) -> GPT:  # fmt: skip
+    experts: tuple[str, ...] = ("dense",),
+    dtype: torch.dtype = torch.float64,
+    *,
+    architecture: Architecture = SMALL,
+    vocab_size: int = 50,
+    **more: object,
+) -> GPT:
     model = GPT(architecture, vocab_size, experts, **more).to(dtype)
     randomise(model)
     return model
@@ -94,3 +99,45 @@ def write_trunks(directory: Path, output: Path) -> Path:
         save_shared(own, output, describe(directory))
         save_expert(own, name, output, expert_lineage(directory, name))
     return output
+
+
+# Names of a block's tensors in torch's encoder layer.
+TORCH_NAMES = {
+    "attention.qkv.weight": "self_attn.in_proj_weight",
+    "attention.qkv.bias": "self_attn.in_proj_bias",
+    "attention.out.weight": "self_attn.out_proj.weight",
+    "attention.out.bias": "self_attn.out_proj.bias",
+    "attention_norm.weight": "norm1.weight",
+    "attention_norm.bias": "norm1.bias",
+    "feedforward_norm.weight": "norm2.weight",
+    "feedforward_norm.bias": "norm2.bias",
+    "feedforward.up": "linear1.weight",
+    "feedforward.up_bias": "linear1.bias",
+    "feedforward.down": "linear2.weight",
+    "feedforward.down_bias": "linear2.bias",
+}
+
+
+def torch_name(name: str) -> str | None:
+    """The name in `torch_encoder` of a tensor of a block; None for those that no block has."""
+    parts = name.split(".", 2)
+    return f"layers.{parts[1]}.{TORCH_NAMES[parts[2]]}" if parts[0] == "blocks" else None
+
+
+def torch_encoder(model: GPT, expert: int = 0) -> nn.TransformerEncoder:
+    """The blocks of one expert of a model with GPT-2's options as torch's own encoder: norms before, exact GELU."""
+    sizes = model.architecture
+    layer = nn.TransformerEncoderLayer(
+        sizes.width, sizes.heads, sizes.inner_width, 0.0, F.gelu, batch_first=True, norm_first=True
+    )
+    encoder = nn.TransformerEncoder(layer, sizes.layers, enable_nested_tensor=False).to(model.token_embedding.dtype)
+    own = {torch_name(name): p[expert] if ".feedforward." in name else p for name, p in model.named_parameters()}
+    encoder.load_state_dict({name: tensor.detach() for name, tensor in own.items() if name})
+    return encoder
+
+
+def gradient_named(encoder: nn.TransformerEncoder, name: str) -> Tensor:
+    """The gradient in `torch_encoder` of the tensor of a block that demix calls `name`."""
+    gradient = encoder.get_parameter(str(torch_name(name))).grad
+    assert gradient is not None
+    return gradient

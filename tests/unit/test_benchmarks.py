@@ -1,3 +1,5 @@
+"""The benchmarks start, and what they compare with is the plain arithmetic."""
+
 import json
 import os
 import subprocess
@@ -5,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).parents[2]
 

@@ -114,8 +114,8 @@ def place(sample: Path, tmp_path: Path) -> Path:
         model = folder / "results" / "variants" / "models" / name
         write_model(model, experts, encoder.sha256, encoder.vocab_size, architecture=masked)
         shutil.copy(run / "tokenizer.json", model)
-    for name in ("families", "mine"):
-        (folder / "results" / name).symlink_to("sample")
+    (folder / "results" / "mine").symlink_to("sample")
+    shutil.copytree(run, folder / "results" / "families")
     (folder / "texts").mkdir()
     for name in ("my.txt", "unknown.txt", "texts/letters.txt", "texts/recipes.txt", "texts/diary.txt"):
         (folder / name).write_text("The committee shall examine the proposal before the end of the year. " * 100)

@@ -144,9 +144,13 @@ def test_the_state_takes_what_the_plan_says(muon: bool, tmp_path: Path) -> None:
         return Batch(ids[0], ids[1], domains, seeds=domains)
 
     optimization = Optimization(
-        steps=3, learning_rate=1e-3, clip=1.0, precision="bf16", checkpoint_every=10,
+        steps=3,
+        learning_rate=1e-3,
+        clip=1.0,
+        precision="bf16",
+        checkpoint_every=10,
         optimizer=Updates(kind="muon") if muon else None,
-    )  # fmt: skip
+    )
     model = GPT(sizes, 32000, ("a", "b")).initialise(1)
     numbers = sum(p.numel() for p in model.parameters())
     single = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and "blocks" in name) if muon else 0

@@ -20,8 +20,10 @@ from demix.model.import_hf import INDEX, WEIGHTS, import_hf
 from demix.model.import_hub import import_hub
 from demix.run.check import completed_run
 from support.checkpoints import change, checkpoint
-from support.cli import said
-from support.dry_run import REPOSITORY, ran
+from support.cli import refusal
+from support.dry_run import ran
+from support.entries import TINY
+from support.errors import refused
 from support.server import Handler, serving
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -127,7 +129,7 @@ def files(model: Path) -> dict[str, bytes]:
     return {str(path.relative_to(model)): path.read_bytes() for path in paths}
 
 
-def test_a_model_in_several_files_is_that_of_its_folder(hub: Hub, tmp_path: Path) -> None:
+def test_a_model_in_several_files_is_that_of_its_folder(hub: Hub) -> None:
     shards = sorted(path.name for path in hub.folder.glob("*.safetensors"))
     assert len(shards) > 2
     hub.cut = {shards[1], "tokenizer.json"}
@@ -162,15 +164,14 @@ def test_the_command_tells_nobody_who_imports_and_no_file_server_the_token(hub: 
 
 @pytest.mark.parametrize("revision", ["", "@main"])
 def test_a_revision_that_can_move_is_refused_with_its_commit(hub: Hub, revision: str) -> None:
-    told = f"hub:owner/name@main: names no commit: its files can change; use {ADDRESS}"
-    assert said(["import", f"hub:owner/name{revision}", "--output", "x"]) == f"demix: error: {told}"
+    assert ADDRESS in refusal("import", f"hub:owner/name{revision}", "--output", "x", of="hub:owner/name@main")
     assert (hub.got, [path.name for path in Path().iterdir()]) == ([], ["site"])
 
 
 def test_a_fetch_goes_on_with_the_files_that_are_missing(hub: Hub) -> None:
     first, second, *_ = sorted(path.name for path in hub.folder.glob("*.safetensors"))
     hub.absent = {second}
-    with pytest.raises(DemixError, match=rf"/owner/name/resolve/{COMMIT}/{second}: answers 404"):
+    with refused(second):
         import_hub(ADDRESS, Path("x"))
     assert not Path("x").exists()
     hub.absent, hub.got = set(), []
@@ -181,10 +182,10 @@ def test_a_fetch_goes_on_with_the_files_that_are_missing(hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("end", ["00002-of", "config.json"])
-def test_a_file_of_another_digest_is_refused_and_fetched_anew(hub: Hub, end: str) -> None:
+def test_a_file_of_another_digest_is_refused_and_fetched_again(hub: Hub, end: str) -> None:
     name = next(path.name for path in sorted(hub.folder.iterdir()) if end in path.name)
     hub.wrong = {name}
-    with pytest.raises(DemixError, match=rf"{name}: (has sha256 \w+, not|is blob \w+ of git, not)"):
+    with refused(name):
         import_hub(ADDRESS, Path("x"))
     assert not Path("x").exists()
     hub.wrong = set()
@@ -192,74 +193,62 @@ def test_a_file_of_another_digest_is_refused_and_fetched_anew(hub: Hub, end: str
     assert describe(Path("x"))["imported"]["revision"] == COMMIT
 
 
-def test_what_cannot_come_in_is_refused_before_weights_are_fetched(hub: Hub) -> None:
-    for address, told in (
-        (f"hub:owner/none@{COMMIT}", r"model owner/none: cannot be read \(RepositoryNotFound"),
-        (f"hub:owner/name@{'f' * 40}", "model owner/name: cannot be read"),
-        (f"hub:../../name@{COMMIT}", "names no model of the hub; write hub:owner/name@commit"),
-        ("hub:", "names no model of the hub"),
+def test_what_cannot_come_in_is_refused_before_weights_are_fetched(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = f"hub:../../name@{COMMIT}"
+    for address, subject in (
+        (f"hub:owner/none@{COMMIT}", "model owner/none"),
+        (f"hub:owner/name@{'f' * 40}", "model owner/name"),
+        (other, other),
+        ("hub:", "hub:"),
     ):
-        with pytest.raises(DemixError, match=told):
+        with refused(subject):
             import_hub(address, Path("x"))
-    change(hub.folder, sliding_windows=5)
-    with pytest.raises(DemixError, match=r"config\.json: sliding_windows: is 5"):
+    hub.gated = True
+    with refused("model owner/name"):
         import_hub(ADDRESS, Path("x"))
-    (hub.folder / "config.json").unlink()
-    with pytest.raises(DemixError, match=r"config\.json: is not in the repository at this commit"):
-        import_hub(ADDRESS, Path("x"))
-    assert {name for name, _ in hub.got} == {"config.json"}
-
-
-def test_a_model_of_pickles_alone_is_refused(hub: Hub) -> None:
-    for path in [*hub.folder.glob("*.safetensors"), hub.folder / INDEX]:
-        path.unlink()
-    with pytest.raises(DemixError, match=r"has neither model\.safetensors nor .*; use a commit with safetensors"):
-        import_hub(ADDRESS, Path("x"))
-    assert not [name for name, _ in hub.got if _large(name)]
-
-
-def test_an_index_cannot_name_files_elsewhere(hub: Hub) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     index = json.loads((hub.folder / INDEX).read_text())
     for name in ("pytorch_model.bin", "../../x.safetensors"):
         weights = dict.fromkeys(index["weight_map"], name)
         (hub.folder / INDEX).write_text(json.dumps(index | {"weight_map": weights}))
-        with pytest.raises(DemixError, match=r"index\.json: weight_map\..*allowed is string that matches"):
+        with pytest.raises(DemixError) as error:
             import_hub(ADDRESS, Path(f"x{len(name)}"))
+        assert f"{INDEX}: weight_map." in error.value.subject
+    # A model of pickles alone.
+    for path in [*hub.folder.glob("*.safetensors"), hub.folder / INDEX]:
+        path.unlink()
+    with refused("model owner/name"):
+        import_hub(ADDRESS, Path("pickles"))
+    change(hub.folder, sliding_windows=5)
+    with refused("sliding_windows"):
+        import_hub(ADDRESS, Path("y"))
+    (hub.folder / "config.json").unlink()
+    with refused("config.json"):
+        import_hub(ADDRESS, Path("z"))
     assert not [name for name, _ in hub.got if _large(name)]
 
 
-def test_a_gated_model_asks_for_a_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.gated = True
-    with pytest.raises(DemixError, match="model owner/name: is gated; accept its terms on its page, then set HF_TOKEN"):
-        import_hub(ADDRESS, Path("x"))
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    import_hub(ADDRESS, Path("x"))
-
-
+@pytest.mark.full
 def test_the_job_of_a_run_imports_the_parent_of_its_rows(hub: Hub) -> None:
-    tiny = yaml.safe_load((REPOSITORY / "tests" / "workflow" / "tiny.yaml").read_text())
-    parent = {"hub": "owner/name", "revision": COMMIT}
     own = {
         "run": "own",
-        "models": {"demix": {"parent": parent}},
+        "models": {"demix": {"parent": {"hub": "owner/name", "revision": COMMIT}}},
         "cluster": {"setup": [f"export HF_ENDPOINT={hub.address} HF_HUB_OFFLINE=0"]},
     }
-    Path("config.yaml").write_text(yaml.safe_dump(tiny | own))
+    Path("config.yaml").write_text(yaml.safe_dump(TINY | own))
     folder = Path(f"results/own/parents/owner--name-{COMMIT[:12]}")
     ran(Path(), "config.yaml", str(folder / "model.json"))
-    import_hf(hub.folder, Path("folder"), completed_run(tiny).context)
+    import_hf(hub.folder, Path("folder"), completed_run(TINY).context)
     assert files(folder) == files(Path("folder"))
     hub.got = []
     ran(Path(), "config.yaml", str(folder / "tokenizer.json"))
     assert not hub.got
 
 
-def test_a_hub_out_of_reach_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hub_out_of_reach_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     for address in (ADDRESS, "hub:owner/name"):
-        with pytest.raises(
-            DemixError, match=r"model owner/name: cannot be read \(ConnectError: .*refused\); check its"
-        ):
+        with refused("model owner/name"):
             import_hub(address, tmp_path / "x")
     assert not [*tmp_path.iterdir()]

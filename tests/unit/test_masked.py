@@ -1,71 +1,113 @@
-"""Masked language models: bidirectional attention, what is masked, and scoring in folds."""
+"""Masked language models: what they read and predict, their scores in folds, training, mixtures, and RoBERTa."""
 
 import dataclasses
+import itertools
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import RobertaPreLayerNormConfig
-from transformers.models.roberta_prelayernorm.modeling_roberta_prelayernorm import RobertaPreLayerNormEncoder
+from scipy.optimize import minimize
+from scipy.special import logsumexp, softmax
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoTokenizer,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    pipeline,
+)
+from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 
-from demix.config.counts import masked_places
+from demix.commands.new_domain import add_domain
+from demix.config.architecture import Architecture, architecture_from
+from demix.config.counts import masked_places, parameters, training_flops_per_token
 from demix.data.shards import blocks
+from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.files import seed_for
+from demix.evaluate.choice import tempered_on_dev
+from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
+from demix.evaluate.own_text import evaluate_text
+from demix.evaluate.parent import choose_parent, own_dev_losses
+from demix.evaluate.score import Scoring, score
+from demix.evaluate.score_tables import read_scores
+from demix.files import read_json_lines, seed_for
+from demix.launch.job import Places
+from demix.model.checkpoint import describe
+from demix.model.decode import open_model
+from demix.model.export import export_hf
+from demix.model.filling import fillings, masked_inputs
 from demix.model.gpt import GPT, MASKED
-from demix.model.layers import KeyValues, attention_bias
 from demix.model.scoring import FOLDS, folds_of, log_probabilities, masked_log_probabilities
+from demix.plan.cost import plan_training
+from demix.plan.flops import HARDWARE, scoring_flops
+from demix.report.material import Material
+from demix.report.read import read_results
+from demix.run.check import load_run
+from demix.run.systems import evaluated
+from demix.train.adapt import adapt_expert
 from demix.train.batches import balanced_batches, mixed_batches, proportional_batches
-from support.models import SMALL, THREE, alone, model_of
-from support.tokens import TRAINING
-from support.training import opened
+from demix.train.loop import train
+from demix.train.stage import optimization
+from support.checkpoints import all_tensors
+from support.cli import demix
+from support.configs import changed, domains
+from support.contents import contents
+from support.entries import tiny
+from support.errors import refused
+from support.models import SMALL, THREE, alone, model_of, save_model, torch_encoder
+from support.plain_training import adamw, plain_steps, rates
+from support.report import table_of
+from support.tokens import NOVEL, TRAINING
+from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, train_model
 
-ENCODER = dataclasses.replace(SMALL, attention="bidirectional", objective="mlm")
-
-
-def of_hugging_face(model: GPT) -> RobertaPreLayerNormEncoder:
-    """The blocks of a model of one expert as the encoder of RoBERTa-PreLayerNorm."""
-    sizes = model.architecture
-    config = RobertaPreLayerNormConfig(
-        hidden_size=sizes.width, num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads,
-        intermediate_size=4 * sizes.width, hidden_act="gelu", layer_norm_eps=model.final_norm.eps,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="eager",
-    )  # fmt: skip
-    encoder = RobertaPreLayerNormEncoder(config).to(model.token_embedding.dtype).eval()
-    for ours, theirs in zip(model.blocks, encoder.layer, strict=True):
-        attention, up, down = theirs.attention, theirs.intermediate, theirs.output
-        qkv = (attention.self.query, attention.self.key, attention.self.value)
-        for number, linear in enumerate(qkv):
-            linear.weight.data = ours.attention.qkv.weight.data.chunk(3)[number]
-            linear.bias.data = ours.attention.qkv.bias.data.chunk(3)[number]
-        attention.output.dense.load_state_dict(ours.attention.out.state_dict())
-        attention.LayerNorm.load_state_dict(ours.attention_norm.state_dict())
-        up.LayerNorm.load_state_dict(ours.feedforward_norm.state_dict())
-        feedforward = ours.feedforward
-        up.dense.weight.data, up.dense.bias.data = feedforward.up.data[0], feedforward.up_bias.data[0]
-        down.dense.weight.data, down.dense.bias.data = feedforward.down.data[0], feedforward.down_bias.data[0]
-    return encoder
+MASKED_LM = {"attention": "bidirectional", "objective": "mlm"}
+ENCODER = dataclasses.replace(SMALL, **MASKED_LM)
+ROBERTA = architecture_from({"preset": "roberta", "layers": 2, "width": 32, "heads": 4, "context": 64})
+TEXT = "It is a truth universally <mask>, that a single man in possession of a good <mask>, must be in want of a wife."
+# Rows are positions i and columns positions j; to be multiplied by the slope of a head.
+DISTANCES = {
+    "symmetric": [[-abs(i - j) for j in range(16)] for i in range(16)],
+    "asymmetric": [[-abs(i - j) + 0.5 * (j > i) for j in range(16)] for i in range(16)],
+}
+OPTIONS = {
+    "learned positions": {},
+    "clap": {"head": "clap"},
+    "symmetric alibi": {"position": "alibi"},
+    "asymmetric alibi": {"position": "alibi", "alibi": "asymmetric"},
+    "learned mask": {"mask": "learned"},
+}
 
 
 @torch.no_grad()
-def test_the_states_are_those_of_an_encoder_of_hugging_face_for_short_blocks_too() -> None:
-    model = model_of(architecture=ENCODER)
-    encoder = of_hugging_face(model)
-    T, short = SMALL.context, 11
-    ids = torch.randint(0, 50, (3, T), generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_states_are_those_of_an_encoder_of_torch_for_short_blocks_too(options: dict[str, str]) -> None:
+    model = model_of(architecture=dataclasses.replace(ENCODER, **options))
+    ids = torch.randint(0, 50, (3, 16), generator=torch.Generator().manual_seed(0))
     ids[:, 4] = ids[1, 7] = MASKED
-    embedded = model.token_embedding[ids.clamp(min=0)] * (ids != MASKED)[..., None] + model.position_embedding
-    whole = model.final_norm(encoder(embedded).last_hidden_state)
+    embeddings = F.normalize(model.token_embedding, dim=-1) if "head" in options else model.token_embedding
+    hidden = model.mask_embedding if "mask" in options else torch.zeros(32)
+    embedded = torch.where((ids == MASKED)[..., None], hidden, embeddings[ids.clamp(min=0)])
+    bias = torch.zeros(4, 16, 16, dtype=torch.float64)
+    if "position" in options:
+        slopes = torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256], dtype=torch.float64)
+        bias = slopes[:, None, None] * torch.tensor(DISTANCES[options.get("alibi", "symmetric")], dtype=torch.float64)
+    else:
+        embedded = embedded + model.position_embedding
+    encoder, bias = torch_encoder(model), bias.repeat(3, 1, 1)
+    whole = model.final_norm(encoder(embedded, mask=bias))
     torch.testing.assert_close(model(ids[None])[0], whole, rtol=0, atol=1e-12)
-    # Their padding is masked away. Ours is cut off.
-    keys = (torch.arange(T) < short).double()[None, None, None]
-    padded = encoder(embedded, attention_mask=(1 - keys) * torch.finfo(torch.float64).min)
-    found = model(ids[None, :, :short])[0]
-    torch.testing.assert_close(found, model.final_norm(padded.last_hidden_state)[:, :short], rtol=0, atol=1e-12)
-    assert (found - whole[:, :short]).abs().max() > 1e-3
+    # Padding is masked away there. Here it is cut off.
+    padding = torch.zeros(3, 16, dtype=torch.float64)
+    padding[:, 11:] = -torch.inf
+    padded = model.final_norm(encoder(embedded, mask=bias, src_key_padding_mask=padding))[:, :11]
+    found = model(ids[None, :, :11])[0]
+    torch.testing.assert_close(found, padded, rtol=0, atol=1e-12)
+    assert (found - whole[:, :11]).abs().max() > 1e-3
 
 
 @torch.no_grad()
@@ -75,58 +117,8 @@ def test_every_position_sees_the_whole_block_and_nothing_goes_on_from_the_past()
     other = ids.clone()
     other[..., -1] = (ids[..., -1] + 1) % 50
     assert ((model(ids) - model(other)).abs().amax(-1) > 1e-9).all()
-    with pytest.raises(DemixError, match="a model with bidirectional attention: cannot go on with a text"):
-        model(ids, past=[KeyValues(SMALL.context) for _ in model.blocks])
-
-
-# Rows are positions i and columns positions j; to be multiplied by the slope of a head.
-DISTANCES = {
-    "symmetric": [
-        [0, -1, -2, -3, -4],
-        [-1, 0, -1, -2, -3],
-        [-2, -1, 0, -1, -2],
-        [-3, -2, -1, 0, -1],
-        [-4, -3, -2, -1, 0],
-    ],
-    "asymmetric": [
-        [0, -0.5, -1.5, -2.5, -3.5],
-        [-1, 0, -0.5, -1.5, -2.5],
-        [-2, -1, 0, -0.5, -1.5],
-        [-3, -2, -1, 0, -0.5],
-        [-4, -3, -2, -1, 0],
-    ],
-}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("form", DISTANCES)
-def test_alibi_of_an_encoder_is_the_printed_matrix_and_that_of_hugging_face_with_this_bias(form: str) -> None:
-    sizes = dataclasses.replace(ENCODER, position="alibi", alibi=form)
-    slopes = torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256], dtype=torch.float64)
-    expected = slopes[:, None, None] * torch.tensor(DISTANCES[form], dtype=torch.float64)
-    bias = attention_bias(sizes, 5, None, torch.device("cpu"), torch.float64)
-    torch.testing.assert_close(bias[0], expected, rtol=0, atol=0)
-    model = model_of(architecture=sizes)
-    ids = torch.randint(0, 50, (3, 5), generator=torch.Generator().manual_seed(0))
-    states = of_hugging_face(model)(model.token_embedding[ids], attention_mask=expected[None]).last_hidden_state
-    torch.testing.assert_close(model(ids[None])[0], model.final_norm(states), rtol=0, atol=1e-12)
-
-
-@torch.no_grad()
-def test_a_masked_input_is_zero_under_the_head_clap_too() -> None:
-    model = model_of(architecture=dataclasses.replace(ENCODER, head="clap"))
-    ids = torch.tensor([[[3, MASKED, 7]]])
-    embedded = F.normalize(model.token_embedding, dim=-1)[ids[0].clamp(min=0)]
-    embedded[0, 1] = 0
-    states = of_hugging_face(model)(embedded + model.position_embedding[:3]).last_hidden_state
-    torch.testing.assert_close(model(ids)[0], model.final_norm(states), rtol=0, atol=1e-12)
-
-
-def text_of(numbers: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """`numbers` blocks of a text whose last one is short, and their mask."""
-    T = SMALL.context
-    ids = np.random.default_rng(2).integers(50, size=(numbers, T))
-    return ids, np.arange(numbers * T).reshape(numbers, T) < tokens
+    with pytest.raises(DemixError):
+        model(ids, past=model.no_past())
 
 
 @torch.no_grad()
@@ -154,10 +146,11 @@ def by_folds(model: GPT, ids: np.ndarray, mask: np.ndarray, folds: int, first: i
 @pytest.mark.parametrize("folds", [FOLDS, SMALL.context])
 @pytest.mark.parametrize("tokens", [3 * 16, 2 * 16 + 5, 2 * 16 + 1])
 def test_scores_are_those_of_a_plain_loop_in_folds_and_one_position_a_pass(folds: int, tokens: int) -> None:
-    model, (ids, mask) = model_of(THREE, architecture=ENCODER), text_of(3, tokens)
-    told: list[int] = []
-    scored = masked_log_probabilities(model, ids, mask, None, told.append, 8, folds)
-    assert sum(told) == scored.shape[1] == tokens
+    model, ids = model_of(THREE, architecture=ENCODER), np.random.default_rng(2).integers(50, size=(3, 16))
+    mask = np.arange(48).reshape(3, 16) < tokens
+    advanced: list[int] = []
+    scored = masked_log_probabilities(model, ids, mask, None, advanced.append, 8, folds)
+    assert sum(advanced) == scored.shape[1] == tokens
     np.testing.assert_allclose(scored, by_folds(model, ids, mask, folds, 8), rtol=0, atol=1e-12)
 
 
@@ -172,16 +165,16 @@ def test_seven_folds_mask_each_token_once_by_the_number_of_the_block_alone() -> 
 def test_a_text_is_scored_alike_in_pieces_and_needs_no_token_before_its_blocks(tokens: Path) -> None:
     model, shard = model_of(THREE, architecture=ENCODER, vocab_size=400), opened(tokens)[0]
     T, limit = SMALL.context, 5 * SMALL.context + 3
-    whole = log_probabilities(model, *blocks(shard, T, limit))
-    assert whole.shape == (3, limit)
-    parts = [log_probabilities(model, *blocks(shard, T, end, begin), first=begin // T)
-             for begin, end in ((0, 2 * T), (2 * T, limit))]  # fmt: skip
-    np.testing.assert_allclose(np.concatenate(parts, 1), whole, rtol=0, atol=1e-12)
     inputs, targets, mask = blocks(shard, T, limit)
+    whole = log_probabilities(model, inputs, targets, mask)
+    assert whole.shape == (3, limit)
+    cuts = (0, 2 * T, limit)
+    parts = [
+        log_probabilities(model, *blocks(shard, T, end, begin), first=begin // T)
+        for begin, end in itertools.pairwise(cuts)
+    ]
+    np.testing.assert_allclose(np.concatenate(parts, 1), whole, rtol=0, atol=1e-12)
     np.testing.assert_array_equal(log_probabilities(model, inputs * 0, targets, mask), whole)
-    single = masked_log_probabilities(model, targets, mask, folds=T)
-    assert abs(single - whole).max() > 1e-3
-    assert abs(single.mean() - whole.mean()) < 0.5
 
 
 DRAWS = {"balanced": balanced_batches, "mixed": mixed_batches, "proportional": proportional_batches}
@@ -233,3 +226,307 @@ def test_masks_depend_on_seed_step_domain_and_sequence_and_on_nothing_else(token
     part = first.part(1, 3)
     assert torch.equal(part.places, first.places[:, 1:3])
     assert [masked_places(length) for length in (2, 10, 32, 256, 1024)] == [1, 2, 5, 38, 154]
+
+
+RECIPE = dataclasses.replace(TRAIN, architecture=SIZES | MASKED_LM, tokens=6 * TRAIN.tokens)
+ROUTED = {"experts": 4, "top_k": 2, "every": 2, "capacity": 4.0, "balance": 1.0}
+
+
+@pytest.mark.parametrize("routed", [None, ROUTED], ids=["dense", "routed"])
+def test_training_is_the_obvious_loop_in_any_micro_batches(routed: Any, tokens: Path, tmp_path: Path) -> None:
+    architecture = Architecture(**SIZES, **MASKED_LM, routed=routed)
+    drawn = mixed_batches(opened(tokens), TRAINING, 2, 32, seed=1, objective="mlm")
+    about = dataclasses.replace(optimization(RECIPE, 4, 3e-3), precision="fp64")
+    model = GPT(architecture, 400, ("dense",)).initialise(1).double()
+    steps = plain_steps(model, adamw(model), drawn, dict(enumerate(rates(4, 3e-3, RECIPE.warmup))))
+    wanted = [(step.loss, step.norm, number * 6 * 32) for number, step in enumerate(steps, start=1)]
+    for micro, checkpointing in ((None, True), (4, False)):
+        again = dataclasses.replace(about, micro_sequences=micro, checkpoint_activations=checkpointing)
+        ours = GPT(architecture, 400, ("dense",)).initialise(1)
+        rows = train(ours, drawn, TRAINING, again, tmp_path / f"{micro}{checkpointing}")
+        found = [tuple(row[key] for key in ("loss", "gradient_norm", "tokens")) for row in rows]
+        np.testing.assert_allclose(found, wanted, rtol=1e-9)
+        assert rows[0]["loss"] == pytest.approx(np.mean([rows[0][f"loss/{name}"] for name in TRAINING]))
+        for name, parameter in ours.named_parameters():
+            torch.testing.assert_close(parameter, model.get_parameter(name), rtol=0, atol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """models/ and scores/ of a masked DEMix model and a masked dense one."""
+    folder, paths = tmp_path_factory.mktemp("run"), shard_paths(tokens)
+    scoring = Scoring(dev_blocks=10, test_tokens=500, precision="fp32", threads=1)
+    for name, kind, dev_blocks in (("masked", "demix", 0), ("masked_dense", "dense", 2)):
+        dev = shard_paths(tokens, split="dev") if dev_blocks else []
+        places = folder / "models" / name, folder / "metrics" / f"{name}.jsonl", folder / "checkpoints" / name
+        train_model(kind, dataclasses.replace(RECIPE, dev_blocks=dev_blocks), [*paths, *dev], *places)
+        shards = [path for split in ("dev", "test") for path in shard_paths(tokens, (*TRAINING, NOVEL[0]), split)]
+        columns = TRAINING if kind == "demix" else ("dense",)
+        score(folder / "models" / name, columns, shards, scoring, folder / "scores" / name)
+    return folder
+
+
+def test_a_masked_model_learns_and_its_loss_on_dev_is_in_folds(run: Path) -> None:
+    rows = read_json_lines(run / "metrics" / "masked_dense.jsonl")
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses[-1] < losses[0] - 0.3
+    assert describe(run / "models" / "masked")["architecture"] == SIZES | MASKED_LM
+    last = [row for row in rows if "dev_loss" in row][-1]
+    for domain in TRAINING:
+        table = read_scores(run / "scores" / "masked_dense" / f"{domain}.dev", ("dense",))
+        assert last[f"dev_loss/{domain}"] == pytest.approx(-table.scores[:2].mean(), rel=1e-5)
+
+
+def fitted(scores: np.ndarray) -> np.ndarray:
+    """The static weights of the lowest loss on `scores` [tokens, E], by scipy."""
+    found = minimize(lambda logits: -logsumexp(scores, axis=1, b=softmax(logits)).sum(), np.zeros(3), tol=1e-10)
+    return softmax(found.x)
+
+
+def test_an_evaluation_holds_static_mixtures_alone_as_plain_arithmetic_has_them(run: Path, tmp_path: Path) -> None:
+    masked = {
+        name: {"kind": kind, "architecture": MASKED_LM}
+        for name, kind in {"masked_dense": "dense", "masked": "demix"}.items()
+    }
+    config, found = tiny(masked), []
+    assert config.training == TRAINING
+    for domain, kind in ((TRAINING[0], "training"), (NOVEL[0], "novel")):
+        tables = tuple(one for one in evaluated(config, domain) if one.model in masked)
+        evaluation = Evaluation(
+            kind=kind,
+            tables=tables,
+            compared=(),
+            against=(),
+            seed=1,
+            dev_blocks=10,
+            weights=("history", "released", "tempered", "switching"),
+        )
+        names = ("results", "priors", "differences", "posteriors", "losses")
+        outputs = Outputs(*(tmp_path / f"{domain}.{name}.parquet" for name in names))
+        evaluate_domain(run / "scores", domain, evaluation, outputs)
+        rows = pd.read_parquet(outputs.results)
+        assert set(rows.scorer) == {"masked, 7 folds"}
+        assert set(rows.method) == {"dense", "naive", "expert", "average", "fitted", "best_block", "best_token"}
+        assert not rows.query("method in ('average', 'fitted')").weights.any()
+        splits = (read_scores(run / "scores" / "masked" / f"{domain}.{split}", TRAINING) for split in ("dev", "test"))
+        known, scored = (table.scores[table.mask] for table in splits)
+        nll = rows.query("model == 'masked' and variant == ''").set_index(["method", "expert"]).nll
+        assert nll["average", ""] == pytest.approx(-logsumexp(scored - np.log(3), axis=1).sum())
+        assert nll["fitted", ""] == pytest.approx(-logsumexp(scored, axis=1, b=fitted(known)).sum(), rel=1e-4)
+        own = TRAINING[0] if kind == "training" else rows.query("method == 'naive' and oracle").expert.iloc[0]
+        assert nll["naive", own] == pytest.approx(-scored[:, TRAINING.index(own)].sum())
+        found.append(rows)
+    pd.concat(found).to_parquet(tmp_path / "results.parquet")
+    few = changed(config, domains=domains(TRAINING[:1], NOVEL[:1]))
+    frame = table_of("masked", Material(few, {"results": read_results(tmp_path / "results.parquet")})).frame
+    assert frame.index[:2].tolist() == [TRAINING[0], NOVEL[0]]
+    assert frame.iloc[:, :4].notna().all().all()
+
+
+def test_evidence_of_a_masked_table_is_refused_and_what_is_left_is_mixed(run: Path) -> None:
+    test = run / "scores" / "masked" / f"{TRAINING[0]}.test"
+    for words in (
+        "--weights history",
+        "--weights released",
+        "--weights 4",
+        "--weights tempered(0.2,0.9)",
+        "--weights switching(0.2)",
+        "--methods cached --weights history",
+        "--methods fitted --weights tempered(0.2,0.9)",
+    ):
+        with refused(test):
+            raise demix("mix", test, *words.split()).exception
+    done = demix("mix", test)
+    assert done.exit_code == 0
+    assert {"average", "fitted"} <= {*done.output.split()}
+    assert "uniform" not in done.output
+    with pytest.raises(DemixError):
+        tempered_on_dev({TRAINING[0]: read_scores(test.with_suffix(".dev"), TRAINING)})
+
+
+def test_what_continues_or_weighs_a_text_refuses_a_masked_model(run: Path, tmp_path: Path) -> None:
+    model, text = run / "models" / "masked", tmp_path / "own.txt"
+    text.write_text("some text of our own")
+    with refused("model", model):
+        open_model(model)
+    with refused("model", model):
+        raise demix("generate", model, "--prompt", "a").exception
+    with refused(model):
+        evaluate_text(model, text)
+    with refused(model):
+        add_domain(model, "own", [text], tmp_path / "more")
+    with refused(model):
+        export_hf(model, TRAINING[0], None, tmp_path / "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["own.txt"]
+
+
+def test_demix_dapt_begins_with_the_expert_of_the_highest_fitted_prior(run: Path, tokens: Path, tmp_path: Path) -> None:
+    domain, scores, model = NOVEL[0], run / "scores" / "masked", run / "models" / "masked"
+    chosen = choose_parent(scores, domain, TRAINING, blocks=5, decay=0.3)
+    dev = read_scores(scores / f"{domain}.dev", TRAINING)
+    weights = fitted(dev.scores[:5][dev.mask[:5]])
+    assert list(chosen["priors"].values()) == pytest.approx(weights.tolist(), abs=0.02)
+    assert chosen["parent"] == TRAINING[int(weights.argmax())]
+    before = contents(model)
+    shards = tuple(tokens / "tokens" / domain / f"{split}.arrow" for split in ("train", "dev"))
+    unchanged = own_dev_losses(scores, TRAINING, 2)
+    places = Places(tmp_path, tmp_path / "metrics.jsonl", tmp_path / "states")
+    adapt_expert(model, shards, chosen, unchanged, ADAPT, places)
+    assert contents(model) == before
+    rows = [row for row in read_json_lines(tmp_path / "metrics.jsonl") if "early_stopping_loss" in row]
+    table = read_scores(scores / f"{domain}.dev", (chosen["parent"],))
+    assert rows[0]["early_stopping_loss"] == pytest.approx(-table.scores[: ADAPT.dev_blocks].mean(), rel=1e-5)
+    assert min(row["early_stopping_loss"] for row in rows) < rows[0]["early_stopping_loss"]
+
+
+def test_the_plan_counts_seven_passes_of_all_but_the_vocabulary() -> None:
+    causal, masked = (Architecture(**SIZES, **more) for more in ({}, MASKED_LM))
+    layers, width, context, types = 2, 32, 32, 400
+    a_layer = 24 * width**2 + 4 * context * width
+    assert scoring_flops(masked, types, 1) == 7 * layers * a_layer + 2 * width * types
+    assert scoring_flops(causal, types, 1) == layers * (a_layer - 2 * context * width) + 2 * width * types
+
+
+def roberta(tokens: Path, experts: tuple[str, ...] = ("dense",), **options: object) -> tuple[GPT, Tokenizer]:
+    encoder = Tokenizer.load(tokens / "tokenizer.json")
+    sizes = dataclasses.replace(ROBERTA, **options)
+    return model_of(experts, torch.float32, architecture=sizes, vocab_size=encoder.vocab_size), encoder
+
+
+def written(model: GPT, encoder: Tokenizer, tokens: Path, folder: Path) -> Path:
+    """The folder of the model's export."""
+    save_model(model, folder / "m", encoder.sha256)
+    export_hf(folder / "m", "dense", tokens / "tokenizer.json", folder / "out")
+    return folder / "out"
+
+
+@pytest.mark.parametrize("options", [{}, {"mask": "zeros", "inner": 48, "activation": "relu", "epsilon": 1e-3}])
+def test_logits_and_gradients_are_those_of_roberta_of_transformers(options: dict, tokens: Path, tmp_path: Path) -> None:
+    model, encoder = roberta(tokens, **options)
+    folder, model = written(model, encoder, tokens, tmp_path), model.double()
+    theirs, V = RobertaForMaskedLM.from_pretrained(folder, dtype=torch.float64), encoder.vocab_size
+    assert (theirs.config.vocab_size, theirs.config.pad_token_id, theirs.config.bos_token_id) == (V + 2, 0, V)
+    ids = torch.randint(V, (3, 20), generator=torch.Generator().manual_seed(0))
+    # The last of demix's types stands before documents; RoBERTa must not take it for padding.
+    ids[0, 3], ids[1, 5], ids[2, 0] = MASKED, MASKED, V - 1
+    logits = theirs(torch.where(ids == MASKED, V + 1, ids + 1)).logits
+    torch.testing.assert_close(model.logits(model(ids[None]))[0], logits[..., 1:-1], rtol=0, atol=2e-6)
+    targets = ids.clamp(min=0)
+    log_p = model.log_probabilities(model(ids[None]), targets[None])[0]
+    # No probability is left to the tokens that pad and mask.
+    wanted = logits.log_softmax(-1).gather(-1, targets[..., None] + 1).squeeze(-1)
+    torch.testing.assert_close(log_p, wanted, rtol=0, atol=2e-6)
+    log_p.mean().backward()
+    wanted.mean().backward()
+    # Exported as a checkpoint, gradients have the names of tensors.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    found = all_tensors(written(model, encoder, tokens, tmp_path / "gradients"))
+    own = slice(1, None if model.architecture.mask == "learned" else -1)
+    rows = {"word_embeddings.weight": own, "position_embeddings.weight": slice(1, None), "lm_head.bias": slice(1, -1)}
+    for name, parameter in theirs.named_parameters():
+        if "token_type" not in name and name in found:
+            some = next((some for end, some in rows.items() if name.endswith(end)), slice(None))
+            gradient = parameter.grad[some].float()
+            torch.testing.assert_close(found[name][some].float(), gradient, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_fillings_are_those_of_the_pipeline_of_transformers(tokens: Path, tmp_path: Path) -> None:
+    model, encoder = roberta(tokens)
+    folder = written(model, encoder, tokens, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    given = [encoder.vocab_size if one == MASKED else int(one) for one in masked_inputs(encoder, TEXT)]
+    assert tokenizer(TEXT)["input_ids"] == [one + 1 for one in given]
+    theirs = pipeline("fill-mask", model=str(folder), tokenizer=tokenizer, top_k=4)(TEXT)
+    ours = fillings([model], encoder, TEXT, np.zeros(1), top=4)
+    assert len(theirs) == len(ours) == 2
+    # In a document the same letters are text.
+    assert encoder.decode(encoder.encode(TEXT)) == TEXT
+    for found, wanted in zip(ours, theirs, strict=True):
+        assert [one.probability for one in found] == pytest.approx([one["score"] for one in wanted], rel=1e-4)
+        assert [one.text for one in found] == [encoder.decode([one["token"] - 1]) for one in wanted]
+        assert all(one.by_expert == pytest.approx((one.probability,)) for one in found)
+
+
+def test_fillings_of_a_mixture_add_up_the_probabilities_of_its_experts(tokens: Path) -> None:
+    (model, encoder), prior = roberta(tokens, THREE), np.array([0.5, 0.2, 0.3])
+    model = model.double()
+    inputs = torch.from_numpy(masked_inputs(encoder, TEXT))
+    (first, _) = np.flatnonzero(inputs == MASKED)
+    each = [alone(model, name) for name in THREE]
+    p = torch.stack([one.logits(one(inputs[None, None]))[0, 0, first].softmax(-1) for one in each]).detach().numpy()
+    mixed = prior @ p
+    found = fillings([model], encoder, TEXT, np.log(prior), top=3)
+    assert [one.probability for one in found[0]] == pytest.approx(sorted(mixed, reverse=True)[:3])
+    assert list(found[0][0].by_expert) == pytest.approx(p[:, mixed.argmax()].tolist())
+    # Experts that are whole models stand in trunks of their own.
+    apart = fillings(each, encoder, TEXT, np.log(prior), top=3)
+    assert [[one.text for one in place] for place in apart] == [[one.text for one in place] for place in found]
+    assert [one.probability for one in apart[0]] == pytest.approx([one.probability for one in found[0]])
+
+
+def test_the_command_fill(tokens: Path, tmp_path: Path) -> None:
+    model, encoder = roberta(tokens, THREE)
+    save_model(model, tmp_path / "m", encoder.sha256)
+    save_model(model_of(THREE, torch.float32, vocab_size=encoder.vocab_size), tmp_path / "causal", encoder.sha256)
+    file = ("--tokenizer", tokens / "tokenizer.json")
+    done = demix("fill", tmp_path / "m", TEXT, "--prior", "law=2,news=1", "--experts", "law,news", "--top", "2", *file)
+    assert done.exit_code == 0, done.exception
+    assert ("news" in done.stdout, "code" in done.stdout) == (True, False)
+    for folder, text, subject in (("m", "no mask", "text"), ("m", "<mask>" * 64, "text"), ("causal", TEXT, "model")):
+        with refused(subject):
+            raise demix("fill", tmp_path / folder, text, *file).exception
+
+
+@torch.no_grad()
+def test_sines_are_those_of_transformers_in_the_order_of_the_paper() -> None:
+    """A model that has them is one of learned positions with this table, and may read longer texts."""
+    theirs = MarianSinusoidalPositionalEmbedding(30, 32)
+    theirs.weight.data = theirs.create_weight()
+    sines, learned = (
+        model_of(architecture=Architecture(2, 32, 4, context, position=position))
+        for position, context in (("sinusoidal", 16), ("learned", 30))
+    )
+    learned.load_state_dict(sines.state_dict(), strict=False)
+    # Theirs has the sines in the first half and the cosines in the second.
+    learned.position_embedding.copy_(theirs.weight.view(30, 2, 16).mT.reshape(30, 32))
+    ids = torch.randint(50, (1, 2, 30), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(sines(ids), learned(ids), rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_inputs_may_be_scaled_and_the_head_clap_may_read_plain_ones() -> None:
+    ids = torch.randint(50, (1, 2, 9), generator=torch.Generator().manual_seed(0))
+    for options, factor in (({"embedding_scale": True}, 32**0.5), ({"head": "clap", "clap_inputs": "plain"}, 1)):
+        model, plain = model_of(architecture=dataclasses.replace(SMALL, **options)), model_of()
+        plain.load_state_dict(model.state_dict(), strict=False)
+        plain.token_embedding.mul_(factor)
+        torch.testing.assert_close(model(ids), plain(ids), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"norm": "rms", "mask": "zeros"}, {"position": "sinusoidal"}])
+def test_parameters_and_flops_are_those_of_the_model(options: dict) -> None:
+    sizes, types, T = dataclasses.replace(ROBERTA, **options), 48, 40
+    model = model_of(("one",), torch.float32, architecture=sizes, vocab_size=types)
+    counted = [sum(p.numel() for p in part().values()) for part in (model.shared_tensors, model.expert_tensors)]
+    assert [*parameters(sizes, types)] == counted
+    places = masked_places(T)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        states = model(torch.zeros(1, 1, T, dtype=torch.long))
+        of_blocks = counter.get_total_flops()
+        model.logits(states[..., :places, :])
+    # The counter sees the further unit that gives each logit its bias, which the formula leaves out.
+    head = counter.get_total_flops() - of_blocks - 2 * places * types
+    assert training_flops_per_token(sizes, types, T) * T == pytest.approx(4 * of_blocks + 3 * head, rel=1e-12)
+
+
+def test_the_size_of_the_config_is_that_of_robertas_base() -> None:
+    run = load_run(Path(__file__).parents[2] / "config" / "roberta.yaml")
+    config = RobertaConfig(max_position_embeddings=2049, type_vocab_size=1, vocab_size=50_259)
+    with torch.device("meta"):
+        theirs = sum(parameter.numel() for parameter in RobertaForMaskedLM(config).parameters())
+    # Theirs has a token that pads, a position that is never read, and a segment; the two further tokens have a bias.
+    lines = {line.name: line for line in plan_training(run, None, HARDWARE["a100"])}
+    assert lines["roberta"].weights == 4 * (theirs - 3 * 768 - 2)
+    assert {"roberta", "roberta_clap", "roberta_alibi", "roberta_alibi_clap"} <= lines.keys()

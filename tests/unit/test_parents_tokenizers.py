@@ -2,6 +2,7 @@
 
 import json
 import unicodedata
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
+from demix import load
 from demix.config.config import Config
 from demix.config.tokenizer import TokenizerSection
 from demix.data.shards import TokenShard, blocks, tokenize, write_spans
@@ -22,13 +24,12 @@ from demix.data.tokenizer import Tokenizer, byte_lengths, train_tokenizer
 from demix.data.tokenizer_files import take_tokenizer
 from demix.errors import DemixError
 from demix.files import read_json, write_json
-from demix.model.decode import open_model
 from demix.model.import_hf import import_hf
 from demix.model.imported_tokenizer import imported_tokenizer
-from demix.model.tokenizer import tokenizer_of
 from support.byte_level import NORMALISED, PLAIN, SPECIAL, definition, sample, write_folder
 from support.cli import demix
 from support.configs import small
+from support.errors import refused
 
 KINDS = sorted(SPECIAL)
 TOKENS = [token for named in (SPECIAL, PLAIN) for tokens in named.values() for token in tokens]
@@ -66,17 +67,13 @@ def test_any_text_gets_the_ids_of_the_library(taken: tuple[str, Path, Tokenizer]
         assert lengths[ids].sum() == len(encoded.encode())
 
     check()
+    texts = [*sample()[300:500], *sample("parliament")[:100]]
+    ids, edges = tokenizer.encode_batch(texts)
+    wanted = [each.ids for each in theirs.encode_batch(texts, add_special_tokens=False)]
+    assert [ids[start:end].tolist() for start, end in pairwise(edges)] == wanted
     assert tokenizer.fast is not None
     for token in PLAIN.get(kind, ()):
         assert theirs.token_to_id(token) in tokenizer.encode(f"a{token}b")
-
-
-def test_documents_get_the_ids_of_the_library(taken: tuple[str, Path, Tokenizer]) -> None:
-    kind, _, tokenizer = taken
-    texts = [*sample()[300:500], *sample("parliament")[:100]]
-    ids, edges = tokenizer.encode_batch(texts)
-    wanted = [each.ids for each in encoder_of(kind).encode_batch(texts, add_special_tokens=False)]
-    assert [ids[start:end].tolist() for start, end in pairwise(edges)] == wanted
 
 
 def test_what_ends_a_text_is_the_family_s_own(taken: tuple[str, Path, Tokenizer]) -> None:
@@ -109,8 +106,8 @@ def test_transformers_reads_the_definition_of_a_run_s_tokenizer(taken: tuple[str
 
 
 def test_the_files_beside_a_tokenizer_name_what_ends_a_text(tmp_path: Path) -> None:
-    ids = {token: HuggingFaceTokenizer.from_str(definition("llama3")).token_to_id(token) for token in SPECIAL["llama3"]}
-    end, begin, turn = ids.values()
+    theirs = HuggingFaceTokenizer.from_str(definition("llama3"))
+    end, begin, turn = (theirs.token_to_id(token) for token in SPECIAL["llama3"])
     source = write_folder(tmp_path, "llama3", [("config.json", {"eos_token_id": turn, "vocab_size": 1600})])
     tokenizer = take_tokenizer(source, tmp_path / "t.json")
     assert (tokenizer.end_of_text, tokenizer.vocab_size) == (end, 1600)
@@ -124,10 +121,9 @@ def test_the_files_beside_a_tokenizer_name_what_ends_a_text(tmp_path: Path) -> N
     for named in ("<|begin_of_text|>", begin):
         assert take_tokenizer(source, tmp_path / "t.json", named).end_of_text == begin
     (tmp_path / "generation_config.json").unlink()
-    with pytest.raises(DemixError, match=r"has no file beside it that names the token which ends a text; name it"):
-        take_tokenizer(source, tmp_path / "u.json")
-    with pytest.raises(DemixError, match=r"it has no token '<end>', which is to end a text"):
-        take_tokenizer(source, tmp_path / "u.json", "<end>", 1600)
+    for named, types in ((None, None), ("<end>", 1600)):
+        with refused(source):
+            take_tokenizer(source, tmp_path / "u.json", named, types)
     assert not (tmp_path / "u.json").exists()
 
 
@@ -139,35 +135,41 @@ def test_an_embedding_may_have_more_rows_than_there_are_ids(tmp_path: Path) -> N
     assert padded.sha256 != tokenizer.sha256
     assert padded.vocabulary.byte_lengths[1505:].sum() == 0
     assert padded.decode([*padded.encode("ab"), 1599]) == "ab"
-    with pytest.raises(DemixError, match=r"ids up to 1,504, and the embedding has 1,504 rows"):
+    with refused(source):
         take_tokenizer(source, tmp_path / "u.json", types=1504)
+
+
+def tokenized(texts: list[str], folder: Path) -> TokenShard:
+    """The shard of these documents by the tokenizer t.json in `folder`."""
+    pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), folder / "dev.parquet")
+    tokenize(folder / "t.json", folder / "dev.parquet", folder / "dev.arrow")
+    return TokenShard.open(folder / "dev.arrow", verify=True)
+
+
+def documents_of(shard: TokenShard) -> list[list[int]]:
+    """The ids of the documents of a shard, without the one before each."""
+    return [part[1:].tolist() for part in np.split(shard.read(0, len(shard)), shard.offsets[1:])]
 
 
 def test_a_shard_begins_documents_with_the_family_s_own_end(tmp_path: Path) -> None:
     tokenizer = take_tokenizer(write_folder(tmp_path, "qwen3"), tmp_path / "t.json", types=1600)
     texts = [*sample()[:3], "", "a<|endoftext|>b<think>"]
-    pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), tmp_path / "dev.parquet")
-    tokenize(tmp_path / "t.json", tmp_path / "dev.parquet", tmp_path / "dev.arrow")
+    shard = tokenized(texts, tmp_path)
     assert read_json(tmp_path / "dev.json")["end_of_text"] == 1500
-    shard = TokenShard.open(tmp_path / "dev.arrow", verify=True)
-    tokens = shard.read(0, len(shard))
     assert (shard.end_of_text, shard.vocab_size, shard.tokenizer_sha256) == (1500, 1600, tokenizer.sha256)
-    assert np.flatnonzero(tokens == 1500).tolist() == shard.offsets.tolist()
-    parts = np.split(tokens, shard.offsets[1:])
-    assert [part[1:].tolist() for part in parts] == [tokenizer.encode(text).tolist() for text in texts]
+    assert np.flatnonzero(shard.read(0, len(shard)) == 1500).tolist() == shard.offsets.tolist()
+    assert documents_of(shard) == [tokenizer.encode(text).tolist() for text in texts]
     assert blocks(shard, 8)[0][0, 0] == 1500
     write_spans([tmp_path / "dev.arrow"], np.array([0], np.uint16), np.array([2]), np.array([9]), tmp_path / "s.arrow")
     assert TokenShard.open(tmp_path / "s.arrow", verify=True).end_of_text == 1500
     for wrong in (1600, -1, "x", None):
         write_json(tmp_path / "dev.json", read_json(tmp_path / "dev.json") | {"end_of_text": wrong})
-        with pytest.raises(DemixError, match=r"dev\.json: is no manifest of tokens"):
+        with refused("dev.json"):
             TokenShard.open(tmp_path / "dev.arrow")
 
 
 @pytest.mark.parametrize("digits", [True, False])
-def test_rules_that_gigatoken_does_not_follow_are_encoded_by_tokenizers(
-    digits: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rules_that_gigatoken_does_not_follow_are_encoded_by_tokenizers(digits: bool, tmp_path: Path) -> None:
     """It says that it does not know some rules, and leaves others aside."""
     source = write_folder(tmp_path, "gpt2")
     content = json.loads(source.read_text())
@@ -176,116 +178,92 @@ def test_rules_that_gigatoken_does_not_follow_are_encoded_by_tokenizers(
         first = {"type": "Digits", "individual_digits": True}
         content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [first, content["pre_tokenizer"]]}
     source.write_text(json.dumps(content))
-    tokenizer = take_tokenizer(source, tmp_path / "t.json")
-    assert tokenizer.fast is None
-    theirs = HuggingFaceTokenizer.from_str(json.dumps(content))
-    texts = [*sample()[:3], "12345 a1"]
-    pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), tmp_path / "dev.parquet")
-    tokenize(tmp_path / "t.json", tmp_path / "dev.parquet", tmp_path / "dev.arrow")
-    assert "t.json: gigatoken does not follow its rules; encoding" in caplog.text
-    shard = TokenShard.open(tmp_path / "dev.arrow", verify=True)
-    found = np.split(shard.read(0, len(shard)), shard.offsets[1:])
-    assert [part[1:].tolist() for part in found] == [each.ids for each in theirs.encode_batch(texts)]
+    assert take_tokenizer(source, tmp_path / "t.json").fast is None
+    theirs, texts = HuggingFaceTokenizer.from_str(json.dumps(content)), [*sample()[:3], "12345 a1"]
+    assert documents_of(tokenized(texts, tmp_path)) == [each.ids for each in theirs.encode_batch(texts)]
 
 
-def test_ids_that_differ_from_tokenizers_are_encoded_by_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ids_that_differ_from_tokenizers_are_encoded_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = take_tokenizer(write_folder(tmp_path / "qwen", "qwen3"), tmp_path / "t.json")
     other = take_tokenizer(write_folder(tmp_path / "llama", "llama3"), tmp_path / "u.json").vocabulary.encoding
     wrong = replace(own, vocabulary=replace(own.vocabulary, encoding=other))
     monkeypatch.setattr(Tokenizer, "load", staticmethod(lambda path: wrong))
     texts = ["1234 <think>", *sample()[:3]]
-    pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), tmp_path / "dev.parquet")
-    tokenize(tmp_path / "t.json", tmp_path / "dev.parquet", tmp_path / "dev.arrow")
-    assert "ids differ from tokenizers's in document 1; encoding with tokenizers" in caplog.text
-    shard = TokenShard.open(tmp_path / "dev.arrow", verify=True)
-    found = np.split(shard.read(0, len(shard)), shard.offsets[1:])
-    assert [part[1:].tolist() for part in found] == [own.encode(text).tolist() for text in texts]
+    assert documents_of(tokenized(texts, tmp_path)) == [own.encode(text).tolist() for text in texts]
 
 
 def _added(**changed: Any) -> dict[str, Any]:
     return {"id": 1505, "content": "<x>", "special": False} | changed
 
 
-HOSTILE = [
-    (lambda content: content.pop("model"), "has no vocabulary"),
-    (lambda content: content.update(model=[1]), "has no vocabulary"),
-    (lambda content: content["model"].update(vocab=[]), "has no vocabulary"),
-    (lambda content: content["model"].update(vocab={"a": "0"}), r"the token 'a' has the id '0'"),
-    (lambda content: content["model"]["vocab"].update({"zz": -1}), r"the token 'zz' has the id -1"),
-    (lambda content: content["model"]["vocab"].update({"zz": True}), r"the token 'zz' has the id True"),
-    (lambda content: content["model"]["vocab"].update({"zz": 5}), r"the tokens .* and 'zz' have the id 5"),
-    (lambda content: content["model"]["vocab"].update({"zz": 2**40}), r"has 1099511627777 types, and 1 to 16,777,216"),
-    (lambda content: content["model"]["vocab"].update({"\n": 1505}), r"'\\n' holds characters that stand for no byte"),
-    (lambda content: content["model"]["vocab"].pop("Ġ"), "lacks 1 of the 256 bytes"),
-    (lambda content: content["model"].update(type="Unigram"), "is no byte-level BPE"),
-    (lambda content: content["model"].update(byte_fallback=True), "as SentencePiece's"),
-    (lambda content: content["model"].update(dropout=0.1), "its model has dropout"),
-    (lambda content: content["model"].update(end_of_word_suffix="</w>"), "its model has end_of_word_suffix"),
-    (lambda content: content["model"].update(merges=None), "is no tokenizer of this project"),
-    (lambda content: content["model"]["merges"].append(["zz", "qq"]), "is no tokenizer of this project"),
-    (lambda content: content.update(added_tokens={"a": 1}), "has no vocabulary"),
-    (lambda content: content.update(added_tokens=["a"]), r"'a' is no added token"),
-    (lambda content: content["added_tokens"].append(_added(content="")), "is no added token"),
-    (lambda content: content["added_tokens"].append(_added(id=None)), r"the token '<x>' has the id None"),
-    (lambda content: content["added_tokens"].append(_added(id=7)), r"the tokens .* and '<x>' have the id 7"),
-    (lambda content: content["added_tokens"].append(_added(content="a")), r"the token 'a' has two ids"),
-    (lambda content: content["added_tokens"].append(_added(lstrip=True)), r"its added token '<x>' has lstrip"),
-    (lambda content: content["added_tokens"].append(_added(single_word=True)), r"'<x>' has single_word"),
-    (lambda content: content.update(pre_tokenizer=None), "does not end with ByteLevel"),
-    (lambda content: content.update(pre_tokenizer={"type": "Whitespace"}), "does not end with ByteLevel"),
-    (lambda content: content.update(pre_tokenizer={"type": "Sequence", "pretokenizers": 5}), "its pretokenizers are"),
-    (lambda content: content["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True), "add_prefix_space"),
-    (
-        lambda content: content["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"),
-        "loses or changes some text",
-    ),
-    (
-        lambda content: content["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": "(a"}),
-        "is no tokenizer of this project",
-    ),
-    (lambda content: content.update(normalizer={"type": "Lowercase"}), "its normaliser 'Lowercase' changes more"),
-    (lambda content: content.update(normalizer="NFC"), "its normalizers are"),
+HOSTILE: list[Callable[[Any], object]] = [
+    lambda content: content.pop("model"),
+    lambda content: content.update(model=[1]),
+    lambda content: content["model"].update(vocab=[]),
+    lambda content: content["model"].update(vocab={"a": "0"}),
+    lambda content: content["model"]["vocab"].update({"zz": -1}),
+    lambda content: content["model"]["vocab"].update({"zz": True}),
+    lambda content: content["model"]["vocab"].update({"zz": 5}),
+    lambda content: content["model"]["vocab"].update({"zz": 2**40}),
+    lambda content: content["model"]["vocab"].update({"\n": 1505}),
+    lambda content: content["model"]["vocab"].pop("Ġ"),
+    lambda content: content["model"].update(type="Unigram"),
+    lambda content: content["model"].update(byte_fallback=True),
+    lambda content: content["model"].update(dropout=0.1),
+    lambda content: content["model"].update(end_of_word_suffix="</w>"),
+    lambda content: content["model"].update(merges=None),
+    lambda content: content["model"]["merges"].append(["zz", "qq"]),
+    lambda content: content.update(added_tokens={"a": 1}),
+    lambda content: content.update(added_tokens=["a"]),
+    lambda content: content["added_tokens"].append(_added(content="")),
+    lambda content: content["added_tokens"].append(_added(id=None)),
+    lambda content: content["added_tokens"].append(_added(id=7)),
+    lambda content: content["added_tokens"].append(_added(content="a")),
+    lambda content: content["added_tokens"].append(_added(lstrip=True)),
+    lambda content: content["added_tokens"].append(_added(single_word=True)),
+    lambda content: content.update(pre_tokenizer=None),
+    lambda content: content.update(pre_tokenizer={"type": "Whitespace"}),
+    lambda content: content.update(pre_tokenizer={"type": "Sequence", "pretokenizers": 5}),
+    lambda content: content["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
+    lambda content: content["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"),
+    lambda content: content["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": "(a"}),
+    lambda content: content.update(normalizer={"type": "Lowercase"}),
+    lambda content: content.update(normalizer="NFC"),
 ]
 
 
-def test_what_is_no_byte_level_bpe_is_refused_in_a_line_and_leaves_nothing(tmp_path: Path) -> None:
-    source = write_folder(tmp_path, "qwen3")
-    for damage, message in HOSTILE:
-        content = json.loads(definition("qwen3"))
-        damage(content)
-        source.write_text(json.dumps(content))
-        with pytest.raises(DemixError, match=message) as raised:
-            take_tokenizer(source, tmp_path / "t.json")
-        assert str(raised.value).startswith(f"{source}: ")
-        assert "\n" not in str(raised.value)
-    for text in ("", "[]", "{", '{"model": ' * 2000):
-        source.write_text(text)
-        with pytest.raises(DemixError, match=r"^\S+tokenizer\.json: "):
-            take_tokenizer(source, tmp_path / "t.json")
-    with source.open("wb") as file:
-        file.truncate((64 << 20) + 1)
-    with pytest.raises(DemixError, match=r"has more than 67,108,864 bytes"):
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+def test_what_is_no_byte_level_bpe_is_refused_and_leaves_nothing(number: int, tmp_path: Path) -> None:
+    source, content = write_folder(tmp_path, "qwen3"), json.loads(definition("qwen3"))
+    HOSTILE[number](content)
+    source.write_text(json.dumps(content))
+    with refused(source):
         take_tokenizer(source, tmp_path / "t.json")
     assert not (tmp_path / "t.json").exists()
 
 
-def test_a_damaged_file_of_a_run_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_definition_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    source = write_folder(tmp_path, "qwen3")
+    for text in ("", "[]", "{", '{"model": ' * 2000):
+        source.write_text(text)
+        with refused(source):
+            take_tokenizer(source, tmp_path / "t.json")
+    with source.open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    with refused(source):
+        take_tokenizer(source, tmp_path / "t.json")
+    assert not (tmp_path / "t.json").exists()
+
+
+@pytest.mark.parametrize(
+    "about", [{}, {"end_of_text": 1500}, {"end_of_text": 9999, "types": 1600}, {"end_of_text": 0, "types": 9}, 5, []]
+)
+def test_a_damaged_file_of_a_run_is_refused(about: object, tmp_path: Path) -> None:
     take_tokenizer(write_folder(tmp_path, "qwen3"), tmp_path / "t.json")
-    content = read_json(tmp_path / "t.json")
-    for said in (
-        {},
-        {"end_of_text": 1500},
-        {"end_of_text": 9999, "types": 1600},
-        {"end_of_text": 0, "types": 9},
-        5,
-        [],
-    ):
-        write_json(tmp_path / "u.json", content | {"demix": said})
-        for read in (Tokenizer.load, byte_lengths):
-            with pytest.raises(DemixError, match=r"u\.json: is no tokenizer of this project"):
-                read(tmp_path / "u.json")
+    write_json(tmp_path / "u.json", read_json(tmp_path / "t.json") | {"demix": about})
+    for read in (Tokenizer.load, byte_lengths):
+        with refused("u.json"):
+            read(tmp_path / "u.json")
 
 
 def test_a_tokenizer_of_demix_stays_its_own(tmp_path: Path) -> None:
@@ -309,7 +287,7 @@ def test_a_checkpoint_s_tokenizer_is_read_from_the_files_that_it_has(tmp_path: P
     assert "demix" not in read_json(tmp_path / "t.json")
     padded = imported_tokenizer(tmp_path, tmp_path / "t.json", 50304)
     assert (padded.vocab_size, padded.end_of_text) == (50304, gpt2.end_of_text)
-    with pytest.raises(DemixError, match=r"ids up to 50,256, and the embedding has 1,000 rows"):
+    with pytest.raises(DemixError):
         imported_tokenizer(tmp_path, tmp_path / "u.json", 1000)
     # OPT's, whose special tokens are ordinary entries.
     content = json.loads(definition("neox"))
@@ -323,28 +301,23 @@ def test_a_checkpoint_s_tokenizer_is_read_from_the_files_that_it_has(tmp_path: P
     for text in sample()[:50]:
         assert found.encode(text).tolist() == theirs.encode(text).ids
     (tmp_path / "merges.txt").write_text("a b c\n")
-    with pytest.raises(DemixError, match=r"merges\.txt: does not fit vocab\.json"):
+    with refused("merges.txt"):
         imported_tokenizer(tmp_path, tmp_path / "u.json", 1512)
 
 
 def test_a_checkpoint_comes_with_its_tokenizer_and_its_padded_embedding(tmp_path: Path) -> None:
-    import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 64, "vocab_size": 1600}
     GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "hub")
     write_folder(tmp_path / "hub", "qwen3")
     import_hf(tmp_path / "hub", tmp_path / "model")
-    _, tokenizer = tokenizer_of(tmp_path / "model")
-    assert (tokenizer.vocab_size, tokenizer.end_of_text) == (1600, 1500)
-    (model,), _ = open_model(tmp_path / "model")
-    assert model.token_embedding.shape == torch.Size([1600, 8])
-    (tmp_path / "my.txt").write_text("".join(sample()[:3]))
-    done = demix("eval", tmp_path / "model", tmp_path / "my.txt", "--json")
-    assert done.exit_code == 0, done.exception
+    opened = load(tmp_path / "model")
+    assert (opened.tokenizer.vocab_size, opened.tokenizer.end_of_text) == (1600, 1500)
+    assert opened.next("a").log_probabilities.shape == (1600,)
 
 
-def test_the_stage_takes_a_file(tmp_path: Path) -> None:
+def test_the_stage_reads_a_file(tmp_path: Path) -> None:
     source = write_folder(tmp_path, "olmo2")
     settings = json.dumps({"kind": "file", "path": str(source), "end_of_text": "<|pad|>", "types": 1600})
     done = demix("tokenizer", source, "--settings", settings, "--output", tmp_path / "t.json")
@@ -382,22 +355,36 @@ def test_a_config_says_what_the_files_of_a_tokenizer_say(tmp_path: Path) -> None
     assert section(kind="bpe", vocab_size=300, path=None).size == 300
 
 
-def test_keys_of_a_tokenizer_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
-    source = write_folder(tmp_path, "qwen3")
-    two = {name: {"kind": "demix", "parent": f"models/{name}"} for name in ("a", "b")}
-    for wrong, message in (
-        ({"kind": "file"}, r"config key tokenizer\.path: is missing; name the tokenizer\.json"),
-        ({"kind": "file", "path": str(tmp_path / "no.json")}, r"no\.json: is missing; name a tokenizer\.json, or"),
-        ({"kind": "file", "path": "a{b}/t.json"}, "holds braces"),
-        ({"kind": "file", "path": str(source), "types": 0}, r"tokenizer\.types: is 0; allowed is integer ≥ 1"),
-        ({"kind": "bpe", "path": str(source)}, r"tokenizer\.path: is given to kind bpe; use kind: file"),
-        ({"types": 60000}, r"tokenizer\.types: is given to kind gpt2"),
-        ({"kind": "parent"}, r"tokenizer\.kind: is parent, and rows of models have 0 model folders as parent"),
-        ({"kind": "parent", "models": two}, r"have 2 model folders as parent; give one row a folder"),
-    ):  # fmt: skip
-        with pytest.raises(DemixError, match=message):
-            section(**wrong)
-    for damaged in ({"model": {"vocab": {}}, "added_tokens": 7}, {"model": 5}, {"demix": {"types": "x"}}):
-        source.write_text(json.dumps(damaged))
-        with pytest.raises(DemixError):
-            section(kind="file", path=str(source))
+TWO = {name: {"kind": "demix", "parent": f"models/{name}"} for name in ("a", "b")}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "subject"),
+    [
+        ({"kind": "file"}, "tokenizer.path"),
+        ({"kind": "file", "path": "no.json"}, "no.json"),
+        ({"kind": "file", "path": "a{b}/t.json"}, "a{b}/t.json"),
+        ({"kind": "file", "path": "tokenizer.json", "types": 0}, "tokenizer.types"),
+        ({"kind": "bpe", "path": "tokenizer.json"}, "tokenizer.path"),
+        ({"types": 60000}, "tokenizer.types"),
+        ({"kind": "parent"}, "tokenizer.kind"),
+        ({"kind": "parent", "models": TWO}, "tokenizer.kind"),
+        ({"kind": "file", "path": "added.json"}, "added.json"),
+        ({"kind": "file", "path": "model.json"}, "model.json"),
+        ({"kind": "file", "path": "demix.json"}, "tokenizer.types"),
+    ],
+)
+def test_keys_of_a_tokenizer_that_do_not_go_together_are_refused(
+    wrong: dict[str, Any], subject: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path, "qwen3")
+    damaged = {
+        "added": {"model": {"vocab": {}}, "added_tokens": 7},
+        "model": {"model": 5},
+        "demix": {"demix": {"types": "x"}},
+    }
+    for name, content in damaged.items():
+        Path(f"{name}.json").write_text(json.dumps(content))
+    with refused(subject):
+        section(**wrong)

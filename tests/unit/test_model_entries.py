@@ -1,0 +1,471 @@
+"""Entries of `models` in a config: options of their own, parents, and what is trained, made and scored of them."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from demix.config.architecture import DECODERS, Architecture, architecture_from
+from demix.config.config import Config
+from demix.config.counts import parameters, training_flops_per_token
+from demix.config.evaluation import MixingRecipe
+from demix.evaluate.planned import planned_mixtures
+from demix.files import write_json
+from demix.model.description import tokens_learned
+from demix.plan.cost import plan_training
+from demix.plan.flops import HARDWARE
+from demix.plan.jobs import ScoringCosts, kept_bytes, plan_jobs
+from demix.report.adapting import changed_bytes
+from demix.report.material import Material
+from demix.run.check import completed_run
+from demix.run.compared import compared
+from demix.run.main_systems import main_systems
+from demix.run.rules import RunRules
+from demix.run.run import Run
+from demix.run.scoring import ScoringPart, scoring_jobs
+from demix.run.systems import chosen_on_dev, evaluated, masked_systems, other_top_k, table_rows
+from support.configs import small
+from support.dry_run import dry_run
+from support.entries import TINY, tiny, trained
+from support.errors import refused
+from support.report import table_of
+
+ALIBI = {"architecture": {"position": "alibi"}}
+MASKED = {"attention": "bidirectional", "objective": "mlm"}
+SEEDED = {"kind": "demix", "parent": "dense", "seed_tokens": 6000}
+BRANCHED = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
+SWITCH = {"kind": "routed", "experts": 4}
+UPCYCLED = {"kind": "routed", "experts": 4, "top_k": 2, "every": 2, "parent": "dense", "seed_tokens": 6000}
+CONTINUED = UPCYCLED | {"schedule": "continue", "match": "updates"}
+BTX = {"kind": "routed", "parent": "seeded", "tokens": 6000}
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+HUB = {"hub": "owner/name", "revision": COMMIT}
+IMPORTED = f"results/tiny/parents/owner--name-{COMMIT[:12]}"
+TYPES = {"kind": "parent", "types": 512, "end_of_text": 0}
+WIDTH, TOKENS = TINY["architecture"]["width"], TINY["training"]["tokens"]
+
+
+def options(run: Run, name: str) -> dict[str, Any]:
+    """The architecture that the training of a model is given."""
+    found: dict[str, Any] = json.loads(RunRules(run).training_settings(trained(run, name)))["architecture"]
+    return found
+
+
+def parts(run: Run) -> list[ScoringPart]:
+    return [part for job in scoring_jobs(run) for part in job.parts]
+
+
+@pytest.mark.parametrize("preset", DECODERS)
+def test_a_preset_is_its_options_and_keys_beside_it_come_first(preset: str) -> None:
+    sizes = {"layers": 3, "width": 32, "heads": 2, "context": 8}
+    assert architecture_from({"preset": preset} | sizes) == Architecture(**sizes, **DECODERS[preset])
+    assert architecture_from({"preset": preset, "activation": "relu2"} | sizes).activation == "relu2"
+    assert Architecture(**architecture_from({"preset": preset} | sizes).described) == architecture_from(
+        {"preset": preset} | sizes
+    )
+    assert architecture_from({"preset": "gpt3-xl", "context": 2048}).context == 2048
+
+
+def test_the_section_may_be_that_of_the_parent(tmp_path: Path) -> None:
+    parent = Architecture(layers=2, width=24, heads=4, context=16, **DECODERS["qwen3"])
+    write_json(tmp_path / "model.json", {"architecture": parent.described})
+    models = {"demix": {"parent": str(tmp_path)}, "dense": {}}
+    asked = small(models=models) | {"architecture": {"preset": "parent", "context": 8}}
+    section = Config.complete(asked).values["architecture"]
+    assert section == parent.described | {"context": 8}, "the run's file says it whole"
+    for content, subject in (({"architecture": {"layers": 1}}, "architecture.width"), ({}, "model.json")):
+        write_json(tmp_path / "model.json", content)
+        with refused(subject, f"{tmp_path}/model.json: {subject}"):
+            Config.complete(asked)
+    (tmp_path / "model.json").unlink()
+    with refused("model.json"):
+        Config.complete(asked)
+
+
+def test_an_entry_has_options_of_its_own_and_others_stay_as_they_are() -> None:
+    plain, run = tiny(), tiny({"demix": ALIBI, "far": {"kind": "dense"} | ALIBI})
+    assert run.config.values["architecture"] == plain.config.values["architecture"] == TINY["architecture"]
+    for name in ("dense", "dense_unbalanced", "domain_token"):
+        assert RunRules(run).training_settings(trained(run, name)) == RunRules(plain).training_settings(
+            trained(plain, name)
+        )
+    for name in ("demix", "far", "without-licenses"):
+        assert options(run, name) == TINY["architecture"] | ALIBI["architecture"]
+    assert trained(run, "dense-dapt-fantasy").architecture.position == "learned"
+    assert trained(tiny({"dense": ALIBI}), "dense-dapt-fantasy").architecture.position == "alibi"
+    changed, usual = changed_bytes(tiny({"dense": ALIBI})), changed_bytes(plain)
+    assert {usual[name] - changed[name] for name in usual if "Dense" in name} == {4 * WIDTH * 32}
+
+
+def test_an_entry_overrides_the_section_and_a_branch_has_its_parents_options() -> None:
+    branches = {"seeded": SEEDED, "up": UPCYCLED, "same": BRANCHED | {"architecture": {"head": "tied"}}}
+    learned = {"dense": {"architecture": {"position": "learned"}}}
+    run = tiny(learned | branches, architecture=ALIBI["architecture"])
+    positions = {model.name: model.architecture.position for model in run.trained}
+    assert positions["demix"] == "alibi"
+    assert {positions[name] for name in ("dense", *branches)} == {"learned"}
+    assert options(run, "dense") == options(run, "same")
+
+
+def test_entries_begin_with_the_folder_to_which_a_model_of_the_hub_is_imported() -> None:
+    models = {"demix": {"parent": HUB}, "btm": {"kind": "branched", "parent": HUB}, "up": SWITCH | {"parent": HUB}}
+    models["up"] |= {"top_k": 2}
+    run = tiny(models, tokenizer=TYPES)
+    assert {row.name: row.initial for row in run.rows.values() if row.initial} == dict.fromkeys(models, IMPORTED)
+    assert run.config.tokenizer.path == f"{IMPORTED}/tokenizer.json"
+    assert run.rows["up"].settings.schedule is None, "there is no schedule of a parent to restart"
+    assert {f"{IMPORTED}/model.json", f"{IMPORTED}/experts/dense.safetensors"} < {*RunRules(run).seed_of(run.own[0])}
+    assert {name: one.address for name, one in run.parents.items()} == {Path(IMPORTED).name: f"hub:owner/name@{COMMIT}"}
+    assert [job.rules for job in plan_jobs(run, "cpu") if "import_parent" in job.rules] == [{"import_parent": 1}]
+    # The run's own file says the same.
+    assert Run(Config.complete(run.config.values), run.folder).parents == run.parents
+
+
+@pytest.mark.full
+def test_the_workflow_imports_a_parent_once_and_where_it_is_needed(tmp_path: Path) -> None:
+    models = {"demix": {"parent": HUB}, "btm": {"kind": "branched", "parent": HUB}}
+    config = TINY | {"run": "tiny", "models": models, "tokenizer": TYPES}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    printed = dry_run(tmp_path, tmp_path / "config.yaml", "--printshellcmds")
+    assert printed.count(f"demix import hub:owner/name@{COMMIT} --output {IMPORTED} --context 32 2> ") == 1
+    assert "import_parent" not in dry_run(tmp_path, tmp_path / "config.yaml", "results/tiny/corpus/owners.parquet")
+
+
+def test_what_files_of_a_parent_say_needs_the_import_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    models = {"demix": {"parent": HUB}}
+    config = TINY | {"models": models, "architecture": {"preset": "parent"}, "tokenizer": TYPES}
+    with refused(f"{IMPORTED}/tokenizer.json"):
+        tiny(models, tokenizer={"kind": "parent"})
+    with refused(f"{IMPORTED}/model.json"):
+        completed_run(config)
+    Path(IMPORTED).mkdir(parents=True)
+    sizes = {"layers": 3, "width": 24, "heads": 2, "context": 16}
+    write_json(Path(IMPORTED) / "model.json", {"architecture": sizes})
+    assert completed_run(config).config.values["architecture"].items() >= sizes.items()
+
+
+def test_each_average_is_made_scored_and_evaluated_once() -> None:
+    config = tiny({"btm": BRANCHED | {"averages": True}, "other": BRANCHED}, seeds=[1, 2])
+    training, novel = config.training, config.novel
+    assert [one.place for one in config.merged] == ["btm-uniform", "btm-average-{domain}"]
+    made = []
+    for part in parts(config):
+        if part.model.startswith(("btm-uniform", "btm-average")):
+            assert (part.columns, part.splits, part.experts) == (("dense",), ("test",), ("dense",))
+            names = {"{training}": training, "{novel}": novel}
+            made += [
+                (part.model.replace(place, name), name) for place in part.domains for name in names.get(place, [place])
+            ]
+    domains = training + novel
+    wanted = [(folder, domain) for domain in domains for folder in ("btm-average-" + domain, "btm-uniform")]
+    assert sorted(made) == sorted(wanted)
+    read = [(table.folder, domain) for domain in domains for table in evaluated(config, domain) if table.merged]
+    assert sorted(read) == sorted(wanted)
+    (job,) = [job for job in plan_jobs(config, "cpu") if job.name == "average"]
+    assert sorted(job.rules.values()) == [1, len(domains)]
+    without = tiny({"btm": BRANCHED})
+    assert without.merged == ()
+    assert not [part for part in parts(without) if part.model.startswith("btm-")]
+
+
+def test_a_routed_model_is_made_of_an_entry_of_demix_scored_and_evaluated_once() -> None:
+    rows = {"demix": {}, "on_clusters": {"kind": "demix", "data": "k2"}}
+    asked = {name: row | {"merged_routed": True} for name, row in rows.items()}
+    config, before = (tiny(models, clusterings={"k2": {"clusters": 2}}, seeds=[1, 2]) for models in (asked, rows))
+    assert [one.place for one in config.merged] == ["demix-routed", "on_clusters-routed"]
+    assert [one.architecture.routed.experts for one in config.merged] == [3, 2]
+    for domain in config.domains:
+        found, were = (list(evaluated(one, domain)) for one in (config, before))
+        assert found[: len(were)] == were
+        tables = found[len(were) :]
+        assert [(table.model, table.folder) for table in tables] == [(row, f"{row}-routed") for row in rows]
+        assert {(table.merged, table.columns, table.splits, table.sets) for table in tables} == {
+            ("routed", ("dense",), ("test",), ())
+        }
+    now, then = (
+        {(job.rule, part): job.jobs for job in scoring_jobs(one) for part in job.parts} for one in (config, before)
+    )
+    assert not then.keys() - now.keys()
+    training, novel = config.training, config.novel
+    assert sorted((part.model, part.domains, now[rule, part]) for rule, part in now.keys() - then.keys()) == sorted(
+        (f"{row}-routed", *of) for row in rows for of in ((training, 1), (("{novel}",), len(novel)))
+    )
+    # Trainings and their settings are as before.
+    for model, same in zip(config.trained, before.trained, strict=True):
+        assert RunRules(config).training_settings(model) == RunRules(before).training_settings(same)
+        assert RunRules(config).train_inputs(model) == RunRules(before).train_inputs(same)
+    tokens = RunRules(config).learned_tokens(config.merged[1].model, "dev")
+    assert tokens == [f"results/tiny/clusters/k2/shards/{cluster}/dev.arrow" for cluster in ("c00", "c01")]
+    shared, expert = parameters(config.architecture, config.types)
+    sums = 8 * 5 * 2 * (WIDTH * (WIDTH + 1) / 2 + WIDTH)
+    disk = kept_bytes(config, "cpu") - kept_bytes(before, "cpu")
+    assert disk > 4 * (2 * shared + 5 * expert) + sums
+
+
+def test_a_token_routed_entry_is_one_column_for_the_flops_of_a_dense_model() -> None:
+    config = tiny({"switch": SWITCH, "upcycled": UPCYCLED, "same": SWITCH | {"match": "updates"}})
+    switch, up, same = (trained(config, name) for name in ("switch", "upcycled", "same"))
+    assert switch.experts == switch.columns == ("dense",)
+    tables = [table for table in evaluated(config, "parliament") if table.model in ("switch", "upcycled")]
+    assert [(table.columns, table.sets) for table in tables] == [(("dense",), ())] * 2
+    layers, context, types = 2, 32, config.types
+    dense = 96 * layers * WIDTH**2 * (1 + context / 6 / WIDTH + types / 16 / layers / WIDTH)
+    assert same.settings.tokens == TOKENS
+    assert switch.settings.tokens == int(TOKENS * dense / (dense + 4 * 2 * 2 * WIDTH * 4))
+    more = 4 * 1 * (16 * WIDTH**2 + 2 * WIDTH * 4)
+    assert up.settings.tokens == 6000 + int((TOKENS - 6000) * dense / (dense + more))
+    assert (up.restarts, up.settings.warmup) == (True, 0)
+    routed = {"experts": 4, "top_k": 1, "every": 1, "capacity": 1.25, "balance": 0.01}
+    assert options(config, "switch") == TINY["architecture"] | {"routed": routed}
+    assert options(config, "upcycled")["routed"]["capacity"] == 2.0
+    assert "routed" not in options(config, "dense")
+
+
+def test_an_upcycled_entry_may_go_on_with_its_parents_schedule() -> None:
+    config = tiny({"upcycled": UPCYCLED, "continued": CONTINUED})
+    up, continued, dense = (trained(config, name) for name in ("upcycled", "continued", "dense"))
+    assert (up.restarts, continued.restarts) == (True, False)
+    for key in ("tokens", "warmup", "learning_rate", "sequences"):
+        assert getattr(continued.settings, key) == getattr(dense.settings, key)
+    rules = RunRules(config)
+    assert rules.beginning(up) == f"{rules.beginning(continued)} --schedule restart"
+    plans = {plan.name: plan for plan in plan_training(config, None, HARDWARE["cpu"])}
+    assert plans["continued"].steps == plans["dense"].steps > plans["upcycled"].steps
+
+
+def test_costs_count_chosen_experts_and_the_seed_of_a_dense_model() -> None:
+    config = tiny({"switch": SWITCH | {"label": "switch"}, "upcycled": UPCYCLED | {"label": "upcycled"}})
+    plans = {plan.name: plan for plan in plan_training(config, None, HARDWARE["cpu"])}
+    for name in ("switch", "upcycled"):
+        assert plans[name].all_flops <= plans["dense"].all_flops < plans[name].all_flops + plans[name].flops
+    routed = {"experts": 4, "balance": 0.01, "capacity": 2.0}
+    switch, up = (
+        architecture_from(TINY["architecture"] | {"routed": routed | one})
+        for one in ({"top_k": 1, "every": 1}, {"top_k": 2, "every": 2})
+    )
+    assert (plans["switch"].shared, plans["switch"].expert) == parameters(switch, config.types)
+    assert plans["switch"].state - plans["dense"].state == 16 * (plans["switch"].expert - plans["dense"].expert)
+    frame = table_of("family_costs", Material(config)).frame
+    types, step, dense = config.types, trained(config, "dense").step_tokens, "Dense (Balanced)"
+    seed, updates = (
+        6000 // step,
+        {name: trained(config, name).settings.tokens // step for name in ("switch", "upcycled")},
+    )
+    by_token = [training_flops_per_token(one, types, 32) for one in (switch, up, up.unrouted)]
+    whole = [sum(parameters(one, types)) for one in (switch, up, up.unrouted)]
+    assert frame.at["switch", "Parameters"] == whole[0]
+    assert frame["Updates"][["switch", "upcycled"]].tolist() == list(updates.values())
+    assert frame.at["switch", "FLOPs of training"] == pytest.approx(by_token[0] * updates["switch"] * step)
+    rest = updates["upcycled"] - seed
+    assert frame.at["upcycled", "FLOPs of training"] == pytest.approx(step * (by_token[1] * rest + by_token[2] * seed))
+    assert frame.at["upcycled", "Bytes synchronised"] == 4 * (whole[1] * rest + whole[2] * seed)
+    more = frame.at["upcycled", "FLOPs a token, all"] - frame.at[dense, "FLOPs a token, all"]
+    assert more == 16 * WIDTH**2 + 2 * WIDTH * 4
+
+
+def test_costs_count_the_tokens_of_a_parent_in_a_folder_where_they_are_known(tmp_path: Path) -> None:
+    models = {"mine": {"kind": "branched", "label": "mine"}, "theirs": {"kind": "demix", "label": "theirs"}}
+    run = Run(tiny({name: row | {"parent": f"imported/{name}"} for name, row in models.items()}).config, tmp_path)
+    for name, tokens in (("mine", 1_000_000), ("theirs", None)):
+        begun = {"model": "known", "step": 0, "tokens": tokens, "state_sha256": "4" * 64}
+        write_json(tmp_path / "models" / name / "model.json", {"kind": "demix", "parent": begun})
+    material = Material(run)
+    assert material.tokens_before == {"mine": 1_000_000, "theirs": None}
+    frame, by_token = (
+        table_of("family_costs", material).frame,
+        training_flops_per_token(run.architecture, run.types, 32),
+    )
+    assert frame.at["mine", "FLOPs of training"] == pytest.approx(by_token * (TOKENS + 1_000_000))
+    assert math.isnan(frame.at["theirs", "FLOPs of training"]), "no number that looks complete"
+    seeded = {"tokens": 50, "parent": {"model": "dense", "step": 3, "tokens": 20}}
+    assert tokens_learned({"tokens": 50}) == tokens_learned(seeded) == 50
+    assert tokens_learned({"tokens": 50, "parent": begun | {"tokens": 7}}) == 57
+    assert tokens_learned({}) is tokens_learned({"tokens": 50, "parent": begun}) is None
+    assert tokens_learned({"tokens": 5, "parent": "dense"}) is None, "those of the adaptation alone"
+
+
+def test_branch_train_mix_begins_with_the_merged_experts_of_its_parent() -> None:
+    run = tiny({"seeded": SEEDED, "btx": BTX | {"trained": "routers"}}, seeds=[1, 2])
+    assert [merged.place for merged in run.routed_merges] == ["seeded-routed", "seeded-seed2-routed"]
+    assert not run.merged, "nothing asks for scores of what is not trained"
+    for name, folder in (("btx", "seeded-routed"), ("btx-seed2", "seeded-seed2-routed")):
+        model, rules = trained(run, name), RunRules(run)
+        assert rules.beginning(model) == f" --branch results/tiny/models/{folder}"
+        assert rules.seed_of(model)[0] == f"results/tiny/models/{folder}/model.json"
+        assert json.loads(rules.training_settings(model))["trained"] == "routers"
+        assert (model.architecture.routed.experts, model.architecture.routed.top_k) == (3, 2)
+    of = {"btm": BRANCHED | {"merged_routed": True}, "btx": BTX | {"parent": "btm"}}
+    for models in ({"seeded": SEEDED, "btx": BTX}, of):
+        run = tiny(models)
+        (model,) = [model for model in run.trained if model.mixes]
+        assert RunRules(run).beginning(model) == f" --branch results/tiny/models/{run.routed_merges[0].place}"
+        # As many steps as have the FLOPs of 6,000 tokens of a dense model.
+        plans = {plan.name: plan for plan in plan_training(run, None, HARDWARE["cpu"])}
+        assert plans["btx"].all_flops < plans["dense"].all_flops * 6000 / TOKENS
+    # The merged model and the one that is trained, each with a whole model's shared weights and three feedforwards.
+    disks = [kept_bytes(one, "cpu") for one in (run, tiny({"btm": BRANCHED}))]
+    assert disks[0] - disks[1] > 2 * 4 * sum(parameters(model.architecture, run.types))
+
+
+def test_other_numbers_of_chosen_experts_are_scored_of_the_runs_own_seed() -> None:
+    rows = {"demix": {"merged_routed": True}, "switch": SWITCH, "btx": BTX | {"parent": "demix"}}
+    run, before = (tiny(rows, seeds=[1, 2], evaluation=more) for more in ({"experts_top_k": [1, 3, "all", 9]}, {}))
+    numbers = {"switch": (3, 4), "btx": (1, 3), "demix-routed": (1, 3)}
+    assert other_top_k(run) == numbers
+    assert other_top_k(before) == {}
+    wanted = [(folder, k) for folder, some in numbers.items() for k in some]
+    for domain in run.domains:
+        now, then = evaluated(run, domain), evaluated(before, domain)
+        assert [(table.folder, table.top_k) for table in now[len(then) :]] == [
+            (f"{one}@top-{k}", k) for one, k in wanted
+        ]
+        assert now[: len(then)] == then
+    # On the training domains, and on a novel one.
+    scored = [part for part in parts(run) if part.top_k]
+    assert sorted((part.model, part.top_k) for part in scored) == sorted(2 * wanted)
+    assert {part for part in parts(run) if not part.top_k} == {*parts(before)}
+    assert {part.splits for part in scored} == {("test",)}
+    costs = ScoringCosts(run, HARDWARE["cpu"])
+    one, four = (next(part for part in parts(run) if (part.model, part.top_k) == ("switch", k)) for k in (0, 4))
+    each = [costs.of_part(dataclasses.replace(part, splits=("test",)), 1)[0] for part in (one, four)]
+    assert each[1] > 1.5 * each[0]
+
+
+def test_no_rule_that_reads_the_text_mixes_a_masked_entry_and_no_table_of_others_has_it() -> None:
+    rows = {"masked_dense": {"kind": "dense", "architecture": MASKED}, "masked": {"architecture": MASKED}}
+    rows |= {"masked_k2": {"kind": "demix", "architecture": MASKED, "data": "k2"}}
+    rows["masked"] |= {"kind": "demix"}
+    weights = ["history", "released", "tempered", "switching", 8, "cluster", "cluster+history"]
+    evaluation = {"weights": weights, "temperatures": [1], "top_k": [2]}
+    clusterings = {"by_domain": {"method": "metadata"}, "k2": {"clusters": 2}}
+    config, plain = (tiny(some, clusterings=clusterings, evaluation=evaluation) for some in (rows, {}))
+    assert [trained(config, name).masked for name in (*rows, "demix")] == [True, True, True, False]
+    recipe = MixingRecipe(weights=tuple(weights), temperatures=(1.0,), top_k=(2,))
+    for domain in ("parliament", "fantasy"):
+        tables = {table.model: table for table in evaluated(config, domain)}
+        assert [table for name, table in tables.items() if name not in rows] == [*evaluated(plain, domain)]
+        assert (tables["masked_dense"].columns, tables["masked_dense"].sets) == (("dense",), ())
+        for name in ("masked", "masked_k2"):
+            (some,) = tables[name].sets
+            found = {(one.method, one.weights, one.top_k) for one, _ in planned_mixtures(recipe, some, 10)}
+            floors = {("best_block", "", None), ("best_token", "", None)}
+            static = {("average", "", None), ("fitted", "", None)}
+            # Two experts have no fewer than two.
+            assert found == floors | static | ({("fitted", "", 2)} if name == "masked" else set())
+        assert compared(config, domain) == compared(plain, domain)
+    for of in (chosen_on_dev, table_rows, main_systems):
+        assert of(config) == of(plain)
+    assert {(one.model, one.method) for one in masked_systems(config)} == {
+        ("masked_dense", "dense"),
+        *(("masked", method) for method in ("naive", "average", "fitted")),
+        *(("masked_k2", method) for method in ("average", "fitted")),
+    }
+    assert {part.model for part in parts(config)} - {part.model for part in parts(plain)} == {*rows}
+
+
+def of_x(**keys: Any) -> dict[str, Any]:
+    """A config in which the entry x has these keys, beside a parent for it."""
+    return {"models": {"seeded": SEEDED, "btm": BRANCHED | {"merged_routed": True}, "x": keys}}
+
+
+ONE = {
+    "models": {"demix": {"merged_routed": True}},
+    "removal": {},
+    "domains": {"training": {"law": TINY["domains"]["training"]["licenses"]}},
+}
+LLAMA3 = {"kind": "llama3", "factor": 2.0, "low": 4.0, "high": 1.0}
+MASKED_ROW = {"models": {"masked": {"kind": "demix", "architecture": MASKED}, "x": SWITCH}}
+# What is changed in the tiny config, and the subject of the error: keys of `architecture` alone, then other sections.
+ARCHITECTURES: list[tuple[dict[str, Any], str]] = [
+    ({"heads": 5}, "heads"),
+    ({"key_heads": 3}, "key_heads"),
+    ({"rope_theta": 5.0}, "rope_theta"),
+    ({"rope_share": 0.5}, "rope_share"),
+    ({"position": "rope", "rope_share": 0.45}, "rope_share"),
+    ({"position": "rope", "rope_share": 0.05}, "rope_share"),
+    ({"norm_place": "after", "residual": "parallel"}, "norm_place"),
+    ({"norm_place": "post", "residual": "parallel"}, "norm_place"),
+    ({"position": "rope", "rope_scaling": LLAMA3}, "rope_scaling.low"),
+    ({"position": "rope", "rope_scaling": {"kind": "yarn", "factor": 2.0}}, "rope_scaling.kind"),
+    ({"epsilon": 0.0}, "epsilon"),
+    ({"preset": "gemma"}, "preset"),
+    ({"preset": "parent"}, "preset"),
+    ({"attention": "bidirectional"}, "attention"),
+    ({"objective": "mlm"}, "attention"),
+    ({"alibi": "symmetric"}, "alibi"),
+    ({"position": "alibi", "alibi": "asymmetric"}, "alibi"),
+    ({"position": "rotary"}, "position"),
+    ({"mask": "learned"}, "mask"),
+    ({"head": "roberta"}, "head"),
+    ({"clap_inputs": "plain"}, "clap_inputs"),
+    ({"position": "sinusoidal", "width": 33, "heads": 3}, "position"),
+]
+SECTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"architecture": TINY["architecture"] | MASKED}, "models.demix.architecture.objective"),
+    ({"models": {"dense": {"architecture": MASKED}}}, "models.dense.architecture.objective"),
+    ({"models": {"demix": {"architecture": {"objective": "mlm"}}}}, "models.demix.architecture.attention"),
+    ({"models": {"demix": {"architecture": {"layers": 3}}}}, "models.demix.architecture.layers"),
+    ({"models": {"dense": {"merged_routed": True}}}, "models.dense.merged_routed"),
+    (ONE, "models.demix.merged_routed"),
+    (of_x(kind="domain_token", architecture=MASKED), "models.x.kind"),
+    (of_x(kind="branched", averages=True, architecture=MASKED), "models.x.averages"),
+    (of_x(kind="demix", averages=True), "models.x.averages"),
+    (of_x(kind="demix", top_k=2), "models.x.top_k"),
+    (of_x(**SEEDED | ALIBI), "models.x.architecture.position"),
+    (of_x(**UPCYCLED | ALIBI), "models.x.architecture.position"),
+    (of_x(kind="routed", experts=0), "models.x.experts"),
+    (of_x(kind="routed", top_k=9), "models.x.top_k"),
+    (of_x(kind="routed", every=3), "models.x.every"),
+    (of_x(kind="routed", capacity=0), "models.x.capacity"),
+    (of_x(kind="routed", capacity=0.1), "models.x.capacity"),
+    (of_x(kind="routed", data="k2"), "models.x.data"),
+    (of_x(kind="routed", averages=True), "models.x.averages"),
+    (of_x(kind="routed", parent="dense", seed_tokens=6000), "models.x.top_k"),
+    (of_x(**UPCYCLED | {"schedule": "continue"}), "models.x.schedule"),
+    (of_x(**CONTINUED | {"tokens": 9000}), "models.x.tokens"),
+    (of_x(**UPCYCLED | {"trained": "routers"}), "models.x.trained"),
+    (of_x(**BTX | {"seed_tokens": 6000}), "models.x.seed_tokens"),
+    (of_x(**BTX | {"parent": "btm", "seed_tokens": 6000}), "models.x.seed_tokens"),
+    (of_x(**BTX | {"parent": "btm", "experts": 4}), "models.x.experts"),
+    (of_x(**BTX | {"schedule": "restart"}), "models.x.schedule"),
+    (of_x(**BTX | {"experts": 4}), "models.x.experts"),
+    (of_x(**BTX | {"every": 2}), "models.x.every"),
+    (of_x(**BTX | {"top_k": 1}), "models.x.top_k"),
+    (of_x(**BTX | ALIBI), "models.x.architecture.position"),
+    (of_x(**BTX | {"parent": "nothing", "seed_tokens": 6000}), "models.x.parent"),
+    ({"models": {**MASKED_ROW["models"], "x": BTX | {"parent": "masked"}}}, "models.x.parent"),
+    (of_x(kind="demix", parent=HUB | {"revision": "main"}), "models.x.parent.revision"),
+    (of_x(kind="demix", parent={"hub": "owner/name"}), "models.x.parent.revision"),
+    (of_x(kind="demix", parent=HUB | {"hub": "a/b/c"}), "models.x.parent.hub"),
+    (of_x(kind="demix", parent=HUB | {"path": "x"}), "models.x.parent.path"),
+    (of_x(kind="demix", parent=5), "models.x.parent"),
+    *(
+        (MASKED_ROW | {section: TINY.get(section, {}) | {key: model}}, f"{section}.{key}")
+        for model, section, key in (
+            ("masked", "adaptation", "model"),
+            ("masked", "removal", "model"),
+            ("x", "adaptation", "model"),
+            ("x", "adaptation", "dense"),
+            ("x", "removal", "model"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("sections", "subject"),
+    [
+        *(({"architecture": TINY["architecture"] | keys}, f"architecture.{key}") for keys, key in ARCHITECTURES),
+        *SECTIONS,
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_by_its_key(sections: dict[str, Any], subject: str) -> None:
+    with refused(subject) as error:
+        completed_run(TINY | sections)
+    assert "\n" not in str(error.value)

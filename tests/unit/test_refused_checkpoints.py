@@ -1,0 +1,220 @@
+"""Checkpoints that cannot come in, and models that cannot go out: the subject of each error, and no file left."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from demix.config.architecture import architecture_from
+from demix.data.tokenizer import Tokenizer
+from demix.model.export import export_hf
+from demix.model.import_hf import INDEX, import_hf
+from support.checkpoints import LLAMA3, change, checkpoint
+from support.cli import refusal
+from support.errors import refused
+from support.models import SMALL, THREE, model_of, save_model
+
+# Keys of config.json, by the one that the error names; or the file that they do not fit.
+WEIGHTS = "model.safetensors"
+KEYS: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "gpt2": [
+        ({"model_type": "gemma2"}, "model_type"),
+        ({"model_type": ["gpt2"]}, "model_type"),
+        ({"activation_function": "relu"}, "activation_function"),
+        ({"n_inner": 64}, WEIGHTS),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ({"tie_word_embeddings": False}, "hf"),
+        ({"attention_sinks": 4}, "attention_sinks"),
+        ({"n_positions": 32}, WEIGHTS),
+        ({"n_layer": 4}, "hf"),
+        ({"n_layer": 1}, WEIGHTS),
+        ({"n_head": 3}, "heads"),
+        ({"n_layer": 10**9}, "layers"),
+    ],
+    "llama": [
+        ({"rope_parameters": LLAMA3 | {"rope_type": "yarn"}}, "rope_parameters.rope_type"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "rope_scaling.short_factor"),
+        ({"rope_parameters": LLAMA3 | {"attention_factor": 1.5}}, "rope_parameters.attention_factor"),
+        ({"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "mish"}, "hidden_act"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map"),
+        ({"hidden_size": "32"}, "hidden_size"),
+        ({"num_key_value_heads": 3}, "key_heads"),
+        ({"num_key_value_heads": 1}, WEIGHTS),
+        ({"rms_norm_eps": 0.0}, "epsilon"),
+        ({"num_hidden_layers": 4}, "hf"),
+        ({"model_type": "gemma3_text"}, "model_type"),
+    ],
+    "qwen3": [
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.1"),
+    ],
+    "mistral": [({"sliding_window": 32}, "attention")],
+    "opt": [
+        ({"do_layer_norm_before": False}, "do_layer_norm_before"),
+        ({"word_embed_proj_dim": 16}, "word_embed_proj_dim"),
+    ],
+    "gpt_neox": [({"attention_bias": False}, "attention_bias")],
+    "olmo2": [({"clip_qkv": 8.0}, "clip_qkv")],
+}
+
+
+@pytest.mark.parametrize("family", KEYS)
+def test_what_demix_lacks_is_refused_by_its_key(family: str, tokens: Path, tmp_path: Path) -> None:
+    checkpoint(tmp_path / "hf", tokens, family)
+    whole = (tmp_path / "hf" / "config.json").read_text()
+    for keys, subject in KEYS[family]:
+        (tmp_path / "hf" / "config.json").write_text(whole)
+        change(tmp_path / "hf", **keys)
+        with refused(subject) as error:
+            import_hf(tmp_path / "hf", tmp_path / "in")
+        assert str(tmp_path / "hf") in error.value.subject
+        assert [path.name for path in tmp_path.iterdir()] == ["hf"], keys
+
+
+TENSORS = {
+    "integers": {"model.norm.weight": torch.ones(32, dtype=torch.int32)},
+    "a number": {"model.norm.weight": torch.tensor(1.0)},
+    "infinite": {"model.norm.weight": torch.full((32,), torch.inf)},
+    "no number": {"model.norm.weight": torch.full((32,), torch.nan)},
+    "another shape": {"model.layers.1.mlp.up_proj.weight": torch.ones(87, 32)},
+}
+
+
+def test_damaged_files_are_refused(tokens: Path, tmp_path: Path) -> None:
+    hf = tmp_path / "hf"
+    checkpoint(hf, tokens, "llama")
+    path, tokenizer = hf / WEIGHTS, json.loads((hf / "tokenizer.json").read_text())
+    content, tensors = path.read_bytes(), load_file(path)
+    for name, damaged in TENSORS.items():
+        save_file(tensors | damaged, path)
+        with refused(WEIGHTS):
+            import_hf(hf, tmp_path / name)
+    for cut in (content[:1000], b""):
+        path.write_bytes(cut)
+        with refused(WEIGHTS):
+            import_hf(hf, tmp_path / "in")
+    path.unlink()
+    with refused(WEIGHTS):
+        import_hf(hf, tmp_path / "in")
+    path.write_bytes(content)
+    model, merges = tokenizer["model"], tokenizer["model"]["merges"]
+    for damaged in (
+        "BPE",
+        ["BPE"],
+        model | {"merges": [["a"], *merges[1:]]},
+        model | {"merges": ["ab", *merges[1:]]},
+        model | {"merges": None},
+    ):
+        (hf / "tokenizer.json").write_text(json.dumps(tokenizer | {"model": damaged}))
+        with refused("tokenizer.json"):
+            import_hf(hf, tmp_path / "in")
+    (hf / "tokenizer.json").unlink()
+    (hf / "vocab.json").write_text('{"a": 0}')
+    with refused("vocab.json", "hf", "tokenizer.json"):
+        import_hf(hf, tmp_path / "in")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_an_index_is_distrusted(tokens: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    checkpoint(folder, tokens, "llama", shard="20KB")
+    index = folder / INDEX
+    whole = json.loads(index.read_text())
+    files = list(whole["weight_map"].values())
+    name, file = next((name, file) for name, file in whole["weight_map"].items() if files.count(file) > 1)
+    others = {key: value for key, value in whole["weight_map"].items() if key != name}
+    key = f"weight_map.{name}"
+    for weight_map, subject in (
+        (others | {name: "../" + file}, key),
+        (others | {name: "/etc/passwd"}, key),
+        (others | {name: "sub/" + file}, key),
+        (others | {name: "pytorch_model.bin"}, key),
+        (others | {name: 5}, key),
+        ({}, "weight_map"),
+        (others | {name: "absent.safetensors"}, "absent.safetensors"),
+        (others, file),
+        (whole["weight_map"] | {"model.more": file}, file),
+    ):
+        index.write_text(json.dumps(whole | {"weight_map": weight_map}))
+        with refused(subject):
+            import_hf(folder, tmp_path / "in")
+    index.write_text(json.dumps(whole).replace(f'"{name}"', f'"{name}": "{file}", "{name}"'))
+    with refused(index):
+        import_hf(folder, tmp_path / "in")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    # The files on the hub are links to blobs in another folder.
+    index.write_text(json.dumps(whole))
+    for path in folder.glob("*.safetensors"):
+        path.rename(tmp_path / f"{path.stem}.blob")
+        path.symlink_to(tmp_path / f"{path.stem}.blob")
+    import_hf(folder, tmp_path / "in")
+    (tmp_path / f"{Path(file).stem}.blob").unlink()
+    os.mkfifo(tmp_path / f"{Path(file).stem}.blob")
+    with refused(file):
+        import_hf(folder, tmp_path / "other")
+
+
+MASKED_LM = {"attention": "bidirectional", "objective": "mlm"}
+ROPE = {"position": "rope", "norm": "rms", "gated": True, "activation": "silu", "biases": "none"}
+ROBERTA = {"preset": "roberta"}
+ROUTED = {"routed": {"experts": 4, "top_k": 2, "capacity": 2.0, "balance": 0.01, "every": 1}}
+# Options that the nearest format cannot hold.
+OPTIONS: list[dict[str, Any]] = [
+    {"position": "alibi"},
+    MASKED_LM,
+    {"position": "rope", "biases": "qkv"},
+    {**ROPE, "residual": "parallel"},
+    {**ROPE, "norm_place": "after"},
+    ROUTED,
+    ROBERTA | {"position": "alibi"},
+    ROBERTA | {"head": "clap"},
+    ROBERTA | {"norm_place": "before"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_an_architecture_without_a_class_does_not_go_out(options: dict[str, Any], tmp_path: Path) -> None:
+    architecture = architecture_from({"layers": 2, "width": 32, "heads": 4, "context": 64} | options)
+    save_model(model_of(architecture=architecture), tmp_path / "m")
+    words = ("export", tmp_path / "m", "--output", tmp_path / "out")
+    refusal(*words, "--expert", "dense", of=tmp_path / "m")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("experts", "options"),
+    [(("dense",), {}), (THREE, {"position": "alibi"}), (THREE, MASKED_LM), (("dense",), ROUTED)],
+    ids=["dense", "alibi", "mlm", "routed"],
+)
+def test_what_is_no_mixture_does_not_go_out_as_one(
+    experts: tuple[str, ...], options: dict[str, Any], tmp_path: Path
+) -> None:
+    save_model(model_of(experts, architecture=dataclasses.replace(SMALL, **options)), tmp_path / "m")
+    words = ("export", tmp_path / "m", "--output", tmp_path / "out")
+    refusal(*words, "--mixture", of=tmp_path / "m")
+    for wrong in ((), ("--mixture", "--expert", experts[0])):
+        refusal(*words, *wrong, of="--")
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_that_a_type_cannot_hold_are_refused(tokens: Path, tmp_path: Path) -> None:
+    tokenizer = tokens / "tokenizer.json"
+    encoder = Tokenizer.load(tokenizer)
+    model = model_of(dtype=torch.float32, vocab_size=encoder.vocab_size)
+    with torch.no_grad():
+        model.token_embedding[3, 3] = 1e5
+    save_model(model, tmp_path / "m", encoder.sha256)
+    with refused(tmp_path / "m"):
+        export_hf(tmp_path / "m", "dense", tokenizer, tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()
+    export_hf(tmp_path / "m", "dense", tokenizer, tmp_path / "out", dtype="bfloat16")
