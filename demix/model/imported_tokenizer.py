@@ -22,11 +22,12 @@ def imported_tokenizer(folder: Path, output: Path, types: int) -> Tokenizer:
     if not isinstance(model, dict):
         raise DemixError(source, f"has a model that is {model!r:.40}", "get it again")
     vocabulary = model.get("vocab") or _read(beside)
-    gpt2_tokenizer(output)
-    gpt2 = read_json(output)
-    if vocabulary in ({}, gpt2["model"]["vocab"]):
-        # Its file at the hub has the same rules and marks the last id as special.
-        return write_definition(source, gpt2, output, GPT2_TYPES - 1, types)
+    if not vocabulary or (isinstance(vocabulary, dict) and len(vocabulary) == GPT2_TYPES):
+        gpt2_tokenizer(output)
+        gpt2 = read_json(output)
+        if vocabulary in ({}, gpt2["model"]["vocab"]):
+            # Its file at the hub has the same rules and marks the last id as special.
+            return write_definition(source, gpt2, output, GPT2_TYPES - 1, types)
     if not definition:
         source = beside
         if not (merges := folder / "merges.txt").is_file():
