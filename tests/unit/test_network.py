@@ -1,16 +1,14 @@
 """The model of gradient sync: rings in numbers worked by hand, bytes counted on a ring that is played through."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from demix.plan.cost import plan_training
 from demix.plan.flops import HARDWARE
-from demix.plan.network import BUCKET_BYTES, NETWORKS, Network, Ring, given, out_of_a_node, rings_of, synchronizing
+from demix.plan.network import Network, Ring, given, out_of_a_node, rings_of, synchronizing
 from demix.run.check import load_run
 from demix.run.placement import place_experts
-from demix.train import parallel
 
 PAPER = Path(__file__).parents[2] / "config" / "paper-1.3b.yaml"
 # Hops of 1 and 10 us, links of 100 and 10 GB/s.
@@ -38,18 +36,6 @@ def test_bytes_are_those_of_a_ring_that_is_played_through(first: int, count: int
     assert sorted(ring.hops(8)) == sorted(number for number, size in out.items() if size)
 
 
-def test_seconds_are_those_worked_by_hand() -> None:
-    # 100 MB in 4 buckets, 16 ranks on two nodes: 30 hops a bucket, of which 2 of 16 leave a node.
-    wide = Ring(100_000_000, range(16))
-    assert PLAIN.alpha(wide) == pytest.approx((2 * 10e-6 + 14 * 1e-6) / 16)
-    assert PLAIN.seconds(wide) == pytest.approx(30 * 4 * 2.125e-6 + 2 * 15 / 16 * 1e8 / 10e9)
-    # In one node: the fast link, and no slow hop.
-    inside = Ring(100_000_000, range(8))
-    assert PLAIN.seconds(inside) == pytest.approx(14 * 4 * 1e-6 + 2 * 7 / 8 * 1e8 / 100e9)
-    # Where more leaves a node than a GPU sends inside it, the GPU's link is the slowest.
-    assert replace(PLAIN, outer_beta=400e9).seconds(wide) == pytest.approx(255e-6 + 1.875e8 / 100e9)
-
-
 def test_rings_of_a_rank_follow_one_another_and_others_run_beside() -> None:
     places = place_experts("ab", 8, 16)
     rings = rings_of(1000, 500, places)
@@ -69,11 +55,6 @@ def test_rings_of_a_rank_follow_one_another_and_others_run_beside() -> None:
     assert rings_of(1000, 500, place_experts("abcd", 8, 2)) == (Ring(1000, range(2)),)
     assert rings_of(1000, 500, place_experts("ab", 8, 1)) == ()
     assert (given(()), synchronizing((), PLAIN), out_of_a_node((), 8)) == (0, 0.0, 0.0)
-
-
-def test_buckets_are_those_of_training() -> None:
-    assert BUCKET_BYTES == parallel.BUCKET_BYTES
-    assert {kind: hardware.network for kind, hardware in HARDWARE.items() if hardware.network} == NETWORKS
 
 
 def test_an_adaptation_sends_what_it_trains_and_checkpoints_are_counted() -> None:

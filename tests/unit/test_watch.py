@@ -14,12 +14,11 @@ from rich.console import Console
 
 from demix.files import write_json_lines
 from demix.report import watch as module
-from demix.report.watch import Course, courses, picture, watch
+from demix.report.watch import Course, courses, watch
 from demix.run.check import load_run
 from demix.run.kept import write_run_config
 from demix.run.run import Run
 from support.cli import demix
-from support.configs import small_run
 
 REPOSITORY = Path(__file__).parents[2]
 STEP_TOKENS = 8 * 256
@@ -88,17 +87,6 @@ def test_what_runs_what_ended_and_what_stopped(run: Path, dead: str) -> None:
     assert lines["domain_token"][-1] == "stopped"
 
 
-@pytest.mark.parametrize("width", [80, 140])
-def test_no_number_is_cut(width: int) -> None:
-    """A terminal that is too narrow for all of it breaks names; a column that is empty is not shown."""
-    one = Course("sweep/demix_seeded/0.002", "running", 1230, 56789, 14.512, None, 123456.0, 70000.0)
-    console = Console(file=io.StringIO(), width=width)
-    console.print(picture(small_run(Path("sample")), [one]))
-    _, heads, line, *_ = console.file.getvalue().splitlines()
-    assert heads.split() == ["model", "update", "loss", "tokens/s", "left"]
-    assert line.split()[-5:] == ["2%", "1,230/56,789", "14.512", "123,456", "19:26:40"]
-
-
 def test_it_ends_when_nothing_runs(run: Path, dead: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two trainings the run's snakemake holds its lock; what ends is left on the screen."""
     folder = under_way(run, "demix", rows(250), THIS_PROCESS)
@@ -118,11 +106,3 @@ def test_it_ends_when_nothing_runs(run: Path, dead: str, monkeypatch: pytest.Mon
     watch(run, Console(file=screen, force_terminal=True, width=120))
     assert seen == [["running"], ["ended"]]
     assert "100%" in screen.getvalue().rpartition("demix ")[2]
-
-
-def test_a_number_that_a_later_process_got_is_not_the_holder(run: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as later:
-        under_way(run, "demix", rows(5), f"{os.uname().nodename} {later.pid}\n", age=module.RECENT / 2)
-        (course,) = courses(Run.read(run))
-        later.kill()
-    assert course.state == "stopped"
