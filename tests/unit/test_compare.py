@@ -88,6 +88,10 @@ def drawn(losses: list[pd.DataFrame], generator: np.random.Generator, resamples:
 def test_change_and_interval_are_those_of_a_plain_loop(
     both: Comparison, base: Run, other: Run, kind: str, label: str
 ) -> None:
+    rows = systems(both)
+    assert (rows["why"] == "").all()
+    assert ((rows["change_low"] < rows["change"]) & (rows["change"] < rows["change_high"])).all()
+    assert ((rows["low"] < rows["value"]) & (rows["value"] < rows["high"])).all()
     losses = {name: [token_losses(run, label, name) for run in (base, other)] for name in KINDS[kind]}
     nats = {name: [one["nats"].mean() for one in of] for name, of in losses.items()}
     means = np.mean(np.exp([*nats.values()]), axis=0)
@@ -127,15 +131,6 @@ def test_equal_runs_differ_by_exactly_nothing(base: Run, tmp_path: Path) -> None
     assert (systems(same)[CHANGE] == 0).all(axis=None)
     assert (same.by_domain[["nats", "low", "high"]] == 0).all(axis=None)
     assert same.settings.empty
-
-
-def test_every_system_has_an_interval_around_its_change(both: Comparison) -> None:
-    rows = systems(both)
-    assert (rows["why"] == "").all()
-    assert ((rows["change_low"] < rows["change"]) & (rows["change"] < rows["change_high"])).all()
-    assert ((rows["low"] < rows["value"]) & (rows["value"] < rows["high"])).all()
-    assert {"DEMix (switching)", "DEMix (tempered)", "DEMix, all experts (cached)"} <= {*rows.index}
-    assert systems(both, run="frozen")["change"].isna().all()
 
 
 def test_names_and_orders_change_nothing(both: Comparison, base: Run, other: Run, tmp_path: Path) -> None:
