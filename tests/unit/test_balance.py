@@ -47,7 +47,7 @@ def linear_program(costs: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(("count", "clusters"), [(403, 5), (1000, 16)])
-def test_balanced_labels_cost_what_k_means_constrained_finds(count: int, clusters: int) -> None:
+def test_balanced_labels_cost_what_k_means_constrained_finds(count, clusters):
     """Which takes plain distances in whole thousandths."""
     points = made_points(count, 10, 6, seed=count)
     bounds = {"size_min": count // clusters, "size_max": -(-count // clusters)}
@@ -66,13 +66,13 @@ COSTS = st.tuples(st.integers(1, 40), st.integers(1, 7)).flatmap(
 
 @settings(deadline=None, max_examples=30)
 @given(COSTS)
-def test_balanced_labels_cost_what_a_linear_program_finds(costs: np.ndarray) -> None:
+def test_balanced_labels_cost_what_a_linear_program_finds(costs):
     labels = balanced_labels(costs)
     refuse_unequal(labels, costs.shape[1])
     assert objective(costs, labels) == pytest.approx(linear_program(costs), abs=TOLERANCE)
 
 
-def test_one_cluster_has_all_documents() -> None:
+def test_one_cluster_has_all_documents():
     points = made_points(20, 3, 2, seed=1)
     for balanced in (True, False):
         centres, labels, _ = kmeans(points, points[:1], 5, balanced)
@@ -80,7 +80,7 @@ def test_one_cluster_has_all_documents() -> None:
         assert centres[0] == pytest.approx(points.mean(0))
 
 
-def test_distances_are_squared_and_never_below_zero() -> None:
+def test_distances_are_squared_and_never_below_zero():
     points = made_points(50, 4, 3, seed=2)
     found = squared_distances(points, points[:9])
     assert found == pytest.approx(cdist(points, points[:9], "sqeuclidean"), abs=1e-14)
@@ -88,7 +88,7 @@ def test_distances_are_squared_and_never_below_zero() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_objective_of_balanced_k_means_never_rises(seed: int) -> None:
+def test_the_objective_of_balanced_k_means_never_rises(seed):
     points = made_points(300, 10, 6, seed)
     centres, labels, objectives = kmeans(points, points[:8], 50, balanced=True)
     assert 2 < len(objectives) < 50
@@ -99,7 +99,7 @@ def test_the_objective_of_balanced_k_means_never_rises(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_unbalanced_k_means_is_scikit_learns(seed: int) -> None:
+def test_unbalanced_k_means_is_scikit_learns(seed):
     points = made_points(400, 10, 6, seed)
     centres, labels, objectives = kmeans(points, points[:7], 300, balanced=False)
     peer = KMeans(7, init=points[:7], n_init=1, max_iter=300, tol=0, algorithm="lloyd").fit(points)
@@ -108,7 +108,7 @@ def test_unbalanced_k_means_is_scikit_learns(seed: int) -> None:
     assert objectives[-1] == pytest.approx(peer.inertia_)
 
 
-def test_a_cluster_without_documents_takes_the_farthest_one() -> None:
+def test_a_cluster_without_documents_takes_the_farthest_one():
     points = np.array([[0.0], [1.0], [2.0], [10.0], [11.0], [30.0]])
     start = np.array([[0.0], [10.0], [1000.0]])
     centres, labels, _ = kmeans(points, start, 50, balanced=False)

@@ -41,9 +41,7 @@ def fitted(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 @pytest.mark.parametrize("name", ["balanced", "standard", "random", "domains", "one"])
-def test_documents_go_to_the_nearest_centre_or_where_their_method_says(
-    fitted: dict[str, Path], tokens: Path, tmp_path: Path, name: str
-) -> None:
+def test_documents_go_to_the_nearest_centre_or_where_their_method_says(fitted, tokens, tmp_path, name):
     clusterer = Clusterer.open(fitted[name])
     manifest = read_json(fitted[name] / "clusterer.json")
     labels = []
@@ -69,7 +67,7 @@ def test_documents_go_to_the_nearest_centre_or_where_their_method_says(
         assert min(manifest["sizes"]) > 0
 
 
-def test_random_clusters_are_about_equal_and_do_not_depend_on_texts(fitted: dict[str, Path]) -> None:
+def test_random_clusters_are_about_equal_and_do_not_depend_on_texts(fitted):
     ids = [str(number) for number in range(3000)]
     clusterer = Clusterer.open(fitted["random"])
     labels = clusterer.labels("a", ids, np.zeros((3000, 3)))
@@ -78,9 +76,7 @@ def test_random_clusters_are_about_equal_and_do_not_depend_on_texts(fitted: dict
 
 
 @pytest.mark.parametrize(("method", "documents"), [("kmeans", 8), ("kmeans", 30), ("random", 20), ("metadata", 20)])
-def test_a_sample_of_documents_does_not_depend_on_their_order(
-    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, documents: int
-) -> None:
+def test_a_sample_of_documents_does_not_depend_on_their_order(tokens, tmp_path, monkeypatch, method, documents):
     shuffled = {}
     for domain, path in reversed(train(tokens).items()):
         table = pq.read_table(path)
@@ -96,13 +92,13 @@ def test_a_sample_of_documents_does_not_depend_on_their_order(
     assert sum(manifest["sizes"]) == manifest["documents"] == documents
 
 
-def test_a_domain_with_the_name_of_a_cluster_is_none(fitted: dict[str, Path]) -> None:
+def test_a_domain_with_the_name_of_a_cluster_is_none(fitted):
     clusterer = Clusterer.open(fitted["balanced"])
     assert clusterer.names[0] == "c00"
     assert clusterer.labels("c00", ["a", "b"], np.array([[1.0, 0, 2, 3], [3, 2, 1, 0]])).tolist() == [1, 3]
 
 
-def test_damaged_and_foreign_files_are_refused(fitted: dict[str, Path], tmp_path: Path) -> None:
+def test_damaged_and_foreign_files_are_refused(fitted, tmp_path):
     folder = tmp_path / "k4"
     shutil.copytree(fitted["balanced"], folder)
     for name in ("clusterer.safetensors", "terms.parquet"):
@@ -128,7 +124,7 @@ def write_documents(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def test_what_cannot_be_clustered_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_clustered_is_refused(tmp_path):
     words = ["alpha beta", "gamma delta", "epsilon zeta", "alpha gamma", "beta zeta"]
     five = {"a": write_documents(tmp_path / "a.parquet", words)}
     twice = {"a": write_documents(tmp_path / "b.parquet", [*words[:2], *words[:2] * 4])}
@@ -180,14 +176,7 @@ def shard(fitted: dict[str, Path], tokens: Path, tmp_path_factory: pytest.TempPa
 
 @pytest.mark.parametrize("context", ["document", "block", "document_half"])
 @pytest.mark.parametrize("name", ["balanced", "standard"])
-def test_distances_of_contexts_are_those_of_their_decoded_texts(
-    fitted: dict[str, Path],
-    tokens: Path,
-    shard: TokenShard,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    context: cluster.Context,
-) -> None:
+def test_distances_of_contexts_are_those_of_their_decoded_texts(fitted, tokens, shard, monkeypatch, name, context):
     monkeypatch.setattr(cluster, "_TOKENS", 70)
     clusterer, tokenizer = Clusterer.open(fitted[name]), Tokenizer.load(tokens / "tokenizer.json")
     # The name of the token between documents is no word of theirs.
@@ -210,9 +199,7 @@ def test_distances_of_contexts_are_those_of_their_decoded_texts(
         assert again == pytest.approx(found, rel=1e-6, abs=1e-6)
 
 
-def test_distances_want_the_tokenizer_of_the_shard(
-    fitted: dict[str, Path], tokens: Path, shard: TokenShard, tmp_path: Path
-) -> None:
+def test_distances_want_the_tokenizer_of_the_shard(fitted, tokens, shard, tmp_path):
     other = read_json(tokens / "tokenizer.json") | {"other": 1}
     write_json(tmp_path / "tokenizer.json", other, sort_keys=False)
     clusterer, tokenizer = Clusterer.open(fitted["one"]), Tokenizer.load(tmp_path / "tokenizer.json")
@@ -220,9 +207,7 @@ def test_distances_want_the_tokenizer_of_the_shard(
         next(context_distances(clusterer, tokenizer, shard, "document", 32, None))
 
 
-def test_shards_of_clusters_hold_the_documents_of_all_domains(
-    fitted: dict[str, Path], tokens: Path, tmp_path: Path
-) -> None:
+def test_shards_of_clusters_hold_the_documents_of_all_domains(fitted, tokens, tmp_path):
     clusterer, wanted = Clusterer.open(fitted["standard"]), {}
     assigned = {domain: tmp_path / f"{domain}.train.parquet" for domain in TRAINING}
     shards = {domain: tokens / "tokens" / domain / "train.arrow" for domain in TRAINING}

@@ -44,7 +44,7 @@ def run(*words: object) -> None:
     assert said([str(word) for word in words]) is None
 
 
-def test_a_row_on_clusters_has_an_expert_for_each_with_an_equal_part_of_a_step() -> None:
+def test_a_row_on_clusters_has_an_expert_for_each_with_an_equal_part_of_a_step():
     found = config(models={"cbtm_2": BRANCH, "demix_2": {"kind": "demix", "data": "k2"}})
     models, rules = {model.name: model for model in found.planned}, RunRules(found)
     cbtm, on_clusters, domains = models["cbtm_2"], models["demix_2"], models["demix"]
@@ -81,12 +81,12 @@ def test_a_row_on_clusters_has_an_expert_for_each_with_an_equal_part_of_a_step()
         ({"models": {}, "clusterings": {"k2": K2 | {"method": "spectral"}}}, "clusterings.k2.method"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_runs(changes: dict[str, Any], key: str) -> None:
+def test_what_does_not_fit_is_refused_before_anything_runs(changes, key):
     with refused(key):
         config(**changes)
 
 
-def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens: Path, tmp_path: Path) -> None:
+def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens, tmp_path):
     """An expert of each cluster goes on from the dense model's state, with as many tokens as a domain's would have."""
     (tmp_path / "corpus").symlink_to(tokens / "corpus")
     (tmp_path / "tokens").symlink_to(tokens / "tokens")

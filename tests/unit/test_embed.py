@@ -66,7 +66,7 @@ PEERS = {kind: peer(SAMPLE, *kind, dimensions=6, min_documents=2) for kind in KI
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_points_of_documents_are_scikit_learns(kind: tuple[str, bool]) -> None:
+def test_points_of_documents_are_scikit_learns(kind):
     embedding, points = EMBEDDINGS[kind]
     assert ("#NUMBER" in embedding.terms) == kind[1]
     assert points == pytest.approx(PEERS[kind](SAMPLE), abs=1e-10)
@@ -93,13 +93,13 @@ def compare_prefixes(kind: tuple[str, bool], text: str, sizes: list[int]) -> Non
 @example("alpha Beta 7 alpha alphabet 99 alpha Beta gamma alpha", [])
 @example("alpha Beta 7 alpha alphabet 99 alpha Beta gamma alpha", [3, 9, 5, 0, 20])
 @example("İstanbul ΟΔΟΣ 日本語 naïve straße ΟΔΟΣ'ΑΣ aİb", [1, 3, 8, 4, 7, 9])
-def test_points_of_prefixes_are_scikit_learns(kind: tuple[str, bool], text: str, sizes: list[int]) -> None:
+def test_points_of_prefixes_are_scikit_learns(kind, text, sizes):
     compare_prefixes(kind, text, sizes)
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.sampled_from([word.encode() for word in WORDS]) | st.binary(max_size=3)).map(b"".join))
-def test_bytes_that_are_no_text_are_no_letters(whole: bytes) -> None:
+def test_bytes_that_are_no_text_are_no_letters(whole):
     ends = np.arange(len(whole) + 1)
     found = Prefixes(EMBEDDINGS["unit", True][0]).extend(whole, ends)
     decoded = [whole[:end].decode(errors="replace") for end in ends]
@@ -107,7 +107,7 @@ def test_bytes_that_are_no_text_are_no_letters(whole: bytes) -> None:
 
 
 @pytest.mark.parametrize("normalise", ["unit", "standard"])
-def test_a_word_without_end_takes_no_memory(normalise: str) -> None:
+def test_a_word_without_end_takes_no_memory(normalise):
     embedding, _ = EMBEDDINGS[normalise, True]
     longest = max(embedding.terms, key=len)
     text = "alpha " + "beta" * 500 + " 9" + "7" * 900 + " alpha " + longest + "zzz"
@@ -122,7 +122,7 @@ def test_a_word_without_end_takes_no_memory(normalise: str) -> None:
     compare_prefixes((normalise, True), f"alpha {longest}zzz beta {longest} alpha", [6 + len(longest.encode()) + 3, 4])
 
 
-def test_the_order_of_documents_changes_nothing() -> None:
+def test_the_order_of_documents_changes_nothing():
     order = np.random.default_rng(2).permutation(len(SAMPLE))
     embedding, points = fitted([SAMPLE[n] for n in order], order.tolist())
     first, expected = EMBEDDINGS["unit", True]
@@ -131,7 +131,7 @@ def test_the_order_of_documents_changes_nothing() -> None:
     assert np.array_equal(points, expected)
 
 
-def test_a_large_sample_is_fitted_in_single_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_sample_is_fitted_in_single_precision(monkeypatch):
     monkeypatch.setattr(embed, "_MANY_COUNTS", 1)
     embedding, points = fitted(SAMPLE)
     first, expected = EMBEDDINGS["unit", True]
@@ -140,13 +140,13 @@ def test_a_large_sample_is_fitted_in_single_precision(monkeypatch: pytest.Monkey
     assert points == pytest.approx(expected, abs=1e-4)
 
 
-def test_long_texts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_are_read_in_pieces(monkeypatch):
     monkeypatch.setattr(embed, "_PIECE", 3)
     embedding, points = EMBEDDINGS["unit", True]
     assert embedding.points(SAMPLE) == pytest.approx(points, abs=1e-12)
 
 
-def test_top_terms_are_those_of_the_inverse_transform() -> None:
+def test_top_terms_are_those_of_the_inverse_transform():
     embedding, points = EMBEDDINGS["standard", True]
     centre = points[:9].mean(0)
     weights = (centre * embedding.scale + embedding.mean) @ embedding.components.T
@@ -164,6 +164,6 @@ def test_top_terms_are_those_of_the_inverse_transform() -> None:
     ("texts", "options"),
     [(["alpha beta"] * 9, {}), ([" ".join(WORDS)] * 2, {"min_documents": 1}), (["the", "and"] * 9, {})],
 )
-def test_too_few_terms_or_documents_are_refused(texts: list[str], options: dict[str, int]) -> None:
+def test_too_few_terms_or_documents_are_refused(texts, options):
     with refused("k.dimensions"):
         fitted(texts, **options)

@@ -47,7 +47,7 @@ def test_occurrences_are_counted_of_the_test_split(tokens, tmp_path, monkeypatch
     assert set(read_parquet(tmp_path / "few.parquet")["train_tokens"].to_pylist()) == {200}
 
 
-def test_what_cannot_be_counted_is_null_or_refused(tokens: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_counted_is_null_or_refused(tokens, tmp_path):
     tokenizer = tokens / "tokenizer.json"
     train = shard(tmp_path, tokenizer, "a", "train", "the sea")
     short = shard(tmp_path, tokenizer, "b", "test", "a")

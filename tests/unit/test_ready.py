@@ -97,13 +97,12 @@ def test_one_machine_asks_for_addresses_of_text_that_no_other_run_has(nobody, tm
     run = replace(config(source=source), folder=tmp_path / "results" / "mine")
     moving = replace(config(f"{nobody}/a.txt", setup=["echo modules are loaded"]), folder=run.folder)
     assert check_here(moving, ["code"]) is None, "nothing is downloaded for wiki"
-    for owner, asking in (("mine", [run]), ("other", [moving])):
+    for owner, one in (("mine", run), ("other", moving)):
         note = tmp_path / "results" / owner / ".made" / "documents.wiki.0.parquet.json"
         note.parent.mkdir(parents=True)
         note.touch()
-        for one in asking:
-            with refused(f"{nobody}/a.txt"):
-                check_here(one, ["wiki"])
+        with refused(f"{nobody}/a.txt"):
+            check_here(one, ["wiki"])
     assert check_here(run, ["wiki"]) is None
 
 
