@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -217,6 +218,8 @@ def failed(path: str, folder: Path, **keys: Any) -> str:
     output = folder / "raw" / "0000.parquet"
     line = refusal("download", "d", "--settings", settings, "--output", output, of=path)
     assert [path for path in folder.rglob("*") if path.is_file()] == []
+    # Of what a library says, the name of the error and its code are shown.
+    assert re.search(rf": {re.escape(path)}: [a-z, ]+(\(\w+(: \w+)?\))?; ", line), line
     return line
 
 
