@@ -295,7 +295,7 @@ def test_a_key_is_asked_for_where_one_is_set(run: Path, monkeypatch: pytest.Monk
 def is_busy(address: str) -> bool:
     """Whether another request keeps one waiting."""
     try:
-        client_of(address).with_options(timeout=2).completions.create(model="demix", prompt="a", max_tokens=1)
+        client_of(address).with_options(timeout=1).completions.create(model="demix", prompt="a", max_tokens=1)
     except openai.APITimeoutError:
         return True
     return False
@@ -337,6 +337,7 @@ def test_the_queue_and_the_time_are_bounded(address: str, monkeypatch: pytest.Mo
     assert asked(address, max_tokens=1).usage.completion_tokens == 1
 
 
+@pytest.mark.full
 def test_the_command_serves_until_ctrl_c(run: Path) -> None:
     command = [sys.executable, "-m", "demix", "serve", str(run / "models" / "demix"), "--port", "0"]
     told = {name: value for name, value in os.environ.items() if name != KEY}
