@@ -17,8 +17,6 @@ from demix.data.duplicates import mark_duplicates
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.files import read_json, read_parquet, write_json, write_parquet
 from demix.report import report_files
-from demix.report.material import Material
-from demix.report.results import Results
 from demix.run.check import completed_run
 from demix.run.kept import config_fingerprint
 from demix.run.run import Run
@@ -27,6 +25,7 @@ from demix.run.systems import evaluated
 from support.cli import demix
 from support.configs import domains, small, small_run
 from support.errors import refused
+from support.frozen import material, rows_of
 from support.report import table_of
 from support.scored import write_table
 
@@ -157,28 +156,17 @@ def test_missing_files_and_pins_name_a_source_of_a_suite(tmp_path: Path, monkeyp
     assert len(pinned) == 64
 
 
-def test_the_table_has_perplexity_and_bits_per_byte_by_source() -> None:
-    absent = ("top_k", "decay", "dev_blocks", "perplexity_low", "perplexity_high", "temperature")
-    common = dict.fromkeys(absent) | dict.fromkeys(("expert", "variant", "context"), "")
-    common |= {"n_experts": 1, "kind": "suite", "split": "test", "documents": 3, "pieces": 3, "tokens": 1234}
-    common |= {"nll": 1.0, "seed": 1}
-    columns = ("model", "experts", "method", "weights", "perplexity")
-    systems = (
-        ("dense", "dense", "dense", "", 20.0),
-        ("demix", "training", "naive", "", 5.0),
-        ("demix", "training", "updating", "history", 10.0),
-    )
-    rows = [
-        common | dict(zip(columns, system, strict=True)) | {"domain": domain, "tokens_sha256": domain}
-        for domain in RUN.suites
-        for system in systems
-    ]
-    frame = pd.DataFrame(rows)
-    frame["oracle"], frame["bits_per_byte"] = frame["method"] == "naive", frame["perplexity"] / 10
-    table = table_of("suites", Material(RUN, {"suites": Results(frame)}))
-    assert list(table.frame.index) == ["paloma: c4", "paloma: songs", "own: mail"]
-    assert table.frame.loc["own: mail"].tolist() == [1234, 20, 5, 10]
-    assert table.second_lines().loc["own: mail"].tolist() == ["", "2.000", "0.500", "1.000"]
-    assert table.bold().loc["own: mail"].tolist() == [False, False, False, True], "an oracle is not the best"
-    assert "tables/suites.html" in report_files(RUN)
+def test_the_table_has_perplexity_and_bits_per_byte_by_source(frozen: Run) -> None:
+    rows = rows_of(frozen, "suites")
+    dense = rows.query("model == 'dense' and domain == 'paloma_songs' and seed == @frozen.seed").iloc[0]
+    # An oracle is never the best.
+    rows.loc[rows["oracle"], "perplexity"] = 1.0
+    table = table_of("suites", material(frozen, suites=rows))
+    assert list(table.frame.index) == ["paloma: songs", "paloma: packages"]
+    values = table.frame.loc["paloma: songs"]
+    assert (values["Tokens"], values["Dense (Balanced)"]) == (dense["tokens"], dense["perplexity"])
+    assert table.second_lines().loc["paloma: songs", "Dense (Balanced)"] == f"{dense['bits_per_byte']:.3f}"
+    (best,) = values.index[table.bold().loc["paloma: songs"]]
+    assert values[best] == min(value for value in values if value > 1)
+    assert "tables/suites.html" in report_files(frozen)
     assert "tables/suites.html" not in report_files(small_run())
