@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from demix import load
-from demix.config.architecture import Architecture, architecture_from
+from demix.config.architecture import Architecture
 from demix.config.counts import parameters
 from demix.data.tokenizer import Tokenizer
 from demix.model.checkpoint import describe, load_model
@@ -199,15 +199,3 @@ def test_an_expert_goes_out_as_the_class_of_its_architecture(
         again = load_model(tmp_path / "again")
         assert architecture.described.items() <= again.architecture.described.items()
         assert torch.equal(again.blocks[0].feedforward.up[0], model.blocks[0].feedforward.up[1])
-
-
-@pytest.mark.parametrize("preset", ["llama", "olmo2", "qwen3", "opt", "pythia"])
-def test_a_preset_is_the_family_that_it_is_named_after(preset: str, tokens: Path, tmp_path: Path) -> None:
-    encoder = Tokenizer.load(tokens / "tokenizer.json")
-    sizes = architecture_from({"preset": preset, "layers": 2, "width": 32, "heads": 2, "context": 64})
-    save_model(model_of(architecture=sizes, vocab_size=encoder.vocab_size), tmp_path / "m", encoder.sha256)
-    export_hf(tmp_path / "m", "dense", tokens / "tokenizer.json", tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written["model_type"] == {"pythia": "gpt_neox"}.get(preset, preset)
-    import_hf(tmp_path / "out", tmp_path / "again")
-    assert sizes.described.items() <= load_model(tmp_path / "again").architecture.described.items()

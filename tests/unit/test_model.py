@@ -318,7 +318,9 @@ def test_log_probabilities_and_their_gradients_are_those_of_cross_entropy(loss_o
     logits = states @ weight.T
     reference = -F.cross_entropy(logits.flatten(0, 2), targets.flatten(), reduction="none").view(SIZE)
     torch.testing.assert_close(found, reference, rtol=1e-12, atol=1e-12)
-    ours = torch.autograd.grad(loss_of(found, factors), (states, model.token_embedding))
+    inputs, loss = (states, model.token_embedding), loss_of(found, factors)
+    ours = torch.autograd.grad(loss, inputs, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(loss, inputs), ours)
     wanted = loss_of(reference - z_loss * logits.logsumexp(-1).square(), factors)
     torch.testing.assert_close(ours, torch.autograd.grad(wanted, (states, weight)), rtol=1e-10, atol=1e-10)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from demix.config.architecture import DECODERS, Architecture, architecture_from
 from demix.config.config import Config
@@ -29,7 +28,6 @@ from demix.run.run import Run
 from demix.run.scoring import ScoringPart, scoring_jobs
 from demix.run.systems import chosen_on_dev, evaluated, masked_systems, other_top_k, table_rows
 from support.configs import small
-from support.dry_run import dry_run
 from support.entries import TINY, tiny, trained
 from support.errors import refused
 from support.report import table_of
@@ -125,16 +123,6 @@ def test_entries_begin_with_the_folder_to_which_a_model_of_the_hub_is_imported()
     assert Run(Config.complete(run.config.values), run.folder).parents == run.parents
 
 
-@pytest.mark.full
-def test_the_workflow_imports_a_parent_once_and_where_it_is_needed(tmp_path: Path) -> None:
-    models = {"demix": {"parent": HUB}, "btm": {"kind": "branched", "parent": HUB}}
-    config = TINY | {"run": "tiny", "models": models, "tokenizer": TYPES}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    printed = dry_run(tmp_path, tmp_path / "config.yaml", "--printshellcmds")
-    assert printed.count(f"demix import hub:owner/name@{COMMIT} --output {IMPORTED} --context 32 2> ") == 1
-    assert "import_parent" not in dry_run(tmp_path, tmp_path / "config.yaml", "results/tiny/corpus/owners.parquet")
-
-
 def test_what_files_of_a_parent_say_needs_the_import_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     models = {"demix": {"parent": HUB}}
@@ -208,8 +196,10 @@ def test_a_routed_model_is_made_of_an_entry_of_demix_scored_and_evaluated_once()
 
 
 def test_a_token_routed_entry_is_one_column_for_the_flops_of_a_dense_model() -> None:
-    config = tiny({"switch": SWITCH, "upcycled": UPCYCLED, "same": SWITCH | {"match": "updates"}})
-    switch, up, same = (trained(config, name) for name in ("switch", "upcycled", "same"))
+    """Or, where it says so, for its updates, and with its schedule."""
+    models = {"switch": SWITCH, "upcycled": UPCYCLED, "same": SWITCH | {"match": "updates"}, "continued": CONTINUED}
+    config = tiny(models)
+    switch, up, same, continued, dense_model = (trained(config, name) for name in (*models, "dense"))
     assert switch.experts == switch.columns == ("dense",)
     tables = [table for table in evaluated(config, "parliament") if table.model in ("switch", "upcycled")]
     assert [(table.columns, table.sets) for table in tables] == [(("dense",), ())] * 2
@@ -219,23 +209,16 @@ def test_a_token_routed_entry_is_one_column_for_the_flops_of_a_dense_model() -> 
     assert switch.settings.tokens == int(TOKENS * dense / (dense + 4 * 2 * 2 * WIDTH * 4))
     more = 4 * 1 * (16 * WIDTH**2 + 2 * WIDTH * 4)
     assert up.settings.tokens == 6000 + int((TOKENS - 6000) * dense / (dense + more))
-    assert (up.restarts, up.settings.warmup) == (True, 0)
+    assert (up.restarts, up.settings.warmup, continued.restarts) == (True, 0, False)
+    for key in ("tokens", "warmup", "learning_rate", "sequences"):
+        assert getattr(continued.settings, key) == getattr(dense_model.settings, key)
+    assert RunRules(config).beginning(up) == f"{RunRules(config).beginning(continued)} --schedule restart"
+    plans = {plan.name: plan.steps for plan in plan_training(config, None, HARDWARE["cpu"])}
+    assert plans["continued"] == plans["dense"] > plans["upcycled"]
     routed = {"experts": 4, "top_k": 1, "every": 1, "capacity": 1.25, "balance": 0.01}
     assert options(config, "switch") == TINY["architecture"] | {"routed": routed}
     assert options(config, "upcycled")["routed"]["capacity"] == 2.0
     assert "routed" not in options(config, "dense")
-
-
-def test_an_upcycled_entry_may_go_on_with_its_parents_schedule() -> None:
-    config = tiny({"upcycled": UPCYCLED, "continued": CONTINUED})
-    up, continued, dense = (trained(config, name) for name in ("upcycled", "continued", "dense"))
-    assert (up.restarts, continued.restarts) == (True, False)
-    for key in ("tokens", "warmup", "learning_rate", "sequences"):
-        assert getattr(continued.settings, key) == getattr(dense.settings, key)
-    rules = RunRules(config)
-    assert rules.beginning(up) == f"{rules.beginning(continued)} --schedule restart"
-    plans = {plan.name: plan for plan in plan_training(config, None, HARDWARE["cpu"])}
-    assert plans["continued"].steps == plans["dense"].steps > plans["upcycled"].steps
 
 
 def test_costs_count_chosen_experts_and_the_seed_of_a_dense_model() -> None:

@@ -768,16 +768,8 @@ def test_the_audit_has_a_merged_model_with_and_without_the_expert(models: Path, 
     ]
     write_parquet(pa.Table.from_pylist(rows), tmp_path / "priors.parquet")
 
-    audit = Audit(
-        3,
-        model="demix",
-        training=TRAINING,
-        left_out=label,
-        without_model="untaught",
-        without=TRAINING,
-        merged=("mine",),
-        threads=1,
-    )
+    compared = {"model": "demix", "left_out": label, "without_model": "untaught", "merged": ("mine",)}
+    audit = Audit(3, training=TRAINING, without=TRAINING, threads=1, **compared)
     found = audit_rows(name, tmp_path, tokens / "tokens" / name, tmp_path / "priors.parquet", audit)
     assert {row["experts"] for row in found if row["system"] == "merged_minus"} == {label}
     whole, without = ([row["nll"] for row in found if row["system"] == one] for one in ("merged", "merged_minus"))
