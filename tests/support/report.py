@@ -166,6 +166,12 @@ def verdicts(material: Material) -> dict[str, Verdict]:
     return {claim.name: claim.verdict for claim in claims(material)}
 
 
+def pairs_of(names: list[str], **columns: Any) -> pd.DataFrame:
+    """A line for each of these training domains with each expert, in order, with more columns of numbers."""
+    pairs = pd.MultiIndex.from_product([names, names], names=["domain", "expert"]).to_frame(index=False)
+    return pairs.assign(kind="training", **columns)
+
+
 def table_of(name: str, material: Material) -> Table:
     """A table as its module makes it: with rows and columns that have no numbers, and without the paper's."""
     item = all_items()[name]

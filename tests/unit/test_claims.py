@@ -11,7 +11,7 @@ import pytest
 from demix.report.items import all_items
 from demix.run.run import Run
 from support.frozen import material, rows_of
-from support.report import verdict, verdicts
+from support.report import pairs_of, verdict, verdicts
 
 
 def of(model: str, method: str, weights: str = "", experts: str = "training") -> str:
@@ -203,16 +203,9 @@ def test_merged_models_forget_as_demix_does(factors: tuple[float, ...], expected
 @pytest.mark.parametrize(("slope", "domains", "expected"), [(-1, 5, "shown"), (-1, 3, "weak"), (1, 5, "not shown")])
 def test_affinity_is_judged_by_orders_of_domains(slope: float, domains: int, expected: str, frozen: Run) -> None:
     """Three domains have six orders: too few for a p value below 0.05."""
+    overlap = np.random.default_rng(0).uniform(0, 1, domains**2)
     names = [f"d{number}" for number in range(domains)]
-    pairs = pd.DataFrame(
-        [
-            ("training", one, other, ((3 * i + 5 * j + i * j) % 23) / 23)
-            for i, one in enumerate(names)
-            for j, other in enumerate(names)
-        ],
-        columns=["kind", "domain", "expert", "overlap"],
-    )
-    pairs["ratio"] = np.exp(slope * pairs["overlap"])
+    pairs = pairs_of(names, overlap=overlap, ratio=np.exp(slope * overlap))
     assert judged("overlap_correlates", frozen, own_of(frozen), pairs=pairs) == expected
 
 

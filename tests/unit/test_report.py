@@ -25,7 +25,7 @@ from support.cli import demix
 from support.configs import domains, small_run
 from support.errors import refused
 from support.frozen import material, rows_of
-from support.report import drawn, drawn_as, read_page, read_table, shown
+from support.report import drawn, drawn_as, pairs_of, read_page, read_table, shown
 
 REPOSITORY = Path(__file__).parents[2]
 FIGURES = [name for name, item in all_items().items() if isinstance(item, FigureItem)]
@@ -272,45 +272,22 @@ def test_a_text_without_an_interval_has_a_dash_beneath(frozen: Run, tmp_path: Pa
     assert {*shown("table4", material(frozen, results=results), tmp_path).beneath.to_numpy().ravel()} == {""}
 
 
-def values(figure: dict[str, Any]) -> list[dict[str, Any]]:
-    """The records of a figure."""
-    return [row for rows in figure["datasets"].values() for row in rows]
-
-
 def test_a_figure_shows_the_first_64_domains_and_experts(frozen: Run) -> None:
     names = [f"d{number:02}" for number in range(66)]
-    pairs = pd.DataFrame(
-        [
-            {
-                "kind": "training",
-                "domain": one,
-                "expert": other,
-                "ratio": 1 + (7 * i + 3 * j) % 11,
-                "overlap": (5 * i + 2 * j) % 13 / 13,
-            }
-            for i, one in enumerate(names)
-            for j, other in enumerate(names)
-        ]
-    )
-    about = {"model": "demix", "experts": "training", "weights": "history", "seed": 1}
-    priors = pairs.assign(**about, prior=1 / 66)
-    made = Material(
-        small_run(domains=domains(names)),
-        {
-            "pairs": pairs,
-            "relations": material(frozen).relations,
-            "priors": priors,
-            "posteriors": priors.assign(split="dev", block=0, posterior=0.5),
-        },
-    )
-    for name in ("figure2", "figure4"):
-        records = values(drawn(name, made))
-        assert (
-            {row["domain"] for row in records if "value" in row} == {*names[:64]} == {row["expert"] for row in records}
-        )
-    traces = drawn("figure7", made)
-    assert [panel["title"]["text"] for panel in traces["concat"]] == names[:64]
-    assert {row["expert"] for row in values(traces)} == {*names[:64]}
+    numbers = np.random.default_rng(0).uniform(1, 2, (3, 66 * 66))
+    about = {"model": "demix", "experts": "training", "weights": "history", "seed": 1, "split": "dev", "block": 0}
+    pairs = pairs_of(names, ratio=numbers[0], overlap=numbers[1], prior=numbers[2], posterior=0.5, **about)
+    frames = {"pairs": pairs, "priors": pairs, "posteriors": pairs, "relations": material(frozen).relations}
+    made = Material(small_run(domains=domains(names)), frames)
+    for name, columns in (
+        ("figure2", ("domain", "expert")),
+        ("figure4", ("domain", "expert")),
+        ("figure7", ("expert",)),
+    ):
+        figure = drawn(name, made)
+        records = [row for rows in figure["datasets"].values() for row in rows]
+        assert all({row[column] for row in records} == {*names[:64]} for column in columns)
+    assert [panel["title"]["text"] for panel in figure["concat"]] == names[:64]
 
 
 def test_the_first_page_leads_to_all_pages(report: Path) -> None:
