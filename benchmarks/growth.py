@@ -6,11 +6,11 @@
 `demix score` scores a made-up text of so many tokens under a model of 3 layers of width 128 (blocks of 256 tokens, a
 BPE of 4,096). Mixing reads a made-up table of `--mixed` tokens, by every mixture of benchmarks/mix.py. `plan` is
 `snakemake -n` for a dense model and DEMix on so many training domains and four novel ones, of which no file is there.
-`report` and `track` are the commands, on the tests' made-up run of as many domains. Each number is a process of its
-own with one thread. Time of scoring and mixing is that of the work for an expert-token, without imports, and memory is
-the peak above that of the imports; of the others it is that of the whole process, for each pair of a domain and an
-expert, as the tables have them. The peer is the smallest number: a ratio of 1 in time is growth with experts, tokens
-and pairs. Linux alone says the peak. About five minutes of one core.
+`report` and `track` are the commands, on the run of the tests with so many training domains. Each number is a process
+of its own with one thread. Time of scoring and mixing is that of the work for an expert-token, without imports, and
+memory is the peak above that of the imports; of the others it is that of the whole process, for each pair of a domain
+and an expert, as the tables have them. The peer is the smallest number: a ratio of 1 in time is growth with experts,
+tokens and pairs. Linux alone says the peak. About five minutes of one core.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import torch
 from mix import DEV_BLOCKS, LENGTH, ours, write_table
@@ -33,9 +34,10 @@ from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard, tokenize
 from demix.data.tokenizer import train_tokenizer
 from demix.evaluate.score import Scoring, score
-from demix.files import write_parquet
+from demix.files import read_json, write_json, write_parquet
 from demix.model.checkpoint import save_expert, save_shared
 from demix.model.gpt import GPT
+from demix.run.run import Run
 
 SHAPE, VOCABULARY = Architecture(3, 128, 4, 256), 4096
 
@@ -95,6 +97,7 @@ used = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(used.ru_utime + used.ru_stime, used.ru_maxrss)
 """
 NOVEL = tuple(f"novel{number}" for number in range(4))
+TRAINED = ("parliament", "scripture", "licenses")
 
 
 def write_config(folder: Path, domains: tuple[str, ...]) -> None:
@@ -116,17 +119,54 @@ def write_config(folder: Path, domains: tuple[str, ...]) -> None:
     (folder / "config.yaml").write_text(json.dumps(keys))
 
 
+def write_run(folder: Path, domains: tuple[str, ...]) -> None:
+    """The run of tests/frozen as a run of these training domains, each with the files and numbers of parliament."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from support.configs import with_keys
+    from support.frozen import rewrite, unpack, with_models
+
+    unpack(folder / "frozen")
+    removal = {"removal": {"retrain_without": []}}
+    made = with_models(Run.read(folder / "frozen"), folder / "run", "demix", "dense", seeds=[1], **removal)
+    keys = made.config.values
+    training = dict.fromkeys(domains, keys["domains"]["training"]["parliament"])
+    with_keys(made.folder, keys | {"domains": {"training": training, "novel": keys["domains"]["novel"]}})
+    for table in ("results", "differences", "priors", "posteriors", "corpus/overlap"):
+        rewrite(made, table, lambda rows: of_domains(rows, domains))
+    for name in domains:
+        for file in ("corpus/{}/card.json", "models/demix/experts/{}.json"):
+            write_json(made.folder / file.format(name), read_json(made.folder / file.format("parliament")))
+
+
+def of_domains(rows: pd.DataFrame, domains: tuple[str, ...]) -> pd.DataFrame:
+    """The rows of each of `domains` as those of parliament, those of its other experts as those of scripture."""
+    rows = rows[~rows["domain"].isin(["scripture", "licenses"])]
+    experts = rows["expert"] if "expert" in rows else pd.Series("", rows.index)
+    alone, others = rows[~experts.isin(TRAINED)], rows[experts == "scripture"]
+    parts = []
+    for name in domains:
+        own = rows[(rows["domain"] == "parliament") & (experts == "parliament")]
+        parts += [one.assign(domain=name, expert=name) for one in [own] if len(own)]
+        parts.append(
+            alone[alone["domain"] == "parliament"].assign(domain=name).replace("minus-parliament", f"minus-{name}")
+        )
+        parts += [others[others["domain"] != "parliament"].assign(expert=name)] if len(others) else []
+        parts += [
+            others[others["domain"] == "parliament"].assign(domain=name, expert=other)
+            for other in domains
+            if other != name and len(others)
+        ]
+    return pd.concat([alone[alone["domain"] != "parliament"], *parts], ignore_index=True)
+
+
 def command_of(what: str, folder: Path, count: int) -> list[str]:
     """The command that plans, reports or tracks a run of `count` training domains, of which all is written first."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from support.synthetic_run import build_run
-
     domains = tuple(f"domain{number:04}" for number in range(count))
     if what == "plan":
         write_config(folder, domains)
         workflow = ["--snakefile", ROOT / "workflow" / "Snakefile", "--workflow-profile", ROOT / "profiles" / "default"]
         return ["snakemake", "-n", "-q", *map(str, workflow), "--configfile", "config.yaml"]
-    build_run(folder / "run", training=domains, novel=NOVEL, retrained=())
+    write_run(folder, domains)
     return ["demix", what, "run", *(["--output", "report"] if what == "report" else [])]
 
 
@@ -200,7 +240,9 @@ def main() -> None:
                 text, each = f"{what}, {{}} experts, {tokens} tokens", {count: count * read for count in found}
                 rows += grown(text, found, each, "an expert-token")
             else:
-                each = {count: count * (count + len(NOVEL)) for count in found}
+                # The run of the tests has two novel domains.
+                novel = len(NOVEL) if what == "plan" else 2
+                each = {count: count * (count + novel) for count in found}
                 rows += grown(f"{what}, {{}} domains", found, each, "a domain under an expert")
     show(rows, given.json)
 

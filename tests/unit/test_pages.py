@@ -35,7 +35,8 @@ def pages(frozen: Run, report: Path, tmp_path_factory: pytest.TempPathFactory) -
     folder = shutil.copytree(report, tmp_path_factory.mktemp("pages") / "report")
     (folder / "cards").mkdir()
     (folder / "cards" / "demix.html").write_text(card_page(frozen, "demix", model_card(frozen, "demix")))
-    write_page(compare([frozen.folder, frozen.folder]), folder / "comparison.html")
+    copy = shutil.copytree(frozen.folder, folder.parent / "copy")
+    write_page(compare([frozen.folder, copy]), folder / "comparison.html")
     return folder
 
 
