@@ -48,7 +48,10 @@ def own(run: Run, tmp_path: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"sqlite:///{tmp_path_factory.mktemp('store')}/new/mlflow.db"
+    """A store of MLflow, which takes seconds to make one."""
+    uri = f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+    opened(uri)
+    return uri
 
 
 @pytest.fixture(scope="module")
@@ -199,8 +202,6 @@ def test_one_command_sends_a_copied_folder(
     """To the store that `make ui` shows, beside the original, into an experiment of the folder's name."""
     monkeypatch.chdir(tmp_path)
     copied(run, Path("results/from-ann"))
-    opened(uri)
-    # MLflow takes seconds to make a store.
     shutil.copy(uri.removeprefix("sqlite:///"), "results/mlflow.db")
     assert f"{len(keys)} new, 0 replaced, 0 unchanged" in demix("track", "results/from-ann").output
     assert stored("sqlite:///results/mlflow.db", "demix-from-ann").keys() == keys
@@ -266,7 +267,6 @@ def test_experts_that_were_trained_by_themselves_are_sent_too(frozen: Run) -> No
 def test_one_process_writes_at_a_time(uri: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("demix.track.client.PATIENCE_SECONDS", 0.0)
     store = Path(uri.removeprefix("sqlite:///"))
-    store.parent.mkdir(exist_ok=True)
     with exclusive(store.with_name(".mlflow.db.lock"), "tests"), pytest.raises(DemixError):
         track(run, uri, "locked")
 
