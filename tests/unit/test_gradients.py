@@ -1,4 +1,4 @@
-"""The gradients of a step: written, added up over micro-batches, clipped; the layer's operators; a second backward."""
+"""Gradients of the stacked layers' operators and of the softmax, against torch."""
 
 from collections.abc import Callable
 
@@ -9,50 +9,10 @@ from torch import nn
 
 from demix.model import softmax
 from demix.model.layers import demix
-from demix.train import parallel
-from demix.train.parallel import GradientSync, World
 
 
 def numbers(*size: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def test_each_step_has_its_own_gradients_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Micro-batches are added up, earlier steps are not, and a parameter that the loss does not reach has 0."""
-    monkeypatch.setattr(parallel, "PIECE", 3)
-    # Sums of other numbers may nearly vanish, and then differ in more than their last digits.
-    torch.manual_seed(0)
-    layer = nn.Linear(5, 4).double()
-    layer.extra = nn.Parameter(numbers(2))
-    sync = GradientSync(dict(layer.named_parameters()), lambda name: name == "bias", World())
-    for step, micro in enumerate((1, 3, 2)):
-        x = numbers(6, 5, seed=step)
-
-        def loss(part: torch.Tensor, step: int = step) -> torch.Tensor:
-            return layer(part).square().sum() + (layer.extra.square().sum() if step == 0 else 0)
-
-        sync.zero()
-        for number, part in enumerate(x.chunk(micro)):
-            if number == micro - 1:
-                sync.begin()
-            loss(part).backward()
-        sync.finish()
-        # The parameter that the loss reaches only in the first step has no gradient in the others.
-        expected = torch.autograd.grad(loss(x), [*layer.parameters()], allow_unused=True)
-        expected = [torch.zeros(2).double() if gradient is None else gradient for gradient in expected]
-        torch.testing.assert_close([p.grad for p in layer.parameters()], expected, rtol=1e-12, atol=0)
-        whole = torch.cat([gradient.flatten() for gradient in expected]).norm()
-        assert sync.clip(0.5, scale=2.0) == pytest.approx(whole.item() / 2, rel=1e-12)
-        # The cap is reached but for the 1e-6 in torch's own formula, too.
-        clipped = [gradient * (0.5 / (whole / 2 + 1e-6) / 2) for gradient in expected]
-        torch.testing.assert_close([p.grad for p in layer.parameters()], clipped, rtol=1e-12, atol=0)
-    sync.close()
-
-
-def test_the_norm_of_many_equal_numbers_keeps_its_digits() -> None:
-    """One sum of all squares in fp32 stands still where a square no longer changes it."""
-    flat = torch.full((1 << 24,), 1e-4)
-    assert parallel._square([flat]) == pytest.approx((flat[0].double() ** 2).item() * (1 << 24), rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

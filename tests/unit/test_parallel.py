@@ -32,16 +32,14 @@ from demix.config.counts import parameters
 from demix.config.training import RateSchedule, Updates
 from demix.data.shards import TokenShard
 from demix.errors import StoppedError
-from demix.files import fingerprint
 from demix.launch.job import Places
 from demix.launch.local import world_size
 from demix.run.placement import place, place_experts
 from demix.train import parallel
 from demix.train.adapt import adapt_dense, adapt_expert
-from demix.train.parallel import World, joined, synced_bytes
+from demix.train.parallel import joined, synced_bytes
 from demix.train.schedule import Optimization
 from demix.train.stage import ModelTraining, Training, train_model
-from demix.train.state import training_lock
 from demix.train.sweep import read_trial
 from demix.train.updates import Optimizers
 from support.cli import said
@@ -463,14 +461,6 @@ def test_another_number_of_ranks_goes_on(tokens: Path, tmp_path: Path, undisturb
         assert checkpoints(tmp_path)[-1:] == ([stop] if stop else [])
     ours, theirs = ([row["loss"] for row in updates(folder)] for folder in (tmp_path, undisturbed))
     assert ours == pytest.approx(theirs, rel=1e-9)
-
-
-def test_a_second_process_does_not_train_the_same_run(tokens: Path, tmp_path: Path) -> None:
-    training = ModelTraining("demix", TRAIN, shard_paths(tokens))
-    state = tmp_path / "checkpoints" / fingerprint(training.identity)
-    with training_lock(state, World()), refused(state):
-        train_model(training, places(tmp_path))
-    assert not (tmp_path / "model").exists()
 
 
 def test_ranks_that_do_not_fit_are_refused_before_a_process_starts(tokens: Path, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from demix.config.training import Updates
 from demix.errors import StoppedError
@@ -18,7 +17,6 @@ from demix.files import fingerprint, read_json
 from demix.launch.job import Places
 from demix.train import scale, stage, state
 from demix.train.adapt import adapt_dense, adapt_expert
-from demix.train.parallel import World
 from demix.train.stage import ModelTraining
 from support.forks import FORKS
 from support.tokens import NOVEL
@@ -193,55 +191,6 @@ def test_a_damaged_state_is_named_and_the_one_before_taken(
     assert str(damaged) in caplog.text
     assert [step for _, step in drawn] == list(range(5, 24))
     assert rows(folder) == rows(run)
-
-
-def write_states(directory: Path, dev_losses: dict[int, float | None], keep: int = 2, steps: tuple = ()) -> list[int]:
-    """Write a state after each of these updates with its loss on dev. Returns those that are left."""
-    for step, dev_loss in dev_losses.items():
-        tensors = {"a": torch.full((2,), float(step))}
-        made = state.State(step, tensors, {"x": tensors}, [], dev_loss)
-        state.save_state(directory, made, World(), keep, steps)
-    return left(directory)
-
-
-def left(directory: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("*"))
-
-
-def newest(directory: Path) -> int:
-    return state.newest_state(directory, ("x",), World()).step
-
-
-def test_the_newest_states_the_best_and_those_asked_for_are_kept(tmp_path: Path) -> None:
-    assert write_states(tmp_path / "best", {5: 2.0, 10: 3.0, 15: 4.0, 20: 5.0}) == [5, 15, 20]
-    asked = tmp_path / "asked"
-    assert write_states(asked, dict.fromkeys((3, 4, 6, 9, 12)), steps=(4, 12)) == [4, 9, 12]
-    assert newest(asked) == 12
-    state.remove_states(asked, (4, 12))
-    assert left(asked) == [4, 12]
-    state.remove_states(asked)
-    assert not asked.exists()
-
-
-def test_the_best_state_stays_only_if_the_finished_model_is_worse(tmp_path: Path) -> None:
-    write_states(tmp_path / "states", {5: 2.0, 10: 3.0})
-    state.remove_states(tmp_path / "states", dev_loss=2.5)
-    assert left(tmp_path / "states") == [5]
-    state.remove_states(tmp_path / "states", dev_loss=1.9)
-    assert not (tmp_path / "states").exists()
-
-
-def test_damaged_states_are_neither_kept_nor_in_the_way(tmp_path: Path) -> None:
-    assert write_states(tmp_path, {5: 3.0, 10: 2.0, 15: 4.0, 20: 5.0}) == [10, 15, 20]
-    for step in (10, 20):
-        manifest = tmp_path / state.step_folder(step) / "manifest.json"
-        manifest.write_text(manifest.read_text()[:20])
-    assert newest(tmp_path) == 15
-    # Newer than what was resumed from, and damaged: not the newest of those to keep.
-    assert write_states(tmp_path, {17: None}, keep=1) == [15, 17]
-    assert newest(tmp_path) == 17
-    state.remove_states(tmp_path)
-    assert left(tmp_path) == [15]
 
 
 def test_a_signal_after_a_checkpoint_leaves_that_as_it_is(

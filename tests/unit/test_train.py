@@ -1,10 +1,9 @@
-"""Training in one process: the order of data, the loop against a plain one, precisions, dropout, the best state."""
+"""Training in one process: the loop against a plain one, precisions, dropout, the best state."""
 
 import dataclasses
 import itertools
 import os
 import signal
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from demix.model.layers import Auxiliary, DEMixLayer, Dropout
 from demix.model.scoring import log_probabilities
 from demix.plan.flops import activation_bytes
 from demix.train import scale, stage
-from demix.train.batches import Batch, balanced_batches, batches_of, mixed_batches, proportional_batches
+from demix.train.batches import Batch, balanced_batches, batches_of
 from demix.train.loop import train
 from demix.train.metrics import DivergedError
 from demix.train.schedule import Optimization
@@ -44,52 +43,6 @@ EXACT = Optimization(
 
 def new_model(experts: Sequence[str] = TRAINING) -> GPT:
     return GPT(ARCHITECTURE, 400, tuple(experts)).initialise(1)
-
-
-def test_every_block_is_seen_once_an_epoch_and_the_order_depends_on_step_alone(tokens: Path) -> None:
-    shards = opened(tokens)
-    length, sequences = 32, 3
-    batches = balanced_batches(shards, TRAINING, sequences, length, seed=5)
-    for d, shard in enumerate(shards):
-        cut, targets, mask = blocks(shard, length)
-        in_text = [tuple(row) for row in np.concatenate([cut, targets], 1)[mask.all(1)].tolist()]
-        count = len(in_text)
-        seen: list[tuple[int, ...]] = []
-        for step in range(2 * count // sequences + 1):
-            batch = batches.draw(step)
-            seen += map(tuple, torch.cat([batch.inputs[d], batch.targets[d]], 1).tolist())
-        # An epoch is a permutation of the full blocks, and the next one is another.
-        first, second = seen[:count], seen[count : 2 * count]
-        assert Counter(first) == Counter(second) == Counter(in_text)
-        assert first != second
-        assert in_text not in (first, second)
-    again = balanced_batches(shards, TRAINING, sequences, length, seed=5)
-    for step in (17, 3):
-        assert torch.equal(again.draw(step).inputs, batches.draw(step).inputs)
-    other = balanced_batches(shards, TRAINING, sequences, length, seed=6)
-    assert not torch.equal(other.draw(3).inputs, again.draw(3).inputs)
-    # The order of one domain does not depend on which other domains there are.
-    alone = balanced_batches(shards[1:2], TRAINING[1:2], sequences, length, seed=5)
-    assert torch.equal(alone.draw(9).inputs[0], again.draw(9).inputs[1])
-    # Nor is it that of another domain of as many blocks.
-    renamed = balanced_batches(shards[1:2], TRAINING[:1], sequences, length, seed=5)
-    assert not torch.equal(renamed.draw(9).inputs, alone.draw(9).inputs)
-    mixed = mixed_batches(shards, TRAINING, sequences, length, seed=5).draw(4)
-    assert torch.equal(mixed.inputs[0], again.draw(4).inputs.flatten(0, 1))
-    assert mixed.domains[0].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-
-
-def test_unbalanced_batches_follow_the_sizes_of_the_domains(tokens: Path) -> None:
-    shards = opened(tokens)
-    small = dataclasses.replace(shards[0], files=(shards[0].read(0, 32 * 10),))
-    counts = [len(shard) // 32 for shard in (small, *shards[1:])]
-    batches = proportional_batches([small, *shards[1:]], TRAINING, 4, 32, seed=1)
-    size = 3 * 4
-    drawn = np.concatenate([batches.draw(step).domains[0].numpy() for step in range(sum(counts) // size)])
-    assert len(drawn) == sum(counts) // size * size
-    found = np.bincount(drawn, minlength=3)
-    assert np.abs(found - counts).max() < size  # one epoch but for its last incomplete step
-    assert found[0] <= 10
 
 
 @pytest.mark.parametrize("dropout", [None, RATE])
@@ -352,21 +305,6 @@ def test_the_places_are_those_of_opt(tokens: Path, tmp_path: Path, monkeypatch: 
     for ours, name in pairs.items():
         gradient = model.get_parameter(ours).grad
         assert farthest(gradient.view_as(theirs.get_parameter(name)), theirs.get_parameter(name).grad) < 1e-4, name
-
-
-def test_the_seed_of_a_mask_follows_from_the_step_the_domain_and_the_number_there(tokens: Path) -> None:
-    shards = opened(tokens)
-
-    def seeds(how: str = "by_domain", names: Sequence[str] = TRAINING, seed: int = 1, step: int = 5) -> torch.Tensor:
-        return batches_of(how, shards[: len(names)], names, 4, 32, seed).draw(step).seeds
-
-    whole = seeds()
-    assert whole.shape == (3, 4)
-    assert len({*whole.flatten().tolist(), *seeds(step=6).flatten().tolist()}) == 24
-    assert not {*seeds(seed=2).flatten().tolist()} & {*whole.flatten().tolist()}
-    assert torch.equal(seeds("mixed").view(3, 4), whole), "dense models drop as experts do"
-    assert torch.equal(seeds(names=TRAINING[:1]), whole[:1]), "whatever other domains there are"
-    assert len({*seeds("proportional").flatten().tolist()}) == 12
 
 
 def test_a_plan_counts_the_masks() -> None:
