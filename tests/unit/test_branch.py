@@ -260,25 +260,22 @@ def test_a_model_that_restarts_has_its_parents_settings_and_its_own() -> None:
         ({"kind": "demix", "schedule": "restart", "parent": "a/b"}, "schedule"),
         (RESTART | {"kind": "demix", "seed_tokens": 0}, "schedule"),
         (RESTART | {"kind": "domain_token"}, "parent"),
-        (RESTART | {"kind": "dense", "schedule": "continue"}, "parent"),
         (RESTART | {"kind": "demix", "sweep": {"learning_rates": [1], "tokens": 768}}, "sweep"),
         (RESTART | {"kind": "demix", "tokens": 6143}, "tokens"),
         (RESTART | {"kind": "demix", "seed_tokens": 383, "sequences": 1}, "seed_tokens"),
-        ({"kind": "demix", "parent": "restarted", "seed_tokens": 6000}, "parent"),
         ({"kind": "demix", "parent": "dense", "seed_tokens": 6000, "dropout": 0.1}, "dropout"),
         ({"kind": "demix", "experts_per_job": 2}, "experts_per_job"),
         (BTM | {"ranks": 2, "experts_per_job": 2}, "ranks"),
         (BTM | {"ranks": 5}, "ranks"),
         ({"kind": "branched", "sweep": {"learning_rates": [1], "tokens": 768}}, "sweep"),
         ({key: FLEXOLMO[key] for key in ("kind", "weight_decay")}, "parent"),
-        (FLEXOLMO | {"weight_decay": 0.1}, "weight_decay"),
         (FLEXOLMO | {"top_k": 2}, "top_k"),
         (FLEXOLMO | {"averages": True}, "averages"),
     ],
 )
 def test_models_that_are_refused(model: dict[str, Any], key: str) -> None:
     with refused(f"models.x.{key}"):
-        rules({"models": {"restarted": RESTART | {"kind": "dense"}, "x": model}})
+        rules({"models": {"x": model}})
 
 
 def test_experts_that_train_by_themselves_have_no_replicas() -> None:

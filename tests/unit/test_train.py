@@ -20,7 +20,7 @@ from demix.files import read_json, seed_for, write_json
 from demix.model.checkpoint import load_model
 from demix.model.gpt import GPT
 from demix.model.import_hf import import_hf
-from demix.model.layers import Auxiliary, DEMixLayer, Dropout
+from demix.model.layers import Dropout
 from demix.model.scoring import log_probabilities
 from demix.plan.flops import activation_bytes
 from demix.train import scale, stage
@@ -75,34 +75,6 @@ def test_training_is_a_plain_loop_in_any_micro_batches(
         for name, parameter in ours.named_parameters():
             torch.testing.assert_close(parameter, plain.get_parameter(name), rtol=0, atol=1e-9)
     assert expected[-1].loss < expected[0].loss - 0.1
-
-
-def test_the_weights_of_targets_and_the_losses_of_routers_count(
-    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loss and gradient of one step against a plain loop, in two micro-batches and one."""
-    drawn = balanced_batches(opened(tokens), TRAINING, 2, 32, seed=1)
-    weights = (torch.rand(3, 2, 32, generator=torch.Generator().manual_seed(0)) < 0.4).double()
-    weighted = dataclasses.replace(
-        drawn, draw=lambda step: dataclasses.replace(drawn.draw(step), weights=weights), targets=80.0
-    )
-    forward = DEMixLayer.forward
-
-    def routed(self: DEMixLayer, x: torch.Tensor, auxiliary: list[Auxiliary] | None = None) -> torch.Tensor:
-        out = forward(self, x, auxiliary)
-        auxiliary.append(Auxiliary(0.1 * out.square().mean((2, 3))))
-        return out
-
-    monkeypatch.setattr(DEMixLayer, "forward", routed)
-    plain = new_model().double()
-    (step,) = plain_steps(plain, adamw(plain), weighted, {0: 3e-3})
-    means = (step.losses * weights).sum((1, 2)) / weights.sum((1, 2))
-    for micro in (None, 1):
-        optimization = dataclasses.replace(EXACT, steps=1, micro_sequences=micro, checkpoint_activations=bool(micro))
-        (row,) = train(new_model(), weighted, TRAINING, optimization, tmp_path / str(micro))
-        assert row["gradient_norm"] == pytest.approx(step.norm, rel=1e-9)
-        assert row["loss"] == pytest.approx(step.loss, rel=1e-9)
-        assert [row[f"loss/{name}"] for name in TRAINING] == pytest.approx(means.tolist(), rel=1e-9)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
