@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,10 +137,8 @@ def remove_states(directory: Path, steps: Sequence[int] = (), dev_loss: float = 
     are written. The process that waits for a SLURM job (`demix.launch.slurm`) is notified before anything is removed.
     """
     tell_done()
-    best = _best(directory)
-    if best is not None and (_dev_loss(best) or 0.0) >= dev_loss:
-        best = None
-    kept = [path for path in _steps(directory) if path == best or _step(path) in steps]
+    lowest, best = _best(directory)
+    kept = [path for path in _steps(directory) if (path == best and lowest < dev_loss) or _step(path) in steps]
     for path in _steps(directory):
         if path not in kept:
             shutil.rmtree(path)
@@ -173,18 +171,15 @@ def _steps(directory: Path) -> list[Path]:
     return sorted(path.parent for path in directory.glob("step-*/manifest.json"))
 
 
-def _best(directory: Path) -> Path | None:
-    measured = {path: loss for path in _steps(directory) if (loss := _dev_loss(path)) is not None}
-    return min(measured, key=lambda path: (measured[path], path)) if measured else None
-
-
-def _dev_loss(path: Path) -> float | None:
-    """The loss on dev of a checkpoint; None if the loss was not measured, is not finite or cannot be read."""
-    try:
-        loss = read_json(path / "manifest.json").get("dev_loss")
-        return loss if loss is not None and math.isfinite(loss) else None
-    except (DemixError, AttributeError, TypeError):
-        return None
+def _best(directory: Path) -> tuple[float, Path | None]:
+    """The lowest loss on dev of a checkpoint, and its folder; infinity and None where none is known."""
+    measured: list[tuple[float, Path]] = []
+    for path in _steps(directory):
+        # A damaged manifest says nothing.
+        with suppress(DemixError):
+            loss = read_json(path / "manifest.json").get("dev_loss")
+            measured += [] if loss is None else [(loss, path)]
+    return min(measured, default=(math.inf, None))
 
 
 def _step(path: Path) -> int:
@@ -193,7 +188,7 @@ def _step(path: Path) -> int:
 
 def _remove_old(directory: Path, newest: Path, keep: int, kept: Sequence[int]) -> None:
     """Remove all checkpoints except `newest`, the `keep` - 1 before it, those of the steps `kept`, and the best."""
-    best, steps = _best(directory), [path for path in _steps(directory) if path == newest or _step(path) not in kept]
+    (_, best), steps = _best(directory), [p for p in _steps(directory) if p == newest or _step(p) not in kept]
     place = steps.index(newest)
     # The resumed run skipped every checkpoint after the newest, so these are damaged.
     for old in steps[: max(0, place - keep + 1)] + steps[place + 1 :]:

@@ -54,6 +54,8 @@ def test_the_newest_the_best_and_those_asked_for_are_kept(tmp_path_factory, dev,
 
 
 def test_a_checkpoint_has_a_file_for_each_expert_and_their_digests(tmp_path: Path) -> None:
+    (tmp_path / ".step-00000012.partial").mkdir()
+    (tmp_path / ".step-00000012.partial" / "of a killed process").touch()
     state.save_state(tmp_path, saved(12, 2.5, ("x", "y")), World(), 1)
     assert state.step_folder(12) == "step-00000012"
     folder = tmp_path / "step-00000012"
@@ -158,6 +160,20 @@ def test_one_process_trains_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [patience for _, patience in asked[2:]] == [60.0, 600.0]
 
 
+def test_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, fsync = [], state.fsync
+
+    def noted(path: Path) -> None:
+        synced.append((path.name, [*tmp_path.glob("step-*")] != [], [*tmp_path.glob("*/manifest.json")] != []))
+        fsync(path)
+
+    monkeypatch.setattr(state, "fsync", noted)
+    state.save_state(tmp_path, saved(3, experts=("x", "y")), World(), 1)
+    files = ["expert-x.safetensors", "expert-y.safetensors", "shared.safetensors", "metrics.jsonl"]
+    assert synced[:4] == [(name, False, False) for name in files]
+    assert synced[4:] == [(".step-00000003.partial", False, True), (tmp_path.name, True, True)]
+
+
 def test_who_waits_for_a_job_learns_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "output" / "experts").mkdir(parents=True)
     (tmp_path / "output" / "experts" / "x").write_text("abc")
@@ -166,5 +182,17 @@ def test_who_waits_for_a_job_learns_its_files(tmp_path: Path, monkeypatch: pytes
     state.remove_states(tmp_path / "checkpoints")
     assert {path.name for path in tmp_path.iterdir()} == {"output"}
     monkeypatch.setenv("DEMIX_DONE", str(tmp_path / "done.json"))
-    state.tell_done()
-    assert read_json(tmp_path / "done.json") == {"files": {"output/experts/x": 3}}
+    state.save_state(tmp_path / "checkpoints", saved(1), World(), 1)
+    (tmp_path / "checkpoints" / "metrics.jsonl").touch()
+    state.remove_states(tmp_path / "checkpoints")
+    files = read_json(tmp_path / "done.json")["files"]
+    assert files["output/experts/x"] == 3
+    assert "checkpoints/step-00000001/shared.safetensors" in files, "it is told before the states go"
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_finished_run_keeps_no_metrics_beside_its_states(tmp_path: Path) -> None:
+    state.save_state(tmp_path, saved(1), World(), 1)
+    (tmp_path / "metrics.jsonl").touch()
+    state.remove_states(tmp_path, [1])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

@@ -8,8 +8,6 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from sklearn.metrics.pairwise import euclidean_distances
 
 from demix.config.mixing import parsed_weights
@@ -98,34 +96,6 @@ def test_the_released_scorer_goes_on_from_chunk_to_chunk(scores: Path, monkeypat
     for mixture in mixtures:
         log_p = released_log_p(table.scores[table.mask], far[table.mask], documents_of(test), 0.1, mixture.top_k)
         assert losses.mixtures[mixture].sum() == pytest.approx(-log_p.sum(), abs=1e-12 * table.tokens)
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    seed=st.integers(0, 1000),
-    order=st.permutations(range(EXPERTS)),
-    weights=st.sampled_from([Cluster, ClusterHistory]),
-    temperature=st.floats(0.01, 10),
-    top_k=st.sampled_from([None, 2]),
-)
-def test_properties(seed: int, order: list[int], weights: type[Cluster], temperature: float, top_k: int | None) -> None:
-    scores, mask, distances = made_up(seed)
-
-    def mixed(rule: Cluster, columns: list[int], top_k: int | None = None) -> np.ndarray:
-        part, far = scores[..., columns], distances[..., columns]
-        return mix(part, mask, "uniform", rule, top_k=top_k, distances=far)
-
-    every, near = list(range(EXPERTS)), distances.argmin(axis=2)[..., None]
-    rule = weights(temperature)
-    np.testing.assert_allclose(mixed(rule, order, top_k), mixed(rule, every, top_k), atol=1e-12)
-    np.testing.assert_allclose(mixed(rule, [2]), scores[..., 2], atol=1e-12)
-    average = mix(scores, mask, "average")
-    np.testing.assert_allclose(mixed(Cluster(1e15), every), average, atol=1e-12)
-    history = mix(scores, mask, "uniform", "history")
-    np.testing.assert_allclose(mixed(ClusterHistory(1e15), every), history, atol=1e-9)
-    top = np.take_along_axis(scores, near, axis=2)[..., 0]
-    np.testing.assert_allclose(mixed(weights(1e-9), every)[mask], top[mask], atol=1e-12)
-    np.testing.assert_allclose(mixed(Cluster(temperature), every, 1)[mask], top[mask], atol=1e-12)
 
 
 TRAINING, NOVEL, CLUSTERS = ("law", "news", "code"), ("songs",), ("c00", "c01", "c02", "c03")

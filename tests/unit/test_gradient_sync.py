@@ -46,7 +46,12 @@ def be_rank(rank: int, ranks: int, port: int, folder: Path) -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "DEMIX_LAUNCHER": "test",
     }
+    if rank == 1:
+        del os.environ["DEMIX_LAUNCHER"]
     parallel.BUCKET_BYTES = 2 * WIDTH * WIDTH * 8
+    warned: list[object] = []
+    parallel.log.addFilter(lambda record: warned.append(record) or True)
+    logging.getLogger().setLevel(logging.INFO)
     with parallel.joined() as world:
         assert (world.rank, world.size) == (rank, ranks)
         places = place_experts(["a", "b", "c", "d"], SEQUENCES, ranks)
@@ -66,8 +71,21 @@ def be_rank(rank: int, ranks: int, port: int, folder: Path) -> None:
         norm = sync.clip(0.5, scale=2.0)
         clipped = {f"clipped/{name}": parameter.grad.numpy() for name, parameter in parameters.items()}
         sums = {"sum": world.sum([rank, 0.1]), "first": world.first([rank + 7.0])}
-        level = {"level": logging.getLogger().level}
-        np.savez(folder / f"{rank}.npz", norm=norm, sent=sync.sent, **gradients, **clipped, **sums, **level)
+        buckets, sent = [bucket.flat.numel() for bucket in sync.buckets], sync.sent
+        sync.close()
+        sync.zero()
+        loss_of(parameters, own.experts, own.first, own.last).backward()
+        views = {part.data_ptr() for bucket in sync.buckets for part in bucket.parts}
+        found = {
+            "norm": norm,
+            "sent": sent,
+            "buckets": buckets,
+            "warned": len(warned),
+            "level": logging.getLogger().level,
+            "views": [p.grad.data_ptr() in views for p in parameters.values() if p.grad is not None],
+        }
+    assert not dist.is_initialized()
+    np.savez(folder / f"{rank}.npz", **found, **gradients, **clipped, **sums)
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -102,8 +120,14 @@ def test_gradients_over_ranks_are_those_of_one_process(tmp_path: Path, ranks: in
         assert found["norm"] == pytest.approx(norm, rel=1e-9)
         assert found["sum"] == pytest.approx([sum(range(ranks)), ranks * 0.1], rel=1e-15)
         assert found["first"] == [7.0]
-        assert found["level"] == (logging.WARNING if rank else logging.getLogger().level)
+        assert found["level"] == (logging.WARNING if rank else logging.INFO)
+        # Of processes that nothing has launched, a rank says for what it waits.
+        assert found["warned"] == (rank == 1)
+        assert not found["views"].any(), "what is closed changes no gradient"
         size = WIDTH * WIDTH
+        # The last parameters first, two in a bucket; a rank's own experts are in none.
+        experts = [2 * len(own.experts) * size] if len(own.ranks) > 1 else []
+        assert found["buckets"].tolist() == [2 * size, size, *experts]
         assert found["sent"] == synced_bytes(3 * size, 2 * len(own.experts) * size, ranks, len(own.ranks), 8)
 
 
@@ -111,7 +135,13 @@ def test_one_process_sums_nothing() -> None:
     world = World()
     assert world.placed(place("demix", ["a", "b"], 4, 1)) is world
     assert world.sum([1.5, 2]) == world.first([1.5, 2]) == [1.5, 2]
-    world.wait()
+    waited: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "barrier", lambda: waited.append(1))
+        world.wait()
+        assert waited == []
+        World(size=2).wait()
+        assert waited == [1]
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE"):
             patch.delenv(name, raising=False)

@@ -14,7 +14,7 @@ from demix.evaluate.losses import Mixture, dev_priors, document_losses
 from demix.evaluate.score_tables import ScoreTable, read_scores
 from demix.mix.mixtures import mix
 from demix.mix.priors import fitted_log_prior
-from demix.mix.rules import Chunk, Released, Switching, Tempered
+from demix.mix.rules import Chunk, Switching, Tempered
 from support.mixing import log_mixture, log_weights, switching, tables, tempered
 from support.scored import write_columns
 
@@ -90,29 +90,6 @@ def test_switching_goes_on_within_stretches_and_across_chunks(alpha: float, size
         found.append(evidence)
     expected = slow_weights(scores[mask], rule, log_prior)
     np.testing.assert_allclose(log_prior + np.concatenate(found)[mask], expected, rtol=1e-9, atol=1e-9)
-
-
-@settings(max_examples=50, deadline=None)
-@given(tables(), priors)
-def test_identities(table, drawn) -> None:
-    scores, mask = table
-    experts = scores.shape[-1]
-    log_prior = log_prior_of(drawn, experts)
-
-    def equal(one: np.ndarray, other: np.ndarray) -> None:
-        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
-
-    for number in range(len(scores)):
-        one = slice(number, number + 1)
-        equal(mix(scores[one], mask[one], "uniform", Tempered(1, 1)), mix(scores[one], mask[one], "uniform"))
-    last, released = (mix(scores, mask, "uniform", rule) for rule in (Tempered(1, 0), Released()))
-    equal(last[:, 1:], released[:, 1:])
-    equal(last[0], released[0])
-    known = {"log_prior": log_prior}
-    equal(mix(scores, mask, "fitted", Switching(1), **known), mix(scores, mask, "fitted", "", **known))
-    text = scores.reshape(1, -1, experts)
-    history = mix(text, mask.reshape(1, -1), "cached", "history", **known).reshape(mask.shape)
-    equal(mix(scores, mask, "fitted", Switching(0), **known), history)
 
 
 def gains(scores: np.ndarray, log_prior: np.ndarray) -> np.ndarray:
