@@ -45,8 +45,9 @@ def test_intervals_are_those_of_scipy() -> None:
 def test_resamples_do_not_depend_on_how_many_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     sums = np.random.default_rng(0).normal(size=(3, 40))
     whole = resampled_sums(sums, seed=4, resamples=50)
-    monkeypatch.setattr("demix.evaluate.intervals._AT_ONCE", 100)
-    np.testing.assert_allclose(resampled_sums(sums, seed=4, resamples=50), whole, rtol=1e-12)
+    for at_once in (120, 1):
+        monkeypatch.setattr("demix.evaluate.intervals._AT_ONCE", at_once)
+        np.testing.assert_allclose(resampled_sums(sums, seed=4, resamples=50), whole, rtol=1e-12)
 
 
 def test_clusters_stand_in_the_order_of_their_first_pieces() -> None:
@@ -95,6 +96,7 @@ def test_block_intervals_are_those_of_a_plain_loop(tokens: int) -> None:
         begins = stretch_tokens(tokens) * generator.integers(-(-tokens // stretch_tokens(tokens)), size=count)
         means.append(np.mean([endless[begin : begin + length].mean() for begin in begins]))
     drawn, nll = resampled_blocks(by_stretch(text), seed=2, resamples=4000)
+    assert drawn.mean() == pytest.approx(count * length, rel=0.02), "sums, over a whole text"
     low, high = np.quantile(means, [0.025, 0.975])
     assert bounds(nll / drawn) == pytest.approx((low, high), abs=0.06 * (high - low))
     # By the formula of Politis and Romano, where blocks begin at every stretch and the text is whole stretches.
@@ -115,5 +117,8 @@ def test_what_is_drawn() -> None:
         expected = resampled_blocks(stretches, 7) if documents < 20 else resampled_sums(clustered(sums, origins), 7)
         assert (found == expected).all()
     assert resampled_sums(sums, 7).shape == (2, 2000)
+    many = resampled(np.tile(sums, (15, 1)), np.arange(80) % 19, np.tile(stretches, (15, 1)), 7)
+    assert many.shape == (30, 2000), "as many quantities as one likes"
+    assert [stretch_tokens(tokens) for tokens in (1, 35, 100, 1600)] == [1, 1, 2, 10]
     assert resampled(sums[:, :39], origins[:39] % 19, by_stretch(text[:390]), 7) is None
     assert [block_tokens(*some) for some in ((20, 800), (19, 800), (1, 399), (1, 400))] == [0, 28, 0, 20]
