@@ -44,16 +44,20 @@ test: $(VENV)/installed-dev
 test-all: $(VENV)/installed-dev
 	$(PYTEST) -m 'full and not campaign and not faults'
 
-# Unit tests of what touches each library, with the lowest versions that pyproject.toml allows (torch: the locked one).
+# Tests of what touches each library, with the lowest versions that pyproject.toml allows. torch has the version of
+# requirements.lock: its older builds for CPUs are not on every index.
 LOWEST := $(VENV)-lowest
+UV := UV_FIND_LINKS=$(PIP_FIND_LINKS) uv pip
 test-lowest: $(VENV)/installed-dev
 	@$(INSTALL) uv
 	@grep -oE '^torch==[^+ ]+' requirements.lock > $(VENV)/torch.txt
 	@uv venv -q --allow-existing -p $(VENV)/bin/python $(LOWEST)
-	@UV_FIND_LINKS=$${PIP_FIND_LINKS:-} uv pip compile -q pyproject.toml tests/lowest.in --resolution lowest-direct \
-		--extra lm-eval --extra transformers --override $(VENV)/torch.txt $(if $(PIP_FIND_LINKS),,--torch-backend cpu) -o $(LOWEST)/lowest.txt
-	@UV_FIND_LINKS=$${PIP_FIND_LINKS:-} uv pip sync -q -p $(LOWEST)/bin/python $(LOWEST)/lowest.txt $(if $(PIP_FIND_LINKS),,--torch-backend cpu)
-	PATH=$(CURDIR)/$(LOWEST)/bin:$$PATH PYTHONPATH=$(CURDIR) pytest -n $(WORKERS) $$(cat tests/lowest.files)
+	@$(UV) compile -q pyproject.toml --extra lm-eval --extra transformers --resolution lowest-direct \
+		--override $(VENV)/torch.txt $(if $(PIP_FIND_LINKS),,--torch-backend cpu) -o $(LOWEST)/lowest.txt
+	@$(UV) install -q -p $(LOWEST)/bin/python $(if $(PIP_FIND_LINKS),,--torch-backend cpu) \
+		-r $(LOWEST)/lowest.txt -r tests/lowest.in
+	PATH=$(CURDIR)/$(LOWEST)/bin:$$PATH PYTHONPATH=$(CURDIR) \
+		pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $$(cat tests/lowest.files)
 
 # Disturbs trainings on a real SLURM in every way, in about half an hour. Needs root and the packages of .ci/run.
 test-slurm: $(VENV)/installed-dev
