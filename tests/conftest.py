@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from demix.run.run import Run
 from support.frozen import copied, unpack
@@ -14,6 +15,9 @@ from support.once import once
 
 # A background job of a shell ignores Ctrl-C, and so would what its tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# For `make faults`: more made-up values wherever a test does not say how many.
+settings.register_profile("many", max_examples=3000)
 
 # Seconds of each test file, written by `pytest --save-durations`. The longest begin first, so that all processes of
 # xdist end together.

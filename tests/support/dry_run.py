@@ -1,5 +1,6 @@
 """Snakemake on a config, run to its end or only planned, and the jobs that it shows."""
 
+import copy
 import os
 import re
 import subprocess
@@ -17,6 +18,21 @@ SNAKEFILE, PROFILES = REPOSITORY / "workflow" / "Snakefile", REPOSITORY / "profi
 TINY = yaml.safe_load((REPOSITORY / "tests" / "workflow" / "tiny.yaml").read_text())
 # The commands of the environment that the tests run in, whether or not it is activated.
 ENVIRONMENT = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+def changed(config: dict, keys: dict[str, object]) -> dict:
+    """The config with other values of `keys`, whose parts dots separate; None takes a key out."""
+    made = copy.deepcopy(config)
+    for key, value in keys.items():
+        *above, last = key.split(".")
+        place = made
+        for part in above:
+            place = place.setdefault(part, {})
+        if value is None:
+            del place[last]
+        else:
+            place[last] = value
+    return made
 
 
 def write_config(folder: Path, config: dict) -> str:

@@ -1,6 +1,5 @@
 """What joins a finished run: which jobs a change of its config asks for, and what keeps its bytes."""
 
-import copy
 import json
 import re
 import shutil
@@ -13,7 +12,7 @@ import pytest
 from demix.files import read_json, read_parquet, sha256_file
 from demix.model.experts import find_faults
 from support.documented import assert_documented
-from support.dry_run import SNAKEFILE, TINY, jobs, ran, write_config
+from support.dry_run import SNAKEFILE, TINY, changed, jobs, ran, write_config
 from support.harness_tasks import write_tasks
 from support.once import tiny_run
 
@@ -28,21 +27,6 @@ def domain(name: str) -> Keys:
         "source": {"kind": "files", "path": f"resources/sample/{name}.jsonl.zst"},
         "words": {"train": 10000, "dev": 2000, "test": 2000},
     }
-
-
-def changed(config: Keys, keys: Keys) -> Keys:
-    """The config with other values of `keys`, whose parts dots separate; None takes a key out."""
-    made = copy.deepcopy(config)
-    for key, value in keys.items():
-        *above, last = key.split(".")
-        place = made
-        for part in above:
-            place = place.setdefault(part, {})
-        if value is None:
-            del place[last]
-        else:
-            place[last] = value
-    return made
 
 
 BRANCH = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}

@@ -1,115 +1,17 @@
-"""Made-up inputs for readers, splitter, JSON, weights and configs: no crash, no hang, and what must hold holds.
+"""Fuzzing that looks for new paths through our code (atheris): bytes of any kind where files and texts come in.
 
-Properties of the anonymizer, of token shards and of sealed JSON on made-up values are in tests/unit.
+Properties of readers, splits, anonymizer, token shards and sealed JSON on made-up values are in tests/unit.
 """
 
-import hashlib
 import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from demix.data.corpus import Budget, Splitting, split
-from demix.data.duplicates import mark_duplicates
-from demix.data.sources import Source, download
-from demix.errors import DemixError
-from demix.files import digest, read_json, write_json
-
-Fuzz = Callable[..., None]
-
-
-@pytest.fixture
-def fuzz(request: pytest.FixtureRequest) -> Fuzz:
-    """Runs a check on made-up values: on 40, or on as many as asked for in `make faults`."""
-    whole = bool(request.config.getoption("--all-faults", default=False))
-    cases = request.config.getoption("--fuzz") if whole else 40
-
-    def run(check: Callable[..., None], **strategies: st.SearchStrategy) -> None:
-        # A case that hangs is found by its deadline.
-        chosen = settings(
-            max_examples=cases,
-            deadline=20_000,
-            derandomize=not whole,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        )
-        chosen(given(**strategies)(check))()
-
-    return run
-
-
-def refused(act: Callable[[], object]) -> str | None:
-    """The line with which something is refused, None where it is not."""
-    try:
-        act()
-    except DemixError as error:
-        return str(error)
-    return None
-
-
-FORMS = ["jsonl", "csv", "txt", "json", "parquet", "jsonl.gz", "jsonl.zst", "zip", "tar", "tgz"]
-STARTS = [
-    *(b"", b'{"text": "', b'{"text": "a"}\n', b"text\n", b'text,id\n"a', b"PAR1", b"\x1f\x8b\x08\0"),
-    *(b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"\xef\xbb\xbf", b"[[[[", b"\xff\xfe"),
-]
-
-
-def test_readers_of_any_bytes(fuzz: Fuzz, tmp_path: Path) -> None:
-    def check(form: str, start: bytes, data: bytes) -> None:
-        path, raw = tmp_path / f"a.{form}", tmp_path / "raw.parquet"
-        path.write_bytes(start + data)
-        if line := refused(lambda: download(Source("files", str(path)), "d", raw)):
-            assert "a." in line or "d.source" in line
-        else:
-            "".join(row["text"] + row["id"] for row in pq.read_table(raw).to_pylist()).encode()
-
-    fuzz(check, form=st.sampled_from(FORMS), start=st.sampled_from(STARTS), data=st.binary(max_size=300))
-
-
-def test_splitter(fuzz: Fuzz, tmp_path: Path) -> None:
-    def check(texts: list[str], dev: int, test: int, train: int | None, seed: int, near: float | None) -> None:
-        ids = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
-        words = [len(text.split()) for text in texts]
-        columns = {"id": ids, "text": pa.array(texts, pa.large_string()), "n_words": words, "origin": ids}
-        columns["metadata"] = pa.array(["{}"] * len(texts), pa.large_string())
-        documents, owners = tmp_path / "d.parquet", tmp_path / "o.parquet"
-        pq.write_table(pa.table(columns), documents)
-        write_json(tmp_path / "d.json", {"rejected": {}, "replacements": {}, "normalised": {}})
-        mark_duplicates({"d": [documents]}, owners)
-        splitting = Splitting(words=Budget(train, dev, test), near_duplicates=near, training=True, seed=seed)
-        if line := refused(lambda: split("d", [documents], owners, splitting, tmp_path)):
-            assert line.startswith("d.words: ")
-            return
-        names = ("train", "dev", "test")
-        kept = {name: pq.read_table(tmp_path / f"{name}.parquet")["id"].to_pylist() for name in names}
-        together = [text_id for some in kept.values() for text_id in some]
-        assert len(together) == len(set(together))
-        assert set(together) <= set(ids)
-        card = read_json(tmp_path / "card.json")
-        assert card["documents"] == {name: len(some) for name, some in kept.items()}
-        counted = (*card["documents"].values(), *card["rejected"].values(), *card["duplicates"].values())
-        assert sum(counted) == len(texts)
-        assert kept["train"]
-
-    text = st.lists(st.sampled_from(["a", "b", "c", "dd"]), min_size=1, max_size=16).map(" ".join)
-    fuzz(
-        check,
-        texts=st.lists(text, max_size=25),
-        dev=st.integers(1, 40),
-        test=st.integers(1, 40),
-        train=st.one_of(st.none(), st.integers(1, 60)),
-        seed=st.integers(0, 9),
-        near=st.one_of(st.none(), st.floats(0, 1)),
-    )
-
+from demix.files import digest
 
 TARGETS = """
 import os
