@@ -1,6 +1,5 @@
 """Personal data planted in texts, metadata, ids and file names: none in anything that is made after anonymize."""
 
-import copy
 import json
 import re
 from pathlib import Path
@@ -15,7 +14,7 @@ from demix.data.tokenizer import Tokenizer
 from demix.files import read_json
 from support.breaking import demix, refused, run_tiny
 from support.disturbed import printed
-from support.dry_run import TINY
+from support.dry_run import TINY, changed
 
 # One of each category, in a form that is surely one.
 PLANTED = {
@@ -129,9 +128,8 @@ def test_errors_quote_no_text(name: str, tmp_path: Path) -> None:
 def test_a_whole_run_on_planted_data(tmp_path: Path) -> None:
     """Snakemake's own records name its input files, which it must: there alone the file's name may be."""
     private = plant(tmp_path, 400)
-    config = copy.deepcopy(TINY)
     # A domain that is trained on, audited and removed.
-    config["domains"]["training"]["licenses"]["source"] = SOURCE | {"path": f"{private}/*.jsonl"}
+    config = changed(TINY, {"domains.training.licenses.source": SOURCE | {"path": f"{private}/*.jsonl"}})
     assert run_tiny(tmp_path, config=config).wait() == 0, printed(tmp_path)
     assert leaks(tmp_path / "results") == []
     assert not list((tmp_path / "results").rglob("raw/*/*.parquet"))

@@ -1,8 +1,11 @@
 """`--no-skips`, by which CI sees that a machine with all that the tests need skips none but those for a GPU."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
-from support.inner_pytest import pytest_on, with_conftest
+import pytest
 
 SKIPPING = """
 import pytest
@@ -25,23 +28,27 @@ def test_expected_to_fail(): assert False
 
 def test_that_runs(): ...
 """
+IMPORTING = "import pytest\npytest.importorskip('lions_and_tigers')"
 
 
-def test_only_tests_for_a_gpu_are_skipped(tmp_path: Path) -> None:
-    with_conftest(tmp_path, SKIPPING)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a GPU\n")
-
-    def ran(*options: str) -> tuple[int, str]:
-        done = pytest_on(tmp_path, "-rf", *options)
-        return done.returncode, done.stdout
-
-    code, said = ran()
-    assert (code, said.splitlines()[-1].rpartition(" in ")[0]) == (0, "1 passed, 3 skipped, 1 xfailed")
-    code, said = ran("--no-skips")
-    assert (code, said.splitlines()[-1].rpartition(" in ")[0]) == (1, "1 passed, 1 skipped, 1 xfailed, 2 errors")
-    assert "--no-skips: Skipped: needs a lion" in said
-    (tmp_path / "test_some.py").write_text("import pytest\npytest.importorskip('lions_and_tigers')")
-    assert ran()[0] == 5, "nothing is collected"
-    code, said = ran("--no-skips")
-    assert code == 2
-    assert "could not import 'lions_and_tigers'" in said
+@pytest.mark.parametrize(
+    ("tests", "options", "code", "counts"),
+    [
+        (SKIPPING, [], 0, "1 passed, 3 skipped, 1 xfailed"),
+        (SKIPPING, ["--no-skips"], 1, "1 passed, 1 skipped, 1 xfailed, 2 errors"),
+        (IMPORTING, [], 5, "1 skipped"),
+        (IMPORTING, ["--no-skips"], 2, "1 error"),
+    ],
+)
+def test_only_tests_for_a_gpu_are_skipped(
+    tests: str, options: list[str], code: int, counts: str, tmp_path: Path
+) -> None:
+    (tmp_path / "conftest.py").symlink_to(Path(__file__).parents[1] / "conftest.py")
+    (tmp_path / "test_some.py").write_text(tests)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: needs a GPU\n    full: takes long\n")
+    # CI hands its own options to all of its tests.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTEST_ADDOPTS"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *options]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1].rpartition(" in ")[0]) == (code, counts), done.stdout

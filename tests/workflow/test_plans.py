@@ -1,6 +1,5 @@
 """What snakemake plans for a config, against the tables of `demix plan`, and what ends a run before its first job."""
 
-import copy
 import os
 import re
 import subprocess
@@ -21,6 +20,7 @@ from support.dry_run import (
     REPOSITORY,
     SNAKEFILE,
     TINY,
+    changed,
     command_line,
     dry_run,
     jobs_by_rule,
@@ -164,8 +164,7 @@ def test_what_cannot_run_here_ends_before_its_first_job(
             link = tmp_path / "bin" / command.name
             if command.name not in CLIENTS and not link.is_symlink():
                 link.symlink_to(command)
-    config = copy.deepcopy(TINY) | {"cluster": {"downloads": "login"}}
-    config["domains"]["training"]["licenses"]["source"] = source
+    config = changed(TINY, {"cluster": {"downloads": "login"}, "domains.training.licenses.source": source})
     command = command_line(write_config(tmp_path, config), profile=profile)
     shown = failed(tmp_path, command, str(tmp_path / "bin"))
     assert re.search(rf"^{re.escape(subject)}: ", shown, re.MULTILINE), shown
@@ -199,8 +198,7 @@ rule wanted:
 
 
 def test_the_first_error_is_last_on_the_screen_and_names_its_log(tmp_path: Path) -> None:
-    config = copy.deepcopy(TINY)
-    config["domains"]["training"]["scripture"]["source"]["text"] = "body"
+    config = changed(TINY, {"domains.training.scripture.source.text": "body"})
     targets = [f"results/tiny/documents/{domain}/0000.parquet" for domain in ("scripture", "parliament")]
     command = command_line(write_config(tmp_path, config), *targets, "--logger", "demix", "--cores", "1")
     last = failed(tmp_path, command).rstrip().splitlines()[-1]
