@@ -30,14 +30,11 @@ def domain(name: str) -> Keys:
 
 
 BRANCH = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
-MASKED = {"kind": "demix", "architecture": {"attention": "bidirectional", "objective": "mlm"}}
 SWEEP = {"learning_rates": [50.0, 3e-3, 1e-3], "tokens": 7680}
 HARNESS = {"tasks": ["choice", "rolling"], "include_path": "tasks", "models": ["demix"], "limit": 2}
-KNOWN = ("licenses", "packages")
-CLUSTERINGS = {
-    "k2": {"clusters": 2, "dimensions": 20},
-    "by_domain": {"method": "metadata", "dimensions": 20},
-}
+# Text of a training domain, and other text.
+TEXTS = [f"resources/sample/{name}.jsonl.zst" for name in ("licenses", "packages")]
+SUITES = {"paloma": {"known": {"source": {"kind": "files", "path": TEXTS}, "words": {"test": 1500}}}}
 # A row of each kind, mixed in every way, asked tasks, scored on a suite: all that joins in one run.
 JOINED: Keys = {
     "domains.novel.fortunes": None,
@@ -49,23 +46,13 @@ JOINED: Keys = {
         "upcycled": BRANCH | {"kind": "routed", "experts": 4, "top_k": 2, "every": 2},
         "btx": {"kind": "routed", "parent": "demix", "tokens": 4000},
         "far": {"kind": "demix", "architecture": {"position": "alibi", "head": "clap"}, "sweep": SWEEP},
-        "masked": MASKED,
+        "masked": {"kind": "demix", "architecture": {"attention": "bidirectional", "objective": "mlm"}},
     },
-    "clusterings": CLUSTERINGS,
+    "clusterings": {"k2": {"clusters": 2, "dimensions": 20}, "by_domain": {"method": "metadata", "dimensions": 20}},
     "evaluation.weights": ["history", "cluster", "cluster+history"],
     "evaluation.contexts": [32, 64],
     "evaluation.experts_top_k": [1, "all"],
-    "evaluation.suites": {
-        "paloma": {
-            "known": {
-                "source": {
-                    "kind": "files",
-                    "path": [f"resources/sample/{name}.jsonl.zst" for name in ("licenses", "packages")],
-                },
-                "words": {"test": 1500},
-            }
-        }
-    },
+    "evaluation.suites": SUITES,
     "removal.merged": ["demix", "btx"],
     "tasks": {
         "domain": {"made": "domains", "examples": 12},
@@ -132,7 +119,7 @@ CHANGES: dict[str, tuple[Keys, set[str]]] = {
         {"tasks": {"domain": {"made": "domains", "examples": 12}}},
         {"examples domain", "fewshot_demix", "fewshot_dense", "fewshot_dense_unbalanced", "classify"} | TOLD,
     ),
-    "a suite": ({"evaluation.suites": JOINED["evaluation.suites"]}, SUITE | TOLD),
+    "a suite": ({"evaluation.suites": SUITES}, SUITE | TOLD),
     "tasks of the harness": ({"lm_eval": HARNESS}, ASKED | TOLD),
 }
 
