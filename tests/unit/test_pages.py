@@ -13,12 +13,14 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
+from demix.report import write_report
 from demix.report.card import card_page, model_card
 from demix.report.compare import compare
 from demix.report.compared import write_page
 from demix.report.formats import write_table
 from demix.report.table import Table
 from demix.run.run import Run
+from support.frozen import with_models
 
 pytestmark = pytest.mark.browser
 
@@ -31,12 +33,15 @@ DRAWN = "#figure summary, div.dt-container, table.claims, .card table"
 
 @pytest.fixture(scope="module")
 def pages(frozen: Run, report: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of the run, with a card and a comparison of the run with itself."""
+    """The report of the run with a card; the first page and a comparison are of a part of its models."""
     folder = shutil.copytree(report, tmp_path_factory.mktemp("pages") / "report")
     (folder / "cards").mkdir()
     (folder / "cards" / "demix.html").write_text(card_page(frozen, "demix", model_card(frozen, "demix")))
-    copy = shutil.copytree(frozen.folder, folder.parent / "copy")
-    write_page(compare([frozen.folder, copy]), folder / "comparison.html")
+    part = with_models(frozen, folder.parent / "part", "demix", "dense", "dense_unbalanced", "domain_token")
+    write_report(part, folder.parent / "short")
+    shutil.copy(folder.parent / "short" / "index.html", folder)
+    copy = shutil.copytree(part.folder, folder.parent / "copy")
+    write_page(compare([part.folder, copy]), folder / "comparison.html")
     return folder
 
 
