@@ -16,7 +16,6 @@ from support.dry_run import SNAKEFILE, TINY, changed, jobs, ran, write_config
 from support.harness_tasks import write_tasks
 from support.once import tiny_run
 
-pytestmark = pytest.mark.workflow
 Keys = dict[str, Any]
 RUN, RULES = Path("results", "tiny"), SNAKEFILE.parent / "rules"
 TRAINING, NOVEL = list(TINY["domains"]["training"]), list(TINY["domains"]["novel"])

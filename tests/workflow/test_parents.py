@@ -16,7 +16,6 @@ from support.cli import demix
 from support.dry_run import ran, write_config
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.workflow
 
 # More than two bytes of a token can number.
 TYPES, CONTEXT, PARENT = 65_600, 32, "imported/llama"

@@ -29,7 +29,6 @@ from support.dry_run import (
     write_config,
 )
 
-pytestmark = pytest.mark.workflow
 SOURCE = {"kind": "files", "path": "resources/sample/novels.jsonl.zst"}
 # Domains that share a source, a suite, a row with a sweep and one with a seed phase.
 STAGES = ("download", "anonymize", "corpus", "train", "adapt", "score", "evaluate")

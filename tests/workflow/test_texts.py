@@ -11,14 +11,12 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 import yaml
 
 from demix.files import check_sealed, read_json, sha256_file
 from support.dry_run import REPOSITORY, TINY, changed, jobs, jobs_by_rule, ran, write_config
 from support.server import serving_folder
 
-pytestmark = pytest.mark.workflow
 NAMES = ("parliament", "scripture", "licenses", "fantasy", "fortunes")
 CARD = "results/tiny/sources/corpus/card.json"
 
