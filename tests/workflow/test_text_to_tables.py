@@ -17,7 +17,7 @@ from demix.files import check_sealed, read_json, sha256_file
 from demix.model.checkpoint import load_model
 from support.dry_run import ENVIRONMENT, TINY, jobs, ran, write_config
 
-pytestmark = [pytest.mark.workflow, pytest.mark.quick]
+pytestmark = pytest.mark.quick
 TRAINING, NOVEL = ("parliament", "licenses"), ("fantasy",)
 LENGTH, TOKENS, TYPES = 32, 640, 300
 CONFIG = TINY | {
