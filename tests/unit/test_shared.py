@@ -232,7 +232,7 @@ MAKING = """
 import logging, sys
 from pathlib import Path
 from demix.data.shared import made_once
-logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="waits")
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="waits%(name).0s")
 output = Path("results") / sys.argv[1] / "corpus/owners.parquet"
 
 def make():
