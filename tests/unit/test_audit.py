@@ -1,4 +1,4 @@
-"""The audit of a removed domain: against whole forward passes, and on a model that knows its documents by heart."""
+"""The audit of a removed domain, against whole forward passes."""
 
 import dataclasses
 import json
@@ -176,39 +176,6 @@ def predicted(model: GPT, ids: torch.Tensor) -> np.ndarray:
     every = next_tokens(model, block[None])[:, 0]
     seen = every[:, np.arange(len(block) - 1), block[1:]].sum(1)
     return np.logaddexp.reduce(log_weights(np.log(prior_of(model.experts)), seen)[:, None] + every[:, -1], 0)
-
-
-def test_a_document_known_by_heart_is_found_with_its_expert_alone(made: Callable[..., Path], tokens: Path) -> None:
-    wide = Architecture(layers=2, width=32, heads=2, context=128)
-    chosen = [row for row in rows_of(made(wide), tokens) if row["system"] == "own" and row["split"] == "train"]
-    ids = torch.stack([piece(tokens, row) for row in chosen])[None]
-
-    def learn(model: GPT) -> None:
-        model.initialise(0)
-        number = TRAINING.index(DOMAIN)
-        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-        for _ in range(150):
-            hidden = model(ids[:, :, :-1])[number : number + 1]
-            loss = -model.log_probabilities(hidden, ids[:, :, 1:]).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        with torch.no_grad():
-            for name, parameter in model.expert_tensors().items():
-                for other in set(range(len(TRAINING))) - {number}:
-                    parameter[other].normal_(0, 1 if name.endswith("bias") else 0.5)
-
-    rows = rows_of(made(wide, learn), tokens)
-    found = {
-        (system, split): [row for row in rows if (row["system"], row["split"]) == (system, split)]
-        for system in EXPERTS
-        for split in ("train", "test")
-    }
-    assert [row["matched"] for row in found["own", "train"]] == [CONTINUATION] * 3
-    assert [row["share"] for row in found["mixture", "train"]] == [1.0] * 3
-    for key in (("own", "test"), ("minus", "train"), ("without", "train")):
-        assert max(row["share"] for row in found[key]) < 0.2, key
-    assert max(row["nll"] for row in found["own", "train"]) < min(row["nll"] for row in found["own", "test"])
 
 
 def test_only_what_training_has_drawn_is_asked_for(made: Callable[..., Path], tokens: Path) -> None:

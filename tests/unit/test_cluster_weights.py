@@ -1,6 +1,5 @@
 """Weights by distance to clusters: Eq. 2 and 3 of Gururangan et al. 2023, and the rows that they give."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ from demix.config.mixing import parsed_weights
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.losses import Mixture, dev_priors, document_losses
 from demix.evaluate.routing import beside_of
-from demix.evaluate.score_tables import read_scores, stream_scores
+from demix.evaluate.score_tables import read_scores
 from demix.files import digest, read_json, read_parquet, write_json, write_parquet
 from demix.mix.mixtures import mix
 from demix.mix.priors import cached_log_prior
-from demix.mix.rules import Cluster, ClusterHistory, released_rule
+from demix.mix.rules import Cluster, ClusterHistory
 from demix.report.read import read_results
 from demix.run.check import load_run
 from demix.run.compared import compared
@@ -70,32 +69,6 @@ def released_log_p(
     """As the code published with the paper: exp(-(d²)²/τ), d² of the token before, or of the empty text."""
     shown = [t if t < 2 or documents[t - 1] != documents[t - 2] else t - 1 for t in range(len(scores))]
     return log_mixture(log_weights(-(far[shown].astype(np.float64) ** 2) / temperature, 0, top_k), scores)
-
-
-@pytest.mark.parametrize("top_k", [None, 2])
-def test_the_released_scorer_squares_twice_and_lacks_the_last_token(top_k: int | None) -> None:
-    scores, mask, distances = made_up(2)
-    for scale in (1, 1e-3):
-        far = distances * scale
-        rule = released_rule(f"cluster({0.1 * scale})")
-        found = mix(scores, mask, "uniform", rule, top_k=top_k, distances=far)
-        expected = released_log_p(scores[mask], far[mask], np.zeros(mask.sum()), 0.1 * scale, top_k)
-        np.testing.assert_allclose(found[mask], expected, rtol=0, atol=1e-12)
-        assert (found[~mask] == 0).all()
-
-
-def test_the_released_scorer_goes_on_from_chunk_to_chunk(scores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    how = {"rule": Cluster(0.1), "routing": "k4", "context": "document", "scorer": "released"}
-    mixtures = [Mixture("uniform", CLUSTERS, "cluster", top_k=top_k, **how) for top_k in (None, 2)]
-    test = scores / "cbtm" / "law.test"
-    table, far = read_scores(test, CLUSTERS), distances(scores, "k4", "document", CLUSTERS)
-    chunks = partial(stream_scores, at_once=2 * LENGTH)
-    assert len(list(chunks(test, CLUSTERS))) > 2
-    monkeypatch.setattr("demix.evaluate.losses.stream_scores", chunks)
-    losses = document_losses(test, CLUSTERS, mixtures, beside=beside_of(test, mixtures))
-    for mixture in mixtures:
-        log_p = released_log_p(table.scores[table.mask], far[table.mask], documents_of(test), 0.1, mixture.top_k)
-        assert losses.mixtures[mixture].sum() == pytest.approx(-log_p.sum(), abs=1e-12 * table.tokens)
 
 
 TRAINING, NOVEL, CLUSTERS = ("law", "news", "code"), ("songs",), ("c00", "c01", "c02", "c03")

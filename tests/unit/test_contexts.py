@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -23,8 +22,6 @@ from demix.model.scoring import log_probabilities
 from demix.plan.flops import scoring_flops
 from demix.plan.jobs import HARDWARE, ScoringCosts, plan_jobs
 from demix.report import report_files
-from demix.report.items.positions import positions_points
-from demix.report.material import Material
 from demix.run.check import completed_run
 from demix.run.contexts import context_tables, contexts_of, labels
 from demix.run.rules import RunRules
@@ -35,7 +32,6 @@ from support.cli import demix
 from support.errors import refused
 from support.mixing import block_weights, log_mixture
 from support.models import save_model
-from support.report import drawn, table_of
 from support.scored import LENGTH, write_table
 from support.tokens import TRAINING
 from support.training import opened
@@ -246,27 +242,3 @@ def test_losses_by_position_are_those_of_a_loop_over_tokens(tmp_path: Path) -> N
     with refused("dense/law.test"):
         evaluate_contexts(scores, "law", settings_from(ContextEvaluation, given), tmp_path / "none.parquet")
     assert not (tmp_path / "none.parquet").exists()
-
-
-def test_the_table_and_the_figure_are_means_over_domains(frozen: Run) -> None:
-    """Of the losses by position of all domains, and learned positions end at the length of training."""
-    files = [pd.read_parquet(path) for path in (frozen.folder / "evaluations").glob("*.contexts.parquet")]
-    rows, made = pd.concat(files), Material(frozen)
-    sums = rows.groupby(["model", "kind", "context", "domain"])[["nll", "tokens"]].sum()
-    means = np.exp(sums["nll"] / sums["tokens"]).groupby(["model", "kind", "context"]).mean()
-    frame = table_of("contexts", made).frame
-    found = {
-        (model, kind, context): frame.at[label, f"{kind.capitalize()}, {context}"]
-        for model, label in labels(frozen).items()
-        for kind in ("training", "novel")
-        for context in (16, 32, 64)
-    }
-    assert {key: value for key, value in found.items() if not np.isnan(value)} == pytest.approx(means.to_dict())
-    assert {model for model, _, context in means.index if context == 64} == {"dense_alibi"}
-
-    longest = rows[rows["context"] == rows["model"].map({"dense_alibi": 64}).fillna(32)]
-    by_domain = np.exp(longest["nll"] / longest["tokens"])
-    by_bin = by_domain.groupby([longest["model"], longest["kind"], longest["begin"]]).mean()
-    points = positions_points(made).set_index(["row", "kind", "begin"])["perplexity"]
-    assert points.to_dict() == pytest.approx(by_bin.to_dict())
-    assert len(drawn("positions", made)["hconcat"]) == 2

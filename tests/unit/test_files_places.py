@@ -9,9 +9,6 @@ import pyarrow as pa
 import pytest
 import torch
 
-from demix.data.shards import TokenShard
-from demix.evaluate.score import Scoring, score
-from demix.evaluate.score_tables import read_scores
 from demix.files import (
     MisplacedError,
     read_json,
@@ -133,12 +130,6 @@ def run(tmp_path: Path) -> Path:
     return run
 
 
-def test_models_of_a_run_cannot_be_swapped(run: Path) -> None:
-    swap(run / "models" / "demix", run / "models" / "other")
-    with misplaced("models/demix/model.json", "models/other/model.json"):
-        load_model(run / "models" / "demix")
-
-
 @pytest.mark.parametrize("copied", [False, True])
 def test_experts_of_a_model_cannot_be_swapped(copied: bool, run: Path, tmp_path: Path) -> None:
     model = run / "models" / "demix"
@@ -164,31 +155,6 @@ def test_copied_and_merged_models_stand_on_their_own(run: Path, tmp_path: Path) 
         shutil.copytree(merged, place.with_name("merged-again"))
         assert load_model(place.with_name("merged-again")).experts == ("dense",)
     assert shared.exists()
-
-
-def test_tokens_of_two_domains_cannot_be_swapped(tokens: Path, tmp_path: Path) -> None:
-    shutil.copytree(tokens / "tokens", tmp_path / "tokens")
-    law, news = tmp_path / "tokens" / "parliament", tmp_path / "tokens" / "licenses"
-    swap(law, news)
-    with misplaced("tokens/parliament/dev.json", "tokens/licenses/dev.json"):
-        TokenShard.open(law / "dev.arrow", verify=True)
-    swap(law, news)
-    for suffix in ("arrow", "documents.arrow", "json"):
-        swap(law / f"train.{suffix}", law / f"test.{suffix}")
-    with misplaced("tokens/parliament/test.json", "tokens/parliament/train.json"):
-        TokenShard.open(law / "test.arrow", verify=True)
-
-
-def test_columns_of_scores_cannot_be_swapped(tokens: Path, tmp_path: Path) -> None:
-    tokenizer, size = (read_json(tokens / "tokens/fantasy/dev.json")[key] for key in ("tokenizer_sha256", "vocab_size"))
-    write_model(tmp_path / "model", tokenizer=tokenizer, vocab_size=size)
-    shard, settings = tokens / "tokens" / "fantasy" / "dev.arrow", Scoring(threads=1, dev_blocks=4)
-    score(tmp_path / "model", ("law", "news"), [shard], settings, tmp_path / "scores" / "demix")
-    table = tmp_path / "scores" / "demix" / "fantasy.dev"
-    assert read_scores(table, ("law", "news")).tokens == 64
-    swap(table / "law.parquet", table / "news.parquet")
-    with misplaced("fantasy.dev/law.parquet", "scores/demix/fantasy.dev/news.parquet"):
-        read_scores(table, ("law", "news"))
 
 
 def test_the_state_of_another_training_is_neither_resumed_nor_deleted(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from demix.evaluate.routing import Routing, route
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.files import read_json, write_json, write_json_lines
-from demix.generate.playground.answers import MixRequest, analyse, model_facts, opened
+from demix.generate.playground.answers import model_facts, opened
 from demix.mix.mixtures import mix
 from demix.mix.stream import Posterior
 from demix.model.checkpoint import load_experts
@@ -158,30 +158,6 @@ def test_an_expert_without_a_cluster_takes_no_weights_by_distance(run: Path) -> 
     weights = np.exp(posterior_of(rule, some, model, EXPERTS, encoder, 16, None).log_weights[0])
     assert weights.sum() == pytest.approx(1)
     assert weights[EXPERTS.index("extra")] == 0
-
-
-def test_the_playground_offers_clusters_where_the_run_has_them(run: Path) -> None:
-    with_context(run, "document")
-    model = opened(run / "models" / "demix", None)
-    assert {"cluster", "cluster+history"} <= {*model_facts(model)["weights"]}
-    text = "And it came to pass, that the minister shall answer."
-    found = analyse(model, MixRequest(text, TRAINING, "cluster", ""))
-    rule = weights_of("cluster", run / "models" / "demix")
-    prior = log_prior_of(model.experts, dict.fromkeys(model.experts, 1.0))
-    posterior = posterior_of(rule, prior, run / "models" / "demix", model.experts, model.tokenizer, model.context, None)
-    ids = model.tokenizer.encode(text)[None]
-    expected = np.exp(posterior.observe(np.zeros((len(model.experts), 1, ids.shape[1])), ids)[0])
-    np.testing.assert_allclose(found["weights"][:-1], expected, atol=1e-4)
-    assert np.ptp(np.array(found["weights"]), axis=0).max() > 0.05, "the weights follow the text"
-
-
-def test_a_run_without_a_clustering_says_so(run: Path, tmp_path: Path) -> None:
-    config = read_json(run / "config.json")
-    write_json(tmp_path / "config.json", config | {"clusterings": {}}, sort_keys=False)
-    (tmp_path / "models").symlink_to(run / "models")
-    (tmp_path / "models" / "demix").resolve()
-    with refused("models/other"):
-        weights_of("cluster", run / "models" / "other")
 
 
 def test_mix_and_eval_take_weights_by_distance(run: Path, tokens: Path, tmp_path: Path) -> None:

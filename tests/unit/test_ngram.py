@@ -18,8 +18,6 @@ from demix.data.tokenizer import train_tokenizer
 from demix.evaluate.ngrams import NGramScoring, score_ngrams
 from demix.evaluate.score_tables import read_scores
 from demix.model.ngram import FALLBACK, KneserNey, discounts_of
-from demix.report.main_table import main_table
-from demix.report.material import Material
 from demix.run.check import completed_run
 from demix.run.compared import compared
 from demix.run.main_systems import ngram_lines
@@ -28,7 +26,6 @@ from demix.run.run import Run
 from demix.run.systems import bases, evaluated
 from support.configs import changed
 from support.errors import refused
-from support.frozen import material, rows_of
 from support.tokens import NOVEL, TRAINING
 
 TINY = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
@@ -221,30 +218,3 @@ def test_ngrams_learn_as_many_tokens_as_dense_and_are_mixed_as_experts() -> None
 def test_what_no_run_can_have_is_refused(sections: dict, key: str) -> None:
     with refused(key):
         tiny(**sections)
-
-
-def test_the_main_table_says_what_does_not_beat_ngrams(frozen: Run) -> None:
-    """In each training domain they are as good as DEMix with its cached prior; in novel domains the best of all."""
-    rows = rows_of(frozen)
-    # Means of few digits are what is shown of them.
-    rows["perplexity"] = rows["perplexity"].round()
-    plain = (rows["seed"] == 1) & (rows["variant"] == "") & rows["top_k"].isna()
-    cached = rows[plain & (rows["model"] == "demix") & (rows["experts"] == "training") & (rows["method"] == "cached")]
-    own = rows["domain"].map(cached[cached["weights"] == "history"].set_index("domain")["perplexity"])
-    ngrams = rows["model"].isin(["ngram3", "ngram3_domains"])
-    rows["perplexity"] = rows["perplexity"].mask(ngrams, own.where(rows["kind"] == "training", 1.0))
-    table = main_table(material(frozen, results=rows))
-    labels, weights, means, _ = (list(column.cells) for column in table.columns)
-    assert labels[-2:] == [system.label for system in ngram_lines(frozen)]
-    _, training, novel = str(table.caption).split(".\n")
-    shown = [float(mean.strip(" *–") or "nan") for mean in means]
-    lines = list(zip(labels, weights, shown, strict=True))
-    worse = [
-        label if weight in ("", "history") or weight in label else f"{label}, {weight}"
-        for label, weight, mean in lines[:-2]
-        if mean >= lines[-1][2]
-    ]
-    assert training.endswith(f"): {', '.join(worse)}")
-    assert 0 < len(worse) < len(lines) - 2
-    assert "every other row" in novel
-    assert "grams" not in str(main_table(Material(changed(frozen, evaluation={"ngrams": []}))).caption)

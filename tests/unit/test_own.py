@@ -15,17 +15,11 @@ from demix.errors import DemixError
 from demix.evaluate.choice import switching_on_dev
 from demix.evaluate.own_text import (
     DECAY,
-    DENSE_OF_RUN,
     DEV_BLOCKS,
-    TEMPERED,
-    ExpertLine,
-    Line,
-    OwnText,
     evaluate_texts,
 )
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
-from demix.evaluate.told import files_table, headline, tables
 from demix.mix.mixtures import mix
 from demix.mix.priors import cached_log_prior, fitted_log_prior
 from demix.mix.rules import Tempered
@@ -211,28 +205,6 @@ def test_a_file_in_a_folder_that_is_no_text_has_a_line_with_the_cause(
         error = demix("eval", model, name, "a.txt").exception
         assert isinstance(error, DemixError)
         assert (error.subject, error.cause) == (name, cause), "the user named this one"
-
-
-@pytest.mark.parametrize(
-    ("dense", "how"),
-    [
-        (6.9, "better than the mixture (6.90 against 7.00)"),
-        (7.1, "worse than the mixture (7.10 against 7.00)"),
-        (7.004, "as good as the mixture (7.00 against 7.00)"),
-    ],
-)
-def test_a_short_text_that_no_expert_knows_and_the_dense_model(dense: float, how: str) -> None:
-    """In the sentence, and in the line of a table of several texts."""
-    experts = tuple(
-        ExpertLine(name, number, 2.0, 0.1, None, 0.5, 0.5) for name, number in (("law", 8.0), ("news", 9.0))
-    )
-    mixtures = (Line(TEMPERED, 7.0, 2.0), Line(DENSE_OF_RUN, dense, 2.0))
-    result = OwnText("model", "text", 1, 1, 1, 1, mixtures, experts, unlike=True)
-    assert headline(result).endswith(f" The dense model is {how}. A text of 1 token says little; give 200 or more.")
-    assert tables(result)[0].title == "1 token, 1 byte, 1 document, 1 block"
-    (but,) = files_table([result]).columns[-1].cells
-    better = ["dense is better"] * how.startswith("better")
-    assert but == ", ".join(["unlike all these experts", *better, "few tokens"])
 
 
 def test_a_pipe_is_read_like_a_file(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

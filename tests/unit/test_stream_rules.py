@@ -152,20 +152,6 @@ def test_experts_that_do_not_help_have_no_weight_at_all(share: float) -> None:
     assert (prior[:2] == 0).tolist() == [weight == 0, weight == 1]
 
 
-def test_experts_with_equal_scores_share_their_weight() -> None:
-    """Of several best priors the one nearest to equal weights is taken, in any order of the experts."""
-    generator = np.random.default_rng(5)
-    one, other, worse = -generator.exponential(1, (3, 500))
-    mask = np.ones((1, 500), bool)
-    alone = np.exp(fitted_log_prior(np.stack([one, other], axis=1)[None], mask))
-    scores = np.stack([one, other, one, worse - 9, one], axis=1)
-    expected = np.array([alone[0] / 3, alone[1], alone[0] / 3, 0, alone[0] / 3])
-    for order in ([0, 1, 2, 3, 4], [3, 2, 4, 0, 1]):
-        prior = np.exp(fitted_log_prior(scores[None][..., order], mask))
-        np.testing.assert_allclose(prior, expected[order], atol=1e-5)
-    np.testing.assert_allclose(np.exp(fitted_log_prior(np.zeros((1, 4, 3)), np.ones((1, 4), bool))), 1 / 3, atol=1e-12)
-
-
 def test_of_equally_good_priors_the_most_even_one_is_fitted() -> None:
     """Where a third expert gives 0.9 of one and 0.1 of another, its weight c stands for 0.9 c and 0.1 c on these."""
     one, other = np.exp(-3 * np.random.default_rng(7).exponential(1, (2, 500)))
@@ -177,14 +163,6 @@ def test_of_equally_good_priors_the_most_even_one_is_fitted() -> None:
     expected = [alone[0] - 0.9 * third, third, alone[1] - 0.1 * third]
     assert min(expected) > 0.1
     np.testing.assert_allclose(np.exp(fitted_log_prior(scores, mask)), expected, atol=3e-5)
-
-
-def test_a_prior_that_misses_the_least_loss_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    worst = np.array([0.0, 1.0])
-    monkeypatch.setattr("demix.mix.priors._least_quadratic", lambda curvature, slope, weights: worst)
-    scores = np.tile([-1.0, -2.0], (1, 50, 1))
-    with pytest.raises(RuntimeError, match="misses the least loss"):
-        fitted_log_prior(scores, np.ones((1, 50), bool))
 
 
 def test_experts_with_equal_scores_may_be_needed_for_one_token_of_many() -> None:
