@@ -10,54 +10,18 @@ import pyarrow.parquet as pq
 import pytest
 from sklearn.metrics.pairwise import euclidean_distances
 
-from demix.config.tasks import ExamplesRecipe, Task
+from demix.config.tasks import Task
 from demix.data.cluster import Clusterer, Clustering, fit_clusters
-from demix.data.examples import Example, fitted, prompts, read_examples, refuse_few, write_examples
+from demix.data.examples import Example, fitted, prompts, read_examples, refuse_few
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate.task_tables import read_scored
 from demix.files import read_parquet, write_json
-from demix.run.check import completed_run
 from support.cli import demix, refusal
-from support.configs import small
 from support.errors import refused
 from support.mixing import log_mixture, log_weights
 from support.tasks import SIZES, read_task, write_lines, write_prompted
 from support.tokens import TRAINING
-
-
-def squeezed(text: str) -> str:
-    return " ".join(text.split())
-
-
-@pytest.mark.parametrize("kind", ["domains", "continuations"])
-def test_made_examples_are_of_held_out_documents_and_never_of_training_text(
-    kind: str, tokens: Path, tmp_path: Path
-) -> None:
-    documents = {
-        split: {domain: tokens / "corpus" / domain / f"{split}.parquet" for domain in TRAINING}
-        for split in ("train", "test", "dev")
-    }
-    task = ExamplesRecipe(made=kind, examples=3, tokens=40, length=SIZES.context, seed=1)
-    for output in (tmp_path / "one.parquet", tmp_path / "two.parquet"):
-        write_examples("t", task, documents, tokens / "tokenizer.json", output)
-    examples = read_examples(tmp_path / "one.parquet")
-    assert examples == read_examples(tmp_path / "two.parquet")
-    texts = {
-        (split, domain): [squeezed(text) for text in read_parquet(path).column("text").to_pylist()]
-        for split, paths in documents.items()
-        for domain, path in paths.items()
-    }
-    assert {one.split for one in examples} == {"test", "train"}
-    for one in examples:
-        # Text and right choice stand side by side in one document.
-        whole = squeezed(one.text + (one.choices[one.answer] if kind == "continuations" else ""))
-        assert any(whole in text for text in texts["test" if one.split == "test" else "dev", one.domain])
-        assert not any(whole in text for domain in TRAINING for text in texts["train", domain])
-        assert one.choices[one.answer] == one.domain or kind == "continuations"
-    with refused("tasks.t"):
-        write_examples("t", task, {"test": documents["test"]}, tokens / "tokenizer.json", tmp_path / "none.parquet")
-    assert not (tmp_path / "none.parquet").exists()
 
 
 def test_a_longer_text_keeps_what_fits(tokens: Path) -> None:
@@ -115,16 +79,6 @@ def test_prompts_hold_demonstrations_others_and_permutations() -> None:
             assert answer == "ab"[int(text[1:]) % 2]
     assert drawn[1] != drawn[2]
     assert list(prompts(task, [*examples[::-1]][8:] + examples[4:12])) != [], "any order is read"
-
-
-def test_without_a_text_white_space_belongs_to_the_label() -> None:
-    examples = [Example("test", "One.", ("\ntwo", " three"), 0), *[Example("train", "x", (" a", " b"), 0)] * 8]
-    first, cue = (
-        next(p for p in prompts(Task(made="continuations", calibrated=True), examples) if p.split == split)
-        for split in ("test", "cue")
-    )
-    assert (first.context, first.choices) == ("One.", ("\ntwo", " three"))
-    assert (cue.context, cue.choices) == ("", ("\ntwo", " three"))
 
 
 def test_examples_of_one_file_are_tested_or_drawn_from(tokens: Path, tmp_path: Path) -> None:
@@ -263,12 +217,6 @@ def test_no_tested_text_is_a_demonstration(tokens: Path, tmp_path: Path) -> None
     parts = [{one.text for one in found if one.split == split} for split in ("test", "train", "validation")]
     assert [len(some) for some in parts] == [20, 40, 0]
     assert not parts[0] & parts[1]
-
-
-def test_a_config_without_tasks_is_as_before_there_were_any() -> None:
-    values = completed_run(small()).config.values
-    assert "tasks" not in values
-    assert completed_run(values | {"tasks": {}}).config.values == values
 
 
 def ran(*words: object, given: dict[str, object], **options: object) -> None:

@@ -103,19 +103,6 @@ def test_experts_that_are_whole_models_score_alike(place: Path) -> None:
             assert label == pytest.approx(same, abs=1e-5)
 
 
-def test_an_expert_scores_alike_beside_others_or_alone(place: Path, tokens: Path, tmp_path: Path) -> None:
-    for name in ("demix", "examples"):
-        (tmp_path / name).symlink_to(place / name)
-    scored(tmp_path, "demix", tokens, experts=("code", "law"))
-    examples = place / "examples" / "topics.parquet"
-    asked = list(prompts(TASK, read_examples(examples)))
-    experts, found = read_scored(tmp_path / "tasks" / "demix" / "topics.parquet", examples, asked)
-    assert experts == ("code", "law")
-    for one, other in zip(found, read(place, "demix")[1], strict=True):
-        for label, same in zip(one.labels, other.labels, strict=True):
-            assert label == pytest.approx(same[:, [2, 0]], abs=1e-5)
-
-
 def test_a_table_holds_one_row_per_token_of_context_and_label(place: Path, tokens: Path) -> None:
     table = pq.read_table(place / "tasks" / "demix" / "topics.parquet")
     tokenizer = Tokenizer.load(tokens / "tokenizer.json")
@@ -144,23 +131,15 @@ def test_scores_of_other_examples_are_refused(place: Path, tmp_path: Path) -> No
         )
 
 
-def test_a_prompt_that_does_not_fit_is_refused(place: Path, tokens: Path) -> None:
-    tokenizer = Tokenizer.load(tokens / "tokenizer.json")
-    long = Prompt("test", 1, 0, "word " * 200, (" law", " code"))
-    with refused("tasks.topics"):
-        tokens_of("topics", long, tokenizer, SIZES.context)
-    with refused("tasks.topics"):
-        tokens_of("topics", Prompt("test", 1, 0, "word", (" law", "")), tokenizer, SIZES.context)
-
-
-def test_context_and_longest_label_fit_together(tokens: Path) -> None:
+def test_context_and_longest_label_fit_together_or_are_refused(tokens: Path) -> None:
     tokenizer = Tokenizer.load(tokens / "tokenizer.json")
     prompt = Prompt("test", 1, 0, "word " * 9, (" law", " code and more"))
     length = len(tokenizer.encode(prompt.context)) + len(tokenizer.encode(prompt.choices[1]))
     context, labels = tokens_of("topics", prompt, tokenizer, length)
     assert len(context) + len(labels[1]) == length
-    with refused("tasks.topics"):
-        tokens_of("topics", prompt, tokenizer, length - 1)
+    for one, most in ((prompt, length - 1), (Prompt("test", 1, 0, "word", (" law", "")), SIZES.context)):
+        with refused("tasks.topics"):
+            tokens_of("topics", one, tokenizer, most)
 
 
 def test_an_expert_without_finite_scores_is_refused(

@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from demix.config.architecture import PRESETS, Architecture, architecture_from
-from demix.config.counts import parameters, sizes, training_flops_per_token
+from demix.config.counts import parameters, sizes
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.model.softmax import ROWS_AT_ONCE
@@ -47,16 +47,6 @@ def test_the_papers_updates_and_hours(preset: str, vocab_size: int) -> None:
         assert round(hours(flops, steps, gpus, achieved), 1) == expected
 
 
-def test_training_flops_are_those_of_the_products() -> None:
-    """Two operations a multiplication: twice forward and twice that backward, but the logits forward once."""
-    layers, width, length, vocabulary = 5, 24, 40, 96
-    projections = 2 * width * (3 * width + width + 4 * width + 4 * width)
-    attention = 2 * (2 * width * length)
-    expected = 4 * layers * (projections + attention) + 3 * 2 * width * vocabulary
-    found = training_flops_per_token(Architecture(layers, width, 4, length), vocabulary, length)
-    assert found == pytest.approx(expected, rel=1e-12)
-
-
 @pytest.mark.parametrize(
     ("preset", "dense", "expert", "eight"),
     [
@@ -94,16 +84,6 @@ def test_sizes_are_those_of_the_models_tensors(given: dict, scope: str) -> None:
     found = sizes(architecture, 96, 2, scope)
     for mine, theirs in zip(found, (model.shared_tensors(), model.expert_tensors()), strict=True):
         assert sorted(mine) == sorted((p.numel(), group_of(name) == "matrices") for name, p in theirs.items())
-
-
-@pytest.mark.parametrize(
-    ("architecture", "vocab_size", "share"),
-    [(Architecture(3, 128, 4, 256), 4096, 0.93), (PRESETS["gpt3-small"], 50257, 0.98)],
-)
-def test_scoring_eight_experts_together_saves_little(architecture: Architecture, vocab_size: int, share: float) -> None:
-    """FACTS section 15."""
-    together, alone = (scoring_flops(architecture, vocab_size, experts) for experts in (8, 1))
-    assert round(together / (8 * alone), 2) == share
 
 
 @pytest.mark.parametrize("position", ["learned", "sinusoidal", "alibi"])

@@ -19,8 +19,8 @@ from demix.data.outline import outline
 from demix.plan.cost import plan_training, too_large, training_tables
 from demix.plan.domains import plan_domain
 from demix.plan.flops import HARDWARE
-from demix.plan.here import here_line, seconds_here
-from demix.plan.jobs import ScoringCosts, in_one_line, jobs_table, lacking, levers, plan_jobs, runs_here, usual_hardware
+from demix.plan.here import seconds_here
+from demix.plan.jobs import ScoringCosts, jobs_table, plan_jobs, runs_here, usual_hardware
 from demix.run.check import completed_run, load_run
 from demix.run.models import rule_of
 from demix.run.run import Run
@@ -214,21 +214,6 @@ def test_the_papers_flops_whatever_the_number_of_experts() -> None:
     assert plans[0].weights == 4 * plans[0].expert
 
 
-def test_the_papers_larger_dense_start() -> None:
-    """OPT-6.7B: 32 blocks of 4,096, of which each of K experts has all, and no GPU of 80 GB holds the state."""
-    plans = plan_training(LARGE_BTM, None, HARDWARE["a100"])
-    formula = 96 * 32 * 4096**2 * (1 + 2048 / (6 * 4096) + 50_264 / (16 * 32 * 4096)) * 167_772_160_000
-    for rule, experts in (("train_btm", 8), ("train_cbtm_16", 16)):
-        some = [plan for plan in plans if plan.rule.startswith(rule)]
-        assert len(some) == experts
-        assert sum(plan.steps * plan.flops for plan in some) == pytest.approx(formula, rel=1e-12)
-        for plan in some:
-            # Blocks, embedding, positions and the last norm; fp32 parameters, gradients and two moments.
-            assert plan.expert == 32 * (12 * 4096**2 + 13 * 4096) + (50_257 + 2048 + 2) * 4096
-            assert (plan.shared, plan.state, plan.steps) == (0, 16 * plan.expert, 10_000)
-    assert LARGE_BTM.config.training.learning_rate == 1.2e-4
-
-
 def test_experts_that_are_whole_models_are_jobs_of_their_own() -> None:
     config = tiny(
         btm=BRANCHED, few=BRANCHED | {"experts_per_job": 2}, again=BRANCHED | {"kind": "dense", "schedule": "restart"}
@@ -275,36 +260,6 @@ def test_wrong_options_of_the_plan_are_refused() -> None:
         jobs_table(changed(PAPER["paper-125m"], cluster={"ranks_per_node": 5}), "v100")
 
 
-def test_the_last_line_sums_hours_and_disk() -> None:
-    config = PAPER["paper-125m"]
-    plans, jobs = plan_training(config, None, HARDWARE["v100"]), plan_jobs(config, "v100")
-    scoring = sum(job.hours for job in jobs if job.stage == "score" and job.hours)
-    hours = sum(plan.rank_hours for plan in plans) + scoring
-    assert scoring > 1
-    kept = sum(plan.weights + plan.jobs * 2 * plan.checkpoint for plan in plans)
-    text = [plan_domain(name, one, 2) for name, one in config.config.domains.all.items()]
-    disk = sum(plan.kept for plan in text) + sum(plan.passing for plan in text) + kept + sum(job.disk for job in jobs)
-    words = in_one_line(config, "v100").replace(",", "").split()
-    assert float(words[words.index("GPU-hours") - 1]) == float(f"{hours:.2g}")
-    assert float(words[words.index("GB") - 1]) == pytest.approx(disk / 1e9, rel=2e-3)
-
-
-def test_levers_are_the_keys_that_spare_most() -> None:
-    keys = [lever.split(":")[0] for lever in levers(PAPER["paper-125m"], "a100")]
-    assert keys == ["removal.retrain_without", "models.domain_token"]
-    seeds, *_ = levers(changed(SAMPLE, seeds=[1, 2, 3], removal={"retrain_without": []}), "cpu")
-    assert seeds.startswith("seeds: []")
-
-
-def test_bf16_is_warned_of_where_the_hardware_lacks_it() -> None:
-    paper = PAPER["paper-125m"]
-    assert all(f"{key}.precision" in lacking(paper, "v100") for key in ("training", "adaptation", "evaluation"))
-    assert lacking(paper, "a100") == lacking(paper, "cpu") == lacking(SAMPLE, "v100") == ""
-    seeded = SAMPLE.config.values["models"]["demix_seeded"]
-    row = changed(SAMPLE, models={"demix_seeded": seeded | {"precision": "bf16"}})
-    assert "models.demix_seeded.precision" in lacking(row, "v100")
-
-
 def test_the_hardware_is_that_of_the_config() -> None:
     assert (usual_hardware(SAMPLE), usual_hardware(PAPER["paper-125m"])) == ("cpu", "v100")
     assert runs_here(SAMPLE)
@@ -333,33 +288,6 @@ def test_the_cost_of_scoring_counts_every_text_under_every_column() -> None:
     # Of two orders of n-grams one model of all text scores test, and one of each training domain all splits.
     of_ngrams = 2 * 16 * (test * (4 + 18) + (dev + test) * (8 * 4 + 18))
     assert of_all == sum(costs.of_job(job)[1] for job in rules) + of_ngrams
-
-
-def test_scoring_takes_a_whole_pass_for_each_whole_model() -> None:
-    """Of an added expert too. Experts of DEMix share the attention of the first layer."""
-    rows = {"models": {"btm": BRANCHED}, "adaptation": {**TINY["adaptation"], "model": "btm"}}
-    config, saved = completed_run(TINY | rows), {}
-    costs = ScoringCosts(config, HARDWARE["cpu"])
-    for job in scoring_jobs(config):
-        for part in (part for part in job.parts if len(part.columns) > 1 and not part.own):
-            single = replace(part, columns=part.columns[:1])
-            together, alone = (costs.of_part(one, job.jobs)[0] for one in (part, single))
-            saved[job.rule, part.model] = 1 - together / (len(part.columns) * alone)
-        assert costs.of_job(job)[0] == pytest.approx(sum(costs.of_part(part, job.jobs)[0] for part in job.parts))
-    whole = {("score_known_btm", "btm"), ("score_btm", "btm"), ("score_adapted_fortunes", "btm")}
-    others = {(f"score_{known}others", "demix") for known in ("known_", "")}
-    assert saved.keys() >= whole | others | {("score_known_others", "without-licenses")}
-    assert {part for part, share in saved.items() if share == pytest.approx(0, abs=1e-12)} == whole
-    assert saved["score_others", "demix"] > 0.05
-
-
-def test_scoring_jobs_count_the_models_of_further_seeds() -> None:
-    removed = len(SAMPLE.config.removal.retrain_without)
-    for seeds, number in (([], 6), ([SAMPLE.seed], 6), ([1, 2, 5], 18)):
-        # On one machine two jobs for all training domains, and two for each novel one, whatever the models.
-        for launch, jobs in (("local", 2 + 2 * 8), ("slurm", 16 * number + removed)):
-            config = changed(SAMPLE, seeds=seeds, cluster={"launch": launch})
-            assert next(job.count for job in plan_jobs(config, "cpu") if job.name == "score") == jobs
 
 
 def test_the_files_that_sbatch_would_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,20 +344,3 @@ def test_more_cores_shorten_a_run_down_to_its_longest_jobs() -> None:
     assert one / 2 < two < one / 1.8
     # The model that branches waits for its parent, and the experts of novel domains for their model.
     assert 150 < many <= sixteen < two / 3
-
-
-def test_the_disk_counts_text_of_local_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in "abc":
-        Path(f"{name}.txt").write_text("a river " * 4_000_000)
-    # 96 MB are 15 million words: 2 × 2.6 bytes of documents and splits, 3 of tokens. 27 MB are there without text.
-    assert "150MB" in here_line(completed_run(yaml.safe_load(own())))
-
-
-def test_a_run_without_novel_domains_scores_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = completed_run(yaml.safe_load(own()))
-    assert sum(job.count for job in plan_jobs(run, "cpu") if job.stage == "score") == 2
-    assert not {"score_others", "score_demix"} & {job.rule for job in scoring_jobs(run)}
-    monkeypatch.chdir(tmp_path)
-    Path("mine.yaml").write_text(own())
-    assert demix("plan", "mine.yaml", "--details").exit_code == 0

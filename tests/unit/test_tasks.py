@@ -12,11 +12,8 @@ from scipy.stats import binomtest
 from demix.config.tasks import Task
 from demix.data.examples import Prompt
 from demix.evaluate.classification import (
-    ALONE,
     Classification,
     PromptDistances,
-    TaskRouting,
-    answers,
     chance,
     choice,
     judged,
@@ -150,39 +147,6 @@ def test_a_released_row_mixes_labels_after_a_softmax_over_labels(cues: bool) -> 
     }
 
 
-def test_one_expert_is_itself_by_every_routing() -> None:
-    task, scored = (
-        TASK,
-        [
-            replace(one, context=one.context[:, :1], labels=tuple(label[:, :1] for label in one.labels))
-            for one in made_up(E)
-        ],
-    )
-    near = PromptDistances(("e0",), {one.prompt.context: np.array([0.7]) for one in scored})
-    alone = answers(scored, ALONE, task)
-    for routing in routings(task, ("e0",), scored, GIVEN, near, Tempered(0.2, 0.9)):
-        assert routing.top_k == (None,)
-        assert (answers(scored, routing, task) == alone).all(), routing.name
-
-
-def test_the_order_of_experts_changes_nothing() -> None:
-    scored = made_up(E)
-    order = [2, 0, 3, 1]
-    turned = [
-        replace(one, context=one.context[:, order], labels=tuple(label[:, order] for label in one.labels))
-        for one in scored
-    ]
-    names = tuple(EXPERTS[number] for number in order)
-    near = near_of(scored)
-    same = dict(zip(("one", "other"), ({}, {}), strict=True))
-    for which, some, experts in (("one", scored, EXPERTS), ("other", turned, names)):
-        for routing in routings(TASK, experts, some, GIVEN, near, Tempered(0.2, 0.9)):
-            same[which][routing.name, routing.expert] = answers(some, routing, TASK)
-    assert same["one"].keys() == same["other"].keys()
-    for key, right in same["one"].items():
-        assert (right == same["other"][key]).all(), key
-
-
 def test_updating_reads_the_labels_of_earlier_tests_alone() -> None:
     scored = made_up(E, cues=False, seeds=(1, 2))
     task = replace(TASK, seeds=(1, 2))
@@ -194,16 +158,6 @@ def test_updating_reads_the_labels_of_earlier_tests_alone() -> None:
             assert np.exp(weights[seed, number]) == pytest.approx(sums / (number + 1), abs=1e-12)
             hits += [np.argmax([label[:, j].sum() for label in one.labels]) == one.prompt.answer for j in range(E)]
             sums = sums + softmax(hits / (number + 1))
-    # Another label of test 10 changes what follows, and nothing before.
-    at = next(n for n, one in enumerate(scored) if one.prompt.example == 10 and one.prompt.split == "test")
-    other = [*scored]
-    prompt = scored[at].prompt
-    other[at] = replace(scored[at], prompt=replace(prompt, answer=(prompt.answer + 1) % 3))
-    again = updating(other, task, EXPERTS)
-    changed = [key for key, value in weights.items() if not np.array_equal(value, again[key])]
-    assert changed
-    assert min(changed) > (1, 10)
-    assert all(seed == 1 for seed, _ in changed)
 
 
 @pytest.mark.parametrize("calibrated", [False, True])
@@ -246,20 +200,6 @@ def test_without_demonstrations_nothing_is_permuted() -> None:
     names = [routing.name for routing in routings(TASK, EXPERTS, scored, GIVEN, None, Tempered(0.2, 0.9))]
     assert "fixed, 8 + 8" in names
     assert not {"fixed, 8", "cluster", "cluster+history"} & {*names}
-
-
-def test_what_reads_labels_is_marked() -> None:
-    told = {
-        made: {
-            routing.name: routing.reads
-            for routing in routings(Task(made=made), EXPERTS, made_up(E), GIVEN, None, Tempered(0.2, 0.9))
-        }
-        for made in ("domains", "continuations")
-    }
-    read = {"updating", "updating, released"}
-    assert {name for name, reads in told["domains"].items() if reads == "test labels"} == read | {"own expert"}
-    assert told["continuations"]["own expert"] == "the domain"
-    assert {name for name, reads in told["continuations"].items() if reads == "test labels"} == read
 
 
 def test_ties_are_broken_by_content_and_not_by_place() -> None:
@@ -311,9 +251,3 @@ def test_an_interval_of_several_seeds_is_that_of_both_samples() -> None:
     row = judged(right, 0.5, 1)
     assert row["accuracy_low"] == pytest.approx(np.quantile(plain, 0.025), abs=0.03)
     assert row["accuracy_high"] == pytest.approx(np.quantile(plain, 0.975), abs=0.03)
-
-
-def test_answers_have_a_row_by_top_k_and_seed() -> None:
-    scored, task = made_up(E, seeds=(1, 2, 3)), replace(TASK, seeds=(1, 2, 3))
-    routing = TaskRouting("x", lambda one: np.zeros(E), top_k=(None, 2))
-    assert answers(scored, routing, task).shape == (2, 3, 30)
