@@ -21,7 +21,6 @@ from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.plan.flops import scoring_flops
 from demix.plan.jobs import HARDWARE, ScoringCosts, plan_jobs
-from demix.report import report_files
 from demix.run.check import completed_run
 from demix.run.contexts import context_tables, contexts_of, labels
 from demix.run.rules import RunRules
@@ -50,20 +49,11 @@ def tiny(contexts: list[int] | None = None, **rows: Any) -> Run:
 
 def test_learned_positions_end_at_the_length_of_training() -> None:
     config = tiny([64, 16, 32], **ROWS, masked=MASKED)
-    found = {model.name: contexts_of(config, model) for model in config.planned}
-    assert {name for name, some in found.items() if some == (16, 32, 64)} == {"far", "far_token"}
-    assert {name for name, some in found.items() if some == (16, 32)} == {
-        "demix",
-        "dense",
-        "dense_unbalanced",
-        "domain_token",
-    }
-    assert {name for name, some in found.items() if not some} == {
-        "without-licenses",
-        "masked",
-        "dense-dapt-fantasy",
-        "dense-dapt-fortunes",
-    }
+    lengths = {model.name: contexts_of(config, model) for model in config.planned}
+    found = {some: {name for name, each in lengths.items() if each == some} for some in set(lengths.values())}
+    unscored = {"without-licenses", "masked", "dense-dapt-fantasy", "dense-dapt-fortunes"}
+    learned = {"demix", "dense", "dense_unbalanced", "domain_token"}
+    assert found == {(16, 32, 64): {"far", "far_token"}, (16, 32): learned, (): unscored}
     assert labels(config)["dense_unbalanced"] == "Dense"
     with refused("config key evaluation.contexts"):
         tiny([16, 64])
@@ -84,15 +74,6 @@ def test_a_config_without_the_key_stays_as_it_was() -> None:
         ("score_others", "far@64"),
         ("score_known_others", "far_token@64"),
     }
-    submitted = copy.deepcopy(TINY) | {"models": ROWS, "cluster": {"launch": "slurm"}}
-    longer = {"evaluation": TINY["evaluation"] | {"contexts": [32, 64]}}
-    plain, config = (completed_run(submitted | more) for more in ({}, longer))
-    assert {job.rule for job in scoring_jobs(config)} - {job.rule for job in scoring_jobs(plain)} == {
-        "score_known_far_at_64",
-        "score_far_at_64",
-        "score_known_far_token_at_64",
-    }
-    assert not {Path(name).stem for name in report_files(plain)} & {"contexts", "positions"}
 
 
 @pytest.mark.parametrize("launch", ["local", "slurm"])
@@ -157,19 +138,8 @@ def test_scores_in_other_blocks_are_those_of_the_model(
     model = write_small(tmp_path / "model", position, tokens)
     path = tokens / "tokens" / TRAINING[0] / "test.arrow"
     settings = {"dev_blocks": 3, "test_tokens": 500, "precision": "fp32", "threads": 1}
-    done = demix(
-        "score",
-        tmp_path / "model",
-        path,
-        "--experts",
-        "a,b",
-        "--context",
-        context,
-        "--settings",
-        json.dumps(settings),
-        "--output",
-        tmp_path / "scores",
-    )
+    words = ["--context", context, "--settings", json.dumps(settings), "--output", tmp_path / "scores"]
+    done = demix("score", tmp_path / "model", path, "--experts", "a,b", *words)
     assert done.exit_code == 0, done.exception
     table = read_scores(tmp_path / "scores" / f"{TRAINING[0]}.test", ("a", "b"))
     assert table.mask.shape[1] == context
@@ -195,33 +165,15 @@ def test_losses_by_position_are_those_of_a_loop_over_tokens(tmp_path: Path) -> N
     write_table(scores / "dense" / "law.test", ("dense",), seed=5, text=2)
     dev = read_scores(scores / "far" / "law.dev", experts)
     log_prior = cached_log_prior(dev.scores, dev.mask, "history", decay=0.3, blocks=6)
-    tables = [
-        {
-            "model": "far",
-            "folder": "far",
-            "context": LENGTH,
-            "columns": experts,
-            "experts": "training",
-            "method": "cached",
-            "weights": "history",
-            "prior": "far",
-        },
-        {
-            "model": "dense",
-            "folder": "dense",
-            "context": LENGTH,
-            "columns": ["dense"],
-            "experts": "dense",
-            "method": "dense",
-        },
-    ]
+    mixed = {"experts": "training", "method": "cached", "weights": "history", "prior": "far"}
+    tables = [{"model": "far", "folder": "far", "context": LENGTH, "columns": experts} | mixed]
+    alone = {"experts": "dense", "method": "dense"}
+    tables.append({"model": "dense", "folder": "dense", "context": LENGTH, "columns": ["dense"]} | alone)
     given = {"kind": "training", "tables": tables, "width": 3, "decay": 0.3, "dev_blocks": 6, "seed": 7}
     evaluate_contexts(scores, "law", settings_from(ContextEvaluation, given), tmp_path / "out.parquet")
     found = pq.read_table(tmp_path / "out.parquet").to_pandas()
-    table, single = (
-        read_scores(scores / "far" / "law.test", experts),
-        read_scores(scores / "dense" / "law.test", ["dense"]),
-    )
+    table = read_scores(scores / "far" / "law.test", experts)
+    single = read_scores(scores / "dense" / "law.test", ["dense"])
     wanted: dict[tuple[str, int], list[float]] = {}
     for block, alone, mask in zip(table.scores, single.scores, table.mask, strict=True):
         mixed = log_mixture(block_weights(block, log_prior, "history")[:-1], block)

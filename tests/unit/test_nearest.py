@@ -16,7 +16,7 @@ from demix.evaluate.own_text import evaluate_text
 from demix.evaluate.routing import Routing, route
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
-from demix.files import read_json, write_json, write_json_lines
+from demix.files import read_json, read_parquet, write_json, write_json_lines
 from demix.generate.playground.answers import model_facts, opened
 from demix.mix.mixtures import mix
 from demix.mix.stream import Posterior
@@ -173,12 +173,9 @@ def test_mix_and_eval_take_weights_by_distance(run: Path, tokens: Path, tmp_path
     found = demix("mix", test, "--weights", "cluster(0.3)", "--methods", "uniform,cached")
     assert found.exit_code == 0, found.output
     table = read_scores(test, TRAINING)
-    encoder, clusterer = Tokenizer.load(run / "tokenizer.json"), Clusterer.open(run / "clusters" / "by_domain")
     far = np.zeros((table.mask.size, len(TRAINING)))
-    rows = np.concatenate(
-        list(context_distances(clusterer, encoder, TokenShard.open(shards[1]), "document", length, 200))
-    )
-    far[:200] = rows[:, [clusterer.names.index(name) for name in TRAINING]]
+    rows = read_parquet(routing / "scripture.test.parquet")
+    far[:200] = np.stack([rows[name].to_numpy() for name in TRAINING], axis=1)
     far = far.reshape(table.scores.shape)
     log_p = mix(table.scores, table.mask, "uniform", "cluster(0.3)", distances=far)
     assert f"{np.exp(-log_p.sum() / 200):.2f}" in found.output
