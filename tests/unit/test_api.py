@@ -15,11 +15,9 @@ from scipy.special import logsumexp
 import demix
 from demix.files import read_json
 from demix.generate.playground.answers import MixRequest, analyse, opened
-from demix.model.checkpoint import load_model
 from demix.model.export import export_hf
 from demix.run.run import Run
 from support.cli import demix as command
-from support.decoding import whole
 from support.errors import refused
 from support.frozen import rows_of
 from support.mixing import log_weights, tempered
@@ -161,9 +159,6 @@ def test_generation_is_that_of_the_command(folder: Path, model: demix.OpenedMode
     found = model.generate(SHORT, **asked)
     assert printed("generate", folder, "--prompt", SHORT, *words) == f"{found}\n"
     assert len(found.ids) <= asked.get("tokens", 100)
-    ids = torch.tensor([[*model.tokenizer.encode(SHORT).tolist(), *found.ids.tolist()]])
-    expected = whole(load_model(folder, model.experts), ids, torch.tensor([model.tokenizer.end_of_text]))
-    np.testing.assert_allclose(found.log_probabilities.T, expected[:, 0, -len(found.ids) :], atol=1e-4)
     with np.errstate(divide="ignore"):
         mixed = logsumexp(np.log(found.weights) + found.log_probabilities, axis=1)
     np.testing.assert_allclose(found.mixture, mixed)
@@ -206,7 +201,6 @@ def test_a_file_is_read_as_it_is(model: demix.OpenedModel, tmp_path: Path) -> No
 REFUSED: list[tuple[Callable[[demix.OpenedModel, Path], object], str]] = [
     (lambda model, _: demix.load(model.folder.parent), "models/model.json"),
     (lambda model, _: demix.load(model.folder, experts=["law"]), "experts/law.json"),
-    (lambda model, _: demix.load(model.folder, experts=["fantasy", "fantasy"]), "--experts"),
     (lambda model, _: demix.load(model.folder, experts="fantasy"), "experts"),
     (lambda model, _: demix.load(model.folder, device="tpu"), "--device tpu"),
     (lambda model, _: model.score(["a", ""]), "text 2"),
@@ -214,7 +208,6 @@ REFUSED: list[tuple[Callable[[demix.OpenedModel, Path], object], str]] = [
     (lambda model, _: model.eval(""), "text"),
     (lambda model, files: model.eval(files / "no.txt"), "no.txt"),
     (lambda model, _: model.eval(["a"]), "text"),
-    (lambda model, _: model.score([1]), "text"),
     (lambda model, _: model.next("\udcff"), "text"),
     (lambda model, _: model.eval("\udcff"), "text"),
     (lambda model, files: model.next(files / "nothing"), "nothing"),
@@ -222,15 +215,11 @@ REFUSED: list[tuple[Callable[[demix.OpenedModel, Path], object], str]] = [
     (lambda model, files: model.next(files / "records.jsonl"), "records.jsonl"),
     (lambda model, _: model.next("a", experts=["film"]), "experts"),
     (lambda model, _: model.next("a", experts=[]), "prior"),
-    (lambda model, _: model.next("a", weights="last"), "--weights last"),
-    (lambda model, _: model.next("a", prior="updating"), "--prior updating"),
     (lambda model, _: model.generate("a", tokens=0), "tokens"),
     (lambda model, _: model.generate("a", temperature=float("nan")), "temperature"),
     (lambda _, files: demix.open_run(files), "config.json"),
     (lambda model, _: demix.open_run(model.folder.parents[1]).figure("figure3"), "figure figure3"),
-    (lambda model, _: demix.open_run(model.folder.parents[1]).figure("table3"), "figure table3"),
     (lambda model, _: demix.open_run(model.folder.parents[1]).sql("delete from results"), "query"),
-    (lambda model, _: demix.open_run(model.folder.parents[1]).sql("select nothing from results"), "query"),
 ]
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from demix.errors import DemixError
-from demix.mix.mixtures import mix
 from demix.model import continuations
 from demix.model.continuations import (
     Continuation,
@@ -18,10 +17,10 @@ from demix.model.continuations import (
 )
 from demix.model.decode import Decoder, log_prior_of, posteriors_of, weights_of
 from demix.model.gpt import GPT
-from support.decoding import LENGTH, in_blocks, next_tokens, scored_in_blocks
+from support.decoding import LENGTH, next_tokens, scored_in_blocks
 from support.errors import refused
 from support.mixing import block_weights, log_mixture, log_weights, switching, tempered, updating_priors
-from support.models import SMALL, THREE, alone, model_of, randomise
+from support.models import SMALL, THREE, alone, model_of
 
 END = 49
 PRIOR = log_prior_of(THREE, {"law": 0.2, "news": 0.3, "code": 0.5})
@@ -124,19 +123,6 @@ def opinionated() -> GPT:
     return model
 
 
-def test_the_likeliest_token_is_that_of_the_mixture() -> None:
-    """After 30 contexts, of which some have a likeliest token that is not that of the unweighted average."""
-    model = opinionated()
-    contexts = [(END, *DRAWN[k : k + 6]) for k in range(30)]
-    mixture, average = (mixture_of(*how, [model]) for how in (("history", "cached", None, None), RULES[-1]))
-    likeliest, otherwise = ([next_by(each, context) for context in contexts] for each in (mixture, average))
-    assert likeliest != otherwise
-    wanted = [Continuation(context, (token,)) for context in contexts for token in range(50)]
-    found = continuation_log_probabilities(mixture, wanted)
-    greedy = [one.tokens[0] for one, (_, is_greedy) in zip(wanted, found, strict=True) if is_greedy]
-    assert greedy == likeliest
-
-
 def test_whole_models_are_mixed_like_experts_of_one_trunk(monkeypatch) -> None:
     """Each is in memory for all batches of a part together."""
     model = opinionated()
@@ -230,23 +216,3 @@ def test_a_model_that_gives_no_probability_is_refused() -> None:
         continuation_log_probabilities(
             mixture_of("history", "uniform", None, None, [model]), [Continuation((1,), (2,))]
         )
-
-
-def test_decoding_mixes_the_likeliest_experts_alone() -> None:
-    model = model_of(THREE)
-    randomise(model, 3)
-    text, before = torch.tensor([DRAWN[:21]]), torch.tensor([END])
-    for k in (1, 2):
-        mixture = mixture_of("history", "uniform", None, k, [model])
-        decoder = mixture.decoder(before)
-        scores, log_g = decoder.read(text)
-        # At the start of a block all weights are equal.
-        expected = torch.where(torch.arange(21) % LENGTH == 0, len(THREE), k)
-        assert ((log_g > -torch.inf).sum(-1) == expected).all()
-        table, mask = in_blocks(scores[:, 0].numpy())
-        mixed = (log_g[0].T + scores[:, 0]).logsumexp(0)
-        np.testing.assert_allclose(mixed, mix(table, mask, "uniform", "history", top_k=k)[mask], atol=1e-10)
-        assert decoder.next_log_probabilities().logsumexp(-1) == pytest.approx(0, abs=1e-6)
-        foretold = decoder.next_log_probabilities()[0, 7]
-        scores, log_g = decoder.read(torch.tensor([[7]]))
-        assert foretold == pytest.approx(float((log_g[0, 0] + scores[:, 0, 0]).logsumexp(0)), abs=1e-6)

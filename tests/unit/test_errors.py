@@ -21,7 +21,7 @@ from demix.model.device import within_memory
 from demix.run.check import load_run
 from demix.run.kept import FORMAT, refuse_other_domains, write_run_config
 from demix.train.loop import MEMORY_CURE
-from support.cli import demix, refusal, said
+from support.cli import refusal, said
 from support.configs import domains, small
 from support.errors import refused
 from support.models import write_model
@@ -227,24 +227,6 @@ def test_a_process_ends_with_that_line_and_status_1() -> None:
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"demix: error: {LINES['config missing.yaml']}\n"
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.txt", "one text\n".encode("utf-16")),
-        ("a.txt", "one text\n".encode("utf-16-le")),
-        ("a.jsonl", '{"text": "a"}\n'.encode("utf-16")),
-        ("a.csv", b"body\na\n"),
-    ],
-)
-def test_a_text_that_cannot_be_read_is_refused(name: str, content: bytes, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
-    refusal("eval", MODEL, tmp_path / name, of=name)
-
-
-def test_a_field_that_is_named_is_read() -> None:
-    assert demix("eval", MODEL, "body.jsonl", "--field", "body").exit_code == 0
 
 
 def test_a_number_that_yaml_reads_as_text_is_refused_by_its_line() -> None:

@@ -98,16 +98,6 @@ def test_rules_of_a_config_are_those_that_mix() -> None:
     assert FAMILIES.keys() == CLASSES.keys()
 
 
-def test_an_expert_without_weight_stays_so(run: Path, opened: package.OpenedModel) -> None:
-    two = package.load(run / "models" / "demix", experts=["code", "law"])
-    without, alone = (
-        opened.next(PROMPT, experts=["law", "code"], weights="history"),
-        two.next(PROMPT, weights="history"),
-    )
-    assert without.weights[opened.experts.index("news")] == 0
-    np.testing.assert_allclose(without.log_probabilities, alone.log_probabilities, atol=1e-10)
-
-
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.5, 0.6), (2.0, 0.05)])
 def test_draws_follow_the_nucleus_of_the_mixture(temperature: float, top_p: float, opened: package.OpenedModel) -> None:
     """The fewest likeliest tokens that reach `top_p`; the mean of their log p is that of the distribution."""

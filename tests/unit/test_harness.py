@@ -1,40 +1,51 @@
-"""`demix lm-eval`: local tasks, offline, against our own scoring and against the harness's own Hugging Face model."""
+"""Tasks of the standard harness, by `demix lm-eval` and in a run: against our own scoring and Hugging Face, offline."""
 
 import importlib.util
 import json
 import shutil
 import socket
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 
-from demix.config.architecture import architecture_from
 from demix.data.tokenizer import Tokenizer
+from demix.errors import DemixError
+from demix.evaluate.harness import Tasks, evaluate_tasks
+from demix.files import read_parquet, write_parquet
 from demix.mix.mixtures import mix
 from demix.model.checkpoint import load_model
+from demix.report import report_files
+from demix.report.material import Material
+from demix.report.read import read_tasks
+from demix.run.check import completed_run
+from demix.run.harness import harness_files, harness_settings, harnessed
+from demix.run.rules import RunRules
 from support.cli import demix, refusal
+from support.configs import domains, small, small_run
 from support.decoding import LENGTH, in_blocks, scored_in_blocks, write_run
-from support.harness_tasks import TASKS, ran_offline, write_tasks
+from support.errors import refused
+from support.harness_tasks import DOCUMENTS, PASSAGE, TASKS, ran_offline, write_tasks
 from support.models import THREE, model_of, save_model
+from support.report import table_of
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-
-@pytest.fixture(scope="module")
-def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a model, and a folder `tasks` with a task of each kind over one local file."""
-    folder = tmp_path_factory.mktemp("harness")
-    write_run(folder, tokens)
-    write_tasks(folder)
-    return folder
+NAMES = ("choice", "word", "rolling")
+WEIGHTS = ("history", "average")
+ASKED: dict[str, Any] = {"tasks": ["choice", "w*", "rolling"], "limit": 3, "shots": 1}
 
 
-@pytest.fixture(autouse=True)
-def _local(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Nothing is asked of the network, and of the machine neither what packages it has: that takes seconds."""
     import datasets
     import lm_eval.evaluator
@@ -42,11 +53,63 @@ def _local(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     def refuse(*arguments: object, **named: object) -> None:
         raise AssertionError(f"asks for {arguments}")
 
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
+    with pytest.MonkeyPatch.context() as patch:
+        # A stage sets these for its own process.
+        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+            patch.setenv(name, "1")
+        patch.setattr(socket.socket, "connect", refuse)
+        patch.setattr(socket, "getaddrinfo", refuse)
+        patch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        patch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory, _local: None) -> Path:
+    """A run with a model of experts and a dense one, a folder `tasks`, and what the stages make of them."""
+    folder = tmp_path_factory.mktemp("harness_run")
+    write_run(folder, tokens)
+    write_tasks(folder)
+    encoder = Tokenizer.load(folder / "tokenizer.json")
+    dense = model_of(dtype=torch.float32, vocab_size=encoder.vocab_size)
+    save_model(dense, folder / "models" / "dense", encoder.sha256, "dense")
+    done("harness-documents", "--output", documents(folder), given=asked(folder))
+    for domain in THREE:
+        train = folder / "corpus" / domain / "train.parquet"
+        text = pa.array([f"{PASSAGE} Amen." if domain == "law" else domain], pa.large_string())
+        write_parquet(pa.table({"text": text}), train)
+        output = folder / "harness" / "contamination" / f"{domain}.parquet"
+        assert demix("contamination", documents(folder), train, "--output", output).exit_code == 0
+    files = []
+    for model, experts in (("demix", THREE), ("dense", ())):
+        files += ["--harness", folder / "harness" / "models" / f"{model}.parquet"]
+        scored(folder, files[-1], {"model": model, "experts": list(experts)})
+    none = {"tasks": {}, "models": [], "weights": ["history"], "temperature": 0.1}
+    done("classify", folder, "--output", folder / "tasks.parquet", *files, given=none)
+    return folder
+
+
+def asked(folder: Path) -> dict[str, Any]:
+    return ASKED | {"include_path": str(folder / "tasks")}
+
+
+def documents(folder: Path) -> Path:
+    return folder / "harness" / "documents.parquet"
+
+
+def scored(folder: Path, output: Path, about: dict[str, Any]) -> None:
+    """Put a model to the tasks by both rules of weights."""
+    given = asked(folder) | {"seed": 1, "weights": list(WEIGHTS), "threads": 1} | about
+    model = folder / "models" / about["model"]
+    done("harness", model, "--documents", documents(folder), "--output", output, given=given)
+
+
+def done(command: str, *words: object, given: dict[str, Any]) -> None:
+    ended = demix(command, *words, "--settings", json.dumps(given))
+    if isinstance(ended.exception, DemixError):
+        raise ended.exception
+    assert ended.exit_code == 0, (ended.exception, ended.output)
 
 
 def evaluated(place: Path, tmp_path: Path, *options: object, model: Path | None = None) -> dict[str, list[dict]]:
@@ -123,17 +186,11 @@ def test_log_likelihoods_are_those_of_an_evaluation(place, tmp_path, options, me
         assert sample["acc"] == (likeliest == sample["doc"]["gold"])
 
 
-@pytest.mark.parametrize("decoder", ["demix", "llama"])
-def test_an_exported_expert_is_what_the_harness_makes_of_it(place: Path, tmp_path: Path, decoder: str) -> None:
+def test_an_exported_expert_is_what_the_harness_makes_of_it(place: Path, tmp_path: Path) -> None:
     """All kinds of requests, with and without demonstrations; contexts of more than a block are cut alike."""
     from lm_eval import simple_evaluate
 
-    model = place / "models" / decoder
-    if decoder == "llama":
-        encoder = Tokenizer.load(place / "tokenizer.json")
-        llama = architecture_from({"preset": "llama", "layers": 2, "width": 32, "heads": 4, "context": LENGTH})
-        made = model_of(THREE, torch.float32, architecture=llama, vocab_size=encoder.vocab_size)
-        save_model(made, model, encoder.sha256)
+    model = place / "models" / "demix"
     assert demix("export", model, "--expert", "news", "--output", tmp_path / "hf").exit_code == 0
     manager = TaskManager(include_path=str(place / "tasks"), include_defaults=False)
     for shots in (0, 2):
@@ -274,3 +331,155 @@ def test_a_local_task_asks_nothing_of_the_network(place: Path, tmp_path: Path) -
     done = ran_offline(tmp_path, "lm-eval", place / "models" / "demix", *named)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("|Tasks")
+
+
+MARKUP = "<script>alert(1)<script>"
+# Names of tasks, and what of a path each would be.
+PATHS = ("../../outside", "/tmp/outside", f"{MARKUP}/a", "n" * 151)
+
+
+def test_a_name_of_a_task_is_no_path_and_no_code_for_the_terminal(place: Path, tmp_path: Path) -> None:
+    tasks, output, model = tmp_path / "tasks", tmp_path / "out" / "out.json", place / "models" / "demix"
+    for folder in (tasks, output.parent):
+        folder.mkdir()
+    text = (place / "tasks" / "choice.yaml").read_text()
+    for number, name in enumerate((*PATHS, MARKUP, "\x1b[2Jclear")):
+        (tasks / f"{number}.yaml").write_text(text.replace("task: choice", f"task: {json.dumps(name)}"))
+    # By its file, its name is known when it has been evaluated.
+    for name in (*PATHS, str(tasks / "0.yaml")):
+        with pytest.raises(DemixError):
+            evaluate_tasks({"pretrained": str(model)}, Tasks((name,), tasks), output, True)
+    assert [*output.parent.iterdir()] == []
+    assert not Path("/tmp/outside").exists()
+    assert PATHS[1] in evaluate_tasks({"pretrained": str(model)}, Tasks((PATHS[1],), tasks))["results"]
+    named = ("--include-path", tasks, "--output", output, "--log-samples")
+    shown = demix("lm-eval", model, "--tasks", f"\x1b[2Jclear,{MARKUP}", *named)
+    assert shown.exit_code == 0, shown.exception
+    assert "\x1b" not in shown.stdout
+    assert "\\x1b[2Jclear" in shown.stdout
+    assert MARKUP in shown.stdout
+    assert len([*output.parent.iterdir()]) == 3
+
+
+def test_rows_are_the_values_of_the_harness_with_its_versions(place: Path, tmp_path: Path) -> None:
+    rows = pd.read_parquet(place / "tasks.parquet")
+    assert list(rows["model"].unique()) == ["demix", "dense"]
+    assert set(rows["task"]) == set(NAMES)
+    assert rows[["shots", "examples", "seed"]].drop_duplicates().to_numpy().tolist() == [[1, 3, 1]]
+    assert set(rows["harness_version"]) == {version("lm_eval")}
+    assert rows["accuracy"].isna().all()
+    how = {("demix", rule): ("--weights", rule) for rule in WEIGHTS} | {("dense", "dense"): ()}
+    for (model, rule), options in how.items():
+        own = rows[(rows["model"] == model) & (rows["routing"] == rule)]
+        assert set(own["n_experts"]) == {3 if model == "demix" else 1}
+        output = tmp_path / "out.json"
+        words = ("lm-eval", place / "models" / model, "--tasks", ",".join(NAMES), "--include-path", place / "tasks")
+        told = demix(*words, "--output", output, "--limit", 3, "--num-fewshot", 1, *options)
+        assert told.exit_code == 0, told.output
+        found = json.loads(output.read_text())
+        expected = {
+            (task, key.removesuffix(",none")): (value, found["results"][task][f"{metric}_stderr,none"])
+            for task in NAMES
+            for key, value in found["results"][task].items()
+            for metric in [key.partition(",")[0]]
+            if "," in key and not metric.endswith("_stderr")
+        }
+        assert {(row.task, row.metric) for row in own.itertuples()} == set(expected)
+        for row in own.itertuples():
+            value, error = expected[row.task, row.metric]
+            assert row.value == pytest.approx(value, rel=1e-6)
+            assert (row.stderr == pytest.approx(error, rel=1e-6)) if error != "N/A" else pd.isna(row.stderr)
+            assert row.task_version == str(found["versions"][row.task])
+            assert row.higher_is_better == found["higher_is_better"][row.task][row.metric]
+
+
+def test_the_documents_are_those_that_are_asked(place: Path) -> None:
+    rows = pd.DataFrame(read_parquet(documents(place)).to_pylist())
+    assert list(rows["task"].unique()) == list(NAMES)
+    assert rows[rows["task"] == "word"][["document", "text"]].to_numpy().tolist() == [
+        [number, text] for number, one in enumerate(DOCUMENTS[:3]) for text in (one["text"], *one["choices"])
+    ]
+    assert rows["n_words"].tolist() == [len(text.split()) for text in rows["text"]]
+    # All tasks have the same file.
+    assert rows["task_sha256"].nunique() == 1
+
+
+def test_other_documents_than_those_of_the_run_are_refused(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place, tmp_path / "run")
+    for task in (tmp_path / "run" / "tasks").glob("*.yaml"):
+        task.write_text(task.read_text().replace(str(place / "data.jsonl"), str(tmp_path / "data.jsonl")))
+    lines = (place / "data.jsonl").read_text()
+    (tmp_path / "data.jsonl").write_text(lines)
+    output = tmp_path / "out.parquet"
+    scored(tmp_path / "run", output, {"model": "dense"})
+    (tmp_path / "data.jsonl").write_text(lines.replace("The house divided.", "The house united."))
+    output.unlink()
+    with refused("documents.parquet"):
+        scored(tmp_path / "run", output, {"model": "dense"})
+    assert not output.exists()
+
+
+@pytest.mark.full
+def test_a_task_without_data_is_one_line_and_asks_no_network(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "tasks").mkdir()
+    text = (place / "tasks" / "word.yaml").read_text().replace("dataset_path: json", "dataset_path: nobody/nothing")
+    (tmp_path / "tasks" / "word.yaml").write_text(text)
+    settings = json.dumps({"tasks": ["word"], "include_path": str(tmp_path / "tasks")})
+    output = tmp_path / "documents.parquet"
+    ended = ran_offline(tmp_path, "harness-documents", "--settings", settings, "--output", output)
+    assert ended.returncode == 1
+    assert [
+        line for line in ended.stderr.splitlines() if line.startswith("demix: error: config key lm_eval.tasks: word")
+    ]
+    assert not output.exists()
+
+
+SECTION = {"tasks": ["choice"], "weights": ["tempered", "average", "cluster"]}
+BY_DOMAIN = {"by_domain": {"method": "metadata"}}
+
+
+def test_the_models_of_a_run_that_do_tasks_and_what_mixes_them() -> None:
+    rows = {"btm": {"kind": "branched"}, "masked": {"kind": "dense", "architecture": {"attention": "bidirectional"}}}
+    rows["masked"]["architecture"]["objective"] = "mlm"
+    run = completed_run(small(models=rows, clusterings=BY_DOMAIN, lm_eval=SECTION))
+    assert [model.name for model in harnessed(run)] == ["demix", "dense", "dense_unbalanced", "btm"]
+    told = harness_settings(run, harnessed(run)[0])
+    assert told["weights"] == ["tempered", "average", "cluster(0.1)"]
+    assert (told["experts"], told["model"]) == (["law", "news"], "demix")
+    assert harness_settings(run, harnessed(run)[1])["experts"] == []
+    assert RunRules(run).harness_mixing("demix") == [
+        "results/x/models/demix/mixing.json",
+        "results/x/clusters/by_domain/clusterer.json",
+    ]
+    assert RunRules(run).harness_mixing("dense") == []
+    few = completed_run(small(lm_eval={"tasks": ["choice"], "models": ["dense"]}))
+    assert [model.name for model in harnessed(few)] == ["dense"]
+
+
+def test_a_changed_file_of_the_folder_is_an_input(place: Path) -> None:
+    section = {"tasks": ["choice"], "include_path": str(place / "tasks")}
+    (place / "tasks" / "__pycache__").mkdir(exist_ok=True)
+    (place / "tasks" / "__pycache__" / "code.pyc").touch()
+    files = harness_files(completed_run(small(lm_eval=section)))
+    assert [Path(file).name for file in files] == ["choice.yaml", "rolling.yaml", "text.yaml", "word.yaml"]
+
+
+def test_the_table_has_all_values(place: Path) -> None:
+    sections = {"domains": domains(THREE), "lm_eval": {"tasks": list(NAMES), "weights": list(WEIGHTS)}}
+    run = small_run(place, **sections)
+    table, rows = table_of("harness", Material(run)), pd.read_parquet(place / "tasks.parquet")
+    systems = ["DEMix (history)", "DEMix (average)", "Dense (Balanced)"]
+    assert list(table.frame.columns) == ["Documents", "Demonstrations", *systems]
+    for row in rows.itertuples():
+        system = systems[2] if row.model == "dense" else f"DEMix ({row.routing})"
+        assert table.frame.loc[f"{row.task}, {row.metric}", system] == row.value
+    assert set(table.frame["Documents"]) == {3}
+    for line in table.frame.index:
+        values, task, metric = table.frame.loc[line, systems], *line.split(", ")
+        higher = rows[(rows["task"] == task) & (rows["metric"] == metric)]["higher_is_better"].iloc[0]
+        best = values == (values.max() if higher else values.min())
+        assert table.bold().loc[line, systems].tolist() == best.tolist()
+    assert any("choice law 1 (of 1); word law 1 (of 1); rolling law 1 (of 1)" in note for note in table.notes)
+    assert "tables/harness.html" in report_files(run)
+    assert "tables/harness.html" not in report_files(small_run(place, domains=domains(THREE)))
+    assert len(read_tasks(place / "tasks.parquet")) == 0

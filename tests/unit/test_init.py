@@ -258,12 +258,9 @@ def test_init_refuses_texts_that_are_no_domains(words: list[str], subject: str, 
 @pytest.mark.parametrize(
     ("old", "new", "subject"),
     [
-        ("    news:", "    law:", "mine.yaml, line 6"),
         ("run: mine", "run: mine\nrun: other", "mine.yaml, line 2"),
-        ("tokens: 4000", "tokens: 63", "mine.yaml, line 11, config key training.tokens"),
         ("kind: files\n", "kind: file\n", "mine.yaml, line 8, config key domains.training.news.source.kind"),
         (", learning_rate: 1.0e-3", "", "mine.yaml, line 11, config key training.learning_rate"),
-        ("run", "rum", "mine.yaml, line 1, config key rum"),
         ("run: mine", "run: &a [*a]", "mine.yaml, line 1, config key run"),
         ("run: mine", "base: below.yaml", "below.yaml, line 13"),
     ],

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from demix.commands.main import command_line
 from demix.commands.training import run_command
 from demix.run.run import Run
 from support.cli import demix
@@ -39,23 +38,9 @@ def test_text_that_cannot_be_printed_is_one_line(words: str, end: str, status: i
     assert done.stderr.count("\n") == bool(subject), done.stderr
 
 
-def test_help_shows_the_commands_for_people_first() -> None:
-    shown = demix("--help").output
-    places = [shown.index(f"│ {name} ") for name in ("config", "sql", "compare", "download", "train", "adapt")]
-    assert max(places[:3]) < min(places[3:])
-
-
 def test_the_version_is_that_of_the_package() -> None:
     text = (MAKEFILE.parent / "pyproject.toml").read_text()
     assert demix("--version").output == f"demix {tomllib.loads(text)['project']['version']}\n"
-
-
-def test_bash_completes_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, value in (("_DEMIX_COMPLETE", "complete_bash"), ("COMP_WORDS", "demix pl"), ("COMP_CWORD", "1")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit):
-        command_line()(prog_name="demix")
-    assert capsys.readouterr().out.split() == ["plan", "playground"]
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")

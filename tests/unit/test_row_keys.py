@@ -83,9 +83,3 @@ def test_each_accepted_row_is_scored_and_planned(accepted: Run) -> None:
         assert {table.model for table in evaluated(accepted, domain)} >= {*accepted.rows}
     planned = {job.name for job in plan_jobs(accepted, "h100")}
     assert {model.name for model in accepted.trained if not model.in_parts} <= planned
-
-
-def test_a_plan_divides_ranks_as_the_config_does() -> None:
-    run = run_of({"mine": {"kind": "demix", "ranks": 3, "replicas": {"law": 2}}})
-    (job,) = [job for job in plan_jobs(run, "h100") if job.name == "mine"]
-    assert job.ranks == 3

@@ -15,6 +15,8 @@ import openai
 import pytest
 import torch
 import urllib3
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
 from lm_eval.utils import RemoteTokenizer
 
 from demix.config.architecture import Routed
@@ -28,7 +30,8 @@ from support.cli import demix, refusal
 from support.decoding import LENGTH, in_blocks, next_tokens, scored_in_blocks, write_run
 from support.disturbed import until
 from support.errors import refused
-from support.models import SMALL, model_of, save_model, write_trunks
+from support.harness_tasks import TASKS, write_tasks
+from support.models import SMALL, model_of, save_model, write_model
 from support.serving import PROMPT, asked, client_of, serving
 
 # Without a stop, the likeliest tokens of the random model go on for minutes.
@@ -90,26 +93,18 @@ def test_log_probabilities_of_a_prompt_are_those_of_an_evaluation(run, address, 
     assert all(PROMPT[offset:].startswith(name) for name, offset in whole)
 
 
-@pytest.mark.parametrize("kind", ["whole models", "dense", "routed"])
-def test_other_kinds_of_models_are_served(run: Path, address: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["dense", "routed"])
+def test_other_kinds_of_models_are_served(run: Path, kind: str) -> None:
     encoder, model = Tokenizer.load(run / "tokenizer.json"), run / "models" / kind
     ids = [encoder.end_of_text, *encoder.encode(PROMPT).tolist()]
-    if kind == "whole models":
-        write_trunks(run / "models" / "demix", model)
-        expected = asked(address, echo=True, max_tokens=9, temperature=0, logprobs=2).choices[0]
-        values, text = expected.logprobs.token_logprobs, expected.text
-    else:
-        routed = Routed(experts=3, top_k=2, every=2, capacity=3.0, balance=0.01) if kind == "routed" else None
-        made = model_of(dtype=torch.float32, vocab_size=encoder.vocab_size, architecture=replace(SMALL, routed=routed))
-        save_model(made, model, encoder.sha256, kind)
-        values, text = scored_in_blocks(made, ids)[0].tolist(), PROMPT
+    routed = Routed(experts=3, top_k=2, every=2, capacity=3.0, balance=0.01) if kind == "routed" else None
+    made = model_of(dtype=torch.float32, vocab_size=encoder.vocab_size, architecture=replace(SMALL, routed=routed))
+    save_model(made, model, encoder.sha256, kind)
+    values, text = scored_in_blocks(made, ids)[0].tolist(), PROMPT
     with serving(served(model)) as other:
         found = asked(other, model=kind, echo=True, max_tokens=9, temperature=0, logprobs=2).choices[0]
     assert found.text.startswith(text)
     assert found.logprobs.token_logprobs[: len(values)] == pytest.approx(values, abs=1e-4)
-    if kind == "whole models":
-        for one, other in zip(found.logprobs.top_logprobs, expected.logprobs.top_logprobs, strict=True):
-            assert one == pytest.approx(other, abs=1e-4)
 
 
 def test_a_completion_is_that_of_generate(run: Path, address: str) -> None:
@@ -368,3 +363,38 @@ def test_a_mistake_of_the_command_is_one_line(run: Path, address: str) -> None:
         (["--host", "nowhere.invalid", "--port", "0"], "--host nowhere.invalid"),
     ):
         refusal("serve", model, *options, of=subject)
+
+
+@pytest.mark.full
+def test_the_harness_finds_what_it_finds_without_a_server(run, tmp_path, monkeypatch) -> None:
+    """Requests are sent three at a time, and two lots of them at once."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    encoder, model, tasks = Tokenizer.load(run / "tokenizer.json"), run / "models" / "wide", [*TASKS]
+    sizes = replace(SMALL, context=64)
+    write_model(model, tokenizer=encoder.sha256, vocab_size=encoder.vocab_size, architecture=sizes)
+    write_tasks(run)
+    options = ("--weights", "history", "--top-k", 2, "--batch-size", 1, "--include-path", run / "tasks")
+    named = ("--output", tmp_path / "out.json", "--log-samples")
+    done = demix("lm-eval", model, "--tasks", ",".join(tasks), *options, *named)
+    assert done.exit_code == 0, (done.exception, done.output)
+    how = {"batch_size": 3, "num_concurrent": 2, "max_length": MOST_TOKENS + 1}
+    with serving(served(model, weights="history", top_k=2)) as address:
+        theirs = simple_evaluate(
+            "local-completions",
+            model_args={"model": "wide", "base_url": f"{address}/v1/completions"} | how,
+            tasks=tasks,
+            task_manager=TaskManager(include_path=str(run / "tasks"), include_defaults=False),
+        )["samples"]
+    for task in tasks:
+        lines = (tmp_path / f"out.{task}.jsonl").read_text().splitlines()
+        for our, their in zip(map(json.loads, lines), theirs[task], strict=True):
+            assert our["doc"] == their["doc"]
+            told = json.loads(json.dumps(their["filtered_resps"]))
+            if task == "text":
+                assert our["filtered_resps"] == told
+                continue
+            ours, told = (np.atleast_2d(np.array(one, object)) for one in (our["filtered_resps"], told))
+            assert [str(one) for one in ours[:, 1:].ravel()] == [str(one) for one in told[:, 1:].ravel()]
+            values = [[float(one) for one in rows[:, 0]] for rows in (ours, told)]
+            assert values[0] == pytest.approx(values[1], rel=1e-14)

@@ -145,24 +145,6 @@ def test_processes_share_an_answer_about_all_jobs(commands: dict[str, Fake], mon
     assert controller.listed("7", 60.0) == ""
 
 
-def test_a_job_is_asked_for_by_itself_where_its_line_has_changed(
-    job: TrainingJob, commands: dict[str, Fake], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finish(job, monkeypatch)
-    running = "7 RUNNING None n1"
-    commands["squeue"].prints("7 PENDING Priority", *[running] * 5, "")
-    commands["scontrol"].prints("JobState=PENDING", "JobState=RUNNING", "JobState=COMPLETED")
-    slurm._wait(job, "7")
-    # Once for each line, and once more for the end.
-    assert commands["scontrol"].calls == 4
-    assert commands["squeue"].calls == 7
-    # As many lines as there are do not help a job that they lack.
-    commands["squeue"].prints("8 RUNNING None n1")
-    commands["scontrol"].prints("JobState=RUNNING", "JobState=COMPLETED")
-    slurm._wait(job, "7")
-    assert commands["scontrol"].calls == 3
-
-
 def test_a_cut_or_missing_file_is_no_result(job: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not slurm.is_finished(job)
     finish(job, monkeypatch)

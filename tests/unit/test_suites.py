@@ -20,7 +20,6 @@ from demix.report import report_files
 from demix.run.check import completed_run
 from demix.run.kept import config_fingerprint
 from demix.run.run import Run
-from demix.run.scoring import scoring_jobs
 from demix.run.systems import evaluated
 from support.cli import demix
 from support.configs import domains, small, small_run
@@ -116,21 +115,9 @@ def test_all_text_that_training_does_not_hold_is_test(tmp_path: Path) -> None:
     assert not (tmp_path / "none" / "test.parquet").exists()
 
 
-def test_the_jobs_of_a_run_stay_and_those_of_suites_join() -> None:
+def test_suites_change_a_config_and_no_domain_of_it() -> None:
     without = completed_run(small())
     run = completed_run(small(evaluation={"suites": SUITES}))
-    for apart in (False, True):
-        before, after = (scoring_jobs(one, apart=apart) for one in (without, run))
-        assert [job for job in after if "suites" not in job.rule] == list(before)
-        (first, *others) = [job for job in after if "suites" in job.rule]
-        assert first.jobs == 3
-        assert [part.model for job in (first, *others) for part in job.parts] == [
-            "demix",
-            "dense",
-            "dense_unbalanced",
-            "domain_token",
-        ]
-        assert {part.splits for job in (first, *others) for part in job.parts} == {("test",)}
     assert "suites" not in without.config.values["evaluation"]
     assert config_fingerprint(without.config) != config_fingerprint(run.config)
     assert completed_run(run.config.values).config.values == run.config.values

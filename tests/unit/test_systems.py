@@ -1,17 +1,25 @@
 """The table of models: what a config's model entries make, and what is evaluated of them."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hypothesis import given, strategies
 
-from demix.config.models import KINDS
+from demix.plan.cost import HARDWARE, plan_training
+from demix.run.check import completed_run, load_run
 from demix.run.compared import compared
+from demix.run.models import Model
+from demix.run.placement import place_experts, ranks_without
+from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.run.systems import bases, evaluated
 from demix.settings import written
-from support.configs import domains, small_run
+from support.configs import TEXT, domains, small, small_run
 
 TRAINING, NOVEL = ("law", "news", "code"), ("songs", "wiki")
 REMOVAL = {"retrain_without": ["law"], "replacement": "songs", "model": "demix"}
@@ -53,22 +61,6 @@ def test_the_models_of_a_run() -> None:
     ]
     added, made, *_ = run_of().adaptations
     assert (added.model, added.expert, made.model, made.expert) == ("demix", "songs", "dense-dapt-songs", "dense")
-
-
-def test_a_second_row_of_a_known_kind_needs_no_code() -> None:
-    rows = run_of(models={"demix_small": {"kind": "demix", "learning_rate": 5e-4}, "plain": {"kind": "dense"}})
-    by_name = {model.name: model for model in rows.planned}
-    assert written(by_name["demix_small"].settings) == written(rows.config.training) | {"learning_rate": 5e-4}
-    assert by_name["demix_small-seed9"].kind is KINDS["demix"]
-    rules = {job.rule: {part.model for part in job.parts} for job in scoring_jobs(rows)}
-    assert rules["score_known_demix"] == rules["score_demix"] == {"demix"}
-    assert rules["score_others"] >= {"demix_small", "plain-seed9", "demix-seed9", "dense"}
-    assert rules["score_known_others"] == rules["score_others"] | {"without-law"}
-    for domain in ("news", "wiki"):
-        tables = {(table.model, table.seed): table for table in evaluated(rows, domain)}
-        assert tables["plain", 7].sets == ()
-        assert [some.label for some in tables["demix_small", 7].sets] == ["training"]
-        assert {"demix_small", "plain"} <= {system.model for system in compared(rows, domain)}
 
 
 def test_adaptation_and_removal_follow_the_rows_that_they_name() -> None:
@@ -202,3 +194,73 @@ def test_a_novel_domain_that_is_appended_changes_no_job_of_before() -> None:
         }.items()
         assert {rule for rule in after.keys() - before.keys() if "wiki" in rule} == after.keys() - before.keys()
         assert (cluster["launch"] == "slurm") == all(len(job.parts) == 1 for job in after.values())
+
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_null_leaves_out_a_domain_of_the_base(tmp_path: Path) -> None:
+    left_out = {"training": {"scripture": None, "politics": None}, "novel": {"wiki": None, "politics": TEXT}}
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(yaml.safe_dump({"base": str(REPOSITORY / "config" / "sample.yaml"), "domains": left_out}))
+    run, sample = load_run(mine), load_run(REPOSITORY / "config" / "sample.yaml")
+    assert run.training == tuple(name for name in sample.training if name not in left_out["training"])
+    assert run.novel == (*(name for name in sample.novel if name != "wiki"), "politics"), "moved to the novel domains"
+    assert run.rows["demix"].learned == run.training
+    assert completed_run(run.config.values).config.values == run.config.values
+
+
+FOUR = domains(("law", "news", "code", "wiki"), ("songs",))
+
+
+def removing(removal: dict[str, Any] | None = None, **sections: Any) -> Run:
+    without = {"retrain_without": ["news"]} | (removal or {})
+    return completed_run(small(**{"domains": FOUR, "removal": without} | sections))
+
+
+def without(run: Run) -> Model:
+    (model,) = run.without
+    return model
+
+
+def test_a_model_without_a_domain_keeps_the_tokens_of_each_other_domain() -> None:
+    run = removing(training={"sequences": 2})
+    model, whole = without(run), run.whole
+    assert (model.domains, model.columns, model.updates) == (
+        ("law", "code", "wiki"),
+        ("law", "code", "wiki"),
+        whole.updates,
+    )
+    assert model.settings.tokens == 3 * whole.updates * 2 * 8, "updates of three domains, two sequences and 8 positions"
+    rules = RunRules(run)
+    told, before = (json.loads(rules.training_settings(one)) for one in (model, whole))
+    assert told.pop("tokens") < before.pop("tokens")
+    assert told == before, "what else a training is told is the same"
+    assert [Path(path).parent.name for path in rules.train_inputs(model)] == ["law", "code", "wiki"]
+    (plan,) = [one for one in plan_training(run, 8, HARDWARE["h100"]) if one.name == model.name]
+    assert (plan.tokens, plan.steps, plan.ranks) == (model.settings.tokens, whole.updates, 6)
+
+
+def test_a_model_without_a_domain_may_begin_anew_from_its_parents_state() -> None:
+    run = removing({"model": "again"}, models={"again": SEEDED | {"schedule": "restart"}})
+    model, whole = without(run), run.whole
+    assert (model.seed_step, model.parent_step_tokens) == (whole.seed_step, 32) == (15, 32), "the parent's own steps"
+    assert model.first_step == 20, "480 tokens in updates of 24"
+    assert model.updates - model.first_step == whole.updates - whole.first_step == 16
+    scratch = removing({"model": "scratch"}, models={"scratch": SEEDED | {"seed_tokens": 0}})
+    assert without(scratch).updates == scratch.whole.updates
+
+
+def test_experts_that_are_whole_models_are_not_trained_again() -> None:
+    model = without(removing({"model": "btm"}, models={"btm": SEEDED | {"kind": "branched"}}))
+    assert model.jobs == ()
+    assert [part.folder for part in model.parts] == ["branches/btm/law", "branches/btm/code", "branches/btm/wiki"]
+
+
+@given(strategies.integers(2, 12), strategies.integers(1, 4), strategies.data())
+def test_the_ranks_of_one_domain_fewer_fit(count: int, sequences: int, data: strategies.DataObject) -> None:
+    fitting = [n for n in range(1, count) if count % n == 0] + [n * count for n in range(1, sequences + 1)]
+    ranks = data.draw(strategies.sampled_from(fitting))
+    fewer = ranks_without(count, ranks)
+    assert fewer <= ranks
+    assert len(place_experts([f"d{n}" for n in range(count - 1)], sequences, fewer)) == fewer

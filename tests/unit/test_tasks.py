@@ -114,19 +114,6 @@ def test_every_routing_is_that_of_a_loop_over_tokens(top_k: int | None) -> None:
     assert {k for name, k, _ in rows if name == "average"} == {None}, "equal weights have no likeliest experts"
 
 
-def test_calibration_takes_off_the_label_without_the_text_by_the_same_weights() -> None:
-    scored = made_up(E)
-    rows, near = found(scored), near_of(scored).of_context
-    cues = {one.prompt.example: one for one in scored if one.prompt.split == "cue"}
-    for number, one in enumerate(one for one in scored if one.prompt.split == "test"):
-        log_g = log_weights(-near[one.prompt.context] / 0.1, 0)
-        expected = [
-            log_mixture(log_g, label).sum() - log_mixture(log_g, bare).sum()
-            for label, bare in zip(one.labels, cues[one.prompt.cue].labels, strict=True)
-        ]
-        assert rows["cluster", None, ""][number] == pytest.approx(expected, abs=1e-9)
-
-
 @pytest.mark.parametrize("cues", [False, True])
 def test_a_released_row_mixes_labels_after_a_softmax_over_labels(cues: bool) -> None:
     scored = made_up(E, cues=cues)
