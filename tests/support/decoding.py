@@ -54,16 +54,9 @@ def write_run(folder: Path, tokens: Path) -> Path:
     shutil.copy(tokens / "tokenizer.json", folder)
     encoder = Tokenizer.load(folder / "tokenizer.json")
     write_model(folder / "models" / "demix", tokenizer=encoder.sha256, vocab_size=encoder.vocab_size)
+    about = {"model": "demix", "experts": "training", "kind": "novel"}
     rows = [
-        {
-            "model": "demix",
-            "experts": "training",
-            "weights": weights,
-            "domain": domain,
-            "kind": "novel",
-            "expert": expert,
-            "prior": prior,
-        }
+        about | {"weights": weights, "domain": domain, "expert": expert, "prior": prior}
         for domain, priors in {"wiki": (0.1, 0.2, 0.7), "songs": (1.0, 0.0, 0.0)}.items()
         for expert, prior in zip(THREE, priors, strict=True)
         for weights in ("history", "fitted")

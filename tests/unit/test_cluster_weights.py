@@ -1,5 +1,6 @@
 """Weights by distance to clusters: Eq. 2 and 3 of Gururangan et al. 2023, and the rows that they give."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,11 @@ from sklearn.metrics.pairwise import euclidean_distances
 
 from demix.config.mixing import parsed_weights
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
-from demix.evaluate.losses import Mixture, dev_priors, document_losses
-from demix.evaluate.routing import beside_of
 from demix.evaluate.score_tables import read_scores
 from demix.files import digest, read_json, read_parquet, write_json, write_parquet
 from demix.mix.mixtures import mix
 from demix.mix.priors import cached_log_prior
-from demix.mix.rules import Cluster, ClusterHistory
+from demix.mix.rules import Cluster
 from demix.report.read import read_results
 from demix.run.check import load_run
 from demix.run.compared import compared
@@ -25,7 +24,7 @@ from demix.run.rules import RunRules
 from demix.run.systems import bases, evaluated
 from support.configs import domains, small_run
 from support.errors import refused
-from support.mixing import log_mixture, log_weights, window
+from support.mixing import as_blocks, log_mixture, log_weights, updating_priors, window
 from support.scored import LENGTH, write_table
 
 TINY = Path(__file__).parents[1] / "workflow" / "tiny.yaml"
@@ -46,19 +45,19 @@ def made_up(seed: int, experts: int = EXPERTS) -> tuple[np.ndarray, np.ndarray, 
 
 @pytest.mark.parametrize("top_k", [None, 1, 2, 3])
 @pytest.mark.parametrize("weights", ["cluster(0.1)", "cluster+history(0.3)"])
-@pytest.mark.parametrize("prior", [None, (0.5, 0.2, 0.2, 0.1)])
-def test_the_mixture_is_that_of_the_equations_in_a_loop(
-    weights: str, top_k: int | None, prior: tuple[float, ...] | None
-) -> None:
+@pytest.mark.parametrize("method", ["uniform", "updating", "cached"])
+def test_the_mixture_is_that_of_the_equations_in_a_loop(weights: str, top_k: int | None, method: str) -> None:
+    """Updating priors follow the tokens' evidence alone."""
     scores, mask, distances = made_up(1)
     family, temperature = parsed_weights(weights).family, parsed_weights(weights).parameters[0]
-    given = {} if prior is None else {"log_prior": np.log(prior)}
-    method = "uniform" if prior is None else "cached"
-    found = mix(scores, mask, method, weights, top_k=top_k, distances=distances, **given)
-    logits = np.log(prior or [1 / EXPERTS] * EXPERTS) - distances / temperature
-    for block in range(BLOCKS):
+    cached = np.log([0.5, 0.2, 0.2, 0.1])
+    found = mix(scores, mask, method, weights, decay=0.3, log_prior=cached, top_k=top_k, distances=distances)
+    priors = {"uniform": [np.log(np.full(EXPERTS, 1 / EXPERTS))] * BLOCKS, "cached": [cached] * BLOCKS}
+    priors["updating"] = updating_priors(as_blocks(scores, mask), "history", 0.3)
+    for block, prior in zip(range(BLOCKS), priors[method], strict=False):
         evidence = window(scores[block])[:-1] if family == "cluster+history" else 0
-        expected = log_mixture(log_weights(logits[block], evidence, top_k), scores[block])
+        log_g = log_weights(prior - distances[block] / temperature, evidence, top_k)
+        expected = log_mixture(log_g, scores[block])
         np.testing.assert_allclose(found[block, mask[block]], expected[mask[block]], rtol=0, atol=1e-12)
     assert (found[~mask] == 0).all()
 
@@ -206,46 +205,22 @@ def test_the_grid_and_what_dev_chooses(scores: Path, tmp_path: Path) -> None:
     assert len(both) == len(main)
     np.testing.assert_array_equal(both.nll_x, both.nll_y)
     test, dev = (read_scores(scores / "cbtm" / f"law.{split}", CLUSTERS) for split in ("test", "dev"))
-    far = {split: distances(scores, "k4", "document", CLUSTERS, split) for split in ("dev", "test")}
+    far = distances(scores, "k4", "document", CLUSTERS, "dev")
     tried = {}
-    for temperature in (0.01, 0.1, 1.0):
-        for top_k in (None, 2):
-            how = {"weights": Cluster(temperature), "top_k": top_k}
-            loss = -mix(dev.scores, dev.mask, "uniform", distances=far["dev"], **how).sum()
-            nll = -mix(test.scores, test.mask, "uniform", distances=far["test"], **how).sum()
-            tried[loss] = (temperature, top_k or 0, nll)
+    for temperature, top_k in product((0.01, 0.1, 1.0), (None, 2)):
+        how = {"weights": Cluster(temperature), "top_k": top_k}
+        loss = -mix(dev.scores, dev.mask, "uniform", distances=far, **how).sum()
+        nll = {}
+        for context in ("document", "block"):
+            log_p = mix(test.scores, test.mask, "uniform", distances=distances(scores, "k4", context, CLUSTERS), **how)
+            of = (grid.temperature == temperature) & (grid.top_k == (top_k or 0)) & (grid.context == context)
+            (nll[context],) = grid[of & (grid.weights == "cluster")].nll
+            assert nll[context] == pytest.approx(-log_p.sum())
+        tried[loss] = (temperature, top_k or 0, nll["document"])
     chosen = rows[(rows.variant == "dev_temperature") & (rows.weights == "cluster")]
     ((temperature, top_k, nll),) = zip(chosen.temperature, chosen.top_k, chosen.nll, strict=True)
     best = tried[min(tried)]
     assert (temperature, top_k, nll) == (*best[:2], pytest.approx(best[2]))
-
-
-def test_any_prior_goes_with_clusters_and_those_of_history_are_theirs(scores: Path) -> None:
-    """Updating priors follow the tokens' evidence alone."""
-    mixtures = [
-        Mixture(method, CLUSTERS, weights, rule=rule, routing="k4", context=context, dev_blocks=6)
-        for method in ("uniform", "updating", "cached", "fitted")
-        for weights, rule in (("cluster", Cluster(0.2)), ("cluster+history", ClusterHistory(0.2)))
-        for context in ("document", "block")
-    ]
-    test = scores / "cbtm" / "law.test"
-    table, dev = read_scores(test, CLUSTERS), read_scores(scores / "cbtm" / "law.dev", CLUSTERS)
-    priors = dev_priors(dev, mixtures)
-    losses = document_losses(test, CLUSTERS, mixtures, priors, beside=beside_of(test, mixtures))
-    assert cached_log_prior(dev.scores, dev.mask, "history", decay=0.3, blocks=6) == pytest.approx(priors[mixtures[8]])
-    for mixture in mixtures:
-        log_p = mix(
-            table.scores,
-            table.mask,
-            mixture.method,
-            mixture.rule,
-            log_prior=priors.get(mixture),
-            distances=distances(scores, "k4", mixture.context, CLUSTERS),
-        )
-        assert losses.mixtures[mixture].sum() == pytest.approx(-log_p.sum(), rel=1e-12)
-    # The fitted prior of these scores is one expert, whatever the distances.
-    differing = [mixture for mixture in mixtures if mixture.method != "fitted"]
-    assert len({losses.mixtures[mixture].sum() for mixture in differing}) == len(differing)
 
 
 def test_clusters_weight_models_that_have_a_clustering() -> None:

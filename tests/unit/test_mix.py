@@ -80,13 +80,6 @@ def test_the_order_of_equal_experts_decides_nothing(table, method, weights, top_
     assert mixed[0, 0] == pytest.approx(first, rel=1e-9, abs=1e-9)
 
 
-def test_the_likeliest_experts_alone_count_where_products_underflow() -> None:
-    """Two of three experts are kept; both give the token e^2000 times less than the third, the least likely one."""
-    scores, mask = np.array([[[-2000.0, -2001.0, 0.0]]]), np.ones((1, 1), bool)
-    found = mix(scores, mask, "cached", log_prior=np.log([0.5, 0.3, 0.2]), top_k=2)
-    assert found[0, 0] == pytest.approx(-2000 + np.log((0.5 + 0.3 * np.exp(-1)) / 0.8), abs=1e-9)
-
-
 @settings(max_examples=100, deadline=None)
 @given(tables(), rules, st.floats(0.05, 1.0), st.integers(1, 6))
 def test_cached_prior_is_the_updating_prior_after_the_dev_blocks(table, weights, decay, blocks) -> None:

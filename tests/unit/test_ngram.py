@@ -19,7 +19,6 @@ from demix.evaluate.ngrams import NGramScoring, score_ngrams
 from demix.evaluate.score_tables import read_scores
 from demix.model.ngram import FALLBACK, KneserNey, discounts_of
 from demix.run.check import completed_run
-from demix.run.compared import compared
 from demix.run.main_systems import ngram_lines
 from demix.run.rules import RunRules
 from demix.run.run import Run
@@ -35,11 +34,6 @@ def tiny(**sections: dict[str, Any]) -> Run:
     """The tiny run, whose sections have these keys too."""
     config = copy.deepcopy(TINY)
     return completed_run(config | {name: config.get(name, {}) | keys for name, keys in sections.items()})
-
-
-def without_ngrams(**models: Any) -> Run:
-    evaluation = {key: value for key, value in TINY["evaluation"].items() if key != "ngrams"}
-    return completed_run(copy.deepcopy(TINY) | {"evaluation": evaluation, "models": models})
 
 
 class Defined:
@@ -175,16 +169,6 @@ def _shards(run: Path) -> list[Path]:
     return [run / "tokens" / domain / f"{split}.arrow" for domain, split in names]
 
 
-def test_a_run_without_the_key_is_as_before() -> None:
-    plain, empty = without_ngrams(), tiny(evaluation={"ngrams": []})
-    assert "ngrams" not in plain.config.values["evaluation"]
-    for run in (plain, empty):
-        tables = [table.folder for table in evaluated(run, "licenses")]
-        assert tables == [table.folder for table in evaluated(tiny(), "licenses")][:-2]
-        assert not [system for system in compared(run, "licenses") if system.model.startswith("ngram")]
-        assert ngram_lines(run) == []
-
-
 def test_ngrams_learn_as_many_tokens_as_dense_and_are_mixed_as_experts() -> None:
     run = tiny(evaluation={"ngrams": [5, 2]}, models={"dense": {"tokens": 24576}})
     settings = json.loads(RunRules(run).ngram_settings(5))
@@ -194,12 +178,6 @@ def test_ngrams_learn_as_many_tokens_as_dense_and_are_mixed_as_experts() -> None
     assert (by_domain.folder, by_domain.columns) == ("ngram2_domains", run.training)
     assert [some.experts for some in by_domain.sets] == [run.training]
     assert by_domain.splits == ("dev", "test")
-    assert [system.label for system in ngram_lines(run)] == [
-        "5-grams (modified Kneser-Ney)",
-        "5-grams by domain (tempered)",
-        "2-grams (modified Kneser-Ney)",
-        "2-grams by domain (tempered)",
-    ]
     plain = changed(run, evaluation={"weights": ["history"]})
     assert [system.method for system in ngram_lines(plain)] == ["dense", "cached"] * 2
     assert bases(run).keys() == {"dense_unbalanced", "dense", "demix_cached"}

@@ -111,19 +111,15 @@ def test_the_terminal_shows_the_same_numbers(model: Path, tokens: Path) -> None:
     found = asked(model, text)
     shown = demix("eval", model, text).output
     rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in shown.splitlines() if "│" in line]
-    wanted = [[line["name"], f"{line['perplexity']:.2f}", f"{line['bits_per_byte']:.3f}"] for line in found["mixtures"]]
-    wanted += [
-        [
-            line["name"],
-            f"{line['perplexity']:.2f}",
-            f"{line['bits_per_byte']:.3f}",
-            "unknown",
-            *(f"{line[key]:.3f}" for key in ("behind", "weight", "posterior")),
-        ]
-        for line in sorted(found["experts"], key=lambda line: line["perplexity"])
+    experts = sorted(found["experts"], key=lambda line: line["perplexity"])
+    shared = ("perplexity", "{:.2f}"), ("bits_per_byte", "{:.3f}")
+    wanted = [
+        [line["name"], *(form.format(line[key]) for key, form in shared)] for line in [*found["mixtures"], *experts]
     ]
-    assert rows == wanted
-    first, second, _ = sorted(found["experts"], key=lambda line: line["perplexity"])
+    assert [row[:3] for row in rows] == wanted
+    own = [[f"{line[key]:.3f}" for key in ("behind", "weight", "posterior")] for line in experts]
+    assert [row[4:] for row in rows[-len(experts) :]] == own
+    first, second, _ = experts
     lead = math.log(second["perplexity"] / first["perplexity"])
     assert (first["behind"], second["behind"]) == (0, pytest.approx(lead))
 

@@ -23,24 +23,6 @@ TOKENS = (1 << 14) + 1005
 
 
 @dataclass(frozen=True)
-class Decaying(WeightsRule):
-    """Evidence of all tokens so far, across blocks; older ones count less."""
-
-    decay: float
-
-    def begin(self, log_prior: np.ndarray) -> State:
-        return (np.zeros_like(log_prior),)
-
-    def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
-        (total,) = state
-        found = np.zeros_like(chunk.scores)
-        for block, position in np.argwhere(chunk.mask):
-            found[block, position] = total
-            total = self.decay * total + chunk.scores[block, position]
-        return found, (total,)
-
-
-@dataclass(frozen=True)
 class Returning(WeightsRule):
     """Weights that go back to the prior a little with each token: they depend on it."""
 
@@ -88,7 +70,7 @@ def write_beside(path: Path, values: np.ndarray, sha256: str) -> None:
     pq.write_table(pa.table(list(values.T), schema=schema), path, row_group_size=1000)
 
 
-@pytest.mark.parametrize("rule", [Decaying(0.9), Returning(0.05), Near()])
+@pytest.mark.parametrize("rule", [Returning(0.05), Near()])
 def test_a_new_rule_is_a_class(table, rule: WeightsRule) -> None:
     """Mixtures by it, of different priors, streamed with mixtures by other rules, are those of the definition."""
     folder, scores, documents, distances = table
@@ -120,18 +102,6 @@ def test_losses_keep_the_numbers_of_the_documents(table) -> None:
     assert found.tokens.tolist() == [5, 16_995, TOKENS - 17_000]
     expected = [-part.sum() for part in np.split(scores[:, 1], [5, 17_000])]
     np.testing.assert_allclose(found.experts["news"], expected, rtol=1e-12)
-
-
-def test_columns_beside_come_with_the_scores(table) -> None:
-    folder, scores, _, distances = table
-    beside = {"two": Beside(folder / "distances.parquet", ("code", "law"))}
-    chunks = list(stream_scores(folder, EXPERTS, at_once=1000, beside=beside))
-    assert len(chunks) > 10
-    for chunk in chunks:
-        assert chunk.beside["two"].shape == (*chunk.mask.shape, 2)
-        assert not chunk.beside["two"][~chunk.mask].any()
-    assert (np.concatenate([chunk.beside["two"][chunk.mask] for chunk in chunks]) == distances[:, [2, 0]]).all()
-    assert (np.concatenate([chunk.scores[chunk.mask] for chunk in chunks]) == scores).all()
 
 
 def test_columns_of_other_tokens_are_refused(table) -> None:

@@ -1,7 +1,5 @@
 """Rules beyond the paper, `tempered`, `switching` and the prior `fitted`, against the definitions token by token."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,13 +8,11 @@ from scipy.optimize import minimize
 from scipy.special import log_softmax, logsumexp
 
 from demix.evaluate.choice import ALPHAS, BETAS, GAMMAS, switching_on_dev, tempered_on_dev
-from demix.evaluate.losses import Mixture, dev_priors, document_losses
-from demix.evaluate.score_tables import ScoreTable, read_scores
+from demix.evaluate.score_tables import ScoreTable
 from demix.mix.mixtures import mix
 from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import Chunk, Switching, Tempered
 from support.mixing import log_mixture, log_weights, switching, tables, tempered
-from support.scored import write_columns
 
 # What is infinite on purpose warns nobody.
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -213,26 +209,3 @@ def test_switching_is_chosen_on_dev() -> None:
     # Where the best expert changes at every token, the last token says less than the prior.
     turns = np.where(np.arange(500).reshape(2, 250, 1) % 2 == [0, 1], -3.0, 0.0)
     assert switching_on_dev(ScoreTable(turns, np.ones((2, 250), bool), ("law", "news"), 1, "0"), prior).alpha == 1.0
-
-
-def test_floors_lie_below_what_they_bound(tmp_path: Path) -> None:
-    """The best expert of a block bounds `history`, the best of a token bounds every rule; both by document."""
-    generator = np.random.default_rng(2)
-    experts, length, tokens = ("law", "news", "code"), 16, 1000
-    scores = -generator.exponential(2, (tokens, 3)).astype(np.float32)
-    ids = np.arange(tokens).astype(np.uint16)
-    for split in ("test", "dev"):
-        columns = dict(zip(experts, scores.T, strict=True))
-        write_columns(tmp_path / f"x.{split}", ids, np.array([0, 300, 301]), columns, length=length)
-    block, token = (Mixture(method, experts, "") for method in ("best_block", "best_token"))
-    bounded = [Mixture("uniform", experts), Mixture("uniform", experts, "tempered(0.5,0.9)")]
-    bounded.append(Mixture("fitted", experts, "switching(0.1)"))
-    priors = dev_priors(read_scores(tmp_path / "x.dev", experts), bounded)
-    found = document_losses(tmp_path / "x.test", experts, [block, *bounded, token], priors).mixtures
-    wide = scores.astype(np.float64)
-    np.testing.assert_allclose(found[token], -np.add.reduceat(wide.max(axis=1), [0, 300, 301]), rtol=1e-9)
-    best = [part.sum(axis=0).argmax() for part in np.split(wide, range(length, tokens, length))]
-    chosen = wide[np.arange(tokens), np.repeat(best, length)[:tokens]]
-    np.testing.assert_allclose(found[block], -np.add.reduceat(chosen, [0, 300, 301]), rtol=1e-9)
-    assert found[block].sum() <= found[bounded[0]].sum() + 1e-9
-    assert all((found[token] <= found[mixture]).all() for mixture in bounded)
