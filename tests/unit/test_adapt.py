@@ -158,15 +158,6 @@ def test_a_sweep_keeps_the_factor_of_the_lowest_dev_loss(tokens: Path, trained: 
         adapted(trained, tokens, tmp_path / "none", sweep=FactorSweep(factors=(1e12,)))
 
 
-def test_scoring_refuses_another_tokenizer(tokens: Path, trained: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(trained / "dense" / "model", tmp_path / "dense")
-    write_json(other / "model.json", read_json(other / "model.json") | {"tokenizer_sha256": "0" * 64})
-    scoring = Scoring(dev_blocks=2, test_tokens=None, precision="fp32", threads=1)
-    with refused("dense/experts/dense.json"):
-        score(other, ("dense",), shard_paths(tokens, NOVEL, "dev"), scoring, tmp_path / "scores")
-    assert not (tmp_path / "scores").exists()
-
-
 SHORT = dataclasses.replace(ADAPT, tokens=32 * 4 * 10)
 
 

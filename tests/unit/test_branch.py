@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 
 from demix.files import digest, read_json, write_json
 from demix.model.checkpoint import describe, expert_lineage, load_model
 from demix.model.description import tokens_learned
-from demix.model.gpt import GPT
 from demix.model.merge import merge_experts
 from demix.run.check import completed_run
 from demix.run.models import Model
@@ -26,7 +24,6 @@ from demix.train.branch import branched
 from demix.train.state import State
 from support.cli import demix
 from support.errors import refused
-from support.plain_training import adamw, plain_steps, rates
 from support.tokens import TRAINING
 from support.training import TRAIN, dense_with_seeds, opened, rows, shard_paths, tensors, train_into, updates
 
@@ -68,34 +65,6 @@ def test_a_dense_training_goes_on_from_its_own_state_to_the_bit(run: Path, token
     again = train_into(tmp_path, "dense", shard_paths(tokens), branch=seed(run))
     assert tensors(again) == tensors(run)
     assert updates(again) == updates(run)[10:]
-
-
-def test_a_branch_is_a_plain_loop(run: Path, half: Path, tokens: Path) -> None:
-    """From the dense model's own files after ten steps, with its order of data and schedule."""
-    shared, own = (load_file(seed(run) / name) for name in ("shared.safetensors", "expert-dense.safetensors"))
-    model = GPT(load_model(run / "model").architecture, 400, TRAINING)
-    optimizer = adamw(model)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            is_own = f"parameter/{name}" in own
-            state, copies = (own, 3) if is_own else (shared, 1)
-            kept = {"step": torch.tensor(10.0)}
-            for key in ("exp_avg", "exp_avg_sq"):
-                moment = state[f"optimizer/{key}/{name}"] / copies
-                kept[key] = moment.expand(3, *moment.shape).clone() if is_own else moment
-            parameter.copy_(state[f"parameter/{name}"])
-            optimizer.state[parameter] = kept
-    batches = balanced_batches(opened(tokens), TRAINING, 2, 32, seed=1)
-    found = updates(half)
-    assert [row["step"] for row in found] == list(range(11, STEPS + 1))
-    assert found[0]["loss"] == pytest.approx(updates(run)[10]["loss"], rel=1e-6), "it predicts as the dense model did"
-    of_steps = dict(list(enumerate(rates(STEPS, TRAIN.learning_rate, TRAIN.warmup)))[10:])
-    for row, step in zip(found, plain_steps(model, optimizer, batches, of_steps), strict=True):
-        assert row["loss"] == pytest.approx(step.loss, rel=1e-5)
-        assert row["tokens"] == row["step"] * 192
-    trained = load_model(half / "model", TRAINING)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(trained.get_parameter(name), parameter, rtol=0, atol=2e-5)
 
 
 def test_moments_of_experts_are_an_eth_of_the_dense_ones() -> None:

@@ -109,14 +109,18 @@ def test_ranks_write_their_parts_of_a_checkpoint(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_damaged_checkpoints_are_passed_over_and_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["metrics.jsonl", "shared.safetensors", "expert-x.safetensors", "manifest.json"])
+def test_damaged_checkpoints_are_named_passed_over_and_replaced(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for step in (5, 10):
         state.save_state(tmp_path, saved(step), World(), 3)
-    damaged = tmp_path / "step-00000010" / "shared.safetensors"
+    damaged = tmp_path / "step-00000010" / name
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
     (tmp_path / "step-00000020").mkdir()
     (tmp_path / ".other.partial").mkdir()
     assert state.newest_state(tmp_path, ("x",), World()).step == 5
+    assert str(damaged) in caplog.text
     assert state.newest_state(tmp_path / "none", ("x",), World()) is None
     # Trained once more, the step takes the place of what was damaged.
     state.save_state(tmp_path, saved(10), World(), 3)

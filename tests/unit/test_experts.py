@@ -15,12 +15,11 @@ from demix.errors import DemixError
 from demix.files import read_json, sha256_file, write_json, write_parquet
 from demix.model.checkpoint import expert_names, load_model, save_expert
 from demix.model.experts import add_expert, find_faults, remove_expert
-from demix.model.gpt import GPT
 from demix.model.merge import merge_experts, prior_weights
 from support.cli import demix, refusal
 from support.contents import contents
 from support.errors import concerns, refused
-from support.models import SMALL, THREE, randomise, write_model, write_trunks
+from support.models import THREE, randomise, write_model, write_trunks
 
 
 @pytest.fixture
@@ -210,26 +209,6 @@ def test_removing_leaves_a_whole_model_at_any_moment(model: Path) -> None:
     with refused("code.json"):
         remove_expert(model, "code")
     assert expert_names(model) == ("code",)
-
-
-def merged_tensors(model: Path, weights: dict[str, float], output: Path) -> dict[str, torch.Tensor]:
-    merge_experts(model, weights, output)
-    assert find_faults(output) == []
-    return load_file(output / "experts" / "dense.safetensors")
-
-
-def test_a_merged_model_is_the_average_written_by_hand(model: Path, tmp_path: Path) -> None:
-    # 64-bit experts, so that the average is seen before it is rounded.
-    stacked = GPT(SMALL, 50, THREE).double()
-    randomise(stacked)
-    for expert in THREE:
-        save_expert(stacked, expert, model, read_json(model / "experts" / f"{expert}.json"))
-    weights = {"code": 0.2, "law": 0.5, "news": 0.3}
-    found = merged_tensors(model, weights, tmp_path / "merged")
-    for name, tensor in stacked.expert_tensors().items():
-        expected = sum(weights[expert] * tensor[number] for number, expert in enumerate(THREE)).detach()
-        assert found[name].dtype == torch.float64
-        torch.testing.assert_close(found[name], expected, rtol=1e-14, atol=1e-15)
 
 
 def test_one_expert_alone_is_merged_to_the_bit(model: Path, tmp_path: Path) -> None:

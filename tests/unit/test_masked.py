@@ -2,9 +2,7 @@
 
 import dataclasses
 import itertools
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -42,7 +40,7 @@ from demix.model.decode import open_model
 from demix.model.export import export_hf
 from demix.model.filling import fillings, masked_inputs
 from demix.model.gpt import GPT, MASKED
-from demix.model.scoring import FOLDS, folds_of, log_probabilities, masked_log_probabilities
+from demix.model.scoring import FOLDS, log_probabilities, masked_log_probabilities
 from demix.plan.cost import plan_training
 from demix.plan.flops import HARDWARE, scoring_flops
 from demix.report.material import Material
@@ -50,9 +48,6 @@ from demix.report.read import read_results
 from demix.run.check import load_run
 from demix.run.systems import evaluated
 from demix.train.adapt import adapt_expert
-from demix.train.batches import balanced_batches, mixed_batches, proportional_batches
-from demix.train.loop import train
-from demix.train.stage import optimization
 from support.checkpoints import all_tensors
 from support.cli import demix
 from support.configs import changed, domains
@@ -60,7 +55,6 @@ from support.contents import contents
 from support.entries import tiny
 from support.errors import refused
 from support.models import SMALL, THREE, alone, model_of, save_model, torch_encoder
-from support.plain_training import adamw, plain_steps, rates
 from support.report import table_of
 from support.tokens import NOVEL, TRAINING
 from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, train_model
@@ -101,6 +95,8 @@ def test_the_states_are_those_of_an_encoder_of_torch_for_short_blocks_too(option
     encoder, bias = torch_encoder(model), bias.repeat(3, 1, 1)
     whole = model.final_norm(encoder(embedded, mask=bias))
     torch.testing.assert_close(model(ids[None])[0], whole, rtol=0, atol=1e-12)
+    with pytest.raises(DemixError):
+        model(ids[None], past=model.no_past())
     # Padding is masked away there. Here it is cut off.
     padding = torch.zeros(3, 16, dtype=torch.float64)
     padding[:, 11:] = -torch.inf
@@ -108,17 +104,6 @@ def test_the_states_are_those_of_an_encoder_of_torch_for_short_blocks_too(option
     found = model(ids[None, :, :11])[0]
     torch.testing.assert_close(found, padded, rtol=0, atol=1e-12)
     assert (found - whole[:, :11]).abs().max() > 1e-3
-
-
-@torch.no_grad()
-def test_every_position_sees_the_whole_block_and_nothing_goes_on_from_the_past() -> None:
-    model = model_of(THREE, architecture=ENCODER)
-    ids = torch.randint(0, 50, (1, 2, SMALL.context), generator=torch.Generator().manual_seed(0))
-    other = ids.clone()
-    other[..., -1] = (ids[..., -1] + 1) % 50
-    assert ((model(ids) - model(other)).abs().amax(-1) > 1e-9).all()
-    with pytest.raises(DemixError):
-        model(ids, past=model.no_past())
 
 
 @torch.no_grad()
@@ -154,14 +139,6 @@ def test_scores_are_those_of_a_plain_loop_in_folds_and_one_position_a_pass(folds
     np.testing.assert_allclose(scored, by_folds(model, ids, mask, folds, 8), rtol=0, atol=1e-12)
 
 
-def test_seven_folds_mask_each_token_once_by_the_number_of_the_block_alone() -> None:
-    folds = [folds_of(256, number) for number in (0, 1, 0)]
-    assert sorted(Counter(folds[0].tolist()).values()) == [36] * 3 + [37] * 4
-    assert (folds[0] == folds[2]).all()
-    assert (folds[0] != folds[1]).mean() > 0.7
-    assert sorted(folds_of(3, 5).tolist()) == [0, 1, 2], "a short block has a token a pass"
-
-
 def test_a_text_is_scored_alike_in_pieces_and_needs_no_token_before_its_blocks(tokens: Path) -> None:
     model, shard = model_of(THREE, architecture=ENCODER, vocab_size=400), opened(tokens)[0]
     T, limit = SMALL.context, 5 * SMALL.context + 3
@@ -177,78 +154,7 @@ def test_a_text_is_scored_alike_in_pieces_and_needs_no_token_before_its_blocks(t
     np.testing.assert_array_equal(log_probabilities(model, inputs * 0, targets, mask), whole)
 
 
-DRAWS = {"balanced": balanced_batches, "mixed": mixed_batches, "proportional": proportional_batches}
-
-
-@pytest.mark.parametrize("draw", DRAWS)
-def test_masked_batches_hide_a_fixed_number_of_the_blocks_own_tokens(draw: str, tokens: Path) -> None:
-    shards, T, M = opened(tokens), 32, round(0.15 * 32)
-    batches = DRAWS[draw](shards, TRAINING, 4, T, seed=5, objective="mlm")
-    plain = DRAWS[draw](shards, TRAINING, 4, T, seed=5)
-    assert (batches.tokens, batches.targets) == (plain.tokens, 4 * 3 * M)
-    done: Counter[str] = Counter()
-    for step in range(40):
-        batch, causal = batches.draw(step), plain.draw(step)
-        # The same blocks as a causal model's, without the token before.
-        text = causal.targets
-        assert batch.inputs.shape == text.shape
-        assert batch.places.shape == batch.targets.shape == (*text.shape[:2], M)
-        assert torch.equal(batch.targets, text.gather(2, batch.places))
-        assert all(len(set(row.tolist())) == M for row in batch.places.flatten(0, 1))
-        kept = torch.ones_like(text, dtype=torch.bool).scatter(2, batch.places, False)
-        assert torch.equal(batch.inputs[kept], text[kept])
-        assert torch.equal(batch.domains, causal.domains)
-        inputs = batch.inputs.gather(2, batch.places)
-        done += Counter(
-            "masked" if read == MASKED else "kept" if read == target else "random"
-            for read, target in zip(inputs.flatten().tolist(), batch.targets.flatten().tolist(), strict=True)
-        )
-        assert inputs.max() < shards[0].vocab_size
-    total = 40 * 4 * 3 * M
-    for what, share in (("masked", 0.8), ("random", 0.1), ("kept", 0.1)):
-        assert abs(done[what] / total - share) < 4 * (share * (1 - share) / total) ** 0.5 + 0.1 / 400, done
-
-
-def test_masks_depend_on_seed_step_domain_and_sequence_and_on_nothing_else(tokens: Path) -> None:
-    shards = opened(tokens)
-    batches = balanced_batches(shards, TRAINING, 4, 32, seed=5, objective="mlm")
-    first, mixed = batches.draw(3), mixed_batches(shards, TRAINING, 4, 32, seed=5, objective="mlm").draw(3)
-    for name in ("inputs", "targets", "places"):
-        ours, theirs = getattr(first, name), getattr(mixed, name)
-        assert torch.equal(ours, getattr(batches.draw(3), name))
-        assert torch.equal(ours.flatten(0, 1), theirs[0]), "a dense model masks the same tokens"
-    one = balanced_batches(shards[1:2], TRAINING[1:2], 4, 32, seed=5, objective="mlm").draw(3)
-    assert torch.equal(one.places[0], first.places[1])
-    rows = {tuple(row.tolist()) for row in first.places.flatten(0, 1)}
-    assert len(rows) > 10, "sequences differ"
-    for other in (batches.draw(4), balanced_batches(shards, TRAINING, 4, 32, seed=6, objective="mlm").draw(3)):
-        assert not torch.equal(other.places, first.places)
-    part = first.part(1, 3)
-    assert torch.equal(part.places, first.places[:, 1:3])
-    assert [masked_places(length) for length in (2, 10, 32, 256, 1024)] == [1, 2, 5, 38, 154]
-
-
 RECIPE = dataclasses.replace(TRAIN, architecture=SIZES | MASKED_LM, tokens=6 * TRAIN.tokens)
-ROUTED = {"experts": 4, "top_k": 2, "every": 2, "capacity": 4.0, "balance": 1.0}
-
-
-@pytest.mark.parametrize("routed", [None, ROUTED], ids=["dense", "routed"])
-def test_training_is_the_obvious_loop_in_any_micro_batches(routed: Any, tokens: Path, tmp_path: Path) -> None:
-    architecture = Architecture(**SIZES, **MASKED_LM, routed=routed)
-    drawn = mixed_batches(opened(tokens), TRAINING, 2, 32, seed=1, objective="mlm")
-    about = dataclasses.replace(optimization(RECIPE, 4, 3e-3), precision="fp64")
-    model = GPT(architecture, 400, ("dense",)).initialise(1).double()
-    steps = plain_steps(model, adamw(model), drawn, dict(enumerate(rates(4, 3e-3, RECIPE.warmup))))
-    wanted = [(step.loss, step.norm, number * 6 * 32) for number, step in enumerate(steps, start=1)]
-    for micro, checkpointing in ((None, True), (4, False)):
-        again = dataclasses.replace(about, micro_sequences=micro, checkpoint_activations=checkpointing)
-        ours = GPT(architecture, 400, ("dense",)).initialise(1)
-        rows = train(ours, drawn, TRAINING, again, tmp_path / f"{micro}{checkpointing}")
-        found = [tuple(row[key] for key in ("loss", "gradient_norm", "tokens")) for row in rows]
-        np.testing.assert_allclose(found, wanted, rtol=1e-9)
-        assert rows[0]["loss"] == pytest.approx(np.mean([rows[0][f"loss/{name}"] for name in TRAINING]))
-        for name, parameter in ours.named_parameters():
-            torch.testing.assert_close(parameter, model.get_parameter(name), rtol=0, atol=1e-9)
 
 
 @pytest.fixture(scope="module")

@@ -26,13 +26,11 @@ from demix.config.counts import parameters, training_flops_per_token, unchosen_p
 from demix.model.checkpoint import expert_names, load_experts, load_model, save_expert, save_shared
 from demix.model.experts import find_faults
 from demix.model.gpt import GPT
-from demix.model.merge import merge_experts
 from demix.model.scoring import expert_tokens_at_once, log_probabilities
 from support.contents import contents
 from support.errors import refused
 from support.models import (
     SMALL,
-    THREE,
     alone,
     gradient_named,
     model_of,
@@ -140,18 +138,6 @@ def test_each_expert_is_a_model_of_its_own_however_it_is_read(options: dict[str,
             torch.testing.assert_close(single(inputs[number, None]), scored[number, None], rtol=0, atol=1e-10)
             torch.testing.assert_close(single(inputs[:1]), shared[number, None], rtol=0, atol=1e-10)
         assert model(inputs[:, :0]).shape == (len(model.experts), 0, 16, 24)
-
-
-@EACH
-def test_a_later_token_changes_no_earlier_state(options: dict[str, Any]) -> None:
-    model = model_with(options)
-    inputs = texts(model, 2)
-    other = inputs.clone()
-    other[..., 9] = (other[..., 9] + 1) % VOCAB
-    with torch.no_grad():
-        before, after = model(inputs), model(other)
-    torch.testing.assert_close(before[:, :, :9], after[:, :, :9], rtol=0, atol=1e-12)
-    assert not torch.allclose(before[:, :, 9:], after[:, :, 9:])
 
 
 @EACH
@@ -274,18 +260,6 @@ def test_the_head_clap_in_half_precision_keeps_its_scale_exact() -> None:
     states = (hidden.float() * 1.003).bfloat16()
     assert not torch.equal(states, hidden)
     torch.testing.assert_close(model.logits(hidden), states @ unit.T)
-
-
-def test_the_scale_of_the_head_clap_belongs_to_what_all_experts_share(tmp_path: Path) -> None:
-    clap = dataclasses.replace(SMALL, head="clap")
-    model = model_of(THREE, torch.float32, architecture=clap)
-    save_model(model, tmp_path / "m")
-    merge_experts(tmp_path / "m", dict.fromkeys(THREE, 1 / 3), tmp_path / "merged")
-    merged = load_model(tmp_path / "merged")
-    assert torch.equal(merged.logit_scale, model.logit_scale)
-    torch.testing.assert_close(merged.blocks[0].feedforward.up[0], model.blocks[0].feedforward.up.mean(0))
-    save_model(alone(model, "law", "model"), tmp_path / "branch", kind="branched")
-    assert "logit_scale" in load_file(tmp_path / "branch" / "experts" / "law.safetensors")
 
 
 def rows_of(size: tuple[int, ...], vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -1,6 +1,5 @@
 """Trainings by several ranks over gloo: the results of one process, whatever is combined; lost and refused ranks."""
 
-import itertools
 import json
 import os
 import signal
@@ -19,15 +18,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
 from demix.commands import main as cli
-from demix.config.architecture import PRESETS, architecture_from
+from demix.config.architecture import architecture_from
 from demix.config.counts import parameters
 from demix.config.training import RateSchedule, Updates
 from demix.data.shards import TokenShard
@@ -38,10 +35,8 @@ from demix.run.placement import place, place_experts
 from demix.train import parallel
 from demix.train.adapt import adapt_dense, adapt_expert
 from demix.train.parallel import joined, synced_bytes
-from demix.train.schedule import Optimization
 from demix.train.stage import ModelTraining, Training, train_model
 from demix.train.sweep import read_trial
-from demix.train.updates import Optimizers
 from support.cli import said
 from support.errors import refused
 from support.forks import FORKS
@@ -131,25 +126,6 @@ demix            unequal  roberta masked    muon  fp64 one again whole   some sc
 demix            halves   llama   masked    adamw fp32 all kept  whole   some scratch
     """.strip().splitlines()
 ]
-
-
-def possible(names: dict[str, str]) -> bool:
-    """Whether these values of columns can stand together."""
-    if names.get("architecture") == "roberta":
-        return names.get("attention", "masked") == "masked"
-    return names.get("attention") != "documents" or names.get("architecture") != "gpt2"
-
-
-def test_every_pair_of_values_stands_in_a_case() -> None:
-    seen = set()
-    for case in CASES:
-        names = case._asdict() | {"kind": COLUMNS["kind"][case.kind]}
-        seen |= {*itertools.combinations(names.items(), 2)}
-    values = {column: {*names} for column, names in COLUMNS.items()} | {"kind": {"demix", "dense", "routed"}}
-    for one, other in itertools.combinations(COLUMNS, 2):
-        for pair in itertools.product(values[one], values[other]):
-            names = ((one, pair[0]), (other, pair[1]))
-            assert names in seen or not possible(dict(names)), names
 
 
 def settings(case: Case, **changes: str) -> Training:
@@ -299,45 +275,6 @@ def diverge(tokens: Path, folder: Path) -> None:
 def test_all_ranks_end_a_training_that_diverges(tokens: Path, tmp_path: Path) -> None:
     by_ranks(3, diverge, tokens, tmp_path)
     assert read_trial(tmp_path / "1e38.jsonl").diverged is not None
-
-
-def update(name: str, folder: Path) -> None:
-    """Save what four updates by a sharded optimizer give, ours or torch's ZeroRedundancyOptimizer."""
-    parameters = [nn.Parameter(torch.ones(shape)) for shape in ((40, 24), (40, 24), (7,), (24, 40), (90, 24), (1,))]
-    with joined() as world:
-        if name == "ours":
-            optimization = Optimization(steps=9, learning_rate=1.0, weight_decay=0.1, shard_optimizer=True)
-            named = {str(number): parameter for number, parameter in enumerate(parameters)}
-            optimizer = Optimizers(named, optimization, PRESETS["gpt3-small"], lambda _: dist.group.WORLD)
-        else:
-            # Its import takes seconds.
-            from torch.distributed.optim import ZeroRedundancyOptimizer
-
-            how = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-7, "weight_decay": 0.1, "fused": True}
-            optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **how)
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(4):
-            for parameter in parameters:
-                parameter.grad = torch.randn(parameter.shape, generator=generator)
-            optimizer.step(*([0.01] if name == "ours" else []))
-        if name == "ours":
-            kept = optimizer.gathered()
-        else:
-            optimizer.consolidate_state_dict(to=0)
-            state = optimizer.state_dict()["state"] if world.rank == 0 else {}
-            kept = {parameters[number]: state[number] for number in state}
-        found = {f"{n}/value": parameter.detach() for n, parameter in enumerate(parameters)}
-        for number, parameter in enumerate(parameters):
-            found |= {f"{number}/{key}": tensor.contiguous() for key, tensor in kept.get(parameter, {}).items()}
-        save_file(found, folder / f"{name}-{world.rank}")
-
-
-def test_updates_and_moments_are_those_of_torchs_zero(tmp_path: Path) -> None:
-    for name in ("ours", "torch"):
-        by_ranks(3, update, name, tmp_path)
-    for rank in range(3):
-        assert len(load_file(tmp_path / f"ours-{rank}")) == (24 if rank == 0 else 6)
-        assert (tmp_path / f"ours-{rank}").read_bytes() == (tmp_path / f"torch-{rank}").read_bytes()
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(1, 40), st.integers(1, 9))

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from demix import load
 from demix.config.config import Config
 from demix.config.tokenizer import TokenizerSection
 from demix.data.shards import TokenShard, blocks, tokenize, write_spans
@@ -24,7 +23,6 @@ from demix.data.tokenizer import Tokenizer, byte_lengths, train_tokenizer
 from demix.data.tokenizer_files import take_tokenizer
 from demix.errors import DemixError
 from demix.files import read_json, write_json
-from demix.model.import_hf import import_hf
 from demix.model.imported_tokenizer import imported_tokenizer
 from support.byte_level import NORMALISED, PLAIN, SPECIAL, definition, sample, write_folder
 from support.cli import demix
@@ -303,18 +301,6 @@ def test_a_checkpoint_s_tokenizer_is_read_from_the_files_that_it_has(tmp_path: P
     (tmp_path / "merges.txt").write_text("a b c\n")
     with refused("merges.txt"):
         imported_tokenizer(tmp_path, tmp_path / "u.json", 1512)
-
-
-def test_a_checkpoint_comes_with_its_tokenizer_and_its_padded_embedding(tmp_path: Path) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 64, "vocab_size": 1600}
-    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "hub")
-    write_folder(tmp_path / "hub", "qwen3")
-    import_hf(tmp_path / "hub", tmp_path / "model")
-    opened = load(tmp_path / "model")
-    assert (opened.tokenizer.vocab_size, opened.tokenizer.end_of_text) == (1600, 1500)
-    assert opened.next("a").log_probabilities.shape == (1600,)
 
 
 def test_the_stage_reads_a_file(tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ from demix.config.architecture import Architecture, Routed, architecture_from
 from demix.config.counts import parameters, training_flops_per_token
 from demix.data.shards import TokenShard, blocks
 from demix.data.tokenizer import Tokenizer
-from demix.errors import StoppedError
 from demix.evaluate.memorization import Audit, audit_rows
 from demix.evaluate.score import ScoredModel, Scoring, score_models
 from demix.files import read_json, read_json_lines, sha256_file, write_json, write_parquet
@@ -59,7 +58,7 @@ from support.errors import refused
 from support.models import SMALL, model_of, randomise, save_model, write_model
 from support.plain_training import adamw, plain_steps, rates
 from support.tokens import TRAINING
-from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, stop_at, train_model
+from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, train_model
 
 SWITCH = Routed(experts=4, top_k=1, every=1, capacity=0.75, balance=0.01)
 TOP2 = Routed(experts=4, top_k=2, every=2, capacity=1.0, balance=0.01)
@@ -223,38 +222,9 @@ def test_blocks_are_routed_every_so_often_and_their_experts_begin_apart() -> Non
     assert not layer.up_bias.any()
 
 
-def test_scoring_knows_no_capacity() -> None:
-    inputs = torch.randint(50, (1, 2, 16), generator=torch.Generator().manual_seed(2))
-    found = []
-    for capacity in (0.5, 4.0):
-        routed = dataclasses.replace(TOP2, capacity=capacity)
-        found.append(model_of(architecture=dataclasses.replace(SMALL, routed=routed))(inputs))
-    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
-
-
 ROUTED = {"experts": 4, "top_k": 2, "every": 2, "capacity": 4.0, "balance": 0.1}
 ARCHITECTURE = Architecture(**SIZES, routed=ROUTED)
-TIGHT = Architecture(**SIZES, routed=ROUTED | {"capacity": 1.0})
 RECIPE = dataclasses.replace(TRAIN, architecture=SIZES | {"routed": ROUTED})
-
-
-def test_training_is_the_obvious_loop_in_any_micro_batches(tokens: Path, tmp_path: Path) -> None:
-    drawn = mixed_batches(opened(tokens), TRAINING, 2, 32, seed=1)
-    about = dataclasses.replace(optimization(RECIPE, 4, 3e-3), precision="fp64")
-    model = GPT(TIGHT, 400, ("dense",)).initialise(1).double()
-    wanted = []
-    for step in plain_steps(model, adamw(model), drawn, dict(enumerate(rates(4, 3e-3, RECIPE.warmup)))):
-        (counts,) = [each.counts.tolist() for each in step.routers]
-        wanted.append((step.loss, step.norm, counts[1] / 192, counts[3] / 384, counts[5] / 384))
-    assert sum(row[3] for row in wanted) > 0, "some choices are dropped"
-    for micro, checkpointing in ((None, True), (4, False)):
-        again = dataclasses.replace(about, micro_sequences=micro, checkpoint_activations=checkpointing)
-        ours = GPT(TIGHT, 400, ("dense",)).initialise(1)
-        rows = train(ours, drawn, TRAINING, again, tmp_path / f"{micro}{checkpointing}")
-        keys = ("loss", "gradient_norm", "router_entropy", "router_dropped", "router_load/1")
-        np.testing.assert_allclose([tuple(row[key] for key in keys) for row in rows], wanted, rtol=1e-9)
-        for name, parameter in ours.named_parameters():
-            torch.testing.assert_close(parameter, model.get_parameter(name), rtol=0, atol=1e-9)
 
 
 @pytest.mark.full
@@ -340,27 +310,6 @@ def test_a_continued_model_is_the_obvious_one(run: Path, tokens: Path, tmp_path:
     trained = load_model(tmp_path / "model")
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(trained.get_parameter(name), parameter, rtol=0, atol=2e-5)
-
-
-def test_a_continued_model_goes_on_to_the_bit(
-    run: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed before the router has moments, and after."""
-
-    def into(name: str) -> bytes:
-        places = tmp_path / name, None, tmp_path / "checkpoints" / name
-        train_model("routed", RECIPE, shard_paths(tokens), *places, branch=seed_of(run))
-        return (tmp_path / name / "experts" / "dense.safetensors").read_bytes()
-
-    whole, stops = into("whole"), {10, 13}
-    stop_at(monkeypatch, stops)
-    for _ in range(2):
-        with pytest.raises(StoppedError):
-            into("again")
-    assert into("again") == whole
-    assert not stops
-    about = describe(tmp_path / "again")
-    assert (about["parent"]["step"], about["tokens_branch"], "schedule" in about["parent"]) == (10, 14 * 192, False)
 
 
 def test_a_routed_model_is_one_expert_in_its_files(run: Path, tokens: Path, tmp_path: Path) -> None:

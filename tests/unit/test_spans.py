@@ -9,11 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from demix.data import shards
-from demix.data.shards import TokenShard, blocks, write_spans
+from demix.data.shards import TokenShard, write_spans
 from demix.data.tokenizer import train_tokenizer
 from demix.files import read_json, write_json
-from demix.train.batches import balanced_batches
 from support.errors import refused
 from support.shards import bytes_tokenizer, write_shard
 
@@ -81,22 +79,6 @@ def spans_of(paths: list[Path], output: Path) -> None:
     """Every other document of each domain, the domains in turn."""
     found = [(n, *document) for n, path in enumerate(paths) for document in documents_of(TokenShard.open(path))[::2]]
     write_spans(paths, *np.array(found[::-1]).T, output)
-
-
-def test_training_reads_spans_as_any_shard(
-    domains: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shards, "_PIECE", 100)
-    spans_of(domains, tmp_path / "c00.arrow")
-    shard = TokenShard.open(tmp_path / "c00.arrow", verify=True)
-    flat = shard.read(0, len(shard))
-    assert (flat == shard.end_of_text).sum() == len(shard.offsets)
-    inputs, targets, mask = blocks(shard, 32)
-    assert np.array_equal(targets[mask], flat)
-    batch = balanced_batches([shard], ["c00"], 4, 32, seed=1).draw(3)
-    rows = {tuple(row) for row in np.concatenate([inputs, targets], 1).tolist()}
-    assert {tuple(row) for row in np.concatenate([batch.inputs[0], batch.targets[0]], 1).tolist()} <= rows
-    assert (tmp_path / "c00.arrow").stat().st_size < 14 * len(shard.offsets) + 2000
 
 
 def test_spans_move_with_their_run_and_refuse_other_tokens(

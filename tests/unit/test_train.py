@@ -41,40 +41,59 @@ EXACT = Optimization(
 )
 
 
-def new_model(experts: Sequence[str] = TRAINING) -> GPT:
-    return GPT(ARCHITECTURE, 400, tuple(experts)).initialise(1)
+def new_model(experts: Sequence[str] = TRAINING, architecture: Architecture = ARCHITECTURE) -> GPT:
+    return GPT(architecture, 400, tuple(experts)).initialise(1)
 
 
-@pytest.mark.parametrize("dropout", [None, RATE])
-@pytest.mark.parametrize("kind", ["demix", "dense"])
-def test_training_is_a_plain_loop_in_any_micro_batches(
-    kind: str, dropout: float | None, tokens: Path, tmp_path: Path
-) -> None:
+MASKED_LM = {"attention": "bidirectional", "objective": "mlm"}
+ROUTED = {"routed": {"experts": 4, "top_k": 2, "every": 2, "capacity": 1.0, "balance": 0.1}}
+# How a step draws its data, further keys of the architecture, and the share of dropout.
+LOOPS: dict[str, tuple[str, dict[str, Any], float | None]] = {
+    "experts": ("by_domain", {}, None),
+    "experts, dropout": ("by_domain", {}, RATE),
+    "dense": ("mixed", {}, None),
+    "dense, dropout": ("mixed", {}, RATE),
+    "masked": ("mixed", MASKED_LM, None),
+    "routed": ("mixed", ROUTED, None),
+    "routed, masked": ("mixed", ROUTED | MASKED_LM, None),
+}
+
+
+@pytest.mark.parametrize("case", LOOPS)
+def test_training_is_a_plain_loop_in_any_micro_batches(case: str, tokens: Path, tmp_path: Path) -> None:
     """The last micro-batch is smaller: of three sequences of each domain, or of the dense model's nine."""
-    how, experts, micro = ("by_domain", TRAINING, 2) if kind == "demix" else ("mixed", ["dense"], 4)
-    drawn = batches_of(how, opened(tokens), TRAINING, 3, 32, 1)
-    plain = new_model(experts).double()
+    how, options, dropout = LOOPS[case]
+    experts, micro = (TRAINING, 2) if how == "by_domain" else (["dense"], 4)
+    architecture = Architecture(**SIZES, **options)
+    drawn = batches_of(how, opened(tokens), TRAINING, 3, 32, 1, None, options.get("objective", "clm"))
+    plain = new_model(experts, architecture).double()
 
     def logits_of(batch: Batch) -> torch.Tensor:
-        drops = Dropout(dropout, batch.seeds.tolist()) if dropout else None
-        return plain.logits(plain(batch.inputs, dropout=drops))
+        return plain.logits(plain(batch.inputs, dropout=Dropout(dropout, batch.seeds.tolist())))
 
     of_steps = dict(enumerate(rates(8, 3e-3, 0.3)))
-    expected = list(plain_steps(plain, adamw(plain), drawn, of_steps, clip=0.5, logits_of=logits_of))
+    with_dropout = {"logits_of": logits_of} if dropout else {}
+    expected = list(plain_steps(plain, adamw(plain), drawn, of_steps, clip=0.5, **with_dropout))
     for parts in ({}, {"micro_sequences": micro}, {"micro_sequences": 1, "checkpoint_activations": True}):
-        ours = new_model(experts)
+        ours = new_model(experts, architecture)
         optimization = dataclasses.replace(EXACT, dropout=dropout, **parts)
         found = train(ours, drawn, TRAINING, optimization, tmp_path / "-".join(parts))
         for number, (row, step) in enumerate(zip(found, expected, strict=True), start=1):
-            by_domain = step.losses.view(3, -1).mean(1).tolist()
+            by_domain = step.losses.view(3, -1).sum(1) * 3 / (drawn.targets or drawn.tokens)
             assert row["loss"] == pytest.approx(step.loss, rel=1e-9)
-            assert [row[f"loss/{domain}"] for domain in TRAINING] == pytest.approx(by_domain, rel=1e-9)
+            assert [row[f"loss/{domain}"] for domain in TRAINING] == pytest.approx(by_domain.tolist(), rel=1e-9)
             assert row["gradient_norm"] == pytest.approx(step.norm, rel=1e-9)
             assert row["learning_rate"] == pytest.approx(of_steps[number - 1], rel=1e-12)
-            assert row["tokens"] == number * 3 * 3 * 32
+            assert row["tokens"] == number * drawn.tokens == number * 3 * 3 * 32
+            for router in step.routers:
+                counts = [float(count) / drawn.tokens for count in router.counts]
+                wanted = (counts[1], counts[3] / 2, counts[5] / 2)
+                keys = ("router_entropy", "router_dropped", "router_load/1")
+                assert [row[key] for key in keys] == pytest.approx(wanted, rel=1e-9)
+                assert row["router_dropped"] > 0
         for name, parameter in ours.named_parameters():
             torch.testing.assert_close(parameter, plain.get_parameter(name), rtol=0, atol=1e-9)
-    assert expected[-1].loss < expected[0].loss - 0.1
+    assert expected[-1].loss < expected[0].loss - 0.1 or "objective" in options
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

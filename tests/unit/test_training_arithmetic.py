@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from demix.config.counts import masked_places
 from demix.config.training import RateSchedule
 from demix.data.order import block_count, drawn_block, seen_blocks
 from demix.data.shards import TokenShard
@@ -181,6 +182,10 @@ def test_a_masked_target_is_hidden_in_80_random_in_10_and_itself_in_10_of_100() 
     # Each sequence of each step has a draw of its own.
     rows = {tuple(row) for step in range(3) for row in batches.draw(step).places[0].tolist()}
     assert len(rows) == 60
+
+
+def test_fifteen_of_a_hundred_tokens_are_targets() -> None:
+    assert [masked_places(length) for length in (2, 10, 32, 256, 1024)] == [1, 2, 5, 38, 154]
 
 
 def test_masks_follow_from_seed_step_domain_and_number() -> None:

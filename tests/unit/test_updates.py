@@ -16,11 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import optimization as schedules
 
 from demix.config.architecture import Architecture, Routed
 from demix.config.counts import matrices, orthogonalising_flops
-from demix.config.training import RateSchedule, TrainingRecipe, Updates, fingerprinted, taken
+from demix.config.training import TrainingRecipe, Updates, fingerprinted, taken
 from demix.model.gpt import GPT
 from demix.plan.cost import TrainingPlan, plan_training
 from demix.plan.flops import HARDWARE
@@ -97,15 +96,6 @@ def test_muon_is_that_of_torch(shape: tuple[int, int]) -> None:
         moved = (ours - before).norm()
         assert (ours - theirs).norm() < 0.03 * (step + 1) ** 0.5 * moved
         torch.testing.assert_close(mine.state[ours]["momentum"], peer.state[theirs]["momentum_buffer"])
-
-
-def test_singular_values_come_near_1_and_vectors_stay() -> None:
-    x = numbers(9, 4)
-    u, _, v = torch.linalg.svd(x, full_matrices=False)
-    inside = u.mT @ orthogonalised(x, 5) @ v.mT
-    assert ((inside.diagonal() > 0.65) & (inside.diagonal() < 1.25)).all()
-    torch.testing.assert_close(inside, inside.diagonal().diag(), rtol=0, atol=1e-12)
-    torch.testing.assert_close(orthogonalised(x.mT, 5), orthogonalised(x, 5).mT)
 
 
 def newton_schulz(x: torch.Tensor, iterations: int) -> torch.Tensor:
@@ -206,69 +196,6 @@ def test_groups_have_their_rates_and_their_decay() -> None:
         theirs.step()
     for one, other in zip(model.parameters(), peer.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
-
-
-def rates_of(peer: Any, optimizer: torch.optim.Optimizer) -> list[float]:
-    """The learning rates of 100 updates under a schedule of transformers."""
-    found = []
-    for _ in range(100):
-        found.append(peer.get_last_lr()[0])
-        optimizer.step()
-        peer.step()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("kind", "told", "name", "theirs"),
-    [
-        ("linear", {}, "wsd", {"num_decay_steps": 90, "min_lr_ratio": 0.0}),
-        ("linear", {"end": 0.25}, "wsd", {"num_decay_steps": 90, "min_lr_ratio": 0.25}),
-        ("linear", {"stretch": 1.1}, "linear", {"num_training_steps": 110}),
-        ("cosine", {}, "cosine", {"num_training_steps": 100}),
-        ("cosine", {"end": 0.25}, "cosine_with_min_lr", {"num_training_steps": 100, "min_lr_rate": 0.25}),
-        ("cosine", {"stretch": 1.1}, "cosine", {"num_training_steps": 110}),
-        ("wsd", {"share": 0.3}, "wsd", {"num_decay_steps": 30, "min_lr_ratio": 0.0}),
-        ("wsd", {"share": 0.3, "end": 0.25}, "wsd", {"num_decay_steps": 30, "min_lr_ratio": 0.25}),
-    ],
-)
-def test_schedules_are_those_of_transformers(
-    kind: str, told: dict[str, float], name: str, theirs: dict[str, float]
-) -> None:
-    """Theirs begin at a rate of 0, ours with the first part of the warm-up; after it both are the same."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    if name == "wsd":
-        theirs = theirs | {"num_training_steps": 100, "decay_type": "linear"}
-    make = getattr(schedules, f"get_{name}_schedule{'' if name == 'wsd' else '_with_warmup'}")
-    expected = rates_of(make(optimizer, num_warmup_steps=10, **theirs), optimizer)
-    schedule = RateSchedule(kind=kind, **told)
-    ours = dataclasses.replace(OPTIMIZATION, learning_rate=1.0, warmup=0.1, learning_rate_schedule=schedule)
-    assert [ours.learning_rate_at(step) for step in range(10)] == pytest.approx([(step + 1) / 10 for step in range(10)])
-    assert [ours.learning_rate_at(step) for step in range(10, 100)] == pytest.approx(expected[10:], abs=1e-12)
-
-
-@pytest.mark.parametrize("options", [{}, {"head": "clap"}, {"head": "untied"}])
-def test_the_z_loss_has_the_gradients_of_the_formula(options: dict[str, Any]) -> None:
-    weights, z_loss = numbers(2, 3, 8).abs(), 0.05
-    gradients = []
-    for plain in (False, True):
-        model = GPT(Architecture(**SIZES, **options), 23, ("a", "b")).initialise(3).double()
-        with torch.no_grad():
-            model.token_embedding.mul_(40)
-        ids = torch.randint(23, (2, 3, 9), generator=torch.Generator().manual_seed(1))
-        hidden = model(ids[..., :-1])
-        if plain:
-            logits = model.logits(hidden)
-            log_z = logits.logsumexp(-1)
-            of_target = logits.gather(-1, ids[..., 1:, None]).squeeze(-1)
-            losses = log_z - of_target + z_loss * log_z**2
-        else:
-            losses = -model.log_probabilities(hidden, ids[..., 1:], z_loss)
-        for weight in (None, weights):
-            model.zero_grad()
-            (losses.mean() if weight is None else (losses * weight).sum()).backward(retain_graph=True)
-            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    for ours, theirs in zip(gradients[:2], gradients[2:], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
 def test_absent_keys_are_in_no_fingerprint_and_no_rules_settings() -> None:
