@@ -1,6 +1,5 @@
 """Trainings that begin with a state or the parameters of a dense model, and what a config may say of them."""
 
-import copy
 import dataclasses
 import json
 import shutil
@@ -10,26 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from demix.files import digest, read_json, write_json
 from demix.model.checkpoint import describe, expert_lineage, load_model
 from demix.model.description import tokens_learned
 from demix.model.merge import merge_experts
-from demix.run.check import completed_run
-from demix.run.models import Model
 from demix.run.rules import RunRules
 from demix.train.batches import balanced_batches
 from demix.train.branch import branched
 from demix.train.state import State
 from support.cli import demix
+from support.entries import tiny, trained
 from support.errors import refused
 from support.tokens import TRAINING
 from support.training import TRAIN, dense_with_seeds, opened, rows, shard_paths, tensors, train_into, updates
 
 # A step of TRAIN is 192 tokens, and there are 24.
 STEPS = 24
-TINY = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -195,58 +191,17 @@ def test_a_restart_that_has_no_token_left_or_another_architecture_is_refused(
         train_into(tmp_path, "demix", shard_paths(tokens), OWN, branch=seed(run), schedule="again")
 
 
-def rules(sections: dict[str, Any]) -> RunRules:
-    config = copy.deepcopy(TINY)
-    return RunRules(completed_run(config | {key: config.get(key, {}) | given for key, given in sections.items()}))
-
-
-def entry(one: RunRules, name: str) -> Model:
-    return next(model for model in one.run.planned if model.name == name)
-
-
 RESTART = {"parent": "dense", "seed_tokens": 6000, "schedule": "restart"}
-BTM = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
-FLEXOLMO = {"kind": "anchored", "parent": "dense", "seed_tokens": 6000, "weight_decay": 0.0}
 
 
 def test_a_model_that_restarts_has_its_parents_settings_and_its_own() -> None:
     # The parent's steps are 384 tokens, those of `small` 192.
     small = RESTART | {"kind": "dense_unbalanced", "sequences": 2, "learning_rate": 1e-4}
     sweep = {"learning_rates": [1e-3, 0.5], "tokens": 7680}
-    one = rules({"models": {"dense": {"sweep": sweep}, "half": RESTART | {"kind": "demix"}, "small": small}})
+    run = tiny({"dense": {"sweep": sweep}, "half": RESTART | {"kind": "demix"}, "small": small})
     state = "results/tiny/seeds/dense/step-00000015"
     ends = f" --branch {state} --schedule restart"
-    assert one.beginning(entry(one, "half")) == f" --learning-rate-from results/tiny/sweep/dense.json{ends}"
-    assert one.beginning(entry(one, "small")) == ends, "a rate of its own is not the sweep's"
-    assert list(one.run.seeds) == [("dense", 15)]
-    assert [entry(one, name).settings.warmup for name in ("half", "small", "demix")] == [0, 0, 0.08]
-
-
-@pytest.mark.parametrize(
-    ("model", "key"),
-    [
-        ({"kind": "demix", "schedule": "restart"}, "schedule"),
-        ({"kind": "demix", "schedule": "restart", "parent": "a/b"}, "schedule"),
-        (RESTART | {"kind": "demix", "seed_tokens": 0}, "schedule"),
-        (RESTART | {"kind": "domain_token"}, "parent"),
-        (RESTART | {"kind": "demix", "sweep": {"learning_rates": [1], "tokens": 768}}, "sweep"),
-        (RESTART | {"kind": "demix", "tokens": 6143}, "tokens"),
-        (RESTART | {"kind": "demix", "seed_tokens": 383, "sequences": 1}, "seed_tokens"),
-        ({"kind": "demix", "parent": "dense", "seed_tokens": 6000, "dropout": 0.1}, "dropout"),
-        ({"kind": "demix", "experts_per_job": 2}, "experts_per_job"),
-        (BTM | {"ranks": 2, "experts_per_job": 2}, "ranks"),
-        (BTM | {"ranks": 5}, "ranks"),
-        ({"kind": "branched", "sweep": {"learning_rates": [1], "tokens": 768}}, "sweep"),
-        ({key: FLEXOLMO[key] for key in ("kind", "weight_decay")}, "parent"),
-        (FLEXOLMO | {"top_k": 2}, "top_k"),
-        (FLEXOLMO | {"averages": True}, "averages"),
-    ],
-)
-def test_models_that_are_refused(model: dict[str, Any], key: str) -> None:
-    with refused(f"models.x.{key}"):
-        rules({"models": {"x": model}})
-
-
-def test_experts_that_train_by_themselves_have_no_replicas() -> None:
-    with refused("models.btm.replicas"):
-        rules({"training": {"ranks": 4, "replicas": {"licenses": 2}}, "models": {"btm": BTM}})
+    assert RunRules(run).beginning(trained(run, "half")) == f" --learning-rate-from results/tiny/sweep/dense.json{ends}"
+    assert RunRules(run).beginning(trained(run, "small")) == ends, "a rate of its own is not the sweep's"
+    assert list(run.seeds) == [("dense", 15)]
+    assert [trained(run, name).settings.warmup for name in ("half", "small", "demix")] == [0, 0, 0.08]

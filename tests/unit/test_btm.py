@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -24,8 +23,6 @@ from demix.model.formats import FORMATS
 from demix.model.gpt import seeing
 from demix.model.merge_routed import merge_routed
 from demix.report.families import all_training_flops
-from demix.run.check import completed_run
-from demix.run.models import Model
 from demix.run.rules import RunRules
 from demix.train import stage
 from demix.train.batches import balanced_batches
@@ -33,6 +30,7 @@ from demix.train.in_turn import job_folder
 from demix.train.join import join_branches, join_metrics
 from demix.train.stage import ModelTraining
 from support.cli import demix, said
+from support.entries import TINY, tiny, trained
 from support.errors import refused
 from support.plain_training import adamw, plain_steps, rates
 from support.tokens import TRAINING
@@ -41,7 +39,6 @@ from support.training import SIZES, TRAIN, dense_with_seeds, opened, places, sha
 STEPS, SEED = 24, 10
 EXACT = dataclasses.replace(TRAIN, precision="fp64")
 SHORT = dataclasses.replace(TRAIN, tokens=32 * 2 * 3 * 12)
-TINY = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
 
 
 def branch(run: Path, tokens: Path, name: str, step: int = SEED, into: str = "btm", **more: Any) -> Path:
@@ -227,26 +224,18 @@ def test_the_job_tells_slurm_when_all_are_written(
 BTM = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
 
 
-def planned(**sections: Any) -> RunRules:
-    return RunRules(completed_run(copy.deepcopy(TINY) | sections))
-
-
-def entry(one: RunRules, name: str) -> Model:
-    return next(model for model in one.run.trained if model.name == name)
-
-
 def test_the_number_of_experts_a_job_changes_nothing_that_reruns_a_job() -> None:
-    one, two = planned(models={"btm": BTM}), planned(models={"btm": BTM | {"experts_per_job": 2}})
-    model = entry(two, "btm")
-    assert [[part.part for part in job] for job in entry(one, "btm").jobs] == [[name] for name in model.domains]
+    one, two = tiny({"btm": BTM}), tiny({"btm": BTM | {"experts_per_job": 2}})
+    model, other = trained(two, "btm"), trained(one, "btm")
+    assert [[part.part for part in job] for job in other.jobs] == [[name] for name in model.domains]
     assert [[part.part for part in job] for job in model.jobs] == [[*model.domains[:2]], [model.domains[2]]]
     for told in (RunRules.training_settings, RunRules.beginning, RunRules.train_inputs, RunRules.seed_of):
-        assert told(one, entry(one, "btm")) == told(two, model)
+        assert told(RunRules(one), other) == told(RunRules(two), model)
 
 
 def test_a_model_without_a_domain_has_its_own_training_of_the_replacement_alone() -> None:
     removal = {"retrain_without": ["licenses"], "replacement": "fantasy", "model": "btm"}
-    model = entry(planned(models={"btm": BTM}, removal=removal), "without-licenses")
+    model = trained(tiny({"btm": BTM}, removal=removal), "without-licenses")
     (job,) = model.jobs
     assert [part.folder for part in job] == ["branches/without-licenses/fantasy"]
     others = {"branches/btm/parliament", "branches/btm/scripture", "branches/without-licenses/fantasy"}
@@ -376,7 +365,7 @@ def test_a_merge_has_the_anchor_and_the_experts_as_they_were(dense: Path, tokens
 def test_the_flops_of_a_trained_merge_count_those_of_its_experts() -> None:
     flexolmo = {"kind": "anchored", "parent": "dense", "seed_tokens": 6000, "weight_decay": 0.0}
     routers = {"kind": "routed", "parent": "flexolmo", "tokens": 6000, "trained": "routers"}
-    run = completed_run(copy.deepcopy(TINY) | {"models": {"flexolmo": flexolmo, "routers": routers}})
+    run = tiny({"flexolmo": flexolmo, "routers": routers})
     models = {model.name: model for model in run.trained}
     pair, merge = models["flexolmo"], models["routers"]
     assert (merge.architecture.routed.experts, pair.architecture.routed.experts) == (len(pair.domains) + 1, 2)

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from demix.files import exclusive, read_json, sha256_file, write_json
-from demix.launch.parents import is_job
+from demix.files import read_json, sha256_file, write_json
 from demix.train import state
 from demix.train.parallel import World
 from support.errors import refused
@@ -137,16 +136,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         state.save_state(tmp_path / "file", saved(1), World(), 1)
 
 
-def test_one_process_trains_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank locks the folder and removes what killed ones left; in a job it has patience."""
-    asked = []
-
-    def lock(path: Path, doing: str, patience: float) -> object:
-        asked.append((path, patience))
-        return exclusive(path, doing, patience)
-
-    monkeypatch.setattr(state, "exclusive", lock)
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+def test_one_process_trains_a_run(tmp_path: Path) -> None:
+    """The first rank locks the folder and removes what killed ones left."""
     (tmp_path / ".step-00000003.partial" / "inside").mkdir(parents=True)
     with state.training_lock(tmp_path, World()):
         assert [path.name for path in tmp_path.iterdir()] == ["lock"]
@@ -154,14 +145,6 @@ def test_one_process_trains_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             pytest.fail("two train one run")
         with state.training_lock(tmp_path, World(rank=1, size=2)):
             pass
-    assert asked == [(tmp_path / "lock", 0.0)] * 2
-    monkeypatch.setattr(is_job, "is_set", lambda: True)
-    with state.training_lock(tmp_path, World()):
-        pass
-    monkeypatch.setenv("SLURM_JOB_ID", "3")
-    with state.training_lock(tmp_path, World()):
-        pass
-    assert [patience for _, patience in asked[2:]] == [60.0, 600.0]
 
 
 def test_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,9 @@ from support.report import table_of
 
 ALIBI = {"architecture": {"position": "alibi"}}
 MASKED = {"attention": "bidirectional", "objective": "mlm"}
+SWEEP = {"sweep": {"learning_rates": [1], "tokens": 768}}
+RESTART = {"kind": "demix", "parent": "dense", "seed_tokens": 6000, "schedule": "restart"}
+FLEXOLMO = {"kind": "anchored", "parent": "dense", "seed_tokens": 6000, "weight_decay": 0.0}
 SEEDED = {"kind": "demix", "parent": "dense", "seed_tokens": 6000}
 BRANCHED = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
 SWITCH = {"kind": "routed", "experts": 4}
@@ -365,7 +368,6 @@ LLAMA3 = {"kind": "llama3", "factor": 2.0, "low": 4.0, "high": 1.0}
 MASKED_ROW = {"models": {"masked": {"kind": "demix", "architecture": MASKED}, "x": SWITCH}}
 # What is changed in the tiny config, and the subject of the error: keys of `architecture` alone, then other sections.
 ARCHITECTURES: list[tuple[dict[str, Any], str]] = [
-    ({"heads": 5}, "heads"),
     ({"key_heads": 3}, "key_heads"),
     ({"rope_theta": 5.0}, "rope_theta"),
     ({"rope_share": 0.5}, "rope_share"),
@@ -422,6 +424,25 @@ SECTIONS: list[tuple[dict[str, Any], str]] = [
     (of_x(**BTX | ALIBI), "models.x.architecture.position"),
     (of_x(**BTX | {"parent": "nothing", "seed_tokens": 6000}), "models.x.parent"),
     ({"models": {**MASKED_ROW["models"], "x": BTX | {"parent": "masked"}}}, "models.x.parent"),
+    (of_x(kind="demix", schedule="restart"), "models.x.schedule"),
+    (of_x(kind="demix", schedule="restart", parent="a/b"), "models.x.schedule"),
+    (of_x(**RESTART | {"seed_tokens": 0}), "models.x.schedule"),
+    (of_x(**RESTART | {"kind": "domain_token"}), "models.x.parent"),
+    (of_x(**RESTART | SWEEP), "models.x.sweep"),
+    (of_x(**RESTART | {"tokens": 6143}), "models.x.tokens"),
+    (of_x(**RESTART | {"seed_tokens": 383, "sequences": 1}), "models.x.seed_tokens"),
+    (of_x(**SEEDED | {"dropout": 0.1}), "models.x.dropout"),
+    (of_x(kind="demix", experts_per_job=2), "models.x.experts_per_job"),
+    (of_x(**BRANCHED | {"ranks": 2, "experts_per_job": 2}), "models.x.ranks"),
+    (of_x(**BRANCHED | {"ranks": 5}), "models.x.ranks"),
+    (of_x(kind="branched", **SWEEP), "models.x.sweep"),
+    (of_x(kind="anchored", weight_decay=0.0), "models.x.parent"),
+    (of_x(**FLEXOLMO | {"top_k": 2}), "models.x.top_k"),
+    (of_x(**FLEXOLMO | {"averages": True}), "models.x.averages"),
+    (
+        {"models": {"btm": BRANCHED}, "training": TINY["training"] | {"ranks": 4, "replicas": {"licenses": 2}}},
+        "models.btm.replicas",
+    ),
     (of_x(kind="demix", parent=HUB | {"revision": "main"}), "models.x.parent.revision"),
     (of_x(kind="demix", parent={"hub": "owner/name"}), "models.x.parent.revision"),
     (of_x(kind="demix", parent=HUB | {"hub": "a/b/c"}), "models.x.parent.hub"),

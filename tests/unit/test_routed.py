@@ -29,8 +29,8 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
     load_balancing_loss_func,
 )
 
-from demix.config.architecture import Architecture, Routed, architecture_from
-from demix.config.counts import parameters, training_flops_per_token
+from demix.config.architecture import Architecture, Routed
+from demix.config.counts import parameters
 from demix.data.shards import TokenShard, blocks
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.memorization import Audit, audit_rows
@@ -46,7 +46,6 @@ from demix.model.layers import router_metrics
 from demix.model.merge import merge_experts
 from demix.model.merge_routed import dev_shards, merge_routed
 from demix.model.scoring import log_probabilities
-from demix.plan.flops import scoring_flops
 from demix.run.models import left_out
 from demix.train.adapt import adapt_expert
 from demix.train.batches import mixed_batches
@@ -346,16 +345,6 @@ def test_what_needs_experts_of_domains_refuses_a_routed_model(run: Path, tokens:
         with refused("--settings.architecture"):
             train_model(kind, recipe, paths, *places)
     assert not (tmp_path / "model").exists()
-
-
-def test_costs_of_the_papers_upcycled_model() -> None:
-    """c-BTM, section 6: 24×2048, twelve routed layers, top-2 of 32, 27% more FLOPs."""
-    dense = architecture_from({"preset": "gpt3-xl", "context": 2048})
-    routed = dataclasses.replace(dense, routed=ROUTED | {"experts": 32})
-    whole, more = (training_flops_per_token(one, 50272, 2048) for one in (dense, routed))
-    assert more / whole == pytest.approx(1.27, abs=0.005)
-    assert more - whole == 4 * 12 * (16 * 2048**2 + 2 * 2048 * 32)
-    assert scoring_flops(routed, 50272, 1) - scoring_flops(dense, 50272, 1) == (more - whole) / 4
 
 
 # The order of the experts that the command merges: that of the names in the folder.

@@ -132,18 +132,6 @@ def test_the_loss_is_scaled_in_fp16_alone(dtype: torch.dtype, grows: bool) -> No
     assert found.factor == (2 * before if grows else 1.0)
 
 
-def test_the_scale_of_the_loss_resumes_wherever_training_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scale, "GROW_AFTER", 3)
-    whole, seen = scale.LossScale(torch.float16), []
-    for overflows in (1, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0):
-        whole.shrink() if overflows else whole.grow()
-        seen.append(whole.metrics)
-        resumed = scale.LossScale(torch.float16)
-        resumed.resume(seen)
-        assert (resumed.factor, resumed.unscathed) == (whole.factor, whole.unscathed)
-    assert {row["loss_scale"] for row in seen} == {2.0**14, 2.0**15}
-
-
 def test_a_loss_that_is_not_finite_stops_before_the_update(tokens: Path, tmp_path: Path) -> None:
     model = new_model()
     with torch.no_grad():
