@@ -1,15 +1,13 @@
 """Texts with personal data to measure the anonymizer on, made without a look at its words and patterns.
 
 Numbers come from the rules of numbering: the `phonenumbers` package's example numbers of 64 countries with other last
-digits, and payment cards from ranges of issuers. Every second template belongs to the half "seen", whose misses were
-looked at when rules were mended; the other half was only measured. In a template ⟦…⟧ marks what is to be replaced.
+digits, and payment cards from ranges of issuers. In a template ⟦…⟧ marks what is to be replaced.
 """
 
 import random
 import re
 import tomllib
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from itertools import cycle, pairwise
 from pathlib import Path
 
@@ -23,18 +21,6 @@ TYPES = (PhoneNumberType.FIXED_LINE, PhoneNumberType.MOBILE)
 _TEMPLATES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 # By issuer: prefixes, lengths, groupings.
 CARDS: dict[str, tuple[list[str], list[int], list[str]]] = _TEMPLATES["cards"]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A text, what it becomes, and what it is a case of; `country` of telephones, the issuer of cards."""
-
-    half: str
-    category: str
-    kind: str
-    country: str
-    text: str
-    wanted: str
 
 
 def _templates(name: str) -> list[str]:
@@ -115,48 +101,36 @@ def _cases(template: str, fill: dict[str, str], category: str) -> tuple[str, str
     return re.sub("⟦(.+?)⟧", value, template), re.sub("⟦(.+?)⟧", f"<{category}>", template)
 
 
-def unseen(seed: int = 1, known: Collection[str] = COUNTRIES) -> Iterator[Case]:
-    """All cases of both halves, with the telephones of the `known` countries."""
+def unseen(known: Collection[str], seed: int = 1) -> Iterator[tuple[str, str, str]]:
+    """(kind, text, what it becomes): all cases, with the telephones of the `known` countries."""
     draw = random.Random(seed)
     streams = {country: telephones(country, draw) for country in known}
-    halves = ("seen", "unseen")
 
-    def phones(kind: str, templates: list[str], countries: list[str]) -> Iterator[Case]:
-        for place, template in enumerate(templates):
+    def phones(kind: str, templates: list[str], countries: list[str]) -> Iterator[tuple[str, str, str]]:
+        for template in templates:
             for country in countries if template else ():
                 if country not in known:
                     continue
                 first, second = next(streams[country]), next(streams[country])
                 fill = {"n": at_home(first, draw), "n2": at_home(second, draw)}
                 fill |= {"i": abroad(first, draw), "i2": abroad(second, draw)}
-                text, wanted = _cases(template, fill, "PHONE_NUMBER")
-                yield Case(halves[place % 2], "PHONE_NUMBER", kind, country, text, wanted)
+                yield kind, *_cases(template, fill, "PHONE_NUMBER")
 
-    yield from phones("word before", _templates("before"), COUNTRIES)
-    yield from phones("word after", _templates("after"), COUNTRIES)
-    yield from phones("record", _templates("records"), COUNTRIES)
-    yield from phones("country code", _templates("plain"), COUNTRIES)
-    yield from phones("extension", _templates("extended"), COUNTRIES)
+    for kind in ("before", "after", "records", "plain", "extended"):
+        yield from phones(kind, _templates(kind), COUNTRIES)
     for countries, templates in _TEMPLATES["languages"].items():
         for _ in range(3):
             yield from phones("other language", templates.split("\n"), countries.split())
-    for place, template in enumerate(_templates("card_texts")):
-        for issuer, (prefixes, lengths, groupings) in CARDS.items():
+    for template in _templates("card_texts"):
+        for prefixes, lengths, groupings in CARDS.values():
             for _ in range(3):
                 number = card(draw.choice(prefixes), draw.choice(lengths), draw)
-                text, wanted = _cases(template, {"c": _grouped(number, draw, groupings)}, "CREDIT_CARD_NUMBER")
-                yield Case(halves[place % 2], "CREDIT_CARD_NUMBER", "card", issuer, text, wanted)
-    for place, template in enumerate(_templates("ssns")):
+                yield "card", *_cases(template, {"c": _grouped(number, draw, groupings)}, "CREDIT_CARD_NUMBER")
+    for template in _templates("ssns"):
         for sign in "-- \u2013\u2011.":
             area = draw.choice([*range(1, 666), *range(667, 900)])
             number = f"{area:03}{sign}{draw.randrange(1, 100):02}{sign}{draw.randrange(1, 10000):04}"
-            text, wanted = _cases(template, {"s": number}, "SSN")
-            yield Case(halves[place % 2], "SSN", "SSN", "", text, wanted)
-    for category, templates in (
-        ("EMAIL", _templates("mails")),
-        ("USER", _templates("users")),
-        ("FB_USERID", _templates("facebook")),
-    ):
-        for place, template in enumerate(templates):
-            text, wanted = _cases(template, {}, category)
-            yield Case(halves[place % 2], category, category, "", text, wanted)
+            yield "SSN", *_cases(template, {"s": number}, "SSN")
+    for category, name in (("EMAIL", "mails"), ("USER", "users"), ("FB_USERID", "facebook")):
+        for template in _templates(name):
+            yield category, *_cases(template, {}, category)

@@ -10,8 +10,7 @@ import pytest
 from demix.data.shards import TokenShard
 from demix.evaluate.losses import Mixture
 from demix.evaluate.routing import beside_of
-from demix.files import read_json, read_json_lines
-from demix.model.checkpoint import expert_names
+from demix.model.checkpoint import describe, expert_names
 from demix.model.tokenizer import tokenizer_of
 from demix.run.check import load_run
 from demix.run.rules import RunRules
@@ -19,11 +18,10 @@ from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.run.systems import evaluated
 from demix.train.join import join_branches
-from demix.train.stage import ModelTraining, take_seed
 from support.cli import said
 from support.errors import refused
 from support.tokens import TRAINING
-from support.training import TRAIN, shard_paths, train_model
+from support.training import TRAIN, dense_with_seeds, rows, shard_paths, train_into
 
 TINY = Path(__file__).parents[1] / "workflow" / "tiny.yaml"
 K2 = {"clusters": 2, "dimensions": 6}
@@ -104,26 +102,19 @@ def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens, tmp_pa
     opened = [TokenShard.open(folder / "shards" / name / "train.arrow", verify=True) for name in ("c00", "c01")]
     assert sum(map(len, opened)) == sum(len(TokenShard.open(path)) for path in shards)
 
-    state = tmp_path / "seeds" / "dense" / "step-00000010"
-    kept = tmp_path / "checkpoints" / "dense"
-    paths = (tmp_path / "models" / "dense", tmp_path / "metrics" / "dense.jsonl", kept)
-    train_model("dense", TRAIN, shard_paths(tmp_path), *paths, keep=(10,))
-    assert take_seed(ModelTraining("dense", TRAIN, shard_paths(tmp_path), until=10), kept, state)
+    state = dense_with_seeds(tmp_path, shard_paths(tmp_path), [10])[10]
     sequences = len(TRAINING) * TRAIN.sequences
     assert sequences % 2 == 0
     training = dataclasses.replace(TRAIN, sequences=sequences // 2)
     for name in ("c00", "c01"):
-        shard = folder / "shards" / name / "train.arrow"
-        places = tmp_path / "branches" / name, tmp_path / "metrics" / f"{name}.jsonl", tmp_path / "checkpoints" / name
-        train_model("branched", training, [shard], *places, branch=state, share=2)
-    join_branches([tmp_path / "branches" / name for name in ("c00", "c01")], tmp_path / "models" / "cbtm_2")
+        shards = [folder / "shards" / name / "train.arrow"]
+        train_into(tmp_path / name, "branched", shards, training, branch=state, share=2)
     joined = tmp_path / "models" / "cbtm_2"
+    join_branches([tmp_path / name / "model" for name in ("c00", "c01")], joined)
     assert expert_names(joined) == ("c00", "c01")
-    ends = [read_json_lines(tmp_path / "metrics" / f"{name}.jsonl")[-1]["step"] for name in ("dense", "c00", "c01")]
-    assert len(set(ends)) == 1, "equal updates"
-    tokens_of = {name: read_json(tmp_path / "models" / name / "model.json")["tokens"] for name in ("dense", "cbtm_2")}
-    assert tokens_of["cbtm_2"] == tokens_of["dense"]
-    assert tokenizer_of(tmp_path / "branches" / "c00")[0].parent.name == "c00", "the tokenizer travels with an expert"
+    assert len({rows(tmp_path / name)[-1]["step"] for name in ("", "c00", "c01")}) == 1, "equal updates"
+    assert describe(joined)["tokens"] == describe(tmp_path / "model")["tokens"]
+    assert tokenizer_of(tmp_path / "c00" / "model")[0].parents[1].name == "c00", "the tokenizer travels with an expert"
 
     # The tokens of its shard say of which clusterer an expert is: one of the same name is refused.
     table = tmp_path / "scores" / "cbtm_2" / "licenses.dev"
@@ -141,4 +132,4 @@ def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens, tmp_pa
 
     more = dataclasses.replace(TRAIN, sequences=sequences)
     with refused(state):
-        train_model("branched", more, [shard], *places, branch=state, share=2)
+        train_into(tmp_path / "c01", "branched", shards, more, branch=state, share=2)
