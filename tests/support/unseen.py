@@ -1,22 +1,18 @@
 """Texts with personal data to measure the anonymizer on, made without a look at its words and patterns.
 
-Numbers come from the rules of numbering: the `phonenumbers` package's example numbers of 64 countries with other last
-digits, and payment cards from ranges of issuers. In a template ⟦…⟧ marks what is to be replaced.
+Telephones are the `phonenumbers` package's examples, payment cards come from ranges of issuers. In a
+template ⟦…⟧ marks what is to be replaced.
 """
 
 import random
 import re
 import tomllib
 from collections.abc import Collection, Iterator
-from itertools import cycle, pairwise
+from itertools import pairwise
 from pathlib import Path
 
-import phonenumbers
-from phonenumbers import PhoneNumber, PhoneNumberFormat, PhoneNumberType
-
 from demix.data.dialling import COUNTRIES
-
-TYPES = (PhoneNumberType.FIXED_LINE, PhoneNumberType.MOBILE)
+from support.numbering import written
 
 _TEMPLATES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 # By issuer: prefixes, lengths, groupings.
@@ -26,52 +22,6 @@ CARDS: dict[str, tuple[list[str], list[int], list[str]]] = _TEMPLATES["cards"]
 def _templates(name: str) -> list[str]:
     text: str = _TEMPLATES[name]
     return text.split("\n")
-
-
-def telephones(country: str, draw: random.Random) -> Iterator[PhoneNumber]:
-    """Valid numbers of a country, its examples with other last digits, fixed and mobile in turn."""
-    for kind in cycle(TYPES):
-        example = phonenumbers.example_number_for_type(country, kind)
-        digits = phonenumbers.national_significant_number(example)
-        for _ in range(50):
-            other = phonenumbers.parse(f"+{example.country_code}{digits[:-4]}{draw.randrange(10**4):04}")
-            if phonenumbers.is_valid_number(other):
-                example = other
-                break
-        yield example
-
-
-def at_home(number: PhoneNumber, draw: random.Random) -> str:
-    """A number as it is written in its own country."""
-    national = phonenumbers.format_number(number, PhoneNumberFormat.NATIONAL)
-    parted = re.sub(r"\D+", " ", national).strip()
-    return draw.choice(
-        [national] * 4
-        + [parted, parted.replace(" ", "-"), parted.replace(" ", "."), re.sub(r"\D", "", national)]
-        + [re.sub("[ -]", draw.choice("\u00a0\u2013\u2011"), national), national.replace(" ", "-", 1)]
-    )
-
-
-def abroad(number: PhoneNumber, draw: random.Random) -> str:
-    """A number with its country code."""
-    shown = phonenumbers.format_number(number, PhoneNumberFormat.INTERNATIONAL)
-    code, rest = shown.split(" ", 1)
-    trunk = phonenumbers.PhoneMetadata.metadata_for_region(
-        phonenumbers.region_code_for_number(number) or "US"
-    ).national_prefix
-    ways = [shown, shown, phonenumbers.format_number(number, PhoneNumberFormat.E164), shown.replace("-", " ")]
-    ways += [shown.replace(" ", sign) for sign in (".", "-", "\u00a0")]
-    ways += [re.sub("[ -]", sign, shown) for sign in ("\u2013", "\u2011")]
-    ways += [
-        f"00{code[1:]} {rest}",
-        f"00 {code[1:]} {rest}",
-        f"(00{code[1:]}) {rest}",
-        f"({code}) {rest}",
-        f"{code}-{rest}",
-    ]
-    if trunk == "0":
-        ways += [f"{code} (0){rest}", f"{code} (0) {rest}", f"{code}(0){rest}"]
-    return draw.choice(ways)
 
 
 def card(prefix: str, length: int, draw: random.Random) -> str:
@@ -104,16 +54,18 @@ def _cases(template: str, fill: dict[str, str], category: str) -> tuple[str, str
 def unseen(known: Collection[str], seed: int = 1) -> Iterator[tuple[str, str, str]]:
     """(kind, text, what it becomes): all cases, with the telephones of the `known` countries."""
     draw = random.Random(seed)
-    streams = {country: telephones(country, draw) for country in known}
+    home, abroad = (
+        {country: [number for how, number in written(country) if how in ways] for country in known}
+        for ways in (("cue",), ("international", "dialled"))
+    )
 
     def phones(kind: str, templates: list[str], countries: list[str]) -> Iterator[tuple[str, str, str]]:
         for template in templates:
             for country in countries if template else ():
                 if country not in known:
                     continue
-                first, second = next(streams[country]), next(streams[country])
-                fill = {"n": at_home(first, draw), "n2": at_home(second, draw)}
-                fill |= {"i": abroad(first, draw), "i2": abroad(second, draw)}
+                fill = {name: draw.choice(home[country]) for name in ("n", "n2")}
+                fill |= {name: draw.choice(abroad[country]) for name in ("i", "i2")}
                 yield kind, *_cases(template, fill, "PHONE_NUMBER")
 
     for kind in ("before", "after", "records", "plain", "extended"):

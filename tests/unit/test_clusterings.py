@@ -107,8 +107,8 @@ def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens, tmp_pa
     assert sequences % 2 == 0
     training = dataclasses.replace(TRAIN, sequences=sequences // 2)
     for name in ("c00", "c01"):
-        shards = [folder / "shards" / name / "train.arrow"]
-        train_into(tmp_path / name, "branched", shards, training, branch=state, share=2)
+        own = [folder / "shards" / name / "train.arrow"]
+        train_into(tmp_path / name, "branched", own, training, branch=state, share=2)
     joined = tmp_path / "models" / "cbtm_2"
     join_branches([tmp_path / name / "model" for name in ("c00", "c01")], joined)
     assert expert_names(joined) == ("c00", "c01")
@@ -132,4 +132,4 @@ def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens, tmp_pa
 
     more = dataclasses.replace(TRAIN, sequences=sequences)
     with refused(state):
-        train_into(tmp_path / "c01", "branched", shards, more, branch=state, share=2)
+        train_into(tmp_path / "c01", "branched", own, more, branch=state, share=2)

@@ -42,6 +42,7 @@ BRANCHED = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
 SWITCH = {"kind": "routed", "experts": 4}
 UPCYCLED = {"kind": "routed", "experts": 4, "top_k": 2, "every": 2, "parent": "dense", "seed_tokens": 6000}
 CONTINUED = UPCYCLED | {"schedule": "continue", "match": "updates"}
+AVERAGED = ({"averages": True}, {})
 BTX = {"kind": "routed", "parent": "seeded", "tokens": 6000}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HUB = {"hub": "owner/name", "revision": COMMIT}
@@ -140,28 +141,35 @@ def test_what_files_of_a_parent_say_needs_the_import_first(tmp_path: Path, monke
     assert completed_run(config).config.values["architecture"].items() >= sizes.items()
 
 
+def added(run: Run, before: Run) -> list[tuple[str, str]]:
+    """The folder and domain of each table that is evaluated of `run` and not `before`, each of which is scored once."""
+    found: list[tuple[str, str]] = []
+    for domain in run.domains:
+        now, then = list(evaluated(run, domain)), list(evaluated(before, domain))
+        assert now[: len(then)] == then
+        tables = now[len(then) :]
+        assert {(table.columns, table.splits, table.sets) for table in tables} <= {(("dense",), ("test",), ())}
+        found += [(table.folder, domain) for table in tables]
+    more, scored = {*parts(run)} - {*parts(before)}, []
+    assert not {*parts(before)} - {*parts(run)}
+    for part in more:
+        assert (part.columns, part.splits, part.experts) == (("dense",), ("test",), ("dense",))
+        folder, names = part.model, {"{training}": run.training, "{novel}": run.novel}
+        folder += f"@top-{part.top_k}" if part.top_k else ""
+        for place in part.domains:
+            scored += [(folder.replace(place, name), name) for name in names.get(place, [place])]
+    assert sorted(scored) == sorted(found)
+    return found
+
+
 def test_each_average_is_made_scored_and_evaluated_once() -> None:
-    config = tiny({"btm": BRANCHED | {"averages": True}, "other": BRANCHED}, seeds=[1, 2])
-    training, novel = config.training, config.novel
+    config, without = (tiny({"btm": BRANCHED | more, "other": BRANCHED}, seeds=[1, 2]) for more in AVERAGED)
     assert [one.place for one in config.merged] == ["btm-uniform", "btm-average-{domain}"]
-    made = []
-    for part in parts(config):
-        if part.model.startswith(("btm-uniform", "btm-average")):
-            assert (part.columns, part.splits, part.experts) == (("dense",), ("test",), ("dense",))
-            names = {"{training}": training, "{novel}": novel}
-            made += [
-                (part.model.replace(place, name), name) for place in part.domains for name in names.get(place, [place])
-            ]
-    domains = training + novel
-    wanted = [(folder, domain) for domain in domains for folder in ("btm-average-" + domain, "btm-uniform")]
-    assert sorted(made) == sorted(wanted)
-    read = [(table.folder, domain) for domain in domains for table in evaluated(config, domain) if table.merged]
-    assert sorted(read) == sorted(wanted)
+    wanted = [(folder, domain) for domain in config.domains for folder in ("btm-average-" + domain, "btm-uniform")]
+    assert sorted(added(config, without)) == sorted(wanted)
     (job,) = [job for job in plan_jobs(config, "cpu") if job.name == "average"]
-    assert sorted(job.rules.values()) == [1, len(domains)]
-    without = tiny({"btm": BRANCHED})
+    assert sorted(job.rules.values()) == [1, len(config.domains)]
     assert without.merged == ()
-    assert not [part for part in parts(without) if part.model.startswith("btm-")]
 
 
 def test_a_routed_model_is_made_of_an_entry_of_demix_scored_and_evaluated_once() -> None:
@@ -170,22 +178,8 @@ def test_a_routed_model_is_made_of_an_entry_of_demix_scored_and_evaluated_once()
     config, before = (tiny(models, clusterings={"k2": {"clusters": 2}}, seeds=[1, 2]) for models in (asked, rows))
     assert [one.place for one in config.merged] == ["demix-routed", "on_clusters-routed"]
     assert [one.architecture.routed.experts for one in config.merged] == [3, 2]
-    for domain in config.domains:
-        found, were = (list(evaluated(one, domain)) for one in (config, before))
-        assert found[: len(were)] == were
-        tables = found[len(were) :]
-        assert [(table.model, table.folder) for table in tables] == [(row, f"{row}-routed") for row in rows]
-        assert {(table.merged, table.columns, table.splits, table.sets) for table in tables} == {
-            ("routed", ("dense",), ("test",), ())
-        }
-    now, then = (
-        {(job.rule, part): job.jobs for job in scoring_jobs(one) for part in job.parts} for one in (config, before)
-    )
-    assert not then.keys() - now.keys()
-    training, novel = config.training, config.novel
-    assert sorted((part.model, part.domains, now[rule, part]) for rule, part in now.keys() - then.keys()) == sorted(
-        (f"{row}-routed", *of) for row in rows for of in ((training, 1), (("{novel}",), len(novel)))
-    )
+    wanted = [(f"{row}-routed", domain) for domain in config.domains for row in rows]
+    assert added(config, before) == wanted
     # Trainings and their settings are as before.
     for model, same in zip(config.trained, before.trained, strict=True):
         assert RunRules(config).training_settings(model) == RunRules(before).training_settings(same)
@@ -304,18 +298,8 @@ def test_other_numbers_of_chosen_experts_are_scored_of_the_runs_own_seed() -> No
     numbers = {"switch": (3, 4), "btx": (1, 3), "demix-routed": (1, 3)}
     assert other_top_k(run) == numbers
     assert other_top_k(before) == {}
-    wanted = [(folder, k) for folder, some in numbers.items() for k in some]
-    for domain in run.domains:
-        now, then = evaluated(run, domain), evaluated(before, domain)
-        assert [(table.folder, table.top_k) for table in now[len(then) :]] == [
-            (f"{one}@top-{k}", k) for one, k in wanted
-        ]
-        assert now[: len(then)] == then
-    # On the training domains, and on a novel one.
-    scored = [part for part in parts(run) if part.top_k]
-    assert sorted((part.model, part.top_k) for part in scored) == sorted(2 * wanted)
-    assert {part for part in parts(run) if not part.top_k} == {*parts(before)}
-    assert {part.splits for part in scored} == {("test",)}
+    folders = [f"{folder}@top-{k}" for folder, some in numbers.items() for k in some]
+    assert added(run, before) == [(folder, domain) for domain in run.domains for folder in folders]
     costs = ScoringCosts(run, HARDWARE["cpu"])
     one, four = (next(part for part in parts(run) if (part.model, part.top_k) == ("switch", k)) for k in (0, 4))
     each = [costs.of_part(dataclasses.replace(part, splits=("test",)), 1)[0] for part in (one, four)]

@@ -462,19 +462,6 @@ def test_the_order_of_the_experts_changes_nothing(models: Path, tmp_path: Path) 
     np.testing.assert_allclose(*found, rtol=0, atol=1e-9)
 
 
-def test_commands_know_it_as_a_model_of_one_expert(models: Path, tmp_path: Path) -> None:
-    copied = shutil.copytree(models / "merged", tmp_path / "copied")
-    (tmp_path / "own.txt").write_text("It is a truth universally acknowledged. " * 40)
-    for words in (
-        ("eval", copied, tmp_path / "own.txt"),
-        ("experts", "verify", copied),
-        ("experts", "list", copied),
-        ("generate", copied, "--prompt", "It is", "--tokens", 3),
-    ):
-        done = demix(*words)
-        assert done.exit_code == 0, (words, done.exception)
-
-
 def test_what_cannot_be_merged_is_refused(models: Path, tokens: Path, tmp_path: Path) -> None:
     model, merged = models / "demix", models / "merged"
     encoder, out, folder = Tokenizer.load(tokens / "tokenizer.json"), tmp_path / "out", tmp_path / "models"

@@ -17,7 +17,7 @@ from demix.data.shards import TokenShard
 from demix.files import seed_for
 from demix.model.gpt import MASKED
 from demix.run.placement import place
-from demix.train.batches import Batch, batches_of
+from demix.train.batches import batches_of
 from demix.train.schedule import Optimization
 from support.errors import refused
 from support.shards import shard_of
@@ -157,33 +157,6 @@ def test_batches_are_those_of_a_plain_loop_on_any_number_of_ranks(how, ranks, se
         assert batch.inputs.dtype == batch.targets.dtype == batch.domains.dtype == batch.seeds.dtype == torch.int64
 
 
-def test_a_masked_target_is_hidden_in_80_random_in_10_and_itself_in_10_of_100() -> None:
-    shard = shard_of(np.arange(4000, dtype=np.uint16) % 50)
-    batches = batches_of("by_domain", [shard], ["law"], 20, 400, 1, None, "mlm")
-    inputs, targets, places = [], [], []
-    for step in range(15):
-        batch = batches.draw(step)
-        # 15% of 400, in the order of the text.
-        assert (batch.places.diff(dim=-1) > 0).all()
-        assert batch.places.shape[-1] == 60
-        inputs.append(batch.inputs.gather(-1, batch.places).flatten())
-        targets.append(batch.targets.flatten())
-        places.append(batch.places.flatten())
-    found, wanted, where = torch.cat(inputs), torch.cat(targets), torch.cat(places)
-    hidden = (found == MASKED).double().mean()
-    assert hidden == pytest.approx(0.8, abs=0.01)
-    # A random token of 100 is that itself once in 100 times.
-    assert (found == wanted).double().mean() == pytest.approx(0.101, abs=0.01)
-    others = found[(found != MASKED) & (found != wanted)]
-    assert others.unique().numel() > 95
-    assert (where.min(), where.max()) == (0, 399)
-    again = batches_of("by_domain", [shard], ["law"], 20, 400, 1, None, "mlm")
-    assert torch.equal(again.draw(3).inputs, batches.draw(3).inputs)
-    # Each sequence of each step has a draw of its own.
-    rows = {tuple(row) for step in range(3) for row in batches.draw(step).places[0].tolist()}
-    assert len(rows) == 60
-
-
 def test_fifteen_of_a_hundred_tokens_are_targets() -> None:
     assert [masked_places(length) for length in (2, 10, 32, 256, 1024)] == [1, 2, 5, 38, 154]
 
@@ -201,13 +174,3 @@ def test_masks_follow_from_seed_step_domain_and_number() -> None:
             own = batch.targets[d, number].numpy()
             expected = np.where(how < 0.8, MASKED, np.where(how < 0.9, others, own))
             assert batch.inputs[d, number, places].tolist() == expected.tolist()
-
-
-def test_parts_of_a_batch_are_its_sequences() -> None:
-    inputs = torch.arange(24).view(2, 4, 3)
-    batch = Batch(inputs, inputs + 1, inputs[..., 0], inputs[..., 1], places=inputs + 2)
-    part = batch.part(1, 3)
-    assert torch.equal(part.inputs, inputs[:, 1:3])
-    assert torch.equal(part.places, inputs[:, 1:3] + 2)
-    assert part.weights is None
-    assert batch.to(torch.device("meta")).targets.device.type == "meta"
