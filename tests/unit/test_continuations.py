@@ -171,10 +171,6 @@ def test_a_shared_context_is_scored_once(monkeypatch) -> None:
     continuation_log_probabilities(mixture_of("history", "uniform", None, None, [model]), wanted)
     # Twelve inputs of each context, and each continuation's last input of its context.
     assert seen == [2 * 12, 16]
-    seen.clear()
-    monkeypatch.setattr(continuations, "EXPERT_TOKENS_AT_ONCE", 3 * (12 + 8))
-    continuation_log_probabilities(mixture_of("history", "uniform", None, None, [model]), wanted)
-    assert seen == [12, 8] * 2
 
 
 def test_a_domain_token_stands_before_every_block() -> None:

@@ -183,14 +183,11 @@ def test_of_many_names_the_nearest_five_are_listed() -> None:
 
 SCORING = '{"dev_blocks": 1, "test_tokens": null, "precision": "fp32", "threads": 1}'
 TRAINED = ("--settings", "{}", "--output", "out", "--metrics", "m", "--checkpoints", "c")
-SPLIT = ("split", "a", "a.parquet", "--owners", "a", "--output", "out", "--settings")
 
 
 @pytest.mark.parametrize(
     ("arguments", "subject"),
     [
-        ((*SPLIT, "{bad"), "--settings"),
-        ((*SPLIT, "{}"), "--settings"),
         (("tokenizer", "a.parquet", "--output", "out", "--settings", '{"vocab_size": "300"}'), "--settings.vocab_size"),
         (("tokenize", "a.parquet", "--tokenizer", "missing.json", "--output", "out"), "missing.json"),
         (("track", "results", "--uri", "postgresql://me:hidden@host/demix"), "--uri"),

@@ -284,9 +284,6 @@ MISTAKES = {
     "--tasks nowhere.yaml": "--tasks nowhere.yaml",
     "--weights best": "--weights best",
     "--weights cluster": "{place}/models/demix",
-    "--prior updating": "--prior updating",
-    "--prior law=-1": "prior of law",
-    "--experts law,law": "--experts",
     "--experts lawe": "experts/lawe.json",
     "--device tpu": "--device tpu",
     "--tokenizer nowhere.json": "nowhere.json",
@@ -326,6 +323,7 @@ def test_without_a_model_or_the_harness_it_is_refused(place: Path, monkeypatch) 
     refusal("lm-eval", place / "models" / "demix", "--tasks", "word", of="lm-eval")
 
 
+@pytest.mark.full
 def test_a_local_task_asks_nothing_of_the_network(place: Path, tmp_path: Path) -> None:
     named = ("--tasks", "text", "--include-path", place / "tasks", "--limit", 1)
     done = ran_offline(tmp_path, "lm-eval", place / "models" / "demix", *named)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -40,8 +39,6 @@ from demix.plan.flops import (
 from demix.plan.here import seconds_here
 from demix.plan.jobs import ScoringCosts, jobs_table, plan_jobs, runs_here, usual_hardware
 from demix.run.check import completed_run, load_run
-from demix.run.models import rule_of
-from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.train.updates import group_of
 from support.cli import demix
@@ -52,13 +49,7 @@ REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "config"
 PAPER = {path.stem: load_run(path) for path in sorted(CONFIGS.glob("paper-*.yaml"))}
 SAMPLE, BTM, LARGE_BTM = (load_run(CONFIGS / f"{name}.yaml") for name in ("sample", "cbtm-1.3b", "cbtm-6.7b"))
-TINY = yaml.safe_load((REPOSITORY / "tests" / "workflow" / "tiny.yaml").read_text())
-BRANCHED = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
 DAGGERS = {"webtext", "realnews", "reddit", "reviews", "breaking_news", "contracts", "tweets", "yelp"}
-
-
-def tiny(**rows: Any) -> Run:
-    return completed_run(TINY | {"models": rows})
 
 
 def test_the_papers_domains_and_budgets() -> None:
@@ -223,26 +214,6 @@ def test_the_papers_flops_whatever_the_number_of_experts() -> None:
     hours = sum(plan.steps * plan.flops for plan in plans) / 137e12 / 3600
     assert sum(plan.rank_hours for plan in plans) == pytest.approx(hours, rel=1e-9)
     assert plans[0].weights == 4 * plans[0].expert
-
-
-def test_experts_that_are_whole_models_are_jobs_of_their_own() -> None:
-    config = tiny(
-        btm=BRANCHED, few=BRANCHED | {"experts_per_job": 2}, again=BRANCHED | {"kind": "dense", "schedule": "restart"}
-    )
-    plans = {plan.name: plan for plan in plan_training(config, None, HARDWARE["cpu"])}
-    one, (pair,) = plans["btm-licenses"], [plan for name, plan in plans.items() if "+" in name]
-    assert (one.begin, one.steps, one.tokens) == (15, 32, 32 * 4 * 32)
-    assert (pair.tokens, pair.hours, pair.flops) == (2 * one.tokens, 2 * one.hours, 2 * one.flops)
-    # The sum over experts is what the dense model takes.
-    dense = plans["dense"]
-    experts = [plan for name, plan in plans.items() if name.startswith("btm-")]
-    assert sum(plan.tokens for plan in experts) == dense.tokens == plans["again"].tokens
-    assert sum(plan.flops for plan in experts) == dense.flops
-    assert plans["again"].hours == pytest.approx(dense.hours * 17 / 32)
-    # Each expert's checkpoints are a whole model's.
-    assert one.checkpoint == dense.checkpoint
-    rules = {rule for job in plan_jobs(config, "cpu") for rule in job.rules}
-    assert {rule_of(job) for model in config.trained for job in model.jobs} | {"join_btm", "join_few"} <= rules
 
 
 def test_the_plan_of_a_domain(tmp_path: Path) -> None:

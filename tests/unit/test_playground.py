@@ -16,11 +16,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from demix.errors import DemixError
-from demix.generate.playground.answers import (
-    MOST_JUDGED,
-    MOST_TOKENS,
-    RULES,
-)
+from demix.generate.playground.answers import MOST_JUDGED, MOST_TOKENS, RULES
 from demix.generate.playground.server import CONNECTIONS, MOST_BYTES, Playground
 from demix.run.run import Run
 from support.cli import demix

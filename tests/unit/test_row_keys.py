@@ -11,6 +11,7 @@ from demix.errors import DemixError
 from demix.plan.jobs import plan_jobs
 from demix.run.check import completed_run
 from demix.run.merged import MERGED
+from demix.run.models import rule_of
 from demix.run.placement import place
 from demix.run.rules import RunRules
 from demix.run.run import Run
@@ -81,5 +82,5 @@ def test_each_accepted_row_is_scored_and_planned(accepted: Run) -> None:
     assert {model.name for model in accepted.trained} <= scored
     for domain in accepted.domains:
         assert {table.model for table in evaluated(accepted, domain)} >= {*accepted.rows}
-    planned = {job.name for job in plan_jobs(accepted, "h100")}
-    assert {model.name for model in accepted.trained if not model.in_parts} <= planned
+    planned = {rule for job in plan_jobs(accepted, "h100") for rule in job.rules}
+    assert {rule_of(job) for model in accepted.trained for job in model.jobs} <= planned

@@ -195,7 +195,6 @@ WRONG = {
     "no clusters": {"weights": "cluster"},
     "no such expert": {"experts": ["nesw"]},
     "no expert": {"experts": []},
-    "an expert twice": {"experts": ["law", "law"]},
     "an unknown key": {"more": {"top_k": 3}},
     "a key of bytes": {"more": 1, "user": "\\ud800"},
     "several answers": {"n": 2},
