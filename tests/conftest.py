@@ -65,7 +65,7 @@ class Durations:
 
     def pytest_sessionfinish(self) -> None:
         before = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-        known = {name: value for name, value in before.items() if DURATIONS.with_name(name).exists()}
+        known = {name: value for name, value in before.items() if (DURATIONS.parent / name).exists()}
         known |= {name: round(value, 1) for name, value in self.seconds.items()}
         DURATIONS.write_text(json.dumps(dict(sorted(known.items())), indent=0) + "\n")
 
