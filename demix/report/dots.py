@@ -36,7 +36,8 @@ def dots(
         alt.X(f"{name}:Q", title=title, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
         for name in ("low", "value")
     )
-    rule = chart.mark_rule(strokeWidth=1.5).encode(x=low, x2="high:Q")
+    # The dots have names for screen readers. Lines have none: without intervals, theirs would be an image without text.
+    rule = chart.mark_rule(strokeWidth=1.5, aria=False).encode(x=low, x2="high:Q")
     layers: list[Any] = [rule, chart.mark_point(filled=True, size=30, opacity=1).encode(x=value)]
     if zero:
         at_zero = alt.Chart(data_of([{"zero": 0}])).mark_rule(color="#888888")
