@@ -392,9 +392,6 @@ def test_names_and_values_that_only_resemble_refused_ones_are_accepted() -> None
     run = completed_run(small(seeds=[1, 2], models=rows))
     assert run.rows.keys() >= {*rows}
     assert run.rows["again"].architecture == run.rows["alibi"].architecture
-    plain = {"plain": {"kind": "dense"}, "clusters": {"kind": "demix", "data": "k2", "replicas": {}, "ranks": 2}}
-    training = {"sequences": 2, "ranks": 3, "replicas": {"law": 2}}
-    completed_run(small(**SECTIONS | {"training": training}, models=plain))
 
 
 @given(strategies.text("ab_", min_size=1, max_size=4), strategies.integers(1, 60), strategies.text("ab_", max_size=4))

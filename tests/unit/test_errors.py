@@ -159,12 +159,9 @@ def test_the_line_of_a_job_names_cause_and_cure(happens: Callable[[], None], lin
     ("words", "known"),
     [
         ("sql results/lettres count(*)", "results/letters"),
-        ("compare results/letters results/lettres", "results/letters"),
         ("eval results/letters/models/min a", MODEL),
         ("playground results/letters/models/min", MODEL),
         ("serve results/letters/models/min --port 0", MODEL),
-        ("experts list results/letters/models/min", MODEL),
-        ("merge results/letters/models/min --weights law=1 --output a", MODEL),
         (f"merge {MODEL} --weights nesw=1 --output a", "news"),
         ("config fantasy.yaml", "fantasy"),
     ],

@@ -24,12 +24,8 @@ from rich.console import Console
 import snakemake_logger_plugin_demix as display
 from demix.commands import main as cli
 from demix.config.keys import read_keys
-from demix.data.divide import Division, divide
 from demix.data.outline import outline
-from demix.files import read_json
 from demix.run.check import completed_run, load_run
-from demix.run.rules import RunRules
-from demix.settings import settings_from
 from support.cli import demix, refusal
 
 REPOSITORY = Path(__file__).parents[2]
@@ -154,17 +150,13 @@ def test_the_rate_follows_from_size_and_updates(domains, words, layers, updates,
 VALUES: dict[Any, str] = {
     "ArXiv": "arxiv",
     "arxiv": "arxiv_2",
-    "Gutenberg (PG-19)": "gutenberg_pg_19",
-    "Москва": "domain_4",
+    "Москва": "domain_3",
     "tokens": "tokens_text",
-    "ha" * 40: "domain_6",
+    "ha" * 40: "domain_5",
     "a name of a domain, longer than what files can hold by 1": "a_name_of_a_domain_longer_than_what_files_can_hold_by",
-    "a\nb": "a_b",
-    "null": "null",
     7: "7",
     "\u2028z\x85: #": "z",
     True: "true",
-    1.5: "1_5",
     "pile": "pile",
     "novel": "novel",
 }
@@ -191,16 +183,11 @@ def test_each_value_of_a_field_is_a_domain(tmp_path, monkeypatch):
     assert demix("config", "mine.yaml").exit_code == 0
     run = completed_run({"base": "mine.yaml"}, tmp_path)
     assert {domain.value: name for name, domain in run.config.domains.training.items()} == VALUES
-    assert [*run.config.domains.novel] == ["novel_16"]
+    assert [*run.config.domains.novel] == ["novel_12"]
     assert run.config.domains.training["7"].words.dev == 480, "the text '7' and the number are one value"
     assert run.config.domains.training["arxiv"].words.dev == 240
     shared = run.config.sources["pile"]
     assert (shared.by, shared.source.path, shared.source.piece_words) == ("meta.set", "pile.jsonl.gz", None)
-    division = settings_from(Division, RunRules(run).sharing("pile", **RunRules(run).division("pile")))
-    divide("pile", division, tmp_path / "raw", tmp_path / "counts.json")
-    counts = read_json(tmp_path / "counts.json")
-    assert counts["taken"] == {name: {str(value): 60 * (1 + (value == 7))} for value, name in VALUES.items()}
-    assert counts["untaken"] == {" ": 60}
 
 
 @pytest.mark.parametrize("by", ["n", "none", "meta"])
