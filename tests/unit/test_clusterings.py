@@ -1,6 +1,5 @@
 """Rows of models that learn from clusters of documents: what they make of a config, and what is refused."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,17 @@ import pytest
 from demix.data.shards import TokenShard
 from demix.evaluate.losses import Mixture
 from demix.evaluate.routing import beside_of
-from demix.model.checkpoint import describe, expert_names
+from demix.model.checkpoint import expert_names
 from demix.model.tokenizer import tokenizer_of
 from demix.run.check import load_run
 from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.run.systems import evaluated
-from demix.train.join import join_branches
 from support.cli import said
 from support.errors import refused
 from support.tokens import TRAINING
-from support.training import TRAIN, dense_with_seeds, rows, shard_paths, train_into
+from support.training import TRAIN, train_model
 
 TINY = Path(__file__).parents[1] / "workflow" / "tiny.yaml"
 K2 = {"clusters": 2, "dimensions": 6}
@@ -85,7 +83,6 @@ def test_what_does_not_fit_is_refused_before_anything_runs(changes, key):
 
 
 def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens, tmp_path):
-    """An expert of each cluster goes on from the dense model's state, with as many tokens as a domain's would have."""
     (tmp_path / "corpus").symlink_to(tokens / "corpus")
     (tmp_path / "tokens").symlink_to(tokens / "tokens")
     (tmp_path / "tokenizer.json").symlink_to(tokens / "tokenizer.json")
@@ -102,19 +99,10 @@ def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens, tmp_pa
     opened = [TokenShard.open(folder / "shards" / name / "train.arrow", verify=True) for name in ("c00", "c01")]
     assert sum(map(len, opened)) == sum(len(TokenShard.open(path)) for path in shards)
 
-    state = dense_with_seeds(tmp_path, shard_paths(tmp_path), [10])[10]
-    sequences = len(TRAINING) * TRAIN.sequences
-    assert sequences % 2 == 0
-    training = dataclasses.replace(TRAIN, sequences=sequences // 2)
-    for name in ("c00", "c01"):
-        own = [folder / "shards" / name / "train.arrow"]
-        train_into(tmp_path / name, "branched", own, training, branch=state, share=2)
-    joined = tmp_path / "models" / "cbtm_2"
-    join_branches([tmp_path / name / "model" for name in ("c00", "c01")], joined)
+    joined, own = tmp_path / "models" / "cbtm_2", [folder / "shards" / name / "train.arrow" for name in ("c00", "c01")]
+    train_model("demix", TRAIN, own, joined, None, tmp_path / "checkpoints")
     assert expert_names(joined) == ("c00", "c01")
-    assert len({rows(tmp_path / name)[-1]["step"] for name in ("", "c00", "c01")}) == 1, "equal updates"
-    assert describe(joined)["tokens"] == describe(tmp_path / "model")["tokens"]
-    assert tokenizer_of(tmp_path / "c00" / "model")[0].parents[1].name == "c00", "the tokenizer travels with an expert"
+    assert tokenizer_of(joined)[0].parent == joined, "the tokenizer travels with the experts"
 
     # The tokens of its shard say of which clusterer an expert is: one of the same name is refused.
     table = tmp_path / "scores" / "cbtm_2" / "licenses.dev"
@@ -129,7 +117,3 @@ def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens, tmp_pa
         else:
             with refused("c00.json"):
                 beside_of(table, [by_distance])
-
-    more = dataclasses.replace(TRAIN, sequences=sequences)
-    with refused(state):
-        train_into(tmp_path / "c01", "branched", own, more, branch=state, share=2)
