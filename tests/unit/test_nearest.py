@@ -13,10 +13,7 @@ from demix.data.cluster import Clusterer, Clustering, context_distances, fit_clu
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.own_text import evaluate_text
-from demix.evaluate.routing import Routing, route
-from demix.evaluate.score import Scoring, score
-from demix.evaluate.score_tables import read_scores
-from demix.files import read_json, read_parquet, write_json, write_json_lines
+from demix.files import read_json, write_json, write_json_lines
 from demix.generate.playground.answers import model_facts, opened
 from demix.mix.mixtures import mix
 from demix.mix.stream import Posterior
@@ -27,7 +24,6 @@ from demix.model.decode import Decoder, generate, log_prior_of, named_prior, pos
 from demix.model.experts import add_expert, find_faults, remove_expert
 from demix.model.scoring import columns_of
 from demix.run.kept import write_run_config
-from support.cli import demix
 from support.configs import domains, small_run
 from support.errors import refused
 from support.models import write_model
@@ -160,25 +156,9 @@ def test_an_expert_without_a_cluster_takes_no_weights_by_distance(run: Path) -> 
     assert weights[EXPERTS.index("extra")] == 0
 
 
-def test_mix_and_eval_take_weights_by_distance(run: Path, tokens: Path, tmp_path: Path) -> None:
+def test_a_text_of_ones_own_is_mixed_by_distance_where_experts_have_clusters(run: Path, tmp_path: Path) -> None:
     with_context(run, "document")
     model = run / "models" / "demix"
-    shards = [tokens / "tokens" / "scripture" / f"{split}.arrow" for split in ("dev", "test")]
-    length = 16
-    score(model, TRAINING, shards, Scoring(3, 200, "fp32", threads=1), run / "scores" / "demix")
-    settings = Routing(dev_blocks=3, test_tokens=200, length=length, context="document")
-    routing = run / "routing" / "by_domain" / "document"
-    route(run / "clusters" / "by_domain", shards, run / "tokenizer.json", settings, routing)
-    test = run / "scores" / "demix" / "scripture.test"
-    found = demix("mix", test, "--weights", "cluster(0.3)", "--methods", "uniform,cached")
-    assert found.exit_code == 0, found.output
-    table = read_scores(test, TRAINING)
-    far = np.zeros((table.mask.size, len(TRAINING)))
-    rows = read_parquet(routing / "scripture.test.parquet")
-    far[:200] = np.stack([rows[name].to_numpy() for name in TRAINING], axis=1)
-    far = far.reshape(table.scores.shape)
-    log_p = mix(table.scores, table.mask, "uniform", "cluster(0.3)", distances=far)
-    assert f"{np.exp(-log_p.sum() / 200):.2f}" in found.output
     text = tmp_path / "text.txt"
     text.write_text("And it came to pass, that the minister shall answer in those days. " * 5)
     lines = {line.name: line.perplexity for line in evaluate_text(model, text).mixtures}
