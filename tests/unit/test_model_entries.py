@@ -148,16 +148,19 @@ def added(run: Run, before: Run) -> list[tuple[str, str]]:
         now, then = list(evaluated(run, domain)), list(evaluated(before, domain))
         assert now[: len(then)] == then
         tables = now[len(then) :]
+        assert all(table.merged or table.top_k for table in tables)
         assert {(table.columns, table.splits, table.sets) for table in tables} <= {(("dense",), ("test",), ())}
         found += [(table.folder, domain) for table in tables]
     more, scored = {*parts(run)} - {*parts(before)}, []
     assert not {*parts(before)} - {*parts(run)}
-    for part in more:
-        assert (part.columns, part.splits, part.experts) == (("dense",), ("test",), ("dense",))
-        folder, names = part.model, {"{training}": run.training, "{novel}": run.novel}
-        folder += f"@top-{part.top_k}" if part.top_k else ""
-        for place in part.domains:
-            scored += [(folder.replace(place, name), name) for name in names.get(place, [place])]
+    names = {"{training}": run.training, "{novel}": run.novel}
+    for job in scoring_jobs(run):
+        for part in more.intersection(job.parts):
+            assert (part.columns, part.splits, part.experts) == (("dense",), ("test",), ("dense",))
+            assert job.jobs == len(names.get(part.domains[0], [""]))
+            folder = f"{part.model}@top-{part.top_k}" if part.top_k else part.model
+            for place in part.domains:
+                scored += [(folder.replace(place, name), name) for name in names.get(place, [place])]
     assert sorted(scored) == sorted(found)
     return found
 
