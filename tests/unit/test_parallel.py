@@ -1,5 +1,6 @@
 """Trainings by several ranks over gloo: the results of one process, whatever is combined; lost and refused ranks."""
 
+import itertools
 import json
 import os
 import signal
@@ -123,6 +124,25 @@ demix            unequal  roberta masked    muon  fp64 one again whole   some sc
 demix            halves   llama   masked    adamw fp32 all kept  whole   some scratch
     """.strip().splitlines()
 ]
+
+
+def possible(names: dict[str, str]) -> bool:
+    """Whether these values of columns can stand together."""
+    if names.get("architecture") == "roberta":
+        return names.get("attention", "masked") == "masked"
+    return names.get("attention") != "documents" or names.get("architecture") != "gpt2"
+
+
+def test_every_pair_of_values_stands_in_a_case() -> None:
+    seen = set()
+    for case in CASES:
+        names = case._asdict() | {"kind": COLUMNS["kind"][case.kind]}
+        seen |= {*itertools.combinations(names.items(), 2)}
+    values = {column: {*names} for column, names in COLUMNS.items()} | {"kind": {"demix", "dense", "routed"}}
+    for one, other in itertools.combinations(COLUMNS, 2):
+        for pair in itertools.product(values[one], values[other]):
+            names = ((one, pair[0]), (other, pair[1]))
+            assert names in seen or not possible(dict(names)), names
 
 
 def settings(case: Case, **changes: str) -> Training:
