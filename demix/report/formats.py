@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 _ESCAPED: dict[str, str | int | None] = {character: f"\\{character}" for character in "&%_#{}$"}
 _ESCAPED["\\"] = "\\textbackslash "
 _TYPESET: dict[str, str | int | None] = {"λ": r"$\lambda$", "τ": r"$\tau$", "±": r"$\pm$", "×": r"$\times$"}
+_TYPESET |= {"“": "``", "”": "''", "’": "'", "…": r"\ldots{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}
 # The most columns of a page that shows intervals before it is asked for them.
 WIDE = 7
-_TYPESET |= {"“": "``", "”": "''", "’": "'", "…": r"\ldots{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}
 
 
 def write_table(table: Table, output_dir: Path, drawing: str = "") -> None:

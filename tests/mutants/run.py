@@ -362,6 +362,10 @@ def by_hand(path: str, old: str, new: str, tests: str) -> tuple[Mutant, list[str
     text = (REPOSITORY / path).read_text()
     if text.count(old) != 1:
         raise ValueError(f"by_hand.toml: {path}: this text stands {text.count(old)} times in the file: {old}")
+    for test in tests_named(tests):
+        file, _, name = test.partition("::")
+        if not (REPOSITORY / file).exists() or f"def {name}" not in (REPOSITORY / file).read_text():
+            raise ValueError(f"by_hand.toml: {path}: there is no test {test}")
     change = f"{' '.join(old.split())} -> {' '.join(new.split()) or 'nothing'}"
     return Mutant(path, "", "by hand", change, text.replace(old, new), frozenset(), None), tests_named(tests)
 
