@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from demix.commands.options import Tokens
-from demix.errors import DemixError, printable
+from demix.errors import DemixError
 
 app = typer.Typer()
 
@@ -89,25 +89,3 @@ def import_(
             f"logits of {done.tokens} tokens differ by up to {done.difference:.1e} from those of transformers, "
             f"which reach {done.largest:.3g}"
         )
-
-
-data = typer.Typer(no_args_is_help=True, help="Bring data that was prepared elsewhere.")
-app.add_typer(data, name="data")
-
-
-@data.command("add-tokens")
-def add_tokens_of(
-    files: Annotated[list[Path], typer.Argument(help="Flat .bin or .npy files of ids, in the order of the text.")],
-    tokenizer: Annotated[Path, typer.Option(help="tokenizer.json of a run, with which the ids were made.")],
-    output: Annotated[Path, typer.Option(help="tokens/<domain>/<split>.arrow; its other files come beside it.")],
-    dtype: Annotated[str | None, typer.Option(help="uint16 or uint32; by default as many types need.")] = None,
-) -> None:
-    """Make a domain's token files of ids that nanoGPT, OLMo-core or others wrote: checked, and sealed."""
-    from demix.data.added_tokens import add_tokens
-
-    if output.suffix != ".arrow":
-        raise DemixError(f"--output {output}", "is no .arrow file", "name tokens/<domain>/<split>.arrow")
-    if dtype not in (None, "uint16", "uint32"):
-        raise DemixError(f"--dtype {dtype}", "is not known", "use uint16 or uint32")
-    made = add_tokens(files, tokenizer, output, dtype)
-    print(printable(f"{output}: {made['tokens']:,} tokens in {made['documents']:,} documents, {made['bytes']:,} bytes"))

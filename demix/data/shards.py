@@ -155,7 +155,7 @@ def tokenize(tokenizer: Path, documents: Path, output: Path, *, file_tokens: int
     encoded by the exact encoder too; where ids differ, all are, with a warning.
     """
     encoder = Tokenizer.load(tokenizer)
-    kind = kind_of(encoder)
+    kind = np.dtype(np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32)
     if encoder.fast is None:
         _log.warning("%s: gigatoken does not follow its rules; encoding %s with tokenizers", tokenizer, documents)
     # One record batch needs its length before its columns: they go to flat files first, which are then mapped.
@@ -167,25 +167,15 @@ def tokenize(tokenizer: Path, documents: Path, output: Path, *, file_tokens: int
             exact = encoder.checker
             _log.warning("%s: gigatoken's ids differ from %s's in %s; encoding with %s", documents, exact, error, exact)
             manifest = _encode(encoder, documents, kind, flat, exact=True)
-        write_flat(output, manifest, kind, flat, file_tokens)
+        _write_flat(output, manifest, kind, flat, file_tokens)
 
 
-def kind_of(encoder: Tokenizer) -> np.dtype:
-    """The type of the ids in shards of a tokenizer."""
-    return np.dtype(np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32)
-
-
-def said_of(encoder: Tokenizer) -> dict[str, int]:
-    """What a manifest says of its tokenizer's types."""
-    return _said(encoder.vocab_size, encoder.end_of_text)
-
-
-def write_flat(
+def _write_flat(
     output: Path, manifest: dict[str, Any], kind: np.dtype, flat: dict[str, Path], file_tokens: int = FILE_TOKENS
 ) -> None:
     """Write the shard `output` of the flat files "token" (of `kind`), "offset", "bytes" and "origin" (int64).
 
-    `manifest` has the counts, the digests of tokens and tokenizer, and what `said_of` says.
+    `manifest` has the counts, the digests of tokens and tokenizer, and what `_said` says.
     """
     documents_path, manifest_path = _beside(output)
     files = []
@@ -389,7 +379,7 @@ def _encode(
         "bytes": size,
         "sha256": digest.hexdigest(),
         "tokenizer_sha256": encoder.sha256,
-        **said_of(encoder),
+        **_said(encoder.vocab_size, encoder.end_of_text),
     }
 
 
