@@ -11,7 +11,7 @@ from scipy.special import log_softmax
 
 from demix.config.mixing import METHODS
 from demix.mix.logs import decaying_sums
-from demix.mix.mixtures import mix
+from demix.mix.mixtures import log_mixtures, mix
 from demix.mix.priors import (
     cached_log_prior,
     log_prior_path,
@@ -19,7 +19,7 @@ from demix.mix.priors import (
     released_log_priors,
 )
 from support.errors import refused
-from support.mixing import as_blocks, block_weights, log_mixture, tables, updating_priors
+from support.mixing import as_blocks, block_weights, log_mixture, log_weights, tables, updating_priors, window
 
 # What is infinite on purpose warns nobody.
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -67,6 +67,22 @@ def test_mixtures_equal_the_slow_reference(table, method, weights, decay, seed, 
     assert (mixed[~mask] == 0).all()
 
 
+@settings(max_examples=100, deadline=None)
+@given(tables(), st.booleans(), st.integers(1, 3), st.sampled_from([1.0, 1000.0]), st.integers(0, 2**32 - 1), st.data())
+def test_mixtures_with_several_priors_equal_the_formulas(table, uniform_start, priors, scale, seed, data) -> None:
+    scores, _ = table
+    blocks, _, experts = scores.shape
+    top_k = data.draw(st.one_of(st.none(), st.integers(1, experts + 1)))
+    log_priors = log_softmax(scale * np.random.default_rng(seed).normal(size=(blocks, priors, experts)), axis=-1)
+    evidence = np.array([window(block)[:-1] for block in scores])
+    mixed = log_mixtures(scores, log_priors, evidence, uniform_start, top_k)
+    for found, priors_of_block, seen, block in zip(mixed, log_priors, evidence, scores, strict=True):
+        log_g = np.array([log_weights(prior, seen, top_k and min(top_k, experts)) for prior in priors_of_block])
+        if uniform_start:
+            log_g[:, 0] = -np.log(experts)
+        np.testing.assert_allclose(found, log_mixture(log_g, block), rtol=1e-9, atol=1e-9)
+
+
 @settings(max_examples=30, deadline=None)
 @given(tables(), st.sampled_from(["uniform", "updating"]), rules, st.integers(1, 4), st.randoms())
 def test_the_order_of_equal_experts_decides_nothing(table, method, weights, top_k, random) -> None:
@@ -88,6 +104,23 @@ def test_cached_prior_is_the_updating_prior_after_the_dev_blocks(table, weights,
     slow = updating_priors(as_blocks(scores, mask)[:blocks], weights, decay)[-1]
     np.testing.assert_allclose(found, slow, rtol=1e-8, atol=1e-8)
     assert np.exp(found).sum() == pytest.approx(1.0, abs=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(tables(scales=(0.1, 3.0)), rules, st.sampled_from([0.05, 0.7, 1.0]), st.booleans(), st.integers(1, 6))
+def test_priors_go_on_after_the_blocks_seen(table, weights, decay, released, seen) -> None:
+    scores, mask = table
+    scorer = "released" if released else "paper"
+    seen = min(2 * seen if released else seen, len(scores) - 1)
+    seen -= seen % 2 if released else 0
+    whole = log_prior_path(scores, mask, weights, decay, scorer)
+    np.testing.assert_allclose(np.exp(whole).sum(axis=1), 1, atol=1e-12)
+    first = log_prior_path(scores[:seen], mask[:seen], weights, decay, scorer)
+    rest = log_prior_path(scores[seen:], mask[seen:], weights, decay, scorer, first[-1], seen)
+    np.testing.assert_allclose(np.concatenate([first[:-1], rest]), whole, rtol=1e-9, atol=1e-9)
+    if not released:
+        several = log_prior_path(scores, mask, weights, np.array([0.3, decay]), scorer)
+        np.testing.assert_allclose(several[:, 1], whole, rtol=1e-12)
 
 
 def published(
