@@ -170,7 +170,7 @@ class Breaking:
             pid = os.fork()
             if pid == 0:
                 self.be_mutant(mutant, [items[test] for test in tests])
-            killed = ended(pid, 20 + 6 * seconds) != 0
+            killed = ended(pid, 8 + 6 * seconds) != 0
             write(self.file, before)
             for left in session.config._tmp_path_factory.getbasetemp().iterdir():
                 shutil.rmtree(left, ignore_errors=True)
