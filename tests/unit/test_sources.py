@@ -28,6 +28,7 @@ from demix.data import readers
 from demix.data.anonymize import anonymize_documents
 from demix.data.sources import Source, download
 from demix.errors import DemixError
+from demix.files.kinds import check_file_kind
 from demix.settings import settings_from
 from support.cli import said
 from support.errors import refused
@@ -228,11 +229,14 @@ def test_several_compressed_frames_are_one_file(tmp_path, suffix):
     assert texts(tmp_path, path) == ["a", "b"]
 
 
-def test_a_line_feed_in_a_value_of_csv_ends_no_row_in_a_file_of_many_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "CSV_BLOCK", 4096)
-    wanted = [f"{number}\n" * 1500 for number in range(4)]
-    (tmp_path / "a.csv").write_text("text\n" + "".join(f'"{text}"\n' for text in wanted))
-    assert texts(tmp_path, tmp_path / "a.csv") == wanted
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 5000000\n"
+
+
+@pytest.mark.parametrize("wanted", ["text", "safetensors", "Parquet", "gzip"])
+def test_a_pointer_is_no_file_of_any_kind(tmp_path, wanted):
+    (tmp_path / "a").write_bytes(POINTER)
+    with refused("a"):
+        check_file_kind(tmp_path / "a", wanted)
 
 
 def test_what_is_not_needed_is_never_read(tmp_path):
