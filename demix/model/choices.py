@@ -1,10 +1,7 @@
 """The experts among which the tokens of a merged model choose: leaving one out, and adding that of another model.
 
-A merged model keeps the sums by expert from which its routers are solved (`demix.model.merge_routed`). They add up, so
-that routers are solved again for the experts that are left or join, without anybody's text, and with the penalty and
-the factor that were chosen when the model was merged. Training moves states and routers, so that a trained model keeps
-no sums, nor does a merge of FlexOlmo's experts, whose routers were learned: there the row of an expert leaves the
-routers, or joins them as the other model has it, and all other rows stay.
+Their feedforwards and their rows of the routers are stacked in every layer: those of an expert leave, or join as the
+other model has them, and all other rows stay. No router is solved or trained again.
 """
 
 import dataclasses
@@ -19,19 +16,17 @@ from demix.config.architecture import Architecture
 from demix.config.counts import parameters
 from demix.config.models import DENSE_EXPERT
 from demix.errors import DemixError, nearest
-from demix.files import REMAKE, replacing, sha256_file, write_json
-from demix.model.checkpoint import check_values, describe, expert_files, expert_lineage, load_model, save_tensors
+from demix.files import replacing, sha256_file, write_json
+from demix.model.checkpoint import describe, expert_files, expert_lineage, load_model, save_tensors
 from demix.model.gpt import GPT
-from demix.model.merge import SUMS, learned_of
-from demix.model.merge_routed import Moments, packed, read_sums, routers_of
+from demix.model.merge import learned_of
 
 
 class Choice(NamedTuple):
-    """An expert among which tokens choose: what its model records of it, its rows of all stacked tensors, its sums."""
+    """An expert among which tokens choose: what its model records of it, and its rows of all stacked tensors."""
 
     recorded: dict[str, Any]
     rows: dict[str, Tensor]
-    sums: Moments | None
 
 
 def read_choices(directory: Path) -> dict[str, Choice]:
@@ -49,9 +44,8 @@ def read_choices(directory: Path) -> dict[str, Choice]:
     if description["kind"] == "merged" and not all(one.get("learned") for one in recorded.values()):
         raise DemixError(directory, "does not say what each of its experts has learned from", "merge it again")
     stacked = {name: tensor.detach()[0] for name, tensor in load_model(directory).expert_tensors().items()}
-    sums = read_sums(directory, tuple(recorded))
     return {
-        expert: Choice(one, {name: tensor[number] for name, tensor in stacked.items()}, sums.get(expert))
+        expert: Choice(one, {name: tensor[number] for name, tensor in stacked.items()})
         for number, (expert, one) in enumerate(recorded.items())
     }
 
@@ -59,10 +53,8 @@ def read_choices(directory: Path) -> dict[str, Choice]:
 def remove_choice(directory: Path, name: str) -> None:
     """Leave the expert `name` out of every layer of the merged model in `directory`.
 
-    Where the model keeps sums, its routers are solved again from those of the other experts: they are the routers of a
-    model that was merged without the expert, by the same penalty and factor. Otherwise the expert's rows leave the
-    routers, and the softmax is over the rows that are left: sums of states before training say nothing of the trained
-    ones. What shared weights have learned from the expert's domain stays, as do averages of branches.
+    The expert's rows leave the routers, and the softmax is over the rows that are left. What shared weights have
+    learned from the expert's domain stays, as do averages of branches.
 
     Raises DemixError if the model has no such expert, and if fewer than two experts would be left, or fewer than a
     token chooses.
@@ -74,18 +66,19 @@ def add_choice(directory: Path, other: Path, expert: str, name: str) -> None:
     """Add `expert` of the merged model in `other`, as `name`, to every layer of the merged model in `directory`.
 
     Both have the same shared weights. The new rows stand where those of `other` do among experts that both have, else
-    behind all. Where both models keep sums, routers are solved again; where neither does, the rows of `other` join.
+    behind all.
 
-    Raises DemixError for an expert that `other` lacks, a name that is taken, and if one model alone keeps sums.
+    Raises DemixError for an expert that `other` lacks, a name that is taken, and if the routers of one model were
+    solved and those of the other trained.
     """
     own, theirs = read_choices(directory), read_choices(other)
     new = _named(other, theirs, expert)
     if name in own:
         raise DemixError(f"expert {name}", f"is an expert of {directory} already", "give another name, or remove it")
-    if (new.sums is None) != (next(iter(own.values())).sums is None):
-        with_sums, without = (directory, other) if new.sums is None else (other, directory)
-        cause = f"keeps no sums, and the routers of {with_sums} are solved from sums"
-        raise DemixError(without / SUMS, cause, "add an expert of a model that was made in the same way")
+    if _solved(directory) != _solved(other):
+        solved, trained = (directory, other) if _solved(directory) else (other, directory)
+        cause = f"has trained routers, and those of {solved} were solved"
+        raise DemixError(trained, cause, "add an expert of a model that was made in the same way")
     names = list(theirs)
     behind = names[names.index(expert) + 1 :]
     experts = list(own.items())
@@ -99,12 +92,13 @@ def load_without(directory: Path, name: str) -> GPT:
 
     Raises DemixError as `remove_choice` does.
     """
-    description, merge = describe(directory), _merge(directory, _rest(directory, name))
+    description, rest = describe(directory), _rest(directory, name)
+    architecture, stacked = _architecture(description, len(rest)), _stacked(rest)
     shared = {key: tensor.detach() for key, tensor in load_model(directory).shared_tensors().items()}
     with torch.device("meta"):
         end = description.get("end_of_text")
-        model = GPT(merge.architecture, description["vocab_size"], (DENSE_EXPERT,), end_of_text=end)
-    model.load_state_dict(model.stacked(shared, {DENSE_EXPERT: merge.tensors}), assign=True)
+        model = GPT(architecture, description["vocab_size"], (DENSE_EXPERT,), end_of_text=end)
+    model.load_state_dict(model.stacked(shared, {DENSE_EXPERT: stacked}), assign=True)
     return model
 
 
@@ -126,45 +120,33 @@ def _named(directory: Path, choices: Mapping[str, Choice], name: str) -> Choice:
     return choices[name]
 
 
-class _Merge(NamedTuple):
-    """The architecture and the stacked tensors of a merged model, and what its routers were solved from."""
-
-    architecture: Architecture
-    tensors: dict[str, Tensor]
-    sums: dict[str, Moments]
+def _solved(directory: Path) -> bool:
+    """Whether the routers of the merged model in `directory` were solved from text, and not trained since."""
+    return "router" in expert_lineage(directory, DENSE_EXPERT)
 
 
-def _merge(directory: Path, choices: Mapping[str, Choice]) -> _Merge:
-    """The model in `directory` with `choices` in place of its experts."""
-    description, lineage = describe(directory), expert_lineage(directory, DENSE_EXPERT)
+def _stacked(choices: Mapping[str, Choice]) -> dict[str, Tensor]:
+    """The stacked tensors of a merged model with these experts."""
+    rows = [one.rows for one in choices.values()]
+    return {name: torch.stack([of_expert[name] for of_expert in rows]) for name in rows[0]}
+
+
+def _architecture(description: Mapping[str, Any], experts: int) -> Architecture:
+    """The architecture of the merged model of this `description`, with so many experts."""
     architecture = Architecture(**description["architecture"])
-    stacked = {
-        name: torch.stack([one.rows[name] for one in choices.values()]) for name in next(iter(choices.values())).rows
-    }
-    sums = {expert: one.sums for expert, one in choices.items() if one.sums}
-    if sums:
-        try:
-            routers = routers_of(sums, **lineage["router"])
-        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-            raise DemixError(directory / SUMS, "holds sums that no text has", REMAKE) from None
-        check_values(directory / SUMS, [("the routers solved from its sums", routers)])
-        for number, rows in enumerate(routers):
-            name = f"blocks.{number}.feedforward.router"
-            stacked[name] = rows.to(stacked[name].dtype)
     untrained = description["kind"] == "merged"
-    routed = architecture.merged_routed(len(choices)).routed if untrained else architecture.routed
+    routed = architecture.merged_routed(experts).routed if untrained else architecture.routed
     assert routed is not None
-    routed = dataclasses.replace(routed, experts=len(choices))
-    return _Merge(dataclasses.replace(architecture, routed=routed), stacked, sums)
+    return dataclasses.replace(architecture, routed=dataclasses.replace(routed, experts=experts))
 
 
 def _write(directory: Path, choices: Mapping[str, Choice]) -> None:
     """Make `choices` the experts of the merged model in `directory`; the caller holds its lock."""
     description, lineage = describe(directory), expert_lineage(directory, DENSE_EXPERT)
-    merge = _merge(directory, choices)
+    architecture = _architecture(description, len(choices))
     description |= {
-        "architecture": merge.architecture.described,
-        "expert_parameters": parameters(merge.architecture, description["vocab_size"])[1],
+        "architecture": architecture.described,
+        "expert_parameters": parameters(architecture, description["vocab_size"])[1],
     }
     lineage["choices"] = [one.recorded for one in choices.values()]
     if description["kind"] == "merged":
@@ -172,11 +154,7 @@ def _write(directory: Path, choices: Mapping[str, Choice]) -> None:
         lineage |= learned | {"seeds": seeds}
     beside, weights = expert_files(directory, DENSE_EXPERT)
     with replacing(weights) as temporary:
-        save_tensors(merge.tensors, temporary)
+        save_tensors(_stacked(choices), temporary)
         lineage["sha256"] = sha256_file(temporary)
-        if merge.sums:
-            with replacing(directory / SUMS) as of_sums:
-                save_tensors(packed(merge.sums), of_sums)
-                lineage["sums_sha256"] = sha256_file(of_sums)
     write_json(beside, lineage)
     write_json(directory / "model.json", description)

@@ -142,7 +142,7 @@ class Parent:
 
 @settings(kw_only=True, open=True)
 class Choice:
-    """An expert among which tokens choose, and the hash of the tokens from which its router is solved, if it is.
+    """An expert among which tokens choose, and the hash of the tokens from which its router was solved, if it was.
 
     An anchor has the name of a dense model's expert.
     """
@@ -155,7 +155,7 @@ class Choice:
 
 @settings(kw_only=True)
 class Ridge:
-    """The penalty and the factor with which routers are solved (`demix.model.merge_routed.solved`)."""
+    """The penalty and the factor with which routers were solved (`demix.model.merge_routed.solved`)."""
 
     penalty: Annotated[Number, Field(gt=0, le=1)]
     factor: Annotated[Number, Field(gt=0, le=1e6)]
@@ -166,8 +166,8 @@ class Lineage(Learned):
     """The description of an expert.
 
     `tokens` counts those of the states that it began with too: `seeds`, tokens by the state's sha256. `choices` are the
-    experts among which the tokens of a merged expert choose, in the order of the router's rows. `router` and
-    `sums_sha256` say how these rows are solved, and from which sums, until the model is trained.
+    experts among which the tokens of a merged expert choose, in the order of the router's rows. `router` says
+    how these rows were solved, until the model is trained.
     """
 
     sha256: Digest
@@ -178,7 +178,6 @@ class Lineage(Learned):
     seeds: dict[Digest, Count] = Field(default_factory=dict)
     choices: Annotated[Items[Choice], Field(max_length=4096)] = ()
     router: Ridge | None = None
-    sums_sha256: Digest | None = None
 
 
 @settings(kw_only=True, open=True)

@@ -25,16 +25,15 @@ from demix.model.checkpoint import (
     tensor_shapes,
     unknown_expert,
 )
-from demix.model.choices import add_choice, read_choices, remove_choice
+from demix.model.choices import add_choice, remove_choice
 from demix.model.description import NO_NAME, is_expert_name, read_lineage
-from demix.model.merge import SUMS
 from demix.model.usual import usual_of, write_usual
 
 # `tokens` is a file beside the columns of a score table, `dense` the one expert of a dense model.
 RESERVED = ("tokens", "dense")
 LOCK = ".lock"
 # What a model directory may hold beside its weights.
-BESIDE = ("tokenizer.json", "mixing.json", "usual.json", "README.md", "imported", clusters.NAME, SUMS)
+BESIDE = ("tokenizer.json", "mixing.json", "usual.json", "README.md", "imported", clusters.NAME)
 # Copying an expert takes seconds.
 LOCK_SECONDS = 60.0
 
@@ -101,8 +100,6 @@ def find_faults(directory: Path) -> list[DemixError]:
     shared = directory / "shared.safetensors"
     faults = [_raised(lambda: check_weights(shared, description["shared_sha256"], shapes))]
     names = expert_names(directory)
-    if (directory / SUMS).exists():
-        faults.append(_raised(lambda: read_choices(directory)))
     if not names:
         faults.append(DemixError(directory / "experts", "holds no expert", "add one, or train the model"))
     faults += [expert_fault(directory, name) for name in names]

@@ -24,9 +24,6 @@ from demix.model.checkpoint import (
 )
 from demix.model.tokenizer import copy_tokenizer, tokenizer_path
 
-# The file of the sums from which routers are solved (`demix.model.merge_routed`).
-SUMS = "sums.safetensors"
-
 
 def merge_experts(
     directory: Path, weights: dict[str, float], output: Path, card: str | None = None, *, again: bool = False
@@ -60,12 +57,11 @@ def write_merged(
     output: Path,
     card: str | None,
     shared: dict[str, torch.Tensor] | None = None,
-    sums: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Write the model of one expert `dense`, with the tensors `merged`, that was made of the model in `directory`.
 
     The tokenizer is copied, and so are the shared weights, unless there are others, `shared`. `lineage` says what the
-    expert was made of. `sums` are kept in a file beside the weights.
+    expert was made of.
     """
     tokenizer = tokenizer_path(directory)
     with replacing(output.resolve(), directory=True) as temporary:
@@ -82,9 +78,6 @@ def write_merged(
         (temporary / "experts").mkdir()
         path = temporary / "experts" / "dense.safetensors"
         save_tensors(merged, path)
-        if sums is not None:
-            save_tensors(sums, temporary / SUMS)
-            lineage = {**lineage, "sums_sha256": sha256_file(temporary / SUMS)}
         belongs = {
             "name": "dense",
             "parent": None,

@@ -1,7 +1,7 @@
 """Merging domain experts, without training, into one model whose tokens choose among them in every layer."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,13 +17,11 @@ from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.files import read_json, refuse_used
 from demix.model.checkpoint import (
-    check_shapes,
     describe,
     expert_files,
     expert_lineage,
     expert_names,
     load_model,
-    load_verified,
     refuse_masked,
     refuse_other_tokenizer,
     refuse_routed,
@@ -32,7 +30,7 @@ from demix.model.checkpoint import (
 from demix.model.description import run_of
 from demix.model.device import own_device
 from demix.model.gpt import GPT, seeing
-from demix.model.merge import SUMS, averaged, learned_by, learned_of, write_merged
+from demix.model.merge import averaged, learned_by, learned_of, write_merged
 from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, log_probabilities
 
 # Blocks of each domain's dev split from which routers are solved. The blocks behind these choose among the
@@ -65,8 +63,8 @@ def merge_routed(
     the experts as they are, and all other weights those of `joint`. Its router tells the domain of a token from the
     layer's normed input by ridge regression (`solved`), over the first `BLOCKS` blocks of each domain, which pass
     through the domain's own expert. Penalty and factor are those with the least mean loss of the merged model on
-    `TO_CHOOSE` blocks behind them. The tokenizer is copied. README.md holds `card`, and `SUMS` what routers are solved
-    from, by expert. Experts that learned beside an anchor are merged with it, and no text is read (`_anchored`).
+    `TO_CHOOSE` blocks behind them. The tokenizer is copied. README.md holds `card`. Experts that learned beside an
+    anchor are merged with it, and no text is read (`_anchored`).
 
     Raises DemixError unless the experts are several ones, for tokens that are missing, empty or of another tokenizer,
     and for an `output` that is not empty, unless it may be made `again`.
@@ -92,24 +90,23 @@ def merge_routed(
         {
             "expert": expert,
             "sha256": parents[expert]["sha256"],
-            "data_sha256": read_json(path.with_suffix(".json"))["sha256"] if found.sums else None,
+            "data_sha256": read_json(path.with_suffix(".json"))["sha256"] if "router" in lineage else None,
             "learned": {key: parents[expert][key] for key in LEARNED if key in parents[expert]},
         }
         for expert, path in shards.items()
     ]
-    write_merged(directory, description, found.experts, lineage, output, card, found.shared, found.sums)
+    write_merged(directory, description, found.experts, lineage, output, card, found.shared)
 
 
 class _Merge(NamedTuple):
     """The tensors of merged experts by name, and those that they share, unless these are as they were before.
 
-    `sums` are what routers were solved from, and `lineage` says how. It has the `choices` before those of domains.
+    `lineage` says how routers were solved, if they were, and has the `choices` before those of domains.
     """
 
     architecture: Architecture
     experts: dict[str, Tensor]
     shared: dict[str, Tensor] | None
-    sums: dict[str, Tensor] | None
     lineage: dict[str, Any]
 
 
@@ -129,7 +126,7 @@ def _by_ridge(directory: Path, shards: Mapping[str, Path]) -> _Merge:
         merged[f"blocks.{number}.feedforward.router"] = router.to(model.token_embedding.dtype)
     shared = {name: parameter.detach() for name, parameter in model.shared_tensors().items()}
     lineage = {"choices": [], "router": dict(zip(("penalty", "factor"), chosen, strict=True))}
-    return _Merge(architecture, merged, shared if whole_models(directory) else None, packed(kept), lineage)
+    return _Merge(architecture, merged, shared if whole_models(directory) else None, lineage)
 
 
 def _anchored(directory: Path, experts: tuple[str, ...]) -> _Merge:
@@ -158,7 +155,7 @@ def _anchored(directory: Path, experts: tuple[str, ...]) -> _Merge:
     # What the anchor has learned from is among the seeds of each expert.
     nothing = {"steps": 0, "tokens": 0, "data_sha256": {}, "seeds": {}}
     lineage = {"choices": [{"expert": DENSE_EXPERT, "sha256": parent, "data_sha256": None, "learned": nothing}]}
-    return _Merge(model.architecture.merged_routed(len(experts) + 1), merged, shared, None, lineage)
+    return _Merge(model.architecture.merged_routed(len(experts) + 1), merged, shared, lineage)
 
 
 def learned_anchored(directory: Path) -> bool:
@@ -215,36 +212,6 @@ def moments(model: GPT, shard: TokenShard, count: int) -> Moments:
             counted = torch.from_numpy(mask[rows]).to(device)
             model(torch.from_numpy(inputs[rows])[None].to(device))
     return squares.triu() + squares.triu(1).mT, sums
-
-
-def packed(kept: Mapping[str, Moments]) -> dict[str, Tensor]:
-    """The sums by expert as the tensors of the file `SUMS`: of the symmetric Σxxᵀ the upper triangles, row by row."""
-    tensors: dict[str, Tensor] = {}
-    for expert, (squares, sums) in kept.items():
-        rows, columns = torch.triu_indices(*squares.shape[-2:])
-        tensors |= {f"{expert}.squares": squares[:, rows, columns], f"{expert}.sums": sums}
-    return tensors
-
-
-def read_sums(directory: Path, experts: Sequence[str]) -> dict[str, Moments]:
-    """The sums of the `experts` of the merged model in `directory`, in that order; none where it keeps no sums.
-
-    Raises DemixError for a file that is damaged or holds other sums.
-    """
-    path, architecture = directory / SUMS, Architecture(**describe(directory)["architecture"])
-    if not path.exists():
-        return {}
-    layers, width = architecture.layers, architecture.width
-    shapes = {"squares": (layers, width * (width + 1) // 2), "sums": (layers, width)}
-    check_shapes(path, {f"{expert}.{key}": shape for expert in experts for key, shape in shapes.items()})
-    tensors = load_verified(path, expert_lineage(directory, DENSE_EXPERT, "sums_sha256", "router")["sums_sha256"])
-    rows, columns = torch.triu_indices(width, width)
-    found = {}
-    for expert in experts:
-        squares = torch.zeros(layers, width, width, dtype=torch.float64)
-        squares[:, rows, columns] = squares[:, columns, rows] = tensors[f"{expert}.squares"].double()
-        found[expert] = squares, tensors[f"{expert}.sums"].double()
-    return found
 
 
 def routers_of(kept: Mapping[str, Moments], penalty: float, factor: float) -> Tensor:

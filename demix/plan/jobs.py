@@ -21,7 +21,6 @@ from demix.plan.flops import HARDWARE, Hardware, achieved_tflops, score_table_by
 from demix.run.check import completed_run
 from demix.run.contexts import asked_contexts
 from demix.run.harness import harnessed
-from demix.run.merged import Merged
 from demix.run.models import job_place
 from demix.run.rules import RunRules
 from demix.run.run import Run
@@ -287,14 +286,7 @@ def kept_bytes(run: Run, hardware: str, ranks: int | None = None) -> int:
     size += sum(job.disk for job in plan_jobs(run, hardware, ranks))
     size += sum(plan.weights for plan in by_name.values())
     size += sum(by_name[parent].checkpoint for parent, _ in run.seeds)
-    return size + sum(_routed_bytes(one, run.types) for one in run.routed_merges)
-
-
-def _routed_bytes(merged: Merged, types: int) -> int:
-    """The bytes of a merged model whose tokens choose their experts: its fp32 weights, and the sums of its routers."""
-    architecture, experts = merged.architecture, len(merged.model.experts)
-    sums = architecture.width * (architecture.width + 3) // 2
-    return 4 * sum(parameters(architecture, types)) + 8 * experts * architecture.layers * sums
+    return size + sum(4 * sum(parameters(one.architecture, run.types)) for one in run.routed_merges)
 
 
 def in_one_line(run: Run, hardware: str, ranks: int | None = None) -> str:

@@ -190,9 +190,8 @@ def test_a_routed_model_is_made_of_an_entry_of_demix_scored_and_evaluated_once()
     tokens = RunRules(config).learned_tokens(config.merged[1].model, "dev")
     assert tokens == [f"results/tiny/clusters/k2/shards/{cluster}/dev.arrow" for cluster in ("c00", "c01")]
     shared, expert = parameters(config.architecture, config.types)
-    sums = 8 * 5 * 2 * (WIDTH * (WIDTH + 1) / 2 + WIDTH)
     disk = kept_bytes(config, "cpu") - kept_bytes(before, "cpu")
-    assert disk > 4 * (2 * shared + 5 * expert) + sums
+    assert disk > 4 * (2 * shared + 5 * expert)
 
 
 def test_a_token_routed_entry_is_one_column_for_the_flops_of_a_dense_model() -> None:

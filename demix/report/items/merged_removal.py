@@ -33,9 +33,9 @@ def make(material: Material) -> Table:
         "more of a domain leaves with the domain's expert.",
         frame,
         notes=(
-            f"{run.whole.label} is mixed by a cached prior. No merged model is trained for this table: solved routers "
-            "are solved again without the expert, and trained routers lose the expert's row. What shared weights have "
-            "learned from the domain stays. All numbers are of the run's own seed.",
+            f"{run.whole.label} is mixed by a cached prior. No merged model is trained for this table: the routers "
+            "lose the expert's row. What shared weights have learned from the domain stays. All numbers are of the "
+            "run's own seed.",
         ),
         formats={name: "{:+.1f}" for name in frame if name.endswith("%")},
     )
