@@ -210,9 +210,9 @@ class GPT(nn.Module):
         `domains` [E, B] are the domain tokens before the sequences. Only domain-token models take them, and no state is
         returned for their position. `dtype` is the type to compute in (by default the type of the parameters). `past`
         holds one entry per layer, from `no_past`: `inputs` follow the positions that it holds and are added to it, and
-        no domain token stands before them then. Such inputs go on with the last document there. It needs gradients to
-        be off. A training pass gives the list `auxiliary`, to which layers that train a router append their losses, and
-        in which experts that tokens choose have a capacity; and it may give a `dropout`.
+        no domain token stands before them then. It needs gradients to be off. A training pass gives the list
+        `auxiliary`, to which layers that train a router append their losses, and in which experts that tokens choose
+        have a capacity; and it may give a `dropout`.
         """
         if past and self.architecture.attention == "bidirectional":
             raise DemixError("a model with bidirectional attention", "cannot go on with a text", "use a causal model")
@@ -225,7 +225,7 @@ class GPT(nn.Module):
             x = torch.cat([self.domain_embedding[domains].unsqueeze(2), x], dim=2)
         x = self._read(x, inputs, start).to(dtype or x.dtype)
         # All layers have seen the same positions before this pass, and share one bias and the same rotations.
-        documents = self._documents(inputs, led) if self.architecture.attention == "documents" and not start else None
+        documents = self._documents(inputs, led, past) if self.architecture.attention == "documents" else None
         bias = attention_bias(self.architecture, x.shape[2], past[0] if past else None, x.device, x.dtype, documents)
         turns = rotations(self.architecture, start, x.shape[2], x)
         for number, block in enumerate(self.blocks):
@@ -244,13 +244,21 @@ class GPT(nn.Module):
             x = normed(x, self.final_norm)
         return x[:, :, 1:] if led else x
 
-    def _documents(self, inputs: Tensor, led: bool) -> Tensor:
-        """The number of the document of each of `inputs` [E or 1, B, T]: that of the token which it predicts.
+    def _documents(self, inputs: Tensor, led: bool, past: list[KeyValues] | None) -> Tensor:
+        """The numbers of the documents of what is in `past` and of `inputs` [E or 1, B, T]: [E or 1, B, seen + T].
 
-        A domain token that has `led` is of all documents, and has the number -1.
+        The document of an input is that of the token which it predicts. A domain token that has `led` is of all
+        documents, and has the number -1.
         """
         numbers = (inputs == self.end_of_text).cumsum(-1)
-        return F.pad(numbers, (1, 0), value=-1) if led else numbers
+        if led:
+            numbers = F.pad(numbers, (1, 0), value=-1)
+        if past:
+            before = past[0].documents
+            if before is not None:
+                numbers = torch.cat([before, before[..., -1:] + numbers], -1)
+            past[0].documents = numbers
+        return numbers
 
     def _read(self, x: Tensor, inputs: Tensor, start: int) -> Tensor:
         """What the first block reads, for embeddings `x` [E, B, T, D] of `inputs` at positions from `start`."""
@@ -325,7 +333,7 @@ class GPT(nn.Module):
     def only(self, expert: str) -> "GPT":
         """This model with the named one of its stacked experts alone, in the same memory."""
         with torch.device("meta"):
-            single = GPT(self.architecture, self.vocab_size, (expert,))
+            single = GPT(self.architecture, self.vocab_size, (expert,), end_of_text=self.end_of_text)
         number = self.experts.index(expert)
         experts = {name: tensor.detach()[number : number + 1] for name, tensor in self.expert_tensors().items()}
         single.load_state_dict(self.shared_tensors() | experts, assign=True)

@@ -5,6 +5,8 @@ import dataclasses
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -23,11 +27,14 @@ from transformers import MptConfig, MptForCausalLM
 
 from demix.config.architecture import DECODERS, PRESETS, Architecture, RopeScaling, Routed
 from demix.config.counts import parameters, training_flops_per_token, unchosen_parameters
+from demix.mix.stream import Posterior
 from demix.model.checkpoint import expert_names, load_experts, load_model, save_expert, save_shared
+from demix.model.continuations import Continuation, MixedModel, continuation_log_probabilities
 from demix.model.experts import find_faults
 from demix.model.gpt import GPT
 from demix.model.scoring import expert_tokens_at_once, log_probabilities
 from support.contents import contents
+from support.decoding import scored_in_blocks
 from support.errors import refused
 from support.models import (
     SMALL,
@@ -60,9 +67,10 @@ CASES: dict[str, dict[str, Any]] = {
 EACH = pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 
 
-def model_with(options: dict[str, Any], dtype: torch.dtype = torch.float64) -> GPT:
+def model_with(options: dict[str, Any], dtype: torch.dtype = torch.float64, experts: int = 2, **more: Any) -> GPT:
     """A model of these options with weights that are all of size 1, and biases and norms that count."""
-    model = GPT(Architecture(**SIZES, **options), VOCAB, ("a",) if "routed" in options else ("a", "b")).to(dtype)
+    names = ("a", "b")[: 1 if "routed" in options else experts]
+    model = GPT(Architecture(**SIZES, **options), VOCAB, names, **more).to(dtype)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -117,7 +125,7 @@ def test_experts_are_torchs_encoders_that_share_all_but_feedforwards(dtype: torc
 
 @EACH
 def test_each_expert_is_a_model_of_its_own_however_it_is_read(options: dict[str, Any]) -> None:
-    """All experts at once, with gradients and without, in pieces with a cache, and each expert alone."""
+    """All experts at once, with gradients and without, and each expert alone."""
     model = model_with(options)
     inputs, auxiliary = texts(model), [] if "routed" in options else None
     trained = model(inputs, auxiliary=auxiliary)
@@ -129,15 +137,46 @@ def test_each_expert_is_a_model_of_its_own_however_it_is_read(options: dict[str,
         torch.testing.assert_close(learned, model.log_probabilities(scored, targets), rtol=0, atol=1e-10)
         plain = model.logits(scored).log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
         torch.testing.assert_close(learned, plain, rtol=0, atol=1e-10)
-        past = model.no_past()
-        pieces = [model(inputs[..., part], past=past) for part in (slice(0, 5), slice(5, 6), slice(6, 16))]
-        torch.testing.assert_close(torch.cat(pieces, 2), scored, rtol=0, atol=1e-10)
         shared = model(inputs[:1])
         for number, expert in enumerate(model.experts):
             single = alone(model, expert)
             torch.testing.assert_close(single(inputs[number, None]), scored[number, None], rtol=0, atol=1e-10)
             torch.testing.assert_close(single(inputs[:1]), shared[number, None], rtol=0, atol=1e-10)
         assert model(inputs[:, :0]).shape == (len(model.experts), 0, 16, 24)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(sorted(CASES)),
+    documents=st.booleans(),
+    domain=st.booleans(),
+    end=st.integers(0, VOCAB - 1),
+    ids=st.lists(st.integers(0, VOCAB - 1) | st.none(), min_size=3, max_size=40),
+    lengths=st.lists(st.integers(1, 17), min_size=40, max_size=40),
+)
+@example(name="llama", documents=True, domain=False, end=3, ids=[1, 2, None, 4, 5, None, 6], lengths=[4, *[1] * 39])
+def test_decoding_and_continuing_give_what_scoring_gives(
+    name: str, documents: bool, domain: bool, end: int, ids: list[int | None], lengths: list[int]
+) -> None:
+    """However a text is cut, wherever documents end in it (None), and each expert alone as all of them at once."""
+    options, told = CASES[name], ("x",) if domain and "routed" not in CASES[name] else ()
+    if documents and options.get("position") in ("rope", "alibi"):
+        options = options | {"attention": "documents"}
+    model = model_with(options, experts=1 if told else 2, domain_tokens=told, end_of_text=end)
+    text = [end if token is None else token for token in ids]
+    scored, read = scored_in_blocks(model, text, told or None), torch.tensor([text])
+    begin = partial(Posterior, np.zeros(len(scored)), 16)
+    mixture = MixedModel([model], lambda before: begin(len(before)), domain="x" if told else None)
+    decoder, cuts = mixture.decoder(read[:, 0]), np.minimum(np.cumsum([1, *lengths]), len(text))
+    parts = [decoder.read(read[:, first:last])[0][:, 0] for first, last in pairwise(cuts)]
+    np.testing.assert_allclose(torch.cat(parts, 1), scored, rtol=0, atol=1e-10)
+    # Two continuations of one context, which is read once.
+    start = min(int(cuts[1]), 15, len(text) - 1)
+    log_p = mixture.mixed(torch.from_numpy(scored)[:, None], read[:, 1:], read[:, 0])[0][0, start - 1 : start + 1]
+    wanted = [Continuation(tuple(text[:start]), tuple(some)) for some in (text[start : start + 2], [0, 0])]
+    assert continuation_log_probabilities(mixture, wanted)[0][0] == pytest.approx(float(log_p.sum()), abs=1e-9)
+    for row, expert in zip(scored, () if told else model.experts, strict=False):
+        np.testing.assert_allclose(scored_in_blocks(model.only(expert), text)[0], row, rtol=0, atol=1e-10)
 
 
 @EACH

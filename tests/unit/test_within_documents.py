@@ -72,14 +72,6 @@ def test_a_domain_token_stands_before_every_document() -> None:
     assert ((first - second).abs().amax((0, 1, 3)) > 1e-6).all()
 
 
-def test_a_text_that_is_generated_goes_on_with_its_document() -> None:
-    model, ids = within({"position": "alibi"}), block()[..., LENGTHS[0] + LENGTHS[1] : sum(LENGTHS[:3])]
-    past = model.no_past()
-    with torch.no_grad():
-        parts = [model(part, past=past) for part in ids.contiguous().split([5, 1, 1, 5], -1)]
-        torch.testing.assert_close(torch.cat(parts, 2), model(ids.contiguous()), rtol=0, atol=1e-9)
-
-
 def test_whole_matrices_take_the_mask_of_documents() -> None:
     q, k, v = torch.randn(3, 2, 4, 9, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     numbers = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2])

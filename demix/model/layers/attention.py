@@ -28,11 +28,13 @@ class KeyValues:
     """The key-value cache of one layer, so that decoding computes each position once.
 
     `keys` and `values` are [E * B, K, positions, U]. The first `seen` positions are filled. In the first layer E
-    is 1, because all experts have the same inputs there.
+    is 1, because all experts have the same inputs there, and `documents` [1, B, seen] has the numbers of the positions'
+    documents where attention stays within these.
     """
 
     def __init__(self, positions: int):
         self.positions, self.seen = positions, 0
+        self.documents: Tensor | None = None
 
     def extended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add `keys` and `values` [E * B, K, T, U] of T new positions; returns those of all positions so far."""
@@ -52,6 +54,7 @@ class KeyValues:
         other = KeyValues(positions or self.positions)
         filled = (cached[:, :, : self.seen] for cached in (self.keys, self.values))
         other.extended(*(part.view(-1, count, *part.shape[1:])[:, sequences].flatten(0, 1) for part in filled))
+        other.documents = None if self.documents is None else self.documents[:, sequences]
         return other
 
 
@@ -80,17 +83,17 @@ def attention_bias(
     mask: bool [T, seen + T], true where a position attends. None where attention without a mask does the same: for T
     positions at the start of a text, and for a single one, which attends to all.
 
-    `documents` [E or 1, B, T] are the numbers of the documents of these positions, which have nothing before them. What
-    is returned is then [E or 1, B, H or 1, T, T], and keeps a position from those of other documents. All positions
-    attend to one with a number below 0.
+    `documents` [E or 1, B, seen + T] are the numbers of the documents of all these positions. What is returned is then
+    [E or 1, B, H or 1, T, seen + T], and keeps a position from those of other documents. All positions attend to one
+    with a number below 0.
     """
-    if documents is not None:
-        one = (documents[..., :, None] == documents[..., None, :]) | (documents < 0).unsqueeze(-2)
-        bias = attention_bias(architecture, T, None, device, dtype)
-        if bias is None:
-            return one.tril().unsqueeze(2)
-        return bias.masked_fill(~one.unsqueeze(2), -torch.inf)
     before = past.seen if past else 0
+    if documents is not None:
+        one = (documents[..., before:, None] == documents[..., None, :]) | (documents < 0).unsqueeze(-2)
+        bias = attention_bias(architecture, T, past, device, dtype)
+        if bias is None or bias.dtype == torch.bool:
+            return one.tril(before).unsqueeze(2)
+        return bias.masked_fill(~one.unsqueeze(2), -torch.inf)
     if architecture.position != "alibi":
         if not before or T == 1:
             return None
