@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from demix.errors import DemixError
 from demix.model import continuations
 from demix.model.continuations import (
     Continuation,
@@ -15,9 +14,9 @@ from demix.model.continuations import (
     text_log_probabilities,
     within,
 )
-from demix.model.decode import Decoder, log_prior_of, posteriors_of, weights_of
+from demix.model.decode import log_prior_of, posteriors_of, weights_of
 from demix.model.gpt import GPT
-from support.decoding import LENGTH, next_tokens, scored_in_blocks
+from support.decoding import LENGTH, next_tokens
 from support.errors import refused
 from support.mixing import block_weights, log_mixture, log_weights, switching, tempered, updating_priors
 from support.models import SMALL, THREE, alone, model_of
@@ -171,29 +170,6 @@ def test_a_shared_context_is_scored_once(monkeypatch) -> None:
     continuation_log_probabilities(mixture_of("history", "uniform", None, None, [model]), wanted)
     # Twelve inputs of each context, and each continuation's last input of its context.
     assert seen == [2 * 12, 16]
-
-
-def test_a_domain_token_stands_before_every_block() -> None:
-    """In likelihoods, in texts of several blocks, and in decoding piece by piece."""
-    domain = "code"
-    model = model_of(("dense",), domain_tokens=THREE)
-    begin = posteriors_of(weights_of("history", Path()), np.zeros(1), Path(), (domain,), None, LENGTH, None)
-    mixture = MixedModel([model], begin, None, domain)
-    text = DRAWN[:40]
-
-    expected = scored_in_blocks(model, [END, *text], (domain,))[0]
-    assert text_log_probabilities(mixture, [text], END)[0] == pytest.approx(expected.sum(), abs=1e-9)
-    decoder = mixture.decoder(torch.tensor([END]))
-    found = torch.cat([decoder.read(piece)[0] for piece in torch.tensor([text]).split([3, 1, 12, 7, 17], 1)], 2)
-    np.testing.assert_allclose(found[0, 0], expected, atol=1e-10)
-    context = (END, *text[:9])
-    wanted = [Continuation(context, tuple(text[9:14])), Continuation(context, (3,)), Continuation((END,), (5,))]
-    answers = continuation_log_probabilities(mixture, wanted)
-    for one, (log_p, _) in zip(wanted, answers, strict=True):
-        (scores,) = scored_in_blocks(model, [*one.context, *one.tokens], (domain,))
-        assert log_p == pytest.approx(scores[len(one.context) - 1 :].sum(), abs=1e-9)
-    with pytest.raises(DemixError):
-        Decoder([model], torch.tensor([END]), begin(torch.tensor([END])))
 
 
 def test_a_long_context_loses_its_first_tokens() -> None:

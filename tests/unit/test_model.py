@@ -29,7 +29,7 @@ from demix.config.architecture import DECODERS, PRESETS, Architecture, RopeScali
 from demix.config.counts import parameters, training_flops_per_token, unchosen_parameters
 from demix.mix.stream import Posterior
 from demix.model.checkpoint import expert_names, load_experts, load_model, save_expert, save_shared
-from demix.model.continuations import Continuation, MixedModel, continuation_log_probabilities
+from demix.model.continuations import Continuation, MixedModel, continuation_log_probabilities, text_log_probabilities
 from demix.model.experts import find_faults
 from demix.model.gpt import GPT
 from demix.model.scoring import expert_tokens_at_once, log_probabilities
@@ -172,9 +172,11 @@ def test_decoding_and_continuing_give_what_scoring_gives(
     np.testing.assert_allclose(torch.cat(parts, 1), scored, rtol=0, atol=1e-10)
     # Two continuations of one context, which is read once.
     start = min(int(cuts[1]), 15, len(text) - 1)
-    log_p = mixture.mixed(torch.from_numpy(scored)[:, None], read[:, 1:], read[:, 0])[0][0, start - 1 : start + 1]
+    log_p = mixture.mixed(torch.from_numpy(scored)[:, None], read[:, 1:], read[:, 0])[0][0]
     wanted = [Continuation(tuple(text[:start]), tuple(some)) for some in (text[start : start + 2], [0, 0])]
-    assert continuation_log_probabilities(mixture, wanted)[0][0] == pytest.approx(float(log_p.sum()), abs=1e-9)
+    (found, _), _ = continuation_log_probabilities(mixture, wanted)
+    assert found == pytest.approx(float(log_p[start - 1 : start + 1].sum()), abs=1e-9)
+    assert text_log_probabilities(mixture, [text[1:]], text[0])[0] == pytest.approx(float(log_p.sum()), abs=1e-9)
     for row, expert in zip(scored, () if told else model.experts, strict=False):
         np.testing.assert_allclose(scored_in_blocks(model.only(expert), text)[0], row, rtol=0, atol=1e-10)
 
