@@ -410,25 +410,15 @@ def experts_add(
     model: Model,
     expert: Annotated[
         Path,
-        typer.Argument(
-            help="OTHER_MODEL/experts/NAME.safetensors of a model with the same shared weights; or, for a token-routed "
-            "model, the imported folder of a release with one expert beside the public one (FlexOlmo)."
-        ),
+        typer.Argument(help="OTHER_MODEL/experts/NAME.safetensors of a model with the same shared weights."),
     ],
     name: Annotated[
         str | None, typer.Option(help="Name of the expert in this model; by default its present name.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="With a release, the model directory to write.")] = None,
 ) -> None:
     """Copy an expert of another model with the same shared weights; of merged models, into every layer."""
     from demix.model.experts import add_expert
-    from demix.model.released import add_released
 
-    if expert.is_dir() is (output is None) or (output and name):
-        raise DemixError("--output", "is for a release alone, which needs it and takes no --name", "see --help")
-    if output:
-        print(f"{output}: {model} with the expert of {expert}, one of {add_released(model, expert, output)}")
-        return
     print(f"{model}: added {add_expert(model, expert, name)}")
 
 

@@ -41,7 +41,6 @@ from demix.model.checkpoint import describe, load_model
 from demix.model.experts import add_expert, find_faults, read_experts, remove_expert
 from demix.model.export import export_hf
 from demix.model.gpt import GPT
-from demix.model.import_hf import import_hf
 from demix.model.layers import router_metrics
 from demix.model.merge import merge_experts
 from demix.model.merge_routed import dev_shards, merge_routed
@@ -51,7 +50,6 @@ from demix.train.adapt import adapt_expert
 from demix.train.batches import mixed_batches
 from demix.train.loop import train
 from demix.train.stage import optimization
-from support.checkpoints import farthest, random_model, same_tensors, write_tokenizer
 from support.cli import demix, refusal
 from support.errors import refused
 from support.models import SMALL, alone, model_of, randomise, save_model, write_model
@@ -712,63 +710,3 @@ def test_what_cannot_leave_or_join_is_refused_and_changes_nothing(models: Path, 
         before = content(words[1])
         refusal("experts", *words, of=of)
         assert content(words[1]) == before
-
-
-def flex_olmo(folder: Path, tokens: Path, numbers: list[int], top_k: int, **changed: float) -> Any:
-    """FlexOlmo with the experts `numbers` of one model; numbers are added to the tensors `changed`."""
-    whole = random_model("flex_olmo", num_experts=5)
-    model = random_model("flex_olmo", num_experts=len(numbers), num_experts_per_tok=top_k)
-    state = {}
-    for name, tensor in whole.state_dict().items():
-        state[name] = tensor[numbers] if ".experts." in name or name.endswith("mlp.gate.weight") else tensor.clone()
-        for part, number in changed.items():
-            if part in name.replace(".", "_"):
-                state[name][0] += number
-    model.load_state_dict(state)
-    model.save_pretrained(folder)
-    write_tokenizer(folder, tokens)
-    import_hf(folder, folder.with_suffix(".model"))
-    return model
-
-
-def test_the_expert_of_a_release_joins_as_transformers_concatenates_it(tokens: Path, tmp_path: Path) -> None:
-    flex_olmo(tmp_path / "merged", tokens, [0, 1, 2, 3], 3)
-    flex_olmo(tmp_path / "release", tokens, [0, 4], 2)
-    wanted = flex_olmo(tmp_path / "all", tokens, [0, 1, 2, 3, 4], 3)
-    merged, release, out = tmp_path / "merged.model", tmp_path / "release.model", tmp_path / "out"
-    done = demix("experts", "add", merged, release, "--output", out)
-    assert done.exit_code == 0, done.exception
-    assert not find_faults(out)
-    model, ids = load_model(out), torch.randint(2, 400, (2, 40), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        assert farthest(model.logits(model(ids[None]))[0], wanted(ids).logits) < 1e-5
-    demix("export", out, "--expert", "dense", "--output", tmp_path / "again")
-    assert same_tensors(tmp_path / "all", tmp_path / "again")
-    refusal("experts", "add", out, release, "--output", tmp_path / "twice", of=release)
-
-
-@pytest.mark.parametrize(
-    ("numbers", "changed"),
-    [
-        ([0, 4], {"self_attn_q_proj": 1e-6}),
-        ([0, 4], {"mlp_gate_weight": 1e-6}),
-        ([0, 4], {"experts_down_proj": 1e-6}),
-        ([1, 4], {}),
-        ([0, 3, 4], {}),
-    ],
-)
-def test_a_release_that_differs_elsewhere_is_refused(
-    numbers: list[int], changed: dict[str, float], tokens: Path, tmp_path: Path
-) -> None:
-    flex_olmo(tmp_path / "merged", tokens, [0, 1, 2], 2)
-    flex_olmo(tmp_path / "release", tokens, numbers, 2, **changed)
-    merged, release, out = (tmp_path / name for name in ("merged.model", "release.model", "out"))
-    refusal("experts", "add", merged, release, "--output", out, of=release)
-    assert not out.exists()
-    for words, of in (
-        ((release,), "--output"),
-        ((release, "--output", out, "--name", "x"), "--output"),
-        ((release / "experts" / "dense.safetensors", "--output", out), "--output"),
-        ((tmp_path / "release", "--output", out), "release"),
-    ):
-        refusal("experts", "add", merged, *words, of=of)
