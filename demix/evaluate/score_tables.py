@@ -17,13 +17,12 @@ from demix.errors import DemixError, nearest
 from demix.files import digest, parquet_reader, read_parquet, sha256_file
 from demix.files.batches import read_batches, regrouped, write_batches
 from demix.model.description import read_description, read_lineage
-from demix.run.scoring import COLUMNS_TOLD
 
 # The approximate size of a row group: small in memory under all experts, and quick to score again after a kill.
 ROW_GROUP_TOKENS = 1 << 16
 ROUNDING = 1e-3
-# The names of score columns in the metadata of tokens.parquet.
-COLUMNS = b"columns"
+# What the metadata of tokens.parquet tell of the columns that were scored with it: their names, and a digest.
+COLUMNS, COLUMNS_TOLD = b"columns", b"columns_sha256"
 # The workflow knows the columns by the table of their tokens.
 SCORE_AGAIN = "score the domain again: delete this file and tokens.parquet beside it, then rerun"
 
@@ -140,6 +139,20 @@ def _digest(directory: Path, names: Sequence[str]) -> str:
     return digest({path.stem: sha256_file(path) for path in paths if path.exists()})
 
 
+def _refuse_changed(directory: Path, experts: Sequence[str]) -> None:
+    """Raise DemixError if the columns that tokens.parquet names, some of `experts` among them, are not as it says.
+
+    A column of the same tokens and weights may still be another one: of another precision, or of a job that was killed
+    before it wrote the table of the tokens. The column of an expert that was added is named by no table of tokens.
+    """
+    path = directory / "tokens.parquet"
+    told = _told(path)
+    names = json.loads(told.get(COLUMNS, "[]"))
+    if {*names} & {*experts} and _digest(directory, names) != told.get(COLUMNS_TOLD):
+        cause = f"has the digest of other bytes than its columns ({', '.join(names)}) have"
+        raise DemixError(path, cause, f"delete the folder {directory}, then score the domain again")
+
+
 def _holds(path: Path, schema: pa.Schema, count: int, rows: Callable[[int, int], pa.RecordBatch]) -> bool:
     """Whether `path` is an undamaged Parquet file with exactly these rows, in row groups of any size.
 
@@ -202,9 +215,9 @@ def stream_scores(
 ) -> Iterator[Blocks]:
     """The columns of `experts` in the order of the text: an even number of blocks at a time, about `at_once` tokens.
 
-    The columns of `beside` come with the scores of the same tokens. Raises DemixError if two columns were scored with
-    different shared weights, if a value is no log p or, after the last block, if a file belongs to other tokens than
-    those of tokens.parquet.
+    The columns of `beside` come with the scores of the same tokens. Raises DemixError if the columns have other bytes
+    than those that tokens.parquet names, if two columns were scored with different shared weights, if a value is no
+    log p or, after the last block, if a file belongs to other tokens than those of tokens.parquet.
     """
     beside = beside or {}
     paths = [directory / f"{expert}.parquet" for expert in experts]
@@ -215,6 +228,7 @@ def stream_scores(
             raise DemixError(path, f"was scored with other shared weights than {other}", SCORE_AGAIN)
         if column.rows != footer.rows:
             raise DemixError(path, "is not as long as tokens.parquet", SCORE_AGAIN)
+    _refuse_changed(directory, experts)
     besides = {name: _footer(table.path) for name, table in beside.items()}
     for name, table in beside.items():
         if besides[name].rows != footer.rows:

@@ -4,25 +4,20 @@ import json
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from demix.config.adaptation import AdaptationSection
 from demix.config.evaluation import ScoredTokens
 from demix.config.models import DENSE_EXPERT, RowSettings
 from demix.config.training import Execution, TrainingRecipe, taken
-from demix.files import fingerprint, write_json, write_text
+from demix.files import fingerprint, write_json
 from demix.run.contexts import POSITION_BINS, context_tables
 from demix.run.harness import harness_routings
 from demix.run.kept import config_fingerprint
 from demix.run.models import Model
 from demix.run.run import Run
-from demix.run.scoring import COLUMNS_TOLD
 from demix.run.systems import chosen_on_dev, evaluated, ngram_tokens, routed
 from demix.settings import names_of, written
 
@@ -125,30 +120,9 @@ class RunRules:
         tokens.parquet has a digest of the columns that were scored with it, and stands for them, so that files grow
         with domains and not with pairs of a domain and an expert. The column of an expert that was added is named.
         """
-        names, splits = list(names), list(splits)
-        if not self.knows_columns:
-            names = list(dict.fromkeys(name if name in self.run.novel else "tokens" for name in names))
+        names, splits = dict.fromkeys(name if name in self.run.novel else "tokens" for name in names), list(splits)
         places = [f"{self.folder}/scores/{model}/{domain}.{split}" for domain in domains for split in splits]
         return [f"{place}/{name}.parquet" for place in places for name in names]
-
-    @cached_property
-    def knows_columns(self) -> bool:
-        """Whether the workflow knows each score table, as in a run that began before tables of tokens told of them.
-
-        Such a run goes on in the way it began, so that nothing is evaluated or adapted again. A file notes how the run
-        began, since a table that is made again tells of its columns.
-        """
-        noted = self.run.folder / "scores" / "by_column"
-        for path in [] if noted.exists() else noted.parent.glob("*/*/tokens.parquet"):
-            # Who reads a damaged table says so, and one that is being made again may be gone.
-            try:
-                told = pq.read_schema(path).metadata or {}
-            except (pa.ArrowException, OSError, ValueError):
-                continue
-            if COLUMNS_TOLD not in told:
-                write_text(noted, "")
-            break
-        return noted.exists()
 
     def routing(
         self, clustering: str, context: str, domains: Iterable[str], splits: Iterable[str] = ("dev", "test")

@@ -11,9 +11,6 @@ from demix.run.models import adapted, folder_at
 from demix.run.run import Run
 from demix.run.systems import merged_whole, other_top_k, suite_models
 
-# What tokens.parquet tells of the columns that were scored with it, in its schema's metadata.
-COLUMNS_TOLD = b"columns_sha256"
-
 
 @dataclass(frozen=True)
 class ScoringPart:

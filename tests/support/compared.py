@@ -12,6 +12,7 @@ from demix.data.tokenizer import byte_lengths
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.join import join
 from demix.evaluate.score_tables import write_scores
+from demix.files import read_parquet, write_parquet
 from demix.run.kept import read_run_config
 from demix.run.run import Run
 from demix.run.systems import evaluated
@@ -32,7 +33,11 @@ def relearned(run: Run, folder: Path, effect: int, name: str = "other") -> Run:
     """A copy of a run whose experts predict some documents better and some worse, evaluated by the stage."""
     made = renamed(run, folder, name)
     for path in sorted(folder.glob("scores/*/*/*.parquet")):
-        if path.stem != "tokens":
+        if path.stem == "tokens":
+            tokens = read_parquet(path)
+            # It tells of the columns of before.
+            write_parquet(tokens.replace_schema_metadata({b"length": tokens.schema.metadata[b"length"]}), path)
+        else:
             documents = pd.read_parquet(path.with_name("tokens.parquet"))["document"].to_numpy()
             file = pq.ParquetFile(path)
             own = np.random.default_rng([effect, *path.stem.encode(), *path.parent.name.encode()])

@@ -18,7 +18,7 @@ PLACES = {
 }
 # Gone when all is done, or made only where a config or an option asks for it.
 FLEETING = {"raw/<domain>/<part>.parquet", "checkpoints/<model>/…", "sbatch/…", "settings/<digest>.json"}
-FLEETING |= {"sources/<source>/<part>.json", "sources/<source>/card.json", "scores/by_column"}
+FLEETING |= {"sources/<source>/<part>.json", "sources/<source>/card.json"}
 FLEETING |= {"models/<model>/imported/…", "parents/<owner>--<name>-<commit>/"}
 
 

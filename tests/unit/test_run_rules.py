@@ -4,19 +4,16 @@ import copy
 import json
 import os
 import shlex
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
 from demix.commands.main import command_line
 from demix.config.domains import SourceSection
 from demix.errors import DemixError
-from demix.files import write_parquet
 from demix.run.check import completed_run
 from demix.run.kept import config_fingerprint, kept, read_run_config
 from demix.run.models import Model
@@ -24,8 +21,6 @@ from demix.run.rules import LONGEST_ARGUMENT, RunRules
 from demix.settings import settings_from
 from support.dry_run import TINY
 from support.errors import refused
-
-SCORES = Path("results", "tiny", "scores", "demix")
 
 
 def rules(**sections: Any) -> RunRules:
@@ -57,45 +52,9 @@ def names_of_scores(*names: str) -> list[str]:
     return [Path(path).stem for path in rules().scores("demix", ["law"], names, ["test"])]
 
 
-def write_tokens(folder: str, **about: str) -> None:
-    table = pa.table({"token": [1]})
-    write_parquet(table.replace_schema_metadata(about) if about else table, SCORES / folder / "tokens.parquet")
-
-
-def test_the_table_of_tokens_stands_for_the_columns_that_it_tells_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_table_of_tokens_stands_for_the_columns_that_it_tells_of() -> None:
     asked = ("parliament", "licenses", "fantasy", "tokens")
     assert names_of_scores(*asked) == ["tokens", "fantasy"], "fantasy is a novel domain, whose expert is added"
-    write_tokens("law.test", columns_sha256="0")
-    assert names_of_scores(*asked) == ["tokens", "fantasy"]
-
-
-def test_a_run_whose_table_of_tokens_tells_of_no_column_goes_on_as_it_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    asked = ["parliament", "licenses", "tokens"]
-    write_tokens("law.test")
-    assert names_of_scores(*asked) == asked
-    # A model that is trained again is scored again.
-    write_tokens("law.test", columns_sha256="0")
-    assert names_of_scores(*asked) == asked
-    shutil.rmtree("results/tiny/scores")
-    assert names_of_scores(*asked) == ["tokens"]
-
-
-@pytest.mark.parametrize("content", [b"damaged", b"PAR1" + b"\xff" * 8 + b"\x08\0\0\0PAR1"])
-def test_a_damaged_table_of_tokens_does_not_say_how_the_run_began(
-    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (SCORES / "law.test").mkdir(parents=True)
-    (SCORES / "law.test" / "tokens.parquet").write_bytes(content)
-    assert names_of_scores("parliament", "tokens") == ["tokens"]
-    write_tokens("law.dev")
-    assert names_of_scores("parliament", "tokens") == ["parliament", "tokens"]
 
 
 def test_training_reads_dev_only_where_it_evaluates_on_dev() -> None:

@@ -19,6 +19,7 @@ from demix.evaluate.score_tables import (
 from demix.files import write_parquet
 from demix.mix.mixtures import mix, mixing_rule
 from demix.mix.priors import cached_log_prior, fitted_log_prior, log_prior_path
+from demix.run.run import Run
 from support.errors import refused
 from support.scored import LENGTH, starts, write_columns, write_table
 
@@ -65,6 +66,19 @@ def test_columns_of_other_tokens_or_weights_are_refused(tmp_path: Path) -> None:
             read_scores(tmp_path, ("law", "news"))
         with refused("news.parquet"):
             document_losses(tmp_path, ("law", "news"))
+
+
+def test_columns_of_other_bytes_than_the_table_of_tokens_tells_are_refused(frozen_copy: Run) -> None:
+    """Of the same tokens and weights, and better by a nat."""
+    folder = frozen_copy.folder / "scores" / "demix" / "parliament.test"
+    column = pq.read_table(folder / "scripture.parquet")
+    about = {key.decode(): value.decode() for key, value in column.schema.metadata.items() if b"sha256" in key}
+    better = np.minimum(column["log_probability"].to_numpy() + 1, 0)
+    write_scores(folder / "scripture.parquet", [better], about)
+    for experts in (("scripture",), ("parliament", "fantasy")):
+        with refused("parliament.test/tokens.parquet"):
+            read_scores(folder, experts)
+    assert read_scores(folder, ("fantasy",)).tokens == len(better), "no table of tokens tells of an added expert"
 
 
 def test_a_missing_column_is_made_with_the_table_of_the_tokens(tmp_path: Path) -> None:
