@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from demix.config.adaptation import PASSES, AdaptationRecipe
+from demix.config.adaptation import PASSES, AdaptationRecipe, RateFactors
 from demix.config.models import DENSE_EXPERT
 from demix.config.training import LearningRate, Threads, fingerprinted, stated, taken
 from demix.data.shards import TokenShard
@@ -91,7 +91,7 @@ def adaptation_of(
     if rate and (learning_rate or not trained):
         known = "the learning rate is given, too" if learning_rate else f"{model} does not say its learning rate"
         raise DemixError("--rate", f"is a fraction of the model's, and {known}", "use --learning-rate alone")
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {"learning_rate_factor": RateFactors().demix}
     for name in expert_names(model):
         given |= read_json(model / "experts" / f"{name}.json").get("adaptation") or {}
     if model.resolve().parent.name == "models" and (run / "config.json").is_file():

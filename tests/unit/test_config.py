@@ -160,7 +160,7 @@ def test_a_fingerprint_leaves_out_what_only_time_and_memory_depend_on() -> None:
     left_out = {"checkpoint_every", "keep_checkpoints", "micro_sequences", "compile", "checkpoint_activations"}
     left_out |= {"shard_optimizer"}
     training = Training(seed=1, architecture={}, tokens=9, sequences=1, learning_rate=1e-3, threads=1)
-    adaptation = Adaptation(seed=1, threads=1, tokens=9, passes=2)
+    adaptation = Adaptation(seed=1, threads=1, tokens=9, passes=2, learning_rate_factor=1.0)
     other = {"micro_sequences": 2, "precision": "bf16", "architecture": {"layers": 1}, "compile": True}
     other |= {
         "checkpoint_activations": True,

@@ -82,7 +82,10 @@ def test_init_writes_a_valid_config_of_any_files(texts: Path) -> None:
     assert (done.exit_code, done.stderr) == (0, "")
     assert done.stdout == demix("init", *given, "--novel", "more/*.txt").stdout
     (texts / "mine.yaml").write_text(done.stdout)
-    config = load_run(texts / "mine.yaml").config.values
+    run = load_run(texts / "mine.yaml")
+    assert {run.learning_rate_factor(one) for one in run.planned if one.kind.has_experts} == {1.0}
+    assert {run.learning_rate_factor(one) for one in run.planned if not one.kind.has_experts} == {0.1}
+    config = run.config.values
     sources = {
         name: {key: value for key, value in domain["source"].items() if key in ("path", "text", "json", "piece_words")}
         for domains in config["domains"].values()
