@@ -191,7 +191,7 @@ def _refuse_huge(values: Any, subject: str, seen: set[int]) -> None:
     seen.add(id(values))
     for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
         place = f"{subject}.{key}".replace(" .", " ")
-        if isinstance(value, int) and abs(value) >= 2**63:
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise DemixError(place, "is a whole number of more than 64 bits", "give a smaller number")
         if isinstance(value, Mapping | list | tuple):
             _refuse_huge(value, place, seen)
@@ -211,7 +211,7 @@ def _readable(error: ValidationError, schema: dict[str, Any], values: Any, subje
     """The error for the first fault, in the order of the keys' names."""
     faults = error.errors(include_url=False)
     # pydantic also reports a tuple of wrong items as too short.
-    below = [fault["loc"][:end] for fault in faults for end in range(len(fault["loc"]))]
+    below = {fault["loc"][:end] for fault in faults for end in range(len(fault["loc"]))}
     fault = min((fault for fault in faults if fault["loc"] not in below), key=_order)
     place, value = _reached(fault["loc"], values)
     cause, cure = None, None
@@ -231,7 +231,7 @@ def _readable(error: ValidationError, schema: dict[str, Any], values: Any, subje
             cause, cure = (*fault["ctx"]["error"].args, None, None)[:2]
     if cause is None or cure is None:
         expected = allowed(_part(schema, place))
-        if "number" in expected and isinstance(value, str):
+        if "number" in expected and isinstance(value, str) and subject.startswith("config key"):
             expected += " (YAML reads 1e-3 as text: write 1.0e-3)"
         cause, cure = f"is {value!r:.200}", f"allowed is {expected}"
     # A subject that ends in a space, such as "config key ", takes the key without a dot.

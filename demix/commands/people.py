@@ -285,11 +285,11 @@ def playground(
 ) -> None:
     """Serve a page to this machine's browser: whose domain texts are, the weights by token, and continuations."""
     from demix.generate.playground.answers import opened
-    from demix.generate.playground.server import Playground, serve
+    from demix.generate.playground.server import serve
 
     # As in `eval`.
     logging.getLogger("demix").setLevel(logging.WARNING)
-    serve(Playground(opened(model, tokenizer), port))
+    serve(opened(model, tokenizer), port)
 
 
 @app.command("serve")
@@ -312,9 +312,9 @@ def serve_model(
 ) -> None:
     """Serve completions by a mixture of experts over OpenAI's API (/v1/completions, /v1/models)."""
     from demix.generate.completions import served
-    from demix.generate.serve import listening, serve
+    from demix.generate.serve import place_of, serve
 
-    with listening(host, port) as place:
+    with place_of(host, port) as place:
         names = experts.split(",") if experts else None
         serve(served(model, names, weights, prior, top_k, tokenizer, device), place)
 

@@ -18,15 +18,13 @@ from demix.model.continuations import MixedModel, mixture_of, next_likeliest
 from demix.model.decode import choose, open_model, read_alone
 from demix.model.device import device_named
 from demix.model.gpt import GPT
-from demix.settings import DistinctItems, Integer, Items, Number, Switch, Text, names_of, settings
+from demix.settings import DistinctItems, Integer, Items, Number, Switch, Text, settings
 
 # Of a prompt and of a completion, each, in tokens; a model with a longer context takes as many as that has.
 MOST_TOKENS = 4096
 MOST_PROMPTS = 32
 MOST_STOPS = 16
 MOST_LOGPROBS = 5
-# What OpenAI's API has besides, with the values that change nothing.
-UNOFFERED = {"best_of": 1, "frequency_penalty": 0, "logit_bias": {}, "n": 1, "presence_penalty": 0, "suffix": ""}
 
 
 @settings(kw_only=True)
@@ -34,43 +32,41 @@ class StreamOptions:
     """What a stream has besides the text."""
 
     include_usage: Switch = False
+    include_obfuscation: Literal[False] = False
 
 
 @settings(kw_only=True)
 class CompletionRequest:
-    """The body of a request to /v1/completions. The names are OpenAI's, but for `experts` and `weights`."""
+    """The body of a request to /v1/completions. Names and ranges are OpenAI's, but for `experts` and `weights`.
+
+    Those from `best_of` on are taken with the one value that changes nothing.
+    """
 
     model: Text
     prompt: Text | Items[Any]
     experts: DistinctItems[Text] | None = None
     weights: Text | None = None
     max_tokens: Annotated[Integer, Field(ge=0)] = 16
-    temperature: Annotated[Number, Field(ge=0, le=100)] = 1.0
-    top_p: Annotated[Number, Field(ge=0.001, le=1)] = 1.0
-    seed: Annotated[Integer, Field(ge=0, le=2**62)] | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[Number, Field(ge=0, le=1)] = 1.0
+    seed: Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Text | Items[Text] = ()
     echo: Switch = False
     logprobs: Annotated[Integer, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     stream: Switch = False
     stream_options: StreamOptions = StreamOptions()
     user: Text = ""
+    best_of: Annotated[Integer, Field(ge=1, le=1)] = 1
+    n: Annotated[Integer, Field(ge=1, le=1)] = 1
+    frequency_penalty: Annotated[Number, Field(ge=0, le=0)] = 0.0
+    presence_penalty: Annotated[Number, Field(ge=0, le=0)] = 0.0
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] = Field(default={})
+    suffix: Annotated[Text, Field(max_length=0)] = ""
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The strings before which a completion ends."""
         return tuple(one for one in ((self.stop,) if isinstance(self.stop, str) else self.stop) if one)
-
-
-def offered(body: dict[str, Any]) -> dict[str, Any]:
-    """A request without the keys that change nothing: those of `UNOFFERED`, and null for a key with a default.
-
-    Raises DemixError for a key of `UNOFFERED` that would change something.
-    """
-    for name, neutral in UNOFFERED.items():
-        if body.get(name) not in (None, neutral):
-            raise DemixError(f"request.{name}", "is not offered here", "leave it out")
-    absent = {*UNOFFERED, *(name for name in names_of(CompletionRequest) if body.get(name) is None)}
-    return {key: value for key, value in body.items() if key not in absent}
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,9 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from contextlib import asynccontextmanager
+from typing import Any
 
-import uvicorn
-from starlette.applications import Starlette
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -27,27 +25,21 @@ from demix.generate.completions import (
     completed,
     log_probabilities_of,
     name_of,
-    offered,
     prompts_of,
     tokens_of,
 )
+from demix.generate.server import application, in_url, listening, refusal, request_of, run, server_of
 from demix.launch.guarded import LOOPBACK, Guarded
 from demix.model.continuations import MixedModel
-from demix.settings import Integer, Items, Switch, Text, settings, settings_from
+from demix.settings import Integer, Items, Switch, Text, settings
 
 KEY = "DEMIX_API_KEY"
 MOST_BYTES = 2 << 20
-CONNECTIONS = 64
 # Requests that wait while another one is computed.
 MOST_WAITING = 16
 # From the arrival of a request to its last token.
 SECONDS = 300.0
-# A request waits so long in all for the other side to send or to take bytes.
-SENDER_SECONDS = 60.0
-# An error may quote the request, so its line is cut to this length.
-MOST_LINE = 500
-
-T = TypeVar("T")
+OFFERED = "ask for POST /v1/completions or GET /v1/models"
 
 
 @settings(kw_only=True)
@@ -65,38 +57,6 @@ class DetokenizeRequest:
 
     tokens: Items[Integer]
     model: Text = ""
-
-
-def refused(line: str, status: int) -> Response:
-    """An error in OpenAI's form."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    line = line[:MOST_LINE].encode(errors="replace").decode()
-    error = {"message": line, "type": kind, "param": None, "code": None}
-    return JSONResponse({"error": error}, status)
-
-
-def _refusal(error: Exception) -> Response:
-    if isinstance(error, DemixError):
-        return refused(str(error).removeprefix("--"), 400)
-    if isinstance(error, HTTPException):
-        return refused(error.detail, error.status_code)
-    if isinstance(error, ClientDisconnect):
-        return refused("the sender has left, or was too slow", 408)
-    return refused("something went wrong; see the terminal", 500)
-
-
-async def _answered(request: Request, error: Exception) -> Response:
-    return _refusal(error)
-
-
-def _asked(kind: type[T], body: bytes, offered: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> T:
-    try:
-        values = json.loads(body)
-        if not isinstance(values, dict):
-            raise DemixError("request", "is no JSON object", "send one")
-        return settings_from(kind, offered(values), "request")
-    except (ValueError, RecursionError):
-        raise DemixError("request", "is not JSON", "send a JSON object") from None
 
 
 class Completions:
@@ -133,7 +93,7 @@ class Completions:
         await (await run_in_threadpool(whole))(scope, receive, send)
 
     def _understood(self, body: bytes) -> tuple[CompletionRequest, MixedModel, list[list[int]]]:
-        asked = _asked(CompletionRequest, body, offered)
+        asked = request_of(CompletionRequest, body)
         if asked.model != self.model.name:
             raise HTTPException(404, f"the model {asked.model!r:.80} is not served here; ask for {self.model.name}")
         return asked, self.model.mixture(asked.experts, asked.weights), prompts_of(self.model, asked)
@@ -188,7 +148,7 @@ class Completions:
                 yield _event(about | {"choices": [], "usage": _usage(asked, prompts, drawn)})
             yield b"data: [DONE]\n\n"
         except (DemixError, HTTPException) as error:
-            yield b"data: " + bytes(_refusal(error).body) + b"\n\n"
+            yield b"data: " + bytes(refusal(error).body) + b"\n\n"
 
     def _choice(self, asked: CompletionRequest, index: int, parts: Sequence[Part]) -> dict[str, Any]:
         return {
@@ -210,7 +170,7 @@ def _usage(asked: CompletionRequest, prompts: Sequence[list[int]], listed: int) 
     return {"prompt_tokens": given, "completion_tokens": drawn, "total_tokens": given + drawn}
 
 
-def application(model: Served, key: str, stops: Callable[[], bool]) -> Guarded:
+def api(model: Served, key: str, stops: Callable[[], bool]) -> Guarded:
     """What is served of `model` until it `stops`: to who bears the `key`, or without one to this machine alone."""
     tokenizer = model.tokenizer
     end = name_of(tokenizer, tokenizer.end_of_text)
@@ -229,12 +189,12 @@ def application(model: Served, key: str, stops: Callable[[], bool]) -> Guarded:
         return endpoint
 
     def tokenized(body: bytes) -> Response:
-        text = _asked(TokenizeRequest, body).prompt
+        text = request_of(TokenizeRequest, body).prompt
         ids = [tokenizer.end_of_text] if text == end else tokens_of(tokenizer, text)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": model.most_tokens})
 
     def detokenized(body: bytes) -> Response:
-        ids = tokens_of(tokenizer, _asked(DetokenizeRequest, body).tokens)
+        ids = tokens_of(tokenizer, request_of(DetokenizeRequest, body).tokens)
         return JSONResponse({"prompt": tokenizer.decode(ids)})
 
     def posted(answer: Callable[[bytes], Response]) -> Callable[[Request], Any]:
@@ -251,45 +211,18 @@ def application(model: Served, key: str, stops: Callable[[], bool]) -> Guarded:
         Route("/tokenize", posted(tokenized), methods=["POST"]),
         Route("/detokenize", posted(detokenized), methods=["POST"]),
     ]
-    handlers: Any = dict.fromkeys((DemixError, HTTPException, ClientDisconnect, Exception), _answered)
-    starlette = Starlette(routes=routes, exception_handlers=handlers)
-    return Guarded(starlette, MOST_BYTES, CONNECTIONS, SENDER_SECONDS, key, refused)
+    return application(routes, OFFERED, MOST_BYTES, key)
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """A socket at a host and port, of which 0 is a free one.
-
-    Raises DemixError where it cannot be had, and for a host other than loopback without a key in the environment.
-    """
-    if _in_url(host) not in LOOPBACK and not os.environ.get(KEY):
+def place_of(host: str, port: int) -> socket.socket:
+    """A socket at a host and port (`listening`); a host other than loopback needs a key in the environment."""
+    if in_url(host) not in LOOPBACK and not os.environ.get(KEY):
         cure = f"set {KEY} to a key that requests must bear, or leave --host out"
         raise DemixError(f"--host {host}", "may be reached from other machines", cure)
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        cause = f"cannot be used ({error.strerror})"
-        raise DemixError(f"--host {host} --port {port}", cause, "give another host or port") from None
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
-def server_of(model: Served) -> uvicorn.Server:
-    """The server of a model, whose key is that of the environment."""
-    app = application(model, os.environ.get(KEY, ""), lambda: server.should_exit)
-    quiet: Any = {"log_config": None, "log_level": "warning", "access_log": False, "server_header": False}
-    bounds: Any = {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": 10}
-    server = uvicorn.Server(uvicorn.Config(app, ws="none", lifespan="off", proxy_headers=False, **quiet, **bounds))
-    return server
+    return listening(host, port)
 
 
 def serve(model: Served, place: socket.socket) -> None:
-    """Answer requests at `place` until Ctrl-C."""
-    host, port, *_ = place.getsockname()
-    address = f"http://{_in_url(host)}:{port}/v1"
-    print(f"{model.directory}: {address} serves the model {model.name} (stop it with Ctrl-C)", flush=True)
-    # The server ends by itself where a signal is ignored, as in a background job of a shell.
-    with suppress(KeyboardInterrupt):
-        server_of(model).run(sockets=[place])
-    print(f"{address}: stopped")
+    """Answer requests at `place` until Ctrl-C, with the key of the environment."""
+    server = server_of(lambda stops: api(model, os.environ.get(KEY, ""), stops))
+    run(server, place, model.directory, "/v1", f" serves the model {model.name}")

@@ -186,7 +186,9 @@ def choose(log_p: Tensor, temperature: float, top_p: float, generator: torch.Gen
     """One token for each row of log p [B, V], sampled from the nucleus `top_p` of p^(1/temperature): [B]."""
     if temperature == 0:
         return log_p.argmax(-1).cpu()
-    probabilities = nucleus((log_p.double().cpu() / temperature).softmax(-1), top_p)
+    log_p = log_p.double().cpu()
+    # Below zero, what is divided by a tiny temperature is -inf at most, where both ends of a range would give NaN.
+    probabilities = nucleus(((log_p - log_p.amax(-1, keepdim=True)) / temperature).softmax(-1), top_p)
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 
 

@@ -5,24 +5,32 @@ from contextlib import contextmanager
 from threading import Thread
 
 import openai
+import uvicorn
 
 from demix.generate.completions import Served
-from demix.generate.serve import listening, server_of
+from demix.generate.serve import api
+from demix.generate.server import listening, server_of
 
 PROMPT = "Zoë’s naïve café – 東京 is where the committee of the House met."
 
 
 @contextmanager
-def serving(model: Served) -> Iterator[str]:
-    place = listening("127.0.0.1", 0)
-    server = server_of(model)
-    thread = Thread(target=server.run, kwargs={"sockets": [place]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{place.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
+def running(server: uvicorn.Server) -> Iterator[int]:
+    """A server in a thread of this process, and its port."""
+    with listening("127.0.0.1", 0) as place:
+        thread = Thread(target=server.run, kwargs={"sockets": [place]})
+        thread.start()
+        try:
+            yield place.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@contextmanager
+def serving(model: Served, key: str = "") -> Iterator[str]:
+    with running(server_of(lambda stops: api(model, key, stops))) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 def client_of(address: str, key: str = "none") -> openai.OpenAI:

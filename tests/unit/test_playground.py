@@ -1,10 +1,8 @@
 """The playground: what its page is answered, what is refused, and the page in a real browser."""
 
-import http.client
 import json
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +13,14 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from demix.errors import DemixError
 from demix.generate.playground.answers import MOST_JUDGED, MOST_TOKENS, RULES
-from demix.generate.playground.server import CONNECTIONS, MOST_BYTES, Playground
+from demix.generate.playground.server import MOST_BYTES, serve
 from demix.run.run import Run
 from support.cli import demix
 from support.decoding import write_run
-from support.disturbed import until
+from support.errors import refused
 from support.models import THREE
-from support.playground import ask, served
+from support.playground import Playground, ask, served
 
 TEXT = "And the Lord said unto Noah: “naïve” <b>b</b> & <script>alert(1)</script>\n  two spaces"
 
@@ -82,19 +79,14 @@ def test_the_page_may_run_its_own_script_alone(server: Playground) -> None:
     assert "unsafe" not in policy
     assert policy.count("sha256-") == 2
     assert headers["X-Content-Type-Options"] == "nosniff"
-    assert ask(server, "GET", "/model", Host=f"localhost:{server.server_port}")[0] == 200
+    assert ask(server, "GET", "/model", Host=f"localhost:{server.port}")[0] == 200
 
 
 LINK = {"text": "a", "experts": ["law"], "weights": "tempered", "prior": "uniform"}
 REFUSALS = {
-    "no host": ("GET", "/", None, {"Host": None}, 403),
+    "no host": ("GET", "/", None, {"Host": None}, 400),
     "another host": ("GET", "/model", None, {"Host": "evil.example:8501"}, 403),
     "another origin": ("POST", "/analyse", LINK, {"Origin": "https://evil.example"}, 403),
-    "no origin": ("POST", "/generate", LINK, {"Origin": None}, 403),
-    "a form": ("POST", "/analyse", LINK, {"Content_Type": "text/plain"}, 415),
-    "no length": ("POST", "/analyse", b"", {"Content_Length": None}, 411),
-    "a negative length": ("POST", "/analyse", b"", {"Content_Length": "-1"}, 411),
-    "chunks": ("POST", "/analyse", b"", {"Transfer_Encoding": "chunked"}, 411),
     "too much": ("POST", "/analyse", b" " * (MOST_BYTES + 1), {}, 413),
     "no JSON": ("POST", "/analyse", b"{", {}, 400),
     "no UTF-8": ("POST", "/analyse", b'{"text": "\xff"}', {}, 400),
@@ -118,8 +110,8 @@ REFUSALS = {
     "no temperature": ("POST", "/generate", drawing(temperature=float("nan")), {}, 400),
     "no mass": ("POST", "/generate", drawing(top_p=0), {}, 400),
     "a wrong path": ("GET", "/../page.html", None, {}, 404),
-    "a wrong question": ("POST", "/", LINK, {}, 404),
-    "another method": ("PUT", "/", None, {}, 501),
+    "a wrong question": ("POST", "/", LINK, {}, 405),
+    "another method": ("PUT", "/", None, {}, 405),
 }
 
 
@@ -127,55 +119,31 @@ REFUSALS = {
 def test_what_is_refused_is_told_in_one_line(server: Playground, case: tuple) -> None:
     method, path, body, changes, status = case
     found, text, headers = ask(server, method, path, body, **changes)
-    assert (found, text.count("\n")) == (status, 1), text
-    assert len(text) < 400
+    line = json.loads(text)["error"]["message"]
+    assert (found, "\n" in line, len(line) <= 500) == (status, False, True), text
     assert "Traceback" not in text
     assert "Access-Control-Allow-Origin" not in headers
     assert ask(server, "GET", "/model")[0] == 200, "and the next is answered"
 
 
-def test_one_text_is_written_at_a_time(server: Playground) -> None:
-    with server.drawing:
-        assert ask(server, "POST", "/generate", drawing())[0] == 429
+def test_one_text_is_written_at_a_time_until_its_reader_leaves(
+    server: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = json.dumps(drawing(tokens=500, temperature=0)).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(head.encode() + body)
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        with monkeypatch.context() as patch:
+            patch.setattr("demix.generate.playground.server.PATIENCE", 0)
+            assert ask(server, "POST", "/generate", drawing())[0] == 429
         assert ask(server, "POST", "/analyse", question())[0] == 200, "reading goes on beside it"
     assert ask(server, "POST", "/generate", drawing())[0] == 200
 
 
-def test_a_reader_who_leaves_makes_place_for_the_next(server: Playground) -> None:
-    body = json.dumps(drawing(tokens=500)).encode()
-    own = f"127.0.0.1:{server.server_port}"
-    head = f"POST /generate HTTP/1.1\r\nHost: {own}\r\nOrigin: http://{own}\r\nContent-Type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as connection:
-        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        assert connection.recv(12) == b"HTTP/1.0 200"
-    assert server.drawing.acquire(timeout=30)
-    server.drawing.release()
-
-
-def test_slow_senders_are_hung_up_on(server: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They send a byte now and then; the limit is of the whole request."""
-    monkeypatch.setattr("demix.generate.playground.server.SECONDS", 0.3)
-    slow = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(CONNECTIONS)]
-    for each in slow:
-        each.sendall(b"POST /analyse HTTP/1.1\r\nX: ")
-
-    def answers() -> bool:
-        for each in slow:
-            with suppress(OSError):
-                each.sendall(b"a")
-        with suppress(OSError, http.client.HTTPException):
-            return ask(server, "GET", "/model")[0] == 200
-        return False
-
-    # Those before it take every place.
-    until(answers, 15)
-    for each in slow:
-        each.close()
-
-
 def test_a_port_in_use_is_refused(server: Playground) -> None:
-    with pytest.raises(DemixError):
-        Playground(server.model, server.server_port)
+    with refused(f"127.0.0.1:{server.port}"):
+        serve(server.model, server.port)
 
 
 @pytest.mark.browser

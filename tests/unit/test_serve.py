@@ -6,7 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +23,10 @@ from lm_eval.utils import RemoteTokenizer
 
 from demix.config.architecture import Routed
 from demix.data.tokenizer import Tokenizer
-from demix.generate import serve
+from demix.generate import serve, server
 from demix.generate.completions import MOST_LOGPROBS, MOST_PROMPTS, MOST_TOKENS, served
-from demix.generate.serve import KEY, MOST_BYTES, listening
+from demix.generate.serve import KEY, MOST_BYTES, place_of
+from demix.generate.server import CONNECTIONS
 from demix.mix.mixtures import mix
 from demix.model.checkpoint import load_model
 from support.cli import demix, refusal
@@ -200,8 +203,11 @@ WRONG = {
     "several answers": {"n": 2},
     "a penalty": {"presence_penalty": 0.5},
     "a bias": {"logit_bias": {"50": 1}},
-    "hot": {"temperature": 101},
-    "no mass": {"top_p": 0},
+    "hot": {"temperature": 2.1},
+    "less than no mass": {"top_p": -0.1},
+    "a number as text": {"temperature": "0.5"},
+    "a seed of 65 bits": {"more": {"seed": 2**63}},
+    "a switch for a number": {"n": True},
     "too many tops": {"logprobs": MOST_LOGPROBS + 1},
     "too long": {"max_tokens": MOST_TOKENS + 1},
     "too long a prompt": {"prompt": [1] * 4097},
@@ -225,8 +231,16 @@ def test_what_is_wrong_is_refused_in_one_line(address: str, wrong: dict) -> None
 def test_what_changes_nothing_may_be_said(address: str) -> None:
     plain = asked(address, max_tokens=9, seed=1, temperature=1, stop=None).choices[0]
     said = {"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "suffix": None}
+    said |= {"stream_options": {"include_usage": None, "include_obfuscation": False}}
     found = asked(address, max_tokens=9, seed=1, user="me", logprobs=None, echo=False, temperature=None, **said)
     assert facts(found.choices[0]) == facts(plain)
+
+
+@pytest.mark.parametrize("edge", [{"temperature": 5e-324}, {"top_p": 0}, {"top_p": 5e-324, "temperature": 2}])
+def test_the_ends_of_ranges_are_the_likeliest_tokens(address: str, edge: dict) -> None:
+    likeliest = asked(address, max_tokens=9, temperature=0).choices[0]
+    for seed in (-(2**63), -1, 0, 2**63 - 1):
+        assert facts(asked(address, max_tokens=9, seed=seed, **edge).choices[0]) == facts(likeliest)
 
 
 def posted(address: str, body: bytes | dict, path: str = "/v1/completions", **headers: str) -> tuple[int, dict]:
@@ -252,9 +266,59 @@ def test_requests_are_json_of_bounded_size(address: str) -> None:
         assert posted(address, body)[0] == 400, body[:60]
     for path in ("/v1/completions", "/tokenize"):
         assert posted(address, b" " * (MOST_BYTES + 1), path)[0] == 413
-    assert posted(address, b"", "/v1/chat/completions")[0] == 404
+    many = b",".join(b'"%d":0' % one for one in range(100_000))
+    began = time.monotonic()
+    assert posted(address, b"{%s}" % many)[0] == 400
+    assert time.monotonic() - began < 10, "the time is linear in the number of keys"
+    status, error = posted(address, b"", "/v1/chat/completions")
+    assert (status, "/v1/completions;" in error["message"], "POST /v1/completions" in error["message"]) == (404, 0, 1)
     assert posted(address, {"tokens": [-1]}, "/detokenize")[0] == 400
     assert urllib3.request("GET", f"{address}/v1/completions").status == 405
+
+
+def test_half_a_head_blocks_nobody(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEAD_SECONDS", 2)
+    with serving(served(run / "models" / "demix")) as address, ExitStack() as opened:
+        port = int(address.rpartition(":")[2])
+        for _ in range(CONNECTIONS + 9):
+            slow = opened.enter_context(socket.create_connection(("127.0.0.1", port), 30))
+            slow.sendall(b"GET /v1/models HTTP/1.1\r\nHost: ")
+        assert len(client_of(address).models.list().data) == 1
+        assert answer_of(slow) == (408, "invalid_request_error")
+
+
+def answer_of(connection: socket.socket) -> tuple[int, str]:
+    """Status and type of the error that is the last answer on a connection."""
+    head, _, body = b"".join(iter(lambda: connection.recv(1 << 16), b"")).partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]["type"]
+
+
+def test_who_comes_when_all_places_are_taken_is_told_so(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "CONNECTIONS", 1)
+    with serving(served(run / "models" / "demix")) as address, ExitStack() as opened:
+        events = client_of(address).completions.create(model="demix", stream=True, **ENDLESS)
+        next(iter(opened.enter_context(events)))
+        with pytest.raises(openai.InternalServerError) as caught:
+            client_of(address).models.list()
+    assert (caught.value.status_code, caught.value.body["type"]) == (503, "server_error")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 20_000, 431),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n", 501),
+    ],
+    ids=["no host", "TLS", "a long head", "a negative length", "a long length", "an encoding"],
+)
+def test_what_is_no_request_is_answered_in_json(address: str, sent: bytes, status: int) -> None:
+    with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=30) as connection:
+        connection.sendall(sent)
+        assert answer_of(connection)[0] == status
 
 
 def test_other_hosts_and_origins_are_refused(address: str) -> None:
@@ -269,11 +333,10 @@ def test_other_hosts_and_origins_are_refused(address: str) -> None:
 def test_a_key_is_asked_for_where_one_is_set(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEY, raising=False)
     with refused("--host 0.0.0.0"):
-        listening("0.0.0.0", 0)
+        place_of("0.0.0.0", 0)
     monkeypatch.setenv(KEY, "schlüssel-1")
-    listening("0.0.0.0", 0).close()
-    monkeypatch.setenv(KEY, "sk-right")
-    with serving(served(run / "models" / "demix")) as address:
+    place_of("0.0.0.0", 0).close()
+    with serving(served(run / "models" / "demix"), "sk-right") as address:
         for wrong in ("sk-wrong", "sk-righ", "sk-right2"):
             with pytest.raises(openai.AuthenticationError):
                 client_of(address, wrong).models.list()
@@ -355,7 +418,7 @@ def test_the_command_serves_until_ctrl_c(run: Path) -> None:
 def test_a_mistake_of_the_command_is_one_line(run: Path, address: str) -> None:
     model, port = str(run / "models" / "demix"), address.rpartition(":")[2]
     for options, subject in (
-        (["--port", port], f"--host 127.0.0.1 --port {port}"),
+        (["--port", port], f"127.0.0.1:{port}"),
         (["--port", "0", "--weights", "best"], "--weights best"),
         (["--port", "0", "--prior", "updating"], "--prior updating"),
         (["--port", "0", "--experts", "lawe"], "lawe"),

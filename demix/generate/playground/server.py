@@ -1,21 +1,21 @@
-"""The HTTP server of the page and its three requests, for browsers on this machine only."""
+"""The page and its three requests, for browsers on this machine only."""
 
+import asyncio
 import base64
 import hashlib
-import io
 import json
 import re
-import socket
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
-from threading import BoundedSemaphore, Lock
-from typing import Any, cast
+from typing import Any
 
-from demix.errors import DemixError
+from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
 from demix.generate.playground.answers import (
     DrawRequest,
     MixRequest,
@@ -26,223 +26,75 @@ from demix.generate.playground.answers import (
     judged,
     model_facts,
 )
-from demix.settings import settings_from
+from demix.generate.server import application, listening, request_of, run, server_of
+from demix.launch.guarded import Guarded
 
 PAGE = Path(__file__).with_name("page.html")
 MOST_BYTES = 256 << 10
-# The server reads up to this many bytes of a body that is too long: otherwise the browser sees no answer.
-DRAINED_BYTES = 4 << 20
-CONNECTIONS = 32
-# A request waits so long in all for the other side to send or to take bytes.
-SECONDS = 20
-# An error may quote the request, so its line is cut to this length.
-MOST_LINE = 300
+# A page stops the text that it has generated before it asks for another.
+PATIENCE = 1.0
 
 
-class Playground(ThreadingHTTPServer):
-    """The server for one model, on 127.0.0.1 only. With `port` 0 the system chooses a free port."""
+def pages(model: Opened, stops: Callable[[], bool]) -> Guarded:
+    """What is served of `model` until it `stops`: the page, facts about the model, and the answers to its requests."""
+    page = PAGE.read_bytes()
+    headers = {
+        "Content-Security-Policy": content_policy(page.decode()),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Cache-Control": "no-store",
+    }
 
-    daemon_threads = True
+    async def root(request: Request) -> Response:
+        return Response(page, headers=headers, media_type="text/html")
 
-    def __init__(self, model: Opened, port: int):
-        self.model = model
-        self.page = PAGE.read_bytes()
-        self.policy = content_policy(self.page.decode())
-        self.drawing, self._places = Lock(), BoundedSemaphore(CONNECTIONS)
+    async def facts(request: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(model_facts, model), headers=headers)
+
+    def posted(kind: type[Any], answer: Callable[[Opened, Any], dict[str, Any]]) -> Callable[[Request], Any]:
+        async def endpoint(request: Request) -> Response:
+            asked = request_of(kind, await request.body())
+            return JSONResponse(await run_in_threadpool(answer, model, asked), headers=headers)
+
+        return endpoint
+
+    routes = [
+        Route("/", root),
+        Route("/model", facts),
+        Route("/analyse", posted(MixRequest, analyse), methods=["POST"]),
+        Route("/eval", posted(TextRequest, judged), methods=["POST"]),
+        Route("/generate", Continuations(model, headers, stops), methods=["POST"]),
+    ]
+    return application(routes, "open the page at /", MOST_BYTES)
+
+
+class Continuations:
+    """The answers to requests for a continuation, one at a time. None goes on once it `stops`."""
+
+    def __init__(self, model: Opened, headers: Mapping[str, str], stops: Callable[[], bool]):
+        self.model, self.headers, self.stops = model, headers, stops
+        self._free = asyncio.Semaphore(1)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = request_of(DrawRequest, await Request(scope, receive).body())
+        drawn = await run_in_threadpool(draw, self.model, asked)
         try:
-            super().__init__(("127.0.0.1", port), Handler)
-        except OSError as error:
-            raise DemixError(f"--port {port}", f"cannot be used ({error.strerror})", "give another port") from None
-        self.hosts = {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/"
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer each request in its own thread. A connection beyond CONNECTIONS at a time is closed."""
-        if not self._places.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer a request as the base class does, then free its connection."""
+            async with asyncio.timeout(PATIENCE):
+                await self._free.acquire()
+        except TimeoutError:
+            raise HTTPException(429, "another text is being generated; stop it first") from None
         try:
-            super().process_request_thread(request, client_address)
+            lines = StreamingResponse(self._lines(drawn), headers=self.headers, media_type="application/x-ndjson")
+            await lines(scope, receive, send)
         finally:
-            self._places.release()
+            self._free.release()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print an error to the terminal, unless a browser closed the connection."""
-        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
-            super().handle_error(request, client_address)
-
-
-class _Connection(io.RawIOBase):
-    """The bytes of a connection. Raises TimeoutError once its reads and writes took so many seconds in all."""
-
-    def __init__(self, connection: socket.socket, seconds: float):
-        self._connection, self._left = connection, seconds
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Read what is there, waiting for the first byte."""
-        with self._waiting():
-            return self._connection.recv_into(buffer)
-
-    def write(self, data: Any) -> int:
-        """Write all of `data`."""
-        with self._waiting():
-            self._connection.sendall(data)
-        return len(data)
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        start = time.monotonic()
-        # A limit of zero would mean not to wait.
-        self._connection.settimeout(max(self._left, 0.001))
-        try:
-            yield
-        finally:
-            self._left -= time.monotonic() - start
-
-
-class RefusedError(Exception):
-    """A request that the server refuses with a status and one line of text."""
-
-    def __init__(self, status: int, line: str):
-        self.status, self.line = status, line
-        super().__init__(line)
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Handles one request. The end of the connection ends an answer of unknown length, as in HTTP/1.0."""
-
-    server: Playground
-    server_version, sys_version = "demix", ""
-    _begun = False
-
-    def setup(self) -> None:
-        """Limit the time of all reads and writes together: that of each would let a slow sender stay for hours."""
-        self.connection = self.request
-        limited = _Connection(self.connection, SECONDS)
-        self.rfile = io.BufferedReader(limited)
-        # The base class writes without a buffer, too.
-        self.wfile = cast(io.BufferedIOBase, limited)
-
-    def do_GET(self) -> None:
-        """Send the page, or the facts about the model."""
-        self._answered(self._get)
-
-    def do_POST(self) -> None:
-        """Answer a request of the page."""
-        self._answered(self._post)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing, because requests contain private texts."""
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Send one line where the base class, which refuses malformed requests itself, would send a page."""
-        self._send(code, "text/plain; charset=utf-8", f"{message or 'refused'}\n".encode())
-
-    def _answered(self, answer: Callable[[], None]) -> None:
-        try:
-            # Another host name may resolve to 127.0.0.1 (DNS rebinding), so only the server's own names pass.
-            hosts = self.headers.get_all("Host", [])
-            if len(hosts) != 1 or hosts[0] not in self.server.hosts:
-                raise RefusedError(403, f"open {self.server.address}")
-            answer()
-        except RefusedError as error:
-            self._send(error.status, "text/plain; charset=utf-8", f"{error.line}\n".encode())
-        except DemixError as error:
-            line = f"{error.subject} {error.cause}; {error.cure}"
-            self._send(400, "text/plain; charset=utf-8", f"{line[:MOST_LINE]}\n".encode(errors="replace"))
-        except (ConnectionError, TimeoutError):
-            self.close_connection = True
-        except Exception:
-            if not self._begun:
-                self._send(500, "text/plain; charset=utf-8", b"something went wrong; see the terminal\n")
-            raise
-
-    def _get(self) -> None:
-        if self.path == "/":
-            self._send(200, "text/html; charset=utf-8", self.server.page)
-        elif self.path == "/model":
-            self._send_json(model_facts(self.server.model))
-        else:
-            raise RefusedError(404, "there is nothing here")
-
-    def _post(self) -> None:
-        body = self._body()
-        if self.headers.get("Origin") not in {f"http://{host}" for host in self.server.hosts}:
-            raise RefusedError(403, "requests are accepted from this page only")
-        if self.headers.get_content_type() != "application/json":
-            raise RefusedError(415, "send application/json")
-        try:
-            asked = json.loads(body)
-        except (ValueError, RecursionError):
-            raise RefusedError(400, "the request is not JSON") from None
-        model = self.server.model
-        if self.path == "/analyse":
-            self._send_json(analyse(model, settings_from(MixRequest, _mapping(asked), "request")))
-        elif self.path == "/eval":
-            self._send_json(judged(model, settings_from(TextRequest, _mapping(asked), "request")))
-        elif self.path == "/generate":
-            drawing = settings_from(DrawRequest, _mapping(asked), "request")
-            if not self.server.drawing.acquire(timeout=1):
-                raise RefusedError(429, "another text is being generated; stop it first")
-            try:
-                self._stream(draw(model, drawing))
-            finally:
-                self.server.drawing.release()
-        else:
-            raise RefusedError(404, "there is nothing here")
-
-    def _body(self) -> bytes:
-        length = self.headers.get("Content-Length", "")
-        if not re.fullmatch(r"[0-9]{1,18}", length) or "Transfer-Encoding" in self.headers:
-            raise RefusedError(411, "send the length of the request")
-        if int(length) > MOST_BYTES:
-            left = min(int(length), DRAINED_BYTES)
-            while left and (piece := self.rfile.read(min(left, 1 << 16))):
-                left -= len(piece)
-            raise RefusedError(413, f"a request has at most {MOST_BYTES} bytes")
-        return self.rfile.read(int(length))
-
-    def _stream(self, values: Iterator[dict[str, Any]]) -> None:
-        """Send one line of JSON per value, as soon as the value is there."""
-        self._head(200, "application/x-ndjson")
-        for value in values:
-            self.wfile.write(json.dumps(value, allow_nan=False).encode() + b"\n")
-
-    def _send_json(self, value: dict[str, Any]) -> None:
-        self._send(200, "application/json", json.dumps(value, allow_nan=False).encode())
-
-    def _send(self, status: int, kind: str, body: bytes) -> None:
-        self._head(status, kind, len(body))
-        self.wfile.write(body)
-
-    def _head(self, status: int, kind: str, length: int | None = None) -> None:
-        self._begun = True
-        self.send_response(status)
-        headers = {
-            "Content-Type": kind,
-            "Content-Security-Policy": self.server.policy,
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
-            "Cross-Origin-Resource-Policy": "same-origin",
-            "Cache-Control": "no-store",
-            "Connection": "close",
-        }
-        if length is not None:
-            headers["Content-Length"] = str(length)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
+    async def _lines(self, drawn: Iterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+        async for value in iterate_in_threadpool(drawn):
+            yield json.dumps(value, allow_nan=False).encode() + b"\n"
+            if self.stops():
+                return
 
 
 def content_policy(page: str) -> str:
@@ -259,18 +111,7 @@ def content_policy(page: str) -> str:
     )
 
 
-def _mapping(asked: Any) -> dict[str, Any]:
-    if not isinstance(asked, dict):
-        raise RefusedError(400, "the request is no JSON object")
-    return asked
-
-
-def serve(server: Playground) -> None:
-    """Answer requests until Ctrl-C."""
-    print(f"{server.model.directory}: {server.address} (stop it with Ctrl-C)", flush=True)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        print(f"{server.address}: stopped")
-    finally:
-        server.server_close()
+def serve(model: Opened, port: int) -> None:
+    """Answer this machine's browsers at a port, of which 0 is a free one, until Ctrl-C."""
+    with listening("127.0.0.1", port) as place:
+        run(server_of(lambda stops: pages(model, stops)), place, model.directory, "/")
