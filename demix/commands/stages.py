@@ -206,21 +206,6 @@ def score_ngrams_of(shards: Files, settings: Settings, output: Output) -> None:
     score_ngrams(shards, settings_from(NGramScoring, settings), output)
 
 
-@app.command("router-loads")
-def router_loads(
-    model: Annotated[Path, typer.Argument(help="The directory of a model whose tokens choose experts.")],
-    shards: Annotated[list[Path], typer.Argument(help="tokens/<domain>/<split>.arrow to read.")],
-    settings: Settings,
-    output: Output,
-) -> None:
-    """Count by domain and layer how many tokens choose each expert of a token-routed model."""
-    from demix.evaluate.loads import write_loads
-    from demix.evaluate.score import Scoring
-    from demix.settings import settings_from
-
-    write_loads(model, shards, settings_from(Scoring, settings), output)
-
-
 @app.command()
 def route(
     clusterer: Annotated[Path, typer.Argument(help="The folder of a clusterer, results/<run>/clusters/<clustering>.")],

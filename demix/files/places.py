@@ -20,7 +20,7 @@ _PATTERNS = (
     *("clusters/*/clusterer.json", "clusters/*/terms.parquet", "clusters/*/assigned/*.parquet"),
     *("clusters/*/shards/*/*.json", "routing/*/*/*.parquet"),
     *("metrics/*/*.jsonl", "branches/*/*/model.json", "branches/*/*/experts/*.json"),
-    *("scores/*/*.dev/*.parquet", "scores/*/*.test/*.parquet", "loads/*.parquet"),
+    *("scores/*/*.dev/*.parquet", "scores/*/*.test/*.parquet"),
     *("evaluations/*.parquet", "results.parquet", "priors.parquet", "differences.parquet", "posteriors.parquet"),
     *("examples/*.parquet", "tasks/*/*.parquet", "tasks.parquet", "task_weights.parquet"),
     *("suites.parquet", "harness/*.parquet", "harness/*/*.parquet"),

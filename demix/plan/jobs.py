@@ -25,7 +25,7 @@ from demix.run.models import job_place
 from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import ScoringJob, ScoringPart, scoring_jobs
-from demix.run.systems import chosen_on_dev, classified, fitted, routed, token_routed
+from demix.run.systems import chosen_on_dev, classified, fitted, routed
 
 STAGES = ("download", "anonymize", "corpus", "train", "adapt", "score", "evaluate")
 
@@ -157,7 +157,6 @@ def _of_scores(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
     counting = Jobs("evaluate", "score n-grams", {"score_ngrams": len(orders)}, sites["evaluate"])
     return [
         replace(counting, disk=len(orders) * ScoringCosts(run, HARDWARE["cpu"]).of_ngrams()),
-        scoring("loads of routers", {"loads": len(token_routed(run))}),
         Jobs("corpus", "join experts", joining, sites["corpus"]),
         Jobs("evaluate", "average", averaging, sites["evaluate"]),
         scoring("merge as routed", routing),

@@ -355,13 +355,6 @@ VIEWS = {
         _parquet,
         optional=True,
     ),
-    "loads": View(
-        "how often test tokens choose each expert of a layer, in token-routed models",
-        {**_WHICH, "domain": TEXT, "layer": WHOLE, "expert": WHOLE, "choices": WHOLE},
-        _found("loads/*.parquet", lambda run, path: run.trained(path.stem)),
-        _parquet,
-        optional=True,
-    ),
     "metrics": View(
         "one row per step and metric of a training, that of a single expert named; domain is NULL for the whole batch",
         {**_WHICH, "expert": TEXT, "step": WHOLE, "tokens": WHOLE, "metric": TEXT, "domain": TEXT, "value": REAL},

@@ -164,13 +164,6 @@ class Material:
         return read_clusters(self.run)
 
     @cached_property
-    def loads(self) -> "dict[str, pd.DataFrame]":
-        """The shares of choices of experts, by model whose tokens choose experts."""
-        from demix.report.routers import read_loads
-
-        return read_loads(self.run)
-
-    @cached_property
     def contexts(self) -> "pd.DataFrame":
         """The losses by position in blocks of several lengths."""
         from demix.report.contexts import read_contexts
@@ -243,7 +236,7 @@ class Material:
         # The curves are drawn long after the tables; a damaged file must be refused before anything is written.
         for path in sorted(self.metrics.glob("*.jsonl")):
             check_sealed(path)
-        _ = self.partly_known, self.cost, self.clusters, self.loads, self.contexts
+        _ = self.partly_known, self.cost, self.clusters, self.contexts
         _ = self.tasks if TASKS.met(self.run) else None
         _ = self.suites if SUITES.met(self.run) else None
         _ = (self.harness, self.contamination) if HARNESS.met(self.run) else None

@@ -62,7 +62,7 @@ STAGES = (
     Stage(
         "score",
         ("each expert once", "on each domain"),
-        ("score", "score_ngrams", "merge_routed", "route", "loads", "fewshot", "harness"),
+        ("score", "score_ngrams", "merge_routed", "route", "fewshot", "harness"),
         4,
         after=("train", "adapt"),
         accelerated=True,

@@ -323,33 +323,18 @@ def chosen_on_dev(run: Run) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Routers:
-    """A model of the run's own seed whose tokens choose experts: its folder below models/, and its label in tables.
-
-    `experts` names the experts of a layer, `top_k` of which a token chooses: domains or clusters where the model was
-    made of their experts, else numbers from 0.
-    """
+    """A model of the run's own seed whose tokens choose `top_k` of so many `experts` in a layer: its folder's name."""
 
     name: str
-    label: str
-    experts: tuple[str, ...]
+    experts: int
     top_k: int
 
 
 def token_routed(run: Run) -> tuple[Routers, ...]:
     """The models whose tokens choose their experts: the rows of kind routed, then those merged of domain experts."""
-    rows = [one for one in run.own if one.kind.routed and not one.masked]
-    return (
-        *(
-            Routers(one.name, one.label, tuple(map(str, range(layer.experts))), layer.top_k)
-            for one in rows
-            if (layer := one.architecture.routed)
-        ),
-        *(
-            Routers(one.place, merged_label(one), one.choices, layer.top_k)
-            for one in run.merged
-            if (layer := one.architecture.routed)
-        ),
-    )
+    rows = [(one.name, one) for one in run.own if one.kind.routed and not one.masked]
+    found: list[tuple[str, Model | Merged]] = [*rows, *((one.place, one) for one in run.merged)]
+    return tuple(Routers(name, layer.experts, layer.top_k) for name, one in found if (layer := one.architecture.routed))
 
 
 def merged_whole(run: Run) -> dict[str, System]:
@@ -369,9 +354,8 @@ def other_top_k(run: Run) -> dict[str, tuple[int, ...]]:
     asked = run.config.evaluation.experts_top_k or ()
     found = {}
     for one in token_routed(run) if asked else ():
-        most = len(one.experts)
-        numbers = {most if k == "all" else k for k in asked} - {one.top_k}
-        found[one.name] = tuple(sorted(k for k in numbers if k <= most))
+        numbers = {one.experts if k == "all" else k for k in asked} - {one.top_k}
+        found[one.name] = tuple(sorted(k for k in numbers if k <= one.experts))
     return found
 
 

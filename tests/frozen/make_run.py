@@ -29,7 +29,7 @@ TOTAL = 1300
 MADE = 1_700_000_000
 # What tests read of a run. Weights and score tables are those of two models.
 KEPT = (
-    "*.parquet", "config.json", "tokenizer.json", "benchmarks/*", "corpus/*", "tokens/*", "metrics/*", "loads/*",
+    "*.parquet", "config.json", "tokenizer.json", "benchmarks/*", "corpus/*", "tokens/*", "metrics/*",
     "harness/contamination/*", "clusters/*/clusterer.*", "clusters/*/terms.parquet", "clusters/*/assigned/*",
     "evaluations/*.losses.parquet", "evaluations/*.contexts.parquet", "evaluations/*.priors.parquet",
     "models/*/model.json", "models/*/mixing.json", "models/*/usual.json", "models/*/experts/*.json",

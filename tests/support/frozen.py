@@ -62,7 +62,7 @@ def with_models(run: Run, folder: Path, *models: str, **sections: Any) -> Run:
 
     `sections` replace sections of its config.
     """
-    shutil.copytree(run.folder, folder, ignore=shutil.ignore_patterns("clusters", "loads", "harness", "*.contexts.*"))
+    shutil.copytree(run.folder, folder, ignore=shutil.ignore_patterns("clusters", "harness", "*.contexts.*"))
     keys = {name: given for name, given in run.config.values.items() if name not in ("tasks", "lm_eval", "clusterings")}
     keys["models"] = {name: row for name, row in keys["models"].items() if name in models}
     keys["models"] |= {"demix": {}} | dict.fromkeys({*PAPER} - {*models})

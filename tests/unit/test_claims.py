@@ -99,7 +99,6 @@ OTHERS = {
     "removal_like_never_trained",
     "merged_forget",
     "own_cluster_expert_best",
-    "routers_follow_domains",
 }
 
 
@@ -217,24 +216,6 @@ def test_experts_of_clusters_are_judged_on_their_clusters(factor: float, expecte
     assert (
         judged("own_cluster_expert_best", frozen, own_of(frozen), clusters=replace(clusters, losses=losses)) == expected
     )
-
-
-@pytest.mark.parametrize(("merged", "expected"), [(True, "shown"), (False, "not shown")])
-def test_routers_are_judged_by_what_they_say_of_the_domain(merged: bool, expected: str, frozen: Run) -> None:
-    """Experts chosen by domain, beside experts that all domains choose alike."""
-    loads = {
-        label: pd.DataFrame(
-            np.where(
-                label.startswith("BTX") == merged,
-                np.tile(np.eye(shares.shape[1])[[0, 1, 2, 0, 1]], (len(shares) // 5, 1)),
-                1 / 3,
-            ),
-            shares.index,
-            shares.columns,
-        )
-        for label, shares in material(frozen).loads.items()
-    }
-    assert judged("routers_follow_domains", frozen, own_of(frozen), loads=loads) == expected
 
 
 def test_the_page_counts_certain_domains(frozen: Run, tmp_path: Path) -> None:

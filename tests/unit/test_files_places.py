@@ -39,7 +39,7 @@ models/dense/clusterer/clusterer.json models/dense/clusterer/routing.json branch
 branches/btm/law/experts/law.json clusters/k2/clusterer.json clusters/k2/terms.parquet
 clusters/k2/assigned/law.train.parquet clusters/k2/shards/c00/train.json routing/k2/document/law.dev.parquet
 scores/dense/law.dev/law.parquet scores/dense/law.test/law.parquet scores/dense/law.dev/tokens.parquet
-loads/dense.parquet evaluations/law.parquet evaluations/law.priors.parquet evaluations/law.differences.parquet
+evaluations/law.parquet evaluations/law.priors.parquet evaluations/law.differences.parquet
 evaluations/law.posteriors.parquet evaluations/law.audit.parquet results.parquet priors.parquet differences.parquet
 posteriors.parquet audit.parquet suites.parquet tasks.parquet task_weights.parquet examples/topics.parquet
 tasks/dense/topics.parquet harness/documents.parquet harness/models/dense.parquet harness/contamination/law.parquet

@@ -23,7 +23,6 @@ from demix.report.item import FigureItem, TableItem
 from demix.report.items import all_items
 from demix.report.material import Material
 from demix.run.run import Run
-from demix.run.systems import token_routed
 from support.configs import changed, domains, small_run
 from support.frozen import material, rows_of
 from support.report import Shown, drawn_as, pairs_of, read_table, shown
@@ -483,28 +482,6 @@ def clusters(files: Files) -> pd.DataFrame:
     return counts.rename(columns={"train": "Training documents", "test": "Test documents"})
 
 
-def routers(files: Files) -> pd.DataFrame:
-    rows = {}
-    for made in token_routed(files.run):
-        counts = files.table(f"loads/{made.name}").pivot(index=["layer", "domain"], columns="expert", values="choices")
-        known, loads = [], []
-        for _, layer in counts.groupby("layer"):
-            shares = layer.droplevel("layer").loc[files.domains["Training"]].to_numpy(dtype="float64")
-            # All domains are equally likely.
-            joint = shares / shares.sum(axis=1, keepdims=True) / len(shares)
-            loads.append(joint.sum(axis=0))
-            most = np.log(min(len(shares), len(loads[-1]) / made.top_k))
-            known.append(stats.entropy(joint.ravel(), np.outer(joint.sum(axis=1), loads[-1]).ravel()) / most)
-        rows[made.label] = {
-            "A token chooses": f"{made.top_k} of {len(made.experts)}",
-            "Told of the domain, %": 100 * np.mean(known),
-            "in the layer that tells most, %": 100 * max(known),
-            "Busiest expert, times an equal share": max(load.max() * len(load) for load in loads),
-            "Effective experts": np.mean([np.exp(stats.entropy(load)) for load in loads]),
-        }
-    return frame_of(rows)
-
-
 def merged_removal(files: Files) -> pd.DataFrame:
     own, names, rows = files.own, files.domains["Training"], {}
     for label, every, *system in (
@@ -713,15 +690,6 @@ def cluster_sizes(files: Files) -> pd.DataFrame:
     test = documents(files).query("split == 'test'")
     counts = test.groupby(["clustering", "cluster"]).size().rename("documents").reset_index()
     return counts.assign(share=counts["documents"] / counts.groupby("clustering")["documents"].transform("mean"))
-
-
-def router_loads(files: Files) -> pd.DataFrame:
-    frames = []
-    for made in token_routed(files.run):
-        rows = files.table(f"loads/{made.name}")
-        rows["value"] = rows["choices"] / rows.groupby(["layer", "domain"])["choices"].transform("sum")
-        frames.append(rows.assign(expert=[made.experts[number] for number in rows["expert"]]))
-    return pd.concat(frames)[["domain", "expert", "value"]]
 
 
 def positions(files: Files) -> pd.DataFrame:

@@ -163,7 +163,6 @@ rule report:
             for split in ("train", "test")
         ],
         [f"{RUN}/evaluations/{domain}.losses.parquet" for domain in TRAINING if THIS.learned_clusterings],
-        [f"{RUN}/loads/{model.name}.parquet" for model in systems.token_routed(THIS)],
         [f"{RUN}/evaluations/{domain}.contexts.parquet" for domain in DOMAINS if asked_contexts(THIS)],
         # The learning rates that were tried.
         [f"{RUN}/models/{THIS.receiver.name}/experts/{novel}.json" for novel in NOVEL],

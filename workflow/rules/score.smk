@@ -56,29 +56,6 @@ for job in scoring_jobs(THIS):
             " --settings {params.settings:q} --output {params.folder} 2> {log}"
 
 
-# Which experts tokens choose on each domain.
-rule loads:
-    input:
-        model=lambda wildcards: RULES.experts(wildcards.model, MERGED),
-        tokens=RULES.tokens(DOMAINS, "test"),
-    output:
-        f"{RUN}/loads/{{model}}.parquet",
-    log:
-        f"{RUN}/logs/loads/{{model}}.log",
-    wildcard_constraints:
-        model="|".join(model.name for model in systems.token_routed(THIS)) or "none",
-    conda:
-        "../../environment.yml"
-    threads: CONFIG.threads
-    resources:
-        **RULES.site("score"),
-    params:
-        settings=verbatim(SCORING),
-        model=below_run("models/{model}"),
-    shell:
-        "demix router-loads {params.model} {input.tokens} --settings {params.settings:q} --output {output} 2> {log}"
-
-
 # Baselines that count: one job reads all text of an order's models, and scores it.
 rule score_ngrams:
     input:

@@ -7,14 +7,13 @@ from typing import Any
 
 from demix.progress import so_many
 from demix.report.claims.row import HARM, Row, Versus
-from demix.report.domains import mean_of
 from demix.report.families import Family, families, one_clusters, training_flops, tried_top_k
 from demix.report.material import Material
-from demix.report.needs import FAMILIES, ROUTERS
+from demix.report.needs import FAMILIES
 from demix.report.systems import BALANCED
 from demix.report.verdict import Part
 from demix.run.run import Run
-from demix.run.systems import System, by_distance, routed_weights, token_routed
+from demix.run.systems import System, by_distance, routed_weights
 
 
 def _whole(run: Run) -> list[Family]:
@@ -201,23 +200,6 @@ def _routers_alone(material: Material) -> list[Versus]:
     return [Versus(*pair, on.kind, allowance=HARM, intervals=False) for on in material.kinds for pair in pairs]
 
 
-def _follow_domains(material: Material) -> Iterator[Part]:
-    """Whether routers of merged experts tell more of a token's domain than any whose experts began alike."""
-    from demix.report.routers import by_layer, told
-
-    known, found = families(material.run), {}
-    merged = any(family.model.mixes for family in known.values())
-    for one in token_routed(material.run) if merged else ():
-        if one.name in known:
-            layers = by_layer(material.loads[one.label], material.training)
-            found[one.name] = one.label, mean_of(told(shares, one.top_k) for shares in layers)
-    rivals = [share for name, (_, share) in found.items() if not known[name].model.mixes]
-    for name, (label, share) in found.items() if rivals else ():
-        if known[name].model.mixes:
-            sentence = f"{label} {100 * share:.1f}% of what a choice could tell, others {100 * max(rivals):.1f}%."
-            yield Part(share > max(rivals), int(share > max(rivals)), 1, sentence)
-
-
 def _on_all(material: Material, pairs: list[tuple[Family, System]]) -> list[Versus]:
     return [Versus(family.system, other, domains.kind) for domains in material.kinds for family, other in pairs]
 
@@ -312,14 +294,6 @@ ROWS = (
         f"{100 * HARM:g}% higher than with all parameters trained",
         "the last step of FlexOlmo, Shi et al. 2025",
         _routers_alone,
-    ),
-    Row(
-        "routers_follow_domains",
-        "Routers of merged domain experts still tell more of a token's domain, once trained, than routers of experts "
-        "that began alike",
-        "",
-        _follow_domains,
-        (FAMILIES, ROUTERS),
     ),
     _row(
         "seeding_helps",
