@@ -54,7 +54,7 @@ def load(
     directory, place = Path(model), None if tokenizer is None else Path(tokenizer)
     where = device_named(device)
     path, _ = tokenizer_of(directory, place)
-    trunks, encoder = open_model(directory, _names(experts), path, None, where)
+    trunks, encoder = open_model(directory, _names(experts), path, where)
     return OpenedModel(directory, columns_of(trunks), encoder, path, trunks, where)
 
 

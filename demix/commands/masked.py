@@ -36,7 +36,7 @@ def fill(
     from demix.model.tokenizer import tokenizer_of
 
     _, encoder = tokenizer_of(model, tokenizer)
-    trunks = load_experts(model, tuple(experts.split(",")) if experts else None, hold=None)
+    trunks = load_experts(model, tuple(experts.split(",")) if experts else None)
     names = [name for trunk in trunks for name in trunk.experts]
     log_prior, _ = named_prior(prior, model, names, weights_of("average", model))
     for number, found in enumerate(fillings(trunks, encoder, text, log_prior, top), 1):

@@ -112,12 +112,12 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
         path = Path(asked.tokenizer) if asked.tokenizer else None
         domains = describe(directory)["domain_tokens"]
         if not domains:
-            return *open_model(directory, names, path, None, self._device), None
+            return *open_model(directory, names, path, self._device), None
         if names is None or len(names) != 1 or names[0] not in domains:
             cause = f"does not name the domain whose token stands before the texts of {directory}"
             raise DemixError(f"--experts {asked.experts or ''}".strip(), cause, f"give one of {', '.join(domains)}")
         _, encoder = tokenizer_of(directory, path)
-        return load_experts(directory, None, self._device, None), encoder, names[0]
+        return load_experts(directory, None, self._device), encoder, names[0]
 
     @property
     def eot_token_id(self) -> int:

@@ -127,7 +127,7 @@ def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Aud
             if system == "merged_minus":
                 trunks: Sequence[GPT] = [load_without(models / model, domain).to(own_device())]
             else:
-                trunks = load_experts(models / model, experts, own_device(), hold=None)
+                trunks = load_experts(models / model, experts, own_device())
             log_prior = log_prior_of(experts, weights)
             for split, some in excerpts.items():
                 same, nll = _continued(trunks, log_prior, some, advance)

@@ -102,7 +102,7 @@ def served(
     device: str | None = None,
 ) -> Served:
     """Open the model in `directory` for completions. Raises DemixError where the rule or the prior does not fit it."""
-    trunks, encoder = open_model(directory, experts, tokenizer, None, device_named(device))
+    trunks, encoder = open_model(directory, experts, tokenizer, device_named(device))
     read_alone(trunks)
     model = Served(directory, Path(directory).resolve().name, trunks, encoder, weights, prior, top_k)
     model.mixture().begin(np.array([encoder.end_of_text]))

@@ -7,7 +7,6 @@ owns its feedforwards alone.
 """
 
 import hashlib
-import logging
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -23,16 +22,11 @@ from demix.config.architecture import Architecture
 from demix.errors import DemixError, nearest
 from demix.files import REMAKE, check_sha256, opened, replacing, sha256_file, write_json
 from demix.model.description import NO_NAME, is_expert_name, read_description, read_lineage
-from demix.model.device import free_memory
 from demix.model.gpt import GPT
-
-log = logging.getLogger(__name__)
 
 # Training moves a weight by at most about the learning rate at each step, so no training reaches this.
 LARGEST_WEIGHT = 1e6
 FLOATS = ("F64", "F32", "F16", "BF16")
-# The part of the free memory that weights may take. Keys, values and logits need the rest.
-WEIGHTS_SHARE = 0.8
 CPU = torch.device("cpu")
 
 Shapes = dict[str, tuple[int, ...]]
@@ -173,29 +167,19 @@ def load_experts(
     directory: str | Path,
     experts: tuple[str, ...] | None = None,
     device: torch.device = CPU,
-    hold: bool | None = True,
+    hold: bool = True,
 ) -> list[GPT]:
     """The trunks of the model in `directory` on `device`. Together they have `experts` (by default all), in that order.
 
     The list holds one model with all experts stacked. With `expert_scope: model` in `model.json` it holds one model per
     expert. Without `hold`, the weights of each of these stay in their file, and `GPT.with_weights` reads them every
-    time that they are needed. `hold` None holds them where they fit into the free memory of `device`, and otherwise
-    logs one line. Raises DemixError as `load_model` does.
+    time that they are needed. Raises DemixError as `load_model` does.
     """
     directory = Path(directory)
     experts = expert_names(directory) if experts is None else tuple(experts)
     if not whole_models(directory) or not experts:
         return [load_model(directory, experts).to(device)]
     readers = [_reader(directory, expert, device) for expert in experts]
-    if hold is None:
-        needed, free = _bytes_of(directory, experts), free_memory(device)
-        hold = needed <= WEIGHTS_SHARE * free
-        if not hold:
-            log.warning(
-                "%s: %d experts that are whole models need %.1f GB, and %.1f GB are free: "
-                "one is in memory at a time, which is slower",
-                directory, len(experts), needed / 1e9, free / 1e9,
-            )  # fmt: skip
     if hold:
         return [read() for read in readers]
     trunks = [blueprint(directory, (expert,)) for expert in experts]
@@ -207,10 +191,6 @@ def load_experts(
 def whole_models(directory: Path) -> bool:
     """Whether each expert of the model in `directory` is a whole model."""
     return bool(describe(directory).get("expert_scope") == "model")
-
-
-def _bytes_of(directory: Path, experts: Iterable[str]) -> int:
-    return sum(expert_files(directory, expert)[1].stat().st_size for expert in experts)
 
 
 def _reader(directory: Path, expert: str, device: torch.device) -> Callable[[], GPT]:

@@ -185,14 +185,12 @@ def continuation_log_probabilities(
     found = {one: (0.0, True) for one in wanted if not one.tokens}
     order = sorted({*wanted} - found.keys(), key=lambda one: (-len(one.context), one.context, one.tokens))
     most = max(1, MOST_PROBABILITIES // mixture.trunks[0].vocab_size)
-    # A trunk whose weights stay in their file is read twice for each part.
     for batches in _parts(_batches(order, mixture, batch), _Batch.size, most):
         passes: list[list[tuple[Tensor, Tensor]]] = [[] for _ in batches]
         for trunk in mixture.trunks:
-            with trunk.with_weights() as model:
-                for one, passed in zip(batches, passes, strict=True):
-                    passed.append(one.passed(model, mixture.domain))
-                    advance(len(one.wanted) / len(mixture.trunks))
+            for one, passed in zip(batches, passes, strict=True):
+                passed.append(one.passed(trunk, mixture.domain))
+                advance(len(one.wanted) / len(mixture.trunks))
         weighed = []
         for one, passed in zip(batches, passes, strict=True):
             log_p, log_g = mixture.mixed(_finite(passed), one.targets, one.inputs[:, 0])
@@ -220,10 +218,7 @@ def next_likeliest(
     for start in range(0, len(text), mixture.context):
         one = _Batch.made([Continuation((before,), tuple(text[start : start + mixture.context]))])
         before = text[min(start + mixture.context, len(text)) - 1]
-        passed = []
-        for trunk in mixture.trunks:
-            with trunk.with_weights() as model:
-                passed.append(one.passed(model, mixture.domain))
+        passed = [one.passed(trunk, mixture.domain) for trunk in mixture.trunks]
         scores = _finite(passed)
         log_g = torch.from_numpy(keep_top(posterior.observe(scores.numpy(), one.targets.numpy()), mixture.top_k))
         log_p = (log_g + scores.permute(1, 2, 0)).logsumexp(-1)[0].tolist()
@@ -309,13 +304,12 @@ def _mixed(
     with torch.no_grad():
         for number, trunk in enumerate(trunks):
             last = first + len(trunk.experts)
-            with trunk.with_weights() as model:
-                for place, (passed, log_g) in enumerate(zip(passes, weights, strict=True)):
-                    hidden = passed[number][1]
-                    of_trunk = log_g[:, first:last].T[..., None].to(hidden.device)
-                    mixed = _mixed_next(model, hidden, of_trunk)
-                    so_far = totals[place]
-                    totals[place] = mixed if so_far is None else torch.logaddexp(so_far, mixed)
+            for place, (passed, log_g) in enumerate(zip(passes, weights, strict=True)):
+                hidden = passed[number][1]
+                of_trunk = log_g[:, first:last].T[..., None].to(hidden.device)
+                mixed = _mixed_next(trunk, hidden, of_trunk)
+                so_far = totals[place]
+                totals[place] = mixed if so_far is None else torch.logaddexp(so_far, mixed)
             first = last
     return [total for total in totals if total is not None]
 

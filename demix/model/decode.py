@@ -40,9 +40,9 @@ class Decoder:
 
     `trunks` hold the E experts together, as `load_experts` returns them. `before` [B] are the tokens before the texts.
     `posterior` holds the weights of the experts on the B empty texts. All experts read the same texts. The decoder
-    keeps each expert's keys and values; the experts of a trunk share those of the first layer. A trunk whose weights
-    stay in their file is read once for every piece of text. With `top_k`, only that many likeliest experts are mixed at
-    each token. `domain` is the domain whose token stands before every block of a domain-token model, its only expert.
+    keeps each expert's keys and values; the experts of a trunk share those of the first layer. With `top_k`, only that
+    many likeliest experts are mixed at each token. `domain` is the domain whose token stands before every block of a
+    domain-token model, its only expert.
     """
 
     @torch.no_grad()
@@ -104,11 +104,10 @@ class Decoder:
             return self._predicted[:, :, :0]
         scores, predicted = [], []
         for trunk, past in zip(self.trunks, self._pasts, strict=True):
-            with trunk.with_weights() as model:
-                device = model.token_embedding.device
-                hidden = model(inputs[None].to(device), domains_of(model, self._domain, len(inputs)), past=past)
-                scores.append(model.log_probabilities(hidden[:, :, : targets.shape[1]], targets[None].to(device)))
-                logits = model.logits(hidden[:, :, -1])
+            device = trunk.token_embedding.device
+            hidden = trunk(inputs[None].to(device), domains_of(trunk, self._domain, len(inputs)), past=past)
+            scores.append(trunk.log_probabilities(hidden[:, :, : targets.shape[1]], targets[None].to(device)))
+            logits = trunk.logits(hidden[:, :, -1])
             predicted.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1))
         self._predicted = torch.cat(predicted)
         if bool(self._predicted.isnan().any()):
@@ -306,18 +305,17 @@ def open_model(
     directory: Path,
     experts: Sequence[str] | None = None,
     tokenizer: Path | None = None,
-    hold: bool | None = None,
     device: torch.device = CPU,
 ) -> tuple[list[GPT], Tokenizer]:
     """The trunks of a model with `experts` (all by default) on `device`, and the model's tokenizer.
 
-    Without `tokenizer`, the tokenizer is that of the model's folder or run. `hold` is that of `load_experts`. Raises
-    DemixError if the model has no experts to mix or was trained with another tokenizer.
+    Without `tokenizer`, the tokenizer is that of the model's folder or run. Raises DemixError
+    if the model has no experts to mix or was trained with another tokenizer.
     """
     if experts is not None and len({*experts}) < len(experts):
         raise DemixError("--experts", "names an expert twice", "name each expert once")
     _, encoder = tokenizer_of(directory, tokenizer)
-    trunks = load_experts(directory, None if experts is None else tuple(experts), device, hold)
+    trunks = load_experts(directory, None if experts is None else tuple(experts), device)
     refuse_other_models(trunks)
     return [trunk.requires_grad_(False) for trunk in trunks], encoder
 

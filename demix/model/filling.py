@@ -54,9 +54,8 @@ def fillings(
         raise DemixError("text", cause, "shorten it")
     found = []
     for trunk in trunks:
-        with trunk.with_weights() as model:
-            states = model(torch.from_numpy(inputs)[None, None].to(model.token_embedding.device))[:, 0, masks]
-            found.append(model.logits(states).double().log_softmax(-1).cpu())
+        states = trunk(torch.from_numpy(inputs)[None, None].to(trunk.token_embedding.device))[:, 0, masks]
+        found.append(trunk.logits(states).double().log_softmax(-1).cpu())
     log_p = torch.cat(found)  # [E, masks, V]
     mixed = (torch.from_numpy(log_prior)[:, None, None] + log_p).logsumexp(0)
     best = mixed.topk(min(top, mixed.shape[1]))

@@ -24,7 +24,7 @@ from demix.train.batches import balanced_batches
 from support.cli import demix
 from support.decoding import LENGTH, next_tokens
 from support.mixing import log_weights
-from support.models import SMALL, count_whole_models, randomise, save_model, write_trunks
+from support.models import SMALL, randomise, save_model, write_trunks
 from support.tokens import TRAINING
 
 DOMAIN = "licenses"
@@ -79,7 +79,7 @@ def rows_of(models: Path, tokens: Path, prompts: int = 3, names: dict[str, str] 
 
 
 def test_experts_that_are_whole_models_give_the_same_rows(
-    made: Callable[..., Path], tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Callable[..., Path], tokens: Path, tmp_path: Path
 ) -> None:
     models = made()
     for name in ("demix", UNTAUGHT):
@@ -88,17 +88,6 @@ def test_experts_that_are_whole_models_give_the_same_rows(
     for stacked, apart in zip(rows_of(models, tokens), rows_of(tmp_path, tokens), strict=True):
         assert apart.pop("nll") == pytest.approx(stacked.pop("nll"), rel=1e-6)
         assert apart == stacked
-
-    # Shorter continuations serve to see what is in memory.
-    monkeypatch.setattr("demix.evaluate.memorization.CONTINUATION", 4)
-    live, found = count_whole_models(monkeypatch), []
-    for most in (len(TRAINING), 1):
-        found.append(rows_of(tmp_path, tokens))
-        # One system is gone when the next one is loaded.
-        assert max(live) == most
-        live.clear()
-        monkeypatch.setattr("demix.model.checkpoint.free_memory", lambda device: 1000)
-    assert found[0] == found[1]
 
 
 def test_models_and_labels_are_named_by_the_settings(made: Callable[..., Path], tokens: Path) -> None:

@@ -123,9 +123,9 @@ class DrawRequest(MixRequest):
     seed: Integer
 
 
-def opened(directory: Path, tokenizer: Path | None, hold: bool | None = None) -> Opened:
+def opened(directory: Path, tokenizer: Path | None) -> Opened:
     """Open the model in `directory` for requests, as `demix.model.decode.open_model` does."""
-    trunks, encoder = open_model(directory, None, tokenizer, hold)
+    trunks, encoder = open_model(directory, None, tokenizer)
     read_alone(trunks)
     priors, name = run_of(directory) / "priors.parquet", Path(directory).resolve().name
     rows = read_parquet(priors).to_pylist() if priors.is_file() else []
@@ -157,7 +157,6 @@ def model_facts(model: Opened) -> dict[str, Any]:
         # These rules see earlier blocks, so that an updating prior would count the evidence of these twice.
         "all_text": [rule for rule in rules if "updating" in parsed_weights(rule).rules.refused],
         "example": model.example,
-        "one_at_a_time": any(trunk.read_weights for trunk in model.trunks),
         "heads": HEADS,
         "note": FILES_NOTE,
         "most_judged": MOST_JUDGED,
