@@ -17,6 +17,7 @@ from demix.errors import DemixError, printable
 
 if TYPE_CHECKING:
     from demix.config.config import Config
+    from demix.run.models import Model
     from demix.run.run import Run
 
 app = typer.Typer()
@@ -119,7 +120,7 @@ def _will_run(run: "Run") -> list[tuple[str, str]]:
 
     models: dict[str, list[str]] = {}
     for model in run.trained:
-        size = f"of {model.settings.tokens:,} tokens in {model.updates:,} updates"
+        size = f"of {model.settings.tokens:,} tokens in {model.updates:,} updates, {_begin(model)}"
         models.setdefault(size, []).append(model.name)
     lines = [("run", str(run.folder))]
     for kind, names in run.config.domains.kinds.items():
@@ -128,6 +129,17 @@ def _will_run(run: "Run") -> list[tuple[str, str]]:
     if run.adaptations:
         lines.append(("adaptations", f"{len(run.adaptations)} of {run.config.adaptation.tokens:,} tokens at most"))
     return [*lines, ("jobs", f"{sum(jobs.count for jobs in plan_jobs(run, 'cpu')):,}, less those that are done")]
+
+
+def _begin(model: "Model") -> str:
+    """With which parameters the training of a model begins."""
+    if model.base.initial:
+        return f"from {model.base.hub.address if model.base.hub else model.base.initial}"
+    if model.mixes:
+        return f"from the merged experts of {model.parent}"
+    if model.seed_step:
+        return f"from {model.parent} after {model.settings.seed_tokens:,} of these tokens"
+    return "from scratch"
 
 
 def _many_passes(config: "Config") -> Iterator[tuple[str, int, float]]:

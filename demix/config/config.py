@@ -24,7 +24,7 @@ from demix.config.domains import (
 from demix.config.evaluation import EvaluationSection
 from demix.config.harness import HarnessSection
 from demix.config.keys import located, read_keys
-from demix.config.models import PAPER, ModelRow, RowName
+from demix.config.models import ModelRow, RowName, paper_rows
 from demix.config.names import NAME, NAMED
 from demix.config.parents import completed_architecture, parents_of
 from demix.config.tasks import Task, TaskName, check_tasks
@@ -159,7 +159,8 @@ class Config:
         "default: demix (which also applies to the models trained without a domain), dense (balanced: "
         "every step holds the same number of tokens of each domain), dense_unbalanced (the paper's "
         "Dense: data in proportion to the domains' sizes) and domain_token (dense and balanced, with a "
-        "domain token before each sequence). null leaves out dense_unbalanced or domain_token. A row of "
+        "domain token before each sequence). Where rows begin with the folder of a model, a default row does so, too, "
+        "and domain_token is left out. null leaves out dense_unbalanced or domain_token. A row of "
         "another name adds a model of the `kind` that the row names.",
     )
     clusterings: dict[RowName, Clustering] = Field(
@@ -232,7 +233,7 @@ class Config:
         whole["tokenizer"] = completed_tokenizer(whole["tokenizer"], parents)
         whole["architecture"] = completed_architecture(whole["architecture"], parents)
         # Tables show the rows that every run has before further rows.
-        whole["models"] = {name: rows.get(name, {}) for name in PAPER} | rows
+        whole["models"] = paper_rows(rows) | rows
         config = settings_from(cls, whole, SUBJECT)
         config._check()
         return config

@@ -1,8 +1,9 @@
 """The rows of the section `models`: the kinds of models, and what one row may say."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -64,6 +65,21 @@ KINDS = {
 PAPER = ("demix", "dense", "dense_unbalanced", "domain_token")
 # Rows that a config must keep: DEMix is the model under test, and the dense model is its baseline.
 KEPT = ("demix", "dense")
+
+
+def paper_rows(rows: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Mapping[str, Any] | None]:
+    """The paper's rows. Those that `rows` of models do not name begin with the model folder that `rows` begin with.
+
+    It is the first one in the order of the tables. A row with an architecture of its own does not count, since its
+    parent fits no other. No folder has domain tokens, so that a model with them is left out. Without a folder all begin
+    from scratch, as does a row that is named without a parent.
+    """
+    named = (row for name in dict.fromkeys((*PAPER, *rows)) if (row := rows.get(name)))
+    parents = (row["parent"] for row in named if row.get("parent") and not row.get("architecture"))
+    parent = next((one for one in parents if isinstance(one, Mapping) or "/" in one), None)
+    begin: dict[str, Any] = {"parent": parent} if parent else {}
+    left_out = [name for name in PAPER if parent and KINDS[name].domain_tokens]
+    return {name: rows.get(name, None if name in left_out else begin) for name in PAPER}
 
 
 def _row_name(name: str) -> str:

@@ -27,6 +27,7 @@ from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import ScoringPart, scoring_jobs
 from demix.run.systems import chosen_on_dev, evaluated, masked_systems, other_top_k, table_rows
+from support.cli import demix
 from support.configs import small
 from support.entries import TINY, tiny, trained
 from support.errors import refused
@@ -47,6 +48,7 @@ BTX = {"kind": "routed", "parent": "seeded", "tokens": 6000}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HUB = {"hub": "owner/name", "revision": COMMIT}
 IMPORTED = f"results/tiny/parents/owner--name-{COMMIT[:12]}"
+FOLDER = {"parent": "imported/gpt2"}
 TYPES = {"kind": "parent", "types": 512, "end_of_text": 0}
 WIDTH, TOKENS = TINY["architecture"]["width"], TINY["training"]["tokens"]
 
@@ -117,7 +119,8 @@ def test_entries_begin_with_the_folder_to_which_a_model_of_the_hub_is_imported()
     models = {"demix": {"parent": HUB}, "btm": {"kind": "branched", "parent": HUB}, "up": SWITCH | {"parent": HUB}}
     models["up"] |= {"top_k": 2}
     run = tiny(models, tokenizer=TYPES)
-    assert {row.name: row.initial for row in run.rows.values() if row.initial} == dict.fromkeys(models, IMPORTED)
+    begun = {row.name: row.initial for row in run.rows.values() if row.initial}
+    assert begun == dict.fromkeys([*models, "dense", "dense_unbalanced"], IMPORTED)
     assert run.config.tokenizer.path == f"{IMPORTED}/tokenizer.json"
     assert run.rows["up"].settings.schedule is None, "there is no schedule of a parent to restart"
     assert {f"{IMPORTED}/model.json", f"{IMPORTED}/experts/dense.safetensors"} < {*RunRules(run).seed_of(run.own[0])}
@@ -125,6 +128,42 @@ def test_entries_begin_with_the_folder_to_which_a_model_of_the_hub_is_imported()
     assert [job.rules for job in plan_jobs(run, "cpu") if "import_parent" in job.rules] == [{"import_parent": 1}]
     # The run's own file says the same.
     assert Run(Config.complete(run.config.values), run.folder).parents == run.parents
+
+
+@pytest.mark.parametrize(
+    ("models", "followers"),
+    [
+        ({"demix": FOLDER}, "dense dense_unbalanced"),
+        ({"mine": {"kind": "branched"} | FOLDER}, "demix dense dense_unbalanced"),
+        ({"other": {"kind": "dense", "parent": "imported/other"}, "dense": FOLDER}, "demix dense_unbalanced"),
+        ({"demix": FOLDER, "dense": {}, "dense_unbalanced": None}, ""),
+        ({"mine": {"kind": "demix"} | FOLDER | ALIBI}, ""),
+        ({"mine": SEEDED}, ""),
+    ],
+)
+def test_the_papers_entries_begin_as_what_stands_beside_them(models: dict[str, Any], followers: str) -> None:
+    run = tiny(models)
+    begun = {name for name, row in run.rows.items() if name not in models and row.initial == FOLDER["parent"]}
+    assert begun == {*followers.split()}
+    folders = [row for row in models.values() if row and row.get("parent") == FOLDER["parent"]]
+    assert ("domain_token" in run.rows) == (not folders or "architecture" in folders[0])
+    assert Config.complete(run.config.values).models == run.config.models
+
+
+def test_a_config_is_told_with_what_each_model_begins(tmp_path: Path) -> None:
+    models = {"demix": FOLDER, "domain_token": {}, "mine": SEEDED, "up": SWITCH | {"parent": HUB, "top_k": 2}}
+    (tmp_path / "config.yaml").write_text(json.dumps(TINY | {"models": models | {"btx": BTX | {"parent": "mine"}}}))
+    done = demix("config", tmp_path / "config.yaml")
+    assert done.exit_code == 0, done.exception
+    begun = {"demix": "imported/gpt2", "dense_unbalanced": "imported/gpt2", "without-licenses": "imported/gpt2"}
+    begun |= {"domain_token": "scratch", "mine": "dense", "up": f"hub:owner/name@{COMMIT}", "btx": "mine"}
+    for name, begin in begun.items():
+        (line,) = [
+            line
+            for line in done.output.splitlines()
+            if line.startswith("  models") and name in line.split(": ")[-1].split(", ")
+        ]
+        assert begin in line.rpartition(": ")[0], line
 
 
 def test_what_files_of_a_parent_say_needs_the_import_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +291,9 @@ def test_costs_count_chosen_experts_and_the_seed_of_a_dense_model() -> None:
 
 def test_costs_count_the_tokens_of_a_parent_in_a_folder_where_they_are_known(tmp_path: Path) -> None:
     models = {"mine": {"kind": "branched", "label": "mine"}, "theirs": {"kind": "demix", "label": "theirs"}}
-    run = Run(tiny({name: row | {"parent": f"imported/{name}"} for name, row in models.items()}).config, tmp_path)
+    scratch = {"demix": {}, "dense": {}, "dense_unbalanced": {}}
+    begun = {name: row | {"parent": f"imported/{name}"} for name, row in models.items()}
+    run = Run(tiny(scratch | begun).config, tmp_path)
     for name, tokens in (("mine", 1_000_000), ("theirs", None)):
         begun = {"model": "known", "step": 0, "tokens": tokens, "state_sha256": "4" * 64}
         write_json(tmp_path / "models" / name / "model.json", {"kind": "demix", "parent": begun})
