@@ -7,6 +7,8 @@ expert. They are 0 where `mask` [B, T] is False, at the padding of the last bloc
 import math
 
 import numpy as np
+from scipy.linalg import solve_triangular
+from scipy.optimize import nnls
 from threadpoolctl import threadpool_limits
 
 from demix.mix.logs import log_softmax
@@ -143,7 +145,7 @@ def _least_loss(likelihood: np.ndarray) -> np.ndarray:
         curvature += np.diag(_EVEN + _ROUNDING * np.diag(curvature))
         if np.abs(np.minimum(prior, slope)).max() <= _ROUNDING:
             break
-        step = _least_quadratic(curvature, slope - curvature @ prior, prior) - prior
+        step = _least_quadratic(curvature, slope - curvature @ prior) - prior
         change = likelihood @ step / mixture
         length = min(1.0, _LOST / max(-change.min(), _LOST))
         while length > _ROUNDING and _gain(length, prior, step, change) < -length * (slope @ step) / 100:
@@ -175,27 +177,11 @@ def _gain(length: float, prior: np.ndarray, step: np.ndarray, change: np.ndarray
     return float(np.log1p(length * change).mean() - length * (step.sum() + even))
 
 
-def _least_quadratic(curvature: np.ndarray, slope: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The weights [E], 0 or more, of least ½·weights·curvature·weights + slope·weights, on a way from `weights`.
-
-    An active set method (Lawson and Hanson 1974, chapter 23): weights that would be negative are set to 0, and one
-    whose increase lowers the sum is freed.
-    """
-    weights, free = weights.copy(), weights > 0
-    for _ in range(20 * len(weights)):
-        least = np.zeros_like(weights)
-        least[free] = np.linalg.solve(curvature[np.ix_(free, free)], -slope[free])
-        if (least[free] <= 0).any():
-            parts = np.where(free & (least <= 0), weights / np.where(least < weights, weights - least, 1), np.inf)
-            weights += parts.min() * (least - weights)
-            free &= parts > parts.min()
-            weights[~free] = 0
-            continue
-        weights = least
-        slopes = np.where(free, 0, curvature @ weights + slope)
-        if slopes.min() >= -_ROUNDING:
-            break
-        free[slopes.argmin()] = True
+def _least_quadratic(curvature: np.ndarray, slope: np.ndarray) -> np.ndarray:
+    """The weights [E], 0 or more, of least ½·weights·curvature·weights + slope·weights, as least squares of its root."""
+    root = np.linalg.cholesky(curvature)
+    weights: np.ndarray
+    weights, _ = nnls(root.T, -solve_triangular(root, slope, lower=True))
     return weights
 
 
