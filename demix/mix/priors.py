@@ -76,7 +76,11 @@ def released_log_priors(
         posteriors = _normalised(prior + last[batch])
         posteriors[lengths[batch] == 1] = -np.log(experts)
         mean = np.logaddexp.reduce(posteriors, axis=0) - np.log(len(posteriors))
-        prior = np.logaddexp(math.log(0.7) + prior, math.log(0.3) + mean) if seen or block else mean
+        prior = (
+            np.logaddexp(math.log(RELEASED_DECAY) + prior, math.log1p(-RELEASED_DECAY) + mean)
+            if seen or block
+            else mean
+        )
     log_priors[blocks] = prior
     return log_priors
 

@@ -13,6 +13,7 @@ from demix.config.mixing import METHODS
 from demix.mix.logs import decaying_sums
 from demix.mix.mixtures import log_mixtures, mix
 from demix.mix.priors import (
+    accuracy_log_priors,
     cached_log_prior,
     log_prior_path,
     posterior_trace,
@@ -174,6 +175,14 @@ def test_the_released_prior_of_100_blocks_is_of_202() -> None:
     np.testing.assert_allclose(np.exp(found), expected, rtol=1e-9)
     other = released_log_priors(scores[:200], mask[:200])[-1]
     assert not np.allclose(np.exp(other), expected, rtol=1e-6)
+
+
+def test_priors_by_accuracy_are_means_over_the_questions_before() -> None:
+    right = np.random.default_rng(2).random((12, 3)) < [0.9, 0.5, 0.2]
+    priors = [np.full(3, 1 / 3)]
+    for number in range(1, 13):
+        np.testing.assert_allclose(np.exp(accuracy_log_priors(right)[number - 1]), np.mean(priors, axis=0), rtol=1e-12)
+        priors.append(scipy.special.softmax(right[:number].mean(axis=0)))
 
 
 @settings(max_examples=100, deadline=None)
