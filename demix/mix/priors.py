@@ -38,14 +38,14 @@ def updating_log_priors(
     is [B + 1, D, E]. To continue after `seen` blocks, pass the last row of their result as `first`.
     """
     blocks, experts = block_evidence.shape
-    decays = np.asarray(decay, dtype=np.float64)[..., None]
+    decays = np.asarray(decay)[..., None]
     log_priors = np.full((blocks + 1, *decays.shape[:-1], experts), -np.log(experts))
     total = np.full(log_priors.shape[1:], -np.inf)
     if first is not None:
         log_priors[0] = first
         if seen:
             # The weights of the sum over the `seen` blocks add up to decay + decay² + … + decay^seen.
-            with np.errstate(divide="ignore", invalid="ignore"):
+            with np.errstate(invalid="ignore"):
                 series = -decays * np.expm1(seen * np.log(decays)) / (1 - decays)
             total = first + np.log(np.where(decays == 1, seen, series))
     for block in range(blocks):
@@ -55,9 +55,7 @@ def updating_log_priors(
     return log_priors
 
 
-def released_log_priors(
-    scores: np.ndarray, mask: np.ndarray, first: np.ndarray | None = None, seen: int = 0
-) -> np.ndarray:
+def released_log_priors(scores: np.ndarray, mask: np.ndarray, first: np.ndarray | None, seen: int) -> np.ndarray:
     """log prior [B + 1, E] at the start of each block and after the last one, as in the paper's published code.
 
     Blocks form batches of two with one prior. The posterior of a block is the weights at its last position, which
@@ -182,7 +180,10 @@ def _gain(length: float, prior: np.ndarray, step: np.ndarray, change: np.ndarray
 
 
 def _least_quadratic(curvature: np.ndarray, slope: np.ndarray) -> np.ndarray:
-    """The weights [E], 0 or more, of least ½·weights·curvature·weights + slope·weights, as least squares of its root."""
+    """The weights [E], 0 or more, of least ½·weights·curvature·weights + slope·weights.
+
+    With curvature = root·rootᵀ the sum is half of |rootᵀ·weights + root⁻¹·slope|², less a constant.
+    """
     root = np.linalg.cholesky(curvature)
     weights: np.ndarray
     weights, _ = nnls(root.T, -solve_triangular(root, slope, lower=True))

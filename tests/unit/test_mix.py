@@ -173,7 +173,7 @@ def test_the_released_prior_of_100_blocks_is_of_202() -> None:
     _, expected = published(as_blocks(scores, mask), prior=None, most=100)
     found = cached_log_prior(scores, mask, "released", decay=0.7, blocks=100, scorer="released")
     np.testing.assert_allclose(np.exp(found), expected, rtol=1e-9)
-    other = released_log_priors(scores[:200], mask[:200])[-1]
+    other = released_log_priors(scores[:200], mask[:200], None, 0)[-1]
     assert not np.allclose(np.exp(other), expected, rtol=1e-6)
 
 
