@@ -51,7 +51,8 @@ PAIRS = (
 OTHER_NAMES = dict(PAIRS) | {two: one for one, two in PAIRS} | {"sorted": "list", "reversed": "list"}
 # Their arguments are sentences, or what only a type checker reads.
 WORDS = ("warning", "info", "debug", "error", "warn", "print", "cast", "TypeVar")
-UNSEEN_KEYWORDS = ("repr",)
+# A `strict` of zip says what must hold, as an assertion does.
+UNSEEN_KEYWORDS = ("repr", "strict")
 SYMMETRIC = ("isinstance", "zip", "maximum", "minimum", "max", "min", "logaddexp", "array_equal", "gcd")
 
 
@@ -217,6 +218,8 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
         case ast.Call() if _called(node) in WORDS or _called(node).endswith("Error"):
             return
         case ast.UnaryOp(ast.USub(), ast.Constant()):
+            return
+        case ast.keyword(arg) if arg in UNSEEN_KEYWORDS:
             return
         case _:
             yield from ast.iter_child_nodes(node)

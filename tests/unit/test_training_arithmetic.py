@@ -53,7 +53,7 @@ def test_rates_rise_to_their_peak_and_fall_between_two_points(begin, steps, warm
 
 def test_a_training_may_end_before_its_schedule() -> None:
     optimization = Optimization(steps=30, learning_rate=1.0)
-    assert optimization.end == 30
+    assert (optimization.begin, optimization.end) == (0, 30)
     assert dataclasses.replace(optimization, until=7).end == 7
 
 
@@ -154,6 +154,9 @@ def test_batches_are_those_of_a_plain_loop_on_any_number_of_ranks(how, ranks, se
             assert torch.equal(batch.targets, own.gather(-1, batch.places))
             changed = batch.inputs != own
             assert not changed.scatter(-1, batch.places, False).any(), "only targets are hidden"
+        for name, tensor in vars(batch.part(1, 2).to(torch.device("cpu"))).items():
+            whole = getattr(batch, name)
+            assert tensor is whole is None or torch.equal(tensor, whole[:, 1:2])
         assert batch.inputs.dtype == batch.targets.dtype == batch.domains.dtype == batch.seeds.dtype == torch.int64
 
 
@@ -164,7 +167,9 @@ def test_fifteen_of_a_hundred_tokens_are_targets() -> None:
 def test_masks_follow_from_seed_step_domain_and_number() -> None:
     """The draw of a sequence, as a training that goes on has to repeat it."""
     shard = shard_of(np.arange(400, dtype=np.uint16) % 50)
-    batch = batches_of("by_domain", [shard, shard], ["law", "news"], 3, 40, 7, None, "mlm").draw(2)
+    batches = batches_of("by_domain", [shard, shard], ["law", "news"], 3, 40, 7, None, "mlm")
+    assert batches.targets == 2 * 3 * 6
+    batch = batches.draw(2)
     for d, name in enumerate(["law", "news"]):
         for number in range(3):
             generator = np.random.Generator(np.random.PCG64(seed_for(7, "masks", 2, name, number)))
