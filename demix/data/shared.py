@@ -26,7 +26,7 @@ from demix.files import REMAKE, exclusive, fsync, linked, read_json, scratch, sh
 
 RESULTS, NOTES, LOCKS = "results", ".made", ".locks"
 # The libraries that choose bytes of the text and of its tokens.
-_LIBRARIES = ("datasets", "duckdb", "gigatoken", "phonenumbers", "pyarrow", "regex", "tiktoken", "tokenizers")
+_LIBRARIES = ("datasets", "duckdb", "gigatoken", "phonenumbers", "pyarrow", "regex", "tokenizers")
 
 _log = logging.getLogger(__name__)
 

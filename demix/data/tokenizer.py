@@ -1,5 +1,5 @@
 """Byte-level BPE: learned with Hugging Face tokenizers or taken from another family, kept as a sealed tokenizer.json,
-applied with gigatoken and checked against tiktoken (GPT-2's rules) or tokenizers (those of other families).
+applied with gigatoken and checked against tokenizers, whose ids are right by definition.
 
 The last id of a vocabulary that is learned is `<|endoftext|>`. In the file it is an ordinary entry of the model's
 vocabulary that no merge makes, not an "added token": the same words inside a document thus stay ordinary text for every
@@ -11,15 +11,14 @@ import importlib.util
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import gigatoken
 import numpy as np
 import pyarrow as pa
-import regex
-import tiktoken
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -32,12 +31,8 @@ from demix.files.batches import read_batches
 SMALLEST = 257
 # Words of text that are plenty for a vocabulary; counting them takes minutes and a few GB.
 TRAINING_WORDS = 200_000_000
-
-# GPT-2's, written without backtracking.
-PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 # Text of many kinds, by which a tokenizer of another family shows what it keeps of a text.
 PROBE = "Don't, I'LL x1 1234567 \u00e9e\u0301\u212b \u6f22\U0001f600\u200d\u00a0\u2003\r\n\n\t  a   \x00\x1c\x85{}</s>"
-_LONG_SPACE = regex.compile(r"\p{White_Space}{10000,}+")
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +46,7 @@ class Tokenizer:
     """
 
     vocabulary: Vocabulary = field(repr=False)
-    encoding: tiktoken.Encoding | HuggingFaceTokenizer = field(repr=False)
+    encoding: HuggingFaceTokenizer = field(repr=False)
     # None where gigatoken does not follow the rules of the tokenizer.
     fast: gigatoken.Tokenizer | None = field(repr=False)
     sha256: str
@@ -59,20 +54,17 @@ class Tokenizer:
     @staticmethod
     def load(path: str | Path) -> "Tokenizer":
         """The tokenizer in a file of a run or a model's folder; DemixError if it is missing or damaged."""
-        vocabulary, sha256, own = _read(path)
+        vocabulary, sha256 = _read(path)
         try:
-            if not own:
-                exact = HuggingFaceTokenizer.from_str(vocabulary.encoding)
-                made = Tokenizer(vocabulary, exact, _fast(vocabulary), sha256)
-                same = np.array_equal(made.encode_batch([PROBE])[0], made.encode(PROBE))
-                return made if same else replace(made, fast=None)
-            ranks = {piece: rank for rank, piece in enumerate(vocabulary.pieces[:-1])}
-            special = {END_OF_TEXT: vocabulary.end_of_text}
-            encoding = tiktoken.Encoding(str(path), pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
-            return Tokenizer(vocabulary, encoding, gigatoken.Tokenizer.from_json(vocabulary.encoding.encode()), sha256)
+            exact = HuggingFaceTokenizer.from_str(vocabulary.encoding)
+            made = Tokenizer(vocabulary, exact, _fast(vocabulary), sha256)
+            same = np.array_equal(made.encode_batch([PROBE])[0], made.encode(PROBE))
+        except DemixError as error:
+            raise error.but(subject=path) from None
         # What both libraries raise; further lines of gigatoken's quote the file.
         except Exception as error:
             raise _unreadable(path, error) from None
+        return made if same else replace(made, fast=None)
 
     @property
     def vocab_size(self) -> int:
@@ -89,28 +81,23 @@ class Tokenizer:
         """The JSON that the library `tokenizers` reads."""
         return self.vocabulary.definition
 
-    @property
-    def checker(self) -> str:
-        """The library of the exact encoder."""
-        return "tiktoken" if isinstance(self.encoding, tiktoken.Encoding) else "tokenizers"
-
     def renewed(self) -> "Tokenizer":
         """The same without the words that gigatoken has met, all of which it keeps, some 90 bytes each."""
         return self if self.fast is None else replace(self, fast=_fast(self.vocabulary))
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids (uint32) of `text`, in which `<|endoftext|>` is ordinary text, as are all special tokens."""
-        if isinstance(self.encoding, HuggingFaceTokenizer):
-            return np.array(self.encoding.encode(text, add_special_tokens=False).ids, np.uint32)
+        """The ids (uint32) of `text`, in which `<|endoftext|>` is ordinary text, as are all special tokens.
+
+        Raises DemixError for a text on which the tokenizer's regular expression gives up.
+        """
         try:
-            return self.encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
-        except ValueError:
-            # A run of a million spaces exhausts tiktoken's regex; cut it where the pattern does, before its last one.
-            cuts = [cut for run in _LONG_SPACE.finditer(text) for cut in (run.start(), run.end() - 1)]
-            if not cuts or cuts == [0, len(text) - 1]:
+            return np.array(self.encoding.encode(text, add_special_tokens=False).ids, np.uint32)
+        except BaseException as error:
+            # A panic of Rust's is no Exception.
+            if type(error).__name__ != "PanicException":
                 raise
-            pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True) if start < end]
-            return np.concatenate([self.encode(piece) for piece in pieces])
+            cause = f"has a regular expression that gives up on the text {text!r:.40} ({error})"
+            raise DemixError("tokenizer", cause, "use a tokenizer with another pattern") from None
 
     def encode_batch(self, texts: Sequence[str], *, exact: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """The ids (uint32) of all texts and where each text's begin (int64, one more than texts).
@@ -178,14 +165,14 @@ def byte_lengths(path: str | Path) -> np.ndarray:
     return _read(path)[0].byte_lengths
 
 
-def _read(path: str | Path) -> tuple[Vocabulary, str, bool]:
-    """The vocabulary in a file, its seal, and whether the file is of demix's own kind."""
+def _read(path: str | Path) -> tuple[Vocabulary, str]:
+    """The vocabulary in a file, and its seal."""
     content = read_json(path)
     sha256, said = digest(content), content.pop(OWN, None)
     try:
         if said is None:
-            return own_vocabulary(content), sha256, True
-        return foreign_vocabulary(content, said["end_of_text"], said["types"]), sha256, False
+            return own_vocabulary(content), sha256
+        return foreign_vocabulary(content, said["end_of_text"], said["types"]), sha256
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise _unreadable(path, error) from None
 
@@ -196,6 +183,8 @@ def _unreadable(path: str | Path, error: Exception) -> DemixError:
 
 
 def _fast(vocabulary: Vocabulary) -> gigatoken.Tokenizer | None:
+    if not vocabulary.plain:
+        return None
     try:
         return gigatoken.Tokenizer.from_json(vocabulary.encoding.encode())
     # What gigatoken raises for a pre-tokenizer that it does not know.
@@ -231,9 +220,14 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-def _write(vocabulary: dict[str, int], merges: list[tuple[str, str]], output: Path) -> None:
-    vocabulary = {**vocabulary, END_OF_TEXT: len(vocabulary)}
-    tokenizer = HuggingFaceTokenizer(models.BPE(vocab=vocabulary, merges=merges))
+def own_definition(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """The definition of a vocabulary with GPT-2's rules. Raises what `tokenizers` raises for merges that do not fit."""
+    tokenizer = HuggingFaceTokenizer(models.BPE(vocab=dict(vocabulary), merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    write_json(output, json.loads(tokenizer.to_str()), sort_keys=False)
+    return dict(json.loads(tokenizer.to_str()))
+
+
+def _write(vocabulary: dict[str, int], merges: list[tuple[str, str]], output: Path) -> None:
+    definition = own_definition({**vocabulary, END_OF_TEXT: len(vocabulary)}, merges)
+    write_json(output, definition, sort_keys=False)

@@ -1,21 +1,19 @@
 """Tokenizers of other families: any byte-level BPE in a tokenizer.json becomes the tokenizer of a run or a model."""
 
-import json
-import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer as HuggingFaceTokenizer
-from tokenizers import decoders, models, pre_tokenizers
-
 from demix.config.tokenizer import types_and_end
-from demix.data.tokenizer import PROBE, Tokenizer
-from demix.data.vocabulary import OWN, foreign_vocabulary, own_vocabulary, tokens_of
+from demix.data.tokenizer import Tokenizer, own_definition
+from demix.data.vocabulary import END_OF_TEXT, OWN, foreign_vocabulary, steps_of, tokens_of
 from demix.errors import DemixError
-from demix.files import read_json, write_json
+from demix.files import opened, read_json, write_json
 from demix.files.json_files import SEAL, read_unsealed
+from demix.files.kinds import TEXT, check_kind
 
+# The largest merges.txt of the field has some 5 MiB, and a line of it takes 200 bytes of memory.
+MOST_MERGES = 16 << 20
 _CURE = "use a byte-level BPE"
 
 
@@ -45,13 +43,14 @@ def write_definition(
     try:
         end = _id_of(content, end_of_text)
         foreign_vocabulary(content, end, types)
+        own = _as_own(content, end, types)
     except ValueError as error:
-        raise DemixError(source, f"is no tokenizer that demix takes ({error})", _CURE) from None
-    said = {} if _is_own(content, end, types) else {OWN: {"end_of_text": end, "types": types}}
-    write_json(output, {**content, **said}, sort_keys=False)
+        cause, cure = (*error.args, _CURE)[:2]
+        raise DemixError(source, f"is no tokenizer that demix takes ({cause})", cure) from None
+    write_json(output, own or {**content, OWN: {"end_of_text": end, "types": types}}, sort_keys=False)
     try:
         tokenizer = Tokenizer.load(output)
-        _refuse_loss(source, tokenizer)
+        _refuse_loss(source, content, tokenizer)
     except DemixError as error:
         output.unlink()
         raise DemixError(source, error.cause, _CURE) from None
@@ -60,16 +59,18 @@ def write_definition(
 
 def from_merges(vocabulary: Mapping[str, int], merges: Path) -> dict[str, Any]:
     """The definition that `vocab.json` and the file `merges.txt` of GPT-2's format give."""
+    with opened(merges) as stream:
+        content = stream.read(MOST_MERGES + 1)
+    check_kind(merges, content, TEXT)
+    if len(content) > MOST_MERGES:
+        raise DemixError(merges, f"has more than {MOST_MERGES:,} bytes", "get it again")
     try:
-        lines = merges.read_text(encoding="utf-8").split("\n")
-        rows = (line.split(" ") for line in lines[lines[0].startswith("#version") :] if line)
-        pairs = [(left, right) for left, right in rows]
-        found = HuggingFaceTokenizer(models.BPE(vocab=dict(vocabulary), merges=pairs))
+        lines = content.decode("utf-8-sig").split("\n")
+        rows = (line.rstrip("\r").split(" ") for line in lines[lines[0].startswith("#version") :] if line.strip())
+        return own_definition(vocabulary, [(left, right) for left, right in rows])
     # UnicodeDecodeError, and what the library raises.
     except Exception as error:
         raise DemixError(merges, f"does not fit vocab.json ({error})", "get it again") from None
-    found.pre_tokenizer, found.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return dict(json.loads(found.to_str()))
 
 
 def _id_of(content: Mapping[str, Any], token: int | str) -> int:
@@ -81,25 +82,31 @@ def _id_of(content: Mapping[str, Any], token: int | str) -> int:
     return found
 
 
-def _is_own(content: Mapping[str, Any], end_of_text: int, types: int) -> bool:
-    """Whether a definition is what demix makes of its vocabulary: GPT-2's rules, no added tokens, no other end."""
+def _as_own(content: Mapping[str, Any], end_of_text: int, types: int) -> dict[str, Any] | None:
+    """What demix makes of the vocabulary of a definition with GPT-2's rules, which gives each text the same ids.
+
+    The token that ends a text may be an added one, as in the file of GPT-2 itself. None for other rules.
+    """
+    (tokens, added), model = tokens_of(content), content["model"]
+    steps = [*steps_of(content, "normalizer"), *steps_of(content, "pre_tokenizer")]
+    last = tokens.get(END_OF_TEXT) == end_of_text == len(tokens) - 1 == types - 1
+    ended = all(one["content"] == END_OF_TEXT for one in added)
+    if not (last and ended and len(steps) == 1 and steps[0].get("use_regex", True)) or model.get("ignore_merges"):
+        return None
+    merges = [one.split(" ") if isinstance(one, str) else one for one in model["merges"]]
     try:
-        own = own_vocabulary(content)
-    except (KeyError, TypeError, AttributeError, ValueError):
-        return False
-    if (end_of_text, types) != (own.end_of_text, len(own.pieces)):
-        return False
-    made = HuggingFaceTokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    empty, model = json.loads(made.to_str()), dict(content["model"])
-    return bool({**content, "model": model | {"vocab": {}, "merges": []}} == empty)
+        return own_definition(tokens, [(left, right) for left, right in merges])
+    # What the library raises.
+    except Exception as error:
+        raise ValueError(f"its merges do not fit its vocabulary: {error}") from None
 
 
-def _refuse_loss(source: Path, tokenizer: Tokenizer) -> None:
+def _refuse_loss(source: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> None:
     """Raise DemixError for a tokenizer that loses text, and for one that finds the end of a text inside of it."""
     ends = tokenizer.decode([tokenizer.end_of_text])
-    ids = tokenizer.encode(PROBE + ends)
-    if tokenizer.end_of_text in ids:
+    if tokenizer.end_of_text in tokenizer.encode(ends):
         raise DemixError(source, f"encodes the text {ends!r:.40} in a document as the end of it", _CURE)
-    if tokenizer.decode(ids) not in (PROBE + ends, unicodedata.normalize("NFC", PROBE + ends)):
-        raise DemixError(source, "loses or changes some text that it encodes", _CURE)
+    removed = any(step.get("behavior") == "Removed" for step in steps_of(content, "pre_tokenizer"))
+    # The published patterns, which gigatoken knows, match all of a text.
+    if removed and tokenizer.fast is None:
+        raise DemixError(source, "removes text that its pattern does not match", _CURE)

@@ -26,13 +26,15 @@ class Vocabulary:
 
     `pieces` are the bytes of each of the types, none for those that no id has: the rows of an embedding may be more
     than the ids. A document is ended by `end_of_text`, which no text encodes to. The library `tokenizers` reads
-    `definition`; `encoding` is the same without special added tokens, which are ordinary text in a document.
+    `definition`; `encoding` is the same without special added tokens, which are ordinary text in a document. `plain`
+    is False for rules that gigatoken would read and not follow.
     """
 
     pieces: tuple[bytes, ...]
     end_of_text: int
     definition: str
     encoding: str
+    plain: bool
 
     @property
     def byte_lengths(self) -> np.ndarray:
@@ -43,14 +45,12 @@ class Vocabulary:
 
 
 def own_vocabulary(content: Mapping[str, Any]) -> Vocabulary:
-    """The vocabulary of a file of demix's own. Raises KeyError, TypeError, AttributeError or ValueError for others."""
-    definition = json.dumps(content, ensure_ascii=False)
-    tokens: dict[str, int] = content["model"]["vocab"]
+    """The vocabulary of a file of demix's own. Raises ValueError for others."""
+    tokens, _ = tokens_of(content)
     end = len(tokens) - 1
-    if tokens[END_OF_TEXT] != end or sorted(tokens.values()) != list(range(end + 1)):
+    if tokens.get(END_OF_TEXT) != end or sorted(tokens.values()) != list(range(end + 1)):
         raise ValueError(f"ids are not 0 to {end} with {END_OF_TEXT} last")
-    pieces = tuple(to_bytes(token) for token, _ in sorted(tokens.items(), key=lambda item: item[1]))
-    return Vocabulary(pieces, end, definition, definition)
+    return foreign_vocabulary(content, end, end + 1)
 
 
 def foreign_vocabulary(content: Mapping[str, Any], end_of_text: int, types: int) -> Vocabulary:
@@ -66,8 +66,12 @@ def foreign_vocabulary(content: Mapping[str, Any], end_of_text: int, types: int)
     pieces = [b""] * types
     taken: dict[int, str] = {}
     ids = tokens | {one["content"]: one["id"] for one in added}
-    if (most := max(ids.values())) >= types:
-        raise ValueError(f"it has ids up to {most:,}, and the embedding has {types:,} rows")
+    last, most = max(ids.items(), key=lambda item: item[1])
+    if most >= types:
+        raise ValueError(
+            f"its token {last!r:.40} has the id {most:,}, and the embedding has {types:,} rows",
+            "remove the tokens beyond the rows from it, or resize the model's embedding before it is saved",
+        )
     for token, number in ids.items():
         if (other := taken.setdefault(number, token)) != token:
             raise ValueError(f"the tokens {other!r:.40} and {token!r:.40} have the id {number:,}")
@@ -85,8 +89,8 @@ def foreign_vocabulary(content: Mapping[str, Any], end_of_text: int, types: int)
     # `tokenizers` numbers added tokens anew unless the vocabulary of the model has their ids.
     model = content["model"] | {"vocab": tokens | {one["content"]: one["id"] for one in kept}}
     changes = {"model": model, "added_tokens": kept, "post_processor": None, "truncation": None, "padding": None}
-    definition = json.dumps(content, ensure_ascii=False)
-    return Vocabulary(tuple(pieces), end_of_text, definition, json.dumps({**content, **changes}, ensure_ascii=False))
+    definition, encoding = (json.dumps(one, ensure_ascii=False) for one in (content, {**content, **changes}))
+    return Vocabulary(tuple(pieces), end_of_text, definition, encoding, _is_plain(content))
 
 
 def tokens_of(content: Mapping[str, Any]) -> tuple[dict[str, int], list[dict[str, Any]]]:
@@ -117,14 +121,37 @@ def _refuse_other_models(content: Mapping[str, Any]) -> None:
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             raise ValueError(f"its model has {key}, which no byte-level BPE of demix has")
-    steps = _steps(content.get("pre_tokenizer"), "pretokenizers")
+    if not isinstance(model.get("merges"), list):
+        raise ValueError("it has no list of merges")
+    steps = steps_of(content, "pre_tokenizer")
     if not steps or steps[-1].get("type") != "ByteLevel":
         raise ValueError("it is no byte-level BPE: its pre-tokenizer does not end with ByteLevel")
     if any(step.get("add_prefix_space") for step in steps):
         raise ValueError("it puts a space before each text (add_prefix_space)")
-    for step in _steps(content.get("normalizer"), "normalizers"):
+    for step in steps[:-1]:
+        # What these take away of a text: punctuation, what a pattern matches, what it does not match.
+        taken = step.get("behavior") == "Removed" and not (step["type"] == "Split" and step.get("invert") is True)
+        if step.get("type") not in ("Split", "Digits", "Punctuation") or taken:
+            raise ValueError(f"its pre-tokenizer {step.get('type')!r:.40} may lose or change some text")
+    for step in steps_of(content, "normalizer"):
         if step.get("type") != "NFC":
             raise ValueError(f"its normaliser {step.get('type')!r:.40} changes more of a text than its normal form NFC")
+
+
+def _is_plain(content: Mapping[str, Any]) -> bool:
+    """Whether gigatoken follows what it reads of a definition.
+
+    It passes over how a pattern splits, whether ByteLevel splits besides, and all but the first of equal merges.
+    """
+    *splits, last = steps_of(content, "pre_tokenizer")
+    whole = all(step.get("behavior") in ("Isolated", "Removed") for step in splits)
+    merges = [" ".join(map(str, one)) if isinstance(one, list) else str(one) for one in content["model"]["merges"]]
+    return whole and last.get("use_regex", True) is not bool(splits) and len({*merges}) == len(merges)
+
+
+def steps_of(content: Mapping[str, Any], part: str) -> list[dict[str, Any]]:
+    """The steps of the part pre_tokenizer or normalizer of a definition, in order."""
+    return _steps(content.get(part), "pretokenizers" if part == "pre_tokenizer" else "normalizers")
 
 
 def _steps(part: Any, items: str) -> list[dict[str, Any]]:

@@ -79,7 +79,7 @@ def import_hf(
         model = _model(config, places, *sizes)
     shared, own = parameters(architecture, keys.vocab_size)
     with replacing(output.resolve(), directory=True) as temporary:
-        encoder = imported_tokenizer(folder, temporary / "tokenizer.json", keys.vocab_size)
+        encoder = imported_tokenizer(folder, temporary / "tokenizer.json", keys.vocab_size, form.name)
         learned = {"tokenizer_sha256": encoder.sha256, "imported": {"format": form.name, "sha256": sha256, **origin}}
         counts = {
             "kind": "routed" if architecture.routed else "dense",

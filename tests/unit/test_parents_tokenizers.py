@@ -21,7 +21,6 @@ from demix.config.tokenizer import TokenizerSection
 from demix.data.shards import TokenShard, blocks, tokenize, write_spans
 from demix.data.tokenizer import Tokenizer, byte_lengths, train_tokenizer
 from demix.data.tokenizer_files import take_tokenizer
-from demix.errors import DemixError
 from demix.files import read_json, write_json
 from demix.model.imported_tokenizer import imported_tokenizer
 from support.byte_level import NORMALISED, PLAIN, SPECIAL, definition, sample, write_folder
@@ -194,6 +193,8 @@ def _added(**changed: Any) -> dict[str, Any]:
     return {"id": 1505, "content": "<x>", "special": False} | changed
 
 
+# All of the probe, and no private character.
+SOME = {"Regex": r"\P{Co}"}
 HOSTILE: list[Callable[[Any], object]] = [
     lambda content: content.pop("model"),
     lambda content: content.update(model=[1]),
@@ -225,6 +226,10 @@ HOSTILE: list[Callable[[Any], object]] = [
     lambda content: content["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
     lambda content: content["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"),
     lambda content: content["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": "(a"}),
+    lambda content: content["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed", invert=True, pattern=SOME),
+    lambda content: content["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "WhitespaceSplit"}),
+    lambda content: content["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Punctuation", "behavior": "Removed"}),
+    lambda content: content["pre_tokenizer"]["pretokenizers"].insert(0, content["pre_tokenizer"]["pretokenizers"][1]),
     lambda content: content.update(normalizer={"type": "Lowercase"}),
     lambda content: content.update(normalizer="NFC"),
 ]
@@ -238,6 +243,16 @@ def test_what_is_no_byte_level_bpe_is_refused_and_leaves_nothing(number: int, tm
     with refused(source):
         take_tokenizer(source, tmp_path / "t.json")
     assert not (tmp_path / "t.json").exists()
+
+
+def test_a_pattern_that_gives_up_on_a_text_is_an_error(tmp_path: Path) -> None:
+    source, content = write_folder(tmp_path, "qwen3"), json.loads(definition("qwen3"))
+    content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(x+x+)+y"
+    source.write_text(json.dumps(content))
+    tokenizer = take_tokenizer(source, tmp_path / "t.json")
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with refused("tokenizer"):
+            encode("x" * 40)
 
 
 def test_what_is_no_definition_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
@@ -281,26 +296,80 @@ def test_a_tokenizer_of_demix_stays_its_own(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_s_tokenizer_is_read_from_the_files_that_it_has(tmp_path: Path) -> None:
-    gpt2 = imported_tokenizer(tmp_path, tmp_path / "t.json", 50257)
+    gpt2 = imported_tokenizer(tmp_path, tmp_path / "t.json", 50257, "gpt2")
     assert "demix" not in read_json(tmp_path / "t.json")
-    padded = imported_tokenizer(tmp_path, tmp_path / "t.json", 50304)
+    padded = imported_tokenizer(tmp_path, tmp_path / "t.json", 50304, "gpt2")
     assert (padded.vocab_size, padded.end_of_text) == (50304, gpt2.end_of_text)
-    with pytest.raises(DemixError):
-        imported_tokenizer(tmp_path, tmp_path / "u.json", 1000)
+    # The file at the hub marks the last id as special.
+    content, end = json.loads(gpt2.definition), {"id": 50256, "content": "<|endoftext|>", "special": True}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | {"added_tokens": [end]}))
+    assert imported_tokenizer(tmp_path, tmp_path / "t.json", 50257, "llama").sha256 == gpt2.sha256
+    # Its merges are those of merges.txt, whatever its vocabulary.
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.json").write_text(json.dumps(content["model"]["vocab"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    found = imported_tokenizer(tmp_path, tmp_path / "t.json", 50257, "gpt2")
+    assert found.decode(found.encode("the")[:1]) == found.decode(found.encode_batch(["the"])[0][:1]) == "t"
     # OPT's, whose special tokens are ordinary entries.
     content = json.loads(definition("neox"))
     merges = [" ".join(pair) for pair in content["model"]["merges"]]
     (tmp_path / "vocab.json").write_text(json.dumps(content["model"]["vocab"]))
     (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 0}))
-    found = imported_tokenizer(tmp_path, tmp_path / "t.json", 1512)
+    found = imported_tokenizer(tmp_path, tmp_path / "t.json", 1512, "opt")
     assert (found.end_of_text, found.vocab_size) == (0, 1512)
     theirs = HuggingFaceTokenizer.from_str(json.dumps(content | {"normalizer": None, "added_tokens": []}))
     for text in sample()[:50]:
         assert found.encode(text).tolist() == theirs.encode(text).ids
-    (tmp_path / "merges.txt").write_text("a b c\n")
-    with refused("merges.txt"):
-        imported_tokenizer(tmp_path, tmp_path / "u.json", 1512)
+    for wrong in ("a b c\n", "\n" * (17 << 20)):
+        (tmp_path / "merges.txt").write_text(wrong)
+        with refused("merges.txt"):
+            imported_tokenizer(tmp_path, tmp_path / "u.json", 1512, "opt")
+
+
+@pytest.mark.parametrize(
+    ("family", "types", "name"),
+    [
+        ("llama", 50257, ""), ("llama", 60000, "tokenizer.model"), ("gpt2", 50257, "spiece.model"),
+        ("gpt2", 60000, ""), ("gpt2", 1000, ""), ("gpt2", 50257, "vocab.json"), ("gpt2", 50257, "merges.txt"),
+    ],
+)  # fmt: skip
+def test_gpt2_s_tokenizer_is_no_fallback_for_others(family: str, types: int, name: str, tmp_path: Path) -> None:
+    (tmp_path / (name or "README.md")).write_text("{}")
+    with refused(tmp_path):
+        imported_tokenizer(tmp_path, tmp_path / "u.json", types, family)
+
+
+def _permuted(content: Any) -> None:
+    vocabulary = content["model"]["vocab"]
+    numbers = np.random.default_rng(0).permutation(len(vocabulary) - 1).tolist()
+    content["model"]["vocab"] = {token: numbers[n] if n < len(numbers) else n for token, n in vocabulary.items()}
+
+
+CHANGED: list[Callable[[Any], object]] = [
+    _permuted,
+    lambda content: content["model"]["merges"].__delitem__(slice(100, None)),
+    lambda content: content["model"]["merges"].clear(),
+    lambda content: content["model"]["merges"].reverse(),
+    lambda content: content["model"]["merges"].extend(content["model"]["merges"][:300]),
+    lambda content: content["model"].update(ignore_merges=True, merges=content["model"]["merges"][:100]),
+    lambda content: content["pre_tokenizer"].update(use_regex=False),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CHANGED)))
+def test_merges_that_do_not_give_the_ids_in_their_order_give_those_of_tokenizers(number: int, tmp_path: Path) -> None:
+    """In a file whose last id is `<|endoftext|>`, as in demix's own."""
+    content = json.loads(definition("gpt2"))
+    content["model"]["vocab"]["<|endoftext|>"], content["added_tokens"] = len(content["model"]["vocab"]), []
+    CHANGED[number](content)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = take_tokenizer(tmp_path / "tokenizer.json", tmp_path / "t.json")
+    theirs = HuggingFaceTokenizer.from_str(json.dumps(content))
+    for text in (*sample()[:30], "".join(ODD)):
+        wanted = theirs.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text).tolist() == tokenizer.encode_batch([text])[0].tolist() == wanted
 
 
 def test_the_stage_reads_a_file(tmp_path: Path) -> None:

@@ -84,22 +84,6 @@ def test_monotonous_text(ours, text):
     assert ours.decode(ours.encode(text)) == text
 
 
-def test_long_white_space_is_cut_as_the_pattern_cuts_it(ours, monkeypatch):
-    """What `encode` falls back to, on runs short enough that tiktoken needs no help."""
-    words = ["a" + " " * 12_000 + "b", " " * 11_000, "\n" * 10_001 + "'s", "c" + "\t" * 10_500]
-    text = "".join(words)
-    expected = ours.encode(text)
-    encode = ours.encoding.encode_to_numpy
-
-    def refuse_long(some, **options):
-        if len(some) > 12_000 and not some.isspace():
-            raise ValueError("Max stack size exceeded for backtracking")
-        return encode(some, **options)
-
-    monkeypatch.setattr(ours.encoding, "encode_to_numpy", refuse_long)
-    assert np.array_equal(ours.encode(text), expected)
-
-
 def test_training_gives_the_same_bytes_anywhere(texts, tmp_path):
     program = (
         "import sys; from pathlib import Path; from demix.data.tokenizer import train_tokenizer;"
