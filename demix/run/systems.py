@@ -413,15 +413,3 @@ def table_rows(run: Run) -> dict[str, Row]:
     rows = {name: row for name, row in run.rows.items() if not row.masked}
     paper = ("dense_unbalanced", "dense", "domain_token", "demix")
     return {name: rows[name] for name in (*paper, *rows) if name in rows and (name in paper or name not in PAPER)}
-
-
-def masked_systems(run: Run) -> tuple[System, ...]:
-    """The systems of masked language models, in a table of their own: one line per model and way to mix it."""
-    found: list[System] = []
-    for name, row in run.rows.items():
-        if row.masked and not row.kind.has_experts:
-            found.append(System(row.label, name, "dense", "dense"))
-        elif row.masked:
-            found += [] if row.settings.data else [System(f"{row.label} (own expert)", name, "training", "naive")]
-            found += [System(f"{row.label} ({method})", name, "training", method) for method in ("average", "fitted")]
-    return tuple(found)

@@ -26,7 +26,7 @@ from demix.run.main_systems import main_systems
 from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import ScoringPart, scoring_jobs
-from demix.run.systems import chosen_on_dev, evaluated, masked_systems, other_top_k, table_rows
+from demix.run.systems import chosen_on_dev, evaluated, other_top_k, table_rows
 from support.cli import demix
 from support.configs import small
 from support.entries import TINY, tiny, trained
@@ -373,11 +373,6 @@ def test_no_rule_that_reads_the_text_mixes_a_masked_entry_and_no_table_of_others
         assert compared(config, domain) == compared(plain, domain)
     for of in (chosen_on_dev, table_rows, main_systems):
         assert of(config) == of(plain)
-    assert {(one.model, one.method) for one in masked_systems(config)} == {
-        ("masked_dense", "dense"),
-        *(("masked", method) for method in ("naive", "average", "fitted")),
-        *(("masked_k2", method) for method in ("average", "fitted")),
-    }
     assert {part.model for part in parts(config)} - {part.model for part in parts(plain)} == {*rows}
 
 

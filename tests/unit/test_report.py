@@ -114,7 +114,7 @@ TWO = domains(("law", "news"))
         ({"models": {"x": {"kind": "routed", "experts": 2}}}, OF_FAMILIES),
         (
             {"models": {"x": {"kind": "dense", "architecture": {"attention": "bidirectional", "objective": "mlm"}}}},
-            {"masked"},
+            set(),
         ),
         ({"models": {"x": {"kind": "dense", "architecture": {"position": "alibi"}}}}, {"variants"}),
         ({"evaluation": {"contexts": [4]}}, {"contexts", "positions"}),

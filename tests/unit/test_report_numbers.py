@@ -529,18 +529,6 @@ def contexts(files: Files) -> pd.DataFrame:
     )
 
 
-def masked(files: Files) -> pd.DataFrame:
-    columns = {files.run.rows["dense_masked"].label: files.of("dense_masked", "dense")}
-    label, chosen = files.run.rows["demix_masked"].label, files.of("demix_masked", "naive", variant="dev_choice")
-    own = pd.concat([files.of("demix_masked", "naive")[files.domains["Training"]], chosen[files.domains["Novel"]]])
-    columns |= {f"{label} (own expert)": own}
-    columns |= {f"{label} ({method})": files.of("demix_masked", method) for method in ("average", "fitted")}
-    frame = pd.DataFrame(columns)
-    for kind, means in files.means(columns).items():
-        frame.loc[f"Mean of {len(files.domains[kind])} {kind.lower()}"] = means
-    return frame
-
-
 def tasks(files: Files) -> tuple[pd.DataFrame, pd.DataFrame]:
     rows = files.table("tasks").query("metric.isna()")
     alone = rows[rows["routing"] == "one expert"].sort_values("accuracy", ascending=False, kind="stable")

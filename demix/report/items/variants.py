@@ -44,7 +44,7 @@ def make(material: Material) -> Table:
         "without the options, which has the same tokens and updates. Lower: the number of domains where perplexity is "
         "below that row's. Experts are mixed by the cached prior.",
         frame,
-        notes=("Masked language models have a table of their own (masked): their numbers compare with no others.",),
+        notes=("Masked language models are not here: their numbers compare with no others.",),
         formats={name: "{:+.1f}" for name in frame if name.endswith("%")}
         | {name: "{:.0f}" for name in frame if name.endswith("lower")},
         beneath=pd.DataFrame.from_dict(beneath, orient="index"),
