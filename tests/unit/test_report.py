@@ -148,7 +148,7 @@ def on_other_tokens(found: pd.DataFrame) -> pd.DataFrame:
             for name, file in (
                 ("table3", "results"),
                 ("figure4", "priors"),
-                ("overlap", "corpus/overlap"),
+                ("figure2", "corpus/overlap"),
                 ("figure7", "posteriors"),
                 ("differences", "differences"),
                 ("tasks", "tasks"),

@@ -19,11 +19,11 @@ from scipy import stats
 from scipy.interpolate import interp1d
 
 from demix.report import report_items
+from demix.report.affinity import relation_with_own, relations
 from demix.report.item import FigureItem, TableItem
 from demix.report.items import all_items
-from demix.report.material import Material
 from demix.run.run import Run
-from support.configs import changed, domains, small_run
+from support.configs import changed
 from support.frozen import material, rows_of
 from support.report import Shown, drawn_as, pairs_of, read_table, shown
 
@@ -283,20 +283,6 @@ def ratios(files: Files) -> pd.DataFrame:
     frame = found.div(pd.Series(own), axis=0).stack().rename("ratio").reset_index()
     frame.insert(0, "kind", ["training" if name in found else "novel" for name in frame["domain"]])
     return frame.merge(files.table("corpus/overlap")[["domain", "expert", "overlap"]], validate="1:1")
-
-
-def overlap(files: Files) -> pd.DataFrame:
-    pairs, rows = ratios(files), {}
-    others = pairs[pairs["domain"] != pairs["expert"]]
-    for label, some in (
-        ("training domains", others[others["kind"] == "training"]),
-        ("novel domains", pairs[pairs["kind"] == "novel"]),
-        ("training domains, own experts too", pairs[pairs["kind"] == "training"]),
-    ):
-        spearman = stats.spearmanr(some["overlap"], some["ratio"]).statistic
-        pearson = stats.pearsonr(some["overlap"], np.log(some["ratio"])).statistic
-        rows[label] = {"Pairs": len(some), "Spearman": spearman, "Pearson (log ratio)": pearson}
-    return frame_of(rows)
 
 
 def seeds(files: Files) -> pd.DataFrame:
@@ -755,15 +741,16 @@ def test_between_budgets_the_logarithm_of_cost_is_linear(frozen: Run, tmp_path: 
     assert {*found.cells.index} == {*expected}
 
 
-def test_p_is_that_of_all_orders_of_the_domains(tmp_path: Path) -> None:
+def test_p_is_that_of_all_orders_of_the_domains() -> None:
     """Whole domains are permuted, since pairs are not independent; the own experts are left out."""
     names, others = [f"d{number}" for number in range(5)], ~np.eye(5, dtype=bool)
     ratio, shared = np.random.default_rng(0).uniform(1, 4, (2, 5, 5))
-    pairs = pairs_of(names, ratio=ratio.ravel(), overlap=shared.ravel(), train_tokens=9)
-    made = Material(small_run(domains=domains(names)), {"pairs": pairs, "overlap": pairs, "scale_note": ""})
-    orders = map(list, itertools.permutations(range(5)))
-    moved = (ratio[np.ix_(order, order)] for order in orders)
-    found = np.array([stats.spearmanr(one[others], shared[others]).statistic for one in moved])
-    p = 2 * min((sign * found >= sign * found[0] - 1e-9).mean() for sign in (1, -1))
-    line = {"Pairs": 20, "Spearman": found[0], "p of Spearman, domains permuted": p}
-    assert not shown("overlap", made, tmp_path).wrong(frame_of({"training domains": line}))
+    pairs = pairs_of(names, ratio=ratio.ravel(), overlap=shared.ravel())
+    (found,), with_own = relations(pairs), relation_with_own(pairs)
+    moved = (ratio[np.ix_(order, order)] for order in map(list, itertools.permutations(range(5))))
+    every = np.array([stats.spearmanr(one[others], shared[others]).statistic for one in moved])
+    p = 2 * min((sign * every >= sign * every[0] - 1e-9).mean() for sign in (1, -1))
+    pearson = stats.pearsonr(np.log(ratio[others]), shared[others]).statistic
+    assert (found.domains, found.pairs) == (5, 20)
+    assert (found.spearman, found.pearson, found.permutation_p) == pytest.approx((every[0], pearson, p))
+    assert with_own.pearson == pytest.approx(stats.pearsonr(np.log(ratio.ravel()), shared.ravel()).statistic)
