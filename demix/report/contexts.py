@@ -1,4 +1,4 @@
-"""Perplexity by the length of a block and by the position in it: what models gain from text beyond their training's."""
+"""Losses by the length of a block and by the position in it."""
 
 import pandas as pd
 
@@ -7,12 +7,6 @@ from demix.evaluate.columns import CONTEXTS
 from demix.files import read_parquet
 from demix.run.contexts import asked_contexts
 from demix.run.run import Run
-
-MIXED = (
-    "Each row predicts by one rule. A dense model is taken as it is; a domain-token model under the domain's own "
-    "token, so only on training domains; experts are mixed by the cached prior (from dev text in blocks of the length "
-    "of training), with weights by the block's history."
-)
 
 
 def read_contexts(run: Run) -> pd.DataFrame:

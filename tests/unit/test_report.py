@@ -117,7 +117,7 @@ TWO = domains(("law", "news"))
             set(),
         ),
         ({"models": {"x": {"kind": "dense", "architecture": {"position": "alibi"}}}}, {"variants"}),
-        ({"evaluation": {"contexts": [4]}}, {"contexts", "positions"}),
+        ({"evaluation": {"contexts": [4]}}, {"contexts"}),
         ({"tasks": {"x": {"path": "x.jsonl"}}}, {"tasks"}),
         (CLUSTERED | {"tasks": {"x": {"path": "x.jsonl"}}}, OF_CLUSTERS | {"tasks", "task_clusters"}),
         ({"lm_eval": {"tasks": ["lambada"]}}, {"harness"}),

@@ -666,14 +666,6 @@ def cluster_sizes(files: Files) -> pd.DataFrame:
     return counts.assign(share=counts["documents"] / counts.groupby("clustering")["documents"].transform("mean"))
 
 
-def positions(files: Files) -> pd.DataFrame:
-    rows = by_position(files)
-    rows = rows[rows["context"] == rows.groupby("model")["context"].transform("max")]
-    found = over_domains(files, rows, "model", "context", "begin", "end")
-    found = found.assign(row=found["model"].map(files.labels), position=(found["begin"] + found["end"]) / 2)
-    return found.rename(columns={"context": "block"})[["row", "block", "position", "perplexity"]]
-
-
 @pytest.fixture(scope="module")
 def files(frozen: Run) -> Files:
     return Files(frozen.folder)

@@ -17,7 +17,6 @@ def make(material: Material) -> Table:
     import pandas as pd
 
     from demix.report.cells import lowest
-    from demix.report.contexts import MIXED
 
     run = material.run
     sums = material.contexts.groupby(["model", "domain", "context"])[["nll", "tokens"]].sum()
@@ -40,7 +39,9 @@ def make(material: Material) -> Table:
         f"domains. All models were trained on blocks of {run.context:,} tokens. Lower is better.",
         frame,
         notes=(
-            MIXED,
+            "A dense model is taken as it is; a domain-token model under the domain's own token, "
+            "so only on training domains; experts are mixed by the cached prior (from dev text in blocks of the "
+            "length of training), with weights by the block's history.",
             "Learned positions end at the length of training. In a longer block tokens have more text before them: "
             "perplexity falls for a model that can use it. All numbers are of the run's own seed.",
         ),
