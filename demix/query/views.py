@@ -263,6 +263,15 @@ def _expert(part: Part) -> Iterator[dict[str, Any]]:
     yield {**expert, "parent": parent_of(expert), "learning_rate_factor": rate}
 
 
+def _trials(part: Part) -> Iterator[dict[str, Any]]:
+    about = read_json(part.path)
+    for trial in about.get("trials", ()):
+        factor = trial["learning_rate_factor"]
+        tried = {"factor": factor, "chosen": factor == about["adaptation"]["learning_rate_factor"]}
+        for key, before in trial["start"].items():
+            yield tried | {"domain": key.partition("/")[2], "before": before, "after": trial["best"].get(key)}
+
+
 def _job(part: Part) -> list[dict[str, float]]:
     used = {}
     try:
@@ -375,6 +384,16 @@ VIEWS = {
         | {"learning_rate_factor": REAL, "steps": WHOLE, "steps_run": WHOLE, "tokens": WHOLE, "sha256": TEXT},
         _found("models/*/experts/*.json", _of_expert),
         _rows(_expert),
+    ),
+    "trials": View(
+        "dev losses before and after each learning rate that an adaptation tried, in nats",
+        {**_WHICH, "expert": TEXT, "factor": REAL, "chosen": pa.bool_(), "domain": TEXT, "before": REAL, "after": REAL},
+        lambda run: (
+            *_found("models/*/experts/*.json", _of_expert)(run),
+            *_found("models/*/model.json", _of_model)(run),
+        ),
+        _rows(_trials),
+        optional=True,
     ),
     "benchmarks": View(
         "time and memory of each job",

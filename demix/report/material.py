@@ -150,13 +150,6 @@ class Material:
         return any(parent.averaged for parent in self.parents.values())
 
     @cached_property
-    def trials(self) -> "pd.DataFrame":
-        """What each learning rate of adaptation came to."""
-        from demix.report.read import read_trials
-
-        return read_trials(self.run.folder / "models", self.run)
-
-    @cached_property
     def clusters(self) -> "Clusters":
         """What the run knows of the clusters that its models learn from."""
         from demix.report.clusters import read_clusters
@@ -232,7 +225,7 @@ class Material:
     def read(self) -> "Material":
         """This, with all files of the run read. Raises DemixError for the first that is missing or damaged."""
         _ = self.results, self.priors, self.differences, self.overlap, self.audit, self.posteriors
-        _ = self.parents, self.trials
+        _ = self.parents
         # The curves are drawn long after the tables; a damaged file must be refused before anything is written.
         for path in sorted(self.metrics.glob("*.jsonl")):
             check_sealed(path)

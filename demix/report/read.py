@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from demix.errors import DemixError
 from demix.files import is_made, read_json, read_json_lines, read_parquet
 from demix.launch.pace import elapsed
 from demix.report.results import Results
-from demix.run.models import Model, adapted
+from demix.run.models import Model
 from demix.run.run import Run
 
 RESULT_COLUMNS = (
@@ -177,32 +176,3 @@ def read_parents(experts: str | Path, novel: Iterable[str]) -> dict[str, Parent]
 def _parent(lineage: Mapping[str, Any]) -> Parent:
     weights = {name: origin["weight"] for name, origin in lineage.get("parents", {}).items()}
     return Parent(max(weights, key=weights.__getitem__), averaged=True) if weights else Parent(lineage["parent"])
-
-
-def read_trials(models: str | Path, run: Run) -> pd.DataFrame:
-    """What each learning rate of adaptation came to: columns kind, domain, factor, training, own, chosen.
-
-    `models` is the run's folder of models. `training` and `own` are changes of dev perplexity in percent, of the mean
-    over the training domains and of the domain adapted to. A factor at which training diverged has none.
-    """
-    rows = []
-    for domain in run.novel:
-        files = {
-            "DEMix-DAPT": Path(models) / run.receiver.row / "experts" / f"{domain}.json",
-            "Dense-DAPT": Path(models) / adapted(run.config.adaptation.dense, domain) / "model.json",
-        }
-        for kind, path in files.items():
-            lineage = read_json(path) if is_made(path) else {}
-            for trial in lineage.get("trials", ()):
-                factor = trial["learning_rate_factor"]
-                start, best = (_dev_perplexities(trial.get(when, {}), run, domain) for when in ("start", "best"))
-                change = 100 * (best / start - 1)
-                chosen = factor == lineage["adaptation"]["learning_rate_factor"]
-                rows.append((kind, domain, factor, *change, chosen))
-    return pd.DataFrame(rows, columns=["kind", "domain", "factor", "training", "own", "chosen"])
-
-
-def _dev_perplexities(losses: dict[str, float], run: Run, domain: str) -> np.ndarray:
-    """The mean over the training domains, and that of `domain`; NaN where a loss is missing."""
-    training = [losses.get(f"dev_loss/{name}", np.nan) for name in run.training]
-    return np.array([np.exp(training).mean(), np.exp(losses.get(f"dev_loss/{domain}", np.nan))])

@@ -92,7 +92,7 @@ def test_words_of_a_text_are_no_markup(frozen: Run, tmp_path: Path) -> None:
 
 OF_FAMILIES = {"families", "family_costs", "top_k"}
 OF_CLUSTERS = OF_FAMILIES | {"family_differences", "clusters", "by_clusters", "cluster_experts", "cluster_sizes"}
-OF_NOVEL = {"table5", "table6", "table13", "rates", "figure6", "figure8"}
+OF_NOVEL = {"table5", "table6", "table13", "figure6", "figure8"}
 CLUSTERED: dict[str, Any] = {
     "models": {"x": {"kind": "branched", "data": "k2"}},
     "clusterings": {"k2": {"clusters": 2}},

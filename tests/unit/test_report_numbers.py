@@ -216,24 +216,6 @@ def table13(files: Files) -> tuple[pd.DataFrame, pd.DataFrame]:
     return frame.assign(**{"Parent expert": [*one["Parent expert"], ""]}), beneath
 
 
-def rates(files: Files) -> pd.DataFrame:
-    rows = []
-    for domain in files.domains["Novel"]:
-        paths = {"DEMix-DAPT": f"demix/experts/{domain}.json", "Dense-DAPT": f"dense-dapt-{domain}/model.json"}
-        for kind, lineage in ((kind, files.json(f"models/{path}")) for kind, path in paths.items()):
-            for trial in lineage["trials"]:
-                start, best = (np.exp(pd.Series(trial[when])) for when in ("start", "best"))
-                old = [f"dev_loss/{name}" for name in files.domains["Training"]]
-                own, factor = f"dev_loss/{domain}", trial["learning_rate_factor"]
-                changes = change(start[old].mean(), best[old].mean()), change(start[own], best[own])
-                chosen = factor == lineage["adaptation"]["learning_rate_factor"]
-                rows.append((f"{kind}, {factor:g} of the rate", *changes, chosen))
-    found = pd.DataFrame(rows, columns=["label", "Training domains", "Own domain", "Chosen"]).groupby("label")
-    return (
-        found[["Training domains", "Own domain"]].mean().assign(Adaptations=found.size(), Chosen=found["Chosen"].sum())
-    )
-
-
 def weights(files: Files) -> pd.DataFrame:
     own, rows = files.own, {}
     history = {prior: own.of("demix", prior, "history") for prior in ("uniform", "updating", "cached")}
