@@ -102,11 +102,6 @@ class Embedding:
         points: np.ndarray = sums / np.where(lengths > 0, lengths, 1)[:, None]
         return points if self.normalise == "unit" else (points - self.mean) / self.scale
 
-    def top_terms(self, centre: np.ndarray, count: int) -> list[str]:
-        """The `count` terms that weigh most in a `centre` [D], mapped back by the inverse of the SVD."""
-        weights = self.components @ (centre if self.normalise == "unit" else centre * self.scale + self.mean)
-        return [self.terms[number] for number in np.argsort(-weights, kind="stable")[:count]]
-
 
 def fit_embedding(
     batches: Iterable[tuple[Sequence[str], np.ndarray]],

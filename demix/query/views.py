@@ -136,6 +136,11 @@ def _of_expert(run: AskedRun, path: Path) -> dict[str, str | int]:
     return _of_model(run, path) | {"expert": path.stem}
 
 
+def _of_assigned(run: AskedRun, path: Path) -> dict[str, str]:
+    domain, _, split = path.stem.rpartition(".")
+    return {"clustering": path.parts[1], "domain": domain, "split": split}
+
+
 def _of_job(run: AskedRun, path: Path) -> dict[str, str]:
     return {"rule": path.with_suffix("").parts[1], "wildcards": "/".join(path.with_suffix("").parts[2:])}
 
@@ -317,6 +322,16 @@ VIEWS = {
     "tasks": _as_it_is(
         "accuracy on tasks by model and routing, with intervals and chance; values of the harness's tasks",
         "tasks.parquet",
+    ),
+    "task_weights": _as_it_is(
+        "the mean weight of each expert over the tests of a task, by routing", "task_weights.parquet"
+    ),
+    "clusters": View(
+        "the cluster of each document, for models that learn from clusters",
+        {"clustering": TEXT, **_WHERE, "document": WHOLE, "cluster": WHOLE, "distance": REAL},
+        _found("clusters/*/assigned/*.parquet", _of_assigned),
+        _documents,
+        optional=True,
     ),
     "contamination": _as_it_is(
         "how much of the harness's tasks the training text of a domain has, in 13-grams of words",

@@ -1,17 +1,14 @@
-"""The clusters that experts of a run learned from: their terms, their documents, and each expert on each cluster."""
+"""The clusters that experts of a run learned from: their documents, and each expert on each cluster."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
-from demix.data.cluster import Clusterer
-from demix.files import read_parquet
+from demix.files import read_json, read_parquet
 from demix.run.run import Run
 from demix.run.systems import clustered
 
-TOP_TERMS = 5
 SPLITS = ("train", "test")
 
 
@@ -19,12 +16,11 @@ SPLITS = ("train", "test")
 class Clusters:
     """What a run knows of its clusters.
 
-    `terms` has each cluster's terms by clustering. `documents` counts documents: columns clustering, cluster, domain,
+    `documents` counts documents: columns clustering, cluster, domain,
     split, documents. `losses` sums the test documents of a cluster: columns model, seed, cluster, expert, nll (nats),
     tokens.
     """
 
-    terms: Mapping[str, Mapping[str, list[str]]]
     documents: pd.DataFrame
     losses: pd.DataFrame
 
@@ -60,16 +56,10 @@ def read_clusters(run: Run) -> Clusters:
     """
     documents = [pd.DataFrame(columns=["clustering", "cluster", "domain", "split", "documents"])]
     losses = [pd.DataFrame(columns=["model", "seed", "cluster", "expert", "nll", "tokens"])]
-    terms: dict[str, dict[str, list[str]]] = {}
     models = clustered(run)
     for data in dict.fromkeys(model.data for model in models):
         folder = run.folder / "clusters" / data
-        clusterer = Clusterer.open(folder)
-        names = np.array(clusterer.names)
-        terms[data] = {
-            name: clusterer.embedding.top_terms(centre, TOP_TERMS)
-            for name, centre in zip(clusterer.names, clusterer.centres, strict=True)
-        }
+        names = np.array(read_json(folder / "clusterer.json")["names"])
         rows = [model.row for model in models if model.data == data]
         for domain in run.training:
             for split in SPLITS:
@@ -81,4 +71,4 @@ def read_clusters(run: Run) -> Clusters:
             found = found[found["model"].isin(rows)]
             losses.append(found.assign(cluster=names[labels[found["document"]]])[losses[0].columns])
     summed = pd.concat(losses[1:] or losses).groupby(["model", "seed", "cluster", "expert"], as_index=False).sum()
-    return Clusters(terms, pd.concat(documents[1:] or documents, ignore_index=True), summed)
+    return Clusters(pd.concat(documents[1:] or documents, ignore_index=True), summed)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from demix.files import check_sealed
 from demix.report.domains import Domains, domains_of, partly_known
-from demix.report.needs import CLUSTERS, HARNESS, SUITES, TASKS
+from demix.report.needs import HARNESS, SUITES, TASKS
 from demix.run.run import Run
 
 if TYPE_CHECKING:
@@ -185,13 +185,6 @@ class Material:
         return read_contamination(self.run)
 
     @cached_property
-    def task_weights(self) -> "pd.DataFrame":
-        """The rows of task_weights.parquet."""
-        from demix.report.read import read_task_weights
-
-        return read_task_weights(self.run.folder / "task_weights.parquet")
-
-    @cached_property
     def tokens_before(self) -> dict[str, int | None]:
         """The tokens that the models in folders, with which rows began, had learned from."""
         from demix.report.read import tokens_before
@@ -233,7 +226,6 @@ class Material:
         _ = self.tasks if TASKS.met(self.run) else None
         _ = self.suites if SUITES.met(self.run) else None
         _ = (self.harness, self.contamination) if HARNESS.met(self.run) else None
-        _ = self.task_weights if TASKS.met(self.run) and CLUSTERS.met(self.run) else None
         return self
 
     @cached_property

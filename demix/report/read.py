@@ -37,7 +37,6 @@ HARNESS_COLUMNS = (
     *("metric", "value", "stderr", "higher_is_better", "harness_version", "task_version", "documents_sha256"),
 )
 CONTAMINATION_COLUMNS = ("task", "domain", "documents", "long_documents", "found_documents", "ngrams", "found_ngrams")
-TASK_WEIGHT_COLUMNS = ("task", "model", "routing", "expert", "weight")
 PRIOR_COLUMNS = ("model", "experts", "weights", "domain", "kind", "expert", "prior", "seed")
 
 
@@ -89,11 +88,6 @@ def read_contamination(run: Run) -> pd.DataFrame:
     """How much of the harness's tasks the training text of each domain holds (harness/contamination/)."""
     paths = [run.folder / "harness" / "contamination" / f"{domain}.parquet" for domain in run.training]
     return pd.concat([_read(path, CONTAMINATION_COLUMNS) for path in paths], ignore_index=True)
-
-
-def read_task_weights(path: str | Path) -> pd.DataFrame:
-    """The rows of `task_weights.parquet`."""
-    return _read(path, TASK_WEIGHT_COLUMNS)
 
 
 def _read(path: str | Path, columns: tuple[str, ...], key: tuple[str, ...] = ()) -> pd.DataFrame:

@@ -146,20 +146,6 @@ def test_long_texts_are_read_in_pieces(monkeypatch):
     assert embedding.points(SAMPLE) == pytest.approx(points, abs=1e-12)
 
 
-def test_top_terms_are_those_of_the_inverse_transform():
-    embedding, points = EMBEDDINGS["standard", True]
-    centre = points[:9].mean(0)
-    weights = (centre * embedding.scale + embedding.mean) @ embedding.components.T
-    assert embedding.top_terms(centre, 3) == [embedding.terms[n] for n in np.argsort(-weights)[:3]]
-    # A document of one term has it as its first.
-    embedding, _ = EMBEDDINGS["unit", True]
-    (alpha,) = embedding.points(["alpha"])
-    svd = TruncatedSVD(6)
-    svd.components_ = embedding.components.T
-    inverse = svd.inverse_transform(alpha[None])[0]
-    assert embedding.top_terms(alpha, 4) == [embedding.terms[n] for n in np.argsort(-inverse)[:4]]
-
-
 @pytest.mark.parametrize(
     ("texts", "options"),
     [(["alpha beta"] * 9, {}), ([" ".join(WORDS)] * 2, {"min_documents": 1}), (["the", "and"] * 9, {})],

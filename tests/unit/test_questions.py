@@ -55,6 +55,7 @@ def test_every_table_has_rows_of_the_run_and_stands_on_the_page(frozen: Run, vie
 
 TABLES = {name: f"{name}.parquet" for name in ("results", "suites", "differences", "priors", "posteriors", "audit")}
 TABLES |= {"tasks": "tasks.parquet", "contexts": "evaluations/*.contexts.parquet"}
+TABLES |= {"task_weights": "task_weights.parquet", "clusters": "clusters/*/assigned/*.parquet"}
 
 
 @pytest.mark.parametrize("view", TABLES)

@@ -91,7 +91,7 @@ def test_words_of_a_text_are_no_markup(frozen: Run, tmp_path: Path) -> None:
 
 
 OF_FAMILIES = {"families", "family_costs", "top_k"}
-OF_CLUSTERS = OF_FAMILIES | {"family_differences", "clusters", "by_clusters", "cluster_experts", "cluster_sizes"}
+OF_CLUSTERS = OF_FAMILIES | {"family_differences", "by_clusters", "cluster_experts", "cluster_sizes"}
 OF_NOVEL = {"table5", "table6", "table13", "figure6", "figure8"}
 CLUSTERED: dict[str, Any] = {
     "models": {"x": {"kind": "branched", "data": "k2"}},
@@ -119,7 +119,7 @@ TWO = domains(("law", "news"))
         ({"models": {"x": {"kind": "dense", "architecture": {"position": "alibi"}}}}, {"variants"}),
         ({"evaluation": {"contexts": [4]}}, {"contexts"}),
         ({"tasks": {"x": {"path": "x.jsonl"}}}, {"tasks"}),
-        (CLUSTERED | {"tasks": {"x": {"path": "x.jsonl"}}}, OF_CLUSTERS | {"tasks", "task_clusters"}),
+        (CLUSTERED | {"tasks": {"x": {"path": "x.jsonl"}}}, OF_CLUSTERS | {"tasks"}),
         ({"lm_eval": {"tasks": ["lambada"]}}, {"harness"}),
     ],
 )

@@ -441,15 +441,6 @@ def documents(files: Files) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
-def clusters(files: Files) -> pd.DataFrame:
-    found = documents(files)
-    label = found["clustering"] + " " + found["cluster"]
-    counts = pd.crosstab(label, found["split"])
-    by_domain = pd.crosstab(label, found["domain"].where(found["split"] == "train"))
-    counts["of which, %"] = 100 * by_domain.max(axis=1) / counts["train"]
-    return counts.rename(columns={"train": "Training documents", "test": "Test documents"})
-
-
 def merged_removal(files: Files) -> pd.DataFrame:
     own, names, rows = files.own, files.domains["Training"], {}
     for label, every, *system in (
@@ -515,13 +506,6 @@ def tasks(files: Files) -> tuple[pd.DataFrame, pd.DataFrame]:
     frame = rows.pivot(index="label", columns="task", values="accuracy")
     frame.loc["chance"] = 100 * rows.groupby("task")["chance"].first()
     return frame, rows.pivot(index="label", columns="task", values="beneath").fillna("")
-
-
-def task_clusters(files: Files) -> pd.DataFrame:
-    found = files.table("task_weights").pivot(index=["model", "task", "expert"], columns="routing", values="weight")
-    used = 100 * found[[bool(files.run.rows[model].settings.data) for model, *_ in found.index]]
-    used = used.sort_values("cluster", ascending=False).groupby(["model", "task"]).head(3)
-    return used.set_axis([f"{files.labels[model]}, {task}: {cluster}" for model, task, cluster in used.index])
 
 
 def harness(files: Files) -> pd.DataFrame:
