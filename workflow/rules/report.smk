@@ -151,7 +151,6 @@ rule report:
         f"{RUN}/audit.parquet" if WITHOUT else [],
         f"{RUN}/tasks.parquet" if TASKS or HARNESSED else [],
         f"{RUN}/suites.parquet" if SUITES else [],
-        TASK_WEIGHTS,
         [f"{RUN}/harness/contamination/{domain}.parquet" for domain in TRAINING if HARNESSED],
         METRICS,
         # What a report of clusters reads besides.
@@ -209,6 +208,7 @@ rule track:
         f"{RUN}/results.parquet",
         f"{RUN}/tasks.parquet" if TASKS or HARNESSED else [],
         f"{RUN}/suites.parquet" if SUITES else [],
+        TASK_WEIGHTS,
         METRICS,
         EXPERTS,
         expand(f"{RUN}/corpus/{{domain}}/card.json", domain=DOMAINS),

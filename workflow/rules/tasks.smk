@@ -6,7 +6,7 @@ GIVEN_TASKS = {name: written(task) for name, task in TASKS.items()} or None
 # Those of the lm-evaluation-harness.
 HARNESSED = [model.name for model in harnessed(THIS)]
 HARNESS = [f"{RUN}/harness/models/{model}.parquet" for model in HARNESSED]
-# How routings weight clusters, of which the report has a table.
+# How routings weight clusters.
 TASK_WEIGHTS = [f"{RUN}/task_weights.parquet"] if TASKS and systems.clustered(THIS) else []
 
 
