@@ -92,18 +92,6 @@ def orthogonalising_flops(rows: int, columns: int) -> int:
     return 4 * m**2 * n + 2 * m**3
 
 
-def unchosen_parameters(architecture: Architecture) -> int:
-    """The parameters of routed experts that a token does not choose."""
-    routed = architecture.routed
-    if not routed:
-        return 0
-    return (
-        architecture.routed_layers
-        * (routed.experts - routed.top_k)
-        * sum(size.parameters for size in _feedforward(architecture))
-    )
-
-
 class Size(NamedTuple):
     """The number of parameters in a tensor, and whether it is a matrix of blocks or several (`matrices`)."""
 

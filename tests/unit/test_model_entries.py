@@ -19,6 +19,7 @@ from demix.plan.cost import plan_training
 from demix.plan.flops import HARDWARE
 from demix.plan.jobs import ScoringCosts, kept_bytes, plan_jobs
 from demix.report.adapting import changed_bytes
+from demix.report.families import all_training_flops
 from demix.report.material import Material
 from demix.run.check import completed_run
 from demix.run.compared import compared
@@ -31,7 +32,6 @@ from support.cli import demix
 from support.configs import small
 from support.entries import TINY, tiny, trained
 from support.errors import refused
-from support.report import table_of
 
 ALIBI = {"architecture": {"position": "alibi"}}
 MASKED = {"attention": "bidirectional", "objective": "mlm"}
@@ -271,22 +271,13 @@ def test_costs_count_chosen_experts_and_the_seed_of_a_dense_model() -> None:
     )
     assert (plans["switch"].shared, plans["switch"].expert) == parameters(switch, config.types)
     assert plans["switch"].state - plans["dense"].state == 16 * (plans["switch"].expert - plans["dense"].expert)
-    frame = table_of("family_costs", Material(config)).frame
-    types, step, dense = config.types, trained(config, "dense").step_tokens, "Dense (Balanced)"
-    seed, updates = (
-        6000 // step,
-        {name: trained(config, name).settings.tokens // step for name in ("switch", "upcycled")},
-    )
+    types, step = config.types, trained(config, "dense").step_tokens
+    seed, updates = 6000 // step, {name: trained(config, name).updates for name in ("switch", "upcycled")}
     by_token = [training_flops_per_token(one, types, 32) for one in (switch, up, up.unrouted)]
-    whole = [sum(parameters(one, types)) for one in (switch, up, up.unrouted)]
-    assert frame.at["switch", "Parameters"] == whole[0]
-    assert frame["Updates"][["switch", "upcycled"]].tolist() == list(updates.values())
-    assert frame.at["switch", "FLOPs of training"] == pytest.approx(by_token[0] * updates["switch"] * step)
+    found = {name: all_training_flops(trained(config, name), config, {}) for name in updates}
+    assert found["switch"] == pytest.approx(by_token[0] * updates["switch"] * step)
     rest = updates["upcycled"] - seed
-    assert frame.at["upcycled", "FLOPs of training"] == pytest.approx(step * (by_token[1] * rest + by_token[2] * seed))
-    assert frame.at["upcycled", "Bytes synchronised"] == 4 * (whole[1] * rest + whole[2] * seed)
-    more = frame.at["upcycled", "FLOPs a token, all"] - frame.at[dense, "FLOPs a token, all"]
-    assert more == 16 * WIDTH**2 + 2 * WIDTH * 4
+    assert found["upcycled"] == pytest.approx(step * (by_token[1] * rest + by_token[2] * seed))
 
 
 def test_costs_count_the_tokens_of_a_parent_in_a_folder_where_they_are_known(tmp_path: Path) -> None:
@@ -297,14 +288,11 @@ def test_costs_count_the_tokens_of_a_parent_in_a_folder_where_they_are_known(tmp
     for name, tokens in (("mine", 1_000_000), ("theirs", None)):
         begun = {"model": "known", "step": 0, "tokens": tokens, "state_sha256": "4" * 64}
         write_json(tmp_path / "models" / name / "model.json", {"kind": "demix", "parent": begun})
-    material = Material(run)
-    assert material.tokens_before == {"mine": 1_000_000, "theirs": None}
-    frame, by_token = (
-        table_of("family_costs", material).frame,
-        training_flops_per_token(run.architecture, run.types, 32),
-    )
-    assert frame.at["mine", "FLOPs of training"] == pytest.approx(by_token * (TOKENS + 1_000_000))
-    assert math.isnan(frame.at["theirs", "FLOPs of training"]), "no number that looks complete"
+    before = Material(run).tokens_before
+    assert before == {"mine": 1_000_000, "theirs": None}
+    mine, theirs = (all_training_flops(trained(run, name), run, before) for name in models)
+    assert mine == pytest.approx(training_flops_per_token(run.architecture, run.types, 32) * (TOKENS + 1_000_000))
+    assert math.isnan(theirs), "no number that looks complete"
     seeded = {"tokens": 50, "parent": {"model": "dense", "step": 3, "tokens": 20}}
     assert tokens_learned({"tokens": 50}) == tokens_learned(seeded) == 50
     assert tokens_learned({"tokens": 50, "parent": begun | {"tokens": 7}}) == 57

@@ -90,7 +90,7 @@ def test_words_of_a_text_are_no_markup(frozen: Run, tmp_path: Path) -> None:
     assert r"\{\textbackslash d\}" in latex
 
 
-OF_FAMILIES = {"families", "family_costs", "top_k"}
+OF_FAMILIES = {"families", "top_k"}
 OF_CLUSTERS = OF_FAMILIES | {"family_differences", "by_clusters", "cluster_experts", "cluster_sizes"}
 OF_NOVEL = {"table5", "table6", "table13", "figure6", "figure8"}
 CLUSTERED: dict[str, Any] = {

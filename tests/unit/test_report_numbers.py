@@ -340,17 +340,6 @@ def families(files: Files) -> pd.DataFrame:
     return frame
 
 
-def family_costs(files: Files) -> pd.DataFrame:
-    rows = {}
-    for name in ("dense", "demix", "btm", "dense_short", "cbtm_3"):
-        about, row = files.json(f"models/{name}/model.json"), files.run.rows[name]
-        experts = len(row.learned) if row.kind.has_experts else 1
-        size = about["shared_parameters"] + experts * about["expert_parameters"]
-        updates = row.settings.tokens // (2 * 3 * 32)
-        rows[row.label] = {"Parameters": size, "Updates": updates, "FLOPs of training": flops(files, name)}
-    return frame_of(rows)
-
-
 def family_differences(files: Files) -> tuple[pd.DataFrame, pd.DataFrame]:
     found = files.own.table("differences").query("weights == 'cluster'")
     found = found[[model in files.labels and bool(files.run.rows[model].settings.data) for model in found["model"]]]
