@@ -4,7 +4,6 @@ import json
 import re
 import struct
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,10 +15,12 @@ import pytest
 
 from demix.files import read_json, write_json, write_json_lines, write_parquet
 from demix.report import report_files, report_items, write_report
+from demix.report.formats import write_table
 from demix.report.item import FigureItem
 from demix.report.items import all_items
 from demix.report.material import Material
 from demix.report.stages import STAGES, drawing
+from demix.report.table import Table
 from demix.run.run import Run
 from support.cli import demix
 from support.configs import domains, small_run
@@ -78,14 +79,12 @@ def test_a_table_is_the_same_in_each_format(report: Path) -> None:
 EVIL = "<b onclick='x'>a&b_|c* [x](y) $5% #~^ {\\d}"
 
 
-def test_words_of_a_text_are_no_markup(frozen: Run, tmp_path: Path) -> None:
-    clusters = material(frozen).clusters
-    terms = {name: {cluster: [EVIL, "so"] for cluster in found} for name, found in clusters.terms.items()}
-    found = shown("clusters", material(frozen, clusters=replace(clusters, terms=terms)), tmp_path)
-    assert set(found.cells["Terms"]) == {f"{EVIL}, so"}
-    (page,) = read_page(tmp_path / "tables" / "clusters.html")
-    assert set(page.cells["Terms"]) == {f"{EVIL}, so"}
-    latex = (tmp_path / "tables" / "clusters.tex").read_text()
+def test_words_of_a_text_are_no_markup(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"Terms": [EVIL], "Documents": [1.0]}, index=["a"])
+    write_table(Table("Terms", frame, name="evil", title="Evil"), tmp_path)
+    for found in (read_table(tmp_path / "evil.md"), *read_page(tmp_path / "evil.html")):
+        assert [*found.cells["Terms"]] == [EVIL]
+    latex = (tmp_path / "evil.tex").read_text()
     assert r"a\&b\_|c* [x](y) \$5\% \#" in latex
     assert r"\{\textbackslash d\}" in latex
 
