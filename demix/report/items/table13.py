@@ -63,7 +63,6 @@ def make(material: Material) -> Table:
             f"Dense-DAPT changes every parameter of a model, {sizes['Dense-DAPT']:,} bytes per domain; DEMix-DAPT "
             f"those of one expert, {sizes['DEMix-DAPT']:,} bytes.",
             "Per cents of the last row are means of those above it.",
-            "The table of learning rates of adaptation has what each rate does to both kinds of domains, on dev.",
         ),
         formats=formats,
         summaries=frozenset({label}),
