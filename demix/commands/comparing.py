@@ -1,4 +1,4 @@
-"""The commands that look at runs: while they train, and side by side."""
+"""The command that shows runs side by side."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -17,14 +17,6 @@ class Format(StrEnum):
     table = "table"
     markdown = "markdown"
     json = "json"
-
-
-@app.command()
-def watch(run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")]) -> None:
-    """Draw losses, speed and time left of all trainings under way, until none is; once if not in a terminal."""
-    from demix.report.watch import watch as draw
-
-    draw(run, terminal())
 
 
 @app.command()

@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from demix.commands.options import Prior, Tokens, TopK, WeightsRule, terminal
-from demix.config.evaluation import DECAY
 from demix.errors import DemixError
 
 app = typer.Typer()
@@ -136,63 +135,6 @@ def evaluate_own(
         answers = [*answer(found[0])]
     for part in answers:
         terminal().print(part)
-
-
-@app.command()
-def mix(
-    scores: Annotated[Path, typer.Argument(help="A split's score table, results/<run>/scores/<model>/<domain>.test.")],
-    experts: Annotated[str, typer.Option(help="The experts to mix, separated by commas; by default all.")] = "",
-    methods: Annotated[
-        str,
-        typer.Option(
-            help="average, uniform, updating, cached, fitted, separated by commas; by default those of the weights."
-        ),
-    ] = "",
-    weights: Annotated[
-        str,
-        typer.Option(
-            help="Rule for the experts' weights: history, released, a number of last tokens, tempered, switching, "
-            "cluster or cluster+history, the last four also with parameters: tempered(0.2,0.98), switching(0.2), "
-            "cluster(0.3), cluster+history(0.3). By default history, or none on the table of a masked model."
-        ),
-    ] = "",
-    decay: Annotated[float, typer.Option(min=0.001, max=1, help="Lambda of the updating and cached priors.")] = DECAY,
-    dev_blocks: Annotated[
-        int, typer.Option(min=1, help="Blocks of <domain>.dev from which the cached prior is computed.")
-    ] = 100,
-    top_k: TopK = None,
-) -> None:
-    """Mix any experts on a scored text: print the perplexity by method, and the cached prior. Runs no forward pass."""
-    from rich.table import Table
-
-    from demix.config.mixing import parsed_weights
-    from demix.evaluate.domain import mix_experts
-    from demix.evaluate.intervals import block_tokens
-    from demix.evaluate.losses import Mixture
-    from demix.progress import so_many
-
-    scored = [path.stem for path in sorted(scores.glob("*.parquet")) if path.stem != "tokens"]
-    chosen = experts.split(",") if experts else scored
-    rule = int(weights) if weights.isdecimal() else weights
-    try:
-        parsed_weights(rule or "history")
-    except ValueError as error:
-        raise DemixError(f"--weights {weights:.40}", *error.args) from None
-    mixture = Mixture("", tuple(chosen), rule, decay, dev_blocks, top_k)
-    rows, prior = mix_experts(scores, mixture, methods.split(",") if methods else [])
-    table = Table(title=f"{scores.parent.name} on {scores.name}")
-    for head in ("", "perplexity", "95% interval", "prior"):
-        table.add_column(head, justify="left" if head == "" else "right")
-    for row in rows:
-        low, high = row["perplexity_low"], row["perplexity_high"]
-        bounds = "–" if low is None else f"{low:.2f} to {high:.2f}"
-        weight = f"{prior[row['expert']]:.4f}" if row["expert"] in prior else ""
-        table.add_row(row["expert"] or row["method"], f"{row['perplexity']:.2f}", bounds, weight)
-    terminal().print(table)
-    tokens, documents = rows[0]["tokens"], rows[0]["documents"]
-    block = block_tokens(documents, tokens)
-    drawn = f"; intervals are within these documents, from blocks of {block:,} tokens" if block else ""
-    print(f"{tokens:,} tokens of {so_many(documents, 'document')}{drawn}")
 
 
 @app.command()

@@ -10,15 +10,14 @@ import numpy as np
 import pyarrow as pa
 
 from demix.config.evaluation import MixingRecipe
-from demix.config.mixing import parsed_weights
 from demix.errors import DemixError
 from demix.evaluate.choice import mixing_of, switching_on_dev
 from demix.evaluate.columns import COLUMNS, DIFFERENCES, LOSSES, POSTERIORS, PRIORS, table_schema
 from demix.evaluate.intervals import bounds, resampled
 from demix.evaluate.losses import DocumentLosses, Mixture, dev_priors, document_losses
-from demix.evaluate.planned import planned_mixtures, routed, routed_grid
+from demix.evaluate.planned import planned_mixtures, routed_grid
 from demix.evaluate.routing import beside_of, best_on_dev
-from demix.evaluate.score_tables import ScoreTable, read_scores, refuse_other_model, refuse_unknown, scored_folds
+from demix.evaluate.score_tables import ScoreTable, read_scores, refuse_other_model
 from demix.files import seed_for, write_parquet
 from demix.mix.mixtures import FLOORS
 from demix.mix.priors import (
@@ -28,7 +27,6 @@ from demix.mix.priors import (
     posterior_trace,
 )
 from demix.mix.rules import WeightsRule
-from demix.model.clusters import clusters_of
 from demix.run.models import left_out
 from demix.run.systems import Evaluated, ExpertSet
 from demix.settings import Items, Seed, Text, settings
@@ -197,44 +195,6 @@ def _mixed(scores: Path, domain: str, evaluation: Evaluation, byte_lengths: np.n
     if len({totals.sha256 for totals in found.scored}) > 1:
         raise DemixError(f"domain {domain}", "was scored on different tokens by different models", "score it again")
     return found
-
-
-def mix_experts(test: Path, mixture: Mixture, methods: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Rows of each expert alone and of `mixture` by each of `methods`, on a score table; the prior by expert.
-
-    Without `methods` they are those of the tables. Empty weights are history, or none on the table of a masked model.
-    The prior, empty unless `cached` or `fitted` is asked for, comes from the table <domain>.dev beside `test`. Weights
-    with open parameters take those of the model's mixing.json, or choose them on that table.
-    """
-    refuse_unknown(test, mixture.experts)
-    masked = bool(scored_folds(test, mixture.experts))
-    if not masked and not mixture.weights:
-        mixture = replace(mixture, weights="history")
-    family = None if masked else parsed_weights(mixture.weights).rules
-    methods = methods or ["average", *(family.evaluated if family else ["fitted"])]
-    dev = None
-    if {"cached", "fitted"} & {*methods} or mixture.weights == "switching":
-        dev = read_scores(test.with_suffix(".dev"), mixture.experts)
-    model = test.resolve().parents[2] / "models" / test.resolve().parent.name
-    if family and family.routed:
-        clusters = clusters_of(model)
-        mixture = routed(mixture, clusters.name, clusters.context, clusters.temperature)
-    mixture = replace(
-        mixture, rule=mixture.rule or _chosen([mixture.weights], dev, mixture.experts, model).get(mixture.weights)
-    )
-    mixtures = [
-        # Equal weights have no likeliest experts.
-        replace(mixture, method=method, top_k=None if method == "average" else mixture.top_k)
-        for method in methods
-    ]
-    priors = dev_priors(dev, mixtures) if dev else {}
-    totals = document_losses(test, mixture.experts, mixtures, priors, beside=beside_of(test.resolve(), mixtures))
-    about = {"model": test.parent.name, "experts": ""}
-    rows = [_row(about | {"method": "expert"}, totals, name, expert=name) for name in totals.experts]
-    rows += _mixture_rows([(each, "") for each in mixtures], about, totals, mixture.dev_blocks)
-    found, _ = _with_intervals(rows, totals, {"domain": test.stem}, None)
-    prior: list[float] = next((np.exp(value).tolist() for value in priors.values()), [])
-    return found, dict(zip(mixture.experts, prior, strict=False))
 
 
 def _chosen(

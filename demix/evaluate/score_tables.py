@@ -13,7 +13,7 @@ import pyarrow as pa
 from demix.config.evaluation import ScoredTokens
 from demix.config.models import DENSE_EXPERT
 from demix.data.shards import TokenShard
-from demix.errors import DemixError, nearest
+from demix.errors import DemixError
 from demix.files import digest, parquet_reader, read_parquet, sha256_file
 from demix.files.batches import read_batches, regrouped, write_batches
 from demix.model.description import read_description, read_lineage
@@ -369,15 +369,3 @@ def count_to_score(shard: TokenShard, scored: ScoredTokens, length: int) -> int:
 def tokens_sha256(tokens: np.ndarray) -> str:
     """A hash of token ids of any integer type. Scores are comparable only where these hashes are equal."""
     return hashlib.sha256(tokens.astype("<u4").tobytes()).hexdigest()
-
-
-def refuse_unknown(test: Path, experts: Iterable[str]) -> None:
-    """Raise DemixError unless the folder `test` is a score table that has `experts`."""
-    there = sorted({path.stem for path in test.glob("*.parquet")} - {"tokens"})
-    if not there or not (test / "tokens.parquet").is_file():
-        tables = sorted(path.parent for path in test.absolute().parent.glob("*.test/tokens.parquet"))
-        cure = nearest(test.absolute(), tables, "name results/<run>/scores/<model>/<domain>.test")
-        raise DemixError(test, "is no folder of a score table", cure)
-    for name in experts:
-        if name not in there:
-            raise DemixError(f"--experts {name}", f"is no expert in {test}", nearest(name, there, ""))

@@ -153,7 +153,6 @@ ATTACKS = [
     task("choices against labels", labelled(*[2] * 60, opts=[1, 2, 3, 4]), choices="opts"),
     task("true among choices", labelled(*[True] * 60, opts=["a", "b"]), choices="opts"),
     task("one label", labelled(*["a"] * 90)),
-    asked("tokens", "mix", "scores/x.test", "--experts", "tokens"),
     asked("latin1.txt", "eval", "model", "latin1.txt", make=write("latin1.txt", LATIN1 * 9)),
     asked(None, "eval", "model", "few.txt", make=write("few.txt", b"caf\xe9 and " + b"words " * 9)),
     asked("pipe.txt", "eval", "model", "pipe.txt", make=pipe),

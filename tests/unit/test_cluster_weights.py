@@ -20,10 +20,8 @@ from demix.mix.rules import Cluster
 from demix.report.read import read_results
 from demix.run.check import load_run
 from demix.run.compared import compared
-from demix.run.kept import write_run_config
 from demix.run.rules import RunRules
 from demix.run.systems import bases, evaluated
-from support.cli import demix
 from support.configs import domains, small_run
 from support.errors import refused
 from support.mixing import as_blocks, log_mixture, log_weights, updating_priors, window
@@ -223,16 +221,6 @@ def test_the_grid_and_what_dev_chooses(scores: Path, tmp_path: Path) -> None:
     ((temperature, top_k, nll),) = zip(chosen.temperature, chosen.top_k, chosen.nll, strict=True)
     best = tried[min(tried)]
     assert (temperature, top_k, nll) == (*best[:2], pytest.approx(best[2]))
-
-
-def test_the_command_mixes_by_the_distances_beside_a_score_table(scores: Path) -> None:
-    write_run_config(scores.parent / "config.json", RUN.config)
-    place = scores / "cbtm" / "law.test"
-    found = demix("mix", place, "--weights", "cluster(0.3)", "--methods", "uniform,cached")
-    assert found.exit_code == 0, found.exception
-    table, far = read_scores(place, CLUSTERS), distances(scores, "k4", "document", CLUSTERS)
-    log_p = mix(table.scores, table.mask, "uniform", "cluster(0.3)", distances=far)
-    assert f"{np.exp(-log_p.sum() / table.tokens):.2f}" in found.output
 
 
 def test_clusters_weight_models_that_have_a_clustering() -> None:

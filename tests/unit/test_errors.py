@@ -198,7 +198,6 @@ TRAINED = ("--settings", "{}", "--output", "out", "--metrics", "m", "--checkpoin
         (("export", "nomodel", "--expert", "a", "--tokenizer", "t", "--output", "out"), "nomodel"),
         (("report", "nowhere", "--output", "out"), "nowhere/config.json"),
         (("join", "missing.parquet", "--output", "out"), "missing.parquet"),
-        (("mix", "nowhere"), "nowhere"),
     ],
 )
 def test_bad_input_ends_in_one_line_and_leaves_nothing(

@@ -20,12 +20,11 @@ from demix.evaluate.join import join
 from demix.evaluate.score_tables import read_scores
 from demix.files import seed_for
 from demix.mix.mixtures import mix
-from demix.mix.priors import cached_log_prior, fitted_log_prior
+from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import Switching, Tempered
 from demix.run.compared import compared
 from demix.run.systems import bases
 from demix.run.systems import evaluated as evaluated_tables
-from support.cli import demix
 from support.configs import changed, domains, small_run
 from support.errors import refused
 from support.models import write_model
@@ -351,16 +350,3 @@ def test_tables_of_domains_are_joined(evaluated: Path, tmp_path: Path) -> None:
         assert pq.read_table(tmp_path / "joined.parquet").num_rows == sum(
             pq.read_table(part).num_rows for part in parts
         )
-
-
-def test_any_experts_are_mixed_by_one_command(evaluated: Path) -> None:
-    table = evaluated / "scores" / "demix" / "songs.test"
-    done = demix("mix", table, "--experts", "news,wiki", "--dev-blocks", 5)
-    assert done.exit_code == 0, done.output
-    test, dev = (read_scores(table.with_name(f"songs.{split}"), ("news", "wiki")) for split in ("test", "dev"))
-    prior = cached_log_prior(dev.scores, dev.mask, "history", decay=0.3, blocks=5)
-    for method in ("average", "uniform", "updating", "cached"):
-        mixed = mix(test.scores, test.mask, method, log_prior=prior)
-        assert f"{np.exp(-mixed.sum() / test.tokens):.2f}" in done.output
-    assert f"{np.exp(prior[0]):.4f}" in done.output
-    assert "law" not in done.output

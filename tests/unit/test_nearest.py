@@ -1,4 +1,4 @@
-"""Weights by distance outside of the workflow: generated text, the playground, `demix mix` and a user's own text."""
+"""Weights by distance outside of the workflow: generated text, the playground and a user's own text."""
 
 import shutil
 from pathlib import Path

@@ -53,7 +53,7 @@ def test_the_version_is_sealed_too(tmp_path: Path) -> None:
         read_run_config(tmp_path)
 
 
-@pytest.mark.parametrize("command", ["report", "card", "track", "summary", "export", "watch", "sql", "compare"])
+@pytest.mark.parametrize("command", ["report", "card", "track", "summary", "export", "sql", "compare"])
 def test_every_command_that_reads_a_run_refuses_another_version(
     frozen: Run, frozen_copy: Run, tmp_path: Path, command: str
 ) -> None:
