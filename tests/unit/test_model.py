@@ -471,6 +471,28 @@ def test_a_domain_token_is_an_input_only(options: dict[str, str]) -> None:
         model(seen.unsqueeze(0))
 
 
+def test_what_a_model_has_no_row_or_place_for_is_refused() -> None:
+    model, ids = model_of(), torch.zeros(1, 2, SMALL.context + 1, dtype=torch.long)
+    for wrong in (ids, ids[..., :3] - 1, ids[..., :3] + 50):
+        with torch.no_grad(), refused("inputs"):
+            model(wrong)
+    for options in ({}, {"position": "rope"}):
+        model = model_of(architecture=dataclasses.replace(SMALL, **options))
+        with torch.no_grad():
+            for seen, more in ((SMALL.context - 1, 3), (SMALL.context, 1)):
+                past = model.no_past()
+                model(ids[..., :seen], past=past)
+                with refused("inputs"):
+                    model(ids[..., :more], past=past)
+
+
+def test_no_targets_have_no_gradient() -> None:
+    model = model_of()
+    hidden = model(torch.zeros(1, 2, 4, dtype=torch.long))[:, :, :0]
+    model.log_probabilities(hidden, torch.zeros(1, 2, 0, dtype=torch.long)).sum().backward()
+    assert not model.token_embedding.grad.any()
+
+
 def test_experts_start_alike_and_as_the_dense_model() -> None:
     demix, dense = GPT(SMALL, 50, EIGHT).initialise(3), GPT(SMALL, 50, ("dense",)).initialise(3)
     for name, tensor in demix.expert_tensors().items():

@@ -30,7 +30,7 @@ from demix.errors import StoppedError
 from demix.launch.job import Places
 from demix.launch.local import world_size
 from demix.run.placement import place_experts
-from demix.train import parallel
+from demix.train import parallel, stage
 from demix.train.adapt import adapt_dense, adapt_expert
 from demix.train.parallel import joined
 from demix.train.stage import ModelTraining, Training, train_model
@@ -254,12 +254,20 @@ def test_a_sharded_optimizer_changes_no_bit(
 
 
 def adapt(kind: str, tokens: Path, model: Path, folder: Path) -> None:
-    """Adapt a dense model, or add an expert."""
-    how, novel = replace(ADAPT, precision="fp64"), novel_shards(tokens)
-    if kind == "dense":
-        adapt_dense(model, novel, shard_paths(tokens, split="dev"), how, places(folder))
-    else:
-        adapt_expert(model, novel, {"parent": "scripture", "parent_prior": 0.9}, {}, how, places(folder))
+    """Adapt a dense model, or add an expert; `folder` gets a file for each dev split and the rank that reads it."""
+    how, novel, read = replace(ADAPT, precision="fp64"), novel_shards(tokens), stage.dev_loss
+
+    def recorded(*arguments: Any) -> float:
+        (folder / f"{arguments[-1]}.{os.environ.get('RANK', '')}.read").touch()
+        return read(*arguments)
+
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("demix.train.adapt.dev_loss", recorded)
+        if kind == "dense":
+            adapt_dense(model, novel, shard_paths(tokens, split="dev"), how, places(folder))
+        else:
+            adapt_expert(model, novel, {"parent": "scripture", "parent_prior": 0.9}, {}, how, places(folder))
 
 
 @pytest.mark.parametrize("kind", ["demix", "dense"])
@@ -267,6 +275,8 @@ def test_an_adaptation_by_two_ranks_is_that_of_one(kind: str, tokens: Path, tmp_
     model = train_into(tmp_path, kind, shard_paths(tokens)) / "model"
     adapt(kind, tokens, model, tmp_path / "alone")
     by_ranks(2, adapt, kind, tokens, model, tmp_path / "together")
+    readers = [path.name.split(".")[0] for path in tmp_path.glob("together/*.read")]
+    assert sorted(readers) == sorted(NOVEL if kind == "demix" else NOVEL + TRAINING), "each by one rank"
     ours, theirs = (
         [value for row in rows(tmp_path / name) for key, value in row.items() if "loss" in key]
         for name in ("together", "alone")

@@ -156,7 +156,9 @@ def test_tokens_may_choose_more_or_fewer_experts_with_gates_as_in_training(train
         torch.testing.assert_close(layer(states()), wanted, rtol=0, atol=1e-10)
 
 
-def test_a_dropped_choice_is_not_computed_and_an_expert_without_tokens_has_no_gradient() -> None:
+def test_a_dropped_choice_is_not_computed_and_an_expert_without_tokens_has_no_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     layer = layer_of(SWITCH, torch.float32)
     with torch.no_grad():
         layer.down_bias.fill_(math.inf)
@@ -164,13 +166,23 @@ def test_a_dropped_choice_is_not_computed_and_an_expert_without_tokens_has_no_gr
     # A product with a gate of 0 would be NaN.
     assert not out.isnan().any()
     assert (out == 0).all(-1).any()
-    layer = layer_of(SWITCH, torch.float32)
-    with torch.no_grad():
-        layer.router[0] = torch.tensor([0.0, 0.0, 0.0, 50.0])[:, None]
-    layer(states(torch.float32).abs(), []).square().sum().backward()
-    assert layer.up.grad[0, 3].any()
-    assert not layer.up.grad[0, :3].any()
-    assert not layer.down_bias.grad[0, :3].any()
+    unmasked = F.grouped_mm
+
+    def as_on_blackwell(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        """What it leaves for experts without rows where they get a matrix each (pytorch issue 172439)."""
+        out, empty = unmasked(a, b, offs=offs), offs.diff(prepend=offs[:1] * 0) == 0
+        return out.masked_fill(empty[:, None, None], math.nan) if out.ndim > 2 else out
+
+    monkeypatch.setattr(F, "grouped_mm", as_on_blackwell)
+    for dtype, on_gpu in ((torch.float32, False), (torch.bfloat16, True)):
+        monkeypatch.setattr("demix.model.layers.routed._in_one_product", lambda *_, on_gpu=on_gpu: on_gpu)
+        layer = layer_of(SWITCH, torch.float32)
+        with torch.no_grad():
+            layer.router[0] = torch.tensor([0.0, 0.0, 0.0, 50.0])[:, None]
+        layer(states(dtype).abs(), []).float().square().sum().backward()
+        assert layer.up.grad[0, 3].any()
+        assert not layer.up.grad[0, :3].any()
+        assert not layer.down_bias.grad[0, :3].any()
 
 
 def test_capacity_and_balance_are_those_of_switch_of_transformers() -> None:
@@ -447,6 +459,16 @@ def test_the_files_say_what_was_merged(models: Path) -> None:
     for number, name in enumerate(ORDER):
         for key, tensor in load_file(model / "experts" / f"{name}.safetensors").items():
             assert np.array_equal(tensors[key][number], tensor)
+
+
+def test_routers_that_give_no_loss_are_not_the_best(models: Path, tmp_path: Path, monkeypatch) -> None:
+    model = models / "demix"
+    monkeypatch.setattr("demix.model.merge_routed.FACTORS", (math.nan, 1.0))
+    merge_routed(model, dev_shards(model), tmp_path / "merged")
+    assert read_json(tmp_path / "merged" / "experts" / "dense.json")["router"]["factor"] == 1.0
+    monkeypatch.setattr("demix.model.merge_routed.FACTORS", (math.nan,))
+    with refused("model"):
+        merge_routed(model, dev_shards(model), tmp_path / "none")
 
 
 def test_the_order_of_the_experts_changes_nothing(models: Path, tmp_path: Path) -> None:

@@ -142,6 +142,10 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tokens: Path, tmp_pat
     assert "scripture" in diverged.value.rows[0]["diverged"]
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor.nan_to_num(7.0), before[name].double().nan_to_num(7.0))
+    how = dataclasses.replace(EXACT, stopping=EarlyStopping(5, 3))
+    batches = balanced_batches(opened(tokens), TRAINING, 2, 32, 1)
+    with pytest.raises(DivergedError):
+        train(new_model(), batches, TRAINING, how, tmp_path / "dev", evaluate=lambda _: (float("nan"), {}))
 
 
 @pytest.mark.parametrize("stopped_at", [None, 8, 13])
