@@ -83,6 +83,14 @@ def config(
     values: Annotated[bool, typer.Option("--values", help="Print every value, defaults included, instead.")] = False,
     reference: Annotated[bool, typer.Option("--reference", help="Print the reference of all keys instead.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of configs instead.")] = False,
+    pin: Annotated[
+        bool,
+        typer.Option(
+            "--pin",
+            help="Print what pins the sources instead, ready to paste: digests of files, which are fetched once, and "
+            "commits.",
+        ),
+    ] = False,
 ) -> None:
     """Check a config file and say what it will run."""
     import yaml
@@ -98,6 +106,8 @@ def config(
         print(editor_schema(), end="")
     elif file is None:
         raise DemixError("FILE", "is missing", "name a config file, such as config/sample.yaml")
+    elif pin:
+        _pin(file)
     elif values:
         print(yaml.safe_dump(load_run(file).config.values, sort_keys=False, allow_unicode=True), end="")
     else:
@@ -181,9 +191,8 @@ def _silent() -> Iterator[None]:
         logger.setLevel(level)
 
 
-@app.command()
-def pin(file: Annotated[Path, typer.Argument(help="A config file.")]) -> None:
-    """Print what pins a config's sources, ready to paste: digests of files, which are fetched once, and commits."""
+def _pin(file: Path) -> None:
+    """Print what pins a config's sources. A source that cannot be read is named, and the exit status is then 1."""
     import textwrap
 
     import yaml

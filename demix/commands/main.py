@@ -18,7 +18,7 @@ from demix.launch.usage import note_usage
 
 # The modules with the commands of the workflow's rules, and those with the commands for people.
 STAGES = ("stages", "dividing", "tasks", "training")
-PEOPLE = ("configs", "people", "standard", "questions", "comparing", "exchange", "masked")
+PEOPLE = ("configs", "people", "standard", "questions", "comparing", "exchange")
 
 
 def command_line(asked: str = "") -> typer.Typer:

@@ -203,15 +203,27 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 1,
     tokenizer: Tokens = None,
 ) -> None:
-    """Continue a prompt with a mixture of experts. In a terminal, the posterior over experts follows the text."""
+    """Continue a prompt with a mixture of experts. In a terminal, the posterior over experts follows the text.
+
+    A masked model fills in each <mask> of the prompt: its likeliest tokens, with the probability in the mixture, whose
+    weights are fixed, and under each expert.
+    """
     from demix.data.text import SURROGATE
-    from demix.generate.terminal import continued, posterior_table
+    from demix.generate.terminal import continued, filled, posterior_table
+    from demix.model.checkpoint import describe
     from demix.model.continuations import mixture_of
     from demix.model.decode import open_model, read_alone
 
     if SURROGATE.search(prompt):
         raise DemixError("--prompt", "is not UTF-8", "give it in UTF-8")
-    trunks, encoder = open_model(model, experts.split(",") if experts else None, tokenizer)
+    names = experts.split(",") if experts else None
+    if describe(model)["architecture"].get("objective") == "mlm":
+        if weights not in ("tempered", "average"):
+            raise DemixError("--weights", "would look ahead in a masked model", "leave it out: its weights are fixed")
+        for table in filled(model, names, prior or "uniform", tokenizer, prompt):
+            terminal().print(table)
+        return
+    trunks, encoder = open_model(model, names, tokenizer)
     read_alone(trunks)
     mixture = mixture_of(model, trunks, encoder, weights, prior)
     log_weights = continued(mixture, encoder, prompt, tokens, temperature, top_p, seed)

@@ -137,7 +137,7 @@ class Config:
     allow_branches: Switch = Field(
         default=False,
         description="Accept sources of kind hub whose revision is no commit. Branches and tags can move, and the text "
-        "of the run with them. `demix pin CONFIG` prints the commits.",
+        "of the run with them. `demix config --pin CONFIG` prints the commits.",
     )
     sources: dict[DomainName, SharedSource] = Field(
         default_factory=dict,
@@ -258,7 +258,7 @@ class Config:
         self._check_suites()
         for key, source in self.moving.items() if not self.allow_branches else ():
             cause = f"is {source.revision}, which is no commit: its text can change"
-            cure = "put in what `demix pin CONFIG` prints, or set allow_branches: true"
+            cure = "put in what `demix config --pin CONFIG` prints, or set allow_branches: true"
             raise DemixError(f"config key {key}.revision", cause, cure)
         check_tasks(self.tasks, self.domains.training)
         refuse_secrets("config key tracking.uri", self.tracking.uri, LOG_IN_ELSEWHERE)

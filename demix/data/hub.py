@@ -95,7 +95,8 @@ def _root(repository: str, revision: str | None) -> str:
         return str(Path(repository).resolve())
     if not COMMIT.fullmatch(revision or ""):
         commit = commit_of(repository, revision)
-        _log.warning("%s: %s is %s today and can change; `demix pin` prints it", repository, revision or "main", commit)
+        cure = "`demix config --pin` prints it"
+        _log.warning("%s: %s is %s today and can change; %s", repository, revision or "main", commit, cure)
         revision = commit
     return f"hf://datasets/{repository}@{revision}"
 

@@ -327,7 +327,9 @@ def _stored(source: Source, domain: str, part: int, fetched: Path) -> Iterator[R
     # Digests pin the list of files, too.
     if source.sha256 and (others := sorted((Counter(names) - Counter([*source.sha256])).elements())):
         cause = f"lacks files that {', '.join(source.paths)} names, or that it names twice: {', '.join(others)}"
-        raise DemixError(f"{domain}.source.sha256", cause[:300], "add them by `demix pin`, or name fewer files in path")
+        raise DemixError(
+            f"{domain}.source.sha256", cause[:300], "add them by `demix config --pin`, or name fewer files in path"
+        )
     whole = len(addresses) >= source.parts
     reading = source.reading(0, 1) if whole else source.reading(part, source.parts)
     taken = addresses[part :: source.parts] if whole else addresses

@@ -1,14 +1,19 @@
-"""Generated text and the posterior over experts, printed to a terminal or a pipe."""
+"""Generated text, the posterior over experts and filled masks, printed to a terminal or a pipe."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 from rich.table import Table
 
 from demix.data.tokenizer import Tokenizer
+from demix.model.checkpoint import load_experts
 from demix.model.continuations import MixedModel
-from demix.model.decode import continuation
+from demix.model.decode import continuation, named_prior, weights_of
+from demix.model.filling import fillings
+from demix.model.scoring import columns_of
+from demix.model.tokenizer import tokenizer_of
 
 BAR = 40
 # A model may generate control codes, and these must not control the terminal.
@@ -48,3 +53,23 @@ def posterior_table(experts: Sequence[str], log_weights: np.ndarray) -> Table:
     for weight, expert in sorted(zip(np.exp(log_weights).tolist(), experts, strict=True), reverse=True):
         table.add_row(expert, f"{weight:.1%}", "█" * round(BAR * weight))
     return table
+
+
+def filled(
+    model: Path, experts: Sequence[str] | None, prior: str, tokenizer: Path | None, text: str
+) -> Iterator[Table]:
+    """A table for each mask of `text`: its likeliest fillings by a mixture of masked experts, and by each of them."""
+    _, encoder = tokenizer_of(model, tokenizer)
+    trunks = load_experts(model, None if experts is None else tuple(experts))
+    names = columns_of(trunks)
+    log_prior, _ = named_prior(prior, model, names, weights_of("average", model))
+    for number, found in enumerate(fillings(trunks, encoder, text, log_prior), 1):
+        table = Table(title=f"Mask {number}", title_justify="left", box=None)
+        table.add_column("filling")
+        table.add_column("probability", justify="right")
+        for name in names if len(names) > 1 else ():
+            table.add_column(name, justify="right")
+        for one in found:
+            each = [f"{value:.1%}" for value in one.by_expert] if len(names) > 1 else []
+            table.add_row(repr(one.text), f"{one.probability:.1%}", *each)
+        yield table

@@ -39,12 +39,10 @@ def fillings(
 ) -> list[list[Filling]]:
     """The `top` likeliest fillings of each `<mask>` of `text`, likeliest first, under experts with `log_prior` [E].
 
-    All masks are hidden together, and each is filled in by itself. Raises DemixError for a causal model, a text
-    without a mask, and one that is longer than the model's blocks.
+    All masks are hidden together, and each is filled in by itself. Raises DemixError for a text without a
+    mask, and for one that is longer than the model's blocks.
     """
     sizes = trunks[0].architecture
-    if sizes.objective != "mlm":
-        raise DemixError("model", "predicts next tokens, and has learned no masks", "use `demix generate`")
     inputs = masked_inputs(tokenizer, text)
     masks = np.flatnonzero(inputs == MASKED)
     if not len(masks):

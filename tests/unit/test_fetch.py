@@ -401,7 +401,7 @@ def test_what_pin_prints_pins_every_source(hub):
         fantasy={"kind": "files", "path": "licenses.jsonl"},
     )
     Path("config.yaml").write_text(yaml.safe_dump(config))
-    printed = demix("pin", "config.yaml").stdout
+    printed = demix("config", "--pin", "config.yaml").stdout
     assert yaml.safe_load(printed)["domains"] == {
         "training": {
             "parliament": digests(a='"a"', b='"b"'),
@@ -412,7 +412,7 @@ def test_what_pin_prints_pins_every_source(hub):
     }
     Path("pinned.yaml").write_text("base: config.yaml\n" + printed)
     assert load_run("pinned.yaml").domains["scripture"].source.revision == COMMIT
-    assert demix("pin", "pinned.yaml").stdout == ""
+    assert demix("config", "--pin", "pinned.yaml").stdout == ""
     assert not [path for path in Path("results").rglob("*") if path.is_file()]
 
 
@@ -425,7 +425,7 @@ def test_pin_names_what_it_cannot_read_beside_the_rest(hub, caplog):
     )
     Path("config.yaml").write_text(yaml.safe_dump(config))
     with caplog.at_level(logging.ERROR):
-        done = demix("pin", "config.yaml")
+        done = demix("config", "--pin", "config.yaml")
     assert done.exit_code == 1
     assert yaml.safe_load(done.stdout)["domains"] == {"training": {"scripture": {"source": {"revision": COMMIT}}}}
     for named in ("parliament", "licenses", "ask its owner", "fantasy", "owner/none"):
@@ -440,7 +440,7 @@ def test_without_a_network_pin_ends_at_once(kind, nobody, tmp_path, monkeypatch)
     url = {"kind": "url", "path": f"{nobody}/a.jsonl"}
     one, other = (HUB, url) if kind == "hub" else (url, HUB)
     Path("config.yaml").write_text(yaml.safe_dump(with_sources(parliament=one, scripture=other, fantasy=other)))
-    refusal("pin", "config.yaml", of=nobody if kind == "hub" else url["path"])
+    refusal("config", "--pin", "config.yaml", of=nobody if kind == "hub" else url["path"])
     assert not [path for path in Path("results").rglob("*") if path.is_file()]
 
 

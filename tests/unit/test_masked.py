@@ -227,8 +227,6 @@ def test_what_continues_or_weighs_a_text_refuses_a_masked_model(run: Path, tmp_p
     text.write_text("some text of our own")
     with refused("model", model):
         open_model(model)
-    with refused("model", model):
-        raise demix("generate", model, "--prompt", "a").exception
     with refused(model):
         evaluate_text(model, text)
     with refused(model):
@@ -344,17 +342,18 @@ def test_fillings_of_a_mixture_add_up_the_probabilities_of_its_experts(tokens: P
     assert [one.probability for one in apart[0]] == pytest.approx([one.probability for one in found[0]])
 
 
-def test_the_command_fill(tokens: Path, tmp_path: Path) -> None:
+def test_a_prompt_with_masks_is_filled_in(tokens: Path, tmp_path: Path) -> None:
     model, encoder = roberta(tokens, THREE)
     save_model(model, tmp_path / "m", encoder.sha256)
-    save_model(model_of(THREE, torch.float32, vocab_size=encoder.vocab_size), tmp_path / "causal", encoder.sha256)
     file = ("--tokenizer", tokens / "tokenizer.json")
-    done = demix("fill", tmp_path / "m", TEXT, "--prior", "law=2,news=1", "--experts", "law,news", "--top", "2", *file)
+    done = demix(
+        "generate", tmp_path / "m", "--prompt", TEXT, "--prior", "law=2,news=1", "--experts", "law,news", *file
+    )
     assert done.exit_code == 0, done.exception
     assert ("news" in done.stdout, "code" in done.stdout) == (True, False)
-    for folder, text, subject in (("m", "no mask", "text"), ("m", "<mask>" * 64, "text"), ("causal", TEXT, "model")):
+    for subject, *words in (("text", "no mask"), ("text", "<mask>" * 64), ("--weights", TEXT, "--weights", "history")):
         with refused(subject):
-            raise demix("fill", tmp_path / folder, text, *file).exception
+            raise demix("generate", tmp_path / "m", "--prompt", *words, *file).exception
 
 
 @torch.no_grad()

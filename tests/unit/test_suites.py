@@ -133,7 +133,7 @@ def test_missing_files_and_pins_name_a_source_of_a_suite(tmp_path: Path, monkeyp
         Config.read("x.yaml").refuse_missing_files(Path("x.yaml"))
     for name in ("text.jsonl", "c4.jsonl"):
         Path(name).write_text('{"text": "a"}\n')
-    told = yaml.safe_load(demix("pin", "x.yaml").stdout)
+    told = yaml.safe_load(demix("config", "--pin", "x.yaml").stdout)
     assert [*told["domains"]["training"]] == ["law", "news"]
     assert {suite: [*sources] for suite, sources in told["evaluation"]["suites"].items()} == {
         "paloma": ["c4", "songs"],
