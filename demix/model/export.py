@@ -137,14 +137,20 @@ def export_mixture(
 
 
 def _tensors(directory: Path, form: Format, model: GPT, number: int, dtype: str) -> dict[str, Tensor]:
-    """The tensors of one of the stacked experts of `model` as `form` has them. Raises DemixError for too large ones."""
+    """The tensors of one of the stacked experts of `model` as `form` has them, of the type `dtype`.
+
+    Raises DemixError for numbers that this type does not hold.
+    """
     own = {name: tensor[number] if ".feedforward." in name else tensor for name, tensor in model.named_parameters()}
     if _with_plain_head(model.architecture) != model.architecture:
         own["token_embedding"] = F.normalize(own["token_embedding"], dim=-1)
         own["output_embedding"] = own.pop("logit_scale") * own["token_embedding"]
-    tensors = form.theirs_of(_with_plain_head(model.architecture), own)
-    _refuse_infinite(directory, tensors, dtype)
-    return {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
+    theirs = form.theirs_of(_with_plain_head(model.architecture), own)
+    tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in theirs.items()}
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise DemixError(directory, f"has numbers in {name} beyond those of {dtype}", "use bfloat16 or float32")
+    return tensors
 
 
 def _config(directory: Path, form: Format, model: GPT, encoder: Tokenizer, dtype: str) -> dict[str, Any]:
@@ -182,13 +188,6 @@ def _with_plain_head(architecture: Architecture) -> Architecture:
     """The architecture in other formats: CLAP's rows of length 1 are embeddings, and its head is one of its own."""
     plain = architecture.head == "clap" and architecture.clap_inputs == "unit" and architecture.objective == "clm"
     return dataclasses.replace(architecture, head="untied") if plain else architecture
-
-
-def _refuse_infinite(directory: Path, tensors: dict[str, Tensor], dtype: str) -> None:
-    most = torch.finfo(DTYPES[dtype]).max
-    for name, tensor in tensors.items():
-        if tensor.numel() and float(tensor.detach().abs().max()) > most:
-            raise DemixError(directory, f"has numbers beyond {most:g} in {name}", "use --dtype bfloat16 or float32")
 
 
 def _as_it_came(directory: Path) -> dict[str, Path]:

@@ -216,9 +216,10 @@ class GPT(nn.Module):
         """
         if past and self.architecture.attention == "bidirectional":
             raise DemixError("a model with bidirectional attention", "cannot go on with a text", "use a causal model")
-        x = self.token_embedding[inputs]
         start = past[0].seen if past else 0
         led = bool(self.domain_tokens) and not start
+        self._refuse_outside(inputs, start + led + inputs.shape[-1], past)
+        x = self.token_embedding[inputs]
         if led:
             if domains is None:
                 raise DemixError("domains", "a domain-token model was given no domain token", "pass one per sequence")
@@ -243,6 +244,21 @@ class GPT(nn.Module):
         if self.architecture.norm_place != "post":
             x = normed(x, self.final_norm)
         return x[:, :, 1:] if led else x
+
+    def _refuse_outside(self, inputs: Tensor, positions: int, past: list[KeyValues] | None) -> None:
+        """Raise DemixError for `inputs` that are no ids, and for more `positions` than the table or `past` has.
+
+        Ids of training come from shards, and a GPU would have to be waited for to look at them.
+        """
+        rooms = [past[0].positions] if past else []
+        rooms += [len(self.position_embedding)] if self.architecture.position == "learned" else []
+        if positions > min(rooms, default=positions):
+            raise DemixError("inputs", f"end at position {positions} of {min(rooms)}", "give fewer tokens")
+        if inputs.numel() and not (inputs.is_cuda and torch.is_grad_enabled()):
+            least, most = (int(bound) for bound in inputs.aminmax())
+            if least < (MASKED if self.architecture.objective == "mlm" else 0) or most >= self.vocab_size:
+                cause = f"have ids from {least} to {most}, and the vocabulary has {self.vocab_size}"
+                raise DemixError("inputs", cause, "give ids of the model's own tokenizer")
 
     def _documents(self, inputs: Tensor, led: bool, past: list[KeyValues] | None) -> Tensor:
         """The numbers of the documents of what is in `past` and of `inputs` [E or 1, B, T]: [E or 1, B, seen + T].

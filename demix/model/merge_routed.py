@@ -277,7 +277,11 @@ def _least_loss(
         for row, router in zip(rows, solution, strict=True):
             row.copy_(router)
         losses[choice] = -math.fsum(float(log_probabilities(whole, *cut).mean()) for cut in cuts) / len(cuts)
-    return min(losses, key=losses.__getitem__)
+    # A comparison with NaN is false.
+    finite = {choice: loss for choice, loss in losses.items() if math.isfinite(loss)}
+    if not finite:
+        raise DemixError("model", "gives tokens no finite log-probability by any router", "train its experts again")
+    return min(finite, key=finite.__getitem__)
 
 
 def _refuse_unmergeable(directory: Path, shards: Mapping[str, Path]) -> None:

@@ -48,9 +48,9 @@ class _LogProbabilities(torch.autograd.Function):
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         # They are scaled in place, so a second backward computes them again.
         gradients, ctx.gradients = ctx.gradients, None
-        if gradients is not None and bool((incoming == incoming[0]).all()):
-            # A Python number is not rounded to the type of the states, as a tensor would be.
-            scale = -incoming[0].item()
+        if gradients is not None and bool((incoming == incoming[:1]).all()):
+            # A Python number is not rounded to the type of the states, as a tensor would be. Without rows it is -0.
+            scale = -incoming[:1].sum().item()
             for_states, for_weight = (None if gradient is None else gradient.mul_(scale) for gradient in gradients)
         else:
             states, weight, targets = ctx.saved_tensors

@@ -162,7 +162,8 @@ def adapt_expert(
             return model
 
         def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
-            (loss,) = world.first([dev_loss(model, dev_shard, adaptation.dev_blocks, domain)])
+            own = dev_loss(model, dev_shard, adaptation.dev_blocks, domain) if world.takes(0) else 0.0
+            (loss,) = world.sum([own])
             return loss, {f"dev_loss/{domain}": loss} | others
 
         found = _Adapting(directory, shards, origin, places.checkpoints, begin, evaluate, world).best(adaptation)
@@ -191,7 +192,9 @@ def adapt_dense(
         }
 
         def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
-            losses = world.first([dev_loss(model, *which, name) for name, which in measured.items()])
+            each = enumerate(measured.items())
+            own = [dev_loss(model, *which, name) if world.takes(n) else 0.0 for n, (name, which) in each]
+            losses = world.sum(own)
             return losses[0], {f"dev_loss/{name}": loss for name, loss in zip(measured, losses, strict=True)}
 
         def begin() -> GPT:

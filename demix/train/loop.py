@@ -5,7 +5,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +70,7 @@ def train(
                 dev_loss = None
                 if evaluate and (best.due(step, last) if best else last or due):
                     dev_loss, more = evaluate(model)
+                    _refuse_infinite({"the dev split": dev_loss}, step, metrics.rows)
                     metrics.record({"step": step, "tokens": metrics.tokens, measured: dev_loss} | more)
                     if best and best.ends(step, dev_loss):
                         break
@@ -84,7 +85,7 @@ def train(
                 *sums, signals = world.sum([*sums, signalled()])
                 sync.finish()
                 losses = _Losses.of(sums, domains)
-                losses.refuse_infinite(step, metrics.rows)
+                _refuse_infinite(losses.by_domain, step + 1, metrics.rows)
                 if signals:
                     # This step updated nothing, so the state is that of the step's start.
                     learner.save(step)
@@ -127,17 +128,18 @@ class _Losses:
         by_domain = {name: total / n for name, total, n in zip(domains, totals, counts, strict=True) if n}
         return cls(sum(totals), by_domain, [*sums[2 * number :]])
 
-    def refuse_infinite(self, step: int, rows: list[Row]) -> None:
-        """Raise DivergedError if a loss of update `step` (from 0), after those of `rows`, is not finite."""
-        if worst := ", ".join(name for name, value in self.by_domain.items() if not math.isfinite(value)):
-            cure = "lower the learning rate; the last checkpoint is kept"
-            raise DivergedError(step + 1, f"the loss of {worst} is not finite", cure, rows)
-
     @property
     def metrics(self) -> Row:
         """What a row of metrics says of them."""
         routers = router_metrics(self.routed) if self.routed else {}
         return {f"loss/{name}": value for name, value in self.by_domain.items()} | routers
+
+
+def _refuse_infinite(losses: Mapping[str, float], step: int, rows: list[Row]) -> None:
+    """Raise DivergedError if one of the `losses` of update `step` (from 1), after those of `rows`, is not finite."""
+    if worst := ", ".join(name for name, value in losses.items() if not math.isfinite(value)):
+        cure = "lower the learning rate; the last checkpoint is kept"
+        raise DivergedError(step, f"the loss of {worst} is not finite", cure, rows)
 
 
 def _backward(

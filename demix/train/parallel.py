@@ -71,13 +71,9 @@ class World:
         dist.all_reduce(numbers)
         return numbers.tolist()
 
-    def first(self, values: Sequence[float]) -> list[float]:
-        """The `values` of rank 0 on every rank, so that all ranks take the same decisions."""
-        if self.size == 1:
-            return list(values)
-        numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.broadcast(numbers, 0)
-        return numbers.tolist()
+    def takes(self, number: int) -> bool:
+        """Whether this rank does the work of this `number`, of works that the ranks take in turn."""
+        return number % self.size == self.rank
 
     def wait(self) -> None:
         """Wait until all ranks have called this method."""

@@ -296,7 +296,7 @@ def _dev_losses(training: ModelTraining, world: World) -> Evaluation:
     def mine(model: GPT, number: int) -> bool:
         if training.row.batches == "by_domain":
             return domains[number] in model.experts and world.writes_experts
-        return number % world.size == world.rank
+        return world.takes(number)
 
     def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
         measured = [
@@ -314,6 +314,8 @@ def dev_loss(model: GPT, shard: TokenShard, count: int, domain: str) -> float:
 
     A model with one expert is evaluated with that expert.
     """
+    if not len(shard):
+        raise DemixError(shard.path, "holds no token to measure a loss on", "give the domain more dev text")
     length = model.architecture.context
     if len(model.experts) > 1:
         model = model.only(domain)
@@ -334,7 +336,7 @@ def optimization(
 
 def open_shards(paths: list[Path], world: World) -> list[TokenShard]:
     """Open token shards. One rank verifies the sha256 of each. Raises DemixError where their tokenizers differ."""
-    shards = [TokenShard.open(path, verify=number % world.size == world.rank) for number, path in enumerate(paths)]
+    shards = [TokenShard.open(path, verify=world.takes(number)) for number, path in enumerate(paths)]
     for path, shard in zip(paths, shards, strict=True):
         if shard.tokenizer_sha256 != shards[0].tokenizer_sha256:
             raise DemixError(path, f"was made with another tokenizer than {paths[0]}", "tokenize all domains again")

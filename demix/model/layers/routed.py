@@ -167,6 +167,8 @@ def _expert_linear_backward(incoming: Tensor, x: Tensor, weight: Tensor, ends: T
         offs, expert = ends.to(torch.int32), _expert_of_rows(ends, len(x))
         for_x = F.grouped_mm(incoming, weight.to(x.dtype), offs=offs).masked_fill_((expert == len(weight))[:, None], 0)
         for_weight = F.grouped_mm(incoming.T, x, offs=offs)
+        # On some GPUs the product leaves what was in memory for an expert without rows (pytorch issue 172439).
+        for_weight.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
         # A matrix product adds up in the same order every time, index_add on a GPU does not.
         for_bias = F.one_hot(expert, len(weight) + 1)[:, :-1].T.to(x.dtype) @ incoming
         return for_x, for_weight.to(weight.dtype), for_bias.to(weight.dtype)
