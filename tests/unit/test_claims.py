@@ -8,8 +8,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from demix.report.claims.weights import rows
 from demix.report.items import all_items
 from demix.run.run import Run
+from support.configs import changed
 from support.frozen import material, rows_of
 from support.report import pairs_of, verdict, verdicts
 
@@ -157,6 +159,13 @@ def test_a_difference_whose_interval_has_the_edge_is_weak(
     assert judged(name, frozen, results, differences=known) == expected
     # Without that of one domain there is no interval of the mean.
     assert judged(name, frozen, results, differences=known[known["domain"] != "licenses"]) in ("shown", "not shown")
+
+
+def test_a_model_with_another_optimizer_is_not_judged_by_the_dense_model(frozen: Run) -> None:
+    other = ({"learning_rate": 1e-3}, {"optimizer": {"kind": "muon", "momentum": 0.9}})
+    runs = [changed(frozen, models={"demix_other": {"kind": "demix"} | keys}) for keys in other]
+    judged = [{row.name for row in rows(run)} for run in runs]
+    assert judged[0] - judged[1] == {"demix_other_tempered_against_dense"}
 
 
 def test_seeds_that_disagree_make_a_claim_weak(frozen: Run) -> None:

@@ -7,7 +7,8 @@ import pandas as pd
 import pytest
 
 from demix.run.run import Run
-from support.frozen import material, rows_of
+from support.configs import changed
+from support.frozen import material, rows_of, with_models
 from support.report import first_page, says
 
 # Perplexities of the lines by model, method and weights; all other systems have 150.
@@ -76,6 +77,15 @@ def test_models_with_other_training_stand_apart_and_no_model_may_be_below_dense(
     remarks = pd.concat([main.cells, rest.cells])["Remark"]
     assert all(remarks[frozen.rows[name].label].strip() for name in ("btx", "dense_short"))
     assert not remarks[["DEMix (tempered)", "Dense (Balanced)"]].str.strip().any()
+
+
+def test_what_began_with_the_same_models_folder_has_equal_flops(frozen: Run, tmp_path: Path) -> None:
+    """However many tokens that model had learned from, which is not known."""
+    run = with_models(frozen, tmp_path / "own", "demix", "dense")
+    run = changed(run, models={name: {"kind": name, "parent": "imported/one"} for name in ("dense", "demix")})
+    unknown = {"dense": None, "demix": None}
+    main, _ = first_page(material(run, results=lined(frozen), tokens_before=unknown), tmp_path)
+    assert "Remark" not in main.cells
 
 
 def test_a_run_without_dense_has_no_changes(frozen: Run, tmp_path: Path) -> None:

@@ -18,14 +18,16 @@ import pytest
 from scipy import stats
 from scipy.interpolate import interp1d
 
+from demix.files import write_json_lines
 from demix.report import report_items
 from demix.report.affinity import relation_with_own, relations
 from demix.report.item import FigureItem, TableItem
 from demix.report.items import all_items
+from demix.report.material import Material
 from demix.run.run import Run
-from support.configs import changed
+from support.configs import changed, small_run
 from support.frozen import material, rows_of
-from support.report import Shown, drawn_as, pairs_of, read_table, shown
+from support.report import Shown, drawn, drawn_as, pairs_of, read_table, shown, table_of
 
 # How tables name a system, by its method and rule of weights; {} is the label of the model.
 NAMES = {
@@ -686,6 +688,31 @@ def test_between_budgets_the_logarithm_of_cost_is_linear(frozen: Run, tmp_path: 
     expected = {label: dict(zip(columns, (*row, row[2] / row[1]), strict=True)) for label, row in lines.items()}
     assert not found.wrong(frame_of(expected))
     assert {*found.cells.index} == {*expected}
+    # Where no two lines share a perplexity, no row is left, and all columns are.
+    results["perplexity"] = results["model"].map(perplexity | {"dense": 0.1, "dense_short": 0.2}).fillna(1.0)
+    assert table_of("speed_up", material(run, results=results)).frame.shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("measured", "best", "expected"), [("dev_loss", "DEMix", (2.0, 4.0, 1.0)), ("loss", "", (5.5, 6.5, 2.0))]
+)
+def test_losses_are_of_the_domains_that_all_models_train_on(
+    measured: str, best: str, expected: tuple[float, ...], tmp_path: Path
+) -> None:
+    """The line of the best is thick. Losses of batches do not compare, nor does a model trained without a domain."""
+    models = {"dense_unbalanced": None, "domain_token": None}
+    run = small_run(models=models, removal={"retrain_without": ["law"], "replacement": "songs"})
+    lost = {"demix": {"law": 9.0, "news": 2.0}, "dense": {"law": 9.0, "news": 4.0}}
+    lost["without-law"] = {"songs": 3.0, "news": 1.0}
+    for name, losses in lost.items():
+        mean = {measured: sum(losses.values()) / 2}
+        by_domain = {f"{measured}/{domain}": loss for domain, loss in losses.items()}
+        write_json_lines(tmp_path / f"{name}.jsonl", [{"step": 1, "tokens": 100} | mean | by_domain])
+    figure = drawn("training", Material(run, {"metrics": tmp_path}))
+    (records,) = figure["datasets"].values()
+    labels = ("DEMix", "Dense (Balanced)", "DEMix without law")
+    assert {row["model"]: row["loss"] for row in records} == dict(zip(labels, expected, strict=True))
+    assert f"'{best}')" in figure["vconcat"][0]["encoding"]["strokeWidth"]["condition"]["test"]
 
 
 def test_p_is_that_of_all_orders_of_the_domains() -> None:
