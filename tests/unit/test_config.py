@@ -1,6 +1,7 @@
 """The config: bases, presets, defaults, fingerprints, files that must say the same, and what is refused by its key."""
 
 import copy
+import json
 import re
 import tomllib
 from dataclasses import replace
@@ -17,6 +18,7 @@ from snakemake.io import PeriodicityDetector
 
 from demix.config.adaptation import FactorSweep
 from demix.config.config import Config
+from demix.config.keys import read_keys
 from demix.config.names import refuse_name
 from demix.config.reference import editor_schema, reference
 from demix.config.training import (
@@ -381,6 +383,15 @@ def test_a_config_is_refused_by_its_key(sections: dict[str, Any], subject: str) 
 def test_a_key_that_is_no_text_is_refused() -> None:
     with refused("None"):
         completed_run({None: None})
+
+
+def test_two_escapes_of_json_are_one_character_and_half_of_one_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"run": "🄯"}))
+    assert read_keys(path)[0] == {"run": "🄯"}
+    path.write_text(json.dumps({"run": "\ud83c"}))
+    with refused(path):
+        read_keys(path)
 
 
 def test_names_and_values_that_only_resemble_refused_ones_are_accepted() -> None:

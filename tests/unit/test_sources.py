@@ -464,6 +464,21 @@ def test_bad_files_are_refused_whole(tmp_path, name, data, place):
     fails(tmp_path / name, place)
 
 
+def test_a_header_of_csv_is_read_whole(tmp_path):
+    """The first bytes of 4 KiB times a power of two end in `text`, which is the beginning of another column's name."""
+    page = b"n" * 4091 + b",text"
+    header = b"text," + page[5:] + page * 128 + b"n"
+    (tmp_path / "a.csv").write_bytes(header + b"\na" + b"," * header.count(b",") + b"\n")
+    assert texts(tmp_path, tmp_path / "a.csv") == ["a"]
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path):
+    path = tmp_path / os.fsdecode(b"\xff.txt")
+    path.write_text("the sea")
+    with pytest.raises(DemixError):
+        read(tmp_path, path)
+
+
 @every_archive
 @pytest.mark.parametrize("keep", [0.4, 0.9])
 def test_archives_cut_short_are_refused(tmp_path, name, keep):
