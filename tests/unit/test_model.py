@@ -32,6 +32,7 @@ from demix.model.checkpoint import expert_names, load_experts, load_model, save_
 from demix.model.continuations import Continuation, MixedModel, continuation_log_probabilities, text_log_probabilities
 from demix.model.experts import find_faults
 from demix.model.gpt import GPT
+from demix.model.layers import attention
 from demix.model.scoring import expert_tokens_at_once, log_probabilities
 from support.contents import contents
 from support.decoding import scored_in_blocks
@@ -358,6 +359,17 @@ def test_no_more_logits_than_a_chunk_exist(loss_of: Callable, dtype: torch.dtype
     with Seen() as chunked:
         loss_of(model.log_probabilities(states.to(dtype), targets), factors).backward()
     assert chunked.numbers < 0.9 * factors.numel() * TYPES
+
+
+@pytest.mark.parametrize("too_many", [False, True])
+def test_training_in_bf16_holds_whole_matrices_of_scores_up_to_a_bound(
+    too_many: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, scores = GPT(Architecture(1, 8, 2, 64), 50, ("a", "b")).initialise(1), 2 * 3 * 2 * 64 * 64
+    monkeypatch.setattr(attention, "WHOLE_SCORES", scores - too_many)
+    with Seen() as seen:
+        model(torch.zeros(2, 3, 64, dtype=torch.long), dtype=torch.bfloat16)
+    assert (seen.numbers < scores) == too_many
 
 
 def test_only_the_gradients_that_are_needed_cost_matrix_products() -> None:

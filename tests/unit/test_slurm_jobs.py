@@ -200,8 +200,9 @@ def test_a_final_state_counts_after_polls_in_a_row(
         assert commands["scontrol"].calls == 6
     finish(job, monkeypatch)
     commands["scontrol"].prints("JobState=RUNNING", "JobState=COMPLETED")
+    commands["squeue"].prints("")
     slurm._wait(job, "7")
-    assert commands["scontrol"].calls == 3
+    assert (commands["scontrol"].calls, commands["squeue"].calls) == (3, 2), "an end asks for its own job"
 
 
 def test_a_job_that_breaks_down_is_submitted_again_as_often_as_allowed(

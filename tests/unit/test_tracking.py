@@ -271,6 +271,15 @@ def test_one_process_writes_at_a_time(uri: str, run: Run, monkeypatch: pytest.Mo
         track(run, uri, "locked")
 
 
+def test_what_a_killed_process_left_beside_the_store_goes(uri: str) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = Path(uri.removeprefix("sqlite:///")).with_name(f".mlflow.db.{os.uname().nodename}.{ended.pid}.x.partial")
+    left.mkdir()
+    opened(uri)
+    assert not left.exists()
+
+
 def test_bad_input_is_refused(run: Run, own: Run, tmp_path: Path) -> None:
     (own.folder / "results.parquet").unlink()
     with refused(own.folder / "results.parquet"):
