@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from demix.config.models import KINDS
 from demix.report.domains import Domains, percent
 from demix.report.families import all_training_flops, families, training_flops
 from demix.report.material import Material
 from demix.report.results import paired
-from demix.report.systems import BALANCED, CACHED
+from demix.report.systems import BALANCED, CACHED, dense_adapted
 from demix.report.verdict import mean_interval
 from demix.run.main_systems import added, main_systems, ngram_lines
 from demix.run.models import Model
@@ -82,12 +83,16 @@ class Entry:
 class Ranking:
     """The lines of the main table that a run has, in order: the lowest mean on the training domains first.
 
-    Oracles follow what is none. `models` is the number of models at equal FLOPs of training.
+    Oracles follow what is none.
     """
 
     entries: tuple[Entry, ...]
-    models: int
     material: Material
+
+    @property
+    def models(self) -> int:
+        """The number of models, however many lines each has, of which one may be called the best."""
+        return len({entry.system.model for entry in self.entries if entry.fair and not entry.counts})
 
     @property
     def dense(self) -> Entry:
@@ -107,12 +112,15 @@ class Ranking:
 
     @property
     def main(self) -> tuple[Entry, ...]:
-        """The lines that matter: dense models and domain tokens, the best n-grams, the paper's DEMix, the best of each
-        family, and the next to the best of all."""
-        shown, seen = [], set()
+        """The lines that matter: dense models and domain tokens, the best n-grams, each DEMix, the paper's also by its
+        own rule, the best of each other family, and the next to the best of all.
+
+        So what one DEMix has more than another, as a seed phase, is not told by lines that differ in the rule as well.
+        """
+        shown, seen, demix = [], set(), KINDS["demix"].label
         for entry in self.entries:
             first = entry.family not in seen and (entry.fair or (entry.baseline and entry.stands))
-            if first or entry.system == CACHED or entry is self.next:
+            if first or (entry.fair and entry.family == demix) or entry.system == CACHED or entry is self.next:
                 shown.append(entry)
             if first:
                 seen.add(entry.family)
@@ -164,11 +172,11 @@ class Ranking:
         begin = f"Of {self.models} models at equal training FLOPs"
         if best.system.model == dense.system.model:
             nearest = self.next
-            more = f"; the next, {nearest.label}, is {_beside(nearest.first)} it" if nearest else ""
+            more = f"; the next, {nearest.label}, is {_beside(nearest.first.change)} it" if nearest else ""
             return f"{begin}, none is below {dense.label} on the {training.said}{more}."
-        told = [f"{_beside(best.first)} {dense.label} on the {training.said}{_certain(best.first)}"]
+        told = [f"{_beside(best.first.change)} {dense.label} on the {training.said}{_certain(best.first)}"]
         measured = [(best.on[one.kind], one.said) for one in others if not math.isnan(best.on[one.kind].change)]
-        told += [f"{_beside(one)} on the {said}{_certain(one)}" for one, said in measured]
+        told += [f"{_beside(one.change)} on the {said}{_certain(one)}" for one, said in measured]
         return f"{begin}, {best.label} is best: {'; '.join(told)}."
 
     @property
@@ -202,16 +210,24 @@ class Ranking:
         for entry in {one.apart: one for one in reversed(self.entries) if one.apart and one.stands}.values():
             measured = [(one.kind, entry.on[one.kind]) for one in self.material.kinds]
             told = "; ".join(
-                f"{_beside(one)} {self.dense.label} on the {kind} domains"
+                f"{_beside(one.change)} {self.dense.label} on the {kind} domains{self._learned(entry, kind)}"
                 for kind, one in measured
                 if not math.isnan(one.change)
             )
             yield f"Apart, {entry.apart}: {entry.label}, {told}."
 
+    def _learned(self, entry: Entry, kind: str) -> str:
+        """How the experts that learned from the novel domains stand there to dense models that did so as well."""
+        if kind != "novel" or entry.system != added(self.material.run)[1]:
+            return ""
+        dapt = self.material.own.mean(dense_adapted(self.material.run), self.material.novel)
+        change = percent(dapt, entry.on[kind].mean)
+        return "" if math.isnan(change) else f", and {_beside(change)} Dense-DAPT, a dense model adapted to each"
 
-def _beside(measured: Measured) -> str:
+
+def _beside(change: float) -> str:
     """The change in words: "7.6% below"."""
-    return f"{abs(measured.change):.1f}% {'below' if measured.change < 0 else 'above'}"
+    return f"{abs(change):.1f}% {'below' if change < 0 else 'above'}"
 
 
 def _certain(measured: Measured) -> str:
@@ -248,7 +264,7 @@ def ranking(material: Material) -> Ranking:
             )
         )
     entries.sort(key=lambda entry: (entry.oracle, math.isnan(entry.first.mean), entry.first.mean))
-    return Ranking(tuple(entries), sum(not why for why in apart.values()), material)
+    return Ranking(tuple(entries), material)
 
 
 def _standing(run: Run) -> dict[str, System]:

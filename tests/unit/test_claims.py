@@ -52,6 +52,7 @@ CLAIMS = {
     "one_added_expert_reduces": (CACHED, ADDED),
     "removal_hurts": (WITHOUT, CACHED),
     "added_experts_help": (CACHED, ALL),
+    "added_experts_against_dense_dapt": (ADAPTED, ALL),
     "added_experts_reduce": (CACHED, ALL),
     "demix_tempered_against_dense": (BOTH, of("demix", "uniform", "tempered")),
     "clusters_beat_one": (DENSE, f"{clustered('cbtm_2')} or {clustered('cbtm_3')}"),

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from demix.report.ranking import ranking
 from demix.run.run import Run
 from support.configs import changed
 from support.frozen import material, rows_of, with_models
@@ -86,6 +87,35 @@ def test_what_began_with_the_same_models_folder_has_equal_flops(frozen: Run, tmp
     unknown = {"dense": None, "demix": None}
     main, _ = first_page(material(run, results=lined(frozen), tokens_before=unknown), tmp_path)
     assert "Remark" not in main.cells
+
+
+def test_a_warm_start_stands_beside_the_same_rule_without_it(frozen: Run, tmp_path: Path) -> None:
+    main, _ = first_page(material(frozen, results=lined(frozen, demix_seeded=95, btm=96)), tmp_path)
+    seeded = f"{frozen.rows['demix_seeded'].label} (tempered)"
+    assert main.marked == (seeded,)
+    assert {seeded, "DEMix (tempered)", "DEMix (cached prior)", "Dense (Balanced)"} <= {*main.cells.index}
+
+
+def test_a_model_counts_once_by_whatever_rules_it_predicts(frozen: Run) -> None:
+    def counted(results: pd.DataFrame) -> int:
+        found = ranking(material(frozen, results=results))
+        assert f"Of {found.models} models" in found.verdict
+        return found.models
+
+    results = lined(frozen)
+    equal = {one.system.model for one in ranking(material(frozen, results=results)).entries if one.fair}
+    models = {model.name for model in frozen.own}
+    assert counted(results) == len(equal & models)
+    assert counted(results.query("weights != 'switching'")) == counted(results)
+    assert counted(results.query("model != 'btm'")) == counted(results) - 1
+
+
+def test_what_learned_from_novel_domains_is_compared_with_dense_models_that_did(frozen: Run) -> None:
+    adapted = {f"dense-dapt-{name}": 75.0 for name in frozen.novel}
+    remarks = ranking(material(frozen, results=lined(frozen, **adapted))).remarks
+    (told,) = [remark for remark in remarks if "all experts" in remark]
+    assert "15.4% above Dense (Balanced)" in told
+    assert "100.0% above Dense-DAPT" in told
 
 
 def test_a_run_without_dense_has_no_changes(frozen: Run, tmp_path: Path) -> None:

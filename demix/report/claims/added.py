@@ -4,7 +4,7 @@ from functools import partial
 
 from demix.report.claims.row import HARM, Parts, Row, Versus
 from demix.report.needs import NOVEL
-from demix.report.systems import before_adding
+from demix.report.systems import before_adding, dense_adapted
 from demix.run.main_systems import added
 
 
@@ -23,6 +23,14 @@ ROWS = (
         "Adding the adapted experts to the mixture lowers perplexity on the novel domains",
         "Table 6",
         _more("novel"),
+    ),
+    _row(
+        "added_experts_against_dense_dapt",
+        "On the novel domains all experts, the adapted ones among them, have lower perplexity than Dense-DAPT to each",
+        "",
+        lambda material: [
+            Versus(added(material.run)[1], dense_adapted(material.run), "novel", ("All experts", "Dense-DAPT"))
+        ],
     ),
     _row(
         "added_experts_reduce",
