@@ -118,7 +118,7 @@ def evaluate_own(
     import dataclasses
     import json
 
-    from demix.evaluate.own_text import OwnText, evaluate_texts
+    from demix.evaluate.own_text import OwnText, Unread, evaluate_texts
     from demix.evaluate.told import FILES_NOTE, answer, files_table
     from demix.files.json_files import without_nan
 
@@ -129,12 +129,15 @@ def evaluate_own(
     if as_json:
         told = without_nan([dataclasses.asdict(one) for one in found])
         print(json.dumps(told[0] if alone else told, indent=2, ensure_ascii=False, allow_nan=False))
-        return
-    answers = [files_table(found), FILES_NOTE]
-    if alone and isinstance(found[0], OwnText):
-        answers = [*answer(found[0])]
-    for part in answers:
-        terminal().print(part)
+    else:
+        for part in answer(found[0]) if alone and isinstance(found[0], OwnText) else [files_table(found), FILES_NOTE]:
+            terminal().print(part)
+    # Beside texts a folder may hold other things.
+    unread = [one for one in found if isinstance(one, Unread) and Path(one.text) in texts]
+    for one in unread:
+        logging.getLogger("demix").error("%s: %s; %s", one.text, one.cause, one.cure)
+    if unread:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -1,7 +1,8 @@
 """Settings of the text: domains, their sources and splits, and the tokenizer."""
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,8 @@ from demix.errors import DemixError, nearest
 from demix.settings import DistinctItems, Integer, Items, Number, Positive, Switch, Text, absent, settings
 
 
-def _domain_name(name: str) -> str:
+def domain_name(name: str) -> str:
+    """The name of a domain or source. Raises ValueError of a cause and a cure for one that a path cannot hold."""
     if not re.fullmatch("[a-z0-9][a-z0-9_]*", name) or name in ("tokens", "dense"):
         cure = "use lower-case letters, digits and _; the names tokens and dense are reserved"
         raise ValueError("is not a usable domain name", cure)
@@ -22,7 +24,7 @@ def _domain_name(name: str) -> str:
     return name
 
 
-DomainName = Annotated[Text, AfterValidator(_domain_name)]
+DomainName = Annotated[Text, AfterValidator(domain_name)]
 Scalar = Text | Switch | Integer | Number
 Range = Annotated[dict[Literal["min", "max"], Text | Number], Field(min_length=1)]
 # One job writes a file for each domain of a source, and a process holds so many open.
@@ -42,11 +44,13 @@ class SourceSection:
         "credentials of the environment. hub: a Hugging Face data set, streamed without running code of the data set."
     )
     path: Text | Annotated[Items[Text], Field(min_length=1)] = Field(
-        description="files: a path, a glob or a folder, or a list of them; of a folder all files below it are read "
-        "that have one of the formats. url: an address or a list of them. store: as files, but each begins with s3://, "
+        description="files: a path, a glob or a folder, or a list of them; a path that exists is that file, whatever "
+        "characters it has. Of a folder all files below it are read that have one of the formats; a line counts the "
+        "others. url: an address or a list of them. store: as files, but each begins with s3://, "
         "gs:// or az:// and a bucket. hub: owner/name, or a local folder. Formats: "
-        ".jsonl .json .csv .txt (one document per .txt file), plain, .gz or .zst; .parquet; and .zip .tar .tgz .tar.gz "
-        ".tar.zst archives of such files."
+        ".jsonl .ndjson .json .csv .txt (one document per .txt file), plain, .gz or .zst; .parquet; and .zip .tar .tgz "
+        ".tar.gz .tar.zst archives of such files. A named file with another ending is one document of plain text. "
+        "Folders called key=value give their files the field `key`."
     )
     text: Text = Field(
         default="text",
@@ -87,7 +91,8 @@ class SourceSection:
     members: Items[Text] = Field(
         default=("*",),
         min_length=1,
-        description="Members of archives to read, as globs in which * also matches /.",
+        description="Members of archives to read, as globs in which * also matches /. `*` alone reads the members that "
+        "would be read of a folder.",
     )
     json: Literal["lines", "values"] = Field(
         default="lines",
@@ -122,7 +127,12 @@ class SourceSection:
     @cached_property
     def listed(self) -> dict[str, list[str]]:
         """The local files of each path of a source of this kind, listed once; none where they are missing."""
-        return {path: files_at(path) for path in self.paths} if self.kind == "files" else {}
+        return {path: files_at(path, self.others) for path in self.paths} if self.kind == "files" else {}
+
+    @cached_property
+    def others(self) -> Counter[str]:
+        """The endings of the files in the folders of `listed` that are no data."""
+        return Counter()
 
     @cached_property
     def files(self) -> list[str]:
@@ -296,16 +306,23 @@ def check_sources(sources: Mapping[str, SharedSource], domains: DomainsSection) 
         if shared.by in shared.source.where:
             cause = f"names {shared.by}, by which the domains part the documents"
             raise DemixError(f"{key}.source.where", cause, "leave it out there")
-        sharing, taken = domains.sharing(name), dict[Scalar, str]()
+        sharing = domains.sharing(name)
         if len(sharing) > MOST_SHARING:
             cause = f"has {len(sharing)} domains"
             raise DemixError(key, cause, f"give a source at most {MOST_SHARING}, and the rest another one")
-        for domain, values in sharing.items():
-            for value in values:
-                if other := taken.get(value) or taken.get(str(value)):
-                    cause = f"names {value!r}, which {other} has too" if other != domain else f"names {value!r} twice"
-                    raise DemixError(f"config key {places[domain]}.value", cause, "give a value to one domain")
-                taken[value] = taken[str(value)] = domain
+        check_values(sharing, places)
+
+
+def check_values(domains: Mapping[str, Sequence[Scalar]], places: Mapping[str, str]) -> None:
+    """Raise DemixError for a value that two domains have, or one twice. `places` are the config keys of domains."""
+    taken = dict[Scalar, str]()
+    for domain, values in domains.items():
+        for value in values:
+            if other := taken.get(value) or taken.get(str(value)):
+                cause = f"names {value!r}, which {other} has too" if other != domain else f"names {value!r} twice"
+                subject = f"config key {places[domain]}.value" if domain in places else f"domains.{domain}"
+                raise DemixError(subject, cause, "give a value to one domain")
+            taken[value] = taken[str(value)] = domain
 
 
 def check_domains(domains: DomainsSection) -> None:

@@ -1,11 +1,18 @@
-"""Which local files a source names: by a path, a glob or a folder."""
+"""Which files a source names, by a path, a glob or a folder, and which of a folder or an archive are its data."""
 
 import os
+from collections import Counter
 from glob import glob
 from pathlib import PurePosixPath
 
-FORMATS = (".jsonl", ".json", ".txt", ".csv")
+from demix.errors import DemixError
+
+FORMATS = (".jsonl", ".ndjson", ".json", ".txt", ".csv")
 COMPRESSIONS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd"}
+# The endings that a line names.
+MOST_TOLD = 5
+# JSON about the data beside it, which the Hugging Face hub and its libraries write; that of datatrove is in LOGS.
+DESCRIPTIONS, LOGS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"), "logs"
 
 
 def suffixes(name: str) -> list[str]:
@@ -22,15 +29,53 @@ def readable(name: str) -> bool:
     return found == [".parquet"] or found[:1] in ([".zip"], [".tar"]) or bool({*found[:1]} & {*FORMATS})
 
 
-def files_at(path: str) -> list[str]:
-    """The files that a path or a glob names, in no order; of a folder all below it that are of a known format.
+def hidden(path: str) -> bool:
+    """Whether a path in a folder or archive has a step that begins with `.` or `_`, such as `__MACOSX` or `.git`.
 
-    As in other tools, what begins with `.` or `_` in a folder is none of its data. Links to folders are not followed.
+    As for other tools, what is there is no data.
+    """
+    return any(step.startswith((".", "_")) for step in PurePosixPath(path).parts)
+
+
+def is_data(path: str, others: Counter[str]) -> bool:
+    """Whether a file is data, by its path in the folder, archive or bucket that is to be read.
+
+    It is of a known format, and no description of the data beside it. If it is none and not `hidden`, its ending is
+    added to `others`.
+    """
+    *folders, name = PurePosixPath(path).parts
+    if hidden(path):
+        return False
+    described = name in DESCRIPTIONS or (LOGS in folders and name.lower().endswith(".json"))
+    if readable(name) and not described:
+        return True
+    others[PurePosixPath(name).suffix.lower() or "without an ending"] += 1
+    return False
+
+
+def files_at(path: str, others: Counter[str]) -> list[str]:
+    """The files that a path names, in no order: the file itself, those of a folder that are data, or those of a glob.
+
+    The endings of the other files of a folder are added to `others`. Links to folders are not followed. Raises
+    DemixError for a folder that cannot be listed.
     """
     if not os.path.isdir(path):
-        return glob(path, recursive=True)
+        return [path] if os.path.lexists(path) else glob(path, recursive=True)
     found = list[str]()
-    for folder, below, names in os.walk(path):
-        below[:] = [name for name in below if not name.startswith((".", "_"))]
-        found += (os.path.join(folder, name) for name in names if readable(name) and not name.startswith((".", "_")))
+    for folder, below, names in os.walk(path, onerror=_unlisted):
+        below[:] = [name for name in below if not hidden(name)]
+        others["links to folders"] += sum(os.path.islink(os.path.join(folder, name)) for name in below)
+        files = [os.path.join(folder, name) for name in names]
+        found += (file for file in files if is_data(file[len(path) :].lstrip("/"), others))
     return found
+
+
+def _unlisted(error: OSError) -> None:
+    raise DemixError(error.filename, f"cannot be listed ({error.strerror})", "fix its permissions") from None
+
+
+def left_out(others: Counter[str]) -> str:
+    """The files that are not read, in words; empty if there are none."""
+    shown = [f"{number:,} {ending}" for ending, number in (+others).most_common(MOST_TOLD)]
+    more = ["…"] if len(+others) > MOST_TOLD else []
+    return f"files that are not read, since they are no data: {', '.join([*shown, *more])}" if shown else ""

@@ -9,24 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from demix.config.domains import Scalar
+from demix.config.domains import DomainName, Scalar, check_values, domain_name
 from demix.data.anonymize import anonymize, normalise
 from demix.data.readers import Row
 from demix.data.selection import as_list, matches, select
 from demix.data.sources import (
     KINDS,
-    NOT_TEXT,
     SCHEMA,
+    Omitted,
     Source,
     divided,
     document_of,
-    footer,
     make_private,
     refuse_deep,
     refuse_part,
     share_of,
     valid,
-    warn,
     warn_short,
 )
 from demix.errors import DemixError, nearest
@@ -45,7 +43,7 @@ MOST_TOLD = 5
 class Sharing:
     """The domains of a corpus, each with the value of a field, or several."""
 
-    domains: dict[Text, Scalar | Items[Scalar]]
+    domains: dict[DomainName, Scalar | Items[Scalar]]
 
 
 @settings(kw_only=True)
@@ -67,10 +65,15 @@ def divide(name: str, division: Division, raw: Path, counts: Path, part: int = 0
     """
     source = division.source
     refuse_part(source, name, part)
+    try:
+        domain_name(name)
+    except ValueError as error:
+        raise DemixError(name, *error.args) from None
+    check_values({domain: as_list(values) for domain, values in division.domains.items()}, {})
     fetched, domains_of = raw / f".{name}.{part:04d}.fetched", _domains_of(division)
     found = Counter(documents=0, filtered=0, without=0)
     taken = {domain: Counter(dict.fromkeys(map(str, as_list(one)), 0)) for domain, one in division.domains.items()}
-    untaken, full = Counter[str](), set[str]()
+    untaken, full, omitted = Counter[str](), set[str](), Omitted()
     with ExitStack() as stack:
         take = {
             domain: stack.enter_context(_taking(source, domain, raw / domain / f"{part:04d}.parquet", where))
@@ -79,7 +82,7 @@ def divide(name: str, division: Division, raw: Path, counts: Path, part: int = 0
         }
         # A reader gives the fields that are asked for.
         asked = replace(source, where=source.where | {division.by: ("",)})
-        for row in followed(KINDS[source.kind](asked, name, part, fetched), f"{name}: documents"):
+        for row in followed(KINDS[source.kind](asked, name, part, fetched, omitted.files), f"{name}: documents"):
             found["documents"] += 1
             refuse_deep(row)
             if source.where and not matches(row.fields, source.where):
@@ -99,6 +102,7 @@ def divide(name: str, division: Division, raw: Path, counts: Path, part: int = 0
                 untaken[named if few else OTHERS] += 1
             if len(full) == len(take):
                 break
+    omitted.warn(name)
     shown = Counter[str]()
     for value, number in untaken.items():
         shown[_anonymized(value)] += number
@@ -140,18 +144,18 @@ def _taking(source: Source, domain: str, output: Path, where: dict[str, Any]) ->
     """Yield a function that writes a document of a domain, and returns whether the domain has its share of words."""
     make_private(output.parent)
     left = divided(output, source, int(output.stem), where)
-    counts, share, words = Counter(NOT_TEXT), share_of(source), 0
-    with rows_writer(left, SCHEMA, private=True, at=output, footer=lambda: footer(counts)) as write:
+    omitted, share, words = Omitted(), share_of(source), 0
+    with rows_writer(left, SCHEMA, private=True, at=output, footer=omitted.footer) as write:
 
         def take(row: Row) -> bool:
             nonlocal words
-            for document in valid([document_of(row, source)], counts) if words < share else ():
+            for document in valid([document_of(row, source)], omitted) if words < share else ():
                 write(document)
                 words += len(document[1].split()) if share < math.inf else 0
             return words >= share
 
         yield take
-    warn(domain, counts)
+    omitted.warn(domain)
     if words < share < math.inf:
         warn_short(domain, words, share)
 

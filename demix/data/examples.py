@@ -22,7 +22,7 @@ from demix.config.domains import SourceSection
 from demix.config.tasks import LEFT_OUT, MOST_LABELS, OTHERS, ExamplesRecipe, Task, refuse_count, refuse_equal
 from demix.data.making import continuations, of_domains
 from demix.data.readers import TO_UTF8
-from demix.data.sources import Source, records
+from demix.data.sources import Omitted, Source, records
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import read_parquet, seed_for, write_parquet
@@ -297,7 +297,8 @@ def _read(name: str, task: Task, section: SourceSection, output: Path, counts: C
     wanted = tuple(dict.fromkeys([*more, task.label, *([own] if own else [])]))
     source = Source(**given | {"text": first, "metadata": wanted})
     fetched, unseen = output.parent / f".{output.stem}.fetched", set(more)
-    for row, text, metadata in records(source, f"tasks.{name}", fetched, counts):
+    omitted = Omitted()
+    for row, text, metadata in records(source, f"tasks.{name}", fetched, omitted):
         fields, place = json.loads(metadata), f"tasks.{name}: {row}"
         for field in (task.label, *([own] if own else [])):
             if fields[field] is None:
@@ -321,6 +322,7 @@ def _read(name: str, task: Task, section: SourceSection, output: Path, counts: C
             yield _Record(row, whole, _as_label(place, task.label, label), choices, number)
         else:
             counts["empty"] += 1
+    counts["not_utf8"] += omitted.not_utf8
     shutil.rmtree(fetched, ignore_errors=True)
     if unseen:
         raise DemixError(f"tasks.{name}.text", f"no example has the field {min(unseen)}", "name fields that are there")

@@ -1,32 +1,27 @@
 """A first config for a user's own texts: domains by file, and sizes that fit the amount of text."""
 
 import glob
-import hashlib
 import json
 import re
 import shlex
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
-
-import pyarrow.parquet as pq
 
 from demix.config.adaptation import PASSES
 from demix.config.domains import MOST_SHARING, Scalar
-from demix.config.files import readable
+from demix.config.files import files_at, left_out
 from demix.config.names import LONGEST, REPEATED
 from demix.config.reference import inline
-from demix.data.parting import by_value, parting_fields
+from demix.data.parting import Distinct, by_value, parting_fields
 from demix.data.readers import TO_UTF8, Reading, read_rows, stem
-from demix.data.sources import Source, download
-from demix.data.text import count_words
+from demix.data.sources import Omitted, Source, records
 from demix.errors import DemixError, printable
-from demix.files.batches import read_batches
+from demix.progress import so_many
 from demix.settings import settings_from
 
 # Words of one domain: fewer are refused, and of more only so many are counted.
@@ -56,17 +51,20 @@ class Found:
 
     name: str
     keys: dict[str, Any]
-    documents: int
-    words: int
-    longest: int
-    not_utf8: int = 0
+    documents: Distinct
     more: bool = False
+    omitted: Omitted = field(default_factory=Omitted)
+
+    @property
+    def words(self) -> int:
+        """The words of all documents."""
+        return sum(self.documents.values())
 
     @property
     def piece_words(self) -> int | None:
         """The length of pieces, where documents must be cut."""
         # Few documents cannot be divided into splits, and one that is long fills a split beyond its budget.
-        few = self.documents < 50 or 20 * self.longest > self.words
+        few = len(self.documents) < 50 or 20 * max(self.documents.values()) > self.words
         return min(max(self.words // 50, 50), 250) if few else None
 
 
@@ -147,9 +145,13 @@ def hint(texts: Sequence[str], field: str | None = None) -> str:
 def _listed(domains: Iterable[Found]) -> Iterable[str]:
     for domain in domains:
         many = "at least " if domain.more else ""
-        said = f"{many}{domain.words:,} words in {domain.documents:,} document{'s' * (domain.documents > 1)}"
-        if domain.not_utf8:
-            said += f"; left out: {domain.not_utf8:,} not in UTF-8: {TO_UTF8}"
+        said = f"{many}{domain.words:,} words in {so_many(len(domain.documents), 'document')}"
+        if domain.documents.repeated:
+            said += f"; left out: {domain.documents.repeated:,} of the same text as another"
+        if domain.omitted.not_utf8:
+            said += f"; left out: {domain.omitted.not_utf8:,} not in UTF-8: {TO_UTF8}"
+        if others := left_out(domain.omitted.files):
+            said += f"; {others}"
         held_out = _rounded(min(domain.words // 10, 15_000))
         yield f"    {inline(domain.name)}:  # {said}"
         yield from (f"      {key}: {_in_one_line(value)}" for key, value in domain.keys.items())
@@ -197,14 +199,13 @@ def _found_all(texts: Sequence[str], field: str | None, names: dict[str, Any]) -
 def _found(name: str, text: str, field: str | None) -> Found:
     """What there is of one domain's text."""
     _, source = _read_as([text], field)
-    documents, not_utf8 = distinct_documents(source | {"words": MOST_WORDS}, name)
-    words = sum(documents.values())
-    if words < LEAST_WORDS:
+    documents, omitted = distinct_documents(source | {"words": MOST_WORDS}, name)
+    if (words := sum(documents.values())) < LEAST_WORDS:
         cause = f"has {words:,} words in {len(documents):,} documents"
-        cause += f", and {not_utf8:,} not in UTF-8" if not_utf8 else ""
-        cure = f"give a domain {LEAST_WORDS:,} words or more" + (f"; convert them: {TO_UTF8}" if not_utf8 else "")
-        raise DemixError(text, cause, cure)
-    one = Found(name, {"source": source}, len(documents), words, max(documents.values()), not_utf8, words >= MOST_WORDS)
+        cause += f", and {omitted.not_utf8:,} not in UTF-8" if omitted.not_utf8 else ""
+        cure = f"give a domain {LEAST_WORDS:,} words or more"
+        raise DemixError(text, cause, cure + (f"; convert them: {TO_UTF8}" if omitted.not_utf8 else ""))
+    one = Found(name, {"source": source}, documents, words >= MOST_WORDS, omitted)
     if one.piece_words:
         source["piece_words"] = one.piece_words
     return one
@@ -225,7 +226,7 @@ def _parted(texts: Sequence[str], field: str | None, by: str, names: dict[str, A
     for value in enough:
         name, found = _add_name([str(value)], value, names), documents[value]
         keys = {"from": corpus, "value": value}
-        known.append(Found(name, keys, len(found), words[value], max(found.values()), more=more))
+        known.append(Found(name, keys, found, more))
     if pieces := [one.piece_words for one in known if one.piece_words]:
         source |= {"piece_words": min(pieces)}
     little = [f"{_shown(value)} {many:,}" for value, many in words.items() if many < LEAST_WORDS]
@@ -257,44 +258,24 @@ def _shown(value: Scalar) -> str:
 
 def _read_as(texts: Sequence[str], field: str | None) -> tuple[list[str], dict[str, Any]]:
     """The files of some texts, and the source of all of them."""
-    paths, files = list[str](), set[str]()
+    files, others = set[str](), Counter[str]()
     for text in texts:
-        of_text = _paths(text)
-        found = {file for path in of_text for file in glob.glob(path, recursive=True)}
+        found = files_at(text, others)
         if not found:
-            cause = "is no file, and no folder of files that can be read"
-            raise DemixError(text, cause, "mend the name or its ending")
-        paths += of_text
-        files |= found
-    source: dict[str, Any] = {"kind": "files", "path": paths[0] if len(paths) == 1 else paths}
+            cause = f"is no file, and no folder of files that can be read{'; ' * bool(others)}{left_out(others)}"
+            raise DemixError(text, cause, "correct the name, or name files of plain text by a glob in quotes")
+        files |= {*found}
+    source: dict[str, Any] = {"kind": "files", "path": texts[0] if len(texts) == 1 else [*texts]}
     return sorted(files), source | _layout(Path(min(files)), field)
 
 
-def distinct_documents(source: Mapping[str, Any], domain: str) -> tuple[dict[bytes, int], int]:
-    """The words of each document of a source, by the SHA-256 of its text, and the number of those not in UTF-8.
-
-    Texts that stand there twice are kept once, and documents without a word are left out.
-    """
-    with TemporaryDirectory(prefix="demix.") as folder:
-        raw = Path(folder, "raw", f"{domain}.parquet")
-        download(settings_from(Source, {**source, "parts": 1}), domain, raw)
-        documents = {
-            hashlib.sha256(document.as_py().encode()).digest(): int(words)
-            for batch in read_batches(raw, ["text"])
-            for document, words in zip(batch.column(0), count_words(batch.column(0)), strict=True)
-            if words
-        }
-        return documents, int((pq.read_metadata(raw).metadata or {}).get(b"not_utf8", 0))
-
-
-def _paths(text: str) -> list[str]:
-    """The globs of a source: those of the endings in a folder, a file's own name, or a glob."""
-    path = Path(text)
-    if not path.is_dir():
-        return [glob.escape(text) if path.exists() else text]
-    below = f"{glob.escape(text.rstrip('/'))}/**/*"
-    names = (Path(file).name for file in glob.glob(below, recursive=True) if Path(file).is_file())
-    return [f"{below}{ending}" for ending in sorted({Path(name).suffix for name in names if readable(name)})]
+def distinct_documents(source: Mapping[str, Any], domain: str) -> tuple[Distinct, Omitted]:
+    """The distinct documents of a source of local files, without those that have no word, and what was left out."""
+    documents, omitted = Distinct(), Omitted()
+    for _, text, _ in records(settings_from(Source, {**source, "parts": 1}), domain, Path(), omitted):
+        if words := len(text.split()):
+            documents.add(text, words)
+    return documents, omitted
 
 
 def _layout(file: Path, field: str | None) -> dict[str, str]:
@@ -322,9 +303,12 @@ def _layout(file: Path, field: str | None) -> dict[str, str]:
 
 
 def _count_fields(value: Any, path: str, words: Counter[str]) -> None:
-    """Add the words of each field of text in a record, by paths as `demix.data.selection.select` takes them."""
+    """Add the words of each field of text in a record, by paths as `demix.data.selection.select` takes them.
+
+    A number of a table is no text.
+    """
     if isinstance(value, str):
-        words[path] += len(value.split())
+        words[path] += len(value.split()) if any(map(str.isalpha, value)) else 0
     elif isinstance(value, dict):
         for name, inner in value.items():
             _count_fields(inner, f"{path}.{name}" if path else name, words)

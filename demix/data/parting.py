@@ -1,6 +1,5 @@
 """Which fields of a user's records part them into domains, and how much text each value of a field has."""
 
-import glob
 import hashlib
 import json
 from collections import Counter, defaultdict
@@ -11,13 +10,24 @@ from typing import Any
 
 from demix.config.domains import Scalar
 from demix.data.readers import Reading, read_rows
-from demix.data.sources import NOT_TEXT, Source, records
+from demix.data.sources import Omitted, Source, records
 from demix.settings import settings_from
 
 # The records from which fields are guessed: so many of each file, of so many files.
 OF_A_FILE, OF_FILES = 100, 10
 # A field with more values, with longer ones, or with fewer records for each is not thought to tell domains.
 MOST_GUESSED, LONGEST_GUESSED, FEWEST_RECORDS = 50, 60, 5
+
+
+class Distinct(dict[bytes, int]):
+    """The words of each document by the SHA-256 of its text, and the number of documents that repeat another one."""
+
+    repeated = 0
+
+    def add(self, text: str, words: int) -> None:
+        """Add a document, which counts as repeated if its text is there."""
+        self.repeated += (key := hashlib.sha256(text.encode()).digest()) in self
+        self[key] = words
 
 
 def parting_fields(files: Sequence[str], layout: Mapping[str, str]) -> dict[str, int]:
@@ -56,25 +66,25 @@ def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 def by_value(
     files: Sequence[str], source: Mapping[str, Any], by: str, most: int
-) -> tuple[dict[Scalar, dict[bytes, int]], int, bool]:
-    """The words of each distinct document of each value of the field `by`, by the SHA-256 of its text.
+) -> tuple[dict[Scalar, Distinct], int, bool]:
+    """The distinct documents of each value of the field `by`.
 
     Of all files about `most` words are read, of each the same number. Also returns the number of documents without
     a text or a number there, and whether a file has more than was read. Values that a condition takes for the same are
     one, the first.
     """
-    documents, same = defaultdict[Scalar, dict[bytes, int]](dict), dict[Scalar, Scalar]()
-    without, more = 0, False
+    documents, same = defaultdict[Scalar, Distinct](Distinct), dict[Scalar, Scalar]()
+    without, more, omitted = 0, False, Omitted()
     for file in files:
-        keys = {**source, "path": glob.escape(file), "metadata": [by], "words": -(-most // len(files))}
+        keys = {**source, "path": file, "metadata": [by], "words": -(-most // len(files))}
         words = 0
-        for _, text, metadata in records(settings_from(Source, keys), file, Path(), Counter(NOT_TEXT)):
+        for _, text, metadata in records(settings_from(Source, keys), file, Path(), omitted):
             value = json.loads(metadata)[by]
             words += (many := len(text.split()))
             if not isinstance(value, (str, int, float)) or not str(value).strip():
                 without += 1
             elif many:
                 value = same.setdefault(value, same.setdefault(str(value), value))
-                documents[value][hashlib.sha256(text.encode()).digest()] = many
+                documents[value].add(text, many)
         more |= words >= keys["words"]
     return documents, without, more

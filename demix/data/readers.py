@@ -1,63 +1,69 @@
 """Records out of files: JSON lines, JSON, CSV, text and Parquet, compressed or in archives, all of it distrusted.
 
-Nothing is ever unpacked to disk, what is decompressed is bounded, and damage ends in a DemixError that names the file.
+A file is what its name says (text, where the name says nothing), and its first bytes must agree. Nothing is ever
+unpacked to disk, what is decompressed is bounded, and damage ends in a DemixError that names the file.
 A byte that is not UTF-8 becomes the lone surrogate U+DC00 + byte (Python's "surrogateescape"), which
 `demix.data.sources` replaces and counts.
 """
 
-import codecs
 import csv
 import io
 import json
+import re
 import tarfile
 import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import unquote
 
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.parquet as pq
 
-from demix.config.files import COMPRESSIONS, readable, suffixes
+from demix.config.files import hidden, is_data, left_out, readable, suffixes
+from demix.data.expand import DAMAGE, Bound, expanded
 from demix.data.selection import column
 from demix.errors import DemixError
+from demix.files.kinds import PARQUET, RECORDS, TAR, TEXT, ZIP, check_file_kind
 
 MAX_DOCUMENT_BYTES = 128 << 20
-MAX_RATIO = 200
-RATIO_FREE_BYTES = 64 << 20
 # What a batch of Parquet may take in memory at the worst.
 MOST_AT_ONCE = 1 << 30
-# Bytes of CSV that are parsed at one time; the header and each record fit into them.
-CSV_BLOCK = 8 << 20
+# The name of a folder that says that its files have no value of the field.
+NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 # The cure for text in another coding, most often Latin-1.
 TO_UTF8 = "iconv -f LATIN1 -t UTF-8 OLD > NEW"
-
-_DAMAGE = (
-    pa.ArrowException, OSError, ValueError, EOFError, NotImplementedError,
-    zlib.error, zipfile.BadZipFile, tarfile.TarError,
-)  # fmt: skip
-KNOWN = "known are .parquet, .jsonl .json .csv .txt (.gz, .zst), and the last four in .zip .tar .tgz .tar.gz .tar.zst"
+UNPACK = "do not trust it; unpack by hand what you need"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One record as it was read: `number` counts from 1 in the file (lines, for JSON lines)."""
+    """One record as it was read: `number` counts from 1 in the file (lines, for JSON lines).
+
+    `address` is that of a file which was fetched.
+    """
 
     file: Path
     number: int
     fields: dict[str, Any]
+    address: str = ""
+
+    @property
+    def place(self) -> str:
+        """The record as errors name it."""
+        return f"{self.address or self.file}, row {self.number}"
 
 
 @dataclass(frozen=True)
 class Reading:
     """What to read in a file: the `paths` of the fields wanted, the text first, or none for all fields.
 
-    `members`: those of archives, by glob.
+    `members`: those of archives, by glob; `*` alone stands for those that are data. The endings of those that are not
+    are added to `others`.
     `values`: a .json file is one array or object whose values are the records. Of the rows (of an archive: of the
     members, of Parquet: of the row groups where there are enough) `part` of `parts` is read, one in `parts`.
     """
@@ -67,6 +73,7 @@ class Reading:
     values: bool = False
     part: int = 0
     parts: int = 1
+    others: Counter[str] = field(default_factory=Counter)
 
     def takes(self, index: int) -> bool:
         return index % self.parts == self.part
@@ -78,107 +85,50 @@ Reader = Callable[["io.BufferedReader[Any]", Path, Reading], Iterator[Row]]
 def read_rows(path: Path, reading: Reading) -> Iterator[Row]:
     """The records in the file `path`. Raises DemixError where it is damaged, a bomb, hostile or holds none."""
     found = suffixes(path.name)
-    empty = True
     if found[:1] in ([".zip"], [".tar"]):
         rows = (_zip if found[0] == ".zip" else _tar)(path, reading)
     elif found == [".parquet"]:
         rows = _parquet(path, reading)
     else:
-        read = _format(path)
-        rows = _opened_rows(read, path, reading)
+        rows = _file(path, reading)
+    file, given = None, dict[str, str | None]()
     for row in rows:
-        empty = False
-        yield row
+        if row.file is not file:
+            file, given = row.file, partitions(row.file.parent)
+        yield replace(row, fields=given | row.fields) if given else row
     # With parts, another one may have it all.
-    if empty and reading.parts == 1:
+    if file is None and reading.parts == 1:
         raise DemixError(path, "holds no documents", "remove it or leave it out of the glob")
+
+
+@lru_cache
+def partitions(folder: Path) -> dict[str, str | None]:
+    """The fields that names of folders such as `lang=en` give to all files below them, as Hive, Spark and DuckDB do."""
+    steps = (step.partition("=") for step in folder.parts)
+    return {unquote(key): None if value == NO_VALUE else unquote(value) for key, equals, value in steps if equals}
 
 
 def stem(name: str) -> str:
     """The name of a file without the endings that say how it is read."""
-    for suffix in reversed(suffixes(name) if readable(name) else []):
+    if not readable(name):
+        return re.sub(r"\.[A-Za-z]+$", "", name)
+    for suffix in reversed(suffixes(name)):
         if name.lower().endswith(suffix):
             name = name[: -len(suffix)]
     return name
 
 
-def _format(path: Path) -> Reader:
+def _format(path: Path) -> tuple[Reader, str]:
+    """How a file is read, by its name, and as what kind."""
     suffix = next(iter(suffixes(path.name)), "")
-    if suffix not in _FORMATS:
-        raise DemixError(path, "is of an unknown format", KNOWN)
-    return _FORMATS[suffix]
+    return (_FORMATS[suffix], TEXT if suffix == ".txt" else RECORDS) if suffix in _FORMATS else (_other_text, TEXT)
 
 
-class _Bound:
-    """How many bytes may still come out of one file on disk, through however many layers of compression."""
-
-    def __init__(self, path: Path):
-        self.path, self.size = path, path.stat().st_size
-        self.left = max(RATIO_FREE_BYTES, MAX_RATIO * self.size)
-
-    def spend(self, count: int) -> None:
-        self.left -= count
-        self.refuse(0)
-
-    def spent_on(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """`batch` without dictionaries; its bytes in memory are spent."""
-        decoded = [one.dictionary_decode() if pa.types.is_dictionary(one.type) else one for one in batch.columns]
-        batch = pa.record_batch(decoded, names=batch.schema.names)
-        self.spend(batch.nbytes)
-        return batch
-
-    def refuse(self, more: int) -> None:
-        """Raise DemixError if `more` bytes are too many."""
-        if self.left < more:
-            raise DemixError(
-                self.path,
-                f"expands to over {MAX_RATIO} times its {self.size} bytes",
-                "if it is no decompression bomb, decompress it by hand, or write the Parquet anew",
-            )
-
-
-class _Decompressed(io.RawIOBase):
-    """The bytes of a plain, gzip or zstd stream. Raises DemixError where it is damaged, cut short or a bomb."""
-
-    def __init__(self, path: Path, stream: Any, bound: _Bound | None, compression: str | None):
-        self.path, self.bound = path, bound
-        self.stream = pa.CompressedInputStream(stream, compression) if compression else stream
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            data = self.stream.read(len(buffer))
-        except _DAMAGE as e:
-            raise DemixError(self.path, f"is damaged or cut short ({e})", "fetch it again") from None
-        if self.bound:
-            self.bound.spend(len(data))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        if not self.closed:
-            self.stream.close()
-        super().close()
-
-
-def _opened(path: Path, bound: _Bound | None = None) -> io.BufferedReader:
-    """The decompressed bytes of a file on disk."""
-    compression = COMPRESSIONS.get(path.suffix.lower())
-    try:
-        if compression:
-            bound = bound or _Bound(path)
-        return io.BufferedReader(_Decompressed(path, pa.OSFile(str(path)), bound, compression), 1 << 18)
-    except OSError as error:
-        raise DemixError(path, f"cannot be read ({error.strerror or error})", "mend its permissions") from None
-
-
-def _opened_rows(read: Reader, path: Path, reading: Reading) -> Iterator[Row]:
-    with _opened(path) as stream:
-        if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            raise DemixError(path, "is UTF-16, not UTF-8", "convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW")
-        yield from read(stream, path, reading)
+def _file(path: Path, reading: Reading, bound: Bound | None = None, stream: Any = None) -> Iterator[Row]:
+    """The records of a file of lines or text on disk, or of the member `path` of an archive."""
+    read, wanted = _format(path)
+    with expanded(path, bound, wanted, stream) as content:
+        yield from read(content, path, reading)
 
 
 def _json_lines(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iterator[Row]:
@@ -242,73 +192,76 @@ def _text(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Ite
         yield Row(path, 1, {next(iter(reading.paths), "text"): text, "file": path.name})
 
 
+def _other_text(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iterator[Row]:
+    """The one document of a file whose name does not say what it is. Raises DemixError for what is plainly no text."""
+    head = stream.peek(1 << 10)
+    if b"\0" in head:
+        raise DemixError(path, "is no text", "name a file of text")
+    if head.lstrip().startswith(b'{"') or path.suffix.lower() == ".tsv":
+        raise DemixError(path, "holds records", "rename it to .jsonl, or convert it to that or to .csv")
+    yield from _text(stream, path, reading)
+
+
 def _csv(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iterator[Row]:
-    columns, begin = list(reading.paths), bytearray()
-    if not stream.peek(1):
-        return
+    csv.field_size_limit(MAX_DOCUMENT_BYTES)
+    rows = csv.reader(_csv_lines(stream, path), strict=True)
+    header, number = list[str](), 0
     try:
-        header = next(csv.reader(_header_lines(stream, path, begin)), [])
-        known = set(columns or header)
-        if name := _twice(name for name in header if name in known):
-            raise DemixError(path, f"has two columns {name!r}", "rename one of them")
-        reader = pyarrow.csv.open_csv(
-            pa.PythonFile(io.BufferedReader(_Resumed(begin, stream)), mode="r"),
-            read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK),
-            parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
-            convert_options=pyarrow.csv.ConvertOptions(
-                include_columns=columns, column_types=dict.fromkeys(columns, pa.binary())
-            ),
-        )
-        for number, fields in _numbered(reader):
+        header = next(rows, [])
+        columns = _columns(path, reading, header)
+        places = {name: place for place, name in enumerate(header) if name in columns or not columns}
+        for values in rows:
+            # A blank line.
+            if not values:
+                continue
+            number += 1
+            if len(values) != len(header):
+                cause = f"has {len(values)} values, and the header {len(header)}"
+                raise DemixError(
+                    f"{path}, row {number}", cause, "quote values with commas and line ends, or fix the row"
+                )
             if reading.takes(number - 1):
-                yield Row(path, number, fields)
-    except KeyError as error:
-        cure = f"it lacks one of {', '.join(columns)}: name the text's as source.text or --field"
-        raise DemixError(path, str(error).strip("'\""), cure) from None
-    except (pa.ArrowException, OSError, csv.Error) as error:
-        raise DemixError(path, f"is not valid CSV ({error})", "mend the row, or use JSON lines") from None
+                yield Row(path, number, {name: values[place] for name, place in places.items()})
+    except csv.Error as error:
+        cause = f"is not valid CSV ({error})"
+        cure = "close each quote, double those in a value, or use JSON lines"
+        raise DemixError(f"{path}, {f'row {number + 1}' if header else 'header'}", cause, cure) from None
 
 
-def _header_lines(stream: "io.BufferedReader[Any]", path: Path, begin: bytearray) -> Iterator[str]:
-    """The lines at the beginning of a CSV file as they are asked for; their bytes are added to `begin`."""
-    while line := stream.readline(CSV_BLOCK - len(begin)):
-        text = line.decode("utf-8" if begin else "utf-8-sig", "replace")
-        begin += line
-        if len(begin) == CSV_BLOCK:
-            raise DemixError(path, f"has a header of over {CSV_BLOCK >> 20} MiB", "mend its first line")
-        yield text
+def _csv_lines(stream: "io.BufferedReader[Any]", path: Path) -> Iterator[str]:
+    """The lines of a CSV file with their ends, which are \\n, \\r or both."""
+    text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
+    while line := text.readline(MAX_DOCUMENT_BYTES + 1):
+        if len(line) > MAX_DOCUMENT_BYTES:
+            raise DemixError(path, "has a line of over 128 MiB", "end each row with a line feed")
+        yield line
 
 
-class _Resumed(io.RawIOBase):
-    """The bytes of a stream of which `begin` has been read."""
+def _columns(path: Path, reading: Reading, names: list[str]) -> list[str]:
+    """The columns of a table with these `names` to read; none stands for all. Its folders may give fields, too.
 
-    def __init__(self, begin: bytearray, rest: "io.BufferedReader[Any]"):
-        self.parts: list[Any] = [io.BytesIO(begin), rest]
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while self.parts:
-            if count := self.parts[0].readinto(buffer):
-                return int(count)
-            self.parts.pop(0)
-        return 0
+    Raises DemixError for one that is missing or there twice.
+    """
+    given = partitions(path.parent)
+    columns = list(dict.fromkeys(column(wanted, names) for wanted in reading.paths))
+    columns = [name for name in columns if name in names or name not in given]
+    for name in columns:
+        if name not in names:
+            cure = f"it has {', '.join(map(repr, names))[:300]}: name the text's as source.text or --field"
+            raise DemixError(path, f"has no column {name!r}", cure)
+    if twice := _twice(name for name in names if name in (columns or names)):
+        raise DemixError(path, f"has two columns {twice!r}", "rename one of them")
+    return columns
 
 
 def _parquet(path: Path, reading: Reading) -> Iterator[Row]:
+    check_file_kind(path, PARQUET)
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            names = file.schema_arrow.names
-            columns = list(dict.fromkeys(column(wanted, names) for wanted in reading.paths))
-            for name in columns:
-                if name not in names:
-                    raise DemixError(path, f"has no column {name!r}", f"it has {', '.join(names)}")
-            if twice := _twice(name for name in names if name in (columns or names)):
-                raise DemixError(path, f"has two columns {twice!r}", "rename one of them")
+            columns = _columns(path, reading, file.schema_arrow.names)
             groups = range(file.metadata.num_row_groups)
             sizes = [file.metadata.row_group(group).total_byte_size for group in groups]
-            bound = _Bound(path)
+            bound = Bound(path)
             bound.refuse(sum(sizes))
             by_group = len(groups) >= reading.parts
             start = 0
@@ -349,81 +302,79 @@ def _decoded(value: Any) -> Any:
 
 
 def _zip(path: Path, reading: Reading) -> Iterator[Row]:
-    bound = _Bound(path)
+    check_file_kind(path, ZIP)
+    bound = Bound(path)
     try:
         with zipfile.ZipFile(path) as archive:
             names = []
             for member in archive.infolist():
                 # The upper half of external_attr is the Unix mode; 0o12 in its top bits is a symbolic link.
                 link = member.create_system == 3 and member.external_attr >> 28 == 0o12
-                _check_member(path, member.filename, "link" if link else "")
-                if member.flag_bits & 1:
-                    raise DemixError(path, f"member {member.filename!r} is encrypted", "decrypt it by hand")
-                if not member.is_dir() and _wanted(member.filename, reading):
+                if _wanted(path, member.filename, reading) and not member.is_dir():
+                    kind = "a link" if link else "encrypted" if member.flag_bits & 1 else ""
+                    _check_member(path, member.filename, kind)
                     names.append(member)
             _check_any(path, names, reading)
             for index, member in enumerate(names):
                 if reading.takes(index):
                     with archive.open(member) as stream:
                         yield from _member_rows(path, member.filename, stream, bound, reading)
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise DemixError(path, f"is not a zip archive, damaged or cut short ({error})", "fetch it again") from None
 
 
 def _tar(path: Path, reading: Reading) -> Iterator[Row]:
     index = 0
-    bound = _Bound(path)
+    bound = Bound(path)
     try:
         # As a stream: members are read in order and nothing is sought, so that gzip is decompressed once.
-        with _opened(path, bound) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+        with expanded(path, bound, TAR) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
             for member in archive:
-                kind = "" if (member.isreg() and not member.issparse()) or member.isdir() else "link or special file"
-                _check_member(path, member.name, kind)
-                if member.isreg() and _wanted(member.name, reading):
+                if not member.isdir() and _wanted(path, member.name, reading):
+                    plain = member.isreg() and not member.issparse()
+                    _check_member(path, member.name, "" if plain else "a link or special file")
                     if reading.takes(index):
                         yield from _member_rows(path, member.name, archive.extractfile(member), bound, reading)
                     index += 1
                 # tarfile keeps every header it has seen; nothing here goes back.
                 archive.members = []  # type: ignore[attr-defined]
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise DemixError(path, f"is not a tar archive, damaged or cut short ({error})", "fetch it again") from None
     _check_any(path, index, reading)
 
 
+def _wanted(path: Path, name: str, reading: Reading) -> bool:
+    """Whether a member of an archive is to be read, as a file of a folder would be. Raises DemixError for an attack."""
+    steps = name.replace("\\", "/").split("/")
+    if steps[0] == "" or steps[0].endswith(":") or ".." in steps or "\0" in name:
+        raise DemixError(path, f"member {name!r} points outside", UNPACK)
+    if name.endswith("/"):
+        return False
+    if reading.members == ("*",):
+        return is_data(name, reading.others)
+    return name in reading.members or (
+        not hidden(name) and any(fnmatchcase(name, pattern) for pattern in reading.members)
+    )
+
+
 def _check_member(path: Path, name: str, kind: str) -> None:
     if kind:
-        raise DemixError(path, f"member {name!r} is a {kind}", "do not trust it; unpack by hand what you need")
-    parts = name.replace("\\", "/").split("/")
-    if parts[0] == "" or parts[0].endswith(":") or ".." in parts or "\0" in name:
-        raise DemixError(path, f"member {name!r} points outside", "do not trust it; unpack by hand what you need")
+        raise DemixError(path, f"member {name!r} is {kind}", UNPACK)
 
 
 def _check_any(path: Path, found: Any, reading: Reading) -> None:
     if not found:
-        wanted = ", ".join(reading.members)
-        raise DemixError(path, f"has no member that matches {wanted}", "mend source.members (its * matches / too)")
+        cause = f"has no member that is data and matches {', '.join(reading.members)}"
+        cure = f"correct source.members (its * matches / too){'; ' * bool(reading.others)}{left_out(reading.others)}"
+        raise DemixError(path, cause, cure)
 
 
-def _wanted(name: str, reading: Reading) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in reading.members)
-
-
-def _member_rows(path: Path, name: str, stream: IO[bytes] | None, bound: _Bound, reading: Reading) -> Iterator[Row]:
-    place = path / name
-    read = _format(place)
-    compression = COMPRESSIONS.get(suffixes(name)[-1])
-    # A plain tar's bytes are on disk; a member of a zip, and what a member is compressed with, expand.
-    with io.BufferedReader(_Decompressed(place, stream, bound, None), 1 << 18) as plain:
-        if not compression:
-            yield from read(plain, place, Reading(reading.paths, values=reading.values))
-            return
-        inner = _Decompressed(place, pa.PythonFile(plain, mode="r"), bound, compression)
-        with io.BufferedReader(inner, 1 << 18) as expanded:
-            yield from read(expanded, place, Reading(reading.paths, values=reading.values))
+def _member_rows(path: Path, name: str, stream: IO[bytes] | None, bound: Bound, reading: Reading) -> Iterator[Row]:
+    return _file(path / name, Reading(reading.paths, values=reading.values), bound, stream)
 
 
 def _json_file(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iterator[Row]:
     return (_json_values if reading.values else _json_lines)(stream, path, reading)
 
 
-_FORMATS = {".jsonl": _json_lines, ".json": _json_file, ".txt": _text, ".csv": _csv}
+_FORMATS = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json_file, ".txt": _text, ".csv": _csv}

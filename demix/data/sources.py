@@ -10,7 +10,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from demix.config.addresses import COMMIT, LOG_IN, STORES, local, refuse_not_utf8, refuse_secrets
 from demix.config.domains import SourceSection
+from demix.config.files import left_out
 from demix.data import readers
 from demix.data.hub import hub_rows
 from demix.data.readers import Reading, Row, read_rows
@@ -36,11 +37,38 @@ SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("metadata
 # What `demix.data.readers` makes of bytes that are not UTF-8.
 INVALID = re.compile("[\udc80-\udcff]")
 FEW_INVALID = 4
-# Counted while reading, and told in a file's metadata.
-NOT_TEXT = {"surrogates": 0, "invalid_bytes": 0, "not_utf8": 0}
 MOST_NESTED = 100
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass
+class Omitted:
+    """What was replaced or left out while a source was read.
+
+    Bytes that are not UTF-8 (`invalid_bytes`) and lone surrogates were replaced, documents that are no text
+    (`not_utf8`) left out. `files` has the endings of the files that are no data.
+    """
+
+    surrogates: int = 0
+    invalid_bytes: int = 0
+    not_utf8: int = 0
+    files: Counter[str] = field(default_factory=Counter)
+
+    def footer(self) -> dict[str, str]:
+        """What a file of raw text says of bytes that are no text."""
+        return {name: str(getattr(self, name)) for name in ("surrogates", "invalid_bytes", "not_utf8")}
+
+    def warn(self, name: str) -> None:
+        """Log a warning that bytes of the source `name` are no text, and one of files that are no data."""
+        if self.invalid_bytes or self.not_utf8:
+            _log.warning(
+                "%s: %d bytes that are not UTF-8 became U+FFFD, and %d documents were left out as no text; "
+                "text in Latin-1 is converted by %s",
+                name, self.invalid_bytes, self.not_utf8, readers.TO_UTF8,
+            )  # fmt: skip
+        if said := left_out(self.files):
+            _log.warning("%s: %s; a file or glob in source.path or source.members reads them", name, said)
 
 
 @settings()
@@ -51,9 +79,10 @@ class Source(SourceSection):
     Without `id` a document is called "<file name>#<row>", rows counted from 1.
     """
 
-    def reading(self, part: int, parts: int) -> Reading:
+    def reading(self, part: int, parts: int, others: Counter[str]) -> Reading:
+        """The settings of a reader, which adds the endings of files that are no data to `others`."""
         wanted = [self.text, *([self.id] if self.id else []), *self.metadata, *self.where]
-        return Reading(tuple(dict.fromkeys(wanted)), self.members, self.json == "values", part, parts)
+        return Reading(tuple(dict.fromkeys(wanted)), self.members, self.json == "values", part, parts, others)
 
 
 def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
@@ -74,11 +103,11 @@ def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
         _forget_divided(output)
         return int(pq.read_metadata(output).num_rows)
     fetched = _fetched(output)
-    counts = Counter(NOT_TEXT)
-    rows = KINDS[source.kind](source, domain, part, fetched)
-    documents = _budgeted(valid(_documents(rows, source, domain), counts), source, domain)
-    count = write_rows(output, SCHEMA, documents, private=True, footer=lambda: footer(counts))
-    warn(domain, counts)
+    omitted = Omitted()
+    rows = KINDS[source.kind](source, domain, part, fetched, omitted.files)
+    documents = _budgeted(valid(_documents(rows, source, domain), omitted), source, domain)
+    count = write_rows(output, SCHEMA, documents, private=True, footer=omitted.footer)
+    omitted.warn(domain)
     # Kept until here: a job that fails and is run again need not fetch again what it has.
     shutil.rmtree(fetched, ignore_errors=True)
     _forget_divided(output)
@@ -89,11 +118,6 @@ def refuse_part(source: Source, name: str, part: int) -> None:
     """Raise DemixError unless a source has this part."""
     if not 0 <= part < source.parts:
         raise DemixError(f"{name}.source.parts", f"is {source.parts}, there is no part {part}", "count from 0")
-
-
-def footer(counts: Mapping[str, int]) -> dict[str, str]:
-    """What a file of raw text says of bytes that are no text."""
-    return {name: str(number) for name, number in counts.items()}
 
 
 def discard(output: Path) -> None:
@@ -142,30 +166,20 @@ def pinned(source: Source, part: int) -> list[Path] | None:
             return [] if COMMIT.fullmatch(source.revision or "") and not local(source.paths) else None
 
 
-def records(source: Source, name: str, fetched: Path, counts: Counter[str]) -> Iterator[tuple[str, str, str]]:
+def records(source: Source, name: str, fetched: Path, omitted: Omitted) -> Iterator[tuple[str, str, str]]:
     """Id, text and metadata of all documents of `source` as `download` writes them; `name` stands in errors.
 
     A file of an address or of an object store is fetched to the folder `fetched`. What `download` counts in a file's
-    metadata is added to `counts`.
+    metadata is added to `omitted`.
     """
     for part in range(source.parts):
-        rows = KINDS[source.kind](source, name, part, fetched)
-        yield from _budgeted(valid(_documents(rows, source, name), counts), source, name)
-    warn(name, counts)
+        rows = KINDS[source.kind](source, name, part, fetched, omitted.files)
+        yield from _budgeted(valid(_documents(rows, source, name), omitted), source, name)
+    omitted.warn(name)
 
 
-def warn(name: str, counts: Mapping[str, int]) -> None:
-    """Log a warning where bytes of a domain are no text."""
-    if counts["invalid_bytes"] or counts["not_utf8"]:
-        _log.warning(
-            "%s: %d bytes that are not UTF-8 became U+FFFD, and %d documents were left out as no text; "
-            "text in Latin-1 is converted by %s",
-            name, counts["invalid_bytes"], counts["not_utf8"], readers.TO_UTF8,
-        )  # fmt: skip
-
-
-def valid(documents: Iterable[tuple[str, str, str]], counts: Counter[str]) -> Iterator[tuple[str, str, str]]:
-    """The documents as UTF-8 can hold them; what was replaced or left out is added to `counts`."""
+def valid(documents: Iterable[tuple[str, str, str]], omitted: Omitted) -> Iterator[tuple[str, str, str]]:
+    """The documents as UTF-8 can hold them; what was replaced or left out is added to `omitted`."""
     for document in documents:
         try:
             # Nearly all of them, and much faster than to look for what is wrong.
@@ -177,11 +191,11 @@ def valid(documents: Iterable[tuple[str, str, str]], counts: Counter[str]) -> It
         found = [len(INVALID.findall(value)) for value in document]
         # NUL alone is removed later; beside bytes that are not UTF-8 it tells UTF-16 and what was never text.
         if found[1] and found[1] + document[1].count("\0") > max(FEW_INVALID, len(document[1]) / 100):
-            counts["not_utf8"] += 1
+            omitted.not_utf8 += 1
             continue
         replaced = [SURROGATE.subn("\ufffd", value) for value in document]
-        counts["invalid_bytes"] += sum(found)
-        counts["surrogates"] += sum(number for _, number in replaced) - sum(found)
+        omitted.invalid_bytes += sum(found)
+        omitted.surrogates += sum(number for _, number in replaced) - sum(found)
         (name, _), (text, _), (metadata, _) = replaced
         yield name, text, metadata
 
@@ -217,12 +231,12 @@ def refuse_deep(row: Row) -> None:
     """Raise DemixError for a record that is nested deeper than the recursion over its fields goes."""
     if is_deep([row.fields], MOST_NESTED + 1):
         cause = f"is nested deeper than {MOST_NESTED} levels"
-        raise DemixError(f"{row.file}, row {row.number}", cause, "flatten it, or leave it out")
+        raise DemixError(row.place, cause, "flatten it, or leave it out")
 
 
 def document_of(row: Row, source: Source) -> tuple[str, str, str]:
     """Id, text and metadata (JSON) of a record. Raises DemixError where it has no such text."""
-    place = f"{row.file}, row {row.number}"
+    place = row.place
     try:
         text = select(row.fields, source.text)
         name = f"{row.file.name}#{row.number}" if source.id is None else str(select(row.fields, source.id))
@@ -271,11 +285,11 @@ def warn_short(domain: str, words: float, share: float) -> None:
     _log.warning("%s: this part has only %d words, its share of source.words is %d", domain, words, share)
 
 
-def _files(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row]:
+def _files(source: Source, domain: str, part: int, fetched: Path, others: Counter[str]) -> Iterator[Row]:
     for pattern, matching in source.listed.items():
         if not matching:
-            cure = source.instructions or "mend the path or the glob"
-            raise DemixError(f"{domain}.source.path", f"no file matches {pattern!r}", cure)
+            cause = f"no file matches {pattern!r}{'; ' * bool(source.others)}{left_out(source.others)}"
+            raise DemixError(f"{domain}.source.path", cause, source.instructions or "correct the path or the glob")
     _check_names(source, domain, {Path(file).name for file in source.names})
     paths = [Path(file) for file in source.share(part)]
     for path in paths:
@@ -287,9 +301,11 @@ def _files(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Ro
         if not path.is_file():
             raise DemixError(path, "is a pipe or a device", "write its bytes to a file, and name this file")
     share = (0, 1) if len(source.names) >= source.parts else (part, source.parts)
+    if part == 0:
+        others.update(source.others)
     for path in paths:
         _verify(path, source)
-        yield from read_rows(path, source.reading(*share))
+        yield from read_rows(path, source.reading(*share, others))
 
 
 def _verify(path: Path, source: Source) -> None:
@@ -307,31 +323,30 @@ def _check_names(source: Source, domain: str, names: set[str]) -> None:
                 raise DemixError(f"{domain}.source.{key}.{name}", "names no file", f"files are {sorted(names)}"[:300])
 
 
-def _urls(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row]:
+def _urls(source: Source, domain: str, part: int, fetched: Path, others: Counter[str]) -> Iterator[Row]:
     # requests loads for a tenth of a second.
     from demix.data.fetch import fetch
 
     _check_names(source, domain, {file_name(url) for url in source.paths})
-    yield from _fetched_rows(source, source.paths[part :: source.parts], source.reading(0, 1), fetched, fetch)
+    yield from _fetched_rows(source, source.paths[part :: source.parts], source.reading(0, 1, others), fetched, fetch)
 
 
-def _stored(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row]:
+def _stored(source: Source, domain: str, part: int, fetched: Path, others: Counter[str]) -> Iterator[Row]:
     from demix.data.stores import fetch_stored, stored
 
     try:
-        addresses = stored(source.paths)
+        addresses = stored(source.paths, others if part == 0 else Counter())
     except DemixError as error:
         raise error.but(cure=source.instructions) from None
     names = [file_name(address) for address in addresses]
     _check_names(source, domain, {*names})
     # Digests pin the list of files, too.
-    if source.sha256 and (others := sorted((Counter(names) - Counter([*source.sha256])).elements())):
-        cause = f"lacks files that {', '.join(source.paths)} names, or that it names twice: {', '.join(others)}"
-        raise DemixError(
-            f"{domain}.source.sha256", cause[:300], "add them by `demix config --pin`, or name fewer files in path"
-        )
+    if source.sha256 and (more := sorted((Counter(names) - Counter([*source.sha256])).elements())):
+        cause = f"lacks files that {', '.join(source.paths)} names, or that it names twice: {', '.join(more)}"
+        cure = "add them by `demix config --pin`, or name fewer files in path"
+        raise DemixError(f"{domain}.source.sha256", cause[:300], cure)
     whole = len(addresses) >= source.parts
-    reading = source.reading(0, 1) if whole else source.reading(part, source.parts)
+    reading = source.reading(*(0, 1) if whole else (part, source.parts), others)
     taken = addresses[part :: source.parts] if whole else addresses
     yield from _fetched_rows(source, taken, reading, fetched, fetch_stored)
 
@@ -343,19 +358,22 @@ def _fetched_rows(
     make_private(fetched)
     for address in addresses:
         name = file_name(address)
-        # Two addresses may end in the same name, and a changed address must not take up the old one's bytes.
-        path = fetched / hashlib.sha256(address.encode()).hexdigest()[:12] / name
+        # Two addresses may end in the same name, and a changed address must not take up the old one's bytes. Names of
+        # folders may give fields.
+        given = [unquote(step) for step in address.split("/")[3:-1] if "=" in step]
+        path = fetched.joinpath(hashlib.sha256(address.encode()).hexdigest()[:12], *given, name)
         make_private(path.parent)
         try:
             fetch(address, path, size=source.bytes.get(name), sha256=source.sha256.get(name))
         except DemixError as error:
             raise error.but(cure=source.instructions) from None
         try:
-            yield from read_rows(path, reading)
-        except DemixError:
+            for row in read_rows(path, reading):
+                yield replace(row, address=str(row.file).replace(str(path), address, 1))
+        except DemixError as error:
             # Damaged where it came from or on the way: the next run must not take it for fetched.
             path.unlink()
-            raise
+            raise error.but(error.subject.replace(str(path), address, 1)) from None
 
 
 def file_name(url: str) -> str:
@@ -369,8 +387,8 @@ def file_name(url: str) -> str:
     return name
 
 
-def _hub(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row]:
-    reading = source.reading(part, source.parts)
+def _hub(source: Source, domain: str, part: int, fetched: Path, others: Counter[str]) -> Iterator[Row]:
+    reading = source.reading(part, source.parts, others)
     for repository in source.paths:
         try:
             yield from hub_rows(repository, source.revision, source.data_files, reading.paths, part, source.parts)
@@ -378,7 +396,7 @@ def _hub(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row]
             raise error.but(cure=source.instructions) from error
 
 
-KINDS: dict[str, Callable[[Source, str, int, Path], Iterator[Row]]] = {
+KINDS: dict[str, Callable[[Source, str, int, Path, Counter[str]], Iterator[Row]]] = {
     "files": _files,
     "url": _urls,
     "store": _stored,

@@ -1,15 +1,16 @@
 """Files of object stores such as S3, by fsspec and the library of each store: listed, fetched, resumed, checked."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from glob import has_magic
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from demix.config.addresses import STORES
-from demix.config.files import readable
+from demix.config.files import is_data
 from demix.data import fetch
 from demix.errors import DemixError
 from demix.progress import progress
@@ -25,26 +26,27 @@ _ASK = (
 )
 
 
-def stored(paths: Sequence[str]) -> list[str]:
+def stored(paths: Sequence[str], others: Counter[str] | None = None) -> list[str]:
     """The addresses of the files that these paths name in object stores, sorted: by an address, a glob or a folder.
 
-    Of a folder all files below it are meant that `demix.config.files.files_at` would take. Raises DemixError for a path
-    that names no file, and for all that goes wrong on the way; no error shows what a library says.
+    Of a folder all files below it are meant that are data (`demix.config.files.is_data`); the endings of the rest are
+    added to `others`. Raises DemixError for a path that names no file, and for all that goes wrong on the way; no error
+    shows what a library says.
     """
-    found = set[str]()
+    found, others = set[str](), Counter() if others is None else others
     for path in paths:
         with _asked(path):
             store, name = _store(path)
             store.invalidate_cache()
-            if has_magic(name):
+            if has_magic(name) and not store.isfile(name):
                 folder = re.split(r"[*?\[]", name)[0].rpartition("/")[0]
                 files = [*_matching(store, folder, name[len(folder) + 1 :])]
             elif store.info(name)["type"] == "file":
                 files = [name]
             else:
-                below = PurePosixPath(name)
-                files = [one for one in store.find(name) if _is_data(PurePosixPath(one).relative_to(below))]
-            # A file of such a name stands for a folder.
+                # A file of such a name stands for a folder.
+                inside = {one: one[len(name) :].lstrip("/") for one in store.find(name) if not one.endswith("/")}
+                files = [one for one, path_there in inside.items() if is_data(path_there, others)]
             files = [one for one in files if not one.endswith("/")]
             if not files:
                 raise DemixError(path, "names no file that can be read", _MEND)
@@ -115,11 +117,6 @@ def _matching(store: Any, folder: str, pattern: str) -> Iterator[str]:
                 yield from _matching(store, name, rest)
             elif not rest and info["type"] == "file":
                 yield info["name"]
-
-
-def _is_data(below: PurePosixPath) -> bool:
-    """Whether a file of a folder is data, as `demix.config.files.files_at` has it."""
-    return readable(below.name) and not any(part.startswith((".", "_")) for part in below.parts)
 
 
 def _store(address: str) -> tuple[Any, str]:

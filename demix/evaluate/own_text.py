@@ -1,7 +1,5 @@
 """The evaluation of a user's own text under every expert and every mixture of a model."""
 
-import codecs
-import glob
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +13,7 @@ import torch
 
 from demix.config.addresses import refuse_not_utf8
 from demix.config.evaluation import DECAY
+from demix.config.files import hidden, readable, suffixes
 from demix.data.anonymize import anonymize_documents
 from demix.data.readers import MAX_DOCUMENT_BYTES, TO_UTF8
 from demix.data.shards import TokenShard, blocks, tokenize
@@ -25,6 +24,7 @@ from demix.errors import DemixError
 from demix.evaluate.choice import mixing_of, switching_on_dev
 from demix.evaluate.score_tables import ScoreTable
 from demix.files import read_parquet
+from demix.files.kinds import TEXT, check_file_kind
 from demix.mix.mixtures import mix, weigh
 from demix.mix.priors import cached_log_prior, fitted_log_prior, updating_log_priors
 from demix.mix.rules import Chunk, Cluster, History, Tempered
@@ -48,9 +48,6 @@ DENSE_OF_RUN, TEMPERED = "dense model of the run", "tempered (uniform prior)"
 # text in 89%, of the first 50 in 60%. (Of texts of the domains that they know, 25 tokens tell the domain in 96%.)
 FEW_TOKENS = 200
 NO_TEXT = ("holds no text", "name a file that contains text")
-# A file with any other suffix is one document of plain text.
-PLAIN = {".jsonl", ".json", ".csv", ".txt"}
-STRUCTURED = PLAIN | {".parquet", ".zip", ".tar", ".tgz", ".gz", ".zst"}
 
 
 @dataclass(frozen=True)
@@ -109,10 +106,11 @@ class OwnText:
 
 @dataclass(frozen=True)
 class Unread:
-    """A file of a folder that holds no text, or none that can be read, and why."""
+    """A file among several that holds no text, or none that can be read, why, and what the user can do."""
 
     text: str
     cause: str
+    cure: str
 
 
 def evaluate_text(
@@ -121,7 +119,7 @@ def evaluate_text(
     """The figures of one text; see `evaluate_texts`."""
     (found,) = evaluate_texts(model, [text], tokenizer, dev, field)
     if isinstance(found, Unread):
-        raise DemixError(found.text, found.cause, "name another file")
+        raise DemixError(found.text, found.cause, found.cure)
     return found
 
 
@@ -131,22 +129,23 @@ def evaluate_texts(
     """Perplexity and bits per byte of each of `texts` under each expert of `model` and each method that mixes them.
 
     The model is loaded once. A text is read, tokenized and cut into blocks like the text of a domain, but it is not
-    anonymized. A file whose format is not among STRUCTURED is one document of plain text. All experts score a text in
-    one pass; experts that are whole models do so one after the other. `tempered`, with the model's parameters, is the
+    anonymized. A file whose name says no format is one document of plain text. All experts score a text in one pass;
+    experts that are whole models do so one after the other. `tempered`, with the model's parameters, is the
     default rule; `cluster` is there where the model's run has a clustering; the paper's mixtures use `history` weights
     and the decay DECAY. `field` holds the text in a file of records.
 
     Of a folder all files are read, and a stream (a pipe, or `-`, standard input) like a file of plain text, within the
     bound of one document. With `dev`, a text from the same domain, the mixtures include the cached and fitted priors of
-    its first DEV_BLOCKS blocks, and `switching`. Raises DemixError if a file is missing or holds no text, or if the
-    tokenizer is not the model's. A file in a folder is then `Unread`: beside texts a folder may hold other things.
+    its first DEV_BLOCKS blocks, and `switching`. Raises DemixError if the tokenizer is not the model's, or if the only
+    text is missing or cannot be read. One of several is then `Unread`.
     """
     refuse_masked(model, "says nothing of a text that is not masked")
     place, encoder = tokenizer_of(model, tokenizer)
-    named, files = [text for text in texts if not text.is_dir()], files_of(texts)
+    files = files_of(texts)
     for file in files:
         refuse_not_utf8(file)
-    for file in (*named, *([dev] if dev else [])):
+    alone = [*texts] == files and len(files) == 1
+    for file in (*(files if alone else []), *([dev] if dev else [])):
         if not is_stream(file):
             _refuse_unreadable(file)
     judge = Judge.of(model, load_experts(model, hold=False), place, encoder).told(dev, field)
@@ -154,9 +153,9 @@ def evaluate_texts(
         try:
             shard = judge.read(text, field)
         except DemixError as error:
-            if text in named:
+            if alone:
                 raise
-            yield Unread(str(text), error.cause)
+            yield Unread(str(text), error.cause, error.cure)
             continue
         yield judge.result(text, shard)
 
@@ -266,40 +265,26 @@ def _dense_of(model: Path) -> Path | None:
 def raw_text(texts: Sequence[Path], field: str, domain: str, output: Path) -> None:
     """Write the documents of the files `texts` to the Parquet file `output`, as `demix.data.sources.download` does.
 
-    A file whose format is not among STRUCTURED is one document of plain text. Raises DemixError for a file that is
-    missing, a folder or no text, and where no file holds a document.
+    Raises DemixError for a file that is missing, a folder or no text, and where no file holds a document.
     """
-    links = output.with_suffix(".texts")
-    links.mkdir()
-    paths = []
-    for number, text in enumerate(texts):
-        refuse_not_utf8(text.resolve())
+    for text in texts:
         _refuse_unreadable(text)
-        paths.append(text.resolve())
-        if paths[-1].suffix.lower() not in STRUCTURED:
-            paths[-1] = links / f"{number}.{text.name}.txt"
-            paths[-1].symlink_to(text.resolve())
-    filled = tuple(glob.escape(str(path)) for path in paths if path.stat().st_size)
-    if not filled or not download(Source(kind="files", path=filled, text=field), domain, output):
-        left_out = read_parquet(output, columns=[]).schema.metadata.get(b"not_utf8", b"0") if filled else b"0"
+    if not download(Source(kind="files", path=tuple(map(str, texts)), text=field), domain, output):
+        left_out = read_parquet(output, columns=[]).schema.metadata[b"not_utf8"]
         told = NO_TEXT if left_out == b"0" else ("is not UTF-8", f"convert it, from Latin-1 by {TO_UTF8}")
         raise DemixError(", ".join(map(str, texts)), *told)
 
 
 def files_of(texts: Sequence[Path]) -> list[Path]:
-    """`texts` with the files in a folder, but hidden ones, in its place. Raises DemixError for a folder without any."""
+    """`texts`, a folder replaced by its files that are not `hidden`. Raises DemixError for a folder without any."""
     found = []
     for text in texts:
-        inside = sorted(text.rglob("*")) if text.is_dir() else [text]
-        inside = [path for path in inside if path == text or (path.is_file() and not _hidden(path.relative_to(text)))]
-        if not inside:
+        below = sorted(text.rglob("*")) if text.is_dir() else []
+        inside = [path for path in below if path.is_file() and not hidden(str(path.relative_to(text)))]
+        if text.is_dir() and not inside:
             raise DemixError(text, "holds no file", "name a folder with files of text")
-        found += inside
+        found += inside or [text]
     return found
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def whole_text(text: str | Path) -> str:
@@ -310,8 +295,9 @@ def whole_text(text: str | Path) -> str:
             raise DemixError("text", "is not UTF-8", "give it in UTF-8")
         return text
     _refuse_unreadable(file)
-    if file.suffix.lower() in STRUCTURED - {".txt"}:
+    if readable(file.name) and suffixes(file.name) != [".txt"]:
         raise DemixError(file, "holds documents, not one text", "give one of them as a string")
+    check_file_kind(file, TEXT)
     try:
         return file.read_bytes().decode()
     except UnicodeDecodeError:
@@ -367,21 +353,15 @@ def _tokenized(text: Path | str, tokenizer: Path, field: str) -> TokenShard:
 
 
 def _refuse_unreadable(file: Path) -> None:
-    """Raise DemixError unless `file` is a file, and, where it is plain text, UTF-8."""
+    """Raise DemixError unless `file` is a file."""
     if file.is_dir():
         raise DemixError(file, "is a folder", "name one file of text in it")
     if file.is_symlink() and not file.exists():
-        raise DemixError(file, f"is a link to {file.readlink()}, which is missing", "mend the link")
+        raise DemixError(file, f"is a link to {file.readlink()}, which is missing", "fix the link")
     if not file.exists():
         raise DemixError(file, "is missing", "correct its name")
     if not file.is_file():
         raise DemixError(file, "is no file on disk", "write it to one")
-    with file.open("rb") as stream:
-        head = stream.read(1000)
-    # Files of other formats have zeros of their own.
-    plain = file.suffix.lower() in PLAIN or file.suffix.lower() not in STRUCTURED
-    if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or (plain and b"\0" in head):
-        raise DemixError(file, "is UTF-16 or no text, not UTF-8", "convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW")
 
 
 def _scored(trunks: Sequence[GPT], shard: TokenShard, name: str, limit: int | None = None) -> ScoreTable:

@@ -7,7 +7,9 @@ from demix.files.digests import opened
 
 # The first bytes that `check_kind` looks at.
 HEAD = 64
-GZIP, ZSTD, ZIP, PARQUET, TEXT, SAFETENSORS = "gzip", "zstd", "zip", "Parquet", "text", "safetensors"
+GZIP, ZSTD, ZIP, PARQUET, TEXT = "gzip", "zstd", "zip", "Parquet", "text"
+# Kinds without a mark at their begin.
+RECORDS, TAR, SAFETENSORS = "records", "tar", "safetensors"
 LFS, ANNEX, UTF16, PAGE = "a Git LFS pointer", "a git-annex pointer", "UTF-16", "a web page"
 _MARKS: dict[str, tuple[bytes, ...]] = {
     LFS: (b"version https://git-lfs.github.com/spec/",),
@@ -50,11 +52,11 @@ def kind_of(head: bytes) -> str:
 def check_kind(path: object, head: bytes, wanted: str) -> None:
     """Raise DemixError that names `path` if `head`, its first bytes, are those of another kind than `wanted`.
 
-    `wanted` is TEXT, SAFETENSORS (which begin with no mark of their own) or a kind that has one. Nothing is said of an
-    empty file.
+    `wanted` is TEXT, RECORDS, TAR or SAFETENSORS, which begin with no mark of their own, or a kind that has one. A web
+    page is text, but no records. Nothing is said of an empty file.
     """
     found = kind_of(head)
-    if not head or found == wanted or (found is TEXT and wanted not in _MARKS):
+    if not head or found == wanted or (found is TEXT and wanted not in _MARKS) or (found is PAGE and wanted is TEXT):
         return
     if found is TEXT and wanted in (GZIP, ZSTD):
         raise DemixError(path, "is not compressed", "rename it: its name ends as that of a compressed file")

@@ -61,7 +61,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             entry = tarfile.TarInfo(f"{number}.txt")
             entry.size = len(piece)
             archive.addfile(entry, io.BytesIO(piece.encode()))
-    for name in ("letters/1.txt", "letters/old/2.txt", "letters/notes.md", "more/1.txt"):
+    for name in ("letters/1.txt", "letters/old/2.txt", "letters/notes.md", "more/1.txt", "src/a.py"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(" ".join(pieces))
     return tmp_path
@@ -77,6 +77,7 @@ def test_init_writes_a_valid_config_of_any_files(texts: Path) -> None:
         "b.json",
         "c.tar.gz",
         "letters/",
+        "src/*.py",
     ]
     done = demix("init", *given, "--novel", "more/*.txt")
     assert (done.exit_code, done.stderr) == (0, "")
@@ -93,18 +94,20 @@ def test_init_writes_a_valid_config_of_any_files(texts: Path) -> None:
     }
     usual = {"text": "text", "json": "lines", "piece_words": None}
     assert sources == {
-        "buro_1": usual | {"path": "Büro [[]1].txt", "piece_words": 50},
+        "buro_1": usual | {"path": "Büro [1].txt", "piece_words": 50},
         "buro_1_2": usual | {"path": "büro 1.txt", "piece_words": 50},
         "2024": usual | {"path": "2024.jsonl.zst", "text": "body"},
         "tokens_text": usual | {"path": "tokens.csv"},
         "a": usual | {"path": "a.parquet", "text": "doc.parts[]"},
         "b": usual | {"path": "b.json", "json": "values"},
         "c": usual | {"path": "c.tar.gz"},
-        "letters": usual | {"path": "letters/**/*.txt", "piece_words": 50},
+        "letters": usual | {"path": "letters/", "piece_words": 50},
+        "src": usual | {"path": "src/*.py", "piece_words": 50},
         "more": usual | {"path": "more/*.txt", "piece_words": 50},
     }
     assert list(config["domains"]["novel"]) == ["more"]
     assert {tuple(one["words"].values()) for one in config["domains"]["training"].values()} == {(180, 180, None)}
+    assert re.search(r" letters: .* 1 document; left out: 1 .*: 1 \.md$", done.stdout, re.MULTILINE)
     assert demix("config", "mine.yaml").exit_code == 0
     first, schema = done.stdout.splitlines()[0].split("$schema=")
     assert first == "# yaml-language-server: "
@@ -230,7 +233,7 @@ def test_config_warns_of_more_than_ten_passes(
         (["büro 1.txt", "little.txt"], "little.txt"),
         (["büro 1.txt", "nothere.txt"], "nothere.txt"),
         (["büro 1.txt", "büro 1.txt"], "büro 1.txt"),
-        (["büro 1.txt", "letters/notes.md"], "letters/notes.md"),
+        (["büro 1.txt", "empty"], "empty"),
         (["büro 1.txt", "two.jsonl"], "two.jsonl"),
         (["büro 1.txt", "two.jsonl", "--field", "answer"], "two.jsonl"),
         (["büro 1.txt", "utf16.txt"], "utf16.txt"),
@@ -239,6 +242,7 @@ def test_config_warns_of_more_than_ten_passes(
 )
 def test_init_refuses_texts_that_are_no_domains(words: list[str], subject: str, texts: Path) -> None:
     (texts / "little.txt").write_text("two words")
+    (texts / "empty").mkdir()
     (texts / "two.jsonl").write_text('{"question": "what is that", "answer": "a question"}\n')
     (texts / "utf16.txt").write_text("one text\n" * 2000, encoding="utf-16")
     (texts / "latin.txt").write_text("été déjà vu\n" * 2000, encoding="latin-1")

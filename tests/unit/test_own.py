@@ -169,8 +169,11 @@ def test_a_file_in_a_folder_that_is_no_text_has_a_line_with_the_cause(model: Pat
     assert first == asked(model, tmp_path / "a.txt")
     assert [Path(other["text"]).name for other in others] == ["b.png", "c.txt", "d.jsonl"]
     assert all(other["cause"] for other in others)
-    for name in ("b.png", "c.txt"):
-        refusal("eval", model, tmp_path / name, tmp_path / "a.txt", of=name)
+    for name in ("b.png", "c.txt", "none.txt"):
+        refusal("eval", model, tmp_path / name, of=name)
+        several = demix("eval", model, tmp_path / name, tmp_path / "a.txt", "--json")
+        assert several.exit_code == 1
+        assert json.loads(several.stdout)[1] == first
 
 
 def test_a_pipe_is_read_like_a_file(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

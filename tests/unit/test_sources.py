@@ -1,12 +1,15 @@
 """Text out of files of every format, archive and size, good ones against plain loops, and hostile ones."""
 
+import bz2
 import csv
 import gzip
 import hashlib
 import io
 import json
+import lzma
 import math
 import os
+import re
 import stat
 import struct
 import tarfile
@@ -17,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -24,11 +28,10 @@ import zstandard
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from demix.data import readers
+from demix.data import expand, readers
 from demix.data.anonymize import anonymize_documents
 from demix.data.sources import Source, download
 from demix.errors import DemixError
-from demix.files.kinds import check_file_kind
 from demix.settings import settings_from
 from support.cli import said
 from support.errors import refused
@@ -229,16 +232,6 @@ def test_several_compressed_frames_are_one_file(tmp_path, suffix):
     assert texts(tmp_path, path) == ["a", "b"]
 
 
-POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 5000000\n"
-
-
-@pytest.mark.parametrize("wanted", ["text", "safetensors", "Parquet", "gzip"])
-def test_a_pointer_is_no_file_of_any_kind(tmp_path, wanted):
-    (tmp_path / "a").write_bytes(POINTER)
-    with refused("a"):
-        check_file_kind(tmp_path / "a", wanted)
-
-
 def test_what_is_not_needed_is_never_read(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n' * 4 + "damaged")
     assert len(read(tmp_path, tmp_path / "a.jsonl", words=10)) == 4
@@ -406,9 +399,22 @@ def flipped(data: bytes, place: int) -> bytes:
 
 
 TABLE_OF_TEXTS = pa.table({"text": [f"text {number}" for number in range(1000)], "n": range(1000)})
+# A frame whose header asks for a window of 2 GiB.
+LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\xa8" + bytes(9)
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 5000000\n"
 LINES, DEEP, PARQUET = lines(ROWS), 101, parquet(TABLE_OF_TEXTS, write_page_checksum=True)
 CHECKED = zstandard.ZstdCompressor(write_checksum=True).compress(LINES)
 HOLDS = zstandard.compress(json.dumps({"text": [str(number**7) for number in range(999)]}).encode())
+NUMBERS = io.BytesIO()
+np.save(NUMBERS, np.arange(3))
+# What other software writes, whatever its name.
+OTHERS = [
+    POINTER,
+    NUMBERS.getvalue(),
+    PARQUET,
+    zipped({"a": b"a"}),
+    *(one.compress(LINES) for one in (bz2, lzma, gzip)),
+]
 OUTSIDE = ["../up.jsonl", "a/../../up.jsonl", "/etc/cron.jsonl", "..\\up.jsonl", "C:\\x.jsonl"]
 BAD: list[tuple[str, bytes, str]] = [
     ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', ", line 2"),
@@ -421,10 +427,19 @@ BAD: list[tuple[str, bytes, str]] = [
     *((name, data, "") for name in ("a.jsonl", "a.csv") for data in (b"", b"\n\n")),
     ("a.csv", b"text,id\n", ""),
     ("a.csv", b"body,id\nx,y\n", ""),
-    ("a.csv", b"text,id\nx,y\nz\n", ""),
+    ("a.csv", b"text,id\nx,y\nz\n", ", row 2"),
+    ("a.csv", b'text,id\nx,y\n"z,2\nu,3\n', ", row 2"),
+    ("a.csv", b'text,id\n"x" z,2\n', ", row 1"),
+    ("a.csv", b'"text"s,id\nx,2\n', ", header"),
     ("a.csv", b"text,text\nx,y\n", ""),
-    ("a.doc", b"x", ""),
-    ("a.parquet.gz", b"x", ""),
+    ("a.tsv", b"text\tid\nx\ty\n", ""),
+    ("part-00000", LINES, ""),
+    ("a.jsonl.gz", LINES, ""),
+    *((name, data, "") for name in ("a.jsonl", "a.csv", "a.txt", "a.md", "a") for data in OTHERS),
+    *((name, ARCHIVES[name]({"a.txt": POINTER}), "/a.txt") for name in ARCHIVES),
+    ("a.parquet", POINTER, ""),
+    ("a.parquet.gz", gzip.compress(PARQUET), ""),
+    ("a.jsonl.zst", LONG_WINDOW, ""),
     ("a.parquet", b"PAR1 and more", ""),
     ("a.parquet", PARQUET[:-100], ""),
     ("a.parquet", parquet(pa.Table.from_arrays([["a"], ["b"]], ["text", "text"])), ""),
@@ -444,7 +459,7 @@ BAD: list[tuple[str, bytes, str]] = [
     ("a.zip", encrypted_zip(), ""),
     ("a.zip", lying_zip(), "/good.jsonl"),
     ("a.zip", zipped({"x/bad.jsonl": b'{"text": "a"}\n{'}), "/x/bad.jsonl, line 2"),
-    *((name, ARCHIVES[name]({"top/a.doc": b"not text"}), "/top/a.doc") for name in ARCHIVES),
+    *((name, ARCHIVES[name]({"top/a.doc": b"not text"}), "") for name in ARCHIVES),
 ]
 
 
@@ -531,13 +546,13 @@ def traced() -> Iterator[Callable[[], int]]:
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_decompression_bombs_are_refused_in_little_memory(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(readers, "RATIO_FREE_BYTES", 2 << 20)
+    monkeypatch.setattr(expand, "RATIO_FREE_BYTES", 2 << 20)
     (tmp_path / name).write_bytes(BOMBS[name])
     with traced() as most:
         fails(tmp_path / name)
-        # A text file is one document, of at most 128 MiB; of CSV blocks of 8 MiB are parsed.
-        assert most() < 5 << 20 or name[2:5] in ("txt", "csv")
-    monkeypatch.setattr(readers, "RATIO_FREE_BYTES", 16 << 20)
+        # A text file is one document, of at most 128 MiB.
+        assert most() < 5 << 20 or name[2:5] == "txt"
+    monkeypatch.setattr(expand, "RATIO_FREE_BYTES", 16 << 20)
     assert read(tmp_path, tmp_path / name)
 
 
@@ -601,6 +616,61 @@ def test_a_folder_is_all_files_below_it_that_can_be_read(tmp_path):
         (folder / name).unlink()
     with refused("d.source.path"):
         read(tmp_path, folder)
+
+
+HIDDEN = dict.fromkeys(("__MACOSX/t/._a.jsonl", "t/._a.jsonl", "t/_SUCCESS"), b"\0\5\x16\7")
+NO_DATA = dict.fromkeys(("a.md", "LICENSE", "e.jsonl.bz2", "dataset_infos.json", "logs/executor.json"), b'{"a": 3}')
+
+
+@pytest.mark.parametrize("name", ["a.folder", *ARCHIVES])
+def test_a_folder_and_an_archive_give_the_same_documents_and_one_line_counts_the_rest(tmp_path, name, caplog):
+    data = {"t/a.jsonl": lines([{"text": "a"}]), "lang=en/b.ndjson.gz": gzip.compress(lines([{"text": "b"}]))}
+    data |= {"lang=d%2Fe/logs/c.txt": b"c", "lang=__HIVE_DEFAULT_PARTITION__/d.csv": b"text\nd\n"} | HIDDEN | NO_DATA
+    for member, content in data.items() if name == "a.folder" else [("", ARCHIVES[name](data))]:
+        (tmp_path / name / member).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / member).write_bytes(content)
+    rows = read(tmp_path, tmp_path / name, metadata=["lang"])
+    found = {row["text"]: json.loads(row["metadata"])["lang"] for row in rows}
+    assert found == {"a": None, "b": "en", "c": "d/e", "d": None}
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert sum(map(int, re.findall(r"\b\d+\b", warning))) == len(NO_DATA)
+    assert texts(tmp_path, tmp_path / name, where={"lang": "en"}) == ["b"]
+
+
+def test_columns_may_be_those_of_folders_or_of_the_file(tmp_path):
+    for name in ("lang=en/n=7/a.parquet", "lang=de/n=7/b.parquet"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        pq.write_table(pa.table({"text": [name[-9]], "n": [1]}), tmp_path / name)
+    rows = read(tmp_path, tmp_path, metadata=["lang", "n"])
+    assert [json.loads(row["metadata"]) for row in rows] == [{"lang": "de", "n": 1}, {"lang": "en", "n": 1}]
+
+
+def test_a_path_that_is_there_is_no_glob(tmp_path):
+    for name in ("notes[1].txt", "notes1.txt"):
+        (tmp_path / name).write_text(name)
+    assert texts(tmp_path, tmp_path / "notes[1].txt") == ["notes[1].txt"]
+    (tmp_path / "notes[1].txt").unlink()
+    assert texts(tmp_path, tmp_path / "notes[1].txt") == ["notes1.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.csv", b"id,text\r1,a\r2,b\r"),
+        ("a.csv", b'\xef\xbb\xbfid,text\n\n1,"a"\r\n2,b'),
+        ("a.jsonl.gz", gzip.compress(lines([{"text": "a"}, {"text": "b"}])) + bytes(600)),
+        ("a.ndjson", lines([{"text": "a"}, {"text": "b"}])),
+    ],
+)
+def test_what_other_tools_write_is_read(tmp_path, name, data):
+    (tmp_path / name).write_bytes(data)
+    assert texts(tmp_path, tmp_path / name) == ["a", "b"]
+
+
+def test_a_named_file_with_another_ending_is_one_document(tmp_path):
+    for name in ("a.py", "b.html", "c"):
+        (tmp_path / name).write_text(f"<html>{name}</html>")
+    assert texts(tmp_path, tmp_path / "[abc]*") == [f"<html>{name}</html>" for name in ("a.py", "b.html", "c")]
 
 
 @pytest.fixture
