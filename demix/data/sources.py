@@ -360,7 +360,7 @@ def _fetched_rows(
         name = file_name(address)
         # Two addresses may end in the same name, and a changed address must not take up the old one's bytes. Names of
         # folders may give fields.
-        given = [unquote(step) for step in address.split("/")[3:-1] if "=" in step]
+        given = [step for step in address.partition("?")[0].split("/")[3:-1] if "=" in step]
         path = fetched.joinpath(hashlib.sha256(address.encode()).hexdigest()[:12], *given, name)
         make_private(path.parent)
         try:

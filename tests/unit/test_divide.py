@@ -145,6 +145,24 @@ def test_the_commands_give_the_documents_of_a_domain_that_reads_alone(tmp_path):
     assert before != after == read(tmp_path / "alone", "b", ["b"]), "what was left is of another file"
 
 
+@pytest.mark.parametrize(
+    ("name", "domains", "subject"),
+    [
+        ("corpus", {"../a": "a"}, "--settings.domains.../a"),
+        ("../corpus", {"a": "a"}, "../corpus"),
+        ("corpus", {"a": "x", "b": ["y", "x"]}, "domains.b"),
+        ("corpus", {"a": [7, "7"]}, "domains.a"),
+    ],
+)
+def test_names_of_other_folders_and_values_of_two_domains_are_refused(name, domains, subject, tmp_path):
+    write_lines(tmp_path / "a.jsonl.gz", ROWS)
+    source = {"kind": "files", "path": f"{tmp_path}/a.jsonl.gz"}
+    settings = json.dumps({"source": source, "by": "set", "domains": domains})
+    raw = tmp_path / "one" / "two" / "raw"
+    refusal("divide", name, "--settings", settings, "--raw", raw, "--output", tmp_path / "c.json", of=subject)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl.gz"]
+
+
 def counted(folder: Path, rows: list[dict[str, Any]], domains: dict[str, list[Any]], **options: Any) -> Path:
     """The counts of a source with these records."""
     write_lines(folder / "a.jsonl.gz", rows)

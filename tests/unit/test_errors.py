@@ -101,7 +101,7 @@ LINES = {
     f"eval {MODEL} empty": "empty: holds no file; name a folder with files of text",
     f"eval {MODEL} latin.txt": "latin.txt: is not UTF-8; convert it, from Latin-1 by iconv -f LATIN1 -t UTF-8 OLD > "
     "NEW",
-    f"eval {MODEL} body.jsonl": "{place}/body.jsonl, row 1: has no field 'text'; fields are 'body': name the text's as "
+    f"eval {MODEL} body.jsonl": "body.jsonl, row 1: has no field 'text'; fields are 'body': name the text's as "
     "source.text or --field",
     "import checkpoint --output imported": "checkpoint/config.json: new_key: is 3, and whether this changes what GPT-2 "
     "computes is not known; leave it out of the file if it changes nothing",
