@@ -22,7 +22,6 @@ from demix.run.check import completed_run
 from demix.run.contexts import asked_contexts
 from demix.run.harness import harnessed
 from demix.run.models import job_place
-from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import ScoringJob, ScoringPart, scoring_jobs
 from demix.run.systems import chosen_on_dev, classified, fitted, routed
@@ -118,7 +117,7 @@ def plan_jobs(run: Run, hardware: str, ranks: int | None = None) -> list[Jobs]:
 
 def _of_text(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
     """The jobs from the raw text to tokens and clusters."""
-    novel, number, apart = len(run.novel), len(run.domains), RunRules(run).apart
+    novel, number, apart = len(run.novel), len(run.domains), run.submitted
     parts = sum(domain.source.parts for domain in run.texts.values())
     passes = [run.config.sources[name].source.parts for name in run.shared]
     clustering = {"fit_clusters": len(fitted(run)), "assign": len(run.learned_clusterings)}
@@ -164,7 +163,7 @@ def _of_scores(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
         Jobs("evaluate", "evaluate", evaluating, sites["evaluate"]),
         Jobs("evaluate", "by position", {"contexts": number if asked_contexts(run) else 0}, sites["evaluate"]),
         Jobs(stage, "examples of tasks", {"examples": len(run.config.tasks)}, sites[stage]),
-        scoring("score tasks", {f"fewshot_{one.rule}": 1 for one in asked}),
+        scoring("score tasks", {"fewshot": len(asked) * len(run.config.tasks)}),
         Jobs("download", "documents of the harness", {"harness_documents": int(bool(harness))}, sites["download"]),
         Jobs("corpus", "contamination", {"contamination": len(run.training) * bool(harness)}, sites["corpus"]),
         scoring("tasks of the harness", {"harness": len(harness)}),

@@ -36,15 +36,6 @@ class RunRules:
         """The folder of the run, as rules name it."""
         return str(self.run.folder)
 
-    @property
-    def apart(self) -> bool:
-        """Whether one job fetches a part of a domain's text and another one anonymizes it, as a cluster may need.
-
-        Elsewhere one job does both. A run goes on in the way it began, so that nothing is fetched again.
-        """
-        logs = self.run.folder / "logs"
-        return (logs / "anonymize").exists() or (self.run.submitted and not (logs / "read").exists())
-
     def as_json(self, *parts: Mapping[str, Any], **more: Any) -> str:
         """The part of the config that a stage uses, as one argument. A change to it reruns that stage alone."""
         merged = {key: value for part in (*parts, more) for key, value in part.items()}
@@ -202,24 +193,6 @@ class RunRules:
         given = self.run.config.tasks[task]
         sources = given.sources | ({"test": given.tested} if given.tested else {})
         return [*self.task_documents(task), *(file for source in sources.values() for file in source.files)]
-
-    def task_jobs(self, model: str) -> dict[str, tuple[str, ...]]:
-        """The tasks of each job that scores tasks under a model, by the job's log, a path without its suffix.
-
-        One job scores all tasks of a run. A task that joins a model with scores has a job of its own, so that no other
-        is scored again; from then on its log tells so.
-        """
-        folder = self.run.folder
-        logs = {task: f"{model}/{task}" for task in self.run.config.tasks}
-        first = [task for task, log in logs.items() if not (folder / "logs" / "fewshot" / f"{log}.log").exists()]
-        scored = [task for task in first if (folder / "tasks" / model / f"{task}.parquet").exists()]
-        together = tuple(scored or first)
-        alone = {log: (task,) for task, log in logs.items() if task not in together}
-        return ({model: together} if together else {}) | alone
-
-    def task_rule(self, model: Model, log: str) -> str:
-        """The name of the rule of a job in `task_jobs`."""
-        return f"fewshot_{model.rule}{log.removeprefix(model.name).replace('/', '__')}"
 
     def harness_mixing(self, model: str) -> list[str]:
         """What mixes the experts of a model that does tasks of the harness: parameters chosen on dev, and clusters."""

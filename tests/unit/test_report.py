@@ -319,7 +319,7 @@ def test_each_rule_of_the_workflow_belongs_to_one_stage_and_the_drawing_shows_al
     text = "".join(path.read_text() for path in (REPOSITORY / "workflow" / "rules").glob("*.smk"))
     # Rules that are made in loops.
     made = {"train", "join", "adapt", "adapt-dense", "score", "cluster_shards", "average", "route", "merge_routed"}
-    rules = {*re.findall(r"^ *rule (\w+):", text, re.MULTILINE)} | made | {"fewshot"}
+    rules = {*re.findall(r"^ *rule (\w+):", text, re.MULTILINE)} | made
     assert sorted(rule for stage in STAGES for rule in stage.rules) == sorted(rules)
     assert (REPOSITORY / "docs" / "pipeline.svg").read_text() == drawing()
 

@@ -38,16 +38,6 @@ def row(one: RunRules, name: str) -> Model:
     return next(model for model in one.run.planned if model.name == name)
 
 
-def test_a_run_reads_its_text_to_the_end_in_the_way_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    here, cluster = rules(), rules(cluster={"launch": "slurm"})
-    assert (here.apart, cluster.apart) == (False, True)
-    Path("results/tiny/logs/read").mkdir(parents=True)
-    assert (here.apart, cluster.apart) == (False, False)
-    Path("results/tiny/logs/read").rename("results/tiny/logs/anonymize")
-    assert (here.apart, cluster.apart) == (True, True)
-
-
 def names_of_scores(*names: str) -> list[str]:
     return [Path(path).stem for path in rules().scores("demix", ["law"], names, ["test"])]
 
@@ -170,34 +160,6 @@ def test_settings_too_long_for_an_argument_go_by_file(tmp_path: Path, monkeypatc
     Path("mine.json").write_text(json.dumps(kept(one.run.config)))
     write("@mine.json")
     assert read_run_config(Path()) == one.run.config
-
-
-def test_tasks_that_join_a_model_with_scores_are_scored_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    def jobs(*names: str, model: str = "demix") -> dict[str, tuple[str, ...]]:
-        return rules(tasks={name: {"made": "domains"} for name in names}).task_jobs(model)
-
-    def made(path: str) -> None:
-        (Path("results/tiny") / path).parent.mkdir(parents=True, exist_ok=True)
-        (Path("results/tiny") / path).touch()
-
-    assert jobs("a", "b") == {"demix": ("a", "b")}
-    for path in ("logs/fewshot/demix.log", "tasks/demix/a.parquet", "tasks/demix/b.parquet"):
-        made(path)
-    assert jobs("a", "b") == {"demix": ("a", "b")}
-    # Before, while and after the tasks that were added are scored.
-    added = {"demix": ("a", "b"), "demix/c": ("c",), "demix/d": ("d",)}
-    for path in ("logs/fewshot/demix/c.log", "tasks/demix/c.parquet", "logs/fewshot/demix/d.log"):
-        assert jobs("d", "a", "c", "b") == added
-        made(path)
-    assert jobs("c", "a", "b", "d") == added
-    assert jobs("a", "b", "c", model="dense") == {"dense": ("a", "b", "c")}, "a model that is added"
-    # A job that runs again has lost what it made before.
-    for name in ("a", "b"):
-        Path(f"results/tiny/tasks/demix/{name}.parquet").unlink()
-    assert jobs("a", "b", "c", "d") == added
-    assert jobs("c") == {"demix/c": ("c",)}
 
 
 def test_local_files_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,8 @@ rule source_card:
         "demix source-card {input} --settings {params.settings:q} --output {output} 2> {log}"
 
 
-# The config sets the number of parts of a source. Each part is one job, or one of download and one of anonymize.
-if RULES.apart:
+# The config sets the number of parts of a source. Each part is one job, or on a cluster one of download and one of anonymize.
+if SUBMITTED:
 
     rule download:
         input:

@@ -35,39 +35,35 @@ rule examples:
         " --settings {params.settings:q} --output {output} 2> {log}"
 
 
-# A task that is added to a finished run is scored alone.
-for model, place, tasks in [(model, *job) for model in ASKED for job in RULES.task_jobs(model.name).items()]:
-
-    rule:
-        name:
-            RULES.task_rule(model, place)
-        input:
-            model=RULES.experts(model.name, model.experts),
-            examples=[f"{RUN}/examples/{task}.parquet" for task in tasks],
-            tokenizer=f"{RUN}/tokenizer.json",
-        output:
-            [f"{RUN}/tasks/{model.name}/{task}.parquet" for task in tasks],
-        log:
-            f"{RUN}/logs/fewshot/{place}.log",
-        conda:
-            "../../environment.yml"
-        threads: CONFIG.threads
-        resources:
-            **RULES.site("score"),
-        params:
-            settings=verbatim(
-                RULES.as_json(
-                    tasks={name: GIVEN_TASKS[name] for name in tasks},
-                    precision=CONFIG.evaluation.precision,
-                    threads=CONFIG.threads,
-                )
-            ),
-            model=below_run(f"models/{model.name}"),
-            folder=below_run(f"tasks/{model.name}"),
-            experts=",".join(model.experts),
-        shell:
-            "demix fewshot {params.model} {input.examples} --experts {params.experts} --tokenizer {input.tokenizer}"
-            " --settings {params.settings:q} --output {params.folder} 2> {log}"
+# A job for each task, so that one that is added to a finished run is scored alone.
+rule fewshot:
+    input:
+        model=lambda wildcards: RULES.experts(wildcards.model, MODELS[wildcards.model].experts),
+        examples=f"{RUN}/examples/{{task}}.parquet",
+        tokenizer=f"{RUN}/tokenizer.json",
+    output:
+        f"{RUN}/tasks/{{model}}/{{task}}.parquet",
+    log:
+        f"{RUN}/logs/fewshot/{{model}}/{{task}}.log",
+    wildcard_constraints:
+        model="|".join(model.name for model in ASKED) or "none",
+    conda:
+        "../../environment.yml"
+    threads: CONFIG.threads
+    resources:
+        **RULES.site("score"),
+    params:
+        settings=lambda wildcards: RULES.as_json(
+            tasks={wildcards.task: GIVEN_TASKS[wildcards.task]},
+            precision=CONFIG.evaluation.precision,
+            threads=CONFIG.threads,
+        ),
+        model=below_run("models/{model}"),
+        folder=below_run("tasks/{model}"),
+        experts=lambda wildcards: ",".join(MODELS[wildcards.model].experts),
+    shell:
+        "demix fewshot {params.model} {input.examples} --experts {params.experts} --tokenizer {input.tokenizer}"
+        " --settings {params.settings:q} --output {params.folder} 2> {log}"
 
 
 # Early: a task without data is told at the beginning of a run, and not after its trainings.
