@@ -166,7 +166,7 @@ def settings_from(kind: type[T], values: Mapping[str, Any] | str, subject: str =
     if isinstance(values, str):
         try:
             values = json.loads(values)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DemixError(
                 subject, f"is not JSON ({error})", "copy it from the command that snakemake prints"
             ) from None
@@ -175,9 +175,11 @@ def settings_from(kind: type[T], values: Mapping[str, Any] | str, subject: str =
     for key in values:
         if not isinstance(key, str):
             raise DemixError(f"{subject}.{key}".replace(" .", " "), "is no name of a setting", "write names as text")
-    _refuse_huge(values, subject, set())
     try:
+        _refuse_huge(values, subject, set())
         found: T = _adapter(kind).validate_python(values)  # type: ignore[arg-type]
+    except RecursionError:
+        raise DemixError(subject, "is nested too deeply", f"give the fields of {kind.__name__}") from None
     except ValidationError as error:
         raise _readable(error, schema_of(kind), values, subject) from None
     return found

@@ -66,7 +66,9 @@ def import_(
             "table of learned positions is cut to it, and cannot grow.",
         ),
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Compare the logits with those of transformers.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare ids with tokenizers, logits with transformers.")
+    ] = False,
     text: Annotated[Path | None, typer.Option(help="With --verify, the text to compare on.")] = None,
 ) -> None:
     """Make a dense model of a checkpoint of GPT-2, OPT, GPT-NeoX, Llama, Mistral, Qwen 2 or 3, or OLMo 2.
@@ -87,5 +89,5 @@ def import_(
     if done:
         print(
             f"logits of {done.tokens} tokens differ by up to {done.difference:.1e} from those of transformers, "
-            f"which reach {done.largest:.3g}"
+            f"which reach {done.largest:.3g}; {done.texts} texts have the ids of tokenizers"
         )

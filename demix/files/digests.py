@@ -20,6 +20,17 @@ def opened(path: str | Path) -> BufferedReader:
     return open(descriptor, "rb")
 
 
+def check_inside(path: Path, folder: Path) -> None:
+    """Raise DemixError if the file `path` of a `folder` that came from elsewhere is a link to a file outside of it.
+
+    The files of a snapshot in the cache of the hub are links to blobs beside the snapshots.
+    """
+    target, root = path.resolve(), folder.resolve()
+    caches = [place.parent / "blobs" for place in root.parents if place.name == "snapshots"]
+    if not target.is_relative_to(root) and target.parent not in caches:
+        raise DemixError(path, f"is a link to {target}, which is outside of its folder", "put the file itself there")
+
+
 def sha256_file(path: str | Path) -> str:
     """The hexadecimal sha256 of a regular file's bytes."""
     with opened(path) as stream:

@@ -21,6 +21,7 @@ from typing import Any
 from demix.errors import DemixError
 from demix.files.atomic import REMAKE, write_text
 from demix.files.digests import opened
+from demix.files.kinds import HEAD, TEXT, check_kind
 from demix.files.places import PLACE, place_of, refuse_misplaced
 
 SEAL = "seal"
@@ -77,8 +78,18 @@ def read_json(path: str | Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
 
 
 def read_unsealed(path: str | Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """The object in `path` with its seal unchecked. Raises DemixError if the file holds no JSON object."""
-    (value,) = _objects(path, lines=False, most_bytes=most_bytes)
+    """The object in `path`, which other software may have written, with its seal unchecked.
+
+    Raises DemixError if the file holds no JSON object, as a pointer of Git LFS does.
+    """
+    try:
+        with opened(path) as stream:
+            check_kind(path, stream.read(HEAD), TEXT)
+        (value,) = _objects(path, lines=False, most_bytes=most_bytes)
+    except FileNotFoundError:
+        raise DemixError(path, "is missing", "put it there, or mend the path") from None
+    except DemixError as error:
+        raise (error.but(cure="mend it, or get it again") if error.cure == REMAKE else error) from None
     return value
 
 
@@ -121,7 +132,8 @@ def _objects(path: str | Path, *, lines: bool, most_bytes: int = -1) -> list[dic
             content = stream.read(most_bytes)
             if stream.read(1):
                 raise DemixError(path, f"has more than {most_bytes:,} bytes", REMAKE)
-        text = content.decode()
+        # Windows begins UTF-8 with a mark.
+        text = content.decode("utf-8-sig")
         parts = [line for line in text.split("\n") if line.strip()] if lines else [text]
         values = [json.loads(part, object_pairs_hook=partial(_Object, path)) for part in parts]
         if is_deep(values, MOST_LEVELS):

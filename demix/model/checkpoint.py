@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from demix.config.architecture import Architecture
 from demix.errors import DemixError, nearest
 from demix.files import REMAKE, check_sha256, opened, replacing, sha256_file, write_json
+from demix.files.kinds import SAFETENSORS, check_file_kind
 from demix.model.description import NO_NAME, is_expert_name, read_description, read_lineage
 from demix.model.gpt import GPT
 
@@ -269,7 +270,7 @@ def tensor_shapes(path: Path) -> Shapes:
     """The shapes of the tensors in a safetensors file by name, read from the header alone."""
     try:
         # safetensors maps the file, and a mapping of a pipe would wait for a writer.
-        opened(path).close()
+        check_file_kind(path, SAFETENSORS)
         with safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             types = {name: part.get_dtype() for name, part in slices.items()}
@@ -306,8 +307,8 @@ def check_weights(path: Path, sha256: str, shapes: Shapes) -> None:
 
     One tensor is in memory at a time.
     """
-    check_sha256(path, sha256)
     check_shapes(path, shapes)
+    check_sha256(path, sha256)
     with safe_open(path, "pt") as file:
         check_values(path, ((name, file.get_tensor(name)) for name in shapes))
 

@@ -18,6 +18,7 @@ from demix.config.models import DENSE_EXPERT
 from demix.errors import DemixError, nearest
 from demix.files import replacing, sha256_file, write_json
 from demix.model.checkpoint import describe, expert_files, expert_lineage, load_model, save_tensors
+from demix.model.description import PENDING, finish_change
 from demix.model.gpt import GPT
 from demix.model.merge import learned_of
 
@@ -152,9 +153,12 @@ def _write(directory: Path, choices: Mapping[str, Choice]) -> None:
     if description["kind"] == "merged":
         learned, seeds = learned_of([one.recorded["learned"] for one in choices.values()])
         lineage |= learned | {"seeds": seeds}
-    beside, weights = expert_files(directory, DENSE_EXPERT)
-    with replacing(weights) as temporary:
-        save_tensors(_stacked(choices), temporary)
-        lineage["sha256"] = sha256_file(temporary)
-    write_json(beside, lineage)
-    write_json(directory / "model.json", description)
+    # A kill before the folder has its name leaves the model as it was; after that `finish_change` ends the change.
+    with replacing(directory / PENDING, directory=True) as folder:
+        beside, weights = expert_files(folder, DENSE_EXPERT)
+        beside.parent.mkdir()
+        save_tensors(_stacked(choices), weights)
+        lineage["sha256"] = sha256_file(weights)
+        write_json(beside, lineage, at=expert_files(directory, DENSE_EXPERT)[0])
+        write_json(folder / "model.json", description, at=directory / "model.json")
+    finish_change(directory)

@@ -6,7 +6,9 @@ has a form and a bound. A description may hold more keys than those declared her
 
 import os
 import re
+import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -23,6 +25,8 @@ T = TypeVar("T")
 
 # A description has a few lines for each domain.
 MOST_BYTES = 4 << 20
+# The folder with all files that a change of a merged model replaces, in that of the model.
+PENDING = ".change"
 
 NO_NAME = ("is no usable name of an expert", "use lower-case letters, digits and _, at most 200")
 
@@ -212,6 +216,17 @@ class Routed:
     temperature: Temperature
 
 
+def finish_change(directory: Path) -> None:
+    """Put the files of a change of the merged model in `directory` in their places, where a process did not end it."""
+    pending = directory / PENDING
+    if pending.is_dir():
+        for name in ("experts/dense.safetensors", "experts/dense.json", "model.json"):
+            # Another process may be doing the same.
+            with suppress(FileNotFoundError):
+                os.replace(pending / name, directory / name)
+        shutil.rmtree(pending, ignore_errors=True)
+
+
 def read_routed(path: Path) -> Routed:
     """The content of `clusterer/routing.json`. Raises DemixError if the file is missing or damaged."""
     return _stated(path, Routed, "weights by distance", "get the model again")
@@ -239,6 +254,7 @@ def read_description(path: Path, *needed: str) -> dict[str, Any]:
 
     Raises DemixError if the file is missing, damaged or describes no model.
     """
+    finish_change(path.parent)
     if not os.path.lexists(path):
         models = [*path.parent.parent.glob("*/model.json"), *path.parent.glob("models/*/model.json")]
         cure = nearest(path.parent, sorted(model.parent for model in models), "train the model first")
@@ -250,6 +266,7 @@ def read_description(path: Path, *needed: str) -> dict[str, Any]:
 
 def read_lineage(path: Path, *needed: str) -> dict[str, Any]:
     """The content of `experts/<name>.json`, as `read_description` reads that of `model.json`."""
+    finish_change(path.parent.parent)
     return _read(path, Lineage, needed, "an expert", "train or adapt it again, or get it again")
 
 

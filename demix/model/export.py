@@ -14,7 +14,7 @@ from torch import Tensor
 from demix.config.architecture import Architecture
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.files import refuse_used, replacing
+from demix.files import check_inside, refuse_used, replacing
 from demix.files.json_files import read_unsealed
 from demix.model.checkpoint import (
     describe,
@@ -192,7 +192,10 @@ def _with_plain_head(architecture: Architecture) -> Architecture:
 
 def _as_it_came(directory: Path) -> dict[str, Path]:
     """The files beside the weights of the checkpoint that the model in `directory` was imported from, by name."""
-    return {name: path for name in KEPT if (path := Path(directory) / KEPT_IN / name).is_file()}
+    found = {name: path for name in KEPT if (path := Path(directory) / KEPT_IN / name).is_file()}
+    for path in found.values():
+        check_inside(path, Path(directory))
+    return found
 
 
 def _write_tokenizer(form: Format, encoder: Tokenizer, context: int, came: dict[str, Path], output: Path) -> None:

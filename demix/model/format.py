@@ -18,14 +18,27 @@ from demix.settings import Number, Positive, Switch, settings
 
 # Keys of config.json that change nothing of what a model computes from given tokens in evaluation.
 HARMLESS = {
-    "_name_or_path", "activation_dropout", "architectures", "attention_dropout", "attn_implementation", "attn_pdrop",
-    "bos_token_id", "classifier_dropout", "decoder_start_token_id", "dropout", "dtype", "embd_pdrop", "eos_token_id",
-    "finetuning_task", "gradient_checkpointing", "hidden_dropout", "id2label", "init_std", "initializer_range",
+    "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "activation_dropout", "architectures",
+    "attention_dropout", "attn_implementation", "attn_pdrop", "bos_token_id", "chunk_size_feed_forward",
+    "classifier_dropout", "decoder_start_token_id", "dropout", "dtype", "embd_pdrop", "eos_token_id", "finetuning_task",
+    "gradient_checkpointing", "hidden_dropout", "id2label", "init_std", "initializer_range", "is_decoder",
     "is_llama_config", "label2id", "layerdrop", "model_type", "n_ctx", "output_attentions", "output_hidden_states",
-    "pad_token_id", "prefix", "pretraining_tp", "problem_type", "reorder_and_upcast_attn", "resid_pdrop",
-    "return_dict", "sep_token_id", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
-    "summary_type", "summary_use_proj", "task_specific_params", "torch_dtype", "transformers.js_config",
-    "transformers_version", "unk_token_id", "use_cache",
+    "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type", "reorder_and_upcast_attn",
+    "resid_pdrop", "return_dict", "return_dict_in_generate", "sep_token_id", "summary_activation",
+    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
+    "tf_legacy_loss", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version",
+    "unk_token_id", "use_bfloat16", "use_cache",
+    # How texts are drawn: version 4 of transformers wrote it beside the model.
+    "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
+    "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
+    "length_penalty", "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
+    "num_return_sequences", "remove_invalid_values", "repetition_penalty", "suppress_tokens", "temperature", "top_k",
+    "top_p", "typical_p",
+}  # fmt: skip
+# Keys of every config of transformers, with the value that changes nothing.
+NEUTRAL: dict[str, Any] = {
+    "add_cross_attention": False, "cross_attention_hidden_size": None, "is_encoder_decoder": False, "pruned_heads": {},
+    "quantization_config": None, "tie_encoder_decoder": False,
 }  # fmt: skip
 # Names of activations elsewhere: ours, and those of the same function.
 ACTIVATIONS = {

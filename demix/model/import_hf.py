@@ -1,5 +1,6 @@
 """Importing a checkpoint of Hugging Face as a dense model, the inverse of `demix.model.export`."""
 
+import codecs
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,21 +16,26 @@ from demix.config.architecture import Architecture
 from demix.config.counts import parameters
 from demix.config.models import DENSE_EXPERT
 from demix.errors import DemixError
-from demix.files import digest, opened, refuse_used, replacing, sha256_file
+from demix.files import check_inside, digest, opened, refuse_used, replacing, sha256_file
 from demix.files.json_files import read_unsealed
+from demix.files.kinds import SAFETENSORS, check_file_kind
 from demix.model.checkpoint import FLOATS, check_values, save_expert, save_shared
 from demix.model.description import MOST_BYTES
-from demix.model.format import HARMLESS, Format, Keys
+from demix.model.format import HARMLESS, NEUTRAL, Format, Keys
 from demix.model.formats import FORMATS
 from demix.model.gpt import GPT
 from demix.model.imported_tokenizer import imported_tokenizer
-from demix.model.verified import Verified, refuse_without_transformers, verify_logits
+from demix.model.verified import Verified, refuse_without_transformers, verify_import
 from demix.settings import Text, names_of, settings, settings_from
 
 # Without learned positions a model takes blocks of any length, and a cache of all positions would not fit into memory.
 USUAL_CONTEXT = 2048
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
+# A folder of peft with the changes to a model that lies elsewhere.
+ADAPTER = "adapter_config.json"
+# How names begin that torch.compile, DistributedDataParallel, FSDP and peft give to the tensors of the model inside.
+WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.", "base_model.")
 # What an export gives back as it came: the files beside the weights that say how the model is used.
 KEPT = (
     "added_tokens.json", "chat_template.jinja", "config.json", "generation_config.json", "merges.txt",
@@ -70,12 +76,16 @@ def import_hf(
     refuse_used(output)
     if verify:
         refuse_without_transformers()
+    for path in (*(folder / name for name in (*KEPT, INDEX)), *folder.glob("*.safetensors")):
+        check_inside(path, folder)
+    if (folder / ADAPTER).exists():
+        raise an_adapter(folder)
     config = folder / "config.json"
     form, keys = read_config(config)
     architecture, positions = architecture_of(config, keys, context)
     sizes = form, architecture, keys.vocab_size, positions
     weights, sha256 = _weight_files(folder)
-    with _opened(folder, weights) as places:
+    with _opened(folder, weights, form) as places:
         model = _model(config, places, *sizes)
     shared, own = parameters(architecture, keys.vocab_size)
     with replacing(output.resolve(), directory=True) as temporary:
@@ -89,7 +99,13 @@ def import_hf(
         save_shared(model, temporary, counts | learned)
         save_expert(model, DENSE_EXPERT, temporary, {"parent": None} | learned)
         _keep_files(folder, temporary / KEPT_IN)
-        return verify_logits(folder, model, encoder, text) if verify else None
+        return verify_import(folder, temporary / KEPT_IN, model, encoder, text) if verify else None
+
+
+def an_adapter(subject: object) -> DemixError:
+    """The error for a checkpoint that changes the parameters of another."""
+    cure = "merge the adapter first: AutoPeftModelForCausalLM, merge_and_unload(), save_pretrained(FOLDER)"
+    return DemixError(subject, "is an adapter of peft, which changes another model's parameters", cure)
 
 
 def read_config(path: Path) -> tuple[Format, Keys]:
@@ -100,12 +116,18 @@ def read_config(path: Path) -> tuple[Format, Keys]:
     if form is None or form.keys is None:
         known = ", ".join(one.name for one in FORMATS.values() if one.keys)
         raise DemixError(f"{path}: model_type", f"is {name!r:.40}", f"families that come in are {known}")
-    given = {key: value for key, value in content.items() if key not in HARMLESS}
-    if unknown := sorted(given.keys() - {*names_of(form.keys)}):
-        cause = f"is {given[unknown[0]]!r:.200}, and whether this changes what {form.title} computes is not known"
-        raise DemixError(f"{path}: {unknown[0]}", cause, "leave it out of the file if it changes nothing")
+    own = {*names_of(form.keys)}
+    given = {key: value for key, value in content.items() if key in own or not _changes_nothing(key, value)}
+    if unknown := sorted(given.keys() - own):
+        values = ", ".join(f"{given[key]!r:.80}" for key in unknown)
+        cause = f"is {values:.300}, and whether this changes what {form.title} computes is not known"
+        raise DemixError(f"{path}: {', '.join(unknown)}", cause, "leave out of the file what changes nothing")
     with _named(path):
         return form, settings_from(form.keys, given, f"{path}: ")
+
+
+def _changes_nothing(key: str, value: Any) -> bool:
+    return key in HARMLESS or (key in NEUTRAL and value == NEUTRAL[key])
 
 
 def architecture_of(config: Path, keys: Keys, context: int | None) -> tuple[Architecture, int]:
@@ -142,8 +164,7 @@ def _weight_files(folder: Path) -> tuple[dict[Path, set[str] | None], str]:
     index, single = folder / INDEX, folder / WEIGHTS
     if single.exists() or not index.exists():
         try:
-            # safetensors maps the file, and a mapping of a pipe would wait for a writer.
-            opened(single).close()
+            check_file_kind(single, SAFETENSORS)
         except FileNotFoundError:
             cure = f"convert the checkpoint to safetensors, in one file or several with {INDEX}"
             raise DemixError(single, "is missing", cure) from None
@@ -155,7 +176,7 @@ def _weight_files(folder: Path) -> tuple[dict[Path, set[str] | None], str]:
         named.add(tensor)
     for path in found:
         try:
-            opened(path).close()
+            check_file_kind(path, SAFETENSORS)
         except FileNotFoundError:
             raise DemixError(path, f"is missing, and {INDEX} names it", "get it again") from None
     return found, digest({path.name: sha256_file(path) for path in found})
@@ -167,7 +188,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _opened(folder: Path, weights: Mapping[Path, set[str] | None]) -> Iterator[Places]:
+def _opened(folder: Path, weights: Mapping[Path, set[str] | None], form: Format) -> Iterator[Places]:
     """Where each tensor of a checkpoint lies, while the files are open."""
     places: dict[str, tuple[Path, Any]] = {}
     with ExitStack() as stack:
@@ -177,11 +198,17 @@ def _opened(folder: Path, weights: Mapping[Path, set[str] | None]) -> Iterator[P
                 names = set(file.keys())
             except SafetensorError as error:
                 raise DemixError(path, f"is not a safetensors file ({error})", "get it again") from None
-            if named is not None and (wrong := sorted(names ^ named)):
+            if wrapped := next((name for name in names for mark in WRAPPERS if name.startswith(mark)), None):
+                cause = f"holds {wrapped}, whose name begins with that of a wrapper of the model"
+                raise DemixError(path, cause, "save the model inside: unwrap it, or strip the beginnings of the names")
+            differing = sorted(names ^ (names if named is None else named))
+            if wrong := [name for name in differing if not name.endswith(form.buffers)]:
                 told = f"holds {wrong[0]}, which" if wrong[0] in names else f"lacks {wrong[0]}, which"
                 cause = f"{told} {INDEX} {'gives to no file or another' if wrong[0] in names else 'gives to it'}"
                 raise DemixError(path, cause, f"get the file and {folder / INDEX} again")
             places |= dict.fromkeys(names, (path, file))
+        if not places:
+            raise DemixError(next(iter(weights)), "holds no tensors", "get it again")
         yield places
 
 
@@ -201,21 +228,24 @@ def _model(
         theirs = [name for joined in row.groups(architecture) for name in joined]
         on_disk = {name: name.removeprefix(form.prefix) if bare else name for name in theirs}
         if absent := [name for name in on_disk.values() if name not in places]:
-            cure = f"import a checkpoint of {form.title}"
+            cure = f"import a whole checkpoint of {form.model_class}, with its own config.json"
             raise DemixError(next(iter(places.values()))[0].parent, f"has no tensor {absent[0]}", cure)
         read = {name: _read_tensor(place, *places[place]) for name, place in on_disk.items()}
         names.difference_update(on_disk.values())
-        first, shape = on_disk[theirs[0]], shapes[row.ours]
-        path, found = places[first][0], [tuple(tensor.shape) for tensor in read.values()]
+        on_disk_names, shape = [*on_disk.values()], shapes[row.ours]
+        found = [tuple(tensor.shape) for tensor in read.values()]
         rows = row.parts(architecture) if len(row.theirs) > 1 else [found[0][0]]
-        joins = found == [(count, *found[0][1:]) for count in rows] * (len(read) // len(rows))
-        tensor = row.ours_of(read.__getitem__, architecture) if joins else next(iter(read.values()))
+        parts = [(count, *found[0][1:]) for count in rows] * (len(read) // len(rows))
+        odd = next((place for place, part in enumerate(parts) if found[place] != part), None)
+        tensor = row.ours_of(read.__getitem__, architecture) if odd is None else next(iter(read.values()))
         if len(shape) > tensor.ndim:
             tensor = tensor.unsqueeze(0)
-        if not joins or tuple(tensor.shape) != shape:
-            cause = f"holds {first} as {found[0]}, of which {config.name} makes {shape}"
-            raise DemixError(path, cause, "give the checkpoint its own config.json back")
-        check_values(path, [(first, tensor)])
+        if odd is not None or tuple(tensor.shape) != shape:
+            first, wanted = on_disk_names[odd or 0], shape if odd is None else parts[odd]
+            cause = f"holds {first} as {found[odd or 0]}, of which {config.name} makes {wanted}"
+            raise DemixError(places[first][0], cause, "give the checkpoint its own config.json back")
+        for name, part in zip(on_disk_names, read.values(), strict=True):
+            check_values(places[name][0], [(name, part)])
         tensors[row.ours] = tensor
     if "position_embedding" in tensors:
         tensors["position_embedding"] = tensors["position_embedding"][: architecture.context].contiguous()
@@ -254,7 +284,7 @@ def _keep_files(folder: Path, output: Path) -> None:
         if not (folder / name).is_file():
             continue
         with opened(folder / name) as stream:
-            content = stream.read(_MOST_KEPT_BYTES + 1)
+            content = stream.read(_MOST_KEPT_BYTES + 1).removeprefix(codecs.BOM_UTF8)
         if len(content) > _MOST_KEPT_BYTES:
             raise DemixError(folder / name, f"has more than {_MOST_KEPT_BYTES:,} bytes", "get it again")
         output.mkdir(exist_ok=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from demix.data.hub_models import fetch_files, model_files, pinned_model
 from demix.errors import DemixError
 from demix.files import exclusive, refuse_used
-from demix.model.import_hf import INDEX, KEPT, WEIGHTS, import_hf, read_config, weight_map
+from demix.model.import_hf import ADAPTER, INDEX, KEPT, WEIGHTS, an_adapter, import_hf, read_config, weight_map
 from demix.model.verified import Verified, refuse_without_transformers
 
 
@@ -26,6 +26,8 @@ def import_hub(
     files, place = model_files(repository, commit), output.resolve()
     folder = place.with_name(f".{place.name}.{commit[:12]}")
     with exclusive(folder / ".lock", "fetches this checkpoint"):
+        if ADAPTER in files:
+            raise an_adapter(f"model {repository}")
         fetch_files(files, ["config.json"], folder)
         # What cannot come in is refused before its weights are fetched.
         read_config(folder / "config.json")

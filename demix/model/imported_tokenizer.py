@@ -41,4 +41,4 @@ def _refuse_unless_gpt2(folder: Path, types: int, family: str) -> None:
         return
     found = f", only {', '.join(names)}" if names else ""
     cause = f"has neither tokenizer.json nor vocab.json with merges.txt{found}"
-    raise DemixError(folder, cause, "get the tokenizer.json of a byte-level BPE with which the model was trained")
+    raise DemixError(folder, cause, "put the model's own tokenizer.json there")

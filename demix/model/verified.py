@@ -1,13 +1,16 @@
-"""Whether an imported model gives the logits of transformers."""
+"""Whether an imported model gives the ids of tokenizers and the logits of transformers."""
 
 import importlib.util
 import os
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+from tokenizers import models, pre_tokenizers
 
-from demix.data.tokenizer import Tokenizer
+from demix.data.tokenizer import PROBE, Tokenizer
 from demix.errors import DemixError
 from demix.files import opened
 from demix.model.gpt import GPT
@@ -23,11 +26,12 @@ one or other of their daughters."""
 
 @dataclass(frozen=True)
 class Verified:
-    """The largest difference of logits, the largest logit, and the tokens of the text compared."""
+    """The largest difference of logits, the largest logit, the tokens of the text compared, and the texts encoded."""
 
     difference: float
     largest: float
     tokens: int
+    texts: int
 
 
 def refuse_without_transformers() -> None:
@@ -36,30 +40,76 @@ def refuse_without_transformers() -> None:
         raise DemixError("--verify", "needs transformers, which is not installed", "pip install 'demix[transformers]'")
 
 
-def verify_logits(folder: Path, model: GPT, encoder: Tokenizer, text: Path | None) -> Verified:
-    """Compare the logits of `model` with those of the checkpoint in `folder`, in fp32, on the first block of a text.
+def verify_import(folder: Path, configs: Path, model: GPT, encoder: Tokenizer, text: Path | None) -> Verified:
+    """Compare an imported model with the checkpoint in `folder`, in fp32, on the first block of a text.
 
-    The text is that of the file `text`, or TEXT. Raises DemixError if logits differ by more than MOST_DIFFERENCE of the
-    largest.
+    The text is that of the file `text`, or TEXT. `configs` is a folder with the checkpoint's config.json in plain
+    UTF-8. Raises DemixError if a text gets other ids than those of tokenizers, if transformers does not load the
+    checkpoint, and if logits differ by more than MOST_DIFFERENCE of the largest.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    own = encoder.encode(TEXT if text is None else _read(text))[: model.architecture.context - 1]
+    compared = TEXT if text is None else _read(text)
+    texts = _verify_encodings(folder, encoder, compared)
+    own = encoder.encode(compared)[: model.architecture.context - 1]
     ids = torch.tensor([[encoder.end_of_text, *own.tolist()]])
-    theirs = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
-    )
+    here = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        config = AutoConfig.from_pretrained(configs, **here)
+        theirs = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32, use_safetensors=True, **here
+        )
+    # It raises nearly anything for a folder that it does not like.
+    except Exception as error:
+        cause = f"is not loaded by transformers ({type(error).__name__}: {error})"
+        raise DemixError(folder, cause, "import it without --verify") from error
     theirs.train(False)
     with torch.no_grad():
         wanted = theirs(ids, use_cache=False).logits[0]
         found = model.logits(model(ids[None]))[0, 0]
-    verified = Verified(float((found - wanted).abs().max()), float(wanted.abs().max()), ids.shape[1])
+    verified = Verified(float((found - wanted).abs().max()), float(wanted.abs().max()), ids.shape[1], texts)
     if not verified.difference <= MOST_DIFFERENCE * verified.largest:
         cause = f"has logits that differ by up to {verified.difference:.2g} from those of transformers"
         cause += f", which reach {verified.largest:.2g}"
         raise DemixError(folder, cause, "report it, with its config.json")
     return verified
+
+
+def _verify_encodings(folder: Path, encoder: Tokenizer, text: str) -> int:
+    """Compare the ids of many texts with those of the tokenizer's files, as the library tokenizers reads them."""
+    file, vocabulary = folder / "tokenizer.json", folder / "vocab.json"
+    if file.is_file():
+        theirs = HuggingFaceTokenizer.from_str(file.read_text("utf-8-sig"))
+    elif vocabulary.is_file():
+        theirs = HuggingFaceTokenizer(models.BPE.from_file(str(vocabulary), str(folder / "merges.txt")))
+        theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        theirs = HuggingFaceTokenizer.from_str(encoder.definition)
+    theirs.encode_special_tokens = True
+    tokens = [one.content for one in theirs.get_added_tokens_decoder().values()]
+    texts = [text[:4096], *texts_of_all_kinds(), *(f"a{token} {token}b" for token in tokens[:256])]
+    ids, edges = encoder.encode_batch(texts)
+    for number, one in enumerate(texts):
+        wanted = theirs.encode(one, add_special_tokens=False).ids
+        for found in (encoder.encode(one).tolist(), ids[edges[number] : edges[number + 1]].tolist()):
+            if found != wanted:
+                cause = f"encodes {one!r:.60} as {found[:8]} here, and as {wanted[:8]} by tokenizers"
+                raise DemixError(folder, cause, "report it, with its tokenizer.json")
+    return len(texts)
+
+
+def texts_of_all_kinds() -> list[str]:
+    """Some hundred texts: characters of every block of Unicode that has some, all spaces, and numbers of any length."""
+    blocks = ["".join(filter(_is_assigned, map(chr, range(low, low + 256)))) for low in range(0, 0x20000, 256)]
+    spaces = [" ", "\t", "\n", "\r\n", "\u00a0", "\u2003", "\u3000", "\u200b", "\x85", "\u2028"]
+    runs = [f"a{one * count}b{other}c{one}" for one in spaces for other in spaces for count in (1, 2, 5)]
+    numbers = [f"x{'1234567890' * 2:.{count}} {'٣' * count}" for count in range(1, 20)]
+    return [PROBE, *(" ".join([block[::2], block[1::2], block]) for block in blocks if block), *runs, *numbers]
+
+
+def _is_assigned(character: str) -> bool:
+    return unicodedata.category(character) not in ("Cn", "Cs", "Co")
 
 
 def _read(path: Path) -> str:

@@ -107,7 +107,7 @@ def test_blocks_have_the_length_that_is_asked_for(tokens: Path, tmp_path: Path) 
 
 
 def test_an_import_proves_itself(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     hf = tmp_path / "hf"
     checkpoint(hf, tokens, "llama")
@@ -123,8 +123,8 @@ def test_an_import_proves_itself(tokens: Path, tmp_path: Path, monkeypatch: pyte
     refusal(*no, "--text", tmp_path / "my.txt", of="--text")
     refusal(*no, "--verify", "--text", tmp_path / "absent.txt", of="absent.txt")
     # As if demix had read an epsilon wrongly: transformers reads another one.
-    real = AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: real(*a, **k, rms_norm_eps=0.05))
+    real = AutoConfig.from_pretrained
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *a, **k: real(*a, **k, rms_norm_eps=0.05))
     refusal(*no, "--verify", of=hf)
     monkeypatch.undo()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

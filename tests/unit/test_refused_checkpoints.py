@@ -1,8 +1,10 @@
 """Checkpoints that cannot come in, and models that cannot go out: the subject of each error, and no file left."""
 
+import codecs
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,7 @@ TENSORS = {
     "a number": {"model.norm.weight": torch.tensor(1.0)},
     "infinite": {"model.norm.weight": torch.full((32,), torch.inf)},
     "no number": {"model.norm.weight": torch.full((32,), torch.nan)},
+    "no number in a part": {"model.layers.1.mlp.up_proj.weight": torch.full((88, 32), torch.nan)},
     "another shape": {"model.layers.1.mlp.up_proj.weight": torch.ones(87, 32)},
 }
 
@@ -97,8 +100,9 @@ def test_damaged_files_are_refused(tokens: Path, tmp_path: Path) -> None:
     content, tensors = path.read_bytes(), load_file(path)
     for name, damaged in TENSORS.items():
         save_file(tensors | damaged, path)
-        with refused(WEIGHTS):
+        with refused(WEIGHTS) as error:
             import_hf(hf, tmp_path / name)
+        assert next(iter(damaged)) in error.value.cause
     for cut in (content[:1000], b""):
         path.write_bytes(cut)
         with refused(WEIGHTS):
@@ -152,16 +156,94 @@ def test_an_index_is_distrusted(tokens: Path, tmp_path: Path) -> None:
     with refused(index):
         import_hf(folder, tmp_path / "in")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-    # The files on the hub are links to blobs in another folder.
     index.write_text(json.dumps(whole))
-    for path in folder.glob("*.safetensors"):
-        path.rename(tmp_path / f"{path.stem}.blob")
-        path.symlink_to(tmp_path / f"{path.stem}.blob")
-    import_hf(folder, tmp_path / "in")
-    (tmp_path / f"{Path(file).stem}.blob").unlink()
-    os.mkfifo(tmp_path / f"{Path(file).stem}.blob")
+    (folder / file).unlink()
+    os.mkfifo(folder / file)
     with refused(file):
-        import_hf(folder, tmp_path / "other")
+        import_hf(folder, tmp_path / "in")
+
+
+def test_links_out_of_a_folder_are_not_followed(tokens: Path, tmp_path: Path) -> None:
+    """But for the blobs of a cache of the hub, of whose snapshots all files are links."""
+    folder, blobs = tmp_path / "cache" / "snapshots" / "abc", tmp_path / "cache" / "blobs"
+    checkpoint(folder, tokens, "llama", shard="20KB")
+    blobs.mkdir()
+    for path in [*folder.iterdir()]:
+        path.rename(blobs / path.name)
+        path.symlink_to(Path("../../blobs") / path.name)
+    import_hf(folder, tmp_path / "in", verify=True)
+    for name in ("chat_template.jinja", "generation_config.json", "tokenizer.json", "config.json", WEIGHTS):
+        other = tmp_path / f"with-{name}"
+        checkpoint(other, tokens, "llama")
+        (tmp_path / name).write_bytes((blobs / name).read_bytes() if (blobs / name).exists() else b"secret")
+        (other / name).unlink(missing_ok=True)
+        (other / name).symlink_to(tmp_path / name)
+        with refused(other / name):
+            import_hf(other, tmp_path / "out")
+    (tmp_path / "in" / "imported" / "chat_template.jinja").symlink_to(tmp_path / "chat_template.jinja")
+    with refused("imported/chat_template.jinja"):
+        export_hf(tmp_path / "in", "dense", None, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def _renamed(folder: Path, beginning: str) -> None:
+    path = folder / WEIGHTS
+    save_file({f"{beginning}{name}": tensor for name, tensor in load_file(path).items()}, path)
+
+
+def _replaced(folder: Path, name: str, content: bytes) -> None:
+    (folder / name).write_bytes(content)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n"
+DEFAULTS = {"is_encoder_decoder": False, "pruned_heads": {}, "temperature": 1.0, "chunk_size_feed_forward": 0}
+PAD = {"id": 400, "content": "[PAD]", "special": True, "single_word": False, "lstrip": False, "rstrip": False}
+CAUSES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "hf"),
+    "unknown keys": (lambda folder: change(folder, **DEFAULTS, b_key=2, a_key=1), "a_key, b_key"),
+    "an encoder": (lambda folder: change(folder, is_encoder_decoder=True), "is_encoder_decoder"),
+    "compiled": (lambda folder: _renamed(folder, "_orig_mod."), WEIGHTS),
+    "parallel": (lambda folder: _renamed(folder, "module."), WEIGHTS),
+    "an adapter": (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "hf"),
+    "no tensors": (lambda folder: save_file({}, folder / WEIGHTS), WEIGHTS),
+    "a pointer": (lambda folder: _replaced(folder, WEIGHTS, POINTER), WEIGHTS),
+    "a pointer to a tokenizer": (lambda folder: _replaced(folder, "tokenizer.json", POINTER), "tokenizer.json"),
+    "a page": (lambda folder: _replaced(folder, "config.json", b"<!DOCTYPE html><html>"), "config.json"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    "a row too few": (lambda folder: _with_added(folder, PAD), "tokenizer.json"),
+}
+
+
+def _with_added(folder: Path, token: dict[str, Any]) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    _replaced(folder, "tokenizer.json", json.dumps(content | {"added_tokens": [token]}).encode())
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_an_error_names_the_cause_and_no_stage_of_a_run(cause: str, tokens: Path, tmp_path: Path) -> None:
+    checkpoint(tmp_path / "hf", tokens, "llama")
+    spoil, subject = CAUSES[cause]
+    spoil(tmp_path / "hf")
+    with refused(subject, f"config.json: {subject}") as error:
+        import_hf(tmp_path / "hf", tmp_path / "in")
+    assert not {"stage", "byte-level"} & {*error.value.cure.split()}
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_what_changes_nothing_is_passed_over(tokens: Path, tmp_path: Path) -> None:
+    """Defaults of transformers, the mark with which Windows begins UTF-8, and buffers in any shard."""
+    hf = tmp_path / "hf"
+    checkpoint(hf, tokens, "llama", shard="20KB")
+    change(hf, **DEFAULTS)
+    for name in ("config.json", "tokenizer.json"):
+        _replaced(hf, name, codecs.BOM_UTF8 + (hf / name).read_bytes())
+    shard = min(hf.glob("*.safetensors"))
+    save_file(load_file(shard) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}, shard)
+    verified = import_hf(hf, tmp_path / "in", verify=True)
+    assert verified is not None
+    assert verified.texts > 500
+    export_hf(tmp_path / "in", "dense", None, tmp_path / "out")
+    json.loads((tmp_path / "out" / "tokenizer.json").read_text("utf-8"))
 
 
 MASKED_LM = {"attention": "bidirectional", "objective": "mlm"}

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -614,6 +615,27 @@ def test_a_model_loses_the_rows_of_the_expert_alone(models: Path, model: str, tm
     if model == "merged":
         rest = (read_json(models / "demix" / "experts" / f"{one}.json")["tokens"] for one in (ORDER[0], ORDER[2]))
         assert lineage["tokens"] == sum(rest)
+
+
+def test_a_kill_at_any_point_leaves_a_model_with_or_without_the_expert(models: Path, tmp_path: Path) -> None:
+    changes, found, status = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"), [], 9
+    while status == 9:
+        mine, left = shutil.copytree(models / "merged", tmp_path / str(len(found))), itertools.count(-len(found))
+        if not (child := os.fork()):
+            code = 1
+            sys.addaudithook(lambda event, _, left=left: event in changes and next(left) == 0 and os._exit(9))
+            try:
+                remove_expert(mine, ORDER[1])
+                code = 0
+            finally:
+                os._exit(code)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        found.append([expert.parent for expert in read_experts(mine) if load_model(mine) and not expert.fault])
+    whole, rest = [" or ".join(ORDER)], [" or ".join([ORDER[0], ORDER[2]])]
+    assert status == 0
+    assert len(found) > 8
+    assert found == [whole] * found.count(whole) + [rest] * found.count(rest)
+    assert min(found.count(whole), found.count(rest)) > 3
 
 
 def column(scores: Path, folder: str) -> list[float]:
