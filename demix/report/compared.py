@@ -59,10 +59,23 @@ def _runs(compared: Comparison) -> Table:
         notes=(
             "Name and Settings, a digest of all settings but the name, are the tags demix.run and demix.config of the "
             "run in MLflow.",
+            *_without_means(compared),
         ),
         name="runs",
         title="Runs",
     )
+
+
+def _without_means(compared: Comparison) -> list[str]:
+    """Why there is no table of means, as a note."""
+    if len(compared.systems):
+        return []
+    if compared.domains:
+        return ["No perplexities are compared: no run has results on all domains that the runs share."]
+    return [
+        "No perplexities are compared, since no domain is of the same kind, training or novel, in all runs. They have "
+        f"{', '.join(compared.left_out)}."
+    ]
 
 
 def _settings(compared: Comparison) -> Table:

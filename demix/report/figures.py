@@ -4,6 +4,7 @@ import json
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import altair as alt
 import vl_convert
@@ -39,7 +40,7 @@ def write_chart(name: str, chart: alt.TopLevelMixin, output_dir: Path) -> None:
     The JSON is Vega-Lite, data included. The HTML page is self-contained. It shows the numbers under the pointer and
     can save the figure.
     """
-    drawn = chart.to_dict()
+    drawn = _drawn(chart)
     text = json.dumps(drawn, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
     write_text(output_dir / f"{name}.json", text)
     page = render("figure", title=drawn["title"]["text"], vega=_vega(), chart=text.replace("<", "\\u003c"))
@@ -52,7 +53,18 @@ def write_chart(name: str, chart: alt.TopLevelMixin, output_dir: Path) -> None:
 
 def inline(chart: alt.TopLevelMixin) -> str:
     """The drawing of a chart as a part of a page, which needs no name spaces."""
-    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg_of(json.dumps(chart.to_dict(), allow_nan=False)))
+    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg_of(json.dumps(_drawn(chart), allow_nan=False)))
+
+
+def _drawn(chart: alt.TopLevelMixin) -> dict[str, Any]:
+    """A chart as Vega-Lite. One whose data have no row says so in their place: it could have no size."""
+    drawn: dict[str, Any] = chart.to_dict()
+    if any(drawn.get("datasets", {}).values()):
+        return drawn
+    said = alt.Chart(alt.InlineData(values=[{}])).mark_text(text="No numbers to draw.", fontSize=13)
+    kept = {key: value for key, value in drawn.items() if key in ("title", "config", "background")}
+    empty: dict[str, Any] = said.properties(width=400, height=60).to_dict()
+    return empty | kept
 
 
 def svg_of(chart: str) -> str:

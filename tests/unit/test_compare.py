@@ -25,7 +25,7 @@ from demix.report.compare import (
     Comparison,
     compare,
 )
-from demix.report.compared import write_page
+from demix.report.compared import tables, write_page
 from demix.run.kept import config_fingerprint
 from demix.run.run import Run
 from support.cli import demix
@@ -250,6 +250,8 @@ def test_runs_without_a_common_domain(base: Run, tmp_path: Path) -> None:
     found = compare([base.folder, run.folder])
     assert found.systems.empty
     assert found.domains == {}
+    notes = [note for table in tables(found) for note in table.notes]
+    assert any(all(name in note for name in (*base.domains, *run.domains)) for note in notes), "why no mean is there"
     assert demix("compare", base.folder, run.folder, "--html", tmp_path / "page.html").exit_code == 0
 
 

@@ -17,7 +17,8 @@ from demix.report import write_report
 from demix.report.card import card_page, model_card
 from demix.report.compare import compare
 from demix.report.compared import write_page
-from demix.report.formats import write_table
+from demix.report.formats import part_of_page, write_table
+from demix.report.page import render
 from demix.report.table import Table
 from demix.run.run import Run
 from support.frozen import with_models
@@ -99,6 +100,17 @@ def test_a_long_table_is_cut_into_pages_and_filtered_by_column(browser: webdrive
     fantasy[0].click()
     wait.until(lambda _: set(column(browser, 2)) == {"fantasy"})
     assert nothing_fetched(browser)
+
+
+def test_each_long_table_of_a_page_has_a_landmark_of_its_own(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    frame = pd.DataFrame({"number": range(70)}, index=[f"line {number}" for number in range(70)])
+    parts = [part_of_page(Table(name, frame, name=name, title=name)) for name in ("one", "other")]
+    (tmp_path / "page.html").write_text(render("comparison", title="both", paragraphs=[], notes=[], parts=parts))
+    browser.get((tmp_path / "page.html").as_uri())
+    WebDriverWait(browser, 30).until(lambda _: len(browser.find_elements(By.CSS_SELECTOR, "div.dt-container")) == 2)
+    labels = {nav.get_attribute("aria-label") for nav in browser.find_elements(By.TAG_NAME, "nav")}
+    assert len(labels) == 2
+    assert Axe().run(browser)["violations"] == []
 
 
 def test_names_are_no_markup(browser: webdriver.Chrome, tmp_path: Path) -> None:

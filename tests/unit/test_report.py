@@ -261,6 +261,15 @@ def test_what_rounds_to_zero_has_no_sign(frozen: Run, tmp_path: Path) -> None:
     assert {*found.cells["Change, %"][["licenses", "fantasy"]]} == {"0.00"}
 
 
+def test_a_figure_without_a_point_is_drawn_all_the_same(frozen: Run, tmp_path: Path) -> None:
+    results = rows_of(frozen).query("not method in ['dense', 'cached'] and weights != 'cluster'")
+    item = all_items()["by_clusters"]
+    item.write(material(frozen, results=results), tmp_path)
+    svg = ElementTree.parse(tmp_path / item.files["svg"]).getroot()
+    assert all(0 < float(svg.attrib[side]) < 2000 for side in ("width", "height"))
+    assert (tmp_path / item.files["png"]).read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_text_without_an_interval_has_a_dash_beneath(frozen: Run, tmp_path: Path) -> None:
     results, bounds = rows_of(frozen).query("seed == 1"), ["perplexity_low", "perplexity_high"]
     results.loc[results["domain"] == "scripture", bounds] = np.nan

@@ -22,5 +22,8 @@ for (const table of document.querySelectorAll("table.interactive")) {
       bottomStart: long ? "info" : null, bottomEnd: long ? ["pageLength", "paging"] : null,
     },
   });
+  // A page may have several long tables, and a landmark needs a name of its own.
+  const above = [...document.querySelectorAll("h1, h2")].filter(one => one.compareDocumentPosition(table) & Node.DOCUMENT_POSITION_FOLLOWING);
+  for (const pages of table.closest(".dt-container").querySelectorAll("nav")) pages.ariaLabel = `Pages of ${above.at(-1).textContent}`;
   table.style.setProperty("--first", `${table.tHead.rows[0].cells[0].offsetWidth}px`);
 }
