@@ -190,9 +190,17 @@ def table7(files: Files) -> pd.DataFrame:
         never = {name: own.of(f"without-{name}", "cached", rule).get(name) for name in names}
         columns = {"+Expert": own.of("demix", "cached", rule), "−Expert": less, "−Domain": never}
         frames[rule] = pd.DataFrame(columns, names, dtype="float64")
-    frame, by_code = frames["history"], frames["released"].mean(skipna=False)
+    three, by_code = frames["history"], frames["released"].mean(skipna=False)
+    frame = three.copy()
+    for label, every, *system in (
+        ("DEMix, merged-routed", "training", "demix", "merged", "routed"),
+        ("BTX from DEMix", "dense", "btx", "dense", ""),
+        ("FlexOlmo, merged-routed", "training", "flexolmo", "merged", "routed"),
+    ):
+        frame[label] = own.of(*system, every)[names]
+        frame[f"{label}, −Expert"] = pd.Series({name: own.of(*system, f"minus-{name}")[name] for name in names})
     means = {"Mean of all 3": frame.mean(skipna=False), "Mean of all 3, released weights": by_code}
-    return pd.concat([frame, frame_of(means | {"Mean of the 1 that have all three": frame.dropna().mean()})])
+    return pd.concat([frame, frame_of(means | {"Mean of the 1 that have all three": three.dropna().mean()})])
 
 
 def table13(files: Files) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -430,21 +438,6 @@ def documents(files: Files) -> pd.DataFrame:
                 found["cluster"] = found["cluster"].map("c{:02}".format)
                 frames.append(found.assign(clustering=name, domain=domain, split=split))
     return pd.concat(frames, ignore_index=True)
-
-
-def merged_removal(files: Files) -> pd.DataFrame:
-    own, names, rows = files.own, files.domains["Training"], {}
-    for label, every, *system in (
-        ("DEMix", "training", "demix", "cached", "history"),
-        ("DEMix, merged-routed", "training", "demix", "merged", "routed"),
-        ("BTX from DEMix", "dense", "btx", "dense", ""),
-        ("FlexOlmo, merged-routed", "training", "flexolmo", "merged", "routed"),
-    ):
-        both = own.of(*system, every)[names]
-        less = pd.Series({name: own.of(*system, f"minus-{name}")[name] for name in names})
-        rows[label] = {"All experts": both.mean(), "Without the domain's": less.mean()}
-        rows[label] |= {"Change, %": change(both, less).mean()} | change(both, less).add_suffix(", %").to_dict()
-    return frame_of(rows)
 
 
 def variants(files: Files) -> pd.DataFrame:

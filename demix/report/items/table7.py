@@ -1,13 +1,14 @@
 """Table 7 of the paper: test perplexity on a training domain of DEMix with the domain's expert, of DEMix without that
-expert, and of a model never trained on the domain.
+expert, and of a model never trained on the domain; and of merged models with and without the expert.
 """
 
 from demix.report.domains import mean_of
 from demix.report.item import Group, TableItem
 from demix.report.material import Material
 from demix.report.needs import SECOND_TRAINING
-from demix.report.systems import ByDomain, before_removal, released, without_domain, without_expert
+from demix.report.systems import ByDomain, before_removal, released, without_choice, without_domain, without_expert
 from demix.report.table import Table
+from demix.run.systems import merged_whole
 
 ITEM = TableItem("Table  7: removing experts", Group.PAPER, 7, needs=(SECOND_TRAINING,))
 
@@ -23,15 +24,20 @@ def make(material: Material) -> Table:
         "−Expert": without_expert(run),
         "−Domain": without_domain,
     }
-    frame, beneath, notes = by_domain(results, systems, domains)
+    merged: dict[str, ByDomain] = {}
+    for whole in merged_whole(run).values():
+        merged |= {whole.label: whole, f"{whole.label}, −Expert": without_choice(whole)}
+    frame, beneath, notes = by_domain(results, systems | merged, domains)
     complete = frame[list(systems)].dropna()
     every = f"Mean of all {len(domains)}"
-    means = {every: [mean_of(frame[column]) for column in systems]}
-    means[f"{every}, released weights"] = [results.mean(released(system), domains) for system in systems.values()]
+    means = {every: {column: mean_of(frame[column]) for column in systems | merged}}
+    means[f"{every}, released weights"] = {
+        column: results.mean(released(system), domains) for column, system in systems.items()
+    }
     if 0 < len(complete) < len(domains):
-        means[f"Mean of the {len(complete)} that have all three"] = [*complete.mean()]
+        means[f"Mean of the {len(complete)} that have all three"] = dict(complete.mean())
     for label, values in means.items():
-        frame.loc[label] = [*values, np.nan, np.nan]
+        frame.loc[label] = [values.get(column, np.nan) for column in frame]
     replacement = run.config.removal.replacement
     return Table(
         "Test perplexity on a training domain with all experts (+Expert), with the domain's own expert left out "
@@ -48,6 +54,11 @@ def make(material: Material) -> Table:
             + "; it is run for "
             + (f"{len(complete)} of the {len(domains)} domains." if len(complete) else "none of the domains."),
             *seed_note(run),
+            *(
+                ["Merged models are single ones. No model is trained without an expert: its row leaves the routers."]
+                if merged
+                else []
+            ),
             *notes,
         ),
         formats=COUNTED,
