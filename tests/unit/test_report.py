@@ -149,13 +149,11 @@ def on_other_tokens(found: pd.DataFrame) -> pd.DataFrame:
                 ("figure4", "priors"),
                 ("figure2", "corpus/overlap"),
                 ("figure7", "posteriors"),
-                ("differences", "differences"),
+                ("full", "differences"),
                 ("tasks", "tasks"),
                 ("audit", "audit"),
             )
         ),
-        ("differences", "differences", lambda found: found.assign(model="none_such")),
-        ("differences", "differences", lambda found: found.assign(against="none_such")),
     ],
 )
 def test_what_is_doubled_lacks_a_column_or_does_not_compare_is_refused(

@@ -294,26 +294,24 @@ def marked(files: Files) -> pd.DataFrame:
     return files.named.assign(system=files.named["system"] + np.where(oracles, ", oracle", ""))
 
 
-def full(files: Files) -> pd.DataFrame:
+def full(files: Files) -> tuple[pd.DataFrame, pd.DataFrame]:
     rows = marked(files)
     found = rows.groupby(rows["domain"] + ", " + rows["system"])
     frame = found[["perplexity", "bits_per_byte", "documents", "pieces", "tokens"]].mean()
     frame = frame.rename(columns=lambda name: name.replace("_", " ").capitalize())
     if len(files.seeds) > 1:
-        return frame.assign(**{"± seeds": found["perplexity"].std()})
-    return frame.assign(Low=found["perplexity_low"].first(), High=found["perplexity_high"].first())
-
-
-def differences(files: Files) -> pd.DataFrame:
-    rows = marked(files.own)[[*SYSTEM, "domain", "system"]]
-    rows = files.table("differences").merge(rows, on=[*SYSTEM, "domain"])
+        frame["± seeds"] = found["perplexity"].std()
+    else:
+        frame = frame.assign(Low=found["perplexity_low"].first(), High=found["perplexity_high"].first())
     less = {name: f"{label} (cluster)" for name, label in files.labels.items()}
     less |= {"dense_unbalanced": "Dense", "dense": "Dense (Balanced)", "demix_cached": "DEMix (cached prior)"}
-    columns = {"nats_per_token": "Nats a token", "perplexity": "Perplexity"}
-    for end in ("low", "high"):
-        columns |= {f"nats_per_token_{end}": f"Nats {end}", f"perplexity_{end}": f"Perplexity {end}"}
-    rows.index = rows["domain"] + ", " + rows["system"] + ", " + rows["against"].map(less)
-    return rows[[*columns]].rename(columns=columns)
+    rows = marked(files.own)[[*SYSTEM, "domain", "system"]]
+    rows = files.own.table("differences").merge(rows, on=[*SYSTEM, "domain"])
+    rows["line"], rows["column"] = rows["domain"] + ", " + rows["system"], "Less " + rows["against"].map(less)
+    bounds = (rows[name].map("{:+.2f}".format) for name in ("perplexity_low", "perplexity_high"))
+    rows["beneath"] = ("[" + next(bounds) + ", " + next(bounds) + "]").str.replace("-", "−")
+    values, beneath = (rows.pivot(index="line", columns="column", values=name) for name in ("perplexity", "beneath"))
+    return frame.join(values), beneath.fillna("").replace("[+nan, +nan]", "")
 
 
 def audit(files: Files) -> pd.DataFrame:
@@ -624,7 +622,7 @@ def files(frozen: Run) -> Files:
 TABLES = [name for name, item in all_items().items() if isinstance(item, TableItem)]
 FIGURES = [name for name, item in all_items().items() if isinstance(item, FigureItem)]
 # The columns that tell the lines of tables apart that have numbers for labels.
-KEYS = {"full": ("Domain", "System"), "differences": ("Domain", "System", "Less")}
+KEYS = {"full": ("Domain", "System")}
 
 
 def test_the_run_has_all_tables_and_figures(frozen: Run) -> None:
