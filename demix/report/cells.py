@@ -3,13 +3,17 @@
 Every average over domains is the plain mean of the domains' perplexities, or "–" if a domain's perplexity is missing.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from demix.progress import so_many
-from demix.report.domains import Domains, mean_of
-from demix.report.results import Results
+from demix.report.domains import Domains, mean_of, percent
+from demix.report.material import Material
+from demix.report.results import Results, paired
 from demix.report.systems import ByDomain, systems_on
 from demix.report.verdict import mean_interval
 from demix.run.run import Run
@@ -45,7 +49,7 @@ INTERVAL_NOTE = (
 )
 MEAN_NOTE = (
     "Below a number is its 95% interval, from resampling test documents, where every domain has one. Of a change it is "
-    "from the same resamples of both systems."
+    "from the same resamples of both systems. Certain: the whole interval of the domain's difference is below zero."
 )
 # The columns of counts: documents of origin, and the pieces of them that are scored.
 COUNTED = {"Documents": "{:,.0f}", "Pieces": "{:,.0f}"}
@@ -80,15 +84,43 @@ def second_lines(found: pd.DataFrame) -> list[str]:
     return lines
 
 
-def beneath_mean(results: Results, system: System, domains: list[str]) -> str:
-    """The spread over seeds, or the interval over documents, of a mean over domains; empty where there is neither."""
-    found = results.of(system, domains)
-    if found["perplexity"].isna().any():
-        return ""
-    if len(results.by_seed) > 1:
-        return results.spread(system, domains)
-    interval = mean_interval(found["perplexity"], found[["low", "high"]].dropna())
-    return f"[{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
+def compared(
+    material: Material, lines: Mapping[str, tuple[System, System]], kinds: Iterable[Domains]
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Numbers and second lines: a row for each label of `lines`, of a system beside the one that it is compared with.
+
+    The columns of each of `kinds` are the mean perplexity over its domains, the change in percent, and the number of
+    domains where perplexity is lower. Below stands the 95% interval over documents or, with several seeds, the standard
+    deviation of a seed's mean and of a seed's change. A system beside itself has no change. Merged models are made of
+    the run's own seed alone.
+    """
+    rows: dict[str, dict[str, Any]] = {label: {} for label in lines}
+    beneath: dict[str, dict[str, str]] = {label: {} for label in lines}
+    for (label, (system, base)), domains in product(lines.items(), kinds):
+        results = material.own if system.method == "merged" else material.results
+        seeds, name = list(results.by_seed.values()), domains.heading
+        found = results.of(system, domains.names)
+        own, other = found["perplexity"], results.perplexities(base, domains.names)
+        rows[label][name], means = mean_of(own), [one.mean(system, domains.names) for one in seeds]
+        beneath[label][name] = _below("[{:.2f}, {:.2f}]", mean_interval(own, found[["low", "high"]].dropna()), means)
+        if system != base:
+            bounds = paired(material.bounds, system, base, domains.names)
+            changes = percent(np.array([one.mean(base, domains.names) for one in seeds]), np.array(means))
+            interval = mean_interval(own - other, bounds)
+            relative = interval and tuple(100 * bound / mean_of(other) for bound in interval)
+            rows[label][f"{name}, %"] = percent(mean_of(other), mean_of(own))
+            beneath[label][f"{name}, %"] = _below("{:+.1f} to {:+.1f}", relative, changes)
+            both, certain = (own + other).count(), (bounds["high"] < 0).sum()
+            lower = f"{(own < other).sum()} of {both}" if both else ""
+            rows[label][f"{name}, lower"] = lower + f" ({certain} certain)" * (len(bounds) > 0 and len(seeds) == 1)
+    return pd.DataFrame.from_dict(rows, orient="index"), pd.DataFrame.from_dict(beneath, orient="index")
+
+
+def _below(form: str, interval: tuple[float, ...] | None, by_seed: Sequence[float]) -> str:
+    """The second line of a mean: its spread over several seeds, or its interval; empty where there is neither."""
+    if len(by_seed) > 1:
+        return f"± {np.std(by_seed, ddof=1):.2f}" if np.isfinite(by_seed).all() else ""
+    return form.format(*interval).replace("-", "−") if interval else ""
 
 
 def by_domain(
@@ -133,6 +165,13 @@ def explained(beneath: pd.DataFrame, results: Results) -> tuple[pd.DataFrame | N
     return (beneath, (INTERVAL_NOTE,)) if some else (None, (few,))
 
 
+def mean_notes(results: Results) -> tuple[str, ...]:
+    """What stands below the numbers of `compared`."""
+    seeds = len(results.by_seed)
+    several = "± the standard deviation of a seed's mean, or of the change within a seed"
+    return (f"Means over {seeds} seeds, {several}." if seeds > 1 else MEAN_NOTE,)
+
+
 def seed_note(run: Run) -> tuple[str, ...]:
     """What the seed phase of the model of the removal experiments does to them; nothing without a seed phase."""
     model = run.whole
@@ -142,19 +181,6 @@ def seed_note(run: Run) -> tuple[str, ...]:
         f"{model.label} and −Domain began with what the model {model.parent} had learned of every domain in its first "
         f"{model.settings.seed_tokens:,} tokens: a seed that has seen a domain weakens its removal.",
     )
-
-
-def grid_frame(results: Results, setting: str, methods: Iterable[str], kinds: Iterable[Domains]) -> pd.DataFrame:
-    """The columns of `Results.grid` by prior and kind of domains."""
-    methods = list(methods)
-    columns = {
-        f"{method} prior, {domains.counted}": results.grid(setting, method, domains.names)
-        for domains in kinds
-        for method in methods
-    }
-    frame = pd.DataFrame(columns).sort_index()
-    frame.index = [f"{value:g}" for value in frame.index]
-    return frame
 
 
 def systems_frame(kinds: Iterable[Domains], run: Run) -> pd.DataFrame:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from demix.run.rows import Row
 from demix.run.run import Run
-from demix.run.variants import variant_rows
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,6 @@ def _several_families(run: Run) -> bool:
     return whole or _from_clusters(run) or _routed(run)
 
 
-def _further_temperature(run: Run) -> bool:
-    evaluation = run.config.evaluation
-    return _from_clusters(run) and len(evaluation.temperatures) + len(evaluation.routing_context) > 1
-
-
 def _dense_budgets(run: Run) -> bool:
     from demix.report.families import lines
 
@@ -56,10 +50,8 @@ DOMAIN_TOKEN = Need("model domain_token", lambda run: "domain_token" in _causal(
 FAMILIES = Need("several families", _several_families, told=False)
 BUDGETS = Need("dense model of another budget", _dense_budgets, told=False)
 CLUSTERS = Need("model that learns from clusters", _from_clusters, told=False)
-TEMPERATURES = Need("further temperature or context", _further_temperature, told=False)
 MERGED_REMOVAL = Need("merged model that loses experts", lambda run: bool(run.config.removal.merged), told=False)
 CONTEXTS = Need("blocks of other lengths", lambda run: bool(run.config.evaluation.contexts), told=False)
-VARIANTS = Need("row of other options", lambda run: bool(variant_rows(run)), told=False)
 TASKS = Need("task", lambda run: bool(run.config.tasks), told=False)
 HARNESS = Need("task of the harness", lambda run: bool(run.config.lm_eval), told=False)
 SUITES = Need("suite", lambda run: bool(run.suites), told=False)

@@ -95,25 +95,6 @@ class Results:
         names, alone = list(experts), System("", model, label, "expert")
         return self._looked_up(((alone, name, domain) for name in names), names)["perplexity"]
 
-    def grid(self, setting: str, method: str, domains: list[str]) -> pd.Series:
-        """Mean test perplexity over `domains` of DEMix's training experts by each value of `setting` that was tried.
-
-        `setting` is `decay` or `dev_blocks`. Values that a domain lacks are left out, except for large numbers of dev
-        blocks: there, a domain with fewer blocks counts with all of its blocks.
-        """
-        tried = ask(
-            f"""select {setting}, domain, avg(perplexity) as perplexity from results join domains using (domain)
-            where variant = '{setting}' and split = 'test' and top_k is null
-                and (model, experts, method, weights) = ('demix', 'training', '{method}', 'history')
-            group by all order by all""",
-            results=self.rows,
-            domains=pd.DataFrame({"domain": domains}, dtype="str"),
-        )
-        table = tried.pivot(index=setting, columns="domain", values="perplexity").reindex(columns=domains)
-        if setting == "dev_blocks":
-            table = table.fillna(table.ffill().where(table.bfill().isna()))
-        return table.dropna().mean(axis=1) if domains else pd.Series(dtype="float64")
-
     def _looked_up(self, keys: Iterable[tuple[System, str, str]], labels: Iterable[str]) -> pd.DataFrame:
         """The evaluations of (system, expert, domain), under `labels`; NaN where there is none."""
         wanted = [(*one.key, one.variant, one.top_k or 0, expert, domain) for one, expert, domain in keys]

@@ -89,8 +89,7 @@ def test_words_of_a_text_are_no_markup(tmp_path: Path) -> None:
     assert r"\{\textbackslash d\}" in latex
 
 
-OF_FAMILIES = {"families", "top_k"}
-OF_CLUSTERS = OF_FAMILIES | {"family_differences", "by_clusters", "cluster_experts", "cluster_sizes"}
+OF_CLUSTERS = {"by_clusters", "cluster_experts", "cluster_sizes"}
 OF_NOVEL = {"table5", "table6", "table13", "figure6", "figure8"}
 CLUSTERED: dict[str, Any] = {
     "models": {"x": {"kind": "branched", "data": "k2"}},
@@ -106,16 +105,16 @@ TWO = domains(("law", "news"))
         ({"domains": TWO}, {"table7"}),
         ({"domains": domains(("law",), ("songs",))}, OF_NOVEL),
         ({"domains": TWO, "removal": {"retrain_without": ["law"]}}, {"table7", "audit"}),
-        ({"models": {"x": {"kind": "branched"}}}, OF_FAMILIES),
+        ({"models": {"x": {"kind": "branched"}}}, set()),
         (CLUSTERED, OF_CLUSTERS),
-        (CLUSTERED | {"evaluation": {"temperatures": [1.0]}}, OF_CLUSTERS | {"temperatures"}),
-        ({"models": {"x": {"kind": "branched"}, "y": {"kind": "dense", "tokens": 500}}}, OF_FAMILIES | {"speed_up"}),
-        ({"models": {"x": {"kind": "routed", "experts": 2}}}, OF_FAMILIES),
+        (CLUSTERED | {"evaluation": {"temperatures": [1.0]}}, OF_CLUSTERS),
+        ({"models": {"x": {"kind": "branched"}, "y": {"kind": "dense", "tokens": 500}}}, {"speed_up"}),
+        ({"models": {"x": {"kind": "routed", "experts": 2}}}, set()),
         (
             {"models": {"x": {"kind": "dense", "architecture": {"attention": "bidirectional", "objective": "mlm"}}}},
             set(),
         ),
-        ({"models": {"x": {"kind": "dense", "architecture": {"position": "alibi"}}}}, {"variants"}),
+        ({"models": {"x": {"kind": "dense", "architecture": {"position": "alibi"}}}}, set()),
         ({"evaluation": {"contexts": [4]}}, {"contexts"}),
         ({"tasks": {"x": {"path": "x.jsonl"}}}, {"tasks"}),
         (CLUSTERED | {"tasks": {"x": {"path": "x.jsonl"}}}, OF_CLUSTERS | {"tasks"}),
