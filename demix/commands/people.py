@@ -82,7 +82,7 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
     material, console = Material(whole), terminal()
     found = ranking(material)
     console.print(found.verdict, *found.remarks, "", sep="\n", highlight=False)
-    console.print(main_table(material))
+    console.print(main_table(found))
     if whole.novel:
         console.print(printed(adaptation_table(material)))
     for line in left_out_notes(whole):

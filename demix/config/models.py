@@ -223,7 +223,7 @@ ModelRow = partial(
         AfterValidator(_label),
         Field(
             description="Name of the row in tables, figures, claims and cards, which is made of its settings without "
-            "this key, such as “DEMix, seed 500k”. The paper's four rows have the paper's names."
+            "this key, such as “DEMix, warm start 500k”. The paper's four rows have the paper's names."
         ),
     ],
 )

@@ -112,7 +112,7 @@ def _made_label(config: Config, given: _Given, row: Row) -> str:
         parts[0] = f"BTX from {settings.parent_row}"
         parts += ["routers alone"] if settings.trained else []
     if settings.seed_tokens:
-        parts.append(f"seed {_short(settings.seed_tokens)}")
+        parts.append(f"warm start {_short(settings.seed_tokens)}")
     if "tokens" in own:
         parts.append(f"{_short(own['tokens'])} tokens")
     parts += ["masked" if value == "mlm" else f"{name} {value}" for name, value in options.items()]

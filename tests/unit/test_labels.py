@@ -23,7 +23,7 @@ def labels(**models: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("row", "label"),
     [
-        ({"kind": "demix", "parent": "dense", "seed_tokens": 500}, "DEMix, seed 500"),
+        ({"kind": "demix", "parent": "dense", "seed_tokens": 500}, "DEMix, warm start 500"),
         ({"kind": "branched", "data": "k2"}, "c-BTM, 2 clusters"),
         ({"kind": "branched", "data": "r2"}, "c-BTM, 2 random clusters"),
         ({"kind": "demix", "data": "k2"}, "DEMix, 2 clusters"),

@@ -333,11 +333,17 @@ def test_each_rule_of_the_workflow_belongs_to_one_stage_and_the_drawing_shows_al
 def test_the_terminal_has_means_marks_oracles_and_what_adaptation_changes(frozen: Run) -> None:
     done = demix("summary", frozen.folder)
     assert done.exit_code == 0, done.exception
-    results = rows_of(frozen).query("seed == 1 and split == 'test' and variant == '' and experts == 'training'")
-    naive = results.query("model == 'demix' and method == 'naive'").groupby("kind")["perplexity"].mean()
-    (line,) = re.findall(r"^.*DEMix \(naive\).*$", done.stdout, re.MULTILINE)
-    assert f"{naive['training']:.2f} " in line
-    assert f"{naive['novel']:.2f} *" in line
+    results = rows_of(frozen).query(
+        "seed == 1 and split == 'test' and variant == '' and experts in ('training', 'dense')"
+    )
+    means = results.groupby(["model", "method", "kind"])["perplexity"].mean()
+    token, dense = means["domain_token", "naive"], means["dense", "dense"]
+    (line,) = re.findall(r"^.*\+ Domain Token.*$", done.stdout, re.MULTILINE)
+    assert f"{token['training']:.2f}†" in line
+    assert f"{token['novel']:.2f}*†" in line
+    assert f"{token['training'] / dense['training'] - 1:+.1%}".replace("-", "−") in line
+    changes = re.findall(r"^│ (.*?) +│ +([\d.]+)†? +│", done.stdout, re.MULTILINE)
+    assert sum(label.endswith("◀") for label, _ in changes) == 1
     about = json.loads((frozen.folder / "models" / "demix" / "model.json").read_text())
     assert f"{4 * about['expert_parameters']:,}" in done.stdout
     dense = json.loads((frozen.folder / "models" / "dense" / "model.json").read_text())
