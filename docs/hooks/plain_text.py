@@ -1,7 +1,7 @@
 """Hooks of mkdocs: `<run>` in a page is text and no HTML, and the marks of docs/pages.py are not shown.
 
-The environment variable REPOSITORY, such as https://github.com/owner/demix, is the address of the repository: pages link
-to it, and the site's own address follows from it.
+The environment variable REPOSITORY, such as https://github.com/owner/demix, is the address of the repository: pages
+link to it, and the address of the site follows from it.
 """
 
 import os
