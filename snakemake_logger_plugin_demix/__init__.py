@@ -33,13 +33,10 @@ from demix.progress import clock
 COSTS = (
     (r"train_", 150.0),
     (r"adapt", 12.0),
-    (r"fit_clusters", 8.0),
     (r"score_known_others", 110.0),
     (r"score_known_", 72.0),
     (r"score_(others|adapted)", 20.0),
     (r"score_", 9.0),
-    (r"track", 8.0),
-    (r"report", 5.0),
     (r"", 1.0),
 )
 SECONDS_BETWEEN_LINES = 15.0
@@ -86,10 +83,8 @@ def measured(rules: Iterable[str], results: Path) -> dict[str, float]:
     A rule without a readable file is left out. A file belongs to the rule whose name begins the file's path
     (`benchmarks/score/demix/law.tsv`: score_demix); of several such rules, to the one with the longest name.
     """
-    files = {path: path.stat().st_mtime for path in results.glob("*/benchmarks/**/*.tsv")}
-    if not files:
-        return {}
-    run = max(files, key=files.__getitem__).relative_to(results).parts[0]
+    files = sorted(results.glob("*/benchmarks/**/*.tsv"), key=lambda path: path.stat().st_mtime)
+    run = files[-1].relative_to(results).parts[0] if files else ""
     seconds: dict[str, list[float]] = defaultdict(list)
     for path in files:
         place, _, *parts = path.relative_to(results).with_suffix("").parts
@@ -116,8 +111,9 @@ def unread_config_in_one_line(record: LogRecord) -> bool:
 # Snakemake reads the files before it reads the Snakefile or a profile's logger, but after it has imported this package.
 logger.addFilter(unread_config_in_one_line)
 
-# What Snakemake says when Ctrl-C has ended its jobs.
-OF_CTRL_C = ("on user request", "At least one job did not complete")
+# What Snakemake says of a signal, and of the jobs that it has ended.
+OF_A_SIGNAL = ("on user request", "Will exit after finishing")
+OF_ENDED_JOBS = ("RuleException", "At least one job did not complete")
 
 
 class LogHandler(LogHandlerBase):
@@ -140,7 +136,7 @@ class LogHandler(LogHandlerBase):
         self.begun = time.monotonic()
         self.stopped = threading.Event()
         self.live: Live | None = None
-        self.interrupted = False
+        self.interrupted = self.waiting = False
         if callable(before := signal.getsignal(signal.SIGINT)):
 
             def note(number: int, frame: FrameType | None) -> None:
@@ -153,20 +149,25 @@ class LogHandler(LogHandlerBase):
         """Show one event of the workflow."""
         # Snakemake writes the fields of an event into the record as attributes that the type does not declare.
         fields: dict[str, Any] = vars(record)
-        # Ctrl-C ends all running jobs, which is no error of theirs.
+        event, told = fields.get("event"), str(record.msg)
+        # Snakemake's scheduler handles SIGTERM itself.
+        scheduler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+        self.interrupted = self.interrupted or getattr(scheduler, "_user_kill", None) is not None
+        if not self.waiting and any(said in told for said in OF_A_SIGNAL):
+            self.interrupted = self.waiting = True
+            running = ", ".join(job.label for job in self.jobs.values()) or "nothing"
+            self.console.print(Text(f"Interrupted: no job begins any more; waiting for {running}"), soft_wrap=True)
+        # A signal to all running jobs ends them, which is no error of theirs.
         if self.interrupted and (
-            fields.get("event") in (LogEvent.JOB_ERROR, LogEvent.GROUP_ERROR)
-            or any(said in str(record.msg) for said in OF_CTRL_C)
+            event in (LogEvent.JOB_ERROR, LogEvent.GROUP_ERROR) or any(said in told for said in OF_ENDED_JOBS)
         ):
             return
-        match fields.get("event"):
+        match event:
             case LogEvent.RUN_INFO:
                 stats = {rule: count for rule, count in fields["stats"].items() if rule != "total"}
                 self.costs = costs(stats)
-                self.total, self.cost_total = (
-                    sum(stats.values()),
-                    sum(self.costs[rule] * n for rule, n in stats.items()),
-                )
+                self.total = sum(stats.values())
+                self.cost_total = sum(self.costs[rule] * n for rule, n in stats.items())
                 if self.common_settings.dryrun:
                     self.console.print(Text(self.format(record)))
                 elif self.live is None:
@@ -183,25 +184,25 @@ class LogHandler(LogHandlerBase):
                 failed = self.jobs.pop(fields.get("jobid", -1), None)
                 self.first_failed = self.first_failed or failed
                 self.console.print(Text(self.format(record), style="red"), soft_wrap=True)
-            case None if record.levelno >= WARNING or "Nothing to be done" in str(record.msg):
+            case None if record.levelno >= WARNING or "Nothing to be done" in told:
                 self.console.print(Text(self.format(record)), soft_wrap=True)
 
     def close(self) -> None:
         """End the display and repeat the first error."""
+        if self.stopped.is_set():
+            return
         self.stopped.set()
         if self.live:
             self.live.stop()
         if failed := self.first_failed:
-            self.first_failed = None
             said = f"{failed.last_line()} (log: {failed.log})" if failed.log else "without a log"
             self.console.print(Text(f"The first to fail was {failed.label}: {said}", style="red"), soft_wrap=True)
         if self.interrupted:
-            self.interrupted = False
-            said = f"Interrupted: {self.finished} of {self.total} jobs are done. The same command goes on."
+            left = f"begun and not done: {', '.join(job.label for job in self.jobs.values()) or 'none'}"
+            said = f"Interrupted: {self.finished} of {self.total} jobs are done; {left}. The same command goes on."
             self.console.print(Text(said), soft_wrap=True)
         elif 0 < self.total <= self.finished:
             self.console.print(Text(f"[{self._summary()}]"), soft_wrap=True)
-            self.total = 0
         super().close()
 
     def _start(self) -> None:

@@ -94,10 +94,10 @@ class ClusterSection(Cluster):
 
     stages: dict[Literal["download", "anonymize", "corpus", "train", "adapt", "score", "evaluate"], StageSite] = Field(  # type: ignore[valid-type]
         default_factory=dict,
-        description="Values of partition, account, qos, constraint, minutes, memory_mb and gpus for single stages, "
-        "such as `{train: {minutes: 2880}}`. The stages are download, anonymize, corpus (the rules "
-        "deduplicate, split, tokenizer and tokenize), train (with the trials of a sweep), adapt, score "
-        "and evaluate.",
+        description="Values of partition, account, qos, constraint, sbatch, minutes, memory_mb, gpus and gpu_type for "
+        "single stages, such as `{train: {minutes: 2880}}`. The stages are download, anonymize, corpus "
+        "(the rules deduplicate, split, tokenizer and tokenize), train (with the trials of a sweep), "
+        "adapt, score and evaluate.",
     )
 
     def of(self, stage: str) -> Cluster:

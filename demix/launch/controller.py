@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import subprocess
 import time
 from collections.abc import Sequence
@@ -19,15 +20,43 @@ SECONDS_BETWEEN_POLLS = 2.0
 MOST_BETWEEN_POLLS, SHARE_OF_STATE = 30.0, 1 / 30
 # After this many seconds without an answer demix gives up waiting, but the job goes on.
 MOST_SILENCE = 6 * 3600.0
+# A job in one of these states has ended, unless SLURM is about to queue it again. In other states it may still run.
+FINAL = {
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "OUT_OF_MEMORY",
+    "REVOKED",
+    "LAUNCH_FAILED",
+    "gone",
+}
+ACTIVE = (
+    "PENDING|RUNNING|SUSPENDED|STOPPED|COMPLETING|CONFIGURING|RESIZING|REQUEUED|REQUEUE_HOLD|REQUEUE_FED|SPECIAL_EXIT"
+    "|STAGE_OUT|SIGNALING|RESV_DEL_HOLD|POWER_UP_NODE|EXPEDITING|UPDATE_DB"
+)
+# A job as squeue is asked for it here, among lines that a site or a federation adds.
+JOB = re.compile(rf"(\d+) ({'|'.join(FINAL)}|{ACTIVE})(?: (.*))?")
+
+
+def jobs_in(text: str) -> list[tuple[str, str, str]]:
+    """Id, state and the rest of each job that squeue lists by `%A %T …`; other lines are passed over."""
+    found = [match for line in text.splitlines() if (match := JOB.fullmatch(line.strip()))]
+    return [(match[1], match[2], match[3] or "") for match in found]
 
 
 def show(job_id: str) -> dict[str, str]:
     """What the controller knows of a job, by SLURM's field names; empty when the controller has forgotten the job."""
     try:
-        text = ask(["scontrol", "show", "job", "--oneliner", job_id])
+        text = ask(["scontrol", "show", "job", "--oneliner", job_id], "JobState=")
     except LookupError:
         return {}
-    return dict(pair.split("=", 1) for pair in text.split() if "=" in pair)
+    line = next(line for line in text.splitlines() if "JobState=" in line)
+    return dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
 
 
 def listed(job_id: str, seconds: float) -> str:
@@ -50,7 +79,7 @@ def listed(job_id: str, seconds: float) -> str:
                 if _age(answer) > seconds:
                     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
                     write_text(answer, done.stdout)
-        return next((line for line in answer.read_text().splitlines() if line.startswith(f"{job_id} ")), "")
+        return next((" ".join(row) for row in jobs_in(answer.read_text()) if row[0] == job_id), "")
     return ""
 
 
@@ -67,8 +96,8 @@ def pause(seconds: float) -> float:
     return max(SECONDS_BETWEEN_POLLS, min(MOST_BETWEEN_POLLS, SHARE_OF_STATE * seconds))
 
 
-def ask(command: Sequence[str]) -> str:
-    """What a SLURM command prints. While the controller does not answer, the command is repeated.
+def ask(command: Sequence[str], holds: str = "") -> str:
+    """What a SLURM command prints. While the controller gives no answer that `holds` a text, the command is repeated.
 
     Raises LookupError if there is no such job.
     """
@@ -76,17 +105,18 @@ def ask(command: Sequence[str]) -> str:
     while True:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-            if done.returncode == 0:
+            if "Invalid job id" in done.stderr:
+                raise LookupError(done.stderr)
+            if done.returncode == 0 and holds in done.stdout:
                 return done.stdout
-            message = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"status {done.returncode}"
+            missing = f"no {holds} in its answer, status {done.returncode}"
+            message = (done.stderr.strip().splitlines() or [missing])[-1]
         except subprocess.TimeoutExpired:
             message = "no answer in 120 s"
         except FileNotFoundError:
             raise DemixError(
                 command[0], "is not installed here", "log in to the cluster, or use cluster.launch local"
             ) from None
-        if "Invalid job id" in message:
-            raise LookupError(message)
         if silent_since is None:
             silent_since = time.monotonic()
             log.warning("%s: %s; repeating the query until SLURM answers", command[0], message)

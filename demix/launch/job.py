@@ -1,17 +1,34 @@
 """The training that a SLURM job does, and the resources that the job requests."""
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from demix.errors import DemixError
 from demix.files import fingerprint, read_json
 from demix.settings import Integer, Items, Positive, Text, settings
+
+# The options of sbatch that other keys or demix itself set.
+OWN_OPTIONS = re.compile(
+    "account|array|chdir|clusters|comment|constraint|cpus-per-gpu|cpus-per-task|dependency|error|export|gpus"
+    "|gpus-per-node|gpus-per-task|gres|job-name|mem|mem-per-cpu|mem-per-gpu|no-requeue|nodes|ntasks|ntasks-per-gpu"
+    "|ntasks-per-node|open-mode|output|parsable|partition|qos|requeue|signal|test-only|time|wait|wrap"
+)
+
+
+def _further(options: dict[str, Any]) -> dict[str, Any]:
+    for name in options:
+        if OWN_OPTIONS.fullmatch(name):
+            raise ValueError(f"has {name}, which demix sets itself", "leave it out, and set the key for it")
+        if not re.fullmatch("[a-z][a-z0-9-]+", name):
+            raise ValueError(f"has {name!r:.40}, no option's name", "name options as in --reservation, without dashes")
+    return options
 
 
 @settings()
@@ -22,6 +39,11 @@ class Site:
     account: Text | None = Field(default=None, description="Account that the jobs are charged to.")
     qos: Text | None = Field(default=None, description="Quality of service.")
     constraint: Text | None = Field(default=None, description="Features that a node must have.")
+    sbatch: Annotated[dict[Text, Text | Integer | Literal[True]], AfterValidator(_further)] = Field(
+        default={},
+        description='Further options of sbatch by their long names, such as `{reservation: course, exclude: "n[1-2]", '
+        "wckey: project, exclusive: true}`. Options that other keys set are refused.",
+    )
     minutes: Positive = Field(
         default=720,
         description="Time limit of a job, in minutes. A training that reaches the limit saves its state, is queued "
@@ -29,6 +51,12 @@ class Site:
     )
     memory_mb: Positive = Field(default=4000, description="Memory of a job, or of each rank in training, in MB.")
     gpus: Integer = Field(default=0, ge=0, le=1, description="GPUs of a scoring job, and of each rank in training.")
+    gpu_type: Text | None = Field(default=None, description="Type of the GPUs, as SLURM names it, such as a100.")
+
+    @property
+    def options(self) -> list[str]:
+        """The options in `sbatch` as words of a command line."""
+        return [f"--{name}" if value is True else f"--{name}={value}" for name, value in self.sbatch.items()]
 
 
 @settings()

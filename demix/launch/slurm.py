@@ -16,28 +16,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from demix.errors import DemixError
 from demix.files import exclusive, linked, read_json, read_json_lines, replacing, write_json, write_json_lines
-from demix.launch.controller import SECONDS_BETWEEN_POLLS, ask, listed, pause, show
+from demix.launch.controller import FINAL, SECONDS_BETWEEN_POLLS, ask, jobs_in, listed, pause, show
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.outcome import MishapError, failure, progress_line
 from demix.launch.parents import is_job, orphaned, terminate, when_ended
-from demix.launch.rank import SECONDS_FOR_THE_OTHERS, Rank
-
-if TYPE_CHECKING:
-    import submitit
+from demix.launch.rank import Rank
 
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SECONDS_BETWEEN_LINES = 15.0
-# A job in one of these states has ended, unless SLURM is about to queue it again. In other states it may still run.
-FINAL = {
-    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY",
-    "REVOKED", "LAUNCH_FAILED", "gone",
-}  # fmt: skip
 # A final state counts only after this many polls in a row, because SLURM may queue the job again, and a shared file
 # system may show the results late.
 POLLS, POLLS_FOR_RESULTS = 6, 30
@@ -51,6 +42,9 @@ def run(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], Non
     SIGTERM or SIGHUP arrives, or the process that started this one ends, `cluster.on_interrupt` decides whether the
     SLURM job is left running or cancelled.
     """
+    # Only sbatch heeds this variable: squeue and scontrol would ask another cluster.
+    if clusters := os.environ.get("SBATCH_CLUSTERS"):
+        os.environ["SLURM_CLUSTERS"] = clusters
     with _waiting_alone(job.checkpoints), _interruptible():
         for retries_left in reversed(range(cluster.retries + 1)):
             if is_finished(job):
@@ -79,36 +73,31 @@ def run(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], Non
 
 def submit(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], None]) -> str:
     """Submit a SLURM job that does `job`; returns the SLURM job's id."""
-    import submitit
+    # submitit takes a second to import, and a job that is found needs none of it.
+    from demix.launch.sbatch import executor_of, outside_jobs
 
     for other in job.checkpoints.glob("finished-*"):
         # The results of this same training must survive.
         if other != job.finished:
             shutil.rmtree(other, ignore_errors=True)
-    executor = _executor(job, cluster)
+    executor = executor_of(job, cluster)
     # A signal between the submission and the writing of job.json would lose the job.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        with submitit.helpers.clean_env():
+        with outside_jobs():
             job_id = executor.submit(Rank(job, entry, cluster.requeues)).job_id
         write_json(job.jobs / "job.json", {"job": job_id, "name": job.name, "fingerprint": job.fingerprint})
     except DemixError:
         raise
     except Exception as error:
-        # submitit raises exceptions of its own, whose last line is sbatch's message.
-        last = [line for line in str(error).splitlines() if line.strip()][-1]
+        # submitit raises exceptions of its own. The site may say more than sbatch does.
+        lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
+        said = [line for line in lines if line.startswith(("sbatch: error", "sbatch: fatal"))] or lines
         cure = "mend the section cluster of the config (sbatch --test-only gives details), then rerun"
-        raise DemixError(f"job {job.name}", f"was refused by SLURM ({last})", cure) from error
+        raise DemixError(f"job {job.name}", f"was refused by SLURM ({said[-1]})", cure) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return job_id
-
-
-def sbatch_text(job: TrainingJob, cluster: Cluster) -> str:
-    """The text of the file that `submit` gives to sbatch, made with or without a SLURM here."""
-    from submitit.slurm.slurm import _make_sbatch_string
-
-    return _make_sbatch_string("demix " + " ".join(job.command), job.jobs.resolve(), **_asked(job, cluster))
 
 
 def find(job: TrainingJob) -> str | None:
@@ -118,9 +107,9 @@ def find(job: TrainingJob) -> str | None:
     """
     command = ["squeue", "--noheader", "--user", str(os.getuid()), "--name", job.name, "--format", "%A %T %k"]
     announced = False
-    while found := [line.split() for line in ask(command).splitlines() if line.strip()]:
+    while found := jobs_in(ask(command)):
         # An ending job is soon queued again or gone, unless its node hangs.
-        ending = [job_id for job_id, state, *_ in found if state == "COMPLETING"]
+        ending = [job_id for job_id, state, _ in found if state == "COMPLETING"]
         if not ending:
             break
         if not announced:
@@ -131,61 +120,14 @@ def find(job: TrainingJob) -> str | None:
         recorded = read_json(job.jobs / "job.json")
         # Some sites change the comments of jobs, which hold the fingerprints.
         found = [
-            [job_id, state, recorded["fingerprint"]] if job_id == recorded["job"] else [job_id, state, *rest]
-            for job_id, state, *rest in found
+            (job_id, state, recorded["fingerprint"] if job_id == recorded["job"] else fingerprint)
+            for job_id, state, fingerprint in found
         ]
-    for job_id, _, *fingerprint in found:
-        if fingerprint != [job.fingerprint]:
+    for job_id, _, fingerprint in found:
+        if fingerprint != job.fingerprint:
             cause = f"still trains {job.label} with other settings or data"
             raise DemixError(f"job {job_id}", cause, f"wait for it, or `scancel {job_id}`, then rerun")
     return found[0][0] if found else None
-
-
-def _executor(job: TrainingJob, cluster: Cluster) -> "submitit.SlurmExecutor":
-    import submitit
-
-    job.jobs.mkdir(parents=True, exist_ok=True)
-    try:
-        executor = submitit.SlurmExecutor(folder=job.jobs.resolve(), max_num_timeout=cluster.requeues)
-    except RuntimeError:
-        raise DemixError(
-            "cluster.launch", "is slurm, but there is no srun here", "use local, or log in to the cluster"
-        ) from None
-    executor.update_parameters(**_asked(job, cluster))
-    return executor
-
-
-def _asked(job: TrainingJob, cluster: Cluster) -> dict[str, Any]:
-    """What the job asks of SLURM, by submitit's names."""
-    nodes = cluster.nodes(job.ranks)
-    per_node = job.ranks // nodes
-    further = {
-        "mem": f"{cluster.memory_mb * per_node}M",
-        # SLURM runs only one job of this name at a time.
-        "dependency": "singleton",
-        "qos": cluster.qos,
-        "account": cluster.account,
-        "constraint": cluster.constraint,
-    }
-    return {
-        "job_name": job.name,
-        "comment": job.fingerprint,
-        "nodes": nodes,
-        "ntasks_per_node": per_node,
-        "cpus_per_task": job.threads,
-        "time": cluster.minutes,
-        "signal_delay_s": cluster.grace_seconds,
-        "setup": list(cluster.setup),
-        "srun_args": [
-            f"--cpus-per-task={job.threads}",
-            # Every rank gets time to report its own error before SLURM ends it.
-            "--kill-on-bad-exit=0",
-            f"--wait={SECONDS_FOR_THE_OTHERS}",
-        ],
-        "additional_parameters": {"requeue": True} | {key: value for key, value in further.items() if value},
-        **({"partition": cluster.partition} if cluster.partition else {}),
-        **({"gpus_per_node": per_node} if cluster.gpus else {}),
-    }
 
 
 def _wait(job: TrainingJob, job_id: str) -> None:

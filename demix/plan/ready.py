@@ -90,7 +90,8 @@ def _partitions() -> list[str]:
     except (OSError, subprocess.SubprocessError) as error:
         said = str((getattr(error, "stderr", None) or "").strip() or error).splitlines()[-1]
         raise DemixError("sinfo", f"gives no answer ({said})", "rerun when SLURM's controller is back") from None
-    return sorted(set(done.stdout.split()))
+    # A line of more than one word is a site's or a federation's.
+    return sorted({line.strip() for line in done.stdout.splitlines() if len(line.split()) == 1})
 
 
 def _address(source: SourceSection) -> str | None:
@@ -108,7 +109,7 @@ def _asked(address: str, site: Cluster) -> str | None:
     if on_nodes:
         options = [
             f"--{key}={value}" for key in ("partition", "account", "qos", "constraint") if (value := getattr(site, key))
-        ]
+        ] + site.options
         limits = [f"--immediate={SECONDS_IN_QUEUE}", "--time=5", "--ntasks=1", f"--mem={site.memory_mb}M"]
         command = ["srun", "--quiet", "--job-name=demix-address", *limits, *options, *command]
     try:

@@ -266,8 +266,10 @@ class RunRules:
         asked = {resource: getattr(site, key) for resource, key in names.items()} | {
             "mem_mb": site.memory_mb,
             "runtime": site.minutes,
-            "gpu": site.gpus if stage == "score" else 0,
+            "slurm_extra": shlex.join(site.options),
         }
+        if stage == "score" and site.gpus:
+            asked |= {"gpu": site.gpus, "gpu_model": site.gpu_type}
         return {resource: value for resource, value in asked.items() if value}
 
     def on_login(self, stage: str) -> bool:

@@ -13,7 +13,7 @@ from demix.files import read_json_lines
 from support.dry_run import ENVIRONMENT, TINY, command_line, write_config
 
 # Four ranks on two nodes, one domain on two of them: each rank begins with seconds of imports.
-SITE = {"memory_mb": 900, "ranks_per_node": 2, "minutes": 30, "grace_seconds": 20}
+SITE = {"sbatch": {"nice": 5}, "memory_mb": 900, "ranks_per_node": 2, "minutes": 30, "grace_seconds": 20}
 FOUR = {"ranks": 4, "replicas": {"parliament": 2, "scripture": 1, "licenses": 1}}
 
 

@@ -19,6 +19,8 @@ import snakemake_logger_plugin_demix as logger
 from demix import progress as module
 from demix.launch.pace import seconds_left, speed
 from demix.progress import clock, followed, progress
+from support.disturbed import until
+from support.dry_run import ENVIRONMENT
 
 
 def test_a_line_of_the_log_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -121,7 +123,7 @@ def benchmark(path: Path, *seconds: float, age: float = 0.0) -> None:
 
 def test_the_weights_are_the_seconds_of_the_last_run(tmp_path: Path) -> None:
     usual = {"train_demix": 150.0, "train_dense": 150.0, "adapt": 12.0, "adapt_dense": 12.0, "score_demix": 9.0}
-    others = {"report": 5.0, "tokenizer": 1.0}
+    others = {"report": 1.0, "tokenizer": 1.0}
     assert logger.costs([*usual, *others], tmp_path) == usual | others
     last, before = tmp_path / "last" / "benchmarks", tmp_path / "before" / "benchmarks"
     benchmark(before / "train" / "demix.tsv", 999.0, age=100)
@@ -169,3 +171,34 @@ def test_the_display_counts_with_these_weights_and_ctrl_c_is_one_line(
         signal.signal(signal.SIGINT, before)
     (line,) = capsys.readouterr().err.splitlines()
     assert "1 of 2" in line
+
+
+SNAKEFILE = """
+rule all:
+    input: "b.txt"
+rule make:
+    output: "a.txt"
+    shell: "touch begun; until [ -e go ]; do sleep 0.1; done; touch {output}"
+rule after:
+    input: "a.txt"
+    output: "b.txt"
+    shell: "touch {output}"
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("group", [False, True], ids=["snakemake", "group"])
+def test_after_a_signal_a_run_says_at_once_and_at_its_end_how_it_stands(
+    tmp_path: Path, number: signal.Signals, group: bool
+) -> None:
+    (tmp_path / "Snakefile").write_text(SNAKEFILE)
+    command = ["snakemake", "--logger", "demix", "--cores", "1", "--keep-going"]
+    with open(tmp_path / "said", "w") as said:
+        process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stderr=said, start_new_session=True)
+    until((tmp_path / "begun").exists)
+    (os.killpg if group else os.kill)(process.pid, number)
+    until(lambda: "waiting for make" in (tmp_path / "said").read_text())
+    (tmp_path / "go").touch()
+    assert process.wait() == 1
+    assert "of 3 jobs are done" in (tmp_path / "said").read_text().splitlines()[1]
+    assert not (tmp_path / "b.txt").exists()

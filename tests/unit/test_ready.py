@@ -70,10 +70,11 @@ def test_the_commands_and_the_controller_are_there(commands):
 
 
 def test_partitions_are_those_of_the_cluster(commands):
-    commands(sbatch="", sinfo="printf 'gpu\\ncpu\\ngpu\\n'")
+    commands(sbatch="", sinfo="printf 'CLUSTER: ci\\ngpu\\nWelcome to ci\\ncpu\\ngpu\\n'")
     assert check_site(config(partition="gpu,cpu", stages={"score": {"partition": "cpu"}}), ["wiki"]) is None
-    with refused("cluster.partition"):
-        check_site(config(partition="cpu,gpus"), [])
+    for wrong in ("cpu,gpus", "ci"):
+        with refused("cluster.partition"):
+            check_site(config(partition=wrong), [])
     with refused("cluster.stages.score.partition"):
         check_site(config(stages={"score": {"partition": "short"}}), [])
 

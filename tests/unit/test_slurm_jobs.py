@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from demix.errors import DemixError
 from demix.files import read_json, write_json
 from demix.launch import controller, slurm
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.outcome import MishapError
+from demix.settings import settings_from
 from demix.train.state import tell_done
 from support.errors import refused
 
@@ -21,7 +23,7 @@ echo $n > "$0.calls"
 [ $n -gt 99 ] && exit 1
 [ $n -gt $(wc -l < "$0.lines") ] && n='$'
 line=$(sed -n "${n}p" "$0.lines")
-case "$line" in !*) echo "${line#!}" >&2; exit 1;; *) echo "$line" | tr ';' '\\n';; esac
+case "$line" in !*) echo "${line#!}" | tr ';' '\\n' >&2; exit 1;; *) echo "$line" | tr ';' '\\n';; esac
 """
 
 
@@ -80,6 +82,10 @@ def test_a_job_is_found_by_its_fingerprint(job: TrainingJob, commands: dict[str,
     assert slurm.find(job) is None
     commands["squeue"].prints("7 RUNNING ours")
     assert slurm.find(job) == "7"
+    commands["squeue"].prints(
+        "Welcome to ci;CLUSTER: ci;7 jobs may run;3 JOBS wait;7 RUNNING ours;7 RUN;;-- 2 lines --"
+    )
+    assert slurm.find(job) == "7"
     commands["squeue"].prints("7 PENDING theirs")
     with refused("job 7"):
         slurm.find(job)
@@ -103,6 +109,48 @@ def test_a_fingerprint_that_the_site_has_changed_is_that_of_the_record(
         slurm.find(job)
 
 
+IN_A_JOB = {"SLURM_JOB_ID": "5", "SLURM_NTASKS": "9", "SLURM_CPUS_PER_TASK": "9", "SRUN_DEBUG": "3"}
+OF_THE_SITE = {"SLURM_CONF": "/site/slurm.conf", "SBATCH_RESERVATION": "course", "SBATCH_ACCOUNT": "mine"}
+
+
+@pytest.mark.parametrize("around", [{}, IN_A_JOB])
+def test_what_names_the_site_and_the_user_reaches_sbatch(
+    job: TrainingJob, commands: dict[str, Fake], monkeypatch: pytest.MonkeyPatch, around: dict[str, str]
+) -> None:
+    sbatch = Fake(commands["squeue"].path.with_name("sbatch"))
+    Fake(sbatch.path.with_name("srun"))
+    said = (
+        f"cat {sbatch.path}.lines | tr ';' '\\n'; env > {sbatch.path}.env; printf '%s\\n' \"$@\" > {sbatch.path}.words"
+    )
+    sbatch.path.write_text(f"#!/bin/sh\n{said}\n")
+    sbatch.prints("Job 12 of the day;sbatch: job 3 is near its limit;Submitted batch job 4711 on cluster ci")
+    for name in [name for name in os.environ if name.startswith(("SLURM", "SBATCH"))]:
+        monkeypatch.delenv(name)
+    for name, value in (OF_THE_SITE | around).items():
+        monkeypatch.setenv(name, value)
+    cluster = Cluster(gpus=1, gpu_type="a100", partition="gpu", sbatch={"wckey": "ours", "exclude": "n[1-2]"})
+    assert slurm.submit(job, cluster, print) == "4711"
+    lines = sbatch.path.with_name("sbatch.env").read_text().splitlines()
+    found = dict(line.split("=", 1) for line in lines if line.startswith(("SLURM_", "SBATCH_", "SRUN_")))
+    assert found == OF_THE_SITE
+    assert os.environ.items() >= around.items()
+    # On the command line they win over the user's variables.
+    words = sbatch.path.with_name("sbatch.words").read_text().splitlines()
+    wanted = {"--wckey=ours", "--exclude=n[1-2]", "--gpus-per-node=a100:2", "--partition=gpu", "--comment=ours"}
+    assert wanted < {*words}
+    assert slurm.submit(job, Cluster(), print) == "4711"
+    assert "wckey" not in sbatch.path.with_name("sbatch.words").read_text()
+    sbatch.prints("Queue full. You have job 12 and job 13.")
+    with refused("sbatch"):
+        slurm.submit(job, cluster, print)
+
+
+def test_options_that_demix_sets_itself_are_refused() -> None:
+    for wrong in ({"job-name": "mine"}, {"exclude; rm": "x"}, {"-x": "n1"}, {"exclusive": False}):
+        with pytest.raises(DemixError):
+            settings_from(Cluster, {"sbatch": wrong})
+
+
 def test_an_ending_job_is_waited_for(job: TrainingJob, commands: dict[str, Fake]) -> None:
     commands["squeue"].prints("7 COMPLETING ours", "7 COMPLETING ours", "")
     assert slurm.find(job) is None
@@ -122,13 +170,16 @@ def test_a_job_that_stays_as_it_is_is_asked_for_less_often() -> None:
 def test_a_controller_that_does_not_answer_is_asked_again(commands: dict[str, Fake]) -> None:
     commands["scontrol"].prints("!Unable to contact slurm controller", "JobId=7 JobState=RUNNING Comment=a=b")
     assert controller.show("7") == {"JobId": "7", "JobState": "RUNNING", "Comment": "a=b"}
-    commands["scontrol"].prints("!slurm_load_jobs error: Invalid job id specified")
+    commands["scontrol"].prints("!slurm_load_jobs error: Invalid job id specified;(maintenance on Monday)")
     assert controller.show("7") == {}
+    # A site says more, and an answer may be cut.
+    commands["scontrol"].prints("Quota=9%;JobId=7 Jo", "Quota=9%;JobId=7 JobState=RUNNING")
+    assert controller.show("7") == {"JobId": "7", "JobState": "RUNNING"}
 
 
 def test_processes_share_an_answer_about_all_jobs(commands: dict[str, Fake], monkeypatch: pytest.MonkeyPatch) -> None:
     squeue = commands["squeue"]
-    squeue.prints("70 RUNNING None n1;8 PENDING Priority", "7 RUNNING None n1")
+    squeue.prints("7 nodes are down;70 RUNNING None n1;8 PENDING Priority", "7 RUNNING None n1")
     assert [controller.listed(job_id, 60.0) for job_id in ("70", "8", "7")] == [
         "70 RUNNING None n1",
         "8 PENDING Priority",
