@@ -14,11 +14,10 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from demix.generate.playground.answers import MOST_JUDGED, MOST_TOKENS, RULES
-from demix.generate.playground.server import MOST_BYTES, serve
+from demix.generate.playground.server import MOST_BYTES
 from demix.run.run import Run
 from support.cli import demix
 from support.decoding import write_run
-from support.errors import refused
 from support.models import THREE
 from support.playground import Playground, ask, served
 
@@ -84,17 +83,12 @@ def test_the_page_may_run_its_own_script_alone(server: Playground) -> None:
 
 LINK = {"text": "a", "experts": ["law"], "weights": "tempered", "prior": "uniform"}
 REFUSALS = {
-    "no host": ("GET", "/", None, {"Host": None}, 400),
     "another host": ("GET", "/model", None, {"Host": "evil.example:8501"}, 403),
     "another origin": ("POST", "/analyse", LINK, {"Origin": "https://evil.example"}, 403),
     "too much": ("POST", "/analyse", b" " * (MOST_BYTES + 1), {}, 413),
-    "no JSON": ("POST", "/analyse", b"{", {}, 400),
-    "no UTF-8": ("POST", "/analyse", b'{"text": "\xff"}', {}, 400),
-    "nested": ("POST", "/analyse", b"[" * 200_000, {}, 400),
     "a key less": ("POST", "/analyse", {"text": "a"}, {}, 400),
     "a key more": ("POST", "/analyse", question(more=1), {}, 400),
     "a number": ("POST", "/analyse", question(text=1), {}, 400),
-    "a long wrong value": ("POST", "/analyse", question(text=["x" * 9999]), {}, 400),
     "half a character": ("POST", "/analyse", question(text="a\ud800"), {}, 400),
     "no such expert": ("POST", "/analyse", question(experts=["laws"]), {}, 400),
     "no expert": ("POST", "/analyse", question(experts=[]), {}, 400),
@@ -109,9 +103,7 @@ REFUSALS = {
     "cold": ("POST", "/generate", drawing(temperature=-0.1), {}, 400),
     "no temperature": ("POST", "/generate", drawing(temperature=float("nan")), {}, 400),
     "no mass": ("POST", "/generate", drawing(top_p=0), {}, 400),
-    "a wrong path": ("GET", "/../page.html", None, {}, 404),
     "a wrong question": ("POST", "/", LINK, {}, 405),
-    "another method": ("PUT", "/", None, {}, 405),
 }
 
 
@@ -139,11 +131,6 @@ def test_one_text_is_written_at_a_time_until_its_reader_leaves(
             assert ask(server, "POST", "/generate", drawing())[0] == 429
         assert ask(server, "POST", "/analyse", question())[0] == 200, "reading goes on beside it"
     assert ask(server, "POST", "/generate", drawing())[0] == 200
-
-
-def test_a_port_in_use_is_refused(server: Playground) -> None:
-    with refused(f"127.0.0.1:{server.port}"):
-        serve(server.model, server.port)
 
 
 @pytest.mark.browser
