@@ -76,8 +76,8 @@ def _asked(job: TrainingJob, cluster: Cluster) -> dict[str, Any]:
     nodes = cluster.nodes(job.ranks)
     per_node = job.ranks // nodes
     named = {"account": cluster.account, "constraint": cluster.constraint, "partition": cluster.partition}
-    gpus = f"{cluster.gpu_type}:{per_node}" if cluster.gpu_type else per_node
-    named |= {"qos": cluster.qos, "gpus-per-node": cluster.gpus and gpus}
+    gpus = f"{cluster.gpu_type}:{per_node}" if cluster.gpu_type else str(per_node)
+    named |= {"qos": cluster.qos, "gpus-per-node": gpus if cluster.gpus else None}
     return {
         "job_name": job.name,
         "comment": job.fingerprint,

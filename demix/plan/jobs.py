@@ -13,7 +13,6 @@ from demix.config.counts import parameters
 from demix.errors import DemixError
 from demix.files import write_text
 from demix.launch.job import Cluster, TrainingJob
-from demix.launch.slurm import sbatch_text
 from demix.plan.cells import decimal, folded
 from demix.plan.cost import ALIKE, named, plan_training
 from demix.plan.domains import TOKENS_PER_WORD, plan_domains
@@ -351,6 +350,9 @@ def levers(run: Run, hardware: str, ranks: int | None = None) -> list[str]:
 
 def write_sbatch_files(run: Run, hardware: str, ranks: int | None = None) -> list[Path]:
     """Write the sbatch script of each training below results/<run>/sbatch/, without submitting any."""
+    # submitit takes half a second to import, which other plans need not wait for.
+    from demix.launch.sbatch import sbatch_text
+
     known = {named(job): job_place(job) for one in run.trained for job in one.jobs}
     known |= {one.name: one.name for one in run.adaptations}
     written = []
