@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Self
@@ -14,6 +15,7 @@ import torch
 from demix.config.addresses import refuse_not_utf8
 from demix.config.evaluation import DECAY
 from demix.config.files import hidden, readable, suffixes
+from demix.config.models import KINDS
 from demix.data.anonymize import anonymize_documents
 from demix.data.readers import MAX_DOCUMENT_BYTES, TO_UTF8
 from demix.data.shards import TokenShard, blocks, tokenize
@@ -252,12 +254,21 @@ class Judge:
 
 
 def _dense_of(model: Path) -> Path | None:
-    """The dense model of the same run and seed as `model`; None for a model in no run, and for that model itself."""
+    """The dense model of the same run and seed as `model`, which differs from it in the experts alone.
+
+    It is the first with the architecture, the optimizer and the beginning of the model. None where the run has no such
+    dense model, for a model in no run, and for that model itself.
+    """
     place, run = model.resolve(), run_of(model)
     if place.parent.name != "models" or not (run / "config.json").is_file():
         return None
     whole = Run.read(run)
-    dense = place.with_name(whole.folder_of("dense", whole.row_of(place.name)[1]))
+    own = next((one.base for one in whole.planned if one.name == place.name), whole.rows["dense"])
+    recipe = attrgetter("architecture.unrouted", "settings.optimizer", "initial")
+    rows = (row for row in whole.rows.values() if row.kind == KINDS["dense"] and recipe(row) == recipe(own))
+    if (alike := next(rows, None)) is None:
+        return None
+    dense = place.with_name(whole.folder_of(alike.name, whole.row_of(place.name)[1]))
     # The description of an expert is what training writes last.
     return dense if dense != place and (dense / "experts" / "dense.json").is_file() else None
 

@@ -27,6 +27,7 @@ from demix.model.tokenizer import tokenizer_of
 from demix.model.usual import write_usual
 from demix.run.run import Run
 from support.cli import demix, refusal
+from support.configs import with_keys
 from support.errors import refused
 from support.frozen import rows_of
 from support.models import write_model
@@ -145,6 +146,24 @@ def test_a_text_is_held_against_the_experts_own_domains_and_the_dense_model(froz
         assert ("WARNING" in demix("eval", copy, text).output) is unlike
     assert "dense model of the run" not in {line["name"] for line in alone["mixtures"]}
     assert {line["name"]: line["usual"] for line in alone["experts"]}[best["name"]]["perplexity"] == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "beside"), [({}, "dense"), ({"position": "alibi"}, "dense_alibi"), ({"position": "rope"}, "")]
+)
+def test_the_dense_model_beside_experts_differs_in_the_experts_alone(
+    frozen_copy: Run, options: dict[str, str], beside: str
+) -> None:
+    """The run's own dense model has learned positions; here each has the parameters of that one, or none."""
+    models, text = frozen_copy.folder / "models", frozen_copy.folder / "corpus" / "fantasy" / "test.parquet"
+    keys = frozen_copy.config.values
+    with_keys(frozen_copy.folder, keys | {"models": keys["models"] | {"demix": {"architecture": options}}})
+    if beside == "dense_alibi":
+        shutil.rmtree(models / "dense_alibi")
+        (frozen_copy.folder / "metrics" / "dense_alibi.jsonl").unlink()
+        (models / "dense").rename(models / "dense_alibi")
+    named = {line["name"] for line in asked(models / "demix", text)["mixtures"]}
+    assert ("dense model of the run" in named) == bool(beside)
 
 
 def test_several_texts_are_a_table_of_the_answers_to_each(model: Path, tmp_path: Path) -> None:
