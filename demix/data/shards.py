@@ -26,7 +26,7 @@ from demix.files.batches import counted, read_batches
 
 # Just below 500 million, and a multiple of 2**22: no block whose length is a power of two up to that spans two files.
 FILE_TOKENS = 476 << 20
-CHECK_EVERY = 64
+CHECK_EVERY = 256
 # Bytes of text between two renewals of the encoder: bounds its memory whatever the text.
 RENEW_EVERY = 64 << 20
 _PIECE = 8 << 20

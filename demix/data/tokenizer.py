@@ -11,8 +11,10 @@ import importlib.util
 import json
 import logging
 import sys
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +58,11 @@ class Tokenizer:
         """The tokenizer in a file of a run or a model's folder; DemixError if it is missing or damaged."""
         vocabulary, sha256 = _read(path)
         try:
-            exact = HuggingFaceTokenizer.from_str(vocabulary.encoding)
-            made = Tokenizer(vocabulary, exact, _fast(vocabulary), sha256)
-            same = np.array_equal(made.encode_batch([PROBE])[0], made.encode(PROBE))
+            library = HuggingFaceTokenizer.from_str(vocabulary.encoding)
+            made = Tokenizer(vocabulary, library, _fast(vocabulary), sha256)
+            probes = [PROBE, unicodedata.normalize("NFC", PROBE)]
+            fast, wanted = (made.encode_batch(probes, exact=exact)[0] for exact in (False, True))
+            same = np.array_equal(fast, wanted)
         except DemixError as error:
             raise error.but(subject=path) from None
         # What both libraries raise; further lines of gigatoken's quote the file.
@@ -102,15 +106,24 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], *, exact: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """The ids (uint32) of all texts and where each text's begin (int64, one more than texts).
 
-        By gigatoken, about ten times as fast as `encode` and with the same ids, except for characters newer than one
-        of the two: `exact` encodes as `encode` does, and so are all texts where gigatoken follows other rules.
+        By gigatoken, about a hundred times as fast as `encode` and with the same ids, except for characters newer than
+        one of the two. `exact` encodes as `encode` does. So are all texts where gigatoken follows other rules, and
+        those that are not in the normal form NFC where the tokenizer wants it: gigatoken knows it of more characters.
         """
-        if self.fast is not None and not exact:
+        if self.fast is None or exact:
+            parts = [self.encode(text) for text in texts]
+        else:
             layout = self.fast.encode_batch(list(texts), parallel=False).layout
             edges = np.asarray(layout.offsets.data, np.int64)
-            return np.asarray(layout.content.data)[edges[0] : edges[-1]], edges - edges[0]
-        ids = [self.encode(text) for text in texts]
-        return np.concatenate([np.empty(0, np.uint32), *ids]), np.cumsum([0, *map(len, ids)], dtype=np.int64)
+            ids, edges = np.asarray(layout.content.data)[edges[0] : edges[-1]], edges - edges[0]
+            wanted = enumerate(texts if self.vocabulary.nfc else ())
+            others = [number for number, text in wanted if not unicodedata.is_normalized("NFC", text)]
+            if not others:
+                return ids, edges
+            parts = [ids[start:end] for start, end in pairwise(edges)]
+            for number in others:
+                parts[number] = self.encode(texts[number])
+        return np.concatenate([np.empty(0, np.uint32), *parts]), np.cumsum([0, *map(len, parts)], dtype=np.int64)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""

@@ -1,12 +1,15 @@
 """Tokenizers of other families: any byte-level BPE in a tokenizer.json becomes the tokenizer of a run or a model."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
 from demix.config.tokenizer import types_and_end
 from demix.data.tokenizer import Tokenizer, own_definition
-from demix.data.vocabulary import END_OF_TEXT, OWN, foreign_vocabulary, steps_of, tokens_of
+from demix.data.vocabulary import END_OF_TEXT, NO_END, OWN, foreign_vocabulary, steps_of, tokens_of
 from demix.errors import DemixError
 from demix.files import opened, read_json, write_json
 from demix.files.json_files import SEAL, read_unsealed
@@ -51,6 +54,7 @@ def write_definition(
     try:
         tokenizer = Tokenizer.load(output)
         _refuse_loss(source, content, tokenizer)
+        _refuse_renumbered(source, content)
     except DemixError as error:
         output.unlink()
         raise DemixError(source, error.cause, _CURE) from None
@@ -78,7 +82,7 @@ def _id_of(content: Mapping[str, Any], token: int | str) -> int:
     known = tokens | {one["content"]: one["id"] for one in added}
     found = known.get(token) if isinstance(token, str) else token
     if found is None:
-        raise ValueError(f"it has no token {token!r:.40}, which is to end a text")
+        raise ValueError(f"it has no token {token!r:.40}, which is to end a text", NO_END)
     return found
 
 
@@ -98,7 +102,7 @@ def _as_own(content: Mapping[str, Any], end_of_text: int, types: int) -> dict[st
         return own_definition(tokens, [(left, right) for left, right in merges])
     # What the library raises.
     except Exception as error:
-        raise ValueError(f"its merges do not fit its vocabulary: {error}") from None
+        raise ValueError(f"its merges do not fit its vocabulary: {error}", "get it again") from None
 
 
 def _refuse_loss(source: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> None:
@@ -110,3 +114,14 @@ def _refuse_loss(source: Path, content: Mapping[str, Any], tokenizer: Tokenizer)
     # The published patterns, which gigatoken knows, match all of a text.
     if removed and tokenizer.fast is None:
         raise DemixError(source, "removes text that its pattern does not match", _CURE)
+
+
+def _refuse_renumbered(source: Path, content: Mapping[str, Any]) -> None:
+    """Raise DemixError if an added token has another id in the file than the library gives it."""
+    library = HuggingFaceTokenizer.from_str(json.dumps({**content}))
+    for one in content.get("added_tokens") or ():
+        if (number := library.token_to_id(one["content"])) != one["id"]:
+            cause = (
+                f"has the added token {one['content']!r:.40} with the id {one['id']}, which tokenizers makes {number}"
+            )
+            raise DemixError(source, cause, _CURE)

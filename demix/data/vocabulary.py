@@ -16,6 +16,7 @@ import numpy as np
 END_OF_TEXT = "<|endoftext|>"
 # The key of a tokenizer.json with what demix adds to the definition of another family.
 OWN = "demix"
+NO_END = "name the token that ends a text: tokenizer.end_of_text in a config, eos_token_id in its config.json"
 # Both encoders reserve memory up to the largest id.
 MOST_TYPES = 1 << 24
 
@@ -27,7 +28,7 @@ class Vocabulary:
     `pieces` are the bytes of each of the types, none for those that no id has: the rows of an embedding may be more
     than the ids. A document is ended by `end_of_text`, which no text encodes to. The library `tokenizers` reads
     `definition`; `encoding` is the same without special added tokens, which are ordinary text in a document. `plain`
-    is False for rules that gigatoken would read and not follow.
+    is False for rules that gigatoken would read and not follow. With `nfc` a text is first brought to this normal form.
     """
 
     pieces: tuple[bytes, ...]
@@ -35,6 +36,7 @@ class Vocabulary:
     definition: str
     encoding: str
     plain: bool
+    nfc: bool
 
     @property
     def byte_lengths(self) -> np.ndarray:
@@ -81,7 +83,7 @@ def foreign_vocabulary(content: Mapping[str, Any], end_of_text: int, types: int)
     if missing := byte_of_character().keys() - tokens.keys():
         raise ValueError(f"its vocabulary lacks {len(missing)} of the 256 bytes")
     if end_of_text not in taken:
-        raise ValueError(f"no token has the id {end_of_text!r:.40}, which ends a text")
+        raise ValueError(f"no token has the id {end_of_text!r:.40}, which ends a text", NO_END)
     kept = [one for one in added if not one.get("special") and one["id"] != end_of_text]
     for one in kept:
         if rule := next((rule for rule in ("lstrip", "rstrip", "single_word") if one.get(rule)), None):
@@ -90,7 +92,9 @@ def foreign_vocabulary(content: Mapping[str, Any], end_of_text: int, types: int)
     model = content["model"] | {"vocab": tokens | {one["content"]: one["id"] for one in kept}}
     changes = {"model": model, "added_tokens": kept, "post_processor": None, "truncation": None, "padding": None}
     definition, encoding = (json.dumps(one, ensure_ascii=False) for one in (content, {**content, **changes}))
-    return Vocabulary(tuple(pieces), end_of_text, definition, encoding, _is_plain(content))
+    return Vocabulary(
+        tuple(pieces), end_of_text, definition, encoding, _is_plain(content), bool(steps_of(content, "normalizer"))
+    )
 
 
 def tokens_of(content: Mapping[str, Any]) -> tuple[dict[str, int], list[dict[str, Any]]]:

@@ -25,7 +25,8 @@ def check_inside(path: Path, folder: Path) -> None:
 
     The files of a snapshot in the cache of the hub are links to blobs beside the snapshots.
     """
-    target, root = path.resolve(), folder.resolve()
+    # Unlike Path.resolve, it does not fail on links in a circle.
+    target, root = (Path(os.path.realpath(place)) for place in (path, folder))
     caches = [place.parent / "blobs" for place in root.parents if place.name == "snapshots"]
     if not target.is_relative_to(root) and target.parent not in caches:
         raise DemixError(path, f"is a link to {target}, which is outside of its folder", "put the file itself there")

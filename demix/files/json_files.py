@@ -28,6 +28,9 @@ SEAL = "seal"
 # The largest tokenizer has some 20 MiB. No file of demix has more than ten levels of lists and objects.
 MOST_BYTES = 64 << 20
 MOST_LEVELS = 100
+_MAKE = "run the stage that makes it"
+# Cures for a file that no stage of demix makes, in place of those for its own.
+_ELSEWHERE = {REMAKE: "mend it, or get it again", _MAKE: "put it there, or mend the path"}
 UNKNOWN = "is damaged, of another version of demix, or not written by it"
 
 
@@ -83,13 +86,9 @@ def read_unsealed(path: str | Path, most_bytes: int = MOST_BYTES) -> dict[str, A
     Raises DemixError if the file holds no JSON object, as a pointer of Git LFS does.
     """
     try:
-        with opened(path) as stream:
-            check_kind(path, stream.read(HEAD), TEXT)
         (value,) = _objects(path, lines=False, most_bytes=most_bytes)
-    except FileNotFoundError:
-        raise DemixError(path, "is missing", "put it there, or mend the path") from None
     except DemixError as error:
-        raise (error.but(cure="mend it, or get it again") if error.cure == REMAKE else error) from None
+        raise error.but(cure=_ELSEWHERE.get(error.cure)) from None
     return value
 
 
@@ -132,6 +131,7 @@ def _objects(path: str | Path, *, lines: bool, most_bytes: int = -1) -> list[dic
             content = stream.read(most_bytes)
             if stream.read(1):
                 raise DemixError(path, f"has more than {most_bytes:,} bytes", REMAKE)
+        check_kind(path, content[:HEAD], TEXT)
         # Windows begins UTF-8 with a mark.
         text = content.decode("utf-8-sig")
         parts = [line for line in text.split("\n") if line.strip()] if lines else [text]
@@ -139,7 +139,7 @@ def _objects(path: str | Path, *, lines: bool, most_bytes: int = -1) -> list[dic
         if is_deep(values, MOST_LEVELS):
             raise ValueError(f"it has more than {MOST_LEVELS} levels")
     except FileNotFoundError:
-        raise DemixError(path, "is missing", "run the stage that makes it") from None
+        raise DemixError(path, "is missing", _MAKE) from None
     except (ValueError, RecursionError) as error:
         raise DemixError(path, f"is damaged ({error})", REMAKE) from None
     if not all(isinstance(value, dict) for value in values):

@@ -201,6 +201,8 @@ def _opened(folder: Path, weights: Mapping[Path, set[str] | None], form: Format)
             if wrapped := next((name for name in names for mark in WRAPPERS if name.startswith(mark)), None):
                 cause = f"holds {wrapped}, whose name begins with that of a wrapper of the model"
                 raise DemixError(path, cause, "save the model inside: unwrap it, or strip the beginnings of the names")
+            if any(".lora_" in name for name in names):
+                raise an_adapter(path)
             differing = sorted(names ^ (names if named is None else named))
             if wrong := [name for name in differing if not name.endswith(form.buffers)]:
                 told = f"holds {wrong[0]}, which" if wrong[0] in names else f"lacks {wrong[0]}, which"

@@ -1,5 +1,6 @@
 """The tokenizer of a checkpoint of Hugging Face."""
 
+import os
 from pathlib import Path
 
 from demix.config.tokenizer import GPT2_TYPES, types_and_end
@@ -22,7 +23,7 @@ def imported_tokenizer(folder: Path, output: Path, types: int, family: str) -> T
     of a tokenizer has that of GPT-2. Raises DemixError for any other.
     """
     source, vocabulary, merges = (folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))
-    if source.is_file():
+    if os.path.lexists(source):
         definition = read_unsealed(source)
     elif vocabulary.is_file() and merges.is_file():
         source, definition = vocabulary, from_merges(read_unsealed(vocabulary), merges)

@@ -79,14 +79,21 @@ def verify_import(folder: Path, configs: Path, model: GPT, encoder: Tokenizer, t
 def _verify_encodings(folder: Path, encoder: Tokenizer, text: str) -> int:
     """Compare the ids of many texts with those of the tokenizer's files, as the library tokenizers reads them."""
     file, vocabulary = folder / "tokenizer.json", folder / "vocab.json"
-    if file.is_file():
-        theirs = HuggingFaceTokenizer.from_str(file.read_text("utf-8-sig"))
-    elif vocabulary.is_file():
-        theirs = HuggingFaceTokenizer(models.BPE.from_file(str(vocabulary), str(folder / "merges.txt")))
-        theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    else:
-        theirs = HuggingFaceTokenizer.from_str(encoder.definition)
+    try:
+        if file.is_file():
+            theirs = HuggingFaceTokenizer.from_str(file.read_text("utf-8-sig"))
+        elif vocabulary.is_file():
+            theirs = HuggingFaceTokenizer(models.BPE.from_file(str(vocabulary), str(folder / "merges.txt")))
+            theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        else:
+            theirs = HuggingFaceTokenizer.from_str(encoder.definition)
+    # What the library raises.
+    except Exception as error:
+        cause = f"has a tokenizer that the library tokenizers does not read ({error})"
+        raise DemixError(folder, cause, "import it without --verify") from None
     theirs.encode_special_tokens = True
+    theirs.no_truncation()
+    theirs.no_padding()
     tokens = [one.content for one in theirs.get_added_tokens_decoder().values()]
     texts = [text[:4096], *texts_of_all_kinds(), *(f"a{token} {token}b" for token in tokens[:256])]
     ids, edges = encoder.encode_batch(texts)

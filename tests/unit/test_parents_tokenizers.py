@@ -23,6 +23,7 @@ from demix.data.tokenizer import Tokenizer, byte_lengths, train_tokenizer
 from demix.data.tokenizer_files import take_tokenizer
 from demix.files import read_json, write_json
 from demix.model.imported_tokenizer import imported_tokenizer
+from demix.model.verified import texts_of_all_kinds
 from support.byte_level import NORMALISED, PLAIN, SPECIAL, definition, sample, write_folder
 from support.cli import demix
 from support.configs import small
@@ -71,6 +72,15 @@ def test_any_text_gets_the_ids_of_the_library(taken: tuple[str, Path, Tokenizer]
     assert tokenizer.fast is not None
     for token in PLAIN.get(kind, ()):
         assert theirs.token_to_id(token) in tokenizer.encode(f"a{token}b")
+
+
+def test_every_block_of_unicode_gets_the_ids_of_the_library(taken: tuple[str, Path, Tokenizer]) -> None:
+    """Also where its tables of normal forms are older than those of others, as for marks of Samaritan."""
+    kind, _, tokenizer = taken
+    theirs, texts = encoder_of(kind), texts_of_all_kinds()
+    ids, edges = tokenizer.encode_batch(texts)
+    for text, start, end in zip(texts, edges, edges[1:], strict=False):
+        assert ids[start:end].tolist() == theirs.encode(text, add_special_tokens=False).ids, text
 
 
 def test_what_ends_a_text_is_the_family_s_own(taken: tuple[str, Path, Tokenizer]) -> None:
@@ -220,6 +230,7 @@ HOSTILE: list[Callable[[Any], object]] = [
     lambda content: content["added_tokens"].append(_added(content="a")),
     lambda content: content["added_tokens"].append(_added(lstrip=True)),
     lambda content: content["added_tokens"].append(_added(single_word=True)),
+    lambda content: content["added_tokens"].append(_added(id=1509)),
     lambda content: content.update(pre_tokenizer=None),
     lambda content: content.update(pre_tokenizer={"type": "Whitespace"}),
     lambda content: content.update(pre_tokenizer={"type": "Sequence", "pretokenizers": 5}),
