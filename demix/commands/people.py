@@ -31,14 +31,12 @@ def plan(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write the files for sbatch to results/<run>/sbatch/.")
     ] = False,
-    details: Annotated[
+    full: Annotated[
         bool,
-        typer.Option(
-            "--details", help="Print the tables too; they are printed without it for GPUs, a cluster or given --ranks."
-        ),
+        typer.Option("--full", help="Print the tables too: data, models, memory, hours, network, jobs, stages."),
     ] = False,
 ) -> None:
-    """Print what a config needs: time and disk; words, FLOPs, memory, hours, network, jobs, stages. Fetches nothing."""
+    """Estimate time, disk and GPU-hours of a config, what would spare most, and what does not fit. Fetches nothing."""
     from demix.plan.cost import too_large, training_tables
     from demix.plan.domains import plan_table
     from demix.plan.here import here_line
@@ -47,24 +45,24 @@ def plan(
     from demix.run.check import load_run
 
     run, console = load_run(file), terminal()
-    here = hardware is None and runs_here(run)
-    shown = details or ranks is not None or not here
+    here = hardware is None and ranks is None and runs_here(run)
     hardware = hardware or usual_hardware(run)
     tables = training_tables(run, ranks, hardware)
-    if here:
-        print(here_line(run, ranks) + ("" if shown else "; --details prints tables of it"))
-    if shown:
-        later = (show(run, hardware, ranks) for show in (sync_table, jobs_table, stages_table))
-        for table in (plan_table(run), *tables, *later):
-            console.print(table)
+    answer = [here_line(run, ranks)] if here else [in_one_line(run, hardware, ranks), *levers(run, hardware, ranks)]
+    print("\n".join(answer))
+    if not here:
         if warning := lacking(run, hardware):
             logging.getLogger("demix").warning(f"{file}, {warning}")
         for line in too_large(run, ranks, hardware):
             logging.getLogger("demix").warning(f"{file}: {line}")
     for path in write_sbatch_files(run, hardware, ranks) if dry_run else ():
         print(path)
-    if shown:
-        print("\n".join([in_one_line(run, hardware, ranks), *levers(run, hardware, ranks)]))
+    if full:
+        later = (show(run, hardware, ranks) for show in (sync_table, jobs_table, stages_table))
+        for table in (plan_table(run), *tables, *later):
+            console.print(table)
+    else:
+        print("demix plan --full prints tables of data, models, memory, hours, network, jobs and stages.")
 
 
 @app.command()
