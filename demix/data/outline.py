@@ -118,6 +118,8 @@ def outline(
         f"  tokens: {tokens}  # of each model: {tokens // step} updates, for {_rounded(total):,} words of text",
         "  sequences: 1  # of each domain in one update: of so few tokens, many small updates teach most",
         f"  learning_rate: {rate}  # docs/own-data.md says how it was chosen",
+        f"  checkpoint_every: {max(10, tokens // step // 10)}",
+        "  dev_blocks: 8  # of each domain at every checkpoint: the learning curve",
     ]  # fmt: skip
     most = f"{tokens // len(known):,} tokens or {PASSES} passes over its text"
     lines.append(
