@@ -1,4 +1,4 @@
-"""The figures of a report as files: Vega-Lite JSON with its data, HTML, SVG and PNG, made without a network."""
+"""The figures of a report as files: Vega-Lite JSON with its data, HTML, SVG, PDF and PNG, made without a network."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def renumbered(svg: str) -> str:
 
 
 def write_chart(name: str, chart: alt.TopLevelMixin, output_dir: Path) -> None:
-    """Write a chart as `<name>.json`, `.html`, `.svg` and `.png` into `output_dir`.
+    """Write a chart as `<name>.json`, `.html`, `.svg`, `.pdf` and `.png` into `output_dir`.
 
     The JSON is Vega-Lite, data included. The HTML page is self-contained. It shows the numbers under the pointer and
     can save the figure.
@@ -43,12 +43,17 @@ def write_chart(name: str, chart: alt.TopLevelMixin, output_dir: Path) -> None:
     drawn = _drawn(chart)
     text = json.dumps(drawn, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
     write_text(output_dir / f"{name}.json", text)
-    page = render("figure", title=drawn["title"]["text"], vega=_vega(), chart=text.replace("<", "\\u003c"))
+    # The page has title and caption as text, which wraps on a narrow screen.
+    title, untitled = drawn["title"], json.dumps({key: value for key, value in drawn.items() if key != "title"})
+    caption, chart_text = " ".join(title["subtitle"]), untitled.replace("<", "\\u003c")
+    page = render("figure", title=title["text"], caption=caption, vega=_vega(), chart=chart_text)
     write_text(output_dir / f"{name}.html", page)
     svg = svg_of(text)
     write_text(output_dir / f"{name}.svg", svg)
-    with replacing(output_dir / f"{name}.png") as temporary:
-        temporary.write_bytes(vl_convert.svg_to_png(svg, scale=PNG_SCALE))
+    pictures = {"pdf": vl_convert.svg_to_pdf(svg), "png": vl_convert.svg_to_png(svg, scale=PNG_SCALE)}
+    for suffix, picture in pictures.items():
+        with replacing(output_dir / f"{name}.{suffix}") as temporary:
+            temporary.write_bytes(picture)
 
 
 def inline(chart: alt.TopLevelMixin) -> str:

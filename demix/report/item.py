@@ -99,7 +99,7 @@ class FigureItem(Item):
 
     category: str = "Figures"
     folder: str = "figures"
-    formats: Formats = (("json", ""), ("html", "Interactive"), ("svg", "SVG"), ("png", ""))
+    formats: Formats = (("json", ""), ("html", "Interactive"), ("svg", "SVG"), ("pdf", "PDF"), ("png", ""))
 
     def drawn(self, material: Material) -> Any:
         """The whole chart, with the look that all figures share."""

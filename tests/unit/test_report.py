@@ -56,6 +56,7 @@ def test_other_programs_open_a_figure(name: str, report: Path) -> None:
     assert ElementTree.parse(folder / f"{name}.svg").getroot().tag == "{http://www.w3.org/2000/svg}svg"
     png = (folder / f"{name}.png").read_bytes()
     assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    assert (folder / f"{name}.pdf").read_bytes().startswith(b"%PDF-")
     assert min(struct.unpack(">II", png[16:24])) > 300
 
 
