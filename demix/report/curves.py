@@ -15,8 +15,8 @@ from demix.run.run import Run
 
 # The loss of a step is noisy: means over spans of steps show the trend and keep the figure of a long run small.
 CURVE_POINTS = 40
-# Invisible points give the pointer something to hit on a line, so that a tooltip shows the numbers.
-POINTS = {"opacity": 0, "size": 80}
+# Points show where a curve was measured, and give the pointer something to hit: a tooltip shows the numbers.
+POINTS = {"size": 20, "filled": True}
 
 
 def adaptation_curves(metrics_dir: str | Path, run: Run) -> pd.DataFrame:
