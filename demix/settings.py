@@ -176,7 +176,7 @@ def settings_from(kind: type[T], values: Mapping[str, Any] | str, subject: str =
         if not isinstance(key, str):
             raise DemixError(f"{subject}.{key}".replace(" .", " "), "is no name of a setting", "write names as text")
     try:
-        _refuse_huge(values, subject, set())
+        _refuse_huge(values, subject)
         found: T = _adapter(kind).validate_python(values)  # type: ignore[arg-type]
     except RecursionError:
         raise DemixError(subject, "is nested too deeply", f"give the fields of {kind.__name__}") from None
@@ -185,18 +185,14 @@ def settings_from(kind: type[T], values: Mapping[str, Any] | str, subject: str =
     return found
 
 
-def _refuse_huge(values: Any, subject: str, seen: set[int]) -> None:
+def _refuse_huge(values: Any, subject: str) -> None:
     """Raise DemixError for a whole number of more than 64 bits, which no file holds and Python may refuse to write."""
-    # In hostile YAML one list is an item of others exponentially often.
-    if id(values) in seen:
-        return
-    seen.add(id(values))
     for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
         place = f"{subject}.{key}".replace(" .", " ")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise DemixError(place, "is a whole number of more than 64 bits", "give a smaller number")
         if isinstance(value, Mapping | list | tuple):
-            _refuse_huge(value, place, seen)
+            _refuse_huge(value, place)
 
 
 def schema_of(kind: type) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """YAML files of settings: no key stands twice in one, and the line of each key is known."""
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,30 +8,13 @@ import yaml
 
 from demix.errors import DemixError
 
-# More keys than a mapping has by `<<`, unless it repeats others exponentially often.
-MOST_MERGED = 100_000
-_HALF = re.compile("[\ud800-\udfff]")
-
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML. Mappings that are merged into one another have a bound."""
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        super().flatten_mapping(node)
-        if len(node.value) > MOST_MERGED:
-            cause = f"merges more than {MOST_MERGED} keys into one mapping"
-            raise yaml.constructor.ConstructorError(None, None, cause, node.start_mark)
+    """Reads YAML, and JSON, which writes some characters as two escapes that are one to its own readers alone."""
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         found = super().construct_scalar(node)
-        if not isinstance(found, str) or not _HALF.search(found):
-            return found
-        # JSON writes some characters as two escapes, which are one only to its own readers.
-        try:
-            return found.encode("utf-16", "surrogatepass").decode("utf-16")
-        except UnicodeDecodeError:
-            cause = "holds half a character, which no file in UTF-8 can hold"
-            raise yaml.constructor.ConstructorError(None, None, cause, node.start_mark) from None
+        return found.encode("utf-16", "surrogatepass").decode("utf-16") if isinstance(found, str) else found
 
 
 def read_keys(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
@@ -46,7 +28,7 @@ def read_keys(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         text = path.read_text(encoding="utf-8")
         loader = _Loader(text.replace("\t", " ") if text.lstrip().startswith("{") else text)
         node = loader.get_single_node()
-        lines = dict(_lines(node, "", path, set()))
+        lines = dict(_lines(node, "", path))
         content = loader.construct_document(node) if node else None
     except FileNotFoundError:
         raise DemixError(path, "does not exist", "give the path of a config file, such as config/sample.yaml") from None
@@ -57,17 +39,13 @@ def read_keys(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     return content, lines
 
 
-def _lines(node: yaml.Node | None, above: str, path: Path, seen: set[int]) -> Iterator[tuple[str, int]]:
-    # An alias is the node that it names: hostile files name one node exponentially often, or itself.
-    if id(node) in seen or not isinstance(node, yaml.CollectionNode):
-        return
-    seen.add(id(node))
+def _lines(node: yaml.Node | None, above: str, path: Path) -> Iterator[tuple[str, int]]:
     if isinstance(node, yaml.SequenceNode):
         for number, item in enumerate(node.value):
-            yield from _lines(item, f"{above}{number}.", path, seen)
+            yield from _lines(item, f"{above}{number}.", path)
         return
     first: dict[str, int] = {}
-    for key, value in node.value:
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         # Several mappings can be merged into one.
         if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
             place, line = f"{above}{key.value}", key.start_mark.line + 1
@@ -76,7 +54,7 @@ def _lines(node: yaml.Node | None, above: str, path: Path, seen: set[int]) -> It
                 raise DemixError(f"{path}, line {line}", cause, "give each key one name, and name it once")
             first[place] = line
             yield place, line
-            yield from _lines(value, f"{place}.", path, seen)
+            yield from _lines(value, f"{place}.", path)
 
 
 def located(error: DemixError, files: Mapping[Path, Mapping[str, int]]) -> DemixError:
