@@ -55,7 +55,7 @@ test-lowest: $(VENV)/installed-dev
 	@$(UV) compile -q pyproject.toml --extra lm-eval --extra transformers --resolution lowest-direct \
 		--override $(VENV)/torch.txt $(if $(PIP_FIND_LINKS),,--torch-backend cpu) -o $(LOWEST)/lowest.txt
 	@$(UV) install -q -p $(LOWEST)/bin/python $(if $(PIP_FIND_LINKS),,--torch-backend cpu) \
-		-r $(LOWEST)/lowest.txt -r tests/lowest.in
+		-r $(LOWEST)/lowest.txt -r tests/lowest.in -e .
 	PATH=$(CURDIR)/$(LOWEST)/bin:$$PATH PYTHONPATH=$(CURDIR) \
 		pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $$(cat tests/lowest.files)
 

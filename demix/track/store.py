@@ -144,8 +144,8 @@ def _write(
     for path, folder in record.artifacts:
         client.log_artifact(run_id, str(path), folder or None)
     if record.table is not None:
-        # MLflow warns about pandas' own type of text.
-        texts = dict.fromkeys(record.table.select_dtypes("str"), object)
+        # MLflow warns about pandas' own type of text, which pandas 2 does not have.
+        texts = {name: object for name, kind in record.table.dtypes.items() if kind == "str"}
         client.log_table(run_id, record.table.astype(texts), "results.json")
     if record.kind == "pipeline":
         client.log_text(run_id, _packages(), "environment.txt")

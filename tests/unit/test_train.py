@@ -15,8 +15,9 @@ import torch.nn.functional as F
 
 from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard, blocks, tokenize
+from demix.data.tokenizer import train_tokenizer
 from demix.errors import StoppedError
-from demix.files import read_json, seed_for, write_json
+from demix.files import read_json, seed_for
 from demix.model.checkpoint import load_model
 from demix.model.gpt import GPT
 from demix.model.import_hf import import_hf
@@ -233,9 +234,9 @@ def test_losses_on_dev_and_kept_states_change_no_weight(tokens: Path, tmp_path: 
 
 
 def test_text_of_another_tokenizer_is_refused(tokens: Path, tmp_path: Path) -> None:
-    write_json(tmp_path / "tokenizer.json", read_json(tokens / "tokenizer.json") | {"other": 1}, sort_keys=False)
-    other = tmp_path / NOVEL[0] / "train.arrow"
-    tokenize(tmp_path / "tokenizer.json", tokens / "corpus" / NOVEL[0] / "train.parquet", other)
+    text, other = tokens / "corpus" / NOVEL[0] / "train.parquet", tmp_path / NOVEL[0] / "train.arrow"
+    train_tokenizer([text], 400, tmp_path / "tokenizer.json")
+    tokenize(tmp_path / "tokenizer.json", text, other)
     with refused(other):
         train_model("dense", TRAIN, [*shard_paths(tokens), other], tmp_path / "model", None, tmp_path / "checkpoints")
     assert not (tmp_path / "model").exists()
