@@ -72,13 +72,9 @@ class _Decompressed(io.RawIOBase):
         try:
             data = self.stream.read(len(buffer))
         except DAMAGE as e:
+            cause, cure = f"is damaged or cut short ({e})", "fetch it again"
             if "too much memory" in str(e):
-                cause, cure = (
-                    "needs more memory to decompress than is safe",
-                    "compress it again: zstd -d --long=31, zstd",
-                )
-            else:
-                cause, cure = f"is damaged or cut short ({e})", "fetch it again"
+                cause, cure = "has a window of over 128 MiB", "compress it again: zstd -d --long=31 FILE, zstd FILE"
             raise DemixError(self.path, cause, cure) from None
         if self.bound:
             self.bound.spend(len(data))

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.files import REMAKE, read_json, replacing, scratch, sha256_file, write_json
+from demix.files import REMAKE, opened, read_json, replacing, scratch, sha256_file, write_json
 from demix.files.batches import counted, read_batches
 
 # Just below 500 million, and a multiple of 2**22: no block whose length is a power of two up to that spans two files.
@@ -420,6 +420,8 @@ class _Sink(io.BufferedWriter):
 
 def _map(path: Path) -> pa.RecordBatch:
     try:
+        # A mapping of a pipe would wait for a writer.
+        opened(path).close()
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         if reader.num_record_batches != 1:
             raise pa.ArrowInvalid(f"{reader.num_record_batches} record batches instead of one")

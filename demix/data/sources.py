@@ -68,7 +68,7 @@ class Omitted:
                 name, self.invalid_bytes, self.not_utf8, readers.TO_UTF8,
             )  # fmt: skip
         if said := left_out(self.files):
-            _log.warning("%s: %s; a file or glob in source.path or source.members reads them", name, said)
+            _log.warning("%s: %s; name those that you want in source.path (of archives in source.members)", name, said)
 
 
 @settings()

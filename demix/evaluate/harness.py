@@ -14,6 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import yaml
+
 from demix.data import hub
 from demix.errors import DemixError
 from demix.files import replacing
@@ -147,10 +149,20 @@ def named_tasks(tasks: Tasks) -> tuple[Any, list[str]]:
         found = {name: _matched(manager, name) for name in names}
     for name in names:
         if not found[name]:
+            _check_yaml(tasks.folder)
             near = get_close_matches(name, manager.all_tasks, n=1)
             cure = f"did you mean {near[0]}?" if near else "`lm-eval ls tasks` lists the harness's own"
             raise DemixError(f"--tasks {name}", "names no task of the harness or of --include-path", cure)
     return manager, list(dict.fromkeys(chain(*found.values())))
+
+
+def _check_yaml(folder: Path | None) -> None:
+    """Raise DemixError for a file in the folder of tasks that is not YAML: the harness skips it without a word."""
+    for path in sorted(folder.rglob("*.yaml")) if folder else ():
+        try:
+            yaml.compose(path.read_text())
+        except (yaml.YAMLError, ValueError) as error:
+            raise DemixError(path, f"is not YAML ({error})", "fix it, so that the harness finds its task") from None
 
 
 def _matched(manager: Any, name: str) -> list[str]:

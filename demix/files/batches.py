@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from demix.files import parquet_reader, parquet_writer
+from demix.errors import DemixError
+from demix.files import opened, parquet_reader, parquet_writer
 from demix.progress import followed
 
 T = TypeVar("T")
@@ -53,8 +54,12 @@ def counted(batches: Iterable[T], what: str, paths: Iterable[Path], size: Callab
     """
     total = None
     # The reader of a damaged file reports the damage.
-    with suppress(pa.ArrowException, OSError):
-        total = sum(pq.read_metadata(path).num_rows for path in paths)
+    with suppress(pa.ArrowException, OSError, DemixError):
+        rows = 0
+        for path in paths:
+            with opened(path) as file:
+                rows += pq.read_metadata(file).num_rows
+        total = rows
     return followed(batches, what, total, size)
 
 

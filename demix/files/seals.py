@@ -13,6 +13,8 @@ from typing import BinaryIO
 
 import pyarrow.parquet as pq
 
+from demix.files.digests import opened
+
 # The footer holds the key, then two bytes by which Thrift's compact protocol announces a string of 64 bytes, then the
 # digest in hexadecimal.
 KEY = "demix~digest~"
@@ -57,9 +59,9 @@ def _check(path: str, *_: int) -> None:
 def _place(path: Path) -> int | None:
     """The offset of the digest in a Parquet file; None if the file has no seal.
 
-    Raises ValueError if the footer is damaged.
+    Raises ValueError if the footer is damaged, and DemixError for a pipe, which would block.
     """
-    with open(path, "rb") as stream:
+    with opened(path) as stream:
         size = stream.seek(0, 2)
         stream.seek(max(size - 8, 0))
         end = stream.read()

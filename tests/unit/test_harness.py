@@ -292,6 +292,7 @@ MISTAKES = {
     "--gen-kwargs temperature=-1,do_sample=True": "generation_kwargs temperature",
     "--tasks broken": "--tasks broken",
     "--tasks long": "continuation",
+    "--tasks faulty": "tasks/faulty.yaml",
 }
 
 
@@ -308,6 +309,8 @@ def test_a_mistake_is_one_line(place: Path, tmp_path: Path, monkeypatch, mistake
     (tmp_path / "tasks" / "broken.yaml").write_text(text.replace("data.jsonl", "none.jsonl").replace("word", "broken"))
     long = text.replace("task: word", "task: long").replace("{{choices[gold]}}", " the" * 300)
     (tmp_path / "tasks" / "long.yaml").write_text(long)
+    if mistake.endswith("faulty"):
+        (tmp_path / "tasks" / "faulty.yaml").write_text("task: faulty\n  doc_to_text: text\n")
     asked = {"--tasks": "text", "--include-path": "tasks", "--limit": "1"}
     option, *value = mistake.format(place=place).split(" ", 1)
     asked |= {option: "".join(value)}

@@ -1,5 +1,6 @@
 """Whatever lies in the place of a run's file is refused by who reads it, before a report or MLflow changes."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from support.frozen import copied, rewrite, with_models
 INSTEAD: dict[str, Callable[[Path], object]] = {
     "empty": lambda path: path.write_bytes(b""),
     "a folder": lambda path: path.mkdir(),
+    "a pipe": os.mkfifo,
     "a dangling link": lambda path: path.symlink_to("nowhere"),
     "unsealed": lambda path: path.write_text("{}"),
     "without keys": lambda path: write_json(path, {"format": 3}),
