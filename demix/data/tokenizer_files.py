@@ -118,7 +118,11 @@ def _refuse_loss(source: Path, content: Mapping[str, Any], tokenizer: Tokenizer)
 
 def _refuse_renumbered(source: Path, content: Mapping[str, Any]) -> None:
     """Raise DemixError if an added token has another id in the file than the library gives it."""
-    library = HuggingFaceTokenizer.from_str(json.dumps({**content}))
+    try:
+        library = HuggingFaceTokenizer.from_str(json.dumps({**content}))
+    # What the library raises, as for a special token that lacks a key.
+    except Exception as error:
+        raise DemixError(source, f"is not read by tokenizers ({error})", _CURE) from None
     for one in content.get("added_tokens") or ():
         if (number := library.token_to_id(one["content"])) != one["id"]:
             cause = (

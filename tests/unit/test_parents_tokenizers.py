@@ -200,7 +200,8 @@ def test_ids_that_differ_from_tokenizers_are_encoded_by_it(tmp_path: Path, monke
 
 
 def _added(**changed: Any) -> dict[str, Any]:
-    return {"id": 1505, "content": "<x>", "special": False} | changed
+    marks = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    return marks | {"id": 1505, "content": "<x>"} | changed
 
 
 # All of the probe, and no private character.
@@ -231,6 +232,7 @@ HOSTILE: list[Callable[[Any], object]] = [
     lambda content: content["added_tokens"].append(_added(lstrip=True)),
     lambda content: content["added_tokens"].append(_added(single_word=True)),
     lambda content: content["added_tokens"].append(_added(id=1509)),
+    lambda content: content["added_tokens"].append({"id": 1505, "content": "<x>", "special": True}),
     lambda content: content.update(pre_tokenizer=None),
     lambda content: content.update(pre_tokenizer={"type": "Whitespace"}),
     lambda content: content.update(pre_tokenizer={"type": "Sequence", "pretokenizers": 5}),

@@ -210,6 +210,7 @@ CAUSES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pointer to a tokenizer": (lambda folder: _replaced(folder, "tokenizer.json", POINTER), "tokenizer.json"),
     "a page": (lambda folder: _replaced(folder, "config.json", b"<!DOCTYPE html><html>"), "config.json"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    "a circle": (lambda folder: (folder / "merges.txt").symlink_to("merges.txt"), "merges.txt"),
     "a row too few": (lambda folder: _with_added(folder, PAD), "tokenizer.json"),
 }
 
