@@ -63,11 +63,10 @@ class Site:
 class Cluster(Site):
     """The settings of the config's section `cluster` for one stage."""
 
-    launch: Literal["local", "inline", "slurm"] = Field(
+    launch: Literal["local", "slurm"] = Field(
         default="local",
-        description="How training starts its ranks: local (as processes of this machine), inline (as the calling "
-        "process alone) or slurm (as a SLURM job of their own, through submitit; profiles/slurm sets "
-        "this value).",
+        description="How training starts its ranks: local (as processes of this machine) or slurm (as a SLURM job of "
+        "their own, through submitit; profiles/slurm sets this value).",
     )
     ranks_per_node: Positive = Field(
         default=8,

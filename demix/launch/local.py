@@ -27,7 +27,7 @@ def launched(job: TrainingJob, cluster: str, entry: Callable[[Sequence[str]], No
     """Have `job` done by other processes. Returns False where this process must train, alone or as one rank.
 
     `cluster` is the config's section for the stage, as JSON. With `launch: slurm` a SLURM job runs the training and
-    calls `entry` with the command's arguments. With other values processes of this machine run it. One rank trains in
+    calls `entry` with the command's arguments. With `local` processes of this machine run it. One rank trains in
     this process, and so does a rank that a launcher (this one, torchrun or a batch system) has already started.
     """
     site = settings_from(Cluster, cluster, "--cluster") if cluster else None
@@ -40,9 +40,6 @@ def launched(job: TrainingJob, cluster: str, entry: Callable[[Sequence[str]], No
         return True
     if job.ranks == 1:
         return False
-    if site is not None and site.launch == "inline":
-        cure = "use local, or start the ranks yourself (torchrun)"
-        raise DemixError("cluster.launch", f"is inline for {job.ranks} ranks", cure)
     from torch import cuda
 
     if cuda.is_available() and job.ranks > cuda.device_count():
