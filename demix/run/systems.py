@@ -1,9 +1,8 @@
 """What a run evaluates and compares, derived from its models: sets of experts, score tables, systems."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 from demix.config.mixing import METHODS, UNWEIGHTED, parsed_weights
 from demix.config.models import DENSE_EXPERT, KINDS, PAPER, Kind
@@ -53,12 +52,6 @@ class Evaluated:
     top_k: int = 0
     without: str = ""
     test_only: bool = False
-
-    @property
-    def told(self) -> dict[str, Any]:
-        """The fields as the evaluation is told them, but for the last three where they say nothing."""
-        last = ("top_k", "without", "test_only")
-        return {key: value for key, value in asdict(self).items() if key not in last or value}
 
     @property
     def told_apart(self) -> bool:

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 

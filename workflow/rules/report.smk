@@ -47,7 +47,7 @@ rule evaluate:
         settings=lambda wildcards: RULES.as_json(
             taken(MixingRecipe, CONFIG.evaluation),
             kind=THIS.kind_of(wildcards.domain),
-            tables=[table.told for table in systems.evaluated(THIS, wildcards.domain)],
+            tables=[asdict(table) for table in systems.evaluated(THIS, wildcards.domain)],
             compared=(
                 [system.key for system in compared(THIS, wildcards.domain)] if wildcards.domain in DOMAINS else []
             ),
