@@ -232,7 +232,7 @@ def adapt(
     # A missing table must be reported before any rank starts.
     chosen = choose_parent(scores, domain, names, blocks=adaptation.parent_blocks, decay=adaptation.parent_decay)
     unchanged = own_dev_losses(scores, names, adaptation.forgetting_blocks)
-    work = partial(adapt_expert, model, pair, chosen, unchanged, adaptation, places, init)
+    work = partial(adapt_expert, model, pair, chosen, unchanged, adaptation, init=init)
     _adapt(about, model, shards, adaptation, places, launch, work)
 
 
@@ -257,7 +257,7 @@ def adapt_dense(
 
     launch, places = _Launch(ranks, cluster, live), Places(output, metrics, checkpoints)
     pair, others, adaptation = _adaptation(shards, _merged(settings, how), launch)
-    work = partial(run, model, pair, others, adaptation, places)
+    work = partial(run, model, pair, others, adaptation)
     _adapt(["dense"], model, shards, adaptation, places, launch, work)
 
 
@@ -277,11 +277,11 @@ class _Launch:
     live: str = ""
     replicas: str = "equal"
 
-    def done(self, job: TrainingJob) -> bool:
-        """Have the job done by other processes, if there are to be any. Returns False where this one must train."""
+    def do(self, job: TrainingJob, places: Places, work: Callable[[Places], None]) -> None:
+        """Have the job done by other processes, or by `work` in this one, with its results in `places`."""
         from demix.launch.local import launched
 
-        return launched(job, self.cluster, run_command)
+        launched(job, places, self.cluster, run_command, work)
 
 
 def _training(
@@ -327,13 +327,15 @@ def _train(training: "ModelTraining", places: Places, launch: _Launch, experts: 
         steps=training.until or training.steps,
         in_turn=tuple(places.checkpoints / name for name in experts) if len(experts) > 1 else (),
     )
-    if launch.done(job):
-        return
-    if experts:
-        train_in_turn(training, experts, places, beside=partial(streaming, launch.live, "training"))
-        return
-    with streaming(launch.live, "training", places.checkpoints, places.metrics):
-        train_model(training, places, copies)
+
+    def work(at: Places) -> None:
+        if experts:
+            train_in_turn(training, experts, at, beside=partial(streaming, launch.live, "training"))
+            return
+        with streaming(launch.live, "training", at.checkpoints, at.metrics):
+            train_model(training, at, copies)
+
+    launch.do(job, places, work)
 
 
 def _adaptation(
@@ -359,9 +361,9 @@ def _adapt(
     adaptation: "Adaptation",
     places: Places,
     launch: _Launch,
-    work: Callable[[], None],
+    adapt: Callable[[Places], None],
 ) -> None:
-    """Have `work` done, the adaptation that `about` tells apart from others of the same model and data."""
+    """Have `adapt` done, the adaptation that `about` tells apart from others of the same model and data."""
     from demix.model.checkpoint import describe
 
     description = describe(model)
@@ -375,9 +377,12 @@ def _adapt(
         checkpoints=places.checkpoints,
         steps=adaptation.steps(description["architecture"]["context"]),
     )
-    if not launch.done(job):
-        with streaming(launch.live, "adaptation", places.checkpoints, places.metrics):
-            work()
+
+    def work(at: Places) -> None:
+        with streaming(launch.live, "adaptation", at.checkpoints, at.metrics):
+            adapt(at)
+
+    launch.do(job, places, work)
 
 
 def _merged(settings: str, how: str) -> dict[str, Any] | str:

@@ -129,8 +129,16 @@ class Places:
     @property
     def results(self) -> dict[str, Path]:
         """The results that are kept, by the options of the command that name them."""
-        named = {"--metrics": self.metrics, "--output": self.output}
-        return {option: path for option, path in named.items() if path is not None}
+        return {f"--{name}": path for name, path in self._named.items() if path is not None}
+
+    @property
+    def _named(self) -> dict[str, Path | None]:
+        return {"output": self.output, "metrics": self.metrics}
+
+    def below(self, folder: Path) -> "Places":
+        """The same results in `folder`, where they wait until all are complete."""
+        output, metrics = (None if place is None else folder / name for name, place in self._named.items())
+        return Places(output, metrics, self.checkpoints)
 
     def of(self, name: str) -> "Places":
         """The places of the training of one expert, where these are folders with an entry for each expert."""
@@ -147,7 +155,7 @@ def fingerprint_of(about: Sequence[object], shards: Sequence[Path] = ()) -> str:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A training to be done by a job.
+    """A training to be done by a SLURM job, or by processes of this machine.
 
     `command` holds the arguments of `demix`. `fingerprint` identifies the training. `outputs` maps the options that
     name results to the places where the results belong. All starts of the training share the folder `checkpoints`,
@@ -183,6 +191,11 @@ class TrainingJob:
         The results stay there, the weights as hard links to the collected files, until another job is submitted.
         """
         return self.checkpoints / f"finished-{self.fingerprint}"
+
+    @property
+    def done(self) -> Path:
+        """The file that says that all results beside it are complete."""
+        return self.finished / "done.json"
 
     @property
     def jobs(self) -> Path:

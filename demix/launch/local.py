@@ -13,40 +13,65 @@ from queue import Empty, Queue
 from tempfile import TemporaryDirectory
 
 from demix.errors import DemixError
-from demix.launch.job import Cluster, TrainingJob
+from demix.launch.job import Cluster, Places, TrainingJob
 from demix.launch.notes import Failure, first_failure, noting
 from demix.launch.parents import when_ended
-from demix.launch.slurm import run
+from demix.launch.slurm import collect, is_finished, remove_finished, run
 from demix.settings import settings_from
 
 # After one rank has failed, the other ranks have this many seconds to end by themselves.
 GRACE = 10.0
 
 
-def launched(job: TrainingJob, cluster: str, entry: Callable[[Sequence[str]], None]) -> bool:
-    """Have `job` done by other processes. Returns False where this process must train, alone or as one rank.
+def launched(
+    job: TrainingJob,
+    places: Places,
+    cluster: str,
+    entry: Callable[[Sequence[str]], None],
+    work: Callable[[Places], None],
+) -> None:
+    """Have `job` done, and put its results into `places`.
 
     `cluster` is the config's section for the stage, as JSON. With `launch: slurm` a SLURM job runs the training and
-    calls `entry` with the command's arguments. With `local` processes of this machine run it. One rank trains in
-    this process, and so does a rank that a launcher (this one, torchrun or a batch system) has already started.
+    calls `entry` with the command's arguments. With `local` processes of this machine run it. One rank trains in this
+    process, by `work`, and so does a rank that a launcher (this one, torchrun or a batch system) has already started.
+
+    Results are complete below the checkpoints before they are put in place, and stay there, the weights as hard links
+    to the files in place: Snakemake deletes the outputs of a job that is killed at the last moment, and a training that
+    has ended has no checkpoint.
     """
     site = settings_from(Cluster, cluster, "--cluster") if cluster else None
     if "WORLD_SIZE" in os.environ:
         if os.environ.get("DEMIX_FINGERPRINT", job.fingerprint) != job.fingerprint:
             raise DemixError("job", "was submitted with other settings or data than the present ones", "rerun")
-        return False
+        work(places)
+        return
     if site is not None and site.launch == "slurm":
         run(job, site, entry)
-        return True
+        return
+    if not is_finished(job):
+        remove_finished(job)
+        job.finished.mkdir(parents=True, exist_ok=True)
+        os.environ["DEMIX_DONE"] = str(job.done)
+        try:
+            _train_here(job, places.below(job.finished), work)
+        finally:
+            del os.environ["DEMIX_DONE"]
+    collect(job)
+
+
+def _train_here(job: TrainingJob, places: Places, work: Callable[[Places], None]) -> None:
+    """Train with the results in `places`: in this process, or by several ranks of this machine."""
     if job.ranks == 1:
-        return False
+        work(places)
+        return
     from torch import cuda
 
     if cuda.is_available() and job.ranks > cuda.device_count():
         cause = f"is {job.ranks} for {cuda.device_count()} GPUs"
         raise DemixError("ranks", cause, f"use at most {cuda.device_count()} here")
-    launch(job.command, job.ranks, job.checkpoints / "logs")
-    return True
+    own = [word for option, path in places.results.items() for word in (option, str(path))]
+    launch([*job.command, *own], job.ranks, job.checkpoints / "logs")
 
 
 def world_size(ranks: int) -> int:

@@ -32,7 +32,7 @@ class Rank:
 
     def __init__(self, job: TrainingJob, entry: Callable[[Sequence[str]], None], requeues: int):
         self.entry, self.fingerprint, self.requeues = entry, job.fingerprint, requeues
-        self.finished, self.jobs = job.finished.resolve(), job.jobs.resolve()
+        self.finished, self.done, self.jobs = job.finished.resolve(), job.done.resolve(), job.jobs.resolve()
         self.outputs = {option: str(self.finished / option.strip("-")) for option in job.outputs}
         self.command, self.folder = job.command, os.getcwd()
 
@@ -42,7 +42,7 @@ class Rank:
         os.chdir(self.folder)
         environment = submitit.JobEnvironment()
         job_id, restarts = environment.raw_job_id, int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        rank, done = environment.global_rank, self.finished / "done.json"
+        rank, done = environment.global_rank, self.done
         if done.exists():
             # The training had finished when the signal to stop requeued the job.
             return

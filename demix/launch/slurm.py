@@ -76,10 +76,7 @@ def submit(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], 
     # submitit takes a second to import, and a job that is found needs none of it.
     from demix.launch.sbatch import executor_of, outside_jobs
 
-    for other in job.checkpoints.glob("finished-*"):
-        # The results of this same training must survive.
-        if other != job.finished:
-            shutil.rmtree(other, ignore_errors=True)
+    remove_finished(job)
     executor = executor_of(job, cluster)
     # A signal between the submission and the writing of job.json would lose the job.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -170,16 +167,23 @@ def is_finished(job: TrainingJob) -> bool:
     with suppress(DemixError, OSError, KeyError, AttributeError):
         # Listing the folder makes NFS refresh its cache.
         os.listdir(job.finished)
-        sizes = read_json(job.finished / "done.json")["files"]
+        sizes = read_json(job.done)["files"]
         return all((job.finished / name).stat().st_size == size for name, size in sizes.items())
     return False
+
+
+def remove_finished(job: TrainingJob) -> None:
+    """Remove the results of other trainings at the place of `job`. Those of this same training must survive."""
+    for other in job.checkpoints.glob("finished-*"):
+        if other != job.finished:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def collect(job: TrainingJob) -> None:
     """Put the results of the job in place, one file at a time, with the JSON files that describe others last."""
     for option, place in job.outputs.items():
         source = job.finished / option.strip("-")
-        files = [source] if source.is_file() else [path for path in source.rglob("*") if path.is_file()]
+        files = [source] if source.is_file() else [path for path in source.rglob("[!.]*") if path.is_file()]
         # A JSON file promises that the files it describes are there.
         for path in sorted(files, key=lambda path: (path.suffix == ".json", path.name == "model.json", path)):
             target = place / path.relative_to(source) if source.is_dir() else place

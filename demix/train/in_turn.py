@@ -49,8 +49,8 @@ def train_in_turn(
         for name, job in jobs.items():
             if not is_finished(job):
                 job.finished.mkdir(parents=True, exist_ok=True)
-                os.environ["DEMIX_DONE"] = str(job.finished / "done.json")
-                train(name, Places(job.finished / "output", job.finished / "metrics", job.checkpoints))
+                os.environ["DEMIX_DONE"] = str(job.done)
+                train(name, own[name][1].below(job.finished))
     finally:
         os.environ.pop("DEMIX_DONE", None)
         if done is not None:

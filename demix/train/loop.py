@@ -68,15 +68,19 @@ def train(
             for step in range(begin, end + 1):
                 last, due = step == end, step > begin and step % optimization.checkpoint_every == 0
                 dev_loss = None
+                if last:
+                    # Until the results are written, a training that is killed goes on from here.
+                    learner.save(step)
                 if evaluate and (best.due(step, last) if best else last or due):
                     dev_loss, more = evaluate(model)
                     _refuse_infinite({"the dev split": dev_loss}, step, metrics.rows)
                     metrics.record({"step": step, "tokens": metrics.tokens, measured: dev_loss} | more)
-                    if best and best.ends(step, dev_loss):
-                        break
-                if (due and not last) or step in optimization.keep:
+                    if best:
+                        best.note(step, dev_loss)
+                ends = last or (best is not None and best.ends)
+                if due or ends or step in optimization.keep:
                     learner.save(step, None if best else dev_loss)
-                if last:
+                if ends:
                     break
 
                 begun, rate = time.monotonic(), optimization.learning_rate_at(step)

@@ -47,14 +47,17 @@ class Best:
         """Whether the model is to be evaluated after `step` updates."""
         return (last or step % self.stopping.every == 0) and step != self.evaluated
 
-    def ends(self, step: int, loss: float) -> bool:
-        """Take note of the loss after `step` updates. Returns whether training ends with it."""
+    def note(self, step: int, loss: float) -> None:
+        """Take note of the loss after `step` updates."""
         if self._count(step, loss):
             self.parameters = {name: p.detach().clone() for name, p in self.trained.items()}
-        if self.since < self.stopping.patience:
-            return False
-        log.info("stopping at step %d: no better dev loss in %d evaluations", step, self.since)
-        return True
+        if self.ends:
+            log.info("stopping at step %d: no better dev loss in %d evaluations", step, self.since)
+
+    @property
+    def ends(self) -> bool:
+        """Whether training ends with the last evaluation."""
+        return self.since >= self.stopping.patience
 
     def take(self) -> None:
         """Give the model the parameters of the lowest loss."""

@@ -1,7 +1,9 @@
 """A training that was killed, stopped or damaged goes on to the bit, or not at all."""
 
 import dataclasses
+import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +18,7 @@ from demix.launch.job import Places
 from demix.train import scale, stage, state
 from demix.train.adapt import adapt_dense, adapt_expert
 from demix.train.stage import ModelTraining
+from support.cli import demix
 from support.forks import FORKS
 from support.tokens import NOVEL
 from support.training import (
@@ -129,6 +132,39 @@ def test_a_training_killed_at_any_step_or_write_goes_on_to_the_bit(tokens: Path,
     train_into(tmp_path, "demix", shard_paths(tokens))
     assert rows(tmp_path) == rows(run / "demix")
     assert tensors(tmp_path) == tensors(run / "demix")
+
+
+def end_and_die(words: Sequence[str], name: str) -> None:
+    """Be the command `demix` and kill this process after the function `name` of `demix.train.stage`."""
+    function = getattr(stage, name)
+
+    def dying(*arguments: object) -> None:
+        function(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(stage, name, dying)
+    demix(*words)
+
+
+@pytest.mark.parametrize("last", ["save_shared", "remove_states"])
+def test_a_training_that_ended_is_never_lost(
+    last: str, tokens: Path, tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at its first output, or when its checkpoints are gone; Snakemake deletes the outputs of a killed job."""
+    at = places(tmp_path)
+    settings = json.dumps(dataclasses.asdict(dataclasses.replace(TRAIN, checkpoint_every=1000)))
+    words = ["train", "demix", *map(str, shard_paths(tokens)), "--settings", settings]
+    words += ["--output", str(at.output), "--metrics", str(at.metrics), "--checkpoints", str(at.checkpoints)]
+    process = FORKS.Process(target=end_and_die, args=(words, last))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    shutil.rmtree(at.output, ignore_errors=True)
+    drawn = stop_at(monkeypatch, set())
+    done = demix(*words)
+    assert done.exit_code == 0, done.exception
+    assert drawn == []
+    assert (rows(tmp_path), tensors(tmp_path)) == (rows(run / "demix"), tensors(run / "demix"))
 
 
 def test_what_changes_a_result_and_nothing_else_makes_another_training(run: Path, tokens: Path) -> None:
