@@ -179,6 +179,17 @@ def remove_finished(job: TrainingJob) -> None:
             shutil.rmtree(other, ignore_errors=True)
 
 
+def remove_collected(checkpoints: Path) -> None:
+    """Remove the results of trainings below `checkpoints` that are in place, where the weights have a second name.
+
+    Call this when Snakemake has taken note of them. Results that nobody has collected yet stay.
+    """
+    for finished in [*checkpoints.rglob("finished-*")]:
+        weights = [path.stat().st_nlink for path in finished.rglob("*.safetensors")]
+        if weights and min(weights) > 1:
+            shutil.rmtree(finished, ignore_errors=True)
+
+
 def collect(job: TrainingJob) -> None:
     """Put the results of the job in place, one file at a time, with the JSON files that describe others last."""
     for option, place in job.outputs.items():

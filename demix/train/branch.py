@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,9 +90,9 @@ class InitialModel(SeedState):
 
 
 def keep_seed(checkpoint: Path, output: Path, identity: Mapping[str, Any]) -> None:
-    """Move the training state `checkpoint` of a dense model to the folder `output`.
+    """Make the folder `output` of the training state `checkpoint` of a dense model, whose files get second names there.
 
-    `identity` is that of the training (`demix.train.stage.ModelTraining`). Raises DemixError, and moves nothing, if the
+    `identity` is that of the training (`demix.train.stage.ModelTraining`). Raises DemixError, and makes nothing, if the
     state is missing or damaged.
     """
     state = load_state(checkpoint, (DENSE_EXPERT,))
@@ -112,10 +111,6 @@ def keep_seed(checkpoint: Path, output: Path, identity: Mapping[str, Any]) -> No
         for name in sha256:
             linked(checkpoint / name, temporary / name)
         write_json(temporary / MANIFEST, manifest, at=output / MANIFEST)
-    shutil.rmtree(checkpoint)
-    if not any(checkpoint.parent.glob("step-*")):
-        # The lock of the training, which has ended, is left.
-        shutil.rmtree(checkpoint.parent, ignore_errors=True)
 
 
 # What a model with routed experts and one that begins with these share.

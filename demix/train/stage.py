@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -228,6 +229,10 @@ def take_seed(training: ModelTraining, kept: Path, output: Path) -> bool:
         again = f"{kept.name}: training it again to step {step}, after which it kept no state ({error.cause})"
         print(again, flush=True)
         return False
+    shutil.rmtree(checkpoint)
+    if not any(checkpoint.parent.glob("step-*")):
+        # The lock of the training, which has ended, is left.
+        shutil.rmtree(checkpoint.parent, ignore_errors=True)
     return True
 
 

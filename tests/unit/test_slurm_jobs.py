@@ -224,6 +224,7 @@ def test_what_describes_a_file_arrives_after_it_and_the_models_description_last(
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", renamed)
+    slurm.remove_collected(job.checkpoints.parent)
     slurm.collect(job)
     weights = ["law.safetensors", "shared.safetensors", "vocabulary.safetensors"]
     assert arrived == [*weights, "law.json", "tokenizer.json", "model.json", "metrics.json"]
@@ -231,6 +232,8 @@ def test_what_describes_a_file_arrives_after_it_and_the_models_description_last(
     assert (model / "experts" / "law.safetensors").read_text() == "the weights of experts/law"
     assert read_json(model / "model.json") == {"of": "model"}
     assert read_json(job.outputs["--metrics"]) == {"step": 10}
+    slurm.remove_collected(job.checkpoints.parent)
+    assert not job.finished.exists()
 
 
 def test_a_final_state_counts_after_polls_in_a_row(
