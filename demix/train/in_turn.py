@@ -31,8 +31,10 @@ def train_in_turn(
     the first expert that is left. `beside` is what runs beside a training with these checkpoints and metrics.
     """
     own = {name: (training.alone(name), places.of(name)) for name in experts}
+    # Apart from where a job of this expert alone keeps its results.
+    waiting = {name: at.checkpoints / "waiting" for name, (_, at) in own.items()}
     jobs = {
-        name: TrainingJob((), fingerprint_of([one.identity]), at.results, 1, one.settings.threads, at.checkpoints, 0)
+        name: TrainingJob((), fingerprint_of([one.identity]), at.results, 1, one.settings.threads, waiting[name], 0)
         for name, (one, at) in own.items()
     }
 
@@ -59,4 +61,4 @@ def train_in_turn(
         collect(job)
     tell_done()
     for job in jobs.values():
-        shutil.rmtree(job.finished)
+        shutil.rmtree(job.checkpoints)
