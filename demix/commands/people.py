@@ -46,12 +46,13 @@ def plan(
 
     run, console = load_run(file), terminal()
     here = hardware is None and ranks is None and runs_here(run)
-    hardware = hardware or usual_hardware(run)
+    named, hardware = hardware is not None, hardware or usual_hardware(run)
     tables = training_tables(run, ranks, hardware)
     answer = [here_line(run, ranks)] if here else [in_one_line(run, hardware, ranks), *levers(run, hardware, ranks)]
     print("\n".join(answer))
     if not here:
-        if warning := lacking(run, hardware):
+        # Nobody chose the hardware that is assumed.
+        if named and (warning := lacking(run, hardware)):
             logging.getLogger("demix").warning(f"{file}, {warning}")
         for line in too_large(run, ranks, hardware):
             logging.getLogger("demix").warning(f"{file}: {line}")

@@ -52,10 +52,10 @@ def jobs_in(text: str) -> list[tuple[str, str, str]]:
 def show(job_id: str) -> dict[str, str]:
     """What the controller knows of a job, by SLURM's field names; empty when the controller has forgotten the job."""
     try:
-        text = ask(["scontrol", "show", "job", "--oneliner", job_id], "JobState=")
+        text = ask(["scontrol", "show", "job", "--oneliner", job_id], r"JobState=[A-Z]")
     except LookupError:
         return {}
-    line = next(line for line in text.splitlines() if "JobState=" in line)
+    line = next(line for line in text.splitlines() if re.search(r"JobState=[A-Z]", line))
     return dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
 
 
@@ -77,7 +77,7 @@ def listed(job_id: str, seconds: float) -> str:
         if _age(answer) > seconds:
             with exclusive(place / f"{answer.name}.lock", "asks SLURM", patience=10.0):
                 if _age(answer) > seconds:
-                    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+                    done = subprocess.run(command, capture_output=True, errors="replace", timeout=60, check=True)
                     write_text(answer, done.stdout)
         return next((" ".join(row) for row in jobs_in(answer.read_text()) if row[0] == job_id), "")
     return ""
@@ -97,17 +97,17 @@ def pause(seconds: float) -> float:
 
 
 def ask(command: Sequence[str], holds: str = "") -> str:
-    """What a SLURM command prints. While the controller gives no answer that `holds` a text, the command is repeated.
+    """What a SLURM command prints. While the controller gives no answer that `holds` a pattern, it is asked again.
 
     Raises LookupError if there is no such job.
     """
     silent_since: float | None = None
     while True:
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            done = subprocess.run(command, capture_output=True, errors="replace", timeout=120, check=False)
             if "Invalid job id" in done.stderr:
                 raise LookupError(done.stderr)
-            if done.returncode == 0 and holds in done.stdout:
+            if done.returncode == 0 and re.search(holds, done.stdout):
                 return done.stdout
             missing = f"no {holds} in its answer, status {done.returncode}"
             message = (done.stderr.strip().splitlines() or [missing])[-1]

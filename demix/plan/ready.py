@@ -85,7 +85,11 @@ def _ask_one(run: Run, domains: Iterable[str], site: Cluster) -> str | None:
 def _partitions() -> list[str]:
     try:
         done = subprocess.run(
-            ["sinfo", "--all", "--noheader", "--format", "%R"], capture_output=True, text=True, timeout=60, check=True
+            ["sinfo", "--all", "--noheader", "--format", "%R"],
+            capture_output=True,
+            errors="replace",
+            timeout=60,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
         said = str((getattr(error, "stderr", None) or "").strip() or error).splitlines()[-1]

@@ -33,6 +33,9 @@ def read_run_config(run: Path) -> Config:
     if not os.path.isfile(run / "config.json"):
         runs = {path.parent: None for folder in (run.parent, Path("results")) for path in folder.glob("*/config.json")}
         cause = "is missing, so its folder is none of a run"
+        # Snakemake removes the file for the moment in which a rerun with other settings writes it.
+        if (run / "logs").is_dir():
+            raise DemixError(run / "config.json", "is not written yet", "try again, or rerun the workflow to write it")
         raise DemixError(run / "config.json", cause, nearest(run, sorted(runs), "name results/<run>"))
     refuse_other_format(run)
     values = read_json(run / "config.json")

@@ -173,7 +173,7 @@ def test_a_controller_that_does_not_answer_is_asked_again(commands: dict[str, Fa
     commands["scontrol"].prints("!slurm_load_jobs error: Invalid job id specified;(maintenance on Monday)")
     assert controller.show("7") == {}
     # A site says more, and an answer may be cut.
-    commands["scontrol"].prints("Quota=9%;JobId=7 Jo", "Quota=9%;JobId=7 JobState=RUNNING")
+    commands["scontrol"].prints("Quota=9%;JobId=7 JobState=", "Quota=9%;JobId=7 JobState=RUNNING")
     assert controller.show("7") == {"JobId": "7", "JobState": "RUNNING"}
 
 
