@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import pandas as pd
 
 from demix.errors import DemixError
@@ -84,11 +83,6 @@ class Results:
     def mean(self, system: ByDomain, domains: Iterable[str]) -> float:
         """The mean of `perplexities`."""
         return mean_of(self.perplexities(system, domains))
-
-    def spread(self, system: System, domains: list[str]) -> str:
-        """The standard deviation over seeds of the mean over domains, as text; empty for one seed."""
-        means = [rows.mean(system, domains) for rows in self.by_seed.values()]
-        return f"± {np.std(means, ddof=1):.2f}" if len(means) > 1 and np.isfinite(means).all() else ""
 
     def expert_perplexities(self, model: str, domain: str, experts: Iterable[str], label: str = "all") -> pd.Series:
         """Test perplexity on `domain` of each single expert of `model`; `label` names the expert set's rows."""
