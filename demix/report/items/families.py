@@ -34,8 +34,9 @@ def make(material: Material) -> Table:
 
     lines = [*_lines(material.run)]
     numbers, beneath = compared(material, {label: (one.system, base) for label, one, base in lines}, material.kinds)
-    about = {label: _about(family, base, material) for label, family, base in lines}
+    about = {label: _about(family, material) for label, family, _ in lines}
     frame = pd.DataFrame.from_dict(about, orient="index").join(numbers)
+    frame["Against"] = [base.label if one.system != base else "" for _, one, base in lines]
     return Table(
         "Mean test perplexity of each row of models over the training and over the novel domains. Each row is mixed as "
         "its paper does, and nothing of the rule is chosen. Experts of domains: cached, a prior from dev text of the "
@@ -62,15 +63,13 @@ def _lines(run: Run) -> Iterator[tuple[str, "Family", System]]:
         yield label, family, balanced.get(family.system, plain)
 
 
-def _about(family: "Family", base: System, material: Material) -> dict[str, Any]:
+def _about(family: "Family", material: Material) -> dict[str, Any]:
     system, mixed = family.system, family.model.kind.has_experts
     what = "clusters" if family.clustering else "domains"
     return {
-        "Family": family.name,
         "Experts": f"{len(family.model.experts)} {what}" if mixed and system.method != "merged" else family.chosen,
         "Mixed by": " ".join(filter(None, (system.method, system.weights))) if mixed else "",
         "Tokens": family.learned(material.tokens_before),
-        "Against": base.label if system != base else "",
     }
 
 
