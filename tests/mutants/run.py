@@ -1,20 +1,19 @@
-"""Whether tests see that code is wrong: `python tests/mutants/run.py [--jobs N] [--share S] [--again FILE] [WORD ...]`.
+"""Whether tests see that code is wrong: `python tests/mutants/run.py [--jobs N] [--again FILE] [WORD ...]`.
 
 Each module of modules.toml gets each fault of `mutation.py`, one at a time, in a copy of the tree, and its tests run:
 those that execute a line of the fault, the fastest first. A mutant is killed if one of them fails or hangs, and else it
 lives. equivalent.toml lists mutants that compute the same as the code, which are neither run nor counted, and
-by_hand.toml has faults of several lines. WORDs choose mutants whose name has one of them; --share chooses a part of
-all; --again chooses those that lived according to the output of an earlier run. Ends with status 1 if less than 95% of
-the mutants are killed, and with status 2 if a test fails without a fault or a list names a mutant that there is not.
+by_hand.toml has faults of several lines. WORDs choose mutants whose name has one of them; --again chooses those that
+lived according to the output of an earlier run. Ends with status 1 if less than 95% of the mutants are killed, and with
+status 2 if a test fails without a fault or a list names a mutant that there is not.
 """
 
 import argparse
 import gc
-import hashlib
 import json
+import math
 import multiprocessing
 import os
-import queue
 import resource
 import shutil
 import signal
@@ -33,7 +32,7 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import hypothesis
 import pytest
@@ -42,10 +41,7 @@ from mutation import Mutant, mutants
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 LEAST = 0.95
-# Mutants that one process tries, which has collected the tests once.
-AT_ONCE = 80
-T = TypeVar("T")
-Found = TypeVar("Found")
+Verdicts = list[tuple[Mutant, bool]]
 # What takes seconds to import is imported once; demix, which the mutants change, by each process.
 FORKS = multiprocessing.get_context("forkserver")
 IMPORTED = [
@@ -81,8 +77,8 @@ class Measured:
     starting: list[str] = field(default_factory=list)
     failed: str = ""
 
-    def tests_of(self, mutant: Mutant) -> list[str]:
-        """The tests that may see a mutant, those of a file together, the fastest first, those with processes last."""
+    def tests_of(self, mutant: Mutant) -> tuple[list[str], float]:
+        """The tests that may see a mutant and their seconds: a file's together, fastest first, with processes last."""
         touched = [test for test, lines in self.lines.items() if mutant.lines & {*lines}]
         if not touched and mutant.function is None:
             touched = [test for test, lines in self.lines.items() if lines]
@@ -90,7 +86,7 @@ class Measured:
         for test in sorted({*touched, *self.starting}, key=self.seconds.__getitem__):
             files.setdefault(test.partition("::")[0], []).append(test)
         found = [test for tests in files.values() for test in tests]
-        return sorted(found, key=self.starting.__contains__)
+        return sorted(found, key=self.starting.__contains__), sum(map(self.seconds.__getitem__, found))
 
     def needs_import(self, mutant: Mutant) -> bool:
         """Whether a mutant shows only in a process that imports the module anew."""
@@ -153,8 +149,8 @@ class Measuring:
 class Breaking:
     """A plugin of pytest that tries mutants of the file, each in a fork of the process that has collected the tests."""
 
-    def __init__(self, file: Path, chosen: Sequence[tuple[Mutant, list[str], float]], output: Path) -> None:
-        self.file, self.chosen, self.output, self.forked = file, chosen, output, False
+    def __init__(self, file: Path, facts: Measured, chosen: Sequence[Mutant], output: Path) -> None:
+        self.file, self.facts, self.chosen, self.output, self.forked = file, facts, chosen, output, False
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if self.forked and report.failed:
@@ -164,18 +160,19 @@ class Breaking:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.nodeid: item for item in session.items}
         before = self.file.read_text()
-        for mutant, tests, seconds in self.chosen:
+        for mutant in self.chosen:
             write(self.file, mutant.text)
-            begun = time.monotonic()
+            tests, seconds = self.facts.tests_of(mutant)
             pid = os.fork()
             if pid == 0:
+                signal.alarm(math.ceil(8 + 6 * seconds))
                 self.be_mutant(mutant, [items[test] for test in tests])
-            killed = ended(pid, 8 + 6 * seconds) != 0
+            killed = ended(pid) != 0
             write(self.file, before)
             for left in session.config._tmp_path_factory.getbasetemp().iterdir():
                 shutil.rmtree(left, ignore_errors=True)
             with open(self.output, "a") as stream:
-                stream.write(json.dumps([mutant.key, killed, time.monotonic() - begun]) + "\n")
+                stream.write(json.dumps([mutant.key, killed]) + "\n")
         return True
 
     def be_mutant(self, mutant: Mutant, items: list[pytest.Item]) -> None:
@@ -223,20 +220,11 @@ def exchange(file: Path, mutant: Mutant) -> None:
             one.__code__ = changed if one.__code__.co_qualname == mutant.function else one.__code__
 
 
-def ended(pid: int, seconds: float) -> int:
-    """The status of a process that is the first of its group, all of which ends after so many seconds."""
-    until = time.monotonic() + seconds
-    status = -1
-    while time.monotonic() < until:
-        found, code = os.waitpid(pid, os.WNOHANG)
-        if found:
-            status = code
-            break
-        time.sleep(0.005)
+def ended(pid: int) -> int:
+    """The status of a process that is the first of its group, all of which ends."""
+    _, status = os.waitpid(pid, 0)
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    if status == -1:
-        os.waitpid(pid, 0)
     return status
 
 
@@ -280,81 +268,61 @@ def be_pytest(tree: Path, tests: list[str], plugin: Callable[[], object] | None,
     os._exit(pytest.main([*options, "--basetemp", str(tree.with_name("pytest")), *tests], plugins))
 
 
-def in_trees(jobs: int, work: Callable[[Path, T], Found], things: Sequence[T]) -> list[Found]:
-    """What `work` says of each of `things`, `jobs` at a time, each in a copy of the repository of its own."""
+def in_trees(jobs: int, tasks: Sequence[Callable[[Path], Verdicts]]) -> Verdicts:
+    """What each task finds, `jobs` at a time, each in a copy of the repository of its own."""
     listed = ["git", "-C", str(REPOSITORY), "ls-files", "-co", "--exclude-standard", "-z"]
     names = [name for name in subprocess.check_output(listed, text=True).split("\0") if name]
-    with tempfile.TemporaryDirectory(prefix="demix-mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
-        trees: queue.Queue[Path] = queue.Queue()
-        for number in range(jobs):
-            tree = Path(folder).resolve() / str(number) / "tree"
+
+    def one(task: Callable[[Path], Verdicts]) -> Verdicts:
+        with tempfile.TemporaryDirectory(prefix="demix-mutants-") as folder:
+            tree = Path(folder).resolve() / "tree"
             for name in filter(lambda name: (REPOSITORY / name).is_file(), names):
                 (tree / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(REPOSITORY / name, tree / name)
-            trees.put(tree)
-
-        def one(thing: T) -> Found:
-            tree = trees.get()
-            try:
-                return work(tree, thing)
-            finally:
-                trees.put(tree)
-
-        return list(pool.map(one, things))
-
-
-def measured(tree: Path, module: tuple[str, list[str]]) -> Measured:
-    """What the tests of a module do. Raises ValueError where one fails."""
-    path, tests = module
-    output = tree.with_name("measured.json")
-    output.unlink(missing_ok=True)
-    status, printed = in_process(tree, tests, partial(Measuring, tree / path, output), 1200)
-    if not output.exists() or (found := Measured(**json.loads(output.read_text()))).failed:
-        raise ValueError(f"{path}: {' '.join(tests)} fail without any fault ({status}):\n{printed}")
-    return found
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Mutants of one module, each with its tests and how long these take."""
-
-    path: str
-    tests: list[str]
-    chosen: list[tuple[Mutant, list[str], float]]
-    imported: bool
-
-
-def tried(tree: Path, batch: Batch) -> list[tuple[Mutant, bool]]:
-    """Whether the tests kill each mutant of a batch."""
-    output, file = tree.with_name("tried.jsonl"), tree / batch.path
-    before = file.read_text()
-    output.write_text("")
-    if batch.imported:
-        found = []
-        for mutant, tests, seconds in batch.chosen:
-            write(file, mutant.text)
-            plugin = partial(Choosing, tests) if tests else None
-            status, _ = in_process(tree, batch.tests, plugin, 40 + 6 * seconds)
-            found.append((mutant, status != 0))
-        write(file, before)
-    else:
-        limit = sum(40 + 6 * seconds for *_, seconds in batch.chosen)
-        status, printed = in_process(tree, batch.tests, partial(Breaking, file, batch.chosen, output), limit)
-        write(file, before)
-        verdicts = {key: killed for key, killed, _ in map(json.loads, output.read_text().splitlines())}
-        if missing := [mutant for mutant, *_ in batch.chosen if mutant.key not in verdicts]:
-            raise ValueError(f"{missing[0]} was not tried ({status}):\n{printed}")
-        found = [(mutant, verdicts[mutant.key]) for mutant, *_ in batch.chosen]
-    for mutant, killed in found:
-        if not killed:
+            found = task(tree)
+        for mutant in (mutant for mutant, killed in found if not killed):
             print(f"lived: {mutant}", flush=True)
-    return found
+        return found
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return [verdict for found in pool.map(one, tasks) for verdict in found]
+
+
+def of_module(path: str, tests: list[str], some: list[Mutant], tree: Path) -> Verdicts:
+    """Whether the tests kill each mutant of a module. Raises ValueError where a test fails without any."""
+    file, output = tree / path, tree.with_name("found.json")
+    status, printed = in_process(tree, tests, partial(Measuring, file, output), 1200)
+    if not output.exists() or (facts := Measured(**json.loads(output.read_text()))).failed:
+        raise ValueError(f"{path}: {' '.join(tests)} fail without any fault ({status}):\n{printed}")
+    timed = {one: facts.tests_of(one) for one in some}
+    forked = [one for one, (found, _) in timed.items() if found and not facts.needs_import(one)]
+    output.write_text("")
+    limit = sum(40 + 6 * timed[one][1] for one in forked)
+    status, printed = in_process(tree, tests, partial(Breaking, file, facts, forked, output), limit)
+    verdicts = dict(map(json.loads, output.read_text().splitlines()))
+    if missing := [one for one in forked if one.key not in verdicts]:
+        raise ValueError(f"{missing[0]} was not tried ({status}):\n{printed}")
+    for mutant, (found, seconds) in timed.items():
+        if mutant not in forked:
+            verdicts[mutant.key] = bool(found) and kills(tests, mutant, partial(Choosing, found), 6 * seconds, tree)
+    return [(one, verdicts[one.key]) for one in some]
+
+
+def kills(tests: list[str], mutant: Mutant, plugin: Callable[[], object] | None, seconds: float, tree: Path) -> bool:
+    """Whether the tests see a mutant in a process that imports the module."""
+    before = (tree / mutant.path).read_text()
+    write(tree / mutant.path, mutant.text)
+    status, _ = in_process(tree, tests, plugin, 40 + seconds)
+    write(tree / mutant.path, before)
+    return status != 0
 
 
 def tests_named(words: str) -> list[str]:
-    """The paths of files of tests/unit, or of `<folder>/<file>` in tests; `::name` may stand behind one."""
-    places = ((word if "/" in word else f"unit/{word}").partition("::") for word in words.split())
-    return [f"tests/{file}.py{colons}{name}" for file, colons, name in places]
+    """The paths of files of tests/unit. Raises ValueError if there is no such file."""
+    paths = [f"tests/unit/{word}.py" for word in words.split()]
+    if missing := [path for path in paths if not (REPOSITORY / path).exists()]:
+        raise ValueError(f"modules.toml or by_hand.toml: there is no {missing[0]}")
+    return paths
 
 
 def by_hand(path: str, old: str, new: str, tests: str) -> tuple[Mutant, list[str]]:
@@ -362,10 +330,6 @@ def by_hand(path: str, old: str, new: str, tests: str) -> tuple[Mutant, list[str
     text = (REPOSITORY / path).read_text()
     if text.count(old) != 1:
         raise ValueError(f"by_hand.toml: {path}: this text stands {text.count(old)} times in the file: {old}")
-    for test in tests_named(tests):
-        file, _, name = test.partition("::")
-        if not (REPOSITORY / file).exists() or f"def {name}" not in (REPOSITORY / file).read_text():
-            raise ValueError(f"by_hand.toml: {path}: there is no test {test}")
     change = f"{' '.join(old.split())} -> {' '.join(new.split()) or 'nothing'}"
     return Mutant(path, "", "by hand", change, text.replace(old, new), frozenset(), None), tests_named(tests)
 
@@ -401,65 +365,40 @@ def chosen(asked: argparse.Namespace, every: Sequence[Mutant]) -> list[Mutant]:
     if asked.again:
         again = {line.removeprefix("lived: ") for line in asked.again.read_text().splitlines()}
         found = [one for one in found if str(one) in again]
-    hashes = ((one, int(hashlib.sha256(str(one).encode()).hexdigest()[:8], 16)) for one in found)
-    return [one for one, number in hashes if number < asked.share * (1 << 32)]
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--share", type=float, default=1.0, help="the part of all mutants to try")
     parser.add_argument("--again", type=Path, help="the output of an earlier run, whose surviving mutants are tried")
-    parser.add_argument("--equivalent", action="store_true", help="try the mutants of equivalent.toml instead")
     parser.add_argument("words", nargs="*")
     asked = parser.parse_args()
     FORKS.set_forkserver_preload(IMPORTED)
     begun, alike, killed = time.monotonic(), Counter[str](), equivalent()
     modules = tomllib.loads((HERE / "modules.toml").read_text())
-    work: dict[str, list[Mutant]] = {}
+    tasks: list[Callable[[Path], Verdicts]] = []
     try:
         if stray := killed.keys() - modules.keys():
             raise ValueError(f"equivalent.toml: modules.toml has no {', '.join(sorted(stray))}")
-        for path in modules:
-            every = mutants(path, (REPOSITORY / path).read_text())
-            if stale := killed.get(path, set()) - {one.key for one in every}:
-                raise ValueError(
-                    "\n".join(f"equivalent.toml: {path}: there is no mutant {key}" for key in sorted(stale))
-                )
-            same = [one for one in every if one.key in killed.get(path, ())]
-            rest = same if asked.equivalent else [one for one in every if one not in same]
-            if found := chosen(asked, rest):
-                work[path] = found
-                alike[path] = 0 if asked.equivalent else len(same)
+        for path, tests in modules.items():
+            every, same = mutants(path, (REPOSITORY / path).read_text()), killed.get(path, set())
+            if stale := same - {one.key for one in every}:
+                raise ValueError(f"equivalent.toml: {path}: there is no mutant {min(stale)}")
+            if found := chosen(asked, [one for one in every if one.key not in same]):
+                tasks.append(partial(of_module, path, tests_named(tests), found))
+                alike[path] = len(same)
         listed = tomllib.loads((HERE / "by_hand.toml").read_text())
         hand = dict(by_hand(path, *fault) for path, faults in listed.items() for fault in faults)
-        named = {path: tests_named(modules[path]) for path in work}
-        facts = dict(zip(work, in_trees(asked.jobs, measured, [*named.items()]), strict=True))
-        batches = [*batched(work, named, facts)]
-        for mutant in [] if asked.equivalent else chosen(asked, [*hand]):
-            batches.append(Batch(mutant.path, hand[mutant], [(mutant, [], 60.0)], True))
-        verdicts = [each for found in in_trees(asked.jobs, tried, batches) for each in found]
-        seen = {mutant for mutant, _ in verdicts}
-        for mutant in (one for some in work.values() for one in some if one not in seen):
-            print(f"lived: {mutant}")
-            verdicts.append((mutant, False))
+        for mutant in chosen(asked, [*hand]):
+            tasks.append(lambda tree, one=mutant: [(one, kills(hand[one], one, None, 360, tree))])
+        verdicts = in_trees(asked.jobs, tasks)
     except ValueError as error:
         print(error)
         return 2
     print(f"\n{table(verdicts, alike)}\n\n{(time.monotonic() - begun) / 60:.0f} minutes")
     share = sum(killed for _, killed in verdicts) / max(1, len(verdicts))
     return int(share < LEAST)
-
-
-def batched(work: dict[str, list[Mutant]], tests: dict[str, list[str]], facts: dict[str, Measured]) -> Iterator[Batch]:
-    """The mutants in batches: those that a fork shows, and those that need an import of the module."""
-    for path, some in work.items():
-        each = [(one, facts[path].tests_of(one)) for one in some]
-        timed = [(one, names, sum(map(facts[path].seconds.__getitem__, names))) for one, names in each]
-        for imported in (False, True):
-            part = [one for one in timed if one[1] and facts[path].needs_import(one[0]) == imported]
-            for start in range(0, len(part), AT_ONCE):
-                yield Batch(path, tests[path], part[start : start + AT_ONCE], imported)
 
 
 if __name__ == "__main__":
