@@ -51,7 +51,7 @@ def headline(result: OwnText) -> str:
     )
     if DENSE_OF_RUN in result.by_mixture:
         mixed, dense = result.by_mixture[TEMPERED], result.by_mixture[DENSE_OF_RUN]
-        said += f" The dense model is {_against(dense, mixed)} ({dense:.2f} against {mixed:.2f})."
+        said += f" The dense model is {_against(dense, mixed)} (perplexity {dense:.2f} against {mixed:.2f})."
     few = f" A text of {so_many(result.tokens, 'token')} says little; give {FEW_TOKENS} or more."
     return said + (few if _short(result) else "")
 

@@ -119,9 +119,8 @@ def test_a_text_of_several_blocks_has_the_numbers_of_the_playground(
     there = opened(folder, None)
     shown = analyse(there, MixRequest(LONG, tuple(experts or there.experts), weights, prior))
     assert list(found.tokens) == shown["pieces"]
-    bits = np.array(shown["bits"]), np.array(shown["expert_bits"])
-    np.testing.assert_allclose(-found.mixture / np.log(2), bits[0], atol=1e-3)
-    np.testing.assert_allclose(-found.log_probabilities / np.log(2), bits[1], atol=1e-2)
+    np.testing.assert_allclose(-found.mixture, shown["nats"], atol=1e-3)
+    np.testing.assert_allclose(-found.log_probabilities, shown["expert_nats"], atol=1e-3)
     np.testing.assert_allclose(found.weights, shown["weights"][:-1], atol=1e-4)
     after = model.next(LONG, experts=experts, weights=weights, prior=prior)
     np.testing.assert_allclose(after.weights, shown["weights"][-1], atol=1e-4)

@@ -44,14 +44,14 @@ def test_an_expert_that_is_off_has_no_weight(server: Playground) -> None:
     off = server.model.experts.index("news")
     assert {row[off] for row in found["weights"]} == {0.0}
     alone = json.loads(ask(server, "POST", "/analyse", question(experts=["news"]))[1])
-    np.testing.assert_allclose(alone["bits"], np.array(alone["expert_bits"])[:, off], atol=1e-2)
+    np.testing.assert_allclose(alone["nats"], np.array(alone["expert_nats"])[:, off], atol=1e-2)
     empty = json.loads(ask(server, "POST", "/analyse", question(text=""))[1])
     assert (empty["pieces"], len(empty["weights"])) == ([], 1)
 
 
 def test_the_first_tokens_of_a_long_text_are_shown(server: Playground) -> None:
     found = json.loads(ask(server, "POST", "/analyse", question(text="x " * 3000))[1])
-    assert len(found["pieces"]) == len(found["bits"]) == len(found["weights"]) - 1 == MOST_TOKENS
+    assert len(found["pieces"]) == len(found["nats"]) == len(found["weights"]) - 1 == MOST_TOKENS
     assert found["left_out"] == len(server.model.tokenizer.encode("x " * 3000)) - MOST_TOKENS > 0
 
 
@@ -200,12 +200,23 @@ def test_the_answer_is_that_of_the_command(judging: Playground, tmp_path: Path) 
     assert found["doubt"] in shown
     told = json.loads(demix("eval", judging.model.directory, tmp_path / "a.txt", "--json").output)
     best = {line["name"]: line["bits_per_byte"] for line in told["experts"]}
-    assert {one["name"]: one["bits"] for one in found["ranked"]}.keys() == best.keys()
+    assert {one["name"]: one["nats"] for one in found["ranked"]}.keys() == best.keys()
     assert found["ranked"][0]["name"] == min(best, key=best.get) == found["line"][0]
-    assert [one["bits"] for one in found["ranked"]] == sorted(one["bits"] for one in found["ranked"])
+    assert [one["nats"] for one in found["ranked"]] == sorted(one["nats"] for one in found["ranked"])
     lines = demix("eval", judging.model.directory, tmp_path / "a.txt", tmp_path / "b.txt").output
     rows = [[cell.strip() for cell in line.strip("│ ").split("│")][1:] for line in lines.splitlines() if "│" in line]
     assert [row[:5] for row in rows if row[0]] == [evaluated(judging, text)["line"][:5] for text in texts.values()]
+
+
+def test_the_sentence_and_the_picture_have_one_rule_and_one_unit(judging: Playground) -> None:
+    told = evaluated(judging, SEA)
+    asked = question(text=SEA, experts=judging.model.experts, weights=RULES[0], prior="uniform")
+    shown = json.loads(ask(judging, "POST", "/analyse", asked)[1])
+    nats, weights = np.mean(shown["expert_nats"], axis=0), np.mean(shown["weights"][:-1], axis=0)
+    places = [judging.model.experts.index(one["name"]) for one in told["ranked"]]
+    # The command counts one token more, that of the document's end, and prints two decimals.
+    assert float(told["line"][3]) == pytest.approx(weights[places[0]], abs=0.005 + 1 / len(shown["nats"]))
+    np.testing.assert_allclose([one["nats"] for one in told["ranked"]], nats[places], rtol=0.01)
 
 
 @pytest.mark.browser

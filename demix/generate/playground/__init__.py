@@ -1,1 +1,1 @@
-"""A local web page to try a model: the experts behind each token, the bits of each token, and continuations."""
+"""A local web page to try a model: the experts behind each token, the surprisal of each token, and continuations."""
