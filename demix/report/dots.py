@@ -50,27 +50,21 @@ def ranked(ranking: Ranking, *, narrow: bool = False) -> alt.TopLevelMixin:
 
     The panels stand side by side, or with `narrow`, for a telephone, one below the other.
     """
-    entries, kinds = ranking.main, ranking.material.kinds
-    beyond = [one for one in entries if any(each.change > MOST for each in one.on.values())]
-    shown = [one for one in entries if one not in beyond]
-    # Models with experts are coloured, baselines grey.
-    groups = ["experts", "baseline"]
-    colour = alt.Color("what:N", scale=alt.Scale(domain=groups, range=[COLOURS[0], "#767676"]), legend=None)
+    shown, left_out = within_the_axis(ranking)
+    kinds = ranking.material.kinds
     panels = [
         dots(
-            [_record(one, domains, groups) for one in shown if not one.on[domains.kind].oracle],
+            [_record(one, domains) for one in shown if not one.on[domains.kind].oracle],
             [one.label for one in shown],
             ["change in %,", domains.said] if narrow else f"change from {ranking.dense.label} in %, {domains.said}",
             labels=narrow or not number,
             zero=True,
-            color=colour,
+            color=line_colour(),
             width=120 if narrow else 420,
             step=20,
         )
         for number, domains in enumerate(kinds)
     ]
-    left_out = "".join(f" Beyond the axis: {one.label} ({one.first.change:+.0f}%)." for one in beyond)
-    left_out += " Left out: the oracle of a novel domain." * any(one.oracle for one in shown)
     return finish(
         (alt.vconcat if narrow else alt.hconcat)(*panels, spacing=24),
         "Change, and how surely" if narrow else "How far from the dense model, and how surely",
@@ -80,8 +74,23 @@ def ranked(ranking: Ranking, *, narrow: bool = False) -> alt.TopLevelMixin:
     )
 
 
-def _record(entry: Entry, domains: Domains, groups: list[str]) -> dict[str, Any]:
+def within_the_axis(ranking: Ranking) -> tuple[list[Entry], str]:
+    """The lines that matter but those whose mean change exceeds MOST, and the sentences that name what is left out."""
+    shown = [one for one in ranking.main if not any(each.change > MOST for each in one.on.values())]
+    beyond = [one for one in ranking.main if one not in shown]
+    left_out = "".join(f" Beyond the axis: {one.label} ({one.first.change:+.0f}%)." for one in beyond)
+    return shown, left_out + " Left out: the oracle of a novel domain." * any(one.oracle for one in shown)
+
+
+def line_colour() -> alt.Color:
+    """Models with experts are coloured, baselines grey."""
+    return alt.Color(
+        "what:N", scale=alt.Scale(domain=["experts", "baseline"], range=[COLOURS[0], "#767676"]), legend=None
+    )
+
+
+def _record(entry: Entry, domains: Domains) -> dict[str, Any]:
     measured = entry.on[domains.kind]
     low, high = measured.interval or (measured.change, measured.change)
     found = {"value": measured.change, "low": low, "high": high}
-    return {"system": entry.label, "what": groups[entry.baseline]} | {name: finite(one) for name, one in found.items()}
+    return {"system": entry.label, "what": entry.what} | {name: finite(one) for name, one in found.items()}

@@ -64,6 +64,11 @@ class Entry:
         return self.system.label
 
     @property
+    def what(self) -> str:
+        """Whether the model has experts or is a baseline, for the colour of its dots."""
+        return "baseline" if self.baseline else "experts"
+
+    @property
     def oracle(self) -> bool:
         """Whether some number is that of an oracle."""
         return any(one.oracle for one in self.on.values())

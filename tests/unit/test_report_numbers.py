@@ -24,6 +24,7 @@ from demix.report.affinity import relation_with_own, relations
 from demix.report.item import FigureItem, TableItem
 from demix.report.items import all_items
 from demix.report.material import Material
+from demix.report.ranking import ranking
 from demix.run.run import Run
 from support.configs import changed, small_run
 from support.frozen import material, rows_of
@@ -441,6 +442,23 @@ def trace(files: Files, kind: str) -> pd.DataFrame:
                 rows.append([expert, block, block + 1, value])
             before = value
     return pd.DataFrame(rows, columns=["expert", "start", "end", "value"])
+
+
+def by_domain(files: Files) -> pd.DataFrame:
+    less = files.own.table("differences").query("against == 'dense'").set_index(["domain", *SYSTEM])
+    rows, dense, run = [], files.own.of("dense", "dense"), files.run
+    for entry in ranking(Material(run)).main:
+        model, experts, method, weights = entry.system.key
+        if max(one.change for one in entry.on.values()) > 30:
+            continue
+        for name, found in files.own.of(model, method, weights, experts).items():
+            if name in run.novel and method == "naive":
+                continue
+            ends = [np.nan] * 2
+            if (name, *entry.system.key) in less.index:
+                ends = less.loc[(name, *entry.system.key), ["perplexity_low", "perplexity_high"]]
+            rows.append([entry.label, name, *(100 * end / dense[name] for end in (found - dense[name], *ends))])
+    return pd.DataFrame(rows, columns=["system", "domain", "value", "low", "high"])
 
 
 def figure7(files: Files) -> pd.DataFrame:

@@ -41,9 +41,9 @@ from demix.settings import Integer, Items, Number, Text, settings
 # The tokens of a text that are shown, and the characters that are judged.
 MOST_TOKENS, MOST_JUDGED = 4096, 1 << 16
 MOST_DRAWN = 500
-# The rules that the page offers. The first is the one of `demix eval`, whose sentence the page shows. A change of experts
-# once in 100 tokens follows a text that changes its domain sooner: over twelve texts of three dev documents of the sample
-# (100 tokens each) the right expert has 80% of the weight at 5.71 nats per token, with `tempered` 56% at 5.80 nats.
+# The rules that the page offers. The first is that of `demix eval`, whose sentence the page shows. A change of experts
+# once in 100 tokens follows a text that changes its domain sooner: over twelve texts of three dev documents of the
+# sample (100 tokens each) the right expert has 80% of the weight at 5.71 nats per token, with `tempered` 56% at 5.80.
 RULES = ("tempered", "switching(0.01)", "history", "released")
 # Those that it offers where the model's run has a clustering of its experts.
 BY_CLUSTER = ("cluster", "cluster+history")
