@@ -5,7 +5,6 @@ import json
 import os
 import random
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -222,32 +221,6 @@ def test_names_that_are_places_are_refused_at_every_entrance(name: str, model: P
     ):
         refusal(*words, of="")
     assert contents(model.parent) == before
-
-
-def test_two_that_change_the_experts_do_so_in_turn(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, good = model.parent / "good" / "experts", experts.shutil.copyfile
-    both, outcomes = threading.Barrier(2), []
-
-    def copied(*paths: Path) -> None:
-        # Without a lock the other one gets here too.
-        with suppress(threading.BrokenBarrierError):
-            both.wait(1)
-        good(*paths)
-
-    def add(expert: str) -> None:
-        try:
-            outcomes.append(experts.add_expert(model, source / f"{expert}.safetensors", "deeds"))
-        except DemixError as error:
-            outcomes.append(error.subject)
-
-    monkeypatch.setattr(experts.shutil, "copyfile", copied)
-    threads = [threading.Thread(target=add, args=(expert,)) for expert in ("law", "news")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(outcomes) == ["deeds", "expert deeds"]
-    assert experts.find_faults(model) == []
 
 
 WRONG: list[Any] = [None, True, -1, 0, 10**30, 1.5, 1e300, "", "\x1b", "a" * 9999, "../x"]

@@ -3,7 +3,6 @@
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -12,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from demix.files import replacing, sha256_file, write_text
+from demix.files import sha256_file
 from support.breaking import run_tiny
 from support.disturbed import printed, until
 
@@ -118,26 +117,3 @@ def test_a_job_by_hand_outlives_who_started_it() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "DEMIX_SNAKEMAKE"}
     for more, shown in (({}, "False\n"), ({"DEMIX_SNAKEMAKE": str(os.getpid())}, "True\n")):
         assert subprocess.check_output([sys.executable, "-c", code], text=True, env=environment | more) == shown
-
-
-@pytest.mark.parametrize("directory", [False, True])
-def test_what_a_killed_writer_left_is_cleared_away(directory: bool, tmp_path: Path) -> None:
-    code = """
-import os, signal, sys
-from demix.files import replacing
-directory = len(sys.argv) > 2
-with replacing(sys.argv[1], directory=directory) as temporary:
-    (temporary / "a" if directory else temporary).write_text("half")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    output = tmp_path / "out"
-    done = subprocess.run([sys.executable, "-c", code, str(output), *["folder"][: int(directory)]], check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert not output.exists()
-    assert [path.suffix for path in tmp_path.iterdir() if path.name.startswith(".out")] == [".partial"]
-    if directory:
-        with replacing(output, directory=True) as temporary:
-            (temporary / "a").write_text("whole")
-    else:
-        write_text(output, "whole")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -14,7 +14,7 @@ from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import read_json, sha256_file, write_json, write_parquet
 from demix.model.checkpoint import expert_names, load_model, save_expert
-from demix.model.experts import add_expert, find_faults, remove_expert
+from demix.model.experts import add_expert, changing, find_faults, remove_expert
 from demix.model.merge import merge_experts, prior_weights
 from support.cli import demix, refusal
 from support.contents import contents
@@ -182,6 +182,16 @@ def test_an_expert_that_is_a_whole_model_fits_another_run_of_the_same_shape(tmp_
     after = contents(ours)
     assert all(after[path] == content for path, content in before.items() if "news" not in str(path))
     assert find_faults(ours) == []
+
+
+def test_one_process_changes_the_experts_at_a_time(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("demix.model.experts.LOCK_SECONDS", 0.0)
+    with changing(model):
+        with refused(model):
+            add_expert(model, model / "experts" / "law.safetensors", "deeds")
+        with refused(model):
+            remove_expert(model, "law")
+    assert expert_names(model) == tuple(sorted(THREE))
 
 
 def test_removing_leaves_a_whole_model_at_any_moment(model: Path) -> None:

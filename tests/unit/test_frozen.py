@@ -7,7 +7,7 @@ import pytest
 from demix.files import check_sealed
 from demix.run.run import Run
 from support import frozen as module
-from support.frozen import rows_of, unpack, with_models
+from support.frozen import rows_of, unpack
 
 
 def test_every_file_is_whole_and_domains_have_many_documents_or_few(frozen: Run) -> None:
@@ -24,18 +24,3 @@ def test_a_run_of_another_format_names_the_command_that_makes_it(
     monkeypatch.setattr(module, "FORMAT", module.FORMAT + 1)
     with pytest.raises(RuntimeError, match="make frozen"):
         unpack(tmp_path)
-
-
-def test_a_run_of_two_models_has_no_rows_of_others(frozen: Run, tmp_path: Path) -> None:
-    run = with_models(frozen, tmp_path / "run", "demix", "dense")
-    assert {*rows_of(run)["model"]} == {
-        "demix",
-        "dense",
-        "without-scripture",
-        "dense-dapt-fortunes",
-        "dense-dapt-fantasy",
-    }
-    whole, kept = rows_of(frozen), rows_of(run)
-    assert (kept.dtypes == whole.dtypes).all()
-    plain = (whole["model"] == "dense") & (whole["variant"] == "")
-    assert kept[kept["model"] == "dense"]["perplexity"].tolist() == whole[plain]["perplexity"].tolist()

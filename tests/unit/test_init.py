@@ -296,10 +296,3 @@ def test_the_display_shows_warnings() -> None:
     handler.emit(logging.makeLogRecord({"msg": "law: left out: 1 documents", "levelno": logging.WARNING}))
     handler.emit(logging.makeLogRecord({"msg": "rule law", "levelno": logging.INFO}))
     assert handler.console.file.getvalue().splitlines() == ["law: left out: 1 documents"]
-
-
-def test_a_character_that_json_writes_as_two_escapes_is_one(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"licence": "CC 🄯 BY"}))
-    assert "\\ud83c" in path.read_text()
-    assert read_keys(path)[0] == {"licence": "CC 🄯 BY"}

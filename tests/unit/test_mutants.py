@@ -53,17 +53,6 @@ def test_each_line_has_its_faults(line: str, expected: set[str]) -> None:
     assert len(found - expected) <= 3, "of statements and numbers inside"
 
 
-def test_results_of_the_type_that_a_function_names_are_left_out() -> None:
-    before = (
-        "def f(a) -> int:\n    return a\n\ndef g(a) -> bool:\n    return a\n\ndef h(a) -> int | None:\n    return a\n"
-    )
-    assert [mutant.change for mutant in mutants("x.py", before)] == [
-        "return a -> return None",
-        "return a -> return True",
-        "return a -> return False",
-    ]
-
-
 @pytest.mark.parametrize("path", ["demix/mix/priors.py", "demix/files/atomic.py"])
 def test_names_are_unique_and_outlive_another_format(path: str) -> None:
     text = (REPOSITORY / path).read_text()
