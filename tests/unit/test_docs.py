@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import typer
 import yaml
-import zstandard
 from typer.main import get_command
 
 from demix.commands.main import command_line
@@ -40,7 +39,10 @@ from support.warm import warm
 pytestmark = pytest.mark.full
 
 REPOSITORY = Path(__file__).parents[2]
+TUTORIALS = REPOSITORY / "docs" / "tutorials"
 DOCS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+# The demo's commands read its finished run; those of the other tutorials run from nothing.
+DOCS += [TUTORIALS / "demo.md"]
 # Stages that take long: their options and settings are checked instead.
 LONG = {"adapt": Adaptation, "adapt-dense": Adaptation, "evaluate": Evaluation, "audit": Audit, "route": Routing}
 LONG |= {"contexts": ContextEvaluation, "examples": ExamplesRecipe, "fewshot": TaskScoring, "classify": Classification}
@@ -216,36 +218,19 @@ def test_snakemake_takes_these_arguments(words: tuple[str, ...], tmp_path: Path)
     assert re.search(r"^total +[1-9]", shown, re.MULTILINE), shown
 
 
-def test_own_data_is_run_and_a_text_gets_its_posterior(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = in_a_clone(tmp_path)
-    (folder / "texts").mkdir()
-    domains = {"letters": "novels", "recipes": "licenses", "diary": "scripture"}
-    for name, domain in domains.items():
-        (folder / "texts" / f"{name}.txt").write_text(" ".join(words_of(domain)[:9000]))
-    monkeypatch.chdir(folder)
-    (folder / "unknown.txt").write_text(" ".join(words_of("scripture")[9000:10000]))
-    init, *after = [words for words in commands(REPOSITORY / "docs" / "own-data.md") if words[1] != "playground"]
-    assert [words[:2] for words in after] == [["demix", "config"], ["snakemake", "--configfile"], ["demix", "eval"]]
-    config = demix(*init[1:-2]).stdout
-    # Two of the four models serve: nothing below reads the others.
-    fewer = "models: {dense_unbalanced: null, domain_token: null}\n"
-    (folder / "mine.yaml").write_text(re.sub("tokens: 200000", "tokens: 46080", config) + fewer)
-    # Pages and tracking are shown of other runs.
-    after[1][1:1] = ["results/mine/results.parquet", "results/mine/config.json"]
-    after[2] = [*after[2], "--json"]
-    for words in after:
-        done = subprocess.run(words, cwd=folder, env=warm(ENVIRONMENT), capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-    posterior = {line["name"]: line["posterior"] for line in json.loads(done.stdout)["experts"]}
-    assert posterior.keys() == domains.keys()
-    assert sum(posterior.values()) == pytest.approx(1)
-    assert max(posterior, key=posterior.__getitem__) == "diary"
-
-
-def words_of(domain: str) -> list[str]:
-    """The words of a domain of the sample."""
-    with zstandard.open(REPOSITORY / "resources" / "sample" / f"{domain}.jsonl.zst", "rt", encoding="utf-8") as file:
-        return [word for line in file for word in json.loads(line)["text"].split()]
+@pytest.mark.parametrize("page", ["own-files", "pretrained"])
+def test_a_tutorial_runs(page: str, tmp_path: Path) -> None:
+    """In a clone, as written but for the number of words; the files that the page names are then there."""
+    folder, text = in_a_clone(tmp_path), (TUTORIALS / f"{page}.md").read_text()
+    said = ""
+    for block in re.findall(r"```bash\n(.*?)```", text.replace("WORDS = 20_000", "WORDS = 3_000"), re.DOTALL):
+        shell = ["bash", "-euo", "pipefail", "-c", block]
+        done = subprocess.run(shell, cwd=folder, env=warm(ENVIRONMENT), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (block, done.stdout + done.stderr)
+        said += done.stdout
+    assert "\nscripture is " in said
+    named = re.findall(r"`((?:results|texts|config)/[\w./-]+|[\w-]+\.txt|(?:with|without|tiny)-[\w./-]+)`", text)
+    assert [name for name in named if not (folder / name).exists()] == []
 
 
 def test_links_lead_somewhere() -> None:
