@@ -315,7 +315,8 @@ def _train(training: "ModelTraining", places: Places, launch: _Launch, experts: 
     # A wrong number of ranks must be reported before any process starts.
     place(training.kind, experts[:1] or domains, training.settings.sequences, world_size(launch.ranks), copies)
     seed = (training.alone(domains[0]) if experts else training).seed
-    about: list[object] = [training.kind, fingerprinted(training.settings), domains]
+    # A trial of a rate keeps no model: what it has done is not a training's.
+    about: list[object] = [training.kind, fingerprinted(training.settings), domains, sorted(places.results)]
     about += [one for one in (experts, seed and seed.origin, training.until) if one]
     job = TrainingJob(
         command=tuple(sys.argv[1:]),
@@ -367,7 +368,7 @@ def _adapt(
     from demix.model.checkpoint import describe
 
     description = describe(model)
-    about = [*about, fingerprinted(adaptation), description["shared_sha256"]]
+    about = [*about, fingerprinted(adaptation), description["shared_sha256"], sorted(places.results)]
     job = TrainingJob(
         command=tuple(sys.argv[1:]),
         fingerprint=fingerprint_of(about, shards),

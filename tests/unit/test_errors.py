@@ -65,7 +65,8 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
         damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
         write_model(Path("foreign"), ("law",), "0" * 64, encoder.vocab_size)
         write_json(Path("results/old/config.json"), {"run": "old", "format": FORMAT - 1})
-        write_json(Path("checkpoint/config.json"), {"model_type": "gpt2", "new_key": 3})
+        Path("checkpoint").mkdir()
+        Path("checkpoint/config.json").write_text('{"model_type": "gpt2", "new_key": 3}')
         for name, (old, new) in CONFIGS.items():
             Path(f"{name}.yaml").write_text(CONFIG.replace(old, new, 1))
         Path("empty").mkdir()
@@ -104,7 +105,7 @@ LINES = {
     f"eval {MODEL} body.jsonl": "body.jsonl, row 1: has no field 'text'; fields are 'body': name the text's as "
     "source.text or --field",
     "import checkpoint --output imported": "checkpoint/config.json: new_key: is 3, and whether this changes what GPT-2 "
-    "computes is not known; leave it out of the file if it changes nothing",
+    "computes is not known; leave out of the file what changes nothing",
 }
 
 

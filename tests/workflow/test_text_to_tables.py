@@ -104,7 +104,7 @@ def test_no_text_is_in_two_splits_or_domains(run: Path) -> None:
 def test_every_file_is_sealed_and_says_which_file_of_the_run_it_is(run: Path) -> None:
     assert not [*run.glob("raw/*/*")]
     names = {path: path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
-    allowed = {".parquet", ".json", ".jsonl", ".arrow", ".safetensors", ".html", ".md", ".tex", ".svg", ".png"}
+    allowed = {".parquet", ".json", ".jsonl", ".arrow", ".safetensors", ".html", ".md", ".tex", ".svg", ".pdf", ".png"}
     # Locks are empty or name who holds them; .txt are packages and logs in MLflow's folder.
     assert {path.suffix for path in names} <= allowed | {".log", ".tsv", ".db", ".txt", ".lock", ""}
     # The report is for other software.

@@ -19,6 +19,7 @@ from demix.evaluate.own_text import Judge
 from demix.evaluate.told import FILES_NOTE, HEADS, cells, doubt, headline
 from demix.files import parquet_reader, read_parquet
 from demix.files.json_files import without_nan
+from demix.generate.completions import tokens_of
 from demix.mix.logs import logsumexp
 from demix.mix.stream import Posterior
 from demix.model.clusters import has_clusters
@@ -181,7 +182,7 @@ def analyse(model: Opened, asked: MixRequest) -> dict[str, Any]:
     posterior = _posterior(model, asked)
     with model.lock:
         if model.last is None or model.last[0] != asked.text:
-            ids = _ids(model, asked.text)
+            ids = tokens_of(model.tokenizer, asked.text)
             unweighted = Posterior(np.zeros(len(model.experts)), model.context)
             decoder = Decoder(model.trunks, _start(model), unweighted)
             shown = torch.tensor([ids[:MOST_TOKENS]], dtype=torch.long)
@@ -208,7 +209,7 @@ def draw(model: Opened, asked: DrawRequest) -> Iterator[dict[str, Any]]:
         top_p=(asked.top_p, 0.001, 1),
         seed=(asked.seed, 0, 2**62),
     )
-    ids, posterior = _ids(model, asked.text), _posterior(model, asked)
+    ids, posterior = tokens_of(model.tokenizer, asked.text), _posterior(model, asked)
     if len(ids) > MOST_TOKENS:
         raise DemixError("text", f"has {len(ids)} tokens", f"shorten it to at most {MOST_TOKENS}")
 
@@ -242,14 +243,6 @@ def _posterior(model: Opened, asked: MixRequest) -> Posterior:
         raise DemixError("weights", "are a number of tokens", "choose a rule that the page offers")
     mixture = mixture_of(model.directory, model.trunks, model.tokenizer, asked.weights, asked.prior, asked.experts)
     return mixture.begin(_start(model).numpy())
-
-
-def _ids(model: Opened, text: str) -> list[int]:
-    try:
-        ids: list[int] = model.tokenizer.encode(text).tolist()
-    except UnicodeEncodeError:
-        raise DemixError("text", "is not valid Unicode", "remove the unpaired surrogates") from None
-    return ids
 
 
 def _start(model: Opened) -> torch.Tensor:
