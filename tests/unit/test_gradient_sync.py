@@ -20,9 +20,9 @@ SEQUENCES, WIDTH = 4, 5
 
 
 def parameters_of(experts: tuple[int, ...]) -> dict[str, nn.Parameter]:
-    """Two shared parameters, one of them unused, and two of the experts given."""
+    """Five shared parameters, the first of them unused, and two of the experts given."""
     chance = torch.Generator().manual_seed(1)
-    shared = {f"shared{n}": torch.randn(WIDTH, WIDTH, generator=chance, dtype=torch.float64) for n in range(3)}
+    shared = {f"shared{n}": torch.randn(WIDTH, WIDTH, generator=chance, dtype=torch.float64) for n in range(5)}
     every = torch.randn(2, 4, WIDTH, WIDTH, generator=chance, dtype=torch.float64)
     own = {f"expert{n}": every[n, list(experts)] for n in range(2)}
     return {name: nn.Parameter(tensor.clone()) for name, tensor in (shared | own).items()}
@@ -32,8 +32,9 @@ def loss_of(parameters: dict[str, nn.Parameter], experts: tuple[int, ...], first
     chance = torch.Generator().manual_seed(2)
     x = torch.randn(4, SEQUENCES, WIDTH, generator=chance, dtype=torch.float64)[list(experts), first:last]
     # The first layer's parameters are the last that backward reaches.
-    hidden = torch.tanh(x @ parameters["shared0"]) @ parameters["expert0"]
-    return (torch.tanh(hidden @ parameters["shared1"]) @ parameters["expert1"]).square().sum()
+    hidden = torch.tanh(x @ parameters["shared1"] @ parameters["shared2"]) @ parameters["expert0"]
+    hidden = torch.tanh(hidden @ parameters["shared3"] @ parameters["shared4"]) @ parameters["expert1"]
+    return hidden.square().sum()
 
 
 def be_rank(rank: int, ranks: int, port: int, folder: Path) -> None:
@@ -66,7 +67,7 @@ def be_rank(rank: int, ranks: int, port: int, folder: Path) -> None:
         gradients = {name: parameter.grad.numpy().copy() for name, parameter in parameters.items()}
         norm = sync.clip(0.5, scale=2.0)
         clipped = {f"clipped/{name}": parameter.grad.numpy() for name, parameter in parameters.items()}
-        sums = {"sum": world.sum([rank, 0.1]), "first": world.first([rank + 7.0])}
+        sums = world.sum([rank, 0.1])
         buckets, sent = [bucket.flat.numel() for bucket in sync.buckets], sync.sent
         sync.close()
         sync.zero()
@@ -80,12 +81,12 @@ def be_rank(rank: int, ranks: int, port: int, folder: Path) -> None:
             "views": [p.grad.data_ptr() in views for p in parameters.values() if p.grad is not None],
         }
     assert not dist.is_initialized()
-    np.savez(folder / f"{rank}.npz", **found, **gradients, **clipped, **sums)
+    np.savez(folder / f"{rank}.npz", **found, **gradients, **clipped, sum=sums)
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_gradients_over_ranks_are_those_of_one_process(tmp_path: Path, ranks: int) -> None:
-    """Several experts a rank, and several ranks an expert; buckets of two parameters and a rest."""
+    """Several experts a rank, and several ranks an expert; buckets of two, and one that backward never fills."""
     context = multiprocessing.get_context("fork")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     started = [context.Process(target=be_rank, args=(rank, ranks, store.port, tmp_path)) for rank in range(ranks)]
@@ -96,7 +97,7 @@ def test_gradients_over_ranks_are_those_of_one_process(tmp_path: Path, ranks: in
     assert [process.exitcode for process in started] == [0] * ranks
     alone = parameters_of((0, 1, 2, 3))
     loss_of(alone, (0, 1, 2, 3), 0, SEQUENCES).backward()
-    alone["shared2"].grad = torch.zeros_like(alone["shared2"])
+    alone["shared0"].grad = torch.zeros_like(alone["shared0"])
     places = place_experts(["a", "b", "c", "d"], SEQUENCES, ranks)
     whole = {name: parameter.grad.clone() for name, parameter in alone.items()}
     # The factor by which the loss was scaled is divided out before gradients are clipped.
@@ -114,20 +115,19 @@ def test_gradients_over_ranks_are_those_of_one_process(tmp_path: Path, ranks: in
             np.testing.assert_allclose(found[f"clipped/{name}"], clipped, rtol=1e-5, atol=1e-9)
         assert found["norm"] == pytest.approx(norm, rel=1e-9)
         assert found["sum"] == pytest.approx([sum(range(ranks)), ranks * 0.1], rel=1e-15)
-        assert found["first"] == [7.0]
         assert found["level"] == (logging.WARNING if rank else logging.INFO)
         assert not found["views"].any(), "what is closed changes no gradient"
         size = WIDTH * WIDTH
         # The last parameters first, two in a bucket; a rank's own experts are in none.
         experts = [2 * len(own.experts) * size] if len(own.ranks) > 1 else []
-        assert found["buckets"].tolist() == [2 * size, size, *experts]
-        assert found["sent"] == synced_bytes(3 * size, 2 * len(own.experts) * size, ranks, len(own.ranks), 8)
+        assert found["buckets"].tolist() == [2 * size, 2 * size, size, *experts]
+        assert found["sent"] == synced_bytes(5 * size, 2 * len(own.experts) * size, ranks, len(own.ranks), 8)
 
 
 def test_one_process_sums_nothing() -> None:
     world = World()
     assert world.placed(place("demix", ["a", "b"], 4, 1)) is world
-    assert world.sum([1.5, 2]) == world.first([1.5, 2]) == [1.5, 2]
+    assert world.sum([1.5, 2]) == [1.5, 2]
     world.wait()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE"):
