@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from demix.files import (
     read_json,
@@ -23,8 +22,6 @@ from demix.files import (
     write_json_lines,
     write_parquet,
 )
-from demix.train.parallel import World
-from demix.train.state import State, newest_state, save_state
 from support.breaking import command, json_value, run_tiny
 from support.cli import said
 from support.disturbed import printed
@@ -186,25 +183,6 @@ def test_texts_that_quote_a_seal_and_files_without_one_are_no_damage(tmp_path: P
         assert read_json(tmp_path / "a.json") == {text: text}
         if "\x18" not in text:
             assert read_parquet(tmp_path / "theirs.parquet")["text"].to_pylist() == [text]
-
-
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, times: Times, chance: random.Random) -> None:
-    """Whichever of its files it is, training goes on from the one before."""
-    for step in (1, 2):
-        shared, expert = {"a": torch.full((40,), float(step))}, {"news": {"b": torch.full((2, 9), float(step))}}
-        save_state(tmp_path, State(step, shared, expert, [{"step": step, "loss": 0.5, "tokens": 9}]), World(), keep=2)
-    newest = tmp_path / "step-00000002"
-    assert newest_state(tmp_path, ("news",), World()).step == 2
-    for path in sorted(newest.iterdir()):
-        whole = path.read_bytes()
-        for damage in DAMAGES:
-            for _ in range(times(5, 20)):
-                path.write_bytes(damage(whole, chance))
-                found = newest_state(tmp_path, ("news",), World())
-                assert found.step == 1, path
-                assert found.shared["a"].unique().tolist() == [1.0]
-        path.write_bytes(whole)
-    assert newest_state(tmp_path, ("news",), World()).step == 2
 
 
 # A file of each kind; what was made of it stays.

@@ -32,7 +32,7 @@ from demix.track.client import opened
 from demix.track.store import track
 from demix.train.parallel import World
 from demix.train.state import newest_state
-from support.cli import refusal, said
+from support.cli import refusal
 from support.configs import written_by_hand
 from support.errors import refused
 from support.frozen import with_models
@@ -249,17 +249,3 @@ def test_markup_is_text_in_pages_cards_and_mlflow(
         written_by_hand(folder, domains=domains | {"training": training})
         refusal("report", folder, "--output", tmp_path / "refused", of="config")
     assert not (tmp_path / "refused").exists()
-
-
-def test_markup_and_paths_in_ids_go_no_further_than_raw_text(tmp_path: Path) -> None:
-    source, raw, documents = (tmp_path / name for name in ("a.jsonl", "raw.parquet", "documents.parquet"))
-    row = {"id": f"../../{MARKUP}", "text": f"{MARKUP} some words", "title": MARKUP}
-    source.write_text(json.dumps(row) + "\n")
-    settings = json.dumps({"kind": "files", "path": str(source), "id": "id", "metadata": ["title"]})
-    assert said(["download", "d", "--settings", settings, "--output", str(raw)]) is None
-    counts = tmp_path / "counts.json"
-    assert said(["anonymize", str(raw), "--output", str(documents), "--counts", str(counts)]) is None
-    (kept,) = read_parquet(documents).to_pylist()
-    assert re.fullmatch("[0-9a-f]{64}", kept["id"])
-    assert {*tmp_path.iterdir()} == {source, raw, documents, counts}
-    assert MARKUP not in counts.read_text()

@@ -5,20 +5,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
-# Their opposites say no more than the condition that is always or never true.
-OPPOSITES = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
+# The opposites say no more than a condition that is always or never true.
+OPPOSITES = (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)
+COMPARISONS = (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), *OPPOSITES
+COMPARED = {one: other for pair in COMPARISONS for one, other in (pair, pair[::-1])}
 COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -149,8 +139,9 @@ class _Finder:
         if whole is node:
             return _line(ast.unparse(node)) + " -> " + _line(_written(other))
         before = ast.unparse(whole)
-        with _put(around[1], node, other):
-            after = ast.unparse(whole)
+        _Put(node, other).visit(whole)
+        after = ast.unparse(whole)
+        _Put(other, node).visit(whole)
         return f"{_line(before)} -> {_line(after)}"
 
     def run_by(self, node: ast.AST, parents: list[ast.AST]) -> frozenset[int]:
@@ -176,24 +167,14 @@ _SIMPLE = (ast.expr, ast.keyword, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-class _put:
-    """For a moment, `other` in the place of `node` among the fields of `parent`."""
+class _Put(ast.NodeTransformer):
+    """Puts `new` in the place of the node `old`."""
 
-    def __init__(self, parent: ast.AST, node: ast.AST, other: ast.AST) -> None:
-        self.parent, self.node, self.other = parent, node, other
+    def __init__(self, old: ast.AST, new: ast.AST) -> None:
+        self.old, self.new = old, new
 
-    def __enter__(self) -> None:
-        self.exchange(self.node, self.other)
-
-    def __exit__(self, *_: object) -> None:
-        self.exchange(self.other, self.node)
-
-    def exchange(self, old: ast.AST, new: ast.AST) -> None:
-        for name, value in ast.iter_fields(self.parent):
-            if value is old:
-                setattr(self.parent, name, new)
-            elif isinstance(value, list):
-                value[:] = [new if one is old else one for one in value]
+    def visit(self, node: ast.AST) -> ast.AST:
+        return self.new if node is self.old else self.generic_visit(node)
 
 
 def _walk(node: ast.AST, parents: list[ast.AST]) -> Iterator[tuple[ast.AST, list[ast.AST]]]:
@@ -301,7 +282,7 @@ def _other_values(node: ast.expr, parent: ast.AST | None) -> Iterator[tuple[str,
 
 def _compared(node: ast.Compare, parent: ast.AST | None) -> Iterator[tuple[str, ast.AST]]:
     for number, op in enumerate(node.ops):
-        if isinstance(op, OPPOSITES) and len(node.ops) == 1 and _is_test(node, parent):
+        if isinstance(op, sum(OPPOSITES, ())) and len(node.ops) == 1 and _is_test(node, parent):
             continue
         ops = [*node.ops[:number], COMPARED[type(op)](), *node.ops[number + 1 :]]
         yield "comparison", ast.Compare(node.left, ops, node.comparators)

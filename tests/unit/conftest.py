@@ -3,7 +3,9 @@
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from socket import socket
 
 import pytest
 from selenium import webdriver
@@ -28,6 +30,14 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def report(frozen: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of the run that the workflow made; not to be written to."""
     return once(tmp_path_factory, "report", lambda folder: write_report(frozen, folder))
+
+
+@pytest.fixture(scope="module")
+def nobody() -> Iterator[str]:
+    """The address of a port of this machine where nobody listens; while it is bound, no other process can take it."""
+    with closing(socket()) as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
 @pytest.fixture(scope="module")

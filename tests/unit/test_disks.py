@@ -118,30 +118,3 @@ def test_a_folder_without_permission_to_write(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith(f"demix: error: {output.parent}")
-
-
-def test_200_megabytes_in_one_line(tmp_path):
-    source = tmp_path / "a.jsonl"
-    with open(source, "wb") as file:
-        file.truncate(200_000_000)
-    output = tmp_path / "raw" / "0000.parquet"
-    assert f"{source}, line 1" in str(said(_download(source, output)))
-    assert [*output.parent.iterdir()] == []
-
-
-def test_a_domain_without_a_word(tmp_path):
-    """Each part may be empty; a domain may not."""
-    run = tmp_path / "run"
-    (tmp_path / "a.jsonl").write_text('{"text": " "}\n{"text": null}\n')
-    raw, documents = run / "raw" / "d" / "0000.parquet", run / "documents" / "d" / "0000.parquet"
-    assert said(_download(tmp_path / "a.jsonl", raw)) is None
-    counts = str(documents.with_suffix(".json"))
-    assert said(["anonymize", str(raw), "--output", str(documents), "--counts", counts]) is None
-    assert json.loads(documents.with_suffix(".json").read_text())["rejected"] == {"empty": 2, "not_utf8": 0}
-    assert said(["deduplicate", str(documents), "--output", str(run / "owners.parquet")]) is None
-    words = {"train": None, "dev": 5, "test": 5}
-    settings = json.dumps({"training": True, "seed": 1, "near_duplicates": None, "metadata": False, "words": words})
-    command = ["split", "d", str(documents), "--owners", str(run / "owners.parquet"), "--settings", settings]
-    error = said([*command, "--output", str(run / "corpus")])
-    assert "d.words" in str(error)
-    assert [path for path in (run / "corpus").rglob("*") if path.is_file()] == []

@@ -9,10 +9,9 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from socket import socket
 from typing import Any
 
 import huggingface_hub.constants
@@ -41,14 +40,6 @@ HUB = {"kind": "hub", "path": "owner/name", "revision": "main", "data_files": ["
 def serve() -> Iterator[Callable[[Answer], Site]]:
     with ExitStack() as servers:
         yield lambda answer: servers.enter_context(serving(answer))
-
-
-@pytest.fixture
-def nobody() -> Iterator[str]:
-    """The address of a port where nobody listens; while it is bound, no other process can use it."""
-    with closing(socket()) as held:
-        held.bind(("127.0.0.1", 0))
-        yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
 def get(site: Site, path: Path, **options: object) -> None:

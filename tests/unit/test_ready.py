@@ -1,10 +1,8 @@
 """What is checked before the first job of a run, with commands of SLURM that are scripts and a real server."""
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from socket import socket
 from typing import Any
 
 import pytest
@@ -48,14 +46,6 @@ def config(address: str = "", source: dict[str, Any] | None = None, **cluster: A
     if address or source:
         domains["novel"]["wiki"]["source"] = source or {"kind": "url", "path": [address]}
     return changed(SAMPLE, cluster=cluster, domains=domains)
-
-
-@pytest.fixture(scope="module")
-def nobody() -> Iterator[str]:
-    """The address of a port of this machine where nobody listens; while it is bound, no other process can take it."""
-    with closing(socket()) as held:
-        held.bind(("127.0.0.1", 0))
-        yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
 def test_the_commands_and_the_controller_are_there(commands):

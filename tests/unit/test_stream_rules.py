@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import minimize
 from scipy.special import log_softmax, logsumexp
 
 from demix.evaluate.choice import ALPHAS, BETAS, GAMMAS, switching_on_dev, tempered_on_dev
@@ -117,26 +116,6 @@ def test_no_expert_gains_on_the_fitted_prior_of_many(experts: int, scale: float)
     for scores in (even, rare, few):
         log_prior = fitted_log_prior(scores[None], np.ones((1, len(scores)), bool))
         assert gains(scores, log_prior).max() <= 1 + 1e-9
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(2, 6), st.sampled_from([0.3, 1.0, 3.0]))
-def test_the_fitted_prior_is_the_optimum_that_scipy_finds(seed: int, experts: int, scale: float) -> None:
-    generator = np.random.default_rng(seed)
-    scores = -scale * generator.exponential(1, (300, experts)) - 0.2 * generator.random(experts)
-    likelihood = np.exp(scores)
-    found = minimize(
-        lambda prior: -np.log(likelihood @ prior).mean(),
-        np.full(experts, 1 / experts),
-        jac=lambda prior: -(likelihood / (likelihood @ prior)[:, None]).mean(axis=0),
-        method="SLSQP",
-        bounds=[(0, 1)] * experts,
-        constraints={"type": "eq", "fun": lambda prior: prior.sum() - 1},
-        options={"ftol": 1e-14, "maxiter": 1000},
-    )
-    prior = np.exp(fitted_log_prior(scores[None], np.ones((1, 300), bool)))
-    assert -np.log(likelihood @ prior).mean() <= found.fun + 1e-10
-    np.testing.assert_allclose(prior, found.x, atol=1e-4)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.5, 0.79, 0.95])
