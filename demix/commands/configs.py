@@ -121,7 +121,7 @@ def config(
         for name, words, passes in _many_passes(run.config):
             cause = f"adapts to {name} in about {passes:,.0f} passes over its {words:,} words"
             logging.getLogger("demix").warning(f"{file}, config key adaptation.{key}: {cause}; lower it, {cure}")
-        print(printable(f"demix plan {file} says what it takes; demix config --values {file} prints every value."))
+        print(printable(f"demix plan {file} estimates time and disk; demix config --values {file} prints every value."))
 
 
 def _will_run(run: "Run") -> list[tuple[str, str]]:

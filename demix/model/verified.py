@@ -49,7 +49,9 @@ def verify_import(folder: Path, configs: Path, model: GPT, encoder: Tokenizer, t
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     compared = TEXT if text is None else _read(text)
     texts = _verify_encodings(folder, encoder, compared)
     own = encoder.encode(compared)[: model.architecture.context - 1]
