@@ -11,7 +11,7 @@ from scipy.special import log_softmax
 
 from demix.config.mixing import METHODS
 from demix.mix.logs import decaying_sums
-from demix.mix.mixtures import log_mixtures, mix
+from demix.mix.mixtures import log_mixtures, mix, mixing_rule
 from demix.mix.priors import (
     accuracy_log_priors,
     cached_log_prior,
@@ -158,6 +158,7 @@ def test_the_released_scorer_is_the_published_code(table, seed) -> None:
     blocks = as_blocks(scores, mask)
     expected, prior = published(blocks, prior=None, most=None)
     path = log_prior_path(scores, mask, "released", 0.7, "released")
+    assert mixing_rule("cached", "history", "released") == mixing_rule("cached", "released")
     mixed = mix(scores, mask, "cached", "released", log_prior=path[:-1])
     np.testing.assert_allclose(mixed[mask], expected, rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(np.exp(path[-1]), prior, rtol=1e-9, atol=1e-12)
