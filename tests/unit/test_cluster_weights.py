@@ -16,7 +16,7 @@ from demix.evaluate.score_tables import read_scores
 from demix.files import digest, read_json, read_parquet, write_json, write_parquet
 from demix.mix.mixtures import mix
 from demix.mix.priors import cached_log_prior
-from demix.mix.rules import Cluster
+from demix.mix.rules import DISTANCES, Chunk, Cluster, ReleasedCluster
 from demix.report.read import read_results
 from demix.run.check import load_run
 from demix.run.compared import compared
@@ -41,6 +41,23 @@ def made_up(seed: int, experts: int = EXPERTS) -> tuple[np.ndarray, np.ndarray, 
     points /= np.linalg.norm(points, axis=1, keepdims=True)
     distances = euclidean_distances(points, points[:experts] * 0.5, squared=True).reshape(scores.shape)
     return np.where(mask[..., None], scores, 0), mask, distances
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("begins", [[], [0], [7, 8, 9, 20, 31]])
+def test_the_published_rule_is_a_token_late_and_measures_no_text_after_a_first_token(size: int, begins: list) -> None:
+    scores, mask, distances = made_up(4)
+    documents = np.cumsum(np.isin(np.arange(mask.sum()), begins)) if begins != [] else None
+    rows = distances[mask]
+    firsts = {0, *begins}
+    late = np.array([rows[max(t - 1, 0) if t - 1 not in firsts else t] for t in range(len(rows))])
+    rule, state, found = ReleasedCluster(0.2), (), []
+    for start in range(0, BLOCKS, size):
+        part = slice(start, start + size)
+        own = None if documents is None else documents[start * LENGTH : (start + size) * LENGTH]
+        evidence, state = rule.evidence(Chunk(scores[part], mask[part], {DISTANCES: distances[part]}, own), state)
+        found.append(evidence)
+    np.testing.assert_allclose(np.concatenate(found)[mask], late**2 / -0.2)
 
 
 @pytest.mark.parametrize("top_k", [None, 1, 2, 3])

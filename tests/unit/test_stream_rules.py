@@ -70,21 +70,24 @@ def test_chunks_do_not_matter(table, rule, drawn, size) -> None:
         np.testing.assert_allclose(evidence, whole[part], rtol=1e-9, atol=1e-8)
 
 
-@pytest.mark.parametrize("alpha", [0.001, 0.2])
-@pytest.mark.parametrize("size", [120, 33])
-def test_switching_goes_on_within_stretches_and_across_chunks(alpha: float, size: int) -> None:
-    """1,194 tokens: stretches, which are scanned side by side, have several each."""
-    scores, mask = -np.random.default_rng(3).exponential(2, (120, 10, 3)), np.ones((120, 10), bool)
+@pytest.mark.parametrize(("alpha", "blocks", "size"), [(0.001, 120, 120), (0.2, 120, 33), (0.001, 1300, 1000)])
+def test_switching_goes_on_within_stretches_and_across_chunks(alpha: float, blocks: int, size: int) -> None:
+    """Stretches, which are scanned side by side, have several tokens each. An expert without a prior has no weight."""
+    scores, mask = -np.random.default_rng(3).exponential(9, (blocks, 10, 4)), np.ones((blocks, 10), bool)
     mask[-1, 4:] = False
     scores[~mask] = 0
-    rule, log_prior = Switching(alpha), np.log([0.5, 0.3, 0.2])
+    prior = np.array([0.5, 0.3, 0.0, 0.2])
+    with np.errstate(divide="ignore"):
+        rule, log_prior = Switching(alpha), np.log(prior)
     state, found = rule.begin(log_prior), []
-    for start in range(0, 120, size):
+    for start in range(0, blocks, size):
         part = slice(start, start + size)
         evidence, state = rule.evidence(Chunk(scores[part], mask[part]), state)
         found.append(evidence)
-    expected = slow_weights(scores[mask], rule, log_prior)
-    np.testing.assert_allclose(log_prior + np.concatenate(found)[mask], expected, rtol=1e-9, atol=1e-9)
+    log_g = log_prior + np.concatenate(found)[mask]
+    expected = slow_weights(scores[mask][:, prior > 0], rule, log_prior[prior > 0])
+    np.testing.assert_allclose(log_g[:, prior > 0], expected, rtol=1e-9, atol=1e-9)
+    assert (log_g[:, 2] == -np.inf).all()
 
 
 def gains(scores: np.ndarray, log_prior: np.ndarray) -> np.ndarray:
