@@ -1,5 +1,8 @@
 """Checkpoints: which of them are kept, what each holds, and who may write them."""
 
+import fcntl
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -128,6 +131,52 @@ def test_damaged_checkpoints_are_named_passed_over_and_replaced(
     # What is newer than the state resumed from could not be read.
     state.save_state(tmp_path, saved(7), World(), 3)
     assert [path.name for path in state._steps(tmp_path)] == ["step-00000005", "step-00000007"]
+
+
+def test_all_ranks_go_back_to_the_checkpoint_that_each_of_them_has(tmp_path: Path) -> None:
+    for step in (5, 10):
+        state.save_state(tmp_path, saved(step), World(), 3)
+
+    lost = [1.0, 0.0]
+
+    class First(World):
+        """Another rank has lost its part of the newest checkpoint."""
+
+        def sum(self, values: list) -> list[float]:
+            return [values[0] + lost.pop(0)]
+
+    assert state.newest_state(tmp_path, ("x",), First(size=2)).step == 5
+    # What is another training's is no damage: it may be the only copy.
+    (tmp_path / "step-00000010").rename(tmp_path / "step-00000020")
+    with refused("step-00000020/manifest.json"):
+        state.newest_state(tmp_path, ("x",), World())
+    # A manifest that cannot be read has no loss.
+    (tmp_path / "step-00000020" / "manifest.json").write_text("{")
+    state.save_state(tmp_path, saved(7, 1.0), World(), 1)
+    assert state._best(tmp_path)[1].name == "step-00000007"
+
+
+def test_a_job_of_slurm_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flock, held = fcntl.flock, threading.Event()
+
+    def watched(descriptor: int, operation: int) -> None:
+        try:
+            flock(descriptor, operation)
+        except OSError:
+            held.set()
+            raise
+
+    def next_job() -> None:
+        with state.training_lock(tmp_path, World()):
+            pass
+
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(fcntl, "flock", watched)
+    with ThreadPoolExecutor() as pool:
+        with state.training_lock(tmp_path, World()):
+            waiting = pool.submit(next_job)
+            assert held.wait(60)
+        waiting.result(60)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
