@@ -81,6 +81,29 @@ def test_columns_of_other_bytes_than_the_table_of_tokens_tells_are_refused(froze
     assert read_scores(folder, ("fantasy",)).tokens == len(better), "no table of tokens tells of an added expert"
 
 
+@pytest.mark.parametrize(
+    ("method", "weights", "may_be"),
+    [
+        ("average", "", True),
+        ("fitted", "", True),
+        ("best_token", "", True),
+        ("uniform", "history", False),
+        ("fitted", "switching(0.2)", False),
+    ],
+)
+def test_what_a_masked_model_read_weighs_no_experts(method: str, weights: str, may_be: bool, tmp_path: Path) -> None:
+    ids = np.arange(20, dtype=np.uint16)
+    columns = {"law": np.full(20, -1.0), "news": np.full(20, -2.0)}
+    write_columns(tmp_path, ids, np.array([0, 9]), columns, folds="7")
+    mixture = Mixture(method, ("law", "news"), weights)
+    priors = {mixture: np.log([0.5, 0.5])}
+    if may_be:
+        assert document_losses(tmp_path, ("law", "news"), [mixture], priors)[mixture].shape == (2,)
+    else:
+        with refused(tmp_path):
+            document_losses(tmp_path, ("law", "news"), [mixture], priors)
+
+
 def test_a_missing_column_is_made_with_the_table_of_the_tokens(tmp_path: Path) -> None:
     """The workflow knows that table alone."""
     write_table(tmp_path, ("law", "news"))

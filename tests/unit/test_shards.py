@@ -50,6 +50,21 @@ def test_a_shard_holds_every_document_in_any_number_of_files(tmp_path, tokenizer
     assert shard.document_bytes.tolist() == [len(text.encode()) for text in texts]
 
 
+@settings(deadline=None)
+@given(st.integers(1, 30), st.integers(1, 7), st.one_of(st.none(), st.integers(1, 40)), st.integers(0, 4))
+def test_blocks_are_those_of_a_plain_loop(tokens, length, limit, first):
+    ids = [*range(tokens)]
+    wanted = ids if limit is None else ids[:limit]
+    start = min(first, (len(wanted) - 1) // length) * length
+    inputs, targets, mask = blocks(shard_of(np.array(ids, np.uint16)), length, limit, start)
+    for number, at in enumerate(range(start, len(wanted), length)):
+        block = wanted[at : at + length]
+        assert targets[number].tolist() == block + [99] * (length - len(block))
+        assert inputs[number].tolist()[: len(block)] == [99, *ids][at : at + len(block)]
+        assert mask[number].tolist() == [place < len(block) for place in range(length)]
+    assert len(inputs) == len(targets) == len(mask) == -(-(len(wanted) - start) // length)
+
+
 def test_files(tmp_path, tokenizer):
     path = _tokenized(tmp_path, tokenizer, file_tokens=24)
     names = ["dev.arrow", "dev.1.arrow"]
