@@ -35,7 +35,7 @@ from demix.run.run import Run
 
 ROOT = Path(__file__).parents[1]
 SAMPLE = ROOT / "results" / "sample"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("evaluation.md", "performance.md")))
 MARK = re.compile(r"<!-- ([\w.-]+) -->(.*?)<!-- end -->", re.DOTALL)
 # GPUs of a training of the paper's size: the config's own number, and sixteen.
 MACHINES = {"a100": None, "h100": 16}
@@ -51,7 +51,7 @@ SYSTEMS = {
     "+ domain token": ("domain_token", "naive", ""),
     "DEMix, cached prior": ("demix", "cached", "history"),
     "DEMix, tempered": ("demix", "uniform", "tempered"),
-    "DEMix after a seed phase, tempered": ("demix_seeded", "uniform", "tempered"),
+    "DEMix after a dense warm start, tempered": ("demix_seeded", "uniform", "tempered"),
 }
 MEANS = """
     select avg(perplexity) filter (kind = 'training'), avg(perplexity) filter (kind = 'novel'), bool_or(oracle)
