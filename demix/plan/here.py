@@ -75,7 +75,7 @@ def here_line(run: Run, ranks: int | None = None) -> str:
     saved = max(plan.checkpoints * plan.checkpoint for plan in plan_training(run, ranks, HARDWARE["cpu"]))
     disk = f"{short(round(kept_bytes(run, 'cpu', ranks) + own) + saved + REPORT_BYTES)}B of disk"
     more = f", and what the text of {unknown} domain{'s' * (unknown > 1)} adds" if unknown else ""
-    return f"{run.name} takes {_about(seconds_here(run, cores, ranks))} on {cores} cores and {disk}{more}"
+    return f"{run.name} needs {_about(seconds_here(run, cores, ranks))} on {cores} cores and {disk}{more}"
 
 
 def _about(seconds: float) -> str:

@@ -304,7 +304,7 @@ def in_one_line(run: Run, hardware: str, ranks: int | None = None) -> str:
     lasts = f"{decimal(days)} days" if days >= 1 else f"{decimal(24 * days)} hours"
     nodes = "" if here else f"{largest.nodes} nodes with " if largest.nodes > 1 else "1 node with "
     disk = f"at most {(kept_bytes(run, hardware, ranks) + checkpoints) / 1e9:,.1f} GB of disk{more}"
-    return f"{run.name} takes {takes}, {disk}, {lasts} on {nodes}{each} {device.unit}{'s' * (each > 1)}"
+    return f"{run.name} needs {takes}, {disk}, {lasts} on {nodes}{each} {device.unit}{'s' * (each > 1)}"
 
 
 def lacking(run: Run, hardware: str) -> str:
