@@ -104,17 +104,10 @@ def tensor(**changes: object) -> dict:
 
 HEADERS = {
     "nothing": b"",
-    "short": b"\x01",
-    "header of 2^63": header(b"{}", 1 << 63),
     "header of 2^40": header(b"{}", 1 << 40),
     "no JSON": header(b"{" * 1000),
-    "a list": header(b"[]") + b"\0" * 8,
-    "no tensors but bytes": header(b"{}") + b"\0" * 8,
     "beyond the end": header(json.dumps(tensor(data_offsets=[0, 1 << 40])).encode()) + b"\0" * 8,
-    "backwards": header(json.dumps(tensor(data_offsets=[8, 0])).encode()) + b"\0" * 8,
-    "negative": header(json.dumps(tensor(data_offsets=[-8, 0])).encode()) + b"\0" * 8,
     "huge shape": header(json.dumps(tensor(shape=[1 << 62, 1 << 62])).encode()) + b"\0" * 8,
-    "negative shape": header(json.dumps(tensor(shape=[-2])).encode()) + b"\0" * 8,
     "unknown type": header(json.dumps(tensor(dtype="PICKLE")).encode()) + b"\0" * 8,
     "one over another": header(json.dumps(tensor() | {"b": tensor()["a"]}).encode()) + b"\0" * 8,
     "a hole": header(json.dumps(tensor(data_offsets=[8, 16])).encode()) + b"\0" * 16,

@@ -241,15 +241,11 @@ def harness(**keys: Any) -> dict[str, Any]:
 
 
 VALUES = [
-    ({"evalution": {}}, "evalution"),
     ({"seed": "one"}, "seed"),
-    ({"seed": True}, "seed"),
     ({"seed": HUGE}, "seed"),
     ({"run": "../elsewhere"}, "run"),
     ({"run": "r" * 101}, "run"),
-    ({"training": {"learning_rat": 1}}, "training.learning_rat"),
     ({"training": {"learning_rate": NAN}}, "training.learning_rate"),
-    ({"training": {"tokens": 1.0e6}}, "training.tokens"),
     ({"training": {"tokens": HUGE}}, "training.tokens"),
     ({"training": {"tokens": 9}}, "training.tokens"),
     ({"training": {"sequences": 9_999_999_999}}, "training.sequences"),

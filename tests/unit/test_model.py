@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import MptConfig, MptForCausalLM
 
 from demix.config.architecture import DECODERS, PRESETS, Architecture, RopeScaling, Routed
-from demix.config.counts import parameters, training_flops_per_token
+from demix.config.counts import parameters, sizes, training_flops_per_token
 from demix.mix.stream import Posterior
 from demix.model.checkpoint import expert_names, load_experts, load_model, save_expert, save_shared
 from demix.model.continuations import Continuation, MixedModel, continuation_log_probabilities, text_log_probabilities
@@ -34,6 +34,7 @@ from demix.model.experts import find_faults
 from demix.model.gpt import GPT
 from demix.model.layers import attention
 from demix.model.scoring import expert_tokens_at_once, log_probabilities
+from demix.train.updates import group_of
 from support.contents import contents
 from support.decoding import scored_in_blocks
 from support.errors import refused
@@ -208,13 +209,13 @@ def test_half_precision_is_close_to_fp32(options: dict[str, Any], dtype: torch.d
 
 @EACH
 @pytest.mark.parametrize(("scope", "domains"), [("feedforward", 0), ("feedforward", 2), ("model", 0)])
-def test_parameters_are_counted(options: dict[str, Any], scope: str, domains: int) -> None:
-    sizes = Architecture(**SIZES, **options)
+def test_sizes_are_those_of_the_tensors(options: dict[str, Any], scope: str, domains: int) -> None:
+    architecture = Architecture(**SIZES, **options)
     with torch.device("meta"):
-        model = GPT(sizes, VOCAB, ("one",), ("law", "news")[:domains], scope)
-    parts = model.shared_tensors(), model.expert_tensors()
-    counted = tuple(sum(parameter.numel() for parameter in tensors.values()) for tensors in parts)
-    assert parameters(sizes, VOCAB, domains, scope) == counted
+        model = GPT(architecture, VOCAB, ("one",), ("law", "news")[:domains], scope)
+    found = sizes(architecture, VOCAB, domains, scope)
+    for mine, theirs in zip(found, (model.shared_tensors(), model.expert_tensors()), strict=True):
+        assert sorted(mine) == sorted((p.numel(), group_of(name) == "matrices") for name, p in theirs.items())
 
 
 def test_a_model_of_the_papers_size_has_the_parameters_of_gpt2() -> None:
@@ -223,8 +224,7 @@ def test_a_model_of_the_papers_size_has_the_parameters_of_gpt2() -> None:
 
 @EACH
 def test_flops_are_those_that_torch_counts(options: dict[str, Any]) -> None:
-    sizes = Architecture(**SIZES, **options)
-    dense = dataclasses.replace(sizes, routed=None)
+    dense = dataclasses.replace(Architecture(**SIZES, **options), routed=None)
     model = GPT(dense, 32, ("one",)).initialise(1)
     # The counter knows the plain products of attention, and those of no fused kernel.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
