@@ -266,7 +266,7 @@ def serve_model(
     ] = None,
     tokenizer: Tokens = None,
 ) -> None:
-    """Serve completions by a mixture of experts over OpenAI's API (/v1/completions, /v1/models)."""
+    """Serve completions by a mixture of experts over OpenAI's API (/v1/completions and /v1/models, no chat)."""
     from demix.generate.completions import served
     from demix.generate.serve import place_of, serve
 

@@ -39,7 +39,7 @@ MOST_BYTES = 2 << 20
 MOST_WAITING = 16
 # From the arrival of a request to its last token.
 SECONDS = 300.0
-OFFERED = "ask for POST /v1/completions or GET /v1/models"
+OFFERED = "this server completes texts and has no chat: ask for POST /v1/completions or GET /v1/models"
 
 
 @settings(kw_only=True)
@@ -225,4 +225,4 @@ def place_of(host: str, port: int) -> socket.socket:
 def serve(model: Served, place: socket.socket) -> None:
     """Answer requests at `place` until Ctrl-C, with the key of the environment."""
     server = server_of(lambda stops: api(model, os.environ.get(KEY, ""), stops))
-    run(server, place, model.directory, "/v1", f" serves the model {model.name}")
+    run(server, place, model.directory, "/v1", f" serves the model {model.name}: POST /v1/completions, no chat")

@@ -244,7 +244,7 @@ def ranking(material: Material) -> Ranking:
     run = material.run
     models = {model.name: model for model in run.own if not model.masked}
     apart = {name: _unequal(_more_flops(model, models[BALANCED.model], material)) for name, model in models.items()}
-    adapted, standing, counts = added(run)[1], _standing(run), ngram_lines(run)
+    adapted, known, counts = added(run)[1], standing(run), ngram_lines(run)
     rows = material.differences.query("against == 'dense' and seed == @run.seed").dropna(subset=["perplexity_low"])
     bounds = dict(list(rows.set_index("domain").groupby(["model", "experts", "method", "weights"])))
     entries = []
@@ -261,7 +261,7 @@ def ranking(material: Material) -> Ranking:
                 system,
                 on,
                 passes=1 if system.method in ("dense", "naive") else len(experts),
-                stands=system in (adapted, *counts) or system == standing.get(system.model),
+                stands=system in (adapted, *counts) or system == known.get(system.model),
                 apart=more or apart.get(system.model, ""),
                 family=("n-grams" if model is None else model.name) if baseline else families(run)[system.model].name,
                 baseline=baseline,
@@ -272,7 +272,7 @@ def ranking(material: Material) -> Ranking:
     return Ranking(tuple(entries), material)
 
 
-def _standing(run: Run) -> dict[str, System]:
+def standing(run: Run) -> dict[str, System]:
     """The way to predict that stands for each row: one that is known before any test text is scored.
 
     It is `tempered`, which is not told the domain, where the run has it, else the rule of the family's paper.

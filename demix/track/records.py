@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ from demix.files import check_sealed, digest, is_made, read_json, sha256_file
 from demix.launch.pace import elapsed
 from demix.report import report_files
 from demix.report.domains import domains_of
+from demix.report.ranking import standing
 from demix.report.read import read_harness, read_metrics, read_results
 from demix.report.results import Results
 from demix.run.kept import kept
 from demix.run.main_systems import main_systems
 from demix.run.models import AdaptationJob, Model
 from demix.run.run import Run
+from demix.run.systems import System
 from demix.settings import written
 from demix.track.client import Point, named, points
 
@@ -75,7 +77,7 @@ class Record:
 def records(run: Run) -> list[Record]:
     """The records of a run, first that of the whole run. Raises DemixError if a file is missing or damaged."""
     results = read_results(run.folder / "results.parquet")
-    learned = [*_trainings(run)]
+    learned = [*_trainings(run, results)]
     parent = _pipeline(run, (*_headlines(results, run), *_harness(run), *_dev_curves(learned)))
     return [parent, *learned, *_evaluations(run, results)]
 
@@ -99,14 +101,12 @@ def _whole(run: Run, spans: Sequence[Span]) -> Span:
 
 def _headlines(results: Results, run: Run) -> Iterator[Point]:
     """The main table: mean test perplexities on the domains of each kind."""
-    own, time = results.of_seed(run.seed), int(1000 * Path(str(results.path)).stat().st_mtime)
+    own = results.of_seed(run.seed)
     for _, system in main_systems(run):
         parts = [system.model, "all" if system.experts == "all" else "", system.method, system.weights]
         name = ".".join(part for part in dict.fromkeys(parts) if part)
-        for domains in domains_of(run):
-            mean = own.mean(system, domains.names)
-            if mean == mean:
-                yield named(f"perplexity_{domains.kind}/{name}"), mean, 0, time
+        for key, mean, step, time in _tested(system, own, run):
+            yield named(f"{key}/{name}"), mean, step, time
 
 
 def _harness(run: Run) -> Iterator[Point]:
@@ -153,17 +153,28 @@ def _card(run: Run, model: str) -> Path:
     return run.folder / "report" / "cards" / f"{model}.md"
 
 
-def _trainings(run: Run) -> Iterator[Record]:
+def _trainings(run: Run, results: Results) -> Iterator[Record]:
     """One record per metrics file: a model, each of its experts that was trained by itself, or an adaptation."""
+    systems = standing(run)
     for model in run.trained:
         for part in (part for job in model.jobs for part in job if part.part):
             if is_made(run.folder / "metrics" / f"{part.place}.jsonl"):
                 yield _training(run, part)
         if is_made(run.folder / "metrics" / f"{model.name}.jsonl"):
-            yield _training(run, model)
+            record = _training(run, model)
+            tested = _tested(systems[model.row], results.of_seed(model.seed), run) if model.row in systems else ()
+            yield replace(record, metrics=(*record.metrics, *tested))
     for one in run.adaptations:
         if is_made(run.folder / "metrics" / f"{one.name}.jsonl"):
             yield _adaptation(run, one)
+
+
+def _tested(system: System, results: Results, run: Run) -> Iterator[Point]:
+    """Mean test perplexities on the domains of each kind, of the system that stands for a model (`standing`)."""
+    time = int(1000 * Path(str(results.path)).stat().st_mtime)
+    for domains in domains_of(run):
+        if (mean := results.mean(system, domains.names)) == mean:
+            yield f"perplexity_{domains.kind}", mean, 0, time
 
 
 def _training(run: Run, model: Model) -> Record:

@@ -1,5 +1,6 @@
 """MLflow's server for this machine's browser alone; `make ui` starts it by `mlflow server --app-name demix`."""
 
+import json
 import os
 from urllib.parse import quote
 
@@ -15,17 +16,32 @@ MOST_BODIES = 4
 SECONDS = 60.0
 
 
+TRAININGS = "tags.`demix.kind` = 'training'"
+PERPLEXITY = "metrics.`perplexity_training`"
+# What MLflow's button "Share" would store: addresses name no columns.
+VIEW = {
+    "searchFilter": TRAININGS,
+    "orderByKey": PERPLEXITY,
+    "orderByAsc": True,
+    "selectedColumns": [PERPLEXITY, "metrics.`perplexity_novel`", "metrics.`dev_loss`"],
+}
+
+
 def links(uri: str, address: str) -> list[str]:
-    """One line per experiment of the store at `uri`: its runs, and the curves of all its models side by side."""
-    filtered = quote("tags.`demix.kind` = 'training'", safe="")
+    """One line per experiment of the store at `uri`: its models with their perplexities, their curves, and all runs.
+
+    The first is a shared view, a tag of the experiment, which is written here.
+    """
     # In order of time MLflow would show the models below the whole run, folded away.
-    query = f"searchFilter={filtered}&orderByKey={quote('tags.`mlflow.runName`', safe='')}&compareRunsMode=CHART"
-    lines = []
-    for one in MlflowClient(tracking_uri=uri).search_experiments():
+    order = quote("tags.`mlflow.runName`", safe="")
+    curves = f"searchFilter={quote(TRAININGS, safe='')}&orderByKey={order}&compareRunsMode=CHART"
+    client, lines = MlflowClient(tracking_uri=uri), []
+    for one in client.search_experiments():
         # MLflow makes this one by itself.
         if one.name != "Default":
+            client.set_experiment_tag(one.experiment_id, "mlflow.sharedViewState.demix", json.dumps(VIEW))
             runs = f"{address}/#/experiments/{one.experiment_id}/runs"
-            lines.append(f"{one.name}: runs {runs}, models {runs}?{query}")
+            lines.append(f"{one.name}: models {runs}?viewStateShareKey=demix, curves {runs}?{curves}, all runs {runs}")
     return lines
 
 

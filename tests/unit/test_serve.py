@@ -270,8 +270,9 @@ def test_requests_are_json_of_bounded_size(address: str) -> None:
     began = time.monotonic()
     assert posted(address, b"{%s}" % many)[0] == 400
     assert time.monotonic() - began < 10, "the time is linear in the number of keys"
-    status, error = posted(address, b"", "/v1/chat/completions")
-    assert (status, "/v1/completions;" in error["message"], "POST /v1/completions" in error["message"]) == (404, 0, 1)
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/embeddings"):
+        status, error = posted(address, b"", path)
+        assert (status, "POST /v1/completions" in error["message"], "no chat" in error["message"]) == (404, 1, 1)
     assert posted(address, {"tokens": [-1]}, "/detokenize")[0] == 400
     assert urllib3.request("GET", f"{address}/v1/completions").status == 405
 
@@ -401,6 +402,7 @@ def test_the_command_serves_until_ctrl_c(run: Path) -> None:
     process = subprocess.Popen(command, env=told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         line = process.stdout.readline()
+        assert "POST /v1/completions" in line
         address = line.split()[1].removesuffix("/v1")
         assert asked(address, max_tokens=3, temperature=0).usage.completion_tokens == 3
         events = client_of(address).completions.create(model="demix", stream=True, **ENDLESS)

@@ -99,6 +99,8 @@ def test_records_of_trainings_are_those_of_their_files(run: Run, keys: set[str])
         points = [point[1:] for point in training.metrics if point[0] == key]
         assert [(value, step) for value, step, _ in points] == [(row[key], row["step"]) for row in lines], key
         assert [time for *_, time in points] == pytest.approx(times, abs=2, rel=0), key
+    tempered = perplexities(run, "demix", experts="training", method="uniform", weights="tempered")
+    assert values(training)["perplexity_novel"] == pytest.approx(tempered[[*run.novel]].mean())
     assert training.params["model.architecture.width"] == str(run.architecture.width)
     assert training.params["model.uri"] == (run.folder / "models" / "demix").resolve().as_uri()
     described = {path.stem for path, folder in training.artifacts if folder == "model/experts"}

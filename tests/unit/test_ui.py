@@ -192,18 +192,23 @@ def test_the_printed_links_show_runs_without_a_click_and_the_curves_of_the_metri
     browser: webdriver.Chrome, served: Served
 ) -> None:
     browser.set_window_size(1600, 1200)
-    (links,) = re.findall(rf"^{EXPERIMENT}: runs (\S+), models (\S+)$", served.log.read_text(), re.MULTILINE)
+    (links,) = re.findall(
+        rf"^{EXPERIMENT}: models (\S+), curves (\S+), all runs (\S+)$", served.log.read_text(), re.MULTILINE
+    )
 
     def shows(link: str, *names: str) -> None:
-        browser.get(link)
         # What is behind # alone does not load a page.
-        browser.refresh()
+        browser.get("about:blank")
+        browser.get(link)
         for name in names:
             listed = expected_conditions.visibility_of_element_located((By.XPATH, f"//a[normalize-space()='{name}']"))
             found = WebDriverWait(browser, PATIENCE).until(listed, f"{name} is not in the list of runs")
             assert browser.execute_script("return arguments[0].scrollWidth <= arguments[0].clientWidth", found), name
 
-    shows(links[0], "pipeline", "demix/all")
+    shows(links[2], "pipeline", "demix/all")
+    shows(links[0], "demix", "dense", "demix-seed2", "without-scripture")
+    headed = expected_conditions.presence_of_element_located((By.XPATH, "//*[normalize-space()='perplexity_novel']"))
+    WebDriverWait(browser, PATIENCE).until(headed, "no column of perplexities")
     shows(links[1], "demix", "dense", "demix-seed2", "without-scripture")
     lines = "return [...document.querySelectorAll('.js-plotly-plot')].filter(one => one.querySelector('path.js-line'))"
     lines += ".map(one => one.data.map(line => Array.from(line.y)))"
