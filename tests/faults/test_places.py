@@ -134,21 +134,6 @@ def test_a_full_disk_as_clusters_are_fitted(disk: Path) -> None:
     assert (output / "clusterer.json").is_file()
 
 
-@ROOT
-@pytest.mark.faults
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_disk_that_may_not_be_written(stage: str, on_disk: Path) -> None:
-    arguments = command(on_disk, STAGES[stage])
-    subprocess.run(["mount", "-o", "remount,ro", on_disk.parent], check=True)
-    try:
-        line = said(arguments)
-        assert line is not None
-        assert line.startswith("demix: error: ")
-        assert "Read-only file system" in line or "readonly" in line
-    finally:
-        subprocess.run(["mount", "-o", "remount,rw", on_disk.parent], check=True)
-
-
 @pytest.mark.faults
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_permission(stage: str, copied: Path) -> None:

@@ -1,15 +1,11 @@
 """Two whole files of a finished run that were swapped: the stage that reads one of them names it and stops."""
 
-import shutil
 from pathlib import Path
 
-import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
-from demix.evaluate.score_tables import write_scores
 from support.breaking import command
-from support.cli import refusal, said
+from support.cli import said
 
 RUN = Path("results/tiny")
 SCORE = "score results/tiny/models results/tiny/tokens/fantasy/"
@@ -65,24 +61,3 @@ def test_swapped_files_are_refused_by_name(what: str, copied: Path) -> None:
         assert line is not None
         assert f"{RUN}/{one}" in line or f"{RUN}/{other}" in line, line
         assert f"written as {one}" in line or f"written as {other}" in line, line
-
-
-@pytest.mark.faults
-def test_scores_of_another_model_in_a_tables_place_are_refused(copied: Path) -> None:
-    """Of the same tokens, and better by a nat."""
-    path = RUN / "scores" / "demix" / "fantasy.test" / "licenses.parquet"
-    read = pq.read_table(path)
-    about = {key.decode(): value.decode() for key, value in read.schema.metadata.items() if b"sha256" in key}
-    better = np.minimum(read["log_probability"].to_numpy() + 1, 0)
-    write_scores(path, [better], about | {"expert_sha256": "0" * 64})
-    refusal(*command(copied, "evaluate fantasy"), of=path)
-
-
-@pytest.mark.faults
-def test_a_copied_model_and_a_renamed_run_are_read(copied: Path) -> None:
-    shutil.copytree(RUN / "models" / "demix", RUN / "models" / "mine")
-    for model in (RUN / "models" / "mine", shutil.copytree(RUN / "models" / "demix", copied / "mine")):
-        assert said(["experts", "verify", str(model)]) is None
-    RUN.rename(RUN.with_name("archived"))
-    assert said(["report", "results/archived", "--output", "report"]) is None
-    assert said(["card", "results/archived", "dense", "--output", "cards"]) is None

@@ -110,7 +110,7 @@ OUTSIDE = [
     "copy (select 1) to '{0}/out.csv'",
     "select * from read_csv('{0}/secret.csv')",
     "install httpfs",
-    "set enable_external_access = true",
+    "set memory_limit = '100GB'",
     "from secret_variable",
 ]
 

@@ -23,7 +23,6 @@ from demix.run.kept import FORMAT, refuse_other_domains, write_run_config
 from demix.train.loop import MEMORY_CURE
 from support.cli import refusal, said
 from support.configs import domains, small
-from support.errors import refused
 from support.models import write_model
 
 REPOSITORY = Path(__file__).parents[2]
@@ -222,13 +221,6 @@ def test_a_process_ends_with_that_line_and_status_1() -> None:
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"demix: error: {LINES['config missing.yaml']}\n"
-
-
-def test_a_number_that_yaml_reads_as_text_is_refused_by_its_line() -> None:
-    Path("text.yaml").write_text(CONFIG.replace("1.0e-3", "1e-3"))
-    with refused("training.learning_rate") as error:
-        load_run("text.yaml")
-    assert error.value.subject.startswith("text.yaml, line 8, ")
 
 
 def test_an_empty_list_of_novel_domains_is_none() -> None:
