@@ -100,7 +100,7 @@ docs: $(VENV)/installed-dev
 	@$(VENV)/bin/pip install -q -e '.[dev,docs]'
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
-# Fills the marked numbers of README and docs/performance.md from results/sample and from `demix plan`.
+# Fills the marked numbers of README and the pages from results/sample and from `demix plan`.
 pages: $(VENV)/installed-dev
 	python docs/pages.py
 

@@ -35,7 +35,7 @@ from demix.run.run import Run
 
 ROOT = Path(__file__).parents[1]
 SAMPLE = ROOT / "results" / "sample"
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("evaluation.md", "performance.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 MARK = re.compile(r"<!-- ([\w.-]+) -->(.*?)<!-- end -->", re.DOTALL)
 # GPUs of a training of the paper's size: the config's own number, and sixteen.
 MACHINES = {"a100": None, "h100": 16}
