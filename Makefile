@@ -100,7 +100,8 @@ docs: $(VENV)/installed-dev
 	@$(VENV)/bin/pip install -q -e '.[dev,docs]'
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
-# Fills the marked numbers of README and the pages from results/sample and from `demix plan`.
+# Fills the marked numbers of README and the pages from results/sample and from `demix plan`, and draws docs/report.png,
+# the first page of the sample's report.
 pages: $(VENV)/installed-dev
 	python docs/pages.py
 

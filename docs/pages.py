@@ -2,16 +2,20 @@
 
 A mark is `<!-- name -->…<!-- end -->`, around a table or a few words. `results` marks come from the finished run of
 `make demo` in results/sample, `plan` marks from `demix plan` of the configs. Without the run of the sample its marks
-stay as they are. With `--check` nothing is written: the `plan` marks that would change are listed, and the exit status
-is 1. The last digits of `results` depend on the processor.
+stay as they are. `report.png`, the first page of that run's report, is drawn by chromium. With `--check` nothing is
+written: the `plan` marks that would change are listed, and the exit status is 1. The last digits of `results` depend on
+the processor.
 """
 
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pandas as pd
@@ -36,6 +40,7 @@ from demix.run.run import Run
 ROOT = Path(__file__).parents[1]
 SAMPLE = ROOT / "results" / "sample"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+PICTURE, SIZE = ROOT / "docs" / "report.png", (1200, 1000)
 MARK = re.compile(r"<!-- ([\w.-]+) -->(.*?)<!-- end -->", re.DOTALL)
 # GPUs of a training of the paper's size: the config's own number, and sixteen.
 MACHINES = {"a100": None, "h100": 16}
@@ -249,6 +254,19 @@ def fillings() -> dict[str, Callable[[], str]]:
     }
 
 
+def photograph(page: Path, picture: Path) -> None:
+    """Draw the first SIZE pixels of an HTML page as a PNG. Without chromium a line says that nothing is drawn."""
+    if (chromium := shutil.which("chromium")) is None:
+        print(f"{picture}: left as it is; it needs chromium (apt-get install chromium)")
+        return
+    with TemporaryDirectory() as folder:
+        size = "--window-size={},{}".format(*SIZE)
+        settings = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=1")
+        # Scripts that sort the tables have run after so many milliseconds of the page's own time.
+        settings += (size, f"--user-data-dir={folder}", "--virtual-time-budget=10000", f"--screenshot={picture}")
+        subprocess.run([chromium, *settings, page.as_uri()], check=True, capture_output=True)
+
+
 def main() -> int:
     """Fill the marks, or list those that would change. Returns the exit status."""
     known, check = fillings(), "--check" in sys.argv[1:]
@@ -269,6 +287,8 @@ def main() -> int:
         text = MARK.sub(filled, page.read_text())
         if not check:
             page.write_text(text)
+    if finished and not check:
+        photograph(SAMPLE / "report" / "index.html", PICTURE)
     print("\n".join(changed), end="\n" if changed else "")
     return int(check and bool(changed))
 
