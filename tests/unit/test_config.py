@@ -90,6 +90,7 @@ def test_what_stands_in_a_base_is_merged_and_what_names_it_wins(tmp_path: Path) 
         (STAGE | {"tokens": "10"}, "--settings.tokens"),
         (STAGE | {"tokens": 1e3}, "--settings.tokens"),
         (STAGE | {"seed": True}, "--settings.seed"),
+        (STAGE | {"compile": 1}, "--settings.compile"),
         (STAGE | {"architecture": []}, "--settings.architecture"),
         (STAGE | {"clip": "1"}, "--settings.clip"),
     ],

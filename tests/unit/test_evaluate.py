@@ -18,7 +18,7 @@ from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.intervals import bounds, resampled_blocks, resampled_sums, stretch_tokens
 from demix.evaluate.join import join
 from demix.evaluate.score_tables import read_scores
-from demix.files import seed_for
+from demix.files import read_json, seed_for, write_json
 from demix.mix.mixtures import mix
 from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import Switching, Tempered
@@ -333,8 +333,16 @@ def test_models_scored_on_different_tokens_are_not_compared(tmp_path: Path) -> N
 def test_scores_of_other_weights_than_the_models_are_refused(tmp_path: Path, model: str, column: str) -> None:
     write_run(tmp_path / "scores", "songs")
     write_model(tmp_path / "models" / model, ("dense",) if model == "dense" else TRAINING + NOVEL)
-    with refused(f"scores/{model}/{column}.parquet"):
-        evaluate_domain(tmp_path / "scores", "songs", evaluation("songs"), outputs(tmp_path))
+    folder = tmp_path / "models" / model
+    # The tables say "0" of shared weights and nothing of experts: those of the model differ in one of both.
+    for shared, expert in (("0", "1"), ("1", "")):
+        for path, key, value in (
+            (folder / "model.json", "shared_sha256", shared),
+            *((path, "sha256", expert) for path in (folder / "experts").glob("*.json")),
+        ):
+            write_json(path, read_json(path) | {key: value})
+        with refused(f"scores/{model}/{column}.parquet"):
+            evaluate_domain(tmp_path / "scores", "songs", evaluation("songs"), outputs(tmp_path))
     assert not list(tmp_path.glob("*.parquet"))
 
 
