@@ -163,7 +163,7 @@ class LogHandler(LogHandlerBase):
         ):
             return
         match event:
-            case LogEvent.RUN_INFO:
+            case LogEvent.RUN_INFO if not (self.common_settings.dryrun and self.total):
                 stats = {rule: count for rule, count in fields["stats"].items() if rule != "total"}
                 self.costs = costs(stats)
                 self.total = sum(stats.values())

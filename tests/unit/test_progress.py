@@ -160,6 +160,17 @@ def test_the_display_counts_with_these_weights(tmp_path: Path, monkeypatch: pyte
     assert handler._summary().startswith(" 75% done, 1 of 2 jobs")
 
 
+def test_a_dry_run_has_its_table_of_jobs_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Snakemake sends it before the jobs and after them."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    handler = logger.LogHandler(SimpleNamespace(dryrun=True), None)
+    for _ in range(2):
+        emit(handler, LogEvent.RUN_INFO, stats={"report": 1, "total": 1}, msg="report 1")
+    assert "".join(capsys.readouterr()).count("report 1") == 1
+
+
 SNAKEFILE = """
 rule all:
     input: "b.txt"
