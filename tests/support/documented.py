@@ -13,7 +13,7 @@ PLACES = {
     "split": "(train|dev|test)",
     "rate": "[0-9.e+-]+",
     "model": "[a-z0-9_-]+",
-    "format": "(html|md|tex|svg|png|json)",
+    "format": "(html|md|tex|svg|pdf|png|json)",
     "state": "(shared|expert-dense)",
 }
 # Gone when all is done, or made only where a config or an option asks for it.
@@ -47,7 +47,8 @@ def assert_documented(run: Path) -> None:
     folders = [
         pattern(path) for path in lines("families.md") if path.startswith(("branches/", "clusters/", "metrics/"))
     ]
-    assert [path for path in found if not any(one.fullmatch(path) for one in [*known.values(), *folders])] == []
+    unknown = [path for path in found if not any(one.fullmatch(path) for one in [*known.values(), *folders])]
+    assert not unknown, unknown
     absent = {path for path, one in known.items() if not any(one.fullmatch(name) for name in found)}
     assert absent <= FLEETING, absent
     for path, about in told.items():
