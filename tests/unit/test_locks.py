@@ -46,13 +46,14 @@ def test_who_has_patience_gets_the_lock_when_its_holder_ends(tmp_path: Path, mon
 
 
 def test_a_held_lock_names_its_holder_and_what_it_does(tmp_path: Path) -> None:
+    folder = tmp_path / "which" / "is new"
     with (
-        exclusive(tmp_path / "lock", "trains this run"),
+        exclusive(folder / "lock", "trains this run"),
         pytest.raises(DemixError, match=f"{os.uname().nodename} {os.getpid()}.* trains this run") as told,
-        exclusive(tmp_path / "lock", "trains this run"),
+        exclusive(folder / "lock", "trains this run"),
     ):
         pytest.fail("two hold one lock")
-    assert told.value.subject == str(tmp_path)
+    assert told.value.subject == str(folder)
 
 
 @pytest.mark.parametrize("directory", [False, True])
