@@ -10,6 +10,7 @@ from rich.table import Table
 from demix.config.addresses import local
 from demix.config.domains import DomainSection, SourceSection
 from demix.plan.cells import short
+from demix.run.rules import RunRules
 from demix.run.run import Run
 
 # Bytes per word of the sample's English in zstd Parquet, raw or anonymized. The disk keeps two copies: documents and
@@ -39,7 +40,7 @@ class DomainPlan:
 def plan_domain(name: str, domain: DomainSection, token_bytes: int, apart: bool = False) -> DomainPlan:
     """The plan of one domain of a config. Only local Parquet footers are read.
 
-    `token_bytes` is 2 or 4. With `apart` each part takes two jobs, as on a cluster.
+    `token_bytes` is 2 or 4. With `apart` each part takes two jobs (`demix.run.rules.RunRules.apart`).
     """
     source, budgets = domain.source, domain.words
     words = None if budgets.train is None else budgets.train + budgets.dev + budgets.test
@@ -65,7 +66,7 @@ def _count(source: SourceSection) -> int | None:
 
 def plan_domains(run: Run) -> list[DomainPlan]:
     """The plans of the training domains and then the novel ones of a completed config."""
-    token_bytes, apart = 4 if run.types > 65536 else 2, run.submitted
+    token_bytes, apart = 4 if run.types > 65536 else 2, RunRules(run).apart
     return [plan_domain(name, domain, token_bytes, apart) for name, domain in run.domains.items()]
 
 

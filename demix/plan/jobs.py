@@ -21,6 +21,7 @@ from demix.run.check import completed_run
 from demix.run.contexts import asked_contexts
 from demix.run.harness import harnessed
 from demix.run.models import job_place
+from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import ScoringJob, ScoringPart, scoring_jobs
 from demix.run.systems import chosen_on_dev, classified, fitted, routed
@@ -116,7 +117,7 @@ def plan_jobs(run: Run, hardware: str, ranks: int | None = None) -> list[Jobs]:
 
 def _of_text(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
     """The jobs from the raw text to tokens and clusters."""
-    novel, number, apart = len(run.novel), len(run.domains), run.submitted
+    novel, number, apart = len(run.novel), len(run.domains), RunRules(run).apart
     parts = sum(domain.source.parts for domain in run.texts.values())
     passes = [run.config.sources[name].source.parts for name in run.shared]
     clustering = {"fit_clusters": len(fitted(run)), "assign": len(run.learned_clusterings)}

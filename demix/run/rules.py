@@ -36,6 +36,16 @@ class RunRules:
         """The folder of the run, as rules name it."""
         return str(self.run.folder)
 
+    @property
+    def apart(self) -> bool:
+        """Whether one job fetches a part of a domain's text and another one anonymizes it, as a cluster may need.
+
+        Elsewhere one job does both. A run that moves to a cluster goes on in the way it began, so that nothing is
+        fetched and trained again.
+        """
+        logs = self.run.folder / "logs"
+        return (logs / "anonymize").exists() or (self.run.submitted and not (logs / "read").exists())
+
     def as_json(self, *parts: Mapping[str, Any], **more: Any) -> str:
         """The part of the config that a stage uses, as one argument. A change to it reruns that stage alone."""
         merged = {key: value for part in (*parts, more) for key, value in part.items()}

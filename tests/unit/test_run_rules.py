@@ -30,6 +30,16 @@ def rules(**sections: Any) -> RunRules:
     return RunRules(completed_run(config))
 
 
+def test_a_run_reads_its_text_to_the_end_in_the_way_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    here, cluster = rules(), rules(cluster={"launch": "slurm"})
+    assert (here.apart, cluster.apart) == (False, True)
+    Path("results/tiny/logs/read").mkdir(parents=True)
+    assert (here.apart, cluster.apart) == (False, False)
+    Path("results/tiny/logs/read").rename("results/tiny/logs/anonymize")
+    assert (here.apart, cluster.apart) == (True, True)
+
+
 def source(path: str | list[str], kind: str = "files") -> SourceSection:
     return settings_from(SourceSection, {"kind": kind, "path": path}, "source")
 

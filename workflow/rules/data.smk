@@ -48,7 +48,7 @@ rule source_card:
 
 
 # The config sets the number of parts of a source. Each part is one job, or on a cluster one of download and one of anonymize.
-if SUBMITTED:
+if RULES.apart:
 
     rule download:
         input:
