@@ -19,7 +19,7 @@ PLACES = {
 # Gone when all is done, or made only where a config or an option asks for it.
 FLEETING = {"raw/<domain>/<part>.parquet", "checkpoints/<model>/…", "sbatch/…", "settings/<digest>.json"}
 FLEETING |= {"sources/<source>/<part>.json", "sources/<source>/card.json"}
-FLEETING |= {"models/<model>/imported/…", "parents/<owner>--<name>-<commit>/"}
+FLEETING |= {"models/<model>/.lock", "models/<model>/imported/…", "parents/<owner>--<name>-<commit>/"}
 
 
 def pattern(path: str) -> re.Pattern[str]:
