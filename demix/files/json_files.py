@@ -30,7 +30,7 @@ MOST_BYTES = 64 << 20
 MOST_LEVELS = 100
 _MAKE = "run the stage that makes it"
 # Cures for a file that no stage of demix makes, in place of those for its own.
-_ELSEWHERE = {REMAKE: "mend it, or get it again", _MAKE: "put it there, or mend the path"}
+_ELSEWHERE = {REMAKE: "fix it, or get it again", _MAKE: "put it there, or fix the path"}
 UNKNOWN = "is damaged, of another version of demix, or not written by it"
 
 

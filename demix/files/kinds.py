@@ -8,7 +8,7 @@ from demix.files.digests import opened
 # The first bytes that `check_kind` looks at.
 HEAD = 64
 GZIP, ZSTD, ZIP, PARQUET, TEXT = "gzip", "zstd", "zip", "Parquet", "text"
-# Kinds without a mark at their begin.
+# Kinds of files that begin with no mark.
 RECORDS, TAR, SAFETENSORS = "records", "tar", "safetensors"
 LFS, ANNEX, UTF16, PAGE = "a Git LFS pointer", "a git-annex pointer", "UTF-16", "a web page"
 _MARKS: dict[str, tuple[bytes, ...]] = {

@@ -84,7 +84,7 @@ def without_null(value: Any) -> Any:
 def application(routes: Sequence[BaseRoute], offered: str, most: int, key: str = "") -> Guarded:
     """An application of `routes` whose requests have at most so many bytes (`demix.launch.guarded.Guarded`).
 
-    A request for anything else is told what is `offered`.
+    The error for any other request says what is `offered`.
     """
 
     async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,7 +128,7 @@ class Connection(H11Protocol):
             self._unset_keepalive_if_required()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close a connection; one that has sent a part of a head is told why."""
+        """Close a connection, with an error where a part of a head has come."""
         if self.conn.trailing_data[0]:
             self._refuse(f"the head of a request may take {HEAD_SECONDS} s", 408)
         else:

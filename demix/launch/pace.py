@@ -9,6 +9,9 @@ from typing import Any
 
 Row = Mapping[str, Any]
 
+# Rows of metrics from which the speed of a training is taken.
+MAX_ROWS = 20
+
 
 def newest_metrics(checkpoints: Path, since: float) -> Path | None:
     """The metrics file below `checkpoints` that was changed last, at the time `since` or later; None if none was.
@@ -19,18 +22,18 @@ def newest_metrics(checkpoints: Path, since: float) -> Path | None:
     return max((path for path, changed in written.items() if changed >= since), key=written.__getitem__, default=None)
 
 
-def last_rows(checkpoints: Path, since: float, most: int = 20) -> list[dict[str, Any]]:
-    """At most `most` last rows of the file of `newest_metrics`, which raises OSError; no row without such a file."""
+def last_rows(checkpoints: Path, since: float) -> list[dict[str, Any]]:
+    """The last MAX_ROWS rows, or fewer, of `newest_metrics`, which raises OSError; none without it."""
     path = newest_metrics(checkpoints, since)
     if path is None:
         return []
     with open(path, "rb") as stream:
         stream.seek(0, os.SEEK_END)
-        begin = stream.seek(max(0, stream.tell() - 4096 * most))
+        begin = stream.seek(max(0, stream.tell() - 4096 * MAX_ROWS))
         lines = stream.read().split(b"\n")
     rows = []
     # The first line is a part of one, unless it begins the file.
-    for line in lines[bool(begin) : -1][-most:]:
+    for line in lines[bool(begin) : -1][-MAX_ROWS:]:
         with suppress(ValueError):
             rows.append(json.loads(line))
     return rows

@@ -1,4 +1,4 @@
-"""The main table of a run, for the terminal and for the first page."""
+"""The main table of a run for the terminal, and which of its lines do not beat n-grams, for the first page."""
 
 import numpy as np
 import rich.table
@@ -74,5 +74,5 @@ def _beside_ngrams(material: Material, domains: Domains) -> str:
         if mean >= least
     ]
     every = len(names) == sum(not np.isnan(mean) for *_, mean in found)
-    told = "every other row" if every else ", ".join(names) or "no row"
-    return f"On {domains.said}, not better than {best.label} ({least:.2f}): {told}"
+    listed = "every other row" if every else ", ".join(names) or "no row"
+    return f"On {domains.said}, not better than {best.label} ({least:.2f}): {listed}"

@@ -25,8 +25,7 @@ class Batch:
     """One rank's part of the sequences of an optimizer step, grouped by expert (E = 1 for a dense model).
 
     `inputs` and `targets` [E, B, T] are int64. `domains` [E, B] int64 is the number of each sequence's domain, and
-    `seeds` [E, B] int64 the seed of its dropout. `weights`, in the shape of `targets`, weighs the loss of each target;
-    None gives every target the weight 1. In masked batches `targets` are [E, B, M], the tokens at the positions
+    `seeds` [E, B] int64 the seed of its dropout. In masked batches `targets` are [E, B, M], the tokens at the positions
     `places` [E, B, M] int64 of each sequence, and `inputs` are MASKED where a token is hidden.
     """
 
@@ -34,7 +33,6 @@ class Batch:
     targets: Tensor
     domains: Tensor
     seeds: Tensor
-    weights: Tensor | None = None
     places: Tensor | None = None
 
     def part(self, first: int, last: int) -> "Batch":
@@ -55,7 +53,7 @@ class Batches:
     """The batches of a run: `draw` returns this rank's part of any step (from 0).
 
     `tokens` is the number of tokens per step over all ranks. The loop divides a step's sum of losses by `targets`, the
-    sum of the targets' weights over all ranks; None stands for `tokens`.
+    number of targets over all ranks; None stands for `tokens`.
     """
 
     draw: Callable[[int], Batch]

@@ -157,8 +157,8 @@ def _backward(
 ) -> list[float]:
     """Accumulate this rank's gradients of the step's mean loss, times `scale`, and begin to send them.
 
-    Returns 2 * `domains` numbers for this rank: the sum of losses of each domain, then the sum of the targets' weights
-    of each domain. The counts of routers follow (`router_metrics`), where a layer has one.
+    Returns 2 * `domains` numbers for this rank: the sum of losses of each domain, then the number of targets of
+    each domain. The counts of routers follow (`router_metrics`), where a layer has one.
     """
     batch, dtype = batches.draw(step), compute_type(optimization.precision)
     sequences = batch.inputs.shape[1]
@@ -178,8 +178,6 @@ def _backward(
             hidden = hidden.take_along_dim(part.places[..., None], 2)
         losses = -model.log_probabilities(hidden, part.targets, optimization.z_loss or 0.0)  # [E, B, T or M]
         counts = torch.full_like(part.domains, losses.shape[-1], dtype=torch.float64)  # [E, B]
-        if part.weights is not None:
-            losses, counts = losses * part.weights, part.weights.sum(-1, dtype=torch.float64)
         loss = losses.sum() * (scale / (batches.targets or batches.tokens))
         for each in auxiliary:
             # The auxiliary loss counts as its mean over the sequences of the step.

@@ -51,10 +51,7 @@ def plain_steps(
             targets = torch.full_like(batch.inputs, -100).scatter(2, batch.places, targets)
         losses = nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
         losses = losses.view(targets.shape)
-        if batch.weights is None:
-            loss = losses.sum() / (targets != -100).sum()
-        else:
-            loss = (losses * batch.weights).sum() / batches.targets
+        loss = losses.sum() / (targets != -100).sum()
         optimizer.zero_grad()
         (loss + sum(each.losses.mean() for each in routers)).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
