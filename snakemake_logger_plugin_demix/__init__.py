@@ -224,10 +224,10 @@ class LogHandler(LogHandlerBase):
     def _summary(self) -> str:
         share, elapsed = self._share(), time.monotonic() - self.begun
         done = f"{share:4.0%} done, {self.finished} of {self.total} jobs, {clock(elapsed)}"
-        if self.finished == self.total:
+        # A short run starts processes before all else, and its share of the whole does not show how long these take.
+        if share < (0.1 if elapsed < 120 else 0.01) or self.finished == self.total:
             return done
-        left = f"about {clock(elapsed / share * (1 - share))} left" if share > 0.01 else "estimating what is left"
-        return f"{done} so far, {left}"
+        return f"{done} so far, about {clock(elapsed / share * (1 - share))} left"
 
     def _picture(self) -> Group:
         rows = Table.grid(padding=(0, 2))

@@ -29,23 +29,19 @@ def export(
         bool, typer.Option("--mixture", help="Export all experts, and code of their mixture by the rule tempered.")
     ] = False,
     tokenizer: Tokens = None,
-    format: Annotated[
-        str, typer.Option(help="hf: a Hugging Face directory of the family of this architecture.")
-    ] = "hf",
     dtype: Annotated[Type, typer.Option(help="Type of the numbers in the file.")] = Type.float32,
 ) -> None:
-    """Export one expert as a model of its own that other software can load, or the mixture of all experts."""
+    """Export one expert, or the mixture of all experts, as a Hugging Face directory of its architecture's family."""
     from demix.model.export import export_hf, export_mixture
     from demix.report.card import exported_card
 
-    if format != "hf":
-        raise DemixError(f"--format {format}", "is not known", "use hf")
     if mixture is (expert is not None):
         raise DemixError("--expert", "or --mixture must be given, and not both", "name an expert, or give --mixture")
     if expert is None:
         export_mixture(model, tokenizer, output, exported_card(model, None), dtype.value)
     else:
         export_hf(model, expert, tokenizer, output, exported_card(model, expert), dtype.value)
+    print(f"wrote {output}; its README.md says how to load it")
 
 
 @app.command("import")
@@ -91,3 +87,4 @@ def import_(
             f"logits of {done.tokens} tokens differ by up to {done.difference:.1e} from those of transformers, "
             f"which reach {done.largest:.3g}; {done.texts} texts have the ids of tokenizers"
         )
+    print(f"wrote {output}; try it: demix eval {output} TEXT")

@@ -1,6 +1,6 @@
 """Parameters of the rules that mix, chosen on dev splits: `tempered` by model, `switching` by domain.
 
-No text of a novel domain takes part in the choice for a model, so `tempered` is not told the domain of a text.
+No text of a novel domain takes part in the choice for a model, so `tempered` does not know the domain of a text.
 """
 
 from collections.abc import Mapping

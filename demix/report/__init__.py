@@ -32,14 +32,14 @@ def left_out(run: Run) -> dict[str, str]:
 
 def left_out_notes(run: Run) -> list[str]:
     """One line for each thing that a run lacks: what the report leaves out for want of it."""
-    absent, notes = left_out(run), []
+    absent, items, notes = left_out(run), all_items(), []
     for need in TOLD:
         names = [name for name, lacks in absent.items() if lacks == need.name]
-        told = [name for name in names if name in all_items()]
-        claims = len(names) - len(told)
+        titles = [items[name].title.partition(":")[0] for name in names if name in items]
+        claims = len(names) - len(titles)
         if names:
-            told += [f"{claims} claim{'s' * (claims > 1)}"] * bool(claims)
-            notes.append(f"This run has no {need.name}: the report leaves out {', '.join(told)}.")
+            titles += [f"{claims} claim{'s' * (claims > 1)}"] * bool(claims)
+            notes.append(f"This run has no {need.name}: the report leaves out {', '.join(titles)}.")
     return notes
 
 

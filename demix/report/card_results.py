@@ -16,7 +16,7 @@ from demix.run.run import Run
 OWN_LEFT_OUT = "own left out"
 SETS = {
     "all": "All experts, also those that learned from the novel domains",
-    "training": "The training domains' experts alone",
+    "training": "Only the training domains' experts",
     "dense": "The model",
     OWN_LEFT_OUT: "The domain's own expert left out",
 }
@@ -100,7 +100,7 @@ def shown(results: pd.DataFrame, dense: pd.DataFrame, run: Run) -> Iterator[str]
         "resampling blocks of their text."
     )
     if "tempered" in set(results["method"]):
-        yield "`tempered` is the rule of `demix eval` and `demix generate`: it is not told the domain."
+        yield "`tempered` is the rule of `demix eval` and `demix generate`: it does not know the domain."
     yield partly_known(run, domains_of(run)[0])
     for name, own in sorted(results.groupby("set", sort=False), key=lambda one: one[0] not in SETS):
         added = str(name).replace(one_more(""), "The training domains' experts and that of ", 1)

@@ -27,7 +27,7 @@ WEIGHTS_NOTE = (
     "Rows without a remark weight experts by all earlier tokens of the block (Eq. 5 and 6 of the paper). "
     "'released scorer' and 'released weights' look at the previous token only, as the paper's published code does. Two "
     "rules are not the paper's: 'tempered' sums over all earlier text, in which older tokens count less; 'switching' "
-    "is a chain that may change its expert at each token. 'switching' is told the domain by a prior fitted on dev, as "
+    "is a chain that may change its expert at each token. 'switching' knows the domain by a prior fitted on dev, as "
     "'cached' is by its prior."
 )
 # What an interval of a domain with fewer than 20 test documents is.
@@ -43,7 +43,7 @@ INTERVAL_NOTE = (
 )
 MEAN_NOTE = (
     "Below a number is its 95% interval, from resampling test documents, where every domain has one. Of a change it is "
-    "from the same resamples of both systems. Certain: the whole interval of the domain's difference is below zero."
+    "from the same resamples of both systems. Significant: the whole interval of the domain's difference is below zero."
 )
 # The columns of counts: documents of origin, and the pieces of them that are scored.
 COUNTED = {"Documents": "{:,.0f}", "Pieces": "{:,.0f}"}
@@ -104,9 +104,11 @@ def compared(
             relative = interval and tuple(100 * bound / mean_of(other) for bound in interval)
             rows[label][f"{name}, %"] = percent(mean_of(other), mean_of(own))
             beneath[label][f"{name}, %"] = _below("{:+.1f} to {:+.1f}", relative, changes)
-            both, certain = (own + other).count(), (bounds["high"] < 0).sum()
+            both, significant = (own + other).count(), (bounds["high"] < 0).sum()
             lower = f"{(own < other).sum()} of {both}" if both else ""
-            rows[label][f"{name}, lower"] = lower + f" ({certain} certain)" * (len(bounds) > 0 and len(seeds) == 1)
+            rows[label][f"{name}, lower"] = lower + f" ({significant} significant)" * (
+                len(bounds) > 0 and len(seeds) == 1
+            )
     return pd.DataFrame.from_dict(rows, orient="index"), pd.DataFrame.from_dict(beneath, orient="index")
 
 

@@ -24,7 +24,7 @@ from demix.run.kept import config_fingerprint
 
 MEASURES = {PERPLEXITY: "test perplexity", BITS: "bits per byte"}
 CURVES = {
-    "loss": "Loss", "dev_loss": "Dev loss", "step": "Step", "tokens": "Tokens", "tokens_per_second": "Tokens a second",
+    "loss": "Loss", "dev_loss": "Dev loss", "step": "Step", "tokens": "Tokens", "tokens_per_second": "Tokens/s",
 }  # fmt: skip
 PANEL_COLUMNS = 4
 # The characters of a setting's value that a table shows.
@@ -143,11 +143,11 @@ def _curves(compared: Comparison) -> Table:
         "Of each model’s metrics: the loss of the last step’s batch and the last loss on dev, in nats per token.",
         numbered(compared.curves.rename(columns={"model": "Model", "run": "Run", **CURVES})),
         notes=(
-            "Tokens a second are the median over steps, on whatever machine trained the model.",
+            "Tokens/s are the median over steps, on whatever machine trained the model.",
             *(["Losses of runs with other tokenizers do not compare."] if _tokenizers(compared) > 1 else []),
         ),
         formats=dict.fromkeys(("Loss", "Dev loss"), "{:.4f}")
-        | dict.fromkeys(("Step", "Tokens", "Tokens a second"), "{:,.0f}"),
+        | dict.fromkeys(("Step", "Tokens", "Tokens/s"), "{:,.0f}"),
         name="curves",
         title="Last values of the curves",
     )
@@ -158,14 +158,14 @@ def _tokenizers(compared: Comparison) -> int:
 
 
 def _by_domain(compared: Comparison) -> Table:
-    names = {"domain": "Domain", "kind": "Kind", "system": "System", "run": "Run", "nats": "Nats a token"}
+    names = {"domain": "Domain", "kind": "Kind", "system": "System", "run": "Run", "nats": "Nats per token"}
     frame = compared.by_domain.rename(columns=names | {"low": "Low", "high": "High"})
     return Table(
         f"The loss of a run less that of {compared.runs[0].name}, in nats per token of the domain’s test documents, "
         "and the bounds of its 95% interval. Negative is better.",
         numbered(frame[[*names.values(), "Low", "High"]]),
         notes=("Only where both runs scored the same documents.", *_within(compared, compared.blocks)),
-        formats=dict.fromkeys(("Nats a token", "Low", "High"), "{:+.4f}"),
+        formats=dict.fromkeys(("Nats per token", "Low", "High"), "{:+.4f}"),
         long=True,
         name="by_domain",
         title="Differences by domain",

@@ -1,4 +1,4 @@
-"""Dots with their intervals, a line per system: how far systems lie apart, and how surely."""
+"""Dots with their intervals, a line per system: how far systems lie apart, and whether significantly."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -67,7 +67,7 @@ def ranked(ranking: Ranking, *, narrow: bool = False) -> alt.TopLevelMixin:
     ]
     return finish(
         (alt.vconcat if narrow else alt.hconcat)(*panels, spacing=24),
-        "Change, and how surely" if narrow else "How far from the dense model, and how surely",
+        "Change, with 95% interval" if narrow else "Change from the dense model, with 95% interval",
         "Left of the line is better. Lines are 95% intervals of the change, from resampling the same test documents."
         f"{left_out}",
         characters=48 if narrow else 150,

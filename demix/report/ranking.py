@@ -1,4 +1,4 @@
-"""The lines of the main table in order: which is best at equal FLOPs of training, by how much, and how surely."""
+"""The lines of the main table in order: which is best at equal training FLOPs, by how much, whether significantly."""
 
 import math
 from collections.abc import Iterator
@@ -26,15 +26,15 @@ EQUAL = 0.01
 class Measured:
     """A system on the domains of one kind: its mean perplexity, and its change from Dense (Balanced) in percent.
 
-    `interval` holds the bounds of the change, if every domain has them. `certain` counts the domains, of all those with
-    an interval (`known`), on which the whole interval of the difference lies below zero. An `oracle` took the expert or
-    token that is best on the test text.
+    `interval` holds the bounds of the change, if every domain has them. `significant` counts the domains, of all
+    those with an interval (`known`), on which the whole interval of the difference lies below zero. An `oracle` took
+    the expert or token that is best on the test text.
     """
 
     mean: float
     change: float
     interval: tuple[float, float] | None
-    certain: int
+    significant: int
     known: int
     oracle: bool
 
@@ -139,9 +139,9 @@ class Ranking:
         known = (entry for entry in self.main if not math.isnan(entry.on[kind].mean))
         some = [entry for entry in known if not (entry.apart or entry.oracle)]
         some.sort(key=lambda entry: entry.on[kind].mean)
-        return some[0] if len(some) > 1 and self.surely(some[0], some[1], kind) else None
+        return some[0] if len(some) > 1 and self.significantly(some[0], some[1], kind) else None
 
-    def surely(self, one: Entry, other: Entry, kind: str) -> bool | None:
+    def significantly(self, one: Entry, other: Entry, kind: str) -> bool | None:
         """Whether the whole interval of the mean difference of `one` less `other` lies below zero; None without one.
 
         Where the two were not compared on the same resamples, the interval is the widest that their differences to
@@ -179,10 +179,10 @@ class Ranking:
             nearest = self.next
             more = f"; the next, {nearest.label}, is {_beside(nearest.first.change)} it" if nearest else ""
             return f"{begin}, none is below {dense.label} on the {training.said}{more}."
-        told = [f"{_beside(best.first.change)} {dense.label} on the {training.said}{_certain(best.first)}"]
+        parts = [f"{_beside(best.first.change)} {dense.label} on the {training.said}{_significant(best.first)}"]
         measured = [(best.on[one.kind], one.said) for one in others if not math.isnan(best.on[one.kind].change)]
-        told += [f"{_beside(one.change)} on the {said}{_certain(one)}" for one, said in measured]
-        return f"{begin}, {best.label} is best: {'; '.join(told)}."
+        parts += [f"{_beside(one.change)} on the {said}{_significant(one)}" for one, said in measured]
+        return f"{begin}, {best.label} is best: {'; '.join(parts)}."
 
     @property
     def remarks(self) -> list[str]:
@@ -197,8 +197,8 @@ class Ranking:
         if other.first.mean < best.first.mean:
             yield f"{other.label} are lower still ({other.first.mean:.2f} against {best.first.mean:.2f})."
             return
-        said = {True: ", certainly", False: "; other test text could reverse this", None: ""}
-        sure, change = said[self.surely(best, other, kind)], percent(best.first.mean, other.first.mean)
+        said = {True: ", significantly", False: ", not significantly", None: ""}
+        sure, change = said[self.significantly(best, other, kind)], percent(best.first.mean, other.first.mean)
         yield f"Next is {other.label}, {change:.1f}% higher on the {kind} domains{sure}."
 
     def _seeds(self) -> Iterator[str]:
@@ -235,8 +235,8 @@ def _beside(change: float) -> str:
     return f"{abs(change):.1f}% {'below' if change < 0 else 'above'}"
 
 
-def _certain(measured: Measured) -> str:
-    return f", certain on {measured.certain} of {measured.known}" if measured.known else ""
+def _significant(measured: Measured) -> str:
+    return f", significant on {measured.significant} of {measured.known}" if measured.known else ""
 
 
 def ranking(material: Material) -> Ranking:
@@ -275,7 +275,7 @@ def ranking(material: Material) -> Ranking:
 def standing(run: Run) -> dict[str, System]:
     """The way to predict that stands for each row: one that is known before any test text is scored.
 
-    It is `tempered`, which is not told the domain, where the run has it, else the rule of the family's paper.
+    It is `tempered`, which does not know the domain, where the run has it, else the rule of the family's paper.
     """
     found = {}
     for name, row in table_rows(run).items():
@@ -313,7 +313,7 @@ def _measured(material: Material, system: System, domains: Domains, less: pd.Dat
         mean=float(mine.mean(skipna=False)),
         change=float(percent(dense.mean(), mine.mean(skipna=False))),
         interval=(interval[0] * scale, interval[1] * scale) if interval else None,
-        certain=int((bounds["high"] < 0).sum()),
+        significant=int((bounds["high"] < 0).sum()),
         known=len(bounds),
         oracle=domains.kind == "novel" and system.method == "naive",
     )

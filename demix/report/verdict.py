@@ -130,7 +130,7 @@ def compare(
     cells = (f"{compared}: {how}", change, "–", few)
     if bounds is not None and len(bounds) and not allowance:
         sure = int(((bounds["low"] > 0) if higher else (bounds["high"] < 0)).sum())
-        sentence += f" (certain on {sure} of {len(bounds)})"
+        sentence += f" (significant on {sure} of {len(bounds)})"
         cells = (*cells[:3], f"{few} ({sure} of {len(bounds)})")
     sentence += "."
     if interval:

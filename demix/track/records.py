@@ -138,11 +138,12 @@ def _pipeline(run: Run, metrics: tuple[Point, ...]) -> Record:
     for path, _ in sealed:
         check_sealed(path)
     # The report is for other software, and no file of it has a seal.
-    report = [run.folder / "report" / name for name in report_files(run)]
+    folder = run.folder / "report"
+    report = [folder / name for name in report_files(run)]
     shown = [path for path in report if is_made(path)]
     if shown and len(shown) < len(report):
         missing = next(path for path in report if path not in shown)
-        raise DemixError(missing, "is missing", "run `demix report` again")
+        raise DemixError(missing, "is missing", f"make it again: demix report {run.folder} --output {folder}")
     shown += [path for model in run.planned if is_made(path := _card(run, model.name))]
     artifacts = tuple(sorted([*sealed, *((path, path.parent.relative_to(run.folder).as_posix()) for path in shown)]))
     span = _whole(run, _jobs(run, "**/*.tsv"))

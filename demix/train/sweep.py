@@ -10,13 +10,13 @@ import numpy as np
 from demix.errors import DemixError
 from demix.files import read_json, read_json_lines, write_json
 
-# Parts of a run whose mean losses are compared, and nats a token by which its end may be above the lowest.
+# Parts of a run whose mean losses are compared, and nats per token by which its end may be above the lowest.
 PARTS, MARGIN = 10, 0.1
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A run with one learning rate: its mean loss in each tenth of its steps, in nats a token.
+    """A run with one learning rate: its mean loss in each tenth of its steps, in nats per token.
 
     `diverged` says why it did, or is None. A loss or gradient that was not finite leaves no `parts` to compare.
     """

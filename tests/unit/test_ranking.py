@@ -1,4 +1,4 @@
-"""Which line of the main table is best at equal FLOPs, by how much and how surely."""
+"""Which line of the main table is best at equal FLOPs, by how much and whether significantly."""
 
 from pathlib import Path
 
@@ -64,7 +64,10 @@ def test_the_best_is_known_before_test_text_is_read(frozen: Run, tmp_path: Path)
     low, high = (100 * (102 - 130 + sign * 20 / np.sqrt(3)) / 130 for sign in (-1, 1))
     below = main.beneath.at["DEMix (tempered)", "Training, change in %"]
     assert below == f"{low:+.1f} to {high:+.1f}".replace("-", "−")
-    assert main.cells.loc["DEMix (tempered)", ["Training, certain", "Novel, certain"]].tolist() == ["3 of 3", "2 of 2"]
+    assert main.cells.loc["DEMix (tempered)", ["Training, significant", "Novel, significant"]].tolist() == [
+        "3 of 3",
+        "2 of 2",
+    ]
     oracles = [label.endswith("(naive)") for label in rest.cells.index]
     assert any(oracles)
     assert oracles == sorted(oracles)

@@ -321,7 +321,7 @@ def full(files: Files) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def audit(files: Files) -> pd.DataFrame:
-    names = {"own": "own expert alone", "mixture": "all experts", "minus": "without its expert"}
+    names = {"own": "own expert", "mixture": "all experts", "minus": "without its expert"}
     names |= {"without": "never trained on it"}
     found = files.table("audit").query("system in @names")
     means = found.groupby(["domain", "system", "split"])[["matched", "share", "nll"]].mean().unstack("split")

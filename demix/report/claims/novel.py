@@ -24,7 +24,7 @@ ROWS = (
     ),
     _row(
         "novel_untold_against_dense",
-        "On novel domains a mixture of experts with an updating prior, which is not told the domain, beats {dense}",
+        "On novel domains a mixture of experts with an updating prior, which does not know the domain, beats {dense}",
         "Table 5, for 125M to 760M; at 1.3B it equals Dense (Balanced)",
         below_dense(UPDATING, on="novel"),
     ),

@@ -64,7 +64,7 @@ ROWS = (
     ),
     Row(
         "cached_against_naive",
-        "On the training domains a mixture with a cached prior has lower perplexity than the domain's own expert alone",
+        "On the training domains a mixture with a cached prior has lower perplexity than only the domain's own expert",
         "5.4, Table 3",
         (Versus(CACHED, NAIVE),),
         needs=(SECOND_TRAINING,),

@@ -17,8 +17,8 @@ def rows(run: Run) -> Iterator[Row]:
         if mixture.weights.startswith("tempered") and run.rows[mixture.model].settings.optimizer == dense:
             yield Row(
                 f"{mixture.model}_{mixture.weights}_against_dense",
-                f"Ours, beyond the paper: {mixture.label}, not told the domain, has lower perplexity than {{dense}} "
-                "{on_all}",
+                f"Ours, beyond the paper: {mixture.label}, without knowing the domain, has lower perplexity than "
+                "{dense} {on_all}",
                 "",
                 below_dense(mixture),
             )

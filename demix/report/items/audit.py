@@ -11,7 +11,7 @@ from demix.run.systems import merged_whole
 
 ITEM = TableItem("What is left of a removed domain, word for word", Group.FURTHER, 9, needs=(WITHOUT_DOMAIN,))
 AUDITED = {
-    "own": "own expert alone",
+    "own": "own expert",
     "mixture": "all experts",
     "minus": "without its expert",
     "without": "never trained on it",

@@ -13,11 +13,11 @@ ITEM = PageItem(
 _SIGNS = {"shown": "✓", "weak": "≈", "mixed": "~", "not shown": "✗", "cannot be judged": "?"}
 _RULE = (
     "Shown: the mean over domains and more than half of the domains agree, in every comparison of the claim. Mixed: a "
-    "part of this agrees. Weak: no difference can be told (it is within 0.01%, its 95% interval contains 0, or seeds "
-    "disagree), and nothing contradicts the claim. Certain: domains whose whole interval agrees. Intervals are of the "
-    "difference on the same test documents, of one training. A domain of fewer than 20 documents has an interval "
-    "within them, from resampling blocks of their text. Such an interval is narrower than one over documents: it can "
-    "make a claim weak, but never shows one. Numbers are those of the run's first seed."
+    "part of this agrees. Weak: no difference is significant (it is within 0.01%, its 95% interval contains 0, or "
+    "seeds disagree), and nothing contradicts the claim. Significant: domains whose whole interval agrees. Intervals "
+    "are of the difference on the same test documents, of one training. A domain of fewer than 20 documents has an "
+    "interval within them, from resampling blocks of their text. Such an interval is narrower than one over documents: "
+    "it can make a claim weak, but never shows one. Numbers are those of the run's first seed."
 )
 
 

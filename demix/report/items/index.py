@@ -84,19 +84,19 @@ def table(ranking: "Ranking", entries: "Sequence[Entry]") -> Table:
         rows[entry.label], below, bold = row, beneath.setdefault(entry.label, {}), best.setdefault(entry.label, {})
         for domains in ranking.material.kinds:
             name, measured = domains.said, entry.on[domains.kind]
-            change, certain = (f"{domains.heading}, {what}" for what in ("change in %", "certain"))
+            change, significant = (f"{domains.heading}, {what}" for what in ("change in %", "significant"))
             row[name], row[change] = measured.mean, measured.change if entry is not ranking.dense else float("nan")
-            row[certain] = f"{measured.certain} of {measured.known}" if measured.known else " "
+            row[significant] = f"{measured.significant} of {measured.known}" if measured.known else " "
             interval = "{:+.1f} to {:+.1f}".format(*measured.interval).replace("-", "−") if measured.interval else ""
             below[change] = "oracle" if measured.oracle else interval
             bold[name] = entry is lowest[domains.kind]
-        row["Passes a token"], row["Remark"] = float(entry.passes), entry.apart or " "
+        row["Experts run per token"], row["Remark"] = float(entry.passes), entry.apart or " "
     frame = pd.DataFrame.from_dict(rows, orient="index")
     return Table(
         "",
         # A column of blanks says nothing.
         frame if any(entry.apart for entry in entries) else frame.drop(columns="Remark", errors="ignore"),
-        formats={name: "{:+.1f}" for name in frame if name.endswith("%")} | {"Passes a token": "{:.0f}"},
+        formats={name: "{:+.1f}" for name in frame if name.endswith("%")} | {"Experts run per token": "{:.0f}"},
         best=pd.DataFrame.from_dict(best, orient="index"),
         beneath=pd.DataFrame.from_dict(beneath, orient="index"),
     )

@@ -43,7 +43,7 @@ def make(material: Material) -> tuple[Any, str]:
         .mark_line(point=POINTS)
         .encode(
             x=alt.X("tokens:Q", title="training tokens", axis=token_axis(6)),
-            y=alt.Y("loss:Q", title=f"{what} (nats a token)", scale=alt.Scale(zero=False)),
+            y=alt.Y("loss:Q", title=f"{what} (nats per token)", scale=alt.Scale(zero=False)),
             color=coloured("model", models, legend, sort=models),
             strokeDash=dashed("model", models, legend, sort=models),
             strokeWidth=alt.condition(alt.datum.model == best, alt.value(3.2), alt.value(1.4)),
