@@ -48,7 +48,7 @@ V100_PEAK = 125
 
 # Rows of README's first table: label, and the system by model entry, method and mixing rule; * marks an oracle.
 SYSTEMS = {
-    "5-grams, all text (modified Kneser-Ney)": ("ngram5", "dense", ""),
+    "5-grams, pooled, same tokens (modified Kneser-Ney)": ("ngram5", "dense", ""),
     "5-grams by domain, tempered": ("ngram5_domains", "uniform", "tempered"),
     "Paper's recipe: Dense (Balanced)": ("dense_paper", "dense", ""),
     "Paper's recipe: DEMix, tempered": ("demix_paper", "uniform", "tempered"),
