@@ -44,7 +44,7 @@ def resampled(sums: np.ndarray, origins: np.ndarray, by_stretch: np.ndarray, see
     whole = clustered(sums, origins)
     if whole.shape[1] >= FEWEST:
         return resampled_sums(whole, seed)
-    return resampled_blocks(by_stretch, seed) if block_tokens(whole.shape[1], int(sums[0].sum())) else None
+    return resampled_blocks(by_stretch, seed) if sums[0].sum() >= FEWEST_TOKENS else None
 
 
 def resampled_blocks(by_stretch: np.ndarray, seed: int, resamples: int = RESAMPLES) -> np.ndarray:

@@ -6,7 +6,7 @@ import glob
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -28,14 +28,14 @@ def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
             if directory:
                 temporary.mkdir()
             yield temporary
-            for written in [*temporary.rglob("*"), temporary] if directory else [temporary]:
+            for written in [*temporary.rglob("*"), temporary]:
                 fsync(written)
             if directory and path.exists():
                 shutil.rmtree(path)
             os.replace(temporary, path)
             fsync(path.parent)
     except OSError as error:
-        if error.errno is None or isinstance(error, DemixError):
+        if error.errno is None:
             raise
         raise cannot_be_written(path, error) from error
 
@@ -72,7 +72,7 @@ def _reserved(path: Path) -> Iterator[Path]:
             try:
                 yield folder
             finally:
-                _remove(folder)
+                shutil.rmtree(folder, ignore_errors=True)
             return
 
 
@@ -87,7 +87,7 @@ def remove_leftovers(path: Path) -> None:
         if pid.isdigit():
             with _locked(leftover) as found:
                 if found is _Lock.HELD or (found is _Lock.NONE and not is_alive(int(pid))):
-                    _remove(leftover)
+                    shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _before(path: Path) -> str:
@@ -117,12 +117,6 @@ def _locked(path: Path) -> Iterator[_Lock]:
         except OSError:
             found = _Lock.NONE
         yield found
-
-
-def _remove(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    with suppress(OSError):
-        path.unlink(missing_ok=True)
 
 
 def cannot_be_written(path: Path, error: OSError) -> DemixError:

@@ -19,10 +19,10 @@ def shard_of(tokens: np.ndarray, file_tokens: int = 1 << 20, offsets: Sequence[i
     return TokenShard(Path("t"), files, places, places, places, 99, 100, "")
 
 
-def bytes_tokenizer(path: Path, pairs: bool = False) -> Path:
-    """A tokenizer of the 256 bytes, and of all pairs of them if asked, whose last type ends a document."""
+def bytes_tokenizer(path: Path, pairs: int = 0) -> Path:
+    """A tokenizer of the 256 bytes, and of the first `pairs` of them, whose last type ends a document."""
     alphabet = list(byte_of_character())
-    merges = [(first, second) for first in alphabet for second in alphabet] if pairs else []
+    merges = [(first, second) for first in alphabet for second in alphabet][:pairs]
     vocabulary = {token: number for number, token in enumerate([*alphabet, *map("".join, merges)])}
     _write(vocabulary, merges, path)
     return path

@@ -41,6 +41,8 @@ def test_a_scratch_folder_goes_and_its_errors_name_what_is_made(tmp_path: Path) 
     other = OSError(errno.ENOENT, "missing", str(tmp_path / "else" / "where" / "x"))
     with pytest.raises(OSError, match="else/where"), atomic.scratch(tmp_path / "made"):
         raise other
+    with pytest.raises(OSError, match="of the library"), atomic.scratch(tmp_path / "made"):
+        raise OSError("of the library")
     with refused("made"), atomic.scratch(tmp_path / "made") as folder:
         raise OSError(errno.ENOSPC, "No space left", str(folder / "spilled"))
     assert not list(tmp_path.iterdir())

@@ -162,7 +162,7 @@ def test_gradients_are_clipped_to_the_norm_of_all_unless_it_is_no_number() -> No
     assert parameter.grad.tolist() == pytest.approx([1.5, 0])
     for wrong in (math.inf, math.nan):
         sync, (parameter, _) = with_gradients([3.0, 1.0], [wrong])
-        assert not math.isfinite(sync.clip(1.0))
+        assert not math.isfinite(sync.clip(1.0, scale=2.0))
         assert parameter.grad.tolist() == [3.0, 1.0]
     # Nothing is divided by the norm where all is zero, and no parameter needs a gradient.
     sync, parameters = with_gradients([0.0], [0.0])

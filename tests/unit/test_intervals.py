@@ -96,6 +96,10 @@ def test_a_short_text_has_no_interval() -> None:
     """Blocks are drawn of fewer than 20 documents, and nothing of a text of fewer than 400 tokens."""
     (text,) = autoregressive(400, 1, 0.5)
     sums, origins = np.stack([np.full(40, 10.0), text.reshape(40, 10).sum(axis=1)]), np.arange(40) % 19
-    assert resampled(sums, origins, by_stretch(text), 7).shape == (2, 2000)
+    few, many = resampled_blocks(by_stretch(text), 7), resampled_sums(clustered(sums, np.arange(40) % 20), 7)
+    assert few.shape == many.shape == (2, 2000)
+    assert np.array_equal(resampled(sums, origins, by_stretch(text), 7), few)
+    assert np.array_equal(resampled(sums, np.arange(40) % 20, by_stretch(text), 7), many)
+    assert [stretch_tokens(tokens) for tokens in (1, 16, 400, 10_000)] == [1, 1, 5, 25]
     assert resampled(sums[:, :39], origins[:39], by_stretch(text[:390]), 7) is None
     assert [block_tokens(*some) for some in ((20, 800), (19, 800), (1, 399), (1, 400))] == [0, 28, 0, 20]

@@ -148,7 +148,8 @@ def test_an_embedding_may_have_more_rows_than_there_are_ids(tmp_path: Path) -> N
 
 def tokenized(texts: list[str], folder: Path) -> TokenShard:
     """The shard of these documents by the tokenizer t.json in `folder`."""
-    pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), folder / "dev.parquet")
+    table = pa.table({"text": pa.array(texts, pa.large_string())})
+    pq.write_table(table, folder / "dev.parquet", row_group_size=100)
     tokenize(folder / "t.json", folder / "dev.parquet", folder / "dev.arrow")
     return TokenShard.open(folder / "dev.arrow", verify=True)
 
@@ -169,6 +170,8 @@ def test_a_shard_begins_documents_with_the_family_s_own_end(tmp_path: Path) -> N
     assert blocks(shard, 8)[0][0, 0] == 1500
     write_spans([tmp_path / "dev.arrow"], np.array([0], np.uint16), np.array([2]), np.array([9]), tmp_path / "s.arrow")
     assert TokenShard.open(tmp_path / "s.arrow", verify=True).end_of_text == 1500
+    write_json(tmp_path / "dev.json", read_json(tmp_path / "dev.json") | {"end_of_text": 0})
+    assert TokenShard.open(tmp_path / "dev.arrow").end_of_text == 0
     for wrong in (1600, -1, "x", None):
         write_json(tmp_path / "dev.json", read_json(tmp_path / "dev.json") | {"end_of_text": wrong})
         with refused("dev.json"):
@@ -176,7 +179,9 @@ def test_a_shard_begins_documents_with_the_family_s_own_end(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("digits", [True, False])
-def test_rules_that_gigatoken_does_not_follow_are_encoded_by_tokenizers(digits: bool, tmp_path: Path) -> None:
+def test_rules_that_gigatoken_does_not_follow_are_encoded_by_tokenizers(
+    digits: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It says that it does not know some rules, and leaves others aside."""
     source = write_folder(tmp_path, "gpt2")
     content = json.loads(source.read_text())
@@ -188,15 +193,23 @@ def test_rules_that_gigatoken_does_not_follow_are_encoded_by_tokenizers(digits: 
     assert take_tokenizer(source, tmp_path / "t.json").fast is None
     theirs, texts = HuggingFaceTokenizer.from_str(json.dumps(content)), [*sample()[:3], "12345 a1"]
     assert documents_of(tokenized(texts, tmp_path)) == [each.ids for each in theirs.encode_batch(texts)]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_ids_that_differ_from_tokenizers_are_encoded_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("place", "differ"), [(0, True), (254, False), (256, True), (512, True)])
+def test_one_document_in_256_that_differs_from_tokenizers_has_all_encoded_by_it(
+    place: int, differ: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     own = take_tokenizer(write_folder(tmp_path / "qwen", "qwen3"), tmp_path / "t.json")
     other = take_tokenizer(write_folder(tmp_path / "llama", "llama3"), tmp_path / "u.json").vocabulary.encoding
     wrong = replace(own, vocabulary=replace(own.vocabulary, encoding=other))
     monkeypatch.setattr(Tokenizer, "load", staticmethod(lambda path: wrong))
-    texts = ["1234 <think>", *sample()[:3]]
-    assert documents_of(tokenized(texts, tmp_path)) == [own.encode(text).tolist() for text in texts]
+    texts = [*["a"] * place, *["1234 <think>"] * 2]
+    ids, edges = wrong.renewed().encode_batch(texts, exact=differ)
+    wanted = [ids[start:end].tolist() for start, end in pairwise(edges)]
+    assert (wanted == [own.encode(text).tolist() for text in texts]) == differ
+    assert documents_of(tokenized(texts, tmp_path)) == wanted
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * differ
 
 
 def _added(**changed: Any) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def test_spans_read_as_the_tokens_of_their_documents(tmp_path: Path, sources: li
     pieces = [opened[number].read(at, at + length) for (number, at, _), length in zip(chosen, cut, strict=True)]
     expected = np.concatenate([np.empty(0, np.uint16), *pieces])
     shard = TokenShard.open(output, verify=True)
-    assert len(shard) == len(expected)
+    assert (shard.path, len(shard), len(shard.document_bytes)) == (output, len(expected), 0)
     assert shard.offsets.tolist() == (np.cumsum(cut) - cut).tolist()
     assert (shard.end_of_text, shard.vocab_size) == (256, 257)
     assert shard.tokenizer_sha256 == opened[0].tokenizer_sha256
@@ -66,12 +66,16 @@ def test_spans_read_as_the_tokens_of_their_documents(tmp_path: Path, sources: li
             shard.read(begin, end)
 
 
+def texts_of(domain: str) -> list[str]:
+    return [f"{domain} has {n * n} texts" * (1 + n % 3) for n in range(40)]
+
+
 @pytest.fixture
 def domains(tmp_path: Path, tokenizer: Path) -> list[Path]:
     """Shards of three domains of a run, each of 40 documents."""
     paths = [tmp_path / "a" / "tokens" / name / "train.arrow" for name in ("law", "news", "code")]
     for path in paths:
-        write_shard(tokenizer, path, [f"{path.parent.name} has {n * n} texts" * (1 + n % 3) for n in range(40)])
+        write_shard(tokenizer, path, texts_of(path.parent.name))
     return paths
 
 
@@ -105,6 +109,8 @@ def test_spans_move_with_their_run_and_refuse_other_tokens(
         TokenShard.open(moved)
     moved.write_bytes(spans)
     manifest = read_json(moved.with_suffix(".json"))
+    write_json(moved.with_suffix(".json"), manifest | {"spans_sha256": "0" * 64})
+    TokenShard.open(moved)
     for key, value, subject in (
         ("spans_sha256", "0" * 64, "c00.arrow"),
         ("documents", 1, "c00.arrow"),
@@ -119,7 +125,13 @@ def test_spans_move_with_their_run_and_refuse_other_tokens(
     write_json(moved.with_suffix(".json"), manifest)
     TokenShard.open(moved, verify=True)
 
-    write_shard(tokenizer, source, ["other text"])
+    # Spans of as many tokens in another order, then tokens of as many spans.
+    spans_of([source.parents[1] / name / source.name for name in ("code", "news", "law")], moved.with_stem("c01"))
+    moved.write_bytes(moved.with_stem("c01").read_bytes())
+    with refused("c00.arrow"):
+        TokenShard.open(moved)
+    moved.write_bytes(spans)
+    write_shard(tokenizer, source, texts_of("war"))
     with refused("c00.arrow"):
         TokenShard.open(moved)
 

@@ -1,10 +1,8 @@
-"""The tests share helpers through tests/support/ alone, and lines of code are counted."""
+"""The tests share helpers through tests/support/ alone."""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-
-from support.code_lines import code_lines
 
 TESTS = Path(__file__).parents[1]
 
@@ -23,9 +21,3 @@ def test_helpers_come_from_support_alone() -> None:
         parts = {part for name in imported(path.read_text()) for part in name.split(".")}
         assert not [part for part in parts if part == "conftest" or part.startswith("test_")], path
         assert path.parent.name != "support" or not path.name.startswith("test_")
-
-
-def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings() -> None:
-    python = '"""About."""\n\n# Why.\nx = """\n\n"""  # Three.\n\n\ndef f():\n    """What\n    it is."""\n'
-    assert code_lines(python) == 4
-    assert code_lines("rule all:\n    # Why.\n\n    input: 'x'\n") == 2
