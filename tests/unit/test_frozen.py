@@ -1,13 +1,8 @@
 """The run that tests read: of this code's format, with every file as the workflow wrote it."""
 
-from pathlib import Path
-
-import pytest
-
 from demix.files import check_sealed
 from demix.run.run import Run
-from support import frozen as module
-from support.frozen import rows_of, unpack
+from support.frozen import rows_of
 
 
 def test_every_file_is_whole_and_domains_have_many_documents_or_few(frozen: Run) -> None:
@@ -16,11 +11,3 @@ def test_every_file_is_whole_and_domains_have_many_documents_or_few(frozen: Run)
     documents = rows_of(frozen).groupby("domain")["documents"].min()
     assert {name for name, count in documents.items() if count >= 20} == {"parliament", "licenses", "fortunes"}
     assert {*rows_of(frozen)["seed"]} == {1, 2}
-
-
-def test_a_run_of_another_format_names_the_command_that_makes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "FORMAT", module.FORMAT + 1)
-    with pytest.raises(RuntimeError, match="make frozen"):
-        unpack(tmp_path)
