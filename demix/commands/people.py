@@ -239,13 +239,11 @@ def playground(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 takes a free port.")] = 8501,
     tokenizer: Tokens = None,
 ) -> None:
-    """Serve a page to this machine's browser: whose domain texts are, the weights by token, and continuations."""
-    from demix.generate.playground.answers import opened
-    from demix.generate.playground.server import serve
+    """Serve a page to this machine's browser: whose domain texts are, the weights by token, and continuations.
 
-    # As in `eval`.
-    logging.getLogger("demix").setLevel(logging.WARNING)
-    serve(opened(model, tokenizer), port)
+    This is `demix serve` on port 8501.
+    """
+    serve_model(model, port=port, device="cpu", tokenizer=tokenizer)
 
 
 @app.command("serve")
@@ -266,13 +264,15 @@ def serve_model(
     ] = None,
     tokenizer: Tokens = None,
 ) -> None:
-    """Serve completions by a mixture of experts over OpenAI's API (/v1/completions and /v1/models, no chat)."""
-    from demix.generate.completions import served
-    from demix.generate.serve import place_of, serve
+    """Serve a mixture of experts: completions over OpenAI's API (/v1/completions, no chat), and the playground."""
+    from demix.generate.app import place_of, serve
+    from demix.generate.completions import opened
 
+    # As in `eval`.
+    logging.getLogger("demix").setLevel(logging.WARNING)
     with place_of(host, port) as place:
         names = experts.split(",") if experts else None
-        serve(served(model, names, weights, prior, top_k, tokenizer, device), place)
+        serve(opened(model, names, weights, prior, top_k, tokenizer, device), place)
 
 
 experts = typer.Typer(no_args_is_help=True, help="List, verify, train, add or remove the experts of a model directory.")

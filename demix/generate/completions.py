@@ -1,8 +1,8 @@
 """Completions of texts by a mixture of experts, as OpenAI's API for completions asks for them."""
 
-import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,20 +11,25 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from demix.config.mixing import METHODS
 from demix.data.text import SURROGATE
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
+from demix.files import read_parquet
+from demix.mix.logs import logsumexp
 from demix.model.continuations import MixedModel, mixture_of, next_likeliest
-from demix.model.decode import choose, open_model, read_alone
+from demix.model.decode import choose, open_model, read_alone, speller
+from demix.model.description import run_of
 from demix.model.device import device_named
 from demix.model.gpt import GPT
+from demix.model.scoring import columns_of
 from demix.settings import DistinctItems, Integer, Items, Number, Switch, Text, settings
 
 # Of a prompt and of a completion, each, in tokens; a model with a longer context takes as many as that has.
-MOST_TOKENS = 4096
-MOST_PROMPTS = 32
-MOST_STOPS = 16
-MOST_LOGPROBS = 5
+MAX_TOKENS = 4096
+MAX_PROMPTS = 32
+MAX_STOPS = 16
+MAX_LOGPROBS = 5
 
 
 @settings(kw_only=True)
@@ -37,22 +42,25 @@ class StreamOptions:
 
 @settings(kw_only=True)
 class CompletionRequest:
-    """The body of a request to /v1/completions. Names and ranges are OpenAI's, but for `experts` and `weights`.
+    """The body of a request to /v1/completions: names and ranges are OpenAI's, but for the four in the second line.
 
-    Those from `best_of` on are taken with the one value that changes nothing.
+    `by_expert` adds to each token what the experts say of it (`by_expert_of`). Those from `best_of` on are taken with
+    the one value that changes nothing.
     """
 
     model: Text
     prompt: Text | Items[Any]
     experts: DistinctItems[Text] | None = None
     weights: Text | None = None
+    prior: Text | None = None
+    by_expert: Switch = False
     max_tokens: Annotated[Integer, Field(ge=0)] = 16
     temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[Number, Field(ge=0, le=1)] = 1.0
     seed: Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Text | Items[Text] = ()
     echo: Switch = False
-    logprobs: Annotated[Integer, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     stream: Switch = False
     stream_options: StreamOptions = StreamOptions()
     user: Text = ""
@@ -70,29 +78,51 @@ class CompletionRequest:
 
 
 @dataclass(frozen=True)
-class Served:
-    """A model that answers requests under `name`; `weights`, `prior` and `top_k` are those of `demix generate`."""
+class Opened:
+    """A model that answers requests; `weights`, `prior` and `top_k` hold where a request says nothing else."""
 
     directory: Path
-    name: str
-    trunks: Sequence[GPT]
+    trunks: list[GPT]
     tokenizer: Tokenizer
+    tokenizer_file: Path | None
     weights: str
     prior: str
     top_k: int | None
 
     @property
-    def most_tokens(self) -> int:
+    def name(self) -> str:
+        """The name of the model's folder."""
+        return self.directory.resolve().name
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """All experts of the model, in the order of scores and weights."""
+        return columns_of(self.trunks)
+
+    @property
+    def max_tokens(self) -> int:
         """The most tokens of a prompt, and of a completion."""
-        return max(MOST_TOKENS, self.trunks[0].architecture.context)
+        return max(MAX_TOKENS, self.trunks[0].architecture.context)
 
-    def mixture(self, experts: Sequence[str] | None = None, weights: str | None = None) -> MixedModel:
-        """The mixture that a request asks for. Raises DemixError for an unknown expert or rule."""
-        rule = weights or self.weights
-        return mixture_of(self.directory, self.trunks, self.tokenizer, rule, self.prior, experts, self.top_k)
+    @cached_property
+    def domains(self) -> tuple[str, ...]:
+        """The domains with a cached prior in the model's run."""
+        priors = run_of(self.directory) / "priors.parquet"
+        rows = read_parquet(priors).to_pylist() if priors.is_file() else []
+        wanted = {"model": self.name, "experts": "training", "weights": "history"}
+        return tuple(dict.fromkeys(row["domain"] for row in rows if wanted.items() <= row.items()))
+
+    def mixture(
+        self, experts: Sequence[str] | None = None, weights: str | None = None, prior: str | None = None
+    ) -> MixedModel:
+        """The mixture that a request asks for. Raises DemixError for an unknown expert, rule or prior."""
+        if prior is not None and prior not in ("", *METHODS[1:3], *self.domains):
+            raise DemixError("prior", f"{prior!r:.40} is not known", "use updating, uniform or a domain of the run")
+        rule, known = weights or self.weights, self.prior if prior is None else prior
+        return mixture_of(self.directory, self.trunks, self.tokenizer, rule, known, experts, self.top_k)
 
 
-def served(
+def opened(
     directory: Path,
     experts: Sequence[str] | None = None,
     weights: str = "tempered",
@@ -100,28 +130,28 @@ def served(
     top_k: int | None = None,
     tokenizer: Path | None = None,
     device: str | None = None,
-) -> Served:
-    """Open the model in `directory` for completions. Raises DemixError where the rule or the prior does not fit it."""
+) -> Opened:
+    """Open the model in `directory` for requests. Raises DemixError where the rule or the prior does not fit it."""
     trunks, encoder = open_model(directory, experts, tokenizer, device_named(device))
     read_alone(trunks)
-    model = Served(directory, Path(directory).resolve().name, trunks, encoder, weights, prior, top_k)
+    model = Opened(directory, trunks, encoder, tokenizer, weights, prior, top_k)
     model.mixture().begin(np.array([encoder.end_of_text]))
     return model
 
 
-def prompts_of(model: Served, asked: CompletionRequest) -> list[list[int]]:
+def prompts_of(model: Opened, asked: CompletionRequest) -> list[list[int]]:
     """The tokens of each prompt of a request. Raises DemixError for what is no prompt of this model."""
     given = asked.prompt
     alone = isinstance(given, str) or (len(given) > 0 and all(type(one) is int for one in given))
     texts = [given] if alone else given
-    if not 1 <= len(texts) <= MOST_PROMPTS:
-        raise DemixError("request.prompt", f"has {len(texts)} texts", f"send 1 to {MOST_PROMPTS}")
-    if len(asked.stops) > MOST_STOPS:
-        raise DemixError("request.stop", f"has {len(asked.stops)} strings", f"send at most {MOST_STOPS}")
+    if not 1 <= len(texts) <= MAX_PROMPTS:
+        raise DemixError("request.prompt", f"has {len(texts)} texts", f"send 1 to {MAX_PROMPTS}")
+    if len(asked.stops) > MAX_STOPS:
+        raise DemixError("request.stop", f"has {len(asked.stops)} strings", f"send at most {MAX_STOPS}")
     prompts = [tokens_of(model.tokenizer, one) for one in texts]
     for name, most in (("prompt", max(map(len, prompts))), ("max_tokens", asked.max_tokens)):
-        if most > model.most_tokens:
-            raise DemixError(f"request.{name}", f"has {most} tokens", f"ask for at most {model.most_tokens}")
+        if most > model.max_tokens:
+            raise DemixError(f"request.{name}", f"has {most} tokens", f"ask for at most {model.max_tokens}")
     return prompts
 
 
@@ -153,7 +183,8 @@ class Part:
     """The next part of a completion: its text, and its tokens with their log p, None where there is none.
 
     `likeliest` has for each token the log p of the likeliest tokens there and of the token itself, or None. `offsets`
-    tell where in the whole text a token begins. `finish` says of the last part why it is the last.
+    tell where in the whole text a token begins. `finish` says of the last part why it is the last. `by_expert` is what
+    `by_expert_of` says of a token that was drawn.
     """
 
     text: str = ""
@@ -162,37 +193,21 @@ class Part:
     likeliest: list[dict[int, float] | None] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     finish: Literal["stop", "length"] | None = None
+    by_expert: dict[str, Any] | None = None
 
 
-class _Written:
-    """A text that grows by tokens. A character comes with the token that holds its last UTF-8 byte."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._pieces = tokenizer.vocabulary.pieces
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.text = ""
-
-    def add(self, token: int) -> None:
-        """Append a token."""
-        self.text += self._decoder.decode(self._pieces[token])
-
-    def end(self) -> None:
-        """Write the bytes that no character came of as U+FFFD."""
-        self.text += self._decoder.decode(b"", True)
-
-
-def completed(model: Served, mixture: MixedModel, asked: CompletionRequest, prompt: Sequence[int]) -> Iterator[Part]:
+def completed(model: Opened, mixture: MixedModel, asked: CompletionRequest, prompt: Sequence[int]) -> Iterator[Part]:
     """Complete one prompt, part by part: with `echo` its blocks, then each new token.
 
     A prompt stands after `<|endoftext|>`, with which it may begin itself; then this token has no log p. Prompt and
     completion are one text, in blocks as in scoring (docs/concepts.md). A stop string is not part of a completion, but
     its tokens are listed. `<|endoftext|>` ends a completion and has no text.
     """
-    end = model.tokenizer.end_of_text
-    written = _Written(model.tokenizer)
-    if asked.echo:
-        yield from _echoed(mixture, asked, prompt, end, written)
-    begun = sent = len(written.text)
+    end, spell, text = model.tokenizer.end_of_text, speller(model.tokenizer), ""
+    for part in _echoed(mixture, asked, prompt, end, spell) if asked.echo else ():
+        text += part.text
+        yield part
+    begun = sent = len(text)
     decoder = mixture.decoder(torch.tensor([end]))
     if asked.max_tokens:
         decoder.read(torch.tensor([_after(prompt, end)], dtype=torch.long))
@@ -205,27 +220,27 @@ def completed(model: Served, mixture: MixedModel, asked: CompletionRequest, prom
         log_p = decoder.next_log_probabilities()
         token = int(choose(log_p, asked.temperature, asked.top_p, generator))
         own = float(log_p[0, token])
-        part = Part(tokens=[token], log_p=[own], offsets=[len(written.text)], likeliest=[None])
+        part = Part(tokens=[token], log_p=[own], offsets=[len(text)], likeliest=[None])
         if asked.logprobs is not None:
             top = log_p[0].topk(asked.logprobs)
             part.likeliest = [dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)) | {token: own}]
-        if token != end:
-            written.add(token)
-        if token == end or not left:
-            written.end()
-        stops = [place for stop in asked.stops if (place := written.text.find(stop, begun)) >= 0]
+        text += "" if token == end else spell(token)
+        text += spell(None) if token == end or not left else ""
+        stops = [place for stop in asked.stops if (place := text.find(stop, begun)) >= 0]
         if stops or token == end:
             part.finish = "stop"
         elif not left:
             part.finish = "length"
-        until = min(stops) if stops else len(written.text) if part.finish else _certain(written.text, asked.stops, sent)
-        part.text, sent = written.text[sent:until], until
+        until = min(stops) if stops else len(text) if part.finish else _certain(text, asked.stops, sent)
+        part.text, sent = text[sent:until], until
+        if asked.by_expert or not part.finish:
+            scores, log_g = decoder.read(torch.tensor([[token]]))
+            if asked.by_expert:
+                part.by_expert = by_expert_of(scores, log_g.numpy(), decoder.posterior.log_weights)
         yield part
         if part.finish:
             return
-        decoder.read(torch.tensor([[token]]))
-    written.end()
-    yield Part(written.text[begun:], finish="length")
+    yield Part(spell(None), finish="length")
 
 
 def _after(prompt: Sequence[int], end: int) -> list[int]:
@@ -234,23 +249,23 @@ def _after(prompt: Sequence[int], end: int) -> list[int]:
 
 
 def _echoed(
-    mixture: MixedModel, asked: CompletionRequest, prompt: Sequence[int], end: int, written: _Written
+    mixture: MixedModel, asked: CompletionRequest, prompt: Sequence[int], end: int, spell: Callable[[int], str]
 ) -> Iterator[Part]:
-    text = _after(prompt, end)
-    blocks: Any = [([None] * len(text), [None] * len(text))]
+    tokens, written = _after(prompt, end), 0
+    blocks: Any = [([None] * len(tokens), [None] * len(tokens))]
     if asked.logprobs is not None:
-        blocks = next_likeliest(mixture, text, end, asked.logprobs)
-    if len(text) < len(prompt):
-        blocks, text = chain([([None], [None])], blocks), [*prompt]
+        blocks = next_likeliest(mixture, tokens, end, asked.logprobs)
+    if len(tokens) < len(prompt):
+        blocks, tokens = chain([([None], [None])], blocks), [*prompt]
     done = 0
     for log_p, likeliest in blocks:
-        part = Part(tokens=text[done : done + len(log_p)], log_p=log_p)
-        before, done = len(written.text), done + len(log_p)
+        part = Part(tokens=tokens[done : done + len(log_p)], log_p=log_p)
+        done += len(log_p)
         for token, own, top in zip(part.tokens, log_p, likeliest, strict=True):
             part.likeliest.append(None if top is None else top | {token: own})
-            part.offsets.append(len(written.text))
-            written.add(token)
-        part.text = written.text[before:]
+            part.offsets.append(written + len(part.text))
+            part.text += spell(token)
+        written += len(part.text)
         yield part
 
 
@@ -260,6 +275,21 @@ def _certain(text: str, stops: Sequence[str], sent: int) -> int:
         if any(stop.startswith(text[place:]) for stop in stops):
             return place
     return len(text)
+
+
+def by_expert_of(scores: torch.Tensor, log_g: np.ndarray, after: np.ndarray) -> dict[str, Any]:
+    """What E experts say of N tokens, with `scores` [E, 1, N] and the weights log g [1, N, E] that predicted them.
+
+    `nats` [N] are those under the mixture, `expert_nats` [N, E] those under each expert, and `weights` [N + 1, E] have
+    one more row, `after` [1, E]: those that predict the next token.
+    """
+    of_experts = scores[:, 0].T.numpy()
+    numbers = {
+        "nats": (-logsumexp(log_g[0] + of_experts), 3),
+        "expert_nats": (-of_experts, 3),
+        "weights": (np.exp(np.concatenate([log_g[0], after])), 4),
+    }
+    return {name: (values.round(digits) + 0.0).tolist() for name, (values, digits) in numbers.items()}
 
 
 def log_probabilities_of(tokenizer: Tokenizer, parts: Sequence[Part]) -> dict[str, Any]:

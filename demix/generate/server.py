@@ -1,4 +1,4 @@
-"""What `demix serve` and the playground share: where they listen, whom they wait for, and errors in OpenAI's form."""
+"""The bounds of the server: where it listens, whom it waits for, and errors in OpenAI's form."""
 
 import asyncio
 import json
@@ -24,12 +24,13 @@ from demix.launch.guarded import Guarded
 from demix.settings import settings_from
 
 CONNECTIONS = 64
+MAX_BYTES = 2 << 20
 # From the start of a connection, or the end of its last answer, to the end of a request's head.
 HEAD_SECONDS = 10
 # A request waits so long in all for the other side to send or to take bytes.
 SENDER_SECONDS = 60.0
 # An error may quote the request, so its line is cut to this length.
-MOST_LINE = 500
+MAX_LINE = 500
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ T = TypeVar("T")
 def refused(line: str, status: int, close: bool = False) -> Response:
     """An error in OpenAI's form, which may `close` the connection."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    line = line[:MOST_LINE].encode(errors="replace").decode()
+    line = line[:MAX_LINE].encode(errors="replace").decode()
     error = {"message": line, "type": kind, "param": None, "code": None}
     return JSONResponse({"error": error}, status, {"connection": "close"} if close else None)
 
@@ -81,8 +82,8 @@ def without_null(value: Any) -> Any:
     return value
 
 
-def application(routes: Sequence[BaseRoute], offered: str, most: int, key: str = "") -> Guarded:
-    """An application of `routes` whose requests have at most so many bytes (`demix.launch.guarded.Guarded`).
+def application(routes: Sequence[BaseRoute], offered: str, key: str) -> Guarded:
+    """An application of `routes` whose requests have at most MAX_BYTES (`demix.launch.guarded.Guarded`).
 
     The error for any other request says what is `offered`.
     """
@@ -93,7 +94,7 @@ def application(routes: Sequence[BaseRoute], offered: str, most: int, key: str =
     handlers: Any = dict.fromkeys((DemixError, HTTPException, ClientDisconnect, Exception), _answered)
     starlette = Starlette(routes=routes, exception_handlers=handlers)
     starlette.router.redirect_slashes, starlette.router.default = False, nothing
-    return Guarded(starlette, most, CONNECTIONS, SENDER_SECONDS, key, refused)
+    return Guarded(starlette, MAX_BYTES, CONNECTIONS, SENDER_SECONDS, key, refused)
 
 
 class Connection(H11Protocol):
@@ -176,11 +177,11 @@ def server_of(make: Callable[[Callable[[], bool]], ASGIApp]) -> uvicorn.Server:
     return server
 
 
-def run(server: uvicorn.Server, place: socket.socket, model: Path, path: str, said: str = "") -> None:
-    """Answer requests about `model` at `place` until Ctrl-C; the first line has the address of `path` there."""
+def run(server: uvicorn.Server, place: socket.socket, model: Path) -> None:
+    """Answer requests about `model` at `place` until Ctrl-C; the first line has the addresses of page and API."""
     host, port, *_ = place.getsockname()
-    address = f"http://{in_url(host)}:{port}{path}"
-    print(f"{model}: {address}{said} (stop it with Ctrl-C)", flush=True)
+    address = f"http://{in_url(host)}:{port}"
+    print(f"{model}: page {address}/, completions {address}/v1 (no chat); stop it with Ctrl-C", flush=True)
     # The server ends by itself where a signal is ignored, as in a background job of a shell.
     with suppress(KeyboardInterrupt):
         server.run(sockets=[place])

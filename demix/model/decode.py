@@ -169,7 +169,7 @@ def continuation(
         generator=torch.Generator().manual_seed(seed),
         end=tokenizer.end_of_text,
     )
-    spell = _speller(tokenizer)
+    spell = speller(tokenizer)
     for chosen, scores, log_weights in drawn:
         yield Drawn(spell(int(chosen)), int(chosen), scores, log_weights)
 
@@ -340,10 +340,11 @@ def refuse_other_models(trunks: Sequence[GPT], domain: str | None = None) -> Non
 
 def decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
     """The text of each token of `ids`. A character comes with the token that holds its last UTF-8 byte."""
-    return map(_speller(tokenizer), map(int, ids))
+    return map(speller(tokenizer), map(int, ids))
 
 
-def _speller(tokenizer: Tokenizer) -> Callable[[int], str]:
-    """A function from each id of a text, in order, to its text."""
+def speller(tokenizer: Tokenizer) -> Callable[[int | None], str]:
+    """A function from each id of a text, in order, to its text, and from None to what its last bytes are: U+FFFD."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    return lambda token: decoder.decode(tokenizer.vocabulary.pieces[token])
+    pieces = tokenizer.vocabulary.pieces
+    return lambda token: decoder.decode(b"", True) if token is None else decoder.decode(pieces[token])

@@ -21,7 +21,7 @@ from demix.data.tokenizer import Tokenizer, train_tokenizer
 from demix.errors import DemixError
 from demix.evaluate.score import Scoring, score
 from demix.files import digest, read_json, sha256_file, write_json, write_parquet
-from demix.generate.playground.answers import opened
+from demix.generate.completions import opened
 from demix.model import experts
 from demix.model.checkpoint import load_model
 from support.cli import demix, refusal
@@ -164,7 +164,7 @@ def test_each_command_ends_in_one_line(name: str, model: Path) -> None:
         assert len(line) < 4200
         assert time.monotonic() - start < 30, command
     for act in (
-        lambda: opened(model, None),
+        lambda: opened(model),
         lambda: score(model, THREE, [run / "tokens" / "law" / "test.arrow"], scoring, run / "out"),
     ):
         with pytest.raises(DemixError) as error:
@@ -187,7 +187,7 @@ def test_a_tokenizer_of_other_size_than_the_vocabulary(model: Path) -> None:
     for command in ("eval", "generate", "export"):
         refusal(*commands(model)[command], of="tokenizer.json")
     with refused("tokenizer.json"):
-        opened(model, None)
+        opened(model)
 
 
 @pytest.mark.parametrize("name", ["\x1b[31mred", "[bold]x", "\udcff", "LAW", "x" * 230])

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from demix.generate.playground.answers import Opened, opened
-from demix.generate.playground.server import pages
+from demix.generate.app import served as application
+from demix.generate.completions import Opened, opened
 from demix.generate.server import server_of
 from support.serving import running
 
@@ -28,8 +28,8 @@ class Playground:
 @contextmanager
 def served(model: Path) -> Iterator[Playground]:
     """The playground of a model's folder, which answers until the context ends."""
-    one = opened(model, None)
-    with running(server_of(lambda stops: pages(one, stops))) as port:
+    one = opened(model)
+    with running(server_of(lambda stops: application(one, "", stops))) as port:
         yield Playground(one, port)
 
 

@@ -7,8 +7,8 @@ from threading import Thread
 import openai
 import uvicorn
 
-from demix.generate.completions import Served
-from demix.generate.serve import api
+from demix.generate.app import served
+from demix.generate.completions import Opened
 from demix.generate.server import listening, server_of
 
 PROMPT = "Zoë’s naïve café – 東京 is where the committee of the House met."
@@ -28,8 +28,8 @@ def running(server: uvicorn.Server) -> Iterator[int]:
 
 
 @contextmanager
-def serving(model: Served, key: str = "") -> Iterator[str]:
-    with running(server_of(lambda stops: api(model, key, stops))) as port:
+def serving(model: Opened, key: str = "") -> Iterator[str]:
+    with running(server_of(lambda stops: served(model, key, stops))) as port:
         yield f"http://127.0.0.1:{port}"
 
 

@@ -14,7 +14,8 @@ from scipy.special import logsumexp
 
 import demix
 from demix.files import read_json
-from demix.generate.playground.answers import MixRequest, analyse, opened
+from demix.generate.completions import opened
+from demix.generate.page import MixRequest, Page
 from demix.model.export import export_hf
 from demix.run.run import Run
 from support.cli import demix as command
@@ -116,8 +117,8 @@ def test_a_text_of_several_blocks_has_the_numbers_of_the_playground(
 ) -> None:
     (found,) = model.score(LONG, experts=experts, weights=weights, prior=prior)
     assert len(found.ids) > 2 * model.context
-    there = opened(folder, None)
-    shown = analyse(there, MixRequest(LONG, tuple(experts or there.experts), weights, prior))
+    there = opened(folder)
+    shown = Page(there).analysed(MixRequest(LONG, tuple(experts or there.experts), weights, prior))
     assert list(found.tokens) == shown["pieces"]
     np.testing.assert_allclose(-found.mixture, shown["nats"], atol=1e-3)
     np.testing.assert_allclose(-found.log_probabilities, shown["expert_nats"], atol=1e-3)

@@ -14,7 +14,8 @@ from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.own_text import evaluate_text
 from demix.files import read_json, write_json, write_json_lines
-from demix.generate.playground.answers import model_facts, opened
+from demix.generate.completions import opened
+from demix.generate.page import Page
 from demix.mix.mixtures import mix
 from demix.mix.stream import Posterior
 from demix.model.checkpoint import load_experts
@@ -215,7 +216,7 @@ def test_a_copied_model_keeps_its_clusters(run: Path, copied: Path, tmp_path: Pa
             far = euclidean_distances(clusterer.embedding.points([seen]), clusterer.centres, squared=True)[0]
             expected = softmax(-far[[clusterer.names.index(name) for name in experts]] / 0.3)
             np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert "cluster" in model_facts(opened(copied, None))["weights"]
+    assert "cluster" in Page(opened(copied)).facts()["weights"]
     (tmp_path / "text.txt").write_text(text * 5)
     assert "cluster (uniform prior)" in {line.name for line in evaluate_text(copied, tmp_path / "text.txt").mixtures}
     assert find_faults(copied) == []

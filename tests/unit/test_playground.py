@@ -1,7 +1,6 @@
 """The playground: what its page is answered, what is refused, and the page in a real browser."""
 
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +12,9 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from demix.generate.playground.answers import MOST_JUDGED, MOST_TOKENS, RULES
-from demix.generate.playground.server import MOST_BYTES
+from demix.generate.completions import MAX_TOKENS
+from demix.generate.page import MAX_JUDGED, RULES, Page
+from demix.generate.server import MAX_BYTES
 from demix.run.run import Run
 from support.cli import demix
 from support.decoding import write_run
@@ -35,8 +35,14 @@ def question(**changes: object) -> dict:
     return {"text": TEXT, "experts": list(THREE), "weights": "history", "prior": "updating"} | changes
 
 
-def drawing(**changes: object) -> dict:
-    return question(tokens=20, temperature=1.0, top_p=0.9, seed=1) | changes
+def drawn(server: Playground, **changes: object) -> list[dict]:
+    """The choices of a continuation as the page asks for it, token by token."""
+    body = {key: value for key, value in question().items() if key != "text"} | {"prompt": TEXT, "model": "demix"}
+    body |= {"max_tokens": 20, "top_p": 0.9, "seed": 1, "stream": True, "by_expert": True} | changes
+    status, text, _ = ask(server, "POST", "/v1/completions", body)
+    *events, end = text.removesuffix("\n\n").split("\n\n")
+    assert (status, end) == (200, "data: [DONE]")
+    return [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
 
 
 def test_an_expert_that_is_off_has_no_weight(server: Playground) -> None:
@@ -51,23 +57,22 @@ def test_an_expert_that_is_off_has_no_weight(server: Playground) -> None:
 
 def test_the_first_tokens_of_a_long_text_are_shown(server: Playground) -> None:
     found = json.loads(ask(server, "POST", "/analyse", question(text="x " * 3000))[1])
-    assert len(found["pieces"]) == len(found["nats"]) == len(found["weights"]) - 1 == MOST_TOKENS
-    assert found["left_out"] == len(server.model.tokenizer.encode("x " * 3000)) - MOST_TOKENS > 0
+    assert len(found["pieces"]) == len(found["nats"]) == len(found["weights"]) - 1 == MAX_TOKENS
+    assert found["left_out"] == len(server.model.tokenizer.encode("x " * 3000)) - MAX_TOKENS > 0
 
 
-def test_a_continuation_is_a_line_a_token_and_reproduces(server: Playground) -> None:
-    status, text, _ = ask(server, "POST", "/generate", drawing())
-    assert status == 200
-    lines = [json.loads(line) for line in text.splitlines()]
-    assert 0 < len(lines) <= 20
-    assert (
-        ask(server, "POST", "/generate", drawing())[1] == text != ask(server, "POST", "/generate", drawing(seed=2))[1]
-    )
-    written = ask(server, "POST", "/generate", drawing(text="a", temperature=0, tokens=5))[1].splitlines()
-    added = "".join(json.loads(line)["pieces"][0] for line in written)
+def test_a_continuation_is_an_event_a_token_and_reproduces(server: Playground) -> None:
+    found = drawn(server)
+    assert 0 < len(found) <= 20
+    assert drawn(server) == found != drawn(server, seed=2)
+    written = drawn(server, prompt="a", temperature=0, max_tokens=5)
+    added = "".join(one["text"] for one in written)
     analysed = json.loads(ask(server, "POST", "/analyse", question(text="a" + added))[1])
     if len(analysed["pieces"]) == 1 + len(written):
-        np.testing.assert_allclose(analysed["weights"][-1], json.loads(written[-1])["weights"][0], atol=2e-4)
+        for place, (said,) in enumerate((one["by_expert"] for one in written), 1):
+            np.testing.assert_allclose(said["weights"], analysed["weights"][place : place + 2], atol=2e-4)
+            np.testing.assert_allclose(said["expert_nats"], analysed["expert_nats"][place : place + 1], atol=2e-3)
+            np.testing.assert_allclose(said["nats"], analysed["nats"][place : place + 1], atol=2e-3)
 
 
 def test_the_page_may_run_its_own_script_alone(server: Playground) -> None:
@@ -85,7 +90,7 @@ LINK = {"text": "a", "experts": ["law"], "weights": "tempered", "prior": "unifor
 REFUSALS = {
     "another host": ("GET", "/model", None, {"Host": "evil.example:8501"}, 403),
     "another origin": ("POST", "/analyse", LINK, {"Origin": "https://evil.example"}, 403),
-    "too much": ("POST", "/analyse", b" " * (MOST_BYTES + 1), {}, 413),
+    "too much": ("POST", "/analyse", b" " * (MAX_BYTES + 1), {}, 413),
     "a key less": ("POST", "/analyse", {"text": "a"}, {}, 400),
     "a key more": ("POST", "/analyse", question(more=1), {}, 400),
     "half a character": ("POST", "/analyse", question(text="a\ud800"), {}, 400),
@@ -96,10 +101,7 @@ REFUSALS = {
     "no such rule": ("POST", "/analyse", question(weights="last"), {}, 400),
     "evidence twice": ("POST", "/analyse", question(weights="tempered"), {}, 400),
     "no text": ("POST", "/eval", {"text": " \n"}, {}, 400),
-    "too many tokens": ("POST", "/generate", drawing(tokens=501), {}, 400),
-    "cold": ("POST", "/generate", drawing(temperature=-0.1), {}, 400),
-    "no temperature": ("POST", "/generate", drawing(temperature=float("nan")), {}, 400),
-    "no mass": ("POST", "/generate", drawing(top_p=0), {}, 400),
+    "too long a text": ("POST", "/eval", {"text": "a" * (MAX_JUDGED + 1)}, {}, 400),
     "a wrong question": ("POST", "/", LINK, {}, 405),
 }
 
@@ -115,21 +117,6 @@ def test_what_is_refused_is_told_in_one_line(server: Playground, case: tuple) ->
     assert ask(server, "GET", "/model")[0] == 200, "and the next is answered"
 
 
-def test_one_text_is_written_at_a_time_until_its_reader_leaves(
-    server: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    body = json.dumps(drawing(tokens=500, temperature=0)).encode()
-    head = f"POST /generate HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nContent-Length: {len(body)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
-        connection.sendall(head.encode() + body)
-        assert connection.recv(12) == b"HTTP/1.1 200"
-        with monkeypatch.context() as patch:
-            patch.setattr("demix.generate.playground.server.PATIENCE", 0)
-            assert ask(server, "POST", "/generate", drawing())[0] == 429
-        assert ask(server, "POST", "/analyse", question())[0] == 200, "reading goes on beside it"
-    assert ask(server, "POST", "/generate", drawing())[0] == 200
-
-
 @pytest.mark.browser
 def test_the_page_in_a_browser(server: Playground, browser: webdriver.Chrome) -> None:
     browser.get(server.address)
@@ -141,7 +128,7 @@ def test_the_page_in_a_browser(server: Playground, browser: webdriver.Chrome) ->
         return browser.execute_script("return document.querySelector(arguments[0]).textContent", selector)
 
     wait = WebDriverWait(browser, 30)
-    wait.until(lambda _: text_of("#tokens") == server.model.example)
+    wait.until(lambda _: text_of("#tokens") == Page(server.model).example)
     find("#text")[0].clear()
     find("#text")[0].send_keys(TEXT)
     wait.until(lambda _: text_of("#tokens") == TEXT)
@@ -164,7 +151,7 @@ def test_the_page_in_a_browser(server: Playground, browser: webdriver.Chrome) ->
     assert find("#text")[0].get_property("value").startswith(TEXT)
 
     find("#example")[0].click()
-    wait.until(lambda _: text_of("#tokens") == server.model.example)
+    wait.until(lambda _: text_of("#tokens") == Page(server.model).example)
     weights = Select(find("#weights")[0])
     assert [option.get_attribute("value") for option in weights.options] == list(RULES)
     before = text_of("#count")
@@ -233,8 +220,8 @@ def test_files_are_judged_and_compared_in_a_browser(
         found = evaluated(judging, text)
         return [find(f"#{name}")[0].text for name in ("answer", "doubt")] == [found["headline"], found["doubt"]]
 
-    wait.until(lambda _: says(judging.model.example))
-    assert find("#text")[0].get_property("value") == judging.model.example
+    wait.until(lambda _: says(Page(judging.model).example))
+    assert find("#text")[0].get_property("value") == Page(judging.model).example
 
     texts = {"a.txt": SEA, "b.md": "the court said no", "c.txt": ""}
     paths = [tmp_path / name for name in (*texts, "d.png")]
@@ -262,16 +249,16 @@ def test_files_are_judged_and_compared_in_a_browser(
         "const moved = new DataTransfer(); moved.items.add(new File([arguments[0].repeat(arguments[1])], 'long.txt'));"
         "document.body.dispatchEvent(new DragEvent('drop', {dataTransfer: moved, bubbles: true, cancelable: true}));",
         SEA,
-        MOST_JUDGED // len(SEA) + 1,
+        MAX_JUDGED // len(SEA) + 1,
     )
-    wait.until(lambda _: len(find("#text")[0].get_property("value")) == MOST_JUDGED)
+    wait.until(lambda _: len(find("#text")[0].get_property("value")) == MAX_JUDGED)
     assert len(find("#texts tr")) == 5, "one file alone is no comparison"
 
     for scheme in ("light", "dark"):
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         find("#example")[0].click()
-        wait.until(lambda _: says(judging.model.example))
+        wait.until(lambda _: says(Page(judging.model).example))
         faults = Axe().run(browser)["violations"]
         assert [(fault["id"], fault["nodes"][0]["html"]) for fault in faults] == []
     severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]

@@ -23,10 +23,10 @@ from lm_eval.utils import RemoteTokenizer
 
 from demix.config.architecture import Routed
 from demix.data.tokenizer import Tokenizer
-from demix.generate import serve, server
-from demix.generate.completions import MOST_LOGPROBS, MOST_PROMPTS, MOST_TOKENS, served
-from demix.generate.serve import KEY, MOST_BYTES, place_of
-from demix.generate.server import CONNECTIONS
+from demix.generate import app, server
+from demix.generate.app import KEY, place_of
+from demix.generate.completions import MAX_LOGPROBS, MAX_PROMPTS, MAX_TOKENS, opened
+from demix.generate.server import CONNECTIONS, MAX_BYTES
 from demix.mix.mixtures import mix
 from demix.model.checkpoint import load_model
 from support.cli import demix, refusal
@@ -38,7 +38,7 @@ from support.models import SMALL, model_of, save_model, write_model
 from support.serving import PROMPT, asked, client_of, serving
 
 # Without a stop, the likeliest tokens of the random model go on for minutes.
-ENDLESS = {"prompt": ["the"] * MOST_PROMPTS, "max_tokens": MOST_TOKENS, "temperature": 0}
+ENDLESS = {"prompt": ["the"] * MAX_PROMPTS, "max_tokens": MAX_TOKENS, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(run: Path) -> Iterator[str]:
-    with serving(served(run / "models" / "demix")) as one:
+    with serving(opened(run / "models" / "demix")) as one:
         yield one
 
 
@@ -104,7 +104,7 @@ def test_other_kinds_of_models_are_served(run: Path, kind: str) -> None:
     made = model_of(dtype=torch.float32, vocab_size=encoder.vocab_size, architecture=replace(SMALL, routed=routed))
     save_model(made, model, encoder.sha256, kind)
     values, text = scored_in_blocks(made, ids)[0].tolist(), PROMPT
-    with serving(served(model)) as other:
+    with serving(opened(model)) as other:
         found = asked(other, model=kind, echo=True, max_tokens=9, temperature=0, logprobs=2).choices[0]
     assert found.text.startswith(text)
     assert found.logprobs.token_logprobs[: len(values)] == pytest.approx(values, abs=1e-4)
@@ -208,8 +208,8 @@ WRONG = {
     "a number as text": {"temperature": "0.5"},
     "a seed of 65 bits": {"more": {"seed": 2**63}},
     "a switch for a number": {"n": True},
-    "too many tops": {"logprobs": MOST_LOGPROBS + 1},
-    "too long": {"max_tokens": MOST_TOKENS + 1},
+    "too many tops": {"logprobs": MAX_LOGPROBS + 1},
+    "too long": {"max_tokens": MAX_TOKENS + 1},
     "too long a prompt": {"prompt": [1] * 4097},
     "no prompts": {"prompt": []},
     "too many prompts": {"prompt": ["a"] * 33},
@@ -265,7 +265,7 @@ def test_requests_are_json_of_bounded_size(address: str) -> None:
     ):
         assert posted(address, body)[0] == 400, body[:60]
     for path in ("/v1/completions", "/tokenize"):
-        assert posted(address, b" " * (MOST_BYTES + 1), path)[0] == 413
+        assert posted(address, b" " * (MAX_BYTES + 1), path)[0] == 413
     many = b",".join(b'"%d":0' % one for one in range(100_000))
     began = time.monotonic()
     assert posted(address, b"{%s}" % many)[0] == 400
@@ -279,10 +279,10 @@ def test_requests_are_json_of_bounded_size(address: str) -> None:
 
 def test_half_a_head_blocks_nobody(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HEAD_SECONDS", 2)
-    with serving(served(run / "models" / "demix")) as address, ExitStack() as opened:
+    with serving(opened(run / "models" / "demix")) as address, ExitStack() as held:
         port = int(address.rpartition(":")[2])
         for _ in range(CONNECTIONS + 9):
-            slow = opened.enter_context(socket.create_connection(("127.0.0.1", port), 30))
+            slow = held.enter_context(socket.create_connection(("127.0.0.1", port), 30))
             slow.sendall(b"GET /v1/models HTTP/1.1\r\nHost: ")
         assert len(client_of(address).models.list().data) == 1
         assert answer_of(slow) == (408, "invalid_request_error")
@@ -296,9 +296,9 @@ def answer_of(connection: socket.socket) -> tuple[int, str]:
 
 def test_who_comes_when_all_places_are_taken_is_told_so(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "CONNECTIONS", 1)
-    with serving(served(run / "models" / "demix")) as address, ExitStack() as opened:
+    with serving(opened(run / "models" / "demix")) as address, ExitStack() as held:
         events = client_of(address).completions.create(model="demix", stream=True, **ENDLESS)
-        next(iter(opened.enter_context(events)))
+        next(iter(held.enter_context(events)))
         with pytest.raises(openai.InternalServerError) as caught:
             client_of(address).models.list()
     assert (caught.value.status_code, caught.value.body["type"]) == (503, "server_error")
@@ -337,7 +337,7 @@ def test_a_key_is_asked_for_where_one_is_set(run: Path, monkeypatch: pytest.Monk
         place_of("0.0.0.0", 0)
     monkeypatch.setenv(KEY, "schlüssel-1")
     place_of("0.0.0.0", 0).close()
-    with serving(served(run / "models" / "demix"), "sk-right") as address:
+    with serving(opened(run / "models" / "demix"), "sk-right") as address:
         for wrong in ("sk-wrong", "sk-righ", "sk-right2"):
             with pytest.raises(openai.AuthenticationError):
                 client_of(address, wrong).models.list()
@@ -379,15 +379,15 @@ def test_the_queue_and_the_time_are_bounded(address: str, monkeypatch: pytest.Mo
     with client_of(address).completions.create(model="demix", stream=True, **ENDLESS) as events:
         next(iter(events))
         with monkeypatch.context() as patch:
-            patch.setattr(serve, "SECONDS", 0.5)
+            patch.setattr(app, "SECONDS", 0.5)
             with pytest.raises(openai.InternalServerError) as caught:
                 asked(address, max_tokens=1)
             assert caught.value.status_code == 503
         with monkeypatch.context() as patch:
-            patch.setattr(serve, "MOST_WAITING", 0)
+            patch.setattr(app, "MAX_WAITING", 0)
             with pytest.raises(openai.RateLimitError):
                 asked(address, max_tokens=1)
-    monkeypatch.setattr(serve, "SECONDS", 0.5)
+    monkeypatch.setattr(app, "SECONDS", 0.5)
     with pytest.raises(openai.BadRequestError):
         client_of(address).completions.create(model="demix", **ENDLESS)
     with pytest.raises(openai.APIError):
@@ -402,8 +402,9 @@ def test_the_command_serves_until_ctrl_c(run: Path) -> None:
     process = subprocess.Popen(command, env=told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         line = process.stdout.readline()
-        assert "POST /v1/completions" in line
-        address = line.split()[1].removesuffix("/v1")
+        page, address = (word.rstrip("/,") for word in line.split() if word.startswith("http"))
+        assert address == f"{page}/v1"
+        address = page
         assert asked(address, max_tokens=3, temperature=0).usage.completion_tokens == 3
         events = client_of(address).completions.create(model="demix", stream=True, **ENDLESS)
         next(iter(events))
@@ -442,8 +443,8 @@ def test_the_harness_finds_what_it_finds_without_a_server(run, tmp_path, monkeyp
     named = ("--output", tmp_path / "out.json", "--log-samples")
     done = demix("lm-eval", model, "--tasks", ",".join(tasks), *options, *named)
     assert done.exit_code == 0, (done.exception, done.output)
-    how = {"batch_size": 3, "num_concurrent": 2, "max_length": MOST_TOKENS + 1}
-    with serving(served(model, weights="history", top_k=2)) as address:
+    how = {"batch_size": 3, "num_concurrent": 2, "max_length": MAX_TOKENS + 1}
+    with serving(opened(model, weights="history", top_k=2)) as address:
         theirs = simple_evaluate(
             "local-completions",
             model_args={"model": "wide", "base_url": f"{address}/v1/completions"} | how,
