@@ -5,8 +5,9 @@ A view reads files through the functions that check their seals and places, and 
 
 import csv
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -38,15 +39,6 @@ class AskedRun:
     def folder(self) -> Path:
         """The folder of the run."""
         return self.of.folder
-
-    def trained(self, folder: str) -> dict[str, str | int]:
-        """The model and the seed of a model's folder, named as in results."""
-        row, seed = self.of.row_of(folder)
-        return {"model": row, "seed": seed}
-
-    def kind(self, domain: str) -> str:
-        """Whether a domain is a training domain, a novel one, or one of a suite."""
-        return self.of.kind_of(domain)
 
 
 @dataclass(frozen=True)
@@ -95,76 +87,49 @@ def _rows(make: Callable[[Part], Iterable[dict[str, Any]]]) -> Reader:
     return read
 
 
-def _one(name: str) -> Callable[[AskedRun], list[Part]]:
-    return lambda run: [Part(run, run.folder / name, {})]
+def _found(*patterns: str, kind: bool = False, **alike: str) -> Callable[[AskedRun], Iterator[Part]]:
+    """The parts of a run at paths like `patterns`, whose {names} are columns that all rows of a part have alike.
 
-
-def _found(
-    pattern: str, same: Callable[[AskedRun, Path], Mapping[str, str | int]]
-) -> Callable[[AskedRun], Iterator[Part]]:
-    """The parts of a run whose paths match `pattern`; `same` is given the path below the run's folder."""
+    {folder} of a model gives the columns model and seed, as in results. With `kind` a domain's kind is a column too.
+    """
+    names = [re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^/]+)", re.escape(pattern))) for pattern in patterns]
 
     def parts(run: AskedRun) -> Iterator[Part]:
-        for path in sorted(run.folder.glob(pattern)):
-            yield Part(run, path, same(run, path.relative_to(run.folder)))
+        for pattern, name in zip(patterns, names, strict=True):
+            for path in sorted(run.folder.glob(re.sub(r"{\w+}", "*", pattern))):
+                found = name.fullmatch(path.relative_to(run.folder).as_posix())
+                same: dict[str, str | int] = alike | (found.groupdict() if found else {})
+                if "folder" in same:
+                    same["model"], same["seed"] = run.of.row_of(str(same.pop("folder")))
+                if kind:
+                    same["kind"] = run.of.kind_of(str(same["domain"]))
+                yield Part(run, path, same)
 
     return parts
 
 
+def _one(name: str) -> Callable[[AskedRun], list[Part]]:
+    """The part that is one file, which a run must have."""
+    return lambda run: [Part(run, run.folder / name, {})]
+
+
 def _as_it_is(holds: str, pattern: str) -> View:
     """The view of Parquet files that a run need not have, with their own columns."""
-    return View(holds, None, _found(pattern, lambda run, path: {}), _parquet, optional=True)
+    return View(holds, None, _found(pattern), _parquet, optional=True)
 
 
-def _of_corpus(run: AskedRun, path: Path) -> dict[str, str]:
-    return {"domain": path.parent.name, "kind": run.kind(path.parent.name)}
-
-
-def _of_split(run: AskedRun, path: Path) -> dict[str, str]:
-    return _of_corpus(run, path) | {"split": path.stem}
-
-
-def _of_losses(run: AskedRun, path: Path) -> dict[str, str]:
-    return {"domain": path.name.removesuffix(".losses.parquet"), "split": "test"}
-
-
-def _of_model(run: AskedRun, path: Path) -> dict[str, str | int]:
-    return run.trained(path.parts[1])
-
-
-def _of_expert(run: AskedRun, path: Path) -> dict[str, str | int]:
-    return _of_model(run, path) | {"expert": path.stem}
-
-
-def _of_assigned(run: AskedRun, path: Path) -> dict[str, str]:
-    domain, _, split = path.stem.rpartition(".")
-    return {"clustering": path.parts[1], "domain": domain, "split": split}
-
-
-def _of_job(run: AskedRun, path: Path) -> dict[str, str]:
-    return {"rule": path.with_suffix("").parts[1], "wildcards": "/".join(path.with_suffix("").parts[2:])}
-
-
-def _of_contexts(run: AskedRun, path: Path) -> dict[str, str]:
-    domain = path.name.removesuffix(".contexts.parquet")
-    return {"domain": domain, "kind": run.kind(domain)}
-
-
-def _learned(run: AskedRun) -> Iterator[Part]:
-    """One part per file of metrics: of a model or an adaptation, and of each expert that was trained by itself."""
-    for path in sorted(run.folder.glob("metrics/*.jsonl")):
-        yield Part(run, path, run.trained(path.stem))
-    for path in sorted(run.folder.glob("metrics/*/*.jsonl")):
-        yield Part(run, path, run.trained(path.parent.name) | {"expert": path.stem})
+def _jobs(run: AskedRun) -> Iterator[Part]:
+    """One part per benchmark file of Snakemake: the rule's folder, and the wildcards of the job below it."""
+    for path in sorted(run.folder.glob("benchmarks/**/*.tsv")):
+        rule, *wildcards = path.relative_to(run.folder).with_suffix("").parts[1:]
+        yield Part(run, path, {"rule": rule, "wildcards": "/".join(wildcards)})
 
 
 def _scored(run: AskedRun) -> Iterator[Part]:
     """One part per column of each score table; the path is that of the table."""
-    for path in sorted(run.folder.glob("scores/*/*.*/*.parquet")):
-        if path.stem != "tokens":
-            domain, _, split = path.parent.name.rpartition(".")
-            which = run.trained(path.parent.parent.name)
-            yield Part(run, path.parent, which | {"domain": domain, "split": split, "expert": path.stem})
+    for part in _found("scores/{folder}/{domain}.{split}/{expert}.parquet")(run):
+        if part.same["expert"] != "tokens":
+            yield replace(part, path=part.path.parent)
 
 
 def _scores(parts: Sequence[Part], columns: Sequence[str]) -> Iterator[pa.Table]:
@@ -329,7 +294,7 @@ VIEWS = {
     "clusters": View(
         "the cluster of each document, for models that learn from clusters",
         {"clustering": TEXT, **_WHERE, "document": WHOLE, "cluster": WHOLE, "distance": REAL},
-        _found("clusters/*/assigned/*.parquet", _of_assigned),
+        _found("clusters/{clustering}/assigned/{domain}.{split}.parquet"),
         _documents,
         optional=True,
     ),
@@ -343,20 +308,20 @@ VIEWS = {
     "corpus": View(
         "one row per domain and split: sizes, budgets, leakage",
         {"domain": TEXT, "kind": TEXT, "split": TEXT, "documents": WHOLE, **_COUNTS, "leakage": REAL},
-        _found("corpus/*/card.json", _of_corpus),
+        _found("corpus/{domain}/card.json", kind=True),
         _rows(_card),
     ),
     "corpus_counts": View(
         "what was rejected, replaced or normalised in each domain",
         {"domain": TEXT, "kind": TEXT, "what": TEXT, "name": TEXT, "count": WHOLE},
-        _found("corpus/*/card.json", _of_corpus),
+        _found("corpus/{domain}/card.json", kind=True),
         _rows(_counts),
     ),
     "documents": View(
         "the documents of the splits; document is the number in the split",
         {**_WHERE, "kind": TEXT, "document": WHOLE, "id": TEXT, "n_words": WHOLE, "text": TEXT}
         | {"origin": TEXT, "metadata": TEXT},
-        _found("corpus/*/*.parquet", _of_split),
+        _found("corpus/{domain}/{split}.parquet", kind=True),
         _documents,
     ),
     "scores": View(
@@ -369,20 +334,20 @@ VIEWS = {
     "losses": View(
         "one row per document of a test split, model and expert: nll in nats",
         {**_WHICH, **_WHERE, "expert": TEXT, "document": WHOLE, "origin": WHOLE, "tokens": WHOLE, "nll": REAL},
-        _found("evaluations/*.losses.parquet", _of_losses),
+        _found("evaluations/{domain}.losses.parquet", split="test"),
         _parquet,
     ),
     "contexts": View(
         "losses by length of blocks and position in them: nll in nats",
         None,
-        _found("evaluations/*.contexts.parquet", _of_contexts),
+        _found("evaluations/{domain}.contexts.parquet", kind=True),
         _parquet,
         optional=True,
     ),
     "metrics": View(
         "one row per step and metric of a training, that of a single expert named; domain is NULL for the whole batch",
         {**_WHICH, "expert": TEXT, "step": WHOLE, "tokens": WHOLE, "metric": TEXT, "domain": TEXT, "value": REAL},
-        _learned,
+        _found("metrics/{folder}.jsonl", "metrics/{folder}/{expert}.jsonl"),
         _rows(_metrics),
     ),
     "models": View(
@@ -390,30 +355,27 @@ VIEWS = {
         {**_WHICH, "label": TEXT, "kind": TEXT, "layers": WHOLE, "width": WHOLE, "heads": WHOLE, "context": WHOLE}
         | {"shared_parameters": WHOLE, "expert_parameters": WHOLE, "steps": WHOLE, "tokens": WHOLE}
         | {"learning_rate": REAL, "parent": TEXT, "shared_sha256": TEXT},
-        _found("models/*/model.json", _of_model),
+        _found("models/{folder}/model.json"),
         _rows(_model),
     ),
     "experts": View(
         "the lineage of each expert",
         {**_WHICH, "expert": TEXT, "parent": TEXT, "parent_prior": REAL, "lowest_dev_loss_expert": TEXT}
         | {"learning_rate_factor": REAL, "steps": WHOLE, "steps_run": WHOLE, "tokens": WHOLE, "sha256": TEXT},
-        _found("models/*/experts/*.json", _of_expert),
+        _found("models/{folder}/experts/{expert}.json"),
         _rows(_expert),
     ),
     "trials": View(
         "dev losses before and after each learning rate that an adaptation tried, in nats",
         {**_WHICH, "expert": TEXT, "factor": REAL, "chosen": pa.bool_(), "domain": TEXT, "before": REAL, "after": REAL},
-        lambda run: (
-            *_found("models/*/experts/*.json", _of_expert)(run),
-            *_found("models/*/model.json", _of_model)(run),
-        ),
+        _found("models/{folder}/experts/{expert}.json", "models/{folder}/model.json"),
         _rows(_trials),
         optional=True,
     ),
     "benchmarks": View(
         "time and memory of each job",
         {"rule": TEXT, "wildcards": TEXT, "seconds": REAL, "cpu_seconds": REAL, "max_rss_mib": REAL},
-        _found("benchmarks/**/*.tsv", _of_job),
+        _jobs,
         _rows(_job),
     ),
     "settings": View(

@@ -6,15 +6,14 @@ Importing this package is cheap: pandas, altair and jinja2 are loaded by the fun
 from pathlib import Path
 
 from demix.report.item import Item
-from demix.report.items import all_items
-from demix.report.material import Material
+from demix.report.items import ITEMS, all_items
 from demix.report.needs import TOLD, missing
 from demix.run.run import Run
 
 
 def report_items(run: Run) -> list[Item]:
     """The tables, figures and pages that the report of a run has."""
-    return [item for item in all_items().values() if not missing(item.needs, run)]
+    return [item for item in ITEMS if not missing(item.needs, run)]
 
 
 def report_files(run: Run) -> tuple[str, ...]:
@@ -56,6 +55,8 @@ def write_report(run: Run, output: Path) -> None:
     different tokens.
     """
     from altair.utils.schemapi import debug_mode
+
+    from demix.report.material import Material
 
     material = Material(run).read()
     # A chart is checked when it is written, not each of its parts when it is made.

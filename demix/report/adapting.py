@@ -1,5 +1,7 @@
 """Adaptation to novel domains: perplexities before and after, and what it changes."""
 
+from itertools import product
+
 import pandas as pd
 
 from demix.config.counts import parameters
@@ -19,30 +21,22 @@ def adapting(material: Material) -> tuple[pd.DataFrame, pd.DataFrame]:
     The columns are Dense-DAPT, DEMix-DAPT and the mixture with one expert added, each on the training domains (the
     mean) and on the domain adapted to. Before an expert was adapted stands the training expert of highest posterior.
     """
-    run, results, training = material.run, material.own, material.training
-    every = [*training, *material.novel]
+    run, results = material.run, material.own
     (naive, cached), (all_naive, _) = before_adding(run), added(run)
-    dense, eight, experts = (results.perplexities(one, every) for one in (before_dense_dapt(run), cached, all_naive))
-    own_experts = (results.mean(naive, training), mean_of(experts[training]))
-    rows = {}
+    found: dict[int, dict[str, dict[str, float]]] = {0: {}, 1: {}}
     for name in material.novel:
-        adapted, nine = (
-            results.perplexities(system(run)(name), [*training, name]) for system in (dense_adapted, one_added)
+        systems = (
+            (before_dense_dapt(run), dense_adapted(run)(name)),
+            (naive, all_naive),
+            (cached, one_added(run)(name)),
         )
+        for (kind, pair), when in product(zip(ADAPTATIONS, systems, strict=True), found):
+            row = found[when].setdefault(name, {})
+            row[f"{kind}: training domains"] = results.mean(pair[when], material.training)
+            row[f"{kind}: own domain"] = results.mean(pair[when], [name])
         likeliest = material.parents[name].likeliest if name in material.parents else ""
-        parent = results.expert_perplexities(naive.model, name, [likeliest]).iloc[0]
-        rows[name] = (
-            *((mean_of(dense[training]), mean_of(adapted[training])), (dense[name], adapted[name])),
-            *(own_experts, (parent, experts[name])),
-            *((mean_of(eight[training]), mean_of(nine[training])), (eight[name], nine[name])),
-        )
-    columns = [f"{kind}: {part}" for kind in ADAPTATIONS for part in ("training domains", "own domain")]
-    before, after = (
-        pd.DataFrame(
-            {name: [pair[which] for pair in pairs] for name, pairs in rows.items()}, index=columns, dtype="float64"
-        ).T
-        for which in (0, 1)
-    )
+        found[0][name]["DEMix-DAPT: own domain"] = results.expert_perplexities(naive.model, name, [likeliest]).iloc[0]
+    before, after = (pd.DataFrame.from_dict(rows, orient="index", dtype="float64") for rows in found.values())
     return before, after
 
 
@@ -66,11 +60,11 @@ def adaptation_table(material: Material) -> Table:
     }, index=list(ADAPTATIONS))  # fmt: skip
     frame["bytes changed"] = changed_bytes(material.run)
     return Table(
+        frame,
         "On the domain adapted to and on the training domains, averaged over the novel domains. Dense-DAPT makes a "
         f"model of {before_dense_dapt(material.run).label} for each domain, DEMix-DAPT one more expert, and leaves "
         "each training domain to its own expert, the same before and after by construction. One expert added: the "
         "mixture of the training experts and the new one with a cached prior.",
-        frame,
         formats={"bytes changed": "{:,.0f}"},
         name="adaptation",
         title="Adapting to one novel domain: mean test perplexity before and after (lower is better)",

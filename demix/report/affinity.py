@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from demix.report.results import Results
 from demix.run.run import Run
@@ -80,6 +79,8 @@ def relation_with_own(pairs: pd.DataFrame) -> Relation:
 
 
 def _relation(kind: str, ratio: np.ndarray, shared: np.ndarray, used: np.ndarray, *, square: bool) -> Relation:
+    from scipy import stats
+
     domains, count = len(ratio), int(used.sum())
     known = np.isfinite(ratio[used]) & np.isfinite(shared[used])
     if count < 3 or not known.all() or np.ptp(ratio[used]) == 0 or np.ptp(shared[used]) == 0:

@@ -1,12 +1,11 @@
 """The results on a model's card: its rows of the tables, the dense model beside them, and the hub's `model-index`."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
 
-from demix.report.domains import domains_of, partly_known
-from demix.report.formats import as_markdown, markdown_rows
+from demix.report.domains import domains_of
+from demix.report.formats import as_markdown
 from demix.report.read import read_results
 from demix.report.systems import BALANCED
 from demix.run.models import left_out, one_more
@@ -83,49 +82,32 @@ def _methods(rows: pd.DataFrame) -> list[str]:
     return [name for name in (*METHODS, "fitted") if domains.get(name, 0) == rows["domain"].nunique()]
 
 
-def shown(results: pd.DataFrame, dense: pd.DataFrame, run: Run) -> Iterator[str]:
-    """The paragraphs and tables of a card's results: a table for each set of experts, `dense` beside."""
-    if results.empty:
-        yield "This run did not evaluate it."
-        return
-    if masked(results):
-        yield (
-            "**Masked** perplexity: the tokens of a block are masked in seven folds, and the model sees the rest of it "
-            "on both sides (`docs/variants.md`). It compares with no perplexity of a causal model."
-        )
-    yield (
-        "Test perplexity by method (`docs/evaluation.md` says what each is), the interval and the bits per byte of the "
-        "method that leads. \\* an oracle, chosen on the test data. The interval holds 95% of resamplings of the test "
-        "documents, and nothing of another seed. Where there are fewer than 20, it is one within these documents, from "
-        "resampling blocks of their text."
-    )
-    if "tempered" in set(results["method"]):
-        yield "`tempered` is the rule of `demix eval` and `demix generate`: it does not know the domain."
-    yield partly_known(run, domains_of(run)[0])
+def result_tables(
+    results: pd.DataFrame, dense: pd.DataFrame, run: Run
+) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    """A table for each set of experts, `dense` beside: heading, heads of columns, rows."""
+    tables = []
     for name, own in sorted(results.groupby("set", sort=False), key=lambda one: one[0] not in SETS):
         added = str(name).replace(one_more(""), "The training domains' experts and that of ", 1)
-        yield f"### {SETS.get(str(name), as_markdown(added))}"
         *others, best = _methods(own)
         beside = dense[dense["domain"].isin(own["domain"])].assign(method=BALANCED.label)
         leading, rows = [*beside["method"].unique(), best], pd.concat([own, beside])
-        heads = ("domain", *leading, "95% interval", "bits per byte", *others, "documents", "pieces", "tokens")
-        lines = []
-        for domain, of in rows.groupby("domain", sort=False):
-            by = {row.method: row for row in of.itertuples()}
-            first, numbers = (
-                [f"{by[name].perplexity:.2f}{'*' if by[name].oracle else ''}" if name in by else "–" for name in names]
-                for names in (leading, others)
-            )
-            row = by[best]
-            bounds = "–" if pd.isna(row.perplexity_low) else f"{row.perplexity_low:.2f} to {row.perplexity_high:.2f}"
-            bits = "–" if pd.isna(row.bits_per_byte) else f"{row.bits_per_byte:.3f}"
-            counts = (f"{count:,}" for count in (row.documents, row.pieces, row.tokens))
-            lines.append((domain, *first, bounds, bits, *numbers, *counts))
+        shown = rows["perplexity"].map("{:.2f}".format) + rows["oracle"].map({True: "*", False: ""})
+        cells = rows.assign(shown=shown).pivot(index="domain", columns="method", values="shown")
+        cells = cells.reindex(index=rows["domain"].unique(), columns=[*leading, *others]).fillna("–")
+        about = own[own["method"] == best].set_index("domain").reindex(cells.index)
+        cells.insert(len(leading), "95% interval", [*map(_interval, about["perplexity_low"], about["perplexity_high"])])
+        bits = about["bits_per_byte"].map("{:.3f}".format).replace("nan", "–")
+        cells.insert(len(leading) + 1, "bits per byte", bits)
+        cells = cells.assign(**{count: about[count].map("{:,}".format) for count in ("documents", "pieces", "tokens")})
         table = rows.pivot(index="domain", columns="method", values="perplexity")
         for kind in domains_of(run):
             if set(kind.names) <= set(table.index):
-                first, means = (
-                    [f"{table.loc[kind.names, name].mean():.2f}" for name in names] for names in (leading, others)
-                )
-                lines.append((f"mean of the {kind.said}", *first, "", "", *means, "", "", ""))
-        yield markdown_rows(heads, lines)
+                means = table.loc[kind.names].mean(skipna=False).map("{:.2f}".format)
+                cells.loc[f"mean of the {kind.said}"] = means.reindex(cells.columns).fillna("")
+        tables.append((SETS.get(str(name), as_markdown(added)), ("domain", *cells), [*cells.itertuples(name=None)]))
+    return tables
+
+
+def _interval(low: float, high: float) -> str:
+    return "–" if pd.isna(low) else f"{low:.2f} to {high:.2f}"

@@ -14,7 +14,8 @@ from demix.progress import so_many
 from demix.report.domains import Domains, mean_of, percent
 from demix.report.material import Material
 from demix.report.results import Results, paired
-from demix.report.systems import ByDomain, systems_on
+from demix.report.systems import ByDomain, released
+from demix.report.table import Table
 from demix.report.verdict import mean_interval
 from demix.run.run import Run
 from demix.run.systems import System
@@ -45,8 +46,6 @@ MEAN_NOTE = (
     "Below a number is its 95% interval, from resampling test documents, where every domain has one. Of a change it is "
     "from the same resamples of both systems. Significant: the whole interval of the domain's difference is below zero."
 )
-# The columns of counts: documents of origin, and the pieces of them that are scored.
-COUNTED = {"Documents": "{:,.0f}", "Pieces": "{:,.0f}"}
 
 
 def ends_lower(dense: pd.Series, demix: pd.Series) -> str:
@@ -65,23 +64,8 @@ def lowest(frame: pd.DataFrame, axis: int) -> pd.DataFrame:
     return rounded.eq(rounded.min(axis=axis), axis=1 - axis)
 
 
-def second_lines(found: pd.DataFrame) -> list[str]:
-    """The second line of each cell of `evaluations`: the spread over seeds, or the interval over documents."""
-    lines = []
-    for row in found.itertuples():
-        if pd.isna(row.perplexity):
-            lines.append("")
-        elif row.seeds > 1:
-            lines.append(f"± {row.spread:.2f}")
-        else:
-            lines.append(f"[{row.low:.2f}, {row.high:.2f}]" if pd.notna(row.low) else "–")
-    return lines
-
-
-def compared(
-    material: Material, lines: Mapping[str, tuple[System, System]], kinds: Iterable[Domains]
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Numbers and second lines: a row for each label of `lines`, of a system beside the one that it is compared with.
+def compared(material: Material, lines: Mapping[str, tuple[System, System]], kinds: Iterable[Domains]) -> Table:
+    """A row for each label of `lines`, of a system beside the one that it is compared with.
 
     The columns of each of `kinds` are the mean perplexity over its domains, the change in percent, and the number of
     domains where perplexity is lower. Below stands the 95% interval over documents or, with several seeds, the standard
@@ -109,7 +93,14 @@ def compared(
             rows[label][f"{name}, lower"] = lower + f" ({significant} significant)" * (
                 len(bounds) > 0 and len(seeds) == 1
             )
-    return pd.DataFrame.from_dict(rows, orient="index"), pd.DataFrame.from_dict(beneath, orient="index")
+    frame, several = pd.DataFrame.from_dict(rows, orient="index"), len(material.results.by_seed)
+    spread = f"Means over {several} seeds, ± the standard deviation of a seed's mean, or of the change within a seed."
+    return Table(
+        frame,
+        notes=(spread if several > 1 else MEAN_NOTE,),
+        best=lowest(frame[[domains.heading for domains in kinds]], axis=0),
+        beneath=pd.DataFrame.from_dict(beneath, orient="index"),
+    )
 
 
 def _below(form: str, interval: tuple[float, ...] | None, by_seed: Sequence[float]) -> str:
@@ -119,53 +110,66 @@ def _below(form: str, interval: tuple[float, ...] | None, by_seed: Sequence[floa
     return form.format(*interval).replace("-", "−") if interval else ""
 
 
-def by_domain(
-    results: Results, systems: Mapping[str, ByDomain], domains: list[str]
-) -> tuple[pd.DataFrame, pd.DataFrame | None, tuple[str, ...]]:
-    """Perplexities, second lines (None without any interval or spread) and notes; one row per domain.
-
-    `systems` has the system of each column. The last columns count test documents and their pieces.
+def by_domain(results: Results, systems: Mapping[str, ByDomain], groups: Mapping[str, list[str]]) -> Table:
+    """A row for each domain of `groups` and a column for each of `systems`; the last columns count test documents and
+    their pieces. After its domains each group has their mean, under its name, and that by released weights.
     """
-    found = {label: results.of(system, domains) for label, system in systems.items()}
-    frame = pd.DataFrame({label: one["perplexity"] for label, one in found.items()}, index=domains)
-    for count in ("documents", "pieces"):
-        frame[count.title()] = pd.DataFrame({label: one[count] for label, one in found.items()}).max(axis=1)
-    beneath = pd.DataFrame({label: second_lines(one) for label, one in found.items()}, index=domains)
-    return frame, *explained(beneath, results)
+    frame, beneath, counts = _each(results, systems, [name for names in groups.values() for name in names])
+    parts: list[pd.DataFrame] = []
+    summaries: list[str] = []
+    for label, names in groups.items():
+        means = {label: [mean_of(frame.loc[names, column]) for column in frame]}
+        means[f"{label}, released weights"] = [results.mean(released(one), names) for one in systems.values()]
+        parts += [frame.loc[names].join(counts), pd.DataFrame.from_dict(means, orient="index", columns=[*frame])]
+        summaries += means
+    return Table(pd.concat(parts), summaries=frozenset(summaries), **_explained(beneath, results))
 
 
-def by_system(
-    results: Results, systems: Mapping[str, System], domains: list[str]
-) -> tuple[pd.DataFrame, pd.DataFrame | None, tuple[str, ...]]:
-    """Perplexities, second lines and notes as of `by_domain`, one row per system; the first column is the mean."""
-    found = {label: results.of(system, domains) for label, system in systems.items()}
-    frame = pd.DataFrame({label: one["perplexity"] for label, one in found.items()}).T.reindex(columns=domains)
+def by_system(results: Results, systems: Mapping[str, System], domains: list[str]) -> Table:
+    """A row for each of `systems` and a column for each domain, after their mean; the lowest but oracles are bold."""
+    found, beneath, counts = _each(results, systems, domains)
+    frame = found.T
     frame.insert(0, "Mean", [mean_of(values) for _, values in frame.iterrows()])
-    below = pd.DataFrame({label: second_lines(one) for label, one in found.items()}, index=domains).T
-    beneath, notes = explained(below, results)
-    documents, pieces = (
-        pd.DataFrame({label: one[count] for label, one in found.items()}).max(axis=1)
+    known = counts.dropna().itertuples(name=None)
+    counted = ", ".join(f"{name} {documents:,.0f} ({pieces:,.0f})" for name, documents, pieces in known)
+    honest = frame.drop(index=[label for label in systems if label.endswith("oracle)")])
+    table = Table(frame, best=lowest(honest, axis=0), **_explained(beneath.T, results))
+    return table.noted(f"Test documents (and their pieces): {counted}.") if counted else table
+
+
+def _each(
+    results: Results, systems: Mapping[str, ByDomain], domains: list[str]
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Perplexities by domain (rows) and system, what stands below them, and the documents and pieces of each domain."""
+    found = {label: results.of(system, domains) for label, system in systems.items()}
+    perplexities = pd.DataFrame({label: one["perplexity"] for label, one in found.items()}, index=domains)
+    beneath = pd.DataFrame({label: [*map(_second_line, one.itertuples())] for label, one in found.items()}, domains)
+    counts = {
+        count.title(): pd.DataFrame({label: one[count] for label, one in found.items()}).max(axis=1)
         for count in ("documents", "pieces")
-    )
-    counts = ", ".join(f"{name} {number:,.0f} ({pieces[name]:,.0f})" for name, number in documents.dropna().items())
-    return frame, beneath, (*notes, *([f"Test documents (and their pieces): {counts}."] if counts else []))
+    }
+    return perplexities, beneath, pd.DataFrame(counts, index=domains)
 
 
-def explained(beneath: pd.DataFrame, results: Results) -> tuple[pd.DataFrame | None, tuple[str, ...]]:
-    """The second lines, or None if all are empty, and the note that explains the lines."""
+def _second_line(row: Any) -> str:
+    """What stands below a perplexity of `evaluations`: the spread over seeds, or the interval over documents."""
+    if pd.isna(row.perplexity):
+        return ""
+    if row.seeds > 1:
+        return f"± {row.spread:.2f}"
+    return f"[{row.low:.2f}, {row.high:.2f}]" if pd.notna(row.low) else "–"
+
+
+def _explained(beneath: pd.DataFrame, results: Results) -> dict[str, Any]:
+    """Second lines, left out if none is an interval or a spread, and the note that explains them."""
     seeds = len(results.by_seed)
     if seeds > 1:
-        return beneath, (f"Perplexities are means over {seeds} seeds, ± their standard deviation.",)
-    some = beneath.apply(lambda column: column.str.startswith("[")).to_numpy().any()
-    few = "No domain has the 20 test documents, or the 400 test tokens, that an interval needs."
-    return (beneath, (INTERVAL_NOTE,)) if some else (None, (few,))
-
-
-def mean_notes(results: Results) -> tuple[str, ...]:
-    """What stands below the numbers of `compared`."""
-    seeds = len(results.by_seed)
-    several = "± the standard deviation of a seed's mean, or of the change within a seed"
-    return (f"Means over {seeds} seeds, {several}." if seeds > 1 else MEAN_NOTE,)
+        note = f"Perplexities are means over {seeds} seeds, ± their standard deviation."
+    elif beneath.apply(lambda column: column.str.startswith("[")).to_numpy().any():
+        note = INTERVAL_NOTE
+    else:
+        return {"notes": ("No domain has the 20 test documents, or the 400 test tokens, that an interval needs.",)}
+    return {"notes": (note,), "beneath": beneath}
 
 
 def seed_note(run: Run) -> tuple[str, ...]:
@@ -177,16 +181,6 @@ def seed_note(run: Run) -> tuple[str, ...]:
         f"{model.label} and −Domain began with what the model {model.parent} had learned of every domain in its first "
         f"{model.settings.seed_tokens:,} tokens: a seed that has seen a domain weakens its removal.",
     )
-
-
-def systems_frame(kinds: Iterable[Domains], run: Run) -> pd.DataFrame:
-    """One row per domain and system of the tables that is evaluated on it, in order (column place)."""
-    return pd.DataFrame(
-        {"domain": domain, "kind": domains.kind, **vars(system)}
-        for domains in kinds
-        for domain in domains.names
-        for system in systems_on(domain, domains.kind, run)
-    ).reset_index(names="place")
 
 
 def numbered(frame: pd.DataFrame) -> pd.DataFrame:

@@ -54,8 +54,8 @@ def _runs(compared: Comparison) -> Table:
         for run in compared.runs
     }
     return Table(
-        f"All are compared with {compared.runs[0].name}.",
         pd.DataFrame.from_dict(rows, orient="index"),
+        f"All are compared with {compared.runs[0].name}.",
         notes=(
             "Name and Settings, a digest of all settings but the name, are the tags demix.run and demix.config of the "
             "run in MLflow.",
@@ -81,8 +81,8 @@ def _without_means(compared: Comparison) -> list[str]:
 def _settings(compared: Comparison) -> Table:
     frame = compared.settings.map(lambda text: text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 1]}…")
     return Table(
-        "All defaults are filled in; “–” where a run has no such key." if len(frame) else "None but the name.",
         frame,
+        "All defaults are filled in; “–” where a run has no such key." if len(frame) else "None but the name.",
         name="settings",
         title="Settings that differ",
     )
@@ -121,8 +121,8 @@ def _systems(compared: Comparison, measure: str, kind: str, rows: pd.DataFrame) 
           if compared.left_out else []),
     ]  # fmt: skip
     return Table(
-        f"Mean over {', '.join(domains)}. Lower is better.",
         pd.DataFrame(columns),
+        f"Mean over {', '.join(domains)}. Lower is better.",
         notes=tuple(notes),
         formats=dict.fromkeys((base, *others), "{:.2f}" if measure == PERPLEXITY else "{:.4f}")
         | {f"{name}, change in %": "{:+.2f}" for name in others},
@@ -140,8 +140,8 @@ def _within(compared: Comparison, domains: Iterable[str]) -> list[str]:
 
 def _curves(compared: Comparison) -> Table:
     return Table(
-        "Of each model’s metrics: the loss of the last step’s batch and the last loss on dev, in nats per token.",
         numbered(compared.curves.rename(columns={"model": "Model", "run": "Run", **CURVES})),
+        "Of each model’s metrics: the loss of the last step’s batch and the last loss on dev, in nats per token.",
         notes=(
             "Tokens/s are the median over steps, on whatever machine trained the model.",
             *(["Losses of runs with other tokenizers do not compare."] if _tokenizers(compared) > 1 else []),
@@ -161,9 +161,9 @@ def _by_domain(compared: Comparison) -> Table:
     names = {"domain": "Domain", "kind": "Kind", "system": "System", "run": "Run", "nats": "Nats per token"}
     frame = compared.by_domain.rename(columns=names | {"low": "Low", "high": "High"})
     return Table(
+        numbered(frame[[*names.values(), "Low", "High"]]),
         f"The loss of a run less that of {compared.runs[0].name}, in nats per token of the domain’s test documents, "
         "and the bounds of its 95% interval. Negative is better.",
-        numbered(frame[[*names.values(), "Low", "High"]]),
         notes=("Only where both runs scored the same documents.", *_within(compared, compared.blocks)),
         formats=dict.fromkeys(("Nats per token", "Low", "High"), "{:+.4f}"),
         long=True,

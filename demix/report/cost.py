@@ -5,8 +5,26 @@ import pandas as pd
 from demix.query.ask import Answers
 from demix.query.views import AskedRun
 from demix.report.read import step_seconds
-from demix.report.stages import STAGES
 from demix.run.run import Run
+
+# The stages of pages/pipeline.svg, each with its rules, by the folders below benchmarks/.
+STAGES = {
+    "data": (
+        *("read", "download", "divide", "source_card", "import_parent", "anonymize"),
+        *("deduplicate", "novel_duplicates", "split", "hold_out"),
+    ),
+    "tokenizer": ("tokenizer",),
+    "shards": (
+        *("tokenize", "tokenize_suite", "overlap", "fit_clusters", "assign", "cluster_shards", "examples"),
+        *("harness_documents", "contamination"),
+    ),
+    "train": ("sweep", "choose_rate", "seed", "train", "join"),
+    "adapt": ("adapt", "adapt-dense"),
+    "score": ("score", "score_ngrams", "merge_routed", "route", "fewshot", "harness"),
+    "remove": ("audit",),
+    "mix, evaluate": ("average", "choose_mixing", "evaluate", "contexts", "results", "suites", "classify"),
+    "report, track": ("run_config", "report", "card", "track"),
+}
 
 
 def cost_by_stage(run: Run) -> list[dict[str, str]]:
@@ -26,7 +44,7 @@ def cost_by_stage(run: Run) -> list[dict[str, str]]:
         "adapt": {one.name: run.config.adaptation.ranks for one in run.adaptations},
     }
     # The report is made while the last stage is under way.
-    rows = [_cost_of(stage.name, jobs[jobs["rule"].isin(stage.rules)]) for stage in STAGES[:-1]]
+    rows = [_cost_of(stage, jobs[jobs["rule"].isin(rules)]) for stage, rules in [*STAGES.items()][:-1]]
     for row in rows:
         steps = [
             count * step_seconds(run.folder / "metrics" / f"{name}.jsonl")

@@ -5,7 +5,7 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from demix.report.look import CELL_RANGE, data_of, finite, share_scale, small_heading
+from demix.report.look import CELL_RANGE, data_of, heading_of, share_scale, small_heading
 from demix.report.material import Material
 
 CELL_WIDTH, CELL_HEIGHT = 50, 26
@@ -17,11 +17,9 @@ PROBABILITY_LEGEND = alt.Legend(title="probability", values=[0, 0.25, 0.5, 0.75,
 SHARE_LEGEND = alt.Legend(title="share", format=".0%", titlePadding=8)
 
 
-def posterior_figure(material: Material, kind: str) -> tuple[alt.ConcatChart, str]:
+def posterior_figure(material: Material, kind: str, domains: list[str]) -> tuple[alt.ConcatChart, str]:
     """Figures 7 (`kind` training) and 8 (novel): the posterior over training experts after each block of a domain."""
-    experts = material.training
-    rows = posteriors_on_dev(material, BLOCKS_SHOWN)
-    panels, domains = [], experts if kind == "training" else material.novel
+    experts, rows, panels = material.training, posteriors_on_dev(material, BLOCKS_SHOWN), []
     for index, domain in enumerate(domains[:MOST_SHOWN]):
         found = rows[rows["domain"] == domain]
         blocks = int(found["block"].max()) + 1 if len(found) else 1
@@ -34,12 +32,11 @@ def posterior_figure(material: Material, kind: str) -> tuple[alt.ConcatChart, st
         # Blocks that begin between two pixels would show seams.
         width = max(1, TRACE_WIDTH // blocks) * blocks
         panels.append(panel(_stretches(found), domain, experts, index, width=width, x=x, x2="end:Q"))
-    return alt.concat(*panels, columns=TRACE_COLUMNS, spacing=18), (
-        "Each panel is one domain: the probability of each training expert (rows) after each block of the domain's "
-        f"dev split (the first {BLOCKS_SHOWN} at most), with the updating prior."
-        + (f" Shown: {shown}." if (shown := which_shown(domains=domains, experts=experts)) else "")
-        + ("" if len(rows[rows["kind"] == kind]) else " This run has none of these numbers.")
-    )
+    shown = which_shown(domains=domains, experts=experts)
+    said = [f"Shown: {shown}."] * bool(shown) + ["This run has none of these numbers."] * rows[
+        rows["kind"] == kind
+    ].empty
+    return alt.concat(*panels, columns=TRACE_COLUMNS, spacing=18), " ".join(said)
 
 
 def which_shown(**named: list[str]) -> str:
@@ -57,21 +54,18 @@ def posteriors_on_dev(material: Material, blocks: int) -> pd.DataFrame:
     return rows[rows["expert"].isin(material.training) & (rows["block"] < blocks)]
 
 
-def _stretches(found: pd.DataFrame) -> list[dict[str, Any]]:
+def _stretches(found: pd.DataFrame) -> pd.DataFrame:
     """One row per expert and stretch of blocks whose posteriors print alike; those that print 0.00 are left out."""
     shown = found.assign(value=found["posterior"].round(2)).query("value > 0").sort_values(["expert", "block"])
     changes = shown["block"].diff().ne(1) | shown["value"].diff().ne(0) | shown["expert"].ne(shown["expert"].shift())
     stretches = shown.groupby(changes.cumsum()).agg(
         start=("block", "min"), end=("block", "max"), expert=("expert", "first"), value=("value", "first")
     )
-    return [
-        {"start": int(row.start), "end": int(row.end) + 1, "expert": row.expert, "value": finite(row.value)}
-        for row in stretches.itertuples()
-    ]
+    return stretches.assign(end=stretches["end"] + 1)
 
 
 def panel(
-    values: list[dict[str, Any]],
+    values: pd.DataFrame,
     domain: str,
     experts: list[str],
     index: int,
@@ -83,7 +77,7 @@ def panel(
     """The `index`-th of several small heat maps: probabilities of experts (rows), against what `x` encodes."""
     first, experts = index % TRACE_COLUMNS == 0, experts[:MOST_SHOWN]
     chart: alt.Chart = (
-        alt.Chart(data_of([value for value in values if value["expert"] in experts]))
+        alt.Chart(data_of(values[values["expert"].isin(experts)]))
         .mark_rect(stroke="white", strokeWidth=gap)
         .encode(
             y=alt.Y(
@@ -106,17 +100,14 @@ def panel(
     return chart
 
 
-def cells_of(table: pd.DataFrame, kind: str) -> list[dict[str, Any]]:
+def cells_of(table: pd.DataFrame, kind: str) -> pd.DataFrame:
     """The cells of a table of domains (rows) and experts (columns) as `heat_maps` takes them."""
-    return [
-        {"kind": kind, "domain": row, "expert": column, "value": finite(value)}
-        for row, values in table.iterrows()
-        for column, value in values.items()
-    ]
+    cells = table.rename_axis(index="domain", columns="expert").stack(future_stack=True).rename("value").reset_index()
+    return cells.assign(kind=kind)[["kind", "domain", "expert", "value"]]
 
 
 def heat_maps(
-    rows: list[dict[str, Any]],
+    cells: pd.DataFrame,
     halves: dict[str, tuple[list[str], str]],
     experts: list[str],
     scale: alt.Scale,
@@ -127,23 +118,20 @@ def heat_maps(
 ) -> alt.HConcatChart:
     """Heat maps of domains (rows) and experts (columns), one per kind of domain, side by side.
 
-    `rows` have kind, domain, expert and value. `halves` gives each kind its rows and its heading. `over` is the title
+    `cells` have kind, domain, expert and value. `halves` gives each kind its rows and its heading. `over` is the title
     of the columns. The first `MOST_SHOWN` of the domains of a kind and of the experts are shown.
     """
     panels, columns = [], experts[:MOST_SHOWN]
     for kind, (names, heading) in halves.items():
-        if not (domains := names[:MOST_SHOWN]):
-            continue
-        places = {(kind, domain, expert) for domain in domains for expert in columns}
-        values = [row for row in rows if (row["kind"], row["domain"], row["expert"]) in places]
-        shown = which_shown(rows=names, columns=experts)
+        domains, shown = names[:MOST_SHOWN], which_shown(rows=names, columns=experts)
+        values = cells[(cells["kind"] == kind) & cells["domain"].isin(domains) & cells["expert"].isin(columns)]
         base = alt.Chart(data_of(values)).encode(
             x=alt.X(
                 "expert:N", sort=columns, title=over, scale=alt.Scale(domain=columns), axis=alt.Axis(labelAngle=-40)
             ),
             y=alt.Y("domain:N", sort=domains, title=None, scale=alt.Scale(domain=domains)),
         )
-        cells = base.mark_rect(stroke="white", strokeWidth=1).encode(
+        squares = base.mark_rect(stroke="white", strokeWidth=1).encode(
             color=alt.condition(
                 "isValid(datum.value)",
                 alt.Color("value:Q", scale=scale, legend=legend),
@@ -155,12 +143,10 @@ def heat_maps(
             color=alt.value("#1a1a1a"),
         )
         panels.append(
-            (cells + text).properties(
+            (squares + text).properties(
                 width=CELL_WIDTH * len(columns),
                 height=CELL_HEIGHT * len(domains),
-                title=alt.Title(
-                    heading + (f" ({shown})" if shown else ""), anchor="start", fontSize=13, fontWeight="normal"
-                ),
+                title=heading_of(heading + (f" ({shown})" if shown else "")),
             )
         )
     return alt.hconcat(*panels, spacing=24)

@@ -1,18 +1,22 @@
-"""What a report is made of: tables, figures and pages, each declared and made by one module of `demix.report.items`.
+"""What a report is made of: tables, figures and pages, declared in `demix.report.items`, each made by one function.
 
 No pandas, altair or jinja2 is loaded here: the workflow asks what files a report has.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from importlib import import_module
+from inspect import cleandoc
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from demix.report.material import Material
 from demix.report.needs import Need
-from demix.report.table import Table
+
+if TYPE_CHECKING:
+    from demix.report.material import Material
+    from demix.report.table import Table
 
 
 class Group(StrEnum):
@@ -33,26 +37,32 @@ Formats = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Item(ABC):
-    """A table, a figure or a page of a report.
+    """A table, a figure or a page of a report, made by the function `name` of a module of `demix.report.items`.
 
     `heading` is its title. Sorting headings gives the order of the paper: hence the second blank in some, which no page
-    shows. `place` orders the items of a group; those of one place stand in the order of their names. A run without what
-    it `needs` has no such item. The page of Snakemake has it under `category`, and sorts these.
-
-    The registry fills in what the module says: `name`, the module's, names the files; `caption`, its docstring,
-    explains the item on the page of Snakemake; `make`, its function, makes the item.
+    shows. A run without what it `needs` has no such item. The page of Snakemake has it under `category`, and sorts
+    these. Below `folder` of a report, `name` names its files.
     """
 
+    module: str
+    name: str
     heading: str
     group: Group = Group.NONE
-    place: int = 99
     needs: tuple[Need, ...] = ()
     category: str = ""
     folder: str = ""
     formats: Formats = (("html", "HTML"),)
-    name: str = ""
-    caption: str = ""
-    make: Callable[[Material], Any] = NotImplemented
+
+    @property
+    def make(self) -> "Callable[[Material], Any]":
+        """The function that makes the item."""
+        found: Callable[[Material], Any] = getattr(import_module(f"demix.report.items.{self.module}"), self.name)
+        return found
+
+    @property
+    def caption(self) -> str:
+        """What the item shows: the docstring of its function."""
+        return " ".join(cleandoc(self.make.__doc__ or "").split())
 
     @property
     def title(self) -> str:
@@ -65,59 +75,60 @@ class Item(ABC):
         return {suffix: f"{self.folder}/{self.name}.{suffix}".lstrip("/") for suffix, _ in self.formats}
 
     @abstractmethod
-    def write(self, material: Material, output: Path) -> None:
+    def write(self, material: "Material", output: Path) -> None:
         """Write its files below `output`, the folder of a report."""
 
 
 @dataclass(frozen=True)
 class TableItem(Item):
-    """A table; `make` returns it without name and title. The chart that `above` draws, if it is given, stands above."""
+    """A table; its function returns the numbers and notes. The figure named by `above`, if any, stands above it."""
 
     category: str = "Tables"
-    above: Callable[[Material], Any] | None = None
     folder: str = "tables"
     formats: Formats = (("html", "HTML"), ("md", ""), ("tex", "LaTeX"))
+    above: "FigureItem | None" = None
 
-    def made(self, material: Material) -> Table:
+    def made(self, material: "Material") -> "Table":
         """The table, beside the paper's numbers where the paper has such a table, without lines that have no number."""
         from demix.report.paper import beside_paper
 
-        table: Table = self.make(material)
-        return beside_paper(table.called(self.name, self.title).filled(), material.run)
+        table = replace(self.make(material), name=self.name, title=self.title, caption=self.caption)
+        return beside_paper(table.filled(), material.run)
 
-    def write(self, material: Material, output: Path) -> None:
+    def write(self, material: "Material", output: Path) -> None:
         from demix.report.figures import inline
         from demix.report.formats import write_table
 
-        drawing = inline(self.above(material)) if self.above else ""
+        drawing = inline(self.above.drawn(material)) if self.above else ""
         write_table(self.made(material).noted(material.scale_note), output / self.folder, drawing)
 
 
 @dataclass(frozen=True)
 class FigureItem(Item):
-    """A figure; `make` returns a chart of Vega-Lite and the text below its title."""
+    """A figure; its function returns a chart of Vega-Lite and what its caption says of this run, empty for nothing."""
 
     category: str = "Figures"
     folder: str = "figures"
     formats: Formats = (("json", ""), ("html", "Interactive"), ("svg", "SVG"), ("pdf", "PDF"), ("png", ""))
 
-    def drawn(self, material: Material) -> Any:
+    def drawn(self, material: "Material") -> Any:
         """The whole chart, with the look that all figures share."""
         from demix.report.look import finish
 
-        chart, text = self.make(material)
-        return finish(chart, self.title, text)
+        chart, of_run = self.make(material)
+        return finish(chart, self.title, f"{self.caption} {of_run}".strip())
 
-    def write(self, material: Material, output: Path) -> None:
+    def write(self, material: "Material", output: Path) -> None:
         from demix.report.figures import write_chart
 
         write_chart(self.name, self.drawn(material), output / self.folder)
 
 
+@dataclass(frozen=True)
 class PageItem(Item):
-    """A page; `make` returns its text by suffix."""
+    """A page; its function returns the page's text by suffix."""
 
-    def write(self, material: Material, output: Path) -> None:
+    def write(self, material: "Material", output: Path) -> None:
         from demix.files import write_text
 
         for suffix, text in self.make(material).items():

@@ -7,6 +7,7 @@ from typing import Any
 
 import altair as alt
 import numpy as np
+import pandas as pd
 
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
 # Dark text is readable on every colour of the range (contrast above 6 to 1).
@@ -77,8 +78,13 @@ def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
-def data_of(rows: Iterable[dict[str, Any]]) -> alt.InlineData:
-    """The data of a chart."""
+def data_of(rows: Iterable[dict[str, Any]] | pd.DataFrame) -> alt.InlineData:
+    """The data of a chart; numbers of a frame as `finite` gives them."""
+    if isinstance(rows, pd.DataFrame):
+        rows = [
+            {name: finite(value) if isinstance(value, float) else value for name, value in row.items()}
+            for row in rows.to_dict("records")
+        ]
     # A list is copied, row by row, each time that a chart becomes a part of another one.
     return alt.InlineData(values=tuple(rows))
 

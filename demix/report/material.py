@@ -1,26 +1,23 @@
-"""All that a report reads of a run, each thing read when it is first asked for.
-
-No pandas is loaded before something is read: the workflow asks what files a report has.
-"""
+"""All that a report reads of a run, each thing read when it is first asked for."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from demix.files import check_sealed
+from demix.report.affinity import Relation, affinities, relation_with_own, relations, with_overlap
+from demix.report.clusters import Clusters, read_clusters
+from demix.report.cost import cost_by_stage
 from demix.report.domains import Domains, domains_of, partly_known
-from demix.report.needs import HARNESS, SUITES, TASKS
+from demix.report.needs import CONTEXTS, HARNESS, SUITES, TASKS, WITHOUT_DOMAIN
+from demix.report.paper import scale_note
+from demix.report.read import Parent, read_harness, read_parents, read_results, read_rows, read_tasks, tokens_before
+from demix.report.results import Bounds, Results, bounds_of
 from demix.run.run import Run
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from demix.report.affinity import Relation
-    from demix.report.clusters import Clusters
-    from demix.report.read import Parent
-    from demix.report.results import Bounds, Results
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,21 +49,17 @@ class Material:
         return domains_of(self.run)
 
     @cached_property
-    def results(self) -> "Results":
+    def results(self) -> Results:
         """The rows of results.parquet."""
-        from demix.report.read import read_results
-
         return read_results(self.run.folder / "results.parquet")
 
     @cached_property
-    def suites(self) -> "Results":
+    def suites(self) -> Results:
         """The rows of suites.parquet."""
-        from demix.report.read import read_results
-
         return read_results(self.run.folder / "suites.parquet")
 
     @cached_property
-    def own(self) -> "Results":
+    def own(self) -> Results:
         """The results of the run's own seed.
 
         Experts are added, removed and varied for this seed alone: tables of them must not mix in other seeds.
@@ -74,74 +67,53 @@ class Material:
         return self.results.of_seed(self.run.seed)
 
     @cached_property
-    def priors(self) -> "pd.DataFrame":
+    def priors(self) -> pd.DataFrame:
         """The rows of priors.parquet of the run's own seed."""
-        from demix.report.read import read_priors
-
-        priors = read_priors(self.run.folder / "priors.parquet")
-        return priors[priors["seed"] == self.run.seed]
+        return self._rows("priors").query("seed == @self.run.seed")
 
     @cached_property
-    def differences(self) -> "pd.DataFrame":
+    def differences(self) -> pd.DataFrame:
         """The rows of differences.parquet."""
-        from demix.report.read import read_differences
-
-        return read_differences(self.run.folder / "differences.parquet")
+        return self._rows("differences")
 
     @cached_property
-    def bounds(self) -> "Bounds":
+    def bounds(self) -> Bounds:
         """The intervals of `differences`."""
-        from demix.report.results import bounds_of
-
         return bounds_of(self.differences)
 
     @cached_property
-    def overlap(self) -> "pd.DataFrame":
+    def overlap(self) -> pd.DataFrame:
         """The rows of corpus/overlap.parquet."""
-        from demix.report.read import read_overlap
-
-        return read_overlap(self.run.folder / "corpus" / "overlap.parquet")
+        return read_rows(self.run.folder / "corpus" / "overlap.parquet", "overlap")
 
     @cached_property
-    def pairs(self) -> "pd.DataFrame":
+    def pairs(self) -> pd.DataFrame:
         """Each training expert on each domain: perplexity ratio and overlap of bigrams (`demix.report.affinity`)."""
-        from demix.report.affinity import affinities, with_overlap
-
         return with_overlap(affinities(self.own, self.run), self.overlap)
 
     @cached_property
-    def relations(self) -> "list[Relation]":
+    def relations(self) -> list[Relation]:
         """How the ratios of `pairs` go with their overlap, by kind of domain."""
-        from demix.report.affinity import relations
-
         return relations(self.pairs)
 
     @cached_property
-    def relation_with_own(self) -> "Relation":
+    def relation_with_own(self) -> Relation:
         """The same over the training domains, own experts included."""
-        from demix.report.affinity import relation_with_own
-
         return relation_with_own(self.pairs)
 
     @cached_property
-    def audit(self) -> "pd.DataFrame":
+    def audit(self) -> pd.DataFrame:
         """The rows of audit.parquet, if the run has one."""
-        from demix.report.read import read_audit
-
-        return read_audit(self.run.folder / "audit.parquet")
+        return self._rows("audit") if WITHOUT_DOMAIN.met(self.run) else pd.DataFrame()
 
     @cached_property
-    def posteriors(self) -> "pd.DataFrame":
+    def posteriors(self) -> pd.DataFrame:
         """The rows of posteriors.parquet."""
-        from demix.report.read import read_posteriors
-
-        return read_posteriors(self.run.folder / "posteriors.parquet")
+        return self._rows("posteriors")
 
     @cached_property
-    def parents(self) -> "dict[str, Parent]":
+    def parents(self) -> dict[str, Parent]:
         """What the expert of each novel domain began with."""
-        from demix.report.read import read_parents
-
         return read_parents(self.run.folder / "models" / self.run.receiver.row / "experts", self.novel)
 
     @cached_property
@@ -150,45 +122,35 @@ class Material:
         return any(parent.averaged for parent in self.parents.values())
 
     @cached_property
-    def clusters(self) -> "Clusters":
+    def clusters(self) -> Clusters:
         """What the run knows of the clusters that its models learn from."""
-        from demix.report.clusters import read_clusters
-
         return read_clusters(self.run)
 
     @cached_property
-    def contexts(self) -> "pd.DataFrame":
+    def contexts(self) -> pd.DataFrame:
         """The losses by position in blocks of several lengths."""
-        from demix.report.contexts import read_contexts
-
-        return read_contexts(self.run)
+        paths = [self.run.folder / "evaluations" / f"{domain}.contexts.parquet" for domain in self.run.domains]
+        return pd.concat([read_rows(path, "contexts") for path in paths], ignore_index=True)
 
     @cached_property
-    def tasks(self) -> "pd.DataFrame":
+    def tasks(self) -> pd.DataFrame:
         """The rows of tasks.parquet that are not the harness's."""
-        from demix.report.read import read_tasks
-
         return read_tasks(self.run.folder / "tasks.parquet")
 
     @cached_property
-    def harness(self) -> "pd.DataFrame":
+    def harness(self) -> pd.DataFrame:
         """The rows of the harness in tasks.parquet."""
-        from demix.report.read import read_harness
-
         return read_harness(self.run.folder / "tasks.parquet")
 
     @cached_property
-    def contamination(self) -> "pd.DataFrame":
+    def contamination(self) -> pd.DataFrame:
         """How much of the harness's tasks the training text of each domain holds."""
-        from demix.report.read import read_contamination
-
-        return read_contamination(self.run)
+        paths = [self.run.folder / "harness" / "contamination" / f"{domain}.parquet" for domain in self.run.training]
+        return pd.concat([read_rows(path, "contamination") for path in paths], ignore_index=True)
 
     @cached_property
     def tokens_before(self) -> dict[str, int | None]:
         """The tokens that the models in folders, with which rows began, had learned from."""
-        from demix.report.read import tokens_before
-
         return tokens_before(self.run)
 
     @cached_property
@@ -199,8 +161,6 @@ class Material:
     @cached_property
     def cost(self) -> list[dict[str, str]]:
         """The jobs of each stage, their time and memory."""
-        from demix.report.cost import cost_by_stage
-
         return cost_by_stage(self.run)
 
     @cached_property
@@ -211,22 +171,31 @@ class Material:
     @cached_property
     def scale_note(self) -> str:
         """The differences between this run and the paper in data, budget and scale."""
-        from demix.report.paper import scale_note
-
         return scale_note(self.results, self.run)
 
     def read(self) -> "Material":
         """This, with all files of the run read. Raises DemixError for the first that is missing or damaged."""
-        _ = self.results, self.priors, self.differences, self.overlap, self.audit, self.posteriors
-        _ = self.parents
         # The curves are drawn long after the tables; a damaged file must be refused before anything is written.
         for path in sorted(self.metrics.glob("*.jsonl")):
             check_sealed(path)
-        _ = self.partly_known, self.cost, self.clusters, self.contexts
-        _ = self.tasks if TASKS.met(self.run) else None
-        _ = self.suites if SUITES.met(self.run) else None
-        _ = (self.harness, self.contamination) if HARNESS.met(self.run) else None
+        names = [
+            "results",
+            "priors",
+            "differences",
+            "overlap",
+            "audit",
+            "posteriors",
+            "parents",
+            "partly_known",
+            "cost",
+        ]
+        needed = {"contexts": CONTEXTS, "tasks": TASKS, "suites": SUITES, "harness": HARNESS, "contamination": HARNESS}
+        for name in (*names, "clusters", *(name for name, need in needed.items() if need.met(self.run))):
+            getattr(self, name)
         return self
+
+    def _rows(self, name: str) -> pd.DataFrame:
+        return read_rows(self.run.folder / f"{name}.parquet", name)
 
     @cached_property
     def seed(self) -> int:

@@ -1,10 +1,11 @@
-"""The HTML pages of a report. Each is one file that needs no other file and no network.
+"""The pages of a report, in HTML or Markdown. A page of HTML is one file that needs no other file and no network.
 
 Snakemake's report and MLflow show a page alone, in a frame that reaches no file beside it.
 """
 
 import base64
 import gzip
+import re
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ _ENVIRONMENT = Environment(
     undefined=StrictUndefined,
     keep_trailing_newline=True,
 )
+_MARKDOWN = _ENVIRONMENT.overlay(autoescape=False, trim_blocks=True, lstrip_blocks=True)
 
 
 @cache
@@ -38,3 +40,8 @@ def render(template: str, **values: Any) -> str:
     Vega's code, charts and drawings are not escaped. The chart is JSON text in which "<" is written as \\u003c.
     """
     return _ENVIRONMENT.get_template(f"{template}.html").render(**values)
+
+
+def render_markdown(template: str, **values: Any) -> str:
+    """The text made from pages/`template`.md; values are not escaped, and more than one empty line becomes one."""
+    return re.sub(r"\n{3,}", "\n\n", _MARKDOWN.get_template(f"{template}.md").render(**values)).strip() + "\n"

@@ -1,6 +1,6 @@
 """Reading the files of a run that a report is made from."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,101 +8,66 @@ from typing import Any
 import pandas as pd
 
 from demix.errors import DemixError
+from demix.evaluate.columns import COLUMNS, CONTEXTS, DIFFERENCES, HARNESS, POSTERIORS, PRIORS, TASKS
 from demix.files import is_made, read_json, read_json_lines, read_parquet
 from demix.launch.pace import elapsed
 from demix.report.results import Results
 from demix.run.models import Model
 from demix.run.run import Run
 
-RESULT_COLUMNS = (
-    *("model", "experts", "n_experts", "method", "weights", "top_k", "domain", "kind", "split", "expert"),
-    *("oracle", "documents", "pieces", "tokens", "nll", "perplexity", "tokens_sha256", "variant", "decay"),
-    *("dev_blocks", "perplexity_low", "perplexity_high", "bits_per_byte", "seed"),
-)
-OVERLAP_COLUMNS = ("domain", "expert", "overlap", "train_tokens", "test_bigrams")
-POSTERIOR_COLUMNS = (
-    *("model", "experts", "weights", "decay", "domain", "kind", "split", "block", "expert", "posterior", "seed"),
-)
-DIFFERENCE_COLUMNS = (
-    *("model", "experts", "method", "weights", "against", "domain", "kind", "documents", "pieces", "seed"),
-    *("nats_per_token", "nats_per_token_low", "nats_per_token_high"),
-    *("perplexity", "perplexity_low", "perplexity_high"),
-)
-AUDIT_COLUMNS = ("domain", "system", "model", "split", "document", "matched", "share", "nll")
-TASK_COLUMNS = (
-    *("task", "model", "routing", "top_k", "expert", "reads", "shots", "seeds", "examples", "accuracy"),
-    *("accuracy_low", "accuracy_high", "chance", "judged"),
-)
-HARNESS_COLUMNS = (
-    *("metric", "value", "stderr", "higher_is_better", "harness_version", "task_version", "documents_sha256"),
-)
-CONTAMINATION_COLUMNS = ("task", "domain", "documents", "long_documents", "found_documents", "ngrams", "found_ngrams")
-PRIOR_COLUMNS = ("model", "experts", "weights", "domain", "kind", "expert", "prior", "seed")
+_SYSTEM = ("model", "experts", "method", "weights")
+_EXPERT = ("model", "experts", "weights", "domain", "expert", "seed")
+_VARIANT = ("top_k", "variant", "decay", "dev_blocks", "context", "temperature", "expert", "domain", "split", "seed")
+# By kind of file: the columns that a file has, and those that no two of its rows have alike.
+_FILES: dict[str, tuple[Collection[str], tuple[str, ...]]] = {
+    "results": (COLUMNS, (*_SYSTEM, *_VARIANT)),
+    "priors": (PRIORS, _EXPERT),
+    "posteriors": (POSTERIORS, (*_EXPERT, "decay", "split", "block")),
+    "differences": (DIFFERENCES, (*_SYSTEM, "against", "domain", "seed")),
+    "overlap": (("domain", "expert", "overlap", "train_tokens", "test_bigrams"), ("domain", "expert")),
+    "audit": (("domain", "system", "model", "split", "document", "matched", "share", "nll"), ()),
+    "tasks": (TASKS, ()),
+    "harness": ((*TASKS, *HARNESS), ()),
+    "contamination": (
+        ("task", "domain", "documents", "long_documents", "found_documents", "ngrams", "found_ngrams"),
+        (),
+    ),
+    "contexts": (CONTEXTS, ()),
+}
+
+
+def read_rows(path: str | Path, kind: str) -> pd.DataFrame:
+    """The rows of a Parquet file of a run, of one of these kinds: results (also of suites), priors, posteriors, …
+
+    Raises DemixError if a column is missing or a row is doubled.
+    """
+    columns, key = _FILES[kind]
+    table = read_parquet(path)
+    if missing := [name for name in columns if name not in table.column_names]:
+        raise DemixError(path, f"has no column {', '.join(missing)}", "rerun the evaluation with this version of demix")
+    rows = table.to_pandas()
+    if key and (doubled := rows.duplicated([*key])).any():
+        domain = rows.loc[doubled, "domain"].iloc[0]
+        cause = f"holds rows of {domain} twice: the evaluation of one domain lies in the place of another's"
+        raise DemixError(path, cause, f"delete {Path(path).parent / 'evaluations'} and the file, then rerun")
+    return rows
 
 
 def read_results(path: str | Path) -> Results:
-    """The rows of `results.parquet`. Raises DemixError if a column is missing or rows are doubled or not comparable."""
-    key = ("model", "experts", "method", "weights", "top_k", "variant", "decay", "dev_blocks", "context", "temperature")
-    return Results(_read(path, RESULT_COLUMNS, (*key, "expert", "domain", "split", "seed")), path)
-
-
-def read_priors(path: str | Path) -> pd.DataFrame:
-    """The rows of `priors.parquet`. Raises DemixError if a column is missing or a row is doubled."""
-    return _read(path, PRIOR_COLUMNS, ("model", "experts", "weights", "domain", "expert", "seed"))
-
-
-def read_overlap(path: str | Path) -> pd.DataFrame:
-    """The rows of `corpus/overlap.parquet`. Raises DemixError if a column is missing or a row is doubled."""
-    return _read(path, OVERLAP_COLUMNS, ("domain", "expert"))
-
-
-def read_differences(path: str | Path) -> pd.DataFrame:
-    """The rows of `differences.parquet`. Raises DemixError if a column is missing or a row is doubled."""
-    return _read(path, DIFFERENCE_COLUMNS, ("model", "experts", "method", "weights", "against", "domain", "seed"))
-
-
-def read_posteriors(path: str | Path) -> pd.DataFrame:
-    """The rows of `posteriors.parquet`. Raises DemixError if a column is missing or a row is doubled."""
-    key = ("model", "experts", "weights", "decay", "domain", "split", "block", "expert", "seed")
-    return _read(path, POSTERIOR_COLUMNS, key)
-
-
-def read_audit(path: str | Path) -> pd.DataFrame:
-    """The rows of `audit.parquet`; none where the run removes no domain and has no such file."""
-    return _read(path, AUDIT_COLUMNS) if is_made(Path(path)) else pd.DataFrame(columns=list(AUDIT_COLUMNS))
+    """The rows of `results.parquet` or `suites.parquet`. Raises DemixError also if they do not compare."""
+    return Results(read_rows(path, "results"), path)
 
 
 def read_tasks(path: str | Path) -> pd.DataFrame:
     """The rows of `tasks.parquet` that are not the harness's."""
-    rows = _read(path, TASK_COLUMNS)
+    rows = read_rows(path, "tasks")
     return rows[rows["metric"].isna()] if "metric" in rows else rows
 
 
 def read_harness(path: str | Path) -> pd.DataFrame:
     """The rows of the harness in `tasks.parquet`."""
-    rows = _read(path, (*TASK_COLUMNS, *HARNESS_COLUMNS))
+    rows = read_rows(path, "harness")
     return rows[rows["metric"].notna()]
-
-
-def read_contamination(run: Run) -> pd.DataFrame:
-    """How much of the harness's tasks the training text of each domain holds (harness/contamination/)."""
-    paths = [run.folder / "harness" / "contamination" / f"{domain}.parquet" for domain in run.training]
-    return pd.concat([_read(path, CONTAMINATION_COLUMNS) for path in paths], ignore_index=True)
-
-
-def _read(path: str | Path, columns: tuple[str, ...], key: tuple[str, ...] = ()) -> pd.DataFrame:
-    """The rows of a table. Raises DemixError if one of `columns` is missing or two rows agree in all columns `key`."""
-    table = read_parquet(path)
-    if missing := [name for name in columns if name not in table.column_names]:
-        raise DemixError(path, f"has no column {', '.join(missing)}", "rerun the evaluation with this version of demix")
-    rows = table.to_pandas()
-    # Runs of earlier versions have no column for what they do not have.
-    known = [name for name in key if name in rows]
-    if key and (doubled := rows.duplicated(known)).any():
-        domain = rows.loc[doubled, "domain"].iloc[0]
-        cause = f"holds rows of {domain} twice: the evaluation of one domain lies in the place of another's"
-        raise DemixError(path, cause, f"delete {Path(path).parent / 'evaluations'} and the file, then rerun")
-    return rows
 
 
 def read_metrics(path: str | Path) -> Iterable[dict[str, Any]]:

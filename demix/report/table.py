@@ -8,6 +8,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+# The formats of columns whose headings end so.
+FORMATS = {"%": "{:+.1f}", **dict.fromkeys(("Documents", "Pieces", "Tokens"), "{:,.0f}")}
+
+
 @dataclass(frozen=True)
 class Cell:
     """A cell as printed: its text, the line beneath it (empty for none), whether it is bold, and what sorts it."""
@@ -33,13 +37,14 @@ class Line:
 class Table:
     """A table of numbers, with caption and notes, and a name and title of its own.
 
-    `frame` has one row per label, and NaN (or "") where the run has no such evaluation. `formats` maps a column to a
-    format; the default is two decimals. `summaries` are the labels of rows that average the rows above. `best` is True
-    for the cells to print bold. `beneath` holds the second lines of cells. A `long` table may span several pages.
+    `frame` has one row per label, and NaN (or "") where the run has no such evaluation. `formats` maps a column, or how
+    its heading ends, to a format; `FORMATS` come next, and two decimals last. `summaries` are the labels of rows that
+    average the rows above. `best` is True for the cells to print bold. `beneath` holds the second lines of cells. A
+    `long` table may span several pages.
     """
 
-    caption: str
     frame: "pd.DataFrame"
+    caption: str = ""
     notes: tuple[str, ...] = ()
     formats: dict[str, str] = field(default_factory=dict)
     summaries: frozenset[str] = frozenset()
@@ -49,9 +54,11 @@ class Table:
     name: str = ""
     title: str = ""
 
-    def called(self, name: str, title: str) -> "Table":
-        """This table with a name and a title."""
-        return replace(self, name=name, title=title)
+    def renamed(self, columns: dict[str, str]) -> "Table":
+        """This table with other names of columns."""
+        frames = {name: getattr(self, name) for name in ("frame", "best", "beneath")}
+        frames = {name: one.rename(columns=columns) for name, one in frames.items() if one is not None}
+        return replace(self, **frames)
 
     def noted(self, *notes: str) -> "Table":
         """This table with more notes below it."""
@@ -77,10 +84,14 @@ class Table:
         import pandas as pd
 
         columns = {
-            column: [cell(value, self.formats.get(column, "{:.2f}")) for value in values]
+            column: [cell(value, self._format(str(column))) for value in values]
             for column, values in self.frame.items()
         }
         return pd.DataFrame(columns, index=self.frame.index, dtype=object)
+
+    def _format(self, column: str) -> str:
+        known = self.formats | {end: form for end, form in FORMATS.items() if end not in self.formats}
+        return known.get(column) or next((known[end] for end in known if column.endswith(end)), "{:.2f}")
 
     def bold(self) -> "pd.DataFrame":
         """True for the cells that are printed bold."""

@@ -155,8 +155,3 @@ def mean_interval(difference: "pd.Series", bounds: "pd.DataFrame | None") -> tup
 def as_percent(change: float) -> str:
     """A relative change as text: −0.05 is −5.0%."""
     return f"{100 * change:+.1f}%".replace("-", "−")
-
-
-def claim_of(name: str, statement: str, *parts: Part) -> Claim:
-    """A claim that `parts` decide on."""
-    return Claim(name, statement, parts)

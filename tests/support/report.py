@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
@@ -173,10 +173,9 @@ def pairs_of(names: list[str], **columns: Any) -> pd.DataFrame:
 
 
 def table_of(name: str, material: Material) -> Table:
-    """A table as its module makes it: with rows and columns that have no numbers, and without the paper's."""
+    """A table as its function makes it: with rows and columns that have no numbers, and without the paper's."""
     item = all_items()[name]
-    made: Table = item.make(material)
-    return made.called(name, item.title)
+    return replace(item.make(material), name=name, title=item.title)
 
 
 def drawn(name: str, material: Material) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from demix.report.claims.weights import rows
+from demix.report.claims import rows
 from demix.report.items import all_items
 from demix.run.run import Run
 from support.configs import changed

@@ -104,7 +104,7 @@ def test_a_long_table_is_cut_into_pages_and_filtered_by_column(browser: webdrive
 
 def test_each_long_table_of_a_page_has_a_landmark_of_its_own(browser: webdriver.Chrome, tmp_path: Path) -> None:
     frame = pd.DataFrame({"number": range(70)}, index=[f"line {number}" for number in range(70)])
-    parts = [part_of_page(Table(name, frame, name=name, title=name)) for name in ("one", "other")]
+    parts = [part_of_page(Table(frame, name, name=name, title=name)) for name in ("one", "other")]
     (tmp_path / "page.html").write_text(render("comparison", title="both", paragraphs=[], notes=[], parts=parts))
     browser.get((tmp_path / "page.html").as_uri())
     WebDriverWait(browser, 30).until(lambda _: len(browser.find_elements(By.CSS_SELECTOR, "div.dt-container")) == 2)
@@ -117,7 +117,7 @@ def test_names_are_no_markup(browser: webdriver.Chrome, tmp_path: Path) -> None:
     """DataTables takes cells apart and puts them together anew: in rows, lists and what it searches."""
     name = "<img src=x onerror='window.ran = true'>"
     frame = pd.DataFrame({name: [f"{name}{row % 3}" for row in range(70)]}, index=[f"{name}{row}" for row in range(70)])
-    write_table(Table(name, frame, name="names", title=name), tmp_path)
+    write_table(Table(frame, name, name="names", title=name), tmp_path)
     browser.get((tmp_path / "names.html").as_uri())
     wait = WebDriverWait(browser, 30)
     wait.until(lambda _: len(column(browser, 2)) == 50)

@@ -15,11 +15,11 @@ import pytest
 
 from demix.files import read_json, write_json, write_json_lines, write_parquet
 from demix.report import report_files, report_items, write_report
+from demix.report.cost import STAGES
 from demix.report.formats import write_table
 from demix.report.item import FigureItem
 from demix.report.items import all_items
 from demix.report.material import Material
-from demix.report.stages import STAGES, drawing
 from demix.report.table import Table
 from demix.run.run import Run
 from support.cli import demix
@@ -83,7 +83,7 @@ EVIL = "<b onclick='x'>a&b_|c* [x](y) $5% #~^ {\\d}"
 
 def test_words_of_a_text_are_no_markup(tmp_path: Path) -> None:
     frame = pd.DataFrame({"Terms": [EVIL], "Documents": [1.0]}, index=["a"])
-    write_table(Table("Terms", frame, name="evil", title="Evil"), tmp_path)
+    write_table(Table(frame, "Terms", name="evil", title="Evil"), tmp_path)
     for found in (read_table(tmp_path / "evil.md"), *read_page(tmp_path / "evil.html")):
         assert [*found.cells["Terms"]] == [EVIL]
     latex = (tmp_path / "evil.tex").read_text()
@@ -328,8 +328,10 @@ def test_each_rule_of_the_workflow_belongs_to_one_stage_and_the_drawing_shows_al
     # Rules that are made in loops.
     made = {"train", "join", "adapt", "adapt-dense", "score", "cluster_shards", "average", "route", "merge_routed"}
     rules = {*re.findall(r"^ *rule (\w+):", text, re.MULTILINE)} | made
-    assert sorted(rule for stage in STAGES for rule in stage.rules) == sorted(rules)
-    assert (REPOSITORY / "docs" / "pipeline.svg").read_text() == drawing()
+    assert sorted(rule for rules in STAGES.values() for rule in rules) == sorted(rules)
+    drawing, documented = (REPOSITORY / name / "pipeline.svg" for name in ("demix/report/pages", "docs"))
+    assert drawing.read_text() == documented.read_text()
+    assert set(re.findall('font-weight="bold"[^>]*>([^<]+)<', drawing.read_text())) == {*STAGES}
 
 
 def test_the_terminal_has_means_marks_oracles_and_what_adaptation_changes(frozen: Run) -> None:

@@ -1,29 +1,130 @@
-"""The claims of the paper and ours: which of them a run shows, with the numbers that decide.
+"""The claims of the papers and ours: which of them a run shows, with the numbers that decide.
 
-Each module has the claims about one subject, a row each.
+claims.toml has a row for each. A claim about what a run can compare several times or not at all, such as a mixing rule
+beyond the paper, is there once.
 """
 
-from functools import lru_cache
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import product
+from pathlib import Path
+from string import Formatter
+from typing import Any
 
-from demix.report.claims import adaptation, added, families, novel, removal, training, weights
-from demix.report.claims.row import Row
+import pandas as pd
+
+from demix.report import needs
+from demix.report.claims.judges import JUDGES
+from demix.report.claims.systems import ORACLES, PAIRS, SYSTEMS, WORDS, mixtures
+from demix.report.domains import Domains
 from demix.report.material import Material
 from demix.report.needs import Need, missing
-from demix.report.verdict import Claim
+from demix.report.results import paired
+from demix.report.systems import ByDomain
+from demix.report.verdict import Claim, Part, compare
 from demix.run.run import Run
+from demix.run.systems import System
 
-_PAPER = (*training.ROWS, *novel.ROWS, *adaptation.ROWS, *removal.ROWS, *added.ROWS)
+
+@dataclass(frozen=True)
+class Row:
+    """A row of claims.toml; `mixture` is the system of a claim that is made of several."""
+
+    name: str
+    statement: str
+    source: str = ""
+    needs: tuple[Need, ...] = ()
+    compare: tuple[dict[str, Any], ...] = ()
+    judge: str = ""
+    mixture: System | None = None
+
+    def said(self, material: Material) -> str:
+        """What is claimed, with the source."""
+        fields = {field for _, field, *_ in Formatter().parse(self.statement) if field}
+        words = {field: self.mixture.label if self.mixture and field == "mixture" else "" for field in fields}
+        words |= {field: WORDS[field](material) for field in fields & WORDS.keys()}
+        return self.statement.format(**words) + (f" ({self.source})." if self.source else ".")
+
+    def judged(self, material: Material) -> Claim:
+        """The claim, judged on one seed."""
+        parts = [part for one in self.compare for part in self._parts(material, **one)]
+        return Claim(self.name, self.said(material), (*parts, *(JUDGES[self.judge](material) if self.judge else ())))
+
+    def _parts(
+        self,
+        material: Material,
+        first: str = "",
+        second: str = "",
+        pairs: str = "",
+        on: Sequence[str] = ("training",),
+        **how: Any,
+    ) -> Iterator[Part]:
+        """The comparisons of one entry of `compare`."""
+        firsts = [self.mixture] if self.mixture else SYSTEMS[first](material.run) if first else []
+        found = list(PAIRS[pairs](material)) if pairs else list(product(firsts, SYSTEMS[second](material.run)))
+        for domains in (one for one in material.kinds if one.kind in on):
+            for pair in found:
+                yield _compared(material, pair, domains, **how)
+
+
+def _compared(
+    material: Material,
+    pair: tuple[ByDomain, ByDomain],
+    domains: Domains,
+    labels: Sequence[str] = ("", ""),
+    intervals: bool = True,
+    **how: Any,
+) -> Part:
+    """The comparison of two systems, by test perplexities and the intervals of their differences."""
+    oracles = ORACLES if domains.kind == "novel" else {}
+    (label, values), (other, others) = (
+        (
+            given or (oracles.get(system, system.label) if isinstance(system, System) else ""),
+            material.results.perplexities(system, domains.names),
+        )
+        for system, given in zip(pair, labels, strict=True)
+    )
+    bounds = _bounds(material, pair, domains.names) if intervals else None
+    return compare(label, values, other, others, bounds=bounds, **how)
+
+
+def _bounds(material: Material, pair: tuple[ByDomain, ByDomain], domains: list[str]) -> pd.DataFrame | None:
+    """The bounds of the first less the second, turned round where those of the second less the first are known."""
+    first, second = pair
+    if not isinstance(second, System):
+        return None
+    found = paired(material.bounds, first, second, domains)
+    if not found.empty or not isinstance(first, System):
+        return found
+    return -paired(material.bounds, second, first, domains).rename(columns={"low": "high", "high": "low"})
+
+
+@cache
+def _rows() -> list[dict[str, Any]]:
+    text = Path(__file__).with_name("claims.toml").read_text("utf-8")
+    return [
+        row | {"needs": tuple(getattr(needs, need) for need in row.get("needs", ()))}
+        for row in tomllib.loads(text)["claims"]
+    ]
 
 
 def rows(run: Run) -> list[Row]:
     """The claims about what the run has, in the order in which they are shown."""
-    every = (*_PAPER, *weights.rows(run), *families.ROWS)
-    return [row for row in every if not missing(row.needs, run)]
+    found = []
+    for row in (row for row in _rows() if not missing(row["needs"], run)):
+        keys = {key: value for key, value in row.items() if key != "each"}
+        if "each" not in row:
+            found.append(Row(**keys))
+        for one in mixtures(run) if "each" in row else ():
+            found.append(Row(**keys | {"name": row["name"].format(**vars(one)), "mixture": one}))
+    return found
 
 
 def needs_of_claims() -> dict[str, tuple[Need, ...]]:
     """What the claims need of a run, by name."""
-    return {row.name: row.needs for row in (*_PAPER, *families.ROWS)}
+    return {row["name"]: row["needs"] for row in _rows()}
 
 
 @lru_cache(maxsize=1)

@@ -1,29 +1,73 @@
-"""The tables, figures and pages of a report: one module each, whose name names its files.
+"""The tables, figures and pages of a report, in their order.
 
-A module's docstring is the item's caption on Snakemake's page, `ITEM` says what it is, and `make` is a function from
-a `Material` to a table, a figure or a page. The module loads pandas and altair in functions alone. Nothing lists the
-modules: a new one is a new item.
+Each is made from a `Material` by the function of its name in one of these modules, whose docstring is the caption. The
+modules load pandas and altair; this list of them does not, since the workflow asks what files a report has.
 """
 
-import pkgutil
-from dataclasses import replace
-from functools import cache
-from importlib import import_module
-
+from demix.report import needs
 from demix.report.item import FigureItem, Group, Item, PageItem, TableItem
 
-_KINDS = (TableItem, FigureItem, PageItem)
+PAPER, FURTHER, FIGURES, FAMILIES, TASKS = Group.PAPER, Group.FURTHER, Group.FIGURES, Group.FAMILIES, Group.TASKS
+NOVEL, CLUSTERS, BUDGETS = (needs.NOVEL,), (needs.CLUSTERS,), (needs.FAMILIES, needs.BUDGETS)
+FIGURE6 = FigureItem(
+    "adaptation", "figure6", "Figure 6: adapting to a novel domain with and without forgetting", FIGURES, NOVEL
+)
+ITEMS: tuple[Item, ...] = (
+    TableItem("paper", "table3", "Table  3: perplexity on the training domains", PAPER),
+    TableItem("paper", "table4", "Table  4: perplexity by training domain", PAPER),
+    TableItem("paper", "table5", "Table  5: perplexity on the novel domains", PAPER, NOVEL),
+    TableItem("paper", "table6", "Table  6: adding experts", PAPER, NOVEL),
+    TableItem("paper", "table7", "Table  7: removing experts", PAPER, (needs.SECOND_TRAINING,)),
+    TableItem("paper", "table13", "Table 13: adapting to a novel domain, and forgetting", PAPER, NOVEL, above=FIGURE6),
+    TableItem("further", "ablations", "Ablations: rules of weights, priors, number of experts, temperature", FURTHER),
+    TableItem("further", "full", "Every system on every domain", FURTHER),
+    TableItem("further", "audit", "What is left of a removed domain, word for word", FURTHER, (needs.WITHOUT_DOMAIN,)),
+    TableItem("families", "families", "All models: perplexity at equal tokens", FAMILIES),
+    TableItem("families", "speed_up", "Speed-up of training over a dense model", FAMILIES, BUDGETS),
+    TableItem("further", "contexts", "Perplexity by the length of a block", Group.VARIANTS, (needs.CONTEXTS,)),
+    TableItem("tasks", "tasks", "Accuracy on tasks by routing", TASKS, (needs.TASKS,)),
+    TableItem("tasks", "harness", "Tasks of the standard harness", TASKS, (needs.HARNESS,)),
+    TableItem("tasks", "suites", "Suites", TASKS, (needs.SUITES,)),
+    FigureItem("figures", "by_domain", "Change from the dense model, domain by domain", FIGURES),
+    FigureItem(
+        "figures",
+        "figure2",
+        "Figure 2: how well each expert predicts each domain, and the bigrams that they share",
+        FIGURES,
+    ),
+    FigureItem("figures", "figure4", "Figure 4: which experts the cached prior chooses for each domain", FIGURES),
+    FIGURE6,
+    FigureItem(
+        "figures", "figure7", "Figure 7: the posterior over experts, block by block, on the training domains", FIGURES
+    ),
+    FigureItem(
+        "figures",
+        "figure8",
+        "Figure 8: the posterior over experts, block by block, on the novel domains",
+        FIGURES,
+        NOVEL,
+    ),
+    FigureItem("figures", "training", "Loss of each model in training", FIGURES),
+    FigureItem("families", "by_clusters", "Perplexity by the number of clusters", FAMILIES, CLUSTERS),
+    FigureItem(
+        "families",
+        "cluster_experts",
+        "Experts of clusters on clusters, and clusters against domains",
+        FAMILIES,
+        CLUSTERS,
+    ),
+    FigureItem("families", "cluster_sizes", "How unequal the clusters of held-out documents are", FAMILIES, CLUSTERS),
+    PageItem(
+        "pages",
+        "claims",
+        "Claims of the paper, judged on this run",
+        formats=(("html", "HTML"), ("md", "")),
+        category="Claims",
+    ),
+    PageItem("pages", "index", "The run on one page", category="At a glance"),
+)
 
 
-@cache
 def all_items() -> dict[str, Item]:
-    """All items by name: tables, figures, pages, each in the order of groups and of places in a group."""
-    modules = {found.name: import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)}
-    items = [
-        replace(module.ITEM, name=name, caption=module.__doc__, make=module.make) for name, module in modules.items()
-    ]
-    return {item.name: item for item in sorted(items, key=_order)}
-
-
-def _order(item: Item) -> tuple[int, int, int, str]:
-    return _KINDS.index(type(item)), list(Group).index(item.group), item.place, item.name
+    """All items by name."""
+    return {item.name: item for item in ITEMS}

@@ -1,89 +1,279 @@
-"""Mean test perplexity of each row of models on the training and on the novel domains, at equal tokens of training:
-dense models, DEMix, whole models per domain (BTM) or per cluster (c-BTM), each mixed by the rule of its paper; and the
-change from the row that it is compared with.
-"""
+"""Families of models: all rows at equal tokens, speed-up of training, and what clusters are."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
-from demix.report.item import Group, TableItem
+import altair as alt
+import numpy as np
+import pandas as pd
+
+from demix.report.cells import compared
+from demix.report.domains import Domains
+from demix.report.families import Family, all_training_flops, by_label, lines, one_clusters
+from demix.report.families import families as families_of
+from demix.report.heatmaps import SHARE_LEGEND, cells_of, heat_maps
+from demix.report.look import CELL_RANGE, COLOURS, coloured, dashed, data_of, finite, heading_of, share_scale
 from demix.report.material import Material
+from demix.report.read import parent_notes
 from demix.report.systems import BALANCED
 from demix.report.table import Table
 from demix.run.compared import balanced_pairs
-from demix.run.run import Run
-from demix.run.systems import System
+from demix.run.systems import System, clustered
 from demix.run.variants import variant_rows
 
-if TYPE_CHECKING:
-    from demix.report.families import Family
-
-ITEM = TableItem("All models: perplexity at equal tokens", Group.FAMILIES, 1)
-OF_AVERAGES = "Averaged experts are one model, whose parameters are the mean of theirs."
-OF_ROUTED = (
-    "Merged-routed: each token chooses two of a row's experts in every layer. The router is a ridge regression of the "
-    "domain on the token's state, over dev text; nothing is trained for it. What branches have besides feedforwards is "
-    "averaged. FlexOlmo's experts keep their routers and have their anchor beside them."
-)
+ONE = "1 cluster"
+# A model of a line, its FLOPs of training, and its perplexity.
+Runs = list[tuple[Family, float, float]]
+# The columns of each kind of domains.
+SPEED = ("perplexity", "FLOPs", "FLOPs of dense", "speed-up")
+GRID = {"columns": 3, "spacing": 24, "align": "each"}
 
 
-def make(material: Material) -> Table:
-    import pandas as pd
-
-    from demix.report.cells import compared, lowest
-
-    lines = [*_lines(material.run)]
-    numbers, beneath = compared(material, {label: (one.system, base) for label, one, base in lines}, material.kinds)
-    about = {label: _about(family, material) for label, family, _ in lines}
-    frame = pd.DataFrame.from_dict(about, orient="index").join(numbers)
-    frame["Against"] = [base.label if one.system != base else "" for _, one, base in lines]
-    return Table(
-        "Mean test perplexity of each row of models over the training and over the novel domains. Each row is mixed as "
-        "its paper does, and nothing of the rule is chosen. Experts of domains: cached, a prior from dev text of the "
-        "domain, with weights by the block's history. Experts of clusters: cluster, the distance of the text so far to "
-        "each cluster, where evaluation.weights names it. Lower is better. % is the change from the row under Against: "
-        "Dense (Balanced), the row of as many balanced clusters, or the row of the same kind without other options of "
-        "the architecture. Lower: the number of domains where perplexity is below that row's.",
-        frame,
-        notes=_notes(material),
-        formats={"Tokens": "{:,.0f}"} | {name: "{:+.1f}" for name in frame if name.endswith("%")},
-        best=lowest(frame[[domains.heading for domains in material.kinds]], axis=0),
-        beneath=beneath,
-    )
-
-
-def _lines(run: Run) -> Iterator[tuple[str, "Family", System]]:
-    """The label and the family of each line, and the system that it is compared with."""
-    from demix.report.families import by_label, families
-
-    known, alike, balanced = families(run), variant_rows(run), dict(balanced_pairs(run))
+def families(material: Material) -> Table:
+    """Mean test perplexity of each row of models over the training and over the novel domains. Each row is mixed as its
+    paper does, and nothing of the rule is chosen. Experts of domains: cached, a prior from dev text of the domain, with
+    weights by the block's history. Experts of clusters: cluster, the distance of the text so far to each cluster, where
+    evaluation.weights names it. Lower is better. % is the change from the row under Against: Dense (Balanced), the row
+    of as many balanced clusters, or the row of the same kind without other options of the architecture. Lower: the
+    number of domains where perplexity is below that row's.
+    """
+    run = material.run
+    known, alike, balanced = families_of(run), variant_rows(run), dict(balanced_pairs(run))
+    pairs: dict[str, tuple[System, System]] = {}
+    about: dict[str, dict[str, Any]] = {}
     for label, family in by_label(run).items():
-        row = family.model.row
-        plain = known[alike[row]].system if row in alike and family.system.method != "merged" else BALANCED
-        yield label, family, balanced.get(family.system, plain)
+        system, row = family.system, family.model.row
+        mixed, merged = family.model.kind.has_experts, family.system.method == "merged"
+        base = balanced.get(system, known[alike[row]].system if row in alike and not merged else BALANCED)
+        what = "clusters" if family.clustering else "domains"
+        pairs[label], about[label] = (
+            (system, base),
+            {
+                "Experts": f"{len(family.model.experts)} {what}" if mixed and not merged else family.chosen,
+                "Mixed by": " ".join(filter(None, (system.method, system.weights))) if mixed else "",
+                "Tokens": family.learned(material.tokens_before),
+            },
+        )
+    table = compared(material, pairs, material.kinds)
+    frame = pd.DataFrame.from_dict(about, orient="index").join(table.frame)
+    frame["Against"] = [base.label if system != base else "" for system, base in pairs.values()]
+    routed = {one.token_routed for one in run.merged}
+    notes = ["Tokens are those of all experts together, the seed phase included."]
+    notes += parent_notes(run, material.tokens_before)
+    if False in routed:
+        notes.append("Averaged experts are one model, whose parameters are the mean of theirs.")
+    if True in routed:
+        notes.append(
+            "Merged-routed: each token chooses two of a row's experts in every layer. The router is a ridge regression "
+            "of the domain on the token's state, over dev text; nothing is trained for it. What branches have besides "
+            "feedforwards is averaged. FlexOlmo's experts keep their routers and have their anchor beside them."
+        )
+    if routed:
+        notes.append("Merged models are made of the run's own seed, and compared with the row of this seed.")
+    if len(material.results.by_seed) > 1:
+        notes.append("All seeds have the same clusters.")
+    return replace(table.noted(*notes), frame=frame)
 
 
-def _about(family: "Family", material: Material) -> dict[str, Any]:
-    system, mixed = family.system, family.model.kind.has_experts
-    what = "clusters" if family.clustering else "domains"
-    return {
-        "Experts": f"{len(family.model.experts)} {what}" if mixed and system.method != "merged" else family.chosen,
-        "Mixed by": " ".join(filter(None, (system.method, system.weights))) if mixed else "",
-        "Tokens": family.learned(material.tokens_before),
-    }
-
-
-def _notes(material: Material) -> tuple[str, ...]:
-    from demix.report.cells import mean_notes
-    from demix.report.read import parent_notes
-
-    run, routed = material.run, {one.token_routed for one in material.run.merged}
-    return (
-        *mean_notes(material.results),
-        "Tokens are those of all experts together, the seed phase included.",
-        *parent_notes(run, material.tokens_before),
-        *([OF_AVERAGES] if False in routed else []),
-        *([OF_ROUTED] if True in routed else []),
-        *(["Merged models are made of the run's own seed, and compared with the row of this seed."] if routed else []),
-        *(["All seeds have the same clusters."] if len(material.results.by_seed) > 1 else []),
+def speed_up(material: Material) -> Table:
+    """The FLOPs of training that a row, and a dense model, take to one perplexity, and how many times as many the dense
+    one takes (c-BTM, Figure 12 and appendix A.3). Rows of several budgets are one line. Between two of its budgets the
+    logarithm of FLOPs is linear in perplexity.
+    """
+    every = lines(material.run)
+    rows: dict[str, dict[str, float]] = {}
+    for dense in (line for line in every if line[0].dense and len(line) > 1):
+        for line in (line for line in every if not line[0].dense and _alike(line[0], dense[0])):
+            for domains in material.kinds:
+                for label, *found in _speeds(*(_runs(material, one, domains) for one in (line, dense))):
+                    named = {f"{domains.heading}, {told}": value for told, value in zip(SPEED, found, strict=True)}
+                    rows.setdefault(label, {}).update(named)
+    columns = [f"{domains.heading}, {told}" for domains in material.kinds for told in SPEED]
+    return Table(
+        pd.DataFrame.from_dict(rows, orient="index").reindex(columns=columns),
+        notes=(
+            "A line tells of the mean test perplexity of the row that it names. Nothing is said of perplexities that "
+            "one of the two reaches at none of its budgets, or beyond them. FLOPs include those of the seed phase.",
+        ),
+        formats={"FLOPs": "{:.3g}", "FLOPs of dense": "{:.3g}", "speed-up": "{:.2f}×"},
     )
+
+
+def _alike(line: Family, dense: Family) -> bool:
+    """Whether both begin alike and have one decoder, but for its routed layers."""
+    return line.begun == dense.begun and line.architecture.unrouted == dense.architecture.unrouted
+
+
+def _runs(material: Material, line: Sequence[Family], domains: Domains) -> Runs:
+    """The runs of a line whose cost and perplexity are known."""
+    found = [
+        (
+            family,
+            all_training_flops(family.model, material.run, material.tokens_before),
+            material.own.mean(family.system, domains.names),
+        )
+        for family in line
+    ]
+    return [run for run in found if not (math.isnan(run[1]) or math.isnan(run[2]))]
+
+
+def cost_at(perplexity: float, costs: Sequence[float], perplexities: Sequence[float]) -> float:
+    """The cost of training to `perplexity`, by those of runs (c-BTM, appendix A.3); NaN beyond the runs' perplexities.
+
+    Between two runs, neighbours in perplexity, log cost is linear in perplexity.
+    """
+    order = np.argsort(perplexities)
+    known, logs = np.asarray(perplexities)[order], np.log(costs)[order]
+    return float(np.exp(np.interp(perplexity, known, logs, left=np.nan, right=np.nan)))
+
+
+def _speeds(line: Runs, dense: Runs) -> Iterator[tuple[str, float, float, float, float]]:
+    """At the perplexity of each run that both reach: label, perplexity, the FLOPs of both, and their quotient."""
+    if not (line and dense):
+        return
+    costs = [([cost for _, cost, _ in runs], [perplexity for *_, perplexity in runs]) for runs in (line, dense)]
+    for family, _, perplexity in (*line, *dense):
+        own, of_dense = (cost_at(perplexity, *known) for known in costs)
+        if not (math.isnan(own) or math.isnan(of_dense)):
+            name, other = family.model.label, dense[-1][0].model.label
+            label = (
+                f"{line[-1][0].model.label} at the perplexity of {name}" if family.dense else f"{name} against {other}"
+            )
+            yield label, perplexity, own, of_dense, of_dense / own
+
+
+def by_clusters(material: Material) -> tuple[Any, str]:
+    """As Figures 5, 6 and 13 of the c-BTM paper: mean test perplexity by the number of clusters (made by k-means,
+    balanced or not, or at random), and by the tokens of training where these differ. Experts of domains (BTM) stand at
+    the number of domains.
+    """
+    points = by_clusters_points(material)
+    several = points["tokens"].nunique() > 1
+    points["series"] = points["made"] + (points["tokens"].map(", {:,} tokens".format) if several else "")
+    single = points["made"] == ONE
+    # The model of one cluster is the first point of every line of its budget.
+    of_several = points[~single & ~points["made"].str.startswith("domains")]
+    starts = (
+        of_several[["series", "tokens"]].drop_duplicates().merge(points[single].drop(columns="series"), on="tokens")
+    )
+    parts = [_panels(points, pd.concat([starts, of_several]), "clusters", material)]
+    budgets = points.groupby(["made", "clusters", "kind"])["tokens"].transform("nunique") > 1
+    if budgets.any():
+        grown = points[budgets]
+        made = grown["made"] + ", K = " + grown["clusters"].astype(str)
+        grown = grown.assign(series=made.where(grown["made"] != ONE, ONE))
+        parts.append(_panels(grown, grown, "tokens", material))
+    labels = " or ".join(one.label for one in one_clusters(material.run).values())
+    chart = alt.vconcat(*parts, spacing=28).resolve_scale(color="independent", strokeDash="independent")
+    return chart, f"One cluster is {labels}, which learns from all text."
+
+
+def by_clusters_points(material: Material) -> pd.DataFrame:
+    """Perplexity by number of clusters: columns made (how experts came by their text), clusters, tokens, kind,
+    perplexity, row."""
+    singles, points = one_clusters(material.run).values(), []
+    for family in families_of(material.run).values():
+        whole = family.model.kind.expert_scope == "model"
+        if family.clustering:
+            made = family.made if whole else f"{family.model.kind.label}, {family.made}"
+        elif whole:
+            made = "domains (BTM)"
+        elif family.system in singles:
+            made = ONE
+        else:
+            continue
+        made += f", {family.begun}" if family.begun else ""
+        for domains in material.kinds:
+            perplexity = material.own.mean(family.system, domains.names)
+            points.append((made, family.experts, family.tokens, domains.heading, perplexity, family.model.label))
+    return pd.DataFrame(points, columns=["made", "clusters", "tokens", "kind", "perplexity", "row"]).dropna()
+
+
+def _panels(points: pd.DataFrame, joined: pd.DataFrame, over: str, material: Material) -> alt.HConcatChart:
+    """Perplexity over `over` (clusters or tokens): points, and lines through `joined`, a panel for each kind."""
+    series = list(dict.fromkeys(points["series"]))
+    legend = alt.Legend(title=None, symbolSize=200, symbolType="stroke")
+
+    def base(rows: pd.DataFrame) -> alt.Chart:
+        chart: alt.Chart = alt.Chart(data_of(rows[["series", "row", over, "perplexity"]])).encode(
+            x=alt.X(
+                f"{over}:Q",
+                title=over,
+                scale=alt.Scale(type="log", base=2, nice=False, padding=16),
+                axis=alt.Axis(values=sorted(set(points[over])), format=".3~s", grid=False),
+            ),
+            y=alt.Y("perplexity:Q", title="test perplexity", scale=alt.Scale(zero=False)),
+            color=coloured("series", series, legend, sort=series),
+            tooltip=["row:N", "series:N", f"{over}:Q", "perplexity:Q"],
+        )
+        return chart
+
+    by_dash = dashed("series", series, legend, sort=series)
+    panels = []
+    for domains in material.kinds:
+        of_kind, own = (rows[rows["kind"] == domains.heading] for rows in (points, joined))
+        line = base(own).mark_line(strokeWidth=2).encode(strokeDash=by_dash)
+        dots = base(of_kind).mark_point(size=60, filled=True, opacity=1)
+        heading = heading_of(f"{domains.heading} domains")
+        panels.append((line + dots).properties(width=340, height=260, title=heading))
+    return alt.hconcat(*panels, spacing=30)
+
+
+def cluster_experts(material: Material) -> tuple[Any, str]:
+    """As Figures 15 and 16 of the c-BTM paper. Top: test perplexity of each expert (column) on the test documents of
+    each cluster (row), over that of the cluster's own expert: above 1 the own expert is better. Bottom: how the
+    training documents of each domain (row) are divided among the clusters (columns).
+    """
+    models, known = clustered(material.run), material.clusters
+    ratios = {model.label: known.over_own(model.row, material.run.seed, model.domains) for model in models}
+    found = np.concatenate([table.to_numpy().ravel() for table in ratios.values()])
+    ends = (min(0.9, np.nanmin(found, initial=1)), max(1.1, np.nanmax(found, initial=1)))
+    # Orange says that another expert is better.
+    colours = ["#fdae6b", "#ffffff", CELL_RANGE[-1]]
+    scale = alt.Scale(type="log", domain=[finite(ends[0]), 1, finite(ends[1])], range=colours, interpolate="rgb")
+    legend = alt.Legend(title=["perplexity ratio", "(log scale)"], titlePadding=8, format=".2f", tickCount=5)
+    own = alt.concat(
+        *(
+            heat_maps(cells_of(table, row), {row: (list(table.index), row)}, list(table.columns), scale, legend=legend)
+            for row, table in ratios.items()
+        ),
+        title=heading_of("Test perplexity on a cluster (row) over that of its own expert"),
+        **GRID,
+    )
+    divided = alt.concat(
+        *(
+            heat_maps(
+                cells_of(known.shares(data, material.training, names), data),
+                {data: (material.training, data)},
+                list(names),
+                share_scale(),
+                legend=SHARE_LEGEND,
+                form=".0%",
+                over="cluster",
+            )
+            for data, names in {model.data: model.domains for model in models}.items()
+        ),
+        title=heading_of("Share of a domain's training documents (row) in each cluster"),
+        **GRID,
+    )
+    return alt.vconcat(own, divided, spacing=28).resolve_scale(color="independent"), ""
+
+
+def cluster_sizes(material: Material) -> tuple[Any, str]:
+    """As Figure 14 of the c-BTM paper. One point per cluster: its test documents, over those of a cluster if all were
+    equal. Boxes hold the middle half, whiskers reach to the smallest and the largest cluster.
+    """
+    found = material.clusters.sizes()
+    names = list(dict.fromkeys(found["clustering"]))
+    base = alt.Chart(data_of(found[["clustering", "cluster", "documents", "share"]])).encode(
+        x=alt.X("clustering:N", sort=names, title=None, axis=alt.Axis(labelAngle=0)),
+        y=alt.Y("share:Q", title="test documents of a cluster, over an equal share", scale=alt.Scale(zero=True)),
+    )
+    boxes = base.mark_boxplot(extent="min-max", size=40, color=COLOURS[0], opacity=0.35)
+    points = base.mark_point(size=40, filled=True, color=COLOURS[0], opacity=0.8).encode(
+        tooltip=["clustering:N", "cluster:N", "documents:Q", "share:Q"]
+    )
+    equal = alt.Chart(data_of([{"share": 1}])).mark_rule(strokeDash=[4, 4]).encode(y="share:Q")
+    return alt.layer(boxes, points, equal).properties(width=max(400, 110 * len(names)), height=320), ""

@@ -1,50 +1,51 @@
-"""Accuracy on tasks of classification by model and routing, with 95% intervals and chance. Rows that are marked as
-oracles read test labels.
-"""
+"""Tables of tasks: accuracy on labels, the tasks of the standard harness, and perplexity suites."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from demix.report.item import Group, TableItem
+import pandas as pd
+
+from demix.report.cells import lowest
 from demix.report.material import Material
-from demix.report.needs import TASKS
 from demix.report.table import Table
+from demix.run.systems import row_systems, table_rows
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-ITEM = TableItem("Accuracy on tasks by routing", Group.TASKS, 1, needs=(TASKS,))
 CHANCE, BEST = "chance", "best expert of the test (oracle)"
 ORACLE, ALONE = "test labels", "one expert"
+COUNTS = {"Documents": "examples", "Demonstrations": "shots"}
 
 
-def make(material: Material) -> Table:
-    import pandas as pd
+def _wide(rows: pd.DataFrame, values: pd.Series, line: str, column: str) -> pd.DataFrame:
+    """`values` of `rows`, a row for each `line` and a column for each `column`, both in their order."""
+    found = values.set_axis(pd.MultiIndex.from_frame(rows[[line, column]])).unstack(column)
+    found = found.reindex(index=rows[line].unique(), columns=rows[column].unique())
+    return found.rename_axis(index=None, columns=None)
 
-    rows, names = material.tasks, list(material.run.config.tasks)
-    shown = _shown(material)
 
-    def table(values: "pd.Series") -> "pd.DataFrame":
-        """`values` of the rows shown, a row per label and a column per task."""
-        found = values.set_axis(pd.MultiIndex.from_frame(shown[["label", "task"]])).unstack("task", sort=False)
-        found = found.reindex(columns=names)
-        found.index.name, found.columns.name = None, None
-        return found
-
-    frame = table(100 * shown["accuracy"])
-    told = shown["judged"] & (shown["accuracy"] > shown["chance"]) & (shown["reads"] != ORACLE)
-    fair = table(100 * shown["accuracy"].where(told & (shown["routing"] != ALONE))).reindex(index=frame.index)
-    chances = 100 * rows.groupby("task")["chance"].first().reindex(names)
-    frame = pd.concat([frame, chances.rename(CHANCE).to_frame().T])
-    examples = rows.groupby("task")[["examples", "shots", "seeds"]].first()
+def tasks(material: Material) -> Table:
+    """Percent of the examples of a classification task whose likeliest label is the right one, by model and routing
+    (c-BTM, section 5 and appendix A.7), and below it the 95% interval: exact for one seed, else by a bootstrap over
+    seeds and examples. “As chance” stands where the interval contains what chance gives. Differences among such numbers
+    mean nothing.
+    """
+    models, names = {name: row.label for name, row in material.run.rows.items()}, list(material.run.config.tasks)
+    rows = material.tasks
+    alone = rows[rows["routing"] == ALONE].sort_values("accuracy", ascending=False, kind="stable")
+    rows = pd.concat([rows[rows["routing"] != ALONE], alone.drop_duplicates(["task", "model"])])
+    rows = rows.sort_values("model", key=lambda found: found.map([*models].index), kind="stable")
+    rows["label"] = [_label(models[row.model], row) for row in rows.itertuples()]
+    # Cells without interval, or whose interval holds chance, say nothing.
+    beneath = pd.Series([_interval(row) for row in rows.itertuples()], rows.index)
+    frame = _wide(rows, 100 * rows["accuracy"], "label", "task").reindex(columns=names)
+    told = rows["judged"] & (rows["accuracy"] > rows["chance"]) & (rows["reads"] != ORACLE) & (rows["routing"] != ALONE)
+    fair = _wide(rows, rows["accuracy"].where(told), "label", "task")
+    by_task = material.tasks.groupby("task")[["chance", "examples", "shots", "seeds"]].first()
     asked = "; ".join(
         f"{name}: {row.examples} examples, {row.shots} demonstrations"
         + (f" by {row.seeds} seeds" if row.seeds > 1 else "")
-        for name, row in ((name, examples.loc[name]) for name in names if name in examples.index)
+        for name, row in ((name, by_task.loc[name]) for name in names if name in by_task.index)
     )
+    frame.loc[CHANCE] = 100 * by_task["chance"].reindex(names)
     return Table(
-        "Percent of the examples whose likeliest label is the right one (c-BTM, section 5 and appendix A.7), and below "
-        "it the 95% interval: exact for one seed, else by a bootstrap over seeds and examples. “As chance” stands "
-        "where the interval contains what chance gives. Differences among such numbers mean nothing.",
         frame,
         notes=(
             f"{asked}.",
@@ -57,31 +58,12 @@ def make(material: Material) -> Table:
         formats=dict.fromkeys(names, "{:.1f}"),
         summaries=frozenset({CHANCE}),
         best=fair.eq(fair.max()) & fair.notna(),
-        beneath=table(shown["beneath"]),
+        beneath=_wide(rows, beneath, "label", "task"),
         long=len(frame) > 40,
     )
 
 
-def _shown(material: Material) -> "pd.DataFrame":
-    """The rows of the table with their labels and second lines, in the order of `models`."""
-    import pandas as pd
-
-    names = {name: row.label for name, row in material.run.rows.items()}
-    rows = material.tasks.assign(
-        label=[_label(names[row.model], row) for row in material.tasks.itertuples()],
-        # Cells without interval, or whose interval holds chance, say nothing.
-        beneath=[_interval(row) for row in material.tasks.itertuples()],
-    )
-    alone = rows[rows["routing"] == ALONE]
-    best = alone.loc[alone.groupby(["task", "model"], sort=False)["accuracy"].idxmax()] if len(alone) else alone
-    shown = pd.concat([rows[rows["routing"] != ALONE], best])
-    shown = shown.assign(order=shown["model"].map({row: place for place, row in enumerate(names)}))
-    return shown.sort_values("order", kind="stable")
-
-
 def _label(model: str, row: Any) -> str:
-    import pandas as pd
-
     if row.routing == "dense":
         return model
     if row.routing == ALONE:
@@ -92,10 +74,81 @@ def _label(model: str, row: Any) -> str:
 
 
 def _interval(row: Any) -> str:
-    import pandas as pd
-
     if pd.isna(row.accuracy_low):
         return "too few examples"
-    interval = f"{100 * row.accuracy_low:.1f} to {100 * row.accuracy_high:.1f}"
-    told = ["oracle"] * (row.reads == ORACLE) + ["as chance"] * (not row.judged)
-    return ", ".join([interval, *told])
+    oracle, chance = ", oracle" if row.reads == ORACLE else "", "" if row.judged else ", as chance"
+    return f"{100 * row.accuracy_low:.1f} to {100 * row.accuracy_high:.1f}{oracle}{chance}"
+
+
+def harness(material: Material) -> Table:
+    """Values as EleutherAI's lm-evaluation-harness gives them, by model and rule that mixes its experts, with ± its
+    standard error below. A row is a task, or a group of tasks, and a metric.
+    """
+    models, rows = {name: row.label for name, row in material.run.rows.items()}, material.harness
+    rows = rows.assign(
+        line=rows["task"] + ", " + rows["metric"],
+        system=[
+            models[model] + f" ({routing})" * (routing != "dense")
+            for model, routing in zip(rows["model"], rows["routing"], strict=True)
+        ],
+    )
+    values, first = _wide(rows, rows["value"], "line", "system"), rows.groupby("line", sort=False).first()
+    higher = first["higher_is_better"]
+    best = values.eq(values.max(axis=1).where(higher.eq(True), values.min(axis=1)), axis=0)
+    counts = pd.DataFrame({name: first[column].astype(float) for name, column in COUNTS.items()})
+    versions = rows[rows["task_version"] != ""].groupby("task", sort=False)["task_version"].first()
+    errors = rows["stderr"].map(lambda error: "" if pd.isna(error) else f"± {error:.2g}")
+    return Table(
+        pd.concat([counts, values], axis=1),
+        notes=(
+            f"Version of the harness: {', '.join(sorted(set(rows['harness_version'])))}; of the tasks: "
+            f"{', '.join(f'{name} {version}' for name, version in versions.items())}. Documents are those that were "
+            "asked. tasks.parquet has the digest of each task's documents.",
+            _contaminated(material.contamination),
+            "Bold: the best value of a row, where the harness says whether higher is better. All values are of the "
+            "run's own seed; the rule in parentheses mixed the experts of the training domains.",
+        ),
+        formats=dict.fromkeys(values, "{:.4g}") | {"Demonstrations": "{:,.0f}"},
+        best=best.where(higher.notna(), False, axis=0),
+        beneath=_wide(rows, errors, "line", "system"),
+        long=len(values) > 40,
+    )
+
+
+def _contaminated(found: pd.DataFrame) -> str:
+    """By task, how many of its documents the training text of each domain holds, in words."""
+    told = []
+    for task, rows in found.groupby("task", sort=False):
+        held = rows[rows["found_documents"] > 0].sort_values("found_documents", ascending=False, kind="stable")
+        named = [f"{row.domain} {row.found_documents:,}" for row in held.itertuples()]
+        told.append(f"{task} {', '.join(named) or 'none'} (of {rows['long_documents'].iloc[0]:,})")
+    return (
+        "Contamination: documents of a task that share a 13-gram of words with the training text of a domain, whose "
+        f"expert may know them, of those documents that have 13 words: {'; '.join(told)}."
+    )
+
+
+def suites(material: Material) -> Table:
+    """Test perplexity on each source of a suite, and below it bits per byte, which compare across tokenizers. Lower is
+    better. No model learned from these texts or was adapted to them, and nothing was chosen on them.
+    """
+    run, found = material.run, material.suites.of_seed(material.run.seed)
+    names = [f"{suite}: {name}" for suite, sources in (run.config.evaluation.suites or {}).items() for name in sources]
+    shown = {}
+    for system in (one for row in table_rows(run).values() for one in row_systems(row, run)):
+        of = found.of(system, run.suites).set_axis(names)
+        if of["perplexity"].notna().any():
+            shown[system.label + " (oracle)" * (system.method == "naive")] = of
+    values = pd.DataFrame({label: of["perplexity"] for label, of in shown.items()})
+    frame = pd.concat([next(iter(shown.values()))["tokens"].rename("Tokens"), values], axis=1)
+    return Table(
+        frame,
+        notes=(
+            "Texts that a training domain holds are left out. Experts are those of the training domains, by rules that "
+            "need no dev text and no clusters; an oracle is the best expert or domain token of the test text itself. "
+            "Bold: the lowest of a row that is no oracle.",
+        ),
+        best=lowest(values[[label for label in values if not label.endswith("(oracle)")]], axis=1),
+        beneath=pd.DataFrame({label: of["bits_per_byte"].map("{:.3f}".format) for label, of in shown.items()}),
+        long=len(values) > 40,
+    )

@@ -1,54 +1,42 @@
-"""Figure 6 of the paper: dev perplexity of the novel domain and of the training domains during adaptation, for
-Dense-DAPT and DEMix-DAPT. All panels of a part have one scale; the number at the end of a line is its last value.
-"""
+"""Figure 6: adapting to novel domains."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from demix.report.item import FigureItem, Group
+import altair as alt
+import pandas as pd
+
+from demix.report.cells import ends_lower
+from demix.report.curves import POINTS, adaptation_curves, token_axis
+from demix.report.look import coloured, dashed, data_of, finite, heading_of, small_heading
 from demix.report.material import Material
-from demix.report.needs import NOVEL
 from demix.report.systems import before_dense_dapt
 
-if TYPE_CHECKING:
-    import altair as alt
-    import pandas as pd
-
-ITEM = FigureItem("Figure 6: adapting to a novel domain with and without forgetting", Group.FIGURES, 6, needs=(NOVEL,))
 PARTS = {
     "own": "Dev perplexity of the domain adapted to: a fall is adaptation",
     "training": "Mean dev perplexity of the training domains: a rise is forgetting",
 }
+KINDS = ["DEMix-DAPT", "Dense-DAPT"]
 PANEL_COLUMNS = 4
 
 
-def make(material: Material) -> tuple[Any, str]:
-    import altair as alt
-
-    from demix.report.cells import ends_lower
-    from demix.report.curves import adaptation_curves
-
+def figure6(material: Material) -> tuple[Any, str]:
+    """Dev perplexity of the novel domain and of the training domains during adaptation; each panel is one novel domain.
+    DEMix-DAPT trains one more expert, Dense-DAPT every parameter of a dense model on the same data. All panels of a
+    part have one scale; the number at the end of a line is its last value. The model kept is the best on dev.
+    """
     run, curves = material.run, adaptation_curves(material.metrics, material.run)
     last = curves.drop_duplicates(["domain", "kind"], keep="last").set_index("domain")
-    own, old = (
-        ends_lower(*(last.loc[last["kind"] == kind, part] for kind in ("Dense-DAPT", "DEMix-DAPT"))) for part in PARTS
-    )
+    own, old = (ends_lower(*(last.loc[last["kind"] == kind, part] for kind in reversed(KINDS))) for part in PARTS)
     whole = run.receiver.kind.expert_scope == "model"
-    begun = "the average of all experts, by posterior, as one more" if whole else "a copy of one expert"
+    begun = "the average of all experts, by posterior" if whole else "a copy of one expert"
     return alt.vconcat(*(_small_multiples(curves, part, run.novel) for part in PARTS), spacing=24), (
-        f"Each panel is one novel domain. DEMix-DAPT trains {begun}; Dense-DAPT trains every parameter of "
-        f"{before_dense_dapt(run).label} on the same data. The number at the end of a line is its last value. The "
-        f"model kept is the best on dev. On the domain adapted to, {own}; on the training domains, {old}."
+        f"Here DEMix-DAPT began with {begun}, Dense-DAPT with {before_dense_dapt(run).label}. On the domain adapted "
+        f"to, {own}; on the training domains, {old}."
     )
 
 
-def _small_multiples(curves: "pd.DataFrame", part: str, novel: tuple[str, ...]) -> "alt.ConcatChart":
+def _small_multiples(curves: pd.DataFrame, part: str, novel: tuple[str, ...]) -> alt.ConcatChart:
     """One small chart per domain, all with the same scale of perplexity, which begins at zero."""
-    import altair as alt
-
-    from demix.report.curves import POINTS, token_axis
-    from demix.report.look import coloured, dashed, data_of, finite, heading_of, small_heading
-
-    kinds = ["DEMix-DAPT", "Dense-DAPT"]
     legend = alt.Legend(title=None, orient="right", symbolSize=300, symbolType="stroke")
     scale = alt.Scale(domain=[0, finite(curves[part].max()) or 1], nice=True)
     present = [domain for domain in novel if (curves["domain"] == domain).any()]
@@ -66,9 +54,9 @@ def _small_multiples(curves: "pd.DataFrame", part: str, novel: tuple[str, ...]) 
         base = alt.Chart(data_of(records)).encode(
             x=alt.X("tokens:Q", title="tokens of adaptation", axis=token_axis(3), scale=alt.Scale(nice=False)),
             y=alt.Y("perplexity:Q", title=title, scale=scale, axis=alt.Axis(tickCount=4)),
-            color=coloured("kind", kinds, legend),
+            color=coloured("kind", KINDS, legend),
         )
-        lines = base.mark_line(strokeWidth=2, point=POINTS).encode(strokeDash=dashed("kind", kinds, legend))
+        lines = base.mark_line(strokeWidth=2, point=POINTS).encode(strokeDash=dashed("kind", KINDS, legend))
         # Lines that end close together have their numbers apart.
         numbers = [
             base.mark_text(align="left", dx=5, dy=dy, fontSize=11)

@@ -1,0 +1,237 @@
+"""What claims compare, by the names that claims.toml has for it: systems, pairs of systems, and words in statements."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from demix.progress import so_many
+from demix.report.families import Family, families, one_clusters, training_flops, tried_top_k
+from demix.report.material import Material
+from demix.report.systems import (
+    AVERAGE,
+    BALANCED,
+    CACHED,
+    DENSE,
+    DOMAIN_TOKEN,
+    NAIVE,
+    UNIFORM,
+    UPDATING,
+    ByDomain,
+    baselines,
+    before_adding,
+    before_removal,
+    dense_adapted,
+    one_added,
+    without_expert,
+)
+from demix.run.main_systems import added, trained_systems
+from demix.run.run import Run
+from demix.run.systems import System, by_distance, routed_weights
+
+# On a novel domain the single expert or token is chosen on the test data.
+ORACLES = {NAIVE: "best expert (oracle)", DOMAIN_TOKEN: "best domain token (oracle)"}
+SYSTEMS: dict[str, Callable[[Run], list[ByDomain]]] = {
+    "balanced": lambda run: [BALANCED],
+    "unbalanced": lambda run: [DENSE],
+    "dense": lambda run: [*baselines(run)],
+    "domain_token": lambda run: [DOMAIN_TOKEN],
+    "naive": lambda run: [NAIVE],
+    "average": lambda run: [AVERAGE],
+    "uniform": lambda run: [UNIFORM],
+    "updating": lambda run: [UPDATING],
+    "cached": lambda run: [CACHED],
+    "one_added": lambda run: [one_added(run)],
+    "dense_dapt": lambda run: [dense_adapted(run)],
+    "all_experts": lambda run: [added(run)[1]],
+    "training_experts": lambda run: [before_adding(run)[1]],
+    "with_expert": lambda run: [before_removal(run)],
+    "without_expert": lambda run: [without_expert(run)],
+}
+Pairs = Iterator[tuple[ByDomain, ByDomain]]
+
+
+def mixtures(run: Run) -> list[System]:
+    """Each mixture of the run that sums over all earlier text and is not told the domain.
+
+    None of a row with another optimizer than the dense model, whose recipe would be judged instead of its experts.
+    """
+    dense = run.rows["dense"].settings.optimizer
+    tempered = (one for one in trained_systems(run) if one.weights.startswith("tempered"))
+    return [one for one in tempered if run.rows[one.model].settings.optimizer == dense]
+
+
+def whole_models(run: Run) -> list[Family]:
+    """The families whose experts are whole models."""
+    return [family for family in families(run).values() if family.model.kind.expert_scope == "model"]
+
+
+def several_clusters(run: Run) -> list[Family]:
+    """Those of several balanced clusters beside which the run has a model of one cluster."""
+    ones = one_clusters(run)
+    return [one for one in whole_models(run) if one.made == "k-means" and one.experts > 1 and one.budget in ones]
+
+
+def _alike(run: Run, how: str) -> list[tuple[Family, Family]]:
+    """The balanced families beside those of as many clusters that are made in another way."""
+    return [
+        (family, other)
+        for family in several_clusters(run)
+        for other in whole_models(run)
+        if other.made == how and (family.experts, family.budget) == (other.experts, other.budget)
+    ]
+
+
+def _both_ways(run: Run) -> list[tuple[Family, Family]]:
+    """The pair of balanced and unbalanced clusters with the most of them; none without such a pair."""
+    return sorted(_alike(run, "k-means, unbalanced"), key=lambda pair: -pair[0].experts)[:1]
+
+
+def _nearest(run: Run) -> list[tuple[Family, Family]]:
+    """The pair of clusters and domains, at equal budgets, whose numbers are nearest; none without such a pair."""
+    by_domain = [family for family in whole_models(run) if not family.clustering]
+    pairs = [(one, other) for one in several_clusters(run) for other in by_domain if one.budget == other.budget]
+    return sorted(pairs, key=lambda pair: abs(pair[0].experts - len(run.training)))[:1]
+
+
+def _sparse(run: Run, few: tuple[int, ...]) -> Iterator[tuple[Family, System]]:
+    """The families of clusters, each with those of `few` experts a token that the config tries.
+
+    None without weights by clusters: all others compute all experts before they leave some out.
+    """
+    for family in several_clusters(run) if routed_weights(run) else ():
+        for k in tried_top_k(run, family.experts):
+            if k in few:
+                yield family, replace(family.system, label=f"{family.system.label}, top-{k}", top_k=k)
+
+
+def _beat_one(material: Material) -> Pairs:
+    ones = one_clusters(material.run)
+    return ((family.system, ones[family.budget]) for family in several_clusters(material.run))
+
+
+def _one_expert(material: Material) -> Pairs:
+    ones = one_clusters(material.run)
+    return ((one, ones[family.budget]) for family, one in _sparse(material.run, (1,)))
+
+
+def _few_experts(material: Material) -> Pairs:
+    return ((few, family.system) for family, few in _sparse(material.run, (2, 4)))
+
+
+def _random_worse(material: Material) -> Pairs:
+    pairs, ones = _alike(material.run, "random"), one_clusters(material.run)
+    yield from ((family.system, other.system) for family, other in pairs)
+    yield from ((ones[other.budget], other.system) for _, other in pairs)
+
+
+def _balanced_better(material: Material) -> Pairs:
+    return ((family.system, other.system) for family, other in _both_ways(material.run))
+
+
+def _against_metadata(material: Material) -> Pairs:
+    """As clusters are not told the domain, domains are not either where their experts can be weighted alike."""
+    routed = routed_weights(material.run)
+    for nearest, other in _nearest(material.run):
+        alike = routed and other.model.routing
+        yield nearest.system, by_distance(other.model, routed) if alike else other.system
+
+
+def _trained_apart(material: Material) -> Pairs:
+    budget = families(material.run)["dense"].budget
+    alike = (one for one in whole_models(material.run) if not one.clustering and one.budget == budget)
+    return ((family.system, BALANCED) for family in alike)
+
+
+def _beside_routed(run: Run, some: list[Family]) -> Pairs:
+    """Experts of clusters, or of domains, beside models whose tokens choose experts.
+
+    The pairs begin with as many tokens of a dense parent and take the same FLOPs, up to an update of the second:
+    `match: flops` cannot come nearer. A parent from a folder has a budget of its own.
+    """
+
+    def begun(family: Family) -> tuple[Any, ...]:
+        row = family.model.base
+        return row.settings.parent_row, row.settings.seed_tokens, row.initial, row.options
+
+    for rival in (family for family in families(run).values() if family.model.kind.routed):
+        flops, update = training_flops(rival.model, run)
+        for family in some:
+            if begun(family) == begun(rival) and abs(training_flops(family.model, run)[0] - flops) < update:
+                yield family.system, rival.system
+
+
+def _domains_beside_routed(material: Material) -> Pairs:
+    known = families(material.run).values()
+    return _beside_routed(
+        material.run, [family for family in known if family.model.kind.has_experts and not family.clustering]
+    )
+
+
+def _clusters_beside_routed(material: Material) -> Pairs:
+    return _beside_routed(material.run, several_clusters(material.run))
+
+
+def _seeded(material: Material) -> Pairs:
+    """Feedforward experts with a seed phase beside DEMix from scratch, at equal budgets."""
+    known = families(material.run)
+    scratch = known["demix"]
+    for family in known.values() if not scratch.model.parent else ():
+        experts = family.model.kind.expert_scope == "feedforward" and not family.clustering
+        if experts and family.model.settings.seed_tokens and family.budget == scratch.budget:
+            yield family.system, scratch.system
+
+
+def _merged(run: Run, *, routers: bool = False) -> list[tuple[Family, Family]]:
+    """The rows that train merged experts, all parameters or their `routers` alone, each beside its parent."""
+    known = families(run)
+    return [
+        (family, known[family.model.base.settings.parent_row or ""])
+        for family in known.values()
+        if family.model.mixes and (family.model.settings.trained == "routers") == routers
+    ]
+
+
+def _against_mixture(material: Material) -> Pairs:
+    """Merged experts that were trained beside the mixture of as many experts' outputs; neither is told the domain."""
+    run = material.run
+    for family, parent in _merged(run) if "tempered" in run.config.evaluation.weights else ():
+        layer = family.architecture.routed
+        if layer and layer.top_k in tried_top_k(run, parent.experts):
+            label = f"{parent.model.base.label} (tempered), top-{layer.top_k}"
+            tempered = replace(parent.system, method="uniform", weights="tempered")
+            yield family.system, replace(tempered, label=label, top_k=layer.top_k)
+
+
+def _routers_alone(material: Material) -> Pairs:
+    """Merged experts whose routers alone were trained beside those of the same parent that were trained as a whole."""
+    whole = {parent.model.row: family for family, parent in _merged(material.run)}
+    for family, parent in _merged(material.run, routers=True):
+        if parent.model.row in whole:
+            yield family.system, whole[parent.model.row].system
+
+
+PAIRS: dict[str, Callable[[Material], Pairs]] = {
+    "beat_one": _beat_one,
+    "one_expert": _one_expert,
+    "few_experts": _few_experts,
+    "random_worse": _random_worse,
+    "balanced_better": _balanced_better,
+    "against_metadata": _against_metadata,
+    "trained_apart": _trained_apart,
+    "domains_beside_routed": _domains_beside_routed,
+    "clusters_beside_routed": _clusters_beside_routed,
+    "against_mixture": _against_mixture,
+    "routers_alone": _routers_alone,
+    "seeded": _seeded,
+}
+WORDS: dict[str, Callable[[Material], str]] = {
+    "dense": lambda material: (
+        "both dense baselines" if len(baselines(material.run)) > 1 else baselines(material.run)[0].label
+    ),
+    "on_all": lambda material: " and ".join(f"on the {domains.kind} domains" for domains in material.kinds),
+    "parent": lambda material: "the likeliest training expert" if material.averaged else "its parent",
+    "one_cluster": lambda material: " or ".join(system.label for system in one_clusters(material.run).values()),
+    "most_clusters": lambda material: "".join(f"{family.experts}" for family, _ in _both_ways(material.run)),
+    "nearest_clusters": lambda material: "".join(f"{family.experts}" for family, _ in _nearest(material.run)),
+    "domains": lambda material: so_many(len(material.training), "domain"),
+}

@@ -1,0 +1,231 @@
+"""Figures of the domains: experts and domains, priors, posteriors block by block, changes, and training."""
+
+import textwrap
+from typing import Any
+
+import altair as alt
+import numpy as np
+import pandas as pd
+
+from demix.progress import so_many
+from demix.report.affinity import Relation
+from demix.report.curves import POINTS, token_axis, training_curves
+from demix.report.domains import percent
+from demix.report.dots import dots, line_colour, within_the_axis
+from demix.report.heatmaps import (
+    MOST_SHOWN,
+    PROBABILITY_LEGEND,
+    TRACE_COLUMNS,
+    cells_of,
+    heat_maps,
+    panel,
+    posterior_figure,
+    posteriors_on_dev,
+)
+from demix.report.look import (
+    CELL_RANGE,
+    COLOURS,
+    coloured,
+    dashed,
+    data_of,
+    finite,
+    heading_of,
+    share_scale,
+    small_heading,
+)
+from demix.report.material import Material
+from demix.report.ranking import ranking
+from demix.report.results import paired, prior_table
+from demix.report.systems import BALANCED
+
+SHARE_RANGE = ("#f7fcf5", "#a1d99b", "#41ab5d")
+DECAYS_SHOWN = (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
+BY_DECAY = "By λ, from the same posteriors: at λ = 0 the last dev block alone would count, at λ = 1 all count alike"
+NOTHING = "This run has none of these numbers."
+# The first share of a training, which no curve shows.
+SKIPPED = 0.1
+PANEL_COLUMNS = 4
+
+
+def training(material: Material) -> tuple[Any, str]:
+    """Mean loss of each model by the tokens trained on so far, on dev splits if the run measures it during training,
+    else of the batches. The first 10% of the tokens and other seeds are left out.
+    """
+    # The loss of masked tokens is no loss of next tokens.
+    own = [model for model in material.run.trained if model.seed == material.run.seed and not model.masked]
+    # A model trained without a domain is no better for what it need not predict.
+    common = [name for name in material.training if all(name in model.domains for model in own)]
+    steps = training_curves(material.metrics, material.run)
+    dev = training_curves(material.metrics, material.run, "dev_loss", common)
+    measured = len(dev) and {model.name for model in own} <= set(dev["model"])
+    curves, what = (dev, "dev loss") if measured else (steps, "training loss")
+    # All models fall alike at first, and so steeply that later differences could not be seen.
+    curves = curves[curves["tokens"] >= SKIPPED * curves.groupby("model")["tokens"].transform("max")]
+    names = {model.name: model.label for model in own}
+    curves = curves[curves["model"].isin(names)]
+    models = [label for name, label in names.items() if (curves["model"] == name).any()]
+    last = curves[~curves["model"].isin([model.name for model in own if model.removed])].groupby("model")["loss"].last()
+    # Losses of other domains, or of each model's own batches, do not compare.
+    best = names[last.idxmin()] if len(last) and measured and common else ""
+    records = [
+        {"model": names[row.model], "tokens": row.tokens, "loss": finite(row.loss)} for row in curves.itertuples()
+    ]
+    legend = alt.Legend(title="model", symbolSize=300, symbolType="stroke")
+    chart = (
+        alt.Chart(data_of(records))
+        .mark_line(point=POINTS)
+        .encode(
+            x=alt.X("tokens:Q", title="training tokens", axis=token_axis(6)),
+            y=alt.Y("loss:Q", title=f"{what} (nats per token)", scale=alt.Scale(zero=False)),
+            color=coloured("model", models, legend, sort=models),
+            strokeDash=dashed("model", models, legend, sort=models),
+            strokeWidth=alt.condition(alt.datum.model == best, alt.value(3.2), alt.value(1.4)),
+        )
+        .properties(width=620, height=340)
+    )
+    shown = "Losses are those of batches; models see different mixes of domains."
+    if measured:
+        which = f"{so_many(len(common), 'domain')} that all models train on" if common else "domains of each model"
+        shown = f"Losses are on the dev splits of the {which}."
+    return alt.vconcat(chart), shown + " Of models that train on all domains the thick line ends lowest." * bool(best)
+
+
+def by_domain(material: Material) -> tuple[Any, str]:
+    """Test perplexity on each domain, as the change from Dense (Balanced) in %. Left of the line is better. Lines are
+    95% intervals from resampling the same test documents.
+    """
+    found = ranking(material)
+    entries, left_out = within_the_axis(found)
+    panels: list[Any] = []
+    for domains in material.kinds:
+        dense = material.own.perplexities(BALANCED, domains.names)
+        parts = []
+        for entry in (one for one in entries if not one.on[domains.kind].oracle):
+            change = percent(dense, material.own.perplexities(entry.system, domains.names))
+            # Where a domain has no interval, the quotient is NaN.
+            bounds = paired(material.bounds, entry.system, BALANCED, domains.names).mul(100).div(dense, axis="index")
+            part = bounds.reindex(domains.names).assign(value=change, system=entry.label, what=entry.what)
+            parts.append(part.rename_axis("domain").reset_index())
+        records = pd.concat(parts)[["system", "what", "domain", "value", "low", "high"]]
+        for name in domains.names[:MOST_SHOWN]:
+            drawn = dots(
+                records[records["domain"] == name],
+                [one.label for one in entries],
+                "change in %",
+                labels=not len(panels) % PANEL_COLUMNS,
+                zero=True,
+                step=16,
+                color=line_colour(),
+            )
+            panels.append(drawn.properties(title=small_heading(f"{name} ({domains.kind})")))
+    return alt.concat(*panels, columns=PANEL_COLUMNS, spacing=14).resolve_scale(x="shared"), left_out
+
+
+def figure2(material: Material) -> tuple[Any, str]:
+    """Top: test perplexity of an expert (column) on a domain (row), over that of the domain's own expert (training
+    domains) or of the best expert (novel domains). 1 is best; colours follow the logarithm. Middle: share of the
+    bigrams of a domain's test split that occur in the expert's training text. Bottom: that ratio against this share,
+    one point per pair of those above.
+    """
+    pairs, experts = material.pairs, material.training[:MOST_SHOWN]
+    # Of domains and experts there may be many more than an eye could tell apart.
+    shown = [name for domains in material.kinds for name in domains.names[:MOST_SHOWN]]
+    drawn = pairs[pairs["domain"].isin(shown) & pairs["expert"].isin(experts)]
+
+    def map_of(column: str, heading: str, scale: alt.Scale, legend: alt.Legend, **more: str) -> alt.HConcatChart:
+        """A heat map of a column of `pairs` for each kind of domains."""
+        halves = {one.kind: (one.names, f"{heading}, {one.kind} domains") for one in material.kinds}
+        cells = drawn[["kind", "domain", "expert", column]].rename(columns={column: "value"})
+        return heat_maps(cells, halves, material.training, scale, legend=legend, **more)
+
+    top = max([1.1, *pairs["ratio"].dropna()])
+    ticks = [float(f"{x:.6g}") for x in np.geomspace(1, top, 5)]
+    panels: list[Any] = [
+        map_of(
+            "ratio",
+            "Perplexity ratio",
+            alt.Scale(type="log", domain=[1, top], range=CELL_RANGE, interpolate="lab", clamp=True),
+            alt.Legend(title=["perplexity ratio", "(log scale)"], titlePadding=8, values=ticks, format=".2f"),
+        )
+    ]
+    if pairs["overlap"].notna().any():
+        most = max([0.1, *pairs["overlap"].dropna()])
+        legend = alt.Legend(title="bigrams shared", titlePadding=8, format=".0%", tickCount=5)
+        panels.append(map_of("overlap", "Bigram overlap", share_scale(SHARE_RANGE, most), legend, form=".0%"))
+        panels.append(alt.hconcat(*(_scatter(drawn, one) for one in material.relations), spacing=60))
+    chart = alt.vconcat(*panels, spacing=28).resolve_scale(color="independent")
+    return chart, "" if pairs["ratio"].notna().any() else NOTHING
+
+
+def _scatter(pairs: pd.DataFrame, relation: Relation) -> alt.Chart:
+    """Perplexity ratio against bigram overlap, one point per pair; the title states the correlation."""
+    points = pairs[pairs["kind"] == relation.kind].dropna()
+    if relation.kind == "training":
+        points = points[points["domain"] != points["expert"]]
+    told = f"{relation.kind} domains" + (", own expert left out" if relation.kind == "training" else "")
+    if np.isfinite(relation.spearman):
+        correlation = f"{relation.spearman:+.2f}".replace("-", "−")
+        pairs_of_domains = f"{so_many(relation.pairs, 'pair')} of {so_many(relation.domains, 'domain')}"
+        told += f": Spearman {correlation} over {pairs_of_domains}"
+    if np.isfinite(relation.permutation_p):
+        told += f" (p = {relation.permutation_p:.2g}, domains permuted)"
+    percents = alt.Axis(format=".0%", tickCount=6)
+    chart: alt.Chart = (
+        alt.Chart(data_of(points[["domain", "expert", "overlap", "ratio"]]))
+        .mark_point(size=45, filled=True, opacity=0.75, color=COLOURS[0])
+        .encode(
+            x=alt.X("overlap:Q", title="bigrams shared", axis=percents, scale=alt.Scale(zero=False)),
+            y=alt.Y("ratio:Q", title="perplexity ratio (log)", scale=alt.Scale(type="log", nice=False)),
+            tooltip=["domain:N", "expert:N", "overlap:Q", "ratio:Q"],
+        )
+        .properties(width=400, height=200, title=small_heading(textwrap.wrap(told, 70)))
+    )
+    return chart
+
+
+def figure4(material: Material) -> tuple[Any, str]:
+    """The cached prior over the training experts for each domain (rows; each sums to 1 over all experts), after the
+    first blocks of the domain's dev split. The prior is the mean of the posteriors after each of these blocks, in which
+    a block weighs λ times as much as the next. Below: the same for each novel domain by λ.
+    """
+    settings = material.run.config.evaluation
+    tables = {one.kind: prior_table(material.priors, "demix", material.training, one.names) for one in material.kinds}
+    cells = pd.concat([cells_of(table, kind) for kind, table in tables.items()])
+    halves = {domains.kind: (domains.names, f"{domains.heading} domains") for domains in material.kinds}
+    parts: list[Any] = [heat_maps(cells, halves, material.training, share_scale(), legend=PROBABILITY_LEGEND)]
+    found, panels = posteriors_on_dev(material, settings.dev_blocks), []
+    for index, domain in enumerate([name for name in material.novel if (found["domain"] == name).any()][:MOST_SHOWN]):
+        by_decay = _priors_by_decay(found[found["domain"] == domain], {*DECAYS_SHOWN, settings.decay})
+        x = alt.X("decay:O", title="λ", axis=alt.Axis(labelAngle=0))
+        panels.append(panel(by_decay, domain, material.training, index, gap=1, x=x))
+    if panels:
+        parts.append(alt.concat(*panels, columns=TRACE_COLUMNS, spacing=18, title=heading_of(BY_DECAY)))
+    said = f"Here these are {settings.dev_blocks} blocks and λ = {settings.decay:g}"
+    said += f", the last block alone {1 - settings.decay:.2f}." if settings.decay < 1 else "."
+    return alt.vconcat(*parts, spacing=28), said if cells["value"].notna().any() else NOTHING
+
+
+def _priors_by_decay(posteriors: pd.DataFrame, decays: set[float]) -> pd.DataFrame:
+    """The cached prior of one domain by λ (Eq. 7), from its posteriors after each dev block: decay, expert, value.
+
+    The posteriors are those of the run's own λ, which hardly touches them: a block outweighs its prior.
+    """
+    table = posteriors.pivot(index="block", columns="expert", values="posterior").sort_index()
+    ages = np.arange(len(table))[::-1]
+    weights = {decay: np.float64(decay) ** ages for decay in sorted(decays)}
+    frame = pd.DataFrame({decay: (table.T * own / own.sum()).sum(axis=1) for decay, own in weights.items()}).T
+    return frame.rename_axis("decay").reset_index().melt("decay", var_name="expert")
+
+
+def figure7(material: Material) -> tuple[Any, str]:
+    """Each panel is one training domain: the probability of each training expert (rows) after each block of the
+    domain's dev split (the first 100 at most), with the updating prior.
+    """
+    return posterior_figure(material, "training", material.training)
+
+
+def figure8(material: Material) -> tuple[Any, str]:
+    """Each panel is one novel domain: the probability of each training expert (rows) after each block of the domain's
+    dev split (the first 100 at most), with the updating prior.
+    """
+    return posterior_figure(material, "novel", material.novel)

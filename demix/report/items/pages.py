@@ -1,0 +1,124 @@
+"""The pages of a report: the run at a glance, and the claims of the paper."""
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any, get_args
+
+import pandas as pd
+
+from demix.report import left_out_notes, report_items
+from demix.report.claims import claims as judged_claims
+from demix.report.dots import ranked
+from demix.report.figures import inline
+from demix.report.formats import as_markdown, part_of_page
+from demix.report.item import FigureItem, Group
+from demix.report.main_table import beside_ngrams
+from demix.report.material import Material
+from demix.report.page import render
+from demix.report.ranking import Entry, Ranking, ranking
+from demix.report.table import Table
+from demix.report.verdict import Verdict
+from demix.run.kept import config_fingerprint, kept
+from demix.run.run import Run
+
+PACKAGES = ("demix", "torch", "numpy", "pyarrow", "duckdb", "snakemake", "altair", "mlflow")
+CLAIMS_TITLE = "Claims of the paper, judged on this run"
+_SIGNS = {"shown": "✓", "weak": "≈", "mixed": "~", "not shown": "✗", "cannot be judged": "?"}
+_RULE = (
+    "Shown: the mean over domains and more than half of the domains agree, in every comparison of the claim. Mixed: a "
+    "part of this agrees. Weak: no difference is significant (it is within 0.01%, its 95% interval contains 0, or "
+    "seeds disagree), and nothing contradicts the claim. Significant: domains whose whole interval agrees. Intervals "
+    "are of the difference on the same test documents, of one training. A domain of fewer than 20 documents has an "
+    "interval within them, from resampling blocks of their text. Such an interval is narrower than one over documents: "
+    "it can make a claim weak, but never shows one. Numbers are those of the run's first seed."
+)
+
+
+def claims(material: Material) -> Mapping[str, str]:
+    """Claims of the paper, each judged on this run, with the numbers that decide. A claim counts as shown only if the
+    mean over domains and more than half of the domains agree; it is weak if the run cannot tell the difference from
+    none.
+    """
+    judged = judged_claims(material)
+    notes = [*left_out_notes(material.run), material.scale_note]
+    counts = {verdict: sum(claim.verdict == verdict for claim in judged) for verdict in _SIGNS}
+    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) + f", of {len(judged)}."
+    lines = [f"# {CLAIMS_TITLE}", "", summary.capitalize(), "", _RULE, ""]
+    lines += [f"- **{claim.verdict}**: {as_markdown(claim.statement)} {as_markdown(claim.numbers)}" for claim in judged]
+    shown = {"paragraphs": [summary], "notes": [_RULE, *notes], "claims": judged, "signs": _SIGNS}
+    return {
+        "html": render("claims", title=CLAIMS_TITLE, **shown),
+        "md": "\n\n".join(["\n".join(lines), *(f"*{as_markdown(note)}*" for note in notes)]) + "\n",
+    }
+
+
+def index(material: Material) -> Mapping[str, str]:
+    """The run on one page: which model is best, verdicts on the paper's claims, figures, time and cost by stage,
+    settings, versions. Its tables and figures are in the other categories of the menu.
+    """
+    run, found, judged = material.run, ranking(material), judged_claims(material)
+    page = render(
+        "index",
+        title=f"Run {run.name}",
+        paragraphs=[],
+        notes=left_out_notes(run),
+        ranking=found,
+        remarks=[*found.remarks, material.partly_known],
+        dots={name: inline(ranked(found, narrow=name == "narrow")) for name in ("broad", "narrow")},
+        main=_shown(found, found.main),
+        counts=beside_ngrams(material),
+        claims_title=CLAIMS_TITLE,
+        rest=_shown(found, [one for one in found.entries if one not in found.main]),
+        claims={verdict: [one for one in judged if one.verdict == verdict] for verdict in get_args(Verdict)},
+        groups=_groups(run),
+        cards={model.name: model.label for model in run.planned},
+        cost=material.cost,
+        scale=material.scale_note,
+        settings=json.dumps(kept(run.config), indent=1, ensure_ascii=False),
+        digest=config_fingerprint(run.config),
+        versions={"Python": platform.python_version()} | {name: version(name) for name in PACKAGES},
+    )
+    return {"html": page}
+
+
+def _shown(found: Ranking, entries: Sequence[Entry]) -> dict[str, Any]:
+    """Lines of the main table as the page takes them: however a reader sorts them, oracles follow what is none."""
+    page = part_of_page(_table(found, entries))
+    lines, oracles = [line for group in page["groups"] for line in group], {one.label for one in entries if one.oracle}
+    groups = [[line for line in lines if (line.label in oracles) == oracle] for oracle in (False, True)]
+    return page | {"groups": [group for group in groups if group]}
+
+
+def _table(found: Ranking, entries: Sequence[Entry]) -> Table:
+    """Lines of the main table, best first: means, changes from Dense (Balanced) with their intervals, and passes."""
+    rows: dict[str, dict[str, Any]] = {entry.label: {} for entry in entries}
+    beneath: dict[str, dict[str, str]] = {entry.label: {} for entry in entries}
+    best: dict[str, dict[str, bool]] = {entry.label: {} for entry in entries}
+    lowest = {domains.kind: found.lowest(domains.kind) for domains in found.material.kinds}
+    for entry in entries:
+        row, label = rows[entry.label], entry.label
+        for domains in found.material.kinds:
+            name, measured = domains.said, entry.on[domains.kind]
+            change, significant = (f"{domains.heading}, {what}" for what in ("change in %", "significant"))
+            row[name], row[change] = measured.mean, measured.change if entry is not found.dense else float("nan")
+            row[significant] = f"{measured.significant} of {measured.known}" if measured.known else " "
+            interval = "{:+.1f} to {:+.1f}".format(*measured.interval).replace("-", "−") if measured.interval else ""
+            beneath[label][change] = "oracle" if measured.oracle else interval
+            best[label][name] = entry is lowest[domains.kind]
+        row["Experts run per token"], row["Remark"] = float(entry.passes), entry.apart or " "
+    frame, bold, below = (pd.DataFrame.from_dict(one, orient="index") for one in (rows, best, beneath))
+    # A column of blanks says nothing.
+    frame = frame if any(entry.apart for entry in entries) else frame.drop(columns="Remark", errors="ignore")
+    return Table(frame, formats={"Experts run per token": "{:.0f}"}, best=bold, beneath=below)
+
+
+def _groups(run: Run) -> dict[str, list[dict[str, Any]]]:
+    """Figures, then the tables of the report by group: what each shows, and its files, the HTML first."""
+    found: dict[str, list[dict[str, Any]]] = {Group.FIGURES.value: []}
+    for item in sorted(report_items(run), key=lambda item: [*Group].index(item.group)):
+        if item.group:
+            heading = Group.FIGURES if isinstance(item, FigureItem) else item.group
+            found.setdefault(heading.value, []).append({"shows": item.title, "files": item.files})
+    return found

@@ -1,0 +1,158 @@
+"""The tables of Gururangan et al. 2021."""
+
+from dataclasses import replace
+
+from demix.progress import so_many
+from demix.report.adapting import ADAPTATIONS, adapting, changed_bytes
+from demix.report.cells import ORACLE_NOTE, WEIGHTS_NOTE, by_domain, by_system, compared, ends_lower, lowest, seed_note
+from demix.report.domains import mean_of, percent
+from demix.report.material import Material
+from demix.report.systems import (
+    BALANCED,
+    POSTERIOR_MIXTURES,
+    ByDomain,
+    before_adding,
+    before_dense_dapt,
+    before_removal,
+    in_domain,
+    without_choice,
+    without_domain,
+    without_expert,
+)
+from demix.report.table import Table
+from demix.run.main_systems import added, trained_systems
+from demix.run.systems import System, merged_whole
+
+
+def table3(material: Material) -> Table:
+    """Test perplexity averaged over the training domains, for two dense baselines, a dense model with domain tokens,
+    and DEMix with the domain known (naive) or mixed with a cached prior. Lower is better.
+    """
+    lines = {system.label: (system, BALANCED) for system in in_domain(material.run)}
+    return compared(material, lines, material.kinds[:1]).renamed(
+        {
+            "Training": "Perplexity",
+            "Training, %": "Against Dense (Balanced), %",
+            "Training, lower": "Domains better than Dense (Balanced)",
+        }
+    )
+
+
+def table4(material: Material) -> Table:
+    """Test perplexity by training domain, for the systems of Table 3. Lower is better; the lowest of each column is
+    bold.
+    """
+    systems = {system.label: system for system in in_domain(material.run)}
+    return by_system(material.results, systems, material.training)
+
+
+def table5(material: Material) -> Table:
+    """Test perplexity by domain, on domains never trained on, for the baselines and for DEMix by the way its experts
+    are mixed. Lower is better; the lowest of each column is bold, oracles left out.
+    """
+    lines: dict[str, System] = {}
+    for system in trained_systems(material.run):
+        if system.method == "naive":
+            label, naive, _ = system.label.partition(" (naive)")
+            how = "naive, " * bool(naive)
+            lines |= {f"{label} ({how}oracle)": system, f"{label} ({how}chosen on dev)": system.chosen_on_dev()}
+        else:
+            lines[system.label] = system
+    scored = (
+        system.released_scorer() if system in POSTERIOR_MIXTURES else system.with_weights("released")
+        for system in list(lines.values())
+        if system.weights == "history"
+    )
+    lines |= {system.label: system for system in scored}
+    table = by_system(material.results, lines, material.novel)
+    return replace(table, notes=(ORACLE_NOTE, WEIGHTS_NOTE, *table.notes))
+
+
+def table6(material: Material) -> Table:
+    """Test perplexity with a cached prior, of the mixture of the experts trained together, and of the mixture of these
+    and those that DEMix-DAPT added, one for each novel domain. First come the training domains, then the novel ones.
+    Lower is better.
+    """
+    few, many = "Training experts", "With the added experts"
+    systems: dict[str, ByDomain] = {few: before_adding(material.run)[1], many: added(material.run)[1]}
+    table = by_domain(
+        material.own, systems, {f"Mean of {domains.counted}": domains.names for domains in material.kinds}
+    )
+    table.frame.insert(2, "Change, %", percent(table.frame[few], table.frame[many]))
+    return replace(table, formats={"Change, %": "{:+.2f}"}, best=lowest(table.frame[[few, many]], axis=1))
+
+
+def table7(material: Material) -> Table:
+    """Test perplexity on a training domain with all experts (+Expert), with the domain's own expert left out (−Expert),
+    and by a model never trained on the domain (−Domain). All three with a cached prior. Higher without the expert means
+    that leaving it out takes the domain away.
+    """
+    run, domains = material.run, material.training
+    systems: dict[str, ByDomain] = {
+        "+Expert": before_removal(run),
+        "−Expert": without_expert(run),
+        "−Domain": without_domain,
+    }
+    merged: dict[str, ByDomain] = {}
+    for whole in merged_whole(run).values():
+        merged |= {whole.label: whole, f"{whole.label}, −Expert": without_choice(whole)}
+    table = by_domain(material.own, systems | merged, {f"Mean of all {len(domains)}": domains})
+    complete = table.frame.loc[domains, [*systems]].dropna()
+    label = f"Mean of the {len(complete)} that have all three"
+    if 0 < len(complete) < len(domains):
+        table.frame.loc[label] = complete.mean().reindex(table.frame.columns)
+    replacement, trained = run.config.removal.replacement, len(complete) or "none"
+    how = (
+        f"puts a replacement ({replacement}) in the domain's place and trains for the same steps"
+        if replacement
+        else "trains on the other domains alone for the same steps, so that each has as many tokens as in +Expert, and "
+        f"the model 1/{len(domains)} fewer in all"
+    )
+    notes = [f"−Domain {how}; it is run for {trained} of the {len(domains)} domains.", *seed_note(run)]
+    if merged:
+        notes.append(
+            "Merged models are single ones. No model is trained without an expert: its row leaves the routers."
+        )
+    return replace(table, notes=(*notes, *table.notes), summaries=table.summaries | {label})
+
+
+def table13(material: Material) -> Table:
+    """Change of test perplexity in percent (negative is better) by adapting to the domain of each row, and below it the
+    perplexities before and after: averaged over the training domains, which shows forgetting, and on the domain adapted
+    to.
+    """
+    run, novel, trained = material.run, material.novel, len(material.training)
+    before, after = adapting(material)
+    own, old = (
+        ends_lower(*(after[f"{kind}: {part}"] for kind in ADAPTATIONS[:2]))
+        for part in ("own domain", "training domains")
+    )
+    frame, label = percent(before, after), f"Mean of {len(novel)}"
+    for rows in (frame, before, after):
+        rows.loc[label] = [mean_of(rows[column]) for column in rows]
+    beneath = (before.map("{:.2f}".format) + " to " + after.map("{:.2f}".format)).where(frame.notna(), "")
+    changes, sizes = list(frame), changed_bytes(run)
+    shown = {name: "average" if parent.averaged else parent.likeliest for name, parent in material.parents.items()}
+    frame["Parent expert"] = [*(shown.get(name, "") for name in novel), " "]
+    began = (
+        "began as the average of the training experts by posterior, and is compared with the likeliest of them."
+        if material.averaged
+        else "is compared with the parent expert that it was copied from."
+    )
+    return Table(
+        frame,
+        notes=(
+            f"On the domain adapted to, {own}; on the training domains, {old}.",
+            f"Dense-DAPT starts from {before_dense_dapt(run).label} and is compared with it.",
+            f"DEMix-DAPT's expert {began} On training domains it is each domain's own expert before and after the "
+            "experts were added, the same by construction: no file of theirs is written.",
+            f"One expert added: the mixture of {so_many(trained, 'training expert')} and the new one with a cached "
+            f"prior (6.2, Figure 6), compared with the mixture of the {trained}.",
+            f"Dense-DAPT changes every parameter of a model, {sizes['Dense-DAPT']:,} bytes per domain; DEMix-DAPT "
+            f"those of one expert, {sizes['DEMix-DAPT']:,} bytes.",
+            "Per cents of the last row are means of those above it.",
+        ),
+        formats=dict.fromkeys(changes, "{:+.1f}"),
+        summaries=frozenset({label}),
+        beneath=beneath,
+    )
