@@ -55,32 +55,24 @@ def with_overlap(ratios: pd.DataFrame, overlap: pd.DataFrame) -> pd.DataFrame:
 
 def relations(pairs: pd.DataFrame) -> list[Relation]:
     """One relation over the training domains, each without the domain's own expert, and one over the novel domains."""
-    found = []
-    for kind, rows in pairs.groupby("kind", sort=False):
-        experts, domains = list(rows["expert"].unique()), list(rows["domain"].unique())
-        ratio, shared = (
-            rows.pivot(index="domain", columns="expert", values=name).reindex(index=domains, columns=experts).to_numpy()
-            for name in ("ratio", "overlap")
-        )
-        used = ~np.eye(len(ratio), dtype=bool) if kind == "training" else np.ones(ratio.shape, bool)
-        found.append(_relation(str(kind), np.log(ratio), shared, used, square=kind == "training"))
-    return found
+    return [_relation(str(kind), rows) for kind, rows in pairs.groupby("kind", sort=False)]
 
 
 def relation_with_own(pairs: pd.DataFrame) -> Relation:
     """The relation over all pairs of the training domains, own experts included, as in section 5.2 of the paper."""
-    rows = pairs[pairs["kind"] == "training"]
-    names = list(rows["domain"].unique())
-    ratio, shared = (
-        rows.pivot(index="domain", columns="expert", values=name).reindex(index=names, columns=names).to_numpy()
-        for name in ("ratio", "overlap")
-    )
-    return _relation("training", np.log(ratio), shared, np.ones(ratio.shape, bool), square=True)
+    return _relation("training", pairs[pairs["kind"] == "training"], own=True)
 
 
-def _relation(kind: str, ratio: np.ndarray, shared: np.ndarray, used: np.ndarray, *, square: bool) -> Relation:
+def _relation(kind: str, rows: pd.DataFrame, *, own: bool = False) -> Relation:
     from scipy import stats
 
+    names, experts = ([*rows[name].unique()] for name in ("domain", "expert"))
+    ratio, shared = (
+        rows.pivot(index="domain", columns="expert", values=name).reindex(index=names, columns=experts).to_numpy()
+        for name in ("ratio", "overlap")
+    )
+    ratio, square = np.log(ratio), kind == "training"
+    used = ~np.eye(len(ratio), dtype=bool) if square and not own else np.ones(ratio.shape, bool)
     domains, count = len(ratio), int(used.sum())
     known = np.isfinite(ratio[used]) & np.isfinite(shared[used])
     if count < 3 or not known.all() or np.ptp(ratio[used]) == 0 or np.ptp(shared[used]) == 0:

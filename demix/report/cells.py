@@ -4,6 +4,7 @@ Every average over domains is the plain mean of the domains' perplexities, or "â
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -13,24 +14,13 @@ import pandas as pd
 from demix.progress import so_many
 from demix.report.domains import Domains, mean_of, percent
 from demix.report.material import Material
-from demix.report.results import Results, paired
+from demix.report.results import Bounds, Results, paired
 from demix.report.systems import ByDomain, released
 from demix.report.table import Table
 from demix.report.verdict import mean_interval
 from demix.run.run import Run
 from demix.run.systems import System
 
-ORACLE_NOTE = (
-    "Oracle: the single best domain token or expert is chosen on the test data itself, so that no real system "
-    "could have known it."
-)
-WEIGHTS_NOTE = (
-    "Rows without a remark weight experts by all earlier tokens of the block (Eq. 5 and 6 of the paper). "
-    "'released scorer' and 'released weights' look at the previous token only, as the paper's published code does. Two "
-    "rules are not the paper's: 'tempered' sums over all earlier text, in which older tokens count less; 'switching' "
-    "is a chain that may change its expert at each token. 'switching' knows the domain by a prior fitted on dev, as "
-    "'cached' is by its prior."
-)
 # What an interval of a domain with fewer than 20 test documents is.
 WITHIN_NOTE = (
     "Such an interval says what other text of the same documents could give. One over documents would be wider, since "
@@ -64,6 +54,40 @@ def lowest(frame: pd.DataFrame, axis: int) -> pd.DataFrame:
     return rounded.eq(rounded.min(axis=axis), axis=1 - axis)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A system on some domains: its mean perplexity, and its change from another system in percent.
+
+    `interval` holds the bounds of the change, if every domain has them. `significant` counts the domains, of all those
+    with an interval (`known`), on which the whole interval of the difference lies below zero; `lower` those, of all
+    that have `both` perplexities, where the system's is lower.
+    """
+
+    mean: float
+    change: float
+    interval: tuple[float, float] | None
+    significant: int
+    known: int
+    lower: int
+    both: int
+
+
+def measured(results: Results, bounds: Bounds, system: System, base: System, domains: list[str]) -> Measured:
+    """`system` on `domains` beside `base`, with the intervals of their differences in `bounds`."""
+    own, other = (results.perplexities(one, domains) for one in (system, base))
+    known, mean, of_base = paired(bounds, system, base, domains), mean_of(own), mean_of(other)
+    interval = mean_interval(own - other, known)
+    return Measured(
+        mean,
+        percent(of_base, mean),
+        (100 * interval[0] / of_base, 100 * interval[1] / of_base) if interval else None,
+        int((known["high"] < 0).sum()),
+        len(known),
+        int((own < other).sum()),
+        int((own + other).count()),
+    )
+
+
 def compared(material: Material, lines: Mapping[str, tuple[System, System]], kinds: Iterable[Domains]) -> Table:
     """A row for each label of `lines`, of a system beside the one that it is compared with.
 
@@ -77,22 +101,16 @@ def compared(material: Material, lines: Mapping[str, tuple[System, System]], kin
     for (label, (system, base)), domains in product(lines.items(), kinds):
         results = material.own if system.method == "merged" else material.results
         seeds, name = list(results.by_seed.values()), domains.heading
-        found = results.of(system, domains.names)
-        own, other = found["perplexity"], results.perplexities(base, domains.names)
-        rows[label][name], means = mean_of(own), [one.mean(system, domains.names) for one in seeds]
-        beneath[label][name] = _below("[{:.2f}, {:.2f}]", mean_interval(own, found[["low", "high"]].dropna()), means)
+        found, means = results.of(system, domains.names), [one.mean(system, domains.names) for one in seeds]
+        one = measured(results, material.bounds, system, base, domains.names)
+        rows[label][name], interval = one.mean, mean_interval(found["perplexity"], found[["low", "high"]].dropna())
+        beneath[label][name] = _below("[{:.2f}, {:.2f}]", interval, means)
         if system != base:
-            bounds = paired(material.bounds, system, base, domains.names)
             changes = percent(np.array([one.mean(base, domains.names) for one in seeds]), np.array(means))
-            interval = mean_interval(own - other, bounds)
-            relative = interval and tuple(100 * bound / mean_of(other) for bound in interval)
-            rows[label][f"{name}, %"] = percent(mean_of(other), mean_of(own))
-            beneath[label][f"{name}, %"] = _below("{:+.1f} to {:+.1f}", relative, changes)
-            both, significant = (own + other).count(), (bounds["high"] < 0).sum()
-            lower = f"{(own < other).sum()} of {both}" if both else ""
-            rows[label][f"{name}, lower"] = lower + f" ({significant} significant)" * (
-                len(bounds) > 0 and len(seeds) == 1
-            )
+            rows[label][f"{name}, %"] = one.change
+            beneath[label][f"{name}, %"] = _below("{:+.1f} to {:+.1f}", one.interval, changes)
+            told = f" ({one.significant} significant)" if one.known and len(seeds) == 1 else ""
+            rows[label][f"{name}, lower"] = (f"{one.lower} of {one.both}" if one.both else "") + told
     frame, several = pd.DataFrame.from_dict(rows, orient="index"), len(material.results.by_seed)
     spread = f"Means over {several} seeds, Â± the standard deviation of a seed's mean, or of the change within a seed."
     return Table(

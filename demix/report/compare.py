@@ -17,6 +17,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from demix.report.read import read_metrics, read_results
 from demix.run.kept import kept
 from demix.run.main_systems import main_systems
 from demix.run.run import Run
-from demix.run.systems import System, evaluated
+from demix.run.systems import Evaluated, System, evaluated
 
 PERPLEXITY, BITS = "perplexity", "bits_per_byte"
 # Why a pair of runs has no interval, or no difference at all.
@@ -189,61 +190,41 @@ def _differing(values: Sequence[Any], path: str = "") -> Iterator[tuple[str, Seq
 
 
 def _systems(runs: Sequence[ComparedRun]) -> list[System]:
-    """The systems of the main tables of all runs, those of the first run first, each with a label of its own."""
+    """The systems of the main tables of all runs, those of the first run first, each with a label of its own.
+
+    A row of `models` may be of another kind in another run.
+    """
     every: dict[tuple[str, ...], System] = {}
-    for run in runs:
-        for _, system in main_systems(run.of):
-            # A row of `models` may be of another kind in another run.
-            taken_labels = {one.label for key, one in every.items() if key != system.key}
-            label = system.label if system.label not in taken_labels else f"{system.label} ({system.method})"
-            every.setdefault(system.key, replace(system, label=label))
+    for system in (system for run in runs for _, system in main_systems(run.of)):
+        others = {one.label for key, one in every.items() if key != system.key}
+        label = f"{system.label} ({system.method})" if system.label in others else system.label
+        every.setdefault(system.key, replace(system, label=label))
     return list(every.values())
 
 
 def _sample(run: ComparedRun, kind: str, domain: str) -> Sample:
+    """The losses of the main table's systems by document, mixed again from the score tables, and their resamples."""
     rows = run.own[run.own["domain"] == domain].set_index(list(SYSTEM))
     (sha256,) = rows["tokens_sha256"].unique() if len(rows) else ("",)
-    wanted = {system.key for _, system in main_systems(run.of)}
-    mixed = {key[:3] for key in wanted}
-    weights = run.of.config.evaluation.weights
     # The parameters of `switching` were chosen on dev by a search that need not be done again.
     alphas = rows["alpha"].dropna().items() if "alpha" in rows else ()
     chosen = {key: f"switching({float(alpha)!r})" for key, alpha in alphas if key[3] == "switching"}
-    tables = []
-    for table in evaluated(run.of, domain):
-        sets = []
-        for some in table.sets:
-            methods = tuple(name for name in some.methods if (table.model, some.label, name) in mixed)
-            named = tuple(chosen.get((table.model, some.label, "fitted", name), name) for name in weights)
-            if methods:
-                sets.append(replace(some, methods=methods, weights=named, alone=False, variants=False))
-        dense = not (table.sets or table.top_k or table.without) and (table.model, "dense", "dense", "") in wanted
-        if table.seed == run.of.seed and (sets or dense):
-            tables.append(replace(table, sets=tuple(sets)))
-    scores = run.of.folder / "scores"
-    recipe: dict[str, Any] = taken(MixingRecipe, run.of.config.evaluation) | {"top_k": (), "temperatures": ()}
-    needed = [
-        scores / table.folder / f"{domain}.{split}" / f"{name}.parquet"
-        for table in tables
-        for split in table.splits
-        for name in (*table.columns, "tokens")
-    ]
-    if any(parsed_weights(name).rules.routed for name in weights):
-        recipe["routing_context"] = recipe["routing_context"][:1]
-        routing = {some.routing for table in tables for some in table.sets if some.routing}
-        place = f"{recipe['routing_context'][0]}/{domain}.test.parquet"
-        needed += [run.of.folder / "routing" / name / place for name in routing]
-    if not all(map(is_made, needed)):
+    tables, scores = _tables(run.of, domain, chosen), run.of.folder / "scores"
+    if not all(is_made(path) for path in _needed(run.of, domain, tables)):
         return Sample(sha256, NO_SCORES)
+    recipe: dict[str, Any] = taken(MixingRecipe, run.of.config.evaluation) | {"top_k": (), "temperatures": ()}
+    recipe["routing_context"] = recipe["routing_context"][:1]
     if chosen:
-        recipe["weights"] = tuple(name for name in weights if name != "switching")
-    about: dict[str, Any] = {"kind": kind, "tables": tuple(tables), "compared": (), "against": (), "seed": run.of.seed}
+        recipe["weights"] = tuple(name for name in recipe["weights"] if name != "switching")
+    about: dict[str, Any] = {"kind": kind, "tables": tables, "compared": (), "against": (), "seed": run.of.seed}
     scored, lost = system_losses(scores, domain, Evaluation(**recipe, **about))
     lost |= {key: lost[*key[:3], name] for key, name in chosen.items() if (*key[:3], name) in lost}
-    told = {key: float(number) for key, number in rows["nll"].items() if key in wanted}
-    if scored.sha256 != sha256 or not all(key in lost and np.isclose(lost[key].nll.sum(), told[key]) for key in told):
+    wanted = {system.key for _, system in main_systems(run.of)}
+    known = {key: float(number) for key, number in rows["nll"].items() if key in wanted}
+    same = all(key in lost and np.isclose(lost[key].nll.sum(), nll) for key, nll in known.items())
+    if scored.sha256 != sha256 or not same:
         return Sample(sha256, OTHER_SCORES)
-    found = {key: lost[key] for key in told}
+    found = {key: lost[key] for key in known}
     nats = {key: float(row.nll.sum() / scored.tokens.sum()) for key, row in found.items()}
     by_document = np.stack([scored.tokens, *(row.nll for row in found.values())])
     by_stretch = np.stack([scored.stretched, *(row.stretches for row in found.values())])
@@ -252,6 +233,34 @@ def _sample(run: ComparedRun, kind: str, domain: str) -> Sample:
     by_system = {} if drawn is None else dict(zip(found, drawn[1:] / drawn[0], strict=True))
     block = block_tokens(len(np.unique(scored.origins)), int(scored.tokens.sum()))
     return Sample(sha256, "", scored.tokens, scored.origins, nats, by_system, block)
+
+
+def _tables(run: Run, domain: str, chosen: dict[Any, str]) -> tuple[Evaluated, ...]:
+    """The score tables of the main table's systems, with their sets of experts; `chosen` names rules by system."""
+    wanted, tables = {system.key for _, system in main_systems(run)}, []
+    for table in (one for one in evaluated(run, domain) if one.seed == run.seed):
+        sets = []
+        for some in table.sets:
+            own = table.model, some.label
+            methods = tuple(name for name in some.methods if (*own, name) in {key[:3] for key in wanted})
+            named = tuple(chosen.get((*own, "fitted", name), name) for name in run.config.evaluation.weights)
+            if methods:
+                sets.append(replace(some, methods=methods, weights=named, alone=False, variants=False))
+        dense = not (table.sets or table.top_k or table.without) and (table.model, "dense", "dense", "") in wanted
+        if sets or dense:
+            tables.append(replace(table, sets=tuple(sets)))
+    return tuple(tables)
+
+
+def _needed(run: Run, domain: str, tables: Sequence[Evaluated]) -> Iterator[Path]:
+    """The files of scores and distances that `tables` are mixed from."""
+    for table in tables:
+        for split, name in product(table.splits, (*table.columns, "tokens")):
+            yield run.folder / "scores" / table.folder / f"{domain}.{split}" / f"{name}.parquet"
+    if any(parsed_weights(name).rules.routed for name in run.config.evaluation.weights):
+        context = run.config.evaluation.routing_context[0]
+        for routing in {some.routing for table in tables for some in table.sets if some.routing}:
+            yield run.folder / "routing" / routing / context / f"{domain}.test.parquet"
 
 
 def _why(runs: Sequence[ComparedRun], domain: str) -> str:
@@ -271,8 +280,7 @@ def _why(runs: Sequence[ComparedRun], domain: str) -> str:
 
 def _rows(runs: Sequence[ComparedRun], kind: str, domains: list[str], measure: str) -> Iterator[dict[str, Any]]:
     """The rows of `Comparison.systems` on the domains of one kind."""
-    base = runs[0]
-    means = {run.name: _means(run, domains, measure) for run in runs}
+    base, means = runs[0], {run.name: _means(run, domains, measure) for run in runs}
     reasons = {run.name: next(filter(None, (_why([base, run], name) for name in domains)), "") for run in runs}
     for system in _systems(runs):
         values = {run.name: means[run.name].get(system.key, {}).get(run.of.seed, np.nan) for run in runs}
@@ -281,8 +289,7 @@ def _rows(runs: Sequence[ComparedRun], kind: str, domains: list[str], measure: s
             row |= {"oracle": kind == "novel" and system.method == "naive", "value": values[run.name]}
             known = not np.isnan(values[run.name])
             if known and measure == PERPLEXITY:
-                of_seeds = [*means[run.name][system.key].values()]
-                row["spread"] = float(np.std(of_seeds, ddof=1)) if len(of_seeds) > 1 else np.nan
+                row["spread"] = pd.Series(means[run.name][system.key]).std()
                 if not any(_why([run], name) for name in domains):
                     row["low"], row["high"] = bounds(_resampled(run, domains, system))
             if run is not base and known and not np.isnan(values[base.name]):

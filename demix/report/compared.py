@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import altair as alt
+import numpy as np
 import pandas as pd
 
 from demix.files import write_text
@@ -89,25 +90,23 @@ def _settings(compared: Comparison) -> Table:
 
 
 def _systems(compared: Comparison, measure: str, kind: str, rows: pd.DataFrame) -> Table:
-    base, *others = (run.name for run in compared.runs)
-    domains = compared.domains[kind]
-    columns: dict[str, dict[str, Any]] = {name: {} for name in (base, *others)}
-    columns |= {f"{name}, change in %": {} for name in others}
-    beneath: dict[str, dict[str, str]] = {name: {} for name in columns}
-    for row in rows.itertuples():
-        label = f"{row.system} *" if row.oracle else row.system
-        columns[row.run][label], beneath[row.run][label] = (
-            row.value,
-            f"± {row.spread:.2f}" if pd.notna(row.spread) else "",
-        )
-        if row.run != base:
-            change = f"{row.run}, change in %"
-            columns[change][label] = row.change
-            some = pd.notna(row.change_low)
-            beneath[change][label] = (
-                f"[{cell(row.change_low, '{:+.2f}')}, {cell(row.change_high, '{:+.2f}')}]" if some else row.why
-            )
-    spread = any(text.startswith("±") for column in beneath.values() for text in column.values())
+    names, domains = [run.name for run in compared.runs], compared.domains[kind]
+    rows = rows.assign(
+        label=rows["system"] + np.where(rows["oracle"], " *", ""),
+        spreads=[f"± {spread:.2f}" if pd.notna(spread) else "" for spread in rows["spread"]],
+        intervals=[
+            f"[{cell(low, '{:+.2f}')}, {cell(high, '{:+.2f}')}]" if pd.notna(low) else why
+            for low, high, why in zip(rows["change_low"], rows["change_high"], rows["why"], strict=True)
+        ],
+    )
+
+    def wide(values: str, changes: str) -> pd.DataFrame:
+        """A row for each system: `values` of each run, then `changes` of each but the first."""
+        by_run = [rows.pivot(index="label", columns="run", values=one) for one in (values, changes)]
+        parts = [by_run[0][names], by_run[1][names[1:]].add_suffix(", change in %")]
+        return pd.concat(parts, axis=1).loc[rows["label"].unique()].rename_axis(index=None)
+
+    beneath = wide("spreads", "intervals")
     notes = [
         "A change is that of the mean over domains, from the first run’s, with its 95% interval from resampling the "
         "test documents, the same ones for both runs, or why there is none. It says what other text could give, not "
@@ -116,17 +115,17 @@ def _systems(compared: Comparison, measure: str, kind: str, rows: pd.DataFrame) 
         "tokenizer see perplexity.",
         *_within(compared, domains),
         *(["* oracle: the best single token or expert, chosen on the test data."] if kind == "novel" else []),
-        *(["Of a run with several seeds its own is shown, with ± the standard deviation over all."] if spread else []),
+        *(["Of a run with several seeds its own is shown, with ± the standard deviation over all."]
+          if rows["spreads"].ne("").any() else []),
         *([f"Left out, since not all runs have them as the same kind: {', '.join(compared.left_out)}."]
           if compared.left_out else []),
     ]  # fmt: skip
     return Table(
-        pd.DataFrame(columns),
+        wide("value", "change"),
         f"Mean over {', '.join(domains)}. Lower is better.",
         notes=tuple(notes),
-        formats=dict.fromkeys((base, *others), "{:.2f}" if measure == PERPLEXITY else "{:.4f}")
-        | {f"{name}, change in %": "{:+.2f}" for name in others},
-        beneath=pd.DataFrame(beneath),
+        formats=dict.fromkeys(names, "{:.2f}" if measure == PERPLEXITY else "{:.4f}") | {", change in %": "{:+.2f}"},
+        beneath=beneath,
         name=f"{measure}_{kind}",
         title=f"Mean {MEASURES[measure]}, {so_many(len(domains), f'{kind} domain')}",
     )
@@ -223,11 +222,8 @@ def _dots(compared: Comparison) -> alt.TopLevelMixin:
             ("value", "low", "high", f"{MEASURES[measure]}, {so_many(len(domains), f'{kind} domain')}"),
             ("change", "change_low", "change_high", f"change in %, {kind} domains"),
         ):
-            records = [
-                {"system": row["system"], "run": row["run"]}
-                | {name: finite(row[column]) for name, column in (("value", value), ("low", low), ("high", high))}
-                for row in rows[(rows["kind"] == kind) & rows[value].notna()].to_dict("records")
-            ]
+            records = rows.loc[(rows["kind"] == kind) & rows[value].notna(), ["system", "run", value, low, high]]
+            records = records.set_axis(["system", "run", "value", "low", "high"], axis=1)
             by_run: dict[str, Any] = {
                 "color": _by_run(compared),
                 "yOffset": alt.YOffset("run:N", scale=alt.Scale(domain=names)),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
+import pandas as pd
 
 from demix.report.domains import Domains
 from demix.report.look import COLOURS, data_of, finish, finite
@@ -14,7 +15,7 @@ MOST = 30
 
 
 def dots(
-    records: list[dict[str, Any]],
+    records: list[dict[str, Any]] | pd.DataFrame,
     systems: Sequence[str],
     title: str | list[str],
     *,
@@ -54,7 +55,7 @@ def ranked(ranking: Ranking, *, narrow: bool = False) -> alt.TopLevelMixin:
     kinds = ranking.material.kinds
     panels = [
         dots(
-            [_record(one, domains) for one in shown if not one.on[domains.kind].oracle],
+            [_record(one, domains) for one in shown if not one.oracle_on(domains.kind)],
             [one.label for one in shown],
             ["change in %,", domains.said] if narrow else f"change from {ranking.dense.label} in %, {domains.said}",
             labels=narrow or not number,

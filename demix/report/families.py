@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
 from demix.config.architecture import Architecture
 from demix.config.clustering import Clustering
@@ -87,6 +88,7 @@ class Family:
         return {"kmeans": "k-means", "random": "random"}[self.clustering.method] if balanced else "k-means, unbalanced"
 
 
+@cache
 def families(run: Run) -> dict[str, Family]:
     """The rows of `models` in the order of tables, without domain tokens.
 

@@ -35,6 +35,11 @@ class Group(StrEnum):
 Formats = tuple[tuple[str, str], ...]
 
 
+def paragraphs(function: "Callable[[Material], Any]") -> list[str]:
+    """The paragraphs of a function's docstring, each as one line."""
+    return [" ".join(paragraph.split()) for paragraph in cleandoc(function.__doc__ or "").split("\n\n")]
+
+
 @dataclass(frozen=True)
 class Item(ABC):
     """A table, a figure or a page of a report, made by the function `name` of a module of `demix.report.items`.
@@ -61,8 +66,8 @@ class Item(ABC):
 
     @property
     def caption(self) -> str:
-        """What the item shows: the docstring of its function."""
-        return " ".join(cleandoc(self.make.__doc__ or "").split())
+        """What the item shows: the docstring of its function. Of a table, paragraphs after the first are notes."""
+        return "\n\n".join(paragraphs(self.make))
 
     @property
     def title(self) -> str:
@@ -92,7 +97,8 @@ class TableItem(Item):
         """The table, beside the paper's numbers where the paper has such a table, without lines that have no number."""
         from demix.report.paper import beside_paper
 
-        table = replace(self.make(material), name=self.name, title=self.title, caption=self.caption)
+        caption, *notes = paragraphs(self.make)
+        table = replace(self.make(material), name=self.name, title=self.title, caption=caption).noted(*notes)
         return beside_paper(table.filled(), material.run)
 
     def write(self, material: "Material", output: Path) -> None:

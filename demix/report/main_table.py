@@ -29,7 +29,7 @@ def main_table(ranking: Ranking) -> rich.table.Table:
         for domains in material.kinds:
             measured, counts = entry.on[domains.kind], counted[domains.kind]
             beaten = counts is not None and not entry.counts and measured.mean >= counts[1]
-            mark = ("*" if measured.oracle else "") + ("†" if beaten else "")
+            mark = ("*" if entry.oracle_on(domains.kind) else "") + ("†" if beaten else "")
             cells += [f"{cell(measured.mean, '{:.2f}')}{mark:<2}", cell(measured.change, "{:+.1f}%")]
         best = entry is ranking.best
         table.add_row(entry.label + " ◀" * best, *cells, str(entry.passes), style="bold" if best else "")

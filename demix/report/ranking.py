@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import pandas as pd
 
 from demix.config.models import KINDS
-from demix.report.domains import Domains, percent
+from demix.report.cells import Measured, measured
+from demix.report.domains import percent
 from demix.report.families import all_training_flops, families, training_flops
 from demix.report.material import Material
-from demix.report.results import paired
+from demix.report.results import paired, paired_either_way
 from demix.report.systems import BALANCED, CACHED, dense_adapted
 from demix.report.verdict import mean_interval
 from demix.run.main_systems import added, main_systems, ngram_lines
@@ -20,23 +21,6 @@ from demix.run.systems import System, row_systems, table_rows
 
 # Rows are at equal FLOPs of training within a hundredth: an update more or less, or another decoder of the same sizes.
 EQUAL = 0.01
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A system on the domains of one kind: its mean perplexity, and its change from Dense (Balanced) in percent.
-
-    `interval` holds the bounds of the change, if every domain has them. `significant` counts the domains, of all
-    those with an interval (`known`), on which the whole interval of the difference lies below zero. An `oracle` took
-    the expert or token that is best on the test text.
-    """
-
-    mean: float
-    change: float
-    interval: tuple[float, float] | None
-    significant: int
-    known: int
-    oracle: bool
 
 
 @dataclass(frozen=True)
@@ -68,10 +52,14 @@ class Entry:
         """Whether the model has experts or is a baseline, for the colour of its dots."""
         return "baseline" if self.baseline else "experts"
 
+    def oracle_on(self, kind: str) -> bool:
+        """Whether the number on a kind of domains is of the expert or token that is best on the test text."""
+        return kind == "novel" and self.system.method == "naive"
+
     @property
     def oracle(self) -> bool:
         """Whether some number is that of an oracle."""
-        return any(one.oracle for one in self.on.values())
+        return any(self.oracle_on(kind) for kind in self.on)
 
     @property
     def fair(self) -> bool:
@@ -149,24 +137,14 @@ class Ranking:
         """
         names = next(domains.names for domains in self.material.kinds if domains.kind == kind)
         mine, others = (self.material.own.perplexities(entry.system, names) for entry in (one, other))
-        interval = mean_interval(mine - others, self._bounds(one.system, other.system, mine - others))
+        bounds, difference = self.material.bounds, mine - others
+        known = paired_either_way(bounds, one.system, other.system, names)
+        if len(known) < len(names):
+            by_way = (paired(bounds, each.system, BALANCED, names) for each in (one, other) if each is not self.dense)
+            halves: pd.Series = sum((found["high"] - found["low"]) / 2 for found in by_way)
+            known = pd.DataFrame({"low": difference - halves, "high": difference + halves}).dropna()
+        interval = mean_interval(difference, known)
         return interval[1] < 0 if interval else None
-
-    def _bounds(self, one: System, other: System, difference: pd.Series) -> pd.DataFrame:
-        names = list(difference.index)
-        direct = paired(self.material.bounds, one, other, names)
-        turned = paired(self.material.bounds, other, one, names)
-        for found in (direct, -turned.rename(columns={"low": "high", "high": "low"})):
-            if len(found) == len(names):
-                return found
-        halves: pd.Series = sum(
-            (bounds["high"] - bounds["low"]) / 2
-            for system in (one, other)
-            if system != BALANCED
-            for bounds in [paired(self.material.bounds, system, BALANCED, names)]
-        )
-        halves = halves.dropna()
-        return pd.DataFrame({"low": difference - halves, "high": difference + halves}).dropna()
 
     @property
     def verdict(self) -> str:
@@ -241,35 +219,29 @@ def _significant(measured: Measured) -> str:
 
 def ranking(material: Material) -> Ranking:
     """The lines of the main table that have numbers, ranked on the run's own seed."""
-    run = material.run
-    models = {model.name: model for model in run.own if not model.masked}
-    apart = {name: _unequal(_more_flops(model, models[BALANCED.model], material)) for name, model in models.items()}
-    adapted, known, counts = added(run)[1], standing(run), ngram_lines(run)
-    rows = material.differences.query("against == 'dense' and seed == @run.seed").dropna(subset=["perplexity_low"])
-    bounds = dict(list(rows.set_index("domain").groupby(["model", "experts", "method", "weights"])))
-    entries = []
-    for _, system in main_systems(run):
-        on = {one.kind: _measured(material, system, one, bounds.get(system.key)) for one in material.kinds}
-        if all(math.isnan(one.mean) for one in on.values()) and system != BALANCED:
-            continue
-        model = models.get(system.model)
-        experts = run.domains if system.experts == "all" else model.experts if model else run.training
-        baseline = model is None or not (model.kind.has_experts or model.kind.routed)
-        more = "since its added experts learned from the novel domains" * (system.experts == adapted.experts)
-        entries.append(
-            Entry(
-                system,
-                on,
-                passes=1 if system.method in ("dense", "naive") else len(experts),
-                stands=system in (adapted, *counts) or system == known.get(system.model),
-                apart=more or apart.get(system.model, ""),
-                family=("n-grams" if model is None else model.name) if baseline else families(run)[system.model].name,
-                baseline=baseline,
-                counts=system in counts,
-            )
-        )
-    entries.sort(key=lambda entry: (entry.oracle, math.isnan(entry.first.mean), entry.first.mean))
-    return Ranking(tuple(entries), material)
+    lines = (_entry(system, material) for _, system in main_systems(material.run))
+    known = [one for one in lines if one.system == BALANCED or not all(math.isnan(on.mean) for on in one.on.values())]
+    known.sort(key=lambda entry: (entry.oracle, math.isnan(entry.first.mean), entry.first.mean))
+    return Ranking(tuple(known), material)
+
+
+def _entry(system: System, material: Material) -> Entry:
+    run, adapted, counts = material.run, added(material.run)[1], ngram_lines(material.run)
+    model = next((one for one in run.own if one.name == system.model), None)
+    experts = run.domains if system.experts == "all" else model.experts if model else run.training
+    baseline = model is None or not (model.kind.has_experts or model.kind.routed)
+    family = "n-grams" if model is None else model.name if baseline else families(run)[system.model].name
+    more = "since its added experts learned from the novel domains" if system.experts == adapted.experts else ""
+    return Entry(
+        system,
+        {one.kind: measured(material.own, material.bounds, system, BALANCED, one.names) for one in material.kinds},
+        passes=1 if system.method in ("dense", "naive") else len(experts),
+        stands=system in (adapted, *counts, standing(run).get(system.model)),
+        apart=more or (_unequal(model, material) if model else ""),
+        family=family,
+        baseline=baseline,
+        counts=system in counts,
+    )
 
 
 def standing(run: Run) -> dict[str, System]:
@@ -285,35 +257,16 @@ def standing(run: Run) -> dict[str, System]:
     return found
 
 
-def _more_flops(model: Model, dense: Model, material: Material) -> float:
-    """The FLOPs of training of `model` over those of `dense`, less 1; NaN where a parent's are unknown."""
-    if model.base.initial == dense.base.initial != "":
+def _unequal(model: Model, material: Material) -> str:
+    """Why a model is not at equal FLOPs of training with Dense (Balanced); empty for one that is."""
+    run = material.run
+    pair = (model, next(one for one in run.own if one.name == BALANCED.model))
+    if pair[0].base.initial == pair[1].base.initial != "":
         # What their parent took is the same, and need not be known.
-        mine, others = (training_flops(one, material.run)[0] for one in (model, dense))
+        mine, others = (training_flops(one, run)[0] for one in pair)
     else:
-        mine, others = (all_training_flops(one, material.run, material.tokens_before) for one in (model, dense))
-    return mine / others - 1
-
-
-def _unequal(more: float) -> str:
+        mine, others = (all_training_flops(one, run, material.tokens_before) for one in pair)
+    more = mine / others - 1
     if math.isnan(more):
         return "with unknown FLOPs of a parent"
     return "" if abs(more) <= EQUAL else f"with {abs(more):.0%} {'more' if more > 0 else 'fewer'} FLOPs of training"
-
-
-def _measured(material: Material, system: System, domains: Domains, less: pd.DataFrame | None) -> Measured:
-    mine, dense = (material.own.perplexities(one, domains.names) for one in (system, BALANCED))
-    bounds = pd.DataFrame(columns=["low", "high"], dtype="float64")
-    if less is not None:
-        of_kind = less[less.index.isin(domains.names)]
-        bounds = of_kind[["perplexity_low", "perplexity_high"]].set_axis(["low", "high"], axis=1)
-    interval = mean_interval(mine - dense, bounds) if mine.notna().all() else None
-    scale = 100 / dense.mean()
-    return Measured(
-        mean=float(mine.mean(skipna=False)),
-        change=float(percent(dense.mean(), mine.mean(skipna=False))),
-        interval=(interval[0] * scale, interval[1] * scale) if interval else None,
-        significant=int((bounds["high"] < 0).sum()),
-        known=len(bounds),
-        oracle=domains.kind == "novel" and system.method == "naive",
-    )

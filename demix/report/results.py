@@ -125,6 +125,15 @@ def paired(bounds: Bounds, system: ByDomain, base: System, domains: Iterable[str
     return pd.DataFrame([*known.values()], index=index, columns=["low", "high"], dtype="float64")
 
 
+def paired_either_way(bounds: Bounds, one: ByDomain, other: System, domains: Iterable[str]) -> pd.DataFrame:
+    """`paired`, turned round where more domains have the interval of `other` minus `one`."""
+    found = paired(bounds, one, other, domains)
+    if not isinstance(one, System):
+        return found
+    turned = -paired(bounds, other, one, domains).rename(columns={"low": "high", "high": "low"})
+    return max(found, turned, key=len)
+
+
 def prior_table(priors: pd.DataFrame, model: str, training: list[str], domains: list[str]) -> pd.DataFrame:
     """Cached priors (`history`) of the training experts of `model`: one row per domain, one column per expert."""
     rows = priors.query("model == @model and experts == 'training' and weights == 'history'")

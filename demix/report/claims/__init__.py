@@ -13,15 +13,13 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-import pandas as pd
-
 from demix.report import needs
 from demix.report.claims.judges import JUDGES
 from demix.report.claims.systems import ORACLES, PAIRS, SYSTEMS, WORDS, mixtures
 from demix.report.domains import Domains
 from demix.report.material import Material
 from demix.report.needs import Need, missing
-from demix.report.results import paired
+from demix.report.results import paired_either_way
 from demix.report.systems import ByDomain
 from demix.report.verdict import Claim, Part, compare
 from demix.run.run import Run
@@ -86,19 +84,9 @@ def _compared(
         )
         for system, given in zip(pair, labels, strict=True)
     )
-    bounds = _bounds(material, pair, domains.names) if intervals else None
+    known = intervals and isinstance(pair[1], System)
+    bounds = paired_either_way(material.bounds, pair[0], pair[1], domains.names) if known else None
     return compare(label, values, other, others, bounds=bounds, **how)
-
-
-def _bounds(material: Material, pair: tuple[ByDomain, ByDomain], domains: list[str]) -> pd.DataFrame | None:
-    """The bounds of the first less the second, turned round where those of the second less the first are known."""
-    first, second = pair
-    if not isinstance(second, System):
-        return None
-    found = paired(material.bounds, first, second, domains)
-    if not found.empty or not isinstance(first, System):
-        return found
-    return -paired(material.bounds, second, first, domains).rename(columns={"low": "high", "high": "low"})
 
 
 @cache

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 
 from demix.progress import so_many
+from demix.report.adapting import adapting
 from demix.report.affinity import affinities
 from demix.report.claims.systems import several_clusters
 from demix.report.domains import mean_of, percent
@@ -15,8 +16,6 @@ from demix.report.systems import (
     before_adding,
     before_dense_dapt,
     before_removal,
-    dense_adapted,
-    one_added,
     without_choice,
     without_domain,
     without_expert,
@@ -70,18 +69,12 @@ def _overlap_correlates(material: Material) -> Iterator[Part]:
 
 def _adapts(material: Material) -> Iterator[Part]:
     """The new experts against their parents, and the training domains before and after."""
-    results, novel = material.results, material.novel
-    (naive, _), (all_naive, _) = before_adding(material.run), added(material.run)
-    likeliest = {
-        name: results.expert_perplexities(naive.model, name, [material.parents[name].likeliest]).iloc[0]
-        for name in novel
-        if name in material.parents
-    }
-    parents = pd.Series(likeliest, index=novel, dtype="float64")
+    before, after = (found["DEMix-DAPT: own domain"] for found in adapting(material))
     parent = "the likeliest training expert" if material.averaged else "its parent"
-    yield compare("Adapted expert", results.perplexities(all_naive, novel), parent, parents)
-    before, after = (results.perplexities(one, material.training) for one in (naive, all_naive))
-    change = (after / before - 1).abs().dropna()
+    yield compare("Adapted expert", after, parent, before)
+    own = (before_adding(material.run)[0], added(material.run)[0])
+    old, new = (material.results.perplexities(one, material.training) for one in own)
+    change = (new / old - 1).abs().dropna()
     agreeing = int((change <= UNCHANGED).sum())
     sentence = (
         f"Training domains by their own experts: unchanged on {agreeing} of {len(change)}, by construction "
@@ -94,36 +87,24 @@ def _adapts(material: Material) -> Iterator[Part]:
 
 def _forgets(material: Material) -> Iterator[Part]:
     """The mean over the training domains after each Dense-DAPT, against that before."""
-    results, training = material.results, material.training
-    start, after = before_dense_dapt(material.run), dense_adapted(material.run)
-    means = pd.Series({name: results.mean(after(name), training) for name in material.novel}, dtype="float64")
-    changes = (means / results.mean(start, training) - 1).dropna()
-    if changes.empty:
-        yield Part(False, 0, 0, f"Dense-DAPT against {start.label}: no rows.")
-        return
+    before, after = (found["Dense-DAPT: training domains"] for found in adapting(material))
+    changes = (after / before - 1).dropna()
     agreeing = int((changes > 0).sum())
-    yield Part(
-        bool(changes.mean() > 0),
-        agreeing,
-        len(changes),
+    sentence = (
         f"Dense-DAPT changes the mean perplexity of the training domains by {as_percent(changes.mean())} on "
         f"average ({as_percent(changes.min())} to {as_percent(changes.max())}), a rise for {agreeing} of "
-        f"{so_many(len(changes), 'novel domain')}.",
+        f"{so_many(len(changes), 'novel domain')}."
+        if len(changes)
+        else f"Dense-DAPT against {before_dense_dapt(material.run).label}: no rows."
     )
+    yield Part(bool(changes.mean() > 0), agreeing, len(changes), sentence)
 
 
 def _one_reduces(material: Material) -> Iterator[Part]:
     """Each novel domain's expert alone added to the training experts: the mean over the training domains."""
-    results, training, novel = material.results, material.training, material.novel
-    means = {name: results.mean(one_added(material.run)(name), training) for name in novel}
-    base = results.mean(before_adding(material.run)[1], training)
-    yield compare(
-        "With one more expert, averaged over the training domains,",
-        pd.Series(means, dtype="float64"),
-        "training experts",
-        pd.Series(base, index=novel, dtype="float64"),
-        over="added expert",
-    )
+    before, after = (found["One expert added: training domains"] for found in adapting(material))
+    label = "With one more expert, averaged over the training domains,"
+    yield compare(label, after, "training experts", before, over="added expert")
 
 
 def _like_never_trained(material: Material) -> Iterator[Part]:

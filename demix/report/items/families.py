@@ -38,6 +38,8 @@ def families(material: Material) -> Table:
     evaluation.weights names it. Lower is better. % is the change from the row under Against: Dense (Balanced), the row
     of as many balanced clusters, or the row of the same kind without other options of the architecture. Lower: the
     number of domains where perplexity is below that row's.
+
+    Tokens are those of all experts together, the seed phase included.
     """
     run = material.run
     known, alike, balanced = families_of(run), variant_rows(run), dict(balanced_pairs(run))
@@ -60,8 +62,7 @@ def families(material: Material) -> Table:
     frame = pd.DataFrame.from_dict(about, orient="index").join(table.frame)
     frame["Against"] = [base.label if system != base else "" for system, base in pairs.values()]
     routed = {one.token_routed for one in run.merged}
-    notes = ["Tokens are those of all experts together, the seed phase included."]
-    notes += parent_notes(run, material.tokens_before)
+    notes = parent_notes(run, material.tokens_before)
     if False in routed:
         notes.append("Averaged experts are one model, whose parameters are the mean of theirs.")
     if True in routed:
@@ -81,6 +82,9 @@ def speed_up(material: Material) -> Table:
     """The FLOPs of training that a row, and a dense model, take to one perplexity, and how many times as many the dense
     one takes (c-BTM, Figure 12 and appendix A.3). Rows of several budgets are one line. Between two of its budgets the
     logarithm of FLOPs is linear in perplexity.
+
+    A line tells of the mean test perplexity of the row that it names. Nothing is said of perplexities that one of the
+    two reaches at none of its budgets, or beyond them. FLOPs include those of the seed phase.
     """
     every = lines(material.run)
     rows: dict[str, dict[str, float]] = {}
@@ -93,10 +97,6 @@ def speed_up(material: Material) -> Table:
     columns = [f"{domains.heading}, {told}" for domains in material.kinds for told in SPEED]
     return Table(
         pd.DataFrame.from_dict(rows, orient="index").reindex(columns=columns),
-        notes=(
-            "A line tells of the mean test perplexity of the row that it names. Nothing is said of perplexities that "
-            "one of the two reaches at none of its budgets, or beyond them. FLOPs include those of the seed phase.",
-        ),
         formats={"FLOPs": "{:.3g}", "FLOPs of dense": "{:.3g}", "speed-up": "{:.2f}×"},
     )
 

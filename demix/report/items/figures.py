@@ -100,7 +100,7 @@ def by_domain(material: Material) -> tuple[Any, str]:
     for domains in material.kinds:
         dense = material.own.perplexities(BALANCED, domains.names)
         parts = []
-        for entry in (one for one in entries if not one.on[domains.kind].oracle):
+        for entry in (one for one in entries if not one.oracle_on(domains.kind)):
             change = percent(dense, material.own.perplexities(entry.system, domains.names))
             # Where a domain has no interval, the quotient is NaN.
             bounds = paired(material.bounds, entry.system, BALANCED, domains.names).mul(100).div(dense, axis="index")

@@ -73,6 +73,14 @@ def ablations(material: Material) -> Table:
     """Mean test perplexity by what a mixture depends on (the tokens that set the weights of experts, the decay λ and
     the dev text of the prior, the number of experts a token, the temperature of clusters), and its change in percent
     from the same mixture as the other tables have it; as in Table 9 of the c-BTM paper. Lower is better.
+
+    Rules of DEMix are compared with weights by all earlier tokens of the block (the paper's Eq. 5 and 6) under the same
+    prior, those with a fitted prior with a cached one, floors with a uniform one. Released: the previous token alone,
+    and equal weights at a block's start. Released scorer: in addition the posterior of a block is taken at its last
+    position and averaged over batches; its running mean decays by 0.7. That of clusters squares distances twice.
+
+    Numbers are of the run's own seed. The lowest of several is read off the test data: no choice that a system could
+    have made.
     """
     systems = [
         (place, family.model.label if family.system.method != "merged" else label, *family.system.key)
@@ -101,13 +109,6 @@ def ablations(material: Material) -> Table:
             f"{settings.dev_blocks} dev blocks (the paper: 100) and τ, the temperature of clusters, is "
             f"{settings.temperature:g}. top-k: the number of experts that are mixed at each token, the likeliest ones, "
             "or that each token of a token-routed model chooses in a layer.",
-            "Rules of DEMix are compared with weights by all earlier tokens of the block (the paper's Eq. 5 and 6) "
-            "under the same prior, those with a fitted prior with a cached one, floors with a uniform one. Released: "
-            "the previous token alone, and equal weights at a block's start. Released scorer: in addition the "
-            "posterior of a block is taken at its last position and averaged over batches; its running mean decays by "
-            "0.7. That of clusters squares distances twice.",
-            "Numbers are of the run's own seed. The lowest of several is read off the test data: no choice that a "
-            "system could have made.",
         ),
         formats={"%": "{:+.2f}"},
         long=len(frame) > 40,
@@ -118,6 +119,9 @@ def full(material: Material) -> Table:
     """Test perplexity, the bounds of its 95% interval, and bits per byte of the text, of every system of the tables on
     every domain; and its perplexity less that of another system on the same documents, with the 95% interval of the
     difference. Lower is better. Bits per byte compare across tokenizers, perplexities do not.
+
+    Differences are of the run's own seed. Negative: better than the other system. differences.parquet has them in nats
+    per token, too.
     """
     key, seeds = ["model", "experts", "method", "weights"], len(material.results.by_seed)
     systems = pd.DataFrame(
@@ -140,15 +144,10 @@ def full(material: Material) -> Table:
             "" if pd.isna(low) else f"[{low:+.2f}, {high:+.2f}]".replace("-", "−")
             for low, high in zip(less["perplexity_low"], less["perplexity_high"], strict=True)
         ]
+    several = f"Perplexities are means over {seeds} seeds, ± their standard deviation, where a system has them."
     return Table(
         frame,
-        notes=(
-            INTERVAL_NOTE,
-            f"Perplexities are means over {seeds} seeds, ± their standard deviation, where a system has them."
-            if seeds > 1
-            else "differences.parquet has the differences in nats per token, too.",
-            "Differences are of the run's own seed. Negative: better than the other system.",
-        ),
+        notes=(INTERVAL_NOTE, *([several] if seeds > 1 else [])),
         formats={"Bits per byte": "{:.3f}"} | dict.fromkeys(beneath, "{:+.2f}"),
         beneath=beneath,
         long=True,
@@ -161,6 +160,9 @@ def audit(material: Material) -> Table:
     how many of the next 50 are the document's before the first that is not. Tokens right: the share of all 50 that are
     the document's. Nats: the loss of the document's own 50 tokens. Means over documents that were trained on and over
     test documents, which no model saw.
+
+    Train above test by more than chance: training documents were memorized. If that is so without the domain's expert,
+    what all experts share has memorized them.
     """
     columns = {"matched": "Tokens word for word, {}", "share": "Tokens right, {} (%)", "nll": "Nats, {}"}
     found, key = material.audit, ["domain", "system", "model"]
@@ -180,11 +182,7 @@ def audit(material: Material) -> Table:
     )
     return Table(
         frame,
-        notes=(
-            "Train above test by more than chance: training documents were memorized. If that is so without the "
-            "domain's expert, what all experts share has memorized them.",
-            *seed_note(material.run),
-        ),
+        notes=seed_note(material.run),
         formats=dict.fromkeys(("Documents, train", "Documents, test"), "{:.0f}"),
     )
 
@@ -192,6 +190,13 @@ def audit(material: Material) -> Table:
 def contexts(material: Material) -> Table:
     """Mean test perplexity of the same tokens by the length of blocks, over the training and over the novel domains.
     Lower is better.
+
+    A dense model is taken as it is; a domain-token model under the domain's own token, so only on training domains;
+    experts are mixed by the cached prior (from dev text in blocks of the length of training), with weights by the
+    block's history.
+
+    Learned positions end at the length of training. In a longer block tokens have more text before them: perplexity
+    falls for a model that can use it. All numbers are of the run's own seed.
     """
     sums = material.contexts.groupby(["model", "domain", "context"])[["nll", "tokens"]].sum()
     perplexity = np.exp(sums["nll"] / sums["tokens"])
@@ -207,12 +212,6 @@ def contexts(material: Material) -> Table:
     )
     return Table(
         frame,
-        notes=(
-            f"All models were trained on blocks of {material.run.context:,} tokens. A dense model is taken as it is; a "
-            "domain-token model under the domain's own token, so only on training domains; experts are mixed by the "
-            "cached prior (from dev text in blocks of the length of training), with weights by the block's history.",
-            "Learned positions end at the length of training. In a longer block tokens have more text before them: "
-            "perplexity falls for a model that can use it. All numbers are of the run's own seed.",
-        ),
+        notes=(f"All models were trained on blocks of {material.run.context:,} tokens.",),
         best=lowest(frame, axis=0),
     )

@@ -13,7 +13,7 @@ from demix.report.claims import claims as judged_claims
 from demix.report.dots import ranked
 from demix.report.figures import inline
 from demix.report.formats import as_markdown, part_of_page
-from demix.report.item import FigureItem, Group
+from demix.report.item import FigureItem, Group, paragraphs
 from demix.report.main_table import beside_ngrams
 from demix.report.material import Material
 from demix.report.page import render
@@ -26,28 +26,27 @@ from demix.run.run import Run
 PACKAGES = ("demix", "torch", "numpy", "pyarrow", "duckdb", "snakemake", "altair", "mlflow")
 CLAIMS_TITLE = "Claims of the paper, judged on this run"
 _SIGNS = {"shown": "✓", "weak": "≈", "mixed": "~", "not shown": "✗", "cannot be judged": "?"}
-_RULE = (
-    "Shown: the mean over domains and more than half of the domains agree, in every comparison of the claim. Mixed: a "
-    "part of this agrees. Weak: no difference is significant (it is within 0.01%, its 95% interval contains 0, or "
-    "seeds disagree), and nothing contradicts the claim. Significant: domains whose whole interval agrees. Intervals "
-    "are of the difference on the same test documents, of one training. A domain of fewer than 20 documents has an "
-    "interval within them, from resampling blocks of their text. Such an interval is narrower than one over documents: "
-    "it can make a claim weak, but never shows one. Numbers are those of the run's first seed."
-)
 
 
 def claims(material: Material) -> Mapping[str, str]:
     """Claims of the paper, each judged on this run, with the numbers that decide. A claim counts as shown only if the
     mean over domains and more than half of the domains agree; it is weak if the run cannot tell the difference from
     none.
+
+    Shown: the mean over domains and more than half of the domains agree, in every comparison of the claim. Mixed: a
+    part of this agrees. Weak: no difference is significant (it is within 0.01%, its 95% interval contains 0, or seeds
+    disagree), and nothing contradicts the claim. Significant: domains whose whole interval agrees. Intervals are of the
+    difference on the same test documents, of one training. A domain of fewer than 20 documents has an interval within
+    them, from resampling blocks of their text. Such an interval is narrower than one over documents: it can make a
+    claim weak, but never shows one. Numbers are those of the run's first seed.
     """
-    judged = judged_claims(material)
+    judged, (_, rule) = judged_claims(material), paragraphs(claims)
     notes = [*left_out_notes(material.run), material.scale_note]
     counts = {verdict: sum(claim.verdict == verdict for claim in judged) for verdict in _SIGNS}
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) + f", of {len(judged)}."
-    lines = [f"# {CLAIMS_TITLE}", "", summary.capitalize(), "", _RULE, ""]
+    lines = [f"# {CLAIMS_TITLE}", "", summary.capitalize(), "", rule, ""]
     lines += [f"- **{claim.verdict}**: {as_markdown(claim.statement)} {as_markdown(claim.numbers)}" for claim in judged]
-    shown = {"paragraphs": [summary], "notes": [_RULE, *notes], "claims": judged, "signs": _SIGNS}
+    shown = {"paragraphs": [summary], "notes": [rule, *notes], "claims": judged, "signs": _SIGNS}
     return {
         "html": render("claims", title=CLAIMS_TITLE, **shown),
         "md": "\n\n".join(["\n".join(lines), *(f"*{as_markdown(note)}*" for note in notes)]) + "\n",
@@ -105,7 +104,7 @@ def _table(found: Ranking, entries: Sequence[Entry]) -> Table:
             row[name], row[change] = measured.mean, measured.change if entry is not found.dense else float("nan")
             row[significant] = f"{measured.significant} of {measured.known}" if measured.known else " "
             interval = "{:+.1f} to {:+.1f}".format(*measured.interval).replace("-", "−") if measured.interval else ""
-            beneath[label][change] = "oracle" if measured.oracle else interval
+            beneath[label][change] = "oracle" if entry.oracle_on(domains.kind) else interval
             best[label][name] = entry is lowest[domains.kind]
         row["Experts run per token"], row["Remark"] = float(entry.passes), entry.apart or " "
     frame, bold, below = (pd.DataFrame.from_dict(one, orient="index") for one in (rows, best, beneath))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from demix.progress import so_many
 from demix.report.adapting import ADAPTATIONS, adapting, changed_bytes
-from demix.report.cells import ORACLE_NOTE, WEIGHTS_NOTE, by_domain, by_system, compared, ends_lower, lowest, seed_note
+from demix.report.cells import by_domain, by_system, compared, ends_lower, lowest, seed_note
 from demix.report.domains import mean_of, percent
 from demix.report.material import Material
 from demix.report.systems import (
@@ -49,6 +49,15 @@ def table4(material: Material) -> Table:
 def table5(material: Material) -> Table:
     """Test perplexity by domain, on domains never trained on, for the baselines and for DEMix by the way its experts
     are mixed. Lower is better; the lowest of each column is bold, oracles left out.
+
+    Oracle: the single best domain token or expert is chosen on the test data itself, so that no real system could have
+    known it.
+
+    Rows without a remark weight experts by all earlier tokens of the block (Eq. 5 and 6 of the paper). 'released
+    scorer' and 'released weights' look at the previous token only, as the paper's published code does. Two rules are
+    not the paper's: 'tempered' sums over all earlier text, in which older tokens count less; 'switching' is a chain
+    that may change its expert at each token. 'switching' knows the domain by a prior fitted on dev, as 'cached' is by
+    its prior.
     """
     lines: dict[str, System] = {}
     for system in trained_systems(material.run):
@@ -64,8 +73,7 @@ def table5(material: Material) -> Table:
         if system.weights == "history"
     )
     lines |= {system.label: system for system in scored}
-    table = by_system(material.results, lines, material.novel)
-    return replace(table, notes=(ORACLE_NOTE, WEIGHTS_NOTE, *table.notes))
+    return by_system(material.results, lines, material.novel)
 
 
 def table6(material: Material) -> Table:
@@ -120,6 +128,8 @@ def table13(material: Material) -> Table:
     """Change of test perplexity in percent (negative is better) by adapting to the domain of each row, and below it the
     perplexities before and after: averaged over the training domains, which shows forgetting, and on the domain adapted
     to.
+
+    Per cents of the last row are means of those above it.
     """
     run, novel, trained = material.run, material.novel, len(material.training)
     before, after = adapting(material)
@@ -150,7 +160,6 @@ def table13(material: Material) -> Table:
             f"prior (6.2, Figure 6), compared with the mixture of the {trained}.",
             f"Dense-DAPT changes every parameter of a model, {sizes['Dense-DAPT']:,} bytes per domain; DEMix-DAPT "
             f"those of one expert, {sizes['DEMix-DAPT']:,} bytes.",
-            "Per cents of the last row are means of those above it.",
         ),
         formats=dict.fromkeys(changes, "{:+.1f}"),
         summaries=frozenset({label}),

@@ -26,6 +26,13 @@ def tasks(material: Material) -> Table:
     (c-BTM, section 5 and appendix A.7), and below it the 95% interval: exact for one seed, else by a bootstrap over
     seeds and examples. “As chance” stands where the interval contains what chance gives. Differences among such numbers
     mean nothing.
+
+    Bold: the highest of the numbers above chance that read no test label. Oracles read test labels: “updating” those of
+    earlier examples, “own expert” where the domain is asked for, and the best expert.
+
+    “fixed, 8 + 8” weights experts by their accuracy on 8 other examples after the demonstrations, “fixed, 8” by that on
+    the demonstrations. The names are the paper's, which has 8 demonstrations. “released” mixes as the paper's code
+    does, by the same weights: whole labels, after a softmax over labels of each expert.
     """
     models, names = {name: row.label for name, row in material.run.rows.items()}, list(material.run.config.tasks)
     rows = material.tasks
@@ -47,14 +54,7 @@ def tasks(material: Material) -> Table:
     frame.loc[CHANCE] = 100 * by_task["chance"].reindex(names)
     return Table(
         frame,
-        notes=(
-            f"{asked}.",
-            "Bold: the highest of the numbers above chance that read no test label. Oracles read test labels: "
-            "“updating” those of earlier examples, “own expert” where the domain is asked for, and the best expert.",
-            "“fixed, 8 + 8” weights experts by their accuracy on 8 other examples after the demonstrations, “fixed, 8” "
-            "by that on the demonstrations. The names are the paper's, which has 8 demonstrations. “released” mixes as "
-            "the paper's code does, by the same weights: whole labels, after a softmax over labels of each expert.",
-        ),
+        notes=(f"{asked}.",),
         formats=dict.fromkeys(names, "{:.1f}"),
         summaries=frozenset({CHANCE}),
         best=fair.eq(fair.max()) & fair.notna(),
@@ -83,6 +83,10 @@ def _interval(row: Any) -> str:
 def harness(material: Material) -> Table:
     """Values as EleutherAI's lm-evaluation-harness gives them, by model and rule that mixes its experts, with ± its
     standard error below. A row is a task, or a group of tasks, and a metric.
+
+    Bold: the best value of a row, where the harness says whether higher is better. All values are of the run's own
+    seed; the rule in parentheses mixed the experts of the training domains. Documents are those that were asked.
+    tasks.parquet has the digest of each task's documents.
     """
     models, rows = {name: row.label for name, row in material.run.rows.items()}, material.harness
     rows = rows.assign(
@@ -102,11 +106,8 @@ def harness(material: Material) -> Table:
         pd.concat([counts, values], axis=1),
         notes=(
             f"Version of the harness: {', '.join(sorted(set(rows['harness_version'])))}; of the tasks: "
-            f"{', '.join(f'{name} {version}' for name, version in versions.items())}. Documents are those that were "
-            "asked. tasks.parquet has the digest of each task's documents.",
+            f"{', '.join(f'{name} {version}' for name, version in versions.items())}.",
             _contaminated(material.contamination),
-            "Bold: the best value of a row, where the harness says whether higher is better. All values are of the "
-            "run's own seed; the rule in parentheses mixed the experts of the training domains.",
         ),
         formats=dict.fromkeys(values, "{:.4g}") | {"Demonstrations": "{:,.0f}"},
         best=best.where(higher.notna(), False, axis=0),
@@ -131,6 +132,10 @@ def _contaminated(found: pd.DataFrame) -> str:
 def suites(material: Material) -> Table:
     """Test perplexity on each source of a suite, and below it bits per byte, which compare across tokenizers. Lower is
     better. No model learned from these texts or was adapted to them, and nothing was chosen on them.
+
+    Texts that a training domain holds are left out. Experts are those of the training domains, by rules that need no
+    dev text and no clusters; an oracle is the best expert or domain token of the test text itself. Bold: the lowest of
+    a row that is no oracle.
     """
     run, found = material.run, material.suites.of_seed(material.run.seed)
     names = [f"{suite}: {name}" for suite, sources in (run.config.evaluation.suites or {}).items() for name in sources]
@@ -143,11 +148,6 @@ def suites(material: Material) -> Table:
     frame = pd.concat([next(iter(shown.values()))["tokens"].rename("Tokens"), values], axis=1)
     return Table(
         frame,
-        notes=(
-            "Texts that a training domain holds are left out. Experts are those of the training domains, by rules that "
-            "need no dev text and no clusters; an oracle is the best expert or domain token of the test text itself. "
-            "Bold: the lowest of a row that is no oracle.",
-        ),
         best=lowest(values[[label for label in values if not label.endswith("(oracle)")]], axis=1),
         beneath=pd.DataFrame({label: of["bits_per_byte"].map("{:.3f}".format) for label, of in shown.items()}),
         long=len(values) > 40,
