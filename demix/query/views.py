@@ -98,7 +98,7 @@ def _found(*patterns: str, kind: bool = False, **alike: str) -> Callable[[AskedR
         for pattern, name in zip(patterns, names, strict=True):
             for path in sorted(run.folder.glob(re.sub(r"{\w+}", "*", pattern))):
                 found = name.fullmatch(path.relative_to(run.folder).as_posix())
-                same: dict[str, str | int] = alike | (found.groupdict() if found else {})
+                same: dict[str, str | int] = {**alike, **(found.groupdict() if found else {})}
                 if "folder" in same:
                     same["model"], same["seed"] = run.of.row_of(str(same.pop("folder")))
                 if kind:

@@ -84,8 +84,10 @@ def _compared(
         )
         for system, given in zip(pair, labels, strict=True)
     )
-    known = intervals and isinstance(pair[1], System)
-    bounds = paired_either_way(material.bounds, pair[0], pair[1], domains.names) if known else None
+    first, second = pair
+    bounds = None
+    if intervals and isinstance(second, System):
+        bounds = paired_either_way(material.bounds, first, second, domains.names)
     return compare(label, values, other, others, bounds=bounds, **how)
 
 
