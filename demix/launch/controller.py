@@ -22,40 +22,26 @@ MOST_BETWEEN_POLLS, SHARE_OF_STATE = 30.0, 1 / 30
 MOST_SILENCE = 6 * 3600.0
 # A job in one of these states has ended, unless SLURM is about to queue it again. In other states it may still run.
 FINAL = {
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "PREEMPTED",
-    "BOOT_FAIL",
-    "DEADLINE",
-    "OUT_OF_MEMORY",
-    "REVOKED",
-    "LAUNCH_FAILED",
-    "gone",
+    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE"),
+    *("OUT_OF_MEMORY", "REVOKED", "LAUNCH_FAILED", "gone"),
 }
-ACTIVE = (
-    "PENDING|RUNNING|SUSPENDED|STOPPED|COMPLETING|CONFIGURING|RESIZING|REQUEUED|REQUEUE_HOLD|REQUEUE_FED|SPECIAL_EXIT"
-    "|STAGE_OUT|SIGNALING|RESV_DEL_HOLD|POWER_UP_NODE|EXPEDITING|UPDATE_DB"
-)
-# A job as squeue is asked for it here, among lines that a site or a federation adds.
-JOB = re.compile(rf"(\d+) ({'|'.join(FINAL)}|{ACTIVE})(?: (.*))?")
+# What squeue is asked for begins with a mark, because a site or a federation adds lines of its own.
+JOB = "demix-job %A %T "
 
 
 def jobs_in(text: str) -> list[tuple[str, str, str]]:
-    """Id, state and the rest of each job that squeue lists by `%A %T …`; other lines are passed over."""
-    found = [match for line in text.splitlines() if (match := JOB.fullmatch(line.strip()))]
-    return [(match[1], match[2], match[3] or "") for match in found]
+    """Id, state and the rest of each job that squeue lists by the format `JOB` and more, without any other lines."""
+    return re.findall(r"^demix-job (\d+) ([A-Z_]+) ?(.*?) *$", text, re.MULTILINE)
 
 
 def show(job_id: str) -> dict[str, str]:
     """What the controller knows of a job, by SLURM's field names; empty when the controller has forgotten the job."""
+    # A site may print lines of its own and of other jobs before it.
+    own = rf"\bJobId={job_id} .*\bJobState=[A-Z].*"
     try:
-        text = ask(["scontrol", "show", "job", "--oneliner", job_id], r"JobState=[A-Z]")
+        (line, *_) = re.findall(own, ask(["scontrol", "show", "job", "--oneliner", job_id], own))
     except LookupError:
         return {}
-    line = next(line for line in text.splitlines() if re.search(r"JobState=[A-Z]", line))
     return dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
 
 
@@ -68,7 +54,7 @@ def listed(job_id: str, seconds: float) -> str:
     place = Path(gettempdir(), f"demix-{os.getuid()}")
     cluster = fingerprint([os.environ.get(name) for name in ("SLURM_CONF", "SLURM_CLUSTERS")])
     answer = place / f"squeue-{cluster}"
-    command = ["squeue", "--noheader", "--user", str(os.getuid()), "--format", "%A %T %r %N"]
+    command = ["squeue", "--noheader", "--user", str(os.getuid()), "--format", f"{JOB}%r %N"]
     with suppress(OSError, subprocess.SubprocessError, DemixError):
         place.mkdir(mode=0o700, exist_ok=True)
         # Anybody may write where the folder is.

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from demix.errors import DemixError
 from demix.files import exclusive, linked, read_json, read_json_lines, replacing, write_json, write_json_lines
-from demix.launch.controller import FINAL, SECONDS_BETWEEN_POLLS, ask, jobs_in, listed, pause, show
+from demix.launch.controller import FINAL, JOB, SECONDS_BETWEEN_POLLS, ask, jobs_in, listed, pause, show
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.outcome import MishapError, failure, progress_line
 from demix.launch.parents import is_job, orphaned, terminate, when_ended
@@ -45,7 +45,9 @@ def run(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], Non
     # Only sbatch heeds this variable: squeue and scontrol would ask another cluster.
     if clusters := os.environ.get("SBATCH_CLUSTERS"):
         os.environ["SLURM_CLUSTERS"] = clusters
-    with _waiting_alone(job.checkpoints), _interruptible():
+    # A process whose snakemake was killed ends a few seconds later, and may hold the lock until then.
+    alone = exclusive(job.checkpoints / "waiting.lock", "waits for this training", patience=30.0)
+    with alone, _interruptible():
         for retries_left in reversed(range(cluster.retries + 1)):
             if is_finished(job):
                 break
@@ -102,7 +104,7 @@ def find(job: TrainingJob) -> str | None:
 
     Raises DemixError if a SLURM job trains something else in the same place.
     """
-    command = ["squeue", "--noheader", "--user", str(os.getuid()), "--name", job.name, "--format", "%A %T %k"]
+    command = ["squeue", "--noheader", "--user", str(os.getuid()), "--name", job.name, "--format", f"{JOB}%k"]
     announced = False
     while found := jobs_in(ask(command)):
         # An ending job is soon queued again or gone, unless its node hangs.
@@ -253,16 +255,6 @@ def _interruptible() -> Iterator[None]:
         done.set()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _waiting_alone(checkpoints: Path) -> Iterator[None]:
-    """Let only one process wait for a training.
-
-    A process whose snakemake was killed ends a few seconds later, and may hold the lock until then.
-    """
-    with exclusive(checkpoints / "waiting.lock", "waits for this training", patience=30.0):
-        yield
 
 
 def _print_line(job: TrainingJob, line: str) -> None:

@@ -16,13 +16,14 @@ from demix.train.state import tell_done
 from support.errors import refused
 
 # Each call takes the next line of a file, the last one again and again; one that begins with ! is an error. Who asks
-# without end has no answer in the end.
+# without end has no answer in the end. @ stands for the last argument.
 COMMAND = """#!/bin/sh
 n=$(($(cat "$0.calls" 2> /dev/null || echo 0) + 1))
 echo $n > "$0.calls"
 [ $n -gt 99 ] && exit 1
 [ $n -gt $(wc -l < "$0.lines") ] && n='$'
-line=$(sed -n "${n}p" "$0.lines")
+for last; do :; done
+line=$(sed -n "${n}s/@/$last/;${n}p" "$0.lines")
 case "$line" in !*) echo "${line#!}" | tr ';' '\\n' >&2; exit 1;; *) echo "$line" | tr ';' '\\n';; esac
 """
 
@@ -80,17 +81,17 @@ def finish(job: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_job_is_found_by_its_fingerprint(job: TrainingJob, commands: dict[str, Fake]) -> None:
     assert slurm.find(job) is None
-    commands["squeue"].prints("7 RUNNING ours")
+    commands["squeue"].prints("demix-job 7 RUNNING ours")
     assert slurm.find(job) == "7"
     commands["squeue"].prints(
-        "Welcome to ci;CLUSTER: ci;7 jobs may run;3 JOBS wait;7 RUNNING ours;7 RUN;;-- 2 lines --"
+        "Welcome to ci;CLUSTER: ci;7 jobs may run;3 JOBS wait;demix-job 7 RUNNING ours;7 RUN;;-- 2 lines --"
     )
     assert slurm.find(job) == "7"
-    commands["squeue"].prints("7 PENDING theirs")
+    commands["squeue"].prints("demix-job 7 PENDING theirs")
     with refused("job 7"):
         slurm.find(job)
     # A second job of this name would wait for the first.
-    commands["squeue"].prints("7 RUNNING ours;8 PENDING theirs")
+    commands["squeue"].prints("demix-job 7 RUNNING ours;demix-job 8 PENDING theirs")
     with refused("job 8"):
         slurm.find(job)
 
@@ -98,13 +99,13 @@ def test_a_job_is_found_by_its_fingerprint(job: TrainingJob, commands: dict[str,
 def test_a_fingerprint_that_the_site_has_changed_is_that_of_the_record(
     job: TrainingJob, commands: dict[str, Fake]
 ) -> None:
-    commands["squeue"].prints("7 RUNNING (null)")
+    commands["squeue"].prints("demix-job 7 RUNNING (null)")
     with refused("job 7"):
         slurm.find(job)
     write_json(job.jobs / "job.json", {"job": "7", "fingerprint": "ours"})
     assert slurm.find(job) == "7"
     write_json(job.jobs / "job.json", {"job": "7", "fingerprint": "theirs"})
-    commands["squeue"].prints("7 RUNNING ours")
+    commands["squeue"].prints("demix-job 7 RUNNING ours")
     with refused("job 7"):
         slurm.find(job)
 
@@ -152,7 +153,7 @@ def test_options_that_demix_sets_itself_are_refused() -> None:
 
 
 def test_an_ending_job_is_waited_for(job: TrainingJob, commands: dict[str, Fake]) -> None:
-    commands["squeue"].prints("7 COMPLETING ours", "7 COMPLETING ours", "")
+    commands["squeue"].prints("demix-job 7 COMPLETING ours", "demix-job 7 COMPLETING ours", "")
     assert slurm.find(job) is None
     assert commands["squeue"].calls == 3
 
@@ -173,13 +174,15 @@ def test_a_controller_that_does_not_answer_is_asked_again(commands: dict[str, Fa
     commands["scontrol"].prints("!slurm_load_jobs error: Invalid job id specified;(maintenance on Monday)")
     assert controller.show("7") == {}
     # A site says more, and an answer may be cut.
-    commands["scontrol"].prints("Quota=9%;JobId=7 JobState=", "Quota=9%;JobId=7 JobState=RUNNING")
-    assert controller.show("7") == {"JobId": "7", "JobState": "RUNNING"}
+    others = "Quota=9%;JobId=6 JobState=FAILED;ArrayJobId=7 JobState=PENDING;{};JobId=71 JobState=COMPLETED"
+    commands["scontrol"].prints(*map(others.format, ("JobId=7 JobState=", "JobId=7 JobName=a JobState=RUNNING")))
+    assert controller.show("7") == {"JobId": "7", "JobName": "a", "JobState": "RUNNING"}
 
 
 def test_processes_share_an_answer_about_all_jobs(commands: dict[str, Fake], monkeypatch: pytest.MonkeyPatch) -> None:
     squeue = commands["squeue"]
-    squeue.prints("7 nodes are down;70 RUNNING None n1;8 PENDING Priority", "7 RUNNING None n1")
+    both = "7 nodes are down;demix-job 70 RUNNING None n1;demix-job 8 PENDING Priority"
+    squeue.prints(both, "demix-job 7 RUNNING None n1")
     assert [controller.listed(job_id, 60.0) for job_id in ("70", "8", "7")] == [
         "70 RUNNING None n1",
         "8 PENDING Priority",
@@ -192,7 +195,7 @@ def test_processes_share_an_answer_about_all_jobs(commands: dict[str, Fake], mon
     assert controller.listed("7", 0.0) == ""
     # Another user has made the folder.
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    squeue.prints("7 RUNNING None n1")
+    squeue.prints("demix-job 7 RUNNING None n1")
     assert controller.listed("7", 60.0) == ""
 
 
@@ -242,18 +245,18 @@ def test_a_final_state_counts_after_polls_in_a_row(
     monkeypatch.setattr(slurm, "POLLS", 3)
     monkeypatch.setattr(slurm, "POLLS_FOR_RESULTS", 5)
     failed = "JobId=7 JobState=FAILED"
-    commands["scontrol"].prints(failed, failed, "JobState=PENDING Reason=Priority", failed)
+    commands["scontrol"].prints(failed, failed, "JobId=@ JobState=PENDING Reason=Priority", failed)
     with pytest.raises(MishapError):
         slurm._wait(job, "7")
     assert commands["scontrol"].calls == 6
     # Results may be seen late.
-    for last in ("JobState=COMPLETED", "!Invalid job id specified"):
-        commands["scontrol"].prints("JobState=RUNNING", last)
+    for last in ("JobId=@ JobState=COMPLETED", "!Invalid job id specified"):
+        commands["scontrol"].prints("JobId=@ JobState=RUNNING", last)
         with pytest.raises(MishapError):
             slurm._wait(job, "7")
         assert commands["scontrol"].calls == 6
     finish(job, monkeypatch)
-    commands["scontrol"].prints("JobState=RUNNING", "JobState=COMPLETED")
+    commands["scontrol"].prints("JobId=@ JobState=RUNNING", "JobId=@ JobState=COMPLETED")
     commands["squeue"].prints("")
     slurm._wait(job, "7")
     assert (commands["scontrol"].calls, commands["squeue"].calls) == (3, 2), "an end asks for its own job"
@@ -272,7 +275,7 @@ def test_a_job_that_breaks_down_is_submitted_again_as_often_as_allowed(
         return submitted[-1]
 
     monkeypatch.setattr(slurm, "submit", submit)
-    commands["scontrol"].prints("JobState=NODE_FAIL")
+    commands["scontrol"].prints("JobId=@ JobState=NODE_FAIL")
     with pytest.raises(MishapError):
         slurm.run(job, Cluster(retries=2), print)
     assert len(submitted) == 3
