@@ -3,9 +3,11 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -103,7 +105,6 @@ def write_tokens(
     path = directory / "tokens.parquet"
     origins = np.arange(len(offsets)) if origins is None else origins
     types = (pa.from_numpy_dtype(tokens.dtype), pa.int32(), pa.int32(), pa.int64())
-    before = _told(path)
     plain = pa.schema(zip(("token", "block", "document", "origin"), types, strict=True), {"length": str(length)})
 
     def rows(start: int, stop: int) -> pa.RecordBatch:
@@ -114,23 +115,24 @@ def write_tokens(
         return pa.record_batch([pa.array(column) for column in found], schema=plain)
 
     holds = _holds(path, plain, len(tokens), rows)
-    names = tuple(json.loads(before.get(COLUMNS, "[]"))) if holds else tuple(columns)
+    names, before = _told(path) if holds else ([*columns], "")
     if holds and not {*names} & {*columns}:
         return
-    told = {COLUMNS: json.dumps(names), COLUMNS_TOLD: _digest(directory, names)} if names else {}
-    if not holds or told != before:
+    now = _digest(directory, names)
+    if not holds or now != before:
+        told = {COLUMNS: json.dumps(names), COLUMNS_TOLD: now} if names else {}
         schema = plain.with_metadata({b"length": str(length).encode()} | told)
         batches = (rows(start, stop).cast(schema) for start, stop in row_groups(len(tokens), length))
         write_batches(path, schema, batches)
 
 
-def _told(path: Path) -> dict[bytes, str]:
-    """What a table of tokens tells of score columns; nothing where it is missing or damaged."""
-    try:
-        found = _footer(path).origin
-    except DemixError:
-        return {}
-    return {key: found[key].decode() for key in (COLUMNS, COLUMNS_TOLD) if key in found}
+def _told(path: Path) -> tuple[list[str], str]:
+    """The score columns that a table of tokens names, and their digest; none where it names none.
+
+    Raises DemixError where it is missing or damaged.
+    """
+    footer = _footer(path)
+    return [*map(str, footer.told(COLUMNS, list, b"[]"))], footer.origin.get(COLUMNS_TOLD, b"").decode()
 
 
 def _digest(directory: Path, names: Sequence[str]) -> str:
@@ -146,9 +148,8 @@ def _refuse_changed(directory: Path, experts: Sequence[str]) -> None:
     before it wrote the table of the tokens. The column of an expert that was added is named by no table of tokens.
     """
     path = directory / "tokens.parquet"
-    told = _told(path)
-    names = json.loads(told.get(COLUMNS, "[]"))
-    if {*names} & {*experts} and _digest(directory, names) != told.get(COLUMNS_TOLD):
+    names, told = _told(path)
+    if {*names} & {*experts} and _digest(directory, names) != told:
         cause = f"has the digest of other bytes than its columns ({', '.join(names)}) have"
         raise DemixError(path, cause, f"delete the folder {directory}, then score the domain again")
 
@@ -223,9 +224,10 @@ def stream_scores(
     paths = [directory / f"{expert}.parquet" for expert in experts]
     footer, *footers = (_footer(path) for path in (directory / "tokens.parquet", *paths))
     for path, column in zip(paths, footers, strict=True):
-        if column.origin.get(b"shared_sha256") != footers[0].origin.get(b"shared_sha256"):
-            other = paths[0].name
-            raise DemixError(path, f"was scored with other shared weights than {other}", SCORE_AGAIN)
+        for key in (b"shared_sha256", b"precision", b"folds"):
+            if column.origin.get(key) != footers[0].origin.get(key):
+                cause = f"was scored with another {key.decode()} than {paths[0].name}"
+                raise DemixError(path, cause, SCORE_AGAIN)
         if column.rows != footer.rows:
             raise DemixError(path, "is not as long as tokens.parquet", SCORE_AGAIN)
     _refuse_changed(directory, experts)
@@ -233,7 +235,7 @@ def stream_scores(
     for name, table in beside.items():
         if besides[name].rows != footer.rows:
             raise DemixError(table.path, f"is not as long as {directory / 'tokens.parquet'}", "make it again")
-    length = int(footer.origin[b"length"])
+    length = footer.told(b"length", int)
     # The released scorer works on pairs of blocks, so the number of blocks is even.
     size = 2 * length * max(1, at_once // (2 * length))
     sources = [(path, ["log_probability"]) for path in paths]
@@ -317,7 +319,7 @@ def scored_tokens(directory: Path) -> int:
 
 def scored_folds(directory: Path, experts: Sequence[str]) -> int:
     """The number of passes in which a masked model filled in the tokens of each block; 0 for a causal model."""
-    return int(_footer(directory / f"{experts[0]}.parquet").origin.get(b"folds", 0))
+    return int(_footer(directory / f"{experts[0]}.parquet").told(b"folds", int, b"0"))
 
 
 def refuse_evidence(subject: object, folds: int, asked: str) -> None:
@@ -332,12 +334,21 @@ def refuse_evidence(subject: object, folds: int, asked: str) -> None:
 
 @dataclass(frozen=True)
 class _Footer:
+    path: Path
     rows: int
     origin: dict[bytes, bytes]
 
     @property
     def tokens_sha256(self) -> str:
         return self.origin.get(b"tokens_sha256", b"").decode()
+
+    def told(self, key: bytes, kind: type, default: bytes = b"") -> Any:
+        """The value of a key, of a type of JSON's."""
+        said = self.origin.get(key, default)
+        with suppress(ValueError):
+            if isinstance(value := json.loads(said), kind):
+                return value
+        raise DemixError(self.path, f"says of its {key.decode()} what no stage writes ({said!r:.40})", SCORE_AGAIN)
 
 
 def _footer(path: Path) -> _Footer:
@@ -346,7 +357,7 @@ def _footer(path: Path) -> _Footer:
         # The workflow knows the columns by the table of their tokens.
         raise DemixError(path, "is missing", f"delete {tokens}, then score the domain again")
     nothing = read_parquet(path, columns=[])
-    return _Footer(nothing.num_rows, nothing.schema.metadata or {})
+    return _Footer(path, nothing.num_rows, nothing.schema.metadata or {})
 
 
 def _pieces(path: Path, names: list[str], size: int) -> Iterator[list[np.ndarray]]:

@@ -59,6 +59,7 @@ def test_columns_of_other_tokens_or_weights_are_refused(tmp_path: Path) -> None:
     for metadata, part in (
         ({"tokens_sha256": "0", "shared_sha256": "0"}, rows),
         ({"tokens_sha256": sha256, "shared_sha256": "1"}, rows),
+        ({"tokens_sha256": sha256, "shared_sha256": "0", "precision": "bf16"}, rows),
         ({"tokens_sha256": sha256, "shared_sha256": "0"}, rows[1:]),
     ):
         write_scores(tmp_path / "news.parquet", [part["log_probability"].to_numpy()], metadata)
@@ -79,6 +80,17 @@ def test_columns_of_other_bytes_than_the_table_of_tokens_tells_are_refused(froze
         with refused("parliament.test/tokens.parquet"):
             read_scores(folder, experts)
     assert read_scores(folder, ("fantasy",)).tokens == len(better), "no table of tokens tells of an added expert"
+
+
+@pytest.mark.parametrize("about", [{"columns": "law"}, {"columns": "{}"}, {"columns": b"\xff"}, {"length": "x"}, {}])
+def test_a_table_of_tokens_that_another_program_wrote_is_refused(about: dict[str, str], tmp_path: Path) -> None:
+    write_table(tmp_path, ("law",))
+    tokens = pq.read_table(tmp_path / "tokens.parquet")
+    pq.write_table(
+        tokens.replace_schema_metadata(about and {"length": str(LENGTH)} | about), tmp_path / "tokens.parquet"
+    )
+    with refused("tokens.parquet"):
+        read_scores(tmp_path, ("law",))
 
 
 @pytest.mark.parametrize(
