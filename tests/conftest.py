@@ -2,8 +2,9 @@
 
 import json
 import signal
+import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,20 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def frozen_copy(frozen: Run, tmp_path: Path) -> Run:
     """A copy of the run that the workflow made, which a test may change."""
     return copied(frozen, tmp_path / "results" / "frozen")
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a tmpfs with some options, as root can."""
+    place = tmp_path / "disk"
+
+    def mount(options: str) -> Path:
+        place.mkdir()
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", place], check=False, capture_output=True)
+        if done.returncode:
+            pytest.skip(f"cannot mount a tmpfs here: {done.stderr.decode().strip()}")
+        return place
+
+    yield mount
+    # What a failed command mapped may still be.
+    subprocess.run(["umount", "--lazy", place], check=False)

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -41,22 +41,13 @@ def age(folder: Path, days: int) -> None:
             os.utime(path, ns=(found.st_atime_ns - days * DAY, found.st_mtime_ns - days * DAY))
 
 
-@pytest.fixture
-def other_file_system(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs, which lists files in another order; an ordinary folder where none can be mounted."""
-    place = tmp_path / "other"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "none", place], check=False, capture_output=True).returncode == 0
-    yield place
-    if mounted:
-        subprocess.run(["umount", place], check=True)
-
-
 @pytest.mark.faults
 @pytest.mark.parametrize(("cores", "days"), [("1", 400), ("4", -400)])
 def test_two_runs_have_the_same_bytes(
-    cores: str, days: int, finished: Path, other_file_system: Path, monkeypatch: pytest.MonkeyPatch
+    cores: str, days: int, finished: Path, mounted: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A tmpfs lists files in another order."""
+    other_file_system = mounted("size=50%")
     shifted = bool(shutil.which("faketime"))
     for name, value in (AROUND | SHIFTED | {"FAKETIME": f"{days:+}d"} if shifted else AROUND).items():
         monkeypatch.setitem(ENVIRONMENT, name, value)

@@ -2,8 +2,7 @@
 
 import os
 import shutil
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,7 +12,6 @@ from demix.files import sha256_file, write_parquet
 from support.breaking import command, commands, demix, refused
 from support.cli import said
 
-ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs takes root")
 RUN = "results/tiny"
 # A command of each stage, by what it holds.
 STAGES = {
@@ -43,16 +41,8 @@ UNPRIVILEGED = WITHOUT_POWERS if os.geteuid() == 0 else ()
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of its own."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "none", place], check=False, capture_output=True)
-    if done.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.decode().strip()}")
-    yield place
-    # What a failed command mapped may still be.
-    subprocess.run(["umount", "--lazy", place], check=True)
+def disk(mounted: Callable[[str], Path]) -> Path:
+    return mounted("size=256m")
 
 
 @pytest.fixture
@@ -96,7 +86,6 @@ def refusal(stage: str, arguments: list[str]) -> str:
     return line
 
 
-@ROOT
 @pytest.mark.faults
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_full_disk_at_every_stage(stage: str, on_disk: Path) -> None:
@@ -117,7 +106,6 @@ def test_a_full_disk_at_every_stage(stage: str, on_disk: Path) -> None:
     assert {path for path, sha256 in before.items() if after.get(path) != sha256 and "/metrics/" not in path} == set()
 
 
-@ROOT
 @pytest.mark.faults
 def test_a_full_disk_as_clusters_are_fitted(disk: Path) -> None:
     """A stage that the tiny run has not: of its three files the first has most of the bytes."""

@@ -2,40 +2,16 @@
 
 import hashlib
 import json
-import os
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
-import pytest
 
 from demix.data.duplicates import mark_duplicates
 from demix.files import database, read_parquet, sha256_file, write_parquet
 from support.cli import said
 from support.errors import refused
 from support.server import serving_folder
-
-ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs takes root")
-
-
-@pytest.fixture
-def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    places = []
-
-    def mount(options: str) -> Path:
-        place = tmp_path / "disk"
-        place.mkdir()
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", place], check=False, capture_output=True)
-        if done.returncode:
-            pytest.skip(f"cannot mount a tmpfs here: {done.stderr.decode().strip()}")
-        places.append(place)
-        return place
-
-    yield mount
-    for place in places:
-        subprocess.run(["umount", place], check=True)
 
 
 def _noise(path: Path, megabytes: int) -> Path:
@@ -51,7 +27,6 @@ def _download(source: Path, output: Path) -> list[str]:
     return ["download", "d", "--settings", json.dumps({"kind": "files", "path": str(source)}), "--output", str(output)]
 
 
-@ROOT
 def test_a_full_disk_leaves_nothing_and_a_rerun_is_clean(tmp_path, mounted):
     disk = mounted("size=2m")
     source = _noise(tmp_path / "a.jsonl", 8)
@@ -65,7 +40,6 @@ def test_a_full_disk_leaves_nothing_and_a_rerun_is_clean(tmp_path, mounted):
     assert sha256_file(output) == sha256_file(good)
 
 
-@ROOT
 def test_a_disk_that_is_full_of_spilled_rows(tmp_path, mounted, monkeypatch):
     hashes = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(600_000)]
     documents = tmp_path / "documents.parquet"
@@ -83,7 +57,6 @@ def test_a_disk_that_is_full_of_spilled_rows(tmp_path, mounted, monkeypatch):
     ]
 
 
-@ROOT
 def test_a_disk_that_fills_up_while_fetching(tmp_path, mounted):
     """What was fetched stays, for the rerun to go on from, but not under the final name."""
     disk = mounted("size=2m")
@@ -100,21 +73,8 @@ def test_a_disk_that_fills_up_while_fetching(tmp_path, mounted):
         assert [*output.parent.iterdir()] == [output]
 
 
-@ROOT
 def test_a_disk_mounted_read_only(tmp_path, mounted):
     disk = mounted("size=2m")
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     error = said(_download(_noise(tmp_path / "a.jsonl", 1), disk / "raw" / "d" / "0000.parquet"))
     assert f"{disk}/raw/d" in str(error)
-
-
-def test_a_folder_without_permission_to_write(tmp_path):
-    # Root may write where others may not, unless it gives that up.
-    plain = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all")
-    (tmp_path / "raw").mkdir(mode=0o500)
-    source = _noise(tmp_path / "a.jsonl", 1)
-    output = tmp_path / "raw" / "d" / "0000.parquet"
-    command = [*(plain if os.geteuid() == 0 else ()), sys.executable, "-m", "demix", *_download(source, output)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"demix: error: {output.parent}")
