@@ -44,7 +44,7 @@ from demix.config.architecture import DECODERS, PRESETS, Architecture, Routed
 from demix.config.training import Updates
 from demix.model.device import compute_type
 from demix.model.gpt import GPT
-from demix.model.layers import Auxiliary, RoutedLayer
+from demix.model.moe import MoELayer, RouterLoss
 from demix.plan.flops import scoring_flops
 from demix.train.batches import Batch, Batches
 from demix.train.loop import train
@@ -348,7 +348,7 @@ def _pass_layer(name: str, setting: Setting, wait: Callable[[], None]) -> None:
     """Forward and backward of our routed layer in training, or of transformers' block of about as many weights."""
     routed, width, dtype = setting.architecture.routed, setting.architecture.width, compute_type(setting.precision)
     if name == "layer":
-        layer: nn.Module = RoutedLayer(routed, width)
+        layer: nn.Module = MoELayer(setting.architecture)
     else:
         implementation = name.removeprefix("mixtral ").split(",")[0]
         layer = mixtral_block(width, routed.experts, routed.top_k, implementation)
@@ -362,7 +362,7 @@ def _pass_layer(name: str, setting: Setting, wait: Callable[[], None]) -> None:
         wait()
         x = torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True)
         if name == "layer":
-            auxiliary: list[Auxiliary] = []
+            auxiliary: list[RouterLoss] = []
             loss = layer(x[None], auxiliary).sum() + auxiliary[0].losses.sum()
         else:
             with torch.autocast(DEVICE.type, dtype=dtype, enabled=autocast):

@@ -35,7 +35,7 @@ from demix.model.checkpoint import (
 from demix.model.choices import load_without
 from demix.model.device import compute_type, own_device, set_threads
 from demix.model.gpt import GPT
-from demix.model.layers import RoutedLayer
+from demix.model.moe import MoELayer
 from demix.model.scoring import trunk_log_probabilities
 from demix.progress import progress
 from demix.run.models import folder_at
@@ -196,7 +196,7 @@ class _Scorer:
             return [load_without(self.work.directory, self.work.without).to(own_device())]
         trunks = load_experts(self.work.directory, None if self.domain_tokens else self.work.experts, own_device())
         for block in (block for trunk in trunks if self.work.top_k for block in trunk.blocks):
-            if isinstance(block.feedforward, RoutedLayer):
+            if isinstance(block.feedforward, MoELayer):
                 block.feedforward.choose(self.work.top_k)
         return trunks
 

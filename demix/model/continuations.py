@@ -22,8 +22,8 @@ from demix.mix.mixtures import keep_top
 from demix.mix.stream import Posterior
 from demix.model.decode import Decoder, domains_of, log_prior_of, named_prior, posteriors_of, weights_of
 from demix.model.gpt import GPT
+from demix.model.heads import ROWS_AT_ONCE
 from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, columns_of, trunk_log_probabilities
-from demix.model.softmax import ROWS_AT_ONCE
 
 # Probabilities of next tokens that are in memory at once, 4 bytes each, and scores of whole texts, 8 bytes each.
 MOST_PROBABILITIES = 1 << 26

@@ -10,27 +10,14 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from demix.config.architecture import Architecture
 from demix.errors import DemixError
 from demix.files import seed_for
-from demix.model.layers import (
-    Attention,
-    Auxiliary,
-    Dropout,
-    KeyValues,
-    Masks,
-    Rotations,
-    attention_bias,
-    dropped,
-    feedforward,
-    norm_of,
-    normed,
-    rotations,
-    sinusoids,
-)
-from demix.model.softmax import target_log_probabilities
+from demix.model.heads import LanguageModel
+from demix.model.moe import RouterLoss
+from demix.model.positions import POSITIONS
+from demix.model.transformer import Dropout, KeyValues, norm_of
 
 # The input in place of a token that a masked model is to fill in. It has no entry in the vocabulary.
 MASKED = -1
@@ -40,71 +27,9 @@ SCOPES = ("feedforward", "model")
 _STACKED = ".feedforward."
 
 
-class Block(nn.Module):
-    """A transformer block: attention and a feedforward, each with a norm and a residual connection."""
-
-    def __init__(self, architecture: Architecture, layer: int, experts: int):
-        super().__init__()
-        self.norm_place, self.parallel = architecture.norm_place, architecture.residual == "parallel"
-        self.attention_norm = norm_of(architecture.norm, architecture.width, architecture.epsilon)
-        self.attention = Attention(
-            architecture.width, architecture.heads, architecture.attention != "bidirectional",
-            key_heads=architecture.key_heads, unit=architecture.unit, biases=architecture.biases,
-            query_norm=architecture.query_norm, epsilon=architecture.epsilon,
-        )  # fmt: skip
-        self.feedforward_norm = norm_of(architecture.norm, architecture.width, architecture.epsilon)
-        self.feedforward = feedforward(architecture, layer, experts)
-
-    def forward(
-        self,
-        x: Tensor,
-        bias: Tensor | None = None,
-        past: KeyValues | None = None,
-        auxiliary: list[Auxiliary] | None = None,
-        turns: Rotations | None = None,
-        masks: Masks | None = None,
-    ) -> Tensor:
-        """Map `x` [E or 1, B, T, D] to [E, B, T, D].
-
-        `bias` comes from `attention_bias`, `turns` from `rotations` and `masks` from `Dropout.masks`; the others are as
-        in `GPT.forward`.
-        """
-        if self.norm_place == "after":
-            x = x + dropped(normed(self.attention(x, bias, past, turns), self.attention_norm), masks, 0)
-            mixed: Tensor = self.feedforward(x, auxiliary)
-            return x + dropped(normed(mixed, self.feedforward_norm), masks, 1)
-        if self.norm_place == "post":
-            x = normed(x + dropped(self.attention(x, bias, past, turns), masks, 0), self.attention_norm)
-            return normed(x + dropped(self.feedforward(x, auxiliary), masks, 1), self.feedforward_norm)
-        attended: Tensor = x + dropped(self.attention(normed(x, self.attention_norm), bias, past, turns), masks, 0)
-        read = x if self.parallel else attended
-        mixed = self.feedforward(normed(read, self.feedforward_norm), auxiliary)
-        return attended + dropped(mixed, masks, 1)
-
-
-def _in_training(
-    block: nn.Module,
-    x: Tensor,
-    bias: Tensor | None,
-    auxiliary: list[Auxiliary] | None,
-    turns: Rotations | None,
-    dropout: Dropout | None,
-    layer: int,
-) -> Tensor:
-    """What the block number `layer` maps `x` to in a training pass. A recomputed pass draws the same masks again."""
-    masks = None if dropout is None else dropout.masks(layer, x)
-    mapped: Tensor = block(x, bias, None, auxiliary, turns, masks)
-    return mapped
-
-
-class GPT(nn.Module):
+class GPT(LanguageModel):
     """A decoder with one feedforward per expert in each layer; `demix.config.architecture.Options` says what else.
 
-    Its positions are learned or sines, or there is no table of them, and attention is biased (`attention_bias`) or
-    queries and keys are rotated (`rotations`). The head is the token embedding, or `output_embedding` where it is
-    `untied`. With the head `clap` (of the fairseq fork of EIFY) embeddings have rows of length 1, as inputs and as
-    outputs, and logits are multiplied by the learned `logit_scale`. The head `roberta` is a linear map, GELU and a
-    norm, then the token embedding and `output_bias` (Liu et al. 2019, as in fairseq's RobertaLMHead).
     `experts` names the stacked experts in order. `domain_tokens` names the domains that can be the first input position
     (the domain-token baseline; paper, section 4.2). A domain token is an input and never a target. `expert_scope` says
     which tensors belong to one expert: those of its feedforwards (`feedforward`), or all tensors (`model`). A model of
@@ -121,7 +46,6 @@ class GPT(nn.Module):
         expert_scope: str = "feedforward",
         end_of_text: int | None = None,
     ):
-        super().__init__()
         if expert_scope not in SCOPES:
             raise DemixError(f"expert_scope {expert_scope}", "is not known", f"use one of {', '.join(SCOPES)}")
         if expert_scope == "model" and len(experts) != 1:
@@ -129,35 +53,19 @@ class GPT(nn.Module):
         if architecture.routed and len(experts) != 1:
             cause = "are given to an architecture whose tokens choose among experts of their own"
             raise DemixError(f"experts {', '.join(experts)}", cause, "give one")
-        self.architecture, self.vocab_size = architecture, vocab_size
+        super().__init__(architecture, vocab_size, len(experts))
         self.experts, self.domain_tokens = tuple(experts), tuple(domain_tokens)
         self.expert_scope = expert_scope
         self.end_of_text = vocab_size - 1 if end_of_text is None else end_of_text
-        # The training loop sets this: backward then recomputes a block's activations, which saves memory.
-        self.checkpoint_activations = False
         # `load_experts` sets this on a model that has no values because its weights stay in their file.
         self.read_weights: Callable[[], GPT] | None = None
-        width = architecture.width
-        self.token_embedding = nn.Parameter(torch.empty(vocab_size, width))
-        if architecture.position == "learned":
-            self.position_embedding = nn.Parameter(torch.empty(architecture.context + bool(domain_tokens), width))
-        if architecture.head == "clap":
-            self.logit_scale = nn.Parameter(torch.empty(1))
-        if architecture.head == "untied":
-            self.output_embedding = nn.Parameter(torch.empty(vocab_size, width))
-        if architecture.head == "roberta":
-            self.head_map = nn.Linear(width, width)
-            self.head_norm = norm_of(architecture.norm, width, architecture.epsilon)
-            self.output_bias = nn.Parameter(torch.empty(vocab_size))
-        if architecture.mask == "learned":
-            self.mask_embedding = nn.Parameter(torch.empty(width))
-        if architecture.embedding_norm:
-            self.embedding_norm = norm_of(architecture.norm, width, architecture.epsilon)
-        if domain_tokens:
-            self.domain_embedding = nn.Parameter(torch.empty(len(domain_tokens), width))
-        self.blocks = nn.ModuleList(Block(architecture, layer, len(experts)) for layer in range(architecture.layers))
-        if architecture.norm_place != "post":
-            self.final_norm = norm_of(architecture.norm, width, architecture.epsilon)
+        self.masked = architecture.objective == "mlm"
+        self.positions = POSITIONS[architecture.position](architecture)
+        self.position_embedding = self.positions.table(architecture.context + bool(domain_tokens))
+        width, learned = architecture.width, architecture.mask == "learned"
+        self.mask_embedding = nn.Parameter(torch.empty(width)) if learned else None
+        self.domain_embedding = nn.Parameter(torch.empty(len(domain_tokens), width)) if domain_tokens else None
+        self.embedding_norm = norm_of(architecture) if architecture.embedding_norm else nn.Identity()
 
     @contextmanager
     def with_weights(self) -> Iterator["GPT"]:
@@ -199,7 +107,7 @@ class GPT(nn.Module):
         domains: Tensor | None = None,
         dtype: torch.dtype | None = None,
         past: list[KeyValues] | None = None,
-        auxiliary: list[Auxiliary] | None = None,
+        auxiliary: list[RouterLoss] | None = None,
         dropout: Dropout | None = None,
     ) -> Tensor:
         """Final hidden states [E, B, T, D] of `inputs` [E, B, T], or of [1, B, T] that every expert reads.
@@ -214,49 +122,49 @@ class GPT(nn.Module):
         `auxiliary`, to which layers that train a router append their losses, and in which experts that tokens choose
         have a capacity; and it may give a `dropout`.
         """
-        if past and self.architecture.attention == "bidirectional":
-            raise DemixError("a model with bidirectional attention", "cannot go on with a text", "use a causal model")
         start = past[0].seen if past else 0
         led = bool(self.domain_tokens) and not start
-        self._refuse_outside(inputs, start + led + inputs.shape[-1], past)
-        x = self.token_embedding[inputs]
-        if led:
-            if domains is None:
-                raise DemixError("domains", "a domain-token model was given no domain token", "pass one per sequence")
-            x = torch.cat([self.domain_embedding[domains].unsqueeze(2), x], dim=2)
-        x = self._read(x, inputs, start).to(dtype or x.dtype)
-        # All layers have seen the same positions before this pass, and share one bias and the same rotations.
+        self._check_inputs(inputs, start + led + inputs.shape[-1], past)
+        x = self._embedded(inputs, domains, start, led)  # [E or 1, B, T (+ 1), D]
+        x, T = x.to(dtype or x.dtype), x.shape[2]
         documents = self._documents(inputs, led, past) if self.architecture.attention == "documents" else None
-        bias = attention_bias(self.architecture, x.shape[2], past[0] if past else None, x.device, x.dtype, documents)
-        turns = rotations(self.architecture, start, x.shape[2], x)
-        for number, block in enumerate(self.blocks):
-            # A compiled block would be compiled again for each length of a list that all blocks append to.
-            own: list[Auxiliary] | None = None if auxiliary is None else []
-            if not torch.is_grad_enabled():
-                # Evaluation has many shapes, and the compiled block would be compiled again for each.
-                x = block.forward(x, bias, past[number] if past else None, own, turns)
-            elif self.checkpoint_activations:
-                x = checkpoint(_in_training, block, x, bias, own, turns, dropout, number, use_reentrant=False)
-            else:
-                x = _in_training(block, x, bias, own, turns, dropout, number)
-            if auxiliary is not None and own:
-                auxiliary += own
-        if self.architecture.norm_place != "post":
-            x = normed(x, self.final_norm)
+        bias = self.positions.bias(start, T, x, documents)
+        x = self.through_blocks(x, bias, self.positions.cos_sin(start, T, x), past, auxiliary, dropout)
         return x[:, :, 1:] if led else x
 
-    def _refuse_outside(self, inputs: Tensor, positions: int, past: list[KeyValues] | None) -> None:
+    def _embedded(self, inputs: Tensor, domains: Tensor | None, start: int, led: bool) -> Tensor:
+        """What the first block reads: `inputs` [E, B, T] at positions from `start`, after a domain token if `led`."""
+        options = self.architecture
+        x = self.token_embedding[inputs]
+        if self.masked:
+            # A number below 0 counts from the end of the vocabulary.
+            hidden = 0.0 if self.mask_embedding is None else self.mask_embedding
+            x = torch.where((inputs != MASKED).unsqueeze(-1), x, hidden)
+        if led:
+            if domains is None or self.domain_embedding is None:
+                raise DemixError("domains", "a domain-token model was given no domain token", "pass one per sequence")
+            x = torch.cat([self.domain_embedding[domains].unsqueeze(2), x], dim=2)
+        if options.head == "clap" and options.clap_inputs == "unit":
+            x = F.normalize(x, dim=-1)
+        if options.embedding_scale:
+            x = x * math.sqrt(options.width)
+        embedded: Tensor = self.embedding_norm(self.positions.added(x, start, self.position_embedding))
+        return embedded
+
+    def _check_inputs(self, inputs: Tensor, positions: int, past: list[KeyValues] | None) -> None:
         """Raise DemixError for `inputs` that are no ids, and for more `positions` than the table or `past` has.
 
         Ids of training come from shards, and a GPU would have to be waited for to look at them.
         """
+        if past and self.masked:
+            raise DemixError("a model with bidirectional attention", "cannot go on with a text", "use a causal model")
         rooms = [past[0].positions] if past else []
-        rooms += [len(self.position_embedding)] if self.architecture.position == "learned" else []
+        rooms += [] if self.position_embedding is None else [len(self.position_embedding)]
         if positions > min(rooms, default=positions):
             raise DemixError("inputs", f"end at position {positions} of {min(rooms)}", "give fewer tokens")
         if inputs.numel() and not (inputs.is_cuda and torch.is_grad_enabled()):
             least, most = (int(bound) for bound in inputs.aminmax())
-            if least < (MASKED if self.architecture.objective == "mlm" else 0) or most >= self.vocab_size:
+            if least < (MASKED if self.masked else 0) or most >= self.vocab_size:
                 cause = f"have ids from {least} to {most}, and the vocabulary has {self.vocab_size}"
                 raise DemixError("inputs", cause, "give ids of the model's own tokenizer")
 
@@ -276,63 +184,10 @@ class GPT(nn.Module):
             past[0].documents = numbers
         return numbers
 
-    def _read(self, x: Tensor, inputs: Tensor, start: int) -> Tensor:
-        """What the first block reads, for embeddings `x` [E, B, T, D] of `inputs` at positions from `start`."""
-        options = self.architecture
-        # A number below 0 counts from the end of the vocabulary.
-        shown = (inputs != MASKED).unsqueeze(-1) if options.objective == "mlm" else None
-        if shown is not None and options.mask == "learned":
-            x = torch.where(shown, x, self.mask_embedding)
-        if options.head == "clap" and options.clap_inputs == "unit":
-            x = F.normalize(x, dim=-1)
-        if shown is not None and options.mask == "zeros":
-            x = x * shown
-        if options.embedding_scale:
-            x = x * math.sqrt(options.width)
-        if options.position == "learned":
-            x = x + self.position_embedding[start : start + x.shape[2]]
-        if options.position == "sinusoidal":
-            x = x + sinusoids(start, x.shape[2], options.width).to(x)
-        return normed(x, self.embedding_norm) if options.embedding_norm else x
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Unnormalised log-probabilities [..., V] of the token after each state of `hidden` [..., D], in its type."""
-        states, weight = self._head(hidden)
-        return states @ weight.T.to(hidden.dtype)
-
-    def _head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """States like `hidden` [..., D] and a weight [V, D] whose products are the logits; D + 1 with a bias."""
-        head = self.architecture.head
-        if head == "clap":
-            return (hidden * self.logit_scale).to(hidden.dtype), F.normalize(self.token_embedding, dim=-1)
-        if head == "roberta":
-            weight, bias = (part.to(hidden.dtype) for part in (self.head_map.weight, self.head_map.bias))
-            states = normed(F.gelu(F.linear(hidden, weight, bias)), self.head_norm)
-            # A further unit, which is always 1, gives each logit its bias.
-            with_one = torch.cat([states, states.new_ones(*states.shape[:-1], 1)], dim=-1)
-            return with_one, torch.cat([self.token_embedding, self.output_bias[:, None]], dim=1)
-        return hidden, self.output_embedding if head == "untied" else self.token_embedding
-
-    def log_probabilities(self, hidden: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
-        """log p(target) in nats, at least fp32, for `hidden` [E, B, T, D] and `targets` [E or 1, B, T]: [E, B, T].
-
-        The gradients of what is returned are those of log p - z_loss·log²Z, where Z is the sum of exp of the logits.
-        At most `ROWS_AT_ONCE` rows of the [tokens x vocabulary] logits exist at a time, in forward and in backward.
-        """
-        E, B, T, D = hidden.shape
-        states, weight = self._head(hidden.reshape(-1, D))
-        wanted = targets.expand(E, B, T).reshape(-1)
-        return target_log_probabilities(states, weight, wanted, z_loss).view(E, B, T)
-
     def no_past(self, positions: int | None = None) -> list[KeyValues]:
         """An empty key-value cache for each layer, with room for so many inputs, by default for a whole context."""
         room = (positions or self.architecture.context) + bool(self.domain_tokens)
         return [KeyValues(room) for _ in self.blocks]
-
-    def compile_blocks(self) -> None:
-        """Compile each block on its own for training: compilation time does not grow with the number of blocks."""
-        for block in self.blocks:
-            block.compile(dynamic=False)
 
     def owned(self, name: str) -> bool:
         """Whether the tensor `name` belongs to one expert. Training state has longer names that contain a tensor's."""

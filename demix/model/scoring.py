@@ -10,7 +10,7 @@ from demix.errors import DemixError
 from demix.files import seed_for
 from demix.model.device import free_memory
 from demix.model.gpt import GPT, MASKED
-from demix.model.softmax import ROWS_AT_ONCE
+from demix.model.heads import ROWS_AT_ONCE
 
 # Tokens x experts in one forward pass: enough to keep a core busy, little enough to stay in its cache.
 EXPERT_TOKENS_AT_ONCE = 8192

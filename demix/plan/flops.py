@@ -10,7 +10,7 @@ from demix.config.architecture import FOLDS, PRESETS, Architecture
 from demix.config.counts import attention_flops, feedforward_flops, head_map, routing_flops, training_flops_per_token
 from demix.plan.network import NETWORKS, Network
 
-# Logits exist for so many tokens at a time: `demix.model.softmax.ROWS_AT_ONCE` on a GPU.
+# Logits exist for so many tokens at a time: `demix.model.heads.ROWS_AT_ONCE` on a GPU.
 LOGITS_ROWS = 4096
 
 

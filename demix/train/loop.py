@@ -16,7 +16,8 @@ from torch import Tensor
 from demix.errors import StoppedError
 from demix.model.device import compute_type, within_memory
 from demix.model.gpt import GPT
-from demix.model.layers import Auxiliary, Dropout, router_metrics
+from demix.model.moe import RouterLoss, router_metrics
+from demix.model.transformer import Dropout
 from demix.progress import progress
 from demix.train.batches import Batches
 from demix.train.learner import Learner
@@ -171,7 +172,7 @@ def _backward(
         part = part.to(sync.world.device)
         if start + micro >= sequences:
             sync.begin()
-        auxiliary: list[Auxiliary] = []
+        auxiliary: list[RouterLoss] = []
         told = part.domains if model.domain_tokens else None
         hidden = model(part.inputs, told, dtype, auxiliary=auxiliary, dropout=dropout)
         if part.places is not None:

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from demix.model import softmax
-from demix.model.layers import demix
+from demix.config.architecture import Architecture
+from demix.model import heads
+from demix.model.moe import DEMixLayer
 
 
 def numbers(*size: int, seed: int = 0) -> torch.Tensor:
@@ -14,7 +15,7 @@ def numbers(*size: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 def test_the_compiler_sees_one_graph() -> None:
-    layer = demix.DEMixLayer(2, 8)
+    layer = DEMixLayer(Architecture(1, 8, 2, 4), 2)
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -34,8 +35,8 @@ def test_the_softmax_of_a_gpu_is_that_of_a_cpu(needed: bool, weighted: bool, z_l
     logits, targets = 9 * numbers(7, 5), torch.arange(7) % 5
     factors = numbers(7, seed=1) if weighted else None
     padded = torch.cat([logits, torch.full((7, 3), 50.0)], 1)
-    found = softmax._normalise_padded(padded, targets, 5, needed, factors, z_loss)
-    expected = softmax._normalise_in_cache(logits, targets, 5, needed, factors, z_loss)
+    found = heads._normalise_padded(padded, targets, 5, needed, factors, z_loss)
+    expected = heads._normalise_in_cache(logits, targets, 5, needed, factors, z_loss)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     if needed:
         torch.testing.assert_close(padded, torch.cat([logits, torch.zeros(7, 3)], 1), rtol=1e-12, atol=1e-12)
@@ -44,5 +45,5 @@ def test_the_softmax_of_a_gpu_is_that_of_a_cpu(needed: bool, weighted: bool, z_l
 def test_a_gradient_of_bf16_keeps_the_digits_of_a_likely_target() -> None:
     logits, target = torch.tensor([[9.0, 0.0, 0.0]]).bfloat16(), torch.tensor([0])
     exact = logits.double().softmax(1)[0, 0].item() - 1
-    softmax._normalise_padded(logits, target, 3, True, None, 0.0)
+    heads._normalise_padded(logits, target, 3, True, None, 0.0)
     assert logits[0, 0].item() == pytest.approx(exact, rel=2**-8)

@@ -28,11 +28,11 @@ from transformers import MptConfig, MptForCausalLM
 from demix.config.architecture import DECODERS, PRESETS, Architecture, RopeScaling, Routed
 from demix.config.counts import parameters, sizes, training_flops_per_token
 from demix.mix.stream import Posterior
+from demix.model import transformer
 from demix.model.checkpoint import expert_names, load_experts, load_model, save_expert, save_shared
 from demix.model.continuations import Continuation, MixedModel, continuation_log_probabilities, text_log_probabilities
 from demix.model.experts import find_faults
 from demix.model.gpt import GPT
-from demix.model.layers import attention
 from demix.model.scoring import expert_tokens_at_once, log_probabilities
 from demix.train.updates import group_of
 from support.contents import contents
@@ -366,7 +366,7 @@ def test_training_in_bf16_holds_whole_matrices_of_scores_up_to_a_bound(
     too_many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, scores = GPT(Architecture(1, 8, 2, 64), 50, ("a", "b")).initialise(1), 2 * 3 * 2 * 64 * 64
-    monkeypatch.setattr(attention, "WHOLE_SCORES", scores - too_many)
+    monkeypatch.setattr(transformer, "WHOLE_SCORES", scores - too_many)
     with Seen() as seen:
         model(torch.zeros(2, 3, 64, dtype=torch.long), dtype=torch.bfloat16)
     assert (seen.numbers < scores) == too_many

@@ -20,8 +20,8 @@ from demix.config.architecture import PRESETS, Architecture
 from demix.config.counts import parameters, training_flops_per_token
 from demix.data.outline import outline
 from demix.model.gpt import GPT
+from demix.model.heads import ROWS_AT_ONCE
 from demix.model.scoring import log_probabilities
-from demix.model.softmax import ROWS_AT_ONCE
 from demix.plan.cost import plan_training, too_large, training_tables
 from demix.plan.domains import plan_domain
 from demix.plan.flops import (

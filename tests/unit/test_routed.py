@@ -42,9 +42,9 @@ from demix.model.checkpoint import describe, load_model
 from demix.model.experts import add_expert, find_faults, read_experts, remove_expert
 from demix.model.export import export_hf
 from demix.model.gpt import GPT
-from demix.model.layers import router_metrics
 from demix.model.merge import merge_experts
 from demix.model.merge_routed import dev_shards, merge_routed
+from demix.model.moe import router_metrics
 from demix.model.scoring import log_probabilities
 from demix.run.models import left_out
 from demix.train.adapt import adapt_expert
@@ -176,7 +176,7 @@ def test_a_dropped_choice_is_not_computed_and_an_expert_without_tokens_has_no_gr
 
     monkeypatch.setattr(F, "grouped_mm", as_on_blackwell)
     for dtype, on_gpu in ((torch.float32, False), (torch.bfloat16, True)):
-        monkeypatch.setattr("demix.model.layers.routed._in_one_product", lambda *_, on_gpu=on_gpu: on_gpu)
+        monkeypatch.setattr("demix.model.moe._in_one_product", lambda *_, on_gpu=on_gpu: on_gpu)
         layer = layer_of(SWITCH, torch.float32)
         with torch.no_grad():
             layer.router[0] = torch.tensor([0.0, 0.0, 0.0, 50.0])[:, None]

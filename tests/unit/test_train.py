@@ -21,8 +21,8 @@ from demix.files import read_json, seed_for
 from demix.model.checkpoint import load_model
 from demix.model.gpt import GPT
 from demix.model.import_hf import import_hf
-from demix.model.layers import Dropout
 from demix.model.scoring import log_probabilities
+from demix.model.transformer import Dropout
 from demix.plan.flops import activation_bytes
 from demix.train import scale, stage
 from demix.train.batches import Batch, balanced_batches, batches_of

@@ -12,8 +12,8 @@ from demix.config.architecture import architecture_from
 from demix.data.shards import TokenShard, blocks
 from demix.model.checkpoint import describe, load_model
 from demix.model.gpt import GPT
-from demix.model.layers.attention import attend
 from demix.model.scoring import log_probabilities
+from demix.model.transformer import attend_whole
 from support.errors import refused
 from support.models import model_of
 from support.training import TRAIN, shard_paths, train_into
@@ -77,7 +77,7 @@ def test_whole_matrices_take_the_mask_of_documents() -> None:
     numbers = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2])
     mask = (numbers[:, None] == numbers).tril().expand(2, 1, 9, 9)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    torch.testing.assert_close(attend(q, k, v, mask, causal=False), expected)
+    torch.testing.assert_close(attend_whole(q, k, v, mask, causal=False), expected)
 
 
 def test_positions_that_count_from_the_block_are_refused() -> None:

@@ -1,6 +1,7 @@
-"""A feedforward whose experts the tokens choose: Switch (Fedus et al. 2022) and GShard's top-2 (Lepikhin et al. 2021).
+"""Feedforwards with experts: a DEMix layer, whose experts the domains choose, and an MoE layer, where tokens choose.
 
-Axes: B sequences, T positions, D width, E experts of the layer, k choices of a token, N tokens.
+Axes: E experts, B sequences, T positions, D width, F inner units, k choices of a token, N rows. Weights are stored in
+fp32 (or fp64) and cast to the type of the activations for each matrix product.
 """
 
 from collections.abc import Callable
@@ -13,12 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from demix.config.architecture import Routed
-from demix.model.layers.feedforward import activated, feedforward_parameters, mapped
-from demix.model.layers.operators import operator
+from demix.config.architecture import Architecture
+
+# Rows of one expert in one product without gradients. Their inner states fit into the cache of a core.
+ROWS_AT_ONCE = 512
+_APPROXIMATE = {"gelu": "none", "gelu_new": "tanh"}
 
 
-class Auxiliary(NamedTuple):
+class RouterLoss(NamedTuple):
     """What a layer that trains a router leaves in a training pass.
 
     `losses` are nats [1, B], one number per sequence, already multiplied by the weight of the loss. `counts`
@@ -29,11 +32,20 @@ class Auxiliary(NamedTuple):
     counts: Tensor | None = None
 
 
-class RoutedLayer(nn.Module):
-    """Feedforwards of which a router chooses `top_k` for each token.
+def feedforward(architecture: Architecture, layer: int, experts: int) -> "Experts":
+    """The feedforward of block number `layer` (from 0). It maps (x [E or 1, B, T, D], auxiliary) to [E, B, T, D].
 
-    The weights of all experts are stacked below the axis of the model's one expert: `up` [1, E, F, D], `down`
-    [1, E, D, F], `router` [1, E, D]. F, `gated` and `biased` are as in a `DEMixLayer`.
+    `auxiliary` is a list to which the feedforward may append losses (`GPT.forward`).
+    """
+    if architecture.routed and architecture.routed.in_block(layer):
+        return MoELayer(architecture)
+    return DEMixLayer(architecture, experts)
+
+
+class Experts(nn.Module):
+    """Feedforwards whose weights are stacked: `up` [E, F, D] and `down` [E, D, F], with biases [E, F] and [E, D].
+
+    A gated feedforward has an `up` of [E, 2F, D], the rows of the units that the activation takes first.
     """
 
     up: nn.Parameter
@@ -41,25 +53,94 @@ class RoutedLayer(nn.Module):
     down: nn.Parameter
     down_bias: nn.Parameter | None
 
-    def __init__(
-        self,
-        routed: Routed,
-        width: int,
-        activation: str = "gelu",
-        *,
-        inner: int | None = None,
-        gated: bool = False,
-        biased: bool = True,
-    ):
+    def __init__(self, architecture: Architecture, axes: tuple[int, ...]):
+        """`axes` are the sizes of the first axes of the weights, whose product is E."""
         super().__init__()
-        self.routed, experts = routed, routed.experts
-        self.sums_to_one = routed.top_k > 1 and routed.renormalise
-        self.activation, self.gated, inner = activation, gated, inner or 4 * width
-        self.router = nn.Parameter(torch.empty(1, experts, width))
-        for name, parameter in feedforward_parameters((1, experts), width, inner, gated, biased).items():
-            self.register_parameter(name, parameter)
+        self.activation, self.gated = architecture.activation, architecture.gated
+        width, inner, biased = architecture.width, architecture.inner_width, architecture.biases == "all"
+        rows = inner * (architecture.maps - 1)
+        # Files keep this order.
+        shapes = {"up": (rows, width), "up_bias": (rows,), "down": (width, inner), "down_bias": (width,)}
+        for name, shape in shapes.items():
+            exists = biased or not name.endswith("bias")
+            self.register_parameter(name, nn.Parameter(torch.empty(*axes, *shape)) if exists else None)
 
-    def forward(self, x: Tensor, auxiliary: list[Auxiliary] | None = None) -> Tensor:
+    def by_rows(self, x: Tensor, ends: Tensor | None = None) -> Tensor:
+        """The outputs [N, D] for rows `x` [N, D] in the order of their experts; `ends` as in `_expert_linear`."""
+        inner = self._activated(_expert_linear(x, *_stack(self.up, self.up_bias), ends))
+        mapped: Tensor = _expert_linear(inner, *_stack(self.down, self.down_bias), ends)
+        return mapped
+
+    def _activated(self, inner: Tensor) -> Tensor:
+        """What `down` reads [..., F] of what `up` gives, `inner` [..., F], or [..., 2F] where the layer is gated.
+
+        The first F units then are activated and multiply the others. Without gradients `inner` may be overwritten.
+        """
+        first, others = inner.chunk(2, -1) if self.gated else (inner, None)
+        in_place = not torch.is_grad_enabled()
+        if self.activation in _APPROXIMATE:
+            gelu = torch.ops.aten.gelu_ if in_place else F.gelu
+            first = gelu(first, approximate=_APPROXIMATE[self.activation])
+        elif self.activation == "silu":
+            first = F.silu(first, inplace=in_place)
+        else:
+            first = F.relu(first, inplace=in_place)
+            if self.activation == "relu2":
+                first = first.square_() if in_place else first.square()
+        if others is None:
+            return first
+        return first.mul_(others) if in_place else first * others
+
+
+class DEMixLayer(Experts):
+    """One feedforward per expert (paper, section 3.2). The first axis of the input chooses the expert (Eq. 3)."""
+
+    def __init__(self, architecture: Architecture, experts: int):
+        super().__init__(architecture, (experts,))
+
+    def forward(self, x: Tensor, auxiliary: list[RouterLoss] | None = None) -> Tensor:
+        """Map `x` [E, B, T, D] to [E, B, T, D]. Every expert gets an `x` of [1, B, T, D].
+
+        The layer adds nothing to `auxiliary`: the domain chooses the expert, so there is no router to train.
+        """
+        E, (_, B, T, D) = len(self.up), x.shape
+        if not torch.is_grad_enabled():
+            return self._without_gradients(x.flatten(1, 2)).view(E, B, T, D)
+        return self.by_rows(x.expand(E, B, T, D).reshape(E * B * T, D)).view(E, B, T, D)
+
+    def _without_gradients(self, x: Tensor) -> Tensor:
+        """Map `x` [E or 1, N, D] to [E, N, D], some rows of one expert at a time, whose inner states stay in the cache.
+
+        To allocate the inner states of all experts takes as long as to fill them.
+        """
+        E, (_, N, D) = len(self.up), x.shape
+        output, rows = x.new_empty(E, N, D), ROWS_AT_ONCE if x.device.type == "cpu" else max(1, N)
+        space = x.new_empty(min(rows, N), self.up.shape[1])
+        for e in range(E):
+            up, down = (weight[e].to(x.dtype).T for weight in (self.up, self.down))
+            biases = [None if bias is None else bias[e].to(x.dtype) for bias in (self.up_bias, self.down_bias)]
+            for first in range(0, N, rows):
+                some = x[e if len(x) > 1 else 0, first : first + rows]
+                inner = self._activated(_write_linear(some, up, biases[0], space[: len(some)]))
+                _write_linear(inner, down, biases[1], output[e, first : first + rows])
+        return output
+
+
+class MoELayer(Experts):
+    """Feedforwards of which a router chooses `top_k` for each token.
+
+    Switch (Fedus et al. 2022) and GShard's top-2 (Lepikhin et al. 2021). The weights of all experts are stacked below
+    the axis of the model's one expert: `up` [1, E, F, D], `down` [1, E, D, F], `router` [1, E, D].
+    """
+
+    def __init__(self, architecture: Architecture):
+        routed = architecture.routed
+        assert routed is not None
+        super().__init__(architecture, (1, routed.experts))
+        self.routed, self.sums_to_one = routed, routed.top_k > 1 and routed.renormalise
+        self.router = nn.Parameter(torch.empty(1, routed.experts, architecture.width))
+
+    def forward(self, x: Tensor, auxiliary: list[RouterLoss] | None = None) -> Tensor:
         """Map `x` [1, B, T, D] to [1, B, T, D]; 0 for a token of which no expert takes a choice.
 
         With `auxiliary` this is a training pass: experts have a capacity, and the loss of balance is added to the list.
@@ -70,12 +151,12 @@ class RoutedLayer(nn.Module):
         scores, gates, chosen = self.choices(x.squeeze(0))
         if auxiliary is not None:
             kept = within_capacity(chosen, self.routed.experts, self.routed.places(T))
-            auxiliary.append(_auxiliary(scores, chosen, kept, self.routed.balance))
+            auxiliary.append(_router_loss(scores, chosen, kept, self.routed.balance))
             gates, chosen = gates * kept, torch.where(kept, chosen, self.routed.experts)
         if self.sums_to_one:
             total = gates.sum(-1, keepdim=True)
             gates = gates / total.masked_fill(total == 0, 1)
-        return self._experts(x.reshape(B * T, D), gates.flatten(0, 1), chosen.flatten(0, 1)).view(1, B, T, D)
+        return self._mixed(x.reshape(B * T, D), gates.flatten(0, 1), chosen.flatten(0, 1)).view(1, B, T, D)
 
     def choose(self, top_k: int) -> None:
         """Let tokens choose `top_k` experts from now on. The gates of a token sum to 1 where they did before."""
@@ -90,7 +171,7 @@ class RoutedLayer(nn.Module):
         gates, chosen = scores.topk(self.routed.top_k, dim=-1)
         return scores, gates, chosen
 
-    def _experts(self, x: Tensor, gates: Tensor, numbers: Tensor) -> Tensor:
+    def _mixed(self, x: Tensor, gates: Tensor, numbers: Tensor) -> Tensor:
         """The sum of each token's experts by their gates [N, k], for tokens `x` [N, D] and experts' numbers [N, k].
 
         A choice with the number E is dropped.
@@ -101,11 +182,13 @@ class RoutedLayer(nn.Module):
         place = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
         ends = F.one_hot(rows, experts + 1)[:, :experts].sum(0).cumsum(0)
         taken: Callable[[Tensor, Tensor, Tensor, int], Tensor] = _Rows.apply
-        up_bias, down_bias = (None if bias is None else bias.squeeze(0) for bias in (self.up_bias, self.down_bias))
-        inner = _expert_linear(taken(x, order, place, k), self.up.squeeze(0), up_bias, ends)
-        inner = activated(inner, self.activation, self.gated)
-        out = taken(_expert_linear(inner, self.down.squeeze(0), down_bias, ends), place, order, 1)
+        out = taken(self.by_rows(taken(x, order, place, k), ends), place, order, 1)
         return (out.view(-1, k, x.shape[-1]) * gates[..., None].to(x.dtype)).sum(1)
+
+
+def _stack(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """A weight [E, out, in] and a bias [E, out] of E experts, whose axis may be two in the parameters."""
+    return weight.flatten(0, -3), None if bias is None else bias.flatten(0, -2)
 
 
 class _Rows(torch.autograd.Function):
@@ -128,18 +211,40 @@ class _Rows(torch.autograd.Function):
         return rows.view(-1, ctx.k, rows.shape[-1]).sum(1) if ctx.k > 1 else rows, None, None, None
 
 
-def _empty_output(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+def _operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make the decorated function of tensors, which changes none of its inputs, the operator `demix::<name>`.
+
+    The compiler takes it as a whole: it can follow no loop over segments whose lengths it cannot know, and it copies a
+    tensor whenever a part of it is written. `fake` returns empty tensors of the shapes and types that the function
+    returns. `torch.library.custom_op` does the same, but it imports torch's compiler at the first call, which takes
+    over a second of the start of each training.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        called = f"demix::{name}"
+        torch.library.define(called, torch.library.infer_schema(function, mutates_args=()))
+        torch.library.impl(called, "default")(function)
+        torch.library.register_fake(called, fake)
+        operator: Callable[..., Any] = getattr(torch.ops.demix, name).default
+        return operator
+
+    return register
+
+
+def _empty_output(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
     return x.new_empty(len(x), weight.shape[1])
 
 
-# Operators of our own, because the compiler takes no loop over segments whose lengths it cannot know.
-@operator("expert_linear", _empty_output)
-def _expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+@_operator("expert_linear", _empty_output)
+def _expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
     """The rows of `x` [N, in] by their experts' `weight` [E, out, in] and `bias` [E, out] or none: [N, out].
 
-    Rows of expert e end at ends[e]. Behind those of the last expert stand dropped rows, whose output is 0.
+    Rows of expert e end at ends[e], those of E experts with as many rows each where `ends` is None. Behind those of the
+    last expert stand dropped rows, whose output is 0. The code loops over experts, because torch.bmm is slower on a CPU
+    from 128 rows an expert. Each expert's output and gradients are written to their place in one tensor, and its weight
+    is cast when it is used, so that no cast copy of all weights exists.
     """
-    if _in_one_product(x, weight):
+    if ends is not None and _in_one_product(x, weight):
         out = F.grouped_mm(x, weight.to(x.dtype).transpose(1, 2), offs=ends.to(torch.int32))
         expert = _expert_of_rows(ends, len(x))
         if bias is not None:
@@ -147,23 +252,26 @@ def _expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor)
         # The product leaves what was in memory in the dropped rows.
         return out.masked_fill_((expert == len(weight))[:, None], 0)
     out = x.new_empty(len(x), weight.shape[1])
-    for e, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
+    for e, (start, end) in enumerate(pairwise(_bounds(ends, x, weight))):
         # What is computed too much belongs to later experts, who overwrite it.
         more = start + _usual_length(end - start, x)
-        mapped(x[start:more], weight[e].to(x.dtype).T, None if bias is None else bias[e].to(x.dtype), out[start:more])
+        to_type = None if bias is None else bias[e].to(x.dtype)
+        _write_linear(x[start:more], weight[e].to(x.dtype).T, to_type, out[start:more])
     out[end:] = 0
     return out
 
 
-def _empty_gradients(incoming: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_gradients(incoming: Tensor, x: Tensor, weight: Tensor, ends: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(weight), weight.new_empty(weight.shape[:2])
 
 
-@operator("expert_linear_backward", _empty_gradients)
-def _expert_linear_backward(incoming: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+@_operator("expert_linear_backward", _empty_gradients)
+def _expert_linear_backward(
+    incoming: Tensor, x: Tensor, weight: Tensor, ends: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `_expert_linear` for `x`, `weight` and a bias. Dropped rows have and give none."""
     incoming = incoming.contiguous()
-    if _in_one_product(x, weight):
+    if ends is not None and _in_one_product(x, weight):
         offs, expert = ends.to(torch.int32), _expert_of_rows(ends, len(x))
         for_x = F.grouped_mm(incoming, weight.to(x.dtype), offs=offs).masked_fill_((expert == len(weight))[:, None], 0)
         for_weight = F.grouped_mm(incoming.T, x, offs=offs)
@@ -174,7 +282,7 @@ def _expert_linear_backward(incoming: Tensor, x: Tensor, weight: Tensor, ends: T
         return for_x, for_weight.to(weight.dtype), for_bias.to(weight.dtype)
     for_x, for_weight = torch.empty_like(x), torch.empty_like(weight)
     for_bias = weight.new_empty(weight.shape[:2])
-    for e, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
+    for e, (start, end) in enumerate(pairwise(_bounds(ends, x, weight))):
         more, part = start + _usual_length(end - start, x), incoming[start:end]
         torch.mm(incoming[start:more], weight[e].to(x.dtype), out=for_x[start:more])
         if weight.dtype == x.dtype:
@@ -199,6 +307,18 @@ def _gradients(ctx: Any, incoming: Tensor) -> tuple[Tensor, Tensor, Tensor | Non
 
 
 torch.library.register_autograd("demix::expert_linear", _gradients, setup_context=_keep)
+
+
+def _write_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """Write the linear map of `x` [N, in] by `weight` [in, out] and `bias` [out] to `out` [N, out]; returns `out`."""
+    return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
+
+
+def _bounds(ends: Tensor | None, x: Tensor, weight: Tensor) -> list[int]:
+    """Where the rows of each expert begin, and where those of the last one end [E + 1]."""
+    if ends is None:
+        return [len(x) // len(weight) * e for e in range(len(weight) + 1)]
+    return [0, *ends.tolist()]
 
 
 def _in_one_product(x: Tensor, weight: Tensor) -> bool:
@@ -266,10 +386,10 @@ def router_metrics(counts: list[float]) -> dict[str, float]:
     return told | named
 
 
-def _auxiliary(scores: Tensor, chosen: Tensor, kept: Tensor, weight: float) -> Auxiliary:
+def _router_loss(scores: Tensor, chosen: Tensor, kept: Tensor, weight: float) -> RouterLoss:
     losses, still = balance_losses(scores, chosen[..., 0]), scores.detach().double()
     entropy = -torch.xlogy(still, still).sum()
     tokens = torch.full_like(entropy, kept.shape[0] * kept.shape[1])
     balance, dropped = losses.detach().double().sum() * kept.shape[1], (~kept).sum().double()
     loads = F.one_hot(chosen, scores.shape[-1]).sum((0, 1, 2)).double()
-    return Auxiliary(weight * losses[None], torch.cat([torch.stack([tokens, entropy, balance, dropped]), loads]))
+    return RouterLoss(weight * losses[None], torch.cat([torch.stack([tokens, entropy, balance, dropped]), loads]))

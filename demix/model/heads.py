@@ -1,12 +1,19 @@
-"""Log-probabilities of targets in a large vocabulary: never more than a chunk of the [tokens x vocabulary] logits."""
+"""What scores the vocabulary: the heads, and the log-probabilities of targets.
+
+Axes: N tokens, D width, V vocabulary. A head gives states [N, D] and a weight [V, D] whose products are the logits, of
+which never more than a chunk of [N, V] exists.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from demix.config.architecture import Architecture
+from demix.model.transformer import Linear, Transformer, norm_of
 
 # How many rows of logits over the vocabulary exist at once. Few rows are fastest on a CPU; a GPU needs more.
 ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
@@ -14,6 +21,88 @@ ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
 ALIGNED = 64
 # Of how many logits in these rows a CPU takes the softmax at once: as many as fit into its cache.
 NORMALISED_AT_ONCE = 1 << 20
+
+
+class LanguageModel(Transformer):
+    """A transformer with an embedding of tokens and a head."""
+
+    # Those of some heads.
+    output_embedding: nn.Parameter
+    logit_scale: nn.Parameter
+    output_bias: nn.Parameter
+    head_map: Linear
+    head_norm: nn.Module
+
+    def __init__(self, architecture: Architecture, vocab_size: int, experts: int):
+        super().__init__(architecture, experts)
+        self.architecture, self.vocab_size = architecture, vocab_size
+        self.token_embedding = nn.Parameter(torch.empty(vocab_size, architecture.width))
+        self.head = HEADS[architecture.head](self)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Unnormalised log-probabilities [..., V] of the token after each state of `hidden` [..., D], in its type."""
+        states, weight = self.head(self, hidden)
+        return states @ weight.T.to(hidden.dtype)
+
+    def log_probabilities(self, hidden: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+        """log p(target) in nats, at least fp32, for `hidden` [E, B, T, D] and `targets` [E or 1, B, T]: [E, B, T].
+
+        The gradients of what is returned are those of log p - z_loss·log²Z, where Z is the sum of exp of the logits.
+        At most `ROWS_AT_ONCE` rows of the [tokens x vocabulary] logits exist at a time, in forward and in backward.
+        """
+        E, B, T, D = hidden.shape
+        states, weight = self.head(self, hidden.reshape(-1, D))
+        wanted = targets.expand(E, B, T).reshape(-1)
+        return target_log_probabilities(states, weight, wanted, z_loss).view(E, B, T)
+
+
+class Tied:
+    """The token embedding scores the vocabulary."""
+
+    def __init__(self, model: LanguageModel):
+        """Add the parameters of the head to `model`."""
+
+    def __call__(self, model: LanguageModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """States like `hidden` [..., D] and a weight [V, D] whose products are the logits; D + 1 with a bias."""
+        return hidden, model.token_embedding
+
+
+class Untied(Tied):
+    """An embedding of its own, `output_embedding`, scores the vocabulary."""
+
+    def __init__(self, model: LanguageModel):
+        model.output_embedding = nn.Parameter(torch.empty_like(model.token_embedding))
+
+    def __call__(self, model: LanguageModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden, model.output_embedding
+
+
+class Clap(Tied):
+    """The token embedding with rows of length 1, times the learned `logit_scale` (the fairseq fork of EIFY)."""
+
+    def __init__(self, model: LanguageModel):
+        model.logit_scale = nn.Parameter(torch.empty(1))
+
+    def __call__(self, model: LanguageModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return (hidden * model.logit_scale).to(hidden.dtype), F.normalize(model.token_embedding, dim=-1)
+
+
+class Roberta(Tied):
+    """A linear map, GELU and a norm, then the token embedding and `output_bias` (Liu et al. 2019, RobertaLMHead)."""
+
+    def __init__(self, model: LanguageModel):
+        width = model.architecture.width
+        model.head_map, model.head_norm = Linear(width, width), norm_of(model.architecture)
+        model.output_bias = nn.Parameter(torch.empty(model.vocab_size))
+
+    def __call__(self, model: LanguageModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        states = model.head_norm(F.gelu(model.head_map(hidden)))
+        # A further unit, which is always 1, gives each logit its bias.
+        with_one = torch.cat([states, states.new_ones(*states.shape[:-1], 1)], dim=-1)
+        return with_one, torch.cat([model.token_embedding, model.output_bias[:, None]], dim=1)
+
+
+HEADS = {"tied": Tied, "untied": Untied, "clap": Clap, "roberta": Roberta}
 
 
 def target_log_probabilities(states: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:

@@ -1,0 +1,375 @@
+"""The blocks of a transformer: attention, a feedforward and their norms, below an embedding and a head.
+
+Axes: E experts, B sequences of one expert, T positions, D width, H heads of queries, K of keys and of values, U units
+of a head. Parameters are stored in fp32 (or fp64) and cast to the type of the activations where they are used.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from demix.config.architecture import Architecture
+from demix.files import seed_for
+from demix.model.moe import RouterLoss, feedforward
+from demix.model.positions import CosSin
+
+# Up to so many positions a CPU trains in bf16 by whole matrices of scores. Torch's own kernel, which holds a part of
+# them at a time, takes twice as long for 256.
+WHOLE_POSITIONS = 512
+# Not more scores than these exist at once, 256 MB in each layer with their softmax.
+WHOLE_SCORES = 1 << 26
+# What `Dropout.masks` returns.
+Masks = tuple[Tensor, float]
+
+
+class Linear(nn.Linear):
+    """A linear map, computed in the type of what it reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class LayerNorm(nn.LayerNorm):
+    """The norm of Ba et al. 2016, computed in the type of what it reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """The norm of Zhang and Sennrich 2019, computed in the type of what it reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype)
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
+            return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        on_cpu: Callable[[Tensor, Tensor, float], Tensor] = _RMSNorm.apply
+        return on_cpu(x, weight, self.eps or torch.finfo(x.dtype).eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """x·w / sqrt(mean(x²) + ε) for `x` [..., D] and `weight` [D], which torch has no kernel for on a CPU.
+
+    The mean is exact to fp32. With y = x·s, s = 1/sqrt(mean(x²) + ε) and incoming g the gradients are
+    s·(g·w - y·mean(g·w·y)) for x and the sum of g·y for w.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact)
+        scale = (length.square() / x.shape[-1] + epsilon).rsqrt()
+        ctx.save_for_backward(x, weight, scale)
+        normed: Tensor = (x * scale.to(x.dtype)).mul_(weight)
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        product = (incoming * x).view(-1, x.shape[-1])
+        for_weight = scale.to(x.dtype).view(1, -1) @ product
+        mean = (product @ weight).view(scale.shape) * scale**3 / x.shape[-1]
+        for_x = (incoming * weight).mul_(scale.to(x.dtype)).addcmul_(x, mean.to(x.dtype), value=-1)
+        return for_x, for_weight[0], None
+
+
+def norm_of(options: Architecture) -> LayerNorm | RMSNorm:
+    """The norm of states [..., D] that an architecture has."""
+    return (RMSNorm if options.norm == "rms" else LayerNorm)(options.width, options.epsilon)
+
+
+class HeadNorm(RMSNorm):
+    """The RMSNorm of queries or keys [N, T, heads, U], over each head or over all heads, as the norm is wide."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        (units,) = self.normalized_shape
+        return super().forward(x.reshape(*x.shape[:2], x.shape[2:].numel() // units, units)).view_as(x)
+
+
+class KeyValues:
+    """The key-value cache of one layer, so that decoding computes each position once.
+
+    `keys` and `values` are [E * B, K, positions, U]. The first `seen` positions are filled. In the first layer E
+    is 1, because all experts have the same inputs there, and `documents` [1, B, seen] has the numbers of the positions'
+    documents where attention stays within these.
+    """
+
+    def __init__(self, positions: int):
+        self.positions, self.seen = positions, 0
+        self.documents: Tensor | None = None
+
+    def extended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add `keys` and `values` [E * B, K, T, U] of T new positions; returns those of all positions so far."""
+        if self.seen == 0:
+            shape = (*keys.shape[:2], self.positions, keys.shape[3])
+            self.keys, self.values = keys.new_empty(shape), values.new_empty(shape)
+        start, self.seen = self.seen, self.seen + keys.shape[2]
+        self.keys[:, :, start : self.seen] = keys
+        self.values[:, :, start : self.seen] = values
+        return self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
+
+    def of(self, sequences: Tensor, count: int, positions: int | None = None) -> "KeyValues":
+        """A copy for other sequences, each with the past of one of these: `sequences` [R] are numbers below `count` B.
+
+        A sequence may be there several times. The copy has room for `positions`, by default for as many as this one.
+        """
+        other = KeyValues(positions or self.positions)
+        filled = (cached[:, :, : self.seen] for cached in (self.keys, self.values))
+        other.extended(*(part.view(-1, count, *part.shape[1:])[:, sequences].flatten(0, 1) for part in filled))
+        other.documents = None if self.documents is None else self.documents[:, sequences]
+        return other
+
+
+class Attention(nn.Module):
+    """Self-attention, shared by all experts; each of the K heads of keys and values serves H / K heads of queries."""
+
+    def __init__(self, options: Architecture):
+        super().__init__()
+        self.heads, self.key_heads, self.head_dim = options.heads, options.key_value_heads, options.unit
+        self.causal = options.attention != "bidirectional"
+        rows = (self.heads + 2 * self.key_heads) * self.head_dim
+        self.qkv = Linear(options.width, rows, options.biases != "none")
+        self.out = Linear(self.heads * self.head_dim, options.width, options.biases == "all")
+        self.q_norm, self.k_norm = (_query_norm(options, heads) for heads in (self.heads, self.key_heads))
+
+    def forward(
+        self, x: Tensor, bias: Tensor | None = None, past: KeyValues | None = None, cos_sin: CosSin | None = None
+    ) -> Tensor:
+        """Map `x` [E, B, T, D] to [E, B, T, D]. With `past`, `x` follows the cached positions and is added to them.
+
+        `bias` and `cos_sin` come from `Positions`, for the same T and what was in `past` before.
+        """
+        E, B, T, _ = x.shape
+        if bias is not None and bias.dim() == 5:
+            bias = bias.expand(E, *bias.shape[1:]).flatten(0, 1)
+        qkv = self.qkv(x).view(E * B, T, self.heads + 2 * self.key_heads, self.head_dim)
+        q, k, v = torch.split(qkv, [self.heads, self.key_heads, self.key_heads], 2)  # [E*B, T, H or K, U]
+        q, k = self.q_norm(q), self.k_norm(k)
+        if cos_sin is not None:
+            q, k = rotated(q, cos_sin), rotated(k, cos_sin)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [E*B, H or K, T, U]
+        # Without a bias, a new position that stands alone attends to all before it.
+        causal = self.causal and bias is None and not (past and past.seen)
+        if past:
+            k, v = past.extended(k, v)
+        mixed = attend(q, k, v, bias, causal)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(E, B, T, self.heads * self.head_dim))
+        return out
+
+
+def _query_norm(options: Architecture, heads: int) -> nn.Module:
+    """The norm of queries, or of keys, of so many heads."""
+    together = {"none": 0, "head": 1, "all": heads}[options.query_norm]
+    return HeadNorm(together * options.unit, options.epsilon) if together else nn.Identity()
+
+
+def rotated(x: Tensor, by: CosSin) -> Tensor:
+    """`x` [N, T, heads, U] whose first units are rotated: unit n and unit n + pairs make a pair."""
+    cos, sin = (part[:, None] for part in by)  # [T, 1, pairs]
+    if torch.compiler.is_compiling():
+        return _turned(x, cos, sin)
+    turn: Callable[[Tensor, Tensor, Tensor], Tensor] = _Rotation.apply
+    return turn(x, cos, sin)
+
+
+class _Rotation(torch.autograd.Function):
+    """`_turned`, whose gradient is turned back; autograd would keep and add up four parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned_without_cat(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned_without_cat(incoming, cos, -sin), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    pairs = cos.shape[-1]
+    first, second, rest = torch.split(x, [pairs, pairs, x.shape[-1] - 2 * pairs], -1)
+    turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
+    return torch.cat([*turned, rest], -1)
+
+
+def _turned_without_cat(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same bits as `_turned` without its `cat`, a fifth of its time on a CPU; no autograd through it."""
+    pairs, turned = cos.shape[-1], torch.empty_like(x, memory_format=torch.contiguous_format)
+    first, second, rest = torch.split(x, [pairs, pairs, x.shape[-1] - 2 * pairs], -1)
+    parts = torch.split(turned, [pairs, pairs, rest.shape[-1]], -1)
+    torch.mul(first, cos, out=parts[0]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=parts[1]).addcmul_(first, sin)
+    parts[2].copy_(rest)
+    return turned
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+    """Attention of queries [N, H, T, U] to keys and values [N, K, T or more, U]: [N, H, T, U].
+
+    `causal` is only for a `bias` of None.
+    """
+    T, grouped = q.shape[2], k.shape[1] < q.shape[1]
+    trained = torch.is_grad_enabled() and q.device.type == "cpu" and q.dtype == torch.bfloat16
+    if not trained or T > WHOLE_POSITIONS or q.shape[0] * q.shape[1] * T * T > WHOLE_SCORES:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=grouped)
+    k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+    return attend_whole(q, k, v, bias, causal)
+
+
+def attend_whole(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+    """What `F.scaled_dot_product_attention` returns for `q`, `k`, `v` [N, H, T, U], by products of whole matrices.
+
+    Scores are rounded to the type of `q`, and so are the weights of positions.
+    """
+    N, H, T, U = q.shape
+    if bias is None:
+        bias = q.new_full((T, T), -torch.inf).triu(1) if causal else q.new_zeros(T, T)
+    else:
+        if bias.dtype == torch.bool:
+            bias = q.new_zeros(bias.shape).masked_fill_(~bias, -torch.inf)
+        bias = bias.expand(N, H, T, T).flatten(0, 1)
+    scores = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=U**-0.5)  # [N*H, T, T]
+    return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view(N, H, T, U)
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Drops the share `rate` of the units that attention and feedforward of each block add, at each position anew.
+
+    These are the places of OPT's dropout (`OPTDecoderLayer` of transformers): after the last map of attention, and
+    after that of the feedforward. The weights of positions and the embeddings stay whole. `seeds`, E lists of B
+    numbers, has one for each sequence of a training pass. The masks of a sequence follow from its number and the layer:
+    from no rank, no other sequence and no earlier pass.
+    """
+
+    rate: float
+    seeds: Sequence[Sequence[int]]
+
+    def masks(self, layer: int, x: Tensor) -> Masks:
+        """What block `layer` keeps of attention, then of the feedforward, bool [2, E, B, T, D] for `x` [E, B, T, D].
+
+        With it the factor 1 / (1 - rate) of what is kept, so that means stay as they are.
+        """
+        kept = torch.empty(2, *x.shape, dtype=torch.bool, device=x.device)
+        for e, seeds in enumerate(self.seeds):
+            for b, seed in enumerate(seeds):
+                generator = torch.Generator(x.device).manual_seed(seed_for(seed, layer))
+                drawn = torch.rand(2, *x.shape[2:], generator=generator, device=x.device)
+                torch.ge(drawn, self.rate, out=kept[:, e, b])
+        return kept, 1 / (1 - self.rate)
+
+
+def apply_dropout(x: Tensor, masks: Masks | None, place: int) -> Tensor:
+    """`x` [E, B, T, D] with the mask of `place` (0: attention, 1: the feedforward), or as it is without masks."""
+    if masks is None:
+        return x
+    kept, factor = masks
+    return x * kept[place] * factor
+
+
+class Block(nn.Module):
+    """A transformer block: attention and a feedforward, each with a norm and a residual connection."""
+
+    def __init__(self, architecture: Architecture, layer: int, experts: int):
+        super().__init__()
+        self.parallel = architecture.residual == "parallel"
+        self.attention_norm = norm_of(architecture)
+        self.attention = Attention(architecture)
+        self.feedforward_norm = norm_of(architecture)
+        self.feedforward = feedforward(architecture, layer, experts)
+        self._norms = tuple(_slots(architecture, norm) for norm in (self.attention_norm, self.feedforward_norm))
+
+    def forward(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        past: KeyValues | None = None,
+        auxiliary: list[RouterLoss] | None = None,
+        cos_sin: CosSin | None = None,
+        masks: Masks | None = None,
+    ) -> Tensor:
+        """Map `x` [E or 1, B, T, D] to [E, B, T, D].
+
+        `bias` and `cos_sin` come from `Positions` and `masks` from `Dropout.masks`; the others are as in `GPT.forward`.
+        """
+        (before, after, post), (before_2, after_2, post_2) = self._norms
+        attended = after(self.attention(before(x), bias, past, cos_sin))
+        h = post(x + apply_dropout(attended, masks, 0))  # [E or 1, B, T, D]
+        mapped = after_2(self.feedforward(before_2(x if self.parallel else h), auxiliary))
+        out: Tensor = post_2(h + apply_dropout(mapped, masks, 1))  # [E, B, T, D]
+        return out
+
+
+def _slots(architecture: Architecture, norm: nn.Module) -> tuple[nn.Module, ...]:
+    """What maps the input of a sublayer, its output, and the residual sum: `norm` in one place, else nothing changes.
+
+    Pre-norm (`before`: GPT-2, Llama), after the sublayer (`after`: OLMo 2), post-norm (`post`: BERT).
+    """
+    return tuple(norm if architecture.norm_place == place else nn.Identity() for place in ("before", "after", "post"))
+
+
+class Transformer(nn.Module):
+    """The blocks of a model and the norm after them, without embedding and head."""
+
+    def __init__(self, architecture: Architecture, experts: int):
+        super().__init__()
+        # The training loop sets this: backward then recomputes a block's activations, which saves memory.
+        self.checkpoint_activations = False
+        self.blocks = nn.ModuleList(Block(architecture, layer, experts) for layer in range(architecture.layers))
+        self.final_norm = nn.Identity() if architecture.norm_place == "post" else norm_of(architecture)
+
+    def through_blocks(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        cos_sin: CosSin | None,
+        past: list[KeyValues] | None,
+        auxiliary: list[RouterLoss] | None,
+        dropout: Dropout | None,
+    ) -> Tensor:
+        """Map the embeddings `x` [E or 1, B, T, D] to final states [E, B, T, D], with arguments as in `Block.forward`.
+
+        All layers share one `bias` and one `cos_sin`: they have seen the same positions before.
+        """
+        for layer, block in enumerate(self.blocks):
+            # A compiled block would be compiled again for each length of a list that all blocks append to.
+            own: list[RouterLoss] | None = None if auxiliary is None else []
+            if torch.is_grad_enabled():
+                given, again = (block, x, bias, own, cos_sin, dropout, layer), self.checkpoint_activations
+                x = checkpoint(_in_training, *given, use_reentrant=False) if again else _in_training(*given)
+            else:
+                # Evaluation has many shapes, and the compiled block would be compiled again for each.
+                x = block.forward(x, bias, past[layer] if past else None, own, cos_sin)
+            if auxiliary is not None and own:
+                auxiliary += own
+        normed: Tensor = self.final_norm(x)
+        return normed
+
+    def compile_blocks(self) -> None:
+        """Compile each block on its own for training: compilation time does not grow with the number of blocks."""
+        for block in self.blocks:
+            block.compile(dynamic=False)
+
+
+def _in_training(
+    block: nn.Module,
+    x: Tensor,
+    bias: Tensor | None,
+    auxiliary: list[RouterLoss] | None,
+    cos_sin: CosSin | None,
+    dropout: Dropout | None,
+    layer: int,
+) -> Tensor:
+    """What the block number `layer` maps `x` to in a training pass. A recomputed pass draws the same masks again."""
+    masks = None if dropout is None else dropout.masks(layer, x)
+    mapped: Tensor = block(x, bias, None, auxiliary, cos_sin, masks)
+    return mapped
