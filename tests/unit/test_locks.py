@@ -75,14 +75,6 @@ def test_where_nothing_can_be_locked_or_written_the_work_goes_on(
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
 
 
-def test_a_lock_is_free_once_its_work_has_failed(tmp_path: Path) -> None:
-    # The traceback that `failed` keeps holds all that stood in the frames.
-    with pytest.raises(KeyError) as failed, exclusive(tmp_path / "lock", "trains this run"):
-        raise KeyError
-    with exclusive(tmp_path / "lock", "trains this run"):
-        assert failed.tb
-
-
 @pytest.mark.parametrize("directory", [False, True])
 def test_a_file_is_on_disk_before_it_has_its_name_and_the_name_is_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: bool
