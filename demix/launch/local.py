@@ -1,26 +1,26 @@
 """Launching a training: in this process, in several processes of this machine, or in a SLURM job."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from queue import Empty, Queue
-from tempfile import TemporaryDirectory
+from queue import Queue
+from typing import TYPE_CHECKING
 
 from demix.errors import DemixError
 from demix.launch.job import Cluster, Places, TrainingJob
-from demix.launch.notes import Failure, first_failure, noting
+from demix.launch.notes import Failure, first_failure, key_of_failure
 from demix.launch.parents import when_ended
 from demix.launch.slurm import collect, is_finished, remove_finished, run
 from demix.settings import settings_from
 
-# After one rank has failed, the other ranks have this many seconds to end by themselves.
-GRACE = 10.0
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
 def launched(
@@ -108,12 +108,10 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> None:
     processes: list[subprocess.Popen[bytes]] = []
     ended: Queue[int] = Queue()
     try:
-        # The ranks' notes of errors belong to this start alone, while logs are appended to those of earlier starts.
-        with TemporaryDirectory(dir=logs, prefix=".failed.") as notes, _forwarding_signals(processes):
+        with _forwarding_signals(processes):
             for rank in range(ranks):
                 environment = {
-                    "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks,
-                    "DEMIX_NOTES": notes, "DEMIX_LAUNCHER": os.getpid(),
+                    "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "DEMIX_LAUNCHER": os.getpid(),
                     # The ranks meet at the store above, because a port that is free now may be taken later.
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True",
                 }  # fmt: skip
@@ -128,7 +126,7 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> None:
                     )
                 processes.append(process)
                 threading.Thread(target=_wait, args=(rank, process, ended), daemon=True).start()
-            _watch(processes, ended, Path(notes), logs)
+            _watch(processes, ended, store, logs)
     finally:
         for process in processes:
             if process.poll() is None:
@@ -141,37 +139,23 @@ def _wait(rank: int, process: subprocess.Popen[bytes], ended: "Queue[int]") -> N
     ended.put(rank)
 
 
-def _watch(processes: list[subprocess.Popen[bytes]], ended: "Queue[int]", notes: Path, logs: Path) -> None:
-    running = set(range(len(processes)))
-    while running:
-        rank = ended.get()
-        running.discard(rank)
-        if processes[rank].returncode:
-            # A failure cuts the connections of the other ranks, whose errors are therefore not the cause.
-            deadline = time.monotonic() + GRACE
-            failed = [rank]
-            while running and (wait := deadline - time.monotonic()) > 0:
-                try:
-                    failed.append(ended.get(timeout=wait))
-                except Empty:
-                    break
-                running.discard(failed[-1])
-            raise _failure(processes, failed, notes, logs)
+def _watch(processes: list[subprocess.Popen[bytes]], ended: "Queue[int]", store: "TCPStore", logs: Path) -> None:
+    for _ in processes:
+        if processes[rank := ended.get()].returncode:
+            raise _failure(processes, rank, store, logs)
 
 
-def _failure(processes: list[subprocess.Popen[bytes]], failed: list[int], notes: Path, logs: Path) -> DemixError:
-    """The error of the ranks in `failed`, which are in the order in which they ended."""
+def _failure(processes: list[subprocess.Popen[bytes]], rank: int, store: "TCPStore", logs: Path) -> DemixError:
+    """The error of the ranks, of which `rank` ended first."""
     cure = "mend the cause and rerun: training goes on from the last checkpoint"
-    killed = [
-        Failure(rank, "", signal.Signals(-processes[rank].returncode).name, killed=True)
-        for rank in failed
-        if processes[rank].returncode < 0
-    ]
-    first = first_failure(notes, killed)
+    status, key = processes[rank].returncode, key_of_failure()
+    noted = [Failure(**json.loads(store.get(key)))] if store.check([key]) else []
+    killed = [Failure(rank, "", signal.Signals(-status).name, killed=True)] if status < 0 else []
+    first = first_failure(noted, killed)
     if first is None:
-        rank = next(rank for rank in failed if processes[rank].returncode)
-        cause = f"ended with status {processes[rank].returncode}"
-        return DemixError(f"rank {rank} of {len(processes)}", cause, f"see {_log(logs, rank)}; {cure}")
+        return DemixError(
+            f"rank {rank} of {len(processes)}", f"ended with status {status}", f"see {_log(logs, rank)}; {cure}"
+        )
     subject, log = f"rank {first.rank} of {len(processes)}", _log(logs, first.rank)
     if first.killed:
         return DemixError(subject, f"was killed by {first.message}", f"see {log}; {cure}")
@@ -197,20 +181,11 @@ def _forwarding_signals(processes: list[subprocess.Popen[bytes]]) -> Iterator[No
             signal.signal(number, handler)
 
 
-@contextmanager
-def watched() -> Iterator[None]:
-    """In a rank that `launch` started, exit when the launcher has ended, and note the rank's error for the launcher.
-
-    Other processes do nothing here.
-    """
-    notes = os.environ.get("DEMIX_NOTES")
-    if notes is None:
-        yield
-        return
-    # All other ranks exit too, so no state can be saved.
-    when_ended(int(os.environ["DEMIX_LAUNCHER"]), lambda: os._exit(1))
-    with noting(Path(notes), int(os.environ["RANK"])):
-        yield
+def end_with_launcher() -> None:
+    """In a rank that `launch` started, exit when the launcher has ended; other processes do nothing here."""
+    if launcher := os.environ.get("DEMIX_LAUNCHER"):
+        # All other ranks exit too, so no state can be saved.
+        when_ended(int(launcher), lambda: os._exit(1))
 
 
 def end_rank() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from demix.errors import DemixError
 from demix.launch.job import TrainingJob
-from demix.launch.notes import Failure, first_failure
+from demix.launch.notes import Failure, first_failure, noted_in
 from demix.launch.pace import last_rows, seconds_left, speed
 from demix.launch.rank import START
 from demix.progress import clock
@@ -62,7 +62,7 @@ def failure(job: TrainingJob, job_id: str, state: str, restarts: int) -> DemixEr
         cure = "raise cluster.grace_seconds, then rerun: training goes on from the last checkpoint"
         return MishapError(f"job {job_id}", "reached its time limit before its state was saved", cure)
     killed = [Failure(*one, killed=True) for one in _killed(logs / f"{job_id}_0_log.err")]
-    if first := first_failure(logs / f"{job_id}.{restarts}.notes", killed):
+    if first := first_failure(noted_in(logs / f"{job_id}.{restarts}.notes"), killed):
         where, log = f"rank {first.rank} of {job.ranks} on {first.node}", logs / f"{job_id}_{first.rank}_log.err"
         if first.killed:
             return MishapError(where, f"ended first ({first.message})", f"see {log}; {cure}")

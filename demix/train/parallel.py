@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from demix.errors import DemixError
-from demix.launch.local import watched
+from demix.launch.local import end_with_launcher
 from demix.model.device import own_device
 from demix.run.placement import Placement
+from demix.train.together import ending_together
 
 log = logging.getLogger(__name__)
 
@@ -100,19 +101,20 @@ def joined() -> Iterator[World]:
         # A variable that some other program left would make this process wait for ranks that nobody starts.
         told = "rank %d of WORLD_SIZE=%d waits at %s for the others, %d minutes at most; without any, unset WORLD_SIZE"
         log.warning(told, rank, size, place, TIMEOUT.total_seconds() / 60)
-    with watched():
-        try:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
-        except dist.DistError as error:
-            cause = f"did not meet the other ranks at {place} ({str(error).splitlines()[0]})"
-            cure = "start all ranks; if none should be, unset WORLD_SIZE"
-            raise DemixError(f"rank {rank} of {size}", cause, cure) from error
+    end_with_launcher()
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    except dist.DistError as error:
+        cause = f"did not meet the other ranks at {place} ({str(error).splitlines()[0]})"
+        cure = "start all ranks; if none should be, unset WORLD_SIZE"
+        raise DemixError(f"rank {rank} of {size}", cause, cure) from error
+    with ending_together(rank, size):
         world = World(rank, size, device)
         yield world
         # A rank that closes its connections while another still reads from them would end the other with an error.
         world.wait()
-        # After an error the group is not destroyed: the other ranks may wait for this rank, which must exit at once.
-        dist.destroy_process_group()
+    # After an error the group is not destroyed: the other ranks may wait for this rank, which must exit at once.
+    dist.destroy_process_group()
 
 
 class _Bucket:

@@ -453,6 +453,44 @@ def test_a_rank_without_others_ends(launched: pytest.MonkeyPatch) -> None:
         pytest.fail("the work began without the other rank")
 
 
+def be_failing(environment: dict[str, str], log: Path, words: list[str], fault: str) -> None:
+    """Be a rank by hand; the second one cannot open files of the name `fault`, and lives on after its end."""
+    del environment["DEMIX_LAUNCHER"]
+    os.environ |= environment
+
+    def refuse(event: str, arguments: tuple) -> None:
+        if event == "open" and fault in str(arguments[0]):
+            raise OSError(5, "Input/output error", arguments[0])
+
+    if os.environ["RANK"] == "1":
+        sys.addaudithook(refuse)
+    try:
+        be_command(log, words)
+    finally:
+        time.sleep(100)
+
+
+@pytest.mark.parametrize("fault", ["train.arrow", ".partial"])
+def test_an_error_of_a_rank_ends_all(tokens: Path, tmp_path: Path, fault: str) -> None:
+    """Before the first step and at a checkpoint; another notices nothing of the end by itself, as NCCL's."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = processes = [
+        FORKS.Process(
+            target=be_failing,
+            args=(placed(rank, 2, store.port), tmp_path / f"{rank}.log", command(tokens, tmp_path, 1), fault),
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    first.join(60)
+    second.kill()
+    assert first.exitcode == 1
+    *_, line = (tmp_path / "0.log").read_text().splitlines()
+    assert line.startswith("demix: error: rank 1 of 2: ")
+    assert "put/output error" in line
+
+
 def test_a_rank_that_is_done_does_not_take_down_its_interpreter(tmp_path: Path) -> None:
     """Threads that still run then cannot make a failed rank of one that has done its work."""
     (tmp_path / "sitecustomize.py").write_text("import atexit, os\natexit.register(os.abort)\n")

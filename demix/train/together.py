@@ -1,0 +1,63 @@
+"""The end of all ranks of a training after an error of one."""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from demix.errors import DemixError
+from demix.launch.notes import Failure, key_of_failure
+
+FOR_EVER = timedelta(days=3650)
+# After a rank has failed, it has so many seconds to report its error, before the others end.
+LAST_WORDS = 5.0
+
+
+@contextmanager
+def ending_together(rank: int, size: int) -> Iterator[None]:
+    """Tell the other ranks of an error of this one, and end this process with the first error of another.
+
+    A rank waits for one that has ended as long as for one that is slow, where NCCL connects them. The store at which
+    the ranks met holds the first error.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # While a connection waits it does nothing else.
+    store, waiting = (
+        dist.TCPStore(host, port, wait_for_workers=False, timeout=FOR_EVER)  # type: ignore[attr-defined]
+        for _ in range(2)
+    )
+    key, done = key_of_failure(), threading.Event()
+
+    def end(told: bytes) -> None:
+        failure = Failure(**json.loads(told))
+        # A launcher tells the error itself.
+        if "DEMIX_LAUNCHER" not in os.environ:
+            print(f"demix: error: rank {failure.rank} of {size}: {failure.message}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def watch() -> None:
+        # The store ends with the process of the first rank, if that has it.
+        with suppress(dist.DistError):
+            told = waiting.get(key)
+            if not done.wait(LAST_WORDS):
+                end(told)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    except BaseException as error:
+        own = json.dumps(asdict(Failure.of(rank, error))).encode()
+        with suppress(dist.DistError):
+            first = store.compare_set(key, "", own.decode())
+            # Connections that are cut are no cause.
+            if first != own and not isinstance(error, DemixError):
+                end(first)
+        raise
+    finally:
+        done.set()
