@@ -90,20 +90,14 @@ class _Finder:
     """Walks through a syntax tree and puts each other node into it for a moment."""
 
     def __init__(self, path: str, text: str) -> None:
-        self.path, self.text, self.tree = path, text, ast.parse(text)
-        # Positions of nodes count bytes.
-        self.lines = [line.encode() for line in text.splitlines(keepends=True)]
-        self.starts = [0]
-        for line in self.lines:
-            self.starts.append(self.starts[-1] + len(line))
-        self.data = text.encode()
+        self.path, self.tree = path, ast.parse(text)
 
     def mutants(self) -> Iterator[tuple[str, str, str, str, frozenset[int], str | None]]:
-        done = set()
+        done = {ast.unparse(self.tree)}
         for node, parents in _walk(self.tree, []):
             for operator, other in _others(node, parents):
-                changed = self.spliced(node, other)
-                if changed == self.text or changed in done:
+                changed = _exchanged(self.tree, node, other)
+                if changed in done:
                     continue
                 done.add(changed)
                 names = [parent.name for parent in parents if isinstance(parent, _SCOPES)]
@@ -116,16 +110,6 @@ class _Finder:
                     _function(node, parents),
                 )
 
-    def spliced(self, node: ast.AST, other: ast.AST) -> str:
-        """The text with `other` in the place of `node`."""
-        start = self.starts[node.lineno - 1] + node.col_offset
-        end = self.starts[node.end_lineno - 1] + node.end_col_offset
-        written = _written(other)
-        if isinstance(other, ast.expr) and not isinstance(other, ast.Constant | ast.Name | ast.Slice):
-            written = f"({written})"
-        indentation = "\n" + " " * node.col_offset
-        return (self.data[:start] + written.replace("\n", indentation).encode() + self.data[end:]).decode()
-
     def change(self, node: ast.AST, other: ast.AST, parents: list[ast.AST]) -> str:
         """The smallest expression or statement around the fault that says something, before and after."""
         around = [node]
@@ -136,13 +120,8 @@ class _Finder:
                 break
             around.append(parent)
         whole = around[-1]
-        if whole is node:
-            return _line(ast.unparse(node)) + " -> " + _line(_written(other))
-        before = ast.unparse(whole)
-        _Put(node, other).visit(whole)
-        after = ast.unparse(whole)
-        _Put(other, node).visit(whole)
-        return f"{_line(before)} -> {_line(after)}"
+        after = _written(other) if whole is node else _exchanged(whole, node, other)
+        return " -> ".join(" ".join(text.split()) for text in (_written(whole), after))
 
     def run_by(self, node: ast.AST, parents: list[ast.AST]) -> frozenset[int]:
         """The lines of a statement, or of the head of a compound one; of a constant of the module, where it is used."""
@@ -165,6 +144,14 @@ class _Finder:
 
 _SIMPLE = (ast.expr, ast.keyword, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def _exchanged(whole: ast.AST, node: ast.AST, other: ast.AST) -> str:
+    """The text of a tree with `other` in the place of `node`."""
+    _Put(node, other).visit(whole)
+    text = ast.unparse(whole)
+    _Put(other, node).visit(whole)
+    return text
 
 
 class _Put(ast.NodeTransformer):
@@ -378,7 +365,3 @@ def _written(node: ast.AST) -> str:
         # Only within a subscript.
         return ast.unparse(ast.Subscript(ast.Name("x"), node))[2:-1]
     return ast.unparse(node)
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())

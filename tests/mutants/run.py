@@ -1,11 +1,11 @@
-"""Whether tests see that code is wrong: `python tests/mutants/run.py [--jobs N] [--again FILE] [WORD ...]`.
+"""Whether tests see that code is wrong: `python tests/mutants/run.py [--jobs N] [WORD ...]`.
 
 Each module of modules.toml gets each fault of `mutation.py`, one at a time, in a copy of the tree, and its tests run:
 those that execute a line of the fault, the fastest first. A mutant is killed if one of them fails or hangs, and else it
 lives. equivalent.toml lists mutants that compute the same as the code, which are neither run nor counted, and
-by_hand.toml has faults of several lines. WORDs choose mutants whose name has one of them; --again chooses those that
-lived according to the output of an earlier run. Ends with status 1 if less than 95% of the mutants are killed, and with
-status 2 if a test fails without a fault or a list names a mutant that there is not.
+by_hand.toml has faults of several lines. WORDs choose mutants whose name has one of them. Ends with status 1 if less
+than 95% of the mutants are killed, and with status 2 if a test fails without a fault or a list names a mutant that
+there is not.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import threading
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -44,23 +44,8 @@ LEAST = 0.95
 Verdicts = list[tuple[Mutant, bool]]
 # What takes seconds to import is imported once; demix, which the mutants change, by each process.
 FORKS = multiprocessing.get_context("forkserver")
-IMPORTED = [
-    "torch",
-    "torch.optim.adamw",
-    "torch.distributed",
-    "safetensors.torch",
-    "pandas",
-    "pyarrow.parquet",
-    "duckdb",
-    "scipy.special",
-    "scipy.optimize",
-    "scipy.stats",
-    "sklearn.metrics.pairwise",
-    "hypothesis.strategies",
-    "pytest",
-    "typer.testing",
-    "selenium.webdriver",
-]
+IMPORTED = """torch torch.optim.adamw torch.distributed safetensors.torch pandas pyarrow.parquet duckdb scipy.special
+scipy.optimize scipy.stats sklearn.metrics.pairwise hypothesis.strategies pytest typer.testing selenium.webdriver"""
 
 
 @dataclass
@@ -359,22 +344,17 @@ def table(verdicts: list[tuple[Mutant, bool]], alike: Counter[str]) -> str:
     return "\n".join(lines)
 
 
-def chosen(asked: argparse.Namespace, every: Sequence[Mutant]) -> list[Mutant]:
-    """The mutants that the command line asks for."""
-    found = [one for one in every if not asked.words or any(word in str(one) for word in asked.words)]
-    if asked.again:
-        again = {line.removeprefix("lived: ") for line in asked.again.read_text().splitlines()}
-        found = [one for one in found if str(one) in again]
-    return found
+def chosen(words: Sequence[str], every: Iterable[Mutant]) -> list[Mutant]:
+    """The mutants whose names have one of the words, all without words."""
+    return [one for one in every if not words or any(word in str(one) for word in words)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--again", type=Path, help="the output of an earlier run, whose surviving mutants are tried")
     parser.add_argument("words", nargs="*")
     asked = parser.parse_args()
-    FORKS.set_forkserver_preload(IMPORTED)
+    FORKS.set_forkserver_preload(IMPORTED.split())
     begun, alike, killed = time.monotonic(), Counter[str](), equivalent()
     modules = tomllib.loads((HERE / "modules.toml").read_text())
     tasks: list[Callable[[Path], Verdicts]] = []
@@ -385,12 +365,12 @@ def main() -> int:
             every, same = mutants(path, (REPOSITORY / path).read_text()), killed.get(path, set())
             if stale := same - {one.key for one in every}:
                 raise ValueError(f"equivalent.toml: {path}: there is no mutant {min(stale)}")
-            if found := chosen(asked, [one for one in every if one.key not in same]):
+            if found := chosen(asked.words, (one for one in every if one.key not in same)):
                 tasks.append(partial(of_module, path, tests_named(tests), found))
                 alike[path] = len(same)
         listed = tomllib.loads((HERE / "by_hand.toml").read_text())
         hand = dict(by_hand(path, *fault) for path, faults in listed.items() for fault in faults)
-        for mutant in chosen(asked, [*hand]):
+        for mutant in chosen(asked.words, hand):
             tasks.append(lambda tree, one=mutant: [(one, kills(hand[one], one, None, 360, tree))])
         verdicts = in_trees(asked.jobs, tasks)
     except ValueError as error:
