@@ -1,9 +1,9 @@
-"""The files of a report as other programs read them: cells of tables, data of charts, verdicts on claims."""
+"""What a report shows: cells of tables, as they are made and as other programs read them, data of charts, verdicts."""
 
 import json
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pandas as pd
 from markdown_it import MarkdownIt
 
 from demix.report.claims import claims, rows
-from demix.report.item import FigureItem
+from demix.report.item import FigureItem, TableItem
 from demix.report.items import all_items
 from demix.report.material import Material
 from demix.report.table import Table
@@ -76,69 +76,57 @@ def says(cell: str, value: Any) -> bool:
     return found is not None and abs(float(found) - value) <= 0.5000001 * 10.0 ** int(found.as_tuple().exponent)
 
 
-Cells = list[list[tuple[str, str, bool]]]
-
-
-def tables_of(text: str) -> dict[str, list[Shown]]:
-    """The tables of a text in Markdown by the headings above them."""
-    found: dict[str, list[Cells]] = {}
-    heading = opened = ""
-    for token in MarkdownIt("commonmark", {"html": True}).enable("table").parse(text):
-        opened = token.type if token.type.endswith("_open") else opened
-        children = token.children or []
-        if opened == "heading_open" and token.type == "inline":
-            heading = "".join(child.content for child in children)
-        elif token.type == "table_open":
-            found.setdefault(heading, []).append([])
-        elif token.type == "tr_open":
-            found[heading][-1].append([])
-        elif token.type == "inline" and opened in ("th_open", "td_open"):
-            lines = "".join("\n" if child.content == "<br>" else child.content for child in children).split("\n")
-            bold = any(child.type == "strong_open" for child in children)
-            found[heading][-1][-1].append((lines[0], "".join(lines[1:]), bold))
-    return {heading: [_shown(table) for table in tables] for heading, tables in found.items()}
-
-
 def read_table(path: Path) -> Shown:
     """The table of a Markdown file of a report, without what the paper prints."""
-    (found,) = tables_of(path.read_text(encoding="utf-8"))[""]
+    (found,) = tables_of(path.read_text(encoding="utf-8"))
     return found.of_run
 
 
+def tables_of(text: str) -> list[Shown]:
+    """The tables of a text in Markdown."""
+    return in_html(MarkdownIt("commonmark", {"html": True}).enable("table").render(text), "<table>")
+
+
 def read_page(path: Path) -> list[Shown]:
-    """The tables of numbers of a page."""
+    """The tables of numbers of a page, without what the paper prints."""
+    return [table.of_run for table in in_html(path.read_text(encoding="utf-8"), '<table class="compact')]
+
+
+def in_html(page: str, begin: str) -> list[Shown]:
+    """The tables of a page whose tag begins so; a cell's second line is in a tag of its own or behind a break."""
     found = []
-    for text in re.findall('<table class="compact.*?</table>', path.read_text(encoding="utf-8"), re.DOTALL):
-        lines: Cells = []
-        marked = []
-        for line in ElementTree.fromstring(text.replace(" hidden", ' class="hidden"')).iter("tr"):
-            cells = [cell for cell in line if cell.get("class") != "hidden" and cell.get("data-order") != "hidden"]
-            lines.append(
-                [
-                    (
-                        (cell.text or "").strip(),
-                        "".join(below.text or "" for below in cell),
-                        "best" in cell.get("class", ""),
-                    )
-                    for cell in cells
-                ]
-            )
+    for text in re.findall(f"{begin}.*?</table>", page, re.DOTALL):
+        for old, new in ((" hidden", ' class="hidden"'), ("<br>", "\n"), ('<span class="beneath">', "<span>\n")):
+            text = text.replace(old, new)
+        marked, lines = [], []
+        for line in ElementTree.fromstring(text).iter("tr"):
+            cells = [cell for cell in line if "hidden" not in (cell.get("class"), cell.get("data-order"))]
+            read = [("".join(cell.itertext()).strip().partition("\n"), cell) for cell in cells]
+            lines.append([(*said[::2], _is_bold(cell)) for said, cell in read])
             marked += [lines[-1][0][0]] * ("marked" in line.get("class", ""))
-        found.append(_shown(lines, *marked).of_run)
+        (_, *heads), *rows = lines
+        index, columns = [row[0][0] for row in rows], [head for head, *_ in heads]
+        parts = (pd.DataFrame([[cell[part] for cell in row[1:]] for row in rows], index, columns) for part in range(3))
+        found.append(Shown(*parts, tuple(marked)))
     return found
 
 
-def _shown(lines: Cells, *marked: str) -> Shown:
-    (_, *heads), *rows = lines
-    index, columns = [row[0][0] for row in rows], [head for head, *_ in heads]
-    frames = (pd.DataFrame([[cell[part] for cell in row[1:]] for row in rows], index, columns) for part in range(3))
-    return Shown(*frames, marked)
+def _is_bold(cell: ElementTree.Element) -> bool:
+    return "best" in cell.get("class", "") or cell.find("strong") is not None
 
 
-def shown(name: str, material: Material, folder: Path) -> Shown:
-    """The table `name` of a report of `material`, which is written below `folder`."""
-    all_items()[name].write(material, folder)
-    return read_table(folder / "tables" / f"{name}.md")
+def table_of(name: str, material: Material) -> Table:
+    """A table of a report, without rows and columns that have no numbers, and beside the paper's."""
+    item = all_items()[name]
+    assert isinstance(item, TableItem)
+    return item.made(material)
+
+
+def shown(name: str, material: Material) -> Shown:
+    """The same as its cells are printed, without what the paper prints."""
+    table = table_of(name, material)
+    frames = table.text(), table.second_lines(), table.bold()
+    return Shown(*(frame.rename(index=str) for frame in frames)).of_run
 
 
 def first_page(material: Material, folder: Path) -> list[Shown]:
@@ -170,12 +158,6 @@ def pairs_of(names: list[str], **columns: Any) -> pd.DataFrame:
     """A line for each of these training domains with each expert, in order, with more columns of numbers."""
     pairs = pd.MultiIndex.from_product([names, names], names=["domain", "expert"]).to_frame(index=False)
     return pairs.assign(kind="training", **columns)
-
-
-def table_of(name: str, material: Material) -> Table:
-    """A table as its function makes it: with rows and columns that have no numbers, and without the paper's."""
-    item = all_items()[name]
-    return replace(item.make(material), name=name, title=item.title)
 
 
 def drawn(name: str, material: Material) -> dict[str, Any]:

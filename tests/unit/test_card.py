@@ -25,7 +25,7 @@ EVIL = "<script>alert(1)</script> | [x](javascript:1)\n---\nCC0 https://example.
 def parts(card: str) -> tuple[dict[str, Any], list[Shown]]:
     """The front matter of a card, and its tables."""
     front, body = card.removeprefix("---\n").split("\n---\n", 1)
-    return yaml.safe_load(front), [table for tables in tables_of(body).values() for table in tables]
+    return yaml.safe_load(front), tables_of(body)
 
 
 def table_with(card: str, column: str) -> Shown:
