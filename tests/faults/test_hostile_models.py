@@ -25,6 +25,7 @@ from demix.generate.completions import opened
 from demix.model import experts
 from demix.model.checkpoint import load_model
 from support.cli import demix, refusal
+from support.contents import contents
 from support.errors import refused
 from support.models import REAL_TEXT, THREE, write_model
 
@@ -64,12 +65,6 @@ def commands(model: Path) -> dict[str, list[object]]:
         "merge": ["merge", model, "--weights", "law=0.5,news=0.5", "--output", out],
         "add": ["experts", "add", run / "models" / "good", model / "experts" / "law.safetensors", "--name", "deeds"],
     }
-
-
-def contents(folder: Path) -> dict[str, str]:
-    """The digests of all files of a folder; a lock has none."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
-    return {str(path): sha256_file(path) for path in files}
 
 
 def change(file: str, **more: object) -> Callable[[Path], None]:

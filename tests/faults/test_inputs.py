@@ -15,11 +15,26 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from demix.data.tokenizer import Tokenizer, train_tokenizer
 from demix.files import sha256_file
-from support.attacks import write_attacked
 from support.cli import refusal, said
 from support.dry_run import TINY, changed
+from support.models import REAL_TEXT, THREE, write_model
 from support.once import once
+from support.scored import write_table
+
+
+def write_attacked(folder: Path) -> None:
+    """A tokenizer, a model of three experts that has it, and score tables of these."""
+    text, tokenizer = folder / "text.parquet", folder / "tokenizer.json"
+    pq.write_table(pa.table({"text": [REAL_TEXT]}), text)
+    train_tokenizer([text], 300, tokenizer)
+    known = Tokenizer.load(tokenizer)
+    write_model(folder / "model", THREE, known.sha256, known.vocab_size)
+    (folder / "model" / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    for split in ("dev", "test"):
+        write_table(folder / "scores" / f"x.{split}", THREE)
+
 
 LINE = '{"text": "some words"}\n'
 LATIN1 = "déjà vu, garçon, où êtes-vous\n".encode("latin-1")

@@ -1,5 +1,6 @@
-"""SIGKILL at any moment: the same command, run again, goes on with what was finished and ends with the same bytes."""
+"""Runs that are killed at any moment and go on to the same bytes, a second one of the same run, and two at once."""
 
+import fcntl
 import os
 import random
 import re
@@ -8,12 +9,14 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import pandas as pd
 import psutil
 import pytest
 
 from demix.files import sha256_file
 from support.breaking import run_tiny
 from support.disturbed import printed, until
+from support.dry_run import TINY
 
 RESULTS = "results/tiny/results.parquet"
 # What the seconds between two kills are drawn from: a start of snakemake alone takes a few.
@@ -117,3 +120,48 @@ def test_a_job_by_hand_outlives_who_started_it() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "DEMIX_SNAKEMAKE"}
     for more, shown in (({}, "False\n"), ({"DEMIX_SNAKEMAKE": str(os.getpid())}, "True\n")):
         assert subprocess.check_output([sys.executable, "-c", code], text=True, env=environment | more) == shown
+
+
+def holder(lock: Path) -> str | None:
+    """Who holds the file `lock`, as "node pid"; None if nobody does."""
+    if not lock.exists():
+        return None
+    with open(lock) as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return held.read().strip()
+    return None
+
+
+@pytest.mark.faults
+def test_a_second_snakemake_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
+    first = run_tiny(tmp_path)
+    lock = tmp_path / "results/tiny/.lock"
+    try:
+        until(lambda: holder(lock))
+        assert run_tiny(tmp_path).wait() == 1
+        assert first.poll() is None
+        shown = printed(tmp_path)
+        assert f"{os.uname().nodename} {first.pid}" in shown
+        assert "Traceback" not in shown
+    finally:
+        first.kill()
+        first.wait()
+    assert holder(lock) is None
+
+
+@pytest.mark.faults
+def test_runs_of_two_names_in_one_folder(finished: Path, tmp_path: Path) -> None:
+    """With one tracking store."""
+    started = []
+    for name in ("one", "two"):
+        config = TINY | {"run": name, "tracking": {"uri": "sqlite:///results/mlflow.db"}}
+        started.append(run_tiny(tmp_path, config=config))
+        # The config's file has the same name for both.
+        until(lambda name=name: (tmp_path / "results" / name / ".lock").exists())
+    assert [process.wait() for process in started] == [0, 0], printed(tmp_path)
+    wanted = pd.read_parquet(finished / "results/tiny/results.parquet")
+    for name in ("one", "two"):
+        found = pd.read_parquet(tmp_path / "results" / name / "results.parquet")
+        pd.testing.assert_frame_equal(found, wanted)
