@@ -1,22 +1,17 @@
 """Configs that name models: the tiny config of the workflow's tests with model entries of a test's own."""
 
-import copy
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from demix.run.check import completed_run
 from demix.run.models import Model
 from demix.run.run import Run
-
-TINY = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
+from support.dry_run import TINY
 
 
 def tiny(models: Mapping[str, Any] | None = None, **sections: Any) -> Run:
     """The run of the tiny config with these `models`; the keys of `sections` override those of its sections."""
-    config = copy.deepcopy(TINY) | {"models": dict(models or {})}
+    config = TINY | {"models": dict(models or {})}
     merged = {name: config.get(name, {}) | given for name, given in sections.items() if isinstance(given, dict)}
     return completed_run(config | sections | merged)
 

@@ -29,14 +29,13 @@ from demix.config.training import (
     fingerprinted,
     taken,
 )
-from demix.files import fingerprint, replacing
+from demix.files import fingerprint
 from demix.run.check import completed_run, load_run
 from demix.settings import names_of, settings_from
 from demix.train.adapt import Adaptation
 from demix.train.stage import Training
 from support.configs import TEXT, domains, small
 from support.errors import refused
-from support.row_keys import KEYS, SECTIONS
 
 REPOSITORY = Path(__file__).parents[2]
 SAMPLE = yaml.safe_load((REPOSITORY / "config" / "sample.yaml").read_text())
@@ -99,21 +98,6 @@ def test_settings_of_a_stage_are_refused_by_their_key(given: str | dict, subject
     with refused(subject):
         settings_from(Training, given)
     assert settings_from(Training, STAGE).learning_rate == 1
-
-
-def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
-    target = tmp_path / "file"
-    target.write_text("old")
-    with pytest.raises(ZeroDivisionError), replacing(target) as temporary:
-        temporary.write_text(f"half {1 // 0}")
-    assert target.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [target]
-    with replacing(target) as temporary:
-        temporary.write_text("new")
-    assert target.read_text() == "new"
-    (tmp_path / "blocker").write_text("")
-    with refused("blocker/file"), replacing(tmp_path / "blocker" / "file"):
-        pass
 
 
 def test_a_preset_is_its_values_and_keys_beside_it_come_first() -> None:
@@ -210,6 +194,7 @@ SEED = {"kind": "demix", "parent": "dense", "seed_tokens": 500}
 BRANCHED = SEED | {"kind": "branched"}
 HUB = {"kind": "hub", "path": "owner/name", "data_files": ["*.parquet"], "revision": "main"}
 FOREIGN = {"alibi": {"kind": "dense", "architecture": {"position": "alibi"}}}
+SWEEP = {"learning_rates": [0.5], "tokens": 500}
 LAW = {"retrain_without": ["law"], "replacement": "songs"}
 
 
@@ -308,9 +293,9 @@ MODELS = [
     (row(kind="demix", tokens=None), "models.mine.tokens"),
     (row(kind="demix", ranks=3), "models.mine.ranks"),
     (row(kind="demix", trained="routers", parent="a/b"), "models.mine.trained"),
-    (row(kind="demix", parent="a/b", sweep=KEYS["sweep"]), "models.mine.sweep"),
+    (row(kind="demix", parent="a/b", sweep=SWEEP), "models.mine.sweep"),
     (row(kind="routed", capacity=1e308), "models.mine.capacity"),
-    (row(kind="routed", parent="demix", sweep=KEYS["sweep"]), "models.mine.sweep"),
+    (row(kind="routed", parent="demix", sweep=SWEEP), "models.mine.sweep"),
     (row(kind="demix", parent="dense"), "models.mine.seed_tokens"),
     (row(kind="demix", seed_tokens=5), "models.mine.parent"),
     (row(**SEED | {"parent": "old"}), "models.mine.parent"),
@@ -374,7 +359,7 @@ OTHER_TEXT = [
 )
 def test_a_config_is_refused_by_its_key(sections: dict[str, Any], subject: str) -> None:
     with refused(subject):
-        completed_run(small(**{"clusterings": SECTIONS["clusterings"]} | sections))
+        completed_run(small(**{"clusterings": {"k2": {"clusters": 2}}} | sections))
 
 
 def test_a_key_that_is_no_text_is_refused() -> None:

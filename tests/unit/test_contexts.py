@@ -1,6 +1,5 @@
 """Blocks of other lengths than those of training: what is scored, summed by position, shown and refused."""
 
-import copy
 import json
 import math
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard, blocks
@@ -21,13 +19,13 @@ from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.plan.flops import scoring_flops
 from demix.plan.jobs import HARDWARE, ScoringCosts, plan_jobs
-from demix.run.check import completed_run
 from demix.run.contexts import context_tables, contexts_of, labels
 from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.settings import settings_from
 from support.cli import demix
+from support.entries import tiny
 from support.errors import refused
 from support.mixing import block_weights, log_mixture
 from support.models import save_model
@@ -35,20 +33,17 @@ from support.scored import LENGTH, write_table
 from support.tokens import TRAINING
 from support.training import opened
 
-TINY = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
 ALIBI = {"architecture": {"position": "alibi"}}
 ROWS = {"far": {"kind": "demix"} | ALIBI, "far_token": {"kind": "domain_token"} | ALIBI}
 MASKED = {"kind": "dense", "architecture": {"attention": "bidirectional", "objective": "mlm"}}
 
 
-def tiny(contexts: list[int] | None = None, **rows: Any) -> Run:
-    config = copy.deepcopy(TINY) | {"models": rows}
-    config["evaluation"] |= {"contexts": contexts} if contexts else {}
-    return completed_run(config)
+def run_of(contexts: list[int] | None = None, launch: str = "local", **rows: Any) -> Run:
+    return tiny(rows, evaluation={"contexts": contexts} if contexts else {}, cluster={"launch": launch})
 
 
 def test_learned_positions_end_at_the_length_of_training() -> None:
-    config = tiny([64, 16, 32], **ROWS, masked=MASKED)
+    config = run_of([64, 16, 32], **ROWS, masked=MASKED)
     lengths = {model.name: contexts_of(config, model) for model in config.planned}
     found = {some: {name for name, each in lengths.items() if each == some} for some in set(lengths.values())}
     unscored = {"without-licenses", "masked", "dense-dapt-fantasy", "dense-dapt-fortunes"}
@@ -56,13 +51,13 @@ def test_learned_positions_end_at_the_length_of_training() -> None:
     assert found == {(16, 32, 64): {"far", "far_token"}, (16, 32): learned, (): unscored}
     assert labels(config)["dense_unbalanced"] == "Dense"
     with refused("config key evaluation.contexts"):
-        tiny([16, 64])
+        run_of([16, 64])
     with refused("config key evaluation.contexts"):
-        tiny([16, 16])
+        run_of([16, 16])
 
 
 def test_a_config_without_the_key_stays_as_it_was() -> None:
-    plain, config = tiny(**ROWS), tiny([32, 64], **ROWS)
+    plain, config = run_of(**ROWS), run_of([32, 64], **ROWS)
     assert "contexts" not in plain.config.values["evaluation"]
     rules, before = RunRules(config), RunRules(plain)
     assert rules.evaluated_scores("fantasy") == before.evaluated_scores("fantasy")
@@ -78,9 +73,7 @@ def test_a_config_without_the_key_stays_as_it_was() -> None:
 
 @pytest.mark.parametrize("launch", ["local", "slurm"])
 def test_every_table_that_is_evaluated_by_position_is_made_once(launch: str) -> None:
-    content = copy.deepcopy(TINY) | {"models": ROWS, "cluster": {"launch": launch}}
-    content["evaluation"] |= {"contexts": [16, 32, 64]}
-    config = completed_run(content)
+    config = run_of([16, 32, 64], launch, **ROWS)
     rules, made = RunRules(config), []
     training, novel = config.training, config.novel
     for part in (part for job in scoring_jobs(config) for part in job.parts):
@@ -105,7 +98,7 @@ def test_every_table_that_is_evaluated_by_position_is_made_once(launch: str) -> 
 
 
 def test_the_plan_counts_jobs_and_costs_of_longer_blocks() -> None:
-    plain, config = tiny(**ROWS), tiny([32, 64], **ROWS)
+    plain, config = run_of(**ROWS), run_of([32, 64], **ROWS)
     before, after = ({job.name: job for job in plan_jobs(one, "cpu")} for one in (plain, config))
     assert after["by position"].rules == {"contexts": 5}
     assert "by position" not in before

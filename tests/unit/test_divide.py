@@ -1,6 +1,5 @@
 """A source that domains share, read once, beside one reading of it for each domain by `where`."""
 
-import copy
 import gzip
 import json
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -22,9 +20,9 @@ from demix.run.kept import config_fingerprint, read_run_config, write_run_config
 from demix.run.rules import RunRules
 from demix.settings import settings_from
 from support.cli import demix, refusal
+from support.dry_run import TINY, changed
 from support.errors import refused
 
-TINY = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
 DATATROVE = Path(__file__).parent / "data" / "datatrove"
 SETS = ["ArXiv", "law", 7, True, 2.5, None, "rest", ["law"], "7"]
 ROWS = [{"text": f"Text {n} " * (n % 5 + 1), "meta": {"set": SETS[n % len(SETS)]}, "n": n} for n in range(20)] + [
@@ -207,31 +205,24 @@ def test_further_values_are_counted_together(tmp_path):
     assert found["other values"] == 4
 
 
-def shared_config(**changes: Any) -> dict[str, Any]:
-    """The tiny config with two of its domains in one source."""
-    config = copy.deepcopy(TINY)
-    source = {"kind": "files", "path": "resources/sample/*.jsonl.zst", "parts": 2}
-    config["sources"] = {"pile": {"source": source, "by": "meta.set"}}
-    words = config["domains"]["training"]["licenses"]["words"]
-    config["domains"]["training"]["licenses"] = {"from": "pile", "value": ["Law", 3], "words": words}
-    config["domains"]["novel"]["fantasy"] = {"from": "pile", "value": "Fantasy", "words": words}
-    for place, value in changes.items():
-        *path, last = place.split("__")
-        at = config
-        for name in path:
-            at = at[name]
-        if value is None:
-            del at[last]
-        else:
-            at[last] = value
-    return config
+FANTASY, LICENSES = "domains.novel.fantasy", "domains.training.licenses"
+PILE = {"source": {"kind": "files", "path": "resources/sample/*.jsonl.zst", "parts": 2}, "by": "meta.set"}
+WORDS = TINY["domains"]["training"]["licenses"]["words"]
+# The tiny config with two of its domains in one source.
+SHARED = changed(
+    TINY,
+    {
+        "sources": {"pile": PILE},
+        LICENSES: {"from": "pile", "value": ["Law", 3], "words": WORDS},
+        FANTASY: {"from": "pile", "value": "Fantasy", "words": WORDS},
+    },
+)
 
 
 def test_a_domain_of_a_shared_source_has_the_source_with_its_condition(tmp_path):
-    run = completed_run(shared_config())
-    alone = shared_config(domains__training__licenses__from=None, domains__training__licenses__value=None)
+    run = completed_run(SHARED)
     where = {"meta.set": ["Law", 3]}
-    alone["domains"]["training"]["licenses"]["source"] = alone["sources"]["pile"]["source"] | {"where": where}
+    alone = changed(SHARED, {LICENSES: {"source": PILE["source"] | {"where": where}, "words": WORDS}})
     assert run.domains["licenses"].source == completed_run(alone).domains["licenses"].source
     assert run.shared == {"pile": ("licenses", "fantasy")}
     assert [key for key in run.config.of_text if "pile" in key] == ["sources.pile.source"]
@@ -249,23 +240,20 @@ def test_a_domain_of_a_shared_source_has_the_source_with_its_condition(tmp_path)
     assert "sources" not in completed_run(TINY).config.values
 
 
-FANTASY = "domains.novel.fantasy"
-
-
 @pytest.mark.parametrize(
     ("changes", "subject"),
     [
-        ({"domains__novel__fantasy__from": "pil"}, f"{FANTASY}.from"),
-        ({"domains__novel__fantasy__value": None}, f"{FANTASY}.value"),
-        ({"domains__novel__fantasy__from": None}, f"{FANTASY}.value"),
-        *(({"domains__novel__fantasy__value": value}, f"{FANTASY}.value") for value in (3, "3", ["a", "a"], [])),
-        ({"domains__novel__fantasy__source": {"kind": "files", "path": "a.txt"}}, f"{FANTASY}.source"),
-        ({"sources__pile__source__where": {"meta.set": "x"}}, "sources.pile.source.where"),
-        ({"sources__pile__by": None}, "sources.pile.by"),
-        ({"sources__pile__source__kind": "url"}, "sources.pile.source.parts"),
-        ({"sources__Pile": {"source": {"kind": "files", "path": "a"}, "by": "b"}}, "sources.Pile"),
+        ({f"{FANTASY}.from": "pil"}, f"{FANTASY}.from"),
+        ({f"{FANTASY}.value": None}, f"{FANTASY}.value"),
+        ({f"{FANTASY}.from": None}, f"{FANTASY}.value"),
+        *(({f"{FANTASY}.value": value}, f"{FANTASY}.value") for value in (3, "3", ["a", "a"], [])),
+        ({f"{FANTASY}.source": {"kind": "files", "path": "a.txt"}}, f"{FANTASY}.source"),
+        ({"sources.pile.source.where": {"meta.set": "x"}}, "sources.pile.source.where"),
+        ({"sources.pile.by": None}, "sources.pile.by"),
+        ({"sources.pile.source.kind": "url"}, "sources.pile.source.parts"),
+        ({"sources.Pile": {"source": {"kind": "files", "path": "a"}, "by": "b"}}, "sources.Pile"),
     ],
 )
 def test_wrong_keys_are_refused(changes, subject):
     with refused(subject):
-        completed_run(shared_config(**changes))
+        completed_run(changed(SHARED, changes))

@@ -260,14 +260,6 @@ def test_the_picture_of_the_report_is_drawn_by_a_command(
     assert not (tmp_path / "none.png").exists()
 
 
-def test_dry_runs_that_pages_recommend_are_short() -> None:
-    """They print the table of jobs, or with `-p` the commands; without, a dozen lines per job."""
-    texts = [path.read_text() for folder in ("docs", "config") for path in (REPOSITORY / folder).rglob("*.[my][da]*")]
-    found = [words for text in texts for words in re.findall(r"snakemake[^`#\n]* -n\b[^`#\n]*", text)]
-    assert len(found) > 5
-    assert [words for words in found if "--logger demix" not in words and " -p" not in words] == []
-
-
 def test_the_marked_numbers_of_pages_are_those_of_the_code() -> None:
     """`make pages` has nothing to change of what follows from configs."""
     script = REPOSITORY / "docs" / "pages.py"

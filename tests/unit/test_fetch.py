@@ -1,7 +1,6 @@
 """Files of addresses, from real servers on loopback that fail in every way that servers do, and what pins them."""
 
 import base64
-import copy
 import gzip
 import hashlib
 import json
@@ -24,6 +23,7 @@ from demix.data.fetch import ATTEMPTS, fetch
 from demix.data.sources import Source, download
 from demix.run.check import completed_run, load_run
 from support.cli import demix, refusal, said
+from support.dry_run import TINY, changed
 from support.errors import refused
 from support.server import Answer, Handler, Site, serving, serving_folder
 
@@ -31,7 +31,6 @@ DATA = bytes(hashlib.sha256(b"demix").digest()) * 5_000
 NEW = DATA[::-1]
 HALF = len(DATA) // 2
 SHA256 = hashlib.sha256(DATA).hexdigest()
-CONFIG = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HUB = {"kind": "hub", "path": "owner/name", "revision": "main", "data_files": ["*.parquet"]}
 
@@ -78,7 +77,7 @@ def first(answer: Callable[[Handler], None], times: int = 1) -> Answer:
     return lambda handler, number: (answer if number <= times else ranged)(handler)
 
 
-def changed(handler: Handler, number: int) -> None:
+def another_version(handler: Handler, number: int) -> None:
     """After the first half, the range of another version, although If-Range names the first one."""
     if number == 1:
         ranged(handler, stop=HALF)
@@ -104,7 +103,7 @@ END, TOTAL = len(DATA) - 1, len(DATA)
         (cut(lambda handler: handler.send(DATA)), 2, DATA),
         (cut(lambda handler: handler.send(DATA), ETag='W/"one"'), 2, DATA),
         (cut(lambda handler: ranged(handler, NEW, '"two"')), 2, NEW),
-        (changed, 3, NEW),
+        (another_version, 3, NEW),
         (cut(lambda handler: handler.send(b"", 416, Content_Range="bytes */9")), 3, DATA),
         (part(f"bytes {HALF}-{END}/{TOTAL}", DATA[HALF:-9]), 3, DATA),
         (part(f"bytes {HALF}-{HALF + 99}/{TOTAL}", DATA[HALF : HALF + 100]), 3, DATA),
@@ -310,11 +309,9 @@ AWSAccessKeyId Key-Pair-Id %74oken subscription-key auth jwt a=1&secret a=1;secr
 
 def with_sources(**sources: Any) -> dict[str, Any]:
     """The tiny config with these sources in place of its own."""
-    config = copy.deepcopy(CONFIG)
-    for name, source in sources.items():
-        config["domains"]["novel" if name == "fantasy" else "training"][name]["source"] = source
-    config["domains"]["novel"].pop("fortunes")
-    return config
+    kinds = {name: "novel" if name == "fantasy" else "training" for name in sources}
+    keys = {f"domains.{kinds[name]}.{name}.source": source for name, source in sources.items()}
+    return changed(TINY, {"domains.novel.fortunes": None} | keys)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +343,7 @@ def test_an_address_with_a_credential_is_refused_everywhere_and_not_shown(addres
     for use, subject in (
         (lambda: completed_run(with_sources(licenses={"kind": "url", "path": address})), path),
         (lambda: completed_run(with_sources(licenses={"kind": "url", "path": ["https://host/a", address]})), path),
-        (lambda: completed_run(copy.deepcopy(CONFIG) | {"tracking": {"uri": address}}), "tracking.uri"),
+        (lambda: completed_run(TINY | {"tracking": {"uri": address}}), "tracking.uri"),
         (lambda: completed_run(with_sources(licenses={"kind": "url", "path": [address, 5]})), f"{path}.1"),
         (lambda: download(Source("url", address), "d", tmp_path / "0.parquet"), "an address in source.path"),
     ):

@@ -1,18 +1,15 @@
-"""Merged models that lose one domain's expert after the other: what is scored, planned, evaluated, judged, refused."""
+"""Merged models that lose one domain's expert after the other: what is scored, planned, evaluated, refused."""
 
 from typing import Any
 
 import pytest
 
 from demix.plan.jobs import plan_jobs
-from demix.report.claims import claims
 from demix.run.check import completed_run
 from demix.run.run import Run
 from demix.run.scoring import ScoringPart, scoring_jobs
 from demix.run.systems import evaluated
-from support.configs import changed
 from support.errors import refused
-from support.frozen import material, rows_of
 
 
 def removing(run: Run, *merged: str, **more: Any) -> Run:
@@ -64,13 +61,3 @@ def test_a_merged_model_of_two_experts_keeps_them(frozen: Run) -> None:
     models = {"demix": {"merged_routed": True}}
     with refused("config key removal.merged: demix"):
         removing(frozen, "demix", domains=domains | {"training": two}, models=models, tasks={}, lm_eval=None)
-
-
-@pytest.mark.parametrize(("factor", "verdict"), [(9.0, "shown"), (0.9, "not shown")])
-def test_what_leaving_out_costs_is_judged(frozen: Run, factor: float, verdict: str) -> None:
-    rows = rows_of(frozen).query("seed == 1")
-    lost = rows["experts"].str.startswith("minus-") & rows["method"].isin(["merged", "dense"])
-    rows.loc[lost, "perplexity"] *= factor
-    made = material(changed(frozen, seeds=[]), results=rows)
-    (claim,) = [claim for claim in claims(made) if claim.name == "merged_forget"]
-    assert claim.verdict == verdict, claim.numbers

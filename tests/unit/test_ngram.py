@@ -1,15 +1,12 @@
 """N-gram baselines: probabilities by the definition of Chen and Goodman, what is scored, what a run makes of them."""
 
-import copy
 import json
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,22 +15,13 @@ from demix.data.tokenizer import train_tokenizer
 from demix.evaluate.ngrams import NGramScoring, score_ngrams
 from demix.evaluate.score_tables import read_scores
 from demix.model.ngram import FALLBACK, KneserNey, discounts_of
-from demix.run.check import completed_run
 from demix.run.main_systems import ngram_lines
 from demix.run.rules import RunRules
-from demix.run.run import Run
 from demix.run.systems import bases, evaluated
 from support.configs import changed
+from support.entries import tiny
 from support.errors import refused
 from support.tokens import NOVEL, TRAINING
-
-TINY = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
-
-
-def tiny(**sections: dict[str, Any]) -> Run:
-    """The tiny run, whose sections have these keys too."""
-    config = copy.deepcopy(TINY)
-    return completed_run(config | {name: config.get(name, {}) | keys for name, keys in sections.items()})
 
 
 class Defined:

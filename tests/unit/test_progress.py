@@ -1,5 +1,6 @@
 """Progress: a bar on a terminal that is gone at the end, lines of the log elsewhere."""
 
+import json
 import logging
 import os
 import pty
@@ -17,6 +18,8 @@ from snakemake_interface_logger_plugins.common import LogEvent
 
 import snakemake_logger_plugin_demix as logger
 from demix import progress as module
+from demix.launch.job import TrainingJob
+from demix.launch.outcome import progress_line
 from demix.launch.pace import seconds_left, speed
 from demix.progress import clock, followed, progress
 from support.disturbed import until
@@ -54,6 +57,21 @@ def test_the_time_left_is_by_the_seconds_that_the_last_updates_took() -> None:
     # Two updates of 100 tokens took 1 and 4 seconds.
     assert speed(updates) == 40
     assert seconds_left(updates, 12) == 10
+
+
+def test_a_job_of_several_experts_says_which_one_is_on(tmp_path: Path) -> None:
+    names = ("licenses", "parliament", "scripture")
+    places = [tmp_path / "results" / "tiny" / "checkpoints" / "btm" / name for name in names]
+    line = {"tokens": 32, "loss": 5.0, "tokens_per_second": 64.0, "learning_rate": 1e-3}
+    for place in places[:2]:
+        (place / "0123").mkdir(parents=True)
+        (place / "0123" / "metrics.jsonl").write_text("".join(json.dumps(line | {"step": n}) + "\n" for n in (1, 2)))
+    job = TrainingJob((), "", {}, 1, 1, places[0].with_name("licenses-and-2-more"), 12, tuple(places))
+    assert job.label == "btm/licenses-and-2-more"
+    shown = {"JobState": "RUNNING", "StartTime": "2026-01-01T00:00:00", "NodeList": "n1"}
+    assert "  parliament, 2 of 3  step 2/12  " in progress_line(job, "7", shown)
+    alone = TrainingJob((), "", {}, 1, 1, places[0], 12)
+    assert " of 3" not in progress_line(alone, "7", shown)
 
 
 SCRIPT = """

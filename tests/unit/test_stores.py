@@ -3,19 +3,27 @@
 import gzip
 import hashlib
 import json
+import logging
 import re
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import requests
 import s3fs
 import yaml
 import zstandard
 from fsspec import __version__ as fsspec_version
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
 
 from demix.config.domains import SourceSection, check_source
 from demix.data import stores
@@ -29,7 +37,73 @@ from demix.settings import settings_from
 from support.cli import demix, refusal
 from support.configs import small_run
 from support.errors import refused
-from support.object_store import KEY, SECRET, ObjectStore, serving_store
+
+KEY, SECRET = "AKIAHUNTER2HUNTER222", "hunter2/secret+key"
+
+
+@dataclass
+class ObjectStore:
+    """The address, and the method and the range of each request for the bucket `corpus` so far.
+
+    A request with a range that is `broken` gets the status 403.
+    """
+
+    address: str
+    asked: list[tuple[str, str]] = field(default_factory=list)
+    broken: Callable[[str], bool] = lambda _: False
+
+    def client(self) -> Any:
+        return boto3.client(
+            "s3",
+            endpoint_url=self.address,
+            aws_access_key_id=KEY,
+            aws_secret_access_key=SECRET,
+            region_name="us-east-1",
+        )
+
+    def put(self, files: Mapping[str, bytes]) -> None:
+        """Put these files into the bucket `corpus`."""
+        client = self.client()
+        for name, data in files.items():
+            client.put_object(Bucket="corpus", Key=name, Body=data)
+
+    def refuse_keys(self) -> None:
+        """From now on take the keys of known users alone; there are none."""
+        requests.post(f"{self.address}/moto-api/reset-auth", data=b"0", timeout=10).raise_for_status()
+
+    def reset(self) -> None:
+        """Empty the store but for a bucket `corpus`, and take any key."""
+        self.broken = lambda _: False
+        requests.post(f"{self.address}/moto-api/reset-auth", data=b"inf", timeout=10).raise_for_status()
+        requests.post(f"{self.address}/moto-api/reset", timeout=10).raise_for_status()
+        self.client().create_bucket(Bucket="corpus")
+        self.asked.clear()
+
+
+@contextmanager
+def serving_store() -> Iterator[ObjectStore]:
+    moto = DomainDispatcherApplication(create_backend_app)
+
+    def answered(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+        if not environ["PATH_INFO"].startswith("/corpus"):
+            return moto(environ, start)
+        span = environ.get("HTTP_RANGE", "")
+        store.asked.append((environ["REQUEST_METHOD"], span))
+        if not store.broken(span):
+            return moto(environ, start)
+        start("403 Forbidden", [("Content-Length", "0")])
+        return []
+
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
+    server = make_server("127.0.0.1", 0, answered, threaded=True)
+    store = ObjectStore(f"http://127.0.0.1:{server.server_port}")
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield store
+    finally:
+        server.shutdown()
+        server.server_close()
+
 
 DATA = bytes(hashlib.sha256(b"demix").digest()) * 300
 AT = "s3://corpus/data.bin"

@@ -5,18 +5,16 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from demix.errors import DemixError
-from demix.files import is_made, read_json, write_json
+from demix.files import check_sealed, read_json, write_json
 from demix.report import report_files, write_report
 from demix.report.card import model_card
-from demix.report.read import read_rows
 from demix.run.run import Run
 from demix.track.store import track
 from support.errors import refused
-from support.frozen import copied, rewrite, with_models
+from support.frozen import copied, rows_of, with_models
 
 INSTEAD: dict[str, Callable[[Path], object]] = {
     "empty": lambda path: path.write_bytes(b""),
@@ -94,16 +92,6 @@ def test_a_report_that_lacks_a_file_is_not_tracked(run: Run, tmp_path: Path) -> 
         track(own, f"sqlite:///{tmp_path}/mlflow.db", "x")
 
 
-def test_files_below_no_folder_are_not_missing(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to("nowhere")
-    (tmp_path / "file").write_text("a")
-    assert is_made(tmp_path / "file")
-    assert not is_made(tmp_path / "other" / "file")
-    for name in ("link", "file"):
-        with refused(tmp_path / name):
-            is_made(tmp_path / name / "a" / "b")
-
-
 def test_a_key_that_a_file_lacks_is_named_with_the_file(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"inner": {}})
     found = read_json(tmp_path / "a.json")
@@ -113,10 +101,9 @@ def test_a_key_that_a_file_lacks_is_named_with_the_file(tmp_path: Path) -> None:
     assert found == {"inner": {}}
 
 
-@pytest.mark.parametrize("name", ["priors", "differences", "posteriors", "corpus/overlap"])
-def test_one_domains_evaluation_in_anothers_place_is_named(frozen_copy: Run, name: str) -> None:
-    path = frozen_copy.folder / f"{name}.parquet"
-    assert len(read_rows(path, path.stem))
-    rewrite(frozen_copy, name, lambda rows: pd.concat([rows, rows[rows["domain"] == "licenses"]]))
-    with refused(f"{name}.parquet"):
-        read_rows(path, path.stem)
+def test_every_file_is_whole_and_domains_have_many_documents_or_few(frozen: Run) -> None:
+    for path in frozen.folder.rglob("*.parquet"):
+        check_sealed(path)
+    documents = rows_of(frozen).groupby("domain")["documents"].min()
+    assert {name for name, count in documents.items() if count >= 20} == {"parliament", "licenses", "fortunes"}
+    assert {*rows_of(frozen)["seed"]} == {1, 2}
