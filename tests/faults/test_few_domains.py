@@ -14,7 +14,7 @@ from demix.run.compared import compared
 from demix.run.run import Run
 from demix.run.systems import bases, evaluated
 from demix.settings import settings_from
-from support.cli import demix
+from support.cli import succeeds
 from support.frozen import with_models
 from support.scored import write_table
 
@@ -70,8 +70,7 @@ def test_every_small_number_of_domains_has_a_report(
         ("track", run.folder, "--uri", f"sqlite:///{tmp_path}/mlflow.db", "--output", run.folder / "tracked.json"),
         ("summary", run.folder),
     ):
-        done = demix(*arguments)
-        assert done.exit_code == 0, (arguments, done.output, done.exception)
+        succeeds(*arguments)
     pages = [run.folder / "report" / name for name in (*report_files(run), *(f"cards/{one}.md" for one in models))]
     for path in pages:
         content = path.read_bytes()

@@ -28,6 +28,13 @@ def demix(*arguments: object) -> Result:
         return CliRunner().invoke(cli.command_line(*map(str, arguments[:1])), [str(argument) for argument in arguments])
 
 
+def succeeds(*arguments: object) -> Result:
+    """What `demix` with these arguments does, which ends well."""
+    done = demix(*arguments)
+    assert done.exit_code == 0, (arguments, done.exception, done.output)
+    return done
+
+
 def said(arguments: list[str]) -> str | None:
     """Do what `demix` with these arguments does, in this process; returns the error's line, None without one."""
     try:

@@ -13,7 +13,7 @@ from demix.files import read_json, write_json
 from demix.model.usual import usual_of
 from demix.report.card import model_card
 from demix.run.run import Run
-from support.cli import demix
+from support.cli import succeeds
 from support.configs import changed
 from support.errors import refused
 from support.frozen import rows_of, with_models
@@ -109,8 +109,7 @@ def test_what_others_wrote_stays_text(frozen: Run) -> None:
 
 def test_the_command_writes_a_card_for_every_model(frozen: Run, tmp_path: Path) -> None:
     run, output = with_models(frozen, tmp_path / "run", "demix", "dense"), tmp_path / "cards"
-    done = demix("card", run.folder, "--output", output)
-    assert done.exit_code == 0, done.output
+    succeeds("card", run.folder, "--output", output)
     models = {path.parent.name for path in (run.folder / "models").glob("*/model.json")}
     assert {path.stem for path in output.glob("*.md")} == {path.stem for path in output.glob("*.html")} == models
     card = model_card(run, "demix")
@@ -128,8 +127,7 @@ def test_each_artefact_has_a_card_of_its_own(frozen_copy: Run, tmp_path: Path) -
     model = frozen_copy.folder / "models" / "demix"
 
     def card(folder: str, *words: object) -> str:
-        done = demix(*words, "--output", tmp_path / folder)
-        assert done.exit_code == 0, (done.output, done.exception)
+        succeeds(*words, "--output", tmp_path / folder)
         return (tmp_path / folder / "README.md").read_text()
 
     def index_of(card: str) -> list[Any]:
@@ -144,18 +142,17 @@ def test_each_artefact_has_a_card_of_its_own(frozen_copy: Run, tmp_path: Path) -
     assert entry["metrics"][0]["value"] == pytest.approx(known["licenses"], abs=1e-4)
     assert table_with(exported, "licence").cells.index.tolist() == ["licenses"]
 
-    assert demix("card", frozen_copy.folder, "demix", "--output", tmp_path / "cards").exit_code == 0
+    succeeds("card", frozen_copy.folder, "demix", "--output", tmp_path / "cards")
     copy, bare = (shutil.copytree(model, tmp_path / name) for name in ("copy", "bare"))
     (bare / "usual.json").unlink()
     assert index_of(card("hf2", "export", copy, "--expert", "licenses"))[0]["results"] == [entry]
     for name, other in (("same", model), ("unknown", bare)):
-        added = demix("experts", "add", copy, other / "experts" / "licenses.safetensors", "--name", name)
-        assert added.exit_code == 0, added.exception
+        succeeds("experts", "add", copy, other / "experts" / "licenses.safetensors", "--name", name)
         assert not (copy / "README.md").exists(), "its results are those of the experts before"
     assert usual_of(copy).keys() == {*usual_of(model), "same"}
     assert index_of(card("hf3", "export", copy, "--expert", "same"))[0]["name"] == "copy-same"
     assert not index_of(card("hf4", "export", copy, "--expert", "unknown"))
-    assert demix("experts", "remove", copy, "same").exit_code == 0
+    succeeds("experts", "remove", copy, "same")
     assert usual_of(copy).keys() == usual_of(model).keys()
 
     merged = card("merged", "merge", copy, "--weights", "licenses=0.25,parliament=0.75")

@@ -36,7 +36,7 @@ from demix.report.compared import tables, write_page
 from demix.run.kept import config_fingerprint, read_run_config
 from demix.run.run import Run
 from demix.run.systems import evaluated
-from support.cli import demix
+from support.cli import demix, succeeds
 from support.configs import with_keys, written_by_hand
 from support.errors import refused
 from support.frozen import copied, rewrite, rows_of, with_models
@@ -300,7 +300,7 @@ def test_runs_without_a_common_domain(base: Run, tmp_path: Path) -> None:
     assert found.domains == {}
     notes = [note for table in tables(found) for note in table.notes]
     assert any(all(name in note for name in (*base.domains, *run.domains)) for note in notes), "why no mean is there"
-    assert demix("compare", base.folder, run.folder, "--html", tmp_path / "page.html").exit_code == 0
+    succeeds("compare", base.folder, run.folder, "--html", tmp_path / "page.html")
 
 
 def test_spread_over_seeds_is_that_of_the_results(base: Run, other: Run, both: Comparison) -> None:
@@ -327,8 +327,7 @@ def test_the_page_stands_alone(base: Run, other: Run, tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     for run, folder in ((base, "one"), (other, "<b>[red]x")):
         renamed(run, Path(folder), "same")
-    done = demix("compare", "one", "<b>[red]x", "--html", "new/page.html")
-    assert done.exit_code == 0, done.output
+    done = succeeds("compare", "one", "<b>[red]x", "--html", "new/page.html")
     assert "<b>[red]x" in done.output
     page = Path("new/page.html").read_text()
     assert "<b>" not in page

@@ -19,7 +19,7 @@ from demix.run.check import completed_run
 from demix.run.kept import config_fingerprint, read_run_config, write_run_config
 from demix.run.rules import RunRules
 from demix.settings import settings_from
-from support.cli import demix, refusal
+from support.cli import demix, refusal, succeeds
 from support.dry_run import TINY, changed
 from support.errors import refused
 
@@ -129,11 +129,11 @@ def test_the_commands_give_the_documents_of_a_domain_that_reads_alone(tmp_path):
         one, documents = json.dumps(source | {"where": {"set": value}, "piece_words": 2}), folder / "documents" / name
         outputs = ("--output", documents / "0000.parquet", "--counts", documents / "0000.json")
         raw = folder / "raw" / name / "0000.parquet"
-        assert demix("read", name, "--settings", one, "--raw", raw, *outputs).exit_code == 0
+        succeeds("read", name, "--settings", one, "--raw", raw, *outputs)
         assert [*raw.parent.iterdir()] == []
         return {path.name: path.read_bytes() for path in documents.iterdir()}
 
-    assert demix(*divided).exit_code == 0
+    succeeds(*divided)
     for name, value in {"a": "a", "b": ["b"]}.items():
         before = read(shared, name, value)
         assert before == read(tmp_path / "alone", name, value)
@@ -176,7 +176,7 @@ def card_of(counts: Path, domains: dict[str, Any], refused_for: str = "") -> dic
     card.unlink(missing_ok=True)
     words = ("source-card", counts, "--output", card, "--settings", json.dumps({"domains": domains}))
     if not refused_for:
-        assert demix(*words).exit_code == 0
+        succeeds(*words)
         return read_json(card)
     refusal(*words, of=refused_for)
     return read_json(card) if card.exists() else None

@@ -32,7 +32,7 @@ from demix.evaluate.memorization import Audit
 from demix.evaluate.routing import Routing
 from demix.settings import settings_from
 from demix.train.adapt import Adaptation
-from support.cli import demix
+from support.cli import succeeds
 from support.dry_run import ENVIRONMENT, planned, ran
 from support.models import write_model
 from support.once import once
@@ -162,8 +162,7 @@ def test_commands_run(page: Path, place: Path, monkeypatch: pytest.MonkeyPatch) 
             # What the page has the reader put there.
             words = ["config/paper-125m.yaml" if word == "config/mine.yaml" else word for word in words]
             words, file = (words[:-2], words[-1]) if ">" in words else (words, None)
-            done = demix(*words[1:])
-            assert done.exit_code == 0, (words, done.exception, done.output)
+            done = succeeds(*words[1:])
             if file:
                 Path(file).write_text(done.stdout)
             output = words[words.index("--output") + 1] if "--output" in words else "."

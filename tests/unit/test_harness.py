@@ -27,7 +27,7 @@ from demix.report.read import read_tasks
 from demix.run.check import completed_run
 from demix.run.harness import harness_files, harness_settings, harnessed
 from demix.run.rules import RunRules
-from support.cli import demix, refusal
+from support.cli import demix, refusal, succeeds
 from support.configs import domains, small, small_run
 from support.decoding import LENGTH, in_blocks, scored_in_blocks, write_run
 from support.errors import refused
@@ -80,7 +80,7 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory, _local: None) 
         text = pa.array([f"{PASSAGE} Amen." if domain == "law" else domain], pa.large_string())
         write_parquet(pa.table({"text": text}), train)
         output = folder / "harness" / "contamination" / f"{domain}.parquet"
-        assert demix("contamination", documents(folder), train, "--output", output).exit_code == 0
+        succeeds("contamination", documents(folder), train, "--output", output)
     files = []
     for model, experts in (("demix", THREE), ("dense", ())):
         files += ["--harness", folder / "harness" / "models" / f"{model}.parquet"]
@@ -117,8 +117,7 @@ def evaluated(place: Path, tmp_path: Path, *options: object, model: Path | None 
     tmp_path.mkdir(exist_ok=True)
     output = tmp_path / "out.json"
     named = ("--include-path", place / "tasks", "--output", output, "--log-samples", *options)
-    done = demix("lm-eval", model or place / "models" / "demix", "--tasks", ",".join(TASKS), *named)
-    assert done.exit_code == 0, (done.exception, done.output)
+    done = succeeds("lm-eval", model or place / "models" / "demix", "--tasks", ",".join(TASKS), *named)
     assert done.stdout.startswith("| Tasks")
     assert set(json.loads(output.read_text())["results"]) == set(TASKS)
     return {name: answers(tmp_path / f"out.{name}.jsonl") for name in TASKS}
@@ -191,7 +190,7 @@ def test_an_exported_expert_is_what_the_harness_makes_of_it(place: Path, tmp_pat
     from lm_eval import simple_evaluate
 
     model = place / "models" / "demix"
-    assert demix("export", model, "--expert", "news", "--output", tmp_path / "hf").exit_code == 0
+    succeeds("export", model, "--expert", "news", "--output", tmp_path / "hf")
     manager = TaskManager(include_path=str(place / "tasks"), include_defaults=False)
     for shots in (0, 2):
         asked = ("--experts", "news", "--num-fewshot", shots)
@@ -261,8 +260,7 @@ def test_tasks_are_found_by_name_pattern_and_file(place: Path, tmp_path: Path, m
     (tmp_path / "more" / "other.yaml").write_text(text)
     asked = f"w*d,{tmp_path}/more/other.yaml,choice"
     options = ("--include-path", place / "tasks", "--limit", 2, "--output", tmp_path / "out.json")
-    done = demix("lm-eval", place / "models" / "demix", "--tasks", asked, *options)
-    assert done.exit_code == 0, done.output
+    succeeds("lm-eval", place / "models" / "demix", "--tasks", asked, *options)
     results = json.loads((tmp_path / "out.json").read_text())
     assert {name: number["effective"] for name, number in results["n-samples"].items()} == dict.fromkeys(
         ("word", "other", "choice"), 2
@@ -354,8 +352,7 @@ def test_a_name_of_a_task_is_no_path_and_no_code_for_the_terminal(place: Path, t
     assert not Path("/tmp/outside").exists()
     assert PATHS[1] in evaluate_tasks({"pretrained": str(model)}, Tasks((PATHS[1],), tasks))["results"]
     named = ("--include-path", tasks, "--output", output, "--log-samples")
-    shown = demix("lm-eval", model, "--tasks", f"\x1b[2Jclear,{MARKUP}", *named)
-    assert shown.exit_code == 0, shown.exception
+    shown = succeeds("lm-eval", model, "--tasks", f"\x1b[2Jclear,{MARKUP}", *named)
     assert "\x1b" not in shown.stdout
     assert "\\x1b[2Jclear" in shown.stdout
     assert MARKUP in shown.stdout
@@ -375,8 +372,7 @@ def test_rows_are_the_values_of_the_harness_with_its_versions(place: Path, tmp_p
         assert set(own["n_experts"]) == {3 if model == "demix" else 1}
         output = tmp_path / "out.json"
         words = ("lm-eval", place / "models" / model, "--tasks", ",".join(NAMES), "--include-path", place / "tasks")
-        told = demix(*words, "--output", output, "--limit", 3, "--num-fewshot", 1, *options)
-        assert told.exit_code == 0, told.output
+        succeeds(*words, "--output", output, "--limit", 3, "--num-fewshot", 1, *options)
         found = json.loads(output.read_text())
         expected = {
             (task, key.removesuffix(",none")): (value, found["results"][task][f"{metric}_stderr,none"])

@@ -26,7 +26,7 @@ from demix.commands import main as cli
 from demix.config.keys import read_keys
 from demix.data.outline import outline
 from demix.run.check import completed_run, load_run
-from support.cli import demix, refusal
+from support.cli import demix, refusal, succeeds
 
 REPOSITORY = Path(__file__).parents[2]
 TWO = """run: mine
@@ -108,7 +108,7 @@ def test_init_writes_a_valid_config_of_any_files(texts: Path) -> None:
     assert list(config["domains"]["novel"]) == ["more"]
     assert {tuple(one["words"].values()) for one in config["domains"]["training"].values()} == {(180, 180, None)}
     assert re.search(r" letters: .* 1 document; left out: 1 .*: 1 \.md$", done.stdout, re.MULTILINE)
-    assert demix("config", "mine.yaml").exit_code == 0
+    succeeds("config", "mine.yaml")
     first, schema = done.stdout.splitlines()[0].split("$schema=")
     assert first == "# yaml-language-server: "
     assert Path(schema).samefile(REPOSITORY / "workflow" / "schemas" / "config.schema.yaml")
@@ -144,8 +144,7 @@ def test_the_rate_follows_from_size_and_updates(domains, words, layers, updates,
         lines = (f"The mill number {number} of {name} stood by a river." for number in range(words // 10))
         Path(name).write_text("\n".join(lines))
     Path("mine.yaml").write_text(outline("mine", names, []))
-    done = demix("config", "mine.yaml", "--values")
-    assert done.exit_code == 0, done.output
+    succeeds("config", "mine.yaml", "--values")
     run = completed_run({"base": "mine.yaml"}, tmp_path)
     assert run.architecture.layers == layers
     assert {model.updates for model in run.own} == {updates}
@@ -186,7 +185,7 @@ def test_each_value_of_a_field_is_a_domain(tmp_path, monkeypatch):
     assert (done.exit_code, done.stderr) == (0, "")
     assert re.search(r"#.* 120 documents", done.stdout), "those without a text or a number there"
     Path("mine.yaml").write_text(done.stdout)
-    assert demix("config", "mine.yaml").exit_code == 0
+    succeeds("config", "mine.yaml")
     run = completed_run({"base": "mine.yaml"}, tmp_path)
     assert {domain.value: name for name, domain in run.config.domains.training.items()} == VALUES
     assert [*run.config.domains.novel] == ["novel_12"]
@@ -221,7 +220,7 @@ def test_config_warns_of_more_than_ten_passes(
     text = demix("init", "a.parquet", "b.json", "--novel", "more/*.txt").stdout
     (texts / "mine.yaml").write_text(text.replace("adaptation: {", f"adaptation: {{{given}"))
     caplog.clear()
-    assert demix("config", "mine.yaml").exit_code == 0
+    succeeds("config", "mine.yaml")
     assert len(caplog.messages) == (warned is not None)
     assert f"config key {warned}: " in caplog.text or not warned
 

@@ -21,7 +21,7 @@ from demix.query.ask import Answers, named_runs
 from demix.query.views import VIEWS
 from demix.run.main_systems import main_systems
 from demix.run.run import Run
-from support.cli import demix, said
+from support.cli import demix, said, succeeds
 from support.contents import contents
 from support.frozen import rows_of
 
@@ -30,9 +30,7 @@ EXAMPLES = re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL)
 
 
 def rows(run: Run, query: str) -> list[dict]:
-    done = demix("sql", run.folder, query, "--format", "json")
-    assert done.exit_code == 0, (query, done.exception)
-    return json.loads(done.output)
+    return json.loads(succeeds("sql", run.folder, query, "--format", "json").output)
 
 
 @pytest.mark.parametrize("query", EXAMPLES, ids=lambda query: query.split("\n")[0])
@@ -221,9 +219,7 @@ ODD = (
 
 
 def printed(*arguments: object) -> str:
-    done = demix("sql", *arguments)
-    assert done.exit_code == 0, (arguments, done.exception)
-    return done.output
+    return succeeds("sql", *arguments).output
 
 
 def test_formats(run: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from demix.report.items import all_items
 from demix.report.material import Material
 from demix.report.table import Table
 from demix.run.run import Run
-from support.cli import demix
+from support.cli import demix, succeeds
 from support.configs import domains, small_run
 from support.errors import refused
 from support.frozen import material, rows_of
@@ -341,8 +341,7 @@ def test_each_rule_of_the_workflow_belongs_to_one_stage_and_the_drawing_shows_al
 
 
 def test_the_terminal_has_means_marks_oracles_and_what_adaptation_changes(frozen: Run) -> None:
-    done = demix("summary", frozen.folder)
-    assert done.exit_code == 0, done.exception
+    done = succeeds("summary", frozen.folder)
     results = rows_of(frozen).query(
         "seed == 1 and split == 'test' and variant == '' and experts in ('training', 'dense')"
     )

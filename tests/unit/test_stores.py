@@ -34,7 +34,7 @@ from demix.data.stores import fetch_stored, stored
 from demix.plan.ready import check_here
 from demix.run.check import completed_run
 from demix.settings import settings_from
-from support.cli import demix, refusal
+from support.cli import demix, refusal, succeeds
 from support.configs import small_run
 from support.errors import refused
 
@@ -372,8 +372,7 @@ def with_store(**keys: Any) -> dict[str, Any]:
 def test_a_store_is_asked_for_one_file_before_the_first_job_and_not_earlier(store, tmp_path):
     run = small_run(tmp_path, domains=with_store(path="s3://corpus/my texts/*.jsonl", parts=4))
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(run.config.values))
-    done = demix("plan", tmp_path / "mine.yaml")
-    assert done.exit_code == 0, done.output
+    succeeds("plan", tmp_path / "mine.yaml")
     assert store.asked == []
     with refused("my texts/*.jsonl"):
         check_here(run, ["law"])

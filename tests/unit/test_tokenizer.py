@@ -29,7 +29,7 @@ from demix.files import read_json, write_json
 from demix.model.imported_tokenizer import imported_tokenizer
 from demix.model.verified import texts_of_all_kinds
 from support.byte_level import NORMALISED, PLAIN, SPECIAL, definition, sample, write_folder
-from support.cli import demix
+from support.cli import succeeds
 from support.configs import small
 from support.errors import refused
 
@@ -537,8 +537,7 @@ def test_merges_that_do_not_give_the_ids_in_their_order_give_those_of_tokenizers
 def test_the_stage_reads_a_file(tmp_path: Path) -> None:
     source = write_folder(tmp_path, "olmo2")
     settings = json.dumps({"kind": "file", "path": str(source), "end_of_text": "<|pad|>", "types": 1600})
-    done = demix("tokenizer", source, "--settings", settings, "--output", tmp_path / "t.json")
-    assert done.exit_code == 0, done.exception
+    succeeds("tokenizer", source, "--settings", settings, "--output", tmp_path / "t.json")
     tokenizer = Tokenizer.load(tmp_path / "t.json")
     assert (tokenizer.decode([tokenizer.end_of_text]), tokenizer.vocab_size) == ("<|pad|>", 1600)
 

@@ -31,7 +31,7 @@ from demix.track.client import NETWORK_FILE_SYSTEMS, file_system, opened
 from demix.track.live import Sender, streaming
 from demix.track.records import flatten
 from demix.track.store import track
-from support.cli import demix
+from support.cli import demix, succeeds
 from support.configs import changed
 from support.errors import refused
 from support.frozen import copied, rows_of, with_models
@@ -216,7 +216,7 @@ def test_one_command_sends_a_copied_folder(
     assert f"{len(keys)} new, 0 replaced, 0 unchanged" in demix("track", "results/from-ann").output
     assert stored("sqlite:///results/mlflow.db", "demix-from-ann").keys() == keys
     there = ("--uri", uri, "--experiment", "chosen", "--output", "sent.json")
-    assert demix("track", "results/from-ann", *there).exit_code == 0
+    succeeds("track", "results/from-ann", *there)
     assert stored(uri, "chosen").keys() == keys
     assert {**read_json(Path("sent.json")), "sent": ""} == {"uri": there[1], "experiment": "chosen", "sent": ""}
 

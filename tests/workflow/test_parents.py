@@ -12,7 +12,7 @@ from demix.data.shards import TokenShard
 from demix.files import read_json
 from demix.model.checkpoint import load_model
 from support.byte_level import definition
-from support.cli import demix
+from support.cli import succeeds
 from support.dry_run import ran, write_config
 
 transformers = pytest.importorskip("transformers")
@@ -75,8 +75,7 @@ def write_llama(folder: Path) -> None:
 
 def test_experts_of_a_llama_go_out_as_a_llama(tmp_path: Path) -> None:
     write_llama(tmp_path / "hub" / "llama")
-    done = demix("import", tmp_path / "hub" / "llama", "--output", tmp_path / PARENT, "--verify")
-    assert done.exit_code == 0, (done.output, done.exception)
+    succeeds("import", tmp_path / "hub" / "llama", "--output", tmp_path / PARENT, "--verify")
     ran(tmp_path, write_config(tmp_path, CONFIG))
     run = tmp_path / "results" / "own"
     parent = read_json(tmp_path / PARENT / "model.json")["architecture"]
@@ -94,8 +93,7 @@ def test_experts_of_a_llama_go_out_as_a_llama(tmp_path: Path) -> None:
     # The tokens of the workflow are those of the tokenizer of transformers, of the exported expert too.
     for model, expert in (("demix", "scripture"), ("demix", "fantasy"), ("btm", "licenses")):
         folder = tmp_path / f"{model}-{expert}"
-        done = demix("export", run / "models" / model, "--expert", expert, "--output", folder)
-        assert done.exit_code == 0, (done.output, done.exception)
+        succeeds("export", run / "models" / model, "--expert", expert, "--output", folder)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
         assert type(theirs).__name__ == "LlamaForCausalLM"
         text = pq.read_table(run / "corpus" / expert / "test.parquet")["text"][0].as_py()
