@@ -125,7 +125,7 @@ def table_of(name: str, material: Material) -> Table:
 def shown(name: str, material: Material) -> Shown:
     """The same as its cells are printed, without what the paper prints."""
     table = table_of(name, material)
-    frames = table.text(), table.second_lines(), table.bold()
+    frames = table.text().map(str.strip), table.second_lines(), table.bold()
     return Shown(*(frame.rename(index=str) for frame in frames)).of_run
 
 
