@@ -175,18 +175,6 @@ class Breaking:
             os._exit(status)
 
 
-class Choosing:
-    """A plugin of pytest that runs the tests given in their order."""
-
-    def __init__(self, tests: list[str]) -> None:
-        self.tests = tests
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        by_id = {item.nodeid: item for item in items}
-        items[:] = [by_id[test] for test in self.tests]
-
-
 def bound() -> None:
     """Bound the memory of this process and the files that it writes: a loop may have lost its end."""
     resident = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -289,15 +277,15 @@ def of_module(path: str, tests: list[str], some: list[Mutant], tree: Path) -> Ve
         raise ValueError(f"{missing[0]} was not tried ({status}):\n{printed}")
     for mutant, (found, seconds) in timed.items():
         if mutant not in forked:
-            verdicts[mutant.key] = bool(found) and kills(tests, mutant, partial(Choosing, found), 6 * seconds, tree)
+            verdicts[mutant.key] = bool(found) and kills(found, mutant, 6 * seconds, tree)
     return [(one, verdicts[one.key]) for one in some]
 
 
-def kills(tests: list[str], mutant: Mutant, plugin: Callable[[], object] | None, seconds: float, tree: Path) -> bool:
+def kills(tests: list[str], mutant: Mutant, seconds: float, tree: Path) -> bool:
     """Whether the tests see a mutant in a process that imports the module."""
     before = (tree / mutant.path).read_text()
     write(tree / mutant.path, mutant.text)
-    status, _ = in_process(tree, tests, plugin, 40 + seconds)
+    status, _ = in_process(tree, tests, None, 40 + seconds)
     write(tree / mutant.path, before)
     return status != 0
 
@@ -371,7 +359,7 @@ def main() -> int:
         listed = tomllib.loads((HERE / "by_hand.toml").read_text())
         hand = dict(by_hand(path, *fault) for path, faults in listed.items() for fault in faults)
         for mutant in chosen(asked.words, hand):
-            tasks.append(lambda tree, one=mutant: [(one, kills(hand[one], one, None, 360, tree))])
+            tasks.append(lambda tree, one=mutant: [(one, kills(hand[one], one, 360, tree))])
         verdicts = in_trees(asked.jobs, tasks)
     except ValueError as error:
         print(error)
