@@ -197,6 +197,7 @@ BRANCHED = SEED | {"kind": "branched"}
 HUB = {"kind": "hub", "path": "owner/name", "data_files": ["*.parquet"], "revision": "main"}
 FOREIGN = {"alibi": {"kind": "dense", "architecture": {"position": "alibi"}}}
 SWEEP = {"learning_rates": [0.5], "tokens": 500}
+NGRAMS = {"evaluation": {"ngrams": [3]}}
 LAW = {"retrain_without": ["law"], "replacement": "songs"}
 
 
@@ -346,6 +347,11 @@ OTHER_TEXT = [
     ({"evaluation": {"suites": {"a": {"b": {}}}}}, "evaluation.suites.a.b.source"),
     ({"evaluation": {"suites": {"A": {"b": TEXT}}}}, "evaluation.suites.A"),
     ({"evaluation": {"suites": {"a": {"b_c": TEXT}, "a_b": {"c": TEXT}}}}, "evaluation.suites.a_b.c"),
+    ({"evaluation": {"ngrams": [9]}}, "evaluation.ngrams.0"),
+    ({"evaluation": {"ngrams": [3, 3]}}, "evaluation.ngrams"),
+    (NGRAMS | {"training": {"tokens": 10**9}}, "evaluation.ngrams"),
+    (NGRAMS | {"models": {"ngram3": {"kind": "dense"}}}, "models.ngram3"),
+    (NGRAMS | {"models": {"ngrams": {"kind": "dense"}}, "cluster": {"launch": "slurm"}}, "models.ngrams"),
     (harness(tasks=[]), "lm_eval.tasks"),
     (harness(models=["domain_token"]), "lm_eval.models"),
     (harness(weights=["best"]), "lm_eval.weights.0"),

@@ -169,18 +169,3 @@ def test_ngrams_learn_as_many_tokens_as_dense_and_are_mixed_as_experts() -> None
     plain = changed(run, evaluation={"weights": ["history"]})
     assert [system.method for system in ngram_lines(plain)] == ["dense", "cached"] * 2
     assert bases(run).keys() == {"dense_unbalanced", "dense", "demix_cached"}
-
-
-@pytest.mark.parametrize(
-    ("sections", "key"),
-    [
-        ({"evaluation": {"ngrams": [9]}}, "evaluation.ngrams.0"),
-        ({"evaluation": {"ngrams": [3, 3]}}, "evaluation.ngrams"),
-        ({"models": {"ngram3": {"kind": "dense"}}}, "models.ngram3"),
-        ({"training": {"tokens": 10**9}}, "evaluation.ngrams"),
-        ({"models": {"ngrams": {"kind": "dense"}}, "cluster": {"launch": "slurm"}}, "models.ngrams"),
-    ],
-)
-def test_what_no_run_can_have_is_refused(sections: dict, key: str) -> None:
-    with refused(key):
-        tiny(**sections)
