@@ -1,18 +1,15 @@
-"""What synchronizing gradients takes, dense against DEMix by number of ranks: measured here to 8, by a model to 128.
+"""What synchronizing gradients takes, dense against DEMix by number of ranks, measured to 8.
 
     python benchmarks/sync.py [--json rows.json]
 
-Measured: steps of real gloo processes, a thread each, of a model of 5.3M parameters (an expert's 2.1M) on 512 tokens a
+Steps of real gloo processes, a thread each, of a model of 5.3M parameters (an expert's 2.1M) on 512 tokens a
 step. Time against DDP of torch (for DEMix two of it, one in the other); bytes given to all-reduce against
 `synced_bytes`; bytes over the loopback device against what rings move, 2(n-1)/n of a rank's from each of n ranks.
 Gradient norms must agree with DDP's. Ranks beyond the machine's cores share them: compare times of one number of ranks.
-
-By the model of `demix.plan.network`: ring all-reduces of the paper's four sizes on its GPUs, one bucket after the other
-and none hidden behind backward. About three minutes on two cores.
+About three minutes on two cores.
 """
 
 import argparse
-import dataclasses
 import multiprocessing
 import os
 import statistics
@@ -27,11 +24,9 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-from demix.config.architecture import PRESETS, Architecture
+from demix.config.architecture import Architecture
 from demix.config.counts import parameters
 from demix.model.gpt import GPT
-from demix.plan.flops import PAPER_TFLOPS, update_flops
-from demix.plan.network import NETWORKS, Network, Ring, synchronizing
 from demix.run.placement import Placement, place
 from demix.train.parallel import GradientSync, World, joined, synced_bytes
 
@@ -243,63 +238,12 @@ def measured_rows(found: dict[Case, Measured]) -> list[dict]:
     return times + given + moved
 
 
-DOMAINS, VALUE_BYTES, GPT2_TYPES = 8, 2, 50257
-PAPER = {"gpt3-small": ("125M", 32), "gpt3-medium": ("350M", 64), "gpt3-large": ("760M", 128), "gpt3-xl": ("1.3B", 128)}
-
-
-def synchronized(preset: str, ranks: int, network: Network) -> tuple[float, float]:
-    """Seconds a step of a dense model and of DEMix, gradients in fp16, one all-reduce after the other."""
-    shared, expert = parameters(PRESETS[preset], GPT2_TYPES)
-    dense = [Ring(VALUE_BYTES * (shared + expert), range(ranks))]
-    replicas = ranks // DOMAINS
-    demix = [Ring(VALUE_BYTES * shared, range(ranks))]
-    demix += [Ring(VALUE_BYTES * expert, range(first, first + replicas)) for first in range(0, ranks, replicas)]
-    return synchronizing(dense, network), synchronizing(demix, network)
-
-
-def modelled_rows(network: Network) -> list[dict]:
-    rows = []
-    for preset, (label, gpus) in PAPER.items():
-        for ranks in (8, 16, 32, 64, 128) if preset == "gpt3-xl" else (gpus,):
-            dense, demix = synchronized(preset, ranks, network)
-            rows.append(row(f"sync, {label}, {ranks} GPUs, DEMix against dense", 1000 * demix, 1000 * dense, "ms"))
-    for preset, (label, gpus) in PAPER.items():
-        architecture, (achieved, achieved_demix) = PRESETS[preset], PAPER_TFLOPS[preset]
-        dense, demix = synchronized(preset, gpus, network)
-        # Two sequences at a time and eight of those an update; Table 2's TFLOPs are of whole steps, sync and all.
-        flops = update_flops(architecture, GPT2_TYPES, 2 * 8 * gpus, architecture.context)
-        step = flops / (gpus * achieved * 1e12)
-        rows.append(
-            row(f"sync's part of a step, {label}", 100 * demix / (step - dense + demix), 100 * dense / step, "%")
-        )
-        gained, paper = 100 * (dense - demix) / (step - dense + demix), 100 * (achieved_demix / achieved - 1)
-        rows.append(row(f"DEMix's throughput over dense's, {label}, model against paper", gained, paper, "%"))
-        if paper:
-            # The saved time is linear in the latency of a hop: which one makes it the paper's?
-            uniform = (dataclasses.replace(network, inner_alpha=a, outer_alpha=a) for a in (0.0, 1e-6))
-            none, some = (before - after for before, after in (synchronized(preset, gpus, one) for one in uniform))
-            needed = (step * (1 - achieved / achieved_demix) - none) / (some - none)
-            assumed = 1e6 * network.alpha(Ring(0, range(gpus)))
-            rows.append(row(f"mean latency of a hop for the paper's, {label}, against NCCL's", needed, assumed, "us"))
-    return rows
-
-
 def row(name: str, ours: float, peer: float | None, unit: str) -> dict:
     return {"name": name, "ours": ours, "peer": peer, "unit": unit, "ratio": ours / peer if peer else None}
 
 
-CONCLUSION = """
-On 128 GPUs an expert's ring of 16 ranks on two nodes moves nearly the bytes over a node's link that a ring of 128
-does: by this model DEMix saves latency there (30 hops a bucket of an expert instead of 254), worth 2% of the paper's
-7 to 8%, and the rest takes hops four times as slow as NCCL's: stragglers and congestion, which the model lacks and a
-ring of 128 meets more often than one of 16. Locality, experts' rings inside a node, is worth 3 to 5% at 32 and 64
-GPUs where nothing hides behind backward, but there the paper measured none: bytes alone do not explain its 8%, and
-Table 2 cannot tell latency, stragglers and overlap apart."""
-
-
 def main(path: Path | None) -> None:
-    show(measured_rows(measure_all(CASES)) + modelled_rows(NETWORKS["v100"]), path)
-    print(CONCLUSION)
+    show(measured_rows(measure_all(CASES)), path)
 
 
 if __name__ == "__main__":

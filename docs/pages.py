@@ -12,29 +12,23 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pandas as pd
 
 from demix.api import open_run
 from demix.config.architecture import PRESETS
 from demix.config.config import Config
-from demix.config.counts import parameters
-from demix.plan.cells import decimal, folded, short
-from demix.plan.cost import TrainingPlan, plan_training
-from demix.plan.domains import TEXT_BYTES, TOKENS_PER_WORD
+from demix.plan.cost import ScoringCosts, TrainingPlan, plan_training
+from demix.plan.domains import TEXT_BYTES, TOKENS_PER_WORD, WORD_BYTES
 from demix.plan.flops import HARDWARE, PAPER_TFLOPS, hours, update_flops
 from demix.plan.jobs import in_one_line
-from demix.plan.network import NETWORKS, Ring, out_of_a_node, rings_of, synchronizing
-from demix.plan.stages import RATES, WORD_BYTES, StageCost, plan_stages, saving_hours, stages_table, sync_table
+from demix.plan.numbers import decimal, folded, short
 from demix.report.adapting import adaptation_table
 from demix.report.material import Material
 from demix.run.check import load_run
-from demix.run.placement import place_experts
 from demix.run.run import Run
 
 ROOT = Path(__file__).parents[1]
@@ -110,43 +104,20 @@ def plans(name: str, kind: str) -> dict[str, TrainingPlan]:
     return {plan.name: plan for plan in plan_training(config(name), ranks, HARDWARE[kind])}
 
 
-def cells(planned: Any, *columns: int) -> list[list[str]]:
-    """Columns of a table that `demix plan` prints, row by row."""
-    return [list(row) for row in zip(*(list(planned.columns[number].cells) for number in columns), strict=True)]
-
-
-def by_stage() -> str:
-    run = config("paper-1.3b")
-    a100, h100 = (cells(stages_table(run, kind, ranks), *range(7)) for kind, ranks in MACHINES.items())
-    rows = [[a[0], a[6], a[2], *a[3:6], *h[3:6]] for a, h in zip(a100, h100, strict=True)]
-    heads = ["stage", "written", "core-hours", "A100-hours", "longest job, hours", "network"]
-    return table([*heads, "H100-hours", "longest job, hours", "network"], rows)
-
-
 def by_model(name: str) -> str:
     """Each training of a config but the trials of learning rates and, for c-BTM's, the adaptations."""
     run, kinds = config(name), []
     for kind, ranks in MACHINES.items():
         found = plan_training(run, ranks, HARDWARE[kind])
-        took = [row[1:] for row in folded((one.name, decimal(one.hours), decimal(one.rank_hours)) for one in found)]
-        sent = cells(sync_table(run, kind, ranks), 0, 3, 5, 6)
-        kinds.append([[name, *a, *b] for a, (name, *b) in zip(took, sent, strict=True)])
+        kinds.append(folded((one.name, decimal(one.hours), decimal(one.rank_hours)) for one in found))
     rows = [[*a, *h[1:]] for a, h in zip(*kinds, strict=True) if "rates" not in a[0]]
     if name == "cbtm-1.3b":
         rows = [row for row in rows if "dapt" not in row[0]]
-    heads = ["hours", "GPU-hours", "out of a node, a step", "sync, ms", "of a step"]
-    return table(["model", *heads, *heads], rows)
-
-
-def bytes_of_a_node() -> str:
-    rows = []
-    for ranks in (16, 32, 64, 128):
-        shared, expert = parameters(replace(PRESETS["gpt3-xl"], context=1024), 50257)
-        dense = out_of_a_node(rings_of(4 * shared, 4 * expert, place_experts(["all"], ranks, ranks)), 8)
-        demix = out_of_a_node(rings_of(4 * shared, 4 * expert, place_experts("abcdefgh", ranks, ranks)), 8)
-        sizes = (f"{short(round(size))}B" for size in (dense, demix))
-        rows.append([str(ranks), str(ranks // 8), *sizes, f"{100 * demix / dense:.0f}%"])
-    return table(["GPUs", "nodes", "dense", "DEMix", "DEMix of dense"], rows, left=0)
+    else:
+        scoring = [decimal(ScoringCosts(run, HARDWARE[kind]).of_all[0]) for kind in MACHINES]
+        rows.append(["scoring", "", scoring[0], "", scoring[1]])
+    heads = [f"{kind}, {unit}" for kind in ("A100", "H100") for unit in ("hours", "GPU-hours")]
+    return table(["model", *heads], rows)
 
 
 def papers_runs() -> str:
@@ -159,28 +130,17 @@ def papers_runs() -> str:
     }.items():
         flops = update_flops(PRESETS[name], 50264, 16 * gpus, 1024)
         dense, demix = PAPER_TFLOPS[name]
-        shared, expert = (2 * number for number in parameters(PRESETS[name], 50257))
-        step = flops / gpus / dense / 1e12
-        whole = synchronizing([Ring(shared + expert, range(gpus))], NETWORKS["v100"])
-        part = synchronizing(rings_of(shared, expert, place_experts("abcdefgh", gpus, gpus)), NETWORKS["v100"])
         cost = [f"{flops / 1e12:,.2f}", f"{printed:,}", f"{100 * (flops / 1e12 / printed - 1):+.2f}%"]
         took = [f"{hours(flops, steps, gpus, tflops):.1f}" for tflops in (dense, demix)]
-        speed = [str(dense), f"{100 * (0.4 * V100_PEAK / dense - 1):+.0f}%"]
-        gain = [f"{100 * (whole - part) / (step - whole + part):+.1f}%", f"{100 * (demix / dense - 1):+.1f}%"]
-        rows.append([size, str(gpus), *cost, *took, *speed, *gain])
+        speed = [str(dense), f"{100 * (0.4 * V100_PEAK / dense - 1):+.0f}%", f"{100 * (demix / dense - 1):+.1f}%"]
+        rows.append([size, str(gpus), *cost, *took, *speed])
     heads = ["size", "GPUs", "TFLOPs an update", "printed", "error", "hours, dense", "hours, DEMix"]
-    heads += ["TFLOPs/s a GPU", "40% of peak against it", "DEMix's gain, model", "paper"]
+    heads += ["TFLOPs/s a GPU", "40% of peak against it", "DEMix's gain in throughput"]
     return table(heads, rows)
 
 
 def assumed() -> str:
     rows = [[f"achieved, {kind}", HARDWARE[kind].assumption] for kind in MACHINES]
-    for kind, network in NETWORKS.items():
-        links = f"{network.inner_beta / 1e9:.0f} GB/s inside a node, {network.outer_beta / 1e9:g} GB/s out of it"
-        rows.append([f"network, {kind}", f"{links} ({network.assumption}); nodes of {network.node}"])
-    for name, rate in RATES.items():
-        known = rate.source if rate.source.startswith("assumed") else f"measured, {rate.source}"
-        rows.append([name, f"{short(round(rate.per_second))} {rate.unit} a second; {known}"])
     words = f"{WORD_BYTES} bytes of text, {TEXT_BYTES} bytes on disk (zstd), {TOKENS_PER_WORD} tokens"
     return table(["what", "value"], [*rows, ["a word", words]], left=2)
 
@@ -191,46 +151,44 @@ def last_lines(name: str, *kinds: str) -> str:
     return "\n\n" + "\n".join(f"    {line}" for line in lines) + "\n\n"
 
 
-def stage_costs(kind: str) -> dict[str, StageCost]:
-    return {stage.name: stage for stage in plan_stages(config("paper-1.3b"), kind, MACHINES[kind])}
+def gpu_hours(kind: str) -> float:
+    """The GPU-hours of the models of the paper's largest size that train from scratch."""
+    return sum(one.rank_hours for one in plans("paper-1.3b", kind).values() if one.stage == "train" and one.jobs == 1)
 
 
 def training_share(kind: str) -> str:
-    found = stage_costs(kind)
-    return f"{100 * found['train'].hours / sum(stage.hours for stage in found.values() if stage.on_device):.0f}%"
+    scoring = ScoringCosts(config("paper-1.3b"), HARDWARE[kind]).of_all[0]
+    every = scoring + sum(one.rank_hours for one in plans("paper-1.3b", kind).values())
+    return f"{100 * gpu_hours(kind) / every:.0f}%"
 
 
-def with_training(name: str, **keys: int) -> list[TrainingPlan]:
-    """The trainings of a config on A100s with other `keys` of its section `training`."""
+def with_training(name: str, model: str, **keys: int) -> TrainingPlan:
+    """The training of a config's model on A100s with other `keys` of its section `training`."""
     values = config(name).config.values
     other = Config.complete(values | {"training": values["training"] | keys})
-    return plan_training(Run(other, Path()), None, HARDWARE["a100"])
+    found = plan_training(Run(other, Path()), None, HARDWARE["a100"])
+    return next(one for one in found if one.name == model)
 
 
 def sentences() -> dict[str, str]:
     """The numbers in the sentences of performance.md."""
     a100 = plans("paper-1.3b", "a100")
-    demix, costs, large = a100["demix"], stage_costs("a100"), plans("cbtm-6.7b", "a100")
+    demix, large = a100["demix"], plans("cbtm-6.7b", "a100")
     expert, adapted = large["btm-1b"], large["btm-dapt-github"]
-    (fuller,) = (one for one in with_training("paper-1.3b", micro_sequences=16) if one.name == "demix")
-    saving = [a100.values(), with_training("paper-1.3b", checkpoint_every=5000)]
-    usual, rare = (decimal(sum(saving_hours(one) * one.ranks for one in every)) for every in saving)
+    fuller = with_training("paper-1.3b", "demix", micro_sequences=16)
+    recomputed = with_training("cbtm-6.7b", expert.name, checkpoint_activations=True)
     one_gpu = {f"plan-one-gpu-{kind}": in_one_line(config("one-gpu"), kind).split()[2] for kind in MACHINES}
     return one_gpu | {
         **{f"plan-training-share-{kind}": training_share(kind) for kind in MACHINES},
-        "plan-training-hours": decimal(costs["train"].hours),
+        "plan-training-hours": decimal(gpu_hours("a100")),
         "plan-two-models-hours": decimal(sum(a100[name].rank_hours for name in ("demix", "dense"))),
-        "plan-core-hours": f"{sum(one.hours for one in costs.values() if one.hours and not one.on_device):.0f}",
         "plan-checkpoint": f"{short(demix.checkpoint)}B",
-        "plan-checkpoint-seconds": f"{3600 * saving_hours(demix) * demix.checkpoint / demix.saved:.0f}",
-        "plan-checkpoint-hours": usual,
-        "plan-rare-checkpoint-hours": rare,
         "plan-state": f"{short(demix.state)}B",
         "plan-activations": f"{short(demix.activations)}B",
         "plan-activations-16": f"{short(fuller.activations)}B",
         "plan-6.7b-state": f"{short(expert.state)}B",
         "plan-6.7b-activations": f"{short(expert.activations)}B",
-        "plan-6.7b-recomputed": f"{short(expert.recomputed)}B",
+        "plan-6.7b-recomputed": f"{short(recomputed.activations)}B",
         "plan-6.7b-adaptation": f"{short(adapted.state)}B",
     }
 
@@ -241,10 +199,8 @@ def fillings() -> dict[str, Callable[[], str]]:
     return {
         "results-means": sample_means,
         "results-adaptation": sample_adaptation,
-        "plan-by-stage": by_stage,
         "plan-by-model": lambda: by_model("paper-1.3b"),
         "plan-by-model-of-the-family": lambda: by_model("cbtm-1.3b"),
-        "plan-bytes-of-a-node": bytes_of_a_node,
         "plan-papers-runs": papers_runs,
         "plan-assumed": assumed,
         "plan-line-1.3b": lambda: last_lines("paper-1.3b", *MACHINES),

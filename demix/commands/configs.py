@@ -126,7 +126,7 @@ def config(
 
 def _will_run(run: "Run") -> list[tuple[str, str]]:
     """What a config runs: heads and lines."""
-    from demix.plan.jobs import plan_jobs
+    from demix.plan.jobs import count_jobs
 
     models: dict[str, list[str]] = {}
     for model in run.trained:
@@ -138,7 +138,7 @@ def _will_run(run: "Run") -> list[tuple[str, str]]:
     lines += [("models", f"{len(names)} {size}: {', '.join(names)}") for size, names in models.items()]
     if run.adaptations:
         lines.append(("adaptations", f"{len(run.adaptations)} of {run.config.adaptation.tokens:,} tokens at most"))
-    return [*lines, ("jobs", f"{sum(jobs.count for jobs in plan_jobs(run, 'cpu')):,}, less those that are done")]
+    return [*lines, ("jobs", f"{sum(count_jobs(run).values()):,}, less those that are done")]
 
 
 def _begin(model: "Model") -> str:

@@ -33,37 +33,27 @@ def plan(
     ] = False,
     full: Annotated[
         bool,
-        typer.Option("--full", help="Print the tables too: data, models, memory, hours, network, jobs, stages."),
+        typer.Option("--full", help="Print the tables too: data, models, memory, hours and jobs."),
     ] = False,
 ) -> None:
-    """Estimate time, disk and GPU-hours of a config, what would spare most, and what does not fit. Fetches nothing."""
-    from demix.plan.cost import too_large, training_tables
-    from demix.plan.domains import plan_table
-    from demix.plan.here import here_line
-    from demix.plan.jobs import in_one_line, jobs_table, lacking, levers, runs_here, usual_hardware, write_sbatch_files
-    from demix.plan.stages import stages_table, sync_table
+    """Estimate time, disk and GPU-hours of a config, and what does not fit. Fetches nothing."""
+    from demix.plan.jobs import here_line, in_one_line, runs_here, usual_hardware, write_sbatch_files
+    from demix.plan.tables import domains_table, jobs_table, too_large, training_tables
     from demix.run.check import load_run
 
     run, console = load_run(file), terminal()
-    here = hardware is None and ranks is None and runs_here(run)
-    named, hardware = hardware is not None, hardware or usual_hardware(run)
+    here, hardware = hardware is None and ranks is None and runs_here(run), hardware or usual_hardware(run)
     tables = training_tables(run, ranks, hardware)
-    answer = [here_line(run, ranks)] if here else [in_one_line(run, hardware, ranks), *levers(run, hardware, ranks)]
-    print("\n".join(answer))
-    if not here:
-        # Nobody chose the hardware that is assumed.
-        if named and (warning := lacking(run, hardware)):
-            logging.getLogger("demix").warning(f"{file}, {warning}")
-        for line in too_large(run, ranks, hardware):
-            logging.getLogger("demix").warning(f"{file}: {line}")
-    for path in write_sbatch_files(run, hardware, ranks) if dry_run else ():
+    print(here_line(run, ranks) if here else in_one_line(run, hardware, ranks))
+    for line in () if here else too_large(run, ranks, hardware):
+        logging.getLogger("demix").warning(f"{file}: {line}")
+    for path in write_sbatch_files(run, ranks) if dry_run else ():
         print(path)
     if full:
-        later = (show(run, hardware, ranks) for show in (sync_table, jobs_table, stages_table))
-        for table in (plan_table(run), *tables, *later):
+        for table in (domains_table(run), *tables, jobs_table(run)):
             console.print(table)
     else:
-        print("demix plan --full prints tables of data, models, memory, hours, network, jobs and stages.")
+        print("demix plan --full prints tables of data, models, memory, hours and jobs.")
 
 
 @app.command()

@@ -1,6 +1,5 @@
-"""FLOPs and parameters of language models, and the shapes of their matrices. Arithmetic only, no torch."""
+"""FLOPs and parameters of language models, and the sizes of their tensors. Arithmetic only, no torch."""
 
-from collections import Counter
 from typing import NamedTuple
 
 from demix.config.architecture import Architecture
@@ -65,24 +64,6 @@ def stacked_maps(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     return {"attention.qkv.weight": (queries, keys, keys), "feedforward.up": up}
 
 
-def matrices(
-    architecture: Architecture, expert_scope: str = "feedforward"
-) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
-    """The matrices of blocks that all experts share, and those of each expert, as `parameters` parts them.
-
-    They are the weights of linear maps: how many there are of each shape (rows, columns). A routed expert has its own.
-    """
-    width, inner = architecture.width, architecture.inner_width
-    layers, routed = architecture.layers, architecture.routed
-    qkv, up = stacked_maps(architecture).values()
-    shared = Counter((rows, width) for rows in qkv * layers)
-    shared[width, architecture.heads * architecture.unit] += layers
-    stacked = layers + architecture.routed_layers * (routed.experts - 1 if routed else 0)
-    own = Counter((rows, width) for rows in up * stacked)
-    own[width, inner] += stacked
-    return (Counter(), shared + own) if expert_scope == "model" else (shared, own)
-
-
 def orthogonalising_flops(rows: int, columns: int) -> int:
     """FLOPs of one Newton-Schulz iteration of Muon on a matrix: 4m²n + 2m³ for m the smaller side and n the other.
 
@@ -93,7 +74,7 @@ def orthogonalising_flops(rows: int, columns: int) -> int:
 
 
 class Size(NamedTuple):
-    """The number of parameters in a tensor, and whether it is a matrix of blocks or several (`matrices`)."""
+    """The number of parameters in a tensor, and whether these are weights of linear maps in blocks."""
 
     parameters: int
     matrix: bool = False

@@ -223,9 +223,6 @@ class DomainSection(SplitRecipe):
         description="Replace personal data by the seven dummy tokens of the paper's Table 8; released applies the "
         "rules of the code published with the paper.",
     )
-    documents: Positive | None = Field(
-        default=None, description="Approximate number of documents in the source. Only `demix plan` uses this number."
-    )
     licence: Text = Field(default="", description="Licence or terms of the text, recorded with the run.")
     access: Literal["open", "terms", "by hand", "not verified"] = Field(
         default="not verified",

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from demix.config.architecture import FOLDS, PRESETS, Architecture
 from demix.config.counts import attention_flops, feedforward_flops, head_map, routing_flops, training_flops_per_token
-from demix.plan.network import NETWORKS, Network
 
 # Logits exist for so many tokens at a time: `demix.model.heads.ROWS_AT_ONCE` on a GPU.
 LOGITS_ROWS = 4096
@@ -59,13 +58,13 @@ def score_table_bytes(experts: int, tokens: int) -> int:
     return (4 * experts + 18) * tokens
 
 
-def training_state_bytes(trained: int, still: int = 0, single: int = 0) -> int:
+def training_state_bytes(trained: int, still: int = 0, moments: int | None = None) -> int:
     """Bytes of the state of a rank with `trained` parameters: fp32 weights 4, gradients 4, Adam's two moments 8.
 
     `still` counts parameters in memory that are not trained: frozen parameters, and the best so far, which early
-    stopping keeps. `single` of those trained have one moment, Muon's.
+    stopping keeps. `moments` are the bytes of moments of a rank that has others than Adam's of all that it trains.
     """
-    return 16 * trained + 4 * still - 4 * single
+    return 8 * trained + 4 * still + (8 * trained if moments is None else moments)
 
 
 def activation_bytes(
@@ -100,12 +99,12 @@ def activation_bytes(
     return tokens * kept * value_bytes + min(tokens, LOGITS_ROWS) * vocab_size * (4 + value_bytes) + bias + masks
 
 
-def checkpoint_bytes(trained: int, best: int = 0, single: int = 0) -> int:
+def checkpoint_bytes(trained: int, best: int = 0, moments: int | None = None) -> int:
     """Bytes of one checkpoint: fp32 weights and Adam's moments of `trained` parameters, fp32 weights of `best`.
 
-    `single` of those trained have one moment, Muon's.
+    `moments` are the bytes of moments other than Adam's.
     """
-    return 12 * trained + 4 * best - 4 * single
+    return 4 * (trained + best) + (8 * trained if moments is None else moments)
 
 
 # Table 2 of the paper: TFLOP/s per GPU on V100s, for the dense model and for DEMix.
@@ -116,40 +115,27 @@ PAPER_TFLOPS = {"gpt3-small": (31, 31), "gpt3-medium": (37, 37), "gpt3-large": (
 class Hardware:
     """What one rank runs on: `units` devices of the kind `unit`.
 
-    `tflops`: achieved TFLOP/s of a rank by the formula above, or None for the values of Table 2. `network`: what joins
-    the ranks, if that is modelled. `bf16`: whether it computes in this type. `memory`: bytes of a GPU, the most common
-    size.
+    `tflops`: achieved TFLOP/s of a rank by the formula above, or None for the values of Table 2. `memory`: bytes of a
+    GPU, the most common size.
     """
 
     tflops: float | None
     assumption: str
     unit: str = "GPU"
     units: int = 1
-    network: Network | None = None
-    bf16: bool = True
     memory: int | None = None
 
 
 HARDWARE = {
     "v100": Hardware(
-        None,
-        "TFLOPs/s a GPU of the paper's Table 2 (V100), of its size of the nearest width",
-        network=NETWORKS["v100"],
-        bf16=False,
-        memory=32 * 10**9,
+        None, "TFLOPs/s a GPU of the paper's Table 2 (V100), of its size of the nearest width", memory=32 * 10**9
     ),
     "a100": Hardware(
         137,
         "137 TFLOPs/s a GPU, 44% of peak: a model of 1.7B in Narayanan et al. 2021, table 1 (fp16)",
-        network=NETWORKS["a100"],
         memory=80 * 10**9,
     ),
-    "h100": Hardware(
-        396,
-        "396 TFLOPs/s a GPU, assuming 40% of the 989 at peak (bf16)",
-        network=NETWORKS["h100"],
-        memory=80 * 10**9,
-    ),
+    "h100": Hardware(396, "396 TFLOPs/s a GPU, assuming 40% of the 989 at peak (bf16)", memory=80 * 10**9),
     "cpu": Hardware(
         0.15,
         "0.15 TFLOPs/s a rank: two cores with AVX-512 in fp32, of 0.10 (3×128) to 0.18 (12×768) measured",

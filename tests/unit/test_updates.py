@@ -18,14 +18,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from demix.config.architecture import Architecture, Routed
-from demix.config.counts import matrices, orthogonalising_flops
+from demix.config.counts import orthogonalising_flops
 from demix.config.training import TrainingRecipe, Updates, fingerprinted, taken
 from demix.model.gpt import GPT
 from demix.plan.cost import TrainingPlan, plan_training
 from demix.plan.flops import HARDWARE
-from demix.plan.muon import muon_cost
-from demix.plan.network import Network, Ring, synchronizing
-from demix.plan.network import given as reduced
 from demix.run.placement import owners_of, place_experts
 from demix.run.run import Run
 from demix.settings import settings_from
@@ -252,7 +249,6 @@ def test_no_rank_has_more_than_another_and_one_thing(sizes: list[int], ranks: in
 LLAMA = {"preset": "llama", "layers": 3, "width": 24, "heads": 2, "context": 8, "key_heads": 1, "inner": 40}
 ROUTED = {"kind": "routed", "experts": 4, "top_k": 2, "every": 2, "capacity": 2.0, "balance": 0.01}
 MODELS = {"btm": {"kind": "branched", "parent": "dense", "seed_tokens": 64}, "switch": ROUTED}
-MUON = Updates(kind="muon")
 
 
 @cache
@@ -318,62 +314,3 @@ def test_the_plans_state_is_that_of_the_optimizers_of_the_fullest_rank(name: str
         assert plan.state == max(states) + best + 4 * plan.shared * (name == "demix-dapt")
         if ranks == 1:
             assert plan.checkpoint == weights + moments + best
-
-
-@pytest.mark.parametrize("scope", ["feedforward", "model"])
-@pytest.mark.parametrize("name", ["dense", "switch"])
-def test_the_matrices_are_those_of_the_model(name: str, scope: str) -> None:
-    architecture = architecture_of(name)
-    model = GPT(architecture, 300, ("a",), (), scope)
-    found: tuple[Counter, Counter] = (Counter(), Counter())
-    for key, parameter in model.named_parameters():
-        if group_of(key) == "matrices":
-            parts = {"qkv.weight": (24, 12, 12), "feedforward.up": (40, 40)}.get(key.split("attention.")[-1][-14:])
-            for part in parameter.split(parts or parameter.shape[-2], -2):
-                found[model.owned(key)][tuple(part.shape[-2:])] += part.shape[:-2].numel()
-    assert matrices(architecture, scope) == found
-
-
-@pytest.mark.parametrize("name", ["demix", "dense", "demix-dapt", "dense-dapt"])
-def test_a_rank_sends_what_it_updated(name: str) -> None:
-    whole, sharded = (plans(None, 8, shard)[name] for shard in (False, True))
-    assert sharded.state < whole.state
-    assert sharded.checkpoint == whole.checkpoint
-    assert sharded.synced == whole.synced
-    sent = [ring for ring in sharded.rings if ring.broadcasts]
-    summed = [ring for ring in sharded.rings if not ring.broadcasts]
-    assert [(ring.size, tuple(ring.ranks)) for ring in sent] == [(ring.size, tuple(ring.ranks)) for ring in summed]
-    assert whole.rings == tuple(summed)
-
-
-def test_the_plan_counts_muons_work_and_what_it_sends() -> None:
-    sizes = Architecture(2, 16, 2, 8)
-    shared = 2 * 4 * orthogonalising_flops(16, 16)
-    expert = 4 * orthogonalising_flops(64, 16)
-    costs = {}
-    for ranks in (1, 2, 4, 64):
-        costs[ranks] = muon_cost(sizes, MUON, "feedforward", place_experts("ab", 32, ranks), frozen=False)
-    assert costs[1].flops == 5 * (shared + 2 * expert)
-    assert costs[2].flops == 5 * (shared / 2 + expert)
-    # A rank of four has two of the eight shared matrices.
-    assert costs[4].flops == 5 * (2 * orthogonalising_flops(16, 16) + expert / 2)
-    assert costs[64].flops == 5 * (orthogonalising_flops(16, 16) + orthogonalising_flops(64, 16))
-    assert (costs[1].rings, costs[2].rings) == ((), (Ring(4 * 2 * 1024, range(2), 8),))
-    one, two = 4 * 2 * 1024, 4 * 4 * 1024
-    assert costs[4].rings == (Ring(one, range(4), 8), Ring(two, (0, 1), 4), Ring(two, (2, 3), 4))
-    # Each broadcast crosses three hops of a ring of four ranks, of which each sends three quarters of all bytes.
-    assert costs[4].rings[0].sent == 3 / 4 * one
-    network = Network(8, 1e-6, 100e9, 10e-6, 10e9)
-    assert network.seconds(costs[4].rings[0]) == pytest.approx(8 * 3 * 1e-6 + 3 / 4 * one / 100e9)
-    assert reduced(costs[4].rings) == 0
-    frozen = muon_cost(sizes, MUON, "feedforward", place_experts("a", 32, 1), frozen=True)
-    assert (frozen.flops, frozen.shared) == (5 * expert, 0)
-    assert muon_cost(sizes, dataclasses.replace(MUON, kind="adamw"), "none", (), frozen=False).flops == 0
-
-
-def test_hours_count_muons_work_and_operations_of_passes_do_not() -> None:
-    plain, muon = plans(None, 2)["demix"], plans("muon", 2)["demix"]
-    assert muon.flops == plain.flops
-    assert muon.hours / plain.hours == pytest.approx(1 + 2 * muon.orthogonalising / plain.flops)
-    assert muon.synced == plain.synced
-    assert synchronizing(muon.rings, HARDWARE["a100"].network) > synchronizing(plain.rings, HARDWARE["a100"].network)
