@@ -78,7 +78,6 @@ TopK = Annotated[
     int | None,
     typer.Option("--top-k", min=1, help="Mix only this many likeliest experts at each token, and equal ones."),
 ]
-Replicas = Annotated[str, typer.Option(help="Number of ranks of single domains, such as legal=2,novels=3.")]
 
 
 def terminal() -> "Console":

@@ -18,7 +18,6 @@ from demix.commands.options import (
     Metrics,
     Output,
     Ranks,
-    Replicas,
     Settings,
     Site,
     TrainShards,
@@ -52,7 +51,6 @@ def train(
     metrics: Metrics,
     checkpoints: Checkpoints,
     ranks: Ranks = 1,
-    replicas: Replicas = "equal",
     how: ExecutionOverrides = "",
     cluster: Site = "",
     live: Live = "",
@@ -82,7 +80,7 @@ def train(
     )
     places = Places(output, metrics, checkpoints)
     names = tuple(filter(None, experts.split(",")))
-    _train(training, places, _Launch(ranks, cluster, live, replicas), names)
+    _train(training, places, _Launch(ranks, cluster, live), names)
 
 
 @app.command()
@@ -95,7 +93,6 @@ def seed(
     kept: Annotated[Path, typer.Option(help="Checkpoints of the training, where `train --keep` left the state.")],
     checkpoints: Checkpoints,
     ranks: Ranks = 1,
-    replicas: Replicas = "equal",
     how: ExecutionOverrides = "",
     cluster: Site = "",
     learning_rate_from: RateFrom = None,
@@ -111,7 +108,7 @@ def seed(
         raise DemixError(f"--step {step}", f"is beyond the {training.steps} updates of the training", "lower it")
     # Ranks that a launcher has started train, because there was no state to take.
     if "WORLD_SIZE" in os.environ or not take_seed(training, kept, output):
-        _train(training, Places(output, None, checkpoints), _Launch(ranks, cluster, replicas=replicas))
+        _train(training, Places(output, None, checkpoints), _Launch(ranks, cluster))
 
 
 @app.command()
@@ -122,13 +119,12 @@ def sweep(
     metrics: Metrics,
     checkpoints: Checkpoints,
     ranks: Ranks = 1,
-    replicas: Replicas = "equal",
     how: ExecutionOverrides = "",
     cluster: Site = "",
 ) -> None:
     """Train a model with one learning rate of a sweep. Only the metrics are kept; divergence is not an error."""
     training = _training(kind, shards, _merged(settings, how))
-    _train(training, Places(None, metrics, checkpoints), _Launch(ranks, cluster, replicas=replicas))
+    _train(training, Places(None, metrics, checkpoints), _Launch(ranks, cluster))
 
 
 @app.command("join-branches")
@@ -275,7 +271,6 @@ class _Launch:
     ranks: int
     cluster: str
     live: str = ""
-    replicas: str = "equal"
 
     def do(self, job: TrainingJob, places: Places, work: Callable[[Places], None]) -> None:
         """Have the job done by other processes, or by `work` in this one, with its results in `places`."""
@@ -304,7 +299,6 @@ def _train(training: "ModelTraining", places: Places, launch: _Launch, experts: 
     from demix.train.in_turn import job_folder, train_in_turn
     from demix.train.stage import train_model
 
-    copies = _numbers(launch.replicas) if launch.replicas != "equal" else {}
     domains = training.domains
     if experts and training.row.expert_scope != "model":
         cause = f"is given to the kind {training.kind}, whose experts train together"
@@ -313,7 +307,7 @@ def _train(training: "ModelTraining", places: Places, launch: _Launch, experts: 
         cause = f"is {','.join(experts)}: a name stands twice, or none of the tokens has it"
         raise DemixError("--experts", cause, f"name each once, of {', '.join(domains)}")
     # A wrong number of ranks must be reported before any process starts.
-    place(training.kind, experts[:1] or domains, training.settings.sequences, world_size(launch.ranks), copies)
+    place(training.kind, experts[:1] or domains, training.settings.sequences, world_size(launch.ranks))
     seed = (training.alone(domains[0]) if experts else training).seed
     # A trial of a rate keeps no model: what it has done is not a training's.
     about: list[object] = [training.kind, fingerprinted(training.settings), domains, sorted(places.results)]
@@ -334,7 +328,7 @@ def _train(training: "ModelTraining", places: Places, launch: _Launch, experts: 
             train_in_turn(training, experts, at, beside=partial(streaming, launch.live, "training"))
             return
         with streaming(launch.live, "training", at.checkpoints, at.metrics):
-            train_model(training, at, copies)
+            train_model(training, at)
 
     launch.do(job, places, work)
 
@@ -404,11 +398,3 @@ def _steps(text: str) -> tuple[int, ...]:
     if not all(step.isdecimal() and int(step) for step in steps):
         raise DemixError(f"--keep {text}", "is no list of numbers of updates", "write 61,122")
     return tuple(map(int, steps))
-
-
-def _numbers(text: str) -> dict[str, int]:
-    """The mapping in a text such as legal=2,novels=3."""
-    pairs = [entry.partition("=") for entry in text.split(",")]
-    if not all(number.isdecimal() and int(number) for _, _, number in pairs):
-        raise DemixError(f"--replicas {text}", "is no list of domains and ranks", "write legal=2,novels=3")
-    return {name: int(number) for name, _, number in pairs}

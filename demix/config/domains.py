@@ -243,8 +243,8 @@ class DomainsSection:
     training: dict[DomainName, DomainSection | None] = Field(
         min_length=1,
         description="Domains that get an expert when the model is trained. null leaves out a domain of the base. A key "
-        "that still names it is refused in one line that names the key: `removal.retrain_without`, `replicas` of "
-        "`training` or of a row of `models`, `labels` of a task of `made: domains`.",
+        "that still names it is refused in one line that names the key: `removal.retrain_without`, `labels` of a task "
+        "of `made: domains`.",
     )
     novel: dict[DomainName, DomainSection | None] = Field(
         default_factory=dict,

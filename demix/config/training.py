@@ -16,7 +16,6 @@ from demix.settings import (
     Number,
     Positive,
     Switch,
-    Text,
     TriedItems,
     absent,
     names_of,
@@ -301,16 +300,10 @@ class TrainingSection(TrainingRecipe):
     ranks: Ranks = Field(
         default=1,
         description="Processes that train one model together: a multiple or a divisor of the number of training "
-        "domains, or the sum of the domains' ranks where `replicas` is given. The result does not "
-        "depend on this number.",
+        "domains. The result does not depend on this number.",
     )
     sweep: Sweep | None = Field(
         default=None,
         description="Short trainings of every model that choose its learning rate: the largest of `learning_rates` "
         "that does not diverge. The chosen rate replaces `learning_rate`. null runs no sweep.",
-    )
-    replicas: dict[Text, Ranks] = Field(
-        default_factory=dict,
-        description="Number of ranks by domain, such as `{legal: 2}`; a domain that is not named has one rank. When "
-        "`replicas` is empty, all domains have the same number of ranks.",
     )

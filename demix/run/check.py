@@ -72,16 +72,13 @@ def _check_model(run: Run, model: Model) -> None:
     settings, given = model.settings, written(run.config.models[model.name])
 
     def key(name: str) -> str:
-        # Replicas of a row ask for its own number of ranks.
-        own = {name.split(".")[0]} | ({"replicas"} if name == "ranks" else set())
-        return f"config key {f'models.{model.name}' if own & given.keys() else 'training'}.{name}"
+        return f"config key {f'models.{model.name}' if name in given else 'training'}.{name}"
 
     if model.in_parts:
         _check_parts(model)
     else:
-        _check_replicas(model, given)
         try:
-            placement.place(model.kind, model.domains, settings.sequences, settings.ranks, settings.replicas)
+            placement.place(model.kind, model.domains, settings.sequences, settings.ranks)
         except DemixError as error:
             raise error.but(key(error.subject)) from None
     if settings.tokens < model.step_tokens:
@@ -101,23 +98,9 @@ def _check_model(run: Run, model: Model) -> None:
         raise DemixError("config key training.sweep.tokens", cause, "raise it")
 
 
-def _check_replicas(model: Model, given: Mapping[str, Any]) -> None:
-    """Refuse replicas of domains of a row that learns from clusters, or whose sequences all ranks share."""
-    key = f"config key models.{model.name}.replicas"
-    if model.settings.replicas and model.data:
-        cause = f"is {model.settings.replicas}, of training domains, and the row learns from clusters"
-        raise DemixError(key, cause, "give this row replicas: {} and its ranks")
-    if given.get("replicas") and not model.kind.has_experts:
-        cause = f"is given to a row of kind {model.kind.name}, whose ranks share the sequences of all domains"
-        raise DemixError(key, cause, "leave it out")
-
-
 def _check_parts(model: Model) -> None:
     """Refuse settings of a row whose experts are whole models that do not fit trainings of one expert each."""
     settings, key = model.settings, f"config key models.{model.name}"
-    if settings.replicas:
-        cause = f"is {settings.replicas}, and each expert trains by itself"
-        raise DemixError(f"{key}.replicas", cause, "give this row replicas: {} and the ranks of one expert")
     if model.sweeps:
         raise DemixError(f"{key}.sweep", "has no single training to try rates on", "give this row sweep: null")
     if settings.ranks > 1 and (settings.experts_per_job or 1) > 1:

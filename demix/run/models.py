@@ -341,15 +341,11 @@ def _without(whole: Model, removed: str, replacement: str) -> Model:
         replacement=replacement,
     )
     changes: dict[str, Any] = {}
-    if settings.replicas:
-        changes["replicas"] = {kept(name): number for name, number in settings.replicas.items() if kept(name)}
     if model.fewer and model.domains:
         # Updates of fewer sequences begin after at least the tokens of the seed. What fits no model is refused later.
         begun = -(-whole.seed_step * whole.parent_step_tokens // model.step_tokens)
         changes["tokens"] = max(1, begun + whole.updates - whole.first_step) * model.step_tokens
-        if settings.replicas:
-            changes["ranks"] = max(1, settings.ranks - settings.replicas.get(removed, 1))
-        elif not whole.in_parts:
+        if not whole.in_parts:
             changes["ranks"] = ranks_without(len(whole.domains), settings.ranks)
     if not changes:
         return model

@@ -3,7 +3,7 @@
 This module does not import torch, so that a config is checked before anything runs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from demix.config.models import DENSE_EXPERT, KINDS, Kind
@@ -24,9 +24,7 @@ class Placement:
     ranks: tuple[int, ...]
 
 
-def place(
-    kind: Kind | str, domains: Sequence[str], sequences: int, ranks: int, replicas: Mapping[str, int] | None = None
-) -> tuple[Placement, ...]:
+def place(kind: Kind | str, domains: Sequence[str], sequences: int, ranks: int) -> tuple[Placement, ...]:
     """What each rank trains of a model of `kind` on `domains`, with `sequences` of each domain per step.
 
     Where a step is drawn by domain, the experts of the domains are divided among the ranks. Otherwise there is one
@@ -35,43 +33,27 @@ def place(
     """
     kind = KINDS[kind] if isinstance(kind, str) else kind
     if kind.batches == "by_domain":
-        return place_experts(domains, sequences, ranks, replicas)
+        return place_experts(domains, sequences, ranks)
     return place_experts([DENSE_EXPERT], len(domains) * sequences, ranks)
 
 
-def place_experts(
-    domains: Sequence[str], sequences: int, ranks: int, replicas: Mapping[str, int] | None = None
-) -> tuple[Placement, ...]:
+def place_experts(domains: Sequence[str], sequences: int, ranks: int) -> tuple[Placement, ...]:
     """What each rank trains of the experts of `domains`, with `sequences` per step for each domain.
 
-    The number of ranks is a multiple of the number of domains (replicas of each expert) or a divisor of it (several
-    experts per rank), or `replicas` gives single domains more than one rank. Raises DemixError that says which numbers
-    fit.
+    The number of ranks is a multiple of the number of domains (several ranks for each expert) or a divisor of it
+    (several experts per rank). Raises DemixError that says which numbers fit.
     """
     count = len(domains)
-    fitting = [n for n in range(1, count) if count % n == 0] + [n * count for n in range(1, sequences + 1)]
-    cure = f"use {_listed(fitting)}"
-    if replicas:
-        for name in replicas:
-            if name not in domains:
-                raise DemixError(f"replicas.{name}", "is no training domain", f"use names among {', '.join(domains)}")
-        numbers = [replicas.get(name, 1) for name in domains]
-        if sum(numbers) != ranks:
-            cause = f"is {ranks}, but the replicas of {count} domains make {sum(numbers)}"
-            raise DemixError("ranks", cause, f"use {sum(numbers)} ranks, or without replicas {_listed(fitting)}")
-    elif ranks % count == 0:
-        numbers = [ranks // count] * count
-    elif count % ranks == 0:
+    if count % ranks == 0:
         size = count // ranks
         return tuple(Placement(tuple(range(r * size, (r + 1) * size)), 0, sequences, (r,)) for r in range(ranks))
-    else:
-        raise DemixError("ranks", f"is {ranks}, which does not fit {count} domains", cure)
-    if max(numbers) > sequences:
-        name = domains[numbers.index(max(numbers))]
-        cause = f"gives {name} {max(numbers)} ranks for {sequences} sequences per step"
-        raise DemixError("ranks", cause, f"{cure}, or raise sequences")
+    number = ranks // count
+    if ranks % count or number > sequences:
+        fitting = [n for n in range(1, count) if count % n == 0] + [n * count for n in range(1, sequences + 1)]
+        cause = f"is {ranks}, which does not fit {count} domains of {sequences} sequences per step"
+        raise DemixError("ranks", cause, f"use {_listed(fitting)}")
     found: list[Placement] = []
-    for expert, number in enumerate(numbers):
+    for expert in range(count):
         own = tuple(range(len(found), len(found) + number))
         cuts = [sequences * part // number for part in range(number + 1)]
         found += [Placement((expert,), cuts[part], cuts[part + 1], own) for part in range(number)]

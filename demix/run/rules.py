@@ -294,7 +294,4 @@ class RunRules:
         """
         cluster = shlex.quote(self.argument(json.dumps(written(self.run.config.cluster.of(stage)))))
         overrides = ",".join(f"{key}={json.dumps(getattr(settings, key))}" for key in names_of(Execution))
-        given = settings.replicas if isinstance(settings, RowSettings) else {}
-        numbers = [f"{domain}={number}" for domain, number in given.items()]
-        replicas = f" --replicas {','.join(numbers)}" if numbers else ""
-        return f"--ranks {settings.ranks} --how {overrides}{replicas} --cluster {cluster}"
+        return f"--ranks {settings.ranks} --how {overrides} --cluster {cluster}"

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -152,12 +152,11 @@ class ModelTraining:
         return upcycled(begun, model) if self.row.has_routers else begun
 
 
-def train_model(training: ModelTraining, places: Places, replicas: Mapping[str, int] | None = None) -> None:
+def train_model(training: ModelTraining, places: Places) -> None:
     """Train one model, and write its directory or seed and the metrics at the end, with checkpoints on the way.
 
-    Every rank of a world (`demix.train.parallel.joined`) calls this function and trains its own placement. `replicas`
-    gives the experts of some domains more ranks (`demix.run.placement.place`); by default all experts have equally
-    many.
+    Every rank of a world (`demix.train.parallel.joined`) calls this function and trains its own placement
+    (`demix.run.placement.place`).
 
     Where no model is kept but only the metrics, as a sweep of learning rates needs, a run that diverges raises no
     error: its last row of metrics has the cause under `diverged`.
@@ -165,7 +164,7 @@ def train_model(training: ModelTraining, places: Places, replicas: Mapping[str, 
     settings, domains, until = training.settings, training.domains, training.until
     set_threads(settings.threads)
     with joined() as world:
-        ranks = place(training.row, domains, settings.sequences, world.size, replicas)
+        ranks = place(training.row, domains, settings.sequences, world.size)
         world, placement = world.placed(ranks), ranks[world.rank]
         opened = open_shards(training.train_shards, world)
         evaluate = _dev_losses(training, world) if settings.dev_blocks else None

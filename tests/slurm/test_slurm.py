@@ -16,8 +16,8 @@ from demix.files import read_json
 from demix.run.check import completed_run
 from demix.settings import written
 from support.disturbed import (
-    FOUR,
     SITE,
+    SIX,
     Trained,
     config_with,
     copy_run,
@@ -39,7 +39,7 @@ RUN = Path("results", "tiny")
 def test_the_workflow_gives_the_numbers_of_one_machine(slurm: None, prepared: Path, tmp_path: Path) -> None:
     models = {"seeded": {"kind": "demix", "parent": "dense", "seed_tokens": 6000}}
     models |= {"dense_unbalanced": None, "domain_token": None}
-    config = config_with(training=FOUR, cluster=SITE, models=models)
+    config = config_with(training=SIX, cluster=SITE, models=models)
     # The training domains have been read, the novel ones are read here.
     for place in (copy_run(prepared, tmp_path) / RUN).iterdir():
         if place.name in ("documents", "corpus", "tokens"):
@@ -148,17 +148,17 @@ def test_two_nodes_give_the_losses_of_one_process(slurm: None, prepared: Path, t
     more = {"tokens": 384 * 12, "precision": "fp64", "seed": 1, "threads": 1, "checkpoint_every": 100}
     settings = json.dumps(kept | more | {"architecture": config["architecture"]})
     shards = [prepared / RUN / "tokens" / domain / "train.arrow" for domain in config["domains"]["training"]]
-    eight = completed_run(config_with(cluster=SITE | {"ranks_per_node": 4})).config.cluster.of("train")
+    site = completed_run(config_with(cluster=SITE)).config.cluster.of("train")
     losses = {}
     for launch, options in (
         ("local", []),
-        ("slurm", ["--ranks", "8", "--replicas", "parliament=3,scripture=3,licenses=2"]),
+        ("slurm", ["--ranks", "6"]),
     ):
         place = tmp_path / launch
         command = ["demix", "train", "demix", *map(str, shards), "--settings", settings, *options]
         for option in ("model", "metrics", "checkpoints"):
             command += [f"--{'output' if option == 'model' else option}", str(place / option)]
-        command += ["--cluster", json.dumps(written(eight) | {"launch": launch})]
+        command += ["--cluster", json.dumps(written(site) | {"launch": launch})]
         subprocess.run(command, check=True, env=ENVIRONMENT, cwd=tmp_path, capture_output=True)
         losses[launch] = losses_of(place / "metrics")
     assert len(losses["slurm"]) == 12

@@ -12,9 +12,9 @@ from pathlib import Path
 from demix.files import read_json_lines
 from support.dry_run import ENVIRONMENT, TINY, command_line, write_config
 
-# Four ranks on two nodes, one domain on two of them: each rank begins with seconds of imports.
-SITE = {"sbatch": {"nice": 5}, "memory_mb": 900, "ranks_per_node": 2, "minutes": 30, "grace_seconds": 20}
-FOUR = {"ranks": 4, "replicas": {"parliament": 2, "scripture": 1, "licenses": 1}}
+# Six ranks on two nodes, one domain on both of them: each rank begins with seconds of imports.
+SITE = {"sbatch": {"nice": 5}, "memory_mb": 900, "ranks_per_node": 3, "minutes": 30, "grace_seconds": 20}
+SIX = {"ranks": 6}
 
 
 def snakemake(
@@ -96,7 +96,7 @@ class Trained:
     def __init__(self, prepared: Path, folder: Path, **cluster: object):
         self.folder = copy_run(prepared, folder)
         self.config = config_with(
-            training=FOUR | {"tokens": 240 * 384, "precision": "fp64", "checkpoint_every": 20},
+            training=SIX | {"tokens": 240 * 384, "precision": "fp64", "checkpoint_every": 20},
             cluster=SITE | cluster,
         )
         self.checkpoints = folder / "results" / "tiny" / "checkpoints" / "demix"

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,10 @@ def train_model(
     output: Path | None,
     metrics: Path | None,
     checkpoints: Path,
-    replicas: Mapping[str, int] | None = None,
     **more: Any,
 ) -> None:
     """Train one model as the stage does. `more` are fields of `ModelTraining`."""
-    stage.train_model(ModelTraining(kind, training, shards, **more), Places(output, metrics, checkpoints), replicas)
+    stage.train_model(ModelTraining(kind, training, shards, **more), Places(output, metrics, checkpoints))
 
 
 def places(folder: Path) -> Places:

@@ -453,10 +453,6 @@ SECTIONS: list[tuple[dict[str, Any], str]] = [
     (of_x(kind="anchored", weight_decay=0.0), "models.x.parent"),
     (of_x(**FLEXOLMO | {"top_k": 2}), "models.x.top_k"),
     (of_x(**FLEXOLMO | {"averages": True}), "models.x.averages"),
-    (
-        {"models": {"btm": BRANCHED}, "training": TINY["training"] | {"ranks": 4, "replicas": {"licenses": 2}}},
-        "models.btm.replicas",
-    ),
     (of_x(kind="demix", parent=HUB | {"revision": "main"}), "models.x.parent.revision"),
     (of_x(kind="demix", parent={"hub": "owner/name"}), "models.x.parent.revision"),
     (of_x(kind="demix", parent=HUB | {"hub": "a/b/c"}), "models.x.parent.hub"),

@@ -80,8 +80,8 @@ COLUMNS: dict[str, dict[str, Any]] = {
     # Those of one type differ in what a step draws or reads.
     "kind": {"demix": "demix", "routed": "routed"}
     | dict.fromkeys(("dense", "dense_unbalanced", "domain_token"), "dense"),
-    # Domains, ranks and replicas: two experts a rank, one a rank, two ranks an expert, and three for one of them.
-    "ranks": {"halves": (4, 2, {}), "each": (3, 3, {}), "replicas": (2, 4, {}), "unequal": (3, 5, {"parliament": 3})},
+    # Domains and ranks: two experts a rank, one a rank, two and three ranks an expert.
+    "ranks": {"halves": (4, 2), "each": (3, 3), "pairs": (2, 4), "triples": (2, 6)},
     "architecture": {
         "gpt2": {},
         "clap": {"position": "alibi", "head": "clap"},
@@ -105,22 +105,22 @@ Case = namedtuple("Case", COLUMNS)
 CASES = [
     Case(*line.split())
     for line in """
-demix            replicas clap    causal    muon  fp64 all kept  sharded some scratch
-demix            replicas llama   documents adamw fp32 one again sharded none seed
+demix            pairs    clap    causal    muon  fp64 all kept  sharded some scratch
+demix            pairs    llama   documents adamw fp32 one again sharded none seed
 dense_unbalanced each     roberta masked    muon  fp32 one kept  whole   none scratch
-routed           unequal  gpt2    masked    adamw fp64 all again whole   some seed
+routed           triples  gpt2    masked    adamw fp64 all again whole   some seed
 dense            halves   llama   documents muon  fp64 all kept  whole   some seed
 routed           halves   gpt2    causal    muon  fp32 one again sharded none scratch
 dense            each     clap    causal    adamw fp64 all again whole   none seed
-routed           unequal  clap    documents adamw fp32 one kept  sharded some scratch
+routed           triples  clap    documents adamw fp32 one kept  sharded some scratch
 demix            halves   roberta masked    adamw fp64 one again sharded some seed
-domain_token     unequal  llama   causal    muon  fp32 all kept  sharded none scratch
+domain_token     triples  llama   causal    muon  fp32 all kept  sharded none scratch
 demix            each     gpt2    causal    muon  fp32 all kept  sharded some seed
-routed           replicas roberta masked    muon  fp32 all kept  whole   some seed
+routed           pairs    roberta masked    muon  fp32 all kept  whole   some seed
 routed           each     llama   documents muon  fp32 all again whole   none scratch
 demix            halves   clap    masked    adamw fp32 all kept  whole   some scratch
-dense_unbalanced replicas gpt2    masked    adamw fp32 one kept  sharded none scratch
-demix            unequal  roberta masked    muon  fp64 one again whole   some scratch
+dense_unbalanced pairs    gpt2    masked    adamw fp32 one kept  sharded none scratch
+demix            triples  roberta masked    muon  fp64 one again whole   some scratch
 demix            halves   llama   masked    adamw fp32 all kept  whole   some scratch
     """.strip().splitlines()
 ]
@@ -148,7 +148,7 @@ def test_every_pair_of_values_stands_in_a_case() -> None:
 def settings(case: Case, **changes: str) -> Training:
     """The settings of a case, whose columns may be changed."""
     case = case._replace(**changes)
-    domains, *_ = COLUMNS["ranks"][case.ranks]
+    domains, _ = COLUMNS["ranks"][case.ranks]
     architecture = SIZES | (ROUTED if case.kind == "routed" else {})
     given = {"architecture": architecture, "tokens": 16 * 4 * domains * STEPS}
     for column in ("optimizer", "precision", "micro", "activations", "moments", "dropout"):
@@ -184,7 +184,7 @@ def be_rank(environment: dict[str, str], work: Callable[..., None], arguments: t
 
 def train_case(case: Case, tokens: Path, folder: Path, name: str, training: Training) -> None:
     """Train as the stage does, by this process or as one rank of several, into the folder `name`."""
-    domains, _, replicas = COLUMNS["ranks"][case.ranks]
+    domains, _ = COLUMNS["ranks"][case.ranks]
     shards = [path for split in ("train", "dev") for path in shard_paths(tokens, DOMAINS[:domains], split)]
     branch = None
     if case.begin == "seed":
@@ -193,10 +193,7 @@ def train_case(case: Case, tokens: Path, folder: Path, name: str, training: Trai
             architecture = {key: value for key, value in training.architecture.items() if key != "routed"}
             dense = ModelTraining("dense", replace(training, architecture=architecture), shards, until=SEED)
             train_model(dense, Places(branch, None, folder / "checkpoints"))
-    alone = "WORLD_SIZE" not in os.environ
-    train_model(
-        ModelTraining(case.kind, training, shards, branch=branch), places(folder / name), {} if alone else replicas
-    )
+    train_model(ModelTraining(case.kind, training, shards, branch=branch), places(folder / name))
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +214,7 @@ def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 def test_ranks_train_as_one_process(case: Case, trained: Callable[[Case], Path]) -> None:
     ours, theirs = (trained(case) / name for name in ("together", "alone"))
     tolerance = {"fp64": 1e-9, "fp32": 1e-5}[case.precision]
-    domains, *_ = COLUMNS["ranks"][case.ranks]
+    domains, _ = COLUMNS["ranks"][case.ranks]
     *_, on_dev = rows(theirs)
     assert sum(key.startswith("dev_loss/") for key in on_dev) == domains
     assert rows(ours)[-1] == pytest.approx(on_dev, rel=tolerance)
@@ -245,9 +242,7 @@ def test_ranks_train_as_one_process(case: Case, trained: Callable[[Case], Path])
 def test_a_sharded_optimizer_changes_no_bit(
     optimizer: str, trained: Callable[[Case], Path], tokens: Path, tmp_path: Path
 ) -> None:
-    case = next(
-        case for case in CASES if (case.optimizer, case.moments, case.ranks) == (optimizer, "sharded", "replicas")
-    )
+    case = next(case for case in CASES if (case.optimizer, case.moments, case.ranks) == (optimizer, "sharded", "pairs"))
     by_ranks(4, train_case, case, tokens, trained(case), "whole", settings(case, moments="whole"))
     sharded, whole = (tensors(trained(case) / name) for name in ("together", "whole"))
     assert sharded == whole != {}
@@ -296,28 +291,20 @@ def test_all_ranks_end_a_training_that_diverges(tokens: Path, tmp_path: Path) ->
     assert read_trial(tmp_path / "1e38.jsonl").diverged is not None
 
 
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(1, 40), st.integers(1, 9))
-def test_placements_part_every_step_without_overlap(numbers: list[int], ranks: int, sequences: int) -> None:
-    domains = [f"domain{number}" for number in range(len(numbers))]
-    replicas = dict(zip(domains, numbers, strict=True))
-    count = len(domains)
-    fits = (ranks % count == 0 and ranks // count <= sequences) or count % ranks == 0
-    for number, own, expected in (
-        (ranks, None, fits),
-        (sum(numbers), replicas, max(numbers) <= sequences),
-        (sum(numbers) + 1, replicas, False),
-    ):
-        if not expected:
-            with refused("ranks"):
-                place_experts(domains, sequences, number, own)
-            continue
-        found = place_experts(domains, sequences, number, own)
-        seen = [(expert, n) for placed in found for expert in placed.experts for n in range(placed.first, placed.last)]
-        assert sorted(seen) == [(expert, n) for expert in range(count) for n in range(sequences)]
-        for rank, placed in enumerate(found):
-            assert rank in placed.ranks
-            assert placed.last > placed.first
-            assert {found[other].experts for other in placed.ranks} == {placed.experts}
+@given(st.integers(1, 12), st.integers(1, 40), st.integers(1, 9))
+def test_placements_part_every_step_without_overlap(count: int, ranks: int, sequences: int) -> None:
+    domains = [f"domain{number}" for number in range(count)]
+    if not (ranks % count == 0 and ranks // count <= sequences) and count % ranks:
+        with refused("ranks"):
+            place_experts(domains, sequences, ranks)
+        return
+    found = place_experts(domains, sequences, ranks)
+    seen = [(expert, n) for placed in found for expert in placed.experts for n in range(placed.first, placed.last)]
+    assert sorted(seen) == [(expert, n) for expert in range(count) for n in range(sequences)]
+    for rank, placed in enumerate(found):
+        assert rank in placed.ranks
+        assert placed.last > placed.first
+        assert {found[other].experts for other in placed.ranks} == {placed.experts}
 
 
 LONG = replace(EXACT, tokens=16 * 4 * 4 * 60, checkpoint_every=5, dev_blocks=0)
@@ -422,7 +409,6 @@ def test_another_number_of_ranks_goes_on(tokens: Path, tmp_path: Path, undisturb
 def test_ranks_that_do_not_fit_are_refused_before_a_process_starts(tokens: Path, tmp_path: Path) -> None:
     words = command(tokens, tmp_path, 5)
     assert str(said(words)).startswith("demix: error: ranks: ")
-    assert str(said([*words, "--replicas", "scripture=2,lego=1"])).startswith("demix: error: replicas.lego: ")
     assert not list(tmp_path.iterdir())
 
 

@@ -59,7 +59,6 @@ KEYS: dict[str, Any] = {
     "preset": "modern",
     "ranks": 2,
     "sweep": {"learning_rates": [0.5], "tokens": 500},
-    "replicas": {"law": 2},
     "architecture": {"position": "alibi"},
 }
 SEED = {"parent": "dense", "seed_tokens": 500}
@@ -77,7 +76,6 @@ BEGINNINGS: dict[str, dict[str, Any]] = {
 BESIDE = {
     "anchored": {"weight_decay": 0.0},
     "routed": {"top_k": 2},
-    "replicas": {"ranks": 3},
 }
 SECTIONS: dict[str, Any] = {
     "architecture": {"layers": 2, "width": 8, "heads": 1, "context": 8},
@@ -97,7 +95,6 @@ WIRING = (
     "dev_blocks",
     "sweep",
     "trained",
-    "replicas",
 )
 
 
@@ -169,7 +166,7 @@ def test_each_accepted_row_is_a_training_of_its_updates(accepted: Run) -> None:
         training = training.alone(part.part) if model.in_parts else training
         assert training.steps == model.updates > model.first_step, model.name
         own = model.settings
-        assert len(place(model.kind, part.domains, own.sequences, own.ranks, own.replicas)) == own.ranks, model.name
+        assert len(place(model.kind, part.domains, own.sequences, own.ranks)) == own.ranks, model.name
 
 
 def test_each_accepted_row_is_scored_and_planned(accepted: Run) -> None:

@@ -104,14 +104,6 @@ def test_how_a_training_is_computed_is_no_setting_of_it() -> None:
     assert not {"ranks", "micro_sequences", "checkpoint_every"} & settings.keys()
 
 
-def test_a_replacement_has_the_ranks_of_the_removed_domain() -> None:
-    one = rules(models={"demix": {"ranks": 4, "replicas": {"licenses": 2, "scripture": 1}}})
-    options = shlex.split(one.train_options(row(one, "without-licenses")))
-    assert options[options.index("--ranks") + 1] == "4"
-    assert options[options.index("--replicas") + 1] == "fantasy=2,scripture=1"
-    assert json.loads(options[options.index("--cluster") + 1])["launch"] == "local"
-
-
 def test_a_seed_is_kept_by_its_parent_and_begins_its_branches() -> None:
     seeded = {"kind": "demix", "parent": "dense", "seed_tokens": 6000}
     sweep = {"learning_rates": [1e-3, 0.5], "tokens": 7680}
