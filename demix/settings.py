@@ -8,7 +8,8 @@ which share fields by inheritance. A wrong value raises an error that names its 
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
@@ -63,9 +64,14 @@ def _few(items: tuple[Any, ...]) -> tuple[Any, ...]:
     return items
 
 
+def _exponential(value: Any) -> Any:
+    # YAML reads 1e-3, which has no point, as text.
+    return float(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", value) else value
+
+
 # Strict types refuse 1.0e6 as a count, true as a number and .nan as a learning rate.
 Integer = Annotated[int, Strict()]
-Number = Annotated[float, Strict(), AllowInfNan(False)]
+Number = Annotated[float, BeforeValidator(_exponential), Strict(), AllowInfNan(False)]
 Text = Annotated[str, Strict()]
 Switch = Annotated[bool, Strict()]
 Positive = Annotated[Integer, Field(ge=1)]
@@ -82,16 +88,17 @@ def absent() -> Any:
 
 
 def _remember(kind: Any, values: Any, make: Callable[[Any], Any]) -> Any:
-    """Make an object of settings that knows which values it was given, and how they were written."""
+    """Make an object of settings that knows the names of the values that it was given."""
+    if isinstance(values, kind):
+        return make(values)
+    named: Iterable[str] = values if isinstance(values, Mapping) else ()
     if isinstance(values, ArgsKwargs):
         # Python gives the names of fields, of which some are words of Python's in a file.
         keys = {name: field.alias for name, field in vars(kind)["__pydantic_fields__"].items() if field.alias}
         values = ArgsKwargs(values.args, {keys.get(name, name): one for name, one in (values.kwargs or {}).items()})
+        named = (*names_of(kind)[: len(values.args)], *(values.kwargs or {}))
     made = make(values)
-    if isinstance(values, ArgsKwargs):
-        values = dict(zip(names_of(kind), values.args, strict=False)) | (values.kwargs or {})
-    if isinstance(values, Mapping):
-        object.__setattr__(made, "_given", dict(values))
+    object.__setattr__(made, "_given", tuple(named))
     return made
 
 
@@ -133,28 +140,28 @@ def partial(name: str, kind: type, /, **more: Any) -> type[Any]:
 
 
 def written(given: Any) -> dict[str, Any]:
-    """Settings as they stand in a file, with the defaults of those that the file does not name.
+    """Settings as they stand in a file, those that were given first, with the defaults of the others.
 
-    Numbers stay as they were written: 1 is not 1.0. Keys that settings can be without are left out where nobody gave
-    them.
+    Keys that settings can be without are left out where nobody gave them.
     """
-    named: dict[str, Any] = vars(given)["_given"]
     # A key may be a word of Python's, such as from, and its field then has another name.
     fields = {field.alias or name: (name, field) for name, field in vars(type(given))["__pydantic_fields__"].items()}
-    found = {key: _written(getattr(given, fields[key][0]), value) for key, value in named.items() if key in fields}
-    for key, (name, field) in fields.items():
-        if key not in found and not (field.default_factory and getattr(given, name) is None):
-            found[key] = _written(getattr(given, name), None)
-    return found
+    named = [key for key in vars(given).get("_given", ()) if key in fields]
+    values = {key: getattr(given, fields[key][0]) for key in (*named, *fields)}
+    return {
+        key: _written(value)
+        for key, value in values.items()
+        if key in named or value is not None or not fields[key][1].default_factory
+    }
 
 
-def _written(value: Any, given: Any) -> Any:
-    """A value of settings as JSON, which was written as `given`; None where nobody gave it."""
+def _written(value: Any) -> Any:
+    """A value of settings as JSON."""
     if dataclasses.is_dataclass(value):
         return written(value)
-    if isinstance(value, dict) and any(map(dataclasses.is_dataclass, value.values())):
-        return {key: _written(each, None) for key, each in value.items()}
-    return to_jsonable_python(value if given is None else given)
+    if isinstance(value, dict):
+        return {key: _written(each) for key, each in value.items()}
+    return to_jsonable_python(value)
 
 
 def settings_from(kind: type[T], values: Mapping[str, Any] | str, subject: str = "--settings") -> T:
@@ -176,23 +183,12 @@ def settings_from(kind: type[T], values: Mapping[str, Any] | str, subject: str =
         if not isinstance(key, str):
             raise DemixError(f"{subject}.{key}".replace(" .", " "), "is no name of a setting", "write names as text")
     try:
-        _refuse_huge(values, subject)
         found: T = _adapter(kind).validate_python(values)  # type: ignore[arg-type]
     except RecursionError:
         raise DemixError(subject, "is nested too deeply", f"give the fields of {kind.__name__}") from None
     except ValidationError as error:
         raise _readable(error, schema_of(kind), values, subject) from None
     return found
-
-
-def _refuse_huge(values: Any, subject: str) -> None:
-    """Raise DemixError for a whole number of more than 64 bits, which no file holds and Python may refuse to write."""
-    for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
-        place = f"{subject}.{key}".replace(" .", " ")
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise DemixError(place, "is a whole number of more than 64 bits", "give a smaller number")
-        if isinstance(value, Mapping | list | tuple):
-            _refuse_huge(value, place)
 
 
 def schema_of(kind: type) -> dict[str, Any]:
@@ -228,10 +224,7 @@ def _readable(error: ValidationError, schema: dict[str, Any], values: Any, subje
         case "value_error":
             cause, cure = (*fault["ctx"]["error"].args, None, None)[:2]
     if cause is None or cure is None:
-        expected = allowed(_part(schema, place))
-        if "number" in expected and isinstance(value, str) and subject.startswith("config key"):
-            expected += " (YAML reads 1e-3 as text: write 1.0e-3)"
-        cause, cure = f"is {value!r:.200}", f"allowed is {expected}"
+        cause, cure = f"is {value!r:.200}", f"allowed is {allowed(_part(schema, place))}"
     # A subject that ends in a space, such as "config key ", takes the key without a dot.
     return DemixError(f"{subject}.{'.'.join(map(str, place))}".replace(" .", " "), cause, cure)
 

@@ -6,7 +6,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from demix.config.adaptation import PARENT_BLOCKS
 from demix.config.domains import Budget
+from demix.config.evaluation import DECAY
 from demix.config.models import DENSE_EXPERT
 from demix.data.anonymize import anonymize_documents
 from demix.data.corpus import Splitting, split
@@ -75,10 +77,9 @@ def add_domain(
     adaptation = adaptation_of(model, tokens, rate, learning_rate)
     with scratch(output) as folder:
         shards, test = _tokens(domain, texts, tokenizer, field, folder)
-        scoring = Scoring(dev_blocks=adaptation.parent_blocks, threads=adaptation.threads)
+        scoring = Scoring(dev_blocks=PARENT_BLOCKS, threads=adaptation.threads)
         score(model, experts, [shards[1]], scoring, folder / "scores")
-        blocks, decay = adaptation.parent_blocks, adaptation.parent_decay
-        chosen = choose_parent(folder / "scores", domain, experts, blocks=blocks, decay=decay)
+        chosen = choose_parent(folder / "scores", domain, experts, blocks=PARENT_BLOCKS, decay=DECAY)
         before = evaluate_text(model, test, tokenizer)
         with replacing(output.resolve(), directory=True) as made:
             shutil.copytree(model, made, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "README.md"))

@@ -22,6 +22,8 @@ from demix.commands.options import (
     Site,
     TrainShards,
 )
+from demix.config.adaptation import PARENT_BLOCKS
+from demix.config.evaluation import DECAY
 from demix.config.models import KINDS
 from demix.config.training import fingerprinted
 from demix.errors import DemixError
@@ -226,7 +228,7 @@ def adapt(
     read += [scores / f"{name}.dev" / f"{name}.parquet" for name in names]
     about = ["demix", names, *filter(None, [init]), [sha256_file(path) for path in read if path.exists()]]
     # A missing table must be reported before any rank starts.
-    chosen = choose_parent(scores, domain, names, blocks=adaptation.parent_blocks, decay=adaptation.parent_decay)
+    chosen = choose_parent(scores, domain, names, blocks=PARENT_BLOCKS, decay=DECAY)
     unchanged = own_dev_losses(scores, names, adaptation.forgetting_blocks)
     work = partial(adapt_expert, model, pair, chosen, unchanged, adaptation, init=init)
     _adapt(about, model, shards, adaptation, places, launch, work)

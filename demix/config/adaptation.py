@@ -4,12 +4,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from demix.config.evaluation import DECAY, Decay
 from demix.config.models import RowName
 from demix.config.training import PRESET, Execution, Optimizer, Preset, Ranks, Sequences
 from demix.settings import DistinctItems, Number, Positive, Text, TriedItems, absent, settings
 
 Factor = Annotated[Number, Field(gt=0)]
+# Blocks of the novel domain's dev split, if as many are scored, whose posterior chooses the parent expert.
+PARENT_BLOCKS = 100
 # Up to four passes over a text teach about as much as new text does (Muennighoff et al. 2023, section 6).
 PASSES = 4
 
@@ -59,14 +60,6 @@ class AdaptationRecipe(Execution, Optimizer):
     )
     forgetting_blocks: Positive = Field(
         default=10, description="Blocks of each training domain's dev split on which forgetting is measured."
-    )
-    parent_blocks: Positive = Field(
-        default=100,
-        description="Dev blocks of the novel domain from which the posterior that chooses the parent expert is "
-        "computed. At most evaluation.dev_blocks, because no more blocks are scored.",
-    )
-    parent_decay: Decay = Field(
-        default=DECAY, description="Lambda of the posterior that chooses the parent expert (Eq. 7)."
     )
 
 

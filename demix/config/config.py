@@ -29,7 +29,7 @@ from demix.config.names import NAME, NAMED
 from demix.config.parents import completed_architecture, parents_of
 from demix.config.tasks import Task, TaskName, check_tasks
 from demix.config.tokenizer import TokenizerSection, completed_tokenizer
-from demix.config.training import Threads, TrainingSection, with_presets, without_nulls
+from demix.config.training import Threads, TrainingSection, with_presets
 from demix.errors import DemixError
 from demix.files.json_files import SEAL
 from demix.launch.job import Cluster, Site
@@ -216,7 +216,7 @@ class Config:
         # `novel:` with nothing below it is null in YAML.
         if isinstance(whole.get("domains"), dict) and whole["domains"].get("novel", {}) is None:
             whole["domains"] = whole["domains"] | {"novel": {}}
-        whole = written(settings_from(cls, without_nulls(whole), SUBJECT))
+        whole = written(settings_from(cls, whole, SUBJECT))
         domains, adaptation, rows = whole["domains"], whole["adaptation"], whole["models"]
         for kind, named in domains.items():
             domains[kind] = {

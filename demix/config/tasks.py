@@ -107,13 +107,6 @@ class Task:
         default=None,
         description="The part of a longer text that is kept. null: its start, or of `made: continuations` its end.",
     )
-    choice_tokens: Positive = Field(
-        default=16, description="Tokens of each choice of `made: continuations`: all choices are equally long."
-    )
-    others: Literal["domain", "all"] = Field(
-        default="domain",
-        description="Of `made: continuations`, where the wrong choices are from: the same domain, or all domains.",
-    )
     calibrated: Switch = Field(
         default=False,
         description="Take from the log-probability of a label that of the label without the text (Holtzman et al. "

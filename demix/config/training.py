@@ -170,12 +170,13 @@ def fingerprinted(given: Any) -> dict[str, Any]:
 
 
 def stated(given: Any) -> dict[str, Any]:
-    """Settings as a mapping, without keys that say nothing: as they were before there were such keys."""
-    later = ("passes", "learning_rate", *LATER)
-    values = dataclasses.asdict(given)
-    if schedule := values.get("learning_rate_schedule"):
-        values["learning_rate_schedule"] = {key: value for key, value in schedule.items() if value is not None}
-    return {key: value for key, value in values.items() if value is not None or key not in later}
+    """Settings as a mapping, without keys that say nothing."""
+    return _without_nulls(dataclasses.asdict(given))
+
+
+def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    given = {key: value for key, value in values.items() if value is not None}
+    return {key: _without_nulls(value) if isinstance(value, Mapping) else value for key, value in given.items()}
 
 
 def taken(recipe: type, section: Any) -> dict[str, Any]:
@@ -217,8 +218,6 @@ class TrainingRecipe(Execution, Optimizer):
     )
 
 
-# Keys that were not there at first, and say nothing where they are null.
-LATER = ("optimizer", "learning_rate_schedule", "z_loss", "dropout", "trained")
 # The sections of a config that may have a preset.
 SECTIONS = {"training", "adaptation"}
 Preset = Literal["modern", "paper"]
@@ -279,16 +278,6 @@ def _with_preset(section: Any) -> Any:
     if not isinstance(preset, str) or preset not in TRAINING_PRESETS:
         return section
     return TRAINING_PRESETS[preset] | {key: value for key, value in section.items() if key != "preset"}
-
-
-def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a config whose `training` and `adaptation` lack the keys that say nothing, where they are null."""
-    found = {**values}
-    for key in SECTIONS & values.keys():
-        if isinstance(section := values[key], dict):
-            kept = section.items()
-            found[key] = {name: value for name, value in kept if value is not None or name not in (*LATER, "preset")}
-    return found
 
 
 @settings(kw_only=True)

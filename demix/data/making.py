@@ -17,6 +17,8 @@ from demix.files.batches import read_batches
 # Text, labels to choose from, the number of the right one, domain.
 Made = tuple[str, Sequence[str], int, str]
 CHOICES = 4
+# Tokens of each choice of `made: continuations`.
+CHOICE_TOKENS = 16
 _GAP = re.compile(r"\s+(?=\S)")
 
 
@@ -41,26 +43,25 @@ def continuations(
 ) -> Iterator[Made]:
     """Which of `task.choices` second halves continues a first half, of `count` documents at most, domains in turn.
 
-    A choice is the first `task.choice_tokens` tokens of a second half, so that no choice is likelier for its length.
-    The wrong ones are those of the next documents of the same domain, or with `others: all` of any domain.
+    A choice is the first CHOICE_TOKENS tokens of a second half, so that no choice is likelier for its length. The wrong
+    ones are those of the next documents of the same domain.
     """
     number = task.choices if isinstance(task.choices, int) else CHOICES
     most = None if count is None else max(number, -(-count // len(files)))
     halved = {
-        domain: (_halves(text, tokenizer, task.choice_tokens) for text in documents(path))
-        for domain, path in files.items()
+        domain: (_halves(text, tokenizer, CHOICE_TOKENS) for text in documents(path)) for domain, path in files.items()
     }
     halves = {domain: list(islice(filter(None, some), most)) for domain, some in halved.items()}
     pairs = [
         (domain, place, *half)
         for domain, some in halves.items()
         for place, half in enumerate(some)
-        if len({end for _, end in some}) >= number or task.others == "all"
+        if len({end for _, end in some}) >= number
     ]
     pairs.sort(key=lambda pair: (pair[1], seed_for(seed, "continuation", pair[2])))
     for at, (domain, _, text, end) in enumerate(pairs[:count]):
         later = chain(pairs[at + 1 :], pairs[:at])
-        others = (o for name, _, _, o in later if task.others == "all" or name == domain)
+        others = (o for name, _, _, o in later if name == domain)
         wrong = list(islice((each for each in others if each != end), number - 1))
         if len({*wrong}) == number - 1:
             choices = sorted([end, *wrong], key=lambda each: seed_for(seed, "choice", text, each))

@@ -55,8 +55,7 @@ LEARNING_RATE = 1e-4
 class Adaptation(AdaptationRecipe):
     """How a model is adapted to one novel domain.
 
-    `parent_blocks` and `parent_decay` make the cached posterior that chooses the parent. `learning_rate` is the peak
-    where it is no fraction of the model's.
+    `learning_rate` is the peak where it is no fraction of the model's.
     """
 
     tokens: Positive

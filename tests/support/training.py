@@ -35,8 +35,6 @@ ADAPT = Adaptation(
     patience=3,
     dev_blocks=6,
     forgetting_blocks=2,
-    parent_blocks=5,
-    parent_decay=0.3,
 )
 
 

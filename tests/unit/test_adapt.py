@@ -58,7 +58,7 @@ def test_demix_dapt_adds_a_file_and_changes_no_other(
     model, scores = tmp_path / "model", trained / "scores"
     shutil.copytree(trained / "demix" / "model", model)
     before = contents(model)
-    chosen = choose_parent(scores, "fantasy", TRAINING, blocks=ADAPT.parent_blocks, decay=ADAPT.parent_decay)
+    chosen = choose_parent(scores, "fantasy", TRAINING, blocks=5, decay=0.3)
     unchanged = own_dev_losses(scores, TRAINING, ADAPT.forgetting_blocks)
     given = (model, novel_shards(tokens), chosen, unchanged, ADAPT, places(tmp_path))
     monkeypatch.setattr("demix.model.experts.LOCK_SECONDS", 0.0)

@@ -254,8 +254,7 @@ def test_init_refuses_texts_that_are_no_domains(words: list[str], subject: str, 
         ("run: mine", "run: mine\nrun: other", "mine.yaml, line 2"),
         ("kind: files\n", "kind: file\n", "mine.yaml, line 8, config key domains.training.news.source.kind"),
         (", learning_rate: 1.0e-3", "", "mine.yaml, line 11, config key training.learning_rate"),
-        # Which YAML reads as text.
-        ("1.0e-3", "1e-3", "mine.yaml, line 11, config key training.learning_rate"),
+        ("1.0e-3", "1e", "mine.yaml, line 11, config key training.learning_rate"),
         ("run: mine", "base: below.yaml", "below.yaml, line 13"),
     ],
 )

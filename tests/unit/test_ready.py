@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from demix.plan.ready import CLIENTS, check_here, check_site
+from demix.data.ready import CLIENTS, check_here, check_site
 from demix.run.check import load_run
 from demix.run.run import Run
 from support.configs import changed

@@ -29,9 +29,9 @@ from demix.config.domains import SourceSection, check_source
 from demix.data import stores
 from demix.data.divide import Division, divide
 from demix.data.pins import pins
+from demix.data.ready import check_here
 from demix.data.sources import Source, download, pinned
 from demix.data.stores import fetch_stored, stored
-from demix.plan.ready import check_here
 from demix.run.check import completed_run
 from demix.settings import settings_from
 from support.cli import demix, refusal, succeeds

@@ -9,7 +9,8 @@ import pytest
 import yaml
 from hypothesis import given, strategies
 
-from demix.plan.cost import HARDWARE, plan_training
+from demix.plan.cost import plan_training
+from demix.plan.flops import HARDWARE
 from demix.run.check import completed_run, load_run
 from demix.run.compared import compared
 from demix.run.models import Model

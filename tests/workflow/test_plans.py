@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from demix.data.ready import CLIENTS
 from demix.files import read_json
 from demix.launch.arguments import SHELL_FUNCTION
 from demix.plan.jobs import count_jobs
-from demix.plan.ready import CLIENTS
 from demix.run.check import load_run
 from support.dry_run import (
     ENVIRONMENT,
