@@ -83,7 +83,12 @@ TriedItems = Annotated[DistinctItems[T], AfterValidator(_few), Field(json_schema
 
 
 def absent() -> Any:
-    """The default of a key that settings without it stay without."""
+    """The default of a key that settings without it stay without, as they do where it is null."""
+    return None
+
+
+def omitted() -> Any:
+    """The default of a key that settings without it stay without, and that says something where it is null."""
     return None
 
 
@@ -135,23 +140,24 @@ def partial(name: str, kind: type, /, **more: Any) -> type[Any]:
         described = Field(description=field["attributes"]["description"])
         types[key] = Annotated[(field["annotation"], *field["metadata"], described)]  # noqa: F821
     hints = more | types
-    values = dict.fromkeys(hints, Field(default_factory=absent)) | {"__annotations__": hints}
+    values = dict.fromkeys(hints, Field(default_factory=omitted)) | {"__annotations__": hints}
     return settings(kw_only=True)(type(name, (), values))
 
 
 def written(given: Any) -> dict[str, Any]:
     """Settings as they stand in a file, those that were given first, with the defaults of the others.
 
-    Keys that settings can be without are left out where nobody gave them.
+    Keys that settings can be without are left out where nobody gave them (`absent`, `omitted`).
     """
     # A key may be a word of Python's, such as from, and its field then has another name.
     fields = {field.alias or name: (name, field) for name, field in vars(type(given))["__pydantic_fields__"].items()}
     named = [key for key in vars(given).get("_given", ()) if key in fields]
     values = {key: getattr(given, fields[key][0]) for key in (*named, *fields)}
+    left_out = {absent: fields.keys(), omitted: fields.keys() - {*named}}
     return {
         key: _written(value)
         for key, value in values.items()
-        if key in named or value is not None or not fields[key][1].default_factory
+        if value is not None or key not in left_out.get(fields[key][1].default_factory, ())
     }
 
 

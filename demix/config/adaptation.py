@@ -6,7 +6,7 @@ from pydantic import Field
 
 from demix.config.models import RowName
 from demix.config.training import PRESET, Execution, Optimizer, Preset, Ranks, Sequences
-from demix.settings import DistinctItems, Number, Positive, Text, TriedItems, absent, settings
+from demix.settings import DistinctItems, Number, Positive, Text, TriedItems, absent, omitted, settings
 
 Factor = Annotated[Number, Field(gt=0)]
 # Blocks of the novel domain's dev split, if as many are scored, whose posterior chooses the parent expert.
@@ -34,7 +34,7 @@ class AdaptationRecipe(Execution, Optimizer):
         "number of training domains, which is what an expert learns from in training.",
     )
     passes: Positive | None = Field(
-        default_factory=absent,
+        default_factory=omitted,
         description="Most passes over the train split of the novel domain, which lower `tokens` where there is little "
         f"text; null sets no bound. Without this key {PASSES} where `tokens` is absent, too, and else null.",
     )

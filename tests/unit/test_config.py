@@ -370,6 +370,13 @@ def test_a_config_is_refused_by_its_key(sections: dict[str, Any], subject: str) 
         completed_run(small(**{"clusterings": {"k2": {"clusters": 2}}} | sections))
 
 
+def test_a_number_that_yaml_reads_as_text_is_that_number() -> None:
+    rate = yaml.safe_load("learning_rate: 1e-3")
+    assert rate == {"learning_rate": "1e-3"}
+    found = Config.complete(copy.deepcopy(SAMPLE) | {"training": SAMPLE["training"] | rate}).values
+    assert found["training"]["learning_rate"] == 1e-3
+
+
 def test_a_key_that_is_no_text_is_refused() -> None:
     with refused("None"):
         completed_run({None: None})
