@@ -189,7 +189,6 @@ def test_the_image_has_the_locked_packages_and_their_python() -> None:
 
 
 NAN = float("nan")
-HUGE = 16**5000
 LONG = "a_name_of_" + "0123456789" * 6
 BTM = {"kind": "branched", "averages": True}
 SEED = {"kind": "demix", "parent": "dense", "seed_tokens": 500}
@@ -231,11 +230,9 @@ def harness(**keys: Any) -> dict[str, Any]:
 
 VALUES = [
     ({"seed": "one"}, "seed"),
-    ({"seed": HUGE}, "seed"),
     ({"run": "../elsewhere"}, "run"),
     ({"run": "r" * 101}, "run"),
     ({"training": {"learning_rate": NAN}}, "training.learning_rate"),
-    ({"training": {"tokens": HUGE}}, "training.tokens"),
     ({"training": {"tokens": 9}}, "training.tokens"),
     ({"training": {"sequences": 9_999_999_999}}, "training.sequences"),
     ({"training": {"ranks": 3}}, "training.ranks"),
