@@ -5,12 +5,14 @@ default, and a description with the unit. The sections of the config and the set
 which share fields by inheritance. A wrong value raises an error that names its key.
 """
 
+import copy
 import dataclasses
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import getitem
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 # pydantic would look for plug-ins of its own in every package that is installed, which takes a tenth of a second.
@@ -64,14 +66,9 @@ def _few(items: tuple[Any, ...]) -> tuple[Any, ...]:
     return items
 
 
-def _exponential(value: Any) -> Any:
-    # YAML reads 1e-3, which has no point, as text.
-    return float(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", value) else value
-
-
 # Strict types refuse 1.0e6 as a count, true as a number and .nan as a learning rate.
 Integer = Annotated[int, Strict()]
-Number = Annotated[float, BeforeValidator(_exponential), Strict(), AllowInfNan(False)]
+Number = Annotated[float, Strict(), AllowInfNan(False)]
 Text = Annotated[str, Strict()]
 Switch = Annotated[bool, Strict()]
 Positive = Annotated[Integer, Field(ge=1)]
@@ -193,7 +190,20 @@ def settings_from(kind: type[T], values: Mapping[str, Any] | str, subject: str =
     except RecursionError:
         raise DemixError(subject, "is nested too deeply", f"give the fields of {kind.__name__}") from None
     except ValidationError as error:
+        numbers = _with_numbers(error, values)
+        if numbers != values:
+            return settings_from(kind, numbers, subject)
         raise _readable(error, schema_of(kind), values, subject) from None
+    return found
+
+
+def _with_numbers(error: ValidationError, values: Mapping[str, Any]) -> Any:
+    """The values with what stands there as text where `error` asks for a number: YAML reads 1e-3 as text."""
+    found = copy.deepcopy(values)
+    for fault in error.errors(include_url=False):
+        place, value = _reached(fault["loc"], values)
+        if fault["type"] == "float_type" and re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", str(value)):
+            reduce(getitem, place[:-1], found)[place[-1]] = float(value)
     return found
 
 
