@@ -11,8 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, reduce
-from operator import getitem
+from functools import lru_cache
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 # pydantic would look for plug-ins of its own in every package that is installed, which takes a tenth of a second.
@@ -203,7 +202,10 @@ def _with_numbers(error: ValidationError, values: Mapping[str, Any]) -> Any:
     for fault in error.errors(include_url=False):
         place, value = _reached(fault["loc"], values)
         if fault["type"] == "float_type" and re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", str(value)):
-            reduce(getitem, place[:-1], found)[place[-1]] = float(value)
+            holder: Any = found
+            for part in place[:-1]:
+                holder = holder[part]
+            holder[place[-1]] = float(value)
     return found
 
 
