@@ -65,10 +65,10 @@ def training_tables(run: Run, ranks: int | None, hardware: str) -> tuple[Table, 
     )
     operations = sum((plan.steps - plan.begin) * plan.flops for plan in plans)
     spent = device.units * (sum(plan.rank_hours for plan in plans) + scoring)
-    heads = ("model", "domains", "tokens", "steps", "sequences\na step", "shared", "an expert", "parameters\nin all")
-    _columns(work, (*heads, "TFLOPs\nan update", "PFLOPs\nin all"), significant(operations / 1e15))
-    heads = ("model", "ranks", "experts\na rank", "state\na rank", "activations\na rank", "a checkpoint", "hours")
-    _columns(takes, (*heads, f"{device.unit}-hours"), decimal(spent))
+    heads = ["model", "domains", "tokens", "steps", "sequences\na step", "shared", "an expert", "parameters\nin all"]
+    _columns(work, [*heads, "TFLOPs\nan update", "PFLOPs\nin all"], significant(operations / 1e15))
+    heads = ["model", "ranks", "experts\na rank", "state\na rank", "activations\na rank", "a checkpoint", "hours"]
+    _columns(takes, [*heads, f"{device.unit}-hours"], decimal(spent))
     trainings = [plan for plan in plans if plan.stage == "train" and plan.rule != "sweep"]
     for part in (trainings, [plan for plan in plans if plan not in trainings]):
         for table, cells in ((work, _work), (takes, _takes)):

@@ -50,8 +50,7 @@ def place_experts(domains: Sequence[str], sequences: int, ranks: int) -> tuple[P
     number = ranks // count
     if ranks % count or number > sequences:
         fitting = [n for n in range(1, count) if count % n == 0] + [n * count for n in range(1, sequences + 1)]
-        cause = f"is {ranks}, which does not fit {count} domains of {sequences} sequences per step"
-        raise DemixError("ranks", cause, f"use {_listed(fitting)}")
+        raise DemixError("ranks", f"is {ranks}, which does not fit {count} domains", f"use {_listed(fitting)}")
     found: list[Placement] = []
     for expert in range(count):
         own = tuple(range(len(found), len(found) + number))
