@@ -110,8 +110,9 @@ def export_mixture(
     form = format_of(directory)
     _, encoder = tokenizer_of(directory, tokenizer)
     trunks = load_experts(directory)
-    feedforwards = {name for row in form.rows if ".feedforward." in row.ours for name in row.theirs}
-    own = None if whole_models(directory) else sorted(name.replace(".{}", "") for name in feedforwards)
+    rows = form.tensors(trunks[0].architecture, dict(trunks[0].named_parameters()))
+    feedforwards = {re.sub(r"\.\d+", "", name) for row in rows if ".feedforward." in row.ours for name in row.theirs}
+    own = None if whole_models(directory) else sorted(feedforwards)
     tensors: dict[str, Tensor] = {}
     places = ((trunk, number) for trunk in trunks for number in range(len(trunk.experts)))
     for place, (trunk, number) in enumerate(places):

@@ -1,40 +1,39 @@
-"""What a checkpoint format of other software is: the keys of its config.json, and the names of its tensors on disk.
+"""What a checkpoint format of other software is: a table of the keys of config.json, and one of the tensors on disk.
 
-`demix.model.formats` holds one module per family.
+Both tables go two ways: import reads them from right to left, export from left to right. `demix.model.formats` holds
+one module per family.
 """
 
-from abc import ABC, abstractmethod
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from demix.config.architecture import USUAL, Architecture
+from demix.config.architecture import USUAL, Architecture, Routed
 from demix.data.tokenizer import Tokenizer
-from demix.settings import Number, Positive, Switch, settings
+from demix.errors import DemixError
+from demix.settings import Number, Positive, names_of, settings, settings_from
 
 # Keys of config.json that change nothing of what a model computes from given tokens in evaluation.
-HARMLESS = {
-    "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "activation_dropout", "architectures",
-    "attention_dropout", "attn_implementation", "attn_pdrop", "bos_token_id", "chunk_size_feed_forward",
-    "classifier_dropout", "decoder_start_token_id", "dropout", "dtype", "embd_pdrop", "eos_token_id", "finetuning_task",
-    "gradient_checkpointing", "hidden_dropout", "id2label", "init_std", "initializer_range", "is_decoder",
-    "is_llama_config", "label2id", "layerdrop", "model_type", "n_ctx", "output_attentions", "output_hidden_states",
-    "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type", "reorder_and_upcast_attn",
-    "resid_pdrop", "return_dict", "return_dict_in_generate", "sep_token_id", "summary_activation",
-    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
-    "tf_legacy_loss", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version",
-    "unk_token_id", "use_bfloat16", "use_cache",
+HARMLESS = re.compile(
+    r".*(dropout|_pdrop|layerdrop)|.*_token_id|summary_.*"
+    "|_attn_implementation_autoset|_commit_hash|_name_or_path|architectures|attn_implementation|dtype|model_type|n_ctx"
+    "|chunk_size_feed_forward|finetuning_task|gradient_checkpointing|id2label|init_std|initializer_range|is_decoder"
+    "|is_llama_config|label2id|output_attentions|output_hidden_states|prefix|pretraining_tp|problem_type"
+    "|reorder_and_upcast_attn|return_dict|task_specific_params|tf_legacy_loss|tokenizer_class|torch_dtype|torchscript"
+    "|transformers.js_config|transformers_version|use_bfloat16|use_cache"
     # How texts are drawn: version 4 of transformers wrote it beside the model.
-    "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
-    "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
-    "length_penalty", "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
-    "num_return_sequences", "remove_invalid_values", "repetition_penalty", "suppress_tokens", "temperature", "top_k",
-    "top_p", "typical_p",
-}  # fmt: skip
+    "|bad_words_ids|begin_suppress_tokens|diversity_penalty|do_sample|early_stopping|encoder_no_repeat_ngram_size"
+    "|exponential_decay_length_penalty|length_penalty|max_length|min_length|no_repeat_ngram_size|num_beam_groups"
+    "|num_beams|num_return_sequences|output_scores|remove_invalid_values|repetition_penalty|return_dict_in_generate"
+    "|suppress_tokens|temperature|top_k|top_p|typical_p"
+)
 # Keys of every config of transformers, with the value that changes nothing.
 NEUTRAL: dict[str, Any] = {
     "add_cross_attention": False, "cross_attention_hidden_size": None, "is_encoder_decoder": False, "pruned_heads": {},
@@ -45,34 +44,42 @@ ACTIVATIONS = {
     "gelu": "gelu", "gelu_new": "gelu_new", "gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "relu": "relu",
     "relu2": "relu2", "silu": "silu", "swish": "silu",
 }  # fmt: skip
-Activation = Literal["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2", "silu", "swish"]
+T = TypeVar("T")
+TIED = {True: "tied", False: "untied"}
 Vocabulary = Annotated[Positive, Field(le=1 << 24)]
-# In `Format.holds`: every value of the option.
-ANY = None
+# In `Format.fixed`: every value of the option.
+ANY = object()
 # `attention` follows from `objective`, and `alibi` from `position`.
 OPTIONS = [name for name in USUAL if name not in ("attention", "alibi")]
 
 
-@settings(kw_only=True)
-class Keys(ABC):
-    """The keys of a config.json that say what the model computes. Their names and defaults are those of the family."""
+@dataclass(frozen=True)
+class Key:
+    """A key of config.json that is the option `ours`: one of `Architecture` (`routed.…`: of `Routed`), or of `Others`.
 
-    vocab_size: Vocabulary
-    tie_word_embeddings: Switch = True
+    Import takes `default` where the key is absent, and nothing where the value is null. `values` has ours by theirs
+    where the two differ. Export writes the key `always`, or if the option is not what it is by the sizes (`unusual`),
+    or `never`. A key that is not `read` is only written. Several keys may be one option; they must then agree.
+    """
 
-    @property
-    def head(self) -> str:
-        """The option `head`."""
-        return "tied" if self.tie_word_embeddings else "untied"
+    ours: str
+    default: Any = None
+    values: Mapping[Any, str] | None = None
+    written: Literal["always", "unusual", "never"] = "always"
+    read: bool = True
 
-    @property
-    def window(self) -> int | None:
-        """The positions that attention sees, if they are fewer than all earlier ones."""
-        return None
+    def ours_of(self, value: Any) -> Any:
+        """Our value of theirs. Raises ValueError where there is none."""
+        if self.values is None or value is None:
+            return value
+        found = [ours for theirs, ours in self.values.items() if theirs == value and type(theirs) is type(value)]
+        if not found:
+            raise ValueError(f"allowed is one of {', '.join(map(str, self.values))}")
+        return found[0]
 
-    @abstractmethod
-    def options(self) -> dict[str, Any]:
-        """The fields of `Architecture` that these keys give; `context` is the largest number of positions."""
+    def theirs_of(self, value: Any) -> Any:
+        """Their value of ours."""
+        return value if self.values is None else next(theirs for theirs, ours in self.values.items() if ours == value)
 
 
 @settings(kw_only=True)
@@ -82,7 +89,7 @@ class Rope:
     rope_type: Literal["default", "linear", "llama3"] | None = None
     type: Literal["default", "linear", "llama3"] | None = None
     rope_theta: Number | None = None
-    partial_rotary_factor: Number | None = Field(default=None, ge=1, le=1)
+    partial_rotary_factor: Number | None = None
     factor: Number = 1.0
     low_freq_factor: Number = 1.0
     high_freq_factor: Number = 4.0
@@ -90,7 +97,7 @@ class Rope:
 
     def options(self, theta: float | None, positions: int) -> dict[str, Any]:
         """The options of rope; `theta` and `positions` are those beside it in config.json."""
-        options = {"position": "rope", "rope_theta": self.rope_theta or theta or USUAL["rope_theta"]}
+        options = {"rope_theta": self.rope_theta or theta or USUAL["rope_theta"]}
         kind = self.rope_type or self.type or "default"
         if kind == "default":
             return options
@@ -101,26 +108,45 @@ class Rope:
         return options | {"rope_scaling": scaling}
 
 
-def first_of(*found: Rope | None) -> Rope:
-    """The first that says something, as in transformers."""
-    return next((one for one in found if one is not None and one != type(one)()), Rope())
+@settings(kw_only=True)
+class Others:
+    """What config.json says beside the architecture, and the largest number of positions.
+
+    Attention sees `window` positions, where they are not all.
+    """
+
+    vocab_size: Vocabulary
+    context: Positive
+    window: Positive | None = None
+    rope_scaling: Rope | None = None
+    rope_parameters: Rope | None = None
+
+    @property
+    def rope(self) -> Rope:
+        """The first that says something, as in transformers."""
+        given = [one for one in (self.rope_scaling, self.rope_parameters) if one is not None and one != Rope()]
+        return given[0] if given else Rope()
 
 
-def rope_keys(architecture: Architecture, **more: float) -> dict[str, Any]:
-    """The keys of rope in a config.json, with `more` parameters."""
+ROPES = {name: Key(name, written="never") for name in ("rope_scaling", "rope_parameters")}
+
+
+def rope_keys(architecture: Architecture, theta: str, **more: float) -> dict[str, Any]:
+    """The keys of rope in a config.json, with `more` parameters. Theta stands under the key `theta`, too."""
     scaling: dict[str, Any] = {}
     if given := architecture.rope_scaling:
         scaling = {"rope_type": given.kind, "factor": given.factor}
         if given.kind == "llama3":
             scaling |= {"low_freq_factor": given.low, "high_freq_factor": given.high}
             scaling["original_max_position_embeddings"] = given.context
-    theta = architecture.rope_theta
-    parameters = {"rope_type": "default", **scaling, "rope_theta": theta, **more}
+    parameters = {"rope_type": "default", **scaling, "rope_theta": architecture.rope_theta, **more}
     # Software that knows the older keys alone would take a theta of 10,000, and no scaling, where they are absent.
-    return {"rope_parameters": parameters, "rope_theta": theta, "rope_scaling": scaling or None}
+    return {"rope_parameters": parameters, theta: architecture.rope_theta, "rope_scaling": scaling or None}
 
 
 Change = Callable[[Tensor, Architecture], Tensor]
+# Our modules, each with the one on disk, or with several that it joins.
+Modules = dict[str, str | tuple[str, ...]]
 
 
 def _same(tensor: Tensor, architecture: Architecture) -> Tensor:
@@ -131,8 +157,8 @@ def _same(tensor: Tensor, architecture: Architecture) -> Tensor:
 class Row:
     """One of our tensors without its axis of experts, and the tensors on disk that it joins along the first axis.
 
-    `change` makes ours of what is joined, and `back` is its inverse. In names, `{}` is the number of a block.
-    Tensors with `{expert}` in their names belong to one of the experts of a routed layer, which ours stacks.
+    `change` makes ours of what is joined, and `back` is its inverse. Tensors with `{expert}` in their names belong to
+    one of the experts of a routed layer, which ours stacks.
     """
 
     ours: str
@@ -178,37 +204,147 @@ class Row:
         return made
 
 
-def rows_of(pairs: Iterable[tuple[str, str]], ours: str = "", theirs: str = "") -> tuple[Row, ...]:
-    """A row for the weight and one for the bias of each pair of modules, whose names have these beginnings."""
-    return tuple(
-        Row(f"{ours}{own}.{kind}", (f"{theirs}{other}.{kind}",)) for own, other in pairs for kind in ("weight", "bias")
-    )
+def _of_module(ours: str, theirs: str | tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """A module's weight and bias as our tensors, each with those on disk."""
+    others = (theirs,) if isinstance(theirs, str) else theirs
+    # Embeddings, feedforwards and routers are parameters of ours, and no modules.
+    own = ours.endswith("_embedding") or ours.startswith("feedforward.") or ours == "output"
+    yield (ours if own else f"{ours}.weight"), tuple(f"{name}.weight" for name in others)
+    yield (f"{ours}_bias" if own else f"{ours}.bias"), tuple(f"{name}.bias" for name in others)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Format:
     """The checkpoints of one family of decoders, `name` in the key `model_type` and `title` in texts.
 
-    `model_class` is its class in transformers. `holds` has the values of options that the family can have; an option
-    that is not named has its usual value. A family without `keys` goes out alone. With `divides`, the heads divide the
-    width even where they have a width of their own. `written` gives the keys of config.json for an architecture,
-    without those that all families have. Names of tensors in `rows` may lack `prefix` on disk; tensors with an ending
-    in `buffers` are no parameters. A row serves the models that have its tensor. Ids of tokens are higher by `shift`
-    than ours.
+    `model_class` is its class in transformers. `keys` are the keys of config.json that are options of ours. `fixed`
+    are our options that have one value in the family; all that neither names are as usual. Keys in `must` have this
+    value (of a list, no item is another); keys in `ignored` change nothing. Exports have the keys `writes`, too.
+
+    `outside` and `block` are the modules outside and inside of the blocks, ours by theirs; the names of the latter
+    begin with `blocks`. A module in a tuple is one of several that ours joins along the first axis (gate and up
+    projection: `feedforward.up`). `changes` has for one of our modules what makes its tensors of those on disk, and
+    the inverse. Names of tensors may lack `prefix` on disk; tensors with an ending in `buffers` are no parameters.
+
+    With `divides`, the heads divide the width even where they have a width of their own. A family that `leaves` goes
+    out alone. Ids of tokens are higher by `shift` than ours.
     """
 
     name: str
     title: str
     model_class: str
-    keys: type[Keys] | None
-    written: Callable[[Architecture], dict[str, Any]]
-    rows: tuple[Row, ...]
-    prefix: str
-    holds: Mapping[str, tuple[Any, ...] | None]
+    keys: dict[str, Key]
+    blocks: str
+    outside: Modules
+    block: Modules
+    changes: dict[str, tuple[Change, Change]] = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)
+    must: dict[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    writes: dict[str, Any] = field(default_factory=dict)
+    prefix: str = ""
     buffers: tuple[str, ...] = ()
     divides: bool = False
-    routed: bool = False
+    leaves: bool = False
     shift: int = 0
+
+    @property
+    def routed(self) -> bool:
+        """Whether the tokens of its models choose their experts."""
+        return any(key.ours.startswith("routed.") for key in self.keys.values())
+
+    @property
+    def known(self) -> set[str]:
+        """The keys of config.json that are read, or known to change nothing."""
+        return {*(name for name, key in self.keys.items() if key.read), *self.must, *self.ignored}
+
+    def read(self, config: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], Others]:
+        """The fields of `Architecture` but `context` by the keys of the config.json at `path`, and what is beside them.
+
+        Raises DemixError that names the key with a value that the family or demix does not have.
+        """
+        for name, value in self.must.items():
+            found = config.get(name, value)
+            if not _is_as_it_must(found, value):
+                cause = f"is {found!r:.80}, and demix computes {self.title} with {value!r} alone"
+                raise DemixError(f"{path}: {name}", cause, "import another model")
+        options = self._given(config, path)
+        beside = {name: options.pop(name) for name in names_of(Others) if name in options}
+        others = self.checked(Others, beside, path)
+        options |= {name: value for name, value in self.fixed.items() if value is not ANY}
+        if self.fixed.get("position") == "rope":
+            share = others.rope.partial_rotary_factor
+            if share is not None and "rope_share" in options:
+                options["rope_share"] = share
+            elif share not in (None, 1.0):
+                cause = f"is {share}, and {self.title} rotates whole heads"
+                raise DemixError(f"{path}: rope_parameters.partial_rotary_factor", cause, "leave it out")
+            options |= others.rope.options(options.pop("rope_theta", None), others.context)
+        if self.routed:
+            own = {name: options.pop(f"routed.{name}") for name in names_of(Routed) if f"routed.{name}" in options}
+            # An expert has room for all tokens.
+            options["routed"] = {"every": 1, "capacity": own["experts"]} | own
+        return options, others
+
+    def _given(self, config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+        """The options of ours by the keys in a config.json, and by the defaults of those that it lacks."""
+        options: dict[str, Any] = {}
+        given = {name: key for name, key in self.keys.items() if key.read and name in config}
+        for name, key in given.items():
+            try:
+                value = key.ours_of(config[name])
+            except ValueError as error:
+                raise DemixError(f"{path}: {name}", f"is {config[name]!r:.80}", str(error)) from None
+            if value is not None and options.setdefault(key.ours, value) != value:
+                cause = f"is {value!r:.80}, and {self.theirs(key.ours)} is {options[key.ours]!r:.80}"
+                raise DemixError(f"{path}: {name}", cause, "import a model in which both are one number")
+        for name, key in self.keys.items():
+            # Null in place of a default says that the option follows from the sizes.
+            if name not in given and key.default is not None:
+                options.setdefault(key.ours, key.ours_of(key.default))
+        return options
+
+    def checked(self, kind: type[T], values: Mapping[str, Any], path: Path) -> T:
+        """An object of settings of what the config.json at `path` says. An error names a key of the file."""
+        try:
+            return settings_from(kind, values, f"{path}: ")
+        except DemixError as error:
+            option = error.subject.removeprefix(f"{path}: ").removeprefix("architecture.")
+            raise DemixError(f"{path}: {self.theirs(option)}", error.cause, error.cure) from None
+
+    def theirs(self, ours: str) -> str:
+        """The key of config.json that is an option of ours; the option where there is none."""
+        return next((name for name, key in self.keys.items() if key.ours == ours and key.read), ours)
+
+    def lacking(self, architecture: Architecture) -> list[str]:
+        """The options of `architecture` whose value the family cannot have."""
+        held = {key.ours: key for key in self.keys.values()}
+        held |= dict.fromkeys(("rope_theta", "rope_scaling"), Key("")) if self.fixed.get("position") == "rope" else {}
+        lacking = ["heads"] if self.divides and architecture.width % architecture.heads else []
+        if architecture.routed and architecture.routed.every > 1:
+            lacking.append("routed.every")
+        for option in [*OPTIONS, *(["routed.renormalise"] if architecture.routed else [])]:
+            value, key = attrgetter(option)(architecture), held.get(option)
+            allowed = self.fixed.get(option, USUAL.get(option, True))
+            if key is not None:
+                holds = key.values is None or value in key.values.values()
+            else:
+                holds = allowed is ANY or value == allowed or follows(option, architecture)
+            if not holds:
+                lacking.append(option)
+        return lacking
+
+    def config(self, architecture: Architecture, vocab_size: int) -> dict[str, Any]:
+        """The content of config.json."""
+        made: dict[str, Any] = {}
+        for name, key in self.keys.items():
+            if key.written == "always" or (key.written == "unusual" and not follows(key.ours, architecture)):
+                made[name] = key.theirs_of(attrgetter(BY_SIZES.get(key.ours, key.ours))(architecture))
+        if self.fixed.get("position") == "rope":
+            share = {"partial_rotary_factor": architecture.rope_share} if "rotary_pct" in self.keys else {}
+            made |= rope_keys(architecture, self.theirs("rope_theta"), **share)
+        about = {"architectures": [self.model_class], "model_type": self.name, "vocab_size": vocab_size}
+        return made | self.writes | about
 
     def tokenizer(self, encoder: Tokenizer) -> tuple[str, dict[str, Any]]:
         """The text of tokenizer.json, and the keys of tokenizer_config.json, for a model with this tokenizer."""
@@ -221,40 +357,17 @@ class Format:
             "split_special_tokens": True,
         }
 
-    def lacking(self, architecture: Architecture) -> list[str]:
-        """The options of `architecture` whose value the family cannot have."""
-        usual = {
-            "inner": architecture.inner_width == 4 * architecture.width,
-            "key_heads": architecture.key_value_heads == architecture.heads,
-            "head_width": architecture.unit * architecture.heads == architecture.width,
-        }
-        lacking = ["heads"] if self.divides and architecture.width % architecture.heads else []
-        if architecture.routed and architecture.routed.every > 1:
-            lacking.append("routed.every")
-        for option in OPTIONS:
-            allowed = self.holds.get(option, (USUAL[option],))
-            if not (allowed is ANY or getattr(architecture, option) in allowed or usual.get(option)):
-                lacking.append(option)
-        return lacking
-
-    def config(self, architecture: Architecture, vocab_size: int) -> dict[str, Any]:
-        """The content of config.json."""
-        return self.written(architecture) | {
-            "architectures": [self.model_class],
-            "model_type": self.name,
-            "tie_word_embeddings": architecture.head == "tied",
-            "vocab_size": vocab_size,
-        }
-
     def tensors(self, architecture: Architecture, names: Iterable[str]) -> Iterator[Row]:
-        """The rows of a model that has tensors of these `names`, with the numbers of its blocks."""
+        """The tensors of a model that has those of these `names`, with the numbers of its blocks."""
         own = set(names)
-        for row in self.rows:
-            for number in range(architecture.layers) if "{}" in row.ours else (0,):
-                ours = row.ours.format(number)
-                if ours in own:
-                    theirs = tuple(name.replace("{}", str(number)) for name in row.theirs)
-                    yield replace(row, ours=ours, theirs=theirs)
+        places = [(self.outside, "", "")]
+        places += [(self.block, f"blocks.{n}.", self.blocks.format(n)) for n in range(architecture.layers)]
+        for modules, ours, theirs in places:
+            for module, others in modules.items():
+                for name, on_disk in _of_module(module, others):
+                    if ours + name in own:
+                        changes = self.changes.get(module, (_same, _same))
+                        yield Row(ours + name, tuple(theirs + one for one in on_disk), *changes)
 
     def theirs_of(self, architecture: Architecture, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors on disk of a model's, whose feedforwards have no axis of the model's one expert."""
@@ -262,3 +375,24 @@ class Format:
         for row in self.tensors(architecture, ours):
             made |= row.theirs_of(ours[row.ours], architecture)
         return made
+
+
+# Options that are null where they follow from the sizes, with what they then are.
+BY_SIZES = {"inner": "inner_width", "key_heads": "key_value_heads", "head_width": "unit"}
+
+
+def follows(option: str, architecture: Architecture) -> bool:
+    """Whether an option is what it is by the sizes where nothing is given."""
+    follows = {
+        "inner": architecture.inner_width == 4 * architecture.width,
+        "key_heads": architecture.key_value_heads == architecture.heads,
+        "head_width": architecture.unit * architecture.heads == architecture.width,
+    }
+    return follows.get(option, False)
+
+
+def _is_as_it_must(value: Any, wanted: Any) -> bool:
+    """Whether the value of a key is the one that is wanted; of a list, whether no item is another."""
+    if isinstance(wanted, list):
+        return value is None or (isinstance(value, list) and all(one in wanted for one in value))
+    return bool(value == wanted and isinstance(value, bool) == isinstance(wanted, bool))

@@ -3,6 +3,7 @@
 import codecs
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -21,12 +22,12 @@ from demix.files.json_files import read_unsealed
 from demix.files.kinds import SAFETENSORS, check_file_kind
 from demix.model.checkpoint import FLOATS, check_values, save_expert, save_shared
 from demix.model.description import MOST_BYTES
-from demix.model.format import HARMLESS, NEUTRAL, Format, Keys
+from demix.model.format import BY_SIZES, HARMLESS, NEUTRAL, Format, Others, follows
 from demix.model.formats import FORMATS
 from demix.model.gpt import GPT
 from demix.model.imported_tokenizer import imported_tokenizer
 from demix.model.verified import Verified, refuse_without_transformers, verify_import
-from demix.settings import Text, names_of, settings, settings_from
+from demix.settings import Text, settings, settings_from
 
 # Without learned positions a model takes blocks of any length, and a cache of all positions would not fit into memory.
 USUAL_CONTEXT = 2048
@@ -81,15 +82,15 @@ def import_hf(
     if (folder / ADAPTER).exists():
         raise an_adapter(folder)
     config = folder / "config.json"
-    form, keys = read_config(config)
-    architecture, positions = architecture_of(config, keys, context)
-    sizes = form, architecture, keys.vocab_size, positions
+    form, options, others = read_config(config)
+    architecture = architecture_of(config, form, options, others, context)
+    vocab_size = others.vocab_size
     weights, sha256 = _weight_files(folder)
     with _opened(folder, weights, form) as places:
-        model = _model(config, places, *sizes)
-    shared, own = parameters(architecture, keys.vocab_size)
+        model = _model(config, places, form, architecture, vocab_size, others.context)
+    shared, own = parameters(architecture, vocab_size)
     with replacing(output.resolve(), directory=True) as temporary:
-        encoder = imported_tokenizer(folder, temporary / "tokenizer.json", keys.vocab_size, form.name)
+        encoder = imported_tokenizer(folder, temporary / "tokenizer.json", vocab_size, form.name)
         learned = {"tokenizer_sha256": encoder.sha256, "imported": {"format": form.name, "sha256": sha256, **origin}}
         counts = {
             "kind": "routed" if architecture.routed else "dense",
@@ -108,52 +109,42 @@ def an_adapter(subject: object) -> DemixError:
     return DemixError(subject, "is an adapter of peft, which changes another model's parameters", cure)
 
 
-def read_config(path: Path) -> tuple[Format, Keys]:
-    """The format that a config.json names, and its keys, each of which is known."""
+def read_config(path: Path) -> tuple[Format, dict[str, Any], Others]:
+    """The format that a config.json names, and what the file says (`Format.read`). Each of its keys must be known."""
     content = read_unsealed(path, MOST_BYTES)
     name = content.get("model_type", "missing")
     form = FORMATS.get(name) if isinstance(name, str) else None
-    if form is None or form.keys is None:
-        known = ", ".join(one.name for one in FORMATS.values() if one.keys)
+    if form is None or form.leaves:
+        known = ", ".join(one.name for one in FORMATS.values() if not one.leaves)
         raise DemixError(f"{path}: model_type", f"is {name!r:.40}", f"families that come in are {known}")
-    own = {*names_of(form.keys)}
-    given = {key: value for key, value in content.items() if key in own or not _changes_nothing(key, value)}
-    if unknown := sorted(given.keys() - own):
-        values = ", ".join(f"{given[key]!r:.80}" for key in unknown)
+    own = {key for key, value in content.items() if not _changes_nothing(key, value)}
+    if unknown := sorted(own - form.known):
+        values = ", ".join(f"{content[key]!r:.80}" for key in unknown)
         cause = f"is {values:.300}, and whether this changes what {form.title} computes is not known"
         raise DemixError(f"{path}: {', '.join(unknown)}", cause, "leave out of the file what changes nothing")
-    with _named(path):
-        return form, settings_from(form.keys, given, f"{path}: ")
+    return form, *form.read(content, path)
 
 
 def _changes_nothing(key: str, value: Any) -> bool:
-    return key in HARMLESS or (key in NEUTRAL and value == NEUTRAL[key])
+    return bool(HARMLESS.fullmatch(key)) or (key in NEUTRAL and value == NEUTRAL[key])
 
 
-def architecture_of(config: Path, keys: Keys, context: int | None) -> tuple[Architecture, int]:
-    """The architecture of these keys in blocks of `context`, and the rows of the table of positions on disk."""
-    options = keys.options()
-    positions, learned = options["context"], "position" not in options
+def architecture_of(
+    config: Path, form: Format, options: Mapping[str, Any], others: Others, context: int | None
+) -> Architecture:
+    """The architecture of these options in blocks of `context`."""
+    positions, learned = others.context, "position" not in options
     if context is None:
         context = positions if learned else min(positions, USUAL_CONTEXT)
     elif learned and context > positions:
         cause = f"is more than the {positions:,} learned positions of {config}"
         raise DemixError(f"--context {context}", cause, f"use {positions} or less")
-    if keys.window is not None and context > keys.window:
-        cause = f"sees {keys.window:,} positions, and blocks have {context:,}"
-        raise DemixError(f"{config}: attention", cause, f"import it with --context {keys.window}")
-    with _named(config):
-        return settings_from(Architecture, options | {"context": context}, f"{config}: "), positions
-
-
-@contextmanager
-def _named(config: Path) -> Iterator[None]:
-    """Name the file in an error of its values together."""
-    try:
-        yield
-    except DemixError as error:
-        subject = error.subject.removeprefix(f"{config}: ").removeprefix("architecture.")
-        raise DemixError(f"{config}: {subject}", error.cause, error.cure) from None
+    if others.window is not None and context > others.window:
+        cause = f"sees {others.window:,} positions, and blocks have {context:,}"
+        raise DemixError(f"{config}: attention", cause, f"import it with --context {others.window}")
+    architecture = form.checked(Architecture, {**options, "context": context}, config)
+    usual: dict[str, Any] = {option: None for option in BY_SIZES if follows(option, architecture)}
+    return replace(architecture, **usual)
 
 
 def _weight_files(folder: Path) -> tuple[dict[Path, set[str] | None], str]:
@@ -162,24 +153,19 @@ def _weight_files(folder: Path) -> tuple[dict[Path, set[str] | None], str]:
     Without an index there is one file, and None in place of names.
     """
     index, single = folder / INDEX, folder / WEIGHTS
-    if single.exists() or not index.exists():
-        try:
-            check_file_kind(single, SAFETENSORS)
-        except FileNotFoundError:
-            cure = f"convert the checkpoint to safetensors, in one file or several with {INDEX}"
-            raise DemixError(single, "is missing", cure) from None
-        return {single: None}, sha256_file(single)
-    found: dict[Path, set[str] | None] = {}
-    for tensor, name in weight_map(index).items():
-        named = found.setdefault(folder / name, set())
-        assert named is not None
-        named.add(tensor)
+    whole = single.exists() or not index.exists()
+    found: dict[Path, set[str] | None] = {single: None}
+    if not whole:
+        places = weight_map(index)
+        found = {folder / name: {key for key, own in places.items() if own == name} for name in places.values()}
     for path in found:
         try:
             check_file_kind(path, SAFETENSORS)
         except FileNotFoundError:
-            raise DemixError(path, f"is missing, and {INDEX} names it", "get it again") from None
-    return found, digest({path.name: sha256_file(path) for path in found})
+            cure = f"get it again, or convert the checkpoint to safetensors, in one file or several with {INDEX}"
+            raise DemixError(path, "is missing", cure) from None
+    sha256 = {path.name: sha256_file(path) for path in found}
+    return found, sha256[WEIGHTS] if whole else digest(sha256)
 
 
 def weight_map(index: Path) -> dict[str, str]:
@@ -217,62 +203,57 @@ def _opened(folder: Path, weights: Mapping[Path, set[str] | None], form: Format)
 def _model(
     config: Path, places: Places, form: Format, architecture: Architecture, vocab_size: int, positions: int
 ) -> GPT:
-    """The model whose tensors lie in `places`, which must have them and no others; one is read at a time."""
+    """The model whose tensors lie in `places`, which must have them and no others; those of one row are read at a time.
+
+    What `Format` would write of a model without values says which names and shapes the tensors on disk must have.
+    """
     with torch.device("meta"):
         model = GPT(architecture, vocab_size, (DENSE_EXPERT,))
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if "position_embedding" in shapes:
-        shapes["position_embedding"] = (positions, architecture.width)
-    names = set(places)
-    bare = not any(name.startswith(form.prefix) for name in names)
+        ours = {name: p[0] if ".feedforward." in name else p.detach() for name, p in model.named_parameters()}
+        if "position_embedding" in ours:
+            ours["position_embedding"] = torch.empty(positions, architecture.width)
+    bare = not any(name.startswith(form.prefix) for name in places)
     tensors: dict[str, Tensor] = {}
-    for row in form.tensors(architecture, shapes):
-        theirs = [name for joined in row.groups(architecture) for name in joined]
-        on_disk = {name: name.removeprefix(form.prefix) if bare else name for name in theirs}
-        if absent := [name for name in on_disk.values() if name not in places]:
-            cure = f"import a whole checkpoint of {form.model_class}, with its own config.json"
-            raise DemixError(next(iter(places.values()))[0].parent, f"has no tensor {absent[0]}", cure)
-        read = {name: _read_tensor(place, *places[place]) for name, place in on_disk.items()}
-        names.difference_update(on_disk.values())
-        on_disk_names, shape = [*on_disk.values()], shapes[row.ours]
-        found = [tuple(tensor.shape) for tensor in read.values()]
-        rows = row.parts(architecture) if len(row.theirs) > 1 else [found[0][0]]
-        parts = [(count, *found[0][1:]) for count in rows] * (len(read) // len(rows))
-        odd = next((place for place, part in enumerate(parts) if found[place] != part), None)
-        tensor = row.ours_of(read.__getitem__, architecture) if odd is None else next(iter(read.values()))
-        if len(shape) > tensor.ndim:
-            tensor = tensor.unsqueeze(0)
-        if odd is not None or tuple(tensor.shape) != shape:
-            first, wanted = on_disk_names[odd or 0], shape if odd is None else parts[odd]
-            cause = f"holds {first} as {found[odd or 0]}, of which {config.name} makes {wanted}"
-            raise DemixError(places[first][0], cause, "give the checkpoint its own config.json back")
-        for name, part in zip(on_disk_names, read.values(), strict=True):
-            check_values(places[name][0], [(name, part)])
-        tensors[row.ours] = tensor
+    used: set[str] = set()
+    for row in form.tensors(architecture, ours):
+        read = {}
+        for name, wanted in row.theirs_of(ours[row.ours], architecture).items():
+            place = name.removeprefix(form.prefix) if bare else name
+            if place not in places:
+                cure = f"import a whole checkpoint of {form.model_class}, with its own config.json"
+                raise DemixError(next(iter(places.values()))[0].parent, f"has no tensor {place}", cure)
+            read[name] = _read_tensor(place, *places[place], wanted, config)
+            used.add(place)
+        tensor = row.ours_of(read.__getitem__, architecture)
+        tensors[row.ours] = tensor[None] if ".feedforward." in row.ours else tensor
     if "position_embedding" in tensors:
         tensors["position_embedding"] = tensors["position_embedding"][: architecture.context].contiguous()
-    _refuse_others(names, places, form, tensors)
+    _refuse_others({*places} - used, places, form, tensors)
     model.load_state_dict(tensors, assign=True)
     return model
 
 
-def _read_tensor(name: str, path: Path, file: Any) -> Tensor:
-    if (kind := file.get_slice(name).get_dtype()) not in FLOATS:
-        raise DemixError(path, f"holds {name} of type {kind}", f"import a checkpoint of {', '.join(FLOATS)}")
+def _read_tensor(name: str, path: Path, file: Any, wanted: Tensor, config: Path) -> Tensor:
+    """A tensor of an open file, of the shape `wanted`, with usable values."""
+    part = file.get_slice(name)
+    if part.get_dtype() not in FLOATS:
+        raise DemixError(path, f"holds {name} of type {part.get_dtype()}", f"import one of {', '.join(FLOATS)}")
+    if (found := tuple(part.get_shape())) != wanted.shape:
+        cause = f"holds {name} as {found}, of which {config.name} makes {tuple(wanted.shape)}"
+        raise DemixError(path, cause, "give the checkpoint its own config.json back")
     tensor: Tensor = file.get_tensor(name)
-    if not tensor.ndim:
-        raise DemixError(path, f"holds a single number as {name}", "get it again")
+    check_values(path, [(name, tensor)])
     return tensor
 
 
 def _refuse_others(names: set[str], places: Places, form: Format, tensors: Mapping[str, Tensor]) -> None:
     """Raise DemixError if one of the `names` that no row reads is that of a parameter."""
-    heads = {row.theirs[0] for row in form.rows if row.ours == "output_embedding"}
+    head = f"{form.outside['output_embedding']}.weight"
     for name in sorted(names):
         if name.endswith(form.buffers):
             continue
         path, file = places[name]
-        if name not in heads:
+        if name != head:
             raise DemixError(path, f"holds {name}, which {form.title} lacks", "import another checkpoint")
         # A head that is tied may lie in the file once more.
         if not torch.equal(file.get_tensor(name).float(), tensors["token_embedding"]):

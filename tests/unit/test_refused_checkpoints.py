@@ -35,8 +35,8 @@ KEYS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"n_positions": 32}, WEIGHTS),
         ({"n_layer": 4}, "hf"),
         ({"n_layer": 1}, WEIGHTS),
-        ({"n_head": 3}, "heads"),
-        ({"n_layer": 10**9}, "layers"),
+        ({"n_head": 3}, "n_head"),
+        ({"n_layer": 10**9}, "n_layer"),
     ],
     "llama": [
         ({"rope_parameters": LLAMA3 | {"rope_type": "yarn"}}, "rope_parameters.rope_type"),
@@ -50,15 +50,15 @@ KEYS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map"),
         ({"hidden_size": "32"}, "hidden_size"),
-        ({"num_key_value_heads": 3}, "key_heads"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"num_key_value_heads": 1}, WEIGHTS),
-        ({"rms_norm_eps": 0.0}, "epsilon"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps"),
         ({"num_hidden_layers": 4}, "hf"),
         ({"model_type": "gemma3_text"}, "model_type"),
     ],
     "qwen3": [
         ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.1"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ],
     "mistral": [({"sliding_window": 32}, "attention")],
     "opt": [
@@ -67,6 +67,10 @@ KEYS: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "gpt_neox": [({"attention_bias": False}, "attention_bias")],
     "olmo2": [({"clip_qkv": 8.0}, "clip_qkv")],
+    "hub/Qwen3-30B-A3B": [
+        ({"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"num_local_experts": 5}, "num_experts"),
+    ],
 }
 
 
@@ -259,6 +263,7 @@ OPTIONS: list[dict[str, Any]] = [
     {**ROPE, "residual": "parallel"},
     {**ROPE, "norm_place": "after"},
     ROUTED,
+    {**ROPE, "routed": ROUTED["routed"] | {"renormalise": False}},
     ROBERTA | {"position": "alibi"},
     ROBERTA | {"head": "clap"},
     ROBERTA | {"norm_place": "before"},

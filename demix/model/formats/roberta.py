@@ -12,7 +12,7 @@ from demix.config.architecture import Architecture
 from demix.data.tokenizer import Tokenizer
 from demix.data.vocabulary import tokens_of
 from demix.errors import DemixError
-from demix.model.format import ACTIVATIONS, ANY, Format, Row, rows_of
+from demix.model.format import ACTIVATIONS, ANY, Format, Key
 
 # The token that pads, which stands before the model's own, and the one that masks, which stands after them.
 PAD, MASK = "<pad>", "<mask>"
@@ -45,7 +45,8 @@ class _Roberta(Format):
 
     def config(self, architecture: Architecture, vocab_size: int) -> dict[str, Any]:
         """As in `Format`."""
-        return super().config(architecture, vocab_size + 2) | {"tie_word_embeddings": True}
+        positions = {"max_position_embeddings": architecture.context + 1}
+        return super().config(architecture, vocab_size + 2) | positions
 
     def tokenizer(self, encoder: Tokenizer) -> tuple[str, dict[str, Any]]:
         """As in `Format`. A text begins with the token that stands before documents, which fine-tuning reads."""
@@ -81,59 +82,52 @@ class _Roberta(Format):
         }
 
 
-def _written(architecture: Architecture) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": architecture.layers,
-        "hidden_size": architecture.width,
-        "num_attention_heads": architecture.heads,
-        "intermediate_size": architecture.inner_width,
-        "hidden_act": architecture.activation,
-        "layer_norm_eps": architecture.epsilon,
-        "max_position_embeddings": architecture.context + 1,
-        "type_vocab_size": 1,
-        "pad_token_id": 0,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    }
-
-
-_OURS, _THEIRS, _EMBEDDINGS = "blocks.{}.", "roberta.encoder.layer.{}.", "roberta.embeddings."
 FORMATS = (
     _Roberta(
         name="roberta",
         title="RoBERTa",
         model_class="RobertaForMaskedLM",
-        keys=None,
-        written=_written,
-        prefix="",
-        shift=1,
-        holds={
-            "activation": tuple(ACTIVATIONS.values()), "inner": ANY, "epsilon": ANY, "objective": ("mlm",),
-            "mask": ANY, "head": ("roberta",), "norm_place": ("post",), "embedding_norm": (True,),
+        keys={
+            "num_hidden_layers": Key("layers"),
+            "hidden_size": Key("width"),
+            "num_attention_heads": Key("heads"),
+            "intermediate_size": Key("inner"),
+            "hidden_act": Key("activation", None, ACTIVATIONS),
+            "layer_norm_eps": Key("epsilon"),
         },
-        rows=(
-            Row("token_embedding", (f"{_EMBEDDINGS}word_embeddings.weight",)),
-            Row("position_embedding", (f"{_EMBEDDINGS}position_embeddings.weight",)),
-            Row("segment_embedding", (f"{_EMBEDDINGS}token_type_embeddings.weight",)),
-            Row("output_bias", ("lm_head.bias",)),
-            *rows_of([("embedding_norm", f"{_EMBEDDINGS}LayerNorm")]),
-            *rows_of([("head_map", "lm_head.dense"), ("head_norm", "lm_head.layer_norm")]),
-            *rows_of(
-                [("attention.out", "attention.output.dense"), ("attention_norm", "attention.output.LayerNorm")],
-                _OURS, _THEIRS,
-            ),
-            *rows_of([("feedforward_norm", "output.LayerNorm")], _OURS, _THEIRS),
-            *(
-                Row(
-                    f"{_OURS}attention.qkv.{kind}",
-                    tuple(f"{_THEIRS}attention.self.{part}.{kind}" for part in ("query", "key", "value")),
-                )
-                for kind in ("weight", "bias")
-            ),
-            Row(f"{_OURS}feedforward.up", (f"{_THEIRS}intermediate.dense.weight",)),
-            Row(f"{_OURS}feedforward.up_bias", (f"{_THEIRS}intermediate.dense.bias",)),
-            Row(f"{_OURS}feedforward.down", (f"{_THEIRS}output.dense.weight",)),
-            Row(f"{_OURS}feedforward.down_bias", (f"{_THEIRS}output.dense.bias",)),
-        ),
+        fixed={
+            "objective": "mlm",
+            "mask": ANY,
+            "head": "roberta",
+            "norm_place": "post",
+            "embedding_norm": True,
+        },
+        writes={
+            "type_vocab_size": 1,
+            "pad_token_id": 0,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            "tie_word_embeddings": True,
+        },
+        blocks="roberta.encoder.layer.{}.",
+        outside={
+            "token_embedding": "roberta.embeddings.word_embeddings",
+            "position_embedding": "roberta.embeddings.position_embeddings",
+            "segment_embedding": "roberta.embeddings.token_type_embeddings",
+            "embedding_norm": "roberta.embeddings.LayerNorm",
+            "head_map": "lm_head.dense",
+            "head_norm": "lm_head.layer_norm",
+            "output": "lm_head",
+        },
+        block={
+            "attention.qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
+            "attention.out": "attention.output.dense",
+            "attention_norm": "attention.output.LayerNorm",
+            "feedforward.up": "intermediate.dense",
+            "feedforward.down": "output.dense",
+            "feedforward_norm": "output.LayerNorm",
+        },
+        leaves=True,
+        shift=1,
     ),
-)  # fmt: skip
+)
