@@ -70,8 +70,8 @@ def add_domain(
     refuse_used(output)
     refuse_name(model, domain)
     refuse_masked(model, "says nothing of a text that is not masked")
-    description, experts = describe(model), expert_names(model)
-    if description["domain_tokens"]:
+    described, experts = describe(model), expert_names(model)
+    if described.domain_tokens:
         raise DemixError(model, "is a domain-token model, which no expert can join", "choose another model")
     tokenizer, _ = tokenizer_of(model)
     adaptation = adaptation_of(model, tokens, rate, learning_rate)
@@ -86,7 +86,7 @@ def add_domain(
             copy_tokenizer(tokenizer, made)
             copy_clusters(model, made)
             if experts == (DENSE_EXPERT,):
-                write_json(made / "model.json", description | {"kind": "demix"})
+                write_json(made / "model.json", described.content | {"kind": "demix"})
             try:
                 places = Places(made, folder / "metrics.jsonl", folder / "states")
                 adapt_expert(model, shards, chosen, {}, adaptation, places)
@@ -96,7 +96,7 @@ def add_domain(
             own = next(line for line in after.experts if line.name == domain)
             usual = Usual(perplexity=own.perplexity, bits_per_byte=own.bits_per_byte)
             write_usual(made, usual_of(model) | {domain: usual})
-            parent = expert_lineage(made, domain)["parent"]
+            parent = expert_lineage(made, domain).parent
     begun = f"a copy of {parent}" if parent else "the average of the others, by posterior"
     return Added(begun, adaptation.learning_rate, before, after)
 

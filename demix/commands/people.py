@@ -209,7 +209,7 @@ def generate(
     if SURROGATE.search(prompt):
         raise DemixError("--prompt", "is not UTF-8", "give it in UTF-8")
     names = experts.split(",") if experts else None
-    if describe(model)["architecture"].get("objective") == "mlm":
+    if describe(model).architecture.objective == "mlm":
         if weights not in ("tempered", "average"):
             raise DemixError("--weights", "would look ahead in a masked model", "leave it out: its weights are fixed")
         for table in filled(model, names, prior or "uniform", tokenizer, prompt):

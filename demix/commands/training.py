@@ -363,8 +363,8 @@ def _adapt(
     """Have `adapt` done, the adaptation that `about` tells apart from others of the same model and data."""
     from demix.model.checkpoint import describe
 
-    description = describe(model)
-    about = [*about, fingerprinted(adaptation), description["shared_sha256"], sorted(places.results)]
+    described = describe(model)
+    about = [*about, fingerprinted(adaptation), described.shared_sha256, sorted(places.results)]
     job = TrainingJob(
         command=tuple(sys.argv[1:]),
         fingerprint=fingerprint_of(about, shards),
@@ -372,7 +372,7 @@ def _adapt(
         ranks=launch.ranks,
         threads=adaptation.threads,
         checkpoints=places.checkpoints,
-        steps=adaptation.steps(description["architecture"]["context"]),
+        steps=adaptation.steps(described.architecture.context),
     )
 
     def work(at: Places) -> None:

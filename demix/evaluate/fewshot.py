@@ -54,14 +54,14 @@ def score_tasks(
     """Write output/<task>.parquet for each of the files examples/<task>.parquet, under `experts` of a model.
 
     Raises DemixError for another tokenizer than the model's, a prompt that does not fit into the model's context, and
-    an expert without finite log-probabilities. Experts that are whole models are in memory one at a time.
+    an expert without finite log-probabilities.
     """
     set_threads(given.threads)
     encoder = Tokenizer.load(tokenizer)
     refuse_other_tokenizer(directory, tokenizer, encoder.sha256, encoder.vocab_size)
-    trunks = load_experts(directory, experts, own_device(), hold=False)
+    trunks = load_experts(directory, experts, own_device())
     names, dtype = columns_of(trunks), compute_type(given.precision)
-    hashes = {name: expert_lineage(directory, name)["sha256"] for name in names}
+    hashes = {name: expert_lineage(directory, name).sha256 for name in names}
     for path in examples:
         if path.stem not in given.tasks:
             raise DemixError(path, "is of no task of --settings", nearest(path.stem, given.tasks, "name the task"))
@@ -70,7 +70,7 @@ def score_tasks(
         about = {
             "experts": ",".join(names),
             "examples_sha256": sha256_file(path),
-            "shared_sha256": describe(directory)["shared_sha256"],
+            "shared_sha256": describe(directory).shared_sha256,
             **{f"expert_sha256.{name}": sha256 for name, sha256 in hashes.items()},
         }
         schema = schema_of(len(names)).with_metadata(about)
@@ -137,11 +137,10 @@ def _batches(
             some = range(start, min(start + _AT_ONCE, len(asked)))
             scored: list[list[np.ndarray]] = [[] for _ in some]
             for trunk in trunks:
-                with trunk.with_weights() as model:
-                    for at, number in enumerate(some):
-                        context, labels = label_scores(model, *rows[number], before, dtype)
-                        scored[at].append(np.concatenate([context, *labels], axis=1))
-                        advance(1)
+                for at, number in enumerate(some):
+                    context, labels = label_scores(trunk, *rows[number], before, dtype)
+                    scored[at].append(np.concatenate([context, *labels], axis=1))
+                    advance(1)
             yield pa.concat_batches(
                 _batch(asked[number], *rows[number], np.concatenate(scored[at]), names, schema)
                 for at, number in enumerate(some)

@@ -97,7 +97,7 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
         self._mixture = MixedModel(trunks, begin, asked.top_k, domain)
         self._info = {
             "model_num_parameters": sum(p.numel() for trunk in trunks for p in trunk.parameters()),
-            "model_sha": describe(directory)["shared_sha256"],
+            "model_sha": describe(directory).shared_sha256,
             "tokenizer_sha": self._tokenizer.sha256,
             "max_length": length,
             "eot_token_id": self.eot_token_id,
@@ -110,7 +110,7 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
         """The trunks, the tokenizer and, of a domain-token model, the domain whose token stands before the texts."""
         names = asked.experts.split(",") if asked.experts else None
         path = Path(asked.tokenizer) if asked.tokenizer else None
-        domains = describe(directory)["domain_tokens"]
+        domains = describe(directory).domain_tokens
         if not domains:
             return *open_model(directory, names, path, self._device), None
         if names is None or len(names) != 1 or names[0] not in domains:

@@ -169,8 +169,8 @@ def _continued(
 
 def _splits(domain: str, directory: Path, tokens: Path) -> Iterator[tuple[str, TokenShard, np.ndarray, int]]:
     """Each split with which of its blocks count, and their length: of train those that the model was trained on."""
-    description = describe(directory, "training")
-    length = description["architecture"]["context"]
+    described = describe(directory, "training")
+    length = described.architecture.context
     for split in ("train", "test"):
         path = tokens / f"{split}.arrow"
         shard = TokenShard.open(path, verify=True)
@@ -178,12 +178,13 @@ def _splits(domain: str, directory: Path, tokens: Path) -> Iterator[tuple[str, T
         seen = np.ones(-(-len(shard) // length), bool)
         if split == "train":
             lineage = expert_lineage(directory, domain, "tokens")
-            read, taught = read_json(path.with_suffix(".json"))["sha256"], lineage.get("data_sha256", {}).get(domain)
+            read, taught = read_json(path.with_suffix(".json"))["sha256"], lineage.data_sha256.get(domain)
             if taught not in (None, read):
                 cause = f"is not the text that the expert {domain} was trained on"
                 raise DemixError(path, cause, "tokenize the domain or train the model again")
-            drawn = lineage["tokens"] // length
-            trained = seen_blocks(shard, domain, length, description["training"]["seed"], drawn)
+            assert described.training is not None
+            assert lineage.tokens is not None
+            trained = seen_blocks(shard, domain, length, described.training.seed, lineage.tokens // length)
             seen = np.append(trained, np.zeros(len(seen) - len(trained), bool))
         yield split, shard, seen, length
 

@@ -150,7 +150,7 @@ def evaluate_texts(
     for file in (*(files if alone else []), *([dev] if dev else [])):
         if not is_stream(file):
             _refuse_unreadable(file)
-    judge = Judge.of(model, load_experts(model, hold=False), place, encoder).told(dev, field)
+    judge = Judge.of(model, load_experts(model), place, encoder).told(dev, field)
     for text in files:
         try:
             shard = judge.read(text, field)

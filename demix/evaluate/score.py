@@ -17,7 +17,7 @@ import pyarrow as pa
 import torch
 from pydantic import Field
 
-from demix.config.architecture import FOLDS, Architecture
+from demix.config.architecture import FOLDS
 from demix.config.evaluation import ScoringRecipe
 from demix.config.training import Threads
 from demix.data.shards import TokenShard, blocks
@@ -160,14 +160,14 @@ def _score_all(works: list[_Work], scoring: Scoring) -> None:
 def _check(work: _Work) -> None:
     """Raise DemixError for an expert or a domain token that the model lacks, and for blocks too long for it."""
     directory, experts, context = work.directory, work.experts, work.context
-    description = describe(directory)
-    domain_tokens, architecture = tuple(description["domain_tokens"]), description["architecture"]
-    if architecture.get("position", "learned") == "learned" and context > architecture["context"]:
-        cause = f"is longer than the {architecture['context']} positions that {directory} has learned"
+    described = describe(directory)
+    domain_tokens, architecture = described.domain_tokens, described.architecture
+    if architecture.position == "learned" and context > architecture.context:
+        cause = f"is longer than the {architecture.context} positions that {directory} has learned"
         raise DemixError(f"--context {context}", cause, "use fewer, or a model with position alibi")
-    routed = architecture.get("routed") or {"experts": 0}
-    if work.top_k > routed["experts"]:
-        cause = f"is more than the {routed['experts']} experts among which tokens of {directory} choose in a layer"
+    routed = architecture.routed.experts if architecture.routed else 0
+    if work.top_k > routed:
+        cause = f"is more than the {routed} experts among which tokens of {directory} choose in a layer"
         raise DemixError(f"--top-k {work.top_k}", cause, "use fewer, or a model of kind routed")
     wanted = {*experts, *(path.parent.name for path in work.shards if not experts)}
     if (domain_tokens or not experts) and not wanted <= {*domain_tokens}:
@@ -181,11 +181,11 @@ class _Scorer:
     """Experts that are in memory together, which are loaded once a column is missing; scores as `score` does."""
 
     def __init__(self, work: _Work, scoring: Scoring) -> None:
-        self.work, self.scoring, self.description = work, scoring, describe(work.directory)
-        self.domain_tokens = tuple(self.description["domain_tokens"])
+        self.work, self.scoring, self.described = work, scoring, describe(work.directory)
+        self.domain_tokens = self.described.domain_tokens
         named = expert_names(work.directory) if self.domain_tokens else work.experts
-        self.hashes = {name: expert_lineage(work.directory, name)["sha256"] for name in named}
-        architecture = Architecture(**self.description["architecture"])
+        self.hashes = {name: expert_lineage(work.directory, name).sha256 for name in named}
+        architecture = self.described.architecture
         self.length = work.context or architecture.context
         self.folds = {"folds": str(FOLDS)} if architecture.objective == "mlm" else {}
 
@@ -227,7 +227,7 @@ class _Scorer:
         for column in columns:
             metadata = {
                 "tokens_sha256": sha256,
-                "shared_sha256": self.description["shared_sha256"],
+                "shared_sha256": self.described.shared_sha256,
                 "expert_sha256": self.hashes[column if column in self.hashes else "dense"],
                 "precision": self.scoring.precision,
             } | self.folds
@@ -245,7 +245,7 @@ class _Scorer:
     def _fingerprint(self, columns: tuple[str, ...], sha256: str) -> str:
         """A digest of everything on which the bits of the scores of some tokens depend."""
         settings = [self.scoring.precision, self.scoring.threads, torch.__version__, _device(own_device())]
-        origin: dict[str, Any] = {"model": digest(self.description), "experts": self.hashes}
+        origin: dict[str, Any] = {"model": digest(self.described.content), "experts": self.hashes}
         origin |= {"columns": columns, "tokens": sha256, "settings": settings} | self.folds
         origin |= {"context": self.work.context} if self.work.context else {}
         origin |= {"top_k": self.work.top_k} if self.work.top_k else {}

@@ -294,11 +294,11 @@ def refuse_other_model(directory: Path, experts: Iterable[str], model: Path) -> 
     """
     if not (model / "model.json").exists():
         return
-    shared = read_description(model / "model.json", "shared_sha256")["shared_sha256"]
+    shared = read_description(model / "model.json").shared_sha256
     for expert in experts:
         # The domains of a model with domain tokens share one expert.
         names = [name for name in (expert, DENSE_EXPERT) if (model / "experts" / f"{name}.json").exists()]
-        own = read_lineage(model / "experts" / f"{names[0]}.json", "sha256")["sha256"] if names else None
+        own = read_lineage(model / "experts" / f"{names[0]}.json").sha256 if names else None
         path = directory / f"{expert}.parquet"
         told = _footer(path).origin
         for key, expected in (("shared_sha256", shared), ("expert_sha256", own)):

@@ -9,7 +9,7 @@ owns its feedforwards alone.
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 
-from demix.config.architecture import Architecture
 from demix.errors import DemixError, nearest
-from demix.files import REMAKE, check_sha256, opened, replacing, sha256_file, write_json
+from demix.files import REMAKE, opened, replacing, sha256_file, write_json
 from demix.files.kinds import SAFETENSORS, check_file_kind
-from demix.model.description import NO_NAME, is_expert_name, read_description, read_lineage
+from demix.model.description import (
+    NO_NAME,
+    ExpertManifest,
+    ModelManifest,
+    is_expert_name,
+    read_description,
+    read_lineage,
+)
 from demix.model.gpt import GPT
 
 # Training moves a weight by at most about the learning rate at each step, so no training reaches this.
@@ -68,20 +74,20 @@ def save_expert(
     description, path = expert_files(output or directory, name)
     _, experts = model.parted({key: tensor.detach() for key, tensor in model.expert_tensors().items()})
     _save(experts[expert], path)
-    belongs = {"name": name, "sha256": sha256_file(path), "shared_sha256": describe(directory)["shared_sha256"]}
+    belongs = {"name": name, "sha256": sha256_file(path), "shared_sha256": describe(directory).shared_sha256}
     write_json(description, lineage | belongs)
 
 
-def describe(directory: Path, *needed: str) -> dict[str, Any]:
-    """The `model.json` of a model directory, with the keys `needed`.
+def describe(directory: Path, *needed: str) -> ModelManifest:
+    """The `model.json` of a model directory, which has the keys `needed`.
 
     Raises DemixError if the file is missing or does not describe a model.
     """
     return read_description(Path(directory) / "model.json", *needed)
 
 
-def expert_lineage(directory: Path, expert: str, *needed: str) -> dict[str, Any]:
-    """The description of an expert of the model in `directory`, with the keys `needed`.
+def expert_lineage(directory: Path, expert: str, *needed: str) -> ExpertManifest:
+    """The description of an expert of the model in `directory`, which has the keys `needed`.
 
     Raises DemixError if the expert is missing, and if its shared weights or its tokenizer are not those of the model.
     """
@@ -89,12 +95,11 @@ def expert_lineage(directory: Path, expert: str, *needed: str) -> dict[str, Any]
     if not path.exists():
         raise unknown_expert(directory, expert)
     lineage = read_lineage(path, *needed)
-    if lineage.get("name", expert) != expert:
-        raise DemixError(path, f"describes the expert {lineage['name']}", "give it its name back")
-    description = describe(directory)
-    if lineage["shared_sha256"] != description["shared_sha256"]:
+    if lineage.name != expert and "name" in lineage.content:
+        raise DemixError(path, f"describes the expert {lineage.name}", "give it its name back")
+    if lineage.shared_sha256 != describe(directory).shared_sha256:
         raise DemixError(path, "belongs to other shared weights than the model's", "train or adapt it again")
-    refuse_other_tokenizer(directory, path, lineage.get("tokenizer_sha256"))
+    refuse_other_tokenizer(directory, path, lineage.tokenizer_sha256)
     return lineage
 
 
@@ -106,14 +111,14 @@ def unknown_expert(directory: Path, name: str) -> DemixError:
 
 def refuse_routed(directory: Path, use: str) -> None:
     """Raise DemixError if the tokens of the model in `directory` choose their experts, which is not for this `use`."""
-    if describe(directory)["architecture"].get("routed"):
+    if describe(directory).architecture.routed:
         cause = f"is a model whose tokens choose their experts, which {use}"
         raise DemixError(directory, cause, "use another model")
 
 
 def refuse_masked(directory: Path, use: str) -> None:
     """Raise DemixError if the model in `directory` is a masked language model, which is not for this `use`."""
-    if describe(directory)["architecture"].get("objective") == "mlm":
+    if describe(directory).architecture.objective == "mlm":
         raise DemixError(directory, f"is a masked language model, which {use}", "use a causal model")
 
 
@@ -123,13 +128,13 @@ def refuse_other_tokenizer(directory: Path, subject: Path, sha256: str | None, v
     The `vocab_size` of the tokenizer, where `subject` gives it, must be that of the model too.
     """
     description = describe(directory)
-    own = description.get("tokenizer_sha256")
+    own = description.tokenizer_sha256
     cure = "use the tokenizer that the model was trained with, or train the model again"
     if sha256 != own:
         cause = f"is of another tokenizer ({str(sha256)[:12]}) than the model {directory} ({str(own)[:12]})"
         raise DemixError(subject, cause, cure)
-    if vocab_size not in (None, description["vocab_size"]):
-        cause = f"has {vocab_size:,} ids, and the model {directory} has {description['vocab_size']:,}"
+    if vocab_size not in (None, description.vocab_size):
+        cause = f"has {vocab_size:,} ids, and the model {directory} has {description.vocab_size:,}"
         raise DemixError(subject, cause, cure)
 
 
@@ -148,84 +153,40 @@ def expert_names(directory: Path) -> tuple[str, ...]:
 
 def blueprint(directory: Path, experts: tuple[str, ...]) -> GPT:
     """The model that `model.json` describes, with `experts`, on the meta device: it has shapes but no values."""
-    description = describe(directory)
+    described = describe(directory)
     try:
         with torch.device("meta"):
             return GPT(
-                Architecture(**description["architecture"]),
-                description["vocab_size"],
+                described.architecture,
+                described.vocab_size,
                 experts,
-                tuple(description["domain_tokens"]),
-                description.get("expert_scope", "feedforward"),
-                description.get("end_of_text"),
+                described.domain_tokens,
+                described.expert_scope,
+                described.end_of_text,
             )
-    except (TypeError, RuntimeError) as error:
+    except RuntimeError as error:
         path = Path(directory) / "model.json"
         raise DemixError(path, f"does not describe a model ({error})", "train the model again") from None
 
 
 def load_experts(
-    directory: str | Path,
-    experts: tuple[str, ...] | None = None,
-    device: torch.device = CPU,
-    hold: bool = True,
+    directory: str | Path, experts: tuple[str, ...] | None = None, device: torch.device = CPU
 ) -> list[GPT]:
     """The trunks of the model in `directory` on `device`. Together they have `experts` (by default all), in that order.
 
     The list holds one model with all experts stacked. With `expert_scope: model` in `model.json` it holds one model per
-    expert. Without `hold`, the weights of each of these stay in their file, and `GPT.with_weights` reads them every
-    time that they are needed. Raises DemixError as `load_model` does.
+    expert. Raises DemixError as `load_model` does.
     """
     directory = Path(directory)
     experts = expert_names(directory) if experts is None else tuple(experts)
     if not whole_models(directory) or not experts:
         return [load_model(directory, experts).to(device)]
-    readers = [_reader(directory, expert, device) for expert in experts]
-    if hold:
-        return [read() for read in readers]
-    trunks = [blueprint(directory, (expert,)) for expert in experts]
-    for trunk, read in zip(trunks, readers, strict=True):
-        trunk.read_weights = read
-    return trunks
+    return [load_model(directory, (expert,)).to(device) for expert in experts]
 
 
 def whole_models(directory: Path) -> bool:
     """Whether each expert of the model in `directory` is a whole model."""
-    return bool(describe(directory).get("expert_scope") == "model")
-
-
-def _reader(directory: Path, expert: str, device: torch.device) -> Callable[[], GPT]:
-    """A function that reads the whole model of an expert: on the CPU most of its tensors are those of the mapped file.
-
-    The file is checked as by `check_weights`, and again where it has changed since.
-    """
-    lineage, (_, path) = expert_lineage(directory, expert), expert_files(directory, expert)
-    shared, shapes = model_shapes(directory)
-    check_weights(directory / "shared.safetensors", describe(directory)["shared_sha256"], shared)
-    checked: tuple[int, ...] = ()
-
-    def read() -> GPT:
-        nonlocal checked
-        if not checked or checked != _stamp(path):
-            stamp = _stamp(path)
-            check_weights(path, lineage["sha256"], shapes)
-            checked = stamp
-        model = blueprint(directory, (expert,))
-        with safe_open(path, "pt") as file:
-            own = {name: file.get_tensor(name).to(device) for name in shapes}
-        model.load_state_dict(model.stacked({}, {expert: own}), assign=True)
-        return model.requires_grad_(False)
-
-    return read
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    """What differs between two versions of a file; nothing for a missing file."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return ()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return describe(directory).expert_scope == "model"
 
 
 def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) -> GPT:
@@ -235,16 +196,16 @@ def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) ->
     after. Raises DemixError, which names the file.
     """
     directory = Path(directory)
-    description = describe(directory)
+    described = describe(directory)
     experts = expert_names(directory) if experts is None else tuple(experts)
     if not experts:
         raise DemixError(directory / "experts", "holds no expert", "train the model first")
     lineages = {expert: expert_lineage(directory, expert) for expert in experts}
     model = blueprint(directory, experts)
     of_shared, of_expert = shapes_of(model)
-    shared = _load_weights(directory / "shared.safetensors", description["shared_sha256"], of_shared)
+    shared = load_weights(directory / "shared.safetensors", described.shared_sha256, of_shared)
     own = {
-        expert: _load_weights(expert_files(directory, expert)[1], lineage["sha256"], of_expert)
+        expert: load_weights(expert_files(directory, expert)[1], lineage.sha256, of_expert)
         for expert, lineage in lineages.items()
     }
     try:
@@ -283,7 +244,7 @@ def tensor_shapes(path: Path) -> Shapes:
         raise DemixError(path, f"is not a safetensors file ({error})", REMAKE) from None
 
 
-def check_shapes(path: Path, wanted: Shapes) -> None:
+def check_structure(path: Path, wanted: Shapes) -> None:
     """Raise DemixError unless the header of a safetensors file has exactly the tensors `wanted`."""
     found = tensor_shapes(path)
     for name in sorted(found.keys() | wanted.keys()):
@@ -302,20 +263,12 @@ def check_values(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
             raise DemixError(path, cause, "train it again, or get it again")
 
 
-def check_weights(path: Path, sha256: str, shapes: Shapes) -> None:
-    """Raise DemixError unless a safetensors file has the sha256, these shapes and usable values.
+def load_weights(path: Path, sha256: str, shapes: Shapes) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file.
 
-    One tensor is in memory at a time.
+    Raises DemixError unless the file has these shapes, this sha256 and usable values.
     """
-    check_shapes(path, shapes)
-    check_sha256(path, sha256)
-    with safe_open(path, "pt") as file:
-        check_values(path, ((name, file.get_tensor(name)) for name in shapes))
-
-
-def _load_weights(path: Path, sha256: str, shapes: Shapes) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, checked as by `check_weights`."""
-    check_shapes(path, shapes)
+    check_structure(path, shapes)
     tensors = load_verified(path, sha256)
     check_values(path, tensors.items())
     return tensors

@@ -7,7 +7,7 @@ other model has them, and all other rows stay. No router is solved or trained ag
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from demix.config.models import DENSE_EXPERT
 from demix.errors import DemixError, nearest
 from demix.files import replacing, sha256_file, write_json
 from demix.model.checkpoint import describe, expert_files, expert_lineage, load_model, save_tensors
-from demix.model.description import PENDING, finish_change
+from demix.model.description import PENDING, ModelManifest, RecordedChoice, finish_change
 from demix.model.gpt import GPT
 from demix.model.merge import learned_of
 
@@ -26,7 +26,7 @@ from demix.model.merge import learned_of
 class Choice(NamedTuple):
     """An expert among which tokens choose: what its model records of it, and its rows of all stacked tensors."""
 
-    recorded: dict[str, Any]
+    recorded: RecordedChoice
     rows: dict[str, Tensor]
 
 
@@ -35,14 +35,13 @@ def read_choices(directory: Path) -> dict[str, Choice]:
 
     Raises DemixError for a damaged model, and for one that does not say whose experts these are.
     """
-    description = describe(directory)
-    routed = Architecture(**description["architecture"]).routed
-    lineage = expert_lineage(directory, DENSE_EXPERT) if routed else {}
-    recorded = {one["expert"]: one for one in lineage.get("choices", ())}
+    described = describe(directory)
+    routed = described.architecture.routed
+    recorded = {one.expert: one for one in expert_lineage(directory, DENSE_EXPERT).choices} if routed else {}
     if not routed or (len(recorded), 1) != (routed.experts, routed.every):
         cause = "is no model that was merged of experts among which its tokens choose"
         raise DemixError(directory, cause, "use one that `demix merge --routed` or a row of BTX made")
-    if description["kind"] == "merged" and not all(one.get("learned") for one in recorded.values()):
+    if described.kind == "merged" and not all(one.learned.content for one in recorded.values()):
         raise DemixError(directory, "does not say what each of its experts has learned from", "merge it again")
     stacked = {name: tensor.detach()[0] for name, tensor in load_model(directory).expert_tensors().items()}
     return {
@@ -84,7 +83,7 @@ def add_choice(directory: Path, other: Path, expert: str, name: str) -> None:
     behind = names[names.index(expert) + 1 :]
     experts = list(own.items())
     place = next((number for number, (one, _) in enumerate(experts) if one in behind), len(experts))
-    experts.insert(place, (name, new._replace(recorded=new.recorded | {"expert": name})))
+    experts.insert(place, (name, new))
     _write(directory, dict(experts))
 
 
@@ -93,12 +92,11 @@ def load_without(directory: Path, name: str) -> GPT:
 
     Raises DemixError as `remove_choice` does.
     """
-    description, rest = describe(directory), _rest(directory, name)
-    architecture, stacked = _architecture(description, len(rest)), _stacked(rest)
+    described, rest = describe(directory), _rest(directory, name)
+    architecture, stacked = _architecture(described, len(rest)), _stacked(rest)
     shared = {key: tensor.detach() for key, tensor in load_model(directory).shared_tensors().items()}
     with torch.device("meta"):
-        end = description.get("end_of_text")
-        model = GPT(architecture, description["vocab_size"], (DENSE_EXPERT,), end_of_text=end)
+        model = GPT(architecture, described.vocab_size, (DENSE_EXPERT,), end_of_text=described.end_of_text)
     model.load_state_dict(model.stacked(shared, {DENSE_EXPERT: stacked}), assign=True)
     return model
 
@@ -107,7 +105,8 @@ def _rest(directory: Path, name: str) -> dict[str, Choice]:
     """The experts of the merged model in `directory` but `name`."""
     own = read_choices(directory)
     gone = _named(directory, own, name)
-    top_k = describe(directory)["architecture"]["routed"]["top_k"]
+    routed = describe(directory).architecture.routed
+    top_k = routed.top_k if routed else 0
     if len(own) - 1 < max(2, top_k):
         cause = f"is one of {len(own)} experts, among which each token chooses {top_k}"
         raise DemixError(f"expert {name}", cause, "keep it, or delete the model's folder")
@@ -123,7 +122,7 @@ def _named(directory: Path, choices: Mapping[str, Choice], name: str) -> Choice:
 
 def _solved(directory: Path) -> bool:
     """Whether the routers of the merged model in `directory` were solved from text, and not trained since."""
-    return "router" in expert_lineage(directory, DENSE_EXPERT)
+    return expert_lineage(directory, DENSE_EXPERT).router is not None
 
 
 def _stacked(choices: Mapping[str, Choice]) -> dict[str, Tensor]:
@@ -132,26 +131,23 @@ def _stacked(choices: Mapping[str, Choice]) -> dict[str, Tensor]:
     return {name: torch.stack([of_expert[name] for of_expert in rows]) for name in rows[0]}
 
 
-def _architecture(description: Mapping[str, Any], experts: int) -> Architecture:
-    """The architecture of the merged model of this `description`, with so many experts."""
-    architecture = Architecture(**description["architecture"])
-    untrained = description["kind"] == "merged"
-    routed = architecture.merged_routed(experts).routed if untrained else architecture.routed
+def _architecture(described: ModelManifest, experts: int) -> Architecture:
+    """The architecture of the merged model that is so `described`, with so many experts."""
+    architecture = described.architecture
+    routed = architecture.merged_routed(experts).routed if described.kind == "merged" else architecture.routed
     assert routed is not None
     return dataclasses.replace(architecture, routed=dataclasses.replace(routed, experts=experts))
 
 
 def _write(directory: Path, choices: Mapping[str, Choice]) -> None:
     """Make `choices` the experts of the merged model in `directory`; the caller holds its lock."""
-    description, lineage = describe(directory), expert_lineage(directory, DENSE_EXPERT)
-    architecture = _architecture(description, len(choices))
-    description |= {
-        "architecture": architecture.described,
-        "expert_parameters": parameters(architecture, description["vocab_size"])[1],
-    }
-    lineage["choices"] = [one.recorded for one in choices.values()]
-    if description["kind"] == "merged":
-        learned, seeds = learned_of([one.recorded["learned"] for one in choices.values()])
+    described, lineage = describe(directory), expert_lineage(directory, DENSE_EXPERT).content
+    architecture = _architecture(described, len(choices))
+    own = parameters(architecture, described.vocab_size)[1]
+    manifest = described.content | {"architecture": architecture.described, "expert_parameters": own}
+    lineage["choices"] = [one.recorded.content | {"expert": name} for name, one in choices.items()]
+    if described.kind == "merged":
+        learned, seeds = learned_of([one.recorded.learned for one in choices.values()])
         lineage |= learned | {"seeds": seeds}
     # A kill before the folder has its name leaves the model as it was; after that `finish_change` ends the change.
     with replacing(directory / PENDING, directory=True) as folder:
@@ -160,5 +156,5 @@ def _write(directory: Path, choices: Mapping[str, Choice]) -> None:
         save_tensors(_stacked(choices), weights)
         lineage["sha256"] = sha256_file(weights)
         write_json(beside, lineage, at=expert_files(directory, DENSE_EXPERT)[0])
-        write_json(folder / "model.json", description, at=directory / "model.json")
+        write_json(folder / "model.json", manifest, at=directory / "model.json")
     finish_change(directory)

@@ -79,11 +79,10 @@ def refuse_other_clusters(directory: Path, folder: Path, experts: Iterable[str])
     """
     for name in experts:
         lineage, shard = directory / "experts" / f"{name}.json", folder / "shards" / name / "train.json"
-        if lineage.is_file() and shard.is_file():
-            learned = read_lineage(lineage).get("data_sha256", {})
-            if learned.get(name) != read_json(shard)["sha256"]:
-                cause = f"learned from another cluster than {name} of {folder}"
-                raise DemixError(lineage, cause, "train it again, or remove it")
+        known = lineage.is_file() and shard.is_file()
+        if known and read_lineage(lineage).data_sha256.get(name) != read_json(shard)["sha256"]:
+            cause = f"learned from another cluster than {name} of {folder}"
+            raise DemixError(lineage, cause, "train it again, or remove it")
 
 
 def copy_clusters(source: Path, directory: Path) -> None:

@@ -51,7 +51,17 @@ Settings = dict[Text, Any]
 
 
 @settings(kw_only=True, open=True)
-class Trained:
+class Recorded:
+    """A file in a model directory, which may hold more keys than those declared."""
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The file as it is written, a copy."""
+        return {**vars(self)["_given"]}
+
+
+@settings(kw_only=True, open=True)
+class Trained(Recorded):
     """The settings of a training that later stages need."""
 
     learning_rate: Annotated[Number, Field(gt=0, le=1e6)]
@@ -59,15 +69,25 @@ class Trained:
 
 
 @settings(kw_only=True, open=True)
-class Learned:
-    """The part that the description of a model and that of an expert have in common."""
+class Learned(Recorded):
+    """What a model or an expert has learned from; `seeds` are the tokens of states that it began with, by sha256.
+
+    `tokens` counts those of `seeds` too. Steps and tokens are None where nobody knows: of an imported model.
+    """
+
+    steps: Count | None = None
+    tokens: Count | None = None
+    data_sha256: dict[ExpertName, Digest] = Field(default_factory=dict)
+    seeds: dict[Digest, Count] = Field(default_factory=dict)
+
+
+@settings(kw_only=True, open=True)
+class Manifest(Learned):
+    """What the description of a model and that of an expert have in common."""
 
     shared_sha256: Digest
     tokenizer_sha256: Digest | None = None
     parent_sha256: Digest | None = None
-    steps: Count = 0
-    tokens: Count = 0
-    data_sha256: dict[ExpertName, Digest] = Field(default_factory=dict)
     adaptation: Settings = Field(default_factory=dict)
 
 
@@ -105,7 +125,7 @@ class SeedManifest:
 
 
 @settings(kw_only=True, open=True)
-class ModelDescription(Learned):
+class ModelManifest(Manifest):
     """The content of `model.json`.
 
     `parent` is the name of the model that was adapted, or says with which state of which model a branch began.
@@ -135,17 +155,7 @@ class Origin:
 
 
 @settings(kw_only=True, open=True)
-class Parent:
-    """What an expert had learned from when it was merged."""
-
-    steps: Count = 0
-    tokens: Count = 0
-    data_sha256: dict[ExpertName, Digest] = Field(default_factory=dict)
-    seeds: dict[Digest, Count] = Field(default_factory=dict)
-
-
-@settings(kw_only=True, open=True)
-class Choice:
+class RecordedChoice(Recorded):
     """An expert among which tokens choose, and the hash of the tokens from which its router was solved, if it was.
 
     An anchor has the name of a dense model's expert.
@@ -154,7 +164,7 @@ class Choice:
     expert: ExpertName
     sha256: Digest
     data_sha256: Digest | None
-    learned: Parent = Field(default_factory=Parent)
+    learned: Learned = Field(default_factory=Learned)
 
 
 @settings(kw_only=True)
@@ -166,21 +176,19 @@ class Ridge:
 
 
 @settings(kw_only=True, open=True)
-class Lineage(Learned):
+class ExpertManifest(Manifest):
     """The description of an expert.
 
-    `tokens` counts those of the states that it began with too: `seeds`, tokens by the state's sha256. `choices` are the
-    experts among which the tokens of a merged expert choose, in the order of the router's rows. `router` says
-    how these rows were solved, until the model is trained.
+    `choices` are the experts among which the tokens of a merged expert choose, in the order of the router's rows.
+    `router` says how these rows were solved, until the model is trained.
     """
 
     sha256: Digest
     name: ExpertName = "dense"
     parent: ModelName | None = None
     parents: dict[ExpertName, Origin] = Field(default_factory=dict)
-    parent_prior: Share = 0.0
-    seeds: dict[Digest, Count] = Field(default_factory=dict)
-    choices: Annotated[Items[Choice], Field(max_length=4096)] = ()
+    parent_prior: Share | None = None
+    choices: Annotated[Items[RecordedChoice], Field(max_length=4096)] = ()
     router: Ridge | None = None
 
 
@@ -249,7 +257,7 @@ def tempered_of(directory: Path) -> tuple[float, ...]:
     return float(found.beta), float(found.gamma)
 
 
-def read_description(path: Path, *needed: str) -> dict[str, Any]:
+def read_description(path: Path, *needed: str) -> ModelManifest:
     """The content of `model.json`, in which the keys `needed` must be, as well as those without a default.
 
     Raises DemixError if the file is missing, damaged or describes no model.
@@ -261,13 +269,13 @@ def read_description(path: Path, *needed: str) -> dict[str, Any]:
         if (path.parent / "config.json").exists() and (path.parent / "model.safetensors").exists():
             cure = f"of a folder of Hugging Face make one: demix import {path.parent} --output FOLDER"
         raise DemixError(path, "is missing, so its folder is none of a model", cure)
-    return _read(path, ModelDescription, needed, "a model", "train the model again, or get it again")
+    return _stated(path, ModelManifest, "a model", "train the model again, or get it again", needed)
 
 
-def read_lineage(path: Path, *needed: str) -> dict[str, Any]:
+def read_lineage(path: Path, *needed: str) -> ExpertManifest:
     """The content of `experts/<name>.json`, as `read_description` reads that of `model.json`."""
     finish_change(path.parent.parent)
-    return _read(path, Lineage, needed, "an expert", "train or adapt it again, or get it again")
+    return _stated(path, ExpertManifest, "an expert", "train or adapt it again, or get it again", needed)
 
 
 def parent_of(lineage: Mapping[str, Any]) -> str | None:
@@ -294,21 +302,17 @@ def read_seed_manifest(path: Path) -> SeedManifest:
     return _stated(path, SeedManifest, "a seed", "delete its folder, then rerun")
 
 
-def _stated(path: Path, form: type[T], what: str, cure: str) -> T:
-    return settings_from(form, _read(path, form, (), what, cure))
-
-
-def _read(path: Path, form: type, needed: tuple[str, ...], what: str, cure: str) -> dict[str, Any]:
+def _stated(path: Path, form: type[T], what: str, cure: str, needed: tuple[str, ...] = ()) -> T:
     content = read_json(path, MOST_BYTES)
     try:
-        settings_from(form, content, "")
+        stated = settings_from(form, content, "")
         for key in needed:
             if content.get(key) is None:
                 raise DemixError(key, "is missing", "this command needs it")
     except DemixError as error:
         fault = f"{error.subject.strip('.')} {error.cause}, {error.cure}"
         raise DemixError(path, f"does not describe {what} ({fault})", cure) from None
-    return content
+    return stated
 
 
 def run_of(directory: Path) -> Path:

@@ -14,19 +14,18 @@ from demix.errors import DemixError
 from demix.files import check_sha256, digest, exclusive, read_json, replacing, write_json
 from demix.model import clusters
 from demix.model.checkpoint import (
-    check_shapes,
-    check_weights,
     describe,
     expert_files,
     expert_lineage,
     expert_names,
+    load_weights,
     model_shapes,
     refuse_other_tokenizer,
     tensor_shapes,
     unknown_expert,
 )
 from demix.model.choices import add_choice, remove_choice
-from demix.model.description import NO_NAME, is_expert_name, read_lineage
+from demix.model.description import NO_NAME, ExpertManifest, is_expert_name, read_lineage
 from demix.model.usual import usual_of, write_usual
 
 # `tokens` is a file beside the columns of a score table, `dense` the one expert of a dense model.
@@ -68,27 +67,30 @@ def _read_expert(directory: Path, name: str) -> Expert:
     try:
         lineage = read_lineage(description)
     except DemixError:
-        lineage = {}
+        lineage = None
     try:
         parameters = sum(math.prod(shape) for shape in tensor_shapes(weights).values())
     except DemixError:
         parameters = None
-    parent, data = lineage.get("parent"), list(lineage.get("data_sha256", {}).values())
-    if choices := lineage.get("choices"):
-        parent = " or ".join(choice["expert"] for choice in choices)
-    if parents := lineage.get("parents"):
-        shares = sorted(((origin["weight"], name) for name, origin in parents.items()), reverse=True)
-        parent = " + ".join(f"{share:.2f} {name}" for share, name in shares if share >= 0.01)
+    data = list(lineage.data_sha256.values()) if lineage else []
     return Expert(
         name,
-        parent,
-        lineage.get("steps"),
-        lineage.get("tokens"),
+        _parents(lineage) if lineage else None,
+        lineage.steps if lineage else None,
+        lineage.tokens if lineage else None,
         parameters,
         f"{len(data)} domains" if len(data) > 1 else data[0][:12] if data else None,
         sum(path.stat().st_size for path in files if path.exists()),
         expert_fault(directory, name),
     )
+
+
+def _parents(lineage: ExpertManifest) -> str | None:
+    """What an expert began with, in words."""
+    if lineage.choices:
+        return " or ".join(choice.expert for choice in lineage.choices)
+    shares = sorted(((origin.weight, name) for name, origin in lineage.parents.items()), reverse=True)
+    return " + ".join(f"{share:.2f} {name}" for share, name in shares if share >= 0.01) or lineage.parent
 
 
 def find_faults(directory: Path) -> list[DemixError]:
@@ -98,7 +100,7 @@ def find_faults(directory: Path) -> list[DemixError]:
     except DemixError as error:
         return [error]
     shared = directory / "shared.safetensors"
-    faults = [_raised(lambda: check_weights(shared, description["shared_sha256"], shapes))]
+    faults = [_raised(lambda: load_weights(shared, description.shared_sha256, shapes))]
     names = expert_names(directory)
     if not names:
         faults.append(DemixError(directory / "experts", "holds no expert", "add one, or train the model"))
@@ -128,7 +130,7 @@ def expert_fault(directory: Path, name: str) -> DemixError | None:
 
     def check() -> None:
         _, weights = expert_files(directory, name)
-        check_weights(weights, expert_lineage(directory, name)["sha256"], model_shapes(directory)[1])
+        load_weights(weights, expert_lineage(directory, name).sha256, model_shapes(directory)[1])
 
     return _raised(check)
 
@@ -145,7 +147,7 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
         raise DemixError(source, "is no expert of a model", "give OTHER_MODEL/experts/NAME.safetensors")
     other, name = source.parent.parent, name or source.stem
     refuse_name(directory, name)
-    if describe(directory)["architecture"].get("routed"):
+    if describe(directory).architecture.routed:
         refuse_other_trunk(directory, other, source)
         with changing(directory):
             add_choice(directory, other, source.stem, name)
@@ -153,9 +155,7 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
         return name
     lineage = expert_lineage(other, source.stem)
     refuse_other_trunk(directory, other, source)
-    _, shapes = model_shapes(directory)
-    check_shapes(source, shapes)
-    check_weights(source, lineage["sha256"], shapes)
+    load_weights(source, lineage.sha256, model_shapes(directory)[1])
     usual = usual_of(other).get(source.stem)
     description, weights = expert_files(directory, name)
     with changing(directory):
@@ -163,8 +163,8 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
         with replacing(weights) as temporary:
             shutil.copyfile(source, temporary)
             # The file may have changed since the checks above.
-            check_sha256(temporary, lineage["sha256"])
-        write_json(description, lineage | {"name": name})
+            check_sha256(temporary, lineage.sha256)
+        write_json(description, lineage.content | {"name": name})
         _forget(directory, name)
         if usual is not None:
             write_usual(directory, usual_of(directory) | {name: usual})
@@ -176,7 +176,7 @@ def refuse_other_trunk(directory: Path, other: Path, source: Path) -> None:
 
     How many experts a router has, how many of them a token chooses, and how that is trained may differ.
     """
-    ours, theirs = (_without_counts(describe(place)) for place in (directory, other))
+    ours, theirs = (_without_counts(describe(place).content) for place in (directory, other))
     parts = {
         "architecture": "architecture",
         "vocab_size": "vocabulary",
@@ -215,7 +215,7 @@ def remove_expert(directory: Path, name: str) -> None:
     first, so that a listed expert never lacks its weights. Of a merged model whose tokens choose their experts an
     expert is left out (`choices.remove_choice`).
     """
-    if describe(directory)["architecture"].get("routed"):
+    if describe(directory).architecture.routed:
         with changing(directory):
             remove_choice(directory, name)
             _forget(directory, DENSE_EXPERT)

@@ -52,11 +52,11 @@ def format_of(directory: Path) -> Format:
     DemixError for a domain-token model (no other software has a domain token as first input), and for options of
     `architecture` that no format has: it names one of them, and the format that lacks the fewest.
     """
-    description = describe(directory, "kind")
-    if description["domain_tokens"]:
+    described = describe(directory, "kind")
+    if described.domain_tokens:
         raise DemixError(directory, "is a domain-token model, which no other format can hold", "export another model")
-    architecture = _with_plain_head(Architecture(**description["architecture"]))
-    first = FORMATS.get((description.get("imported") or {}).get("format", ""))
+    architecture = _with_plain_head(described.architecture)
+    first = FORMATS.get((described.content.get("imported") or {}).get("format", ""))
     known = [form for form in (first, *FORMATS.values()) if form and form.routed == bool(architecture.routed)]
     choices = {form.name: form.lacking(architecture) for form in known}
     name = min(choices, key=lambda choice: len(choices[choice]))
@@ -175,7 +175,7 @@ def _write(
     code: str = "",
 ) -> None:
     """Write the folder of an export, with the module `code` where a model has code of its own."""
-    context = describe(directory)["architecture"]["context"]
+    context = describe(directory).architecture.context
     with replacing(output, directory=True) as temporary:
         save_tensors(tensors, temporary / "model.safetensors", {"format": "pt"})
         _write_json(temporary / "config.json", config)

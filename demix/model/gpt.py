@@ -57,8 +57,6 @@ class GPT(LanguageModel):
         self.experts, self.domain_tokens = tuple(experts), tuple(domain_tokens)
         self.expert_scope = expert_scope
         self.end_of_text = vocab_size - 1 if end_of_text is None else end_of_text
-        # `load_experts` sets this on a model that has no values because its weights stay in their file.
-        self.read_weights: Callable[[], GPT] | None = None
         self.masked = architecture.objective == "mlm"
         self.positions = POSITIONS[architecture.position](architecture)
         self.position_embedding = self.positions.table(architecture.context + bool(domain_tokens))
@@ -66,19 +64,6 @@ class GPT(LanguageModel):
         self.mask_embedding = nn.Parameter(torch.empty(width)) if learned else None
         self.domain_embedding = nn.Parameter(torch.empty(len(domain_tokens), width)) if domain_tokens else None
         self.embedding_norm = norm_of(architecture) if architecture.embedding_norm else nn.Identity()
-
-    @contextmanager
-    def with_weights(self) -> Iterator["GPT"]:
-        """This model, or, where its weights stay in their file, a copy that has them until the context ends."""
-        if self.read_weights is None:
-            yield self
-            return
-        model = self.read_weights()
-        try:
-            yield model
-        finally:
-            # A loop still names this copy while it asks for the next one.
-            model.to("meta")
 
     def initialise(self, seed: int) -> "GPT":
         """Draw weights from N(0, 0.02²); biases are 0, and all experts of a layer start equal but for routed ones.

@@ -13,15 +13,16 @@ from safetensors import safe_open
 from demix.errors import DemixError, nearest
 from demix.files import read_parquet, refuse_used, replacing, sha256_file, write_json
 from demix.model.checkpoint import (
-    check_weights,
     describe,
     expert_files,
     expert_lineage,
+    load_weights,
     model_shapes,
     refuse_routed,
     save_tensors,
     whole_models,
 )
+from demix.model.description import ExpertManifest, Learned
 from demix.model.tokenizer import copy_tokenizer, tokenizer_path
 
 
@@ -37,12 +38,12 @@ def merge_experts(
     """
     if not again:
         refuse_used(output)
-    description = describe(directory)
-    check_weights(directory / "shared.safetensors", description["shared_sha256"], model_shapes(directory)[0])
+    described = describe(directory)
+    load_weights(directory / "shared.safetensors", described.shared_sha256, model_shapes(directory)[0])
     merged, parents = averaged(directory, weights)
     origins = origins_of(weights, parents)
     learned, seeds = learned_of(parents.values())
-    description |= {"kind": "merged"}
+    description = described.content | {"kind": "merged"}
     if whole_models(directory):
         # They share nothing, so nothing is left of the experts without a weight.
         description |= learned_by(learned, seeds)
@@ -90,7 +91,7 @@ def write_merged(
 
 def averaged(
     directory: Path, weights: Mapping[str, float]
-) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+) -> tuple[dict[str, torch.Tensor], dict[str, ExpertManifest]]:
     """The average of what the experts of `directory` own, by `weights`, and the descriptions of these experts.
 
     Averages are computed in float64 and cast to the type of the experts; one tensor of each expert is in memory at a
@@ -103,7 +104,7 @@ def averaged(
     files = {name: expert_files(directory, name)[1] for name in parents}
     shapes = model_shapes(directory)[1]
     for name, path in files.items():
-        check_weights(path, parents[name]["sha256"], shapes)
+        load_weights(path, parents[name].sha256, shapes)
 
     def weighted(name: str, key: str) -> torch.Tensor:
         with safe_open(files[name], "pt") as file:
@@ -113,7 +114,7 @@ def averaged(
     with safe_open(next(iter(files.values())), "pt") as first:
         types = {key: first.get_tensor(key).dtype for key in first.keys()}  # noqa: SIM118
     # Neither the order of the experts nor their names change a bit.
-    order = sorted(files, key=lambda name: (parents[name]["sha256"], weights[name]))
+    order = sorted(files, key=lambda name: (parents[name].sha256, weights[name]))
     tensors = {
         key: reduce(torch.Tensor.add_, (weighted(name, key) for name in order)).to(dtype)
         for key, dtype in types.items()
@@ -121,17 +122,17 @@ def averaged(
     return tensors, parents
 
 
-def learned_of(lineages: Collection[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, int]]:
-    """The steps, tokens and data of experts with these `lineages` together, and the tokens of their seeds by sha256.
+def learned_of(experts: Collection[Learned]) -> tuple[dict[str, Any], dict[str, int]]:
+    """The steps, tokens and data of several `experts` together, and the tokens of their seeds by sha256.
 
     A seed that several of them began with counts once.
     """
-    seeds = {sha256: tokens for one in lineages for sha256, tokens in one.get("seeds", {}).items()}
-    own = sum(one.get("tokens", 0) - sum(one.get("seeds", {}).values()) for one in lineages)
+    seeds = {sha256: tokens for one in experts for sha256, tokens in one.seeds.items()}
+    own = sum((one.tokens or 0) - sum(one.seeds.values()) for one in experts)
     return {
-        "steps": max(one.get("steps", 0) for one in lineages),
+        "steps": max(one.steps or 0 for one in experts),
         "tokens": sum(seeds.values()) + own,
-        "data_sha256": {domain: sha256 for one in lineages for domain, sha256 in one.get("data_sha256", {}).items()},
+        "data_sha256": {domain: sha256 for one in experts for domain, sha256 in one.data_sha256.items()},
     }, seeds
 
 
@@ -141,9 +142,9 @@ def learned_by(learned: Mapping[str, Any], seeds: Mapping[str, int]) -> dict[str
     return {**learned, "tokens_seed": seeded, "tokens_branch": learned["tokens"] - seeded}
 
 
-def origins_of(weights: Mapping[str, float], parents: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def origins_of(weights: Mapping[str, float], parents: Mapping[str, ExpertManifest]) -> dict[str, dict[str, Any]]:
     """What an average of experts records of its `parents`: the weight and the sha256 of each."""
-    return {name: {"weight": weights[name], "sha256": lineage["sha256"]} for name, lineage in parents.items()}
+    return {name: {"weight": weights[name], "sha256": lineage.sha256} for name, lineage in parents.items()}
 
 
 def parse_weights(text: str, option: str = "--weights") -> dict[str, float]:

@@ -27,7 +27,7 @@ from demix.model.checkpoint import (
     refuse_routed,
     whole_models,
 )
-from demix.model.description import run_of
+from demix.model.description import Branched, run_of
 from demix.model.device import own_device
 from demix.model.gpt import GPT, seeing
 from demix.model.merge import averaged, learned_by, learned_of, write_merged
@@ -74,10 +74,10 @@ def merge_routed(
     _refuse_unmergeable(directory, shards)
     parents = {expert: expert_lineage(directory, expert) for expert in shards}
     found = _anchored(directory, tuple(shards)) if learned_anchored(directory) else _by_ridge(directory, shards)
-    architecture, description = found.architecture, describe(directory)
+    architecture, described = found.architecture, describe(directory)
     learned, seeds = learned_of(parents.values())
-    shared_parameters, expert_parameters = parameters(architecture, description["vocab_size"])
-    description |= {
+    shared_parameters, expert_parameters = parameters(architecture, described.vocab_size)
+    description = described.content | {
         "kind": "merged",
         "architecture": architecture.described,
         "shared_parameters": shared_parameters,
@@ -89,9 +89,9 @@ def merge_routed(
     lineage["choices"] += [
         {
             "expert": expert,
-            "sha256": parents[expert]["sha256"],
+            "sha256": parents[expert].sha256,
             "data_sha256": read_json(path.with_suffix(".json"))["sha256"] if "router" in lineage else None,
-            "learned": {key: parents[expert][key] for key in LEARNED if key in parents[expert]},
+            "learned": {key: value for key, value in parents[expert].content.items() if key in LEARNED},
         }
         for expert, path in shards.items()
     ]
@@ -151,7 +151,8 @@ def _anchored(directory: Path, experts: tuple[str, ...]) -> _Merge:
                 cause = f"has another {name} than that of {experts[0]}, beside what both have learned"
                 raise DemixError(expert_files(directory, expert)[1], cause, "merge experts of one parent")
     merged = {name: torch.cat(stack) for name, stack in stacks.items()}
-    parent = describe(directory)["parent"]["state_sha256"]
+    begun = describe(directory).parent
+    parent = begun.state_sha256 if isinstance(begun, Branched) else None
     # What the anchor has learned from is among the seeds of each expert.
     nothing = {"steps": 0, "tokens": 0, "data_sha256": {}, "seeds": {}}
     lineage = {"choices": [{"expert": DENSE_EXPERT, "sha256": parent, "data_sha256": None, "learned": nothing}]}
@@ -160,7 +161,7 @@ def _anchored(directory: Path, experts: tuple[str, ...]) -> _Merge:
 
 def learned_anchored(directory: Path) -> bool:
     """Whether the experts in `directory` are whole models, each with an anchor beside its own feedforwards."""
-    return whole_models(directory) and bool(describe(directory)["architecture"].get("routed"))
+    return whole_models(directory) and bool(describe(directory).architecture.routed)
 
 
 def joint(directory: Path, experts: tuple[str, ...]) -> GPT:
@@ -172,10 +173,9 @@ def joint(directory: Path, experts: tuple[str, ...]) -> GPT:
     if not whole_models(directory):
         return load_model(directory, experts)
     average, _ = averaged(directory, dict.fromkeys(experts, 1 / len(experts)))
-    description = describe(directory)
+    described = describe(directory)
     with torch.device("meta"):
-        sizes = Architecture(**description["architecture"]), description["vocab_size"]
-        model = GPT(*sizes, experts, end_of_text=description.get("end_of_text"))
+        model = GPT(described.architecture, described.vocab_size, experts, end_of_text=described.end_of_text)
     shared = {name: tensor for name, tensor in average.items() if not model.owned(name)}
     own = {}
     for expert in experts:
@@ -290,7 +290,7 @@ def _refuse_unmergeable(directory: Path, shards: Mapping[str, Path]) -> None:
         refuse_routed(directory, "are routed already")
     refuse_masked(directory, "has no states of a text that goes on")
     cure = "merge a model of kind demix, branched or anchored"
-    if describe(directory)["domain_tokens"]:
+    if describe(directory).domain_tokens:
         raise DemixError(directory, "is a domain-token model, which has one expert", cure)
     if len(shards) < 2 or expert_names(directory) == (DENSE_EXPERT,):
         raise DemixError(directory, "has one expert, and tokens choose among several", cure)

@@ -71,8 +71,7 @@ def trunk_log_probabilities(
     """
     scored = []
     for trunk in trunks:
-        with trunk.with_weights() as model:
-            scored.append(log_probabilities(model, inputs, targets, mask, dtype, advance, domain_tokens, first))
+        scored.append(log_probabilities(trunk, inputs, targets, mask, dtype, advance, domain_tokens, first))
     scores = np.concatenate(scored)
     refuse_not_finite(domain_tokens or columns_of(trunks), scores)
     return scores

@@ -46,14 +46,14 @@ def model_card(run: Run, model: str) -> str:
         models = sorted(path.parent.name for path in (run.folder / "models").glob("*/model.json"))
         raise DemixError(directory, "is not a model of the run", nearest(model, models, "train the model first"))
     needed = ("kind", "tokens", "steps", "shared_parameters", "expert_parameters")
-    about = read_description(directory / "model.json", *needed)
-    experts = [read_lineage(path) | {"name": path.stem} for path in (directory / "experts").glob("*.json")]
+    about = read_description(directory / "model.json", *needed).content
+    experts = [read_lineage(path).content | {"name": path.stem} for path in (directory / "experts").glob("*.json")]
     # The config's order; experts that the config does not name come last.
     order = [*run.training, *run.novel]
     experts.sort(key=lambda one: (order.index(one["name"]) if one["name"] in order else len(order), one["name"]))
     results, parent, sources = results_of(run, model), _parent(about), [about, *experts]
     if parent.get("adapted"):
-        sources.append(read_description(run.folder / "models" / parent["model"] / "model.json"))
+        sources.append(read_description(run.folder / "models" / parent["model"] / "model.json").content)
     later = [one | {"adaptation": _settings(one["adaptation"])} for one in experts if "adaptation" in one]
     return _card(
         "model",
@@ -105,7 +105,8 @@ def exported_card(directory: Path, expert: str | None) -> str:
             card = (place / "README.md").read_text(encoding="utf-8")
         if card or expert is None:
             return card.replace("library_name: demix\n", "library_name: transformers\n", 1)
-    about, lineage = read_description(place / "model.json", "kind"), expert_lineage(directory, expert)
+    about = read_description(place / "model.json", "kind").content
+    lineage = expert_lineage(directory, expert).content
     usual = usual_of(directory).get(expert)
     return _card(
         "expert",
@@ -137,7 +138,7 @@ def merged_routed_card(directory: Path, name: str) -> str:
 
 def _merged_card(directory: Path, name: str, weights: Mapping[str, float]) -> str:
     """The card of the model `name` made of experts: averaged by `weights`, or merged-routed without any."""
-    about, experts = describe(directory), [*weights] or expert_names(directory)
+    about, experts = describe(directory).content, [*weights] or expert_names(directory)
     parents = {expert: expert_lineage(directory, expert) for expert in experts}
     learned, seeds = learned_of(parents.values())
     anchored = learned_anchored(directory) if not weights else 0
@@ -153,7 +154,7 @@ def _merged_card(directory: Path, name: str, weights: Mapping[str, float]) -> st
         whole=whole_models(directory),
         blocks=BLOCKS,
         parents=[
-            (expert, *([f"{weights[expert]:.4f}"] if weights else []), f"{one.get('tokens', 0):,}", one["sha256"][:12])
+            (expert, *([f"{weights[expert]:.4f}"] if weights else []), f"{one.tokens or 0:,}", one.sha256[:12])
             for expert, one in parents.items()
         ],
         together=learned["tokens"] if any(seeds.values()) else 0,

@@ -23,6 +23,7 @@ from demix.model.checkpoint import (
     refuse_routed,
     save_expert,
     save_shared,
+    whole_models,
 )
 from demix.model.description import run_of
 from demix.model.device import set_threads
@@ -86,7 +87,7 @@ def adaptation_of(
     not trained gets `LEARNING_RATE` where no `learning_rate` is given. Raises DemixError for a `rate` of a model whose
     learning rate nobody knows.
     """
-    trained, run = describe(model).get("training") or {}, run_of(model)
+    trained, run = describe(model).content.get("training") or {}, run_of(model)
     if rate and (learning_rate or not trained):
         known = "the learning rate is given, too" if learning_rate else f"{model} does not say its learning rate"
         raise DemixError("--rate", f"is a fraction of the model's, and {known}", "use --learning-rate alone")
@@ -135,7 +136,7 @@ def adapt_expert(
     if init not in ("", *INITS):
         raise DemixError(f"--init {init}", "is not known", f"use {' or '.join(INITS)}")
     refuse_routed(directory, "no expert of a domain can join")
-    init = init or ("average" if describe(directory).get("expert_scope") == "model" else "parent")
+    init = init or ("average" if whole_models(directory) else "parent")
     set_threads(adaptation.threads)
     with joined() as world:
         _, dev_shard = open_shards(list(shards), world)
@@ -149,7 +150,7 @@ def adapt_expert(
             # That of one parent. The weights say it of all.
             del origin["parent_prior"]
         else:
-            origin |= {"parent_sha256": expert_lineage(directory, parent)["sha256"]}
+            origin |= {"parent_sha256": expert_lineage(directory, parent).sha256}
 
         def begin() -> GPT:
             model = load_model(directory, (parent,))
@@ -199,10 +200,12 @@ def adapt_dense(
         def begin() -> GPT:
             return load_model(directory, (DENSE_EXPERT,))
 
-        origin = {"parent": DENSE_EXPERT, "parent_sha256": expert_lineage(directory, DENSE_EXPERT)["sha256"]}
+        origin = {"parent": DENSE_EXPERT, "parent_sha256": expert_lineage(directory, DENSE_EXPERT).sha256}
         found = _Adapting(directory, shards, origin, places.checkpoints, begin, evaluate, world).best(adaptation)
         if world.rank == 0:
-            save_shared(found.model, places.output, describe(directory) | found.lineage | {"kind": "dense_dapt"})
+            save_shared(
+                found.model, places.output, describe(directory).content | found.lineage | {"kind": "dense_dapt"}
+            )
             copy_tokenizer(tokenizer_path(directory), places.output)
             save_expert(found.model, DENSE_EXPERT, places.output, found.lineage)
             found.finish(places.metrics)
@@ -281,22 +284,23 @@ class _Adapting:
         places = place_experts([domain], adaptation.sequences, self.world.size)
         world, model = self.world.placed(places), self.begin()
         needed = () if adaptation.learning_rate else ("training",)
-        description, architecture = describe(self.directory, *needed), model.architecture
+        described, architecture = describe(self.directory, *needed), model.architecture
         shard = TokenShard.open(self.shards[0])
         refuse_other_tokenizer(self.directory, self.shards[0], shard.tokenizer_sha256, shard.vocab_size)
         train_data, dev_data = (read_json(path.with_suffix(".json"))["sha256"] for path in self.shards)
         adaptation = adaptation.bounded(len(shard))
         origin = self.origin | {"adaptation": stated(adaptation)}
-        identity = {"adaptation": fingerprinted(adaptation), "shared": description["shared_sha256"]}
+        identity = {"adaptation": fingerprinted(adaptation), "shared": described.shared_sha256}
         state = self.checkpoints / fingerprint(origin | identity | {"data": [train_data, dev_data]})
         batches = balanced_batches(
             [shard], [domain], adaptation.sequences, architecture.context, adaptation.seed, places[world.rank],
             architecture.objective,
         )  # fmt: skip
+        rate = described.training.learning_rate if described.training else 0.0
         how = optimization(
             adaptation,
             adaptation.steps(architecture.context),
-            adaptation.learning_rate or description["training"]["learning_rate"] * adaptation.learning_rate_factor,
+            adaptation.learning_rate or rate * adaptation.learning_rate_factor,
             stopping=EarlyStopping(adaptation.evaluate_every, adaptation.patience),
         )
         rows = train(model, batches, [domain], how, state, world=world, evaluate=self.evaluate)

@@ -152,8 +152,8 @@ def read_seed(directory: Path, identity: Mapping[str, Any], schedule: str = "con
 
 
 def _initial_model(directory: Path, identity: Mapping[str, Any]) -> InitialModel:
-    description, lineage = describe(directory), expert_lineage(directory, DENSE_EXPERT)
-    own, parents = architecture_from(identity["training"]["architecture"]), description["architecture"]
+    described, lineage = describe(directory), expert_lineage(directory, DENSE_EXPERT)
+    own, parents = architecture_from(identity["training"]["architecture"]), described.content["architecture"]
     begun, given = own.unrouted, parents.get("routed")
     if given and own.routed:
         # Experts that are routed already stay as many. How a token chooses among them may change.
@@ -169,12 +169,12 @@ def _initial_model(directory: Path, identity: Mapping[str, Any]) -> InitialModel
     refuse_other_tokenizer(directory, Path("tokens"), identity["tokenizer_sha256"])
     manifest = SeedManifest(
         step=0,
-        tokens=tokens_learned(description),
+        tokens=tokens_learned(described.content),
         training={},
         tokenizer_sha256=identity["tokenizer_sha256"],
-        data_sha256={**description.get("data_sha256", {})},
-        sha256={SHARED: description["shared_sha256"], EXPERT: lineage["sha256"]},
-        choices=lineage.get("choices", []),
+        data_sha256=described.data_sha256,
+        sha256={SHARED: described.shared_sha256, EXPERT: lineage.sha256},
+        choices=lineage.content.get("choices", []),
     )
     return InitialModel(directory, manifest)
 

@@ -21,7 +21,7 @@ def join_branches(branches: Sequence[Path], output: Path) -> None:
     The tokens of a seed phase count once. Raises DemixError if a branch is damaged, differs from the first in more than
     its data, or has an expert of its name.
     """
-    first, *others = descriptions = [describe(branch) for branch in branches]
+    first, *others = descriptions = [describe(branch).content for branch in branches]
     for branch, other in zip(branches[1:], others, strict=True):
         for key in sorted((first.keys() | other.keys()) - {*OWN}):
             if first.get(key) != other.get(key):
@@ -47,8 +47,8 @@ def join_branches(branches: Sequence[Path], output: Path) -> None:
                     raise DemixError(branch, f"has an expert {name}, as a branch before it", "name each branch once")
                 # No link: Snakemake touches outputs one by one, and with a link this input, which is then the newer.
                 shutil.copyfile(expert_files(branch, name)[1], weights)
-                check_sha256(weights, lineage["sha256"])
-                write_json(description, lineage, at=output / "experts" / description.name)
+                check_sha256(weights, lineage.sha256)
+                write_json(description, lineage.content, at=output / "experts" / description.name)
 
 
 def join_metrics(metrics: Sequence[Path], output: Path) -> None:

@@ -96,8 +96,8 @@ def write_trunks(directory: Path, output: Path) -> Path:
     stacked = load_model(directory)
     for name in stacked.experts:
         own = alone(stacked, name, "model")
-        save_shared(own, output, describe(directory))
-        save_expert(own, name, output, expert_lineage(directory, name))
+        save_shared(own, output, describe(directory).content)
+        save_expert(own, name, output, expert_lineage(directory, name).content)
     return output
 
 

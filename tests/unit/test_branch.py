@@ -75,19 +75,19 @@ def test_moments_of_experts_are_an_eth_of_the_dense_ones() -> None:
 
 
 def test_its_record_says_where_it_comes_from(run: Path, half: Path, tmp_path: Path) -> None:
-    description, manifest = describe(half / "model"), read_json(seed(run) / "manifest.json")
+    description, manifest = describe(half / "model").content, read_json(seed(run) / "manifest.json")
     sha256 = digest(manifest["sha256"])
     assert description["parent"] == {"model": "dense", "step": 10, "tokens": 1920, "state_sha256": sha256}
     assert (description["tokens"], description["tokens_seed"], description["tokens_branch"]) == (4608, 1920, 2688)
     for name in TRAINING:
-        lineage = expert_lineage(half / "model", name)
+        lineage = expert_lineage(half / "model", name).content
         assert (lineage["parent"], lineage["tokens"], lineage["steps"]) == ("dense", 1920 + 2688 // 3, STEPS)
         assert lineage["seeds"] == {sha256: 1920}
         assert lineage["data_sha256"] == manifest["data_sha256"], "the seed has read all domains"
     merge_experts(half / "model", dict.fromkeys(TRAINING, 1 / 3), tmp_path / "merged")
-    assert expert_lineage(tmp_path / "merged", "dense")["tokens"] == 4608
-    assert describe(run / "demix" / "model").get("parent") is None
-    assert "seeds" not in expert_lineage(run / "demix" / "model", TRAINING[0])
+    assert expert_lineage(tmp_path / "merged", "dense").tokens == 4608
+    assert describe(run / "demix" / "model").content.get("parent") is None
+    assert "seeds" not in expert_lineage(run / "demix" / "model", TRAINING[0]).content
 
 
 @pytest.mark.parametrize("keep", [(), (10,)], ids=["not kept", "damaged"])
@@ -148,7 +148,7 @@ def test_a_model_in_a_folder_gives_its_parameters_and_nothing_else(run: Path, to
         loss = -dense.log_probabilities(dense(inputs), targets).mean()
     assert found[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert found[-1]["loss"] < scratch[-1]["loss"] - 0.1
-    description = describe(mine / "model")
+    description = describe(mine / "model").content
     assert (description["parent"]["model"], description["parent"]["step"]) == ("my_model", 0)
     assert (description["tokens_seed"], description["tokens_branch"]) == (0, 4608)
     assert tokens_learned(description) == 2 * 4608
@@ -158,7 +158,7 @@ def test_a_model_in_a_folder_gives_its_parameters_and_nothing_else(run: Path, to
         train_into(tmp_path / "other", "demix", shard_paths(tokens), other, branch=folder)
     with refused("my model"):
         train_into(tmp_path / "other", "demix", shard_paths(tokens), branch=folder, schedule="restart")
-    write_json(folder / "model.json", {**describe(folder), "tokenizer_sha256": "f" * 64})
+    write_json(folder / "model.json", {**describe(folder).content, "tokenizer_sha256": "f" * 64})
     with refused("my model/experts/dense.json"):
         train_into(tmp_path / "other", "demix", shard_paths(tokens), branch=folder)
 
@@ -174,7 +174,7 @@ def test_a_restart_has_settings_of_its_own(kind: str, run: Path, tokens: Path, t
     assert (begun["step"], begun["tokens"], begun["branched_from"]) == (7, 1920, "dense")
     assert [row["step"] for row in found] == list(range(8, 21))
     assert [row["learning_rate"] for row in found] == pytest.approx([1e-3 * (13 - n) / 13 for n in range(13)])
-    about = describe(tmp_path / "model")
+    about = describe(tmp_path / "model").content
     assert (about["parent"]["schedule"], about["parent"]["step"], about["training"]["warmup"]) == ("restart", 10, 0.0)
     assert (about["tokens"], about["tokens_seed"], about["tokens_branch"]) == (1920 + 13 * 288, 1920, 3744)
     assert sorted(load_model(tmp_path / "model").experts) == sorted(TRAINING if kind == "demix" else ["dense"])

@@ -110,7 +110,7 @@ def test_the_joined_model_has_the_experts_and_counts_the_seed_once(run: Path) ->
     step_tokens = 3 * 2 * 32
     counts = {"steps": STEPS, "tokens": STEPS * step_tokens, "shared_parameters": 0}
     counts |= {"tokens_seed": SEED * step_tokens, "tokens_branch": (STEPS - SEED) * step_tokens}
-    about = describe(joined)
+    about = describe(joined).content
     assert {key: about[key] for key in counts} == counts
     assert about["data_sha256"].keys() == {*TRAINING}
     assert read_json(joined / "experts" / f"{TRAINING[0]}.json")["tokens"] == (SEED * 3 + STEPS - SEED) * 2 * 32
@@ -136,13 +136,13 @@ def test_a_merged_model_counts_each_seed_once(run: Path, tokens: Path, tmp_path:
         weights = ",".join([*(f"{name}={1 / len(names)!r}" for name in names), *(f"{first}=0",) * (first not in names)])
         output = tmp_path / "-".join(names)
         assert said(["merge", str(model), "--weights", weights, "--output", str(output)]) is None
-        about, lineage = describe(output), read_json(output / "experts" / "dense.json")
+        about, lineage = describe(output).content, read_json(output / "experts" / "dense.json")
         assert about["tokens"] == lineage["tokens"] == about["tokens_seed"] + about["tokens_branch"]
         assert about["tokens_seed"] == sum(lineage["seeds"].values())
         assert about["data_sha256"] == lineage["data_sha256"]
         return int(about["tokens"])
 
-    assert tokens_of(first, second, third) == seed + 3 * own == describe(run / "joined")["tokens"]
+    assert tokens_of(first, second, third) == seed + 3 * own == describe(run / "joined").tokens
     assert tokens_of(second, third) == seed + 2 * own
     of_late = STEPS * 3 * 64
     assert tokens_of(first, "late") == seed + own + of_late, "of another seed"
@@ -155,7 +155,7 @@ def test_branches_that_do_not_belong_together_are_refused(run: Path, tmp_path: P
     with refused(one):
         join_branches([one, one], tmp_path / "model")
     other = tmp_path / "other" / "model.json"
-    about = {key: value for key, value in describe(two).items() if key != "place"}
+    about = {key: value for key, value in describe(two).content.items() if key != "place"}
     other.parent.mkdir()
     write_json(other, about | {"steps": 9})
     with refused(other):
@@ -321,7 +321,7 @@ def test_a_pair_is_trained_as_a_plain_loop_trains_it(dense: Path, tokens: Path, 
             assert torch.equal(parameter[0, 0], begun[name][0]), name
             torch.testing.assert_close(parameter[0, 1], own.detach()[0], rtol=0, atol=2e-5)
             assert not torch.equal(parameter[0, 1], begun[name][0]), name
-    assert describe(tmp_path / OWN / "model")["kind"] == "anchored"
+    assert describe(tmp_path / OWN / "model").kind == "anchored"
 
 
 def test_a_merge_has_the_anchor_and_the_experts_as_they_were(dense: Path, tokens: Path, tmp_path: Path) -> None:

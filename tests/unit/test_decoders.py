@@ -68,7 +68,7 @@ def test_gradients_are_those_of_transformers(decoder: Decoder, tmp_path: Path) -
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)
     tokenizer = decoder.folder / "in" / "tokenizer.json"
-    save_model(model, tmp_path / "ours", describe(decoder.folder / "in")["tokenizer_sha256"])
+    save_model(model, tmp_path / "ours", describe(decoder.folder / "in").tokenizer_sha256)
     export_hf(tmp_path / "ours", "dense", tokenizer, tmp_path / "out")
     ours, wanted = all_tensors(tmp_path / "out"), all_tensors(tmp_path / "theirs")
     largest = max(float(gradient.abs().max()) for gradient in ours.values())
@@ -172,7 +172,7 @@ def test_an_expert_goes_out_as_the_class_of_its_architecture(
     text = "It is a truth <|endoftext|>"
     assert AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"] == encoder.encode(text).tolist()
     import_hf(tmp_path / "out", tmp_path / "again")
-    assert describe(tmp_path / "again")["tokenizer_sha256"] == encoder.sha256
+    assert describe(tmp_path / "again").tokenizer_sha256 == encoder.sha256
     if architecture.head == "tied":
         again = load_model(tmp_path / "again")
         assert architecture.described.items() <= again.architecture.described.items()

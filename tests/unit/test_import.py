@@ -40,7 +40,7 @@ def test_gpt2_without_a_tokenizer_is_read_by_gpt2s_own(tmp_path: Path) -> None:
     ids = torch.from_numpy(np.concatenate([[encoder.end_of_text], encoder.encode(REAL_TEXT)]).astype(np.int64))[None]
     with torch.no_grad():
         assert farthest(model.logits(model(ids[None]))[0], theirs(ids).logits) < 1e-5
-    assert "tokens" not in describe(directory), "nobody knows how many"
+    assert "tokens" not in describe(directory).content, "nobody knows how many"
     export_hf(directory, "dense", directory / "tokenizer.json", tmp_path / "again")
     assert same_tensors(tmp_path / "hf", tmp_path / "again")
     (tmp_path / "my.txt").write_text(REAL_TEXT * 5)
@@ -77,7 +77,7 @@ def test_files_without_prefix_with_buffers_and_with_a_tied_head_once_more_are_re
     save_file(tensors | more | {head: embedding.clone()}, path)
     import_hf(tmp_path / "hf", tmp_path / "again")
     assert same_weights(tmp_path / "in", tmp_path / "again")
-    assert describe(tmp_path / "again")["architecture"].get("head", "tied") == "tied"
+    assert describe(tmp_path / "again").content["architecture"].get("head", "tied") == "tied"
     for other in ({head: embedding + 1}, {"layers.0.attention.scale": torch.zeros(4)}):
         save_file(tensors | other, path)
         with refused("model.safetensors"):
@@ -101,7 +101,7 @@ def test_blocks_have_the_length_that_is_asked_for(tokens: Path, tmp_path: Path) 
         words = [word for number in more for word in ("--context", number)]
         done = demix("import", tmp_path / family, "--output", tmp_path / f"{family}{context}", *words)
         assert done.exit_code == 0, done.exception
-        assert describe(tmp_path / f"{family}{context}")["architecture"]["context"] == context
+        assert describe(tmp_path / f"{family}{context}").content["architecture"]["context"] == context
     with refused("config.json: attention"):
         import_hf(tmp_path / "mistral", tmp_path / "wide")
 
@@ -171,7 +171,7 @@ def test_keys_of_rope_of_versions_4_and_5_are_read(tokens: Path, tmp_path: Path)
     for number, (keys, theta, kind) in enumerate(ROPES):
         path.write_text(json.dumps(config | keys))
         import_hf(tmp_path / "hf", tmp_path / str(number))
-        found: dict[str, Any] = describe(tmp_path / str(number))["architecture"]
+        found: dict[str, Any] = describe(tmp_path / str(number)).content["architecture"]
         assert found.get("rope_theta", 10_000.0) == theta, keys
         assert found.get("rope_scaling", {}).get("kind") == kind, keys
     assert (found["rope_scaling"]["factor"], found["rope_scaling"]["context"]) == (8.0, 77)

@@ -136,7 +136,7 @@ def test_a_model_in_several_files_is_that_of_its_folder(hub: Hub) -> None:
     import_hub(ADDRESS, Path("imported/x"))
     import_hf(hub.folder, Path("folder"))
     assert files(Path("imported/x")) == files(Path("folder"))
-    found, of_folder = (describe(Path(place)) for place in ("imported/x", "folder"))
+    found, of_folder = (describe(Path(place)).content for place in ("imported/x", "folder"))
     origin = {"repository": "owner/name", "revision": COMMIT}
     assert found == of_folder | {"imported": of_folder["imported"] | origin}
     # Each is fetched once, and goes on where it was cut off.
@@ -190,7 +190,7 @@ def test_a_file_of_another_digest_is_refused_and_fetched_again(hub: Hub, end: st
     assert not Path("x").exists()
     hub.wrong = set()
     import_hub(ADDRESS, Path("x"))
-    assert describe(Path("x"))["imported"]["revision"] == COMMIT
+    assert describe(Path("x")).content["imported"]["revision"] == COMMIT
 
 
 def test_what_cannot_come_in_is_refused_before_weights_are_fetched(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ def test_a_masked_model_learns_and_its_loss_on_dev_is_in_folds(run: Path) -> Non
     rows = read_json_lines(run / "metrics" / "masked_dense.jsonl")
     losses = [row["loss"] for row in rows if "loss" in row]
     assert losses[-1] < losses[0] - 0.3
-    assert describe(run / "models" / "masked")["architecture"] == SIZES | MASKED_LM
+    assert describe(run / "models" / "masked").content["architecture"] == SIZES | MASKED_LM
     last = [row for row in rows if "dev_loss" in row][-1]
     for domain in TRAINING:
         table = read_scores(run / "scores" / "masked_dense" / f"{domain}.dev", ("dense",))

@@ -324,18 +324,18 @@ def test_a_continued_model_is_the_obvious_one(run: Path, tokens: Path, tmp_path:
 
 def test_a_routed_model_is_one_expert_in_its_files(run: Path, tokens: Path, tmp_path: Path) -> None:
     directory = run / "models" / "up"
-    about = describe(directory)
+    about = describe(directory).content
     assert about["kind"] == "routed"
     assert about["architecture"] == SIZES | {"routed": ROUTED}
     assert about["parent"]["schedule"] == "restart"
     assert (about["shared_parameters"], about["expert_parameters"]) == parameters(ARCHITECTURE, 400)
-    assert "routed" not in describe(run / "models" / "dense")["architecture"]
+    assert "routed" not in describe(run / "models" / "dense").content["architecture"]
     (expert,) = read_experts(directory)
     assert (expert.name, expert.fault, expert.parameters) == ("dense", None, about["expert_parameters"])
     # A folder of a dense model is a parent, too.
     places, short = (tmp_path / "model", None, tmp_path / "checkpoints"), dataclasses.replace(RECIPE, tokens=192)
     train_model("routed", short, shard_paths(tokens), *places, branch=run / "models" / "dense")
-    assert describe(tmp_path / "model")["parent"]["model"] == "dense"
+    assert describe(tmp_path / "model").content["parent"]["model"] == "dense"
 
 
 def test_what_needs_experts_of_domains_refuses_a_routed_model(run: Path, tokens: Path, tmp_path: Path) -> None:
@@ -436,7 +436,7 @@ def test_merged_routers_are_ridge_regressions_of_the_domain_on_states_of_gpt2_th
 def test_the_files_say_what_was_merged(models: Path) -> None:
     merged, model = models / "merged", models / "demix"
     assert find_faults(merged) == []
-    about, lineage = describe(merged), read_json(merged / "experts" / "dense.json")
+    about, lineage = describe(merged).content, read_json(merged / "experts" / "dense.json")
     routed = {"experts": 3, "top_k": 2, "every": 1, "capacity": 3.0, "balance": 0.0}
     assert (about["kind"], about["architecture"]["routed"]) == ("merged", routed)
     counted = parameters(Architecture(**about["architecture"]), about["vocab_size"])
@@ -538,7 +538,7 @@ def test_whole_models_share_their_mean_beside_their_feedforwards(models: Path, t
     merge_routed(tmp_path / "demix", shards, tmp_path / "again")
     for name in ("shared.safetensors", "experts/dense.safetensors"):
         assert (tmp_path / "again" / name).read_bytes() == (merged / name).read_bytes(), name
-    about, lineage = describe(merged), read_json(merged / "experts" / "dense.json")
+    about, lineage = describe(merged).content, read_json(merged / "experts" / "dense.json")
     assert (about["kind"], about["expert_scope"]) == ("merged", "feedforward")
     # A seed that all began with counts once.
     assert (lineage["tokens"], lineage["seeds"]) == (70, {"5" * 64: 10})
@@ -561,8 +561,8 @@ def test_training_merged_experts_is_the_obvious_loop(models: Path, name: str, to
         torch.testing.assert_close(trained.get_parameter(key), parameter.detach(), rtol=0, atol=2e-5)
         changed = not torch.equal(trained.get_parameter(key), merged.get_parameter(key))
         assert changed == (name == "whole" or "router" in key), key
-    parent = describe(models / name)["parent"]
-    assert (parent["model"], parent["tokens"]) == ("merged", describe(models / "merged")["tokens"])
+    parent = describe(models / name).content["parent"]
+    assert (parent["model"], parent["tokens"]) == ("merged", describe(models / "merged").tokens)
 
 
 def test_other_experts_than_those_of_the_parent_are_refused(models: Path, tokens: Path, tmp_path: Path) -> None:
@@ -606,7 +606,7 @@ def test_a_model_loses_the_rows_of_the_expert_alone(models: Path, model: str, tm
     own, before = (load_file(place / "experts" / "dense.safetensors") for place in (mine, models / model))
     assert all(np.array_equal(own[key], tensor[[0, 2]]) for key, tensor in before.items())
     assert (mine / "shared.safetensors").read_bytes() == (models / model / "shared.safetensors").read_bytes()
-    routed, was = (describe(place)["architecture"]["routed"] for place in (mine, models / model))
+    routed, was = (describe(place).content["architecture"]["routed"] for place in (mine, models / model))
     assert routed == was | {"experts": 2, "capacity": 2.0 if model == "merged" else was["capacity"]}
     lineage, was = (read_json(place / "experts" / "dense.json") for place in (mine, models / model))
     assert [choice["expert"] for choice in lineage["choices"]] == [ORDER[0], ORDER[2]]
@@ -713,7 +713,7 @@ def test_experts_of_another_name_join_behind_the_others(models: Path, tmp_path: 
     assert [choice["expert"] for choice in choices] == [*ORDER, "twin"]
     router = load_file(mine / "experts" / "dense.safetensors")[router_name(1)]
     np.testing.assert_array_equal(router[2], router[3])
-    assert describe(mine)["architecture"]["routed"]["capacity"] == 4.0
+    assert describe(mine).content["architecture"]["routed"]["capacity"] == 4.0
     assert find_faults(mine) == []
 
 

@@ -167,7 +167,7 @@ def test_pieces_that_are_damaged_or_of_another_origin_are_scored_again(
     # The same names, another expert.
     state = load_model(model, EXPERTS)
     state.expert_tensors()["blocks.0.feedforward.up"].data[1] += 1
-    save_expert(state, "lore", model, {"tokenizer_sha256": describe(model)["tokenizer_sha256"]})
+    save_expert(state, "lore", model, {"tokenizer_sha256": describe(model).tokenizer_sha256})
     assert run() == [4, 4, 2]
     assert not folder.exists()
 

@@ -83,7 +83,7 @@ def changed(models: Path, name: str, expert: str) -> None:
     """Give a model another expert of the same name."""
     model = load_model(models / name)
     model.expert_tensors()["blocks.0.feedforward.up"].data += 1
-    save_expert(model, expert, models / name, {"tokenizer_sha256": describe(models / name)["tokenizer_sha256"]})
+    save_expert(model, expert, models / name, {"tokenizer_sha256": describe(models / name).tokenizer_sha256})
 
 
 def test_it_writes_the_bytes_of_single_jobs(models: Path, shards: list[Path], tmp_path: Path) -> None:

@@ -93,9 +93,9 @@ def test_a_trained_model_keeps_its_end_of_text_and_scores_documents_alone(tokens
         architecture = SIZES | {"position": "rope", "context": 32, "attention": attention}
         training = dataclasses.replace(TRAIN, architecture=architecture)
         parent = train_into(tmp_path / kind, kind, shard_paths(tokens), training, branch=parent) / "model"
-    assert "end_of_text" not in describe(tmp_path / "dense" / "model")
+    assert "end_of_text" not in describe(tmp_path / "dense" / "model").content
     model, shard = load_model(parent), TokenShard.open(shard_paths(tokens, split="test")[0])
-    assert describe(parent)["end_of_text"] == model.end_of_text == shard.end_of_text
+    assert describe(parent).end_of_text == model.end_of_text == shard.end_of_text
     inputs, targets, mask = blocks(shard, 32, 32 * 6)
     scored = log_probabilities(model, inputs, targets, mask)
     row, begin = next((row, at) for row in range(6) for at in np.flatnonzero(inputs[row] == shard.end_of_text) if at)
