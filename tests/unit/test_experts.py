@@ -295,7 +295,7 @@ def test_a_merged_model_is_exported_with_its_own_tokenizer_alone(tokens: Path, t
     encoder, merged = Tokenizer.load(tokens / "tokenizer.json"), tmp_path / "merged"
     write_model(tmp_path / "model", THREE, encoder.sha256, encoder.vocab_size)
     merge_experts(tmp_path / "model", {"law": 0.25, "news": 0.5, "code": 0.25}, merged)
-    export = ("export", merged, "--format", "hf", "--expert", "dense", "--output")
+    export = ("export", merged, "--expert", "dense", "--output")
     assert demix(*export, tmp_path / "hf", "--tokenizer", tokens / "tokenizer.json").exit_code == 0
     other = tmp_path / "other.json"
     write_json(other, read_json(tokens / "tokenizer.json") | {"version": "2.0"}, sort_keys=False)
