@@ -293,27 +293,15 @@ def _rows(runs: Sequence[ComparedRun], kind: str, domains: list[str], measure: s
                 if not any(_why([run], name) for name in domains):
                     row["low"], row["high"] = bounds(_resampled(run, domains, system))
             if run is not base and known and not np.isnan(values[base.name]):
-                row |= _change(base, run, domains, system, values, measure, reasons[run.name])
+                why, bits = reasons[run.name], measure == BITS
+                # Runs of the base's tokenizer have perplexities to compare.
+                row["why"] = why if not bits else OTHER_TOKENS if why == OTHER_TOKENIZER else ""
+                if bits or why != OTHER_TOKENIZER:
+                    row["change"] = percent(values[base.name], values[run.name])
+                if not (bits or why):
+                    resamples = (_resampled(one, domains, system) for one in (base, run))
+                    row["change_low"], row["change_high"] = bounds(percent(*resamples))
             yield row
-
-
-def _change(
-    base: ComparedRun,
-    run: ComparedRun,
-    domains: list[str],
-    system: System,
-    values: dict[str, float],
-    measure: str,
-    why: str,
-) -> dict[str, Any]:
-    change = {"change": percent(values[base.name], values[run.name])}
-    if measure == BITS:
-        # Runs of the base's tokenizer have perplexities to compare.
-        return change | {"why": OTHER_TOKENS if why == OTHER_TOKENIZER else ""}
-    if why:
-        return {"why": why} | (change if why != OTHER_TOKENIZER else {})
-    low, high = bounds(percent(*(_resampled(one, domains, system) for one in (base, run))))
-    return change | {"change_low": low, "change_high": high}
 
 
 def _means(run: ComparedRun, domains: list[str], measure: str) -> dict[tuple[str, ...], dict[int, float]]:

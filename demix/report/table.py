@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import pandas as pd
-
+import pandas as pd
 
 # The formats of columns whose headings end so.
 FORMATS = {"%": "{:+.1f}", **dict.fromkeys(("Documents", "Pieces", "Tokens"), "{:,.0f}")}
@@ -43,13 +41,13 @@ class Table:
     `long` table may span several pages.
     """
 
-    frame: "pd.DataFrame"
+    frame: pd.DataFrame
     caption: str = ""
     notes: tuple[str, ...] = ()
     formats: dict[str, str] = field(default_factory=dict)
     summaries: frozenset[str] = frozenset()
-    best: "pd.DataFrame | None" = None
-    beneath: "pd.DataFrame | None" = None
+    best: pd.DataFrame | None = None
+    beneath: pd.DataFrame | None = None
     long: bool = False
     name: str = ""
     title: str = ""
@@ -79,7 +77,7 @@ class Table:
         """The headings of the columns, each with whether the column holds text."""
         return {str(name): values.dtype.kind not in "fi" for name, values in self.frame.items()}
 
-    def text(self) -> "pd.DataFrame":
+    def text(self) -> pd.DataFrame:
         """The cells as printed."""
         import pandas as pd
 
@@ -93,12 +91,12 @@ class Table:
         known = self.formats | {end: form for end, form in FORMATS.items() if end not in self.formats}
         return known.get(column) or next((known[end] for end in known if column.endswith(end)), "{:.2f}")
 
-    def bold(self) -> "pd.DataFrame":
+    def bold(self) -> pd.DataFrame:
         """True for the cells that are printed bold."""
         best = self.frame.iloc[:, :0] if self.best is None else self.best
         return best.reindex(index=self.frame.index, columns=self.frame.columns, fill_value=False).astype(bool)
 
-    def second_lines(self) -> "pd.DataFrame":
+    def second_lines(self) -> pd.DataFrame:
         """The second line of each cell; empty text without one."""
         beneath = self.frame.iloc[:, :0] if self.beneath is None else self.beneath
         lines = beneath.reindex(index=self.frame.index, columns=self.frame.columns, fill_value="")
@@ -122,7 +120,7 @@ def cell(value: Any, form: str) -> str:
     """A value as printed: "–" for a missing one, a minus sign for a hyphen, no sign for a value that rounds to zero."""
     if isinstance(value, str):
         return value or "–"
-    if _missing(value):
+    if pd.isna(value):
         return "–"
     text = form.format(value)
     return (text if any(digit in text for digit in "123456789") else text.lstrip("+-")).replace("-", "−")
@@ -132,10 +130,4 @@ def _key(value: Any) -> str:
     """What a page sorts a cell by."""
     if isinstance(value, str):
         return value
-    return "" if _missing(value) else f"{value:.10g}"
-
-
-def _missing(value: Any) -> bool:
-    import pandas as pd
-
-    return bool(pd.isna(value))
+    return "" if pd.isna(value) else f"{value:.10g}"

@@ -8,12 +8,11 @@ zero, or its sign is not that of every other seed.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import pandas as pd
 
 from demix.progress import so_many
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 Verdict = Literal["shown", "weak", "mixed", "not shown", "cannot be judged"]
 # Parameters that adaptation does not change give the same scores up to the order of sums.
@@ -94,21 +93,19 @@ class Claim:
 
 def compare(
     label: str,
-    values: "pd.Series",
+    values: pd.Series,
     other_label: str,
-    others: "pd.Series",
+    others: pd.Series,
     *,
     higher: bool = False,
     allowance: float = 0.0,
-    bounds: "pd.DataFrame | None" = None,
+    bounds: pd.DataFrame | None = None,
     over: str = "domain",
 ) -> Part:
     """Whether `values` are below `others` (or above, or at most a fraction `allowance` above), where both exist.
 
     `bounds` are the bounds of the differences, as `read.paired` returns them. `over` names one of what is counted.
     """
-    import pandas as pd
-
     both = pd.DataFrame({"value": values, "other": others}).dropna()
     if both.empty:
         return Part(False, 0, 0, f"{label} against {other_label}: no rows.")
@@ -140,7 +137,7 @@ def compare(
     return Part(bool(holds(value, other)), agreeing, len(both), sentence, bool(borne), cells)
 
 
-def mean_interval(difference: "pd.Series", bounds: "pd.DataFrame | None") -> tuple[float, float] | None:
+def mean_interval(difference: pd.Series, bounds: pd.DataFrame | None) -> tuple[float, float] | None:
     """The 95% interval of the mean of `difference`, if all its domains have one in `bounds`: their errors add up.
 
     Both have one row per domain; `bounds` has the columns low and high.
