@@ -1,4 +1,4 @@
-"""Losses by the number of tokens: in training, and in the adaptation to novel domains."""
+"""Losses in training by the number of tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,36 +8,13 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from demix.report.look import finite
 from demix.report.read import read_metrics
-from demix.run.models import adapted
 from demix.run.run import Run
 
 # The loss of a step is noisy: means over spans of steps show the trend and keep the figure of a long run small.
 CURVE_POINTS = 40
 # Points show where a curve was measured, and give the pointer something to hit: a tooltip shows the numbers.
 POINTS = {"size": 20, "filled": True}
-
-
-def adaptation_curves(metrics_dir: str | Path, run: Run) -> pd.DataFrame:
-    """Dev perplexity over the tokens of adaptation, from `<row>-dapt-<domain>.jsonl`.
-
-    Columns: domain (the target of adaptation), kind, tokens, and the perplexities training (plain mean over the
-    training domains) and own (on the target). Raises DemixError if a line of a file is not a JSON object.
-    """
-    training = run.training
-    rows = []
-    for domain in run.novel:
-        for row, label in ((run.config.adaptation.dense, "Dense-DAPT"), (run.receiver.row, "DEMix-DAPT")):
-            for line in read_metrics(Path(metrics_dir) / f"{adapted(row, domain)}.jsonl"):
-                losses = [line.get(f"dev_loss/{name}") for name in training]
-                own = line.get(f"dev_loss/{domain}")
-                if own is None and None in losses:
-                    continue
-                mean = None if None in losses else finite(np.exp(np.array(losses, dtype="float64")).mean())
-                perplexity = None if own is None else finite(np.exp(own))
-                rows.append((domain, label, line["tokens"], mean, perplexity))
-    return pd.DataFrame(rows, columns=["domain", "kind", "tokens", "training", "own"])
 
 
 def token_axis(ticks: int) -> alt.Axis:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-METRICS_PER_BATCH = 1000
 SQLITE = "sqlite:///"
 # Databases store rows but no files: artifacts need a folder. An MLflow server stores both.
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
@@ -191,13 +190,11 @@ def live_tag(points: Sequence[Point]) -> str:
     return f"{len(points)} {digest([point[:3] for point in points])}"
 
 
-def log_points(client: "MlflowClient", run_id: str, points: Sequence[Point]) -> None:
-    """Add `points` to the metrics of an MLflow run."""
+def log_points(client: "MlflowClient", run_id: str, points: Sequence[Point], **more: Any) -> None:
+    """Add `points` to the metrics of an MLflow run, with `more` of what a batch of MLflow takes, which it divides."""
     from mlflow.entities import Metric
 
-    metrics = [Metric(key, value, time, step) for key, value, step, time in points]
-    for start in range(0, len(metrics), METRICS_PER_BATCH):
-        client.log_batch(run_id, metrics=metrics[start : start + METRICS_PER_BATCH])
+    client.log_batch(run_id, [Metric(key, value, time, step) for key, value, step, time in points], **more)
 
 
 def named(name: str) -> str:

@@ -106,27 +106,30 @@ class Sender:
     def __init__(self, tracking: str, kind: str, checkpoints: str, metrics: str, begun: float):
         self.tracking: dict[str, str] = json.loads(tracking)
         self.kind, self.checkpoints, self.metrics, self.begun = kind, Path(checkpoints), Path(metrics), begun
-        self.uri = self.tracking["uri"]
-        self.started = begun
+        self.uri, self.started = self.tracking["uri"], begun
         self.client: MlflowClient | None = None
         self.run_id = self.training = self.tag = ""
-        self.before: list[str] = []
         self.sent = 0
 
     def send(self, status: str = "") -> None:
         """Send the points that were written since the last call; with a `status` end the MLflow run."""
-        from demix.track.client import LIVE, alone, live_tag, log_points, on_network, points
+        from demix.track.client import LIVE, alone, live_tag, log_points, on_network, opened, points
 
-        rows = self._rows(final=bool(status))
-        if not rows and not self.run_id:
+        # A training of other settings may have left its file here; a training that goes on writes its own anew.
+        path = newest_metrics(self.checkpoints, self.started)
+        name = path.parent.name if path else self.training
+        if path is None and status and self.run_id:
+            path = self.metrics
+        rows = _complete_rows(path) if path else []
+        if not rows and not (status and self.run_id):
             return
         # To lock the file would write to the network, too.
         if kind := on_network(self.uri):
             raise DemixError(self.uri, f"is SQLite on a network file system, {kind}", "name a server")
         with alone(self.uri, SECONDS_FOR_SQLITE):
-            client = self._begun()
-            while self.before:
-                client.set_terminated(self.before.pop(), "FINISHED")
+            client = self.client = self.client or opened(self.uri)[0]
+            if name != self.training:
+                self._begin(client, name)
             found = points(rows, self.begun)
             # A finished sweep leaves the metrics of its best trial.
             ours = not self.tag or live_tag(found[: self.sent]) == self.tag
@@ -140,22 +143,28 @@ class Sender:
             if status:
                 client.set_terminated(self.run_id, status)
 
-    def _rows(self, *, final: bool) -> list[dict[str, Any]]:
-        from demix.track.client import live_tag
+    def _begin(self, client: "MlflowClient", name: str) -> None:
+        """Go on with the MLflow run of an earlier start of the training `name`, or with a new one.
 
-        # A training of other settings may have left its file here; a training that goes on writes its own anew.
-        if path := newest_metrics(self.checkpoints, self.started):
-            if path.parent.name != self.training:
-                # The next trial of a sweep is another training.
-                self.before += [self.run_id] if self.run_id else []
-                self.training, self.run_id, self.sent, self.tag = path.parent.name, "", 0, live_tag([])
-        elif final and self.run_id:
-            path = self.metrics
+        The next trial of a sweep is another training.
+        """
+        from demix.track.client import CONFIG, KEY, LIVE, RUN, experiment_of, live_tag, origin, runs_with
+
+        if self.run_id:
+            client.set_terminated(self.run_id, "FINISHED")
+        place, results = self._place()
+        experiment = experiment_of(client, self.uri, self.tracking["experiment"], results)
+        tags = {KEY: f"{self.kind}/{place}", RUN: self.tracking["run"], "demix.training": name}
+        known = ((one.data.tags.get(LIVE, "").partition(" ")[0], one) for one in runs_with(client, experiment, tags))
+        sent, run = next(((number, one) for number, one in known if number.isdecimal()), ("0", None))
+        if run is not None:
+            client.update_run(run.info.run_id, "RUNNING")
+            self.begun, tag = run.info.start_time / 1000, ""
         else:
-            return []
-        lines = path.read_bytes().rpartition(b"\n")[0].splitlines()
-        # The last line of a finished file is its seal.
-        return [row for row in map(json.loads, lines) if "tokens" in row]
+            tags |= {CONFIG: self.tracking["config"], "demix.kind": self.kind, **origin()}
+            begun, tag = int(1000 * self.begun), live_tag([])
+            run = client.create_run(experiment, start_time=begun, tags=tags, run_name=place)
+        self.training, self.run_id, self.sent, self.tag = name, run.info.run_id, int(sent), tag
 
     def _place(self) -> tuple[str, Path]:
         """The training's name, which for an expert that is a whole model has two parts, and the folder of all runs."""
@@ -165,27 +174,11 @@ class Sender:
             above = above.parent
         return folder.relative_to(above).as_posix(), above.parents[1]
 
-    def _begun(self) -> "MlflowClient":
-        """The client, with an MLflow run that is this training's: the one of an earlier start, or a new one."""
-        from demix.track.client import CONFIG, KEY, LIVE, RUN, experiment_of, opened, origin, runs_with
 
-        if self.client is None:
-            self.client = opened(self.uri)[0]
-        if not self.run_id:
-            place, results = self._place()
-            experiment = experiment_of(self.client, self.uri, self.tracking["experiment"], results)
-            key = f"{self.kind}/{place}"
-            tags = {KEY: key, RUN: self.tracking["run"], "demix.training": self.training}
-            for run in runs_with(self.client, experiment, tags):
-                if (number := run.data.tags.get(LIVE, "").partition(" ")[0]).isdecimal():
-                    self.run_id, self.sent, self.tag = run.info.run_id, int(number), ""
-                    self.begun = run.info.start_time / 1000
-                    self.client.update_run(self.run_id, "RUNNING")
-                    return self.client
-            tags |= {CONFIG: self.tracking["config"], "demix.kind": self.kind, **origin()}
-            begun = int(1000 * self.begun)
-            self.run_id = self.client.create_run(experiment, start_time=begun, tags=tags, run_name=place).info.run_id
-        return self.client
+def _complete_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file but one that is being written. The last line of a finished file is its seal."""
+    lines = path.read_bytes().rpartition(b"\n")[0].splitlines()
+    return [row for row in map(json.loads, lines) if "tokens" in row]
 
 
 def main(training: str, before: float) -> None:

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from mlflow.entities import Run as MlflowRun
     from mlflow.tracking import MlflowClient
 
-PARAMS_PER_BATCH = 100
-
 
 def track(run: Run, uri: str, experiment: str) -> str:
     """Make the MLflow experiment hold what lies in the folder of `run`; return the printed summary line.
@@ -85,12 +83,11 @@ def _send(
         # The hash is written last: an incomplete MLflow run has none and is created again.
         if key in wanted and old.data.tags.get(HASH) == wanted[key] and key not in kept:
             kept[key] = old
-            continue
-        if key in wanted and key not in begun and _has_first_points(old, records[key]):
+        elif key in wanted and key not in begun and _has_first_points(old, records[key]):
             begun[key] = old
-            continue
-        client.delete_run(old.info.run_id)
-        outdated.add(key)
+        else:
+            client.delete_run(old.info.run_id)
+            outdated.add(key)
     # Trained again with the same results.
     for key in begun.keys() & kept.keys():
         client.delete_run(begun.pop(key).info.run_id)
@@ -128,19 +125,16 @@ def _write(
     from mlflow.entities import Param, RunTag
 
     begin, end = (int(1000 * time) for time in record.span)
-    run_id: str
-    if begun is None:
-        run_id = client.create_run(experiment_id, start_time=begin, tags=tags, run_name=record.name).info.run_id
-        sent = 0
-    else:
-        run_id, sent = begun.info.run_id, int(begun.data.tags[LIVE].partition(" ")[0])
+    run_id, sent = begun.info.run_id if begun else "", 0
+    if begun:
+        sent = int(begun.data.tags[LIVE].partition(" ")[0])
         # If this is interrupted, the MLflow run is created again.
         client.delete_tag(run_id, LIVE)
-        client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+    else:
+        run_id = client.create_run(experiment_id, start_time=begin, tags=tags, run_name=record.name).info.run_id
     params = [Param(key, value) for key, value in record.params.items()]
-    for start in range(0, len(params), PARAMS_PER_BATCH):
-        client.log_batch(run_id, params=params[start : start + PARAMS_PER_BATCH])
-    log_points(client, run_id, record.metrics[sent:])
+    named = [RunTag(name, value) for name, value in tags.items()] if begun else []
+    log_points(client, run_id, record.metrics[sent:], params=params, tags=named)
     for path, folder in record.artifacts:
         client.log_artifact(run_id, str(path), folder or None)
     if record.table is not None:

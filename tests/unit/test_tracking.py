@@ -141,7 +141,7 @@ def test_the_store_holds_the_records_and_a_second_time_changes_nothing(
     run: Run, uri: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("demix.track.client.METRICS_PER_BATCH", 10)
+    monkeypatch.setattr("mlflow.tracking._tracking_service.client.MAX_METRICS_PER_BATCH", 10)
     known, client = by_key(run), MlflowClient(tracking_uri=uri)
     assert f"{len(known)} new, 0 replaced, 0 unchanged, 0 deleted" in track(run, uri, "same")
     assert list(tmp_path.iterdir()) == []
