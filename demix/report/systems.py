@@ -24,6 +24,16 @@ def before_adding(run: Run) -> tuple[System, System]:
     return naive, cached
 
 
+def training_experts(run: Run) -> System:
+    """The mixture of the training experts of the model to which experts are added."""
+    return before_adding(run)[1]
+
+
+def all_experts(run: Run) -> System:
+    """The mixture of all experts of the model to which experts are added."""
+    return added(run)[1]
+
+
 def before_removal(run: Run) -> System:
     """The model of the removal experiments with all its experts: +Expert of Table 7."""
     model = run.whole

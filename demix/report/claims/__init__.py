@@ -1,7 +1,6 @@
 """The claims of the papers and ours: which of them a run shows, with the numbers that decide.
 
-claims.toml has a row for each. A claim about what a run can compare several times or not at all, such as a mixing rule
-beyond the paper, is there once.
+claims.toml has a row for each; one row stands for the claims about every mixture of the run beyond the paper.
 """
 
 import tomllib
@@ -13,9 +12,8 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from demix.report import needs
-from demix.report.claims.judges import JUDGES
-from demix.report.claims.systems import ORACLES, PAIRS, SYSTEMS, WORDS, mixtures
+from demix.report import needs, systems
+from demix.report.claims import judges, pairs
 from demix.report.domains import Domains
 from demix.report.material import Material
 from demix.report.needs import Need, missing
@@ -42,29 +40,34 @@ class Row:
         """What is claimed, with the source."""
         fields = {field for _, field, *_ in Formatter().parse(self.statement) if field}
         words = {field: self.mixture.label if self.mixture and field == "mixture" else "" for field in fields}
-        words |= {field: WORDS[field](material) for field in fields & WORDS.keys()}
+        words |= {field: pairs.WORDS[field](material) for field in fields & pairs.WORDS.keys()}
         return self.statement.format(**words) + (f" ({self.source})." if self.source else ".")
 
     def judged(self, material: Material) -> Claim:
         """The claim, judged on one seed."""
         parts = [part for one in self.compare for part in self._parts(material, **one)]
-        return Claim(self.name, self.said(material), (*parts, *(JUDGES[self.judge](material) if self.judge else ())))
+        parts += getattr(judges, self.judge)(material) if self.judge else ()
+        return Claim(self.name, self.said(material), tuple(parts))
 
     def _parts(
-        self,
-        material: Material,
-        first: str = "",
-        second: str = "",
-        pairs: str = "",
-        on: Sequence[str] = ("training",),
-        **how: Any,
+        self, material: Material, first: str = "", second: str = "", on: Sequence[str] = ("training",), **how: Any
     ) -> Iterator[Part]:
         """The comparisons of one entry of `compare`."""
-        firsts = [self.mixture] if self.mixture else SYSTEMS[first](material.run) if first else []
-        found = list(PAIRS[pairs](material)) if pairs else list(product(firsts, SYSTEMS[second](material.run)))
+        if finds := how.pop("pairs", ""):
+            found = list(getattr(pairs, finds)(material))
+        else:
+            firsts = [self.mixture] if self.mixture else _named(first, material.run)
+            found = list(product(firsts, _named(second, material.run)))
         for domains in (one for one in material.kinds if one.kind in on):
             for pair in found:
                 yield _compared(material, pair, domains, **how)
+
+
+def _named(name: str, run: Run) -> list[ByDomain]:
+    """The systems that a name of `demix.report.systems` stands for."""
+    found = getattr(systems, name)
+    found = found if isinstance(found, System) else found(run)
+    return found if isinstance(found, list) else [found]
 
 
 def _compared(
@@ -76,7 +79,7 @@ def _compared(
     **how: Any,
 ) -> Part:
     """The comparison of two systems, by test perplexities and the intervals of their differences."""
-    oracles = ORACLES if domains.kind == "novel" else {}
+    oracles = pairs.ORACLES if domains.kind == "novel" else {}
     (label, values), (other, others) = (
         (
             given or (oracles.get(system, system.label) if isinstance(system, System) else ""),
@@ -102,13 +105,11 @@ def _rows() -> list[dict[str, Any]]:
 
 def rows(run: Run) -> list[Row]:
     """The claims about what the run has, in the order in which they are shown."""
-    found = []
+    found: list[Row] = []
     for row in (row for row in _rows() if not missing(row["needs"], run)):
-        keys = {key: value for key, value in row.items() if key != "each"}
-        if "each" not in row:
-            found.append(Row(**keys))
-        for one in mixtures(run) if "each" in row else ():
-            found.append(Row(**keys | {"name": row["name"].format(**vars(one)), "mixture": one}))
+        # A name with a field stands for the claims about all mixtures.
+        mixtures: Sequence[System | None] = pairs.mixtures(run) if "{" in row["name"] else [None]
+        found += [Row(**row | {"name": row["name"].format(one=one), "mixture": one}) for one in mixtures]
     return found
 
 

@@ -1,6 +1,6 @@
-"""Claims that no comparison of two systems decides, by the names that claims.toml has for their functions."""
+"""Claims that no comparison of two systems decides: the functions that claims.toml names under `judge`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
@@ -8,7 +8,7 @@ import pandas as pd
 from demix.progress import so_many
 from demix.report.adapting import adapting
 from demix.report.affinity import affinities
-from demix.report.claims.systems import several_clusters
+from demix.report.claims.pairs import several_clusters
 from demix.report.domains import mean_of, percent
 from demix.report.material import Material
 from demix.report.systems import (
@@ -25,14 +25,14 @@ from demix.run.main_systems import added
 from demix.run.systems import System, merged_whole
 
 
-def _own_expert_best(material: Material) -> Iterator[Part]:
+def own_expert_best(material: Material) -> Iterator[Part]:
     """Whether each domain's own expert is the best on it."""
     ratios = affinities(material.results, material.run)
     ratios = ratios[(ratios["kind"] == "training") & (ratios["domain"] != ratios["expert"])].dropna()
     yield _diagonal(ratios.groupby("domain")["ratio"].min().to_numpy(), "", "domain")
 
 
-def _own_cluster_best(material: Material) -> Iterator[Part]:
+def own_cluster_best(material: Material) -> Iterator[Part]:
     """Whether each cluster's own expert is the best on the cluster's test documents, one part per model."""
     for family in several_clusters(material.run):
         model = family.model
@@ -54,7 +54,7 @@ def _diagonal(best: np.ndarray, of: str, over: str) -> Part:
     return Part(bool(len(best) and best.mean() > 1), agreeing, len(best), sentence)
 
 
-def _overlap_correlates(material: Material) -> Iterator[Part]:
+def overlap_correlates(material: Material) -> Iterator[Part]:
     found = material.relation_with_own
     r, known = -found.pearson, np.isfinite(found.pearson)
     sentence = (
@@ -67,7 +67,7 @@ def _overlap_correlates(material: Material) -> Iterator[Part]:
     yield Part(bool(r > 0), int(r > 0), int(known), sentence, bool(found.permutation_p < 0.05))
 
 
-def _adapts(material: Material) -> Iterator[Part]:
+def adapts(material: Material) -> Iterator[Part]:
     """The new experts against their parents, and the training domains before and after."""
     before, after = (found["DEMix-DAPT: own domain"] for found in adapting(material))
     parent = "the likeliest training expert" if material.averaged else "its parent"
@@ -85,7 +85,7 @@ def _adapts(material: Material) -> Iterator[Part]:
     yield Part(bool(len(change)) and agreeing == len(change), agreeing, len(change), sentence)
 
 
-def _forgets(material: Material) -> Iterator[Part]:
+def forgets(material: Material) -> Iterator[Part]:
     """The mean over the training domains after each Dense-DAPT, against that before."""
     before, after = (found["Dense-DAPT: training domains"] for found in adapting(material))
     changes = (after / before - 1).dropna()
@@ -100,14 +100,14 @@ def _forgets(material: Material) -> Iterator[Part]:
     yield Part(bool(changes.mean() > 0), agreeing, len(changes), sentence)
 
 
-def _one_reduces(material: Material) -> Iterator[Part]:
+def one_reduces(material: Material) -> Iterator[Part]:
     """Each novel domain's expert alone added to the training experts: the mean over the training domains."""
     before, after = (found["One expert added: training domains"] for found in adapting(material))
     label = "With one more expert, averaged over the training domains,"
     yield compare(label, after, "training experts", before, over="added expert")
 
 
-def _like_never_trained(material: Material) -> Iterator[Part]:
+def like_never_trained(material: Material) -> Iterator[Part]:
     run = material.run
     systems: dict[str, ByDomain] = {
         "with": before_removal(run),
@@ -132,7 +132,7 @@ def _like_never_trained(material: Material) -> Iterator[Part]:
     )
 
 
-def _merged_forget(material: Material) -> Iterator[Part]:
+def merged_forget(material: Material) -> Iterator[Part]:
     """Whether leaving its expert out costs a domain as much in merged models as in DEMix, one part per merged model."""
     run, domains = material.run, material.training
 
@@ -150,15 +150,3 @@ def _merged_forget(material: Material) -> Iterator[Part]:
             f"{whole.label} {mean_of(found):+.1f}%, {run.whole.label} {mean_of(own):+.1f}%; at least as much on "
             f"{agreeing} of {so_many(len(domains), 'domain')}.",
         )
-
-
-JUDGES: dict[str, Callable[[Material], Iterator[Part]]] = {
-    "own_expert_best": _own_expert_best,
-    "own_cluster_best": _own_cluster_best,
-    "overlap_correlates": _overlap_correlates,
-    "adapts": _adapts,
-    "forgets": _forgets,
-    "one_reduces": _one_reduces,
-    "like_never_trained": _like_never_trained,
-    "merged_forget": _merged_forget,
-}

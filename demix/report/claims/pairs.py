@@ -1,4 +1,4 @@
-"""What claims compare, by the names that claims.toml has for it: systems, pairs of systems, and words in statements."""
+"""What claims.toml names: the pairs of systems that claims compare, and the words of statements."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -7,46 +7,13 @@ from typing import Any
 from demix.progress import so_many
 from demix.report.families import Family, families, one_clusters, training_flops, tried_top_k
 from demix.report.material import Material
-from demix.report.systems import (
-    AVERAGE,
-    BALANCED,
-    CACHED,
-    DENSE,
-    DOMAIN_TOKEN,
-    NAIVE,
-    UNIFORM,
-    UPDATING,
-    ByDomain,
-    baselines,
-    before_adding,
-    before_removal,
-    dense_adapted,
-    one_added,
-    without_expert,
-)
-from demix.run.main_systems import added, trained_systems
+from demix.report.systems import BALANCED, DOMAIN_TOKEN, NAIVE, ByDomain, baselines
+from demix.run.main_systems import trained_systems
 from demix.run.run import Run
 from demix.run.systems import System, by_distance, routed_weights
 
 # On a novel domain the single expert or token is chosen on the test data.
 ORACLES = {NAIVE: "best expert (oracle)", DOMAIN_TOKEN: "best domain token (oracle)"}
-SYSTEMS: dict[str, Callable[[Run], list[ByDomain]]] = {
-    "balanced": lambda run: [BALANCED],
-    "unbalanced": lambda run: [DENSE],
-    "dense": lambda run: [*baselines(run)],
-    "domain_token": lambda run: [DOMAIN_TOKEN],
-    "naive": lambda run: [NAIVE],
-    "average": lambda run: [AVERAGE],
-    "uniform": lambda run: [UNIFORM],
-    "updating": lambda run: [UPDATING],
-    "cached": lambda run: [CACHED],
-    "one_added": lambda run: [one_added(run)],
-    "dense_dapt": lambda run: [dense_adapted(run)],
-    "all_experts": lambda run: [added(run)[1]],
-    "training_experts": lambda run: [before_adding(run)[1]],
-    "with_expert": lambda run: [before_removal(run)],
-    "without_expert": lambda run: [without_expert(run)],
-}
 Pairs = Iterator[tuple[ByDomain, ByDomain]]
 
 
@@ -104,31 +71,31 @@ def _sparse(run: Run, few: tuple[int, ...]) -> Iterator[tuple[Family, System]]:
                 yield family, replace(family.system, label=f"{family.system.label}, top-{k}", top_k=k)
 
 
-def _beat_one(material: Material) -> Pairs:
+def beat_one(material: Material) -> Pairs:
     ones = one_clusters(material.run)
     return ((family.system, ones[family.budget]) for family in several_clusters(material.run))
 
 
-def _one_expert(material: Material) -> Pairs:
+def one_expert(material: Material) -> Pairs:
     ones = one_clusters(material.run)
     return ((one, ones[family.budget]) for family, one in _sparse(material.run, (1,)))
 
 
-def _few_experts(material: Material) -> Pairs:
+def few_experts(material: Material) -> Pairs:
     return ((few, family.system) for family, few in _sparse(material.run, (2, 4)))
 
 
-def _random_worse(material: Material) -> Pairs:
+def random_worse(material: Material) -> Pairs:
     pairs, ones = _alike(material.run, "random"), one_clusters(material.run)
     yield from ((family.system, other.system) for family, other in pairs)
     yield from ((ones[other.budget], other.system) for _, other in pairs)
 
 
-def _balanced_better(material: Material) -> Pairs:
+def balanced_better(material: Material) -> Pairs:
     return ((family.system, other.system) for family, other in _both_ways(material.run))
 
 
-def _against_metadata(material: Material) -> Pairs:
+def against_metadata(material: Material) -> Pairs:
     """As clusters are not told the domain, domains are not either where their experts can be weighted alike."""
     routed = routed_weights(material.run)
     for nearest, other in _nearest(material.run):
@@ -136,7 +103,7 @@ def _against_metadata(material: Material) -> Pairs:
         yield nearest.system, by_distance(other.model, routed) if alike else other.system
 
 
-def _trained_apart(material: Material) -> Pairs:
+def trained_apart(material: Material) -> Pairs:
     budget = families(material.run)["dense"].budget
     alike = (one for one in whole_models(material.run) if not one.clustering and one.budget == budget)
     return ((family.system, BALANCED) for family in alike)
@@ -160,18 +127,18 @@ def _beside_routed(run: Run, some: list[Family]) -> Pairs:
                 yield family.system, rival.system
 
 
-def _domains_beside_routed(material: Material) -> Pairs:
+def domains_beside_routed(material: Material) -> Pairs:
     known = families(material.run).values()
     return _beside_routed(
         material.run, [family for family in known if family.model.kind.has_experts and not family.clustering]
     )
 
 
-def _clusters_beside_routed(material: Material) -> Pairs:
+def clusters_beside_routed(material: Material) -> Pairs:
     return _beside_routed(material.run, several_clusters(material.run))
 
 
-def _seeded(material: Material) -> Pairs:
+def seeded(material: Material) -> Pairs:
     """Feedforward experts with a seed phase beside DEMix from scratch, at equal budgets."""
     known = families(material.run)
     scratch = known["demix"]
@@ -191,7 +158,7 @@ def _merged(run: Run, *, routers: bool = False) -> list[tuple[Family, Family]]:
     ]
 
 
-def _against_mixture(material: Material) -> Pairs:
+def against_mixture(material: Material) -> Pairs:
     """Merged experts that were trained beside the mixture of as many experts' outputs; neither is told the domain."""
     run = material.run
     for family, parent in _merged(run) if "tempered" in run.config.evaluation.weights else ():
@@ -202,7 +169,7 @@ def _against_mixture(material: Material) -> Pairs:
             yield family.system, replace(tempered, label=label, top_k=layer.top_k)
 
 
-def _routers_alone(material: Material) -> Pairs:
+def routers_alone(material: Material) -> Pairs:
     """Merged experts whose routers alone were trained beside those of the same parent that were trained as a whole."""
     whole = {parent.model.row: family for family, parent in _merged(material.run)}
     for family, parent in _merged(material.run, routers=True):
@@ -210,20 +177,6 @@ def _routers_alone(material: Material) -> Pairs:
             yield family.system, whole[parent.model.row].system
 
 
-PAIRS: dict[str, Callable[[Material], Pairs]] = {
-    "beat_one": _beat_one,
-    "one_expert": _one_expert,
-    "few_experts": _few_experts,
-    "random_worse": _random_worse,
-    "balanced_better": _balanced_better,
-    "against_metadata": _against_metadata,
-    "trained_apart": _trained_apart,
-    "domains_beside_routed": _domains_beside_routed,
-    "clusters_beside_routed": _clusters_beside_routed,
-    "against_mixture": _against_mixture,
-    "routers_alone": _routers_alone,
-    "seeded": _seeded,
-}
 WORDS: dict[str, Callable[[Material], str]] = {
     "dense": lambda material: (
         "both dense baselines" if len(baselines(material.run)) > 1 else baselines(material.run)[0].label
