@@ -154,6 +154,22 @@ def against(files: Files, rows: Mapping[str, tuple[pd.Series, pd.Series]]) -> pd
     return means.join(change(bases, means).add_suffix(", %"))
 
 
+def table1(files: Files) -> pd.DataFrame:
+    cards = {name: files.json(f"corpus/{name}/card.json") for names in files.domains.values() for name in names}
+    return frame_of({name: card["words"] for name, card in cards.items()}).add_prefix("Words, ")
+
+
+def table2(files: Files) -> pd.DataFrame:
+    rows = {}
+    for name, label in files.labels.items():
+        about, row = files.json(f"models/{name}/model.json"), files.run.rows[name]
+        experts = len(row.learned) if row.kind.has_experts else 1
+        size = about["shared_parameters"] + experts * about["expert_parameters"]
+        speed = files.lines(f"metrics/{name}.jsonl")["tokens_per_second"].median()
+        rows[label] = {"Parameters": size, "Tokens": about["tokens"], "Tokens/s": speed}
+    return frame_of(rows)
+
+
 def table3(files: Files) -> tuple[pd.DataFrame, pd.DataFrame]:
     found, names = table4(files), files.domains["Training"]
     dense = found.loc["Dense (Balanced)"]

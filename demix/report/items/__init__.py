@@ -13,6 +13,8 @@ FIGURE6 = FigureItem(
     "adaptation", "figure6", "Figure 6: adapting to a novel domain with and without forgetting", FIGURES, NOVEL
 )
 ITEMS: tuple[Item, ...] = (
+    TableItem("paper", "table1", "Table  1: the corpus", PAPER),
+    TableItem("paper", "table2", "Table  2: size and cost of the models", PAPER),
     TableItem("paper", "table3", "Table  3: perplexity on the training domains", PAPER),
     TableItem("paper", "table4", "Table  4: perplexity by training domain", PAPER),
     TableItem("paper", "table5", "Table  5: perplexity on the novel domains", PAPER, NOVEL),

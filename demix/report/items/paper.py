@@ -2,11 +2,16 @@
 
 from dataclasses import replace
 
+import pandas as pd
+
+from demix.files import read_json
 from demix.progress import so_many
 from demix.report.adapting import ADAPTATIONS, adapting, changed_bytes
 from demix.report.cells import by_domain, by_system, compared, ends_lower, lowest, seed_note
 from demix.report.domains import mean_of, percent
+from demix.report.families import training_flops
 from demix.report.material import Material
+from demix.report.read import read_metrics
 from demix.report.systems import (
     BALANCED,
     POSTERIOR_MIXTURES,
@@ -22,6 +27,40 @@ from demix.report.systems import (
 from demix.report.table import Table
 from demix.run.main_systems import added, trained_systems
 from demix.run.systems import System, merged_whole
+
+
+def table1(material: Material) -> Table:
+    """The corpus: words and documents of each domain by split, without duplicates. Training domains come first."""
+    rows: dict[str, dict[str, float]] = {}
+    for name in material.run.domains:
+        card = read_json(material.run.folder / "corpus" / name / "card.json")
+        rows[name] = {
+            f"{what.title()}, {split}": float(card[what][split])
+            for what in ("words", "documents")
+            for split in ("train", "dev", "test")
+        }
+    frame = pd.DataFrame.from_dict(rows, orient="index")
+    return Table(frame, formats=dict.fromkeys(frame, "{:,.0f}"))
+
+
+def table2(material: Material) -> Table:
+    """Size and cost of each model: its experts, the parameters of all of them together, the updates, tokens and FLOPs
+    of training (those of a seed phase included), and the median speed in training, on whatever machine trained it.
+    """
+    run, rows = material.run, {}
+    for model in run.own:
+        about = read_json(run.folder / model.folder / "model.json")
+        steps = read_metrics(material.metrics / f"{model.name}.jsonl")
+        rows[model.label] = {
+            "Experts": float(len(model.experts)),
+            "Parameters": float(about["shared_parameters"] + len(model.experts) * about["expert_parameters"]),
+            "Updates": float(about["steps"]),
+            "Tokens": float(about["tokens"]),
+            "FLOPs": training_flops(model, run)[0],
+            "Tokens/s": pd.Series([step.get("tokens_per_second") for step in steps], dtype="float64").median(),
+        }
+    whole = dict.fromkeys(("Experts", "Parameters", "Updates", "Tokens/s"), "{:,.0f}")
+    return Table(pd.DataFrame.from_dict(rows, orient="index"), formats=whole | {"FLOPs": "{:.3g}"})
 
 
 def table3(material: Material) -> Table:
