@@ -147,7 +147,7 @@ rule report:
         f"{RUN}/differences.parquet",
         f"{RUN}/posteriors.parquet",
         f"{RUN}/corpus/overlap.parquet",
-        expand(f"{RUN}/corpus/{{domain}}/card.json", domain=TRAINING),
+        expand(f"{RUN}/corpus/{{domain}}/card.json", domain=DOMAINS),
         f"{RUN}/audit.parquet" if WITHOUT else [],
         f"{RUN}/tasks.parquet" if TASKS or HARNESSED else [],
         f"{RUN}/suites.parquet" if SUITES else [],
@@ -163,9 +163,9 @@ rule report:
         ],
         [f"{RUN}/evaluations/{domain}.losses.parquet" for domain in TRAINING if THIS.learned_clusterings],
         [f"{RUN}/evaluations/{domain}.contexts.parquet" for domain in DOMAINS if asked_contexts(THIS)],
-        # The learning rates that were tried.
+        # The learning rates that were tried, and the sizes of models.
         [f"{RUN}/models/{THIS.receiver.name}/experts/{novel}.json" for novel in NOVEL],
-        [f"{RUN}/models/{one.name}/model.json" for one in MODELS.values() if one.adapted_to],
+        [f"{RUN}/models/{model}/model.json" for model in MODELS],
         config=f"{RUN}/config.json",
     output:
         *[file for item in report_items(THIS) for file in captioned(item)],
