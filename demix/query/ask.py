@@ -66,7 +66,8 @@ class _Dataset(ds.Dataset):  # type: ignore[misc]
         return [part for run in self._runs for part in self._view.parts(run)]
 
     @cached_property
-    def _schema(self) -> pa.Schema:
+    def schema(self) -> pa.Schema:
+        """The columns of the view: `run`, and those of the first part of each run, or those that the view states."""
         columns = self._view.columns
         if not self._parts and not self._view.optional:
             raise DemixError(self._runs[0].folder, f"has no {self._name} yet", "run the workflow to its end")
@@ -78,16 +79,12 @@ class _Dataset(ds.Dataset):  # type: ignore[misc]
                     columns |= {field.name: field.type for field in file.schema_arrow if field.name not in columns}
         return pa.schema([("run", pa.string()), *((name, type_) for name, type_ in columns.items())])
 
-    @property
-    def schema(self) -> pa.Schema:
-        return self._schema
-
     def scanner(self, columns: list[str] | None = None, filter: ds.Expression | None = None) -> Any:
         """What DuckDB reads rows from: the `columns` of the rows that pass `filter`."""
-        wanted = self._schema.names if columns is None else columns
-        schema = pa.schema([self._schema.field(name) for name in wanted])
+        wanted = self.schema.names if columns is None else columns
+        schema = pa.schema([self.schema.field(name) for name in wanted])
         # A filter names no columns by itself, but its text does. More columns than needed do no harm.
-        needed = [name for name in self._schema.names if name in wanted or name in str(filter)]
+        needed = [name for name in self.schema.names if name in wanted or name in str(filter)]
         batches = self._batches(needed, wanted, filter)
         return SimpleNamespace(to_reader=lambda: pa.RecordBatchReader.from_batches(schema, batches))
 
@@ -116,7 +113,7 @@ class _Dataset(ds.Dataset):  # type: ignore[misc]
             for name, value in part.same.items():
                 same &= ds.field(name) == value
             fragments.append(form.make_fragment(str(number), nowhere, partition_expression=same))
-        whole = ds.FileSystemDataset(fragments, self._schema, form, nowhere)
+        whole = ds.FileSystemDataset(fragments, self.schema, form, nowhere)
         return [self._parts[int(fragment.path)] for fragment in whole.get_fragments(filter=filter)]
 
     def _completed(self, piece: pa.Table | pa.RecordBatch, part: Part, needed: list[str]) -> pa.Table:
@@ -124,7 +121,7 @@ class _Dataset(ds.Dataset):  # type: ignore[misc]
         same = {"run": part.run.name, **part.same}
         names, columns = set(piece.schema.names), []
         for name in needed:
-            kind = self._schema.field(name).type
+            kind = self.schema.field(name).type
             if name in names:
                 columns.append(piece[name].cast(kind))
             else:

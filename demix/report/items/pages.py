@@ -67,7 +67,7 @@ def index(material: Material) -> Mapping[str, str]:
         remarks=[*found.remarks, material.partly_known],
         dots={name: inline(ranked(found, narrow=name == "narrow")) for name in ("broad", "narrow")},
         main=_shown(found, found.main),
-        counts=beside_ngrams(material),
+        counts=beside_ngrams(found),
         claims_title=CLAIMS_TITLE,
         rest=_shown(found, [one for one in found.entries if one not in found.main]),
         claims={verdict: [one for one in judged if one.verdict == verdict] for verdict in get_args(Verdict)},
