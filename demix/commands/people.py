@@ -108,7 +108,7 @@ def evaluate_own(
     import json
 
     from demix.evaluate.own_text import OwnText, Unread, evaluate_texts
-    from demix.evaluate.told import FILES_NOTE, answer, files_table
+    from demix.evaluate.told import FILES_NOTE, answer, files_table, without_dense
     from demix.files.json_files import without_nan
 
     # Reading the text logs the steps of a data stage, which are noise here.
@@ -119,7 +119,9 @@ def evaluate_own(
         told = without_nan([dataclasses.asdict(one) for one in found])
         print(json.dumps(told[0] if alone else told, indent=2, ensure_ascii=False, allow_nan=False))
     else:
-        for part in answer(found[0]) if alone and isinstance(found[0], OwnText) else [files_table(found), FILES_NOTE]:
+        read = [one for one in found if isinstance(one, OwnText)]
+        parts = answer(read[0]) if alone and read else [files_table(found), FILES_NOTE, *map(without_dense, read[:1])]
+        for part in filter(None, parts):
             terminal().print(part)
     # Beside texts a folder may hold other things.
     unread = [one for one in found if isinstance(one, Unread) and Path(one.text) in texts]

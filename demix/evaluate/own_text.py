@@ -32,12 +32,13 @@ from demix.mix.priors import cached_log_prior, fitted_log_prior, updating_log_pr
 from demix.mix.rules import Chunk, Cluster, History, Tempered
 from demix.model.checkpoint import CPU, load_experts, refuse_masked
 from demix.model.clusters import clusters_of, has_clusters
-from demix.model.description import Usual, run_of
+from demix.model.description import Usual
 from demix.model.gpt import GPT
 from demix.model.scoring import columns_of, trunk_log_probabilities
 from demix.model.tokenizer import tokenizer_of
 from demix.model.usual import usual_of
 from demix.progress import progress
+from demix.run.models import adapted as adapted_to
 from demix.run.run import Run
 
 # The number of dev blocks that the paper uses for the cached prior.
@@ -225,16 +226,19 @@ class Judge:
         table = _scored(self.trunks, shard, text.name)
         scores, mask, names = table.scores, table.mask, table.experts
         mixed = self.mixed(shard, table) if len(names) > 1 else {}
+        totals = scores.sum(axis=(0, 1))
+        best = int(totals.argmax())
         if self.dense is not None:
             mixed[DENSE_OF_RUN] = _scored(self.dense, shard, text.name).scores
+            if adapted := _dense_adapted(self.model, names[best]):
+                trunks = load_experts(adapted, device=self.dense[0].token_embedding.device)
+                mixed[f"{DENSE_OF_RUN}, adapted to {names[best]}"] = _scored(trunks, shard, text.name).scores
         size, tokens = int(shard.document_bytes.sum()), table.tokens
 
         def figures(log_p: float) -> tuple[float, float]:
             with np.errstate(over="ignore"):
                 return float(np.exp(-log_p / tokens)), float(-log_p / math.log(2) / size)
 
-        totals = scores.sum(axis=(0, 1))
-        best = int(totals.argmax())
         mixtures = [Line(f"best single ({names[best]}), an oracle", *figures(totals[best]))] if mixed else []
         mixtures += [Line(name, *figures(log_p.sum())) for name, log_p in mixed.items()]
         log_priors = updating_log_priors(History().block_evidence(scores, mask), DECAY)
@@ -259,10 +263,9 @@ def _dense_of(model: Path) -> Path | None:
     It is the first with the architecture, the optimizer and the beginning of the model. None where the run has no such
     dense model, for a model in no run, and for that model itself.
     """
-    place, run = model.resolve(), run_of(model)
-    if place.parent.name != "models" or not (run / "config.json").is_file():
+    place, whole = model.resolve(), Run.of_model(model)
+    if whole is None:
         return None
-    whole = Run.read(run)
     own = next((one.base for one in whole.planned if one.name == place.name), whole.rows["dense"])
     recipe = attrgetter("architecture.unrouted", "settings.optimizer", "initial")
     rows = (row for row in whole.rows.values() if row.kind == KINDS["dense"] and recipe(row) == recipe(own))
@@ -271,6 +274,13 @@ def _dense_of(model: Path) -> Path | None:
     dense = place.with_name(whole.folder_of(alike.name, whole.row_of(place.name)[1]))
     # The description of an expert is what training writes last.
     return dense if dense != place and (dense / "experts" / "dense.json").is_file() else None
+
+
+def _dense_adapted(model: Path, expert: str) -> Path | None:
+    """The dense model that the run of `model` adapted to the domain of `expert`, where there is one."""
+    run = Run.of_model(model)
+    adapted = run and run.folder / "models" / adapted_to(run.config.adaptation.dense, expert)
+    return adapted if adapted and (adapted / "experts" / "dense.safetensors").is_file() else None
 
 
 def raw_text(texts: Sequence[Path], field: str, domain: str, output: Path) -> None:

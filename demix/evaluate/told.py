@@ -67,7 +67,7 @@ def _short(result: OwnText) -> bool:
 
 
 def remarks(result: OwnText) -> list[str]:
-    """What the columns of the experts' table mean, and what `doubt` says."""
+    """What the columns of the experts' table mean, why no dense model is there, and what `doubt` says."""
     if len(result.experts) < 2:
         return []
     columns = (
@@ -76,7 +76,14 @@ def remarks(result: OwnText) -> list[str]:
         "expert's domain if it is of one of these (updating prior after the last block). It adds up to 1 over these "
         "experts, so that one of them wins even if none fits."
     )
-    return [columns, *filter(None, [doubt(result)])]
+    return [columns, *filter(None, [without_dense(result), doubt(result)])]
+
+
+def without_dense(result: OwnText) -> str:
+    """A line where several experts have no dense model beside them, as in a folder that was copied; else nothing."""
+    if len(result.experts) < 2 or DENSE_OF_RUN in result.by_mixture:
+        return ""
+    return f"No dense model is compared: {result.model} lies in no run that has one of its recipe."
 
 
 def doubt(result: OwnText) -> str:

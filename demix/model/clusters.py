@@ -17,7 +17,7 @@ from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import check_sha256, read_json, replacing, write_json
-from demix.model.description import read_lineage, read_routed, run_of
+from demix.model.description import read_lineage, read_routed
 from demix.run.run import Run
 
 NAME, DESCRIPTION, ROUTING = "clusterer", "clusterer.json", "routing.json"
@@ -104,13 +104,12 @@ def copy_clusters(source: Path, directory: Path) -> None:
 
 
 def _found(directory: Path) -> Clusters | None:
-    run, own = run_of(directory), Path(directory) / NAME
-    whole = Run.read(run) if (run / "config.json").is_file() else None
+    whole, own = Run.of_model(directory), Path(directory) / NAME
     models = whole.planned if whole else ()
     name = next((model.routing for model in models if model.name == Path(directory).resolve().name), "")
     if whole and name:
         mixing = whole.config.evaluation
-        return Clusters(name, run / "clusters" / name, mixing.routing_context[0], mixing.temperature)
+        return Clusters(name, whole.folder / "clusters" / name, mixing.routing_context[0], mixing.temperature)
     if not (own / DESCRIPTION).is_file():
         return None
     routed = read_routed(own / ROUTING)

@@ -11,7 +11,7 @@ from demix.config.training import Execution
 from demix.errors import DemixError, nearest
 from demix.files import read_json
 from demix.model.checkpoint import describe, expert_lineage, expert_names, whole_models
-from demix.model.description import parent_of, read_description, read_lineage, run_of
+from demix.model.description import parent_of, read_description, read_lineage
 from demix.model.export import format_of
 from demix.model.formats import FORMATS
 from demix.model.merge import learned_of, refuse_weights
@@ -93,10 +93,8 @@ def exported_card(directory: Path, expert: str | None) -> str:
     the figures of its own domain alone, if it was scored there, and counts its own tokens. Raises DemixError as
     `model_card` does.
     """
-    place, folder = directory.resolve(), run_of(directory)
-    files = (folder / "config.json", folder / "results.parquet")
-    in_run = place.parent.name == "models" and all(path.is_file() for path in files)
-    run = Run.read(folder) if in_run else None
+    place, run = directory.resolve(), Run.of_model(directory)
+    run = run if run and (run.folder / "results.parquet").is_file() else None
     if expert in (None, DENSE_EXPERT):
         card = ""
         if run and place.name in {one.name for one in run.planned}:

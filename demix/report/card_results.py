@@ -7,7 +7,7 @@ import pandas as pd
 from demix.report.domains import domains_of
 from demix.report.formats import as_markdown
 from demix.report.read import read_results
-from demix.report.systems import BALANCED
+from demix.report.systems import BALANCED, dense_adapted
 from demix.run.models import left_out, one_more
 from demix.run.run import Run
 
@@ -43,10 +43,23 @@ def results_of(run: Run, model: str) -> pd.DataFrame:
 
 
 def dense_beside(results: pd.DataFrame, run: Run, model: str) -> pd.DataFrame:
-    """The rows of the dense model to compare with the `results` of `model`: that of its seed; none for itself."""
+    """The rows of dense models to compare with the `results` of `model`, with their labels for methods.
+
+    These are that of the model's seed, none for itself, and on each domain that the model was adapted to the one that
+    was adapted to it.
+    """
     name = run.folder_of(BALANCED.model, planned(model, run)[1])
-    rows = results_of(run, name)
-    return rows if name != model and masked(rows) == masked(results) else rows.iloc[:0]
+    rows = results_of(run, name).assign(method=BALANCED.label)
+    beside = [rows if name != model and masked(rows) == masked(results) else rows.iloc[:0]]
+    for domain in run.novel if results["set"].map(_learned).any() else ():
+        one = dense_adapted(run)(domain)
+        beside.append(results_of(run, one.model).query("domain == @domain").assign(method=one.label))
+    return pd.concat(beside)
+
+
+def _learned(experts: str) -> bool:
+    """Whether a set of experts has some that learned from a novel domain."""
+    return experts == "all" or experts.startswith(one_more(""))
 
 
 def masked(results: pd.DataFrame) -> bool:
@@ -90,7 +103,8 @@ def result_tables(
     for name, own in sorted(results.groupby("set", sort=False), key=lambda one: one[0] not in SETS):
         added = str(name).replace(one_more(""), "The training domains' experts and that of ", 1)
         *others, best = _methods(own)
-        beside = dense[dense["domain"].isin(own["domain"])].assign(method=BALANCED.label)
+        beside = dense[dense["domain"].isin(own["domain"])]
+        beside = beside[_learned(str(name)) | (beside["method"] == BALANCED.label)]
         leading, rows = [*beside["method"].unique(), best], pd.concat([own, beside])
         shown = rows["perplexity"].map("{:.2f}".format) + rows["oracle"].map({True: "*", False: ""})
         cells = rows.assign(shown=shown).pivot(index="domain", columns="method", values="shown")
@@ -103,7 +117,7 @@ def result_tables(
         table = rows.pivot(index="domain", columns="method", values="perplexity")
         for kind in domains_of(run):
             if set(kind.names) <= set(table.index):
-                means = table.loc[kind.names].mean(skipna=False).map("{:.2f}".format)
+                means = table.loc[kind.names].mean(skipna=False).map("{:.2f}".format).replace("nan", "–")
                 cells.loc[f"mean of the {kind.said}"] = means.reindex(cells.columns).fillna("")
         tables.append((SETS.get(str(name), as_markdown(added)), ("domain", *cells), [*cells.itertuples(name=None)]))
     return tables

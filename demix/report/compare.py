@@ -42,6 +42,7 @@ from demix.run.systems import Evaluated, System, evaluated
 PERPLEXITY, BITS = "perplexity", "bits_per_byte"
 # Why a pair of runs has no interval, or no difference at all.
 OTHER_TOKENIZER, OTHER_TOKENS, OTHER_DOCUMENTS = "other tokenizer", "other tokens", "other documents"
+NOT_BOTH = "not in both"
 NO_SCORES, OTHER_SCORES, FEW = "no score tables", "scored anew", f"under {FEWEST_TOKENS} tokens"
 SYSTEM = ("model", "experts", "method", "weights")
 _MISSING = object()
@@ -292,6 +293,8 @@ def _rows(runs: Sequence[ComparedRun], kind: str, domains: list[str], measure: s
                 row["spread"] = pd.Series(means[run.name][system.key]).std()
                 if not any(_why([run], name) for name in domains):
                     row["low"], row["high"] = bounds(_resampled(run, domains, system))
+            if run is not base:
+                row["why"] = NOT_BOTH
             if run is not base and known and not np.isnan(values[base.name]):
                 why, bits = reasons[run.name], measure == BITS
                 # Runs of the base's tokenizer have perplexities to compare.

@@ -35,7 +35,8 @@ def read_run_config(run: Path) -> Config:
         cause = "is missing, so its folder is none of a run"
         # Snakemake removes the file for the moment in which a rerun with other settings writes it.
         if (run / "logs").is_dir():
-            raise DemixError(run / "config.json", "is not written yet", "try again, or rerun the workflow to write it")
+            cause = "is being written anew by a rerun, or a rerun ended before it was"
+            raise DemixError(run / "config.json", cause, "ask again in a moment, or rerun the workflow: it goes on")
         raise DemixError(run / "config.json", cause, nearest(run, sorted(runs), "name results/<run>"))
     refuse_other_format(run)
     values = read_json(run / "config.json")

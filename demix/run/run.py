@@ -42,6 +42,13 @@ class Run:
         """The run that the workflow made in `folder`. Raises DemixError for another version, or a damaged file."""
         return cls(read_run_config(folder), folder)
 
+    @classmethod
+    def of_model(cls, model: Path) -> Self | None:
+        """The run of the model results/<run>/models/<model>; None for a folder elsewhere."""
+        models = Path(model).resolve().parent
+        known = models.name == "models" and (models.parent / "config.json").is_file()
+        return cls.read(models.parent) if known else None
+
     @property
     def name(self) -> str:
         """The name of the run in its config; the folder may have another one."""

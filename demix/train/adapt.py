@@ -25,7 +25,6 @@ from demix.model.checkpoint import (
     save_shared,
     whole_models,
 )
-from demix.model.description import run_of
 from demix.model.device import set_threads
 from demix.model.experts import changing
 from demix.model.gpt import GPT
@@ -87,15 +86,14 @@ def adaptation_of(
     not trained gets `LEARNING_RATE` where no `learning_rate` is given. Raises DemixError for a `rate` of a model whose
     learning rate nobody knows.
     """
-    trained, run = describe(model).content.get("training") or {}, run_of(model)
+    trained = describe(model).content.get("training") or {}
     if rate and (learning_rate or not trained):
         known = "the learning rate is given, too" if learning_rate else f"{model} does not say its learning rate"
         raise DemixError("--rate", f"is a fraction of the model's, and {known}", "use --learning-rate alone")
     given: dict[str, Any] = {"learning_rate_factor": RateFactors().demix}
     for name in expert_names(model):
         given |= read_json(model / "experts" / f"{name}.json").get("adaptation") or {}
-    if model.resolve().parent.name == "models" and (run / "config.json").is_file():
-        whole = Run.read(run)
+    if whole := Run.of_model(model):
         row = whole.row_of(model.resolve().name)[0]
         parent = next((one for one in whole.planned if one.name == row), None)
         given = taken(AdaptationRecipe, whole.config.adaptation)

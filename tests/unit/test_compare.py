@@ -24,6 +24,7 @@ from demix.report.compare import (
     BITS,
     FEW,
     NO_SCORES,
+    NOT_BOTH,
     OTHER_DOCUMENTS,
     OTHER_SCORES,
     OTHER_TOKENIZER,
@@ -277,6 +278,9 @@ def test_what_one_run_alone_has(base: Run, frozen: Run, tmp_path: Path) -> None:
     assert np.isnan(rows["training", btm, "other"])
     assert np.isfinite(rows["training", "DEMix (average)", "frozen"])
     assert np.isnan(rows["training", "DEMix (average)", "other"])
+    reasons = found.systems[found.systems["run"] == "other"].set_index(["kind", "system"])["why"]
+    assert reasons["training", "DEMix (average)"] == NOT_BOTH
+    assert reasons["training", "DEMix (cached prior)"] != NOT_BOTH
     shown = demix("compare", frozen.folder, fewer.folder).output
     assert "fantasy" in shown
 

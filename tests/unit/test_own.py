@@ -19,6 +19,7 @@ from demix.evaluate.own_text import (
 )
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
+from demix.files import read_json, write_json
 from demix.mix.mixtures import mix
 from demix.mix.priors import cached_log_prior, fitted_log_prior
 from demix.mix.rules import Tempered
@@ -134,6 +135,7 @@ def test_a_text_is_held_against_the_experts_own_domains_and_the_dense_model(froz
     assert usual == pytest.approx(rows.set_index("domain")["perplexity"].to_dict())
     dense = asked(frozen.folder / "models" / "dense", text)["experts"][0]["perplexity"]
     assert {line["name"]: line["perplexity"] for line in found["mixtures"]}["dense model of the run"] == dense
+    assert "No dense model" not in demix("eval", model, text).output
 
     best = min(found["experts"], key=lambda line: line["perplexity"])
     copy = shutil.copytree(model, tmp_path / "copy")
@@ -145,7 +147,20 @@ def test_a_text_is_held_against_the_experts_own_domains_and_the_dense_model(froz
         assert alone["unlike"] is unlike
         assert ("WARNING" in demix("eval", copy, text).output) is unlike
     assert "dense model of the run" not in {line["name"] for line in alone["mixtures"]}
+    for texts in ((text,), (text, text)):
+        assert "No dense model" in demix("eval", copy, *texts).output
     assert {line["name"]: line["usual"] for line in alone["experts"]}[best["name"]]["perplexity"] == 7
+
+
+def test_an_added_expert_is_held_against_the_dense_model_that_was_adapted_as_it_was(frozen_copy: Run) -> None:
+    models, text = frozen_copy.folder / "models", frozen_copy.folder / "corpus" / "fantasy" / "test.parquet"
+    best = min(asked(models / "demix", text)["experts"], key=lambda line: line["perplexity"])["name"]
+    dense, adapted = models / "dense", models / f"dense-dapt-{best}"
+    shutil.copytree(dense, adapted, dirs_exist_ok=True)
+    for path in dense.rglob("*.json"):
+        write_json(adapted / path.relative_to(dense), read_json(path))
+    mixtures = {line["name"]: line["perplexity"] for line in asked(models / "demix", text)["mixtures"]}
+    assert mixtures[f"dense model of the run, adapted to {best}"] == mixtures["dense model of the run"]
 
 
 @pytest.mark.parametrize(
