@@ -25,12 +25,11 @@ from scipy.special import logsumexp
 from tables import show
 
 from demix.evaluate.domain import Evaluation
-from demix.evaluate.losses import Mixture, dev_priors, document_losses
+from demix.evaluate.losses import PlannedMixture, dev_priors, document_losses
 from demix.evaluate.planned import planned_mixtures
 from demix.evaluate.score_tables import read_scores, stream_scores, tokens_sha256, write_scores, write_tokens
 from demix.mix.mixtures import FLOORS, keep_top, log_weights
-from demix.mix.priors import log_prior_path
-from demix.mix.rules import Chunk
+from demix.mix.rules import Chunk, History, Switching
 from demix.run.systems import ExpertSet
 
 LENGTH, DEV_BLOCKS, DOCUMENT = 1024, 100, 600
@@ -49,7 +48,7 @@ def write_table(folder: Path, experts: tuple[str, ...], tokens: int, seed: int) 
         write_scores(folder / f"{expert}.parquet", [scores], metadata)
 
 
-def mixtures(experts: tuple[str, ...]) -> list[Mixture]:
+def mixtures(experts: tuple[str, ...]) -> list[PlannedMixture]:
     evaluation = Evaluation(
         kind="training", tables=(), compared=(), against=(), seed=1, decay=0.3, dev_blocks=DEV_BLOCKS,
         weights=("history", "released", 32, "tempered(0.1,0.99)"), top_k=(2,), decays=(0.1, 0.3, 0.5, 1.0),
@@ -59,11 +58,11 @@ def mixtures(experts: tuple[str, ...]) -> list[Mixture]:
     return [mixture for mixture in dict.fromkeys(mixture for mixture, _ in planned) if mixture.method not in FLOORS]
 
 
-def switching(experts: tuple[str, ...]) -> list[Mixture]:
-    return [Mixture("fitted", experts, "switching(0.2)", dev_blocks=DEV_BLOCKS)]
+def switching(experts: tuple[str, ...]) -> list[PlannedMixture]:
+    return [PlannedMixture("fitted", experts, Switching(0.2), "switching(0.2)", dev_blocks=DEV_BLOCKS)]
 
 
-def ours(folder: Path, experts: tuple[str, ...]) -> tuple[dict[str, float], dict[Mixture, float]]:
+def ours(folder: Path, experts: tuple[str, ...]) -> tuple[dict[str, float], dict[PlannedMixture, float]]:
     """Times of reading alone and of the whole pass, and the nll of each mixture."""
     started = time.perf_counter()
     for _ in stream_scores(folder / "x.test", experts):
@@ -71,7 +70,7 @@ def ours(folder: Path, experts: tuple[str, ...]) -> tuple[dict[str, float], dict
     read = time.perf_counter()
     planned, chain = mixtures(experts), switching(experts)
     priors = dev_priors(read_scores(folder / "x.dev", experts), [*planned, *chain])
-    traced = replace(planned[0], method="updating", weights="history", top_k=None)
+    traced = replace(planned[0], method="updating", rule=History(), weights="history", top_k=None)
     began, cpu = time.perf_counter(), time.process_time()
     totals = document_losses(folder / "x.test", experts, planned, priors, None, traced)
     ended, cpu_ended = time.perf_counter(), time.process_time()
@@ -83,7 +82,7 @@ def ours(folder: Path, experts: tuple[str, ...]) -> tuple[dict[str, float], dict
     return times, {mixture: float(nll.sum()) for mixture, nll in (totals.mixtures | chained.mixtures).items()}
 
 
-def plain(folder: Path, experts: tuple[str, ...]) -> tuple[dict[str, float], dict[Mixture, float]]:
+def plain(folder: Path, experts: tuple[str, ...]) -> tuple[dict[str, float], dict[PlannedMixture, float]]:
     started, cpu = time.perf_counter(), time.process_time()
     test, dev = (read_scores(folder / f"x.{split}", experts) for split in ("test", "dev"))
     nlls = {}
@@ -93,9 +92,8 @@ def plain(folder: Path, experts: tuple[str, ...]) -> tuple[dict[str, float], dic
         if mixture in priors:
             log_priors[:] = priors[mixture]
         elif mixture.method == "updating":
-            how = {"decay": mixture.decay, "scorer": mixture.scorer}
-            log_priors = log_prior_path(test.scores, test.mask, mixture.weights, **how)[:-1]
-        rule = mixture.weights_rule
+            log_priors = mixture.rule.log_priors(test.scores, test.mask, mixture.decay)[:-1]
+        rule = mixture.rule
         evidence, _ = rule.evidence(Chunk(test.scores, test.mask), rule.begin(log_priors[0]))
         log_g = log_weights(log_priors, evidence, rule.uniform_start)
         log_g = log_g if mixture.top_k is None else keep_top(log_g, mixture.top_k)

@@ -15,8 +15,8 @@ from demix.data.corpus import Splitting, split
 from demix.data.duplicates import mark_duplicates
 from demix.data.shards import tokenize
 from demix.errors import DemixError, StoppedError
+from demix.evaluate.choice import choose_parent
 from demix.evaluate.own_text import OwnText, evaluate_text, raw_text
-from demix.evaluate.parent import choose_parent
 from demix.evaluate.score import Scoring, score
 from demix.files import read_json, refuse_used, replacing, scratch, write_json
 from demix.launch.job import Places

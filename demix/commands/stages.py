@@ -292,7 +292,7 @@ def audit(
 @app.command()
 def join(tables: Files, output: Output) -> None:
     """Join Parquet tables with the same columns, in the given order."""
-    from demix.evaluate.join import join as run
+    from demix.evaluate.columns import join as run
 
     run(tables, output)
 

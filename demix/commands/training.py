@@ -154,7 +154,7 @@ def average_experts(
     decay: Annotated[float, typer.Option(help="Lambda of the prior (Eq. 7).")] = 0.3,
 ) -> None:
     """Average the parameters of experts, by equal weights or by the cached prior of a domain."""
-    from demix.evaluate.parent import choose_parent
+    from demix.evaluate.choice import choose_parent
     from demix.model.merge import merge_experts
 
     names = experts.split(",")
@@ -215,7 +215,7 @@ def adapt(
     ] = "",
 ) -> None:
     """DEMix-DAPT: add an expert for a novel domain, initialised from the likeliest parent expert, or from all."""
-    from demix.evaluate.parent import choose_parent, own_dev_losses
+    from demix.evaluate.choice import choose_parent, own_dev_losses
     from demix.train.adapt import adapt_expert
 
     launch, places = _Launch(ranks, cluster, live), Places(output or model, metrics, checkpoints)

@@ -1,19 +1,22 @@
-"""Parameters of the rules that mix, chosen on dev splits: `tempered` by model, `switching` by domain.
+"""What is chosen on dev splits: parameters of mixing rules, and the parent of an added expert (paper, section 6).
 
-No text of a novel domain takes part in the choice for a model, so `tempered` does not know the domain of a text.
+`tempered` is chosen by model, `switching` by domain. No text of a novel domain takes part in the choice for a model, so
+`tempered` does not know the domain of a text.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from demix.config.mixing import DEFAULTS
-from demix.evaluate.score_tables import ScoreTable, refuse_evidence
+from demix.evaluate.score_tables import ScoreTable, read_scores, refuse_evidence
 from demix.files import write_json
-from demix.mix.mixtures import mix
-from demix.mix.rules import Switching, Tempered
+from demix.mix.mixtures import Mixture
+from demix.mix.priors import fitted_log_prior
+from demix.mix.rules import History, Switching, Tempered
 from demix.model.description import tempered_of
 
 BETAS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
@@ -45,8 +48,9 @@ def tempered_on_dev(dev: Mapping[str, ScoreTable]) -> list[TriedRule]:
         parts += [table, table.select([expert for expert in table.experts if expert != own])]
 
     def nats(rule: Tempered) -> float:
-        losses = [-mix(part.scores, part.mask, "uniform", rule).sum() / part.tokens for part in parts]
-        return 2 * float(np.mean(losses))
+        mixtures = [Mixture(rule, np.full(len(part.experts), -np.log(len(part.experts)))) for part in parts]
+        mixed = [one.table(part.scores, part.mask).sum() for one, part in zip(mixtures, parts, strict=True)]
+        return -2 * float(np.mean([log_p / part.tokens for log_p, part in zip(mixed, parts, strict=True)]))
 
     if min(len(table.experts) for table in dev.values()) <= 2:
         return []
@@ -57,7 +61,7 @@ def tempered_on_dev(dev: Mapping[str, ScoreTable]) -> list[TriedRule]:
 def switching_on_dev(dev: ScoreTable, log_prior: np.ndarray) -> Switching:
     """The rule `switching` with the α that gives a domain's dev split the lowest loss under the prior `log_prior`."""
     rules = [Switching(alpha) for alpha in ALPHAS]
-    return max(rules, key=lambda rule: mix(dev.scores, dev.mask, "fitted", rule, log_prior=log_prior).sum())
+    return max(rules, key=lambda rule: Mixture(rule, log_prior).table(dev.scores, dev.mask).sum())
 
 
 def write_mixing(path: Path, dev: Mapping[str, ScoreTable]) -> None:
@@ -79,3 +83,34 @@ def write_mixing(path: Path, dev: Mapping[str, ScoreTable]) -> None:
 def mixing_of(model: Path) -> Tempered:
     """The rule `tempered` with the parameters of the model in the folder `model` (`tempered_of`)."""
     return Tempered(*tempered_of(model))
+
+
+def choose_parent(scores: Path, domain: str, experts: Sequence[str], *, blocks: int, decay: float) -> dict[str, Any]:
+    """The expert to copy for `domain`: the highest cached posterior (`history`) on its dev split (paper, section 6).
+
+    Returns parent, its posterior, and for comparison the expert of lowest dev loss, with all posteriors and
+    losses (nats per token) by expert. `scores` is scores/<model>; `blocks` of dev and `decay` (lambda) make the
+    posterior. For a masked model, which has no such posterior, the fitted prior of these blocks takes its place.
+    """
+    table = read_scores(scores / f"{domain}.dev", experts)
+    if table.folds:
+        prior = np.exp(fitted_log_prior(table.scores[:blocks], table.mask[:blocks]))
+    else:
+        prior = np.exp(History().cached_log_prior(table.scores, table.mask, decay=decay, blocks=blocks))
+    losses = -table.scores.sum(axis=(0, 1)) / table.tokens
+    return {
+        "parent": experts[int(prior.argmax())],
+        "parent_prior": float(prior.max()),
+        "priors": dict(zip(experts, prior.tolist(), strict=True)),
+        "lowest_dev_loss_expert": experts[int(losses.argmin())],
+        "dev_losses": dict(zip(experts, losses.tolist(), strict=True)),
+    }
+
+
+def own_dev_losses(scores: Path, experts: Sequence[str], blocks: int) -> dict[str, float]:
+    """Nats per token of each expert on the first `blocks` dev blocks of its own domain, from scores/<model>."""
+    losses = {}
+    for name in experts:
+        table = read_scores(scores / f"{name}.dev", (name,))
+        losses[name] = float(-table.scores[:blocks].sum() / table.mask[:blocks].sum())
+    return losses

@@ -29,9 +29,9 @@ from demix.evaluate.intervals import FEWEST, RESAMPLES, bounds
 from demix.evaluate.task_tables import Scored, read_scored
 from demix.files import read_parquet, write_parquet
 from demix.mix.logs import log_softmax
-from demix.mix.mixtures import keep_top, weigh
+from demix.mix.mixtures import Mixture, keep_top
 from demix.mix.priors import accuracy_log_priors
-from demix.mix.rules import Chunk, History, PriorAlone, Tempered, WeightsRule, weights_rule
+from demix.mix.rules import History, PriorAlone, Tempered, WeightsRule, weights_rule
 from demix.model.clusters import refuse_other_clusters
 from demix.settings import DistinctItems, Positive, settings
 
@@ -251,7 +251,7 @@ def weights_of(one: Scored, routing: TaskRouting) -> np.ndarray:
     found = []
     for label in one.labels:
         tokens = np.concatenate([one.context, label])[None]
-        log_g, _ = weigh(routing.rule, log_prior[None], Chunk(tokens, np.ones(tokens.shape[:2], bool)))
+        log_g = Mixture(routing.rule, log_prior).weights(tokens, np.ones(tokens.shape[:2], bool))
         found.append(log_g[0, len(one.context) :])
     return np.concatenate(found)
 

@@ -1,8 +1,15 @@
-"""The columns of the tables that an evaluation writes."""
+"""The columns of the tables that an evaluation writes, and joining those of single domains.
 
-from collections.abc import Mapping
+Each join is a process of its own, so this module loads little.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pyarrow as pa
+
+from demix.errors import DemixError
+from demix.files import read_parquet, write_parquet
 
 # results.parquet. `variant` is empty in the rows of the tables; others say what varies in theirs: decay and dev_blocks
 # (a whole grid, the config's own value too), dev_choice (an expert chosen on dev, not by the test's oracle) and
@@ -182,3 +189,12 @@ TASK_WEIGHTS = {
 def table_schema(columns: Mapping[str, pa.DataType]) -> pa.Schema:
     """The schema of one of the tables above; the training seed is never null."""
     return pa.schema([pa.field(name, kind, nullable=name != "seed") for name, kind in columns.items()])
+
+
+def join(inputs: Sequence[Path], output: Path) -> None:
+    """Write the rows of all `inputs` to `output`, in their order. Raises DemixError if their columns differ."""
+    tables = [read_parquet(path) for path in inputs]
+    for path, table in zip(inputs, tables, strict=True):
+        if table.schema != tables[0].schema:
+            raise DemixError(path, f"has other columns than {inputs[0]}", "join tables of one kind")
+    write_parquet(pa.concat_tables(tables), output)

@@ -13,9 +13,8 @@ from demix.errors import DemixError
 from demix.evaluate.columns import CONTEXTS, table_schema
 from demix.evaluate.score_tables import read_scores, scored_sha256, stream_scores
 from demix.files import write_parquet
-from demix.mix.mixtures import mix
-from demix.mix.priors import cached_log_prior
-from demix.mix.rules import weights_rule
+from demix.mix.mixtures import Mixture
+from demix.mix.rules import History, weights_rule
 from demix.run.contexts import ContextTable
 from demix.settings import Items, Positive, Seed, Text, settings
 
@@ -60,11 +59,9 @@ def losses_by_position(
     sums = []
     for chunk in stream_scores(directory, columns):
         # A block of `history` depends on no other, so that a chunk of blocks is mixed by itself.
-        mixed = (
-            chunk.scores[..., 0]
-            if log_prior is None
-            else mix(chunk.scores, chunk.mask, "cached", "history", log_prior=log_prior)
-        )
+        mixed = chunk.scores[..., 0]
+        if log_prior is not None:
+            mixed = Mixture(History(), log_prior).table(chunk.scores, chunk.mask)
         sums.append((-mixed.sum(0), chunk.mask.sum(0)))
     nll, tokens = (np.sum(parts, axis=0) for parts in zip(*sums, strict=True))
     return nll, tokens
@@ -74,9 +71,8 @@ def _rows(scores: Path, domain: str, table: ContextTable, contexts: ContextEvalu
     directory, log_prior = scores / table.folder / f"{domain}.test", None
     if table.prior:
         dev = read_scores(scores / table.prior / f"{domain}.dev", table.columns)
-        log_prior = cached_log_prior(
-            dev.scores, dev.mask, weights_rule(table.weights), decay=contexts.decay, blocks=contexts.dev_blocks
-        )
+        rule, decay, blocks = weights_rule(table.weights), contexts.decay, contexts.dev_blocks
+        log_prior = rule.cached_log_prior(dev.scores, dev.mask, decay=decay, blocks=blocks)
     nll, tokens = losses_by_position(directory, table.columns, log_prior)
     if len(nll) != table.context:
         raise DemixError(directory, f"has blocks of {len(nll)} tokens, not {table.context}", "score the domain again")

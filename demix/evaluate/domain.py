@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,14 @@ from demix.errors import DemixError
 from demix.evaluate.choice import mixing_of, switching_on_dev
 from demix.evaluate.columns import COLUMNS, DIFFERENCES, LOSSES, POSTERIORS, PRIORS, table_schema
 from demix.evaluate.intervals import bounds, resampled
-from demix.evaluate.losses import DocumentLosses, Mixture, dev_priors, document_losses
-from demix.evaluate.planned import planned_mixtures, routed_grid
+from demix.evaluate.losses import DocumentLosses, PlannedMixture, dev_priors, document_losses
+from demix.evaluate.planned import Planner, planned_mixtures
 from demix.evaluate.routing import beside_of, best_on_dev
 from demix.evaluate.score_tables import ScoreTable, read_scores, refuse_other_model
 from demix.files import seed_for, write_parquet
 from demix.mix.mixtures import FLOORS
-from demix.mix.priors import (
-    blocks_used,
-    fitted_log_prior,
-    log_prior_path,
-    posterior_trace,
-)
-from demix.mix.rules import WeightsRule
+from demix.mix.priors import fitted_log_prior
+from demix.mix.rules import History, WeightsRule
 from demix.run.models import left_out
 from demix.run.systems import Evaluated, ExpertSet
 from demix.settings import Items, Seed, Text, settings
@@ -83,18 +78,20 @@ def evaluate_domain(
     scored on different tokens.
     """
     found = _mixed(scores, domain, evaluation, byte_lengths)
+    rows = [row for one in found for row in one.rows]
     about = {"domain": domain, "seed": evaluation.seed}
-    results, differences = _with_intervals(found.rows, found.scored[0], about, evaluation)
+    results, differences = _with_intervals(rows, found[0].totals, about, evaluation)
+    priors = [row for one in found for row in one.priors]
     for values, columns, output in (
         (results, COLUMNS, outputs.results),
-        (found.priors, PRIORS, outputs.priors),
+        (priors, PRIORS, outputs.priors),
         (differences, DIFFERENCES, outputs.differences),
     ):
         write_parquet(pa.Table.from_pylist(values, schema=table_schema(columns)), output)
-    posteriors = found.posteriors or [table_schema(POSTERIORS).empty_table()]
+    posteriors = [table for one in found for table in one.posteriors] or [table_schema(POSTERIORS).empty_table()]
     write_parquet(pa.concat_tables(posteriors), outputs.posteriors)
-    write_parquet(pa.concat_tables(found.losses), outputs.losses)
-    log.info("%s: %d rows", domain, len(found.rows))
+    write_parquet(pa.concat_tables(one.losses for one in found), outputs.losses)
+    log.info("%s: %d rows", domain, len(rows))
 
 
 def system_losses(
@@ -102,99 +99,103 @@ def system_losses(
 ) -> tuple[DocumentLosses, dict[tuple[str, ...], Row]]:
     """The documents of `domain`, and the rows with their losses by system: (model, experts, method, weights)."""
     found = _mixed(scores, domain, evaluation)
-    return found.scored[0], {name: row for row in found.rows if (name := _system(row, evaluation.seed))}
+    rows = [row for one in found for row in one.rows]
+    return found[0].totals, {name: row for row in rows if (name := _system(row, evaluation.seed))}
 
 
 @dataclass(frozen=True)
-class _Mixed:
-    """All evaluations of one domain, without intervals: of which tables, and what was found so far."""
+class _Evaluated:
+    """What the score tables of one model give for a domain: rows without intervals, priors, posteriors, losses."""
 
-    scores: Path
-    domain: str
-    evaluation: Evaluation
-    byte_lengths: np.ndarray | None
-    rows: list[Row] = field(default_factory=list)
-    priors: list[dict[str, Any]] = field(default_factory=list)
-    posteriors: list[pa.Table] = field(default_factory=list)
-    scored: list[DocumentLosses] = field(default_factory=list)
-    losses: list[pa.Table] = field(default_factory=list)
-
-    def place(self, table: Evaluated, split: str) -> Path:
-        """The folder of a score table."""
-        return self.scores / table.folder / f"{self.domain}.{split}"
-
-    def about(self, table: Evaluated, some: ExpertSet | None = None) -> dict[str, Any]:
-        """What the rows of a table, or of one of its sets of experts, have in common."""
-        of_set = {"experts": some.label, "n_experts": len(some.experts)} if some else {}
-        of_domain = {"domain": self.domain, "kind": self.evaluation.kind}
-        return of_domain | {"model": table.model, "seed": table.seed} | of_set
-
-    def add_single(self, table: Evaluated) -> None:
-        """Evaluate a table of one column."""
-        (column,) = table.columns
-        totals = document_losses(self.place(table, "test"), (column,), byte_lengths=self.byte_lengths)
-        self.scored.append(totals)
-        named = replace(table, model=table.folder) if table.told_apart else table
-        self.losses.append(_losses(self.domain, named, totals))
-        about = self.about(table) | {"n_experts": 1, "experts": column, "method": "dense", "top_k": table.top_k or None}
-        if table.merged:
-            about |= {"experts": "training", "method": "merged"}
-        if table.without:
-            about |= {"experts": left_out(table.without)}
-        for some in table.sets:
-            about |= {"experts": some.label, "method": "naive"}
-        expert = column if table.sets else ""
-        self.rows.append(_row(about, totals, column, expert=expert, weights=table.merged))
-
-    def add_mixed(self, table: Evaluated) -> None:
-        """Evaluate a table whose experts are mixed."""
-        dev = read_scores(self.place(table, "dev"), table.columns) if "dev" in table.splits else None
-        scored = len(dev.mask) if dev else 0
-        planned = {some: self._planned(table, some, dev) for some in table.sets}
-        mixtures = [mixture for entries in planned.values() for mixture, _ in entries]
-        log_priors = dev_priors(dev, mixtures) if dev else {}
-        for some, entries in planned.items():
-            if tried := routed_grid(self.evaluation, some, scored, contexts=1):
-                entries += best_on_dev(self.place(table, "dev"), table.columns, tried, log_priors)
-        traced = next((_traced(self.evaluation, some) for some in table.sets if some.variants), None)
-        test = self.place(table, "test")
-        beside = beside_of(test, mixtures)
-        totals = document_losses(test, table.columns, mixtures, log_priors, self.byte_lengths, traced, beside)
-        self.scored.append(totals)
-        self.losses.append(_losses(self.domain, table, totals))
-        for some, entries in planned.items():
-            about = self.about(table, some)
-            self.rows.extend(_expert_rows(some, self.domain, about, totals, dev))
-            self.rows.extend(_mixture_rows(entries, about, totals, scored))
-            # Whoever asks for a prior means that of the run's own model.
-            self.priors.extend(_prior_rows(entries, about, log_priors) if table.seed == self.evaluation.seed else ())
-        if dev and traced is not None and totals.posteriors is not None:
-            part = dev.select(traced.experts)
-            path = log_prior_path(part.scores, part.mask, traced.weights, traced.decay)[:-1]
-            on_dev = posterior_trace(part.scores, part.mask, traced.weights, path)
-            about = self.about(table) | {"experts": "training", "seed": self.evaluation.seed}
-            for split, posteriors in (("dev", on_dev), ("test", totals.posteriors)):
-                self.posteriors.append(_trace(traced, posteriors, about | {"split": split}))
-
-    def _planned(self, table: Evaluated, some: ExpertSet, dev: ScoreTable | None) -> list[tuple[Mixture, str]]:
-        """The mixtures of a set of experts, with the rules that are chosen on dev."""
-        weights = some.weights or self.evaluation.weights
-        rules = _chosen(weights, dev, some.experts, self.scores.parent / "models" / table.folder)
-        return [
-            (replace(mixture, rule=mixture.rule or rules.get(mixture.weights)), variant)
-            for mixture, variant in planned_mixtures(self.evaluation, some, len(dev.mask) if dev else 0)
-        ]
+    totals: DocumentLosses
+    losses: pa.Table
+    rows: list[Row]
+    priors: Sequence[dict[str, Any]] = ()
+    posteriors: Sequence[pa.Table] = ()
 
 
-def _mixed(scores: Path, domain: str, evaluation: Evaluation, byte_lengths: np.ndarray | None = None) -> _Mixed:
-    found = _Mixed(scores, domain, evaluation, byte_lengths)
+def _mixed(
+    scores: Path, domain: str, evaluation: Evaluation, byte_lengths: np.ndarray | None = None
+) -> list[_Evaluated]:
+    """The evaluations of all tables of a domain, in their order."""
+    found = []
     for table in evaluation.tables:
-        for split in table.splits:
-            refuse_other_model(found.place(table, split), table.columns, scores.parent / "models" / table.folder)
-        (found.add_mixed if table.several else found.add_single)(table)
-    if len({totals.sha256 for totals in found.scored}) > 1:
+        folders = {split: scores / table.folder / f"{domain}.{split}" for split in table.splits}
+        for folder in folders.values():
+            refuse_other_model(folder, table.columns, scores.parent / "models" / table.folder)
+        one = (
+            _several(folders, domain, evaluation, table, byte_lengths)
+            if table.several
+            else _single(folders["test"], domain, evaluation, table, byte_lengths)
+        )
+        found.append(one)
+    if len({one.totals.sha256 for one in found}) > 1:
         raise DemixError(f"domain {domain}", "was scored on different tokens by different models", "score it again")
     return found
+
+
+def _about(evaluation: Evaluation, domain: str, table: Evaluated, some: ExpertSet | None = None) -> dict[str, Any]:
+    """What the rows of a table, or of one of its sets of experts, have in common."""
+    of_set = {"experts": some.label, "n_experts": len(some.experts)} if some else {}
+    return {"domain": domain, "kind": evaluation.kind, "model": table.model, "seed": table.seed} | of_set
+
+
+def _single(
+    test: Path, domain: str, evaluation: Evaluation, table: Evaluated, byte_lengths: np.ndarray | None
+) -> _Evaluated:
+    """The evaluation of a table of one column."""
+    (column,) = table.columns
+    totals = document_losses(test, (column,), byte_lengths=byte_lengths)
+    named = replace(table, model=table.folder) if table.told_apart else table
+    about = _about(evaluation, domain, table)
+    about |= {"n_experts": 1, "experts": column, "method": "dense", "top_k": table.top_k or None}
+    if table.merged:
+        about |= {"experts": "training", "method": "merged"}
+    if table.without:
+        about |= {"experts": left_out(table.without)}
+    for some in table.sets:
+        about |= {"experts": some.label, "method": "naive"}
+    row = _row(about, totals, column, expert=column if table.sets else "", weights=table.merged)
+    return _Evaluated(totals, _losses(domain, named, totals), [row])
+
+
+def _several(
+    folders: Mapping[str, Path],
+    domain: str,
+    evaluation: Evaluation,
+    table: Evaluated,
+    byte_lengths: np.ndarray | None,
+) -> _Evaluated:
+    """The evaluation of a table whose experts are mixed."""
+    dev, test = read_scores(folders["dev"], table.columns) if "dev" in folders else None, folders["test"]
+    scored, model = len(dev.mask) if dev else 0, test.parents[2] / "models" / table.folder
+    planned = {}
+    for some in table.sets:
+        chosen = _chosen(some.weights or evaluation.weights, dev, some.experts, model)
+        planned[some] = list(planned_mixtures(evaluation, some, scored, chosen))
+    mixtures = [mixture for entries in planned.values() for mixture, _ in entries]
+    log_priors = dev_priors(dev, mixtures) if dev else {}
+    for some, entries in planned.items():
+        if tried := Planner(evaluation, some, scored).routed_grid(contexts=1):
+            entries += best_on_dev(folders["dev"], table.columns, tried, log_priors)
+    traced = next((_traced(evaluation, some) for some in table.sets if some.variants), None)
+    totals = document_losses(test, table.columns, mixtures, log_priors, byte_lengths, traced, beside_of(test, mixtures))
+    rows: list[Row] = []
+    priors: list[dict[str, Any]] = []
+    for some, entries in planned.items():
+        about = _about(evaluation, domain, table, some)
+        rows += [*_expert_rows(some, domain, about, totals, dev), *_mixture_rows(entries, about, totals, scored)]
+        # Whoever asks for a prior means that of the run's own model.
+        priors += _prior_rows(entries, about, log_priors) if table.seed == evaluation.seed else ()
+    posteriors = []
+    if dev and traced is not None and totals.posteriors is not None:
+        part = dev.select(traced.experts)
+        path = traced.rule.log_priors(part.scores, part.mask, traced.decay)[:-1]
+        on_dev = traced.rule.posteriors(part.scores, part.mask, path)
+        about = _about(evaluation, domain, table) | {"experts": "training", "seed": evaluation.seed}
+        splits = (("dev", on_dev), ("test", totals.posteriors))
+        posteriors = [_trace(traced, found, about | {"split": split}) for split, found in splits]
+    return _Evaluated(totals, _losses(domain, table, totals), rows, priors, posteriors)
 
 
 def _chosen(
@@ -210,11 +211,11 @@ def _chosen(
     return rules
 
 
-def _traced(evaluation: Evaluation, some: ExpertSet) -> Mixture:
-    return Mixture("updating", some.experts, "history", decay=evaluation.decay)
+def _traced(evaluation: Evaluation, some: ExpertSet) -> PlannedMixture:
+    return PlannedMixture("updating", some.experts, History(), "history", decay=evaluation.decay)
 
 
-def _row(about: dict[str, Any], totals: DocumentLosses, name: str | Mixture, **more: Any) -> Row:
+def _row(about: dict[str, Any], totals: DocumentLosses, name: str | PlannedMixture, **more: Any) -> Row:
     """The row of the expert or the mixture `name`."""
     nll = totals[name]
     tokens, summed = int(totals.tokens.sum()), float(nll.sum())
@@ -249,27 +250,27 @@ def _expert_rows(
 
 
 def _mixture_rows(
-    entries: Iterable[tuple[Mixture, str]], about: dict[str, Any], totals: DocumentLosses, scored: int
+    entries: Iterable[tuple[PlannedMixture, str]], about: dict[str, Any], totals: DocumentLosses, scored: int
 ) -> Iterator[Row]:
     for mixture, variant in entries:
         more: dict[str, Any] = {"method": mixture.method, "top_k": mixture.top_k}
         more |= {"variant": variant, "routing": mixture.routing, "context": mixture.context}
-        more |= {"scorer": mixture.scorer} if mixture.scorer != "paper" else {}
+        more |= {"scorer": mixture.rule.scorer} if mixture.rule.scorer != "paper" else {}
         if mixture.method in FLOORS:
             more |= {"oracle": True, "chosen_on": "test"}
         elif mixture.method != "average":
             more["weights"] = str(mixture.weights)
-            rule = vars(mixture.weights_rule)
+            rule = vars(mixture.rule)
             more |= {name: rule[name] for name in ("beta", "gamma", "alpha", "temperature") if name in rule}
         if mixture.method in ("updating", "cached"):
             more["decay"] = mixture.decay
         if mixture.method == "cached":
-            more["dev_blocks"] = min(blocks_used(mixture.dev_blocks, mixture.scorer), scored)
+            more["dev_blocks"] = min(mixture.rule.blocks_read(mixture.dev_blocks), scored)
         yield _row(about, totals, mixture, **more)
 
 
 def _prior_rows(
-    entries: Iterable[tuple[Mixture, str]], about: dict[str, Any], log_priors: dict[Mixture, np.ndarray]
+    entries: Iterable[tuple[PlannedMixture, str]], about: dict[str, Any], log_priors: dict[PlannedMixture, np.ndarray]
 ) -> Iterator[dict[str, Any]]:
     for mixture, variant in entries:
         fitted = mixture.method == "fitted" and mixture.weights == ""
@@ -280,7 +281,7 @@ def _prior_rows(
                 yield {name: row[name] for name in PRIORS}
 
 
-def _trace(mixture: Mixture, posteriors: np.ndarray, about: dict[str, Any]) -> pa.Table:
+def _trace(mixture: PlannedMixture, posteriors: np.ndarray, about: dict[str, Any]) -> pa.Table:
     """Posteriors [B, E] in long form."""
     blocks, experts = posteriors.shape
     columns = about | {"weights": str(mixture.weights), "decay": mixture.decay}

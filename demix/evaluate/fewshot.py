@@ -22,6 +22,7 @@ from demix.evaluate.task_tables import schema_of
 from demix.files import sha256_file
 from demix.files.batches import write_batches
 from demix.model.checkpoint import describe, expert_lineage, load_experts, refuse_other_tokenizer
+from demix.model.continuations import Continuation, continuation_scores
 from demix.model.device import compute_type, own_device, set_threads
 from demix.model.gpt import GPT
 from demix.model.scoring import columns_of, refuse_not_finite
@@ -93,35 +94,6 @@ def tokens_of(task: str, prompt: Prompt, tokenizer: Tokenizer, length: int) -> t
     return context, labels
 
 
-@torch.no_grad()
-def label_scores(
-    model: GPT, context: np.ndarray, labels: Sequence[np.ndarray], before: int, dtype: torch.dtype | None = None
-) -> tuple[np.ndarray, list[np.ndarray]]:
-    """log p in nats of the tokens of a context [E, N] and, after it, of each label [E, n], under every expert.
-
-    `before` is the token before the context. The context is computed once for all labels.
-    """
-    device, longest = model.token_embedding.device, max(map(len, labels))
-    inputs = torch.from_numpy(np.append(before, context).astype(np.int64))[None, None].to(device)
-    # [1, L, n], padded with the first token, whose scores are left out.
-    padded = np.stack([np.pad(label.astype(np.int64), (0, longest - len(label)), mode="edge") for label in labels])
-    wanted = torch.from_numpy(padded)[None].to(device)
-    past = model.no_past()
-    hidden = model(inputs, dtype=dtype, past=past)  # [E, 1, N + 1, D]
-    scores = model.log_probabilities(hidden[:, :, :-1], inputs[:, :, 1:])[:, 0]
-    first = model.log_probabilities(
-        hidden[:, :, -1:].expand(-1, 1, len(labels), -1), wanted[..., 0][:, None]
-    )  # [E, 1, L]
-    found = first.transpose(1, 2)
-    if longest > 1:
-        same = torch.zeros(len(labels), dtype=torch.int64, device=device)
-        more = [layer.of(same, 1, layer.seen + longest - 1) for layer in past]
-        states = model(wanted[..., :-1], dtype=dtype, past=more)
-        found = torch.cat([found, model.log_probabilities(states, wanted[..., 1:])], 2)  # [E, L, n]
-    of_labels = found.double().cpu().numpy()
-    return scores.double().cpu().numpy(), [of_labels[:, at, : len(label)] for at, label in enumerate(labels)]
-
-
 def _batches(
     trunks: Sequence[GPT],
     asked: Sequence[Prompt],
@@ -138,8 +110,9 @@ def _batches(
             scored: list[list[np.ndarray]] = [[] for _ in some]
             for trunk in trunks:
                 for at, number in enumerate(some):
-                    context, labels = label_scores(trunk, *rows[number], before, dtype)
-                    scored[at].append(np.concatenate([context, *labels], axis=1))
+                    context, labels = rows[number]
+                    asked_for = [Continuation((before, *context.tolist()), tuple(label.tolist())) for label in labels]
+                    scored[at].append(np.concatenate(continuation_scores(trunk, asked_for, dtype), axis=1))
                     advance(1)
             yield pa.concat_batches(
                 _batch(asked[number], *rows[number], np.concatenate(scored[at]), names, schema)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -20,42 +21,33 @@ from demix.evaluate.score_tables import (
     stream_scores,
 )
 from demix.files.batches import counted
-from demix.mix.mixtures import FLOORS, floor, log_mixtures, mixing_rule
-from demix.mix.priors import cached_log_prior, fitted_log_prior, log_prior_path, posterior_trace
+from demix.mix.mixtures import FLOORS, floor, log_mixtures
+from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import DISTANCES, Chunk, PriorAlone, State, WeightsRule
-
-# Experts, weights and scorer: what tells one path of updating priors from another, decays aside.
-_Path = tuple[tuple[str, ...], str | WeightsRule, str]
 
 
 @dataclass(frozen=True)
-class Mixture:
-    """One way to mix `experts`; see `demix.mix.mixtures.mix`. `dev_blocks` make the prior of `cached`.
+class PlannedMixture:
+    """One way to mix the experts of a table (`demix.mix.mixtures.Mixture`), whose prior may still come from dev.
 
-    `rule` is what `weights` stand for, where these leave parameters open. `routing` and `context` name the clustering
-    and the text whose distances the rule reads, if it reads any.
+    `weights` names the rule in tables, where it may leave parameters open. `dev_blocks` make the prior of `cached`.
+    `routing` and `context` name the clustering and the text whose distances the rule reads, if it reads any.
     """
 
     method: str
     experts: tuple[str, ...]
-    weights: str | int = "history"
+    rule: WeightsRule
+    weights: str | int = ""
     decay: float = DECAY
     dev_blocks: int = 100
     top_k: int | None = None
-    scorer: str = "paper"
-    rule: WeightsRule | None = None
     routing: str = ""
     context: str = ""
 
     @property
-    def weights_rule(self) -> WeightsRule:
-        """The rule that weights the experts. Raises DemixError where the weights leave parameters open."""
-        return mixing_rule(self.method, self.rule or self.weights, self.scorer)
-
-    @property
     def by_text(self) -> bool:
         """Whether the text weights the experts."""
-        return self.method not in FLOORS and not isinstance(self.weights_rule, PriorAlone)
+        return not isinstance(self.rule, PriorAlone)
 
 
 @dataclass(frozen=True)
@@ -74,30 +66,28 @@ class DocumentLosses:
     tokens: np.ndarray
     origins: np.ndarray
     experts: dict[str, np.ndarray]
-    mixtures: dict[Mixture, np.ndarray]
+    mixtures: dict[PlannedMixture, np.ndarray]
     byte_count: int | None
     sha256: str
     posteriors: np.ndarray | None
     stretched: np.ndarray
-    stretches: dict[str | Mixture, np.ndarray]
+    stretches: dict[str | PlannedMixture, np.ndarray]
     folds: int = 0
 
-    def __getitem__(self, name: str | Mixture) -> np.ndarray:
+    def __getitem__(self, name: str | PlannedMixture) -> np.ndarray:
         """The losses [D] of an expert or a mixture."""
         return self.experts[name] if isinstance(name, str) else self.mixtures[name]
 
 
-def dev_priors(dev: ScoreTable, mixtures: Iterable[Mixture]) -> dict[Mixture, np.ndarray]:
+def dev_priors(dev: ScoreTable, mixtures: Iterable[PlannedMixture]) -> dict[PlannedMixture, np.ndarray]:
     """The log prior [E] of each `cached` or `fitted` one of `mixtures`, from a domain's dev split."""
-    priors: dict[Mixture, np.ndarray] = {}
+    priors: dict[PlannedMixture, np.ndarray] = {}
     fitted: dict[tuple[str, ...], np.ndarray] = {}
     for mixture in mixtures:
         part = dev.select(mixture.experts)
         if mixture.method == "cached":
-            priors[mixture] = cached_log_prior(
-                part.scores, part.mask, mixture.weights_rule, decay=mixture.decay, blocks=mixture.dev_blocks,
-                scorer=mixture.scorer,
-            )  # fmt: skip
+            decay, blocks = mixture.decay, mixture.dev_blocks
+            priors[mixture] = mixture.rule.cached_log_prior(part.scores, part.mask, decay=decay, blocks=blocks)
         elif mixture.method == "fitted":
             if mixture.experts not in fitted:
                 fitted[mixture.experts] = fitted_log_prior(part.scores, part.mask)
@@ -108,10 +98,10 @@ def dev_priors(dev: ScoreTable, mixtures: Iterable[Mixture]) -> dict[Mixture, np
 def document_losses(
     directory: Path,
     experts: Sequence[str],
-    mixtures: Sequence[Mixture] = (),
-    priors: dict[Mixture, np.ndarray] | None = None,
+    mixtures: Sequence[PlannedMixture] = (),
+    priors: dict[PlannedMixture, np.ndarray] | None = None,
     byte_lengths: np.ndarray | None = None,
-    traced: Mixture | None = None,
+    traced: PlannedMixture | None = None,
     beside: Mapping[str, Beside] | None = None,
 ) -> DocumentLosses:
     """Sum the scores of `experts` in `directory` and the log p of all `mixtures` of them, document by document.
@@ -126,7 +116,7 @@ def document_losses(
     if told := next((mixture for mixture in mixer.mixtures if mixture.by_text), None):
         refuse_evidence(directory, scored_folds(directory, experts), f"{told.method} with weights {told.weights}")
     length = stretch_tokens(count := scored_tokens(directory))
-    names: list[str | Mixture] = [*experts, *mixer.mixtures]
+    names: list[str | PlannedMixture] = [*experts, *mixer.mixtures]
     stretches = np.zeros((len(names), -(-count // length)))
     pieces, byte_count, read = [], 0, 0
     what, files = f"{directory.parent.name} on {directory.name}: tokens", [directory / "tokens.parquet"]
@@ -188,29 +178,39 @@ class _Mixer:
     def __init__(
         self,
         experts: Sequence[str],
-        mixtures: Sequence[Mixture],
-        priors: dict[Mixture, np.ndarray],
+        mixtures: Sequence[PlannedMixture],
+        priors: Mapping[PlannedMixture, np.ndarray],
         beside: Mapping[str, Beside],
-        traced: Mixture | None,
+        traced: PlannedMixture | None,
     ) -> None:
-        every = dict.fromkeys(mixtures if traced is None else (*mixtures, traced))
-        self._floors = [mixture for mixture in every if mixture.method in FLOORS]
-        self._mixed = [mixture for mixture in every if mixture.method not in FLOORS]
-        self._groups = _groups(self._mixed)
-        self._experts, self._priors, self._beside, self._traced = experts, priors, beside, traced
+        self._experts, self._beside, self._traced = experts, beside, traced
+        self._groups: dict[_Group, dict[int | None, list[PlannedMixture]]] = {}
+        # By experts and rule, the mixtures whose priors follow the text, and the priors after the blocks so far.
+        self._updating: dict[tuple[tuple[str, ...], WeightsRule], list[PlannedMixture]] = {}
+        self._after: dict[tuple[tuple[str, ...], WeightsRule], np.ndarray] = {}
         self._states: dict[_Group, State] = {}
-        self._after: dict[_Path, np.ndarray] = {}
-        self._seen = 0
-        ordered = [member for by_top_k in self._groups.values() for members in by_top_k.values() for member in members]
-        self.mixtures = [*ordered, *self._floors]
+        self._fixed: dict[PlannedMixture, np.ndarray] = {}
+        self._seen, floors = 0, []
+        for one in dict.fromkeys(mixtures if traced is None else (*mixtures, traced)):
+            if one.method in FLOORS:
+                floors.append(one)
+                continue
+            if one.method == "updating":
+                self._updating.setdefault((one.experts, one.rule), []).append(one)
+            else:
+                uniform = np.full(len(one.experts), -np.log(len(one.experts)))
+                self._fixed[one] = priors[one] if one.method in ("cached", "fitted") else uniform
+            group = _Group(one.experts, one.rule, one.context, replace(one, top_k=None) if one.rule.by_prior else None)
+            self._groups.setdefault(group, {}).setdefault(one.top_k, []).append(one)
+        by_top_k = [alike for group in self._groups.values() for alike in group.values()]
+        self.mixtures = [*chain(*by_top_k), *floors]
         self.posteriors: list[np.ndarray] = []
 
     def log_p(self, chunk: Blocks) -> Iterator[np.ndarray]:
         """log p [B, K, T] of the next chunk's tokens under the experts, then under `mixtures`, some at a time."""
         yield chunk.scores.transpose(0, 2, 1)
         parts = {some: _columns(chunk.scores, self._experts, some) for some in {one.experts for one in self.mixtures}}
-        log_priors = _updating(parts, chunk.mask, self._mixed, self._after, self._seen)
-        log_priors |= _fixed(parts, self._mixed, self._priors)
+        log_priors = self._log_priors(parts, chunk.mask)
         self._seen += len(chunk.mask)
         for group, by_top_k in self._groups.items():
             part, rule, others = parts[group.experts], group.rule, chunk.beside
@@ -225,11 +225,26 @@ class _Mixer:
             for top_k, members in by_top_k.items():
                 stacked = np.stack([log_priors[member] for member in members], axis=1)
                 yield log_mixtures(part, stacked, evidence, rule.uniform_start, top_k)
-        for one in self._floors:
-            yield floor(parts[one.experts], one.method)[:, None]
+        for one in self.mixtures:
+            if one.method in FLOORS:
+                yield floor(parts[one.experts], one.method)[:, None]
         if (traced := self._traced) is not None:
-            found = posterior_trace(parts[traced.experts], chunk.mask, traced.weights, log_priors[traced])
+            found = traced.rule.posteriors(parts[traced.experts], chunk.mask, log_priors[traced])
             self.posteriors.append(found)
+
+    def _log_priors(
+        self, parts: dict[tuple[str, ...], np.ndarray], mask: np.ndarray
+    ) -> dict[PlannedMixture, np.ndarray]:
+        """log priors [B, E] at the start of the next blocks; all decays of a rule come together."""
+        found = {one: np.broadcast_to(prior, (len(mask), len(prior))) for one, prior in self._fixed.items()}
+        for key, members in self._updating.items():
+            some, rule = key
+            decays = sorted({member.decay for member in members})
+            path = rule.log_priors(parts[some], mask, np.array(decays), (self._after.get(key), self._seen))
+            self._after[key] = path[-1]
+            for member in members:
+                found[member] = path[:-1, decays.index(member.decay)] if path.ndim > 2 else path[:-1]
+        return found
 
 
 @dataclass(frozen=True)
@@ -239,65 +254,13 @@ class _Group:
     experts: tuple[str, ...]
     rule: WeightsRule
     context: str
-    prior: Mixture | None
-
-
-def _groups(mixtures: Iterable[Mixture]) -> dict[_Group, dict[int | None, list[Mixture]]]:
-    """The mixtures by what they share, and by top-k within."""
-    groups: dict[_Group, dict[int | None, list[Mixture]]] = {}
-    for mixture in mixtures:
-        rule = mixture.weights_rule
-        prior = replace(mixture, top_k=None) if rule.by_prior else None
-        group = _Group(mixture.experts, rule, mixture.context, prior)
-        groups.setdefault(group, {}).setdefault(mixture.top_k, []).append(mixture)
-    return groups
+    prior: PlannedMixture | None
 
 
 def _columns(values: np.ndarray, experts: Sequence[str], some: tuple[str, ...]) -> np.ndarray:
     """The values [B, T, E] of `some` of the experts."""
     by_expert = values.transpose(0, 2, 1)
     return by_expert[:, [experts.index(name) for name in some]].transpose(0, 2, 1)
-
-
-def _fixed(
-    parts: dict[tuple[str, ...], np.ndarray], mixtures: list[Mixture], priors: dict[Mixture, np.ndarray]
-) -> dict[Mixture, np.ndarray]:
-    """log priors [B, E] of the mixtures whose prior is the same for all blocks."""
-    fixed = {}
-    for mixture in mixtures:
-        if mixture.method != "updating":
-            blocks, _, experts = parts[mixture.experts].shape
-            known = mixture.method in ("cached", "fitted")
-            prior = priors[mixture] if known else np.full(experts, -np.log(experts))
-            fixed[mixture] = np.broadcast_to(prior, (blocks, experts))
-    return fixed
-
-
-def _updating(
-    parts: dict[tuple[str, ...], np.ndarray],
-    mask: np.ndarray,
-    mixtures: list[Mixture],
-    after: dict[_Path, np.ndarray],
-    seen: int,
-) -> dict[Mixture, np.ndarray]:
-    """log priors [B, E] of the mixtures whose prior follows the text, all decays of a rule together.
-
-    `after` keeps, by rule, the priors after the `seen` blocks before these, and is brought up to date.
-    """
-    found = {}
-    rules: dict[_Path, list[Mixture]] = {}
-    for mixture in mixtures:
-        if mixture.method == "updating":
-            weights = "" if mixture.scorer == "released" else mixture.weights_rule
-            rules.setdefault((mixture.experts, weights, mixture.scorer), []).append(mixture)
-    for rule, members in rules.items():
-        some, weights, scorer = rule
-        decays = sorted({member.decay for member in members})
-        path = log_prior_path(parts[some], mask, weights, np.array(decays), scorer, after.get(rule), seen)
-        after[rule] = path[-1]
-        for member in members:
-            found[member] = path[:-1] if scorer == "released" else path[:-1, decays.index(member.decay)]
-    return found
 
 
 def _between(chunk: Blocks, by_token: np.ndarray, cuts: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -24,10 +24,12 @@ from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.evaluate.score_tables import tokens_sha256
 from demix.files import read_json, write_parquet
-from demix.mix.stream import Posterior
+from demix.mix.mixtures import Mixture
+from demix.mix.rules import History
 from demix.model.checkpoint import describe, expert_lineage, load_experts, refuse_other_tokenizer
 from demix.model.choices import load_without
-from demix.model.decode import Decoder, generate, log_prior_of
+from demix.model.continuations import MixedModel
+from demix.model.decode import generate, log_prior_of
 from demix.model.device import own_device, set_threads
 from demix.model.gpt import GPT
 from demix.model.merge import prior_weights
@@ -149,19 +151,15 @@ def _continued(
     trunks: Sequence[GPT], log_prior: np.ndarray, excerpts: Excerpts, advance: Callable[[int], None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which tokens of the greedy continuations are the documents' own [N, C], and the nll of the latter [N]."""
-    same, nll = [], []
+    mixture, same, nll = MixedModel(trunks, Mixture(History(), log_prior)), [], []
     batch = max(1, LOGITS_AT_ONCE // (trunks[0].vocab_size * len(log_prior)))
     for before, tokens in zip(torch.split(excerpts.before, batch), torch.split(excerpts.tokens, batch), strict=True):
         prompts, wanted = tokens[:, :PROMPT], tokens[:, PROMPT:]
-
-        def read(before: torch.Tensor = before, prompts: torch.Tensor = prompts) -> Decoder:
-            decoder = Decoder(trunks, before, Posterior(log_prior, trunks[0].architecture.context, len(before)))
+        drawing, reading = mixture.decoder(before), mixture.decoder(before)
+        for decoder in (drawing, reading):
             decoder.read(prompts)
-            return decoder
-
-        drawn = torch.cat([token for token, _, _ in generate(read(), CONTINUATION, temperature=0)], 1)
-        same.append(drawn == wanted)
-        scores, log_weights = read().read(wanted)
+        same.append(torch.cat([token for token, _, _ in generate(drawing, CONTINUATION, temperature=0)], 1) == wanted)
+        scores, log_weights = reading.read(wanted)
         nll.append(-(log_weights + scores.permute(1, 2, 0)).logsumexp(-1).sum(1))
         advance(len(before))
     return torch.cat([torch.zeros(0, CONTINUATION, dtype=torch.bool), *same]), torch.cat([torch.zeros(0), *nll])

@@ -27,9 +27,9 @@ from demix.evaluate.choice import mixing_of, switching_on_dev
 from demix.evaluate.score_tables import ScoreTable
 from demix.files import read_parquet
 from demix.files.kinds import TEXT, check_file_kind
-from demix.mix.mixtures import mix, weigh
-from demix.mix.priors import cached_log_prior, fitted_log_prior, updating_log_priors
-from demix.mix.rules import Chunk, Cluster, History, Tempered
+from demix.mix.mixtures import Mixture
+from demix.mix.priors import fitted_log_prior
+from demix.mix.rules import Cluster, History, PriorAlone, Tempered
 from demix.model.checkpoint import CPU, load_experts, refuse_masked
 from demix.model.clusters import clusters_of, has_clusters
 from demix.model.description import Usual
@@ -205,19 +205,20 @@ class Judge:
     def mixed(self, shard: TokenShard, table: ScoreTable) -> dict[str, np.ndarray]:
         """log p [B, T] of a text under each mixture, by name."""
         scores, mask, names, dev = table.scores, table.mask, table.experts, self.dev
-        mixed = {TEMPERED: mix(scores, mask, "uniform", self.tempered)}
-        mixed |= {method: mix(scores, mask, method, decay=DECAY) for method in ("average", "uniform", "updating")}
+        uniform = np.full(len(names), -np.log(len(names)))
+        mixtures = {TEMPERED: Mixture(self.tempered, uniform), "average": Mixture(PriorAlone(), uniform)}
+        mixtures |= {"uniform": Mixture(History(), uniform), "updating": Mixture(History(), uniform, DECAY)}
+        mixed = {name: one.table(scores, mask) for name, one in mixtures.items()}
         if has_clusters(self.model) and {*names} <= {*(clusters := clusters_of(self.model)).open().names}:
             rule, far = Cluster(clusters.temperature), np.zeros_like(scores)
             far[mask] = clusters.distances(names, self.encoder, shard, scores.shape[1])
-            mixed["cluster (uniform prior)"] = mix(scores, mask, "uniform", rule, distances=far)
+            mixed["cluster (uniform prior)"] = Mixture(rule, uniform).table(scores, mask, far)
         if dev is not None:
-            cached = cached_log_prior(dev.scores, dev.mask, "history", decay=DECAY, blocks=DEV_BLOCKS)
+            cached = History().cached_log_prior(dev.scores, dev.mask, decay=DECAY, blocks=DEV_BLOCKS)
             fitted = fitted_log_prior(dev.scores, dev.mask)
-            switching = switching_on_dev(dev, fitted)
-            mixed["cached"] = mix(scores, mask, "cached", log_prior=cached)
-            mixed["fitted"] = mix(scores, mask, "fitted", "", log_prior=fitted)
-            mixed["switching (fitted prior)"] = mix(scores, mask, "fitted", switching, log_prior=fitted)
+            told = {"cached": Mixture(History(), cached), "fitted": Mixture(PriorAlone(), fitted)}
+            told["switching (fitted prior)"] = Mixture(switching_on_dev(dev, fitted), fitted)
+            mixed |= {name: one.table(scores, mask) for name, one in told.items()}
         return mixed
 
     def result(self, text: Path | str, shard: TokenShard) -> OwnText:
@@ -241,9 +242,9 @@ class Judge:
 
         mixtures = [Line(f"best single ({names[best]}), an oracle", *figures(totals[best]))] if mixed else []
         mixtures += [Line(name, *figures(log_p.sum())) for name, log_p in mixed.items()]
-        log_priors = updating_log_priors(History().block_evidence(scores, mask), DECAY)
-        equal = np.full((len(mask), len(names)), -math.log(len(names)))
-        weights = np.exp(weigh(self.tempered, equal, Chunk(scores, mask))[0])[mask].mean(axis=0)
+        log_priors = History().log_priors(scores, mask, DECAY)
+        equal = np.full(len(names), -math.log(len(names)))
+        weights = np.exp(Mixture(self.tempered, equal).weights(scores, mask))[mask].mean(axis=0)
         lines = tuple(
             ExpertLine(
                 name, *figures(total), float(totals.max() - total) / tokens, self.usual.get(name), float(weight),

@@ -18,7 +18,7 @@ from demix.data.cluster import Clusterer, context_distances
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.evaluate.losses import Mixture, document_losses
+from demix.evaluate.losses import PlannedMixture, document_losses
 from demix.evaluate.score_tables import Beside, count_to_score, row_groups
 from demix.files import digest, parquet_reader, read_json
 from demix.files.batches import regrouped, write_batches
@@ -66,7 +66,7 @@ def route(folder: Path, shards: Sequence[Path], tokenizer: Path, routing: Routin
         log.info("%s %s: %d tokens, %d clusters", domain, split, total, len(clusterer.names))
 
 
-def beside_of(table: Path, mixtures: Iterable[Mixture]) -> dict[str, Beside]:
+def beside_of(table: Path, mixtures: Iterable[PlannedMixture]) -> dict[str, Beside]:
     """The distances that `mixtures` read beside the score table scores/<model>/<domain>.<split>, by context.
 
     Raises DemixError for a routing table of another clusterer than that of the run, for experts of the clusters of
@@ -95,10 +95,10 @@ def _beside(run: Path, clustering: str, context: str, table: str, experts: tuple
 
 
 def best_on_dev(
-    dev: Path, columns: Sequence[str], tried: Sequence[Mixture], log_priors: dict[Mixture, np.ndarray]
-) -> list[tuple[Mixture, str]]:
+    dev: Path, columns: Sequence[str], tried: Sequence[PlannedMixture], log_priors: dict[PlannedMixture, np.ndarray]
+) -> list[tuple[PlannedMixture, str]]:
     """Of `tried`, the mixture of lowest loss on the score table `dev` by method and weights; none without a choice."""
-    found: dict[tuple[str, str | int], list[Mixture]] = {}
+    found: dict[tuple[str, str | int], list[PlannedMixture]] = {}
     for mixture in tried:
         found.setdefault((mixture.method, mixture.weights), []).append(mixture)
     losses = document_losses(dev, columns, tried, log_priors, beside=beside_of(dev, tried)).mixtures

@@ -17,9 +17,8 @@ from demix.evaluate.told import FILES_NOTE, HEADS, cells, doubt, headline
 from demix.files import parquet_reader
 from demix.files.json_files import without_nan
 from demix.generate.completions import MAX_TOKENS, Opened, by_expert_of, tokens_of
-from demix.mix.stream import Posterior
 from demix.model.clusters import has_clusters
-from demix.model.decode import Decoder, decoded
+from demix.model.decode import decoded
 from demix.model.description import run_of
 from demix.model.tokenizer import tokenizer_of
 from demix.settings import Items, Text, settings
@@ -123,12 +122,12 @@ class Page:
         another mixture, needs no forward pass.
         """
         model, end = self.model, torch.tensor([self.model.tokenizer.end_of_text])
-        posterior = model.mixture(asked.experts, asked.weights, asked.prior).begin(end.numpy())
+        mixture = model.mixture(asked.experts, asked.weights, asked.prior)
+        posterior = mixture.begin(end.numpy())
         with self.lock:
             if self.last is None or self.last[0] != asked.text:
                 ids = tokens_of(model.tokenizer, asked.text)
-                context = model.trunks[0].architecture.context
-                decoder = Decoder(model.trunks, end, Posterior(np.zeros(len(model.experts)), context))
+                decoder = mixture.decoder(end)
                 first = torch.tensor([ids[:MAX_TOKENS]], dtype=torch.long)
                 self.last = asked.text, ids, decoder.read(first)[0]
             _, every, scores = self.last

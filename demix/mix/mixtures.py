@@ -1,67 +1,71 @@
-"""Mixtures of experts, computed from score tables (docs/concepts.md; paper, section 5.1) without any forward pass."""
+"""Mixtures of experts: tables of whole texts, from scores alone, and streams of texts that grow (docs/concepts.md)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from demix.config.evaluation import DECAY
-from demix.config.mixing import METHODS
-from demix.errors import DemixError
 from demix.mix.logs import log_softmax, logsumexp
-from demix.mix.priors import log_prior_path
-from demix.mix.rules import DISTANCES, Chunk, PriorAlone, State, WeightsRule, released_rule, weights_rule
+from demix.mix.rules import DISTANCES, Chunk, State, WeightsRule
 
 # In hindsight, no mixtures: the floor of `history`, which picks one expert for a block, and that of every rule.
 FLOORS = ("best_block", "best_token")
 # A sum of products of weights below this has lost precision to underflow.
 _SMALL = 1e-290
+# The squared distances [N, E] to the experts' clusters of the texts that end with each of the next tokens [N].
+Distances = Callable[[np.ndarray], np.ndarray]
 
 
-def mix(
-    scores: np.ndarray,
-    mask: np.ndarray,
-    method: str,
-    weights: str | int | WeightsRule = "history",
-    *,
-    decay: float = DECAY,
-    log_prior: np.ndarray | None = None,
-    top_k: int | None = None,
-    distances: np.ndarray | None = None,
-) -> np.ndarray:
-    """log p [B, T] in nats of each token under the mixture of experts (paper, Eq. 4).
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """E experts whose weights follow the text by `rule`, from the prior `log_prior` [E], or [B, E] by block.
 
-    `scores` [B, T, E] and `mask` [B, T] are as in `demix.mix.priors`; the result is 0 at padding. `method` is
-    `average` (equal weights, no posterior), or a posterior with the prior `uniform`, `updating` (with `decay`),
-    `cached` or `fitted` (`log_prior` [E], from `cached_log_prior` or `fitted_log_prior`, or [B, E] for a prior of each
-    block). `distances` [B, T, E] are the squared distances of the text before each token to the experts' clusters, for
-    weights that need them. Raises DemixError for an unknown method, for a missing prior, and for an updating prior with
-    weights that see earlier blocks.
+    Without `decay` every block begins with the prior. With `decay` only the first block does, and the priors of later
+    blocks follow the updating rule (paper, Eq. 7). Equal weights without a posterior are those of `PriorAlone` and a
+    uniform prior. `top_k` keeps the k `likeliest` experts at each token. `table` mixes texts whose scores are known;
+    texts that grow have a `Stream`.
     """
-    blocks, _, experts = scores.shape
-    rule = mixing_rule(method, weights)
-    log_priors = np.full((blocks, experts), -np.log(experts))
-    if method in ("cached", "fitted"):
-        if log_prior is None:
-            raise DemixError(f"method {method}", "was given no prior", f"compute one with {method}_log_prior")
-        log_priors[:] = log_prior
-    elif method == "updating":
-        log_priors = log_prior_path(scores, mask, weights, decay)[:-1]
-    beside = {} if distances is None else {DISTANCES: distances}
-    evidence, _ = rule.evidence(Chunk(scores, mask, beside), rule.begin(log_priors[0]))
-    mixed = log_mixtures(scores, log_priors[:, None], evidence, rule.uniform_start, top_k)[:, 0]
-    return np.where(mask, mixed, 0.0)
 
+    rule: WeightsRule
+    log_prior: np.ndarray
+    decay: float | None = None
+    top_k: int | None = None
 
-def mixing_rule(method: str, weights: str | int | WeightsRule, scorer: str = "paper") -> WeightsRule:
-    """The weights rule of a method and a scorer: that of `weights`, of published code, or the prior for `average`."""
-    if method not in METHODS:
-        raise DemixError(f"method {method}", "is not known", f"use one of {', '.join(METHODS)}")
-    rule = (released_rule if scorer == "released" else weights_rule)(weights)
-    return PriorAlone() if method == "average" else rule
+    def log_priors(self, scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """log π [B, E] at the start of each block. Axes are those of `demix.mix.priors`.
+
+        Raises DemixError for an updating prior with a rule that sees earlier blocks.
+        """
+        if self.decay is not None:
+            return self.rule.log_priors(scores, mask, self.decay, (self.log_prior, 0))[:-1]
+        return np.broadcast_to(self.log_prior, (len(scores), scores.shape[2]))
+
+    def table(self, scores: np.ndarray, mask: np.ndarray, distances: np.ndarray | None = None) -> np.ndarray:
+        """log p [B, T] in nats of each token of a text (paper, Eq. 4), 0 at padding.
+
+        `scores` [B, T, E] and `mask` [B, T] are as in `demix.mix.priors`. `distances` [B, T, E] are the squared
+        distances of the text before each token to the experts' clusters, for rules that need them.
+        """
+        log_priors, evidence = self._evidence(scores, mask, distances)
+        mixed = log_mixtures(scores, log_priors[:, None], evidence, self.rule.uniform_start, self.top_k)[:, 0]
+        return np.where(mask, mixed, 0.0)
+
+    def weights(self, scores: np.ndarray, mask: np.ndarray, distances: np.ndarray | None = None) -> np.ndarray:
+        """log g [B, T, E], by which `table` mixes each token."""
+        return keep_top(log_weights(*self._evidence(scores, mask, distances), self.rule.uniform_start), self.top_k)
+
+    def _evidence(
+        self, scores: np.ndarray, mask: np.ndarray, distances: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        log_priors = self.log_priors(scores, mask)
+        beside = {} if distances is None else {DISTANCES: distances}
+        return log_priors, self.rule.evidence(Chunk(scores, mask, beside), self.rule.begin(log_priors[0]))[0]
 
 
 def floor(scores: np.ndarray, method: str) -> np.ndarray:
     """log p [B, T] of each token under the expert that is best in hindsight, in its block or at the token itself.
 
-    `scores` are as in `mix`; `method` is one of `FLOORS`.
+    `scores` are as in `Mixture.table`; `method` is one of `FLOORS`.
     """
     if method == "best_token":
         highest: np.ndarray = scores.max(axis=2)
@@ -127,17 +131,6 @@ def log_mixtures(
     return mixed
 
 
-def weigh(
-    rule: WeightsRule, log_priors: np.ndarray, chunk: Chunk, state: State | None = None
-) -> tuple[np.ndarray, State]:
-    """log g [B, T, E] by `rule` of the tokens of a chunk whose blocks have the priors `log_priors` [B, E].
-
-    Also returns the rule's state after the chunk. Without `state` the text begins with the chunk.
-    """
-    evidence, after = rule.evidence(chunk, rule.begin(log_priors[0]) if state is None else state)
-    return log_weights(log_priors, evidence, rule.uniform_start), after
-
-
 def keep_top(log_g: np.ndarray, k: int | None) -> np.ndarray:
     """The k `likeliest` weights of `log_g` [..., E] at each token, renormalised; the others become -inf.
 
@@ -156,3 +149,80 @@ def likeliest(weights: np.ndarray, k: int) -> np.ndarray:
     place = -min(k, weights.shape[-1])
     kept: np.ndarray = weights >= np.partition(weights, place, axis=-1)[..., place, None]
     return kept
+
+
+class Stream:
+    """The weights of the E experts of a mixture on B growing texts, cut into blocks of `length` tokens.
+
+    `log_weights` [B, E] float64 are log g, the weights that predict the next token (paper, Eq. 5-6). A rule that reads
+    distances takes them from `distances`, one function for each text, whose first call is given the token before the
+    text, `before` [B].
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        length: int,
+        texts: int = 1,
+        distances: Sequence[Distances] = (),
+        before: np.ndarray | None = None,
+    ):
+        prior = np.asarray(mixture.log_prior, np.float64)
+        prior = prior - np.logaddexp.reduce(prior)
+        self.mixture, self.length, self.seen = mixture, length, 0
+        self._rule, self._distances = mixture.rule, distances
+        self._log_priors = np.tile(prior, (texts, 1))
+        self._states: list[State] = [self._rule.begin(prior)] * texts
+        # The block so far, which the states lack, with the distances before each of its tokens and the next one.
+        self._scores = np.zeros((texts, 0, len(prior)))
+        self._far = self._measured(np.zeros((texts, 1)) if before is None else before[:, None])
+        self.log_weights = self._weigh()[:, -1]
+
+    @property
+    def room(self) -> int:
+        """The number of tokens that still fit into the block. It is at least 1, because a full block ends at once."""
+        return self.length - self.seen % self.length
+
+    def observe(self, scores: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Take log p [E, B, N] of the next `tokens` [B, N]; returns log g [B, N, E], which predicted each token."""
+        rows = np.asarray(scores, np.float64).transpose(1, 2, 0)
+        used = [self.log_weights[:, None][:, :0]]
+        while rows.shape[1]:
+            room, held = self.room, self._scores.shape[1]
+            self._scores = np.concatenate([self._scores, rows[:, :room]], axis=1)
+            self._far = np.concatenate([self._far, self._measured(tokens[:, :room])], axis=1)
+            self.seen += min(room, rows.shape[1])
+            log_g = self._weigh()
+            used.append(log_g[:, held:-1])
+            self.log_weights = log_g[:, -1]
+            if self.room == self.length:
+                self._begin_block()
+            rows, tokens = rows[:, room:], tokens[:, room:]
+        return np.concatenate(used, axis=1)
+
+    def _weigh(self) -> np.ndarray:
+        """log g [B, N + 1, E] of the N tokens held and of the next one, whose own score changes no weight."""
+        scores = np.pad(self._scores, ((0, 0), (0, 1), (0, 0)))
+        evidence = np.empty_like(scores)
+        for text, state in enumerate(self._states):
+            evidence[text] = self._rule.evidence(self._chunk(scores[text], self._far[text]), state)[0][0]
+        return keep_top(log_weights(self._log_priors, evidence, self._rule.uniform_start), self.mixture.top_k)
+
+    def _begin_block(self) -> None:
+        if self.mixture.decay is not None:
+            blocks, mask = self.seen // self.length - 1, np.ones((1, self.length), bool)
+            for prior, scores in zip(self._log_priors, self._scores, strict=True):
+                prior[:] = self._rule.log_priors(scores[None], mask, self.mixture.decay, (prior, blocks))[-1]
+        whole = [self._chunk(scores, far[:-1]) for scores, far in zip(self._scores, self._far, strict=True)]
+        self._states = [self._rule.evidence(*each)[1] for each in zip(whole, self._states, strict=True)]
+        self._scores, self._far = self._scores[:, :0], self._far[:, -1:]
+        self.log_weights = self._weigh()[:, -1]
+
+    def _chunk(self, scores: np.ndarray, far: np.ndarray) -> Chunk:
+        return Chunk(scores[None], np.ones((1, len(scores)), bool), {DISTANCES: far[None]})
+
+    def _measured(self, tokens: np.ndarray) -> np.ndarray:
+        """The distances [B, N, E] after each of `tokens` [B, N]; without experts where no rule reads them."""
+        if not self._distances:
+            return np.zeros((*tokens.shape, 0))
+        return np.stack([far(row) for far, row in zip(self._distances, tokens, strict=True)])

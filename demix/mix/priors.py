@@ -12,10 +12,13 @@ from scipy.optimize import nnls
 from threadpoolctl import threadpool_limits
 
 from demix.mix.logs import log_softmax
-from demix.mix.rules import WeightsRule, weights_rule
 
 # The decay of the released code: its ewm(alpha=0.3) keeps 0.7 of the prior from block to block.
 RELEASED_DECAY = 0.7
+Decay = float | np.ndarray
+# The prior of the first block, None for a uniform one, and the number of blocks before it: to go on after a chunk of a
+# text, the last row of its priors, and how many blocks it had with all before it.
+First = tuple[np.ndarray | None, int]
 # How many nats per token the fitted prior may miss of the best.
 FITTED = 1e-9
 # Of all priors of the least loss, half of this times the sum of their squares chooses the one nearest to equal weights.
@@ -28,26 +31,23 @@ _ROUNDING = 1e-12
 _TOKENS = 8192
 
 
-def updating_log_priors(
-    block_evidence: np.ndarray, decay: float | np.ndarray, first: np.ndarray | None = None, seen: int = 0
-) -> np.ndarray:
+def updating_log_priors(block_evidence: np.ndarray, decay: Decay, first: First = (None, 0)) -> np.ndarray:
     """log prior [B + 1, E] at the start of each block and after the last one (paper, Eq. 7).
 
-    The first prior is `first`, uniform without it. Prior b is proportional to the sum over earlier blocks b' of
-    decay^(b - b') times the posterior after block b'. The `cached` prior is the last row. With decays [D], the result
-    is [B + 1, D, E]. To continue after `seen` blocks, pass the last row of their result as `first`.
+    Prior b is proportional to the sum over earlier blocks b' of decay^(b - b') times the posterior after block b'. The
+    `cached` prior is the last row. With decays [D], the result is [B + 1, D, E].
     """
-    blocks, experts = block_evidence.shape
+    (blocks, experts), (start, seen) = block_evidence.shape, first
     decays = np.asarray(decay)[..., None]
     log_priors = np.full((blocks + 1, *decays.shape[:-1], experts), -np.log(experts))
     total = np.full(log_priors.shape[1:], -np.inf)
-    if first is not None:
-        log_priors[0] = first
+    if start is not None:
+        log_priors[0] = start
         if seen:
             # The weights of the sum over the `seen` blocks add up to decay + decay² + … + decay^seen.
             with np.errstate(invalid="ignore"):
                 series = -decays * np.expm1(seen * np.log(decays)) / (1 - decays)
-            total = first + np.log(np.where(decays == 1, seen, series))
+            total = start + np.log(np.where(decays == 1, seen, series))
     for block in range(blocks):
         posterior = _normalised(log_priors[block] + block_evidence[block])
         total = np.log(decays) + np.logaddexp(total, posterior)
@@ -55,17 +55,17 @@ def updating_log_priors(
     return log_priors
 
 
-def released_log_priors(scores: np.ndarray, mask: np.ndarray, first: np.ndarray | None, seen: int) -> np.ndarray:
+def released_log_priors(scores: np.ndarray, mask: np.ndarray, first: First = (None, 0)) -> np.ndarray:
     """log prior [B + 1, E] at the start of each block and after the last one, as in the paper's published code.
 
     Blocks form batches of two with one prior. The posterior of a block is the weights at its last position, which
     depend on the prior and the second-to-last token alone. The posterior of a batch is the mean of its blocks'
-    posteriors, and the prior is the `ewm(alpha=0.3, adjust=False)` of the batches' posteriors. To continue after `seen`
-    blocks, an even number, pass the last row of their result as `first`.
+    posteriors, and the prior is the `ewm(alpha=0.3, adjust=False)` of the batches' posteriors. The number of blocks
+    before these is even.
     """
-    blocks, _, experts = scores.shape
+    (blocks, _, experts), (start, seen) = scores.shape, first
     log_priors = np.full((blocks + 1, experts), -np.log(experts))
-    prior = log_priors[0].copy() if first is None else first
+    prior = log_priors[0].copy() if start is None else start
     lengths = mask.sum(axis=1)
     last = scores[np.arange(blocks), np.maximum(lengths - 2, 0)]
     for block in range(0, blocks, 2):
@@ -81,39 +81,6 @@ def released_log_priors(scores: np.ndarray, mask: np.ndarray, first: np.ndarray 
         )
     log_priors[blocks] = prior
     return log_priors
-
-
-def log_prior_path(
-    scores: np.ndarray,
-    mask: np.ndarray,
-    weights: str | int | WeightsRule,
-    decay: float | np.ndarray,
-    scorer: str = "paper",
-    first: np.ndarray | None = None,
-    seen: int = 0,
-) -> np.ndarray:
-    """The updating log prior [B + 1, E] at the start of each block and after the last one.
-
-    `decay`, `first` and `seen` are as in `updating_log_priors`. The `released` scorer has its own decay and weights.
-    """
-    if scorer == "released":
-        return released_log_priors(scores, mask, first, seen)
-    return updating_log_priors(weights_rule(weights).block_evidence(scores, mask), decay, first, seen)
-
-
-def cached_log_prior(
-    scores: np.ndarray,
-    mask: np.ndarray,
-    weights: str | int | WeightsRule,
-    *,
-    decay: float,
-    blocks: int,
-    scorer: str = "paper",
-) -> np.ndarray:
-    """The cached log prior [E]: the updating prior after the first `blocks` blocks of a domain's dev split."""
-    used = blocks_used(blocks, scorer)
-    log_prior: np.ndarray = log_prior_path(scores[:used], mask[:used], weights, decay, scorer)[-1]
-    return log_prior
 
 
 def fitted_log_prior(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -202,20 +169,6 @@ def accuracy_log_priors(right: np.ndarray) -> np.ndarray:
     sums = np.cumsum(np.concatenate([np.full((1, experts), 1 / experts), shares]), axis=0)
     log_priors: np.ndarray = np.log(sums[:-1] / counts)
     return log_priors
-
-
-def blocks_used(blocks: int, scorer: str = "paper") -> int:
-    """The number of dev blocks that make a cached prior of `blocks`; the released code uses `blocks` + 1 pairs."""
-    return 2 * (blocks + 1) if scorer == "released" else blocks
-
-
-def posterior_trace(
-    scores: np.ndarray, mask: np.ndarray, weights: str | int | WeightsRule, log_priors: np.ndarray
-) -> np.ndarray:
-    """The posterior [B, E] after each block, from the log priors [B, E] at its start (paper, Eq. 5-6)."""
-    logs = log_priors + weights_rule(weights).block_evidence(scores, mask)
-    posterior: np.ndarray = np.exp(log_softmax(logs))
-    return posterior
 
 
 def _normalised(logs: np.ndarray) -> np.ndarray:

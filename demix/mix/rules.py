@@ -15,7 +15,8 @@ import numpy as np
 
 from demix.config.mixing import Weights, parsed_weights
 from demix.errors import DemixError
-from demix.mix.logs import decaying_sums
+from demix.mix.logs import decaying_sums, log_softmax
+from demix.mix.priors import Decay, First, released_log_priors, updating_log_priors
 
 # What a rule that weights experts by their clusters reads beside the scores: squared distances [B, T, E].
 DISTANCES = "distances"
@@ -49,11 +50,13 @@ class WeightsRule(ABC):
     """The evidence of the text so far for each expert. Rules are frozen and hashable, so equal rules share evidence.
 
     With `uniform_start`, the first token of a block gets equal weights for any prior. With `by_prior`, the evidence
-    depends on the prior, so mixtures with different priors do not share their evidence.
+    depends on the prior, so mixtures with different priors do not share their evidence. `scorer` is `released` for the
+    rules of published code.
     """
 
     uniform_start: ClassVar[bool] = False
     by_prior: ClassVar[bool] = False
+    scorer: ClassVar[str] = "paper"
 
     def begin(self, log_prior: np.ndarray) -> State:
         """The state before the first block of a text, for a text with the log prior `log_prior` [E]."""
@@ -69,6 +72,28 @@ class WeightsRule(ABC):
         A rule that sees earlier blocks raises DemixError: an updating or cached prior would count their evidence twice.
         """
         raise DemixError(f"weights {self}", "see more than one block", "use them with the prior uniform or fitted")
+
+    def posteriors(self, scores: np.ndarray, mask: np.ndarray, log_priors: np.ndarray) -> np.ndarray:
+        """The posterior [B, E] after each block, from the log priors [B, E] at its start (paper, Eq. 5-6)."""
+        posteriors: np.ndarray = np.exp(log_softmax(log_priors + self.block_evidence(scores, mask)))
+        return posteriors
+
+    def log_priors(self, scores: np.ndarray, mask: np.ndarray, decay: Decay, first: First = (None, 0)) -> np.ndarray:
+        """The updating log prior [B + 1, E] at the start of each block and after the last one (paper, Eq. 7).
+
+        `decay` and `first` are as in `updating_log_priors`.
+        """
+        return updating_log_priors(self.block_evidence(scores, mask), decay, first)
+
+    def blocks_read(self, dev_blocks: int) -> int:
+        """The number of blocks that make the cached prior of `dev_blocks`."""
+        return dev_blocks
+
+    def cached_log_prior(self, scores: np.ndarray, mask: np.ndarray, *, decay: float, blocks: int) -> np.ndarray:
+        """The cached log prior [E]: the updating prior after the first `blocks` blocks of a domain's dev split."""
+        read = self.blocks_read(blocks)
+        log_prior: np.ndarray = self.log_priors(scores[:read], mask[:read], decay)[-1]
+        return log_prior
 
 
 @dataclass(frozen=True)
@@ -125,6 +150,21 @@ class Released(Window):
 
     uniform_start: ClassVar[bool] = True
     tokens: int = 1
+
+
+@dataclass(frozen=True)
+class ReleasedScorer(Released):
+    """The whole scorer of that code: its weights are those of `Released`, and its priors and its decay its own."""
+
+    scorer: ClassVar[str] = "released"
+
+    def log_priors(self, scores: np.ndarray, mask: np.ndarray, decay: Decay, first: First = (None, 0)) -> np.ndarray:
+        """See `released_log_priors`; any `decay` stands for its own."""
+        return released_log_priors(scores, mask, first)
+
+    def blocks_read(self, dev_blocks: int) -> int:
+        """See `WeightsRule.blocks_read`: that code reads one pair of blocks more than it names."""
+        return 2 * (dev_blocks + 1)
 
 
 @dataclass(frozen=True)
@@ -268,6 +308,8 @@ class ReleasedCluster(Cluster):
     which is that of the empty text. The first token of all has no row before its own, and takes that.
     """
 
+    scorer: ClassVar[str] = "released"
+
     def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
         """See `WeightsRule.evidence`. The state is the last row, its document, and whether it begins this."""
         distances, tokens = _distances(chunk), int(chunk.mask.sum())
@@ -320,13 +362,9 @@ def weights_rule(weights: str | int | Weights | WeightsRule) -> WeightsRule:
     return Window(parsed.window) if parsed.window else CLASSES[parsed.family](*parsed.parameters)
 
 
-def released_rule(weights: str | int | Weights | WeightsRule) -> WeightsRule:
-    """The rule of published code in the place of `weights`: of c-BTM's for weights by clusters, else of DEMix's.
-
-    Raises the errors of `weights_rule`.
-    """
-    rule = weights_rule(weights)
-    return ReleasedCluster(rule.temperature) if isinstance(rule, Cluster) else Released()
+def released_rule(rule: WeightsRule) -> WeightsRule:
+    """The rule of published code in the place of `rule`: of c-BTM's for weights by clusters, else of DEMix's."""
+    return ReleasedCluster(rule.temperature) if isinstance(rule, Cluster) else ReleasedScorer()
 
 
 def _distances(chunk: Chunk) -> np.ndarray:

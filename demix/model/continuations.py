@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from demix.data.cluster import Contexts
 from demix.data.shards import cut
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError, nearest
-from demix.mix.mixtures import keep_top
-from demix.mix.stream import Posterior
-from demix.model.decode import Decoder, domains_of, log_prior_of, named_prior, posteriors_of, weights_of
+from demix.mix.mixtures import Distances, Mixture, Stream
+from demix.mix.rules import weights_rule
+from demix.model.clusters import clusters_of
+from demix.model.decode import Decoder, domains_of, log_prior_of, named_prior, weights_of
 from demix.model.gpt import GPT
 from demix.model.heads import ROWS_AT_ONCE
 from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, columns_of, trunk_log_probabilities
@@ -38,13 +40,13 @@ T = TypeVar("T")
 class MixedModel:
     """A mixture of the E experts of a model, as `demix.model.decode.Decoder` has it, for any number of texts.
 
-    `begin` returns the posterior of B new texts, given the tokens [B] before them. `domain` is the domain whose token
-    stands before every block of a domain-token model, of which E is 1.
+    `contexts` are those of a text whose distances to the experts' clusters the rule reads. `domain` is the domain whose
+    token stands before every block of a domain-token model, of which E is 1.
     """
 
     trunks: Sequence[GPT]
-    begin: Callable[[np.ndarray], Posterior]
-    top_k: int | None = None
+    mixture: Mixture
+    contexts: Contexts | None = None
     domain: str | None = None
 
     @property
@@ -57,9 +59,22 @@ class MixedModel:
         """The number of tokens of a block, T."""
         return self.trunks[0].architecture.context
 
+    def begin(self, before: np.ndarray) -> Stream:
+        """The weights on B new texts, given the tokens `before` [B]."""
+        if (contexts := self.contexts) is None:
+            return Stream(self.mixture, self.context, len(before))
+        # The prior leaves out the experts without a cluster, whatever their distance.
+        columns = [contexts.names.index(name) if name in contexts.names else 0 for name in self.experts]
+
+        def of_a_text() -> Distances:
+            own = contexts.anew()
+            return lambda tokens: own.distances(tokens)[:, columns].astype(np.float64)
+
+        return Stream(self.mixture, self.context, len(before), [of_a_text() for _ in before], before)
+
     def decoder(self, before: Tensor) -> Decoder:
         """The decoder of B texts that begin after the tokens `before` [B]."""
-        return Decoder(self.trunks, before, self.begin(before.cpu().numpy()), top_k=self.top_k, domain=self.domain)
+        return Decoder(self.trunks, before, self.begin(before.cpu().numpy()), self.domain)
 
     def after(self, tokenizer: Tokenizer, text: str) -> Decoder:
         """The decoder of one text that begins with `text`, which stands after `end_of_text`."""
@@ -72,8 +87,7 @@ class MixedModel:
 
         `scores` [E, B, N] are those of the experts, float64; `before` [B] are the tokens before the texts.
         """
-        posterior = self.begin(before.cpu().numpy())
-        log_g = torch.from_numpy(keep_top(posterior.observe(scores.numpy(), tokens.cpu().numpy()), self.top_k))
+        log_g = torch.from_numpy(self.begin(before.cpu().numpy()).observe(scores.numpy(), tokens.cpu().numpy()))
         return (log_g + scores.permute(1, 2, 0)).logsumexp(-1), log_g
 
 
@@ -85,13 +99,15 @@ def mixture_of(
     prior: str = "",
     experts: Sequence[str] | None = None,
     top_k: int | None = None,
+    domain: str | None = None,
 ) -> MixedModel:
     """The mixture of the experts of `trunks`, those of the model in `directory`; of the `top_k` likeliest at a token.
 
     `weights` and `prior` are names as in `weights_of` and `named_prior`. Only `experts` are mixed, by default all: the
-    others have the prior 0. Raises DemixError for an unknown expert, rule or prior.
+    others have the prior 0. `domain` is as in `MixedModel`. Raises DemixError for an unknown expert, rule or prior, and
+    for weights by distance and an expert that the prior allows and that has no cluster.
     """
-    names = columns_of(trunks)
+    names = columns_of(trunks) if domain is None else (domain,)
     rule = weights_of(weights, directory)
     log_prior, decay = named_prior(prior, directory, names, rule)
     if experts is not None:
@@ -100,8 +116,14 @@ def mixture_of(
             raise DemixError("experts", f"{unknown[0]!r:.40} is no expert of this model", cure)
         known = dict(zip(names, np.exp(log_prior).tolist(), strict=True))
         log_prior = log_prior_of(names, {name: known[name] for name in experts})
-    length = trunks[0].architecture.context
-    return MixedModel(trunks, posteriors_of(rule, log_prior, directory, names, tokenizer, length, decay), top_k)
+    contexts = None
+    if rule.rules.routed:
+        contexts = clusters_of(directory).contexts(tokenizer, trunks[0].architecture.context)
+        for name, weight in zip(names, log_prior, strict=True):
+            if weight > -np.inf and name not in contexts.names:
+                cause = f"need one cluster per expert; {name} has none"
+                raise DemixError(f"--weights {rule.family}", cause, "use other weights or experts")
+    return MixedModel(trunks, Mixture(weights_rule(rule), log_prior, decay, top_k), contexts, domain)
 
 
 @dataclass(frozen=True)
@@ -170,6 +192,17 @@ def text_scores(
             yield number, scores, log_p[0], log_g[0]
 
 
+def continuation_scores(
+    model: GPT, wanted: Sequence[Continuation], dtype: torch.dtype | None = None
+) -> list[np.ndarray]:
+    """log p in nats of the tokens of a context after its first [E, N], and of each of its continuations [E, n].
+
+    They are under every expert of `model`, float64. `wanted` have the same context, which is computed once.
+    """
+    scores, before = _Batch.made(wanted).passed(model, None, dtype)[0].numpy(), len(wanted[0].context) - 1
+    return [scores[:, 0, :before], *(scores[:, at, before:][:, : len(one.tokens)] for at, one in enumerate(wanted))]
+
+
 def continuation_log_probabilities(
     mixture: MixedModel,
     wanted: Sequence[Continuation],
@@ -220,7 +253,7 @@ def next_likeliest(
         before = text[min(start + mixture.context, len(text)) - 1]
         passed = [one.passed(trunk, mixture.domain) for trunk in mixture.trunks]
         scores = _finite(passed)
-        log_g = torch.from_numpy(keep_top(posterior.observe(scores.numpy(), one.targets.numpy()), mixture.top_k))
+        log_g = torch.from_numpy(posterior.observe(scores.numpy(), one.targets.numpy()))
         log_p = (log_g + scores.permute(1, 2, 0)).logsumexp(-1)[0].tolist()
         likeliest = []
         for first in range(0, len(log_p), rows):
@@ -267,7 +300,7 @@ class _Batch:
         return int(self.asked.sum())
 
     @torch.no_grad()
-    def passed(self, model: GPT, domain: str | None) -> tuple[Tensor, Tensor]:
+    def passed(self, model: GPT, domain: str | None, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """log p [E, R, N] of the targets, float64, and the states [E, tokens, D] that predict those asked for."""
         device, s = model.token_embedding.device, self.shared
         inputs, targets, of = self.inputs.to(device), self.targets.to(device), self.of.to(device)
@@ -276,10 +309,10 @@ class _Batch:
             past = model.no_past(inputs.shape[1])
             # The first continuation of each context.
             rows = torch.searchsorted(of, torch.arange(int(self.of[-1]) + 1, device=device))
-            hidden = model(inputs[None, rows, :s], domains_of(model, domain, len(rows)), past=past)
+            hidden = model(inputs[None, rows, :s], domains_of(model, domain, len(rows)), dtype, past)
             scores.append(model.log_probabilities(hidden, targets[None, rows, :s])[:, of])
             past = [layer.of(of, len(rows)) for layer in past]
-        hidden = model(inputs[None, :, s:], domains_of(model, domain, len(inputs)), past=past)
+        hidden = model(inputs[None, :, s:], domains_of(model, domain, len(inputs)), dtype, past)
         scores.append(model.log_probabilities(hidden, targets[None, :, s:]))
         return torch.cat(scores, 2).double().cpu(), hidden[:, self.asked[:, s:].to(device)]
 

@@ -20,9 +20,7 @@ from demix.config.evaluation import DECAY
 from demix.config.mixing import DEFAULTS, Weights, parsed_weights
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError, nearest
-from demix.mix.mixtures import keep_top
-from demix.mix.rules import weights_rule
-from demix.mix.stream import Distances, Posterior
+from demix.mix.mixtures import Stream
 from demix.model.checkpoint import CPU, load_experts
 from demix.model.clusters import clusters_of
 from demix.model.description import run_of, tempered_of
@@ -40,22 +38,14 @@ class Decoder:
 
     `trunks` hold the E experts together, as `load_experts` returns them. `before` [B] are the tokens before the texts.
     `posterior` holds the weights of the experts on the B empty texts. All experts read the same texts. The decoder
-    keeps each expert's keys and values; the experts of a trunk share those of the first layer. With `top_k`, only that
-    many likeliest experts are mixed at each token. `domain` is the domain whose token stands before every block of a
-    domain-token model, its only expert.
+    keeps each expert's keys and values; the experts of a trunk share those of the first layer. `domain` is the domain
+    whose token stands before every block of a domain-token model, its only expert.
     """
 
     @torch.no_grad()
-    def __init__(
-        self,
-        trunks: Sequence[GPT],
-        before: Tensor,
-        posterior: Posterior,
-        top_k: int | None = None,
-        domain: str | None = None,
-    ):
+    def __init__(self, trunks: Sequence[GPT], before: Tensor, posterior: Stream, domain: str | None = None):
         refuse_other_models(trunks, domain)
-        self._top_k, self._domain = top_k, domain
+        self._domain = domain
         if posterior.length != trunks[0].architecture.context:
             raise DemixError("posterior", "has a block length other than the model's context", "use the context")
         self.trunks, self.posterior = trunks, posterior
@@ -80,8 +70,7 @@ class Decoder:
             rest = self._see(piece[:, :-1] if ends else piece, piece[:, 1:])
             scored = torch.cat([first, rest], 2).double().cpu()
             scores.append(scored)
-            log_g = keep_top(self.posterior.observe(scored.numpy(), piece.cpu().numpy()), self._top_k)
-            weights.append(torch.from_numpy(log_g))
+            weights.append(torch.from_numpy(self.posterior.observe(scored.numpy(), piece.cpu().numpy())))
             if ends:
                 self._see(piece[:, -1:], piece[:, :0], new_block=True)
         E, B = self._predicted.shape[:2]
@@ -90,7 +79,7 @@ class Decoder:
     @torch.no_grad()
     def next_log_probabilities(self) -> Tensor:
         """log p [B, V] of the next token of each text under the mixture (paper, Eq. 4)."""
-        log_weights = torch.from_numpy(keep_top(self.posterior.log_weights, self._top_k))
+        log_weights = torch.from_numpy(self.posterior.log_weights)
         return (log_weights.T[..., None].to(self._predicted) + self._predicted).logsumexp(0)
 
     def _see(self, inputs: Tensor, targets: Tensor, new_block: bool = False) -> Tensor:
@@ -267,38 +256,6 @@ def named_prior(
     if not set(experts) <= found.keys():
         found = prior_weights(path, model, domain, "all", kind)
     return log_prior_of(experts, {expert: found[expert] for expert in experts if expert in found}), None
-
-
-def posteriors_of(
-    weights: Weights,
-    log_prior: np.ndarray,
-    directory: Path,
-    experts: Sequence[str],
-    tokenizer: Tokenizer,
-    length: int,
-    decay: float | None,
-) -> Callable[[np.ndarray], Posterior]:
-    """A function that begins the posterior of B texts, given the tokens [B] before them.
-
-    The posterior is over `experts` of the model in `directory`, in blocks of `length` tokens.
-    Raises DemixError for weights by distance and an expert that the prior allows and that has no cluster.
-    """
-    rule = weights_rule(weights)
-    if not weights.rules.routed:
-        return lambda before: Posterior(log_prior, length, len(before), decay, rule)
-    contexts = clusters_of(directory).contexts(tokenizer, length)
-    for name, weight in zip(experts, log_prior, strict=True):
-        if weight > -np.inf and name not in contexts.names:
-            cause = f"need one cluster per expert; {name} has none"
-            raise DemixError(f"--weights {weights.family}", cause, "use other weights or experts")
-    # The prior leaves out the experts without a cluster, whatever their distance.
-    columns = [contexts.names.index(name) if name in contexts.names else 0 for name in experts]
-
-    def of_a_text() -> Distances:
-        own = contexts.anew()
-        return lambda tokens: own.distances(tokens)[:, columns].astype(np.float64)
-
-    return lambda before: Posterior(log_prior, length, len(before), decay, rule, [of_a_text() for _ in before], before)
 
 
 def open_model(

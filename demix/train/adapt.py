@@ -126,7 +126,7 @@ def adapt_expert(
     what experts that are whole models do by default. The new expert alone is trained. No other file of the model
     changes. The files of the expert go below the output of `places`, by default `directory`.
 
-    `shards` are the domain's train and dev tokens. `chosen` comes from `demix.evaluate.parent.choose_parent`: its key
+    `shards` are the domain's train and dev tokens. `chosen` comes from `demix.evaluate.choice.choose_parent`: its key
     `parent` names the expert to copy. All of it goes into the lineage, but an average has no single parent. `unchanged`
     are the training domains' losses on dev in nats per token, by domain. The training domains keep their experts, so
     these losses hold at every step.

@@ -7,8 +7,8 @@ import pytest
 
 from demix.config.evaluation import MixingRecipe
 from demix.config.training import taken
+from demix.evaluate.columns import join
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
-from demix.evaluate.join import join
 from demix.report import report_files
 from demix.run.compared import compared
 from demix.run.run import Run

@@ -8,6 +8,40 @@ import numpy as np
 from hypothesis import strategies as st
 from scipy.special import log_softmax, logsumexp
 
+from demix.config.evaluation import DECAY
+from demix.evaluate.losses import PlannedMixture
+from demix.mix.mixtures import FLOORS, Mixture
+from demix.mix.rules import WeightsRule, released_rule, weights_rule
+
+
+def mix(
+    scores: np.ndarray,
+    mask: np.ndarray,
+    method: str,
+    weights: str | int | WeightsRule = "history",
+    distances: np.ndarray | None = None,
+    *,
+    decay: float = DECAY,
+    log_prior: np.ndarray | None = None,
+    top_k: int | None = None,
+) -> np.ndarray:
+    """log p [B, T] of a table under the mixture by a method."""
+    prior = log_prior if method in ("cached", "fitted") else np.full(scores.shape[-1], -np.log(scores.shape[-1]))
+    mixture = Mixture(rule_of(method, weights), prior, decay if method == "updating" else None, top_k)
+    return mixture.table(scores, mask, distances)
+
+
+def rule_of(method: str, weights: str | int | WeightsRule) -> WeightsRule:
+    return weights_rule("" if method in ("average", *FLOORS) else weights)
+
+
+def planned(
+    method: str, experts: tuple[str, ...], weights: str | int = "history", scorer: str = "paper", **more: object
+) -> PlannedMixture:
+    rule = rule_of(method, weights)
+    rule = released_rule(rule) if scorer == "released" and method != "average" else rule
+    return PlannedMixture(method, experts, rule, weights, **more)
+
 
 def window(scores: np.ndarray, size: int | None = None) -> np.ndarray:
     """The scores of the last `size` tokens, by default of all of them, summed."""

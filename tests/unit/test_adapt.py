@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from demix.config.adaptation import FactorSweep
 from demix.config.training import stated
 from demix.data.shards import TokenShard, blocks
-from demix.evaluate.parent import choose_parent, own_dev_losses
+from demix.evaluate.choice import choose_parent, own_dev_losses
 from demix.evaluate.score import Scoring, score
 from demix.files import read_json
 from demix.launch.job import Places

@@ -17,7 +17,6 @@ from demix.data import cluster
 from demix.data.cluster import Clusterer, assign, cluster_shards, context_distances, fit_clusters
 from demix.data.shards import TokenShard, tokenize
 from demix.data.tokenizer import Tokenizer
-from demix.evaluate.losses import Mixture
 from demix.evaluate.routing import beside_of
 from demix.files import read_json, read_parquet, write_json
 from demix.model.checkpoint import expert_names
@@ -29,6 +28,7 @@ from demix.run.scoring import scoring_jobs
 from demix.run.systems import evaluated
 from support.cli import said
 from support.errors import refused
+from support.mixing import planned
 from support.tokens import NOVEL, TRAINING
 from support.training import TRAIN, train_model
 
@@ -340,7 +340,7 @@ def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens, tmp_pa
 
     # The tokens of its shard say of which clusterer an expert is: one of the same name is refused.
     table = tmp_path / "scores" / "cbtm_2" / "licenses.dev"
-    by_distance = Mixture("uniform", ("c00", "c01"), routing="k2", context="document")
+    by_distance = planned("uniform", ("c00", "c01"), routing="k2", context="document")
     dev, routing = tokens / "tokens" / "licenses" / "dev.arrow", tmp_path / "routing" / "k2" / "document"
     contexts = '{"dev_blocks": 3, "test_tokens": 101, "length": 16, "context": "document"}'
     for method in ("kmeans", "random"):

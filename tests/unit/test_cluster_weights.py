@@ -14,9 +14,7 @@ from demix.config.mixing import parsed_weights
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.score_tables import read_scores
 from demix.files import digest, read_json, read_parquet, write_json, write_parquet
-from demix.mix.mixtures import mix
-from demix.mix.priors import cached_log_prior
-from demix.mix.rules import DISTANCES, Chunk, Cluster, ReleasedCluster
+from demix.mix.rules import DISTANCES, Chunk, Cluster, History, ReleasedCluster
 from demix.report.read import read_results
 from demix.run.check import load_run
 from demix.run.compared import compared
@@ -24,7 +22,7 @@ from demix.run.rules import RunRules
 from demix.run.systems import bases, evaluated
 from support.configs import domains, small_run
 from support.errors import refused
-from support.mixing import as_blocks, log_mixture, log_weights, updating_priors, window
+from support.mixing import as_blocks, log_mixture, log_weights, mix, updating_priors, window
 from support.scored import LENGTH, write_table
 
 TINY = Path(__file__).parents[1] / "workflow" / "tiny.yaml"
@@ -175,7 +173,7 @@ def test_rows_of_an_evaluation_are_those_of_the_formulas(scores: Path, tmp_path:
     ):
         test, dev = (read_scores(scores / model / f"law.{split}", experts) for split in ("test", "dev"))
         far = distances(scores, clustering, "document", experts)
-        prior = cached_log_prior(dev.scores, dev.mask, "history", decay=0.3, blocks=6)
+        prior = History().cached_log_prior(dev.scores, dev.mask, decay=0.3, blocks=6)
         own = routed[(routed.model == model) & (routed.experts == label) & (routed.variant == "")]
         assert set(own.routing) == {clustering}
         methods = {("uniform", "cluster"), ("uniform", "cluster+history"), ("cached", "cluster+history")}

@@ -16,8 +16,8 @@ from selenium.webdriver.support.ui import WebDriverWait
 from demix.config.evaluation import MixingRecipe
 from demix.config.training import taken
 from demix.data.tokenizer import byte_lengths
+from demix.evaluate.columns import join
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
-from demix.evaluate.join import join
 from demix.evaluate.score_tables import write_scores
 from demix.files import read_json_lines, read_parquet, write_json, write_parquet
 from demix.report.compare import (

@@ -14,7 +14,7 @@ from demix.data.shards import TokenShard, blocks
 from demix.evaluate.contexts import ContextEvaluation, evaluate_contexts, losses_by_position
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
-from demix.mix.priors import cached_log_prior
+from demix.mix.rules import History
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.plan.cost import ScoringCosts
@@ -157,7 +157,7 @@ def test_losses_by_position_are_those_of_a_loop_over_tokens(tmp_path: Path) -> N
         write_table(scores / "far" / f"law.{split}", experts, text=text)
     write_table(scores / "dense" / "law.test", ("dense",), seed=5, text=2)
     dev = read_scores(scores / "far" / "law.dev", experts)
-    log_prior = cached_log_prior(dev.scores, dev.mask, "history", decay=0.3, blocks=6)
+    log_prior = History().cached_log_prior(dev.scores, dev.mask, decay=0.3, blocks=6)
     mixed = {"experts": "training", "method": "cached", "weights": "history", "prior": "far"}
     tables = [{"model": "far", "folder": "far", "context": LENGTH, "columns": experts} | mixed]
     alone = {"experts": "dense", "method": "dense"}

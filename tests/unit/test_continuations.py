@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from demix.mix.mixtures import Mixture
+from demix.mix.rules import weights_rule
 from demix.model import continuations
 from demix.model.continuations import (
     Continuation,
@@ -14,7 +16,7 @@ from demix.model.continuations import (
     text_log_probabilities,
     within,
 )
-from demix.model.decode import log_prior_of, posteriors_of, weights_of
+from demix.model.decode import log_prior_of, weights_of
 from demix.model.gpt import GPT
 from support.decoding import LENGTH, next_tokens
 from support.errors import refused
@@ -37,8 +39,8 @@ RULES = [
 
 def mixture_of(weights: str, method: str, decay: float | None, top_k: int | None, trunks: list[GPT]) -> MixedModel:
     prior = PRIOR if method in ("cached", "fitted") else np.zeros(3)
-    begin = posteriors_of(weights_of(weights, Path()), prior, Path(), THREE, None, LENGTH, decay)
-    return MixedModel(trunks, begin, top_k)
+    rule = weights_rule(weights_of(weights, Path()))
+    return MixedModel(trunks, Mixture(rule, prior, decay, top_k))
 
 
 def weights_by_token(scores: np.ndarray, weights: str, method: str, decay, top_k) -> np.ndarray:

@@ -13,13 +13,11 @@ from scipy.special import logsumexp
 
 from demix.data.tokenizer import Tokenizer, byte_lengths
 from demix.evaluate.choice import switching_on_dev, tempered_on_dev, write_mixing
-from demix.evaluate.columns import COLUMNS
+from demix.evaluate.columns import COLUMNS, join
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.intervals import bounds, resampled_blocks, resampled_sums, stretch_tokens
-from demix.evaluate.join import join
 from demix.evaluate.score_tables import read_scores
 from demix.files import read_json, seed_for, write_json
-from demix.mix.mixtures import mix
 from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import Switching, Tempered
 from demix.run.compared import compared
@@ -27,6 +25,7 @@ from demix.run.systems import bases
 from demix.run.systems import evaluated as evaluated_tables
 from support.configs import changed, domains, small_run
 from support.errors import refused
+from support.mixing import mix
 from support.models import write_model
 from support.scored import write_table
 

@@ -403,14 +403,14 @@ def test_context_and_longest_label_fit_together_or_are_refused(tokens: Path) -> 
 def test_an_expert_without_finite_scores_is_refused(
     place: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    label_scores = fewshot.label_scores
+    scores_of = fewshot.continuation_scores
 
-    def overflowing(*arguments: object) -> tuple[np.ndarray, list[np.ndarray]]:
-        context, labels = label_scores(*arguments)
+    def overflowing(*arguments: object) -> list[np.ndarray]:
+        context, *labels = scores_of(*arguments)
         labels[1][1] = np.nan
-        return context, labels
+        return [context, *labels]
 
-    monkeypatch.setattr(fewshot, "label_scores", overflowing)
+    monkeypatch.setattr(fewshot, "continuation_scores", overflowing)
     for name in ("demix", "examples"):
         (tmp_path / name).symlink_to(place / name)
     with refused("expert news"):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from lm_eval.api.instance import Instance
@@ -20,7 +19,8 @@ from demix.data.tokenizer import Tokenizer
 from demix.evaluate.harness_model import DemixLM
 from demix.files import write_json
 from demix.model.checkpoint import load_experts
-from demix.model.decode import Decoder, named_prior, open_model, posteriors_of, weights_of
+from demix.model.continuations import mixture_of
+from demix.model.decode import open_model, weights_of
 from support.cli import demix
 from support.models import REAL_TEXT, SMALL, THREE, alone, model_of, save_model
 
@@ -157,12 +157,8 @@ def exported(
 def mixed(directory: Path, text: Tensor, prior: str = "") -> Tensor:
     """log p [N, V] under demix's `tempered` of what may follow each of N tokens, the first the one before the text."""
     trunks, encoder = open_model(directory)
-    rule, experts = weights_of("tempered", directory), [name for trunk in trunks for name in trunk.experts]
-    assert rule.parameters == (BETA, GAMMA)
-    log_prior, decay = named_prior(prior, directory, experts, rule)
-    begin = posteriors_of(rule, log_prior, directory, experts, encoder, CONTEXT, decay)
-    posterior = begin(np.array([encoder.end_of_text]))
-    decoder, rows = Decoder(trunks, text[:1], posterior), []
+    assert weights_of("tempered", directory).parameters == (BETA, GAMMA)
+    decoder, rows = mixture_of(directory, trunks, encoder, "tempered", prior).decoder(text[:1]), []
     for token in text[1:]:
         rows.append(decoder.next_log_probabilities()[0])
         decoder.read(token[None, None])

@@ -13,11 +13,11 @@ from demix.config.mixing import DEFAULTS, FAMILIES, METHODS
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import read_json, write_json
-from demix.mix.mixtures import mix
 from demix.mix.rules import CLASSES
 from support.cli import demix, refusal
 from support.decoding import LENGTH, in_blocks, whole, write_run
 from support.errors import refused
+from support.mixing import mix
 from support.models import SMALL, THREE, model_of, save_model
 
 # The prior of the domain wiki in the run.

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_softmax
 
+from demix.mix.mixtures import Mixture, Stream
 from demix.mix.rules import Cluster, ClusterHistory, History, Released, Switching, Tempered, WeightsRule, Window
-from demix.mix.stream import Posterior
 from support.mixing import block_weights, log_weights, switching, tempered, updating_priors, window
 
 IN_BLOCKS = (History(), Released(), Window(2), Cluster(0.3), ClusterHistory(0.3))
@@ -59,7 +59,7 @@ def test_weights_on_growing_texts_are_those_of_the_whole_texts(rule, tokens, len
         # Token n of text b has the number 100 b + n + 1, the one before the text 100 b.
         of_texts = [lambda row, b=b: far[b, row.astype(int) - 100 * b] for b in range(texts)]
         given = {"distances": of_texts, "before": 100 * np.arange(texts)}
-    posterior = Posterior(logits, length, texts, decay, rule, **given)
+    posterior = Stream(Mixture(rule, logits, decay), length, texts, **given)
     prior = log_softmax(logits)
     wanted = np.stack([expected_weights(rule, *each, length, prior, decay) for each in zip(scores, far, strict=True)])
     np.testing.assert_allclose(posterior.log_weights, wanted[:, 0], atol=1e-9)
@@ -77,8 +77,33 @@ def test_weights_on_growing_texts_are_those_of_the_whole_texts(rule, tokens, len
         assert posterior.seen == done
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    rule=st.sampled_from(IN_BLOCKS + IN_STREAMS),
+    tokens=st.integers(1, 40),
+    length=st.integers(1, 9),
+    decay=st.sampled_from([None, 0.3, 1.0]),
+    top_k=st.sampled_from([None, 1, 2]),
+    seed=st.integers(0, 1000),
+)
+def test_a_table_and_a_stream_give_the_same_probabilities(rule, tokens, length, decay, top_k, seed) -> None:
+    chance = np.random.default_rng(seed)
+    mixture = Mixture(rule, log_softmax(chance.normal(size=3)), decay if rule in IN_BLOCKS else None, top_k)
+    both = np.zeros((2, -(-tokens // length) * length, 3))
+    both[:, :tokens] = [-chance.exponential(2, (tokens, 3)), chance.uniform(0, 2, (tokens, 3))]
+    scores = both[0, :tokens]
+    given = {"distances": [lambda row: both[1, np.minimum(row, len(both[1]) - 1)]], "before": np.zeros(1, int)}
+    stream = Stream(mixture, length, **given if isinstance(rule, Cluster) else {})
+    log_g = stream.observe(scores.T[:, None], 1 + np.arange(tokens)[None])[0]
+    table, distances = both.reshape(2, -1, length, 3)
+    mask = (np.arange(both.shape[1]) < tokens).reshape(-1, length)
+    mixed, weights = mixture.table(table, mask, distances)[mask], mixture.weights(table, mask, distances)[mask]
+    np.testing.assert_allclose(np.logaddexp.reduce(log_g + scores, axis=1), mixed, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(np.exp(log_g), np.exp(weights), rtol=0, atol=1e-12)
+
+
 def test_the_rule_is_the_history_of_the_block_and_nothing_is_observed_of_no_token() -> None:
-    posterior = Posterior(np.zeros(2), 4)
+    posterior = Stream(Mixture(History(), np.zeros(2)), 4)
     assert posterior.observe(np.zeros((2, 1, 0)), np.zeros((1, 0), int)).shape == (1, 0, 2)
     posterior.observe(np.log([[[0.9, 0.5]], [[0.1, 0.5]]]), np.zeros((1, 2), int))
     assert np.exp(posterior.log_weights) == pytest.approx(np.array([[0.9, 0.1]]))

@@ -19,7 +19,6 @@ from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate.harness import Tasks, evaluate_tasks
 from demix.files import read_parquet, write_parquet
-from demix.mix.mixtures import mix
 from demix.model.checkpoint import load_model
 from demix.report import report_files
 from demix.report.material import Material
@@ -32,6 +31,7 @@ from support.configs import domains, small, small_run
 from support.decoding import LENGTH, in_blocks, scored_in_blocks, write_run
 from support.errors import refused
 from support.harness_tasks import DOCUMENTS, PASSAGE, TASKS, ran_offline, write_tasks
+from support.mixing import mix
 from support.models import THREE, model_of, save_model
 from support.report import table_of
 

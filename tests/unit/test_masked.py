@@ -27,10 +27,9 @@ from demix.config.counts import sizes as sizes_of
 from demix.data.shards import blocks
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.evaluate.choice import tempered_on_dev
+from demix.evaluate.choice import choose_parent, own_dev_losses, tempered_on_dev
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.own_text import evaluate_text
-from demix.evaluate.parent import choose_parent, own_dev_losses
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.files import read_json_lines, seed_for

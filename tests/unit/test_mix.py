@@ -11,16 +11,11 @@ from scipy.special import log_softmax
 
 from demix.config.mixing import METHODS
 from demix.mix.logs import decaying_sums
-from demix.mix.mixtures import log_mixtures, mix, mixing_rule
-from demix.mix.priors import (
-    accuracy_log_priors,
-    cached_log_prior,
-    log_prior_path,
-    posterior_trace,
-    released_log_priors,
-)
+from demix.mix.mixtures import log_mixtures
+from demix.mix.priors import accuracy_log_priors, released_log_priors
+from demix.mix.rules import ReleasedScorer, weights_rule
 from support.errors import refused
-from support.mixing import as_blocks, block_weights, log_mixture, log_weights, tables, updating_priors, window
+from support.mixing import as_blocks, block_weights, log_mixture, log_weights, mix, tables, updating_priors, window
 
 # What is infinite on purpose warns nobody.
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -101,7 +96,7 @@ def test_the_order_of_equal_experts_decides_nothing(table, method, weights, top_
 @given(tables(), rules, st.floats(0.05, 1.0), st.integers(1, 6))
 def test_cached_prior_is_the_updating_prior_after_the_dev_blocks(table, weights, decay, blocks) -> None:
     scores, mask = table
-    found = cached_log_prior(scores, mask, weights, decay=decay, blocks=blocks)
+    found = weights_rule(weights).cached_log_prior(scores, mask, decay=decay, blocks=blocks)
     slow = updating_priors(as_blocks(scores, mask)[:blocks], weights, decay)[-1]
     np.testing.assert_allclose(found, slow, rtol=1e-8, atol=1e-8)
     assert np.exp(found).sum() == pytest.approx(1.0, abs=1e-12)
@@ -111,16 +106,16 @@ def test_cached_prior_is_the_updating_prior_after_the_dev_blocks(table, weights,
 @given(tables(scales=(0.1, 3.0)), rules, st.sampled_from([0.05, 0.7, 1.0]), st.booleans(), st.integers(1, 6))
 def test_priors_go_on_after_the_blocks_seen(table, weights, decay, released, seen) -> None:
     scores, mask = table
-    scorer = "released" if released else "paper"
+    rule = ReleasedScorer() if released else weights_rule(weights)
     seen = min(2 * seen if released else seen, len(scores) - 1)
     seen -= seen % 2 if released else 0
-    whole = log_prior_path(scores, mask, weights, decay, scorer)
+    whole = rule.log_priors(scores, mask, decay)
     np.testing.assert_allclose(np.exp(whole).sum(axis=1), 1, atol=1e-12)
-    first = log_prior_path(scores[:seen], mask[:seen], weights, decay, scorer)
-    rest = log_prior_path(scores[seen:], mask[seen:], weights, decay, scorer, first[-1], seen)
+    first = rule.log_priors(scores[:seen], mask[:seen], decay)
+    rest = rule.log_priors(scores[seen:], mask[seen:], decay, (first[-1], seen))
     np.testing.assert_allclose(np.concatenate([first[:-1], rest]), whole, rtol=1e-9, atol=1e-9)
     if not released:
-        several = log_prior_path(scores, mask, weights, np.array([0.3, decay]), scorer)
+        several = rule.log_priors(scores, mask, np.array([0.3, decay]))
         np.testing.assert_allclose(several[:, 1], whole, rtol=1e-12)
 
 
@@ -157,14 +152,14 @@ def test_the_released_scorer_is_the_published_code(table, seed) -> None:
     scores, mask = table
     blocks = as_blocks(scores, mask)
     expected, prior = published(blocks, prior=None, most=None)
-    path = log_prior_path(scores, mask, "released", 0.7, "released")
-    assert mixing_rule("cached", "history", "released") == mixing_rule("cached", "released")
-    mixed = mix(scores, mask, "cached", "released", log_prior=path[:-1])
+    rule = ReleasedScorer()
+    path = rule.log_priors(scores, mask, 0.7)
+    mixed = mix(scores, mask, "cached", rule, log_prior=path[:-1])
     np.testing.assert_allclose(mixed[mask], expected, rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(np.exp(path[-1]), prior, rtol=1e-9, atol=1e-12)
     prior = np.random.default_rng(seed).dirichlet(np.ones(scores.shape[-1]))
     expected, _ = published(blocks, prior=prior.tolist(), most=None)
-    mixed = mix(scores, mask, "cached", "released", log_prior=np.log(prior))
+    mixed = mix(scores, mask, "cached", rule, log_prior=np.log(prior))
     np.testing.assert_allclose(mixed[mask], expected, rtol=1e-9, atol=1e-9)
 
 
@@ -172,9 +167,9 @@ def test_the_released_prior_of_100_blocks_is_of_202() -> None:
     scores = -np.random.default_rng(3).exponential(2, (210, 5, 4))
     mask = np.ones((210, 5), dtype=bool)
     _, expected = published(as_blocks(scores, mask), prior=None, most=100)
-    found = cached_log_prior(scores, mask, "released", decay=0.7, blocks=100, scorer="released")
+    found = ReleasedScorer().cached_log_prior(scores, mask, decay=0.7, blocks=100)
     np.testing.assert_allclose(np.exp(found), expected, rtol=1e-9)
-    other = released_log_priors(scores[:200], mask[:200], None, 0)[-1]
+    other = released_log_priors(scores[:200], mask[:200])[-1]
     assert not np.allclose(np.exp(other), expected, rtol=1e-6)
 
 
@@ -195,8 +190,8 @@ def test_posterior_traces_equal_the_slow_reference(table, weights, decay) -> Non
         np.exp(block_weights(block, prior, weights)[-1])
         for block, prior in zip(blocks, updating_priors(blocks, weights, decay), strict=False)
     ]
-    priors = log_prior_path(scores, mask, weights, decay)[:-1]
-    trace = posterior_trace(scores, mask, weights, priors)
+    rule = weights_rule(weights)
+    trace = rule.posteriors(scores, mask, rule.log_priors(scores, mask, decay)[:-1])
     np.testing.assert_allclose(trace, slow, rtol=1e-7, atol=1e-9)
     np.testing.assert_allclose(trace.sum(axis=1), 1, atol=1e-12)
 
@@ -207,9 +202,6 @@ def test_posterior_traces_equal_the_slow_reference(table, weights, decay) -> Non
         ("uniform", "last", "weights last"),
         ("uniform", 0, "weights 0"),
         ("uniform", -1, "weights -1"),
-        ("median", "history", "method median"),
-        ("cached", "history", "method cached"),
-        ("fitted", "history", "method fitted"),
         ("updating", "tempered(0.2,0.98)", "weights Tempered(beta=0.2, gamma=0.98)"),
         ("uniform", "cluster(0.1)", "weights cluster"),
         ("uniform", "tempered", "weights tempered"),
@@ -222,6 +214,6 @@ def test_posterior_traces_equal_the_slow_reference(table, weights, decay) -> Non
     ],
 )
 def test_a_mixture_that_cannot_be_is_refused(method: str, weights: str | int, subject: str) -> None:
-    """Unknown rules and methods, wrong or missing parameters, missing priors or distances, evidence counted twice."""
+    """Unknown rules, wrong or missing parameters, missing distances, evidence counted twice."""
     with refused(subject):
         mix(np.zeros((1, 2, 2)), np.ones((1, 2), dtype=bool), method, weights)

@@ -5,7 +5,6 @@ import dataclasses
 import os
 import shutil
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,8 @@ from transformers import MptConfig, MptForCausalLM
 
 from demix.config.architecture import DECODERS, PRESETS, Architecture, RopeScaling, Routed
 from demix.config.counts import parameters, sizes, training_flops_per_token
-from demix.mix.stream import Posterior
+from demix.mix.mixtures import Mixture
+from demix.mix.rules import History
 from demix.model import transformer
 from demix.model.checkpoint import expert_names, load_experts, load_model, save_expert, save_shared
 from demix.model.continuations import Continuation, MixedModel, continuation_log_probabilities, text_log_probabilities
@@ -167,8 +167,7 @@ def test_decoding_and_continuing_give_what_scoring_gives(
     model = model_with(options, experts=1 if told else 2, domain_tokens=told, end_of_text=end)
     text = [end if token is None else token for token in ids]
     scored, read = scored_in_blocks(model, text, told or None), torch.tensor([text])
-    begin = partial(Posterior, np.zeros(len(scored)), 16)
-    mixture = MixedModel([model], lambda before: begin(len(before)), domain="x" if told else None)
+    mixture = MixedModel([model], Mixture(History(), np.zeros(len(scored))), domain="x" if told else None)
     decoder, cuts = mixture.decoder(read[:, 0]), np.minimum(np.cumsum([1, *lengths]), len(text))
     parts = [decoder.read(read[:, first:last])[0][:, 0] for first, last in pairwise(cuts)]
     np.testing.assert_allclose(torch.cat(parts, 1), scored, rtol=0, atol=1e-10)

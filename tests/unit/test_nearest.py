@@ -16,17 +16,16 @@ from demix.evaluate.own_text import evaluate_text
 from demix.files import read_json, write_json, write_json_lines
 from demix.generate.completions import opened
 from demix.generate.page import Page
-from demix.mix.mixtures import mix
-from demix.mix.stream import Posterior
 from demix.model.checkpoint import load_experts
 from demix.model.clusters import copy_clusters
-from demix.model.continuations import Continuation, MixedModel, continuation_log_probabilities
-from demix.model.decode import Decoder, generate, log_prior_of, named_prior, posteriors_of, weights_of
+from demix.model.continuations import Continuation, continuation_log_probabilities, mixture_of
+from demix.model.decode import generate, log_prior_of, weights_of
 from demix.model.experts import add_expert, find_faults, remove_expert
 from demix.model.scoring import columns_of
 from demix.run.kept import write_run_config
 from support.configs import domains, small_run
 from support.errors import refused
+from support.mixing import mix
 from support.models import write_model
 from support.tokens import TRAINING
 
@@ -50,12 +49,6 @@ def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def posterior_of(*given: object) -> Posterior:
-    """The posterior of `posteriors_of` on one text, before which the end of another stands."""
-    encoder = given[4]
-    return posteriors_of(*given)(np.array([encoder.end_of_text]))
-
-
 def with_context(run: Path, context: str) -> None:
     config = read_json(run / "config.json")
     config["evaluation"]["routing_context"] = [context]
@@ -72,12 +65,12 @@ def test_generation_gives_the_probabilities_of_an_evaluation(
 ) -> None:
     with_context(run, context)
     model, encoder = run / "models" / "demix", Tokenizer.load(run / "tokenizer.json")
-    trunks = load_experts(model, None)
-    experts, length = tuple(name for trunk in trunks for name in trunk.experts), trunks[0].architecture.context
-    prior = log_prior_of(experts, dict(zip(experts, (3, 1, 2) if method == "fitted" else (1, 1, 1), strict=True)))
-    rule = weights_of(weights, model)
-    posterior = posterior_of(rule, prior, model, experts, encoder, length, decay)
-    decoder = Decoder([trunk.double() for trunk in trunks], torch.tensor([encoder.end_of_text]), posterior)
+    trunks = [trunk.double() for trunk in load_experts(model, None)]
+    experts, length = columns_of(trunks), trunks[0].architecture.context
+    shares = dict(zip(experts, (3, 1, 2) if method == "fitted" else (1, 1, 1), strict=True))
+    prior, named = log_prior_of(experts, shares), ",".join(f"{name}={share}" for name, share in shares.items())
+    mixture = mixture_of(model, trunks, encoder, weights, named if decay is None else "updating")
+    decoder = mixture.decoder(torch.tensor([encoder.end_of_text]))
     # Three documents, the last one goes on with what is drawn.
     shard = TokenShard.open(tokens / "tokens" / "scripture" / "test.arrow")
     given = np.concatenate([shard.read(0, 2 * length + 5), [shard.end_of_text], shard.read(40, 60)]).astype(np.int64)
@@ -124,10 +117,7 @@ def test_continuations_have_the_weights_of_their_texts(run: Path, weights: str, 
     with_context(run, context)
     model, encoder = run / "models" / "demix", Tokenizer.load(run / "tokenizer.json")
     trunks = [trunk.double() for trunk in load_experts(model, None)]
-    experts, length = columns_of(trunks), trunks[0].architecture.context
-    prior, rule = log_prior_of(experts, dict.fromkeys(experts, 1.0)), weights_of(weights, model)
-    begin = posteriors_of(rule, prior, model, experts, encoder, length, None)
-    mixture = MixedModel(trunks, begin, 2)
+    mixture = mixture_of(model, trunks, encoder, weights, top_k=2)
     text = encoder.encode("And God said unto Moses, shall the committee examine the warranty?").tolist()
     contexts = ((encoder.end_of_text, *text[:8]), (encoder.end_of_text,), tuple(text[3:9]))
     wanted = [Continuation(before, tuple(text[k : k + 4])) for before in contexts for k in (9, 14)]
@@ -140,21 +130,20 @@ def test_continuations_have_the_weights_of_their_texts(run: Path, weights: str, 
     # The token before a text is part of it, where it is a word.
     terms = Clusterer.open(run / "clusters" / "by_domain").embedding.terms
     word = next(token for token in range(encoder.end_of_text) if encoder.decode([token]).strip() in terms)
-    near, far = (begin(np.array([token])).log_weights for token in (word, encoder.end_of_text))
+    near, far = (mixture.begin(np.array([token])).log_weights for token in (word, encoder.end_of_text))
     assert not np.allclose(near, far)
 
 
 def test_an_expert_without_a_cluster_takes_no_weights_by_distance(run: Path) -> None:
     model, encoder = run / "models" / "demix-seed2", Tokenizer.load(run / "tokenizer.json")
-    rule = weights_of("cluster", model)
-    assert named_prior("", model, EXPERTS, rule)[1] is None, "the default prior is uniform"
-    every = log_prior_of(EXPERTS, dict.fromkeys(EXPERTS, 1.0))
+    trunks = load_experts(model, None)
     with refused("--weights cluster"):
-        posterior_of(rule, every, model, EXPERTS, encoder, 16, None)
-    some = log_prior_of(EXPERTS, dict.fromkeys(TRAINING, 1.0))
-    weights = np.exp(posterior_of(rule, some, model, EXPERTS, encoder, 16, None).log_weights[0])
+        mixture_of(model, trunks, encoder, "cluster")
+    mixture = mixture_of(model, trunks, encoder, "cluster", experts=TRAINING)
+    assert mixture.mixture.decay is None, "the default prior is uniform"
+    weights = np.exp(mixture.begin(np.array([encoder.end_of_text])).log_weights[0])
     assert weights.sum() == pytest.approx(1)
-    assert weights[EXPERTS.index("extra")] == 0
+    assert weights[mixture.experts.index("extra")] == 0
 
 
 def test_a_text_of_ones_own_is_mixed_by_distance_where_experts_have_clusters(run: Path, tmp_path: Path) -> None:
@@ -196,8 +185,8 @@ def copied(run: Path, tmp_path: Path) -> Path:
 def weights_on(model: Path, experts: tuple[str, ...], text: str) -> np.ndarray:
     """The weights [N, E] by distance after each token of a text."""
     encoder = Tokenizer.load(model / "tokenizer.json")
-    prior = log_prior_of(experts, dict.fromkeys(experts, 1.0))
-    posterior = posterior_of(weights_of("cluster", model), prior, model, experts, encoder, 16, None)
+    mixture = mixture_of(model, load_experts(model, experts), encoder, "cluster")
+    posterior = mixture.begin(np.array([encoder.end_of_text]))
     ids = encoder.encode(text)[None]
     return np.exp(posterior.observe(np.zeros((len(experts), 1, ids.shape[1])), ids)[0])
 

@@ -20,9 +20,8 @@ from demix.evaluate.own_text import (
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.files import read_json, write_json
-from demix.mix.mixtures import mix
-from demix.mix.priors import cached_log_prior, fitted_log_prior
-from demix.mix.rules import Tempered
+from demix.mix.priors import fitted_log_prior
+from demix.mix.rules import History, Tempered
 from demix.model.description import Usual
 from demix.model.tokenizer import tokenizer_of
 from demix.model.usual import write_usual
@@ -31,6 +30,7 @@ from support.cli import demix, refusal
 from support.configs import with_keys
 from support.errors import refused
 from support.frozen import rows_of
+from support.mixing import mix
 from support.models import write_model
 from support.tokens import TRAINING
 
@@ -68,7 +68,7 @@ def test_the_numbers_are_those_of_the_pipeline(model: Path, tokens: Path, tmp_pa
         assert line["perplexity"] == pytest.approx(perplexity(test.scores[..., number]), rel=1e-6)
         nats = math.log(line["perplexity"]) * test.tokens
         assert line["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["bytes"])
-    log_prior = cached_log_prior(dev.scores, dev.mask, "history", decay=DECAY, blocks=DEV_BLOCKS)
+    log_prior = History().cached_log_prior(dev.scores, dev.mask, decay=DECAY, blocks=DEV_BLOCKS)
     by_name = {line["name"]: line["perplexity"] for line in found["mixtures"]}
     for method in ("average", "uniform", "updating", "cached"):
         mixed = mix(test.scores, test.mask, method, decay=DECAY, log_prior=log_prior)

@@ -13,12 +13,12 @@ from demix.data.cluster import Clusterer, Clustering, Contexts, context_distance
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate import score_tables
-from demix.evaluate.losses import Mixture
 from demix.evaluate.routing import Routing, beside_of, route
 from demix.evaluate.score_tables import tokens_sha256
 from demix.files import read_parquet
 from demix.mix.rules import Chunk, ReleasedCluster
 from support.errors import refused
+from support.mixing import planned
 from support.tokens import NOVEL, TRAINING
 
 DOMAINS = TRAINING + NOVEL
@@ -108,7 +108,7 @@ def test_row_groups_are_those_of_score_tables(run: Path, tmp_path: Path, monkeyp
 def test_a_table_of_another_clusterer_or_place_is_refused(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run / "clusters", tmp_path / "clusters")
     shutil.copytree(run / "routing", tmp_path / "routing")
-    one = Mixture("uniform", ("c02", "c00"), routing="k4", context="block")
+    one = planned("uniform", ("c02", "c00"), routing="k4", context="block")
     dev, test = (tmp_path / "scores" / "cbtm" / f"fantasy.{split}" for split in ("dev", "test"))
     beside = beside_of(dev, [one, replace(one, context="document"), replace(one, routing="")])
     assert beside.keys() == {"block", "document"}

@@ -9,12 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from demix.evaluate.losses import Mixture, document_losses
+from demix.evaluate.losses import PlannedMixture, document_losses
 from demix.evaluate.score_tables import Beside, stream_scores, tokens_sha256
-from demix.mix.mixtures import mix
 from demix.mix.rules import Chunk, State, WeightsRule
 from support.errors import refused
-from support.mixing import log_mixture, log_weights
+from support.mixing import log_mixture, log_weights, mix, planned
 from support.scored import write_columns
 
 EXPERTS = ("law", "news", "code")
@@ -74,9 +73,9 @@ def write_beside(path: Path, values: np.ndarray, sha256: str) -> None:
 def test_a_new_rule_is_a_class(table, rule: WeightsRule) -> None:
     """Mixtures by it, of different priors, streamed with mixtures by other rules, are those of the definition."""
     folder, scores, documents, distances = table
-    old = Mixture("uniform", EXPERTS, "history")
-    new = [Mixture("uniform", EXPERTS, "new", rule=rule)]
-    new += [Mixture("cached", EXPERTS, "new", dev_blocks=blocks, rule=rule) for blocks in (1, 2)]
+    old = planned("uniform", EXPERTS)
+    new = [PlannedMixture("uniform", EXPERTS, rule)]
+    new += [PlannedMixture("cached", EXPERTS, rule, dev_blocks=blocks) for blocks in (1, 2)]
     fixed = dict(zip(new, np.log([[1 / 3, 1 / 3, 1 / 3], [0.7, 0.2, 0.1], [0.1, 0.3, 0.6]]), strict=True))
     priors = fixed | {replace(mixture, top_k=2): log_prior for mixture, log_prior in fixed.items()}
     beside = {"distances": Beside(folder / "distances.parquet", EXPERTS)}

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from demix.config.mixing import METHODS
 from demix.evaluate.intervals import stretch_tokens
-from demix.evaluate.losses import Mixture, dev_priors, document_losses
+from demix.evaluate.losses import dev_priors, document_losses
 from demix.evaluate.score_tables import (
     read_scores,
     stream_scores,
     write_scores,
 )
 from demix.files import write_parquet
-from demix.mix.mixtures import mix, mixing_rule
-from demix.mix.priors import cached_log_prior, fitted_log_prior, log_prior_path
+from demix.mix.priors import fitted_log_prior
 from demix.run.run import Run
 from support.errors import refused
+from support.mixing import mix, planned
 from support.scored import LENGTH, starts, write_columns, write_table
 
 
@@ -107,7 +107,7 @@ def test_what_a_masked_model_read_weighs_no_experts(method: str, weights: str, m
     ids = np.arange(20, dtype=np.uint16)
     columns = {"law": np.full(20, -1.0), "news": np.full(20, -2.0)}
     write_columns(tmp_path, ids, np.array([0, 9]), columns, folds="7")
-    mixture = Mixture(method, ("law", "news"), weights)
+    mixture = planned(method, ("law", "news"), weights)
     priors = {mixture: np.log([0.5, 0.5])}
     if may_be:
         assert document_losses(tmp_path, ("law", "news"), [mixture], priors)[mixture].shape == (2,)
@@ -134,7 +134,7 @@ def test_sums_by_document_are_those_of_whole_tables(tmp_path: Path, documents: i
     write_table(tmp_path / "x.test", experts, documents=documents)
     write_table(tmp_path / "x.dev", experts, documents=12, text=1)
     mixtures = [
-        Mixture(method, some, weights, decay, 5, top_k, scorer)
+        planned(method, some, weights, scorer, decay=decay, dev_blocks=5, top_k=top_k)
         for some in (experts, experts[1:])
         for method in ("average", "uniform", "updating", "cached", "fitted")
         for weights in ("history", "released", 3)
@@ -143,7 +143,7 @@ def test_sums_by_document_are_those_of_whole_tables(tmp_path: Path, documents: i
         for scorer in ("paper", "released")
     ]
     dev, test = (read_scores(tmp_path / name, experts) for name in ("x.dev", "x.test"))
-    traced = Mixture("updating", experts[1:], decay=0.3)
+    traced = planned("updating", experts[1:], decay=0.3)
     lengths = np.arange(300) % 7
     totals = document_losses(tmp_path / "x.test", experts, mixtures, dev_priors(dev, mixtures), lengths, traced)
     if documents == 2500:
@@ -162,15 +162,13 @@ def test_sums_by_document_are_those_of_whole_tables(tmp_path: Path, documents: i
         np.testing.assert_allclose(totals.stretches[expert], by_stretch, rtol=1e-12)
     for mixture in mixtures if documents < 2500 else mixtures[:: len(METHODS) + 1]:
         part, part_dev = test.select(mixture.experts), dev.select(mixture.experts)
-        rules = {"decay": mixture.decay, "scorer": mixture.scorer}
-        method = mixture.method
+        method, rule = mixture.method, mixture.rule
         if method == "fitted":
             prior = fitted_log_prior(part_dev.scores, part_dev.mask)
         elif method == "updating":
-            method, prior = "cached", log_prior_path(part.scores, part.mask, mixture.weights, **rules)[:-1]
+            method, prior = "cached", rule.log_priors(part.scores, part.mask, mixture.decay)[:-1]
         else:
-            prior = cached_log_prior(part_dev.scores, part_dev.mask, mixture.weights, blocks=5, **rules)
-        rule = mixing_rule(method, mixture.weights, mixture.scorer)
+            prior = rule.cached_log_prior(part_dev.scores, part_dev.mask, decay=mixture.decay, blocks=5)
         mixed = mix(part.scores, part.mask, method, rule, log_prior=prior, top_k=mixture.top_k)
         for found, of in ((totals[mixture], numbers), (totals.stretches[mixture], stretches)):
             expected = np.bincount(of, -mixed[part.mask])

@@ -27,13 +27,13 @@ from demix.generate import app, server
 from demix.generate.app import KEY, place_of
 from demix.generate.completions import MAX_LOGPROBS, MAX_PROMPTS, MAX_TOKENS, opened
 from demix.generate.server import CONNECTIONS, MAX_BYTES
-from demix.mix.mixtures import mix
 from demix.model.checkpoint import load_model
 from support.cli import demix, refusal
 from support.decoding import LENGTH, in_blocks, next_tokens, scored_in_blocks, write_run
 from support.disturbed import until
 from support.errors import refused
 from support.harness_tasks import TASKS, write_tasks
+from support.mixing import mix
 from support.models import SMALL, model_of, save_model, write_model
 from support.serving import PROMPT, asked, client_of, serving
 

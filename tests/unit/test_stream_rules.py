@@ -8,10 +8,9 @@ from scipy.special import log_softmax, logsumexp
 
 from demix.evaluate.choice import ALPHAS, BETAS, GAMMAS, switching_on_dev, tempered_on_dev
 from demix.evaluate.score_tables import ScoreTable
-from demix.mix.mixtures import mix
 from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import Chunk, Switching, Tempered
-from support.mixing import log_mixture, log_weights, switching, tables, tempered
+from support.mixing import log_mixture, log_weights, mix, switching, tables, tempered
 
 # What is infinite on purpose warns nobody.
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")

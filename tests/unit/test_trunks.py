@@ -10,7 +10,8 @@ import torch
 
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
-from demix.mix.stream import Posterior
+from demix.mix.mixtures import Mixture, Stream
+from demix.mix.rules import History
 from demix.model.checkpoint import load_experts
 from demix.model.decode import Decoder, generate
 from support.cli import demix
@@ -68,7 +69,7 @@ def test_texts_are_decoded_alike(models: tuple[Path, Path]) -> None:
     found = []
     for model in models:
         trunks = [trunk.requires_grad_(False) for trunk in load_experts(model, THREE)]
-        decoder = Decoder(trunks, given[:, 0], Posterior(torch.tensor([0.1, 0.2, 0.7]).log(), LENGTH, 2, 0.3))
+        decoder = Decoder(trunks, given[:, 0], Stream(Mixture(History(), np.log([0.1, 0.2, 0.7]), 0.3), LENGTH, 2))
         read = decoder.read(given)
         drawn = [*generate(decoder, 2 * LENGTH, generator=torch.Generator().manual_seed(1))]
         found.append([*read, *(part for parts in drawn for part in parts), decoder.next_log_probabilities()])
@@ -81,7 +82,7 @@ def test_each_trunk_reads_with_its_own_weights() -> None:
     trunks = [model_of((name,)) for name in ("law", "news")]
     randomise(trunks[1], seed=1)
     tokens = torch.randint(0, 50, (2, 2 * LENGTH + 5), generator=torch.Generator().manual_seed(0))
-    decoder = Decoder(trunks, tokens[:, 0], Posterior(torch.zeros(2), LENGTH, 2))
+    decoder = Decoder(trunks, tokens[:, 0], Stream(Mixture(History(), np.zeros(2)), LENGTH, 2))
     found = torch.cat([decoder.read(piece)[0] for piece in tokens.split([3, 1, 20, 13], 1)], 2)
     expected = np.concatenate([whole(trunk, tokens, tokens[:, 0]) for trunk in trunks])
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-10, rtol=0)
