@@ -57,7 +57,7 @@ class Recorded:
     @property
     def content(self) -> dict[str, Any]:
         """The file as it is written, a copy."""
-        return {**vars(self)["_given"]}
+        return {**vars(self)["_file"]}
 
 
 @settings(kw_only=True, open=True)
