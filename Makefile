@@ -45,19 +45,18 @@ test-all: $(VENV)/installed-dev
 	$(PYTEST) -m 'full and not campaign and not faults'
 
 # Tests of what touches each library, with the lowest versions that pyproject.toml allows. torch has the version of
-# requirements.lock: its older builds for CPUs are not on every index.
+# the other tests: its older builds for CPUs are not on every index.
 LOWEST := $(VENV)-lowest
-UV := UV_FIND_LINKS=$(PIP_FIND_LINKS) uv pip
+UV := UV_HTTP_TIMEOUT=180 UV_FIND_LINKS=$(PIP_FIND_LINKS) uv pip
 test-lowest: $(VENV)/installed-dev
-	@$(INSTALL) uv
-	@grep -oE '^torch==[^+ ]+' requirements.lock > $(VENV)/torch.txt
+	@$(INSTALL) 'uv>=0.9,<1'
+	@$(VENV)/bin/pip list --format freeze | grep '^torch==' > $(VENV)/torch.txt
 	@uv venv -q --allow-existing -p $(VENV)/bin/python $(LOWEST)
-	@$(UV) compile -q pyproject.toml --extra lm-eval --extra transformers --resolution lowest-direct \
+	@$(UV) compile -q pyproject.toml tests/lowest.in --extra lm-eval --extra transformers --resolution lowest-direct \
 		--override $(VENV)/torch.txt $(if $(PIP_FIND_LINKS),,--torch-backend cpu) -o $(LOWEST)/lowest.txt
-	@$(UV) install -q -p $(LOWEST)/bin/python $(if $(PIP_FIND_LINKS),,--torch-backend cpu) \
-		-r $(LOWEST)/lowest.txt -r tests/lowest.in -e .
+	@$(UV) install -q -p $(LOWEST)/bin/python $(if $(PIP_FIND_LINKS),,--torch-backend cpu) -r $(LOWEST)/lowest.txt -e .
 	PATH=$(CURDIR)/$(LOWEST)/bin:$$PATH PYTHONPATH=$(CURDIR) \
-		pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $$(cat tests/lowest.files)
+		$(PYTEST) $$(grep -v '^#' tests/lowest.files)
 
 # Disturbs trainings on a real SLURM in every way, in about half an hour. Needs root and the packages of .ci/run.
 test-slurm: $(VENV)/installed-dev
