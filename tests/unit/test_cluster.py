@@ -21,12 +21,11 @@ from demix.evaluate.routing import beside_of
 from demix.files import read_json, read_parquet, write_json
 from demix.model.checkpoint import expert_names
 from demix.model.tokenizer import tokenizer_of
-from demix.run.check import load_run
 from demix.run.rules import RunRules
-from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.run.systems import evaluated
 from support.cli import said
+from support.entries import tiny
 from support.errors import refused
 from support.mixing import planned
 from support.tokens import NOVEL, TRAINING
@@ -255,19 +254,8 @@ def test_shards_of_clusters_hold_the_documents_of_all_domains(fitted, tokens, tm
     assert not (tmp_path / "none").exists()
 
 
-TINY = Path(__file__).parents[1] / "workflow" / "tiny.yaml"
-K2 = {"clusters": 2, "dimensions": 6}
-VALUES = load_run(TINY).config.values
-DOMAINS = VALUES["domains"]
-TWICE = DOMAINS | {"novel": {"c01": DOMAINS["novel"]["fantasy"], "fantasy": DOMAINS["novel"]["fortunes"]}}
+K2, BY_DOMAIN = {"clusters": 2, "dimensions": 6}, {"method": "metadata"}
 BRANCH = {"kind": "branched", "data": "k2", "parent": "dense", "seed_tokens": 6000}
-
-
-def config(clusterings: dict[str, Any] | None = None, sequences: int = 2, **more: Any) -> Run:
-    """The run of the tiny config (three domains) with rows on clusters."""
-    given = VALUES["training"] | {"sequences": sequences}
-    defaults = {"k2": K2, "by_domain": {"method": "metadata"}} if clusterings is None else clusterings
-    return load_run(TINY, training=given, clusterings=defaults, **more)
 
 
 def run(*words: object) -> None:
@@ -275,7 +263,11 @@ def run(*words: object) -> None:
 
 
 def test_a_row_on_clusters_has_an_expert_for_each_with_an_equal_part_of_a_step():
-    found = config(models={"cbtm_2": BRANCH, "demix_2": {"kind": "demix", "data": "k2"}})
+    rows, clusterings = (
+        {"cbtm_2": BRANCH, "demix_2": {"kind": "demix", "data": "k2"}},
+        {"k2": K2, "by_domain": BY_DOMAIN},
+    )
+    found = tiny(rows, training={"sequences": 2}, clusterings=clusterings)
     models, rules = {model.name: model for model in found.planned}, RunRules(found)
     cbtm, on_clusters, domains = models["cbtm_2"], models["demix_2"], models["demix"]
     assert cbtm.experts == cbtm.columns == on_clusters.experts == ("c00", "c01") == found.clusters("k2")
@@ -295,25 +287,6 @@ def test_a_row_on_clusters_has_an_expert_for_each_with_an_equal_part_of_a_step()
         (table,) = [table for table in evaluated(found, domain) if table.model == "cbtm_2"]
         (some,) = table.sets
         assert (some.label, some.experts, some.alone) == ("training", ("c00", "c01"), True)
-
-
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"models": {"x": BRANCH | {"data": "k3"}}}, "models.x.data"),
-        ({"models": {"x": BRANCH | {"data": "by_domain"}}}, "models.x.data"),
-        ({"models": {"x": BRANCH}, "sequences": 3}, "models.x.data"),
-        ({"models": {"x": {"kind": "dense", "data": "k2"}}}, "models.x.data"),
-        ({"models": {"demix": {"data": "k2"}}}, "models.demix.data"),
-        ({"models": {"x": BRANCH}, "clusterings": {"k2": {}}}, "clusterings.k2.clusters"),
-        ({"models": {"x": BRANCH}, "adaptation": VALUES["adaptation"] | {"model": "x"}}, "adaptation.model"),
-        ({"models": {}, "clusterings": {"k2": K2}, "domains": TWICE}, "clusterings.k2"),
-        ({"models": {}, "clusterings": {"k2": K2 | {"method": "spectral"}}}, "clusterings.k2.method"),
-    ],
-)
-def test_what_does_not_fit_is_refused_before_anything_runs(changes, key):
-    with refused(key):
-        config(**changes)
 
 
 def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens, tmp_path):
