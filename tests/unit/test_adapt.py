@@ -25,7 +25,7 @@ from demix.model.scoring import log_probabilities
 from demix.report.read import Parent, read_parents
 from demix.train.adapt import adapt_dense, adapt_expert
 from demix.train.join import join_branches
-from support.cli import demix
+from support.cli import demix, succeeds
 from support.contents import contents
 from support.errors import refused
 from support.tokens import NOVEL, TRAINING
@@ -167,12 +167,12 @@ def test_a_merged_model_is_numpys_average_of_every_tensor(
 ) -> None:
     given = dict(zip(TRAINING, weights, strict=True))
     output = tmp_path / "merged"
-    assert demix("merge", run / "model", "--weights", listed(given), "--output", output).exit_code == 0
+    succeeds("merge", run / "model", "--weights", listed(given), "--output", output)
     found, wanted = load_file(output / "experts" / "dense.safetensors"), by_numpy(run / "model", given)
     assert found.keys() == wanted.keys() >= {"token_embedding", "blocks.0.attention.out.weight"}
     for key, value in wanted.items():
         np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-7)
-    assert demix("experts", "verify", output).exit_code == 0
+    succeeds("experts", "verify", output)
     (model,) = load_experts(output)
     assert model.experts == ("dense",)
 
@@ -205,7 +205,7 @@ def test_an_added_expert_begins_as_the_average_by_posterior(run: Path, tokens: P
     assert read_parents(tmp_path / "added" / "experts", ["fantasy"]) == {"fantasy": Parent(likeliest, averaged=True)}
 
     # Its first loss on dev is that of a merged model with the same weights, and training lowers it.
-    assert demix("merge", model, "--weights", listed(chosen["priors"]), "--output", tmp_path / "merged").exit_code == 0
+    succeeds("merge", model, "--weights", listed(chosen["priors"]), "--output", tmp_path / "merged")
     cut = blocks(TokenShard.open(novel_shards(tokens)[1]), 32, SHORT.dev_blocks * 32)
     (start,) = log_probabilities(load_model(tmp_path / "merged"), *cut)
     losses = [row["dev_loss/fantasy"] for row in rows(tmp_path) if "dev_loss/fantasy" in row]
@@ -229,7 +229,7 @@ def test_a_copy_of_the_parent_can_be_asked_for(run: Path, tokens: Path, tmp_path
         run / "scores",
     ]
     words += ["--settings", settings, "--output", at.output, "--metrics", at.metrics, "--checkpoints", at.checkpoints]
-    assert demix(*words, "--init", "parent").exit_code == 0
+    succeeds(*words, "--init", "parent")
     lineage = read_json(at.output / "experts" / "fantasy.json")
     parent = read_json(run / "model" / "experts" / f"{lineage['parent']}.json")
     assert lineage["parent_sha256"] == parent["sha256"]

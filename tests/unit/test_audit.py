@@ -21,7 +21,7 @@ from demix.model.checkpoint import load_model
 from demix.model.gpt import GPT
 from demix.run.models import left_out, trained_without
 from demix.train.batches import balanced_batches
-from support.cli import demix
+from support.cli import succeeds
 from support.decoding import LENGTH, next_tokens
 from support.mixing import log_weights
 from support.models import SMALL, randomise, save_model, write_trunks
@@ -193,8 +193,7 @@ def test_the_command_writes_a_table(made: Callable[..., Path], tokens: Path, tmp
     settings = {"prompts": 100_000, "training": TRAINING, "without": WITHOUT, "threads": 1} | NAMES
     places = ["--tokens", tokens / "tokens" / DOMAIN, "--priors", models / "priors.parquet"]
     more = ["--settings", json.dumps(settings), "--output", tmp_path / "audit.parquet"]
-    done = demix("audit", DOMAIN, "--models", models, *places, *more)
-    assert done.exit_code == 0, done.exception
+    succeeds("audit", DOMAIN, "--models", models, *places, *more)
     table = read_parquet(tmp_path / "audit.parquet")
     assert table.schema.names == list(COLUMNS)
     shard = TokenShard.open(tokens / "tokens" / DOMAIN / "train.arrow")

@@ -18,7 +18,7 @@ from demix.run.rules import RunRules
 from demix.train.batches import balanced_batches
 from demix.train.branch import branched
 from demix.train.state import State
-from support.cli import demix
+from support.cli import demix, succeeds
 from support.entries import tiny, trained
 from support.errors import refused
 from support.tokens import TRAINING
@@ -104,7 +104,7 @@ def test_a_state_that_cannot_be_moved_is_trained_again(
         return ["seed", "dense", *shard_paths(tokens), "--settings", settings, "--step", step, *places]
 
     before = tensors(tmp_path)
-    assert demix(*command(10)).exit_code == 0
+    succeeds(*command(10))
     for name in ("manifest.json", "shared.safetensors", "expert-dense.safetensors"):
         assert (seed(tmp_path) / name).read_bytes() == (seed(run) / name).read_bytes()
     assert tensors(tmp_path) == before

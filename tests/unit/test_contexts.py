@@ -25,7 +25,7 @@ from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.settings import settings_from
-from support.cli import demix
+from support.cli import succeeds
 from support.entries import tiny
 from support.errors import refused
 from support.mixing import block_weights, log_mixture
@@ -132,8 +132,7 @@ def test_scores_in_other_blocks_are_those_of_the_model(
     path = tokens / "tokens" / TRAINING[0] / "test.arrow"
     settings = {"dev_blocks": 3, "test_tokens": 500, "precision": "fp32", "threads": 1}
     words = ["--context", context, "--settings", json.dumps(settings), "--output", tmp_path / "scores"]
-    done = demix("score", tmp_path / "model", path, "--experts", "a,b", *words)
-    assert done.exit_code == 0, done.exception
+    succeeds("score", tmp_path / "model", path, "--experts", "a,b", *words)
     table = read_scores(tmp_path / "scores" / f"{TRAINING[0]}.test", ("a", "b"))
     assert table.mask.shape[1] == context
     assert table.tokens == 500

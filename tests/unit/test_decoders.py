@@ -19,7 +19,7 @@ from demix.model.gpt import GPT
 from demix.model.import_hf import import_hf
 from demix.model.scoring import log_probabilities
 from support.checkpoints import FAMILIES, all_tensors, checkpoint, farthest, same_tensors
-from support.cli import demix
+from support.cli import succeeds
 from support.models import model_of, save_model
 
 IDS = torch.randint(2, 400, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -131,8 +131,7 @@ def test_half_precision_in_several_files_comes_in_and_goes_out_to_the_bit(
         if dtype == torch.bfloat16:
             found = model.to(dtype).logits(model(IDS[None]))[0]
             assert farthest(found.float(), theirs(IDS).logits.float()) < 2e-2
-    done = demix("export", tmp_path / "in", "--expert", "dense", "--output", tmp_path / "out", "--dtype", name)
-    assert done.exit_code == 0, done.exception
+    succeeds("export", tmp_path / "in", "--expert", "dense", "--output", tmp_path / "out", "--dtype", name)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == name
     assert same_tensors(hf, tmp_path / "out")
     assert {tensor.dtype for tensor in all_tensors(tmp_path / "out").values()} == {dtype}

@@ -22,7 +22,7 @@ from demix.evaluate.fewshot import TaskScoring, score_tasks, tokens_of
 from demix.evaluate.task_tables import Scored, read_scored
 from demix.files import read_parquet, write_json, write_parquet
 from demix.model.export import export_hf
-from support.cli import demix, refusal
+from support.cli import refusal, succeeds
 from support.errors import refused
 from support.mixing import log_mixture, log_weights
 from support.models import write_trunks
@@ -221,8 +221,7 @@ def test_no_tested_text_is_a_demonstration(tokens: Path, tmp_path: Path) -> None
 def ran(*words: object, given: dict[str, object], **options: object) -> None:
     """Do what `demix` with these words, settings and options does."""
     named = [word for name, value in options.items() for word in (f"--{name}", value)]
-    done = demix(*words, "--settings", json.dumps(given), *named)
-    assert done.exit_code == 0, (done.exception, done.output)
+    succeeds(*words, "--settings", json.dumps(given), *named)
 
 
 def test_a_run_is_classified_as_by_hand(tokens: Path, tmp_path: Path) -> None:

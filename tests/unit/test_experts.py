@@ -16,7 +16,7 @@ from demix.files import read_json, sha256_file, write_json, write_parquet
 from demix.model.checkpoint import expert_names, load_model, save_expert
 from demix.model.experts import add_expert, changing, find_faults, remove_expert
 from demix.model.merge import merge_experts, prior_weights
-from support.cli import demix, refusal
+from support.cli import demix, refusal, succeeds
 from support.contents import contents
 from support.errors import concerns, refused
 from support.models import THREE, randomise, write_model, write_trunks
@@ -45,8 +45,7 @@ def test_the_list_shows_lineage_and_what_is_wrong(model: Path) -> None:
     save_expert(load_model(model, ("law",)), "law", model, lineage, name="deeds")
     weights = model / "experts" / "news.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    shown = demix("experts", "list", model)
-    assert shown.exit_code == 0
+    shown = succeeds("experts", "list", model)
     lines = (line.split("│") for line in shown.output.splitlines() if "│" in line)
     rows = {line[1].strip(): [cell.strip() for cell in line[2:-1]] for line in lines}
     parameters = sum(tensor[0].numel() for tensor in load_model(model, ("law",)).expert_tensors().values())
@@ -89,7 +88,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_found_and_named_alone(model: Path, fault: str) -> None:
     damage, file = FAULTS[fault]
-    assert demix("experts", "verify", model).exit_code == 0
+    succeeds("experts", "verify", model)
     damage(model)
     done = demix("experts", "verify", model)
     assert done.exit_code == 1
@@ -119,8 +118,8 @@ def test_an_added_expert_is_the_same_expert(model: Path, tmp_path: Path) -> None
     randomise(trained.blocks[0].feedforward, 5)
     save_expert(trained, "news", other, {"parent": "news", "steps": 4, "tokenizer_sha256": "t" * 64}, name="press")
     before = contents(model)
-    assert demix("experts", "add", model, other / "experts" / "press.safetensors").exit_code == 0
-    assert demix("experts", "add", model, other / "experts" / "press.safetensors", "--name", "press_2").exit_code == 0
+    succeeds("experts", "add", model, other / "experts" / "press.safetensors")
+    succeeds("experts", "add", model, other / "experts" / "press.safetensors", "--name", "press_2")
     assert expert_names(model) == ("code", "law", "news", "press", "press_2")
     assert before.items() <= contents(model).items()
     assert find_faults(model) == []
@@ -196,7 +195,7 @@ def test_one_process_changes_the_experts_at_a_time(model: Path, monkeypatch: pyt
 
 def test_removing_leaves_a_whole_model_at_any_moment(model: Path) -> None:
     kept = load_model(model, ("code", "news"))
-    assert demix("experts", "remove", model, "law").exit_code == 0
+    succeeds("experts", "remove", model, "law")
     assert expert_names(model) == ("code", "news")
     assert find_faults(model) == []
     for name, tensor in load_model(model).state_dict().items():
@@ -227,7 +226,7 @@ def test_one_expert_alone_is_merged_to_the_bit(model: Path, tmp_path: Path) -> N
     tensors["blocks.0.feedforward.up_bias"][:2] = torch.tensor([-0.0, 1e-45])
     save_file(tensors, path)
     change_json(path.with_suffix(".json"), sha256=sha256_file(path))
-    assert demix("merge", model, "--weights", "law=1,news=0", "--output", tmp_path / "merged").exit_code == 0
+    succeeds("merge", model, "--weights", "law=1,news=0", "--output", tmp_path / "merged")
     found = load_file(tmp_path / "merged" / "experts" / "dense.safetensors")
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -283,8 +282,7 @@ def test_weights_come_from_the_cached_prior(model: Path, tmp_path: Path) -> None
     with refused(priors):
         prior_weights(priors, "model", "songs", "training")
     named = model.rename(tmp_path / "demix")
-    done = demix("merge", named, "--priors", priors, "--domain", "wiki", "--output", tmp_path / "merged")
-    assert done.exit_code == 0, done.output
+    succeeds("merge", named, "--priors", priors, "--domain", "wiki", "--output", tmp_path / "merged")
     parents = read_json(tmp_path / "merged" / "experts" / "dense.json")["parents"]
     assert {name: parent["weight"] for name, parent in parents.items()} == {"law": 0.1, "news": 0.2, "code": 0.7}
     for arguments in (("--priors", priors), (), ("--weights", "law=1", "--priors", priors, "--domain", "wiki")):
@@ -296,7 +294,7 @@ def test_a_merged_model_is_exported_with_its_own_tokenizer_alone(tokens: Path, t
     write_model(tmp_path / "model", THREE, encoder.sha256, encoder.vocab_size)
     merge_experts(tmp_path / "model", {"law": 0.25, "news": 0.5, "code": 0.25}, merged)
     export = ("export", merged, "--expert", "dense", "--output")
-    assert demix(*export, tmp_path / "hf", "--tokenizer", tokens / "tokenizer.json").exit_code == 0
+    succeeds(*export, tmp_path / "hf", "--tokenizer", tokens / "tokenizer.json")
     other = tmp_path / "other.json"
     write_json(other, read_json(tokens / "tokenizer.json") | {"version": "2.0"}, sort_keys=False)
     refusal(*export, tmp_path / "refused", "--tokenizer", other, of=other)

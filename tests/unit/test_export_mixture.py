@@ -21,7 +21,7 @@ from demix.files import write_json
 from demix.model.checkpoint import load_experts
 from demix.model.continuations import mixture_of
 from demix.model.decode import open_model, weights_of
-from support.cli import demix
+from support.cli import demix, succeeds
 from support.models import REAL_TEXT, SMALL, THREE, alone, model_of, save_model
 
 CONTEXT = SMALL.context
@@ -136,8 +136,7 @@ def exported(
     folder = tmp_path_factory.mktemp("mixtures")
     for name in request.param:
         directory = write(folder / name, name, tokens / "tokenizer.json")
-        done = demix("export", directory, "--mixture", "--output", folder / f"hf-{name}")
-        assert done.exit_code == 0, done.exception
+        done = succeeds("export", directory, "--mixture", "--output", folder / f"hf-{name}")
     save_file({str(number): text for number, text in enumerate(TEXTS)}, folder / "texts.safetensors")
     (folder / "asked.json").write_text(json.dumps(ASKED))
     kept = {key: os.environ[key] for key in ("PATH", "HOME", "LD_LIBRARY_PATH") if key in os.environ}

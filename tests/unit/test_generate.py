@@ -14,7 +14,7 @@ from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import read_json, write_json
 from demix.mix.rules import CLASSES
-from support.cli import demix, refusal
+from support.cli import demix, refusal, succeeds
 from support.decoding import LENGTH, in_blocks, whole, write_run
 from support.errors import refused
 from support.mixing import mix
@@ -122,8 +122,7 @@ def test_bytes_become_characters_with_the_token_that_ends_them(opened: package.O
 
 def test_the_command_prints_a_continuation(run: Path, tmp_path: Path) -> None:
     model, options = run / "models" / "demix", ["--prompt", "the Lord", "--tokens", 30, "--seed", 4]
-    first = demix("generate", model, *options)
-    assert first.exit_code == 0, first.exception
+    first = succeeds("generate", model, *options)
     assert len(first.stdout) > 10
     assert demix("generate", model, *options).stdout == first.stdout
     assert demix("generate", model, *options[:-1], 5).stdout != first.stdout
@@ -156,7 +155,7 @@ def test_small_models_are_read_by_one_thread(run: Path) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert demix("generate", run / "models" / "demix", "--prompt", "a", "--tokens", 1).exit_code == 0
+        succeeds("generate", run / "models" / "demix", "--prompt", "a", "--tokens", 1)
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)

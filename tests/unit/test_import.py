@@ -15,7 +15,7 @@ from demix.model.experts import find_faults
 from demix.model.export import export_hf
 from demix.model.import_hf import import_hf
 from support.checkpoints import LLAMA3, change, checkpoint, farthest, same_tensors
-from support.cli import demix, refusal
+from support.cli import refusal, succeeds
 from support.errors import refused
 from support.models import REAL_TEXT
 
@@ -33,8 +33,7 @@ def test_gpt2_without_a_tokenizer_is_read_by_gpt2s_own(tmp_path: Path) -> None:
     theirs = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.3)).eval()
     theirs.save_pretrained(tmp_path / "hf")
     directory = tmp_path / "models" / "x"
-    done = demix("import", tmp_path / "hf", "--output", directory)
-    assert done.exit_code == 0, done.exception
+    succeeds("import", tmp_path / "hf", "--output", directory)
     assert not find_faults(directory)
     encoder, model = Tokenizer.load(directory / "tokenizer.json"), load_model(directory)
     ids = torch.from_numpy(np.concatenate([[encoder.end_of_text], encoder.encode(REAL_TEXT)]).astype(np.int64))[None]
@@ -44,8 +43,7 @@ def test_gpt2_without_a_tokenizer_is_read_by_gpt2s_own(tmp_path: Path) -> None:
     export_hf(directory, "dense", directory / "tokenizer.json", tmp_path / "again")
     assert same_tensors(tmp_path / "hf", tmp_path / "again")
     (tmp_path / "my.txt").write_text(REAL_TEXT * 5)
-    done = demix("eval", directory, tmp_path / "my.txt", "--json")
-    assert done.exit_code == 0, done.exception
+    done = succeeds("eval", directory, tmp_path / "my.txt", "--json")
     assert [line["name"] for line in json.loads(done.stdout)["experts"]] == ["dense"]
 
 
@@ -99,8 +97,7 @@ def test_blocks_have_the_length_that_is_asked_for(tokens: Path, tmp_path: Path) 
     # Within its window Mistral attends to all.
     for family, more, context in (("llama", (), 2048), ("llama", (4096,), 4096), ("mistral", (40,), 40)):
         words = [word for number in more for word in ("--context", number)]
-        done = demix("import", tmp_path / family, "--output", tmp_path / f"{family}{context}", *words)
-        assert done.exit_code == 0, done.exception
+        succeeds("import", tmp_path / family, "--output", tmp_path / f"{family}{context}", *words)
         assert describe(tmp_path / f"{family}{context}").content["architecture"]["context"] == context
     with refused("config.json: attention"):
         import_hf(tmp_path / "mistral", tmp_path / "wide")
@@ -112,8 +109,7 @@ def test_an_import_proves_itself(tokens: Path, tmp_path: Path, monkeypatch: pyte
     hf = tmp_path / "hf"
     checkpoint(hf, tokens, "llama")
     (tmp_path / "my.txt").write_text("It is a truth universally acknowledged.")
-    done = demix("import", hf, "--output", tmp_path / "in", "--verify", "--text", tmp_path / "my.txt")
-    assert done.exit_code == 0, done.exception
+    succeeds("import", hf, "--output", tmp_path / "in", "--verify", "--text", tmp_path / "my.txt")
     assert not find_faults(tmp_path / "in")
     verified = import_hf(hf, tmp_path / "usual", verify=True)
     assert verified is not None

@@ -28,7 +28,7 @@ from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import ScoringPart, scoring_jobs
 from demix.run.systems import chosen_on_dev, evaluated, other_top_k, table_rows
-from support.cli import demix
+from support.cli import succeeds
 from support.configs import small
 from support.entries import TINY, tiny, trained
 from support.errors import refused
@@ -153,8 +153,7 @@ def test_the_papers_entries_begin_as_what_stands_beside_them(models: dict[str, A
 def test_a_config_is_told_with_what_each_model_begins(tmp_path: Path) -> None:
     models = {"demix": FOLDER, "domain_token": {}, "mine": SEEDED, "up": SWITCH | {"parent": HUB, "top_k": 2}}
     (tmp_path / "config.yaml").write_text(json.dumps(TINY | {"models": models | {"btx": BTX | {"parent": "mine"}}}))
-    done = demix("config", tmp_path / "config.yaml")
-    assert done.exit_code == 0, done.exception
+    done = succeeds("config", tmp_path / "config.yaml")
     begun = {"demix": "imported/gpt2", "dense_unbalanced": "imported/gpt2", "without-licenses": "imported/gpt2"}
     begun |= {"domain_token": "scratch", "mine": "dense", "up": f"hub:owner/name@{COMMIT}", "btx": "mine"}
     for name, begin in begun.items():

@@ -16,7 +16,7 @@ from demix.files import read_json, write_json
 from demix.model.checkpoint import expert_names
 from demix.model.usual import usual_of
 from demix.train.adapt import adaptation_of
-from support.cli import demix
+from support.cli import demix, succeeds
 from support.contents import contents
 from support.errors import refused
 from support.tokens import TRAINING
@@ -45,14 +45,13 @@ def texts(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_a_domain_is_added_to_a_copy_and_better_than_before(model: Path, texts: list[Path], tmp_path: Path) -> None:
     before, output = contents(model), tmp_path / "grown"
     given = [word for text in texts for word in ("--text", text)]
-    done = demix("experts", "train", model, "fantasy", *given, "--output", output, "--rate", 0.9)
-    assert done.exit_code == 0, (done.output, done.exception)
+    done = succeeds("experts", "train", model, "fantasy", *given, "--output", output, "--rate", 0.9)
     assert contents(model) == before
     after = contents(output)
     new = {"experts/fantasy.json", "experts/fantasy.safetensors", "usual.json"}
     assert {path: digest for path, digest in after.items() if path not in new} == before
     assert expert_names(output) == tuple(sorted((*TRAINING, "fantasy")))
-    assert demix("experts", "verify", output).exit_code == 0
+    succeeds("experts", "verify", output)
     assert [path.name for path in tmp_path.iterdir()] == ["grown"]
 
     lineage = read_json(output / "experts" / "fantasy.json")
@@ -125,16 +124,15 @@ def untrained(model: Path, copy: Path) -> Path:
 def test_a_dense_model_from_elsewhere_gets_an_expert_beside_what_it_was(
     model: Path, texts: list[Path], tmp_path: Path, given: float | None
 ) -> None:
-    assert demix("merge", model, "--weights", "licenses=1", "--output", tmp_path / "merged").exit_code == 0
+    succeeds("merge", model, "--weights", "licenses=1", "--output", tmp_path / "merged")
     parent, output = untrained(tmp_path / "merged", tmp_path / "parent"), tmp_path / "grown"
     rate = ("--learning-rate", given) if given else ()
-    done = demix("experts", "train", parent, "fantasy", "--text", texts[0], "--output", output, "--tokens", 4096, *rate)
-    assert done.exit_code == 0, (done.output, done.exception)
+    succeeds("experts", "train", parent, "fantasy", "--text", texts[0], "--output", output, "--tokens", 4096, *rate)
     assert expert_names(output) == ("dense", "fantasy")
     assert read_json(output / "model.json")["kind"] == "demix"
     assert read_json(output / "experts" / "fantasy.json")["adaptation"]["learning_rate"] == (given or 1e-4)
     for name in ("dense.safetensors", "dense.json"):
         assert (output / "experts" / name).read_bytes() == (parent / "experts" / name).read_bytes()
-    assert demix("experts", "verify", output).exit_code == 0
-    assert demix("generate", output, "--prompt", "The", "--tokens", 5).exit_code == 0
-    assert demix("experts", "train", output, "other", "--text", texts[1], "--output", tmp_path / "two").exit_code == 0
+    succeeds("experts", "verify", output)
+    succeeds("generate", output, "--prompt", "The", "--tokens", 5)
+    succeeds("experts", "train", output, "other", "--text", texts[1], "--output", tmp_path / "two")

@@ -26,7 +26,7 @@ from demix.model.description import Usual
 from demix.model.tokenizer import tokenizer_of
 from demix.model.usual import write_usual
 from demix.run.run import Run
-from support.cli import demix, refusal
+from support.cli import demix, refusal, succeeds
 from support.configs import with_keys
 from support.errors import refused
 from support.frozen import rows_of
@@ -46,9 +46,7 @@ def model(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(model: Path, text: Path, *more: object) -> dict:
-    result = demix("eval", model, text, "--json", *more)
-    assert result.exit_code == 0, result.exception
-    return json.loads(result.stdout)
+    return json.loads(succeeds("eval", model, text, "--json", *more).stdout)
 
 
 def test_the_numbers_are_those_of_the_pipeline(model: Path, tokens: Path, tmp_path: Path) -> None:

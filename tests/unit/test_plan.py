@@ -38,7 +38,7 @@ from demix.plan.jobs import in_one_line, runs_here, seconds_here, usual_hardware
 from demix.plan.tables import too_large, training_tables
 from demix.run.check import completed_run, load_run
 from demix.run.scoring import scoring_jobs
-from support.cli import demix
+from support.cli import demix, succeeds
 from support.configs import changed
 from support.errors import refused
 
@@ -92,8 +92,7 @@ def test_the_plan_of_the_papers_largest_models() -> None:
 
 
 def test_the_command_prints_the_papers_numbers() -> None:
-    done = demix("plan", CONFIGS / "paper-1.3b.yaml", "--ranks", 128, "--hardware", "v100", "--full")
-    assert done.exit_code == 0
+    done = succeeds("plan", CONFIGS / "paper-1.3b.yaml", "--ranks", 128, "--hardware", "v100", "--full")
     assert "│" not in demix("plan", CONFIGS / "paper-1.3b.yaml").stdout
     cells = {cell.strip() for line in done.stdout.splitlines() for cell in line.split("│")}
     assert cells >= {*PAPER["paper-1.3b"].domains, "508M", "806M", "23250.34", "77.9G", "5,900", "demix-dapt-* × 8"}
@@ -119,7 +118,7 @@ def test_what_a_gpu_does_not_hold_is_warned_of(
     (tmp_path / "mine.yaml").write_text(
         yaml.safe_dump({"base": str(CONFIGS / "cbtm-6.7b.yaml"), "architecture": sizes})
     )
-    assert demix("plan", tmp_path / "mine.yaml", "--hardware", "a100").exit_code == 0
+    succeeds("plan", tmp_path / "mine.yaml", "--hardware", "a100")
     assert "dense" in caplog.text
 
 
@@ -260,7 +259,7 @@ def test_the_files_that_sbatch_would_get(tmp_path: Path, monkeypatch: pytest.Mon
     Path("config.yaml").write_text(yaml.safe_dump(config.config.values))
     # No command of SLURM is there.
     monkeypatch.setenv("PATH", "/nowhere")
-    assert demix("plan", "config.yaml", "--dry-run").exit_code == 0
+    succeeds("plan", "config.yaml", "--dry-run")
     assert [path.name for path in Path("results/paper-125m").iterdir()] == ["sbatch"]
     written = {path.stem: path.read_text().splitlines() for path in Path("results/paper-125m/sbatch").iterdir()}
     jobs = {f"btm-{name}" for name in config.training} | {one.name for one in (*config.trained, *config.adaptations)}

@@ -18,7 +18,7 @@ from demix.launch.job import Places
 from demix.train import scale, stage, state
 from demix.train.adapt import adapt_dense, adapt_expert
 from demix.train.stage import ModelTraining
-from support.cli import demix
+from support.cli import demix, succeeds
 from support.forks import FORKS
 from support.tokens import NOVEL
 from support.training import (
@@ -161,8 +161,7 @@ def test_a_training_that_ended_is_never_lost(
     assert process.exitcode == -signal.SIGKILL
     shutil.rmtree(at.output, ignore_errors=True)
     drawn = stop_at(monkeypatch, set())
-    done = demix(*words)
-    assert done.exit_code == 0, done.exception
+    succeeds(*words)
     assert drawn == []
     assert (rows(tmp_path), tensors(tmp_path)) == (rows(run / "demix"), tensors(run / "demix"))
 

@@ -51,7 +51,7 @@ from demix.train.adapt import adapt_expert
 from demix.train.batches import mixed_batches
 from demix.train.loop import train
 from demix.train.stage import optimization
-from support.cli import demix, refusal
+from support.cli import refusal, succeeds
 from support.errors import refused
 from support.models import SMALL, alone, model_of, randomise, save_model, write_model
 from support.plain_training import adamw, plain_steps, rates
@@ -390,8 +390,7 @@ def models(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(tokens / "tokenizer.json", run)
     models = run / "models"
     train_model("demix", TRAIN, shard_paths(tokens), models / "demix", None, run / "checkpoints")
-    done = demix("merge", models / "demix", "--routed", "--output", models / "merged")
-    assert done.exit_code == 0, done.exception
+    succeeds("merge", models / "demix", "--routed", "--output", models / "merged")
     for name, trained in (("whole", None), ("routers", "routers")):
         places = models / name, run / f"{name}.jsonl", run / "checkpoints" / name
         settings = dataclasses.replace(BTX, trained=trained)
@@ -592,16 +591,14 @@ def test_an_expert_that_leaves_and_joins_again_leaves_no_trace(models: Path, mod
     for name in ORDER:
         remove_expert(mine, name)
         assert content(mine) != before
-        done = demix("experts", "add", mine, models / model / "experts" / f"{name}.safetensors")
-        assert done.exit_code == 0, done.exception
+        succeeds("experts", "add", mine, models / model / "experts" / f"{name}.safetensors")
         assert content(mine) == before
 
 
 @pytest.mark.parametrize("model", ["merged", "whole", "routers"])
 def test_a_model_loses_the_rows_of_the_expert_alone(models: Path, model: str, tmp_path: Path) -> None:
     mine = shutil.copytree(models / model, tmp_path / "mine")
-    done = demix("experts", "remove", mine, ORDER[1])
-    assert done.exit_code == 0, done.exception
+    succeeds("experts", "remove", mine, ORDER[1])
     assert find_faults(mine) == []
     own, before = (load_file(place / "experts" / "dense.safetensors") for place in (mine, models / model))
     assert all(np.array_equal(own[key], tensor[[0, 2]]) for key, tensor in before.items())
@@ -678,8 +675,7 @@ def test_scores_of_fewer_experts_are_those_of_models_that_have_or_choose_so_many
     settings = json.dumps(dataclasses.asdict(dataclasses.replace(scoring, models=())))
     words = ("score", folder / "mine", *shards, "--experts", "dense", "--settings", settings, "--output")
     for top_k, label in ((1, "@top-1"), (3, "@top-3"), (0, "")):
-        done = demix(*words, scores / "one", "--top-k", top_k)
-        assert done.exit_code == 0, done.exception
+        succeeds(*words, scores / "one", "--top-k", top_k)
         assert column(scores, "one") == found[label]
     refusal(*words, tmp_path / "none", "--top-k", 4, of="--top-k 4")
     assert not (tmp_path / "none").exists()

@@ -27,7 +27,7 @@ from demix.files import sha256_file, write_parquet
 from demix.model.checkpoint import describe, load_model, save_expert
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities, trunk_log_probabilities
-from support.cli import demix
+from support.cli import succeeds
 from support.contents import contents
 from support.errors import refused
 from support.forks import FORKS
@@ -233,8 +233,7 @@ def test_an_added_expert_touches_no_other_file(tokens: Path, model: Path, tmp_pa
     before = state()
     assert len(before) == 4 * 3
     settings = ["--settings", json.dumps(asdict(SCORING)), "--output", tmp_path / "scores"]
-    done = demix("score", model, *paths, "--experts", EXPERTS[2], *settings)
-    assert done.exit_code == 0, done.exception
+    succeeds("score", model, *paths, "--experts", EXPERTS[2], *settings)
     after = state()
     assert {path.stem for path in after.keys() - before.keys()} == {EXPERTS[2]}
     assert {path: after[path] for path in before} == before

@@ -28,7 +28,7 @@ from demix.generate.app import KEY, place_of
 from demix.generate.completions import MAX_LOGPROBS, MAX_PROMPTS, MAX_TOKENS, opened
 from demix.generate.server import CONNECTIONS, MAX_BYTES
 from demix.model.checkpoint import load_model
-from support.cli import demix, refusal
+from support.cli import demix, refusal, succeeds
 from support.decoding import LENGTH, in_blocks, next_tokens, scored_in_blocks, write_run
 from support.disturbed import until
 from support.errors import refused
@@ -441,8 +441,7 @@ def test_the_harness_finds_what_it_finds_without_a_server(run, tmp_path, monkeyp
     write_tasks(run)
     options = ("--weights", "history", "--top-k", 2, "--batch-size", 1, "--include-path", run / "tasks")
     named = ("--output", tmp_path / "out.json", "--log-samples")
-    done = demix("lm-eval", model, "--tasks", ",".join(tasks), *options, *named)
-    assert done.exit_code == 0, (done.exception, done.output)
+    succeeds("lm-eval", model, "--tasks", ",".join(tasks), *options, *named)
     how = {"batch_size": 3, "num_concurrent": 2, "max_length": MAX_TOKENS + 1}
     with serving(opened(model, weights="history", top_k=2)) as address:
         theirs = simple_evaluate(

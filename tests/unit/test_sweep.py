@@ -13,7 +13,7 @@ from demix.errors import DemixError
 from demix.files import read_json, read_json_lines, write_json, write_json_lines
 from demix.train.metrics import DivergedError
 from demix.train.sweep import MARGIN, Trial, choose_rate, chosen_rate, judge, read_trial
-from support.cli import demix
+from support.cli import demix, succeeds
 from support.errors import refused
 from support.training import TRAIN, shard_paths
 
@@ -104,7 +104,7 @@ def test_the_commands_choose_a_rate_and_train_with_it(tokens: Path, tmp_path: Pa
     assert not list(tmp_path.rglob("*.safetensors"))
     assert len(read_trial(tmp_path / "0.002.jsonl").parts) == 10
     metrics = [tmp_path / f"{rate}.jsonl" for rate in (1e38, 2e-3)]
-    assert demix("choose-rate", *metrics, "--output", tmp_path / "demix.json").exit_code == 0
+    succeeds("choose-rate", *metrics, "--output", tmp_path / "demix.json")
     output = ["--output", tmp_path / "model", "--metrics", tmp_path / "metrics.jsonl"]
     assert isinstance(command("train", 1e38, *output), DivergedError)
     assert not (tmp_path / "metrics.jsonl").exists()

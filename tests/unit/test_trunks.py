@@ -14,7 +14,7 @@ from demix.mix.mixtures import Mixture, Stream
 from demix.mix.rules import History
 from demix.model.checkpoint import load_experts
 from demix.model.decode import Decoder, generate
-from support.cli import demix
+from support.cli import succeeds
 from support.decoding import LENGTH, whole, write_run
 from support.models import THREE, count_whole_models, model_of, randomise, write_trunks
 from support.tokens import NOVEL
@@ -54,8 +54,7 @@ def test_a_text_of_ones_own_is_predicted_alike(models: tuple[Path, Path], tmp_pa
     (tmp_path / "own.txt").write_text(TEXT)
     found = []
     for model in models:
-        result = demix("eval", model, tmp_path / "own.txt", "--dev", tmp_path / "own.txt", "--json")
-        assert result.exit_code == 0, result.exception
+        result = succeeds("eval", model, tmp_path / "own.txt", "--dev", tmp_path / "own.txt", "--json")
         found.append(json.loads(result.stdout))
     for part in ("mixtures", "experts"):
         for stacked, apart in zip(found[0][part], found[1][part], strict=True):

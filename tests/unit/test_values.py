@@ -16,7 +16,7 @@ from demix.files.json_files import without_nan
 from demix.model.checkpoint import load_model
 from demix.model.experts import add_expert, expert_fault, find_faults
 from demix.model.merge import merge_experts
-from support.cli import demix
+from support.cli import succeeds
 from support.errors import refused
 from support.models import write_model
 from support.scored import write_columns
@@ -105,8 +105,7 @@ def test_json_of_an_evaluation_holds_no_nan(tokens: Path, tmp_path: Path) -> Non
         write_json(path, read_json(path) | {"shared_sha256": sha256_file(shared)})
     (tmp_path / "text.txt").write_text("It is a truth universally acknowledged. " * 9)
     asked = (tmp_path / "model", tmp_path / "text.txt", "--tokenizer", tokens / "tokenizer.json")
-    done = demix("eval", *asked, "--json")
-    assert done.exit_code == 0, done.exception
+    done = succeeds("eval", *asked, "--json")
     found = json.loads(done.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert {line["perplexity"] for line in found["experts"]} == {None}
 
