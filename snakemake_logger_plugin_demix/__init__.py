@@ -127,7 +127,7 @@ class LogHandler(LogHandlerBase):
 
     def __post_init__(self) -> None:
         self.console = Console(stderr=True)
-        self.setFormatter(DefaultFormatter(None, show_failed_logs=True))
+        self.setFormatter(DefaultFormatter(show_failed_logs=True))
         self.jobs: dict[int, Job] = {}
         self.first_failed: Job | None = None
         self.costs: dict[str, float] = {}
