@@ -288,8 +288,9 @@ def _expert_linear_backward(
         if weight.dtype == x.dtype:
             torch.mm(part.T, x[start:end], out=for_weight[e])
         else:
-            zeros = (0, 0, 0, _usual_length(end - start, x) - (end - start))
-            for_weight[e] = F.pad(part, zeros).T @ F.pad(x[start:end], zeros)
+            zeros = (0, 0, 0, more - end)
+            rows = (part, x[start:end]) if more == end else (F.pad(part, zeros), F.pad(x[start:end], zeros))
+            for_weight[e] = rows[0].T @ rows[1]
         torch.sum(part, 0, dtype=weight.dtype, out=for_bias[e])
     for_x[end:] = 0
     return for_x, for_weight, for_bias
