@@ -34,8 +34,6 @@ from pydantic_core import ArgsKwargs, ErrorDetails, to_jsonable_python
 from demix.errors import DemixError, nearest
 
 T = TypeVar("T")
-# No run comes to the end of more settings that it tries one after the other.
-MOST_TRIED = 1000
 
 _SIGNS = {
     "minimum": "≥",
@@ -59,12 +57,6 @@ def _distinct(items: tuple[Any, ...]) -> tuple[Any, ...]:
     return items
 
 
-def _few(items: tuple[Any, ...]) -> tuple[Any, ...]:
-    if len(items) > MOST_TRIED:
-        raise ValueError(f"holds {len(items)} values", f"name at most {MOST_TRIED}")
-    return items
-
-
 # Strict types refuse 1.0e6 as a count, true as a number and .nan as a learning rate.
 Integer = Annotated[int, Strict()]
 Number = Annotated[float, Strict(), AllowInfNan(False)]
@@ -74,8 +66,6 @@ Positive = Annotated[Integer, Field(ge=1)]
 Seed = Annotated[Integer, Field(ge=0, le=2**31 - 1)]
 Items = Annotated[tuple[T, ...], BeforeValidator(_listed)]
 DistinctItems = Annotated[Items[T], AfterValidator(_distinct), Field(json_schema_extra={"uniqueItems": True})]
-# Values of which each is tried or evaluated.
-TriedItems = Annotated[DistinctItems[T], AfterValidator(_few), Field(json_schema_extra={"maxItems": MOST_TRIED})]
 
 
 def absent() -> Any:

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from demix.config.models import RowName
 from demix.config.training import PRESET, Execution, Optimizer, Preset, Ranks, Sequences
-from demix.settings import DistinctItems, Number, Positive, Text, TriedItems, absent, omitted, settings
+from demix.settings import DistinctItems, Number, Positive, Text, absent, omitted, settings
 
 Factor = Annotated[Number, Field(gt=0)]
 # Blocks of the novel domain's dev split, if as many are scored, whose posterior chooses the parent expert.
@@ -19,7 +19,7 @@ PASSES = 4
 class FactorSweep:
     """Adaptations with several learning rates, of which one is kept."""
 
-    factors: TriedItems[Factor] = Field(
+    factors: DistinctItems[Factor] = Field(
         min_length=1, description="Learning-rate factors to try, one after the other in one job."
     )
 

@@ -34,10 +34,10 @@ from demix.errors import DemixError
 from demix.files.json_files import SEAL
 from demix.launch.job import Cluster, Site
 from demix.settings import (
+    DistinctItems,
     Seed,
     Switch,
     Text,
-    TriedItems,
     absent,
     partial,
     settings,
@@ -127,7 +127,7 @@ class Config:
         "Without this key (or with false) the workflow stops before it changes a file there.",
     )
     seed: Seed = Field(default=1, description="Seed of splits, initialisation and data order.")
-    seeds: TriedItems[Seed] = Field(
+    seeds: DistinctItems[Seed] = Field(
         default=(),
         description="Further seeds with which the models are trained again; `seed` may be among them. A further "
         "seed changes initialisation and data order, but neither splits nor tokenizer. Tables show the "
@@ -240,11 +240,8 @@ class Config:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Every key as in a file, completed with all defaults.
-
-        A run without tasks, or without shared sources, is as before there were any.
-        """
-        return {key: value for key, value in written(self).items() if key not in ("sources", "tasks") or value}
+        """Every key as in a file, completed with all defaults."""
+        return written(self)
 
     @property
     def further_seeds(self) -> tuple[int, ...]:

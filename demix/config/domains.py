@@ -224,11 +224,6 @@ class DomainSection(SplitRecipe):
         "rules of the code published with the paper.",
     )
     licence: Text = Field(default="", description="Licence or terms of the text, recorded with the run.")
-    access: Literal["open", "terms", "by hand", "not verified"] = Field(
-        default="not verified",
-        description="How the text is to be had, as `demix plan` shows it: open to anybody; terms that an account "
-        "accepts first; by hand; not verified. Local files that are there need none of it.",
-    )
 
     @property
     def values(self) -> tuple[Scalar, ...]:

@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field
 
 from demix.config.domains import DomainName, DomainSection
 from demix.config.mixing import DEFAULTS, FAMILIES, parsed_weights
-from demix.settings import DistinctItems, Integer, Number, Positive, Text, TriedItems, absent, settings
+from demix.settings import DistinctItems, Integer, Number, Positive, Text, absent, settings
 
 # Default lambda of the updating and cached priors (Eq. 7).
 DECAY = 0.3
@@ -64,18 +64,18 @@ class MixingRecipe(DevBlocks):
     """The settings of the section `evaluation` that mixing takes."""
 
     decay: Decay = Field(default=DECAY, description="Lambda of the updating and cached priors (Eq. 7).")
-    decays: TriedItems[Decay] = Field(
+    decays: DistinctItems[Decay] = Field(
         default=(0.1, 0.3, 0.5, 0.7, 1.0),
         description="Further lambdas to evaluate; the paper's tables use `decay`. The released code's running mean has "
         "a decay of 0.7.",
     )
-    prior_blocks: TriedItems[Positive] = Field(
+    prior_blocks: DistinctItems[Positive] = Field(
         default=(1, 5, 10, 50, 100),
         description="Further numbers of dev blocks from which to compute the cached prior, at most `dev_blocks`. "
         "Where 100 blocks are asked for, the scorer released with the paper takes 202; score 202 blocks "
         "to compare with the paper's numbers.",
     )
-    weights: TriedItems[WeightsName] = Field(
+    weights: DistinctItems[WeightsName] = Field(
         default=("history", "released", "tempered", "switching"),
         min_length=1,
         description="Rules that compute the experts' weights from the text so far. Of the current block: history (all "
@@ -89,7 +89,7 @@ class MixingRecipe(DevBlocks):
         default=DEFAULTS["cluster"][0],
         description="Temperature of the weights cluster and cluster+history: the squared distance is divided by it.",
     )
-    temperatures: TriedItems[Temperature] = Field(
+    temperatures: DistinctItems[Temperature] = Field(
         default=(),
         description="Further temperatures to evaluate, each with every top_k; the tables use `temperature`. Of all of "
         "these, one is chosen by domain on dev, as a row of its own.",
@@ -102,7 +102,7 @@ class MixingRecipe(DevBlocks):
         "so that the weights stay fixed, as in an evaluation of c-BTM). The tables use the first; a further one is "
         "evaluated besides.",
     )
-    top_k: TriedItems[Positive] = Field(
+    top_k: DistinctItems[Positive] = Field(
         default=(),
         description="Numbers k of experts. For each k, mix once more with only the k likeliest experts at each token.",
     )
@@ -113,21 +113,21 @@ class EvaluationSection(ScoringRecipe, MixingRecipe):
     """What is scored and how experts are mixed."""
 
     # Without a default, so that the configs of earlier runs stay as they are.
-    contexts: TriedItems[Annotated[Integer, Field(ge=2, le=131_072)]] = Field(
+    contexts: DistinctItems[Annotated[Integer, Field(ge=2, le=131_072)]] = Field(
         default_factory=absent,
         min_length=1,
         description="Lengths of blocks (T) on which the test splits are scored and evaluated by position, such as "
         "[256, 512, 1024]. A model with learned positions is left out where they are longer than "
         "architecture.context.",
     )
-    experts_top_k: TriedItems[Positive | Literal["all"]] = Field(
+    experts_top_k: DistinctItems[Positive | Literal["all"]] = Field(
         default_factory=absent,
         min_length=1,
         description="Numbers k of experts, such as [1, 2, all]. Models whose tokens choose among experts (rows of kind "
         "routed, and what merged_routed makes) are scored once more with each k that is not theirs, without training. "
         "Gates sum to 1 where they do in training. The table of families has a column for each.",
     )
-    ngrams: TriedItems[NGramOrder] = Field(
+    ngrams: DistinctItems[NGramOrder] = Field(
         default_factory=absent,
         description="Orders n of n-gram baselines (modified Kneser-Ney), such as [3, 5]; without the key there are "
         "none. Of each order there is one of all training text and one per training domain, mixed as experts are. They "

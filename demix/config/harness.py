@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from demix.config.mixing import parsed_weights
-from demix.settings import DistinctItems, Integer, Number, Switch, Text, TriedItems, settings
+from demix.settings import DistinctItems, Integer, Number, Switch, Text, settings
 
 
 def _weights(name: str) -> str:
@@ -22,7 +22,7 @@ HarnessWeights = Annotated[Text, AfterValidator(_weights)]
 class HarnessTasks:
     """What is asked of the harness, the same of every model."""
 
-    tasks: TriedItems[Text] = Field(
+    tasks: DistinctItems[Text] = Field(
         min_length=1, description="Tasks, groups or tags of the harness, or patterns of them: [arc_easy, mmlu_*]."
     )
     include_path: Text | None = Field(
@@ -44,7 +44,7 @@ class HarnessSection(HarnessTasks):
         default=(),
         description="Rows of `models` that do the tasks. Empty: all but domain-token and masked models, which cannot.",
     )
-    weights: TriedItems[HarnessWeights] = Field(
+    weights: DistinctItems[HarnessWeights] = Field(
         default=("tempered",),
         min_length=1,
         description="Rules that mix the experts, each a row of the table: as in `evaluation.weights`, without numbers "

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 from demix.config.domains import SourceSection, check_source
 from demix.config.names import refuse_name
 from demix.errors import DemixError
-from demix.settings import Integer, Items, Number, Positive, Seed, Switch, Text, TriedItems, absent, settings
+from demix.settings import DistinctItems, Integer, Items, Number, Positive, Seed, Switch, Text, absent, settings
 
 # Other examples with labels on which the accuracy of each expert is measured (Gururangan et al. 2023, A.7).
 OTHERS = 8
@@ -92,7 +92,7 @@ class Task:
     shots: Annotated[Integer, Field(ge=0)] = Field(
         default=0, description="Demonstrations (examples with their labels) before each text."
     )
-    seeds: TriedItems[Seed] = Field(
+    seeds: DistinctItems[Seed] = Field(
         default=(1,), min_length=1, description="Seeds that draw demonstrations and validation examples."
     )
     examples: Positive | None = Field(

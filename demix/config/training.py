@@ -12,11 +12,11 @@ from pydantic import Field
 
 from demix.errors import DemixError
 from demix.settings import (
+    DistinctItems,
     Integer,
     Number,
     Positive,
     Switch,
-    TriedItems,
     absent,
     names_of,
     settings,
@@ -193,7 +193,7 @@ def taken(recipe: type, section: Any) -> dict[str, Any]:
 class Sweep:
     """Short trainings that choose the peak learning rate."""
 
-    learning_rates: TriedItems[LearningRate] = Field(
+    learning_rates: DistinctItems[LearningRate] = Field(
         min_length=1, description="Peak learning rates to try, one job for each."
     )
     tokens: Positive = Field(description="Training tokens of each job; the learning-rate schedule has the same length.")

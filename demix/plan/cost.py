@@ -17,7 +17,7 @@ from demix.plan.flops import (
     checkpoint_bytes,
     hours,
     score_table_bytes,
-    scoring_hours,
+    scoring_flops,
     training_state_bytes,
     update_flops,
 )
@@ -261,8 +261,9 @@ class ScoringCosts:
         tokens = sum(sum(map(self._tokens(split, architecture.context).__getitem__, names)) for split in part.splits)
         columns = 1 if part.own else len(part.columns)
         tflops = achieved_tflops(self.device, architecture, demix=columns > 1)
-        hours = scoring_hours(architecture, self.run.types, columns, tokens, tflops, part.expert_scope)
-        return hours, score_table_bytes(columns, tokens) - (0 if part.shared else score_table_bytes(0, tokens))
+        flops = scoring_flops(architecture, self.run.types, columns, part.expert_scope)
+        disk = score_table_bytes(columns, tokens) - (0 if part.shared else score_table_bytes(0, tokens))
+        return hours(flops, tokens, 1, tflops), disk
 
     def of_ngrams(self) -> int:
         """Bytes of the score tables of the n-grams of one order, of all training text and of each training domain."""

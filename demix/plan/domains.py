@@ -3,7 +3,6 @@
 import os
 from dataclasses import dataclass
 
-from demix.config.addresses import local
 from demix.config.domains import DomainSection
 from demix.run.run import Run
 
@@ -59,10 +58,3 @@ def plan_domains(run: Run) -> list[DomainPlan]:
     token_bytes = 4 if run.types > 65536 else 2
     sharing = {name: len(run.shared.get(domain.shared or "", ())) or 1 for name, domain in run.domains.items()}
     return [plan_domain(name, domain, token_bytes, sharing[name]) for name, domain in run.domains.items()]
-
-
-def access(domain: DomainSection) -> str:
-    """How the text of a domain is to be had, as its config says, or its files show."""
-    source = domain.source
-    there = local(source.paths) if source.kind == "hub" else bool(source.files)
-    return "here" if there else "by hand" if source.kind == "files" else domain.access

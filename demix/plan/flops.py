@@ -38,18 +38,6 @@ def scoring_flops(architecture: Architecture, vocab_size: int, experts: int, exp
     return experts * (first + each) if expert_scope == "model" else first + experts * each
 
 
-def scoring_hours(
-    architecture: Architecture,
-    vocab_size: int,
-    experts: int,
-    tokens: int,
-    tflops: float,
-    expert_scope: str = "feedforward",
-) -> float:
-    """Hours of one rank at `tflops` TFLOP/s that scores `tokens` tokens under all `experts` (see `scoring_flops`)."""
-    return scoring_flops(architecture, vocab_size, experts, expert_scope) * tokens / (tflops * 1e12) / 3600
-
-
 def score_table_bytes(experts: int, tokens: int) -> int:
     """Bytes of score tables before compression: 4 per token and expert (fp32), and 18 per token.
 
@@ -154,5 +142,5 @@ def achieved_tflops(hardware: Hardware, architecture: Architecture, *, demix: bo
 
 
 def hours(flops_per_update: float, steps: int, ranks: int, tflops: float) -> float:
-    """Hours of `steps` updates on `ranks` ranks of `tflops` TFLOP/s each."""
+    """Hours of `steps` updates, or of scoring as many tokens, on `ranks` ranks of `tflops` TFLOP/s each."""
     return flops_per_update / (ranks * tflops * 1e12) * steps / 3600

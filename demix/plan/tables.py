@@ -6,7 +6,7 @@ from rich.table import Table
 
 from demix.errors import DemixError
 from demix.plan.cost import ScoringCosts, TrainingPlan, plan_training
-from demix.plan.domains import TEXT_BYTES, TOKENS_PER_WORD, access, plan_domains
+from demix.plan.domains import TEXT_BYTES, TOKENS_PER_WORD, plan_domains
 from demix.plan.flops import HARDWARE, Hardware
 from demix.plan.jobs import count_jobs
 from demix.plan.numbers import decimal, folded, short, significant
@@ -19,15 +19,14 @@ def domains_table(run: Run) -> Table:
     """The text of all domains of a completed config, with totals."""
     table = Table(
         title=f"Data of {run.name}",
-        caption=f"disk: estimates at {TEXT_BYTES} bytes of compressed text and {TOKENS_PER_WORD} tokens a word; "
-        "access: as the config says (nothing was asked)",
+        caption=f"disk: estimates at {TEXT_BYTES} bytes of compressed text and {TOKENS_PER_WORD} tokens a word",
         show_footer=True,
     )
     plans = {plan.domain: plan for plan in plan_domains(run)}
     sizes = [[plan.words, plan.kept, plan.passing] for plan in plans.values()]
     totals = [short(sum(filter(None, column))) + "+" * (None in column) for column in zip(*sizes, strict=True)]
     numbers = dict(zip(("words", "disk kept", "raw, passing"), totals, strict=True))
-    for head in ("domain", "source", "anonymized", *numbers, "access", "licence"):
+    for head in ("domain", "source", "anonymized", *numbers, "licence"):
         footer = numbers.get(head, "total" if head == "domain" else "")
         table.add_column(head, footer, justify="right" if head in numbers else "left", no_wrap=head != "licence")
     for domains in run.config.domains.kinds.values():
@@ -35,7 +34,7 @@ def domains_table(run: Run) -> Table:
         for name, domain in domains.items():
             plan, where = plans[name], f"{domain.shared or domain.source.kind} ×{domain.source.parts}"
             cells = ("?" if size is None else short(size) for size in (plan.words, plan.kept, plan.passing))
-            table.add_row(name, where, "yes" if domain.anonymize else "no", *cells, access(domain), domain.licence)
+            table.add_row(name, where, "yes" if domain.anonymize else "no", *cells, domain.licence)
     return table
 
 
