@@ -64,12 +64,11 @@ def train(
         str,
         typer.Option(help="Numbers of updates, separated by commas, after which the state is kept for `demix seed`."),
     ] = "",
-    experts: Annotated[
+    expert: Annotated[
         str,
         typer.Option(
-            help="Of the domains or clusters of SHARDS, train the experts of these, which are whole models, one after "
-            "the other, each with its share of the tokens. Output, metrics and checkpoints are then folders of "
-            "one entry each."
+            help="Train the expert of this domain or cluster of SHARDS alone, which is a whole model, with its share "
+            "of the tokens."
         ),
     ] = "",
     schedule: Annotated[
@@ -80,9 +79,9 @@ def train(
     training = _training(
         kind, shards, _merged(settings, how), learning_rate_from, branch=branch, schedule=schedule, keep=_steps(keep)
     )
-    places = Places(output, metrics, checkpoints)
-    names = tuple(filter(None, experts.split(",")))
-    _train(training, places, _Launch(ranks, cluster, live), names)
+    if expert:
+        training = training.alone(expert)
+    _train(training, Places(output, metrics, checkpoints), _Launch(ranks, cluster, live))
 
 
 @app.command()
@@ -294,41 +293,27 @@ def _training(
     return ModelTraining(kind, given, shards, **more)
 
 
-def _train(training: "ModelTraining", places: Places, launch: _Launch, experts: tuple[str, ...] = ()) -> None:
-    """Train a model; where `experts` are named, these one by one."""
+def _train(training: "ModelTraining", places: Places, launch: _Launch) -> None:
+    """Train a model."""
     from demix.launch.local import world_size
     from demix.run.placement import place
-    from demix.train.in_turn import job_folder, train_in_turn
     from demix.train.stage import train_model
 
-    domains = training.domains
-    if experts and training.row.expert_scope != "model":
-        cause = f"is given to the kind {training.kind}, whose experts train together"
-        raise DemixError("--experts", cause, "leave it out")
-    if len({*experts} & {*domains}) < len(experts):
-        cause = f"is {','.join(experts)}: a name stands twice, or none of the tokens has it"
-        raise DemixError("--experts", cause, f"name each once, of {', '.join(domains)}")
     # A wrong number of ranks must be reported before any process starts.
-    place(training.kind, experts[:1] or domains, training.settings.sequences, world_size(launch.ranks))
-    seed = (training.alone(domains[0]) if experts else training).seed
+    place(training.kind, training.domains, training.settings.sequences, world_size(launch.ranks))
     # A trial of a rate keeps no model: what it has done is not a training's.
-    about: list[object] = [training.kind, fingerprinted(training.settings), domains, sorted(places.results)]
-    about += [one for one in (experts, seed and seed.origin, training.until) if one]
+    about = [training.identity, sorted(places.results), *filter(None, [training.until])]
     job = TrainingJob(
         command=tuple(sys.argv[1:]),
         fingerprint=fingerprint_of(about, training.shards),
         outputs=places.results,
         ranks=launch.ranks,
         threads=training.settings.threads,
-        checkpoints=job_folder(places.checkpoints, experts) if experts else places.checkpoints,
+        checkpoints=places.checkpoints,
         steps=training.until or training.steps,
-        in_turn=tuple(places.checkpoints / name for name in experts) if len(experts) > 1 else (),
     )
 
     def work(at: Places) -> None:
-        if experts:
-            train_in_turn(training, experts, at, beside=partial(streaming, launch.live, "training"))
-            return
         with streaming(launch.live, "training", at.checkpoints, at.metrics):
             train_model(training, at)
 

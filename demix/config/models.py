@@ -135,11 +135,6 @@ class Branching:
         description="The clustering (section `clusterings`) on whose clusters the experts train, one expert per "
         "cluster, with equal tokens. Without it the experts train on the domains.",
     )
-    experts_per_job: Positive = Field(
-        default_factory=absent,
-        description="Experts of a row of kind branched or anchored that one job trains, one after the other: fewer "
-        "starts, and fewer jobs at a time. It changes no result. Without the key each expert is a job of its own.",
-    )
     averages: Switch = Field(
         default_factory=absent,
         description="Score averages of the parameters of a row of kind branched, too: one by equal weights, and "

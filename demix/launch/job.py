@@ -140,12 +140,6 @@ class Places:
         output, metrics = (None if place is None else folder / name for name, place in self._named.items())
         return Places(output, metrics, self.checkpoints)
 
-    def of(self, name: str) -> "Places":
-        """The places of the training of one expert, where these are folders with an entry for each expert."""
-        output = None if self.output is None else self.output / name
-        metrics = None if self.metrics is None else self.metrics / f"{name}.jsonl"
-        return Places(output, metrics, self.checkpoints / name)
-
 
 def fingerprint_of(about: Sequence[object], shards: Sequence[Path] = ()) -> str:
     """The fingerprint of a training: of demix's version, of what `about` tells, and of the data of `shards`."""
@@ -159,8 +153,7 @@ class TrainingJob:
 
     `command` holds the arguments of `demix`. `fingerprint` identifies the training. `outputs` maps the options that
     name results to the places where the results belong. All starts of the training share the folder `checkpoints`,
-    which all nodes must see. `steps` is the number of optimizer updates, for the display of progress. `in_turn` holds
-    the folders of checkpoints of several trainings which the job does one after the other; none where it does one.
+    which all nodes must see. `steps` is the number of optimizer updates, for the display of progress.
     """
 
     command: tuple[str, ...]
@@ -170,7 +163,6 @@ class TrainingJob:
     threads: int
     checkpoints: Path
     steps: int
-    in_turn: tuple[Path, ...] = ()
 
     @property
     def label(self) -> str:

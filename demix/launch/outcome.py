@@ -18,8 +18,7 @@ from demix.progress import clock
 def progress_line(job: TrainingJob, job_id: str, shown: Mapping[str, str]) -> str:
     """One line of progress, with loss and speed once a step of this start is done.
 
-    For example: `job 12 running on n[1-2], queued again 2 times step 40/488 loss 5.321 2100 tokens/s 3:20 left`. A job
-    of several trainings also says which one is on: `… law, 3 of 8 step 40/488 … 3:20 left for it`.
+    For example: `job 12 running on n[1-2], queued again 2 times step 40/488 loss 5.321 2100 tokens/s 3:20 left`.
     """
     state, restarts = shown.get("JobState", "unknown").lower(), int(shown.get("Restarts", "0"))
     where = f" on {shown['NodeList']}" if shown.get("NodeList", "(null)") not in ("(null)", "") else ""
@@ -27,22 +26,17 @@ def progress_line(job: TrainingJob, job_id: str, shown: Mapping[str, str]) -> st
     again = f", queued again {restarts} times" if restarts > 1 else ", queued again once" if restarts else ""
     head = f"job {job_id} {state}{why}{where}{again}"
     rows: list[dict[str, Any]] = []
-    which = left = ""
     if state == "running":
         # Rows that are older than this start belong to another training in the same folder.
         with suppress(ValueError, KeyError, OSError):
             since = datetime.fromisoformat(shown["StartTime"]).timestamp()
-            for number, folder in enumerate(job.in_turn or [job.checkpoints], 1):
-                if found := last_rows(folder, since):
-                    rows = found
-                    if job.in_turn:
-                        which, left = f"  {folder.name}, {number} of {len(job.in_turn)}", " for it"
+            rows = last_rows(job.checkpoints, since)
     steps = [row for row in rows if "loss" in row]
     if not steps:
         return head
     row, remaining = steps[-1], clock(seconds_left(steps, job.steps))
     now = f"step {row['step']}/{job.steps}  loss {row['loss']:.3f}  {speed(steps):.0f} tokens/s"
-    return f"{head}{which}  {now}  {remaining} left{left}"
+    return f"{head}  {now}  {remaining} left"
 
 
 class MishapError(DemixError):

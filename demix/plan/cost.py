@@ -21,7 +21,7 @@ from demix.plan.flops import (
     training_state_bytes,
     update_flops,
 )
-from demix.run.models import Model, rule_of
+from demix.run.models import Model
 from demix.run.placement import owners_of, place_experts, ranks_without
 from demix.run.run import Run
 from demix.run.scoring import ScoringJob, ScoringPart, scoring_jobs
@@ -38,8 +38,7 @@ class TrainingPlan:
     most (see `too_large`). `checkpoint`: bytes of one checkpoint on disk, of which `checkpoints` are kept during the
     training. `weights`: bytes of what the training adds to models. `jobs`: the number of jobs of the workflow's `rule`.
     `tokens`: the most, since an adaptation may stop early. `begin` of the `steps` are those of a seed phase, which
-    another training does: `hours` leaves them out. `seed_flops` are those of such a step. `in_turn`: the experts that
-    one job trains one after the other, each in `steps` updates.
+    another training does: `hours` leaves them out. `seed_flops` are those of such a step.
     """
 
     name: str
@@ -64,7 +63,6 @@ class TrainingPlan:
     hours: float
     jobs: int = 1
     begin: int = 0
-    in_turn: int = 1
 
     @property
     def stage(self) -> str:
@@ -73,8 +71,8 @@ class TrainingPlan:
 
     @property
     def updates(self) -> int:
-        """The updates that the jobs do: of all trainings that follow one another, and none of the seed phase."""
-        return self.in_turn * (self.steps - self.begin)
+        """The updates that the jobs do, none of the seed phase."""
+        return self.steps - self.begin
 
     @property
     def all_flops(self) -> float:
@@ -95,13 +93,10 @@ def plan_training(run: Run, ranks: int | None, hardware: Hardware) -> list[Train
     """
     plan, section = partial(_plan, run, hardware), run.config.adaptation
     plans = []
-    for job in (job for one in run.trained for job in one.jobs):
-        model, number = job[0], len(job)
+    for model in (part for one in run.trained for part in one.trainings):
         usable = ranks_without(len(run.training), ranks) if ranks and model.fewer else ranks
         one = plan(model, model.settings, model.settings.tokens // model.share, usable, begin=model.first_step)
-        summed = {key: number * getattr(one, key) for key in ("domains", "experts", "flops", "seed_flops", "weights")}
-        changed = {"name": named(job), "rule": rule_of(job), "steps": one.steps, "in_turn": number}
-        plans.append(_times(number, one, **summed, **changed))
+        plans.append(replace(one, name=named(model), rule=f"train_{model.rule}"))
     for model in run.swept:
         if sweep := model.settings.sweep:
             jobs, one = len(sweep.learning_rates), plan(model, model.settings, sweep.tokens, ranks)
@@ -120,10 +115,9 @@ def _times(number: int, plan: TrainingPlan, **more: Any) -> TrainingPlan:
     return replace(plan, **sums | more)
 
 
-def named(job: tuple[Model, ...]) -> str:
-    """The name of a training's job in the plan. Jobs of the experts of one model differ only after the last "-"."""
-    model = job[0]
-    return f"{model.name}-{'+'.join(part.part for part in job)}" if model.part else model.name
+def named(model: Model) -> str:
+    """The name of a training in the plan. Those of the experts of one model differ only after the last "-"."""
+    return f"{model.name}-{model.part}" if model.part else model.name
 
 
 def _plan(

@@ -13,7 +13,6 @@ from demix.plan.flops import HARDWARE
 from demix.plan.numbers import decimal, short
 from demix.run.contexts import asked_contexts
 from demix.run.harness import harnessed
-from demix.run.models import job_place, rule_of
 from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
@@ -64,7 +63,7 @@ def count_jobs(run: Run) -> dict[str, int]:
         "fit_clusters": len(fitted(run)),
         "assign": len(run.learned_clusterings),
         **{f"cluster_{split}_{name}": 1 for name, split in run.learned_splits},
-        **{rule_of(job): 1 for model in run.trained for job in model.jobs},
+        **{f"train_{part.rule}": 1 for model in run.trained for part in model.trainings},
         "sweep": sum(len(model.swept_rates) for model in run.swept),
         "choose_rate": len(run.swept),
         "seed": len(run.seeds),
@@ -164,7 +163,7 @@ def write_sbatch_files(run: Run, ranks: int | None = None) -> list[Path]:
     # submitit takes half a second to import, which other plans need not wait for.
     from demix.launch.sbatch import sbatch_text
 
-    known = {named(job): job_place(job) for one in run.trained for job in one.jobs}
+    known = {named(part): part.place for one in run.trained for part in one.trainings}
     known |= {one.name: one.name for one in run.adaptations}
     written = []
     for plan in plan_training(run, ranks, HARDWARE["cpu"]):

@@ -15,7 +15,7 @@ from demix.run.run import Run
 from demix.run.systems import System, by_distance, merged_label, routed_weights, systems_of, table_rows
 
 # The settings in which the rows of a line may differ.
-_BUDGET = ("tokens", "parent", "experts_per_job", "averages", "merged_routed", "dev_blocks", "ranks")
+_BUDGET = ("tokens", "parent", "averages", "merged_routed", "dev_blocks", "ranks")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from demix.run import placement
 from demix.run.contexts import check_contexts
 from demix.run.harness import harness_files, harnessed
 from demix.run.merged import Merged
-from demix.run.models import Model, job_place, rule_of
+from demix.run.models import Model
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.run.systems import ngram_folders, ngram_tokens
@@ -104,9 +104,6 @@ def _check_parts(model: Model) -> None:
     settings, key = model.settings, f"config key models.{model.name}"
     if model.sweeps:
         raise DemixError(f"{key}.sweep", "has no single training to try rates on", "give this row sweep: null")
-    if settings.ranks > 1 and (settings.experts_per_job or 1) > 1:
-        cause = f"is {settings.ranks} with experts_per_job {settings.experts_per_job}"
-        raise DemixError(f"{key}.ranks", cause, "use 1, or leave out experts_per_job")
     try:
         placement.place_experts(model.parts[0].domains, settings.sequences, settings.ranks)
     except DemixError as error:
@@ -247,7 +244,7 @@ def _rules(run: Run) -> Iterator[tuple[str, str]]:
     yield "score_ngrams", "n-grams"
     for model in run.trained:
         yield f"join_{model.rule}", model.name
-        yield from ((rule_of(job), job_place(job)) for job in model.jobs)
+        yield from ((f"train_{part.rule}", part.place) for part in model.trainings)
     yield from ((merged.rule, merged.place) for merged in (*run.merged, *run.routed_merges))
     # On one machine, several of these rules are one.
     yield from ((job.rule, job.parts[0].folder) for job in scoring_jobs(run, apart=True))

@@ -103,11 +103,9 @@ class Model:
         return tuple(part if part.part == self.replacement else replace(part, name=self.base.name) for part in parts)
 
     @property
-    def jobs(self) -> tuple[tuple["Model", ...], ...]:
-        """The parts that are trained for this model, as the jobs that train them one after the other."""
-        own = tuple(part for part in self.parts if part.name == self.name)
-        size = self.settings.experts_per_job or 1
-        return tuple(own[first : first + size] for first in range(0, len(own), size))
+    def trainings(self) -> tuple["Model", ...]:
+        """The parts that are trained for this model, each by a job of its own."""
+        return tuple(part for part in self.parts if part.name == self.name)
 
     @property
     def place(self) -> str:
@@ -188,16 +186,6 @@ class Model:
     def swept_rates(self) -> list[str]:
         """The learning rates that the model's sweep tries, as in file names; empty without a sweep."""
         return [repr(rate) for rate in self.settings.sweep.learning_rates] if self.settings.sweep else []
-
-
-def job_place(job: tuple[Model, ...]) -> str:
-    """The folder, below those of checkpoints, in which a job of `Model.jobs` is found again."""
-    return job[0].place + (f"-and-{len(job) - 1}-more" if job[1:] else "")
-
-
-def rule_of(job: tuple[Model, ...]) -> str:
-    """The rule of the workflow that does a job of `Model.jobs`."""
-    return f"train_{job[0].rule}" + (f"__and_{len(job) - 1}_more" if job[1:] else "")
 
 
 @dataclass(frozen=True)
@@ -322,7 +310,7 @@ def trained_models(config: Config, rows: dict[str, Row]) -> tuple[Model, ...]:
 def _without(whole: Model, removed: str, replacement: str) -> Model:
     """The model that is trained as `whole` without the domain `removed`, and with `replacement`, if any, in its place.
 
-    The replacement has the ranks of the domain. With nothing in its place, the model has as many updates of its own as
+    With nothing in the place of the domain, the model has as many updates of its own as
     `whole`, so that each of the other domains has as many tokens as there, and the model an equal part fewer in all.
     """
 

@@ -22,7 +22,6 @@ _SIZES = ("experts", "top_k", "every", "capacity", "balance")
 _PAIR = {"experts": 2, "top_k": 2, "every": 1, "capacity": 2.0, "balance": 0.0, "match": "flops"}
 # The kinds to which a key may be given.
 _KEPT = {
-    "experts_per_job": ("branched", "anchored"),
     "averages": ("branched",),
     "merged_routed": MERGEABLE,
     "trained": ("routed",),

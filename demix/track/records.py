@@ -158,7 +158,7 @@ def _trainings(run: Run, results: Results) -> Iterator[Record]:
     """One record per metrics file: a model, each of its experts that was trained by itself, or an adaptation."""
     systems = standing(run)
     for model in run.trained:
-        for part in (part for job in model.jobs for part in job if part.part):
+        for part in (part for part in model.trainings if part.part):
             if is_made(run.folder / "metrics" / f"{part.place}.jsonl"):
                 yield _training(run, part)
         if is_made(run.folder / "metrics" / f"{model.name}.jsonl"):

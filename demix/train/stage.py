@@ -112,6 +112,10 @@ class ModelTraining:
 
     def alone(self, domain: str) -> "ModelTraining":
         """The training of the expert of one domain, which is a whole model, with its share of the tokens."""
+        if self.row.expert_scope != "model" or domain not in self.domains:
+            cause = f"is not an expert of kind {self.kind} that trains by itself, with tokens of its own"
+            cure = f"leave --expert out, or use kind branched or anchored and one of {', '.join(self.domains)}"
+            raise DemixError(f"--expert {domain}", cause, cure)
         own = [path for path in self.shards if path.parent.name == domain]
         public = self.train_shards if self.row.anchored else ()
         return dataclasses.replace(self, shards=own, share=len(self.domains), public=public)

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from demix.config.counts import training_flops_per_token
 from demix.errors import StoppedError
 from demix.files import read_json, read_json_lines, sha256_file, write_json
-from demix.launch.slurm import remove_collected
 from demix.model.checkpoint import describe, load_experts, load_model
 from demix.model.experts import add_expert, find_faults, remove_expert
 from demix.model.formats import FORMATS
 from demix.model.gpt import seeing
 from demix.model.merge_routed import merge_routed
 from demix.report.families import all_training_flops
-from demix.run.rules import RunRules
 from demix.train import stage
 from demix.train.batches import balanced_batches
-from demix.train.in_turn import job_folder
 from demix.train.join import join_branches, join_metrics
 from demix.train.stage import ModelTraining
 from support.cli import demix, said
@@ -35,7 +31,19 @@ from support.entries import TINY, tiny, trained
 from support.errors import refused
 from support.plain_training import adamw, plain_steps, rates
 from support.tokens import TRAINING
-from support.training import SIZES, TRAIN, dense_with_seeds, opened, places, shard_paths, stop_at, train_into, updates
+from support.training import (
+    SIZES,
+    TRAIN,
+    dense_with_seeds,
+    opened,
+    places,
+    rows,
+    shard_paths,
+    stop_at,
+    tensors,
+    train_into,
+    updates,
+)
 
 STEPS, SEED = 24, 10
 EXACT = dataclasses.replace(TRAIN, precision="fp64")
@@ -163,83 +171,32 @@ def test_branches_that_do_not_belong_together_are_refused(run: Path, tmp_path: P
     assert not (tmp_path / "model").exists()
 
 
-def command(tokens: Path, folder: Path, *experts: str) -> list[str]:
-    """Train these experts by one job, below `folder`."""
-    places = {"output": "branches", "metrics": "metrics", "checkpoints": "checkpoints"}
-    options = [word for key, name in places.items() for word in (f"--{key}", str(folder / name))]
-    settings = json.dumps(dataclasses.asdict(SHORT))
-    shards = map(str, shard_paths(tokens))
-    return ["train", "branched", *shards, "--settings", settings, "--experts", ",".join(experts), *options]
-
-
-@pytest.mark.parametrize("again", [[TRAINING], [(name,) for name in TRAINING]], ids=["one job", "a job for each"])
-def test_experts_of_one_job_are_those_of_many(
-    again: list[tuple[str, ...]], tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In any order, and after the job was stopped."""
-    alone, together = tmp_path / "alone", tmp_path / "together"
-    for name in reversed(TRAINING):
-        assert said(command(tokens, alone, name)) is None
-    drawn = stop_at(monkeypatch, {7}, TRAINING[1:2])
-    lost = demix(*command(tokens, together, *TRAINING))
-    assert isinstance(lost.exception, StoppedError)
-    assert not list((together / "branches").glob("*")), "Snakemake would delete them"
-    assert not list((together / "metrics").glob("*"))
-    assert {names for names, _ in drawn} == {(name,) for name in TRAINING[:2]}
-    drawn.clear()
-    for experts in again:
-        assert said(command(tokens, together, *experts)) is None
-    # The lost one goes on from its own state after seven updates, and the one before it is not trained again.
-    counts = [sum(names == (name,) for names, _ in drawn) for name in TRAINING]
-    assert counts == [0, 12 - 7, 12]
-    for name in TRAINING:
-        files = [
-            {path.relative_to(folder): path.read_bytes() for path in (folder / "branches" / name).rglob("*.*")}
-            for folder in (alone, together)
-        ]
-        assert files[0] == files[1] != {}
-        losses = [
-            [(row["step"], row["loss"], row["gradient_norm"]) for row in read_json_lines(folder / f"{name}.jsonl")]
-            for folder in (alone / "metrics", together / "metrics")
-        ]
-        assert losses[0] == losses[1] != []
-    remove_collected(together / "checkpoints")
-    assert not list((together / "checkpoints").rglob("*.safetensors"))
-
-
-def test_the_job_tells_slurm_when_all_are_written(
+def test_a_job_trains_one_expert_with_its_share_of_the_tokens(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first rank of a SLURM job has WORLD_SIZE, and outputs below the folder of `done.json`."""
-    done = tmp_path / "done.json"
-    for name, value in (("WORLD_SIZE", "1"), ("RANK", "0"), ("MASTER_ADDR", "here"), ("MASTER_PORT", "1")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("DEMIX_DONE", str(done))
-    assert said(command(tokens, tmp_path, *TRAINING[:2])) is None
-    told = read_json(done)["files"]
-    for name in TRAINING[:2]:
-        assert {f"branches/{name}/model.json", f"metrics/{name}.jsonl"} <= told.keys()
-    assert os.environ["DEMIX_DONE"] == str(done)
-    assert len({job_folder(Path("c"), names) for names in (["a"], ["a", "b"], ["b", "c"])}) == 3
+    """As its own training of a third of the tokens, after the job was stopped, too."""
+    train_into(tmp_path / "alone", "branched", shard_paths(tokens, TRAINING[1:2]), SHORT, share=3)
+    options = [word for key, path in places(tmp_path / "job").results.items() for word in (key, str(path))]
+    options += ["--checkpoints", str(tmp_path / "job" / "checkpoints")]
+    settings = json.dumps(dataclasses.asdict(SHORT))
+    command = ["train", "branched", *map(str, shard_paths(tokens)), "--settings", settings, *options, "--expert"]
+    for wrong in (["dense"], ["fantasy"]):
+        assert str(said([*command, *wrong])).startswith(f"demix: error: --expert {wrong[0]}: ")
+    drawn = stop_at(monkeypatch, {7}, TRAINING[1:2])
+    assert isinstance(demix(*command, TRAINING[1]).exception, StoppedError)
+    assert said([*command, TRAINING[1]]) is None
+    assert [step for _, step in drawn] == [*range(8), *range(7, 12)]
+    assert tensors(tmp_path / "job") == tensors(tmp_path / "alone") != {}
+    assert rows(tmp_path / "job") == rows(tmp_path / "alone") != []
 
 
 BTM = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
 
 
-def test_the_number_of_experts_a_job_changes_nothing_that_reruns_a_job() -> None:
-    one, two = tiny({"btm": BTM}), tiny({"btm": BTM | {"experts_per_job": 2}})
-    model, other = trained(two, "btm"), trained(one, "btm")
-    assert [[part.part for part in job] for job in other.jobs] == [[name] for name in model.domains]
-    assert [[part.part for part in job] for job in model.jobs] == [[*model.domains[:2]], [model.domains[2]]]
-    for told in (RunRules.training_settings, RunRules.beginning, RunRules.train_inputs, RunRules.seed_of):
-        assert told(RunRules(one), other) == told(RunRules(two), model)
-
-
 def test_a_model_without_a_domain_has_its_own_training_of_the_replacement_alone() -> None:
     removal = {"retrain_without": ["licenses"], "replacement": "fantasy", "model": "btm"}
     model = trained(tiny({"btm": BTM}, removal=removal), "without-licenses")
-    (job,) = model.jobs
-    assert [part.folder for part in job] == ["branches/without-licenses/fantasy"]
+    assert [part.folder for part in model.trainings] == ["branches/without-licenses/fantasy"]
     others = {"branches/btm/parliament", "branches/btm/scripture", "branches/without-licenses/fantasy"}
     assert {part.folder for part in model.parts} == others
 

@@ -445,8 +445,6 @@ SECTIONS: list[tuple[dict[str, Any], str]] = [
     (of_x(**RESTART | {"tokens": 6143}), "models.x.tokens"),
     (of_x(**RESTART | {"seed_tokens": 383, "sequences": 1}), "models.x.seed_tokens"),
     (of_x(**SEEDED | {"dropout": 0.1}), "models.x.dropout"),
-    (of_x(kind="demix", experts_per_job=2), "models.x.experts_per_job"),
-    (of_x(**BRANCHED | {"ranks": 2, "experts_per_job": 2}), "models.x.ranks"),
     (of_x(**BRANCHED | {"ranks": 5}), "models.x.ranks"),
     (of_x(kind="branched", **SWEEP), "models.x.sweep"),
     (of_x(kind="anchored", weight_decay=0.0), "models.x.parent"),

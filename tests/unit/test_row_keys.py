@@ -12,7 +12,6 @@ from demix.errors import DemixError
 from demix.plan.jobs import count_jobs
 from demix.run.check import completed_run
 from demix.run.merged import MERGED
-from demix.run.models import rule_of
 from demix.run.placement import place
 from demix.run.rules import RunRules
 from demix.run.run import Run
@@ -28,7 +27,6 @@ KEYS: dict[str, Any] = {
     "seed_tokens": 300,
     "schedule": "restart",
     "data": "k2",
-    "experts_per_job": 2,
     "averages": True,
     "merged_routed": True,
     "experts": 4,
@@ -89,7 +87,6 @@ WIRING = (
     "seed_tokens",
     "schedule",
     "data",
-    "experts_per_job",
     "averages",
     "merged_routed",
     "dev_blocks",
@@ -145,9 +142,7 @@ def test_each_accepted_row_reads_what_the_workflow_makes(accepted: Run) -> None:
         made |= {*rules.shards(clustering, accepted.clusters(clustering), split)}
     for merged in accepted.routed_merges:
         made |= {*rules.experts(merged.place, MERGED)}
-    trained = chain.from_iterable(
-        rules.trained_files(part) for one in accepted.trained for job in one.jobs for part in job
-    )
+    trained = chain.from_iterable(rules.trained_files(part) for one in accepted.trained for part in one.trainings)
     made |= {*trained, *rules.begun_files("imported/gpt2")}
     for model in accepted.trained:
         parts = chain.from_iterable(rules.trained_files(part) for part in model.parts)
@@ -175,4 +170,4 @@ def test_each_accepted_row_is_scored_and_planned(accepted: Run) -> None:
     for domain in accepted.domains:
         assert {table.model for table in evaluated(accepted, domain)} >= {*accepted.rows}
     planned = count_jobs(accepted)
-    assert {rule_of(job) for model in accepted.trained for job in model.jobs} <= {*planned}
+    assert {f"train_{part.rule}" for model in accepted.trained for part in model.trainings} <= {*planned}

@@ -254,7 +254,7 @@ def test_a_model_without_a_domain_may_begin_anew_from_its_parents_state() -> Non
 
 def test_experts_that_are_whole_models_are_not_trained_again() -> None:
     model = without(removing({"model": "btm"}, models={"btm": SEEDED | {"kind": "branched"}}))
-    assert model.jobs == ()
+    assert model.trainings == ()
     assert [part.folder for part in model.parts] == ["branches/btm/law", "branches/btm/code", "branches/btm/wiki"]
 
 

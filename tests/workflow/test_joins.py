@@ -96,8 +96,8 @@ JOINED: Keys = {
     "domains.novel.jargon": domain("jargon"),
     "models": {
         "demix": {"merged_routed": True},
-        "btm": BRANCH | {"experts_per_job": 3, "averages": True},
-        "cbtm_2": BRANCH | {"data": "k2", "experts_per_job": 2},
+        "btm": BRANCH | {"averages": True},
+        "cbtm_2": BRANCH | {"data": "k2"},
         "upcycled": BRANCH | {"kind": "routed", "experts": 4, "top_k": 2, "every": 2},
         "btx": {"kind": "routed", "parent": "demix", "tokens": 4000},
         "far": {"kind": "demix", "architecture": {"position": "alibi", "head": "clap"}, "sweep": SWEEP},

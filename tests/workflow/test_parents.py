@@ -38,7 +38,7 @@ CONFIG = {
         "dense": {"parent": PARENT},
         "dense_unbalanced": None,
         "domain_token": None,
-        "btm": {"kind": "branched", "parent": PARENT, "experts_per_job": 2},
+        "btm": {"kind": "branched", "parent": PARENT},
     },
     "evaluation": {"dev_blocks": 4, "test_tokens": 300, "weights": ["history"]},
     "adaptation": {"tokens": 512, "sequences": 4, "evaluate_every": 4, "dev_blocks": 2, "forgetting_blocks": 2},

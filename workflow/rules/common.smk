@@ -27,7 +27,7 @@ from demix.run.contexts import asked_contexts
 from demix.run.harness import harness_files, harness_routings, harness_settings, harness_tasks, harnessed
 from demix.run.kept import kept, refuse_other_domains, refuse_other_format
 from demix.run.merged import MERGED
-from demix.run.models import adapted, left_out, rule_of, trained_without
+from demix.run.models import adapted, left_out, trained_without
 from demix.run.rules import RunRules
 from demix.run.scoring import scoring_jobs
 from demix.settings import written

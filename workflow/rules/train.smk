@@ -124,22 +124,21 @@ for model in (model for model in THIS.trained if not model.in_parts):
             " {resources.options} 2> {log}"
 
 
-# Experts that are whole models: one job for each, or for several, which it trains one after the other. How many these are
-# changes neither params nor inputs, so that it reruns nothing.
-for model, parts_of_job in ((model, job) for model in THIS.joined for job in model.jobs):
+# Experts that are whole models: one job for each.
+for model, part in ((model, part) for model in THIS.joined for part in model.trainings):
 
     rule:
         name:
-            rule_of(parts_of_job)
+            f"train_{part.rule}"
         input:
             rate=RULES.chosen_rate(model),
             tokens=RULES.train_inputs(model),
             seed=RULES.seed_of(model),
         output:
-            [file for part in parts_of_job for file in RULES.trained_files(part)],
-            metrics=[f"{RUN}/metrics/{part.place}.jsonl" for part in parts_of_job],
+            RULES.trained_files(part),
+            metrics=f"{RUN}/metrics/{part.place}.jsonl",
         log:
-            f"{RUN}/logs/train/{parts_of_job[0].place}.log",
+            f"{RUN}/logs/train/{part.place}.log",
         priority: 20 if model.removed else 100
         localrule: SUBMITTED
         conda:
@@ -147,18 +146,18 @@ for model, parts_of_job in ((model, job) for model in THIS.joined for job in mod
         threads: RULES.cores(model.settings)
         resources:
             **RULES.site("train"),
-            options=f"{RULES.train_options(model)} --experts {','.join(part.part for part in parts_of_job)}",
+            options=RULES.train_options(model),
         params:
             kind=model.kind.name,
             settings=verbatim(RULES.training_settings(model)),
             beginning=verbatim(RULES.beginning(model)),
-            model=below_run(f"branches/{model.name}"),
-            metrics=below_run(f"metrics/{model.name}"),
-            checkpoints=below_run(f"checkpoints/{model.name}"),
+            expert=part.part,
+            model=below_run(part.folder),
+            checkpoints=below_run(f"checkpoints/{part.place}"),
         shell:
             "demix train {params.kind} {input.tokens} --settings {params.settings:q}{params.beginning}"
-            " --output {params.model} --metrics {params.metrics} --checkpoints {params.checkpoints}"
-            " {resources.options} 2> {log}"
+            " --expert {params.expert} --output {params.model} --metrics {output.metrics}"
+            " --checkpoints {params.checkpoints} {resources.options} 2> {log}"
 
 
 # The experts that are whole models, and were trained one by one, as one model.
