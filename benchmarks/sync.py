@@ -3,8 +3,9 @@
     python benchmarks/sync.py [--json rows.json]
 
 Steps of real gloo processes, a thread each, of a model of 5.3M parameters (an expert's 2.1M) on 512 tokens a
-step. Time against DDP of torch (for DEMix two of it, one in the other); bytes given to all-reduce against
-`synced_bytes`; bytes over the loopback device against what rings move, 2(n-1)/n of a rank's from each of n ranks.
+step. Time against DDP of torch (for DEMix two of it, one in the other); bytes given to all-reduce against those of
+the parameters that other ranks have; bytes over the loopback device against what rings move, 2(n-1)/n of a rank's from
+each of n ranks.
 Gradient norms must agree with DDP's. Ranks beyond the machine's cores share them: compare times of one number of ranks.
 About three minutes on two cores.
 """
@@ -28,7 +29,7 @@ from demix.config.architecture import Architecture
 from demix.config.counts import parameters
 from demix.model.gpt import GPT
 from demix.run.placement import Placement, place
-from demix.train.parallel import GradientSync, World, joined, synced_bytes
+from demix.train.parallel import GradientSync, World, joined
 
 ARCHITECTURE, VOCAB_SIZE, SEQUENCES = Architecture(layers=4, width=256, heads=4, context=64), 8192, 8
 WINDOWS, STEPS = 3, 3
@@ -225,7 +226,7 @@ def measured_rows(found: dict[Case, Measured]) -> list[dict]:
         if case.ranks == 1:
             continue
         held = len(case.places()[0].experts) * expert
-        formula = synced_bytes(shared, held, case.ranks, case.replicas)
+        formula = 4 * (shared + held * (case.replicas > 1))
         given.append(row(f"bytes a rank gives, {case.name}", ours.sent / 1e6, formula / 1e6, "MB"))
         # An expert's ring has 2(n-1)/n of its bytes from each of n: 2(n-1) times its bytes.
         experts = case.domains if case.kind == "demix" else 1

@@ -5,11 +5,13 @@ import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from demix.config.adaptation import PARENT_BLOCKS
+from demix.config.adaptation import PARENT_BLOCKS, PASSES, AdaptationRecipe, RateFactors
 from demix.config.domains import Budget
 from demix.config.evaluation import DECAY
 from demix.config.models import DENSE_EXPERT
+from demix.config.training import taken
 from demix.data.anonymize import anonymize_documents
 from demix.data.corpus import Splitting, split
 from demix.data.duplicates import mark_duplicates
@@ -26,10 +28,16 @@ from demix.model.description import Usual
 from demix.model.experts import refuse_name
 from demix.model.tokenizer import copy_tokenizer, tokenizer_of
 from demix.model.usual import usual_of, write_usual
-from demix.train.adapt import adapt_expert, adaptation_of
+from demix.run.run import Run
+from demix.settings import settings_from
+from demix.train.adapt import Adaptation, adapt
 
 # Long documents are cut, so that one file can be parted into train, dev and test.
 PIECE_WORDS = 250
+# The most tokens, by the number of experts, where nothing says how many the model was trained on.
+TOKENS = 10_000_000
+# The peak learning rate where nothing says with which the model was trained.
+LEARNING_RATE = 1e-4
 # Dev decides when training stops, and test measures. Each gets this part of the words.
 HELD_OUT = 0.1
 
@@ -89,7 +97,7 @@ def add_domain(
                 write_json(made / "model.json", described.content | {"kind": "demix"})
             try:
                 places = Places(made, folder / "metrics.jsonl", folder / "states")
-                adapt_expert(model, shards, chosen, {}, adaptation, places)
+                adapt(model, shards, adaptation, places, chosen=chosen)
             except StoppedError:
                 raise KeyboardInterrupt from None
             after = evaluate_text(made, test, tokenizer)
@@ -99,6 +107,39 @@ def add_domain(
             parent = expert_lineage(made, domain).parent
     begun = f"a copy of {parent}" if parent else "the average of the others, by posterior"
     return Added(begun, adaptation.learning_rate, before, after)
+
+
+def adaptation_of(
+    model: Path, tokens: int | None, rate: float | None, learning_rate: float | None = None
+) -> Adaptation:
+    """The settings of adaptations to `model`: those of its run, else those of an expert that was added, else defaults.
+
+    A sweep of learning rates is left out, and so is a bound of passes where `tokens` is given. A model that demix has
+    not trained gets `LEARNING_RATE` where no `learning_rate` is given. Raises DemixError for a `rate` of a model whose
+    learning rate nobody knows.
+    """
+    trained = describe(model).content.get("training") or {}
+    if rate and (learning_rate or not trained):
+        known = "the learning rate is given, too" if learning_rate else f"{model} does not say its learning rate"
+        raise DemixError("--rate", f"is a fraction of the model's, and {known}", "use --learning-rate alone")
+    given: dict[str, Any] = {"learning_rate_factor": RateFactors().demix}
+    for name in expert_names(model):
+        given |= read_json(model / "experts" / f"{name}.json").get("adaptation") or {}
+    if whole := Run.of_model(model):
+        row = whole.row_of(model.resolve().name)[0]
+        parent = next((one for one in whole.planned if one.name == row), None)
+        given = taken(AdaptationRecipe, whole.config.adaptation)
+        if parent is not None:
+            given["learning_rate_factor"] = whole.learning_rate_factor(parent)
+    if "tokens" not in given:
+        share = max(1, trained.get("tokens", TOKENS) // len(expert_names(model)))
+        given = {"tokens": share, "passes": PASSES} | given
+    given |= {"seed": trained.get("seed", 1), "threads": trained.get("threads", 1), "sweep": None}
+    given |= {"tokens": tokens, "passes": None} if tokens else {}
+    given |= {"learning_rate_factor": rate} if rate else {}
+    if learning_rate or not trained:
+        given |= {"learning_rate": learning_rate or given.get("learning_rate") or LEARNING_RATE}
+    return settings_from(Adaptation, given)
 
 
 def _tokens(

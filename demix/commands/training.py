@@ -102,13 +102,13 @@ def seed(
 
     Without such a state the training is done again up to that step.
     """
-    from demix.train.stage import take_seed
+    from demix.train.branch import take_seed
 
     training = _training(kind, shards, _merged(settings, how), learning_rate_from, until=step)
     if step > training.steps:
         raise DemixError(f"--step {step}", f"is beyond the {training.steps} updates of the training", "lower it")
     # Ranks that a launcher has started train, because there was no state to take.
-    if "WORLD_SIZE" in os.environ or not take_seed(training, kept, output):
+    if "WORLD_SIZE" in os.environ or not take_seed(training.identity, step, kept, output):
         _train(training, Places(output, None, checkpoints), _Launch(ranks, cluster))
 
 
@@ -191,16 +191,24 @@ def choose_rate(
 
 @app.command()
 def adapt(
-    model: Annotated[Path, typer.Argument(help="The DEMix model to which the expert is added.")],
-    shards: Annotated[list[Path], typer.Argument(help="train.arrow and dev.arrow of the novel domain.")],
-    training: Annotated[str, typer.Option(help="The model's training domains, separated by commas.")],
-    scores: Annotated[Path, typer.Option(help="The model's folder of score tables.")],
+    model: Annotated[Path, typer.Argument(help="The model with experts, to which one is added, or the dense model.")],
+    shards: Annotated[
+        list[Path],
+        typer.Argument(
+            help="train.arrow and dev.arrow of the novel domain; for a dense model, then the training domains' dev."
+        ),
+    ],
     settings: Settings,
     metrics: Metrics,
     checkpoints: Checkpoints,
     output: Annotated[
-        Path | None, typer.Option(help="Folder for the files of the expert; by default that of the model.")
+        Path | None,
+        typer.Option(help="Folder for the files of the expert, by default that of the model; or the adapted model's."),
     ] = None,
+    scores: Annotated[
+        Path | None, typer.Option(help="The folder of score tables of a model with experts, which choose the parent.")
+    ] = None,
+    training: Annotated[str, typer.Option(help="With --scores, the model's training domains, with commas.")] = "",
     ranks: Ranks = 1,
     how: ExecutionOverrides = "",
     cluster: Site = "",
@@ -213,12 +221,16 @@ def adapt(
         ),
     ] = "",
 ) -> None:
-    """DEMix-DAPT: add an expert for a novel domain, initialised from the likeliest parent expert, or from all."""
+    """Adapt a model to a novel domain: add an expert (DEMix-DAPT), or train a dense model further (Dense-DAPT)."""
     from demix.evaluate.choice import choose_parent, own_dev_losses
-    from demix.train.adapt import adapt_expert
+    from demix.train.adapt import adapt as run
 
-    launch, places = _Launch(ranks, cluster, live), Places(output or model, metrics, checkpoints)
+    launch, places = _Launch(ranks, cluster, live), Places(output or (model if scores else None), metrics, checkpoints)
     pair, rest, adaptation = _adaptation(shards, _merged(settings, how), launch)
+    if scores is None:
+        work = partial(run, model, pair, adaptation, training=rest)
+        _adapt(["dense"], model, shards, adaptation, places, launch, work)
+        return
     if rest:
         raise DemixError(rest[0], "is one shard too many", "give train.arrow and dev.arrow of the novel domain")
     domain, names = pair[0].parent.name, training.split(",")
@@ -229,33 +241,8 @@ def adapt(
     # A missing table must be reported before any rank starts.
     chosen = choose_parent(scores, domain, names, blocks=PARENT_BLOCKS, decay=DECAY)
     unchanged = own_dev_losses(scores, names, adaptation.forgetting_blocks)
-    work = partial(adapt_expert, model, pair, chosen, unchanged, adaptation, init=init)
+    work = partial(run, model, pair, adaptation, chosen=chosen, unchanged=unchanged, init=init)
     _adapt(about, model, shards, adaptation, places, launch, work)
-
-
-@app.command("adapt-dense")
-def adapt_dense(
-    model: Annotated[Path, typer.Argument(help="The dense model to adapt.")],
-    shards: Annotated[
-        list[Path],
-        typer.Argument(help="train.arrow and dev.arrow of the novel domain, then the training domains' dev."),
-    ],
-    settings: Settings,
-    output: Annotated[Path, typer.Option(help="The adapted model's directory.")],
-    metrics: Metrics,
-    checkpoints: Checkpoints,
-    ranks: Ranks = 1,
-    how: ExecutionOverrides = "",
-    cluster: Site = "",
-    live: Live = "",
-) -> None:
-    """Dense-DAPT: continue to train all parameters of a dense model on a novel domain."""
-    from demix.train.adapt import adapt_dense as run
-
-    launch, places = _Launch(ranks, cluster, live), Places(output, metrics, checkpoints)
-    pair, others, adaptation = _adaptation(shards, _merged(settings, how), launch)
-    work = partial(run, model, pair, others, adaptation)
-    _adapt(["dense"], model, shards, adaptation, places, launch, work)
 
 
 def run_command(arguments: Sequence[str]) -> None:

@@ -64,15 +64,6 @@ def stacked_maps(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     return {"attention.qkv.weight": (queries, keys, keys), "feedforward.up": up}
 
 
-def orthogonalising_flops(rows: int, columns: int) -> int:
-    """FLOPs of one Newton-Schulz iteration of Muon on a matrix: 4m²n + 2m³ for m the smaller side and n the other.
-
-    On a CPU a matrix with n > 1.5m takes fewer (`demix.train.muon`).
-    """
-    m, n = sorted((rows, columns))
-    return 4 * m**2 * n + 2 * m**3
-
-
 class Size(NamedTuple):
     """The number of parameters in a tensor, and whether these are weights of linear maps in blocks."""
 

@@ -192,7 +192,7 @@ def _moments(tensors: Sequence[Size], muon: bool) -> list[int]:
 
 
 def _fullest(shared: list[int], expert: list[int], ranks: int, replicas: int) -> int:
-    """The most bytes of moments on one rank where those of each tensor are on one rank (`demix.train.sharded`)."""
+    """The most bytes of moments on one rank where those of each tensor are on one rank (`demix.train.optimizers`)."""
 
     def most(moments: list[int], ranks: int) -> int:
         loads = [0] * ranks

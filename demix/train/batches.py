@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ from torch import Tensor
 from demix.config.counts import masked_places
 from demix.data.order import block_count, drawn_block
 from demix.data.shards import TokenShard
+from demix.errors import DemixError
 from demix.files import seed_for
 from demix.model.gpt import MASKED
 from demix.run.placement import Placement
+from demix.train.parallel import World
 
 Array = npt.NDArray[Any]
 
@@ -116,10 +119,16 @@ def batches_of(
     return Batches(draw, total * length, float(total * masked_places(length)) if objective == "mlm" else None)
 
 
-# These take the same arguments but the first.
+def open_shards(paths: Sequence[Path], world: World) -> list[TokenShard]:
+    """Open token shards. One rank verifies the sha256 of each. Raises DemixError where their tokenizers differ."""
+    shards = [TokenShard.open(path, verify=world.takes(number)) for number, path in enumerate(paths)]
+    for path, shard in zip(paths, shards, strict=True):
+        if shard.tokenizer_sha256 != shards[0].tokenizer_sha256:
+            raise DemixError(path, f"was made with another tokenizer than {paths[0]}", "tokenize all domains again")
+    return shards
+
+
 balanced_batches = partial(batches_of, "by_domain")
-mixed_batches = partial(batches_of, "mixed")
-proportional_batches = partial(batches_of, "proportional")
 
 
 def _masked(

@@ -1,20 +1,27 @@
-"""A seed phase: a model with experts begins with the state that a dense training had after some of its tokens."""
+"""What a training begins with: the state that a dense training had after some of its tokens, or a model."""
 
 import dataclasses
+import math
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from demix.config.architecture import USUAL, Routed, architecture_from
 from demix.config.models import DENSE_EXPERT
+from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
-from demix.files import digest, linked, read_json, replacing, write_json
+from demix.files import digest, fingerprint, linked, read_json, replacing, write_json
 from demix.model.checkpoint import describe, expert_lineage, load_model, load_verified, refuse_other_tokenizer
 from demix.model.description import SeedManifest, read_seed_manifest, tokens_learned
 from demix.model.gpt import GPT
-from demix.train.state import SHARED, State, expert_file, load_state
+from demix.model.merge_routed import BLOCKS, moments
+from demix.train.state import SHARED, State, expert_file, load_state, step_folder
 
 MANIFEST, EXPERT = "manifest.json", expert_file(DENSE_EXPERT)
 # A branch may measure its loss on dev more or less often than its parent.
@@ -25,6 +32,8 @@ MOMENTS = ("optimizer/exp_avg", "optimizer/momentum")
 
 # What a training does with the schedule of the parent whose state it begins with.
 SCHEDULES = ("continue", "restart")
+# A row of a router of an anchored expert is a mean state times this, over the square root of the width.
+ROW = 10.0
 
 
 @dataclass(frozen=True)
@@ -113,6 +122,25 @@ def keep_seed(checkpoint: Path, output: Path, identity: Mapping[str, Any]) -> No
         write_json(temporary / MANIFEST, manifest, at=output / MANIFEST)
 
 
+def take_seed(identity: Mapping[str, Any], step: int, kept: Path, output: Path) -> bool:
+    """Move the state after `step` updates that the training of this `identity` kept below `kept` to `output`.
+
+    Returns whether there was one.
+    """
+    checkpoint = kept / fingerprint(identity) / step_folder(step)
+    try:
+        keep_seed(checkpoint, output, identity)
+    except DemixError as error:
+        again = f"{kept.name}: training it again to step {step}, after which it kept no state ({error.cause})"
+        print(again, flush=True)
+        return False
+    shutil.rmtree(checkpoint)
+    if not any(checkpoint.parent.glob("step-*")):
+        # The lock of the training, which has ended, is left.
+        shutil.rmtree(checkpoint.parent, ignore_errors=True)
+    return True
+
+
 # What a model with routed experts and one that begins with these share.
 _EXPERTS = ("experts", "every", "renormalise")
 
@@ -182,13 +210,10 @@ def _initial_model(directory: Path, identity: Mapping[str, Any]) -> InitialModel
 def branched(state: State, experts: Sequence[str], scope: str = "feedforward") -> State:
     """The state of a dense model as that of a model with `experts`, each a copy of what it owns by `scope`.
 
-    An expert of scope `model` is a copy of the whole model, with Adam's moments as they are: its loss is the mean over
-    its own domain alone. Of scope `feedforward` an expert is a copy of the dense feedforwards, and shared tensors stay
-    as they are. Both of Adam's moments of such an expert are divided by E, the number of experts. The
-    loss is the mean over all domains. With G the mean gradient on one domain and σ² its variance, the gradient of the
-    dense feedforward is the mean of E of these, of variance σ²/E, and that of an expert is G/E, of variance σ²/E². Its
-    mean and its square, which noise rules, are both an E-th. Muon's momentum is a mean of gradients too, and an E-th of
-    it is what an expert would have; its length counts only beside the gradients that follow.
+    An expert of scope `model` is a copy of the whole model, with the moments as they are: its loss is the mean over its
+    own domain alone. Of scope `feedforward` an expert is a copy of the dense feedforwards, and shared tensors stay as
+    they are. The moments of such an expert, Adam's and Muon's, are divided by E, the number of experts, since the loss
+    is the mean over all domains (docs/concepts.md, Moments).
     """
     (dense,) = state.experts.values()
     if scope == "model":
@@ -205,13 +230,8 @@ def upcycled(state: State, model: GPT) -> State:
 
     Routers are those of `model`, as it was initialised, and have no moments yet; experts that are routed already stay
     as they are, with their routers. The moments of the dense feedforward, where the state has some, become those of
-    every expert: the first divided by E, the second by k·E
-    (Komatsuzaki et al. 2023, "Sparse Upcycling", keep the optimizer's state). The gates of a token sum to 1, so that
-    the gradients of the E experts sum to that of the dense feedforward, and with balanced loads each is an E-th of it:
-    an expert reads k/E of the tokens, each with a gate of about 1/k. Of N tokens whose gradients have the variance σ²,
-    the mean has σ²/N, and an expert's gradient, a sum over k/E of them divided by k·N, has σ²/(k·E·N). The square of a
-    gradient is ruled by this noise: on the sample, E = 8 and k = 2, the mean square of an expert's gradient over the 40
-    updates after its seed was 0.056 of the dense one (1/16 is 0.0625). With k = 1 both are those of `branched`.
+    every expert (Komatsuzaki et al. 2023, "Sparse Upcycling", keep the optimizer's state): the first divided by E, the
+    second by k·E (docs/families.md, Upcycled rows). With k = 1 both are those of `branched`.
     """
     ((expert, dense),) = state.experts.items()
     routed = model.architecture.routed
@@ -227,3 +247,46 @@ def upcycled(state: State, model: GPT) -> State:
             tensor = (tensor / part.get(kind, 1)).expand(shape)
         copies[name] = tensor
     return State(state.step, state.shared, {expert: copies}, state.metrics)
+
+
+def freeze_except(model: GPT, first: State, learns: Callable[[str], bool]) -> None:
+    """Leave the parameters of `model` whose names `learns` takes to be trained; all begin as in the state `first`."""
+    begun = model.stacked(first.shared, first.experts)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(begun[f"parameter/{name}"])
+            parameter.requires_grad_(learns(name))
+
+
+def anchored(model: GPT, first: State, public: Mapping[str, TokenShard]) -> State:
+    """Leave the second feedforward of each layer of `model` and its row of the router to be trained.
+
+    `model` has one expert of a domain, and two feedforwards in every layer, both those of a parent in the state
+    `first` (FlexOlmo, Shi et al. 2025, arXiv 2507.07024). The first of the two, the anchor, stays as it is, as long as
+    no weight decays. Rows of routers begin with mean states: of the domain's text, and of that of all domains of
+    `public` for the anchor. The anchor's is taken from both rows, which changes no gate, and leaves the anchor the row
+    0 in all pairs. Returns `first` with these rows.
+    """
+    (domain,) = model.experts
+    freeze_except(model, first, lambda name: ".feedforward." in name)
+    means = {name: _mean_states(model, shard) for name, shard in public.items()}
+    rows = ROW / math.sqrt(model.architecture.width) * (means[domain] - torch.stack([*means.values()]).mean(0))
+    own = dict(first.experts[domain])
+    for number, row in enumerate(rows):
+        own[f"parameter/blocks.{number}.feedforward.router"] = torch.stack([torch.zeros_like(row), row]).float()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(_of_second)  # type: ignore[no-untyped-call]
+    return dataclasses.replace(first, experts={domain: own})
+
+
+def _mean_states(model: GPT, shard: TokenShard) -> Tensor:
+    """The mean normed input of each feedforward over the first blocks of `shard`: float64 [layers, D]."""
+    length = model.architecture.context
+    _, sums = moments(model, shard, BLOCKS)
+    return sums / int(blocks(shard, length, BLOCKS * length)[2].sum())
+
+
+def _of_second(gradient: Tensor) -> Tensor:
+    """The gradient [1, 2, ...] of two experts without that of the first."""
+    return torch.stack([torch.zeros_like(gradient[:, 0]), gradient[:, 1]], dim=1)

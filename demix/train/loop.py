@@ -7,24 +7,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from demix.errors import StoppedError
-from demix.model.device import compute_type, within_memory
+from demix.data.shards import TokenShard, blocks
+from demix.errors import DemixError, StoppedError
+from demix.model.device import within_memory
 from demix.model.gpt import GPT
 from demix.model.moe import RouterLoss, router_metrics
+from demix.model.scoring import log_probabilities
 from demix.model.transformer import Dropout
 from demix.progress import progress
 from demix.train.batches import Batches
-from demix.train.learner import Learner
-from demix.train.metrics import DivergedError, Row
-from demix.train.parallel import GradientSync, World
+from demix.train.parallel import World
 from demix.train.schedule import Optimization
-from demix.train.state import State, training_lock
+from demix.train.state import Row, State, training_lock
+from demix.train.trainer import DivergedError, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,44 @@ MEMORY_CURE = (
 
 # Returns the loss on dev, equal on all ranks, and named losses for the metrics (nats per token).
 Evaluation = Callable[[GPT], tuple[float, dict[str, float]]]
+
+
+def dev_losses(
+    measured: Mapping[str, tuple[TokenShard, int]],
+    world: World,
+    whole: Callable[[Sequence[float]], float],
+    mine: Callable[[GPT, str], bool] | None = None,
+    known: Mapping[str, float] = MappingProxyType({}),
+) -> Evaluation:
+    """The evaluation on the first blocks, so many, of dev splits by domain: `whole` makes the loss of all of theirs.
+
+    A rank evaluates the domains that are `mine`; by default the ranks take turns. `known` losses are added as they are.
+    """
+
+    def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
+        own = [
+            dev_loss(model, *which, name) if (mine(model, name) if mine else world.takes(number)) else 0.0
+            for number, (name, which) in enumerate(measured.items())
+        ]
+        losses = world.sum(own)
+        named = {f"dev_loss/{name}": loss for name, loss in zip(measured, losses, strict=True)}
+        return whole(losses), named | {f"dev_loss/{name}": loss for name, loss in known.items()}
+
+    return evaluate
+
+
+def dev_loss(model: GPT, shard: TokenShard, count: int, domain: str) -> float:
+    """Mean nats per token over the first `count` blocks of a dev split, under the expert or domain token of `domain`.
+
+    A model with one expert is evaluated with that expert.
+    """
+    if not len(shard):
+        raise DemixError(shard.path, "holds no token to measure a loss on", "give the domain more dev text")
+    length = model.architecture.context
+    if len(model.experts) > 1:
+        model = model.only(domain)
+    (scored,) = log_probabilities(model, *blocks(shard, length, count * length), domain_tokens=(domain,))
+    return float(-scored.mean())
 
 
 def train(
@@ -60,108 +99,85 @@ def train(
     """
     world = world or World()
     with training_lock(checkpoints, world), _signals() as signalled, within_memory("training", MEMORY_CURE):
-        learner = Learner(model, optimization, checkpoints, world)
-        sync = GradientSync(learner.trained, model.owned, world)
-        begin, end = learner.resume(first), optimization.end
-        best, scale, metrics = learner.best, learner.scale, learner.metrics
-        measured = "early_stopping_loss" if best else "dev_loss"
+        trainer = Trainer(model, optimization, checkpoints, world)
+        begin, end = trainer.resume(first), optimization.end
         with progress("step", end, begin) as advance:
-            for step in range(begin, end + 1):
-                last, due = step == end, step > begin and step % optimization.checkpoint_every == 0
-                dev_loss = None
-                if last:
-                    # Until the results are written, a training that is killed goes on from here.
-                    learner.save(step)
-                if evaluate and (best.due(step, last) if best else last or due):
-                    dev_loss, more = evaluate(model)
-                    _refuse_infinite({"the dev split": dev_loss}, step, metrics.rows)
-                    metrics.record({"step": step, "tokens": metrics.tokens, measured: dev_loss} | more)
-                    if best:
-                        best.note(step, dev_loss)
-                ends = last or (best is not None and best.ends)
-                if due or ends or step in optimization.keep:
-                    learner.save(step, None if best else dev_loss)
-                if ends:
+            for number in range(begin, end + 1):
+                if _ends(trainer, number, number > begin, evaluate):
                     break
+                row = step(trainer, batches, domains, number, signalled)
+                norm = row["gradient_norm"] or math.inf
+                speed = f"{row['tokens_per_second']:.0f} tokens/s"
+                advance(1, f"loss {row['loss']:.3f}  norm {norm:.2f}  {speed}")
+        if trainer.best:
+            trainer.best.restore()
+        return trainer.metrics.rows
 
-                begun, rate = time.monotonic(), optimization.learning_rate_at(step)
-                sync.zero()
-                sums = _backward(model, batches, step, len(domains), optimization, scale.factor, sync)
-                *sums, signals = world.sum([*sums, signalled()])
-                sync.finish()
-                losses = _Losses.of(sums, domains)
-                _refuse_infinite(losses.by_domain, step + 1, metrics.rows)
-                if signals:
-                    # This step updated nothing, so the state is that of the step's start.
-                    learner.save(step)
-                    cause = "a signal stopped training; its state is saved"
-                    raise StoppedError(f"step {step}", cause, "rerun to continue")
-                norm = sync.clip(optimization.clip, scale.factor)
-                learner.update(step, norm, rate)
 
-                speed = batches.tokens / (time.monotonic() - begun)
-                row = {
-                    "step": step + 1,
-                    "tokens": metrics.tokens + batches.tokens,
-                    "loss": losses.total / (batches.targets or batches.tokens),
-                    "learning_rate": rate,
-                    "gradient_norm": norm if math.isfinite(norm) else None,
-                    "tokens_per_second": speed,
-                }
-                sent = {"synced_bytes": sync.sent} if world.size > 1 else {}
-                metrics.record(row | scale.metrics | sent | losses.metrics)
-                advance(1, f"loss {row['loss']:.3f}  norm {norm:.2f}  {speed:.0f} tokens/s")
-        sync.close()
+def _ends(trainer: Trainer, step: int, trained: bool, evaluate: Evaluation | None) -> bool:
+    """Evaluate the model and save the state after `step` updates, where either is due. Returns whether training ends.
+
+    `trained` says whether this training has done an update.
+    """
+    best, optimization, metrics = trainer.best, trainer.optimization, trainer.metrics
+    last, due = step == optimization.end, trained and step % optimization.checkpoint_every == 0
+    dev_loss = None
+    if last:
+        # Until the results are written, a training that is killed goes on from here.
+        trainer.save(step)
+    if evaluate and (best.due(step, last) if best else last or due):
+        dev_loss, more = evaluate(trainer.model)
+        _check_finite({"the dev split": dev_loss}, step, metrics.rows)
+        measured = "early_stopping_loss" if best else "dev_loss"
+        metrics.record({"step": step, "tokens": metrics.tokens, measured: dev_loss} | more)
         if best:
-            best.take()
-        return metrics.rows
+            best.note(step, dev_loss)
+    ends = last or (best is not None and best.ends)
+    if due or ends or step in optimization.keep:
+        trainer.save(step, None if best else dev_loss)
+    return ends
 
 
-@dataclass(frozen=True)
-class _Losses:
-    """The losses of a step over all ranks, in nats: their sum, and each domain's mean. `routed` has routers' counts."""
+def step(trainer: Trainer, batches: Batches, domains: Sequence[str], number: int, signalled: Callable[[], int]) -> Row:
+    """Do update `number` (from 0): draw the batch, add up gradients over micro-batches and ranks, update.
 
-    total: float
-    by_domain: dict[str, float]
-    routed: list[float]
+    Returns its row of metrics. All ranks call this function. Raises StoppedError, with the state of the step's
+    beginning saved, where `signalled` is not 0 on one of them.
+    """
+    begun, sync, metrics = time.monotonic(), trainer.sync, trainer.metrics
+    sync.zero()
+    *sums, signals = trainer.world.sum([*_backward(trainer, batches, number, len(domains)), signalled()])
+    sync.finish()
+    losses, targets, routers = sums[: len(domains)], sums[len(domains) : 2 * len(domains)], sums[2 * len(domains) :]
+    of_domains = {name: loss / n for name, loss, n in zip(domains, losses, targets, strict=True) if n}
+    _check_finite(of_domains, number + 1, metrics.rows)
+    if signals:
+        trainer.save(number)
+        raise StoppedError(f"step {number}", "a signal stopped training; its state is saved", "rerun to continue")
+    norm = trainer.update(number)
+    row = {
+        "step": number + 1,
+        "tokens": metrics.tokens + batches.tokens,
+        "loss": sum(losses) / (batches.targets or batches.tokens),
+        "learning_rate": trainer.optimization.learning_rate_at(number),
+        "gradient_norm": norm if math.isfinite(norm) else None,
+        "tokens_per_second": batches.tokens / (time.monotonic() - begun),
+    }
+    row |= trainer.scale.metrics | ({"synced_bytes": sync.sent} if trainer.world.size > 1 else {})
+    row |= {f"loss/{name}": value for name, value in of_domains.items()}
+    row |= router_metrics(routers) if routers else {}
+    metrics.record(row)
+    return row
 
-    @classmethod
-    def of(cls, sums: Sequence[float], domains: Sequence[str]) -> "_Losses":
-        """The losses from the sums of `_backward` over all ranks."""
-        number = len(domains)
-        totals, counts = sums[:number], sums[number : 2 * number]
-        by_domain = {name: total / n for name, total, n in zip(domains, totals, counts, strict=True) if n}
-        return cls(sum(totals), by_domain, [*sums[2 * number :]])
 
-    @property
-    def metrics(self) -> Row:
-        """What a row of metrics says of them."""
-        routers = router_metrics(self.routed) if self.routed else {}
-        return {f"loss/{name}": value for name, value in self.by_domain.items()} | routers
-
-
-def _refuse_infinite(losses: Mapping[str, float], step: int, rows: list[Row]) -> None:
-    """Raise DivergedError if one of the `losses` of update `step` (from 1), after those of `rows`, is not finite."""
-    if worst := ", ".join(name for name, value in losses.items() if not math.isfinite(value)):
-        cure = "lower the learning rate; the last checkpoint is kept"
-        raise DivergedError(step, f"the loss of {worst} is not finite", cure, rows)
-
-
-def _backward(
-    model: GPT,
-    batches: Batches,
-    step: int,
-    domains: int,
-    optimization: Optimization,
-    scale: float,
-    sync: GradientSync,
-) -> list[float]:
-    """Accumulate this rank's gradients of the step's mean loss, times `scale`, and begin to send them.
+def _backward(trainer: Trainer, batches: Batches, step: int, domains: int) -> list[float]:
+    """Accumulate this rank's gradients of the step's mean loss, times the scale, and begin to send them.
 
     Returns 2 * `domains` numbers for this rank: the sum of losses of each domain, then the number of targets of
     each domain. The counts of routers follow (`router_metrics`), where a layer has one.
     """
-    batch, dtype = batches.draw(step), compute_type(optimization.precision)
+    model, optimization, sync = trainer.model, trainer.optimization, trainer.sync
+    batch, scale = batches.draw(step), trainer.scale.factor
     sequences = batch.inputs.shape[1]
     micro = optimization.micro_sequences or sequences
     sums = torch.zeros(2, domains, dtype=torch.float64, device=sync.world.device)
@@ -174,7 +190,7 @@ def _backward(
             sync.begin()
         auxiliary: list[RouterLoss] = []
         told = part.domains if model.domain_tokens else None
-        hidden = model(part.inputs, told, dtype, auxiliary=auxiliary, dropout=dropout)
+        hidden = model(part.inputs, told, trainer.dtype, auxiliary=auxiliary, dropout=dropout)
         if part.places is not None:
             hidden = hidden.take_along_dim(part.places[..., None], 2)
         losses = -model.log_probabilities(hidden, part.targets, optimization.z_loss or 0.0)  # [E, B, T or M]
@@ -190,6 +206,13 @@ def _backward(
         sums[1].index_add_(0, numbers, counts.flatten())
     routers = torch.stack(counted).sum(0).tolist() if counted else []
     return [*sums.flatten().tolist(), *routers]
+
+
+def _check_finite(losses: Mapping[str, float], step: int, rows: list[Row]) -> None:
+    """Raise DivergedError if one of the `losses` of update `step` (from 1), after those of `rows`, is not finite."""
+    if worst := ", ".join(name for name, value in losses.items() if not math.isfinite(value)):
+        cure = "lower the learning rate; the last checkpoint is kept"
+        raise DivergedError(step, f"the loss of {worst} is not finite", cure, rows)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from demix.errors import DemixError
 from demix.launch.local import end_with_launcher
@@ -32,7 +31,7 @@ PIECE = 1 << 14
 # A rank gives up after it has waited this long for another. The first collective waits for the slowest start.
 TIMEOUT = timedelta(minutes=30)
 # The type of `Tensor.register_post_accumulate_grad_hook`, which has no annotations in torch.
-_Register = Callable[[Callable[[Tensor], None]], RemovableHandle]
+_Register = Callable[[Callable[[Tensor], None]], object]
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,6 @@ class GradientSync:
         self._alone: list[nn.Parameter] = []
         self._pending: list[dist.Work] = []
         self._next, self._armed = 0, False
-        self._handles: list[RemovableHandle] = []
         # Backward reaches the last layers first, so their gradients go into the first buckets.
         for expert, group in enumerate(world.groups):
             chosen = [p for name, p in parameters.items() if is_expert(name) == expert]
@@ -159,7 +157,7 @@ class GradientSync:
                 self.buckets.append(bucket)
                 for parameter, part in zip(members, bucket.parts, strict=True):
                     register: _Register = parameter.register_post_accumulate_grad_hook
-                    self._handles.append(register(self._hook(bucket, part)))
+                    register(self._hook(bucket, part))
 
     def zero(self) -> None:
         """Begin a step without gradients: the next backward writes them, which costs less than to add them to zeros."""
@@ -206,11 +204,6 @@ class GradientSync:
                     gradient.mul_(factor)
         return norm
 
-    def close(self) -> None:
-        """Remove the hooks from the parameters."""
-        for handle in self._handles:
-            handle.remove()
-
     def _hook(self, bucket: _Bucket, part: Tensor) -> Callable[[Tensor], None]:
         def filled(parameter: Tensor) -> None:
             if parameter.grad is not None and parameter.grad is not part:
@@ -250,12 +243,3 @@ def _bucketed(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
             members, size = [], 0
     if members:
         yield members
-
-
-def synced_bytes(shared: int, experts: int, world: int, replicas: int, element: int = 4) -> int:
-    """Bytes that one rank gives to all-reduce per step.
-
-    These are the gradients of `shared` parameters if there is another rank, and of its `experts`' parameters if another
-    rank holds the same experts. A ring all-reduce moves 2(n-1)/n times as many bytes out of each of n ranks.
-    """
-    return element * (shared * (world > 1) + experts * (replicas > 1))

@@ -1,10 +1,18 @@
-"""How parameters are updated, and with which learning rate."""
+"""How parameters are updated, with which learning rate, and when training ends."""
 
 import math
+from dataclasses import dataclass
 
 from demix.config.training import Execution, LearningRate, Optimizer
 from demix.settings import Integer, Positive, settings
-from demix.train.stopping import EarlyStopping
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """Evaluate on dev every `every` steps, and stop after `patience` evaluations without a new lowest loss."""
+
+    every: int
+    patience: int
 
 
 @settings(kw_only=True)

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import math
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,25 +14,23 @@ from demix.config.architecture import Architecture, architecture_from
 from demix.config.counts import parameters
 from demix.config.models import DENSE_EXPERT, KINDS, Kind
 from demix.config.training import Execution, Optimizer, Threads, TrainingRecipe, fingerprinted
-from demix.data.shards import TokenShard, blocks
+from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import fingerprint, read_json, write_json_lines
 from demix.launch.job import Places
 from demix.model.checkpoint import save_expert, save_shared
 from demix.model.device import set_threads
 from demix.model.gpt import GPT
-from demix.model.scoring import log_probabilities
 from demix.model.tokenizer import copy_tokenizer
 from demix.run.placement import Placement, place
 from demix.settings import Integer, Number, Seed, Switch, Text, names_of, settings
-from demix.train.anchor import anchored, hold
-from demix.train.batches import batches_of
-from demix.train.branch import SeedState, branched, keep_seed, read_seed, upcycled
-from demix.train.loop import Evaluation, train
-from demix.train.metrics import DivergedError
+from demix.train.batches import batches_of, open_shards
+from demix.train.branch import SeedState, anchored, branched, freeze_except, keep_seed, read_seed, upcycled
+from demix.train.loop import Evaluation, dev_losses, train
 from demix.train.parallel import World, joined
 from demix.train.schedule import Optimization
 from demix.train.state import State, remove_states, step_folder
+from demix.train.trainer import DivergedError
 
 log = logging.getLogger(__name__)
 
@@ -185,18 +182,7 @@ def train_model(training: ModelTraining, places: Places) -> None:
             "%s: %d steps of %d domains, %d sequences each, on %d ranks",
             training.kind, steps, len(domains), settings.sequences, world.size,
         )  # fmt: skip
-        first = training.first_state(model)
-        if settings.trained:
-            if first is None:
-                cause = "is routers, and this training begins with no experts"
-                raise DemixError("--settings.trained", cause, "give --branch with a model whose experts are routed")
-            hold(model, first, lambda name: name.endswith(".router"))
-        if training.row.anchored:
-            if first is None:
-                cause = "learns beside a parent, and this training begins with none"
-                raise DemixError(f"kind {training.kind}", cause, "give --branch with a dense model or the seed of one")
-            read = open_shards([*training.public], world)
-            first = anchored(model, first, {shard.path.parent.name: shard for shard in read})
+        first = _begun(training, model, world)
         how = optimization(
             settings, steps, settings.learning_rate, keep=(*training.keep, *([until] if until else [])), until=until,
             begin=first.step if first and training.schedule == "restart" else 0,
@@ -219,24 +205,21 @@ def train_model(training: ModelTraining, places: Places) -> None:
             remove_states(state, training.keep, rows[-1].get("dev_loss", math.inf))
 
 
-def take_seed(training: ModelTraining, kept: Path, output: Path) -> bool:
-    """Move the state after `training.until` updates that the whole training kept below `kept` to `output`.
-
-    Returns whether there was one.
-    """
-    step = training.until or training.steps
-    checkpoint = kept / fingerprint(training.identity) / step_folder(step)
-    try:
-        keep_seed(checkpoint, output, training.identity)
-    except DemixError as error:
-        again = f"{kept.name}: training it again to step {step}, after which it kept no state ({error.cause})"
-        print(again, flush=True)
-        return False
-    shutil.rmtree(checkpoint)
-    if not any(checkpoint.parent.glob("step-*")):
-        # The lock of the training, which has ended, is left.
-        shutil.rmtree(checkpoint.parent, ignore_errors=True)
-    return True
+def _begun(training: ModelTraining, model: GPT, world: World) -> State | None:
+    """The state that a training begins with. What is not to be trained of the model is frozen."""
+    first = training.first_state(model)
+    if training.settings.trained:
+        if first is None:
+            cause = "is routers, and this training begins with no experts"
+            raise DemixError("--settings.trained", cause, "give --branch with a model whose experts are routed")
+        freeze_except(model, first, lambda name: name.endswith(".router"))
+    if training.row.anchored:
+        if first is None:
+            cause = "learns beside a parent, and this training begins with none"
+            raise DemixError(f"kind {training.kind}", cause, "give --branch with a dense model or the seed of one")
+        read = open_shards(training.public, world)
+        first = anchored(model, first, {shard.path.parent.name: shard for shard in read})
+    return first
 
 
 def _initial(training: ModelTraining, architecture: Architecture, shard: TokenShard, placement: Placement) -> GPT:
@@ -291,44 +274,20 @@ def _write_model(training: ModelTraining, model: GPT, tokens: int, output: Path,
 def _dev_losses(training: ModelTraining, world: World) -> Evaluation:
     """The evaluation at checkpoints: the mean over domains of the loss on dev, and the loss of each domain.
 
-    The first rank with a domain's expert evaluates the domain. The ranks take turns with the domains of a
-    dense model.
+    The first rank with a domain's expert evaluates the domain.
     """
-    domains = training.domains
-    dev_shards = open_shards([path for path in training.shards if path.stem == "dev"], world)
-    by_domain = {shard.path.parent.name: shard for shard in dev_shards}
-    for domain in domains:
+    shards = open_shards([path for path in training.shards if path.stem == "dev"], world)
+    by_domain = {shard.path.parent.name: shard for shard in shards}
+    for domain in training.domains:
         if domain not in by_domain:
             raise DemixError(f"domain {domain}", "has no dev shard", "pass its dev.arrow, or set dev_blocks to 0")
 
-    def mine(model: GPT, number: int) -> bool:
-        if training.row.batches == "by_domain":
-            return domains[number] in model.experts and world.writes_experts
-        return world.takes(number)
+    def mine(model: GPT, domain: str) -> bool:
+        return domain in model.experts and world.writes_experts
 
-    def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
-        measured = [
-            dev_loss(model, by_domain[domain], training.settings.dev_blocks, domain) if mine(model, number) else 0.0
-            for number, domain in enumerate(domains)
-        ]
-        losses = dict(zip(domains, world.sum(measured), strict=True))
-        return sum(losses.values()) / len(losses), {f"dev_loss/{name}": loss for name, loss in losses.items()}
-
-    return evaluate
-
-
-def dev_loss(model: GPT, shard: TokenShard, count: int, domain: str) -> float:
-    """Mean nats per token over the first `count` blocks of a dev split, under the expert or domain token of `domain`.
-
-    A model with one expert is evaluated with that expert.
-    """
-    if not len(shard):
-        raise DemixError(shard.path, "holds no token to measure a loss on", "give the domain more dev text")
-    length = model.architecture.context
-    if len(model.experts) > 1:
-        model = model.only(domain)
-    (scored,) = log_probabilities(model, *blocks(shard, length, count * length), domain_tokens=(domain,))
-    return float(-scored.mean())
+    measured = {domain: (by_domain[domain], training.settings.dev_blocks) for domain in training.domains}
+    by_expert = training.row.batches == "by_domain"
+    return dev_losses(measured, world, lambda losses: sum(losses) / len(losses), mine if by_expert else None)
 
 
 def optimization(
@@ -340,12 +299,3 @@ def optimization(
     """
     shared = {name: getattr(given, name) for name in (*names_of(Optimizer), *names_of(Execution))}
     return Optimization(steps=steps, learning_rate=learning_rate, **shared, **more)
-
-
-def open_shards(paths: list[Path], world: World) -> list[TokenShard]:
-    """Open token shards. One rank verifies the sha256 of each. Raises DemixError where their tokenizers differ."""
-    shards = [TokenShard.open(path, verify=world.takes(number)) for number, path in enumerate(paths)]
-    for path, shard in zip(paths, shards, strict=True):
-        if shard.tokenizer_sha256 != shards[0].tokenizer_sha256:
-            raise DemixError(path, f"was made with another tokenizer than {paths[0]}", "tokenize all domains again")
-    return shards

@@ -5,10 +5,11 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,12 +17,13 @@ from demix.errors import DemixError
 from demix.files import MisplacedError, exclusive, fsync, read_json, sha256_file, write_json
 from demix.launch.parents import is_job
 from demix.model.checkpoint import load_verified, save_tensors
-from demix.train.metrics import Row, lines_of
 from demix.train.parallel import World
 
 log = logging.getLogger(__name__)
 
 SHARED = "shared.safetensors"
+# A row of metrics, for an update or an evaluation.
+Row = dict[str, Any]
 
 
 def step_folder(step: int) -> str:
@@ -160,6 +162,11 @@ def load_state(path: Path, experts: tuple[str, ...]) -> State:
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise DemixError(path, f"is no checkpoint ({error!r})", "delete it") from None
     return State(step, shared, dict(zip(experts, own, strict=True)), metrics, dev_loss)
+
+
+def lines_of(rows: Iterable[Row]) -> str:
+    """Rows as JSON lines."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:

@@ -236,7 +236,7 @@ SWAPS = {
     "owners and overlap": ("corpus/owners.parquet", "corpus/overlap.parquet", "split licenses"),
     "tokens": ("tokens/licenses", "tokens/parliament", "train dense |models/dense ", "audit licenses"),
     "novel tokens": ("tokens/fantasy", "tokens/fortunes", SCORE, ADAPT, "overlap "),
-    "models": ("models/dense", "models/dense_unbalanced", SCORE, "adapt-dense |fantasy/dev"),
+    "models": ("models/dense", "models/dense_unbalanced", SCORE, "adapt |dense-dapt-fantasy"),
     "removal's model": ("models/demix", "models/without-licenses", "audit licenses"),
     "descriptions of models": ("models/dense/model.json", "models/dense_unbalanced/model.json", "card "),
     "experts": ("models/demix/experts/licenses", "models/demix/experts/parliament", "audit licenses", "card "),

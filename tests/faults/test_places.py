@@ -27,7 +27,7 @@ STAGES = {
     "score-ngrams": "score-ngrams ",
     "choose-mixing": "choose-mixing results/tiny/scores/demix",
     "adapt": "adapt |fantasy/dev",
-    "adapt-dense": "adapt-dense |dense-dapt-fantasy",
+    "adapt dense": "adapt |dense-dapt-fantasy",
     "evaluate": "evaluate fantasy",
     "join": "join |parliament.priors",
     "audit": "audit licenses",

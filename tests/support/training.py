@@ -16,7 +16,8 @@ from demix.launch.job import Places
 from demix.train import adapt, stage
 from demix.train.adapt import Adaptation
 from demix.train.batches import Batch, Batches, batches_of
-from demix.train.stage import ModelTraining, Training, take_seed
+from demix.train.branch import take_seed
+from demix.train.stage import ModelTraining, Training
 from support.tokens import TRAINING
 
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 32}
@@ -81,7 +82,8 @@ def dense_with_seeds(
     train_into(folder, "dense", shards, training, keep=tuple(steps))
     seeds = {step: folder / "seeds" / "dense" / f"step-{step:08d}" for step in steps}
     for step, seed in seeds.items():
-        assert take_seed(ModelTraining("dense", training, shards, until=step), folder / "checkpoints", seed)
+        identity = ModelTraining("dense", training, shards).identity
+        assert take_seed(identity, step, folder / "checkpoints", seed)
     return seeds
 
 

@@ -23,7 +23,7 @@ from demix.model.experts import add_expert, changing
 from demix.model.merge import averaged
 from demix.model.scoring import log_probabilities
 from demix.report.read import Parent, read_parents
-from demix.train.adapt import adapt_dense, adapt_expert
+from demix.train.adapt import adapt
 from demix.train.join import join_branches
 from support.cli import demix, succeeds
 from support.contents import contents
@@ -60,12 +60,12 @@ def test_demix_dapt_adds_a_file_and_changes_no_other(
     before = contents(model)
     chosen = choose_parent(scores, "fantasy", TRAINING, blocks=5, decay=0.3)
     unchanged = own_dev_losses(scores, TRAINING, ADAPT.forgetting_blocks)
-    given = (model, novel_shards(tokens), chosen, unchanged, ADAPT, places(tmp_path))
+    given = (model, novel_shards(tokens), ADAPT, places(tmp_path))
     monkeypatch.setattr("demix.model.experts.LOCK_SECONDS", 0.0)
     with changing(model), refused(model):
-        adapt_expert(*given)
+        adapt(*given, chosen=chosen, unchanged=unchanged)
     assert expert_names(model) == tuple(sorted(TRAINING))
-    adapt_expert(*given)
+    adapt(*given, chosen=chosen, unchanged=unchanged)
     after = contents(model)
     assert set(after) - set(before) == {"experts/fantasy.safetensors", "experts/fantasy.json"}
     assert {path: after[path] for path in before} == before
@@ -92,7 +92,7 @@ def test_demix_dapt_adds_a_file_and_changes_no_other(
 def adapted(trained: Path, text: Path, folder: Path, **changes: Any) -> Path:
     """Dense-DAPT with other settings, into `folder`."""
     dev, how = shard_paths(text, split="dev"), dataclasses.replace(ADAPT, **changes)
-    adapt_dense(trained / "dense" / "model", novel_shards(text), dev, how, places(folder))
+    adapt(trained / "dense" / "model", novel_shards(text), how, places(folder), training=dev)
     return folder
 
 
@@ -196,7 +196,7 @@ def test_an_added_expert_begins_as_the_average_by_posterior(run: Path, tokens: P
     chosen = choose_parent(run / "scores", "fantasy", TRAINING, blocks=5, decay=0.3)
     unchanged = own_dev_losses(run / "scores", TRAINING, SHORT.forgetting_blocks)
     at = Places(tmp_path / "added", tmp_path / "metrics.jsonl", tmp_path / "checkpoints")
-    adapt_expert(model, novel_shards(tokens), chosen, unchanged, SHORT, at)
+    adapt(model, novel_shards(tokens), SHORT, at, chosen=chosen, unchanged=unchanged)
     assert contents(model) == before
     lineage = read_json(tmp_path / "added" / "experts" / "fantasy.json")
     assert {name: parent["weight"] for name, parent in lineage["parents"].items()} == chosen["priors"]

@@ -46,7 +46,7 @@ DOCS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOS
 # The demo's commands read its finished run; those of the other tutorials run from nothing.
 DOCS += [TUTORIALS / "demo.md"]
 # Stages that take long: their options and settings are checked instead.
-LONG = {"adapt": Adaptation, "adapt-dense": Adaptation, "evaluate": Evaluation, "audit": Audit, "route": Routing}
+LONG = {"adapt": Adaptation, "evaluate": Evaluation, "audit": Audit, "route": Routing}
 LONG |= {"contexts": ContextEvaluation, "examples": ExamplesRecipe, "fewshot": TaskScoring, "classify": Classification}
 # Commands of other programs, or that need a machine that is not here.
 FOREIGN = {"lm-eval", "cp", "git", "cd", "source", "python3.11", "pip", "uv", "touch", "docker", "apptainer", "sbatch"}

@@ -190,7 +190,7 @@ TRAINED = ("--settings", "{}", "--output", "out", "--metrics", "m", "--checkpoin
         (("tokenize", "a.parquet", "--tokenizer", "missing.json", "--output", "out"), "missing.json"),
         (("track", "results", "--uri", "postgresql://me:hidden@host/demix"), "--uri"),
         (("train", "sparse", "a", *TRAINED), "--settings.tokens"),
-        (("adapt-dense", "a", "b", *TRAINED), "b"),
+        (("adapt", "a", "b", *TRAINED), "b"),
         (("score", "nomodel", "a", "--experts", "a", "--output", "out", "--settings", SCORING), "nomodel/model.json"),
         (
             ("score", "nomodel", "a", "--experts", "a", "--output", "out", "--settings", SCORING.replace("32", "8")),

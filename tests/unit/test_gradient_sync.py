@@ -14,7 +14,7 @@ from torch import nn
 
 from demix.run.placement import place, place_experts
 from demix.train import parallel
-from demix.train.parallel import GradientSync, World, synced_bytes
+from demix.train.parallel import GradientSync, World
 
 SEQUENCES, WIDTH = 4, 5
 
@@ -45,7 +45,7 @@ def be_rank(rank: int, ranks: int, port: int, folder: Path) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "DEMIX_LAUNCHER": "test",
+        "DEMIX_LAUNCHER": "1",
     }
     parallel.BUCKET_BYTES = 2 * WIDTH * WIDTH * 8
     logging.getLogger().setLevel(logging.INFO)
@@ -69,16 +69,11 @@ def be_rank(rank: int, ranks: int, port: int, folder: Path) -> None:
         clipped = {f"clipped/{name}": parameter.grad.numpy() for name, parameter in parameters.items()}
         sums = world.sum([rank, 0.1])
         buckets, sent = [bucket.flat.numel() for bucket in sync.buckets], sync.sent
-        sync.close()
-        sync.zero()
-        loss_of(parameters, own.experts, own.first, own.last).backward()
-        views = {part.data_ptr() for bucket in sync.buckets for part in bucket.parts}
         found = {
             "norm": norm,
             "sent": sent,
             "buckets": buckets,
             "level": logging.getLogger().level,
-            "views": [p.grad.data_ptr() in views for p in parameters.values() if p.grad is not None],
         }
     assert not dist.is_initialized()
     np.savez(folder / f"{rank}.npz", **found, **gradients, **clipped, sum=sums)
@@ -116,12 +111,11 @@ def test_gradients_over_ranks_are_those_of_one_process(tmp_path: Path, ranks: in
         assert found["norm"] == pytest.approx(norm, rel=1e-9)
         assert found["sum"] == pytest.approx([sum(range(ranks)), ranks * 0.1], rel=1e-15)
         assert found["level"] == (logging.WARNING if rank else logging.INFO)
-        assert not found["views"].any(), "what is closed changes no gradient"
         size = WIDTH * WIDTH
         # The last parameters first, two in a bucket; a rank's own experts are in none.
         experts = [2 * len(own.experts) * size] if len(own.ranks) > 1 else []
         assert found["buckets"].tolist() == [2 * size, 2 * size, size, *experts]
-        assert found["sent"] == synced_bytes(5 * size, 2 * len(own.experts) * size, ranks, len(own.ranks), 8)
+        assert found["sent"] == 8 * (5 * size + sum(experts))
 
 
 def test_one_process_sums_nothing() -> None:
@@ -135,13 +129,6 @@ def test_one_process_sums_nothing() -> None:
         with parallel.joined() as joined:
             assert (joined.rank, joined.size, joined.groups, joined.writes_experts) == (0, 1, (None, None), True)
             assert joined.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.mark.parametrize(("shared", "experts", "world", "replicas"), [(7, 3, 1, 1), (7, 3, 2, 1), (7, 3, 4, 2)])
-def test_the_bytes_that_a_rank_sends(shared: int, experts: int, world: int, replicas: int) -> None:
-    expected = (shared if world > 1 else 0) + (experts if replicas > 1 else 0)
-    assert synced_bytes(shared, experts, world, replicas) == 4 * expected
-    assert synced_bytes(shared, experts, world, replicas, 2) == 2 * expected
 
 
 def with_gradients(*gradients: list[float]) -> tuple[GradientSync, list[nn.Parameter]]:

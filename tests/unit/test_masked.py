@@ -42,8 +42,8 @@ from demix.model.gpt import GPT, MASKED
 from demix.model.scoring import FOLDS, log_probabilities, masked_log_probabilities
 from demix.plan.flops import scoring_flops
 from demix.run.systems import evaluated
-from demix.train.adapt import adapt_expert
-from demix.train.updates import group_of
+from demix.train.adapt import adapt
+from demix.train.optimizers import group_of
 from support.checkpoints import all_tensors
 from support.cli import demix
 from support.contents import contents
@@ -248,7 +248,7 @@ def test_demix_dapt_begins_with_the_expert_of_the_highest_fitted_prior(run: Path
     shards = tuple(tokens / "tokens" / domain / f"{split}.arrow" for split in ("train", "dev"))
     unchanged = own_dev_losses(scores, TRAINING, 2)
     places = Places(tmp_path, tmp_path / "metrics.jsonl", tmp_path / "states")
-    adapt_expert(model, shards, chosen, unchanged, ADAPT, places)
+    adapt(model, shards, ADAPT, places, chosen=chosen, unchanged=unchanged)
     assert contents(model) == before
     rows = [row for row in read_json_lines(tmp_path / "metrics.jsonl") if "early_stopping_loss" in row]
     table = read_scores(scores / f"{domain}.dev", (chosen["parent"],))

@@ -34,7 +34,7 @@ from demix.model.continuations import Continuation, MixedModel, continuation_log
 from demix.model.experts import find_faults
 from demix.model.gpt import GPT
 from demix.model.scoring import expert_tokens_at_once, log_probabilities
-from demix.train.updates import group_of
+from demix.train.optimizers import group_of
 from support.contents import contents
 from support.decoding import scored_in_blocks
 from support.errors import refused

@@ -11,11 +11,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from demix.commands.new_domain import add_domain
+from demix.commands.new_domain import adaptation_of, add_domain
 from demix.files import read_json, write_json
 from demix.model.checkpoint import expert_names
 from demix.model.usual import usual_of
-from demix.train.adapt import adaptation_of
 from support.cli import demix, succeeds
 from support.contents import contents
 from support.errors import refused

@@ -30,8 +30,8 @@ from demix.errors import StoppedError
 from demix.launch.job import Places
 from demix.launch.local import world_size
 from demix.run.placement import place_experts
-from demix.train import parallel, stage
-from demix.train.adapt import adapt_dense, adapt_expert
+from demix.train import loop, parallel
+from demix.train.adapt import adapt
 from demix.train.parallel import joined
 from demix.train.stage import ModelTraining, Training, train_model
 from demix.train.sweep import read_trial
@@ -248,9 +248,9 @@ def test_a_sharded_optimizer_changes_no_bit(
     assert sharded == whole != {}
 
 
-def adapt(kind: str, tokens: Path, model: Path, folder: Path) -> None:
+def adapt_kind(kind: str, tokens: Path, model: Path, folder: Path) -> None:
     """Adapt a dense model, or add an expert; `folder` gets a file for each dev split and the rank that reads it."""
-    how, novel, read = replace(ADAPT, precision="fp64"), novel_shards(tokens), stage.dev_loss
+    how, novel, read = replace(ADAPT, precision="fp64"), novel_shards(tokens), loop.dev_loss
 
     def recorded(*arguments: Any) -> float:
         (folder / f"{arguments[-1]}.{os.environ.get('RANK', '')}.read").touch()
@@ -258,18 +258,18 @@ def adapt(kind: str, tokens: Path, model: Path, folder: Path) -> None:
 
     folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("demix.train.adapt.dev_loss", recorded)
+        patch.setattr(loop, "dev_loss", recorded)
         if kind == "dense":
-            adapt_dense(model, novel, shard_paths(tokens, split="dev"), how, places(folder))
+            adapt(model, novel, how, places(folder), training=shard_paths(tokens, split="dev"))
         else:
-            adapt_expert(model, novel, {"parent": "scripture", "parent_prior": 0.9}, {}, how, places(folder))
+            adapt(model, novel, how, places(folder), chosen={"parent": "scripture", "parent_prior": 0.9})
 
 
 @pytest.mark.parametrize("kind", ["demix", "dense"])
 def test_an_adaptation_by_two_ranks_is_that_of_one(kind: str, tokens: Path, tmp_path: Path) -> None:
     model = train_into(tmp_path, kind, shard_paths(tokens)) / "model"
-    adapt(kind, tokens, model, tmp_path / "alone")
-    by_ranks(2, adapt, kind, tokens, model, tmp_path / "together")
+    adapt_kind(kind, tokens, model, tmp_path / "alone")
+    by_ranks(2, adapt_kind, kind, tokens, model, tmp_path / "together")
     readers = [path.name.split(".")[0] for path in tmp_path.glob("together/*.read")]
     assert sorted(readers) == sorted(NOVEL if kind == "demix" else NOVEL + TRAINING), "each by one rank"
     ours, theirs = (

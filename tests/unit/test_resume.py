@@ -15,8 +15,8 @@ from demix.config.training import Updates
 from demix.errors import StoppedError
 from demix.files import fingerprint, read_json
 from demix.launch.job import Places
-from demix.train import scale, stage, state
-from demix.train.adapt import adapt_dense, adapt_expert
+from demix.train import optimizers, stage, state
+from demix.train.adapt import adapt
 from demix.train.stage import ModelTraining
 from support.cli import demix, succeeds
 from support.forks import FORKS
@@ -73,10 +73,10 @@ def begun(name: str, run: Path, tokens: Path) -> tuple[Sequence[str], Callable[[
     """The domains of a training, and what trains it into places."""
     if name == "adapted model":
         dev = shard_paths(tokens, split="dev")
-        return NOVEL, partial(adapt_dense, run / "model", novel_shards(tokens), dev, ADAPT)
+        return NOVEL, partial(adapt, run / "model", novel_shards(tokens), ADAPT, training=dev)
     if name == "added expert":
         chosen = {"parent": "scripture", "parent_prior": 0.9}
-        return NOVEL, partial(adapt_expert, run / "demix" / "model", novel_shards(tokens), chosen, {}, ADAPT)
+        return NOVEL, partial(adapt, run / "demix" / "model", novel_shards(tokens), ADAPT, chosen=chosen)
     training = TRAININGS[name](run, shard_paths(tokens))
     return training.domains, partial(stage.train_model, training)
 
@@ -85,8 +85,8 @@ def begun(name: str, run: Path, tokens: Path) -> tuple[Sequence[str], Callable[[
 def test_a_stopped_training_goes_on_to_the_bit(
     name: str, run: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scale, "FIRST_SCALE", 2.0**36)
-    monkeypatch.setattr(scale, "GROW_AFTER", 4)
+    monkeypatch.setattr(optimizers, "FIRST_SCALE", 2.0**36)
+    monkeypatch.setattr(optimizers, "GROW_AFTER", 4)
     domains, train = begun(name, run, tokens)
     train(places(tmp_path / "whole"))
     whole = updates(tmp_path / "whole")

@@ -47,8 +47,8 @@ from demix.model.merge_routed import dev_shards, merge_routed
 from demix.model.moe import router_metrics
 from demix.model.scoring import log_probabilities
 from demix.run.models import left_out
-from demix.train.adapt import adapt_expert
-from demix.train.batches import mixed_batches
+from demix.train.adapt import adapt
+from demix.train.batches import batches_of
 from demix.train.loop import train
 from demix.train.stage import optimization
 from support.cli import refusal, succeeds
@@ -243,7 +243,7 @@ RECIPE = dataclasses.replace(TRAIN, architecture=SIZES | {"routed": ROUTED})
 )
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 def test_compiled_training_has_the_same_losses(tokens: Path, tmp_path: Path) -> None:
-    drawn = mixed_batches(opened(tokens), TRAINING, 2, 32, seed=1)
+    drawn = batches_of("mixed", opened(tokens), TRAINING, 2, 32, seed=1)
     both = Architecture(**SIZES, routed=ROUTED | {"capacity": 1.0, "every": 1})
     found = []
     for compiled in (False, True):
@@ -310,7 +310,7 @@ def test_a_continued_model_is_the_obvious_one(run: Path, tokens: Path, tmp_path:
                 for key, share in zip(("exp_avg", "exp_avg_sq"), shares, strict=True)
             }
             optimizer.state[parameter] = {"step": torch.tensor(10.0)} | moments
-    drawn = mixed_batches(opened(tokens), TRAINING, 2, 32, seed=1)
+    drawn = batches_of("mixed", opened(tokens), TRAINING, 2, 32, seed=1)
     rows, dense = (read_json_lines(path) for path in (tmp_path / "on.jsonl", run / "metrics" / "dense.jsonl"))
     rows, dense = [row for row in rows if "loss" in row], [row for row in dense if "loss" in row]
     assert [row["learning_rate"] for row in rows] == [row["learning_rate"] for row in dense[10:]]
@@ -347,7 +347,7 @@ def test_what_needs_experts_of_domains_refuses_a_routed_model(run: Path, tokens:
     with refused(up):
         add_expert(up, up / "experts" / "dense.safetensors", "law")
     with refused(up):
-        adapt_expert(up, (paths[0], paths[0]), {}, {}, ADAPT, Places(up, tmp_path / "m", tmp_path / "c"))
+        adapt(up, (paths[0], paths[0]), ADAPT, Places(up, tmp_path / "m", tmp_path / "c"), chosen={})
     places = tmp_path / "model", None, tmp_path / "checkpoints"
     with refused("step-00000010"):
         shorter = dataclasses.replace(RECIPE, tokens=RECIPE.tokens // 2)
@@ -550,7 +550,7 @@ def test_training_merged_experts_is_the_obvious_loop(models: Path, name: str, to
         block.feedforward.routed = dataclasses.replace(block.feedforward.routed, capacity=4.0, balance=0.1)
     for key, parameter in model.named_parameters():
         parameter.requires_grad_(name == "whole" or "router" in key)
-    drawn = mixed_batches(opened(tokens), TRAINING, 2, 32, seed=1)
+    drawn = batches_of("mixed", opened(tokens), TRAINING, 2, 32, seed=1)
     of_steps = dict(enumerate(rates(4, TRAIN.learning_rate, TRAIN.warmup)))
     rows = [row for row in read_json_lines(models.parent / f"{name}.jsonl") if "loss" in row]
     for row, step in zip(rows, plain_steps(model, adamw(model), drawn, of_steps), strict=True):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from demix.errors import DemixError
 from demix.files import read_json, read_json_lines, write_json, write_json_lines
-from demix.train.metrics import DivergedError
 from demix.train.sweep import MARGIN, Trial, choose_rate, chosen_rate, judge, read_trial
+from demix.train.trainer import DivergedError
 from support.cli import demix, succeeds
 from support.errors import refused
 from support.training import TRAIN, shard_paths

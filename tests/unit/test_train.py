@@ -24,12 +24,11 @@ from demix.model.import_hf import import_hf
 from demix.model.scoring import log_probabilities
 from demix.model.transformer import Dropout
 from demix.plan.flops import activation_bytes
-from demix.train import scale, stage
+from demix.train import loop, optimizers
 from demix.train.batches import Batch, balanced_batches, batches_of
 from demix.train.loop import train
-from demix.train.metrics import DivergedError
-from demix.train.schedule import Optimization
-from demix.train.stopping import EarlyStopping
+from demix.train.schedule import EarlyStopping, Optimization
+from demix.train.trainer import DivergedError
 from support.checkpoints import checkpoint, farthest
 from support.errors import refused
 from support.plain_training import adamw, plain_steps, rates
@@ -109,8 +108,8 @@ def test_coarser_numbers_give_nearly_the_losses_of_fp64(precision: str, tokens: 
 
 
 def test_fp16_skips_updates_that_overflow(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scale, "FIRST_SCALE", 2.0**36)
-    monkeypatch.setattr(scale, "GROW_AFTER", 4)
+    monkeypatch.setattr(optimizers, "FIRST_SCALE", 2.0**36)
+    monkeypatch.setattr(optimizers, "GROW_AFTER", 4)
     found = updates(train_into(tmp_path, "demix", shard_paths(tokens), dataclasses.replace(TRAIN, precision="fp16")))
     scales = [row["loss_scale"] for row in found]
     skipped = [row["gradient_norm"] is None for row in found]
@@ -126,9 +125,9 @@ def test_fp16_skips_updates_that_overflow(tokens: Path, tmp_path: Path, monkeypa
 @pytest.mark.parametrize(("dtype", "grows"), [(torch.float16, True), (torch.float32, False), (torch.bfloat16, False)])
 def test_the_loss_is_scaled_in_fp16_alone(dtype: torch.dtype, grows: bool) -> None:
     """A factor that grew in other types would end a training of 64,000 updates as one whose gradients overflow."""
-    found = scale.LossScale(dtype)
+    found = optimizers.LossScale(dtype)
     before = found.factor
-    for _ in range(scale.GROW_AFTER):
+    for _ in range(optimizers.GROW_AFTER):
         found.grow()
     assert found.factor == (2 * before if grows else 1.0)
 
@@ -209,7 +208,7 @@ def test_the_best_checkpoint_on_dev_is_kept(kind: str, dropout: float | None, to
         shard = TokenShard.open(path)
         table = log_probabilities(model, *blocks(shard, 32, 3 * 32))
         expected = -table[number if len(table) > 1 else 0].mean()
-        assert stage.dev_loss(model, shard, 3, TRAINING[number]) == pytest.approx(expected, rel=1e-6)
+        assert loop.dev_loss(model, shard, 3, TRAINING[number]) == pytest.approx(expected, rel=1e-6)
         assert evaluated[24][f"dev_loss/{TRAINING[number]}"] == pytest.approx(expected, rel=1e-6)
 
 

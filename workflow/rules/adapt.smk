@@ -33,7 +33,6 @@ for parent in {one.parent.name: one.parent for one in THIS.adaptations}.values()
             **RULES.site("adapt"),
             options=f"{RULES.run_options('adapt', CONFIG.adaptation)} {RULES.live}",
         params:
-            command="adapt" if adds else "adapt-dense",
             settings=verbatim(
                 RULES.as_json(
                     taken(AdaptationRecipe, CONFIG.adaptation),
@@ -47,6 +46,6 @@ for parent in {one.parent.name: one.parent for one in THIS.adaptations}.values()
             known=f"--training {','.join(TRAINING)} --scores {RUN}/scores/{parent.name}" if adds else "",
             checkpoints=below_run(f"checkpoints/{name}"),
         shell:
-            "demix {params.command} {params.model} {input.tokens} {input.training} {params.known}"
+            "demix adapt {params.model} {input.tokens} {input.training} {params.known}"
             " --settings {params.settings:q} --output {params.output} --metrics {output.metrics} --checkpoints {params.checkpoints}"
             " {resources.options} 2> {log}"

@@ -1,0 +1,302 @@
+"""The optimizers of a training: which parameters each updates, on which rank, and at which learning rate."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from demix.config.architecture import Architecture
+from demix.config.counts import stacked_maps
+from demix.run.placement import owners_of
+from demix.train.schedule import Optimization
+from demix.train.state import Row
+
+# The weights of linear maps in blocks. A router is no such map: it has a row for each expert.
+_MATRICES = ("attention.qkv.weight", "attention.out.weight", "feedforward.up", "feedforward.down")
+# Of Muon's iteration a·X + b·XXᵀX + c·(XXᵀ)²X, which brings singular values from 0 to 1 to between 0.7 and 1.2.
+A, B, C = 3.4445, -4.7750, 2.0315
+# So many of them go by squares without the matrix, as the error of a square near 0 grows twelvefold in each.
+BY_SQUARES = 5
+# The scale of the loss is halved when gradients overflow, and doubled after GROW_AFTER updates without overflow.
+FIRST_SCALE, LAST_SCALE, GROW_AFTER = 2.0**16, 2.0**-4, 1000
+
+Group = Literal["matrices", "embeddings", "head", "rest"]
+Kept = dict[str, Tensor]
+Ranks = dist.ProcessGroup | None
+
+
+def group_of(name: str) -> Group:
+    """The group of the parameter `name` (`demix.config.training.Updates`)."""
+    if name.startswith("blocks.") and name.endswith(_MATRICES):
+        return "matrices"
+    if name == "output_embedding":
+        return "head"
+    return "embeddings" if name.endswith("_embedding") else "rest"
+
+
+class Optimizers:
+    """One optimizer for each group of the named `parameters`, all with the same schedule.
+
+    `holders` says which ranks have a parameter beside this one, if any. One of these ranks updates a matrix with Muon,
+    and with `shard_optimizer` any parameter, keeps its moments, and sends it to the others. This is stage 1 of ZeRO
+    (Rajbhandari et al. 2020, section 5.1), by whole parameters. `architecture` is that of the model.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimization: Optimization,
+        architecture: Architecture,
+        holders: Callable[[str], Ranks] = lambda _: None,
+    ):
+        updates, decay = optimization.optimizer, optimization.weight_decay
+        below = stacked_maps(architecture)
+        maps = {one: rows for name, one in parameters.items() for end, rows in below.items() if name.endswith(end)}
+        groups: dict[Group, list[nn.Parameter]] = {}
+        for name, parameter in parameters.items():
+            groups.setdefault(group_of(name) if updates else "rest", []).append(parameter)
+        # With the factors of the learning rate.
+        self.optimizers: list[tuple[AdamW | Muon, float]] = []
+        for group, members in groups.items():
+            ratio = getattr(updates, group) if updates and group != "rest" else 1.0
+            decayed = decay if updates is None or updates.decay == "all" or group == "matrices" else 0.0
+            one: AdamW | Muon = AdamW(members, decayed)
+            if updates and updates.kind == "muon" and group == "matrices":
+                one = Muon(members, decayed, updates.momentum, updates.iterations, maps)
+            elif updates:
+                one = AdamW(members, decayed, (updates.beta1, updates.beta2), updates.epsilon)
+            self.optimizers.append((one, ratio))
+        self._of = {parameter: optimizer for optimizer, _ in self.optimizers for parameter in optimizer.parameters}
+        self._owners = self._shared_out(
+            {
+                one: holders(name)
+                for name, one in parameters.items()
+                if optimization.shard_optimizer or isinstance(self._of[one], Muon)
+            }
+        )
+        self._others = {
+            one for group, owners in self._owners.items() for one, owner in owners.items() if owner != group.rank()
+        }
+        for optimizer, _ in self.optimizers:
+            optimizer.parameters = [one for one in optimizer.parameters if one not in self._others]
+
+    def _shared_out(self, holders: Mapping[nn.Parameter, Ranks]) -> dict[dist.ProcessGroup, dict[nn.Parameter, int]]:
+        """The rank of each group that updates each parameter of the group, so that moments are shared out evenly.
+
+        All ranks of a group name its parameters in the same order.
+        """
+        found: dict[dist.ProcessGroup, dict[nn.Parameter, int]] = {}
+        for group in {group: None for group in holders.values() if group is not None}:
+            members = [parameter for parameter, ranks in holders.items() if ranks is group]
+            sizes = [parameter.numel() * len(self._of[parameter].means) for parameter in members]
+            found[group] = dict(zip(members, owners_of(sizes, group.size()), strict=True))
+        return found
+
+    def step(self, learning_rate: float) -> None:
+        """Update every parameter by its gradient, and send it to the other ranks that have it."""
+        for optimizer, ratio in self.optimizers:
+            optimizer.step(learning_rate * ratio)
+        works = [
+            dist.broadcast(parameter.data, group=group, group_src=owner, async_op=True)
+            for group, owners in self._owners.items()
+            for parameter, owner in owners.items()
+        ]
+        for work in works:
+            work.wait()
+
+    def gathered(self) -> dict[nn.Parameter, Kept]:
+        """What all ranks keep of each parameter, on the rank that writes it. All ranks call this method."""
+        state = {parameter: kept for optimizer, _ in self.optimizers for parameter, kept in optimizer.state.items()}
+        shared = {parameter for owners in self._owners.values() for parameter in owners}
+        found = {parameter: kept for parameter, kept in state.items() if parameter not in shared}
+        for group, owners in self._owners.items():
+            there = torch.tensor([parameter in state for parameter in owners], dtype=torch.int8)
+            there = there.to(next(iter(owners)).device)
+            dist.all_reduce(there, group=group)
+            for (parameter, owner), known in zip(owners.items(), there.tolist(), strict=True):
+                if not known:
+                    continue
+                kept = state[parameter] if parameter in state else self._of[parameter].begin(parameter)
+                for tensor in kept.values():
+                    dist.broadcast(tensor, group=group, group_src=owner)
+                if group.rank() == 0:
+                    found[parameter] = {name: tensor.cpu() for name, tensor in kept.items()}
+        return found
+
+    def resume(self, parameter: nn.Parameter, kept: Kept) -> None:
+        """Go on from what was kept of a parameter, on the rank that updates it."""
+        if parameter not in self._others:
+            self._of[parameter].state[parameter] = {name: tensor.to(parameter.device) for name, tensor in kept.items()}
+
+
+class AdamW:
+    """`torch.optim.AdamW` (Loshchilov and Hutter 2019) with fused updates, by default with the paper's constants.
+
+    The class of torch imports torch's compiler, which takes over a second of the start of each training. `state` holds
+    for each parameter after its first update `step`, the number of its updates, and the means `exp_avg` and
+    `exp_avg_sq`.
+    """
+
+    means = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        weight_decay: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        epsilon: float = 1e-7,
+    ):
+        self.parameters = list(parameters)
+        self.constants: dict[str, Any] = {
+            "beta1": betas[0],
+            "beta2": betas[1],
+            "eps": epsilon,
+            "weight_decay": weight_decay,
+            "fused": True,
+            "amsgrad": False,
+            "maximize": False,
+        }
+        self.state: dict[nn.Parameter, Kept] = {}
+
+    def begin(self, parameter: nn.Parameter) -> Kept:
+        """What is kept of a parameter before its first update."""
+        count = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        return {"step": count} | {name: torch.zeros_like(parameter, requires_grad=False) for name in self.means}
+
+    def step(self, learning_rate: float) -> None:
+        """Update every parameter by its gradient."""
+        for parameter in self.parameters:
+            if parameter not in self.state:
+                self.state[parameter] = self.begin(parameter)
+        steps, averages, squares = (
+            [self.state[parameter][name] for parameter in self.parameters] for name in ("step", *self.means)
+        )
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        with torch.no_grad():
+            adamw([*self.parameters], gradients, averages, squares, [], steps, lr=learning_rate, **self.constants)
+
+
+class Muon:
+    """Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks").
+
+    It updates matrices [..., rows, columns], each of a stack by itself, by their momentum without its singular values,
+    as `torch.optim.Muon` does: Nesterov momentum, orthogonalised, times the square root of rows/columns where there are
+    more rows, times the learning rate. `state` holds for each parameter after its first update the mean of its
+    gradients, `momentum`. `maps` has the rows of each matrix where several stand one below the other in a parameter.
+    """
+
+    means = ("momentum",)
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        weight_decay: float,
+        momentum: float,
+        iterations: int,
+        maps: Mapping[nn.Parameter, tuple[int, ...]] | None = None,
+    ):
+        self.parameters, self.weight_decay, self.maps = list(parameters), weight_decay, maps or {}
+        self.momentum, self.iterations = momentum, iterations
+        self.state: dict[nn.Parameter, Kept] = {}
+
+    def begin(self, parameter: nn.Parameter) -> Kept:
+        """What is kept of a parameter before its first update."""
+        return {name: torch.zeros_like(parameter, requires_grad=False) for name in self.means}
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """Update every parameter by its gradient, in whose place its orthogonalised momentum is left."""
+        for parameter in self.parameters:
+            if (gradient := parameter.grad) is None:
+                continue
+            if parameter not in self.state:
+                self.state[parameter] = self.begin(parameter)
+            mean = self.state[parameter]["momentum"].lerp_(gradient, 1 - self.momentum)
+            gradient.lerp_(mean, self.momentum)
+            for stack, update in self._matrices(parameter, gradient):
+                scale = max(1.0, stack.shape[-2] / stack.shape[-1]) ** 0.5
+                update.copy_(orthogonalised(update, self.iterations))
+                stack.mul_(1 - learning_rate * self.weight_decay).add_(update, alpha=-learning_rate * scale)
+
+    def _matrices(self, parameter: nn.Parameter, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The stacks [matrices, rows, columns] of each of the maps of a parameter, and those of its gradient."""
+        rows = [*self.maps.get(parameter, parameter.shape[-2:-1])]
+        parts = (torch.split(whole.view(-1, *whole.shape[-2:]), rows, 1) for whole in (parameter, gradient))
+        return zip(*parts, strict=True)
+
+
+def orthogonalised(matrices: Tensor, iterations: int) -> Tensor:
+    """`matrices` [..., rows, columns] with all singular values near 1, by so many Newton-Schulz iterations.
+
+    A GPU computes in bf16 what is no float64, as `torch.optim.Muon` does.
+    """
+    half = matrices.is_cuda and matrices.dtype != torch.float64
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    stack = matrices.view(-1, *matrices.shape[-2:])
+    x: Tensor = (stack.mT if tall else stack).to(torch.bfloat16 if half else matrices.dtype)
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    # Fewer operations for a wide matrix, and too few digits for bf16.
+    if not half and 2 * x.shape[-1] > 3 * x.shape[-2]:
+        for before in range(0, iterations, BY_SQUARES):
+            x = _by_squares(x, min(BY_SQUARES, iterations - before))
+    else:
+        for _ in range(iterations):
+            square = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=B, alpha=C), x, beta=A)
+    return (x.mT if tall else x).to(matrices.dtype).view(matrices.shape)
+
+
+def _by_squares(x: Tensor, iterations: int) -> Tensor:
+    """`x` [matrices, m, n] after so many iterations, each of which multiplies it by a polynomial of its square.
+
+    X becomes P·X and XXᵀ becomes P·XXᵀ·P for P = a + b·XXᵀ + c·(XXᵀ)², so that X itself is multiplied once.
+    """
+    square, product = x @ x.mT, None
+    for left in range(iterations)[::-1]:
+        factor = torch.baddbmm(square, square, square, beta=B, alpha=C)
+        factor.diagonal(dim1=-2, dim2=-1).add_(A)
+        product = factor if product is None else factor @ product
+        if left:
+            square = factor @ square @ factor
+    return x if product is None else product @ x
+
+
+class LossScale:
+    """The factor of the loss in training with numbers of type `dtype`: 1, except in fp16, whose small gradients vanish.
+
+    `unscathed` counts the updates since the factor changed. Metrics hold the factor after each update, so that they are
+    the state.
+    """
+
+    def __init__(self, dtype: torch.dtype):
+        self.dynamic = dtype == torch.float16
+        self.factor, self.unscathed = FIRST_SCALE if self.dynamic else 1.0, 0
+
+    @property
+    def metrics(self) -> Row:
+        """What a row of metrics says of the scale."""
+        return {"loss_scale": self.factor} if self.dynamic else {}
+
+    def resume(self, rows: Iterable[Row]) -> None:
+        """Go on from the `rows` of the updates before."""
+        for factor in (row["loss_scale"] for row in rows if "loss_scale" in row):
+            self.unscathed = self.unscathed + 1 if factor == self.factor else 0
+            self.factor = factor
+
+    def grow(self) -> None:
+        """Take note of an update without overflow."""
+        self.unscathed += 1
+        if self.dynamic and self.unscathed == GROW_AFTER:
+            self.factor, self.unscathed = self.factor * 2.0, 0
+
+    def shrink(self) -> tuple[str, str] | None:
+        """Take note of gradients that are not finite. Returns cause and cure where no smaller scale would help."""
+        if not self.dynamic:
+            return "the gradient is not finite", "lower the learning rate"
+        self.factor, self.unscathed = self.factor * 0.5, 0
+        if self.factor < LAST_SCALE:
+            return "fp16 overflows at every scale of the loss", "use bf16 or fp32, or a lower learning rate"
+        return None
