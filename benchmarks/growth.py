@@ -35,7 +35,7 @@ from demix.data.shards import TokenShard, tokenize
 from demix.data.tokenizer import train_tokenizer
 from demix.evaluate.score import Scoring, score
 from demix.files import read_json, write_json, write_parquet
-from demix.model.checkpoint import save_expert, save_shared
+from demix.model.directory import save_expert, save_shared
 from demix.model.gpt import GPT
 from demix.run.run import Run
 

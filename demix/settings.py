@@ -90,7 +90,7 @@ def _remember(kind: Any, values: Any, make: Callable[[Any], Any]) -> Any:
         named = (*names_of(kind)[: len(values.args)], *(values.kwargs or {}))
     made = make(values)
     object.__setattr__(made, "_given", tuple(named))
-    # What stands in a file beside the settings that are declared (`demix.model.description.Recorded`).
+    # What stands in a file beside the settings that are declared (`demix.model.manifest.Recorded`).
     object.__setattr__(made, "_file", values if isinstance(values, Mapping) else {})
     return made
 

@@ -204,9 +204,9 @@ def generate(
     """
     from demix.data.text import SURROGATE
     from demix.generate.terminal import continued, filled, posterior_table
-    from demix.model.checkpoint import describe
     from demix.model.continuations import mixture_of
     from demix.model.decode import open_model, read_alone
+    from demix.model.directory import describe
 
     if SURROGATE.search(prompt):
         raise DemixError("--prompt", "is not UTF-8", "give it in UTF-8")
@@ -277,7 +277,7 @@ def experts_list(model: Model) -> None:
     """Show the experts of a model with their lineage, after checking the bytes of every file."""
     from rich.table import Table
 
-    from demix.model.checkpoint import describe
+    from demix.model.directory import describe
     from demix.model.experts import read_experts
 
     describe(model)

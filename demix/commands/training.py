@@ -333,7 +333,7 @@ def _adapt(
     adapt: Callable[[Places], None],
 ) -> None:
     """Have `adapt` done, the adaptation that `about` tells apart from others of the same model and data."""
-    from demix.model.checkpoint import describe
+    from demix.model.directory import describe
 
     described = describe(model)
     about = [*about, fingerprinted(adaptation), described.shared_sha256, sorted(places.results)]

@@ -17,7 +17,7 @@ from demix.files import write_json
 from demix.mix.mixtures import Mixture
 from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import History, Switching, Tempered
-from demix.model.description import tempered_of
+from demix.model.manifest import tempered_of
 
 BETAS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 GAMMAS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0)

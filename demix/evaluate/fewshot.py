@@ -21,9 +21,9 @@ from demix.errors import DemixError, nearest
 from demix.evaluate.task_tables import schema_of
 from demix.files import sha256_file
 from demix.files.batches import write_batches
-from demix.model.checkpoint import describe, expert_lineage, load_experts, refuse_other_tokenizer
 from demix.model.continuations import Continuation, continuation_scores
 from demix.model.device import compute_type, own_device, set_threads
+from demix.model.directory import describe, expert_lineage, load_experts, refuse_other_tokenizer
 from demix.model.gpt import GPT
 from demix.model.scoring import columns_of, refuse_not_finite
 from demix.progress import progress

@@ -19,8 +19,8 @@ import yaml
 from demix.data import hub
 from demix.errors import DemixError
 from demix.files import replacing
-from demix.model.checkpoint import describe
 from demix.model.device import within_memory
+from demix.model.directory import describe
 
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 # Bytes of a task's name in that of a file, which has 255 at most.

@@ -18,7 +18,6 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from demix.errors import DemixError
 from demix.files import seed_for
-from demix.model.checkpoint import describe, load_experts
 from demix.model.continuations import (
     continuation_log_probabilities,
     mixture_of,
@@ -27,6 +26,7 @@ from demix.model.continuations import (
 )
 from demix.model.decode import generate, open_model, weights_of
 from demix.model.device import device_named
+from demix.model.directory import describe, load_experts
 from demix.model.tokenizer import tokenizer_of
 from demix.progress import progress
 

@@ -30,10 +30,10 @@ from demix.files.kinds import TEXT, check_file_kind
 from demix.mix.mixtures import Mixture
 from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import Cluster, History, PriorAlone, Tempered
-from demix.model.checkpoint import CPU, load_experts, refuse_masked
 from demix.model.clusters import clusters_of, has_clusters
-from demix.model.description import Usual
+from demix.model.directory import CPU, load_experts, refuse_masked
 from demix.model.gpt import GPT
+from demix.model.manifest import Usual
 from demix.model.scoring import columns_of, trunk_log_probabilities
 from demix.model.tokenizer import tokenizer_of
 from demix.model.usual import usual_of

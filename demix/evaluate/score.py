@@ -24,7 +24,9 @@ from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.score_tables import count_to_score, row_groups, tokens_sha256, write_scores, write_tokens
 from demix.files import digest, fsync, linked, read_parquet, replacing, write_parquet
-from demix.model.checkpoint import (
+from demix.model.choices import load_without
+from demix.model.device import compute_type, own_device, set_threads
+from demix.model.directory import (
     describe,
     expert_lineage,
     expert_names,
@@ -32,8 +34,6 @@ from demix.model.checkpoint import (
     refuse_other_tokenizer,
     whole_models,
 )
-from demix.model.choices import load_without
-from demix.model.device import compute_type, own_device, set_threads
 from demix.model.gpt import GPT
 from demix.model.moe import MoELayer
 from demix.model.scoring import trunk_log_probabilities

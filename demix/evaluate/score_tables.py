@@ -18,7 +18,7 @@ from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import digest, parquet_reader, read_parquet, sha256_file
 from demix.files.batches import read_batches, regrouped, write_batches
-from demix.model.description import read_description, read_lineage
+from demix.model.manifest import read_description, read_lineage
 
 # The approximate size of a row group: small in memory under all experts, and quick to score again after a kill.
 ROW_GROUP_TOKENS = 1 << 16

@@ -19,9 +19,9 @@ from demix.files import read_parquet
 from demix.mix.logs import logsumexp
 from demix.model.continuations import MixedModel, mixture_of, next_likeliest
 from demix.model.decode import choose, open_model, read_alone, speller
-from demix.model.description import run_of
 from demix.model.device import device_named
 from demix.model.gpt import GPT
+from demix.model.manifest import run_of
 from demix.model.scoring import columns_of
 from demix.settings import DistinctItems, Integer, Items, Number, Switch, Text, settings
 

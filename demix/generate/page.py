@@ -19,7 +19,7 @@ from demix.files.json_files import without_nan
 from demix.generate.completions import MAX_TOKENS, Opened, by_expert_of, tokens_of
 from demix.model.clusters import has_clusters
 from demix.model.decode import decoded
-from demix.model.description import run_of
+from demix.model.manifest import run_of
 from demix.model.tokenizer import tokenizer_of
 from demix.settings import Items, Text, settings
 

@@ -8,9 +8,9 @@ import numpy as np
 from rich.table import Table
 
 from demix.data.tokenizer import Tokenizer
-from demix.model.checkpoint import load_experts
 from demix.model.continuations import MixedModel
 from demix.model.decode import continuation, named_prior, weights_of
+from demix.model.directory import load_experts
 from demix.model.filling import fillings
 from demix.model.scoring import columns_of
 from demix.model.tokenizer import tokenizer_of

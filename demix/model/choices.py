@@ -17,9 +17,9 @@ from demix.config.counts import parameters
 from demix.config.models import DENSE_EXPERT
 from demix.errors import DemixError, nearest
 from demix.files import replacing, sha256_file, write_json
-from demix.model.checkpoint import describe, expert_files, expert_lineage, load_model, save_tensors
-from demix.model.description import PENDING, ModelManifest, RecordedChoice, finish_change
+from demix.model.directory import describe, expert_files, expert_lineage, load_model, save_tensors
 from demix.model.gpt import GPT
+from demix.model.manifest import PENDING, ModelManifest, RecordedChoice, finish_change
 from demix.model.merge import learned_of
 
 

@@ -17,7 +17,7 @@ from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import check_sha256, read_json, replacing, write_json
-from demix.model.description import read_lineage, read_routed
+from demix.model.manifest import read_lineage, read_routed
 from demix.run.run import Run
 
 NAME, DESCRIPTION, ROUTING = "clusterer", "clusterer.json", "routing.json"

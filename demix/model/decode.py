@@ -21,11 +21,11 @@ from demix.config.mixing import DEFAULTS, Weights, parsed_weights
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError, nearest
 from demix.mix.mixtures import Stream
-from demix.model.checkpoint import CPU, load_experts
 from demix.model.clusters import clusters_of
-from demix.model.description import run_of, tempered_of
 from demix.model.device import set_threads
+from demix.model.directory import CPU, load_experts
 from demix.model.gpt import GPT
+from demix.model.manifest import run_of, tempered_of
 from demix.model.merge import parse_weights, prior_weights, sum_of
 from demix.model.tokenizer import tokenizer_of
 

@@ -13,7 +13,8 @@ from demix.data.cluster import Clusterer
 from demix.errors import DemixError
 from demix.files import check_sha256, digest, exclusive, read_json, replacing, write_json
 from demix.model import clusters
-from demix.model.checkpoint import (
+from demix.model.choices import add_choice, remove_choice
+from demix.model.directory import (
     describe,
     expert_files,
     expert_lineage,
@@ -24,8 +25,7 @@ from demix.model.checkpoint import (
     tensor_shapes,
     unknown_expert,
 )
-from demix.model.choices import add_choice, remove_choice
-from demix.model.description import NO_NAME, ExpertManifest, is_expert_name, read_lineage
+from demix.model.manifest import NO_NAME, ExpertManifest, is_expert_name, read_lineage
 from demix.model.usual import usual_of, write_usual
 
 # `tokens` is a file beside the columns of a score table, `dense` the one expert of a dense model.

@@ -16,7 +16,7 @@ from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import check_inside, refuse_used, replacing
 from demix.files.json_files import read_unsealed
-from demix.model.checkpoint import (
+from demix.model.directory import (
     describe,
     expert_names,
     load_experts,
@@ -25,11 +25,11 @@ from demix.model.checkpoint import (
     save_tensors,
     whole_models,
 )
-from demix.model.description import MOST_BYTES, tempered_of
 from demix.model.format import Format
 from demix.model.formats import FORMATS
 from demix.model.gpt import GPT
 from demix.model.import_hf import KEPT, KEPT_IN
+from demix.model.manifest import MOST_BYTES, tempered_of
 from demix.model.tokenizer import tokenizer_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -20,12 +20,12 @@ from demix.errors import DemixError
 from demix.files import check_inside, digest, opened, refuse_used, replacing, sha256_file
 from demix.files.json_files import read_unsealed
 from demix.files.kinds import SAFETENSORS, check_file_kind
-from demix.model.checkpoint import FLOATS, check_values, save_expert, save_shared
-from demix.model.description import MOST_BYTES
+from demix.model.directory import FLOATS, check_values, save_expert, save_shared
 from demix.model.format import BY_SIZES, HARMLESS, NEUTRAL, Format, Others, follows
 from demix.model.formats import FORMATS
 from demix.model.gpt import GPT
 from demix.model.imported_tokenizer import imported_tokenizer
+from demix.model.manifest import MOST_BYTES
 from demix.model.verified import Verified, refuse_without_transformers, verify_import
 from demix.settings import Text, settings, settings_from
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from demix.errors import DemixError, nearest
 from demix.files import read_parquet, refuse_used, replacing, sha256_file, write_json
-from demix.model.checkpoint import (
+from demix.model.directory import (
     describe,
     expert_files,
     expert_lineage,
@@ -22,7 +22,7 @@ from demix.model.checkpoint import (
     save_tensors,
     whole_models,
 )
-from demix.model.description import ExpertManifest, Learned
+from demix.model.manifest import ExpertManifest, Learned
 from demix.model.tokenizer import copy_tokenizer, tokenizer_path
 
 

@@ -16,7 +16,8 @@ from demix.config.models import DENSE_EXPERT
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.files import read_json, refuse_used
-from demix.model.checkpoint import (
+from demix.model.device import own_device
+from demix.model.directory import (
     describe,
     expert_files,
     expert_lineage,
@@ -27,9 +28,8 @@ from demix.model.checkpoint import (
     refuse_routed,
     whole_models,
 )
-from demix.model.description import Branched, run_of
-from demix.model.device import own_device
 from demix.model.gpt import GPT, seeing
+from demix.model.manifest import Branched, run_of
 from demix.model.merge import averaged, learned_by, learned_of, write_merged
 from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, log_probabilities
 

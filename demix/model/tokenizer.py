@@ -6,8 +6,8 @@ from pathlib import Path
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import digest, read_json, replacing
-from demix.model.checkpoint import describe, refuse_other_tokenizer
-from demix.model.description import run_of
+from demix.model.directory import describe, refuse_other_tokenizer
+from demix.model.manifest import run_of
 
 NAME = "tokenizer.json"
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from demix.files import read_parquet, write_json
-from demix.model.description import Usual, read_usual, run_of
+from demix.model.manifest import Usual, read_usual, run_of
 from demix.run.run import Run
 
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 from demix.errors import DemixError
 from demix.files import REMAKE, parquet_reader, read_json, read_json_lines, read_parquet
 from demix.files.batches import read_batches
-from demix.model.description import parent_of
+from demix.model.manifest import parent_of
 from demix.run.main_systems import main_systems
 from demix.run.run import Run
 

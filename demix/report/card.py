@@ -10,10 +10,10 @@ from demix.config.models import DENSE_EXPERT, KINDS
 from demix.config.training import Execution
 from demix.errors import DemixError, nearest
 from demix.files import read_json
-from demix.model.checkpoint import describe, expert_lineage, expert_names, whole_models
-from demix.model.description import parent_of, read_description, read_lineage
+from demix.model.directory import describe, expert_lineage, expert_names, whole_models
 from demix.model.export import format_of
 from demix.model.formats import FORMATS
+from demix.model.manifest import parent_of, read_description, read_lineage
 from demix.model.merge import learned_of, refuse_weights
 from demix.model.merge_routed import BLOCKS, learned_anchored
 from demix.model.usual import usual_of

@@ -16,7 +16,8 @@ from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import fingerprint, read_json, write_json_lines
 from demix.launch.job import Places
-from demix.model.checkpoint import (
+from demix.model.device import set_threads
+from demix.model.directory import (
     describe,
     expert_lineage,
     load_model,
@@ -26,7 +27,6 @@ from demix.model.checkpoint import (
     save_shared,
     whole_models,
 )
-from demix.model.device import set_threads
 from demix.model.experts import changing
 from demix.model.gpt import GPT
 from demix.model.merge import averaged, origins_of

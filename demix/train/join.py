@@ -8,7 +8,7 @@ from typing import Any
 
 from demix.errors import DemixError
 from demix.files import check_sha256, read_json_lines, replacing, write_json, write_json_lines
-from demix.model.checkpoint import describe, expert_files, expert_lineage, expert_names
+from demix.model.directory import describe, expert_files, expert_lineage, expert_names
 from demix.model.tokenizer import copy_tokenizer, tokenizer_path
 
 # What each branch counts for itself.

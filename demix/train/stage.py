@@ -18,8 +18,8 @@ from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import fingerprint, read_json, write_json_lines
 from demix.launch.job import Places
-from demix.model.checkpoint import save_expert, save_shared
 from demix.model.device import set_threads
+from demix.model.directory import save_expert, save_shared
 from demix.model.gpt import GPT
 from demix.model.tokenizer import copy_tokenizer
 from demix.run.placement import Placement, place

@@ -16,7 +16,7 @@ import torch
 from demix.errors import DemixError
 from demix.files import MisplacedError, exclusive, fsync, read_json, sha256_file, write_json
 from demix.launch.parents import is_job
-from demix.model.checkpoint import load_verified, save_tensors
+from demix.model.directory import load_verified, save_tensors
 from demix.train.parallel import World
 
 log = logging.getLogger(__name__)

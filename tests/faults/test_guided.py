@@ -27,7 +27,7 @@ with atheris.instrument_imports(include=["demix"]):
     from demix.data.sources import Source, download
     from demix.errors import DemixError
     from demix.files import read_json, read_json_lines, sha256_file
-    from demix.model.checkpoint import load_verified
+    from demix.model.directory import load_verified
     from demix.run.check import completed_run
     from demix.settings import settings_from
 

@@ -23,7 +23,7 @@ from demix.evaluate.score import Scoring, score
 from demix.files import digest, read_json, sha256_file, write_json, write_parquet
 from demix.generate.completions import opened
 from demix.model import experts
-from demix.model.checkpoint import load_model
+from demix.model.directory import load_model
 from support.cli import demix, refusal
 from support.contents import contents
 from support.errors import refused

@@ -25,7 +25,7 @@ from demix.data.tokenizer import Tokenizer, train_tokenizer
 from demix.errors import DemixError
 from demix.evaluate.score_tables import read_scores
 from demix.files import read_json, read_json_lines, read_parquet, sha256_file, write_json
-from demix.model.checkpoint import load_verified
+from demix.model.directory import load_verified
 from demix.report import write_report
 from demix.run.run import Run
 from demix.track.client import opened

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from demix.config.architecture import Architecture
 from demix.config.counts import parameters
-from demix.model.checkpoint import describe, expert_lineage, load_model, save_expert, save_shared
+from demix.model.directory import describe, expert_lineage, load_model, save_expert, save_shared
 from demix.model.gpt import GPT
 
 SMALL = Architecture(layers=2, width=32, heads=4, context=16)

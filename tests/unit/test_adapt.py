@@ -18,7 +18,7 @@ from demix.evaluate.choice import choose_parent, own_dev_losses
 from demix.evaluate.score import Scoring, score
 from demix.files import read_json
 from demix.launch.job import Places
-from demix.model.checkpoint import expert_names, load_experts, load_model
+from demix.model.directory import expert_names, load_experts, load_model
 from demix.model.experts import add_expert, changing
 from demix.model.merge import averaged
 from demix.model.scoring import log_probabilities

@@ -17,7 +17,7 @@ from demix.data.tokenizer import Tokenizer
 from demix.evaluate.memorization import COLUMNS, CONTINUATION, PROMPT, Audit, audit_rows
 from demix.evaluate.score_tables import tokens_sha256
 from demix.files import read_parquet, write_parquet
-from demix.model.checkpoint import load_model
+from demix.model.directory import load_model
 from demix.model.gpt import GPT
 from demix.run.models import left_out, trained_without
 from demix.train.batches import balanced_batches

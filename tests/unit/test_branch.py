@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from demix.files import digest, read_json, write_json
-from demix.model.checkpoint import describe, expert_lineage, load_model
-from demix.model.description import tokens_learned
+from demix.model.directory import describe, expert_lineage, load_model
+from demix.model.manifest import tokens_learned
 from demix.model.merge import merge_experts
 from demix.run.rules import RunRules
 from demix.train.batches import balanced_batches

@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from demix.config.counts import training_flops_per_token
 from demix.errors import StoppedError
 from demix.files import read_json, read_json_lines, sha256_file, write_json
-from demix.model.checkpoint import describe, load_experts, load_model
+from demix.model.directory import describe, load_experts, load_model
 from demix.model.experts import add_expert, find_faults, remove_expert
 from demix.model.formats import FORMATS
 from demix.model.gpt import seeing

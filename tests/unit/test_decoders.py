@@ -12,7 +12,7 @@ import torch
 
 from demix.config.architecture import Architecture
 from demix.data.tokenizer import Tokenizer
-from demix.model.checkpoint import describe, load_model
+from demix.model.directory import describe, load_model
 from demix.model.experts import find_faults
 from demix.model.export import export_hf
 from demix.model.gpt import GPT

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import read_json, sha256_file, write_json, write_parquet
-from demix.model.checkpoint import expert_names, load_model, save_expert
+from demix.model.directory import expert_names, load_model, save_expert
 from demix.model.experts import add_expert, changing, find_faults, remove_expert
 from demix.model.merge import merge_experts, prior_weights
 from support.cli import demix, refusal, succeeds

@@ -18,9 +18,9 @@ from demix.config.architecture import DECODERS
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.harness_model import DemixLM
 from demix.files import write_json
-from demix.model.checkpoint import load_experts
 from demix.model.continuations import mixture_of
 from demix.model.decode import open_model, weights_of
+from demix.model.directory import load_experts
 from support.cli import demix, succeeds
 from support.models import REAL_TEXT, SMALL, THREE, alone, model_of, save_model
 

@@ -21,7 +21,7 @@ from demix.files import (
 from demix.files.places import place_of, refuse_misplaced
 from demix.launch.job import TrainingJob
 from demix.launch.slurm import collect
-from demix.model.checkpoint import expert_names, load_model
+from demix.model.directory import expert_names, load_model
 from demix.model.experts import add_expert, expert_fault
 from demix.model.merge import merge_experts
 from demix.train.parallel import World

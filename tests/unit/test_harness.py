@@ -19,7 +19,7 @@ from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate.harness import Tasks, evaluate_tasks
 from demix.files import read_parquet, write_parquet
-from demix.model.checkpoint import load_model
+from demix.model.directory import load_model
 from demix.report import report_files
 from demix.report.material import Material
 from demix.report.read import read_tasks

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from demix.data.tokenizer import Tokenizer
-from demix.model.checkpoint import describe, load_model
+from demix.model.directory import describe, load_model
 from demix.model.experts import find_faults
 from demix.model.export import export_hf
 from demix.model.import_hf import import_hf

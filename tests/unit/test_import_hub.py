@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from demix.errors import DemixError
-from demix.model.checkpoint import describe
+from demix.model.directory import describe
 from demix.model.import_hf import INDEX, WEIGHTS, import_hf
 from demix.model.import_hub import import_hub
 from demix.run.check import completed_run

@@ -34,8 +34,8 @@ from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.files import read_json_lines, seed_for
 from demix.launch.job import Places
-from demix.model.checkpoint import describe
 from demix.model.decode import open_model
+from demix.model.directory import describe
 from demix.model.export import export_hf
 from demix.model.filling import fillings, masked_inputs
 from demix.model.gpt import GPT, MASKED

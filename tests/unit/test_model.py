@@ -29,8 +29,8 @@ from demix.config.counts import parameters, sizes, training_flops_per_token
 from demix.mix.mixtures import Mixture
 from demix.mix.rules import History
 from demix.model import transformer
-from demix.model.checkpoint import expert_names, load_experts, load_model, save_expert, save_shared
 from demix.model.continuations import Continuation, MixedModel, continuation_log_probabilities, text_log_probabilities
+from demix.model.directory import expert_names, load_experts, load_model, save_expert, save_shared
 from demix.model.experts import find_faults
 from demix.model.gpt import GPT
 from demix.model.scoring import expert_tokens_at_once, log_probabilities

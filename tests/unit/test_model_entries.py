@@ -14,7 +14,7 @@ from demix.config.counts import parameters, training_flops_per_token
 from demix.config.evaluation import MixingRecipe
 from demix.evaluate.planned import planned_mixtures
 from demix.files import write_json
-from demix.model.description import tokens_learned
+from demix.model.manifest import tokens_learned
 from demix.plan.cost import ScoringCosts, plan_training
 from demix.plan.flops import HARDWARE
 from demix.plan.jobs import count_jobs, disk_bytes

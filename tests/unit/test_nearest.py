@@ -16,10 +16,10 @@ from demix.evaluate.own_text import evaluate_text
 from demix.files import read_json, write_json, write_json_lines
 from demix.generate.completions import opened
 from demix.generate.page import Page
-from demix.model.checkpoint import load_experts
 from demix.model.clusters import copy_clusters
 from demix.model.continuations import Continuation, continuation_log_probabilities, mixture_of
 from demix.model.decode import generate, log_prior_of, weights_of
+from demix.model.directory import load_experts
 from demix.model.experts import add_expert, find_faults, remove_expert
 from demix.model.scoring import columns_of
 from demix.run.kept import write_run_config

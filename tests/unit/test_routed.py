@@ -38,7 +38,7 @@ from demix.evaluate.memorization import Audit, audit_rows
 from demix.evaluate.score import ScoredModel, Scoring, score_models
 from demix.files import read_json, read_json_lines, sha256_file, write_json, write_parquet
 from demix.launch.job import Places
-from demix.model.checkpoint import describe, load_model
+from demix.model.directory import describe, load_model
 from demix.model.experts import add_expert, find_faults, read_experts, remove_expert
 from demix.model.export import export_hf
 from demix.model.gpt import GPT

@@ -24,7 +24,7 @@ from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.files import atomic as files
 from demix.files import sha256_file, write_parquet
-from demix.model.checkpoint import describe, load_model, save_expert
+from demix.model.directory import describe, load_model, save_expert
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities, trunk_log_probabilities
 from support.cli import succeeds

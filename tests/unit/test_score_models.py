@@ -13,7 +13,7 @@ import demix.model.scoring as passing
 from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard
 from demix.evaluate.score import ScoredModel, Scoring, score, score_models
-from demix.model.checkpoint import describe, load_model, save_expert
+from demix.model.directory import describe, load_model, save_expert
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities, trunk_log_probabilities
 from demix.settings import written

@@ -27,7 +27,7 @@ from demix.generate import app, server
 from demix.generate.app import KEY, place_of
 from demix.generate.completions import MAX_LOGPROBS, MAX_PROMPTS, MAX_TOKENS, opened
 from demix.generate.server import CONNECTIONS, MAX_BYTES
-from demix.model.checkpoint import load_model
+from demix.model.directory import load_model
 from support.cli import demix, refusal, succeeds
 from support.decoding import LENGTH, in_blocks, next_tokens, scored_in_blocks, write_run
 from support.disturbed import until

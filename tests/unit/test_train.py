@@ -18,7 +18,7 @@ from demix.data.shards import TokenShard, blocks, tokenize
 from demix.data.tokenizer import train_tokenizer
 from demix.errors import StoppedError
 from demix.files import read_json, seed_for
-from demix.model.checkpoint import load_model
+from demix.model.directory import load_model
 from demix.model.gpt import GPT
 from demix.model.import_hf import import_hf
 from demix.model.scoring import log_probabilities

@@ -12,8 +12,8 @@ from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.mix.mixtures import Mixture, Stream
 from demix.mix.rules import History
-from demix.model.checkpoint import load_experts
 from demix.model.decode import Decoder, generate
+from demix.model.directory import load_experts
 from support.cli import succeeds
 from support.decoding import LENGTH, whole, write_run
 from support.models import THREE, count_whole_models, model_of, randomise, write_trunks

@@ -13,7 +13,7 @@ from demix.data.tokenizer import Tokenizer
 from demix.evaluate.score_tables import read_scores, stream_scores, write_scores
 from demix.files import read_json, read_parquet, sha256_file, write_json, write_parquet
 from demix.files.json_files import without_nan
-from demix.model.checkpoint import load_model
+from demix.model.directory import load_model
 from demix.model.experts import add_expert, expert_fault, find_faults
 from demix.model.merge import merge_experts
 from support.cli import succeeds

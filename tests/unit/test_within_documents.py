@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from demix.config.architecture import architecture_from
 from demix.data.shards import TokenShard, blocks
-from demix.model.checkpoint import describe, load_model
+from demix.model.directory import describe, load_model
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.model.transformer import attend_whole

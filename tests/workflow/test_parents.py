@@ -10,7 +10,7 @@ import torch
 
 from demix.data.shards import TokenShard
 from demix.files import read_json
-from demix.model.checkpoint import load_model
+from demix.model.directory import load_model
 from support.byte_level import definition
 from support.cli import succeeds
 from support.dry_run import ran, write_config

@@ -14,7 +14,7 @@ import torch
 
 from demix.data.shards import TokenShard, blocks
 from demix.files import check_sealed, read_json, sha256_file
-from demix.model.checkpoint import load_model
+from demix.model.directory import load_model
 from support.dry_run import ENVIRONMENT, TINY, jobs, ran, write_config
 
 pytestmark = pytest.mark.quick

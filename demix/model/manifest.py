@@ -1,4 +1,4 @@
-"""What the descriptions in a model directory may hold: `model.json`, and `experts/<name>.json` of each expert.
+"""The manifests of a model directory, with types and bounds: `model.json`, and `experts/<name>.json` of each expert.
 
 A model directory may come from anybody. Names end in paths, tables and cards, and sizes in allocations, so each value
 has a form and a bound. A description may hold more keys than those declared here.

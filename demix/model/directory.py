@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from demix.errors import DemixError, nearest
 from demix.files import REMAKE, opened, replacing, sha256_file, write_json
 from demix.files.kinds import SAFETENSORS, check_file_kind
-from demix.model.description import (
+from demix.model.gpt import GPT
+from demix.model.manifest import (
     NO_NAME,
     ExpertManifest,
     ModelManifest,
@@ -29,7 +30,6 @@ from demix.model.description import (
     read_description,
     read_lineage,
 )
-from demix.model.gpt import GPT
 
 # Training moves a weight by at most about the learning rate at each step, so no training reaches this.
 LARGEST_WEIGHT = 1e6
