@@ -1,9 +1,10 @@
 """The numbers of Tables 3 to 7 and 13 of Gururangan et al. 2021 (arXiv:2108.05036), as printed."""
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,26 +26,6 @@ PRINTED_MIXTURES = (
 SIZES = {"gpt3-small": "125M", "gpt3-medium": "350M", "gpt3-large": "760M", "gpt3-xl": "1.3B"}
 
 
-@dataclass(frozen=True)
-class Printed:
-    """What one table of the paper prints for one size, by the labels of the table of the same name here.
-
-    `column` is a column of numbers by row of our table. `rows` are rows of numbers by column of our table: a domain of
-    the paper, or the paper's mean over domains, whose name begins with "mean". One of the two is empty.
-    """
-
-    table: str
-    preset: str
-    column: dict[str, float] = field(default_factory=dict)
-    columns: dict[str, dict[str, float]] = field(default_factory=dict)
-    rows: dict[str, dict[str, float]] = field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        """What marks the numbers in our table."""
-        return f"Paper, {SIZES[self.preset]}"
-
-
 def size_of(run: Run) -> str | None:
     """The preset whose size in the paper a run has, or None. A preset with changed sizes has no size of the paper."""
     given = written(run.config.architecture)
@@ -53,18 +34,16 @@ def size_of(run: Run) -> str | None:
 
 
 @cache
-def printed() -> tuple[Printed, ...]:
-    """All entries of paper.json."""
-    return tuple(Printed(**entry) for entry in json.loads(Path(__file__).with_name("paper.json").read_text("utf-8")))
+def _printed() -> dict[str, dict[str, dict[str, Any]]]:
+    """What the paper prints by table and preset, by the labels of the table of the same name here.
 
-
-def nearest(table: str, preset: str | None) -> Printed | None:
-    """What the paper prints in `table` for the size `preset`, or else for the smallest size in that table.
-
-    None for a table that is not the paper's.
+    Of `column` and `columns` the keys are rows of our table. `rows` are rows of numbers by column of our table: a
+    domain of the paper, or the paper's mean over domains, whose name begins with "mean".
     """
-    entries = [one for one in printed() if one.table == table]
-    return next((one for one in entries if one.preset == preset), next(iter(entries), None))
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for entry in json.loads(Path(__file__).with_name("paper.json").read_text("utf-8")):
+        found.setdefault(entry["table"], {})[entry["preset"]] = entry
+    return found
 
 
 def scale_note(results: Results, run: Run) -> str:
@@ -100,28 +79,26 @@ def beside_paper(table: Table, run: Run) -> Table:
 
     The paper's numbers stand in columns beside the same systems, or in rows below the run's own.
     """
-    preset = size_of(run)
-    entry = nearest(table.name, preset)
-    if entry is None:
+    preset, printed = size_of(run), _printed().get(table.name, {})
+    if not printed:
         return table
-    frame, label = table.frame.copy(), entry.label
-    columns = (
-        {label: entry.column} if entry.column else {f"{label}: {name}": one for name, one in entry.columns.items()}
-    )
+    size = preset if preset in printed else next(iter(printed))
+    entry, label, frame = printed[size], f"Paper, {SIZES[size]}", table.frame.copy()
+    columns = {f"{label}: {name}": one for name, one in entry.get("columns", {}).items()}
+    columns |= {label: entry["column"]} if "column" in entry else {}
+    rows = {f"{label}: {name}": one for name, one in entry.get("rows", {}).items()}
     for name, values in columns.items():
         frame[name] = pd.Series(values, dtype="float64")
-    for name, values in entry.rows.items():
+    for name, values in rows.items():
         # An empty cell prints as "–", which means that the run lacks the number: columns of text get a blank.
         blank = [np.nan if frame[column].dtype.kind in "fi" else " " for column in frame]
-        frame.loc[f"{label}: {name}"] = [values.get(column, empty) for column, empty in zip(frame, blank, strict=True)]
-    means = {f"{label}: {name}" for name in entry.rows if name.startswith("mean")}
-    which = (
-        f"the paper's {SIZES[entry.preset]} model"
-        if entry.preset == preset
-        else f"its {SIZES[entry.preset]} model, the only size of this table in the paper"
-        if len({one.preset for one in printed() if one.table == table.name}) == 1
-        else f"its {SIZES[entry.preset]} model, the smallest, since this run has none of its sizes"
-    )
+        frame.loc[name] = [values.get(column, empty) for column, empty in zip(frame, blank, strict=True)]
+    means = {name for name in rows if name.startswith(f"{label}: mean")}
+    which = f"its {SIZES[size]} model, the smallest, since this run has none of its sizes"
+    if size == preset:
+        which = f"the paper's {SIZES[size]} model"
+    elif len(printed) == 1:
+        which = f"its {SIZES[size]} model, the only size of this table in the paper"
     formats = table.formats | dict.fromkeys(columns, "{:.1f}")
     return replace(table, frame=frame, summaries=table.summaries | means, formats=formats).noted(
         f"“{label}” is what the paper prints for {which}: on its own domains, of which some here are later or other "
