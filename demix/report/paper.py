@@ -17,7 +17,7 @@ from demix.run.run import Run
 from demix.settings import written
 
 PRINTED_MIXTURES = (
-    "The table also has the released scorer or the released weights, because weights by all earlier "
+    "The paper's mixtures are compared with the released scorer or released weights, because weights by all earlier "
     "tokens of a block (Eq. 5 and 6) cannot give them: by these equations a uniform prior costs a block of 1,024 "
     "tokens at most ln 8 nats more than any other prior of 8 experts, a factor of 8^(1/1024) = 1.002 in perplexity. "
     "The paper's Table 5 prints 24.5 / 21.4 = 1.145 for uniform against cached."
