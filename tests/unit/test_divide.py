@@ -237,7 +237,6 @@ def test_a_domain_of_a_shared_source_has_the_source_with_its_condition(tmp_path)
     assert rules.fetched_by("divide", {"source": "pile", "part": "0001"}) == ("licenses", "fantasy")
     assert rules.fetched_by("read", {"domain": "scripture"}) == ("scripture",)
     assert rules.fetched_by("split", {"domain": "scripture"}) == ()
-    assert "sources" not in completed_run(TINY).config.values
 
 
 @pytest.mark.parametrize(

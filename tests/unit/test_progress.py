@@ -59,19 +59,15 @@ def test_the_time_left_is_by_the_seconds_that_the_last_updates_took() -> None:
     assert seconds_left(updates, 12) == 10
 
 
-def test_a_job_of_several_experts_says_which_one_is_on(tmp_path: Path) -> None:
-    names = ("licenses", "parliament", "scripture")
-    places = [tmp_path / "results" / "tiny" / "checkpoints" / "btm" / name for name in names]
+def test_a_job_says_its_training_and_its_step(tmp_path: Path) -> None:
+    place = tmp_path / "results" / "tiny" / "checkpoints" / "btm" / "licenses"
+    (place / "0123").mkdir(parents=True)
     line = {"tokens": 32, "loss": 5.0, "tokens_per_second": 64.0, "learning_rate": 1e-3}
-    for place in places[:2]:
-        (place / "0123").mkdir(parents=True)
-        (place / "0123" / "metrics.jsonl").write_text("".join(json.dumps(line | {"step": n}) + "\n" for n in (1, 2)))
-    job = TrainingJob((), "", {}, 1, 1, places[0].with_name("licenses-and-2-more"), 12, tuple(places))
-    assert job.label == "btm/licenses-and-2-more"
+    (place / "0123" / "metrics.jsonl").write_text("".join(json.dumps(line | {"step": n}) + "\n" for n in (1, 2)))
+    job = TrainingJob((), "", {}, 1, 1, place, 12)
+    assert job.label == "btm/licenses"
     shown = {"JobState": "RUNNING", "StartTime": "2026-01-01T00:00:00", "NodeList": "n1"}
-    assert "  parliament, 2 of 3  step 2/12  " in progress_line(job, "7", shown)
-    alone = TrainingJob((), "", {}, 1, 1, places[0], 12)
-    assert " of 3" not in progress_line(alone, "7", shown)
+    assert "  step 2/12  " in progress_line(job, "7", shown)
 
 
 SCRIPT = """
