@@ -74,7 +74,7 @@ class WeightsRule(ABC):
         raise DemixError(f"weights {self}", "see more than one block", "use them with the prior uniform or fitted")
 
     def posteriors(self, scores: np.ndarray, mask: np.ndarray, log_priors: np.ndarray) -> np.ndarray:
-        """The posterior [B, E] after each block, from the log priors [B, E] at its start (paper, Eq. 5-6)."""
+        """The posterior [B, E] after a whole block; before each token it is `log_weights` of `demix.mix.mixtures`."""
         posteriors: np.ndarray = np.exp(log_softmax(log_priors + self.block_evidence(scores, mask)))
         return posteriors
 

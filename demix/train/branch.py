@@ -27,7 +27,7 @@ MANIFEST, EXPERT = "manifest.json", expert_file(DENSE_EXPERT)
 # A branch may measure its loss on dev more or less often than its parent.
 FREE = {"dev_blocks"}
 
-# The means of gradients and of their squares in a state.
+# How the names of means of gradients and of their squares begin in a state; experts that begin alone have them divided.
 MOMENTS = ("optimizer/exp_avg", "optimizer/momentum")
 
 # What a training does with the schedule of the parent whose state it begins with.

@@ -1,7 +1,8 @@
 """Data-parallel training: gradients of shared parameters are summed over all ranks, an expert's over its own ranks.
 
-A single process runs the same code without a process group. The ranks of one domain have consecutive numbers, so that
-on a cluster most of an expert's traffic stays inside a node (paper, section 3.4).
+Sums need no division: the loss that goes backward is divided by the tokens of the whole step, of all domains and ranks
+(`demix.train.loop`). A single process runs the same code without a process group. The ranks of one domain have
+consecutive numbers, so that on a cluster most of an expert's traffic stays inside a node (paper, section 3.4).
 """
 
 import dataclasses

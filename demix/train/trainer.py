@@ -19,7 +19,7 @@ from demix.train.state import Row, State, lines_of, newest_state, save_state
 
 log = logging.getLogger(__name__)
 
-# What AdamW and Muon keep of a parameter.
+# The names of what optimizers keep of a parameter; a checkpoint restores these and no others.
 KEPT = ("step", *AdamW.means, *Muon.means)
 
 
