@@ -281,7 +281,7 @@ def _dense_adapted(model: Path, expert: str) -> Path | None:
     """The dense model that the run of `model` adapted to the domain of `expert`, where there is one."""
     run = Run.of_model(model)
     adapted = run and run.folder / "models" / adapted_to(run.config.adaptation.dense, expert)
-    return adapted if adapted and (adapted / "experts" / "dense.safetensors").is_file() else None
+    return adapted if adapted and (adapted / "experts" / "dense.json").is_file() else None
 
 
 def raw_text(texts: Sequence[Path], field: str, domain: str, output: Path) -> None:

@@ -73,8 +73,8 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        product = (incoming * x).view(-1, x.shape[-1])
-        for_weight = scale.to(x.dtype).view(1, -1) @ product
+        product = (incoming * x).reshape(-1, x.shape[-1])
+        for_weight = scale.to(x.dtype).reshape(1, -1) @ product
         mean = (product @ weight).view(scale.shape) * scale**3 / x.shape[-1]
         for_x = (incoming * weight).mul_(scale.to(x.dtype)).addcmul_(x, mean.to(x.dtype), value=-1)
         return for_x, for_weight[0], None

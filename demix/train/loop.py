@@ -106,7 +106,7 @@ def train(
                 if _ends(trainer, number, number > begin, evaluate):
                     break
                 row = step(trainer, batches, domains, number, signalled)
-                norm = row["gradient_norm"] or math.inf
+                norm = math.inf if row["gradient_norm"] is None else row["gradient_norm"]
                 speed = f"{row['tokens_per_second']:.0f} tokens/s"
                 advance(1, f"loss {row['loss']:.3f}  norm {norm:.2f}  {speed}")
         if trainer.best:
