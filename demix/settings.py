@@ -177,6 +177,7 @@ def settings_from(kind: type[T], values: Mapping[str, Any] | str, subject: str =
         if not isinstance(key, str):
             raise DemixError(f"{subject}.{key}".replace(" .", " "), "is no name of a setting", "write names as text")
     try:
+        _refuse_huge(values, subject)
         found: T = _adapter(kind).validate_python(values)  # type: ignore[arg-type]
     except RecursionError:
         raise DemixError(subject, "is nested too deeply", f"give the fields of {kind.__name__}") from None
@@ -199,6 +200,16 @@ def _with_numbers(error: ValidationError, values: Mapping[str, Any]) -> Any:
                 holder = holder[part]
             holder[place[-1]] = float(value)
     return found
+
+
+def _refuse_huge(values: Any, subject: str) -> None:
+    """Raise DemixError for a whole number of more than 64 bits, which no file holds and Python may refuse to write."""
+    for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+        place = f"{subject}.{key}".replace(" .", " ")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise DemixError(place, "is a whole number of more than 64 bits", "give a smaller number")
+        if isinstance(value, Mapping | list | tuple):
+            _refuse_huge(value, place)
 
 
 def schema_of(kind: type) -> dict[str, Any]:

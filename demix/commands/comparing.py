@@ -1,8 +1,7 @@
 """The command that shows runs side by side."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,19 +10,11 @@ from demix.commands.options import terminal
 app = typer.Typer()
 
 
-class Format(StrEnum):
-    """How tables are printed."""
-
-    table = "table"
-    markdown = "markdown"
-    json = "json"
-
-
 @app.command()
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="The runs' folders, results/<run>: first the base, then others.")],
     html: Annotated[Path | None, typer.Option(help="A page to write, with the tables and figures.")] = None,
-    format: Annotated[Format, typer.Option(help="How to print.")] = Format.table,
+    format: Annotated[Literal["table", "markdown", "json"], typer.Option(help="How to print.")] = "table",
 ) -> None:
     """Print runs side by side: settings that differ, the main table with intervals, the last values of curves."""
     from demix.report.compare import compare as run
@@ -31,10 +22,10 @@ def compare(
     from demix.report.formats import terminal as printed
 
     compared = run(runs)
-    if format == Format.table:
+    if format == "table":
         for table in tables(compared):
             terminal().print(printed(table))
     else:
-        print(as_json(compared) if format == Format.json else as_markdown(compared))
+        print(as_json(compared) if format == "json" else as_markdown(compared))
     if html is not None:
         write_page(compared, html)

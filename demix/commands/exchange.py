@@ -1,8 +1,7 @@
 """The commands that hand models to other software, and that take models from it."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -10,14 +9,6 @@ from demix.commands.options import Tokens
 from demix.errors import DemixError
 
 app = typer.Typer()
-
-
-class Type(StrEnum):
-    """The type of the numbers of an export."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 @app.command()
@@ -29,7 +20,9 @@ def export(
         bool, typer.Option("--mixture", help="Export all experts, and code of their mixture by the rule tempered.")
     ] = False,
     tokenizer: Tokens = None,
-    dtype: Annotated[Type, typer.Option(help="Type of the numbers in the file.")] = Type.float32,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="Type of the numbers in the file.")
+    ] = "float32",
 ) -> None:
     """Export one expert, or the mixture of all experts, as a Hugging Face directory of its architecture's family."""
     from demix.model.export import export_hf, export_mixture
@@ -38,9 +31,9 @@ def export(
     if mixture is (expert is not None):
         raise DemixError("--expert", "or --mixture must be given, and not both", "name an expert, or give --mixture")
     if expert is None:
-        export_mixture(model, tokenizer, output, exported_card(model, None), dtype.value)
+        export_mixture(model, tokenizer, output, exported_card(model, None), dtype)
     else:
-        export_hf(model, expert, tokenizer, output, exported_card(model, expert), dtype.value)
+        export_hf(model, expert, tokenizer, output, exported_card(model, expert), dtype)
     print(f"wrote {output}; its README.md says how to load it")
 
 

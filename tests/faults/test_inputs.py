@@ -158,8 +158,6 @@ ATTACKS = [
     config("c.yaml", 'run: a\nbase: "\\ud800"\n'),
     config("where", {"domains.novel.fantasy.source.where": {"n": {"max": HUGE}}}),
     config("config key seed", f"seed: 0x{'f' * 5000}\nrun: a\n"),
-    config("config key evaluation.temperatures", {"evaluation.temperatures": [1 + n / 1e5 for n in range(10_000)]}),
-    config("config key seeds", {"seeds": [*range(1001)]}),
     task("choices against labels", labelled(*[2] * 60, opts=[1, 2, 3, 4]), choices="opts"),
     task("true among choices", labelled(*[True] * 60, opts=["a", "b"]), choices="opts"),
     task("one label", labelled(*["a"] * 90)),
