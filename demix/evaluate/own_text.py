@@ -31,7 +31,7 @@ from demix.mix.mixtures import Mixture
 from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import Cluster, History, PriorAlone, Tempered
 from demix.model.clusters import clusters_of, has_clusters
-from demix.model.directory import CPU, load_experts, refuse_masked
+from demix.model.directory import CPU, expert_files, load_experts, refuse_masked
 from demix.model.gpt import GPT
 from demix.model.manifest import Usual
 from demix.model.scoring import columns_of, trunk_log_probabilities
@@ -281,7 +281,7 @@ def _dense_adapted(model: Path, expert: str) -> Path | None:
     """The dense model that the run of `model` adapted to the domain of `expert`, where there is one."""
     run = Run.of_model(model)
     adapted = run and run.folder / "models" / adapted_to(run.config.adaptation.dense, expert)
-    return adapted if adapted and (adapted / "experts" / "dense.json").is_file() else None
+    return adapted if adapted and all(file.is_file() for file in expert_files(adapted, "dense")) else None
 
 
 def raw_text(texts: Sequence[Path], field: str, domain: str, output: Path) -> None:
