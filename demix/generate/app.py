@@ -196,7 +196,10 @@ def content_policy(page: str) -> str:
 
 
 def served(model: Opened, key: str, stops: Callable[[], bool]) -> Guarded:
-    """What is served of `model` until it `stops`: to who bears the `key`, or without one to this machine alone."""
+    """The application that serves `model`: to requests with the `key`, or without a key to this machine only.
+
+    `stops` says whether the server is about to end.
+    """
     tokenizer, html, page = model.tokenizer, PAGE.read_text(), Page(model)
     end = name_of(tokenizer, tokenizer.end_of_text)
     made = int((model.directory / "model.json").stat().st_mtime)

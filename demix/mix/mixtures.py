@@ -8,7 +8,7 @@ import numpy as np
 from demix.mix.logs import log_softmax, logsumexp
 from demix.mix.rules import DISTANCES, Chunk, State, WeightsRule
 
-# In hindsight, no mixtures: the floor of `history`, which picks one expert for a block, and that of every rule.
+# Bounds that know the test text, no mixtures: the best expert of each block (for `history`), of each token (for all).
 FLOORS = ("best_block", "best_token")
 # A sum of products of weights below this has lost precision to underflow.
 _SMALL = 1e-290

@@ -226,8 +226,8 @@ class Format:
     projection: `feedforward.up`). `changes` has for one of our modules what makes its tensors of those on disk, and
     the inverse. Names of tensors may lack `prefix` on disk; tensors with an ending in `buffers` are no parameters.
 
-    With `divides`, the heads divide the width even where they have a width of their own. A family that `leaves` goes
-    out alone. Ids of tokens are higher by `shift` than ours.
+    With `heads_divide_width`, the heads divide the width even where they have a width of their own. A family that is
+    `export_only` can be exported and not imported. Ids of tokens are higher by `shift` than ours.
     """
 
     name: str
@@ -244,8 +244,8 @@ class Format:
     writes: dict[str, Any] = field(default_factory=dict)
     prefix: str = ""
     buffers: tuple[str, ...] = ()
-    divides: bool = False
-    leaves: bool = False
+    heads_divide_width: bool = False
+    export_only: bool = False
     shift: int = 0
 
     @property
@@ -320,7 +320,7 @@ class Format:
         """The options of `architecture` whose value the family cannot have."""
         held = {key.ours: key for key in self.keys.values()}
         held |= dict.fromkeys(("rope_theta", "rope_scaling"), Key("")) if self.fixed.get("position") == "rope" else {}
-        lacking = ["heads"] if self.divides and architecture.width % architecture.heads else []
+        lacking = ["heads"] if self.heads_divide_width and architecture.width % architecture.heads else []
         if architecture.routed and architecture.routed.every > 1:
             lacking.append("routed.every")
         for option in [*OPTIONS, *(["routed.renormalise"] if architecture.routed else [])]:

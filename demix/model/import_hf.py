@@ -114,8 +114,8 @@ def read_config(path: Path) -> tuple[Format, dict[str, Any], Others]:
     content = read_unsealed(path, MOST_BYTES)
     name = content.get("model_type", "missing")
     form = FORMATS.get(name) if isinstance(name, str) else None
-    if form is None or form.leaves:
-        known = ", ".join(one.name for one in FORMATS.values() if not one.leaves)
+    if form is None or form.export_only:
+        known = ", ".join(one.name for one in FORMATS.values() if not one.export_only)
         raise DemixError(f"{path}: model_type", f"is {name!r:.40}", f"families that come in are {known}")
     own = {key for key, value in content.items() if not _changes_nothing(key, value)}
     if unknown := sorted(own - form.known):

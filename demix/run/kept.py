@@ -32,10 +32,10 @@ def read_run_config(run: Path) -> Config:
     """The config of the run in the folder `run`. Raises DemixError for a run of another version or a damaged file."""
     if not os.path.isfile(run / "config.json"):
         runs = {path.parent: None for folder in (run.parent, Path("results")) for path in folder.glob("*/config.json")}
-        cause = "is missing, so its folder is none of a run"
+        cause = "is missing, so the folder holds no run"
         # Snakemake removes the file for the moment in which a rerun with other settings writes it.
         if (run / "logs").is_dir():
-            cause = "is being written anew by a rerun, or a rerun ended before it was"
+            cause = "is missing: a rerun is writing it, or ended before it had"
             raise DemixError(run / "config.json", cause, "ask again in a moment, or rerun the workflow: it goes on")
         raise DemixError(run / "config.json", cause, nearest(run, sorted(runs), "name results/<run>"))
     refuse_other_format(run)

@@ -103,7 +103,7 @@ def train(
         begin, end = trainer.resume(first), optimization.end
         with progress("step", end, begin) as advance:
             for number in range(begin, end + 1):
-                if _ends(trainer, number, number > begin, evaluate):
+                if _evaluate_and_save(trainer, number, number > begin, evaluate):
                     break
                 row = step(trainer, batches, domains, number, signalled)
                 norm = math.inf if row["gradient_norm"] is None else row["gradient_norm"]
@@ -114,7 +114,7 @@ def train(
         return trainer.metrics.rows
 
 
-def _ends(trainer: Trainer, step: int, trained: bool, evaluate: Evaluation | None) -> bool:
+def _evaluate_and_save(trainer: Trainer, step: int, trained: bool, evaluate: Evaluation | None) -> bool:
     """Evaluate the model and save the state after `step` updates, where either is due. Returns whether training ends.
 
     `trained` says whether this training has done an update.

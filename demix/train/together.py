@@ -34,9 +34,9 @@ def ending_together(rank: int, size: int) -> Iterator[None]:
     )
     key, done = key_of_failure(), threading.Event()
 
-    def end(told: bytes) -> None:
-        failure = Failure(**json.loads(told))
-        # A launcher tells the error itself.
+    def end(text: bytes) -> None:
+        failure = Failure(**json.loads(text))
+        # The launcher prints the error.
         if "DEMIX_LAUNCHER" not in os.environ:
             print(f"demix: error: rank {failure.rank} of {size}: {failure.message}", file=sys.stderr, flush=True)
         os._exit(1)
@@ -44,9 +44,9 @@ def ending_together(rank: int, size: int) -> Iterator[None]:
     def watch() -> None:
         # The store ends with the process of the first rank, if that has it.
         with suppress(dist.DistError):
-            told = waiting.get(key)
+            text = waiting.get(key)
             if not done.wait(LAST_WORDS):
-                end(told)
+                end(text)
 
     threading.Thread(target=watch, daemon=True).start()
     try:

@@ -86,7 +86,7 @@ LINES = {
     "line 6); mend the paths, which begin in the folder that you run in",
     "config missing.yaml": "missing.yaml: does not exist; give the path of a config file, such as config/sample.yaml",
     "plan mine.yaml --hardware tpu": "--hardware tpu: is not known; use one of v100, a100, h100, cpu",
-    "summary results/lettres": "results/lettres/config.json: is missing, so its folder is none of a run; did you mean "
+    "summary results/lettres": "results/lettres/config.json: is missing, so the folder holds no run; did you mean "
     "results/letters? known are results/letters, results/old",
     "summary results/old": "results/old/config.json: belongs to a run of another version of demix (format {before}, "
     "not {format}); delete or rename results/old, then run the workflow again",

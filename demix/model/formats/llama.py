@@ -40,7 +40,7 @@ LLAMA = Format(
     },
     prefix="model.",
     buffers=(".rotary_emb.inv_freq",),
-    divides=True,
+    heads_divide_width=True,
 )
 MISTRAL = replace(
     LLAMA,
@@ -55,7 +55,7 @@ MISTRAL = replace(
         "sliding_window": Key("window", 4096, written="never"),
     },
     writes={"sliding_window": None, "attention_dropout": 0.0},
-    divides=False,
+    heads_divide_width=False,
 )
 QWEN2 = replace(
     MISTRAL,
@@ -93,6 +93,6 @@ OLMO2 = replace(
     writes={"attention_bias": False, "attention_dropout": 0.0},
     block=LLAMA.block
     | {"attention_norm": "post_attention_layernorm", "feedforward_norm": "post_feedforward_layernorm"},
-    divides=False,
+    heads_divide_width=False,
 )
 FORMATS = (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2)

@@ -127,7 +127,7 @@ FORMATS = (
             "feedforward.down": "output.dense",
             "feedforward_norm": "output.LayerNorm",
         },
-        leaves=True,
+        export_only=True,
         shift=1,
     ),
 )

@@ -18,7 +18,7 @@ Pairs = Iterator[tuple[ByDomain, ByDomain]]
 
 
 def mixtures(run: Run) -> list[System]:
-    """Each mixture of the run that sums over all earlier text and is not told the domain.
+    """Each mixture of the run that sums over all earlier text and does not know the domain.
 
     None of a row with another optimizer than the dense model, whose recipe would be judged instead of its experts.
     """
@@ -96,7 +96,7 @@ def balanced_better(material: Material) -> Pairs:
 
 
 def against_metadata(material: Material) -> Pairs:
-    """As clusters are not told the domain, domains are not either where their experts can be weighted alike."""
+    """Clusters do not know the domain, so domains are compared without it where their experts can be weighted alike."""
     routed = routed_weights(material.run)
     for nearest, other in _nearest(material.run):
         alike = routed and other.model.routing
@@ -159,7 +159,7 @@ def _merged(run: Run, *, routers: bool = False) -> list[tuple[Family, Family]]:
 
 
 def against_mixture(material: Material) -> Pairs:
-    """Merged experts that were trained beside the mixture of as many experts' outputs; neither is told the domain."""
+    """Merged experts that were trained beside the mixture of as many experts' outputs; neither knows the domain."""
     run = material.run
     for family, parent in _merged(run) if "tempered" in run.config.evaluation.weights else ():
         layer = family.architecture.routed
