@@ -48,7 +48,7 @@ def init(
 ) -> None:
     """Print a config for your own texts, a domain each or by a field, with sizes that fit them."""
     from demix.config.names import NAME, NAMED
-    from demix.data.outline import hint, outline
+    from demix.data.init import outline
 
     if run is not None and not re.fullmatch(NAME, run):
         raise DemixError(f"--run {run}", "is no name of a run", f"use one {NAMED}")
@@ -57,10 +57,7 @@ def init(
     known = os.path.relpath(schema) if schema.is_file() else None
     with _silent():
         printed = outline(run or _free_name(), texts, novel or [], field, known, by)
-        told = hint(texts, field) if by is None else ""
     print(printed, end="")
-    if told:
-        logging.getLogger("demix").info(told)
 
 
 def _free_name() -> str:
@@ -157,7 +154,7 @@ def _many_passes(config: "Config") -> Iterator[tuple[str, int, float]]:
 
     Yields the domain, the words of its train split and the number of passes.
     """
-    from demix.data.outline import MOST_WORDS, distinct_documents
+    from demix.data.init import MOST_WORDS, read_domain
     from demix.plan.domains import TOKENS_PER_WORD
     from demix.settings import written
 
@@ -173,8 +170,8 @@ def _many_passes(config: "Config") -> Iterator[tuple[str, int, float]]:
         held_out = domain.words.dev + domain.words.test
         most = min(enough + held_out, domain.source.words or enough + held_out)
         with _silent():
-            documents, _ = distinct_documents(written(domain.source) | {"words": most}, name)
-        train = min(max(1, sum(documents.values()) - held_out), domain.words.train or enough)
+            found = read_domain(written(domain.source) | {"words": most}, name)
+        train = min(max(1, found.words - held_out), domain.words.train or enough)
         if train < enough:
             yield name, train, min(bound, words / train)
 

@@ -24,7 +24,7 @@ from rich.console import Console
 import snakemake_logger_plugin_demix as display
 from demix.commands import main as cli
 from demix.config.keys import read_keys
-from demix.data.outline import outline
+from demix.data.init import outline
 from demix.run.check import completed_run, load_run
 from support.cli import demix, refusal, succeeds
 

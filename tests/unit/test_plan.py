@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from demix.config import models
 from demix.config.architecture import PRESETS, Architecture
 from demix.config.counts import parameters, training_flops_per_token
-from demix.data.outline import outline
+from demix.data.init import outline
 from demix.model.gpt import GPT
 from demix.model.heads import ROWS_AT_ONCE
 from demix.model.scoring import log_probabilities
