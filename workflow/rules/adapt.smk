@@ -26,8 +26,6 @@ for parent in {one.parent.name: one.parent for one in THIS.adaptations}.values()
         # One job scores both adaptations of a domain.
         priority: 70 if adds else 40
         localrule: SUBMITTED
-        conda:
-            "../../environment.yml"
         threads: RULES.cores(CONFIG.adaptation)
         resources:
             **RULES.site("adapt"),

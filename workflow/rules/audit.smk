@@ -14,8 +14,6 @@ for model in WITHOUT:
             f"{RUN}/evaluations/{model.removed}.audit.parquet",
         log:
             f"{RUN}/logs/audit/{model.removed}.log",
-        conda:
-            "../../environment.yml"
         threads: CONFIG.threads
         resources:
             **RULES.site("score"),
@@ -48,7 +46,5 @@ rule audit:
     log:
         f"{RUN}/logs/audit.log",
     localrule: True
-    conda:
-        "../../environment.yml"
     shell:
         "demix join {input} --output {output} 2> {log}"

@@ -16,8 +16,6 @@ rule fit_clusters:
     wildcard_constraints:
         clustering="|".join(systems.fitted(THIS)) or "none",
     priority: 90
-    conda:
-        "../../environment.yml"
     resources:
         **RULES.site("corpus"),
     params:
@@ -39,8 +37,6 @@ rule assign:
     wildcard_constraints:
         clustering="|".join(THIS.learned_clusterings) or "none",
     priority: 90
-    conda:
-        "../../environment.yml"
     resources:
         **RULES.site("corpus"),
     params:
@@ -69,8 +65,6 @@ for clustering, split in THIS.learned_splits:
         log:
             f"{RUN}/logs/cluster_shards/{clustering}.{split}.log",
         priority: 90
-        conda:
-            "../../environment.yml"
         resources:
             **RULES.site("corpus"),
         params:

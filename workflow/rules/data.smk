@@ -12,8 +12,6 @@ rule divide:
     wildcard_constraints:
         source="|".join(THIS.shared) or "none",
     localrule: RULES.on_login("download")
-    conda:
-        "../../environment.yml"
     resources:
         **RULES.site("download"),
         # A resource and not params: another domain reads the source by itself, and the text of the others stays.
@@ -39,8 +37,6 @@ rule source_card:
     # A value that no document has ends the run before it trains.
     priority: 120
     localrule: True
-    conda:
-        "../../environment.yml"
     params:
         settings=lambda wildcards: RULES.sharing(wildcards.source),
     shell:
@@ -58,8 +54,6 @@ if RULES.apart:
         log:
             f"{RUN}/logs/download/{{domain}}.{{part}}.log",
         localrule: RULES.on_login("download")
-        conda:
-            "../../environment.yml"
         resources:
             **RULES.site("download"),
         params:
@@ -77,8 +71,6 @@ if RULES.apart:
             counts=f"{RUN}/documents/{{domain}}/{{part}}.json",
         log:
             f"{RUN}/logs/anonymize/{{domain}}.{{part}}.log",
-        conda:
-            "../../environment.yml"
         resources:
             **RULES.site("anonymize"),
         params:
@@ -101,8 +93,6 @@ else:
         log:
             f"{RUN}/logs/read/{{domain}}.{{part}}.log",
         localrule: RULES.on_login("download")
-        conda:
-            "../../environment.yml"
         resources:
             **RULES.site("download"),
         params:
@@ -123,8 +113,6 @@ rule deduplicate:
         f"{RUN}/corpus/owners.parquet",
     log:
         f"{RUN}/logs/deduplicate.log",
-    conda:
-        "../../environment.yml"
     resources:
         **RULES.site("corpus"),
     shell:
@@ -139,8 +127,6 @@ rule novel_duplicates:
         f"{RUN}/corpus/shared.json",
     log:
         f"{RUN}/logs/novel_duplicates.log",
-    conda:
-        "../../environment.yml"
     resources:
         **RULES.site("corpus"),
     shell:
@@ -159,8 +145,6 @@ rule split:
         f"{RUN}/logs/split/{{domain}}.log",
     wildcard_constraints:
         domain="|".join(DOMAINS),
-    conda:
-        "../../environment.yml"
     resources:
         **RULES.site("corpus"),
     params:
@@ -184,8 +168,6 @@ rule tokenizer:
         f"{RUN}/tokenizer.json",
     log:
         f"{RUN}/logs/tokenizer.log",
-    conda:
-        "../../environment.yml"
     resources:
         **RULES.site("corpus"),
     params:
@@ -208,8 +190,6 @@ rule tokenize:
         f"{RUN}/logs/tokenize/{{domain}}.log",
     wildcard_constraints:
         domain="|".join(DOMAINS),
-    conda:
-        "../../environment.yml"
     resources:
         **RULES.site("corpus"),
     params:
@@ -229,8 +209,6 @@ rule hold_out:
         f"{RUN}/corpus/{{suite}}/card.json",
     log:
         f"{RUN}/logs/hold_out/{{suite}}.log",
-    conda:
-        "../../environment.yml"
     resources:
         **RULES.site("corpus"),
     params:
@@ -255,8 +233,6 @@ rule tokenize_suite:
         expand(f"{RUN}/tokens/{{{{suite}}}}/test.{{kind}}", kind=["arrow", "documents.arrow", "json"]),
     log:
         f"{RUN}/logs/tokenize_suite/{{suite}}.log",
-    conda:
-        "../../environment.yml"
     resources:
         **RULES.site("corpus"),
     params:
@@ -274,8 +250,6 @@ rule overlap:
         f"{RUN}/corpus/overlap.parquet",
     log:
         f"{RUN}/logs/overlap.log",
-    conda:
-        "../../environment.yml"
     resources:
         **RULES.site("corpus"),
     shell:

@@ -16,8 +16,6 @@ for merged in (one for one in THIS.merged if not one.token_routed):
             [temp(file) if merged.by_domain else file for file in RULES.experts(merged.place, MERGED)],
         log:
             f"{RUN}/logs/average/{merged.place}.log",
-        conda:
-            "../../environment.yml"
         resources:
             **RULES.site("evaluate"),
         params:
@@ -50,8 +48,6 @@ for merged in THIS.routed_merges:
             RULES.experts(merged.place, MERGED),
         log:
             f"{RUN}/logs/merge_routed/{merged.place}.log",
-        conda:
-            "../../environment.yml"
         threads: CONFIG.threads
         resources:
             **RULES.site("score"),

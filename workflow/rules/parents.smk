@@ -10,8 +10,6 @@ rule import_parent:
     wildcard_constraints:
         parent="|".join(map(re.escape, THIS.parents)) or "none",
     localrule: RULES.on_login("download")
-    conda:
-        "../../environment.yml"
     resources:
         **RULES.site("download"),
     params:

@@ -12,8 +12,6 @@ rule choose_mixing:
         f"{RUN}/logs/choose_mixing/{{model}}.log",
     wildcard_constraints:
         model="|".join(systems.chosen_on_dev(THIS)) or "none",
-    conda:
-        "../../environment.yml"
     resources:
         **RULES.site("evaluate"),
     params:
@@ -39,8 +37,6 @@ rule evaluate:
         losses=f"{RUN}/evaluations/{{domain}}.losses.parquet",
     log:
         f"{RUN}/logs/evaluate/{{domain}}.log",
-    conda:
-        "../../environment.yml"
     resources:
         **RULES.site("evaluate"),
     params:
@@ -71,8 +67,6 @@ rule contexts:
         f"{RUN}/evaluations/{{domain}}.contexts.parquet",
     log:
         f"{RUN}/logs/contexts/{{domain}}.log",
-    conda:
-        "../../environment.yml"
     resources:
         **RULES.site("evaluate"),
     params:
@@ -97,8 +91,6 @@ rule results:
     log:
         f"{RUN}/logs/results.log",
     localrule: True
-    conda:
-        "../../environment.yml"
     shell:
         "(demix join {input.results} --output {output.results} && demix join {input.priors} --output {output.priors}"
         " && demix join {input.differences} --output {output.differences}"
@@ -113,8 +105,6 @@ rule suites:
     log:
         f"{RUN}/logs/suites.log",
     localrule: True
-    conda:
-        "../../environment.yml"
     shell:
         "demix join {input} --output {output} 2> {log}"
 
@@ -127,8 +117,6 @@ rule run_config:
     # Commands know a run by this file.
     priority: 200
     localrule: True
-    conda:
-        "../../environment.yml"
     params:
         settings=verbatim(RULES.argument(json.dumps(kept(CONFIG)))),
     shell:
@@ -172,8 +160,6 @@ rule report:
     log:
         f"{RUN}/logs/report.log",
     localrule: True
-    conda:
-        "../../environment.yml"
     params:
         run=below_run(""),
         folder=below_run("report"),
@@ -193,8 +179,6 @@ rule card:
     log:
         f"{RUN}/logs/card.log",
     localrule: True
-    conda:
-        "../../environment.yml"
     params:
         run=below_run(""),
         folder=below_run("report/cards"),
@@ -220,8 +204,6 @@ rule track:
     log:
         f"{RUN}/logs/track.log",
     localrule: True
-    conda:
-        "../../environment.yml"
     params:
         run=below_run(""),
     shell:

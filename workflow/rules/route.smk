@@ -21,8 +21,6 @@ for name, domains in {"route": TRAINING, "route_novel": ["{novel}"] if NOVEL els
         wildcard_constraints:
             clustering="|".join(systems.routed(THIS)) or "none",
             context="|".join(CONFIG.evaluation.routing_context),
-        conda:
-            "../../environment.yml"
         resources:
             **RULES.site("evaluate"),
         params:

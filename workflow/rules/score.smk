@@ -34,8 +34,6 @@ for job in scoring_jobs(THIS):
         log:
             f"{RUN}/logs/score/{job.log}.log",
         priority: job.priority
-        conda:
-            "../../environment.yml"
         threads: CONFIG.threads
         resources:
             **RULES.site("score"),
@@ -67,8 +65,6 @@ rule score_ngrams:
         f"{RUN}/logs/score_ngrams/{{order}}.log",
     wildcard_constraints:
         order="|".join(map(str, CONFIG.evaluation.ngrams or ())) or "none",
-    conda:
-        "../../environment.yml"
     resources:
         **RULES.site("evaluate"),
     params:

@@ -23,8 +23,6 @@ rule examples:
     log:
         f"{RUN}/logs/examples/{{task}}.log",
     localrule: RULES.on_login(THIS.examples_stage)
-    conda:
-        "../../environment.yml"
     resources:
         **RULES.site(THIS.examples_stage),
     params:
@@ -47,8 +45,6 @@ rule fewshot:
         f"{RUN}/logs/fewshot/{{model}}/{{task}}.log",
     wildcard_constraints:
         model="|".join(model.name for model in ASKED) or "none",
-    conda:
-        "../../environment.yml"
     threads: CONFIG.threads
     resources:
         **RULES.site("score"),
@@ -76,8 +72,6 @@ rule harness_documents:
         f"{RUN}/logs/harness_documents.log",
     priority: 150
     localrule: RULES.on_login("download")
-    conda:
-        "../../environment.yml"
     resources:
         **RULES.site("download"),
         options="--offline" if not CONFIG.lm_eval or CONFIG.lm_eval.offline else "--no-offline",
@@ -96,8 +90,6 @@ rule contamination:
         f"{RUN}/harness/contamination/{{training}}.parquet",
     log:
         f"{RUN}/logs/contamination/{{training}}.log",
-    conda:
-        "../../environment.yml"
     resources:
         **RULES.site("corpus"),
     shell:
@@ -119,8 +111,6 @@ rule harness:
         f"{RUN}/logs/harness/{{model}}.log",
     wildcard_constraints:
         model="|".join(HARNESSED) or "none",
-    conda:
-        "../../environment.yml"
     threads: CONFIG.threads
     resources:
         **RULES.site("score"),
@@ -147,8 +137,6 @@ rule classify:
         TASK_WEIGHTS,
     log:
         f"{RUN}/logs/classify.log",
-    conda:
-        "../../environment.yml"
     resources:
         **RULES.site("evaluate"),
     params:

@@ -13,8 +13,6 @@ rule sweep:
         rate="[0-9.e+-]+",
     priority: 110
     localrule: SUBMITTED
-    conda:
-        "../../environment.yml"
     threads: lambda wildcards: RULES.cores(MODELS[wildcards.model].settings)
     resources:
         **RULES.site("train"),
@@ -46,8 +44,6 @@ rule choose_rate:
     wildcard_constraints:
         model="|".join(model.name for model in THIS.swept) or "none",
     localrule: True
-    conda:
-        "../../environment.yml"
     shell:
         "demix choose-rate {input} --output {output} 2> {log}"
 
@@ -69,8 +65,6 @@ rule seed:
         step="[0-9]+",
     priority: 90
     localrule: SUBMITTED
-    conda:
-        "../../environment.yml"
     threads: lambda wildcards: RULES.cores(SEEDS[wildcards.model].settings)
     resources:
         **RULES.site("train"),
@@ -106,8 +100,6 @@ for model in (model for model in THIS.trained if not model.in_parts):
         # Models that other rules wait for start first.
         priority: 20 if model.removed else 100 if model.kind.has_experts else 50
         localrule: SUBMITTED
-        conda:
-            "../../environment.yml"
         threads: RULES.cores(model.settings)
         resources:
             **RULES.site("train"),
@@ -141,8 +133,6 @@ for model, part in ((model, part) for model in THIS.joined for part in model.tra
             f"{RUN}/logs/train/{part.place}.log",
         priority: 20 if model.removed else 100
         localrule: SUBMITTED
-        conda:
-            "../../environment.yml"
         threads: RULES.cores(model.settings)
         resources:
             **RULES.site("train"),
@@ -174,8 +164,6 @@ for model in THIS.joined:
             metrics=f"{RUN}/metrics/{model.name}.jsonl",
         log:
             f"{RUN}/logs/join/{model.name}.log",
-        conda:
-            "../../environment.yml"
         resources:
             **RULES.site("corpus"),
         params:
