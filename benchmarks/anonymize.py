@@ -2,14 +2,12 @@
 
     python benchmarks/anonymize.py [--labelled ../shared/pii/labelled.jsonl] [--json rows.json]
 
-Precision and recall of exact spans on labelled texts; recall by country, issuer and what tells the number on "known"
-texts, which the rules were made on (tests/support/numbering.py), and on the halves "seen" and "unseen" of others, of
-which the second was only measured (tests/support/unseen.py); MB per second of CPU time, one core, on the sample corpus
-against seven sequential `re.sub` of the published patterns. No newspaper is in the sample: politics, parliament and
-wiki are the prose nearest to one.
+Precision and recall of exact spans on labelled texts; recall by country and by what tells the number on "known" texts,
+which the rules were made on (tests/support/numbering.py), and by kind on "unseen" ones (tests/support/unseen.py); MB
+per second of CPU time, one core, on the sample corpus against seven sequential `re.sub` of the published patterns. No
+newspaper is in the sample: politics, parliament and wiki are the prose nearest to one.
 """
 
-import argparse
 import json
 import re
 import sys
@@ -20,14 +18,18 @@ from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tables import show
+from common import ROOT, SAMPLE, arguments, row, show
 
 from demix.data import released
 from demix.data.anonymize import CATEGORIES, anonymize, anonymize_texts
 from demix.data.sources import Source, download
 
-ROOT = Path(__file__).parents[1]
 DOMAINS = ("politics", "parliament", "wiki", "novels", "packages", "fortunes", "changelogs")
+# Each side's rules, with what they put in the place of a category.
+SYSTEMS = {
+    "ours": (anonymize, {category: f"<{category}>" for category in CATEGORIES}),
+    "peer": (released.anonymize, {category: token for category, (_, token) in released.PATTERNS.items()}),
+}
 
 
 def spans(text: str, rules, tokens: dict[str, str]) -> set[tuple[int, int, str]]:
@@ -41,14 +43,10 @@ def spans(text: str, rules, tokens: dict[str, str]) -> set[tuple[int, int, str]]
 
 def quality(path: Path) -> list[dict]:
     cases = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-    systems = {
-        "ours": (anonymize, {category: f"<{category}>" for category in CATEGORIES}),
-        "peer": (released.anonymize, {category: token for category, (_, token) in released.PATTERNS.items()}),
-    }
-    right, missed, false = ({name: Counter() for name in systems} for _ in range(3))
+    right, missed, false = ({name: Counter() for name in SYSTEMS} for _ in range(3))
     for case in cases:
         wanted = {(span["start"], span["end"], span["category"]) for span in case["spans"]}
-        for name, (rules, tokens) in systems.items():
+        for name, (rules, tokens) in SYSTEMS.items():
             found = spans(case["text"], rules, tokens)
             right[name].update(span[2] for span in wanted & found)
             missed[name].update(span[2] for span in wanted - found)
@@ -57,51 +55,40 @@ def quality(path: Path) -> list[dict]:
     for category in [*CATEGORIES, "all"]:
         for measure, others in (("recall", missed), ("precision", false)):
             values = {}
-            for name in systems:
+            for name in SYSTEMS:
                 good, bad = (
                     (counter[name].total() if category == "all" else counter[name][category])
                     for counter in (right, others)
                 )
                 values[name] = good / (good + bad) if good + bad else None
             if values["ours"] is not None or values["peer"] is not None:
-                rows.append({"name": f"{measure} {category}", **values, "unit": "share", "ratio": None})
+                rows.append(row(f"{measure} {category}", values["ours"], values["peer"], "share"))
     return rows
 
 
 def recall() -> list[dict]:
-    """Recall of whole spans by country, issuer and what stands beside them, on each set of made texts."""
+    """Recall of whole spans by country and by what stands beside them, on each set of made texts."""
     sys.path.append(str(ROOT / "tests"))
     from support.numbering import every_country
     from support.unseen import unseen
 
-    systems = {"ours": (anonymize, {category: f"<{category}>" for category in CATEGORIES})}
-    systems["peer"] = (released.anonymize, {category: token for category, (_, token) in released.PATTERNS.items()})
-    right = {name: Counter() for name in systems}
+    right = {name: Counter() for name in SYSTEMS}
     cases: Counter[str] = Counter()
 
-    def measure(keys: list[str], text: str, wanted: str, category: str) -> None:
+    def measure(keys: list[str], text: str, wanted: str) -> None:
         cases.update(keys)
-        for name, (rules, tokens) in systems.items():
-            if rules(text)[0] == wanted.replace(f"<{category}>", tokens.get(category, f"<{category}>")):
-                right[name].update(keys)
+        for name, (rules, tokens) in SYSTEMS.items():
+            own = re.sub("|".join(f"<{one}>" for one in tokens), lambda found, by=tokens: by[found[0][1:-1]], wanted)
+            right[name].update(keys * (rules(text)[0] == own))
 
+    countries = set()
     for country, how, text, number in every_country():
+        countries.add(country)
         keys = [f"known: {how}", f"known: country {country}", "known: all"]
-        measure(keys, text, text.replace(number, "<PHONE_NUMBER>"), "PHONE_NUMBER")
-    for case in unseen():
-        of = "country" if case.category == "PHONE_NUMBER" else "issuer"
-        keys = [f"{case.half}: {case.kind}", f"{case.half}: {case.category}", f"{case.half}: all"]
-        keys += [f"{case.half}: {of} {case.country}"] if case.country else []
-        measure(list(dict.fromkeys(keys)), case.text, case.wanted, case.category)
-    return [
-        {
-            "name": f"recall {key}",
-            **{name: right[name][key] / cases[key] for name in systems},
-            "unit": "share",
-            "ratio": None,
-        }
-        for key in cases
-    ]
+        measure(keys, text, text.replace(number, "<PHONE_NUMBER>"))
+    for kind, text, wanted in unseen(known=sorted(countries)):
+        measure([f"unseen: {kind}", "unseen: all"], text, wanted)
+    return [row(f"recall {key}", *(right[name][key] / cases[key] for name in SYSTEMS), "share") for key in cases]
 
 
 def speed() -> list[dict]:
@@ -109,7 +96,7 @@ def speed() -> list[dict]:
     with TemporaryDirectory() as folder:
         for domain in DOMAINS:
             raw = Path(folder, domain, "documents.parquet")
-            download(Source("files", str(ROOT / "resources" / "sample" / f"{domain}.jsonl.zst")), domain, raw)
+            download(Source("files", str(SAMPLE / f"{domain}.jsonl.zst")), domain, raw)
             column = pa.chunked_array(pq.read_table(raw)["text"]).combine_chunks()
             texts = column.to_pylist()
             size = sum(len(text.encode()) for text in texts) / 1e6
@@ -121,15 +108,10 @@ def speed() -> list[dict]:
             for text in texts:
                 released.sequential(text)
             peer = size / (time.process_time() - start)
-            rows.append({"name": f"speed {domain}", "ours": ours, "peer": peer, "unit": "MB/s", "ratio": ours / peer})
+            rows.append(row(f"speed {domain}", ours, peer, "MB/s"))
     return rows
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    shared = ROOT.parent / "shared" / "pii" / "labelled.jsonl"
-    excerpt = ROOT / "tests" / "unit" / "data" / "pii_excerpt.jsonl"
-    parser.add_argument("--labelled", type=Path, default=shared if shared.exists() else excerpt)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    show([*quality(arguments.labelled), *recall(), *speed()], arguments.json)
+    given = arguments(__doc__, labelled=str(ROOT / "tests" / "unit" / "data" / "pii_excerpt.jsonl"))
+    show([*quality(Path(given.labelled)), *recall(), *speed()], given.json)

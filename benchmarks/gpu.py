@@ -4,43 +4,35 @@
 
 Models have the paper's sizes of 125M and 1.3B parameters, GPT-2's vocabulary and blocks of 1,024, activations in bf16.
 A step is that of `demix.train.loop.train`, a pass that of `demix.model.scoring.log_probabilities`. DEMix sees as many
-tokens a step as dense, an equal part each expert. FLOPs are those of matrix products, backward twice forward, without
-what is recomputed (`demix.plan.flops.scoring_flops`). The column "of peak" divides FLOP/s by the data sheet's peak of
-bf16, the column "of matmul" by what a product of two 8,192 x 8,192 matrices reaches in the same run. The column "plan"
-has the plan's state and activations of a training, and the weights alone of a scoring. `--quick` compiles nothing and
-takes the smaller size alone. About a minute of an H200.
+tokens a step as dense, an equal part each expert. FLOPs are those of matrix products, backward twice forward
+(`demix.plan.flops.scoring_flops`). Beside FLOP/s stand the data sheet's peak of bf16 ("peak") and
+what a product of two 8,192 x 8,192 matrices reaches in the same run ("matmul"); beside memory the plan's state and
+activations of a training, and the weights alone of a scoring ("plan"). `--quick` compiles nothing and takes the smaller
+size alone. About a minute of an H200.
 """
 
-import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+from common import DoneError, Wait, arguments, row, show
+from score import score_ours
 from torch import nn
-from train import ROUTED
+from train import PRODUCTS, ROUTED, SIDE, multiply, train_ours
 
 from demix.config.architecture import PRESETS, Architecture
-from demix.config.training import Updates
 from demix.model.gpt import GPT
-from demix.model.scoring import log_probabilities
 from demix.plan.flops import activation_bytes, scoring_flops, training_state_bytes
-from demix.train.batches import Batch, Batches
-from demix.train.loop import train
-from demix.train.parallel import World
-from demix.train.schedule import Optimization
 
-VOCABULARY, CONTEXT, SIDE = 50257, 1024, 8192
+VOCABULARY, CONTEXT = 50257, 1024
 # TFLOP/s of dense bf16 by the data sheets.
 PEAKS = {"A100": 312, "H100": 989, "H200": 989}
-WARM, TIMED = 3, 6
 
 
 @dataclass(frozen=True)
@@ -54,12 +46,11 @@ class Case:
     compile: bool = False
     routed: str | None = None
     muon: bool = False
-    recompute: bool = False
 
     @property
     def name(self) -> str:
         kind = self.routed or ("dense" if self.experts == 1 else f"{self.experts} experts")
-        more = [("Muon", self.muon), ("recomputed", self.recompute), ("compiled", self.compile)]
+        more = [("Muon", self.muon), ("compiled", self.compile)]
         return ", ".join([f"{self.what} {self.size}", kind, *(word for word, on in more if on)])
 
     @property
@@ -82,7 +73,6 @@ def cases(quick: bool) -> Iterator[Case]:
         yield Case("train", "125M", experts, 32)
     yield Case("train", "125M", 1, 32, routed="top-2")
     yield Case("train", "125M", 1, 32, muon=True)
-    yield Case("train", "125M", 1, 32, recompute=True)
     for experts in (1, 8):
         yield Case("score", "125M", experts, 64)
     if quick:
@@ -107,94 +97,67 @@ def model_of(case: Case) -> GPT:
 
 def training(case: Case) -> tuple[list[float], int]:
     """Seconds of each timed step, and the bytes that the plan gives such a training."""
-    times: list[float] = []
     model = model_of(case)
     parameters = sum(p.numel() for p in model.parameters())
     blocks = [p.numel() for name, p in model.named_parameters() if p.ndim > 1 and "embedding" not in name]
     state = training_state_bytes(parameters, single=sum(blocks) if case.muon else 0)
-    activations = activation_bytes(case.architecture, VOCABULARY, case.sequences, 2, checkpointing=case.recompute)
-
-    def draw(_: int) -> Batch:
-        torch.cuda.synchronize()
-        times.append(time.perf_counter())
-        ids = torch.randint(0, VOCABULARY, (2, case.experts, case.sequences // case.experts, CONTEXT))
-        numbers = torch.arange(case.experts)[:, None].expand(ids.shape[1:3]).contiguous()
-        return Batch(ids[0], ids[1], numbers, seeds=numbers)
-
-    optimization = Optimization(
-        steps=WARM + TIMED + 1, learning_rate=1e-4, warmup=0.08, clip=0.1, weight_decay=0.1, precision="bf16",
-        checkpoint_every=10**6, checkpoint_activations=case.recompute, compile=case.compile,
-        optimizer=Updates(kind="muon") if case.muon else None,
-    )  # fmt: skip
-    world = World(device=torch.device("cuda"))
-    with TemporaryDirectory() as folder:
-        train(model, Batches(draw, case.sequences * CONTEXT), model.experts, optimization, Path(folder), world=world)
-    return [after - before for before, after in zip(times[WARM:], times[WARM + 1 :], strict=False)], state + activations
+    activations = activation_bytes(case.architecture, VOCABULARY, case.sequences, 2, checkpointing=False)
+    how = {"precision": "bf16", "compile": case.compile}
+    times = timed(lambda wait: train_ours(model, case.sequences, wait, muon=case.muon, **how), 3, 6)
+    return times, state + activations
 
 
 def scoring(case: Case) -> tuple[list[float], int]:
     """Seconds of each timed pass, and the bytes of the weights."""
     model = model_of(case)
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (2, case.sequences, CONTEXT))
-    mask = np.ones(ids[0].shape, bool)
-    times = timed(lambda: log_probabilities(model, *ids, mask, torch.bfloat16), 1, 3)
+    times = timed(lambda wait: score_ours(model, ids, wait, torch.bfloat16), 1, 3)
     return times, 4 * sum(p.numel() for p in model.parameters())
 
 
-def timed(run: Callable[[], object], warm: int, times: int) -> list[float]:
-    found = []
-    for _ in range(warm + times):
+def timed(run: Callable[[Wait], None], warm: int, count: int) -> list[float]:
+    """Seconds of each of `count` steps after the first `warm`."""
+    begun: list[float] = []
+
+    def wait() -> None:
         torch.cuda.synchronize()
-        begun = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        found.append(time.perf_counter() - begun)
-    return found[warm:]
+        begun.append(time.perf_counter())
+        if len(begun) > warm + count:
+            raise DoneError
+
+    with suppress(DoneError):
+        run(wait)
+    return [float(seconds) for seconds in np.diff(begun)[warm:]]
 
 
 def matmul() -> float:
     """TFLOP/s of products of two square matrices in bf16, random data."""
-    left, right = torch.randn(2, SIDE, SIDE, device="cuda").bfloat16()
-    return 2 * SIDE**3 / median(timed(lambda: torch.mm(left, right), 3, 10)) / 1e12
+    return PRODUCTS * 2 * SIDE**3 / median(timed(lambda wait: multiply("bf16", wait), 1, 3)) / 1e12
 
 
-def main(quick: bool, path: Path | None) -> None:
-    if not torch.cuda.is_available():
-        sys.exit("needs a GPU")
-    card, rows, product = torch.cuda.get_device_name(), [], matmul()
-    peak = next((tflops for name, tflops in PEAKS.items() if name in card), None)
-    print(f"{card}, torch {torch.__version__}: matmul {product:.0f} TFLOP/s, data sheet {peak}")
-    print(f"{'':44} {'tokens/s':>9} {'TFLOP/s':>8} {'of peak':>8} {'of matmul':>9} {'GB':>6} {'plan':>6}")
-    for case in cases(quick):
-        torch.cuda.reset_peak_memory_stats()
-        seconds, planned = (training if case.what == "train" else scoring)(case)
-        achieved = case.flops / median(seconds) / 1e12
-        row = {
-            "name": case.name,
-            "card": card,
-            "tokens_per_second": case.sequences * CONTEXT / median(seconds),
-            "tflops": achieved,
-            "of_peak": achieved / peak if peak else None,
-            "of_matmul": achieved / product,
-            "gigabytes": torch.cuda.max_memory_allocated() / 1e9,
-            "planned_gigabytes": planned / 1e9,
-        }
-        rows.append(row)
-        share = f"{row['of_peak']:8.1%}" if peak else f"{'':8}"
-        print(
-            f"{case.name:44} {row['tokens_per_second']:9.0f} {achieved:8.1f} {share} {row['of_matmul']:9.1%} "
-            f"{row['gigabytes']:6.1f} {row['planned_gigabytes']:6.1f}",
-            flush=True,
-        )
-        if path:
-            path.write_text(json.dumps(rows, indent=1))
-        gc.collect()
-        torch.cuda.empty_cache()
+def rows_of(case: Case, product: float, peak: float | None) -> list[dict]:
+    torch.cuda.reset_peak_memory_stats()
+    seconds, planned = (training if case.what == "train" else scoring)(case)
+    achieved = case.flops / median(seconds) / 1e12
+    gc.collect()
+    taken = torch.cuda.max_memory_allocated()
+    torch.cuda.empty_cache()
+    return [
+        row(case.name, case.sequences * CONTEXT / median(seconds), None, "tokens/s"),
+        row(f"{case.name} / peak", achieved, peak, "TFLOP/s"),
+        row(f"{case.name} / matmul", achieved, product, "TFLOP/s"),
+        row(f"{case.name} / plan", taken / 1e9, planned / 1e9, "GB"),
+    ]
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    main(given.quick, given.json)
+    given = arguments(__doc__, quick=False)
+    if not torch.cuda.is_available():
+        sys.exit("needs a GPU")
+    card, product, rows = torch.cuda.get_device_name(), matmul(), []
+    peak = next((tflops for name, tflops in PEAKS.items() if name in card), None)
+    print(f"{card}, torch {torch.__version__}: matmul {product:.0f} TFLOP/s, data sheet {peak}")
+    for case in cases(given.quick):
+        rows += rows_of(case, product, peak)
+        print(rows[-4:], file=sys.stderr)
+    show(rows, given.json)

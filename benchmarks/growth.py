@@ -13,22 +13,21 @@ and an expert, as the tables have them. The peer is the smallest number: a ratio
 tokens and pairs. Linux alone says the peak. About five minutes of one core.
 """
 
-import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import torch
-from mix import DEV_BLOCKS, LENGTH, ours, write_table
-from tables import show
+from common import ROOT, alone, arguments, peak, row, show
+from mix import DEV_BLOCKS, LENGTH, names_of, ours, write_table
 
 from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard, tokenize
@@ -40,10 +39,6 @@ from demix.model.gpt import GPT
 from demix.run.run import Run
 
 SHAPE, VOCABULARY = Architecture(3, 128, 4, 256), 4096
-
-
-def names(count: int) -> tuple[str, ...]:
-    return tuple(f"expert{number:02}" for number in range(count))
 
 
 def write_text_shard(folder: Path, tokens: int) -> Path:
@@ -58,44 +53,30 @@ def write_text_shard(folder: Path, tokens: int) -> Path:
     return folder / "x" / "test.arrow"
 
 
-def write_model(folder: Path, shard: Path, experts: tuple[str, ...]) -> Path:
+def write_model(folder: Path, shard: Path, experts: tuple[str, ...]) -> None:
     opened = TokenShard.open(shard)
     lineage = {"tokenizer_sha256": opened.tokenizer_sha256}
     model = GPT(SHAPE, opened.vocab_size, experts).initialise(0)
     save_shared(model, folder, lineage)
     for expert in experts:
         save_expert(model, expert, folder, lineage)
-    return folder
 
 
-def side(what: str, folder: Path, experts: int, tokens: int) -> dict[str, float]:
-    """CPU seconds and MB of one process that scores or mixes."""
+def side(what: str, folder: str, count: int, tokens: int) -> dict[str, float]:
+    """CPU seconds and MB of this process, that scores or mixes, or of a command that it starts."""
+    place = Path(folder)
+    if what not in ("score", "mix"):
+        return whole(what, place, count)
     torch.set_num_threads(1)
-    shard = folder / "x" / "test.arrow"
     before, cpu = peak(), time.process_time()
     if what == "score":
         scoring = Scoring(dev_blocks=1, test_tokens=tokens, precision="fp32", threads=1)
-        score(folder / f"model{experts}", names(experts), [shard], scoring, folder / f"scores{experts}")
+        score(place / "model", names_of(count), [place / "x" / "test.arrow"], scoring, place / "scores")
     else:
-        ours(folder / f"mixed{experts}", names(experts))
-    used = time.process_time() - cpu
-    return {"cpu": used, "MB": peak() - before}
+        ours(place, names_of(count))
+    return {"cpu": time.process_time() - cpu, "MB": peak() - before}
 
 
-def peak() -> float:
-    """The peak memory of this process in MB. `getrusage` begins with that of the process that started this one."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines["VmHWM"].split()[0]) / 1024
-
-
-ROOT = Path(__file__).parents[1]
-# Runs its arguments, and prints their CPU seconds and the peak of their memory in KB.
-MEASURED = """
-import resource, subprocess, sys
-subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-used = resource.getrusage(resource.RUSAGE_CHILDREN)
-print(used.ru_utime + used.ru_stime, used.ru_maxrss)
-"""
 NOVEL = tuple(f"novel{number}" for number in range(4))
 TRAINED = ("parliament", "scripture", "licenses")
 
@@ -171,79 +152,54 @@ def command_of(what: str, folder: Path, count: int) -> list[str]:
 
 
 def whole(what: str, folder: Path, count: int) -> dict[str, float]:
-    """CPU seconds and MB of the process of a command, as its parent sees them."""
+    """CPU seconds and MB of the process of a command, as this one sees them, whose own memory is less."""
     command = command_of(what, folder, count)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     # A child's peak begins with the memory of the process that started it.
-    command = [sys.executable, "-c", MEASURED, *command]
-    done = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True).stdout
-    seconds, kilobytes = done.split()[-2:]
-    return {"cpu": float(seconds), "MB": int(kilobytes) / 1024}
+    program = "import json, resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=2, stderr=2); "
+    program += "used = resource.getrusage(resource.RUSAGE_CHILDREN); "
+    program += "print(json.dumps({'cpu': used.ru_utime + used.ru_stime, 'MB': used.ru_maxrss / 1024}))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *command], cwd=folder, env=environment, check=True, stdout=subprocess.PIPE
+    )
+    return json.loads(done.stdout)
 
 
-def grown(text: str, found: dict[int, dict[str, float]], each: dict[int, float], unit: str) -> list[dict]:
-    """The rows of `found`, whose CPU seconds are divided among so many things `each`, beside the smallest number."""
-    (first, least), rows = next(iter(found.items())), []
-    for count, values in found.items():
-        ours, peer = (1e6 * found[number]["cpu"] / each[number] for number in (count, first))
-        rows += [
-            {"name": text.format(count) + f": {unit}", "ours": ours, "peer": peer, "unit": "CPU us",
-             "ratio": ours / peer},
-            {"name": text.format(count) + ": peak memory", "ours": values["MB"], "peer": least["MB"], "unit": "MB",
-             "ratio": values["MB"] / least["MB"]},
-        ]  # fmt: skip
-    return rows
+def grown(what: str, counts: list[int], tokens: int, place: str) -> Iterator[dict]:
+    """CPU seconds, divided among expert-tokens or pairs of a domain and an expert, and memory, beside the smallest."""
+    first: tuple[float, float] | None = None
+    for count in counts:
+        with tempfile.TemporaryDirectory(dir=place or None) as name:
+            folder = Path(name)
+            if what == "score":
+                write_model(folder / "model", write_text_shard(folder, tokens), names_of(count))
+            elif what == "mix":
+                write_table(folder / "x.test", names_of(count), tokens, 0)
+                write_table(folder / "x.dev", names_of(count), DEV_BLOCKS * LENGTH, 1)
+            found = alone(__file__, what, name, count, tokens)
+        # Mixing also reads the dev split; the run of the tests has two novel domains.
+        each = {"score": tokens, "mix": tokens + DEV_BLOCKS * LENGTH, "plan": count + len(NOVEL)}.get(what, count + 2)
+        each, memory = 1e6 * found["cpu"] / (count * each), found["MB"]
+        first = first or (each, memory)
+        yield row(f"{what}, {count}: an expert-token or pair", each, first[0], "CPU us")
+        yield row(f"{what}, {count}: CPU seconds", found["cpu"], None, "s")
+        yield row(f"{what}, {count}: peak memory", memory, first[1], "MB")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--what", default="score,mix,plan,report,track")
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--mixed", type=int, default=100_000)
-    parser.add_argument("--experts", default="4,16,64")
-    parser.add_argument("--domains", default="16,64")
-    parser.add_argument("--folder", type=Path, help="where the temporary folder goes")
-    parser.add_argument("--side", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    experts, domains = ([int(count) for count in part.split(",")] for part in (given.experts, given.domains))
-    if given.side:
-        measured = side if given.side in ("score", "mix") else whole
-        more = (given.tokens,) if measured is side else ()
-        print(json.dumps(measured(given.side, given.folder, experts[0], *more)))
+    given = arguments(
+        __doc__, what="score,mix,plan,report,track", tokens=4096, mixed=100_000, experts="4,16,64", domains="16,64",
+        folder="",
+    )  # fmt: skip
+    if given.alone:
+        print(json.dumps(side(*given.alone)))
         return
     rows = []
-    with tempfile.TemporaryDirectory(dir=given.folder) as name:
-        folder = Path(name)
-        wanted = given.what.split(",")
-        shard = write_text_shard(folder, given.tokens) if "score" in wanted else folder
-        for what in wanted:
-            found, tokens = {}, given.tokens if what == "score" else given.mixed
-            for count in experts if what in ("score", "mix") else domains:
-                if what == "score":
-                    write_model(folder / f"model{count}", shard, names(count))
-                elif what == "mix":
-                    write_table(folder / f"mixed{count}" / "x.test", names(count), tokens, 0)
-                    write_table(folder / f"mixed{count}" / "x.dev", names(count), DEV_BLOCKS * LENGTH, 1)
-                own = folder if what in ("score", "mix") else folder / f"{what}{count}"
-                own.mkdir(exist_ok=True)
-                command = [sys.executable, __file__, "--side", what, "--folder", str(own), "--experts", str(count)]
-                command += ["--tokens", str(tokens)]
-                done = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-                found[count] = json.loads(done.splitlines()[-1])
-                print(f"{what}, {count}: {found[count]}", file=sys.stderr)
-                if own != folder:
-                    shutil.rmtree(own)
-            # Mixing also reads the dev split.
-            read = tokens + (DEV_BLOCKS * LENGTH if what == "mix" else 0)
-            if what in ("score", "mix"):
-                text, each = f"{what}, {{}} experts, {tokens} tokens", {count: count * read for count in found}
-                rows += grown(text, found, each, "an expert-token")
-            else:
-                # The run of the tests has two novel domains.
-                novel = len(NOVEL) if what == "plan" else 2
-                each = {count: count * (count + novel) for count in found}
-                rows += grown(f"{what}, {{}} domains", found, each, "a domain under an expert")
+    for what in given.what.split(","):
+        counts = given.experts if what in ("score", "mix") else given.domains
+        rows += grown(
+            what, [*map(int, counts.split(","))], given.mixed if what == "mix" else given.tokens, given.folder
+        )
     show(rows, given.json)
 
 

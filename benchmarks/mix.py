@@ -6,28 +6,24 @@ A made-up table in blocks of 1,024 tokens, documents of 600 on average, written 
 and removed. Mixed: every method by the weights `history`, `released` and a window of 32, with and without top-k, with a
 grid of four decays and five priors, the released scorer, `tempered`, the prior `fitted`, and apart from these
 `switching`; for each of them the sums by document. The peer is log weights and logsumexp of scipy for one mixture at a
-time, on a table that is in memory whole, at a size where it fits. Each side is a process of its own. The pass is also
-timed apart from its reading. About three minutes on two cores.
+time, on a table that is in memory whole, at a size where it fits. Each side is a process of its own. About three
+minutes on two cores.
 """
 
-import argparse
 import json
-import resource
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from common import alone, arguments, peak, row, show
 from scipy.special import logsumexp
-from tables import show
 
 from demix.evaluate.domain import Evaluation
 from demix.evaluate.losses import PlannedMixture, dev_priors, document_losses
 from demix.evaluate.planned import planned_mixtures
-from demix.evaluate.score_tables import read_scores, stream_scores, tokens_sha256, write_scores, write_tokens
+from demix.evaluate.score_tables import read_scores, tokens_sha256, write_scores, write_tokens
 from demix.mix.mixtures import FLOORS, keep_top, log_weights
 from demix.mix.rules import Chunk, History, Switching
 from demix.run.systems import ExpertSet
@@ -63,11 +59,7 @@ def switching(experts: tuple[str, ...]) -> list[PlannedMixture]:
 
 
 def ours(folder: Path, experts: tuple[str, ...]) -> tuple[dict[str, float], dict[PlannedMixture, float]]:
-    """Times of reading alone and of the whole pass, and the nll of each mixture."""
-    started = time.perf_counter()
-    for _ in stream_scores(folder / "x.test", experts):
-        pass
-    read = time.perf_counter()
+    """Times of the passes, and the nll of each mixture."""
     planned, chain = mixtures(experts), switching(experts)
     priors = dev_priors(read_scores(folder / "x.dev", experts), [*planned, *chain])
     traced = replace(planned[0], method="updating", rule=History(), weights="history", top_k=None)
@@ -76,7 +68,7 @@ def ours(folder: Path, experts: tuple[str, ...]) -> tuple[dict[str, float], dict
     ended, cpu_ended = time.perf_counter(), time.process_time()
     chained = document_losses(folder / "x.test", experts, chain, priors)
     times = {
-        "read": read - started, "pass": ended - began, "cpu": cpu_ended - cpu,
+        "pass": ended - began, "cpu": cpu_ended - cpu,
         "switching": time.perf_counter() - ended, "switching cpu": time.process_time() - cpu_ended,
     }  # fmt: skip
     return times, {mixture: float(nll.sum()) for mixture, nll in (totals.mixtures | chained.mixtures).items()}
@@ -101,44 +93,30 @@ def plain(folder: Path, experts: tuple[str, ...]) -> tuple[dict[str, float], dic
     return {"pass": time.perf_counter() - started, "cpu": time.process_time() - cpu}, nlls
 
 
-def measured(side: str, folder: Path, experts: int) -> dict:
-    """One side in a process of its own, for its peak of memory."""
-    command = [sys.executable, __file__, "--side", side, "--folder", str(folder), "--experts", str(experts)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+def side(name: str, folder: str, experts: int) -> dict:
+    """One side in this process: times, peak memory in GiB, and the nll of each mixture."""
+    times, nlls = {"ours": ours, "plain": plain}[name](Path(folder), names_of(experts))
+    return times | {"peak": peak() / 1024, "nlls": list(nlls.values())}
 
 
-def row(name: str, ours: float, peer: float | None, unit: str) -> dict:
-    return {"name": name, "ours": ours, "peer": peer, "unit": unit, "ratio": None if peer is None else ours / peer}
+def names_of(experts: int) -> tuple[str, ...]:
+    return tuple(f"expert{number:02}" for number in range(experts))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--tokens", type=int, default=10_000_000)
-    parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--folder", type=Path, help="where the temporary folder goes")
-    parser.add_argument("--side", choices=["ours", "plain"], help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    experts = tuple(f"expert{number:02}" for number in range(arguments.experts))
-    if arguments.side:
-        times, nlls = {"ours": ours, "plain": plain}[arguments.side](arguments.folder, experts)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
-        print(json.dumps(times | {"peak": peak, "nlls": list(nlls.values()), "mixtures": len(nlls)}))
-        return
-    plain_tokens = min(PLAIN_TOKENS, arguments.tokens)
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+def main(tokens: int, experts: int, path: Path | None, place: str) -> None:
+    plain_tokens = min(PLAIN_TOKENS, tokens)
+    with tempfile.TemporaryDirectory(dir=place or None) as name:
         big, small = Path(name) / "big", Path(name) / "small"
-        for folder, tokens in ((big, arguments.tokens), (small, plain_tokens)):
-            write_table(folder / "x.test", experts, tokens, 0)
-            write_table(folder / "x.dev", experts, DEV_BLOCKS * LENGTH, 1)
-        large, few = (measured("ours", folder, len(experts)) for folder in (big, small))
-        peer = measured("plain", small, len(experts))
+        for folder, count in ((big, tokens), (small, plain_tokens)):
+            write_table(folder / "x.test", names_of(experts), count, 0)
+            write_table(folder / "x.dev", names_of(experts), DEV_BLOCKS * LENGTH, 1)
+        large, few = (alone(__file__, "ours", str(folder), experts) for folder in (big, small))
+        peer = alone(__file__, "plain", str(small), experts)
     apart = max(abs(a / b - 1) for a, b in zip(sorted(few["nlls"]), sorted(peer["nlls"]), strict=True))
-    size, smaller = f"{arguments.tokens / 1e6:g}M tokens", f"{plain_tokens / 1e6:g}M tokens"
+    size, smaller = f"{tokens / 1e6:g}M tokens", f"{plain_tokens / 1e6:g}M tokens"
     rows = [
-        row(f"{large['mixtures']} mixtures, {size} x {len(experts)}: seconds", large["pass"], None, "s"),
+        row(f"{len(large['nlls'])} mixtures, {size} x {experts}: seconds", large["pass"], None, "s"),
         row("  CPU", large["cpu"], None, "s"),
-        row("  of which reading, alone", large["read"], None, "s"),
         row("  peak memory", large["peak"], None, "GiB"),
         row("switching, fitted prior, alone", large["switching"], None, "s"),
         row("  CPU", large["switching cpu"], None, "s"),
@@ -147,8 +125,12 @@ def main() -> None:
         row("  peak memory", few["peak"], peer["peak"], "GiB"),
         row("  largest relative difference of an nll, times 1e12", 1e12 * apart, None, "1e-12"),
     ]
-    show(rows, arguments.json)
+    show(rows, path)
 
 
 if __name__ == "__main__":
-    main()
+    given = arguments(__doc__, tokens=10_000_000, experts=16, folder="")
+    if given.alone:
+        print(json.dumps(side(*given.alone)))
+    else:
+        main(given.tokens, given.experts, given.json, given.folder)

@@ -10,7 +10,6 @@ Gradient norms must agree with DDP's. Ranks beyond the machine's cores share the
 About three minutes on two cores.
 """
 
-import argparse
 import multiprocessing
 import os
 import statistics
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tables import show
+from common import arguments, row, show
 from torch import Tensor, nn
 from torch.distributed import TCPStore
 from torch.nn.parallel import DistributedDataParallel
@@ -239,15 +238,6 @@ def measured_rows(found: dict[Case, Measured]) -> list[dict]:
     return times + given + moved
 
 
-def row(name: str, ours: float, peer: float | None, unit: str) -> dict:
-    return {"name": name, "ours": ours, "peer": peer, "unit": unit, "ratio": ours / peer if peer else None}
-
-
-def main(path: Path | None) -> None:
-    show(measured_rows(measure_all(CASES)), path)
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    main(parser.parse_args().json)
+    given = arguments(__doc__)
+    show(measured_rows(measure_all(CASES)), given.json)

@@ -21,7 +21,6 @@ if __name__ == "tokenize":
 
     sys.path = paths
 else:
-    import argparse
     import time
     from collections.abc import Callable
     from pathlib import Path
@@ -30,7 +29,7 @@ else:
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
-    from tables import show
+    from common import SAMPLE, arguments, row, show
     from tokenizers import Tokenizer as HuggingFaceTokenizer
 
     from demix.data.shards import TokenShard, tokenize
@@ -54,10 +53,8 @@ def encoding(texts: list[str], definition: Path) -> list[dict]:
     clock.append(time.process_time())
     assert np.array_equal(ids, np.concatenate(theirs)), "ids differ from tokenizers'"
     seconds = clock[5] - clock[4]
-    row = {"name": "against tokenizers", "ours": ours, "peer": size / seconds, "unit": "MB/s"}
-    row["ratio"] = ours * seconds / size
     cold = size / (clock[1] - clock[0])
-    return [row, {"name": "cold", "ours": cold, "peer": None, "unit": "MB/s", "ratio": None}]
+    return [row("against tokenizers", ours, size / seconds, "MB/s"), row("cold", cold, None, "MB/s")]
 
 
 def opening(path: Path) -> dict:
@@ -66,8 +63,7 @@ def opening(path: Path) -> dict:
         start = time.process_time()
         shard = TokenShard.open(path)
         times.append(time.process_time() - start)
-    name = f"open {len(shard) / 1e6:.1f}M tokens, {len(shard.files)} files"
-    return {"name": name, "ours": 1000 * max(times), "peer": 50.0, "unit": "ms", "ratio": None}
+    return row(f"open {len(shard) / 1e6:.1f}M tokens, {len(shard.files)} files", 1000 * max(times), 50.0, "ms")
 
 
 def reading(path: Path, flat: Path) -> list[dict]:
@@ -88,8 +84,7 @@ def reading(path: Path, flat: Path) -> list[dict]:
             max(speed(lambda a, b, read=read, finish=finish: finish(read(a, b))) for _ in range(3))
             for read in (shard.read, lambda a, b: mapped[a:b])
         )
-        label = f"random {name}, {len(shard.files)} files"
-        rows.append({"name": label, "ours": ours, "peer": peer, "unit": "blocks/s", "ratio": ours / peer})
+        rows.append(row(f"random {name}, {len(shard.files)} files", ours, peer, "blocks/s"))
     return rows
 
 
@@ -99,8 +94,7 @@ def main(path: Path | None) -> None:
         texts = []
         for domain in DOMAINS:
             raw = folder / domain / "documents.parquet"
-            sample = Path(__file__).parents[1] / "resources" / "sample" / f"{domain}.jsonl.zst"
-            download(Source("files", str(sample)), domain, raw)
+            download(Source("files", str(SAMPLE / f"{domain}.jsonl.zst")), domain, raw)
             texts += pq.read_table(raw)["text"].to_pylist()
         gpt2_tokenizer(folder / "gpt2.json")
         rows = encoding(texts, folder / "gpt2.json")
@@ -113,6 +107,4 @@ def main(path: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    main(parser.parse_args().json)
+    main(arguments(__doc__).json)

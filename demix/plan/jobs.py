@@ -18,8 +18,8 @@ from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.run.systems import chosen_on_dev, classified, fitted, routed
 
-# Seconds of a core in which a job starts: 0.6 without torch and 2.2 with it (benchmarks/starts.py), and 1.0 of
-# snakemake's (8% of those of the demo, for 110 jobs).
+# Seconds of a core in which a job starts: 0.6 without torch and 2.2 with it (benchmarks/starts.py at 37803530), and 1.0
+# of snakemake's (8% of those of the demo, for 110 jobs).
 START, START_WITH_TORCH = 1.6, 3.2
 # Seconds of a core that an update takes besides its FLOPs: more than in a run of three small files or in the demo, less
 # than the 0.08 of config/families.yaml.
@@ -27,8 +27,8 @@ UPDATE = 0.01
 # Seconds in which nothing else runs: of snakemake's start, the report (10) and tracking (6). Bytes of the last two.
 ALONE, REPORT_BYTES = 21.0, 10_000_000
 # Bytes a second of one of two shared cores (AMD EPYC with AVX-512 bf16), as CPU time, ±30%: text of documents of 200
-# bytes that is anonymized (6 MB), split (12) and tokenized (30; benchmarks/corpus.py --cut 200), and score tables that
-# are evaluated (benchmarks/mix.py --tokens 150000).
+# bytes that is anonymized (6 MB), split (12) and tokenized (30; benchmarks/corpus.py --cut 200 at 37803530), and score
+# tables that are evaluated (benchmarks/mix.py --tokens 150000).
 TEXT_RATE, TABLES_RATE = 3.5e6, 10e6
 
 
