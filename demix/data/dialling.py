@@ -13,16 +13,12 @@ import regex
 from phonenumbers import PhoneMetadata
 
 # Countries whose numbers are known as written at home: after a trunk prefix, or with an area code in parentheses.
-COUNTRIES = (
-    "AE", "AR", "AT", "AU", "BD", "BE", "BG", "BR", "CA", "CH", "CL", "CN", "CO", "CZ", "DE", "DK", "EE", "EG", "ES",
-    "FI", "FR", "GB", "GR", "HK", "HR", "HU", "ID", "IE", "IL", "IN", "IS", "IT", "JP", "KE", "KR", "LT", "LU", "LV",
-    "MA", "MX", "MY", "NG", "NL", "NO", "NZ", "PE", "PH", "PK", "PL", "PT", "RO", "RS", "RU", "SA", "SE", "SG", "SI",
-    "SK", "TH", "TR", "UA", "US", "VN", "ZA",
-)  # fmt: skip
-_KINDS = (
-    "fixed_line", "mobile", "toll_free", "premium_rate", "shared_cost", "personal_number", "voip", "pager", "uan",
-    "voicemail",
-)  # fmt: skip
+_NAMES = """
+AE AR AT AU BD BE BG BR CA CH CL CN CO CZ DE DK EE EG ES FI FR GB GR HK HR HU ID IE IL IN IS IT JP KE KR LT LU LV MA MX
+MY NG NL NO NZ PE PH PK PL PT RO RS RU SA SE SG SI SK TH TR UA US VN ZA
+"""
+COUNTRIES = tuple(_NAMES.split())
+_KINDS = "fixed_line mobile toll_free premium_rate shared_cost personal_number voip pager uan voicemail"
 _PIECE = regex.compile(r"\\[1-9]|[0-9()]|[^0-9()\\]++")
 _PLACE = regex.compile(r"\\[1-9]")
 _DIGITS = regex.compile(r"[0-9]++")
@@ -73,7 +69,7 @@ _compiled = cache(regex.compile)
 @cache
 def _in_use(country: str) -> regex.Pattern[str]:
     metadata: Any = PhoneMetadata.metadata_for_region(country)
-    kinds = [getattr(metadata, kind) for kind in _KINDS]
+    kinds = [getattr(metadata, kind) for kind in _KINDS.split()]
     return regex.compile(
         "|".join(kind.national_number_pattern for kind in kinds if kind and kind.national_number_pattern)
     )

@@ -10,23 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from demix.config.domains import DomainName, Scalar, check_values, domain_name
+from demix.data import sources
 from demix.data.anonymize import anonymize, normalise
 from demix.data.readers import Row
 from demix.data.selection import as_list, matches, select
-from demix.data.sources import (
-    KINDS,
-    SCHEMA,
-    Omitted,
-    Source,
-    divided,
-    document_of,
-    make_private,
-    refuse_deep,
-    refuse_part,
-    share_of,
-    valid,
-    warn_short,
-)
+from demix.data.sources import Omitted, Source
 from demix.errors import DemixError, nearest
 from demix.files import read_json, write_json
 from demix.files.batches import rows_writer
@@ -63,50 +51,54 @@ def divide(name: str, division: Division, raw: Path, counts: Path, part: int = 0
     value those of a domain ("taken"), by value those of none ("untaken", anonymized), and whether the source was read
     to its end ("whole"). Raises DemixError naming the file or key at fault.
     """
-    source = division.source
-    refuse_part(source, name, part)
+    source, by = division.source, division.by
+    sources.refuse_part(source, name, part)
     try:
         domain_name(name)
     except ValueError as error:
         raise DemixError(name, *error.args) from None
-    check_values({domain: as_list(values) for domain, values in division.domains.items()}, {})
-    fetched, domains_of = raw / f".{name}.{part:04d}.fetched", _domains_of(division)
-    found = Counter(documents=0, filtered=0, without=0)
-    taken = {domain: Counter(dict.fromkeys(map(str, as_list(one)), 0)) for domain, one in division.domains.items()}
-    untaken, full, omitted = Counter[str](), set[str](), Omitted()
+    given = {domain: as_list(values) for domain, values in division.domains.items()}
+    check_values(given, {})
+    # A condition takes a value that is equal or the same text: to each, the domain that has it and how it names it.
+    named = {one: (domain, str(one)) for domain, values in given.items() for one in values}
+    as_text = {one: found for found in named.values() for one in found[1:]}
+    taken = {domain: Counter({str(one): 0 for one in values}) for domain, values in given.items()}
+    found, untaken, full, omitted = Counter(documents=0, filtered=0, without=0), Counter[str](), set[str](), Omitted()
+    fetched = raw / f".{name}.{part:04d}.fetched"
     with ExitStack() as stack:
         take = {
-            domain: stack.enter_context(_taking(source, domain, raw / domain / f"{part:04d}.parquet", where))
+            domain: stack.enter_context(_taking(source, domain, raw / domain / f"{part:04d}.parquet", {by: value}))
             for domain, value in division.domains.items()
-            for where in [source.where | {division.by: value}]
         }
         # A reader gives the fields that are asked for.
-        asked = replace(source, where=source.where | {division.by: ("",)})
-        for row in followed(KINDS[source.kind](asked, name, part, fetched, omitted.files), f"{name}: documents"):
+        asked = replace(source, where=source.where | {by: ("",)})
+        rows = sources.KINDS[source.kind](asked, name, part, fetched, omitted.files)
+        for row in followed(rows, f"{name}: documents"):
             found["documents"] += 1
-            refuse_deep(row)
+            sources.refuse_deep(row)
             if source.where and not matches(row.fields, source.where):
                 found["filtered"] += 1
                 continue
-            value = _value(row, division.by)
-            owners = domains_of(value)
-            for domain, named in owners.items():
-                taken[domain][named] += 1
+            value = _value(row, by)
+            text = str(value)
+            equal = named.get(value) if isinstance(value, (str, int, float)) else None
+            owners = {} if value is None else dict(filter(None, (equal, as_text.get(text))))
+            for domain, one in owners.items():
+                taken[domain][one] += 1
                 if take[domain](row):
                     full.add(domain)
             if value is None:
                 found["without"] += 1
             elif not owners:
-                named = str(value)[: LONGEST_VALUE + 1]
-                few = len(named) <= LONGEST_VALUE and (named in untaken or len(untaken) < MOST_VALUES)
-                untaken[named if few else OTHERS] += 1
+                few = len(text) <= LONGEST_VALUE and (text in untaken or len(untaken) < MOST_VALUES)
+                untaken[text if few else OTHERS] += 1
             if len(full) == len(take):
                 break
     omitted.warn(name)
     shown = Counter[str]()
-    for value, number in untaken.items():
-        shown[_anonymized(value)] += number
-    said = {"source": name, "by": division.by, "whole": len(full) < len(take), **found}
+    for text, number in untaken.items():
+        shown[_anonymized(text)] += number
+    said = {"source": name, "by": by, "whole": len(full) < len(take), **found}
     write_json(counts, said | {"taken": taken, "untaken": shown})
     # Kept until here: a job that fails and is run again need not fetch again what it has.
     shutil.rmtree(fetched, ignore_errors=True)
@@ -119,37 +111,17 @@ def _value(row: Row, by: str) -> Any:
         return None
 
 
-def _domains_of(division: Division) -> Callable[[Any], dict[str, str]]:
-    """The function from a value of the field to the domains that have it, each with the value as it names it."""
-    known: dict[tuple[type, str], dict[str, str]] = {}
-
-    def domains_of(value: Any) -> dict[str, str]:
-        key = (type(value), str(value))
-        if key not in known:
-            if len(known) == MOST_VALUES:
-                known.clear()
-            known[key] = {
-                domain: str(one)
-                for domain, given in division.domains.items()
-                for one in as_list(given)
-                if matches({division.by: value}, {division.by: one})
-            }
-        return known[key]
-
-    return domains_of
-
-
 @contextmanager
-def _taking(source: Source, domain: str, output: Path, where: dict[str, Any]) -> Iterator[Callable[[Row], bool]]:
+def _taking(source: Source, domain: str, output: Path, more: dict[str, Any]) -> Iterator[Callable[[Row], bool]]:
     """Yield a function that writes a document of a domain, and returns whether the domain has its share of words."""
-    make_private(output.parent)
-    left = divided(output, source, int(output.stem), where)
-    omitted, share, words = Omitted(), share_of(source), 0
-    with rows_writer(left, SCHEMA, private=True, at=output, footer=omitted.footer) as write:
+    sources.make_private(output.parent)
+    left = sources.divided(output, source, int(output.stem), source.where | more)
+    omitted, share, words = Omitted(), sources.share_of(source), 0
+    with rows_writer(left, sources.SCHEMA, private=True, at=output, footer=omitted.footer) as write:
 
         def take(row: Row) -> bool:
             nonlocal words
-            for document in valid([document_of(row, source)], omitted) if words < share else ():
+            for document in sources.valid([sources.document_of(row, source)], omitted) if words < share else ():
                 write(document)
                 words += len(document[1].split()) if share < math.inf else 0
             return words >= share
@@ -157,7 +129,7 @@ def _taking(source: Source, domain: str, output: Path, where: dict[str, Any]) ->
         yield take
     omitted.warn(domain)
     if words < share < math.inf:
-        warn_short(domain, words, share)
+        sources.warn_short(domain, words, share)
 
 
 def _anonymized(value: str) -> str:

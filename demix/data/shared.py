@@ -13,8 +13,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from itertools import product
@@ -59,31 +58,34 @@ def made_once(
     note = run / NOTES / f"{'.'.join(output.parts[2:])}.json"
     note.unlink(missing_ok=True)
     before = [_stamp(path) for path in inputs]
-    key = _key(output.relative_to(run), {_within(run, path): sha256_file(path) for path in inputs}, settings)
+    read = {_within(run, path): sha256_file(path) for path in inputs}
+    # All that determines the bytes of the files.
+    said = {"output": str(output.relative_to(run)), "inputs": read, "settings": settings, "code": _code()}
+    key = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
     newest = 0 if passing else max((path.stat().st_mtime_ns for path in inputs), default=0)
-    with _alone(run.parent / LOCKS / f"{key}.lock"):
-        others = sorted(run.parent.glob(f"*/{NOTES}/{note.name}"))
-        # Links before copies: several runs may have made the same, one of them after the inputs.
-        for other, copying in [*product(others, [False]), *product(others, [True])]:
-            if digests := _taken(other, key, run, files, newest, copying):
-                write_json(note, {"key": key, "files": digests})
-                oldest = min((run / name).stat().st_mtime_ns for name in digests)
-                for path in inputs if passing else ():
-                    os.utime(path, ns=(oldest, oldest))
-                return True
-        make()
-        if before != [_stamp(path) for path in inputs]:
-            _log.warning("%s: what it was made of changed meanwhile, so that no other run takes it", output)
-            return False
-        digests = {_within(run, path): sha256_file(path) for path in _found(files)}
-        write_json(note, {"key": key, "files": digests})
+    lock = run.parent / LOCKS / f"{key}.lock"
+    if lock.exists():
+        _log.info("%s: another run may make the same; waiting until it has", lock)
+    with exclusive(lock, "makes the same text", math.inf):
+        try:
+            others = sorted(run.parent.glob(f"*/{NOTES}/{note.name}"))
+            # Links before copies: several runs may have made the same, one of them after the inputs.
+            for other, copying in [*product(others, [False]), *product(others, [True])]:
+                if digests := _taken(other, key, run, files, newest, copying):
+                    write_json(note, {"key": key, "files": digests})
+                    oldest = min((run / name).stat().st_mtime_ns for name in digests)
+                    for path in inputs if passing else ():
+                        os.utime(path, ns=(oldest, oldest))
+                    return True
+            make()
+            if before != [_stamp(path) for path in inputs]:
+                _log.warning("%s: what it was made of changed meanwhile, so that no other run takes it", output)
+            else:
+                write_json(note, {"key": key, "files": {_within(run, one): sha256_file(one) for one in _found(files)}})
+        finally:
+            # Who waits for a file that is gone by then makes a new one.
+            lock.unlink(missing_ok=True)
     return False
-
-
-def _key(output: Path, inputs: Mapping[str, str], settings: Mapping[str, Any]) -> str:
-    """A digest of all that determines the bytes of a job's files."""
-    values = {"output": str(output), "inputs": inputs, "settings": settings, "code": _code()}
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 @cache
@@ -112,21 +114,6 @@ def _found(files: Sequence[Path]) -> list[Path]:
     return [found for path in files for found in sorted(path.parent.glob(path.name))]
 
 
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Hold `lock`, as soon as no other job does; the file is gone afterwards."""
-    with ExitStack() as stack:
-        if lock.exists():
-            _log.info("%s: another run may make the same; waiting until it has", lock)
-        try:
-            stack.enter_context(exclusive(lock, "makes the same text", math.inf))
-            # Who waits for a file that is gone by then makes a new one.
-            stack.callback(lock.unlink, missing_ok=True)
-        except OSError as error:
-            _log.warning("%s: cannot be locked (%s); two runs may make the same text at once", lock, error)
-        yield
-
-
 def _taken(note: Path, key: str, run: Path, files: Sequence[Path], newest: int, copying: bool) -> dict[str, str]:
     """Put the files that another run noted in place; returns their digests, or nothing if they are other or not whole.
 
@@ -139,26 +126,23 @@ def _taken(note: Path, key: str, run: Path, files: Sequence[Path], newest: int, 
         if said["key"] != key:
             return {}
         digests: dict[str, str] = said["files"]
-        older = [name for name in digests if (owner / name).stat().st_mtime_ns < newest]
-        if older and not copying:
-            return {}
         with scratch(run / NOTES / note.name) as folder:
             ready = {run / name: folder / str(number) for number, name in enumerate(digests)}
             for (name, digest), (path, temporary) in zip(digests.items(), ready.items(), strict=True):
                 if not any(path.parent == each.parent and fnmatch.fnmatch(path.name, each.name) for each in files):
                     raise DemixError(note, f"names {name}, which is no file of this job", REMAKE)
-                linked(owner / name, temporary)
+                older = (owner / name).stat().st_mtime_ns < newest
+                if older and not copying:
+                    return {}
+                (shutil.copyfile if older else linked)(owner / name, temporary)
                 # Of the link, so that no other file can take the place of the one that was read.
                 if sha256_file(temporary) != digest:
                     raise DemixError(owner / name, "is damaged: it differs from its recorded sha256", REMAKE)
-                if name in older:
-                    shutil.copyfile(temporary, folder / "copy")
-                    os.replace(folder / "copy", temporary)
+                fsync(temporary)
             for path in _found(files):
                 path.unlink()
             for path, temporary in ready.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                fsync(temporary)
                 os.replace(temporary, path)
             for parent in {path.parent for path in ready}:
                 fsync(parent)
