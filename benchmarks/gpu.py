@@ -5,9 +5,9 @@
 Models have the paper's sizes of 125M and 1.3B parameters, GPT-2's vocabulary and blocks of 1,024, activations in bf16.
 A step is that of `demix.train.loop.train`, a pass that of `demix.model.scoring.log_probabilities`. DEMix sees as many
 tokens a step as dense, an equal part each expert. FLOPs are those of matrix products, backward twice forward
-(`demix.plan.flops.scoring_flops`). Beside FLOP/s stand the data sheet's peak of bf16 ("peak") and
-what a product of two 8,192 x 8,192 matrices reaches in the same run ("matmul"); beside memory the plan's state and
-activations of a training, and the weights alone of a scoring ("plan"). `--quick` compiles nothing and takes the smaller
+(`demix.plan.flops.scoring_flops`). Beside FLOP/s stand the data sheet's peak of bf16 ("peak") and what a product of two
+8,192 x 8,192 matrices reaches in the same run ("matmul"); beside memory the plan's state (AdamW) and activations of a
+training, and the weights alone of a scoring ("plan"). `--quick` compiles nothing and takes the smaller
 size alone. About a minute of an H200.
 """
 
@@ -98,9 +98,7 @@ def model_of(case: Case) -> GPT:
 def training(case: Case) -> tuple[list[float], int]:
     """Seconds of each timed step, and the bytes that the plan gives such a training."""
     model = model_of(case)
-    parameters = sum(p.numel() for p in model.parameters())
-    blocks = [p.numel() for name, p in model.named_parameters() if p.ndim > 1 and "embedding" not in name]
-    state = training_state_bytes(parameters, single=sum(blocks) if case.muon else 0)
+    state = training_state_bytes(sum(p.numel() for p in model.parameters()))
     activations = activation_bytes(case.architecture, VOCABULARY, case.sequences, 2, checkpointing=False)
     how = {"precision": "bf16", "compile": case.compile}
     times = timed(lambda wait: train_ours(model, case.sequences, wait, muon=case.muon, **how), 3, 6)
