@@ -2,7 +2,7 @@
 
 A process of its own beside the first rank reads the metrics file that the training writes. So nothing that MLflow does,
 or its server, stops or slows the training, which waits a few seconds at its end at most. `demix.track.store.track`
-sends the same metrics at the end of a run, whatever arrived before.
+replaces what was sent here by the whole training at the end of a run.
 """
 
 import json
@@ -16,18 +16,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from demix.errors import DemixError, StoppedError
-from demix.launch.pace import newest_metrics
+from demix.launch.pace import elapsed, newest_metrics
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
+    from demix.track.client import Point
+
 # A training of fewer seconds loads no MLflow.
 SECONDS_BEFORE_BATCHES = 30.0
 SECONDS_BETWEEN_BATCHES, MOST_SECONDS_BETWEEN_BATCHES = 10.0, 600.0
-SECONDS_BEFORE_RETRY = 2.0
 # The training waits so long for the last batch.
 SECONDS_AT_END = 5.0
 # The signals that stop a training.
@@ -70,115 +71,81 @@ def _end(sender: "subprocess.Popen[bytes]", status: str) -> None:
     A stopped training has to be queued again while there is time. An ended training has no checkpoints any more, and
     a signal would make Snakemake delete its results, so signals are ignored meanwhile.
     """
-    if status == "KILLED":
-        with suppress(subprocess.TimeoutExpired):
-            sender.communicate(status.encode(), timeout=0.1)
-        return
-    with _deaf():
-        try:
-            sender.communicate(status.encode(), timeout=SECONDS_AT_END)
-        except subprocess.TimeoutExpired:
+    ignored = STOPPING if status != "KILLED" and threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
+    try:
+        sender.communicate(status.encode(), timeout=0.1 if status == "KILLED" else SECONDS_AT_END)
+    except subprocess.TimeoutExpired:
+        if status != "KILLED":
             sender.kill()
             sender.communicate()
-
-
-@contextmanager
-def _deaf() -> Iterator[None]:
-    """Ignore the signals that stop a training."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
-    try:
-        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 class Sender:
-    """What is sent of one training: `sent` points to the MLflow run `run_id`, which has the tag `LIVE` of `tag`.
+    """What is sent of one training: `sent` points to the MLflow run `run_id` of this start of it.
 
-    `training` is the name of the folder of its checkpoints. There is no `tag` after a failure, and where the MLflow run
-    is that of an earlier start: updates after its last checkpoint were done again, in another time.
+    `training` is the name of the folder of its checkpoints.
     """
 
     def __init__(self, tracking: str, kind: str, checkpoints: str, metrics: str, begun: float):
         self.tracking: dict[str, str] = json.loads(tracking)
-        self.kind, self.checkpoints, self.metrics, self.begun = kind, Path(checkpoints), Path(metrics), begun
-        self.uri, self.started = self.tracking["uri"], begun
+        self.kind, self.checkpoints, self.metrics, self.started = kind, Path(checkpoints), Path(metrics), begun
+        self.uri, self.run_id, self.training, self.begun = self.tracking["uri"], "", "", 0.0
         self.client: MlflowClient | None = None
-        self.run_id = self.training = self.tag = ""
-        self.sent = 0
+        self.sent: list[Point] = []
 
     def send(self, status: str = "") -> None:
-        """Send the points that were written since the last call; with a `status` end the MLflow run."""
-        from demix.track.client import LIVE, alone, live_tag, log_points, on_network, opened, points
+        """Send the points that were written since the last call; with a `status` end the MLflow run.
+
+        A batch that failed is sent again: MLflow keeps no point twice.
+        """
+        from demix.track.client import alone, log_points, on_network, opened, points
 
         # A training of other settings may have left its file here; a training that goes on writes its own anew.
-        path = newest_metrics(self.checkpoints, self.started)
-        name = path.parent.name if path else self.training
-        if path is None and status and self.run_id:
-            path = self.metrics
-        rows = _complete_rows(path) if path else []
-        if not rows and not (status and self.run_id):
+        path = newest_metrics(self.checkpoints, self.started) or (self.metrics if status and self.run_id else None)
+        if path is None:
             return
+        # The last row may be in the writing. The last line of a finished file is its seal.
+        rows = [row for row in map(json.loads, path.read_bytes().rpartition(b"\n")[0].splitlines()) if "tokens" in row]
         # To lock the file would write to the network, too.
         if kind := on_network(self.uri):
             raise DemixError(self.uri, f"is SQLite on a network file system, {kind}", "name a server")
         with alone(self.uri, SECONDS_FOR_SQLITE):
             client = self.client = self.client or opened(self.uri)[0]
-            if name != self.training:
-                self._begin(client, name)
+            if path != self.metrics and path.parent.name != self.training:
+                self._begin(client, path.parent.name, path.stat().st_mtime - max(elapsed(rows), default=0.0))
             found = points(rows, self.begun)
-            # A finished sweep leaves the metrics of its best trial.
-            ours = not self.tag or live_tag(found[: self.sent]) == self.tag
-            if ours and len(found) > self.sent:
-                known, self.tag = bool(self.tag), ""
-                # If this fails, nobody knows how many points have arrived, and `track` sends all of them anew.
-                client.set_tag(self.run_id, LIVE, f"{self.sent} and some")
-                log_points(client, self.run_id, found[self.sent :])
-                self.sent, self.tag = len(found), live_tag(found) if known else ""
-                client.set_tag(self.run_id, LIVE, self.tag or f"{self.sent} resumed")
+            # A finished sweep leaves the metrics of its best trial, which may be another than the last.
+            if found[: len(self.sent)] == self.sent:
+                log_points(client, self.run_id, found[len(self.sent) :])
+                self.sent = found
             if status:
                 client.set_terminated(self.run_id, status)
 
-    def _begin(self, client: "MlflowClient", name: str) -> None:
-        """Go on with the MLflow run of an earlier start of the training `name`, or with a new one.
+    def _begin(self, client: "MlflowClient", name: str, begun: float) -> None:
+        """A new MLflow run for the training `name`, in the place of that of an earlier start of it.
 
         The next trial of a sweep is another training.
         """
-        from demix.track.client import CONFIG, KEY, LIVE, RUN, experiment_of, live_tag, origin, runs_with
+        from demix.track.client import CONFIG, HASH, KEY, RUN, experiment_of, origin, runs_with
 
         if self.run_id:
             client.set_terminated(self.run_id, "FINISHED")
-        place, results = self._place()
-        experiment = experiment_of(client, self.uri, self.tracking["experiment"], results)
-        tags = {KEY: f"{self.kind}/{place}", RUN: self.tracking["run"], "demix.training": name}
-        known = ((one.data.tags.get(LIVE, "").partition(" ")[0], one) for one in runs_with(client, experiment, tags))
-        sent, run = next(((number, one) for number, one in known if number.isdecimal()), ("0", None))
-        if run is not None:
-            client.update_run(run.info.run_id, "RUNNING")
-            self.begun, tag = run.info.start_time / 1000, ""
-        else:
-            tags |= {CONFIG: self.tracking["config"], "demix.kind": self.kind, **origin()}
-            begun, tag = int(1000 * self.begun), live_tag([])
-            run = client.create_run(experiment, start_time=begun, tags=tags, run_name=place)
-        self.training, self.run_id, self.sent, self.tag = name, run.info.run_id, int(sent), tag
-
-    def _place(self) -> tuple[str, Path]:
-        """The training's name, which for an expert that is a whole model has two parts, and the folder of all runs."""
         folder = self.checkpoints.resolve()
-        above = folder.parent
-        if above.name != "checkpoints" and above.parent.name == "checkpoints":
-            above = above.parent
-        return folder.relative_to(above).as_posix(), above.parents[1]
-
-
-def _complete_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file but one that is being written. The last line of a finished file is its seal."""
-    lines = path.read_bytes().rpartition(b"\n")[0].splitlines()
-    return [row for row in map(json.loads, lines) if "tokens" in row]
+        # An expert that is a whole model has a folder below that of its model.
+        above = folder.parent if folder.parent.name == "checkpoints" else folder.parent.parent
+        place = folder.relative_to(above).as_posix()
+        experiment = experiment_of(client, self.uri, self.tracking["experiment"], above.parents[1])
+        tags = {KEY: f"{self.kind}/{place}", RUN: self.tracking["run"], "demix.training": name}
+        for old in runs_with(client, experiment, tags):
+            if HASH not in old.data.tags:
+                client.delete_run(old.info.run_id)
+        tags |= {CONFIG: self.tracking["config"], "demix.kind": self.kind, **origin()}
+        made = client.create_run(experiment, start_time=int(1000 * begun), tags=tags, run_name=place)
+        self.training, self.run_id, self.begun, self.sent = name, made.info.run_id, begun, []
 
 
 def main(training: str, before: float) -> None:
@@ -195,30 +162,20 @@ def main(training: str, before: float) -> None:
         status = (os.read(sys.stdin.fileno(), 64).decode() or "KILLED") if ended else ""
         if ended and not sender.run_id:
             return
-        used = time.process_time()
-        error = _attempt(sender, status)
-        if error is not None and not ended and not told:
-            time.sleep(SECONDS_BEFORE_RETRY)
-            error = _attempt(sender, status)
-        if error is not None and not told:
-            told = True
+        used, pause = time.process_time(), 2 * pause
+        try:
+            sender.send(status)
+            pause = max(SECONDS_BETWEEN_BATCHES, (time.process_time() - used) / SHARE)
+        # MLflow, its database drivers and the network raise whatever they like.
+        except Exception as error:
             cause = error.cause if isinstance(error, DemixError) else str(error).strip().split("\n")[0]
             cure = "training goes on, and `demix track` sends them all at the end"
-            print(DemixError(sender.uri, f"takes no metrics now ({cause})", cure), file=sys.stderr, flush=True)
+            if not told:
+                print(DemixError(sender.uri, f"takes no metrics now ({cause})", cure), file=sys.stderr, flush=True)
+            told = True
         if ended:
             return
-        used = time.process_time() - used
-        pause = 2 * pause if error is not None else max(SECONDS_BETWEEN_BATCHES, used / SHARE)
         pause = min(pause, MOST_SECONDS_BETWEEN_BATCHES)
-
-
-def _attempt(sender: Sender, status: str) -> Exception | None:
-    try:
-        sender.send(status)
-    # MLflow, its database drivers and the network raise whatever they like.
-    except Exception as error:
-        return error
-    return None
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ nothing; sending changed files replaces only the MLflow runs whose content chang
 """
 
 import json
-from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,25 +13,11 @@ from demix.errors import DemixError, printable
 from demix.files import digest, read_json
 from demix.run.kept import config_fingerprint
 from demix.run.run import Run
-from demix.track.client import (
-    CONFIG,
-    HASH,
-    KEY,
-    LIVE,
-    RUN,
-    alone,
-    experiment_of,
-    live_tag,
-    log_points,
-    opened,
-    origin,
-    runs_with,
-)
+from demix.track.client import CONFIG, HASH, KEY, RUN, alone, experiment_of, log_points, opened, origin, runs_with
 from demix.track.records import Record, records
 
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput
-    from mlflow.entities import Run as MlflowRun
     from mlflow.tracking import MlflowClient
 
 
@@ -45,8 +30,8 @@ def track(run: Run, uri: str, experiment: str) -> str:
     `mlartifacts/` beside the database, and one process at a time writes. With another database, artifacts go to
     `mlartifacts/` beside the folder. A server chooses the place itself.
 
-    An MLflow run that a training began (`demix.track.live`) is completed if it has the first points of the training's
-    metrics, and else replaced. Deleted runs stay in MLflow's bin until `mlflow gc`. Times are those of the jobs.
+    An MLflow run that a training began (`demix.track.live`) is replaced, too. Deleted runs stay in MLflow's bin until
+    `mlflow gc`. Times are those of the jobs.
 
     Raises DemixError if files are missing or damaged, or if the tracking server does not answer.
     """
@@ -57,7 +42,7 @@ def track(run: Run, uri: str, experiment: str) -> str:
         try:
             experiment_id = experiment_of(client, uri, experiment, run.folder.resolve().parent)
             named = {RUN: run.name, CONFIG: config_fingerprint(run.config)}
-            counts = _send(client, experiment_id, named, parent, nested)
+            counts = _send(client, experiment_id, named, [parent, *nested])
         except store_errors as error:
             cause = str(error).strip().split("\n")[0]
             cure = "check tracking.uri and that the server is up, then rerun"
@@ -69,72 +54,49 @@ def track(run: Run, uri: str, experiment: str) -> str:
     return summary
 
 
-def _send(
-    client: "MlflowClient", experiment_id: str, named: dict[str, str], parent: Record, nested: list[Record]
-) -> dict[str, int]:
-    records = {record.key: record for record in (parent, *nested)}
-    wanted = {key: record.sha256() for key, record in records.items()}
-    counts = dict.fromkeys(("new", "replaced", "unchanged", "deleted"), 0)
-    kept: dict[str, MlflowRun] = {}
-    begun: dict[str, MlflowRun] = {}
+def _send(client: "MlflowClient", experiment_id: str, named: dict[str, str], records: list[Record]) -> dict[str, int]:
+    """Send the records, of which the first is the parent; return how many MLflow runs are new, replaced, …"""
+    from mlflow.entities import RunTag
+
+    wanted = {record.key: record.sha256() for record in records}
+    kept: dict[str, str] = {}
     outdated = set()
     for old in runs_with(client, experiment_id, {RUN: named[RUN]}):
-        key = old.data.tags.get(KEY, "")
-        # The hash is written last: an incomplete MLflow run has none and is created again.
-        if key in wanted and old.data.tags.get(HASH) == wanted[key] and key not in kept:
-            kept[key] = old
-        elif key in wanted and key not in begun and _has_first_points(old, records[key]):
-            begun[key] = old
+        key, run_id = old.data.tags.get(KEY, ""), old.info.run_id
+        # The hash is written last: an incomplete MLflow run has none and is made again.
+        if wanted.get(key) == old.data.tags.get(HASH, "none") and key not in kept:
+            kept[key] = run_id
         else:
-            client.delete_run(old.info.run_id)
+            client.delete_run(run_id)
             outdated.add(key)
-    # Trained again with the same results.
-    for key in begun.keys() & kept.keys():
-        client.delete_run(begun.pop(key).info.run_id)
-    counts["deleted"] = len(outdated - wanted.keys())
-    for record in (parent, *nested):
+    made = wanted.keys() - kept.keys()
+    for record in records:
         if record.key in kept:
-            counts["unchanged"] += 1
-            run_id = kept[record.key].info.run_id
-            for name, value in named.items() - kept[record.key].data.tags.items():
-                client.set_tag(run_id, name, value)
+            run_id = kept[record.key]
+            client.log_batch(run_id, tags=[RunTag(name, value) for name, value in named.items()])
         else:
-            counts["replaced" if record.key in outdated else "new"] += 1
-            # MLflow's page opens the rows below a run where one of them is of this type.
-            typed = {"mlflow.runType": "evaluation"} if record.kind == "evaluation" else {}
-            tags = {KEY: record.key, "demix.kind": record.kind, **typed, **origin(), **named}
-            run_id = _write(client, experiment_id, record, tags, wanted[record.key], begun.get(record.key))
-        if record is parent:
+            run_id = _write(client, experiment_id, record, named | {HASH: wanted[record.key]})
+        if record is records[0]:
             named = named | {"mlflow.parentRunId": run_id}
-    return counts
+    return {
+        "new": len(made - outdated),
+        "replaced": len(made & outdated),
+        "unchanged": len(kept),
+        "deleted": len(outdated - wanted.keys()),
+    }
 
 
-def _has_first_points(run: "MlflowRun", record: Record) -> bool:
-    number = (tag := run.data.tags.get(LIVE, "")).partition(" ")[0]
-    return number.isdecimal() and tag == live_tag(record.metrics[: int(number)])
-
-
-def _write(
-    client: "MlflowClient",
-    experiment_id: str,
-    record: Record,
-    tags: dict[str, str],
-    digest: str,
-    begun: "MlflowRun | None",
-) -> str:
-    from mlflow.entities import Param, RunTag
+def _write(client: "MlflowClient", experiment_id: str, record: Record, named: dict[str, str]) -> str:
+    """Make the MLflow run of a record, with the tags `named`; return its id."""
+    from mlflow.entities import Param
 
     begin, end = (int(1000 * time) for time in record.span)
-    run_id, sent = begun.info.run_id if begun else "", 0
-    if begun:
-        sent = int(begun.data.tags[LIVE].partition(" ")[0])
-        # If this is interrupted, the MLflow run is created again.
-        client.delete_tag(run_id, LIVE)
-    else:
-        run_id = client.create_run(experiment_id, start_time=begin, tags=tags, run_name=record.name).info.run_id
-    params = [Param(key, value) for key, value in record.params.items()]
-    named = [RunTag(name, value) for name, value in tags.items()] if begun else []
-    log_points(client, run_id, record.metrics[sent:], params=params, tags=named)
+    # MLflow's page opens the rows below a run where one of them is of this type.
+    typed = {"mlflow.runType": "evaluation"} if record.kind == "evaluation" else {}
+    tags = {KEY: record.key, "demix.kind": record.kind, **typed, **origin(), **named}
+    last = tags.pop(HASH)
+    run_id: str = client.create_run(experiment_id, start_time=begin, tags=tags, run_name=record.name).info.run_id
+    log_points(client, run_id, record.metrics, params=[Param(key, value) for key, value in record.params.items()])
     for path, folder in record.artifacts:
         client.log_artifact(run_id, str(path), folder or None)
     if record.table is not None:
@@ -142,10 +104,11 @@ def _write(
         texts = {name: object for name, kind in record.table.dtypes.items() if kind == "str"}
         client.log_table(run_id, record.table.astype(texts), "results.json")
     if record.kind == "pipeline":
-        client.log_text(run_id, _packages(), "environment.txt")
+        packages = sorted({f"{one.name}=={one.version}\n" for one in distributions()}, key=str.lower)
+        client.log_text(run_id, "".join(packages), "environment.txt")
     if record.datasets:
         client.log_inputs(run_id, [_dataset(domain, path) for domain, path in record.datasets.items()])
-    client.set_tag(run_id, HASH, digest)
+    client.set_tag(run_id, HASH, last)
     client.set_terminated(run_id, "FINISHED", end_time=end)
     return run_id
 
@@ -159,10 +122,3 @@ def _dataset(domain: str, card: Path) -> "DatasetInput":
     profile = json.dumps(counts, sort_keys=True)
     dataset = Dataset(domain, digest(counts)[:32], "local", source, profile=profile)
     return DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])
-
-
-@cache
-def _packages() -> str:
-    """All installed packages, in the format of `pip install -r`."""
-    found = {f"{package.name}=={package.version}" for package in distributions()}
-    return "".join(f"{line}\n" for line in sorted(found, key=str.lower))
