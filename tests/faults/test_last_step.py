@@ -12,8 +12,8 @@ import pytest
 
 from demix.files import read_json_lines
 from support.breaking import demix
-from support.tokens import write_tokens
-from support.training import TRAIN, shard_paths
+from support.tokens import TRAINING, write_tokens
+from support.training import ADAPT, TRAIN, novel_shards, shard_paths
 
 # Of every process of demix whose rank is that of the plan: the signal comes before the write with that number.
 HOOK = """
@@ -37,15 +37,24 @@ if plan := os.environ.get("KILL_AT"):
         sys.addaudithook(hook)
 """
 SETTINGS = replace(TRAIN, checkpoint_every=5, tokens=192 * 8, dev_blocks=2)
-# The arguments, and the rank to be killed: none, of one process.
-CASES = {"demix": (["train", "demix"], "none")}
+# The arguments, and the rank to be killed: none, of one process. A launcher writes nothing after the last step.
+CASES = {
+    "demix": (["train", "demix"], "none"),
+    "first": (["train", "demix", "--ranks", "2"], "0"),
+    "second": (["train", "demix", "--ranks", "2"], "1"),
+    "expert": (["train", "branched", "--expert", "scripture"], "none"),
+    "adapted": (["adapt"], "none"),
+}
 
 
 def run(words: list[str], tokens: Path, folder: Path) -> subprocess.CompletedProcess:
-    shards = shard_paths(tokens) + shard_paths(tokens, split="dev")
+    # Two ranks train a domain each.
+    shards, settings = shard_paths(tokens, TRAINING[:2]) + shard_paths(tokens, TRAINING[:2], "dev"), SETTINGS
+    if words == ["adapt"]:
+        shards, settings = [tokens / "dense" / "model", *novel_shards(tokens), *shards[2:]], ADAPT
     places = {"--output": "model", "--metrics": "metrics.jsonl", "--checkpoints": "checkpoints"}
     told = [word for option, name in places.items() for word in (option, folder / name)]
-    return demix(*words, *shards, "--settings", json.dumps(asdict(SETTINGS)), *told)
+    return demix(*words, *shards, "--settings", json.dumps(asdict(settings)), *told)
 
 
 def results(folder: Path) -> dict[str, object]:
@@ -59,7 +68,7 @@ def results(folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("number", [signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("case", CASES)
 def test_an_ended_training_is_never_lost(
     case: str, number: int, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -68,6 +77,7 @@ def test_an_ended_training_is_never_lost(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     write_tokens(tmp_path)
     words, rank = CASES[case]
+    assert run(["train", "dense"], tmp_path, tmp_path / "dense").returncode == 0
     assert run(words, tmp_path, tmp_path / "whole").returncode == 0
     wanted = results(tmp_path / "whole")
     (steps,) = (sum("loss" in row for row in rows) for name, rows in wanted.items() if "jsonl" in name)
@@ -86,4 +96,3 @@ def test_an_ended_training_is_never_lost(
         assert re.search(r"resuming at step \d+ of", again.stderr) or "steps of" not in again.stderr, again.stderr
         assert results(folder) == wanted, kill
     assert kill > 1
-    print(f"{case}: {kill} places of a kill")
