@@ -24,9 +24,9 @@ from demix.mix.logs import logsumexp
 from demix.model.continuations import MixedModel, mixture_of, text_scores
 from demix.model.decode import continuation, decoded, open_model, refuse_outside
 from demix.model.device import device_named
+from demix.model.directory import tokenizer_of
 from demix.model.gpt import GPT
 from demix.model.scoring import columns_of
-from demix.model.tokenizer import tokenizer_of
 from demix.progress import progress
 
 if TYPE_CHECKING:

@@ -23,10 +23,9 @@ from demix.evaluate.score import Scoring, score
 from demix.files import read_json, refuse_used, replacing, scratch, write_json
 from demix.launch.job import Places
 from demix.model.clusters import copy_clusters
-from demix.model.directory import describe, expert_lineage, expert_names, refuse_masked
+from demix.model.directory import copy_tokenizer, describe, expert_lineage, expert_names, refuse_masked, tokenizer_of
 from demix.model.experts import refuse_name
 from demix.model.manifest import Usual
-from demix.model.tokenizer import copy_tokenizer, tokenizer_of
 from demix.model.usual import usual_of, write_usual
 from demix.run.run import Run
 from demix.settings import settings_from

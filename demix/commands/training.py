@@ -136,7 +136,7 @@ def join_branches_of(
     metrics: Metrics,
 ) -> None:
     """Join experts that are whole models, each trained by itself, to one model."""
-    from demix.train.join import join_branches, join_metrics
+    from demix.model.merge import join_branches, join_metrics
 
     join_branches(branches, output)
     join_metrics([Path(path) for path in metrics_of.split(",")], metrics)

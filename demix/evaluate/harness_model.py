@@ -26,8 +26,7 @@ from demix.model.continuations import (
 )
 from demix.model.decode import generate, open_model, weights_of
 from demix.model.device import device_named
-from demix.model.directory import describe, load_experts
-from demix.model.tokenizer import tokenizer_of
+from demix.model.directory import describe, load_experts, tokenizer_of
 from demix.progress import progress
 
 # New tokens where a task does not say how many, as the harness has it for its own models.

@@ -26,11 +26,11 @@ from demix.evaluate.score_tables import tokens_sha256
 from demix.files import read_json, write_parquet
 from demix.mix.mixtures import Mixture
 from demix.mix.rules import History
-from demix.model.choices import load_without
 from demix.model.continuations import MixedModel
 from demix.model.decode import generate, log_prior_of
 from demix.model.device import own_device, set_threads
 from demix.model.directory import describe, expert_lineage, load_experts, refuse_other_tokenizer
+from demix.model.experts import load_without
 from demix.model.gpt import GPT
 from demix.model.merge import prior_weights
 from demix.progress import progress

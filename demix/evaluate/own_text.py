@@ -31,11 +31,10 @@ from demix.mix.mixtures import Mixture
 from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import Cluster, History, PriorAlone, Tempered
 from demix.model.clusters import clusters_of, has_clusters
-from demix.model.directory import CPU, expert_files, load_experts, refuse_masked
+from demix.model.directory import CPU, expert_files, load_experts, refuse_masked, tokenizer_of
 from demix.model.gpt import GPT
 from demix.model.manifest import Usual
 from demix.model.scoring import columns_of, trunk_log_probabilities
-from demix.model.tokenizer import tokenizer_of
 from demix.model.usual import usual_of
 from demix.progress import progress
 from demix.run.models import adapted as adapted_to

@@ -24,7 +24,6 @@ from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.score_tables import count_to_score, row_groups, tokens_sha256, write_scores, write_tokens
 from demix.files import digest, fsync, linked, read_parquet, replacing, write_parquet
-from demix.model.choices import load_without
 from demix.model.device import compute_type, own_device, set_threads
 from demix.model.directory import (
     describe,
@@ -34,6 +33,7 @@ from demix.model.directory import (
     refuse_other_tokenizer,
     whole_models,
 )
+from demix.model.experts import load_without
 from demix.model.gpt import GPT
 from demix.model.moe import MoELayer
 from demix.model.scoring import trunk_log_probabilities
@@ -53,7 +53,7 @@ class ScoredModel:
     """What is scored under one of several models: its folder of the models' folder, its columns, and on which shards.
 
     Without `experts`, each domain is scored under its own token. `context` and `top_k` are those of `score`. No token
-    chooses the expert `without` of a merged model (`demix.model.choices.load_without`).
+    chooses the expert `without` of a merged model (`demix.model.experts.load_without`).
     """
 
     model: Text

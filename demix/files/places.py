@@ -35,8 +35,11 @@ class MisplacedError(DemixError):
 
 
 def place_of(path: str | Path) -> str | None:
-    """The place in a run that `path` is, such as `tokens/law/dev.json`; None for a path that is none of a run's."""
-    whole = PurePath(os.path.abspath(path))
+    """The place in a run that `path` is, such as `tokens/law/dev.json`; None for a path that is none of a run's.
+
+    A folder in which something is being made (`replacing`) is where that is going to be.
+    """
+    whole = PurePath(*(part for part in PurePath(os.path.abspath(path)).parts if not part.startswith(".")))
     return next(("/".join(whole.parts[-n:]) for n, pattern in _LONGEST if whole.match(pattern)), None)
 
 

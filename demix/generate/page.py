@@ -19,8 +19,8 @@ from demix.files.json_files import without_nan
 from demix.generate.completions import MAX_TOKENS, Opened, by_expert_of, tokens_of
 from demix.model.clusters import has_clusters
 from demix.model.decode import decoded
+from demix.model.directory import tokenizer_of
 from demix.model.manifest import run_of
-from demix.model.tokenizer import tokenizer_of
 from demix.settings import Items, Text, settings
 
 # The characters of a text that are judged.

@@ -10,10 +10,9 @@ from rich.table import Table
 from demix.data.tokenizer import Tokenizer
 from demix.model.continuations import MixedModel
 from demix.model.decode import continuation, named_prior, weights_of
-from demix.model.directory import load_experts
+from demix.model.directory import load_experts, tokenizer_of
 from demix.model.filling import fillings
 from demix.model.scoring import columns_of
-from demix.model.tokenizer import tokenizer_of
 
 BAR = 40
 # A model may generate control codes, and these must not control the terminal.

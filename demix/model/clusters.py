@@ -100,7 +100,7 @@ def copy_clusters(source: Path, directory: Path) -> None:
             check_sha256(temporary / name, expected)
         about = {"clustering": found.name, "context": found.context, "temperature": found.temperature}
         for name, content in ((ROUTING, about), (DESCRIPTION, manifest)):
-            write_json(temporary / name, content, at=folder / name)
+            write_json(temporary / name, content)
 
 
 def _found(directory: Path) -> Clusters | None:

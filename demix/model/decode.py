@@ -23,11 +23,10 @@ from demix.errors import DemixError, nearest
 from demix.mix.mixtures import Stream
 from demix.model.clusters import clusters_of
 from demix.model.device import set_threads
-from demix.model.directory import CPU, load_experts
+from demix.model.directory import CPU, load_experts, tokenizer_of
 from demix.model.gpt import GPT
 from demix.model.manifest import run_of, tempered_of
 from demix.model.merge import parse_weights, prior_weights, sum_of
-from demix.model.tokenizer import tokenizer_of
 
 # Products of one token with a matrix of this many numbers take about a millisecond of one core.
 ALONE = 2**22

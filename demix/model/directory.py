@@ -9,6 +9,7 @@ owns its feedforwards alone.
 import hashlib
 import os
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 
+from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError, nearest
-from demix.files import REMAKE, opened, replacing, sha256_file, write_json
+from demix.files import REMAKE, digest, opened, read_json, replacing, sha256_file, write_json
 from demix.files.kinds import SAFETENSORS, check_file_kind
 from demix.model.gpt import GPT
 from demix.model.manifest import (
@@ -29,13 +31,16 @@ from demix.model.manifest import (
     is_expert_name,
     read_description,
     read_lineage,
+    run_of,
 )
 
 # Training moves a weight by at most about the learning rate at each step, so no training reaches this.
 LARGEST_WEIGHT = 1e6
 FLOATS = ("F64", "F32", "F16", "BF16")
 CPU = torch.device("cpu")
+TOKENIZER = "tokenizer.json"
 
+Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -76,6 +81,24 @@ def save_expert(
     _save(experts[expert], path)
     belongs = {"name": name, "sha256": sha256_file(path), "shared_sha256": describe(directory).shared_sha256}
     write_json(description, lineage | belongs)
+
+
+def save_model(
+    model: GPT,
+    output: Path,
+    description: dict[str, Any],
+    lineage: dict[str, Any],
+    tokenizer: Path | None,
+    card: str | None = None,
+) -> None:
+    """Write a model of one expert with its tokenizer to `output`, at once. README.md holds `card`."""
+    with replacing(output.resolve(), directory=True) as temporary:
+        save_shared(model, temporary, description)
+        copy_tokenizer(tokenizer, temporary)
+        (expert,) = model.experts
+        save_expert(model, expert, temporary, lineage)
+        if card is not None:
+            (temporary / "README.md").write_text(card, encoding="utf-8")
 
 
 def describe(directory: Path, *needed: str) -> ModelManifest:
@@ -196,23 +219,28 @@ def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) ->
     after. Raises DemixError, which names the file.
     """
     directory = Path(directory)
-    described = describe(directory)
     experts = expert_names(directory) if experts is None else tuple(experts)
     if not experts:
         raise DemixError(directory / "experts", "holds no expert", "train the model first")
-    lineages = {expert: expert_lineage(directory, expert) for expert in experts}
     model = blueprint(directory, experts)
-    of_shared, of_expert = shapes_of(model)
-    shared = load_weights(directory / "shared.safetensors", described.shared_sha256, of_shared)
-    own = {
-        expert: load_weights(expert_files(directory, expert)[1], lineage.sha256, of_expert)
-        for expert, lineage in lineages.items()
-    }
+    own = {expert: load_expert(directory, expert) for expert in experts}
     try:
-        model.load_state_dict(model.stacked(shared, own), assign=True)
+        model.load_state_dict(model.stacked(load_shared(directory), own), assign=True)
     except (RuntimeError, KeyError) as error:
         raise DemixError(directory, f"does not fit its model.json ({error})", "train the model again") from None
     return model
+
+
+def load_shared(directory: Path) -> Tensors:
+    """The tensors that the experts of the model in `directory` share. Raises DemixError as `load_weights` does."""
+    sha256 = describe(directory).shared_sha256
+    return load_weights(directory / "shared.safetensors", sha256, model_shapes(directory)[0])
+
+
+def load_expert(directory: Path, expert: str) -> Tensors:
+    """The tensors that an expert of the model in `directory` owns. Raises DemixError as `load_weights` does."""
+    lineage = expert_lineage(directory, expert)
+    return load_weights(expert_files(directory, expert)[1], lineage.sha256, model_shapes(directory)[1])
 
 
 def shapes_of(model: GPT) -> tuple[Shapes, Shapes]:
@@ -263,7 +291,7 @@ def check_values(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
             raise DemixError(path, cause, "train it again, or get it again")
 
 
-def load_weights(path: Path, sha256: str, shapes: Shapes) -> dict[str, torch.Tensor]:
+def load_weights(path: Path, sha256: str, shapes: Shapes) -> Tensors:
     """The tensors of a safetensors file.
 
     Raises DemixError unless the file has these shapes, this sha256 and usable values.
@@ -274,7 +302,7 @@ def load_weights(path: Path, sha256: str, shapes: Shapes) -> dict[str, torch.Ten
     return tensors
 
 
-def load_verified(path: Path, sha256: str) -> dict[str, torch.Tensor]:
+def load_verified(path: Path, sha256: str) -> Tensors:
     """The tensors of a safetensors file whose bytes have the given sha256. The file is read once.
 
     Raises DemixError if the file is missing, has another sha256 or is no safetensors file.
@@ -294,7 +322,7 @@ def load_verified(path: Path, sha256: str) -> dict[str, torch.Tensor]:
         raise DemixError(path, f"is not a safetensors file ({error})", REMAKE) from None
 
 
-def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+def save_tensors(tensors: Tensors, path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write contiguous copies of `tensors` to `path`. The write is not atomic: give a temporary name."""
     # safetensors writes a new file with the mode 0600; a file of Python's own has that of the umask.
     path.touch()
@@ -309,6 +337,39 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[st
         raise
 
 
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+def _save(tensors: Tensors, path: Path) -> None:
     with replacing(path) as temporary:
         save_tensors(tensors, temporary)
+
+
+def tokenizer_of(directory: Path, given: Path | None = None) -> tuple[Path, Tokenizer]:
+    """The tokenizer of the model in `directory`, and its file: `given`, or the one in the folder, or that of the run.
+
+    Raises DemixError if there is none, and for another tokenizer than the one that `model.json` records.
+    """
+    describe(directory)
+    path = given or tokenizer_path(directory)
+    if path is None or not path.is_file():
+        at_fault = path or Path(directory) / TOKENIZER
+        raise DemixError(at_fault, "is missing", "name the tokenizer.json of the model's run with --tokenizer")
+    encoder = Tokenizer.load(path)
+    refuse_other_tokenizer(directory, path, encoder.sha256, encoder.vocab_size)
+    return path, encoder
+
+
+def copy_tokenizer(source: Path | None, directory: Path) -> None:
+    """Copy the file `source` into the model directory `directory`, which can then be used alone.
+
+    Raises DemixError for another tokenizer than the one that `model.json` records. Without such a file nothing is
+    copied.
+    """
+    if source is not None and source.is_file():
+        refuse_other_tokenizer(directory, source, digest(read_json(source)))
+        with replacing(directory / TOKENIZER) as temporary:
+            shutil.copyfile(source, temporary)
+
+
+def tokenizer_path(directory: Path) -> Path | None:
+    """The tokenizer.json in the folder of a model, or that of its run; None without either."""
+    places = (Path(directory) / TOKENIZER, run_of(directory) / TOKENIZER)
+    return next((place for place in places if place.is_file()), None)

@@ -1,31 +1,55 @@
-"""The experts of a model directory: listing them, finding faults, adding and removing one."""
+"""The experts of a model directory: listing them, finding faults, adding and removing one.
 
+The experts among which the tokens of a merged model choose have no files of their own. Their feedforwards and their
+rows of the routers are stacked in every layer: those of an expert leave, or join as the other model has them, and all
+other rows stay. No router is solved or trained again.
+"""
+
+import dataclasses
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from demix.config.architecture import Architecture
+from demix.config.counts import parameters
 from demix.config.models import DENSE_EXPERT
 from demix.data.cluster import Clusterer
-from demix.errors import DemixError
+from demix.errors import DemixError, nearest
 from demix.files import check_sha256, digest, exclusive, read_json, replacing, write_json
 from demix.model import clusters
-from demix.model.choices import add_choice, remove_choice
 from demix.model.directory import (
+    blueprint,
     describe,
     expert_files,
     expert_lineage,
     expert_names,
-    load_weights,
-    model_shapes,
+    load_expert,
+    load_model,
+    load_shared,
     refuse_other_tokenizer,
+    save_expert,
     tensor_shapes,
     unknown_expert,
 )
-from demix.model.manifest import NO_NAME, ExpertManifest, is_expert_name, read_lineage
+from demix.model.gpt import GPT
+from demix.model.manifest import (
+    NO_NAME,
+    PENDING,
+    ExpertManifest,
+    ModelManifest,
+    RecordedChoice,
+    finish_change,
+    is_expert_name,
+    read_lineage,
+)
+from demix.model.merge import learned_of, single
 from demix.model.usual import usual_of, write_usual
 
 # `tokens` is a file beside the columns of a score table, `dense` the one expert of a dense model.
@@ -96,11 +120,10 @@ def _parents(lineage: ExpertManifest) -> str | None:
 def find_faults(directory: Path) -> list[DemixError]:
     """All faults of a model directory, at most one per file. Every byte is read."""
     try:
-        description, (shapes, _) = describe(directory), model_shapes(directory)
+        blueprint(directory, ("any",))
     except DemixError as error:
         return [error]
-    shared = directory / "shared.safetensors"
-    faults = [_raised(lambda: load_weights(shared, description.shared_sha256, shapes))]
+    faults = [_raised(lambda: load_shared(directory))]
     names = expert_names(directory)
     if not names:
         faults.append(DemixError(directory / "experts", "holds no expert", "add one, or train the model"))
@@ -109,7 +132,7 @@ def find_faults(directory: Path) -> list[DemixError]:
         faults.append(_raised(lambda: refuse_other_tokenizer(directory, tokenizer, digest(read_json(tokenizer)))))
     if (clusterer := directory / clusters.NAME).exists():
         faults.append(_raised(lambda: Clusterer.open(clusterer)))
-    known = {directory / name for name in ("model.json", "experts", LOCK, *BESIDE)} | {shared}
+    known = {directory / name for name in ("model.json", "shared.safetensors", "experts", LOCK, *BESIDE)}
     known |= {directory / "experts" / f"{name}{suffix}" for name in names for suffix in (".json", ".safetensors")}
     faults += [
         _stray(path) for path in sorted([*directory.glob("*"), *directory.glob("experts/*")]) if path not in known
@@ -127,12 +150,7 @@ def _stray(path: Path) -> DemixError:
 
 def expert_fault(directory: Path, name: str) -> DemixError | None:
     """The first fault of an expert of the model in `directory` (lineage, bytes, shapes, name), or None."""
-
-    def check() -> None:
-        _, weights = expert_files(directory, name)
-        load_weights(weights, expert_lineage(directory, name).sha256, model_shapes(directory)[1])
-
-    return _raised(check)
+    return _raised(lambda: load_expert(directory, name))
 
 
 def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
@@ -141,7 +159,7 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
     Raises DemixError if the two models differ in their trunk (shared weights, architecture, tokenizer), if the file is
     damaged, and if the name is taken, reserved or invalid. The description is written last, so that an interrupted copy
     leaves no expert. One process at a time changes the experts of a model. The experts of a merged model whose tokens
-    choose among them have no files of their own, and are named like those of other models (`choices.add_choice`).
+    choose among them have no files of their own, and are named like those of other models (`_add_choice`).
     """
     if source.suffix != ".safetensors" or source.parent.name != "experts":
         raise DemixError(source, "is no expert of a model", "give OTHER_MODEL/experts/NAME.safetensors")
@@ -150,12 +168,12 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
     if describe(directory).architecture.routed:
         refuse_other_trunk(directory, other, source)
         with changing(directory):
-            add_choice(directory, other, source.stem, name)
+            _add_choice(directory, other, source.stem, name)
             _forget(directory, DENSE_EXPERT)
         return name
     lineage = expert_lineage(other, source.stem)
     refuse_other_trunk(directory, other, source)
-    load_weights(source, lineage.sha256, model_shapes(directory)[1])
+    load_expert(other, source.stem)
     usual = usual_of(other).get(source.stem)
     description, weights = expert_files(directory, name)
     with changing(directory):
@@ -213,11 +231,11 @@ def remove_expert(directory: Path, name: str) -> None:
 
     Raises DemixError if the model has no such expert, and if the expert is the last one. The description is removed
     first, so that a listed expert never lacks its weights. Of a merged model whose tokens choose their experts an
-    expert is left out (`choices.remove_choice`).
+    expert is left out (`_remove_choice`).
     """
     if describe(directory).architecture.routed:
         with changing(directory):
-            remove_choice(directory, name)
+            _remove_choice(directory, name)
             _forget(directory, DENSE_EXPERT)
         return
     description, weights = expert_files(directory, name)
@@ -251,3 +269,130 @@ def _raised(check: Callable[[], object]) -> DemixError | None:
     except DemixError as error:
         return error
     return None
+
+
+class Choice(NamedTuple):
+    """An expert among which tokens choose: what its model records of it, and its rows of all stacked tensors."""
+
+    recorded: RecordedChoice
+    rows: dict[str, Tensor]
+
+
+def read_choices(directory: Path) -> dict[str, Choice]:
+    """The experts among which the tokens of the model in `directory` choose, in the order of the router's rows.
+
+    Raises DemixError for a damaged model, and for one that does not say whose experts these are.
+    """
+    described = describe(directory)
+    routed = described.architecture.routed
+    recorded = {one.expert: one for one in expert_lineage(directory, DENSE_EXPERT).choices} if routed else {}
+    if not routed or (len(recorded), 1) != (routed.experts, routed.every):
+        cause = "is no model that was merged of experts among which its tokens choose"
+        raise DemixError(directory, cause, "use one that `demix merge --routed` or a row of BTX made")
+    if described.kind == "merged" and not all(one.learned.content for one in recorded.values()):
+        raise DemixError(directory, "does not say what each of its experts has learned from", "merge it again")
+    stacked = {name: tensor.detach()[0] for name, tensor in load_model(directory).expert_tensors().items()}
+    return {
+        expert: Choice(one, {name: tensor[number] for name, tensor in stacked.items()})
+        for number, (expert, one) in enumerate(recorded.items())
+    }
+
+
+def _remove_choice(directory: Path, name: str) -> None:
+    """Leave the expert `name` out of every layer of the merged model in `directory`.
+
+    The expert's rows leave the routers, and the softmax is over the rows that are left. What shared weights have
+    learned from the expert's domain stays, as do averages of branches.
+
+    Raises DemixError if the model has no such expert, and if fewer than two experts would be left, or fewer than a
+    token chooses.
+    """
+    _write(directory, _rest(directory, name))
+
+
+def _add_choice(directory: Path, other: Path, expert: str, name: str) -> None:
+    """Add `expert` of the merged model in `other`, as `name`, to every layer of the merged model in `directory`.
+
+    Both have the same shared weights. The new rows stand where those of `other` do among experts that both have, else
+    behind all.
+
+    Raises DemixError for an expert that `other` lacks, a name that is taken, and if the routers of one model were
+    solved and those of the other trained.
+    """
+    own, theirs = read_choices(directory), read_choices(other)
+    new = _named(other, theirs, expert)
+    if name in own:
+        raise DemixError(f"expert {name}", f"is an expert of {directory} already", "give another name, or remove it")
+    if _solved(directory) != _solved(other):
+        solved, trained = (directory, other) if _solved(directory) else (other, directory)
+        cause = f"has trained routers, and those of {solved} were solved"
+        raise DemixError(trained, cause, "add an expert of a model that was made in the same way")
+    names = list(theirs)
+    behind = names[names.index(expert) + 1 :]
+    experts = list(own.items())
+    place = next((number for number, (one, _) in enumerate(experts) if one in behind), len(experts))
+    experts.insert(place, (name, new))
+    _write(directory, dict(experts))
+
+
+def load_without(directory: Path, name: str) -> GPT:
+    """The merged model in `directory` as `_remove_choice` leaves it, whose files stay as they are.
+
+    Raises DemixError as `_remove_choice` does.
+    """
+    return _with_choices(directory, _rest(directory, name))
+
+
+def _rest(directory: Path, name: str) -> dict[str, Choice]:
+    """The experts of the merged model in `directory` but `name`."""
+    own = read_choices(directory)
+    gone = _named(directory, own, name)
+    routed = describe(directory).architecture.routed
+    top_k = routed.top_k if routed else 0
+    if len(own) - 1 < max(2, top_k):
+        cause = f"is one of {len(own)} experts, among which each token chooses {top_k}"
+        raise DemixError(f"expert {name}", cause, "keep it, or delete the model's folder")
+    return {expert: one for expert, one in own.items() if one is not gone}
+
+
+def _named(directory: Path, choices: Mapping[str, Choice], name: str) -> Choice:
+    if name not in choices:
+        cause = f"is none among which tokens of {directory} choose"
+        raise DemixError(f"expert {name}", cause, nearest(name, choices, "give the name of one"))
+    return choices[name]
+
+
+def _solved(directory: Path) -> bool:
+    """Whether the routers of the merged model in `directory` were solved from text, and not trained since."""
+    return expert_lineage(directory, DENSE_EXPERT).router is not None
+
+
+def _with_choices(directory: Path, choices: Mapping[str, Choice]) -> GPT:
+    """The merged model in `directory` with the experts `choices`."""
+    described, rows = describe(directory), [one.rows for one in choices.values()]
+    own = {name: torch.stack([of_expert[name] for of_expert in rows]) for name in rows[0]}
+    return single(_architecture(described, len(rows)), described, load_shared(directory), own)
+
+
+def _architecture(described: ModelManifest, experts: int) -> Architecture:
+    """The architecture of the merged model that is so `described`, with so many experts."""
+    architecture = described.architecture
+    routed = architecture.merged_routed(experts).routed if described.kind == "merged" else architecture.routed
+    assert routed is not None
+    return dataclasses.replace(architecture, routed=dataclasses.replace(routed, experts=experts))
+
+
+def _write(directory: Path, choices: Mapping[str, Choice]) -> None:
+    """Make `choices` the experts of the merged model in `directory`; the caller holds its lock."""
+    described, lineage = describe(directory), expert_lineage(directory, DENSE_EXPERT).content
+    model = _with_choices(directory, choices)
+    own = parameters(model.architecture, model.vocab_size)[1]
+    manifest = described.content | {"architecture": model.architecture.described, "expert_parameters": own}
+    lineage["choices"] = [one.recorded.content | {"expert": name} for name, one in choices.items()]
+    if described.kind == "merged":
+        lineage |= learned_of([one.recorded.learned for one in choices.values()])
+    # A kill before the folder has its name leaves the model as it was; after that `finish_change` ends the change.
+    with replacing(directory / PENDING, directory=True) as folder:
+        save_expert(model, DENSE_EXPERT, directory, lineage, output=folder)
+        write_json(folder / "model.json", manifest)
+    finish_change(directory)

@@ -23,6 +23,7 @@ from demix.model.directory import (
     load_model,
     refuse_routed,
     save_tensors,
+    tokenizer_of,
     whole_models,
 )
 from demix.model.format import Format
@@ -30,7 +31,6 @@ from demix.model.formats import FORMATS
 from demix.model.gpt import GPT
 from demix.model.import_hf import KEPT, KEPT_IN
 from demix.model.manifest import MOST_BYTES, tempered_of
-from demix.model.tokenizer import tokenizer_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

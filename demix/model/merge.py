@@ -1,29 +1,40 @@
-"""Averaging the parameters of experts into one dense model, as Branch-Train-Merge does instead of mixing outputs."""
+"""One model of several: the average of experts, as in Branch-Train-Merge, and branches that join."""
 
 import math
-import shutil
-from collections.abc import Collection, Mapping
-from functools import reduce
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, harmonic_mean
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
+from demix.config.architecture import Architecture
+from demix.config.models import DENSE_EXPERT
 from demix.errors import DemixError, nearest
-from demix.files import read_parquet, refuse_used, replacing, sha256_file, write_json
+from demix.files import read_json_lines, read_parquet, refuse_used, replacing, write_json_lines
 from demix.model.directory import (
+    Tensors,
+    blueprint,
+    copy_tokenizer,
     describe,
     expert_files,
     expert_lineage,
-    load_weights,
-    model_shapes,
+    expert_names,
+    load_expert,
+    load_model,
+    load_shared,
     refuse_routed,
-    save_tensors,
+    save_expert,
+    save_model,
+    save_shared,
+    tokenizer_path,
     whole_models,
 )
-from demix.model.manifest import ExpertManifest, Learned
-from demix.model.tokenizer import copy_tokenizer, tokenizer_path
+from demix.model.gpt import GPT
+from demix.model.manifest import ExpertManifest, Learned, ModelManifest
+
+# What each branch counts for itself.
+OWN = ("tokens", "tokens_branch", "data_sha256")
 
 
 def merge_experts(
@@ -31,98 +42,119 @@ def merge_experts(
 ) -> None:
     """Write a model to `output` whose one expert `dense` is the average of the experts of `directory` by `weights`.
 
-    Averages are computed in float64 and cast to the type of the experts. The shared weights and the tokenizer are
-    copied. The tokens are those of `learned_of`. README.md holds `card` (`demix.report.card.merged_card`). Raises
-    DemixError for weights that are negative or do not sum to 1, for an unknown expert, and for an `output` that is not
-    empty, unless it may be made `again`.
+    The tokens are those of `learned_of`. README.md holds `card` (`demix.report.card.merged_card`). Raises DemixError as
+    `averaged` does, and for an `output` that is not empty, unless it may be made `again`.
     """
     if not again:
         refuse_used(output)
-    described = describe(directory)
-    load_weights(directory / "shared.safetensors", described.shared_sha256, model_shapes(directory)[0])
-    merged, parents = averaged(directory, weights)
-    origins = origins_of(weights, parents)
-    learned, seeds = learned_of(parents.values())
+    model, described = averaged(directory, weights), describe(directory)
+    parents = parents_of(directory, weights)
+    learned = learned_of(parents.values())
     description = described.content | {"kind": "merged"}
     if whole_models(directory):
         # They share nothing, so nothing is left of the experts without a weight.
-        description |= learned_by(learned, seeds)
-    write_merged(directory, description, merged, {"parents": origins, "seeds": seeds} | learned, output, card)
+        description |= learned_by(learned)
+    lineage = learned | {
+        "parent": None,
+        "parents": origins_of(weights, parents),
+        "tokenizer_sha256": described.tokenizer_sha256,
+    }
+    save_model(model, output, description, lineage, tokenizer_path(directory), card)
 
 
-def write_merged(
-    directory: Path,
-    description: Mapping[str, Any],
-    merged: dict[str, torch.Tensor],
-    lineage: Mapping[str, Any],
-    output: Path,
-    card: str | None,
-    shared: dict[str, torch.Tensor] | None = None,
-) -> None:
-    """Write the model of one expert `dense`, with the tensors `merged`, that was made of the model in `directory`.
+def averaged(directory: Path, weights: Mapping[str, float], name: str = DENSE_EXPERT) -> GPT:
+    """The model in `directory` with one expert, called `name`: the average of its experts by `weights`.
 
-    The tokenizer is copied, and so are the shared weights, unless there are others, `shared`. `lineage` says what the
-    expert was made of.
-    """
-    tokenizer = tokenizer_path(directory)
-    with replacing(output.resolve(), directory=True) as temporary:
-        beside = temporary / "shared.safetensors"
-        if shared is None:
-            shutil.copyfile(directory / beside.name, beside)
-        else:
-            save_tensors(shared, beside)
-            description = {**description, "shared_sha256": sha256_file(beside)}
-        write_json(temporary / "model.json", dict(description), at=output / "model.json")
-        copy_tokenizer(tokenizer, temporary)
-        if card is not None:
-            (temporary / "README.md").write_text(card, encoding="utf-8")
-        (temporary / "experts").mkdir()
-        path = temporary / "experts" / "dense.safetensors"
-        save_tensors(merged, path)
-        belongs = {
-            "name": "dense",
-            "parent": None,
-            "tokenizer_sha256": description.get("tokenizer_sha256"),
-            "shared_sha256": description["shared_sha256"],
-            "sha256": sha256_file(path),
-        }
-        write_json(path.with_suffix(".json"), {**lineage, **belongs}, at=output / "experts" / "dense.json")
-
-
-def averaged(
-    directory: Path, weights: Mapping[str, float]
-) -> tuple[dict[str, torch.Tensor], dict[str, ExpertManifest]]:
-    """The average of what the experts of `directory` own, by `weights`, and the descriptions of these experts.
-
-    Averages are computed in float64 and cast to the type of the experts; one tensor of each expert is in memory at a
-    time. Raises DemixError for weights that are negative or do not sum to 1, and for an unknown or damaged expert.
+    Averages are computed in float64 and cast to the type of the experts; one expert is in memory at a time. Raises
+    DemixError for weights that are negative or do not sum to 1, and for an unknown or damaged expert.
     """
     refuse_routed(directory, "have no average")
     refuse_weights(weights)
-    # Zero times an infinite parameter would be NaN, so an expert with weight zero is left out.
-    parents = {name: expert_lineage(directory, name) for name, weight in weights.items() if weight}
-    files = {name: expert_files(directory, name)[1] for name in parents}
-    shapes = model_shapes(directory)[1]
-    for name, path in files.items():
-        load_weights(path, parents[name].sha256, shapes)
-
-    def weighted(name: str, key: str) -> torch.Tensor:
-        with safe_open(files[name], "pt") as file:
-            tensor: torch.Tensor = file.get_tensor(key)
-        return weights[name] * tensor.double()
-
-    with safe_open(next(iter(files.values())), "pt") as first:
-        types = {key: first.get_tensor(key).dtype for key in first.keys()}  # noqa: SIM118
+    parents, model = parents_of(directory, weights), blueprint(directory, (name,))
+    own: Tensors = {}
+    total: Tensors = {}
     # Neither the order of the experts nor their names change a bit.
-    order = sorted(files, key=lambda name: (parents[name].sha256, weights[name]))
-    tensors = {
-        key: reduce(torch.Tensor.add_, (weighted(name, key) for name in order)).to(dtype)
-        for key, dtype in types.items()
+    for expert in sorted(parents, key=lambda expert: (parents[expert].sha256, weights[expert])):
+        own = load_expert(directory, expert)
+        for key, tensor in own.items():
+            part = weights[expert] * tensor.double()
+            total[key] = total[key].add_(part) if key in total else part
+    average = {key: total[key].to(tensor.dtype) for key, tensor in own.items()}
+    model.load_state_dict(model.stacked(load_shared(directory), {name: average}), assign=True)
+    return model
+
+
+def single(architecture: Architecture, about: GPT | ModelManifest, shared: Tensors, own: Tensors) -> GPT:
+    """The model of one expert `dense` with the tensors `own` and `shared`, and with the vocabulary of `about`."""
+    with torch.device("meta"):
+        model = GPT(architecture, about.vocab_size, (DENSE_EXPERT,), end_of_text=about.end_of_text)
+    model.load_state_dict(model.stacked(shared, {DENSE_EXPERT: own}), assign=True)
+    return model
+
+
+def join_branches(branches: Sequence[Path], output: Path) -> None:
+    """Make one model directory `output` of the models in `branches`, each with one expert that is a whole model.
+
+    The tokens of a seed phase count once. Raises DemixError if a branch is damaged, differs from the first in more than
+    its data, or has an expert of its name.
+    """
+    first, *others = descriptions = [describe(branch).content for branch in branches]
+    for branch, other in zip(branches[1:], others, strict=True):
+        for key in sorted((first.keys() | other.keys()) - {*OWN}):
+            if first.get(key) != other.get(key):
+                cause = f"has {key} {other.get(key)} where {branches[0]} has {first.get(key)}"
+                raise DemixError(branch / "model.json", cause, "train all experts with the same settings")
+    seed = first.get("tokens_seed", 0)
+    branched = sum(one["tokens"] - seed for one in descriptions)
+    whole = first | {
+        "tokens": seed + branched,
+        "data_sha256": {name: sha256 for one in descriptions for name, sha256 in one["data_sha256"].items()},
     }
-    return tensors, parents
+    whole |= {"tokens_branch": branched} if "tokens_branch" in first else {}
+    with replacing(output, directory=True) as temporary:
+        save_shared(load_model(branches[0]), temporary, whole)
+        copy_tokenizer(tokenizer_path(branches[0]), temporary)
+        for branch in branches:
+            for name in expert_names(branch):
+                if expert_files(temporary, name)[0].exists():
+                    raise DemixError(branch, f"has an expert {name}, as a branch before it", "name each branch once")
+                save_expert(load_model(branch, (name,)), name, temporary, expert_lineage(branch, name).content)
 
 
-def learned_of(experts: Collection[Learned]) -> tuple[dict[str, Any], dict[str, int]]:
+def join_metrics(metrics: Sequence[Path], output: Path) -> None:
+    """Write the metrics of several trainings with the same steps as those of one, in `output`.
+
+    Tokens are the sum over the trainings, those of a seed phase once. A loss is the mean over the trainings, and the
+    tokens per second are those of one process that takes the trainings in turn. Norms of gradients stay with their
+    trainings. Raises DemixError if the steps differ.
+    """
+    parts = [read_json_lines(path) for path in metrics]
+    for path, rows in zip(metrics, parts, strict=True):
+        if [row["step"] for row in rows] != [row["step"] for row in parts[0]]:
+            raise DemixError(path, f"has other steps than {metrics[0]}", "train all experts with the same settings")
+    begun = next((row["tokens"] for row in parts[0] if "branched_from" in row), 0)
+    write_json_lines(output, [_joined(rows, begun) for rows in zip(*parts, strict=True)])
+
+
+def _joined(rows: Sequence[Mapping[str, Any]], begun: int) -> dict[str, Any]:
+    """One row of the rows that several trainings have for the same event, where `begun` is the seed's tokens."""
+    joined = {key: value for row in rows for key, value in row.items() if key not in ("gradient_norm", "loss_scale")}
+    joined["tokens"] = begun + sum(row["tokens"] - begun for row in rows)
+    joined |= {key: fmean(row[key] for row in rows) for key in ("loss", "dev_loss") if key in joined}
+    if "tokens_per_second" in joined:
+        joined["tokens_per_second"] = harmonic_mean([row["tokens_per_second"] for row in rows])
+    if "synced_bytes" in joined:
+        joined["synced_bytes"] = sum(row["synced_bytes"] for row in rows)
+    return joined
+
+
+def parents_of(directory: Path, weights: Mapping[str, float]) -> dict[str, ExpertManifest]:
+    """The descriptions of the experts of the model in `directory` that have a weight."""
+    # Zero times an infinite parameter would be NaN, so an expert with weight zero is left out.
+    return {name: expert_lineage(directory, name) for name, weight in weights.items() if weight}
+
+
+def learned_of(experts: Collection[Learned]) -> dict[str, Any]:
     """The steps, tokens and data of several `experts` together, and the tokens of their seeds by sha256.
 
     A seed that several of them began with counts once.
@@ -133,13 +165,14 @@ def learned_of(experts: Collection[Learned]) -> tuple[dict[str, Any], dict[str, 
         "steps": max(one.steps or 0 for one in experts),
         "tokens": sum(seeds.values()) + own,
         "data_sha256": {domain: sha256 for one in experts for domain, sha256 in one.data_sha256.items()},
-    }, seeds
+        "seeds": seeds,
+    }
 
 
-def learned_by(learned: Mapping[str, Any], seeds: Mapping[str, int]) -> dict[str, Any]:
+def learned_by(learned: Mapping[str, Any]) -> dict[str, Any]:
     """What `learned_of` says of whole models, as the description of a model that was made of these alone."""
-    seeded = sum(seeds.values())
-    return {**learned, "tokens_seed": seeded, "tokens_branch": learned["tokens"] - seeded}
+    seeded, own = sum(learned["seeds"].values()), {key: learned[key] for key in ("steps", "tokens", "data_sha256")}
+    return own | {"tokens_seed": seeded, "tokens_branch": own["tokens"] - seeded}
 
 
 def origins_of(weights: Mapping[str, float], parents: Mapping[str, ExpertManifest]) -> dict[str, dict[str, Any]]:

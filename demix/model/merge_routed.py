@@ -1,16 +1,14 @@
 """Merging domain experts, without training, into one model whose tokens choose among them in every layer."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from demix.config.architecture import Architecture
 from demix.config.counts import parameters
 from demix.config.models import DENSE_EXPERT
 from demix.data.shards import TokenShard, blocks
@@ -18,19 +16,23 @@ from demix.errors import DemixError
 from demix.files import read_json, refuse_used
 from demix.model.device import own_device
 from demix.model.directory import (
+    Tensors,
     describe,
     expert_files,
     expert_lineage,
     expert_names,
+    load_expert,
     load_model,
     refuse_masked,
     refuse_other_tokenizer,
     refuse_routed,
+    save_model,
+    tokenizer_path,
     whole_models,
 )
 from demix.model.gpt import GPT, seeing
 from demix.model.manifest import Branched, run_of
-from demix.model.merge import averaged, learned_by, learned_of, write_merged
+from demix.model.merge import averaged, learned_by, learned_of, single
 from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, log_probabilities
 
 # Blocks of each domain's dev split from which routers are solved. The blocks behind these choose among the
@@ -72,70 +74,56 @@ def merge_routed(
     if not again:
         refuse_used(output)
     _refuse_unmergeable(directory, shards)
+    anchored, described = learned_anchored(directory), describe(directory)
+    model, lineage = (_anchored if anchored else _by_ridge)(directory, shards)
     parents = {expert: expert_lineage(directory, expert) for expert in shards}
-    found = _anchored(directory, tuple(shards)) if learned_anchored(directory) else _by_ridge(directory, shards)
-    architecture, described = found.architecture, describe(directory)
-    learned, seeds = learned_of(parents.values())
-    shared_parameters, expert_parameters = parameters(architecture, described.vocab_size)
+    learned = learned_of(parents.values())
+    shared_parameters, expert_parameters = parameters(model.architecture, model.vocab_size)
     description = described.content | {
         "kind": "merged",
-        "architecture": architecture.described,
         "shared_parameters": shared_parameters,
         "expert_parameters": expert_parameters,
     }
-    if found.shared is not None:
-        description |= {"expert_scope": "feedforward", **learned_by(learned, seeds)}
-    lineage = learned | found.lineage | {"seeds": seeds}
+    if whole_models(directory):
+        description |= {"expert_scope": "feedforward", **learned_by(learned)}
+    lineage |= learned | {"parent": None, "tokenizer_sha256": described.tokenizer_sha256}
     lineage["choices"] += [
         {
             "expert": expert,
             "sha256": parents[expert].sha256,
-            "data_sha256": read_json(path.with_suffix(".json"))["sha256"] if "router" in lineage else None,
+            "data_sha256": None if anchored else read_json(path.with_suffix(".json"))["sha256"],
             "learned": {key: value for key, value in parents[expert].content.items() if key in LEARNED},
         }
         for expert, path in shards.items()
     ]
-    write_merged(directory, description, found.experts, lineage, output, card, found.shared)
+    save_model(model, output, description, lineage, tokenizer_path(directory), card)
 
 
-class _Merge(NamedTuple):
-    """The tensors of merged experts by name, and those that they share, unless these are as they were before.
-
-    `lineage` says how routers were solved, if they were, and has the `choices` before those of domains.
-    """
-
-    architecture: Architecture
-    experts: dict[str, Tensor]
-    shared: dict[str, Tensor] | None
-    lineage: dict[str, Any]
-
-
-def _by_ridge(directory: Path, shards: Mapping[str, Path]) -> _Merge:
-    """The merge of experts whose routers are solved from their text."""
+def _by_ridge(directory: Path, shards: Mapping[str, Path]) -> tuple[GPT, dict[str, Any]]:
+    """The merge of experts whose routers are solved from their text, and how they were."""
     texts = {expert: _opened(directory, expert, path) for expert, path in shards.items()}
     model = joint(directory, tuple(shards)).to(own_device()).requires_grad_(False)
     kept = {
         name: moments(model.only(name), text, _parted(text, model.architecture.context)[0])
         for name, text in texts.items()
     }
-    architecture = model.architecture.merged_routed(len(shards))
-    merged = {name: parameter.detach() for name, parameter in model.expert_tensors().items()}
+    own: Tensors = dict(model.expert_tensors())
     routers = {choice: routers_of(kept, *choice) for choice in product(PENALTIES, FACTORS)}
-    chosen = _least_loss(architecture, model, merged, routers, texts)
-    for number, router in enumerate(routers[chosen]):
-        merged[f"blocks.{number}.feedforward.router"] = router.to(model.token_embedding.dtype)
-    shared = {name: parameter.detach() for name, parameter in model.shared_tensors().items()}
-    lineage = {"choices": [], "router": dict(zip(("penalty", "factor"), chosen, strict=True))}
-    return _Merge(architecture, merged, shared if whole_models(directory) else None, lineage)
+    blank = model.token_embedding.new_zeros(len(shards), model.architecture.width)
+    own |= {f"blocks.{number}.feedforward.router": blank.clone() for number in range(model.architecture.layers)}
+    merged = single(model.architecture.merged_routed(len(shards)), model, dict(model.shared_tensors()), own)
+    chosen = _least_loss(merged.requires_grad_(False), routers, texts)
+    _set_routers(merged, routers[chosen])
+    return merged, {"choices": [], "router": dict(zip(("penalty", "factor"), chosen, strict=True))}
 
 
-def _anchored(directory: Path, experts: tuple[str, ...]) -> _Merge:
+def _anchored(directory: Path, experts: Iterable[str]) -> tuple[GPT, dict[str, Any]]:
     """The merge of experts with their anchor: feedforwards and rows of routers as they are, the anchor's first.
 
-    Nothing is trained jointly (FlexOlmo, Shi et al. 2025, arXiv 2507.07024). Raises DemixError where two experts have
-    other shared weights, or another anchor.
+    Nothing is trained jointly (FlexOlmo, Shi et al. 2025, arXiv 2507.07024). With it comes what the lineage says of the
+    anchor. Raises DemixError where two experts have other shared weights, or another anchor.
     """
-    shared: dict[str, Tensor] = {}
+    shared: Tensors = {}
     stacks: dict[str, list[Tensor]] = {}
     for expert in experts:
         model = load_model(directory, (expert,))
@@ -148,15 +136,16 @@ def _anchored(directory: Path, experts: tuple[str, ...]) -> _Merge:
             else:
                 same = torch.equal(tensor, shared.setdefault(name, tensor))
             if not same:
-                cause = f"has another {name} than that of {experts[0]}, beside what both have learned"
+                cause = f"has another {name} than those before it, beside what they have learned"
                 raise DemixError(expert_files(directory, expert)[1], cause, "merge experts of one parent")
-    merged = {name: torch.cat(stack) for name, stack in stacks.items()}
-    begun = describe(directory).parent
-    parent = begun.state_sha256 if isinstance(begun, Branched) else None
+    described = describe(directory)
+    stacked = {name: torch.cat(stack) for name, stack in stacks.items()}
+    choices = len(next(iter(stacked.values())))
+    merged = single(described.architecture.merged_routed(choices), described, shared, stacked)
+    parent = described.parent.state_sha256 if isinstance(described.parent, Branched) else None
     # What the anchor has learned from is among the seeds of each expert.
     nothing = {"steps": 0, "tokens": 0, "data_sha256": {}, "seeds": {}}
-    lineage = {"choices": [{"expert": DENSE_EXPERT, "sha256": parent, "data_sha256": None, "learned": nothing}]}
-    return _Merge(model.architecture.merged_routed(len(experts) + 1), merged, shared, lineage)
+    return merged, {"choices": [{"expert": DENSE_EXPERT, "sha256": parent, "data_sha256": None, "learned": nothing}]}
 
 
 def learned_anchored(directory: Path) -> bool:
@@ -172,16 +161,11 @@ def joint(directory: Path, experts: tuple[str, ...]) -> GPT:
     """
     if not whole_models(directory):
         return load_model(directory, experts)
-    average, _ = averaged(directory, dict.fromkeys(experts, 1 / len(experts)))
-    described = describe(directory)
+    average, described = averaged(directory, dict.fromkeys(experts, 1 / len(experts))), describe(directory)
     with torch.device("meta"):
         model = GPT(described.architecture, described.vocab_size, experts, end_of_text=described.end_of_text)
-    shared = {name: tensor for name, tensor in average.items() if not model.owned(name)}
-    own = {}
-    for expert in experts:
-        # `averaged` has checked the file.
-        with safe_open(expert_files(directory, expert)[1], "pt") as file:
-            own[expert] = {name: file.get_tensor(name) for name in average if model.owned(name)}
+    own = {expert: {n: t for n, t in load_expert(directory, expert).items() if model.owned(n)} for expert in experts}
+    shared = {name: parameter.detach() for name, parameter in average.named_parameters() if not model.owned(name)}
     model.load_state_dict(model.stacked(shared, own), assign=True)
     return model
 
@@ -248,40 +232,29 @@ def _parted(shard: TokenShard, length: int) -> tuple[int, int]:
 
 
 def _least_loss(
-    architecture: Architecture,
-    model: GPT,
-    merged: Mapping[str, Tensor],
-    routers: Mapping[tuple[float, float], Tensor],
-    texts: Mapping[str, TokenShard],
+    model: GPT, routers: Mapping[tuple[float, float], Tensor], texts: Mapping[str, TokenShard]
 ) -> tuple[float, float]:
-    """The key of those of `routers` by which the merged model has the least mean loss, each domain counting once.
-
-    `merged` are the tensors of its experts by name, as `model` has them.
-    """
-    device, length = model.token_embedding.device, architecture.context
-    with torch.device(device):
-        whole = GPT(architecture, model.vocab_size, (DENSE_EXPERT,), end_of_text=model.end_of_text)
-        whole.requires_grad_(False)
-    whole = whole.to(model.token_embedding.dtype)
-    own = {name: tensor[None] for name, tensor in merged.items()}
+    """The key of those of `routers` by which the merged `model` has the least mean loss, each domain counting once."""
+    length = model.architecture.context
     parts = {name: _parted(shard, length) for name, shard in texts.items()}
     cuts = [
         blocks(texts[name], length, end * length, min(start, end - 1) * length) for name, (start, end) in parts.items()
     ]
-    rows = [whole.get_parameter(f"blocks.{number}.feedforward.router") for number in range(architecture.layers)]
-    with torch.no_grad():
-        for name, tensor in (model.shared_tensors() | own).items():
-            whole.get_parameter(name).copy_(tensor)
     losses = {}
     for choice, solution in routers.items():
-        for row, router in zip(rows, solution, strict=True):
-            row.copy_(router)
-        losses[choice] = -math.fsum(float(log_probabilities(whole, *cut).mean()) for cut in cuts) / len(cuts)
+        _set_routers(model, solution)
+        losses[choice] = -math.fsum(float(log_probabilities(model, *cut).mean()) for cut in cuts) / len(cuts)
     # A comparison with NaN is false.
     finite = {choice: loss for choice, loss in losses.items() if math.isfinite(loss)}
     if not finite:
         raise DemixError("model", "gives tokens no finite log-probability by any router", "train its experts again")
     return min(finite, key=finite.__getitem__)
+
+
+def _set_routers(model: GPT, routers: Tensor) -> None:
+    """Give `model` the `routers` [layers, E, D]."""
+    for number, router in enumerate(routers):
+        model.get_parameter(f"blocks.{number}.feedforward.router").copy_(router)
 
 
 def _refuse_unmergeable(directory: Path, shards: Mapping[str, Path]) -> None:

@@ -138,7 +138,7 @@ def _merged_card(directory: Path, name: str, weights: Mapping[str, float]) -> st
     """The card of the model `name` made of experts: averaged by `weights`, or merged-routed without any."""
     about, experts = describe(directory).content, [*weights] or expert_names(directory)
     parents = {expert: expert_lineage(directory, expert) for expert in experts}
-    learned, seeds = learned_of(parents.values())
+    learned = learned_of(parents.values())
     anchored = learned_anchored(directory) if not weights else 0
     return _card(
         "merged",
@@ -155,7 +155,7 @@ def _merged_card(directory: Path, name: str, weights: Mapping[str, float]) -> st
             (expert, *([f"{weights[expert]:.4f}"] if weights else []), f"{one.tokens or 0:,}", one.sha256[:12])
             for expert, one in parents.items()
         ],
-        together=learned["tokens"] if any(seeds.values()) else 0,
+        together=learned["tokens"] if any(learned["seeds"].values()) else 0,
     )
 
 

@@ -18,6 +18,7 @@ from demix.files import fingerprint, read_json, write_json_lines
 from demix.launch.job import Places
 from demix.model.device import set_threads
 from demix.model.directory import (
+    copy_tokenizer,
     describe,
     expert_lineage,
     load_model,
@@ -25,12 +26,12 @@ from demix.model.directory import (
     refuse_routed,
     save_expert,
     save_shared,
+    tokenizer_path,
     whole_models,
 )
 from demix.model.experts import changing
 from demix.model.gpt import GPT
-from demix.model.merge import averaged, origins_of
-from demix.model.tokenizer import copy_tokenizer, tokenizer_path
+from demix.model.merge import averaged, origins_of, parents_of
 from demix.run.placement import place_experts
 from demix.settings import Positive, Seed, settings
 from demix.train.batches import balanced_batches, open_shards
@@ -146,9 +147,9 @@ def _new_expert(directory: Path, domain: str, chosen: Mapping[str, Any], init: s
     init = init or ("average" if whole_models(directory) else "parent")
     parent = chosen["parent"]
     log.info("%s: %s, likeliest expert %s (posterior %.3f)", domain, init, parent, chosen["parent_prior"])
-    average, origin = None, {**chosen}
+    origin = {**chosen}
     if init == "average":
-        average, parents = averaged(directory, chosen["priors"])
+        parents = parents_of(directory, chosen["priors"])
         origin |= {"parent": None, "parents": origins_of(chosen["priors"], parents)}
         # That of one parent. The weights say it of all.
         del origin["parent_prior"]
@@ -156,10 +157,8 @@ def _new_expert(directory: Path, domain: str, chosen: Mapping[str, Any], init: s
         origin |= {"parent_sha256": expert_lineage(directory, parent).sha256}
 
     def begin() -> GPT:
-        model = load_model(directory, (parent,))
-        if average is not None:
-            shared = {name: tensor.detach() for name, tensor in model.shared_tensors().items()}
-            model.load_state_dict(model.stacked(shared, {parent: average}))
+        own = init == "parent"
+        model = load_model(directory, (parent,)) if own else averaged(directory, chosen["priors"], parent)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(model.owned(name))
         return model

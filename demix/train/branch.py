@@ -119,7 +119,7 @@ def keep_seed(checkpoint: Path, output: Path, identity: Mapping[str, Any]) -> No
     with replacing(output, directory=True) as temporary:
         for name in sha256:
             linked(checkpoint / name, temporary / name)
-        write_json(temporary / MANIFEST, manifest, at=output / MANIFEST)
+        write_json(temporary / MANIFEST, manifest)
 
 
 def take_seed(identity: Mapping[str, Any], step: int, kept: Path, output: Path) -> bool:

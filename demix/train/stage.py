@@ -19,9 +19,8 @@ from demix.errors import DemixError
 from demix.files import fingerprint, read_json, write_json_lines
 from demix.launch.job import Places
 from demix.model.device import set_threads
-from demix.model.directory import save_expert, save_shared
+from demix.model.directory import copy_tokenizer, save_expert, save_shared
 from demix.model.gpt import GPT
-from demix.model.tokenizer import copy_tokenizer
 from demix.run.placement import Placement, place
 from demix.settings import Integer, Number, Seed, Switch, Text, names_of, settings
 from demix.train.batches import batches_of, open_shards

@@ -20,11 +20,11 @@ from demix.model.directory import describe, load_experts, load_model
 from demix.model.experts import add_expert, find_faults, remove_expert
 from demix.model.formats import FORMATS
 from demix.model.gpt import seeing
+from demix.model.merge import join_branches, join_metrics
 from demix.model.merge_routed import merge_routed
 from demix.report.families import all_training_flops
 from demix.train import stage
 from demix.train.batches import balanced_batches
-from demix.train.join import join_branches, join_metrics
 from demix.train.stage import ModelTraining
 from support.cli import demix, said
 from support.entries import TINY, tiny, trained

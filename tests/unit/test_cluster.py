@@ -19,8 +19,7 @@ from demix.data.shards import TokenShard, tokenize
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.routing import beside_of
 from demix.files import read_json, read_parquet, write_json
-from demix.model.directory import expert_names
-from demix.model.tokenizer import tokenizer_of
+from demix.model.directory import expert_names, tokenizer_of
 from demix.run.rules import RunRules
 from demix.run.scoring import scoring_jobs
 from demix.run.systems import evaluated

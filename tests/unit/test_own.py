@@ -22,8 +22,8 @@ from demix.evaluate.score_tables import read_scores
 from demix.files import read_json, write_json
 from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import History, Tempered
+from demix.model.directory import tokenizer_of
 from demix.model.manifest import Usual
-from demix.model.tokenizer import tokenizer_of
 from demix.model.usual import write_usual
 from demix.run.run import Run
 from support.cli import demix, refusal, succeeds
