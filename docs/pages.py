@@ -26,7 +26,7 @@ from demix.plan.domains import TEXT_BYTES, TOKENS_PER_WORD, WORD_BYTES
 from demix.plan.flops import HARDWARE, PAPER_TFLOPS, hours, update_flops
 from demix.plan.jobs import in_one_line
 from demix.plan.numbers import decimal, folded, short
-from demix.report.adapting import adaptation_table
+from demix.report.cells import adaptation_table
 from demix.report.material import Material
 from demix.run.check import load_run
 from demix.run.run import Run

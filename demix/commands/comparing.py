@@ -19,7 +19,7 @@ def compare(
     """Print runs side by side: settings that differ, the main table with intervals, the last values of curves."""
     from demix.report.compare import compare as run
     from demix.report.compared import as_json, as_markdown, tables, write_page
-    from demix.report.formats import terminal as printed
+    from demix.report.table import terminal as printed
 
     compared = run(runs)
     if format == "table":

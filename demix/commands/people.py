@@ -60,11 +60,10 @@ def plan(
 def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")]) -> None:
     """Print which model of a finished run is best, its main table, and where to find the other results."""
     from demix.report import left_out_notes
-    from demix.report.adapting import adaptation_table
-    from demix.report.formats import terminal as printed
-    from demix.report.main_table import main_table
+    from demix.report.cells import adaptation_table
     from demix.report.material import Material
-    from demix.report.ranking import ranking
+    from demix.report.ranking import main_table, ranking
+    from demix.report.table import terminal as printed
     from demix.run.run import Run
 
     whole = Run.read(run)

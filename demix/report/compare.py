@@ -32,8 +32,7 @@ from demix.evaluate.domain import Evaluation, system_losses
 from demix.evaluate.intervals import FEWEST_TOKENS, block_tokens, bounds, resampled
 from demix.files import digest, is_made, read_json, seed_for
 from demix.progress import progress
-from demix.report.domains import domains_of, percent
-from demix.report.read import read_metrics, read_results
+from demix.report.read import domains_of, percent, read_metrics, read_results
 from demix.run.kept import kept
 from demix.run.main_systems import main_systems
 from demix.run.run import Run

@@ -13,14 +13,9 @@ from demix.files import write_text
 from demix.files.json_files import without_nan
 from demix.progress import so_many
 from demix.report.cells import WITHIN_NOTE, numbered
+from demix.report.charts import coloured, data_of, dots, finish, finite, inline, training_curves
 from demix.report.compare import BITS, OTHER_TOKENIZER, PERPLEXITY, Comparison
-from demix.report.curves import training_curves
-from demix.report.dots import dots
-from demix.report.figures import inline
-from demix.report.formats import markdown, part_of_page
-from demix.report.look import coloured, data_of, finish, finite
-from demix.report.page import render
-from demix.report.table import Table, cell
+from demix.report.table import Table, cell, markdown, part_of_page, render
 from demix.run.kept import config_fingerprint
 
 MEASURES = {PERPLEXITY: "test perplexity", BITS: "bits per byte"}

@@ -102,8 +102,8 @@ class TableItem(Item):
         return beside_paper(table.filled(), material.run)
 
     def write(self, material: "Material", output: Path) -> None:
-        from demix.report.figures import inline
-        from demix.report.formats import write_table
+        from demix.report.charts import inline
+        from demix.report.table import write_table
 
         drawing = inline(self.above.drawn(material)) if self.above else ""
         write_table(self.made(material).noted(material.scale_note), output / self.folder, drawing)
@@ -119,13 +119,13 @@ class FigureItem(Item):
 
     def drawn(self, material: "Material") -> Any:
         """The whole chart, with the look that all figures share."""
-        from demix.report.look import finish
+        from demix.report.charts import finish
 
         chart, of_run = self.make(material)
         return finish(chart, self.title, f"{self.caption} {of_run}".strip())
 
     def write(self, material: "Material", output: Path) -> None:
-        from demix.report.figures import write_chart
+        from demix.report.charts import write_chart
 
         write_chart(self.name, self.drawn(material), output / self.folder)
 

@@ -1,4 +1,4 @@
-"""All that a report reads of a run, each thing read when it is first asked for."""
+"""All that a report reads of a run, each thing read when it is first asked for: experts on domains, clusters, costs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,18 +6,254 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from demix.files import check_sealed
-from demix.report.affinity import Relation, affinities, relation_with_own, relations, with_overlap
-from demix.report.clusters import Clusters, read_clusters
-from demix.report.cost import cost_by_stage
-from demix.report.domains import Domains, domains_of, partly_known
+from demix.files import check_sealed, read_json, read_parquet
+from demix.query.ask import Answers
+from demix.query.views import AskedRun
 from demix.report.needs import CONTEXTS, HARNESS, SUITES, TASKS, WITHOUT_DOMAIN
 from demix.report.paper import scale_note
-from demix.report.read import Parent, read_harness, read_parents, read_results, read_rows, read_tasks, tokens_before
-from demix.report.results import Bounds, Results, bounds_of
+from demix.report.read import (
+    Bounds,
+    Domains,
+    Parent,
+    Results,
+    bounds_of,
+    domains_of,
+    partly_known,
+    read_harness,
+    read_parents,
+    read_results,
+    read_rows,
+    read_tasks,
+    step_seconds,
+    tokens_before,
+)
 from demix.run.run import Run
+from demix.run.systems import clustered
+
+PERMUTATIONS = 9999
+# So many values are permuted at a time, a few copies of which are in memory.
+PERMUTED_AT_ONCE = 10_000_000
+
+
+@dataclass(frozen=True)
+class Relation:
+    """Correlation of the log perplexity ratio with the bigram overlap, over `pairs` of one of `domains` and an expert.
+
+    Values are NaN where pairs are too few, incomplete or constant. Pairs are dependent, since each domain and each
+    expert is in several. So the only p value, `permutation_p`, is that of `spearman` under permutations of whole
+    domains; it is NaN for one domain, which has no other order.
+    """
+
+    kind: str
+    domains: int
+    pairs: int
+    spearman: float
+    pearson: float
+    permutation_p: float
+
+
+def affinities(results: Results, run: Run) -> pd.DataFrame:
+    """Columns kind, domain, expert, ratio: perplexity of an expert on a domain, divided by the reference perplexity.
+
+    The reference is the domain's own expert on a training domain and the best expert on a novel domain. The ratio is
+    NaN where the run has no such rows.
+    """
+    training = list(run.training)
+    rows = []
+    for kind, domains in (("training", training), ("novel", run.novel)):
+        for domain in domains:
+            scores = results.expert_perplexities("demix", domain, training)
+            if scores.isna().all():
+                scores = results.expert_perplexities("demix", domain, training, "training")
+            reference = scores[domain] if kind == "training" else scores.min()
+            rows += [(kind, domain, expert, ratio) for expert, ratio in (scores / reference).items()]
+    return pd.DataFrame(rows, columns=["kind", "domain", "expert", "ratio"])
+
+
+def with_overlap(ratios: pd.DataFrame, overlap: pd.DataFrame) -> pd.DataFrame:
+    """`ratios` with the column overlap (0 to 1), NaN where no overlap was counted."""
+    return ratios.merge(overlap[["domain", "expert", "overlap"]], on=["domain", "expert"], how="left", validate="1:1")
+
+
+def relations(pairs: pd.DataFrame) -> list[Relation]:
+    """One relation over the training domains, each without the domain's own expert, and one over the novel domains."""
+    return [_relation(str(kind), rows) for kind, rows in pairs.groupby("kind", sort=False)]
+
+
+def relation_with_own(pairs: pd.DataFrame) -> Relation:
+    """The relation over all pairs of the training domains, own experts included, as in section 5.2 of the paper."""
+    return _relation("training", pairs[pairs["kind"] == "training"], own=True)
+
+
+def _relation(kind: str, rows: pd.DataFrame, *, own: bool = False) -> Relation:
+    from scipy import stats
+
+    names, experts = ([*rows[name].unique()] for name in ("domain", "expert"))
+    ratio, shared = (
+        rows.pivot(index="domain", columns="expert", values=name).reindex(index=names, columns=experts).to_numpy()
+        for name in ("ratio", "overlap")
+    )
+    ratio, square = np.log(ratio), kind == "training"
+    used = ~np.eye(len(ratio), dtype=bool) if square and not own else np.ones(ratio.shape, bool)
+    domains, count = len(ratio), int(used.sum())
+    known = np.isfinite(ratio[used]) & np.isfinite(shared[used])
+    if count < 3 or not known.all() or np.ptp(ratio[used]) == 0 or np.ptp(shared[used]) == 0:
+        return Relation(kind, domains, int(known.sum()), *[float("nan")] * 3)
+    found = (rank(shared[used], ratio[used]).statistic for rank in (stats.spearmanr, stats.pearsonr))
+    # A permutation of whole domains reorders the ranks without changing them: ranks and their spread are computed once.
+    ranks, others = np.zeros(ratio.shape), stats.rankdata(shared[used])
+    ranks[used] = stats.rankdata(ratio[used])
+    reference = (others - others.mean()) / others.std() / ranks[used].std() / count
+
+    def permuted(orders: np.ndarray, axis: int = -1) -> np.ndarray:
+        """The correlation for each of `orders` [..., domains]."""
+        orders = np.moveaxis(orders, axis, -1).astype(int)
+        moved = ranks[orders[..., np.newaxis], orders[..., np.newaxis, :]] if square else ranks[orders]
+        return np.asarray(moved[..., used] @ reference)
+
+    permutation_p = float("nan")
+    if domains > 1:
+        test = stats.permutation_test(
+            (np.arange(domains),),
+            permuted,
+            permutation_type="pairings",
+            vectorized=True,
+            n_resamples=PERMUTATIONS,
+            batch=min(1000, max(1, PERMUTED_AT_ONCE // ratio.size)),
+            rng=0,
+        )
+        permutation_p = test.pvalue
+    return Relation(kind, domains, count, *map(float, (*found, permutation_p)))
+
+
+SPLITS = ("train", "test")
+
+
+@dataclass(frozen=True, eq=False)
+class Clusters:
+    """What a run knows of its clusters.
+
+    `documents` counts documents: columns clustering, cluster, domain,
+    split, documents. `losses` sums the test documents of a cluster: columns model, seed, cluster, expert, nll (nats),
+    tokens.
+    """
+
+    documents: pd.DataFrame
+    losses: pd.DataFrame
+
+    def over_own(self, model: str, seed: int, clusters: tuple[str, ...]) -> pd.DataFrame:
+        """Perplexity of each expert of a model (columns) on each cluster (rows), over that of the cluster's own expert.
+
+        That is Figure 15. NaN for a cluster without test documents.
+        """
+        losses = self.losses[(self.losses["model"] == model) & (self.losses["seed"] == seed)]
+        nats = (losses["nll"] / losses["tokens"]).astype("float64")
+        table = nats.to_frame("nats").assign(cluster=losses["cluster"], expert=losses["expert"])
+        table = table.pivot(index="cluster", columns="expert", values="nats").reindex(index=clusters, columns=clusters)
+        return np.exp(table.sub(np.diag(table), axis=0))
+
+    def shares(self, clustering: str, domains: list[str], clusters: tuple[str, ...]) -> pd.DataFrame:
+        """The share of each domain's training documents (rows) that are in each cluster (columns): Figure 16."""
+        found = self.documents[(self.documents["clustering"] == clustering) & (self.documents["split"] == "train")]
+        table = found.pivot(index="domain", columns="cluster", values="documents")
+        table = table.reindex(index=domains, columns=clusters).astype("float64")
+        return table.div(table.sum(axis=1), axis=0)
+
+    def sizes(self) -> pd.DataFrame:
+        """The test documents of each cluster over an equal share: columns clustering, cluster, documents, share."""
+        held_out = self.documents[self.documents["split"] == "test"]
+        found = held_out.groupby(["clustering", "cluster"], as_index=False, sort=False)["documents"].sum()
+        return found.assign(share=found["documents"] / found.groupby("clustering")["documents"].transform("mean"))
+
+
+def read_clusters(run: Run) -> Clusters:
+    """What the run in the folder `run` knows of the clusters that its models learn from; tables without rows for none.
+
+    Raises DemixError if a file is missing or damaged.
+    """
+    documents = [pd.DataFrame(columns=["clustering", "cluster", "domain", "split", "documents"])]
+    losses = [pd.DataFrame(columns=["model", "seed", "cluster", "expert", "nll", "tokens"])]
+    models = clustered(run)
+    for data in dict.fromkeys(model.data for model in models):
+        folder = run.folder / "clusters" / data
+        names = np.array(read_json(folder / "clusterer.json")["names"])
+        rows = [model.row for model in models if model.data == data]
+        for domain in run.training:
+            for split in SPLITS:
+                labels = read_parquet(folder / "assigned" / f"{domain}.{split}.parquet").column("cluster").to_numpy()
+                counts = np.bincount(labels, minlength=len(names))
+                columns = {"clustering": data, "cluster": names, "domain": domain, "split": split, "documents": counts}
+                documents.append(pd.DataFrame(columns))
+            found = read_parquet(run.folder / "evaluations" / f"{domain}.losses.parquet").to_pandas()
+            found = found[found["model"].isin(rows)]
+            losses.append(found.assign(cluster=names[labels[found["document"]]])[losses[0].columns])
+    summed = pd.concat(losses[1:] or losses).groupby(["model", "seed", "cluster", "expert"], as_index=False).sum()
+    return Clusters(pd.concat(documents[1:] or documents, ignore_index=True), summed)
+
+
+# The stages of pages/pipeline.svg, each with its rules, by the folders below benchmarks/.
+STAGES = {
+    "data": (
+        *("read", "download", "divide", "source_card", "import_parent", "anonymize"),
+        *("deduplicate", "novel_duplicates", "split", "hold_out"),
+    ),
+    "tokenizer": ("tokenizer",),
+    "shards": (
+        *("tokenize", "tokenize_suite", "overlap", "fit_clusters", "assign", "cluster_shards", "examples"),
+        *("harness_documents", "contamination"),
+    ),
+    "train": ("sweep", "choose_rate", "seed", "train", "join"),
+    "adapt": ("adapt", "adapt-dense"),
+    "score": ("score", "score_ngrams", "merge_routed", "route", "fewshot", "harness"),
+    "remove": ("audit",),
+    "mix, evaluate": ("average", "choose_mixing", "evaluate", "contexts", "results", "suites", "classify"),
+    "report, track": ("run_config", "report", "card", "track"),
+}
+
+
+def cost_by_stage(run: Run) -> list[dict[str, str]]:
+    """One row per stage before the report: its jobs, their time and memory, and the time of training steps.
+
+    Without rows for a run whose stages were not started by Snakemake. Raises DemixError for a record that is damaged.
+    """
+    if not any(run.folder.glob("benchmarks/**/*.tsv")):
+        return []
+    with (
+        Answers([AskedRun(run.name, run)]) as answers,
+        answers.ask("select rule, seconds, cpu_seconds, max_rss_mib from benchmarks") as found,
+    ):
+        jobs = found.read_pandas()
+    ranks = {
+        "train": {model.name: model.settings.ranks for model in run.trained},
+        "adapt": {one.name: run.config.adaptation.ranks for one in run.adaptations},
+    }
+    # The report is made while the last stage is under way.
+    rows = [_cost_of(stage, jobs[jobs["rule"].isin(rules)]) for stage, rules in [*STAGES.items()][:-1]]
+    for row in rows:
+        steps = [
+            count * step_seconds(run.folder / "metrics" / f"{name}.jsonl")
+            for name, count in ranks.get(row["stage"], {}).items()
+        ]
+        row["steps"] = _clock(sum(steps)) if steps else ""
+    return rows
+
+
+def _cost_of(name: str, jobs: pd.DataFrame) -> dict[str, str]:
+    return {
+        "stage": name,
+        "jobs": f"{len(jobs):,}",
+        "time": _clock(jobs["seconds"].sum()),
+        "cpu": _clock(jobs["cpu_seconds"].sum()),
+        "memory": f"{jobs['max_rss_mib'].max():,.0f} MiB" if len(jobs) else "",
+    }
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +324,7 @@ class Material:
 
     @cached_property
     def pairs(self) -> pd.DataFrame:
-        """Each training expert on each domain: perplexity ratio and overlap of bigrams (`demix.report.affinity`)."""
+        """Each training expert on each domain: perplexity ratio and overlap of bigrams (`demix.report.material`)."""
         return with_overlap(affinities(self.own, self.run), self.overlap)
 
     @cached_property

@@ -37,7 +37,7 @@ def _several_families(run: Run) -> bool:
 
 
 def _dense_budgets(run: Run) -> bool:
-    from demix.report.families import lines
+    from demix.report.systems import lines
 
     return any(line[0].dense and len(line) > 1 for line in lines(run))
 

@@ -11,7 +11,7 @@ import pandas as pd
 
 from demix.config.architecture import PRESETS
 from demix.progress import so_many
-from demix.report.results import Results
+from demix.report.read import Results
 from demix.report.table import Table
 from demix.run.run import Run
 from demix.settings import written

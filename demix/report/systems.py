@@ -1,12 +1,29 @@
-"""The systems that tables, figures and claims show, by what they stand for."""
+"""The systems that tables, figures and claims show, by what they stand for, and the families of models."""
 
+import json
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 
+from demix.config.architecture import Architecture
+from demix.config.clustering import Clustering
+from demix.config.counts import training_flops_per_token
+from demix.config.training import fingerprinted
 from demix.run.main_systems import added, trained_systems
-from demix.run.models import adapted, left_out, one_more, trained_without
+from demix.run.models import Model, adapted, left_out, one_more, trained_without
 from demix.run.run import Run
-from demix.run.systems import System, bases, ngram_systems, paper_systems, systems_of
+from demix.run.systems import (
+    System,
+    bases,
+    by_distance,
+    merged_label,
+    ngram_systems,
+    paper_systems,
+    routed_weights,
+    systems_of,
+    table_rows,
+)
 
 # A system, or the one that belongs to a domain.
 ByDomain = System | Callable[[str], System]
@@ -117,3 +134,168 @@ def systems_on(domain: str, kind: str, run: Run) -> list[System]:
     if kind == "novel":
         adaptations.append(replace(one_added(run)(domain), label="DEMix-DAPT to it, 1 expert added (cached)"))
     return [*dense, *single, *mixed, *released, *added(run), *removed, *adaptations]
+
+
+# The settings in which the rows of a line may differ.
+_BUDGET = ("tokens", "parent", "averages", "merged_routed", "dev_blocks", "ranks")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of `models` of the run's own seed, and the system that stands for it.
+
+    `experts` is the number of its training experts, 1 for a dense model. `clustering` is None for experts of domains.
+    `architecture` is that of the model that predicts text: of a merged-routed one another than that which was trained.
+    """
+
+    model: Model
+    system: System
+    experts: int
+    clustering: Clustering | None
+    architecture: Architecture
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of training of all experts together, the seed phase included."""
+        return int(self.model.settings.tokens)
+
+    def learned(self, before: dict[str, int | None]) -> float:
+        """The tokens with those of a folder's model, which `before` has by row; NaN if these are not known."""
+        known = before.get(self.model.row, 0)
+        return math.nan if known is None else float(self.tokens + known)
+
+    @property
+    def begun(self) -> str:
+        """How training began where not with a seed whose schedule it goes on with: restart, folder, or merged."""
+        if self.model.mixes:
+            return "merged"
+        if self.model.base.initial:
+            return "folder"
+        return "restart" if self.model.restarts else ""
+
+    @property
+    def budget(self) -> tuple[int, str]:
+        """What rows that are compared share: tokens, and how training began."""
+        return self.tokens, self.begun
+
+    @property
+    def name(self) -> str:
+        """The name of the family in papers."""
+        kind = self.model.kind
+        if self.model.mixes:
+            return "BTX"
+        if self.architecture.routed and self.system.method == "merged":
+            return "Merged-routed"
+        if not self.clustering:
+            return kind.label
+        return "c-BTM" if kind.expert_scope == "model" else f"{kind.label} on clusters"
+
+    @property
+    def chosen(self) -> str:
+        """The experts of a model of one column: 1, or those among which a token chooses."""
+        routed = self.architecture.routed
+        return f"{routed.experts}, top-{routed.top_k}" if routed else "1"
+
+    @property
+    def dense(self) -> bool:
+        """Whether it is one dense model."""
+        return self.chosen == "1" and not self.model.kind.has_experts
+
+    @property
+    def made(self) -> str:
+        """How the clusters were made; empty for experts of domains."""
+        if not self.clustering:
+            return ""
+        balanced = self.clustering.method != "kmeans" or self.clustering.balanced
+        return {"kmeans": "k-means", "random": "random"}[self.clustering.method] if balanced else "k-means, unbalanced"
+
+
+@cache
+def families(run: Run) -> dict[str, Family]:
+    """The rows of `models` in the order of tables, without domain tokens.
+
+    Experts of domains are weighted by the cached prior and those of clusters by the distance of the context to the
+    clusters, as in their papers.
+    """
+    models = {model.name: model for model in run.trained if model.seed == run.seed}
+    known, routed = run.config.clusterings, routed_weights(run)
+    found = {}
+    for name, row in table_rows(run).items():
+        if row.kind.domain_tokens:
+            continue
+        model, system = models[name], systems_of(name, row.kind, row.label)[-1]
+        if model.data and routed:
+            system = by_distance(model, routed)
+        architecture = model.architecture
+        found[name] = Family(model, system, len(model.experts), known.get(model.data), architecture)
+    return found
+
+
+def by_label(run: Run) -> dict[str, Family]:
+    """The families by their labels in tables, each followed by what was made of its experts: single models."""
+    found = {}
+    for row, family in families(run).items():
+        label = family.model.label
+        found[label] = family
+        for one in run.merged:
+            if one.model.name == row:
+                named = merged_label(one)
+                system = System(named, row, "training", "merged", one.weights)
+                found[named] = replace(family, system=system, experts=1, architecture=one.architecture)
+    return found
+
+
+def tried_top_k(run: Run, experts: int) -> list[int]:
+    """The values of `evaluation.top_k` below a number of experts, ascending."""
+    return sorted(k for k in run.config.evaluation.top_k if k < experts)
+
+
+def one_clusters(run: Run) -> dict[tuple[int, str], System]:
+    """The models of one cluster by their budgets: Dense (Balanced), and dense rows that begin as branches do.
+
+    A seed is a state of Dense (Balanced), which goes on with the same schedule.
+    """
+    single = [one for one in families(run).values() if one.dense]
+    return {one.budget: one.system for one in single if one.begun or one.system == BALANCED}
+
+
+def lines(run: Run) -> list[list[Family]]:
+    """The families in lines: those of a line differ in their budget alone, and begin alike. The smallest budget first.
+
+    They may also differ in what changes no training.
+    """
+    found: dict[tuple[str, ...], list[Family]] = {}
+    for family in families(run).values():
+        base, settings = family.model.base, fingerprinted(family.model.settings)
+        kept = {name: value for name, value in settings.items() if name not in _BUDGET}
+        alike = base.kind.name, base.initial, family.begun, json.dumps(kept, sort_keys=True)
+        found.setdefault(alike, []).append(family)
+    return [sorted(line, key=lambda family: family.tokens) for line in found.values()]
+
+
+def training_flops(model: Model, run: Run) -> tuple[float, float]:
+    """The FLOPs of all updates of a model, those that its seed phase stands for included, and of its last update.
+
+    The parent of a seed phase is a dense model.
+    """
+    architecture, vocab_size = model.architecture, run.types
+    begun = model.first_step
+    dense, own = (
+        model.step_tokens * training_flops_per_token(one, vocab_size, architecture.context)
+        for one in (architecture.unrouted, architecture)
+    )
+    return dense * begun + own * (model.updates - begun), own
+
+
+def all_training_flops(model: Model, run: Run, before: dict[str, int | None]) -> float:
+    """The FLOPs of all updates of a model, and those of the model with which it begins; NaN if not known.
+
+    That is a row of the run whose experts are merged, or a folder's model. `before` has the tokens of the latter by
+    row, None where they are not known.
+    """
+    if model.mixes:
+        (merged,) = (one for one in run.trained if one.name == model.parent)
+        return training_flops(model, run)[0] + training_flops(merged, run)[0]
+    tokens = before.get(model.row, 0)
+    parent = training_flops_per_token(model.architecture.unrouted, run.types, model.architecture.context)
+    return training_flops(model, run)[0] + (math.nan if tokens is None else tokens * parent)

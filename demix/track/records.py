@@ -15,10 +15,8 @@ from demix.errors import DemixError
 from demix.files import check_sealed, digest, is_made, read_json, sha256_file
 from demix.launch.pace import elapsed
 from demix.report import report_files
-from demix.report.domains import domains_of
 from demix.report.ranking import standing
-from demix.report.read import read_harness, read_metrics, read_results
-from demix.report.results import Results
+from demix.report.read import Results, domains_of, read_harness, read_metrics, read_results
 from demix.run.kept import kept
 from demix.run.main_systems import main_systems
 from demix.run.models import AdaptationJob, Model

@@ -12,7 +12,7 @@ import pyarrow as pa
 from demix.config.models import PAPER
 from demix.files import read_json, read_parquet, write_parquet
 from demix.report.material import Material
-from demix.report.results import Results
+from demix.report.read import Results
 from demix.run.kept import FORMAT
 from demix.run.run import Run
 from support.configs import with_keys

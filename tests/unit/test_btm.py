@@ -22,7 +22,7 @@ from demix.model.formats import FORMATS
 from demix.model.gpt import seeing
 from demix.model.merge import join_branches, join_metrics
 from demix.model.merge_routed import merge_routed
-from demix.report.families import all_training_flops
+from demix.report.systems import all_training_flops
 from demix.train import stage
 from demix.train.batches import balanced_batches
 from demix.train.stage import ModelTraining

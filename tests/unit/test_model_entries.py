@@ -18,9 +18,9 @@ from demix.model.manifest import tokens_learned
 from demix.plan.cost import ScoringCosts, plan_training
 from demix.plan.flops import HARDWARE
 from demix.plan.jobs import count_jobs, disk_bytes
-from demix.report.adapting import changed_bytes
-from demix.report.families import all_training_flops
+from demix.report.cells import changed_bytes
 from demix.report.material import Material
+from demix.report.systems import all_training_flops
 from demix.run.check import completed_run
 from demix.run.compared import compared
 from demix.run.main_systems import main_systems

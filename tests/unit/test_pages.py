@@ -17,9 +17,7 @@ from demix.report import write_report
 from demix.report.card import card_page, model_card
 from demix.report.compare import compare
 from demix.report.compared import write_page
-from demix.report.formats import part_of_page, write_table
-from demix.report.page import render
-from demix.report.table import Table
+from demix.report.table import Table, part_of_page, render, write_table
 from demix.run.run import Run
 from support.frozen import with_models
 

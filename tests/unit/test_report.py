@@ -15,12 +15,10 @@ import pytest
 
 from demix.files import read_json, write_json, write_json_lines, write_parquet
 from demix.report import report_files, report_items, write_report
-from demix.report.cost import STAGES
-from demix.report.formats import write_table
 from demix.report.item import FigureItem
 from demix.report.items import all_items
-from demix.report.material import Material
-from demix.report.table import Table
+from demix.report.material import STAGES, Material
+from demix.report.table import Table, write_table
 from demix.run.run import Run
 from support.cli import demix, succeeds
 from support.configs import domains, small_run

@@ -22,10 +22,9 @@ import demix
 from demix.config.config import Config
 from demix.files import write_json_lines
 from demix.report import report_items
-from demix.report.affinity import relation_with_own, relations
 from demix.report.item import FigureItem, TableItem
 from demix.report.items import all_items
-from demix.report.material import Material
+from demix.report.material import Material, relation_with_own, relations
 from demix.report.ranking import ranking
 from demix.run.run import Run
 from support.configs import changed, small_run

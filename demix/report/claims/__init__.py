@@ -13,11 +13,10 @@ from string import Formatter
 from typing import Any
 
 from demix.report import needs, systems
-from demix.report.claims import judges, pairs
-from demix.report.domains import Domains
+from demix.report.claims import named
 from demix.report.material import Material
 from demix.report.needs import Need, missing
-from demix.report.results import paired_either_way
+from demix.report.read import Domains, paired_either_way
 from demix.report.systems import ByDomain
 from demix.report.verdict import Claim, Part, compare
 from demix.run.run import Run
@@ -40,13 +39,13 @@ class Row:
         """What is claimed, with the source."""
         fields = {field for _, field, *_ in Formatter().parse(self.statement) if field}
         words = {field: self.mixture.label if self.mixture and field == "mixture" else "" for field in fields}
-        words |= {field: pairs.WORDS[field](material) for field in fields & pairs.WORDS.keys()}
+        words |= {field: named.WORDS[field](material) for field in fields & named.WORDS.keys()}
         return self.statement.format(**words) + (f" ({self.source})." if self.source else ".")
 
     def judged(self, material: Material) -> Claim:
         """The claim, judged on one seed."""
         parts = [part for one in self.compare for part in self._parts(material, **one)]
-        parts += getattr(judges, self.judge)(material) if self.judge else ()
+        parts += getattr(named, self.judge)(material) if self.judge else ()
         return Claim(self.name, self.said(material), tuple(parts))
 
     def _parts(
@@ -54,7 +53,7 @@ class Row:
     ) -> Iterator[Part]:
         """The comparisons of one entry of `compare`."""
         if finds := how.pop("pairs", ""):
-            found = list(getattr(pairs, finds)(material))
+            found = list(getattr(named, finds)(material))
         else:
             firsts = [self.mixture] if self.mixture else _named(first, material.run)
             found = list(product(firsts, _named(second, material.run)))
@@ -79,7 +78,7 @@ def _compared(
     **how: Any,
 ) -> Part:
     """The comparison of two systems, by test perplexities and the intervals of their differences."""
-    oracles = pairs.ORACLES if domains.kind == "novel" else {}
+    oracles = named.ORACLES if domains.kind == "novel" else {}
     (label, values), (other, others) = (
         (
             given or (oracles.get(system, system.label) if isinstance(system, System) else ""),
@@ -108,7 +107,7 @@ def rows(run: Run) -> list[Row]:
     found: list[Row] = []
     for row in (row for row in _rows() if not missing(row["needs"], run)):
         # A name with a field stands for the claims about all mixtures.
-        mixtures: Sequence[System | None] = pairs.mixtures(run) if "{" in row["name"] else [None]
+        mixtures: Sequence[System | None] = named.mixtures(run) if "{" in row["name"] else [None]
         found += [Row(**row | {"name": row["name"].format(one=one), "mixture": one}) for one in mixtures]
     return found
 

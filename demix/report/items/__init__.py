@@ -10,7 +10,7 @@ from demix.report.item import FigureItem, Group, Item, PageItem, TableItem
 PAPER, FURTHER, FIGURES, FAMILIES, TASKS = Group.PAPER, Group.FURTHER, Group.FIGURES, Group.FAMILIES, Group.TASKS
 NOVEL, CLUSTERS, BUDGETS = (needs.NOVEL,), (needs.CLUSTERS,), (needs.FAMILIES, needs.BUDGETS)
 FIGURE6 = FigureItem(
-    "adaptation", "figure6", "Figure 6: adapting to a novel domain with and without forgetting", FIGURES, NOVEL
+    "figures", "figure6", "Figure 6: adapting to a novel domain with and without forgetting", FIGURES, NOVEL
 )
 ITEMS: tuple[Item, ...] = (
     TableItem("paper", "table1", "Table  1: the corpus", PAPER),
@@ -27,9 +27,9 @@ ITEMS: tuple[Item, ...] = (
     TableItem("families", "families", "All models: perplexity at equal tokens", FAMILIES),
     TableItem("families", "speed_up", "Speed-up of training over a dense model", FAMILIES, BUDGETS),
     TableItem("further", "contexts", "Perplexity by the length of a block", Group.VARIANTS, (needs.CONTEXTS,)),
-    TableItem("tasks", "tasks", "Accuracy on tasks by routing", TASKS, (needs.TASKS,)),
-    TableItem("tasks", "harness", "Tasks of the standard harness", TASKS, (needs.HARNESS,)),
-    TableItem("tasks", "suites", "Suites", TASKS, (needs.SUITES,)),
+    TableItem("further", "tasks", "Accuracy on tasks by routing", TASKS, (needs.TASKS,)),
+    TableItem("further", "harness", "Tasks of the standard harness", TASKS, (needs.HARNESS,)),
+    TableItem("further", "suites", "Suites", TASKS, (needs.SUITES,)),
     FigureItem("figures", "by_domain", "Change from the dense model, domain by domain", FIGURES),
     FigureItem(
         "figures",

@@ -10,14 +10,23 @@ import numpy as np
 import pandas as pd
 
 from demix.report.cells import compared
-from demix.report.domains import Domains
-from demix.report.families import Family, all_training_flops, by_label, lines, one_clusters
-from demix.report.families import families as families_of
-from demix.report.heatmaps import SHARE_LEGEND, cells_of, heat_maps
-from demix.report.look import CELL_RANGE, COLOURS, coloured, dashed, data_of, finite, heading_of, share_scale
+from demix.report.charts import (
+    CELL_RANGE,
+    COLOURS,
+    SHARE_LEGEND,
+    cells_of,
+    coloured,
+    dashed,
+    data_of,
+    finite,
+    heading_of,
+    heat_maps,
+    share_scale,
+)
 from demix.report.material import Material
-from demix.report.read import parent_notes
-from demix.report.systems import BALANCED
+from demix.report.read import Domains, parent_notes
+from demix.report.systems import BALANCED, Family, all_training_flops, by_label, lines, one_clusters
+from demix.report.systems import families as families_of
 from demix.report.table import Table
 from demix.run.compared import balanced_pairs
 from demix.run.systems import System, clustered

@@ -1,6 +1,8 @@
-"""Figures of the domains: experts and domains, priors, posteriors block by block, changes, and training."""
+"""Figures of the domains: experts and domains, priors, posteriors block by block, changes, training and adaptation."""
 
 import textwrap
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import altair as alt
@@ -8,35 +10,38 @@ import numpy as np
 import pandas as pd
 
 from demix.progress import so_many
-from demix.report.affinity import Relation
-from demix.report.curves import POINTS, token_axis, training_curves
-from demix.report.domains import percent
-from demix.report.dots import dots, line_colour, within_the_axis
-from demix.report.heatmaps import (
+from demix.report.cells import ends_lower
+from demix.report.charts import (
+    CELL_RANGE,
+    COLOURS,
     MOST_SHOWN,
+    POINTS,
     PROBABILITY_LEGEND,
     TRACE_COLUMNS,
     cells_of,
-    heat_maps,
-    panel,
-    posterior_figure,
-    posteriors_on_dev,
-)
-from demix.report.look import (
-    CELL_RANGE,
-    COLOURS,
     coloured,
     dashed,
     data_of,
+    dots,
     finite,
     heading_of,
+    heat_maps,
+    line_colour,
+    panel,
+    posterior_figure,
+    posteriors_on_dev,
     share_scale,
     small_heading,
+    token_axis,
+    training_curves,
+    within_the_axis,
 )
-from demix.report.material import Material
+from demix.report.material import Material, Relation
 from demix.report.ranking import ranking
-from demix.report.results import paired, prior_table
-from demix.report.systems import BALANCED
+from demix.report.read import paired, percent, prior_table, read_metrics
+from demix.report.systems import BALANCED, before_dense_dapt
+from demix.run.models import adapted
+from demix.run.run import Run
 
 SHARE_RANGE = ("#f7fcf5", "#a1d99b", "#41ab5d")
 DECAYS_SHOWN = (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
@@ -44,7 +49,6 @@ BY_DECAY = "By λ, from the same posteriors: at λ = 0 the last dev block alone 
 NOTHING = "This run has none of these numbers."
 # The first share of a training, which no curve shows.
 SKIPPED = 0.1
-PANEL_COLUMNS = 4
 
 
 def training(material: Material) -> tuple[Any, str]:
@@ -229,3 +233,75 @@ def figure8(material: Material) -> tuple[Any, str]:
     dev split (the first 100 at most), with the updating prior.
     """
     return posterior_figure(material, "novel", material.novel)
+
+
+PARTS = {
+    "own": "Dev perplexity of the domain adapted to: a fall is adaptation",
+    "training": "Mean dev perplexity of the training domains: a rise is forgetting",
+}
+KINDS = ["DEMix-DAPT", "Dense-DAPT"]
+PANEL_COLUMNS = 4
+
+
+def figure6(material: Material) -> tuple[Any, str]:
+    """Dev perplexity of the novel domain and of the training domains during adaptation; each panel is one novel domain.
+    DEMix-DAPT trains one more expert, Dense-DAPT every parameter of a dense model on the same data. All panels of a
+    part have one scale; the number at the end of a line is its last value. The model kept is the best on dev.
+    """
+    run, curves = material.run, _curves(material.metrics, material.run)
+    last = curves.drop_duplicates(["domain", "kind"], keep="last").set_index("domain")
+    own, old = (ends_lower(*(last.loc[last["kind"] == kind, part] for kind in reversed(KINDS))) for part in PARTS)
+    whole = run.receiver.kind.expert_scope == "model"
+    begun = "the average of all experts, by posterior" if whole else "a copy of one expert"
+    return alt.vconcat(*(_small_multiples(curves, part, run.novel) for part in PARTS), spacing=24), (
+        f"Here DEMix-DAPT began with {begun}, Dense-DAPT with {before_dense_dapt(run).label}. On the domain adapted "
+        f"to, {own}; on the training domains, {old}."
+    )
+
+
+def _small_multiples(curves: pd.DataFrame, part: str, novel: tuple[str, ...]) -> alt.ConcatChart:
+    """One small chart per domain, all with the same scale of perplexity, which begins at zero."""
+    legend = alt.Legend(title=None, orient="right", symbolSize=300, symbolType="stroke")
+    scale = alt.Scale(domain=[0, finite(curves[part].max()) or 1], nice=True)
+    present = [domain for domain in novel if (curves["domain"] == domain).any()]
+    panels = []
+    for index, domain in enumerate(present or ["no adaptation in this run"]):
+        own = curves[curves["domain"] == domain].dropna(subset=[part])
+        ends = own.groupby("kind")["tokens"].transform("max") == own["tokens"]
+        # Where a line ends: above the other or below it.
+        places = own[part].eq(own.loc[ends, part].max()).map({True: "upper", False: "lower"}).where(ends, "")
+        records = own.assign(perplexity=own[part], last=places)[["kind", "tokens", "perplexity", "last"]]
+        title = "dev perplexity" if index % PANEL_COLUMNS == 0 else None
+        base = alt.Chart(data_of(records)).encode(
+            x=alt.X("tokens:Q", title="tokens of adaptation", axis=token_axis(3), scale=alt.Scale(nice=False)),
+            y=alt.Y("perplexity:Q", title=title, scale=scale, axis=alt.Axis(tickCount=4)),
+            color=coloured("kind", KINDS, legend),
+        )
+        lines = base.mark_line(strokeWidth=2, point=POINTS).encode(strokeDash=dashed("kind", KINDS, legend))
+        # Lines that end close together have their numbers apart.
+        numbers = [
+            base.mark_text(align="left", dx=5, dy=dy, fontSize=11)
+            .encode(text=alt.Text("perplexity:Q", format=".0f"))
+            .transform_filter(f"datum.last == '{place}'")
+            for place, dy in (("upper", -5), ("lower", 5))
+        ]
+        chart = alt.layer(lines, *numbers)
+        panels.append(chart.properties(width=160, height=120, title=small_heading(domain)))
+    return alt.concat(*panels, columns=PANEL_COLUMNS, spacing=30, title=heading_of(PARTS[part]))
+
+
+def _curves(metrics: Path, run: Run) -> pd.DataFrame:
+    """Dev perplexity over the tokens of adaptation, from `<row>-dapt-<domain>.jsonl`.
+
+    Columns: domain (the target of adaptation), kind, tokens, and the perplexities training (plain mean over the
+    training domains) and own (on the target). Raises DemixError if a line of a file is not a JSON object.
+    """
+    rows = []
+    models = ((run.config.adaptation.dense, "Dense-DAPT"), (run.receiver.row, "DEMix-DAPT"))
+    for domain, (row, kind) in product(run.novel, models):
+        for line in read_metrics(metrics / f"{adapted(row, domain)}.jsonl"):
+            losses = [line.get(f"dev_loss/{name}") for name in (*run.training, domain)]
+            *old, own = np.exp(np.array(losses, dtype="float64"))
+            if not np.isnan([np.mean(old), own]).all():
+                rows.append((domain, kind, line["tokens"], finite(np.mean(old)), finite(own)))
+    return pd.DataFrame(rows, columns=["domain", "kind", "tokens", "training", "own"])

@@ -9,16 +9,12 @@ from typing import Any, get_args
 import pandas as pd
 
 from demix.report import left_out_notes, report_items
+from demix.report.charts import inline, ranked
 from demix.report.claims import claims as judged_claims
-from demix.report.dots import ranked
-from demix.report.figures import inline
-from demix.report.formats import as_markdown, part_of_page
 from demix.report.item import FigureItem, Group, paragraphs
-from demix.report.main_table import beside_ngrams
 from demix.report.material import Material
-from demix.report.page import render
-from demix.report.ranking import Entry, Ranking, ranking
-from demix.report.table import Table
+from demix.report.ranking import Entry, Ranking, beside_ngrams, ranking
+from demix.report.table import Table, as_markdown, part_of_page, render
 from demix.report.verdict import Verdict
 from demix.run.kept import config_fingerprint, kept
 from demix.run.run import Run

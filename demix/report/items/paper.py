@@ -6,12 +6,19 @@ import pandas as pd
 
 from demix.files import read_json
 from demix.progress import so_many
-from demix.report.adapting import ADAPTATIONS, adapting, changed_bytes
-from demix.report.cells import by_domain, by_system, compared, ends_lower, lowest, seed_note
-from demix.report.domains import mean_of, percent
-from demix.report.families import training_flops
+from demix.report.cells import (
+    ADAPTATIONS,
+    adapting,
+    by_domain,
+    by_system,
+    changed_bytes,
+    compared,
+    ends_lower,
+    lowest,
+    seed_note,
+)
 from demix.report.material import Material
-from demix.report.read import read_metrics
+from demix.report.read import mean_of, percent, read_metrics
 from demix.report.systems import (
     BALANCED,
     POSTERIOR_MIXTURES,
@@ -20,6 +27,7 @@ from demix.report.systems import (
     before_dense_dapt,
     before_removal,
     in_domain,
+    training_flops,
     without_choice,
     without_domain,
     without_expert,

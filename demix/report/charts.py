@@ -1,0 +1,436 @@
+"""Charts: the look that all share, their files, curves of training, dots with intervals, and heat maps."""
+
+import itertools
+import json
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import numpy as np
+import pandas as pd
+import vl_convert
+
+from demix.files import replacing, write_text
+from demix.report.material import Material
+from demix.report.ranking import Entry, Ranking
+from demix.report.read import Domains, read_metrics
+from demix.report.table import render
+from demix.run.run import Run
+
+FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
+# Dark text is readable on every colour of the range (contrast above 6 to 1).
+CELL_RANGE = ["#f7fbff", "#9ecae1", "#4292c6"]
+# Okabe and Ito's colours are distinct under every common colour blindness; dashes repeat the distinction.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#56b4e9", "#e69f00", "#999999")
+DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2], [4, 4], [10, 4], [1, 3], [6, 2, 1, 2])
+
+
+def finish(chart: Any, title: str, subtitle: str, *, characters: int = 150) -> alt.TopLevelMixin:
+    """`chart` with a title, a subtitle in lines of at most `characters`, and the look that all figures share."""
+    # All at once: each method of a chart copies it with its data.
+    finished: alt.TopLevelMixin = chart.properties(
+        title=alt.Title(title, subtitle=_balanced(subtitle, characters), anchor="start", offset=14, fontSize=16),
+        background="white",
+        config=alt.Config(
+            font=FONT,
+            title=alt.TitleConfig(subtitleColor="#444444", subtitleFontSize=12, subtitlePadding=4),
+            axis=alt.AxisConfig(
+                labelFontSize=11, titleFontSize=12, titleFontWeight="normal", labelLimit=0, gridColor="#e8e8e8"
+            ),
+            view=alt.ViewConfig(stroke=None),
+            mark=alt.MarkConfig(tooltip=True),
+            legend=alt.LegendConfig(
+                labelFontSize=12, titleFontSize=12, titleFontWeight="normal", gradientLength=160, labelLimit=0
+            ),
+        ),
+    )
+    return finished
+
+
+def heading_of(text: str) -> alt.Title:
+    """The heading of a part of a figure."""
+    return alt.Title(text, anchor="start", fontSize=13, fontWeight="normal", offset=8)
+
+
+def small_heading(text: str | list[str]) -> alt.Title:
+    """The heading of one of several small panels."""
+    return alt.Title(text, anchor="start", fontSize=12, fontWeight="normal")
+
+
+def share_scale(colours: Sequence[str] = CELL_RANGE, most: float = 1) -> alt.Scale:
+    """The colours of cells whose values go from 0 to `most`."""
+    return alt.Scale(domain=[0, most], range=list(colours), interpolate="lab")
+
+
+def coloured(field: str, names: list[str], legend: alt.Legend, **more: Any) -> alt.Color:
+    """A colour for each of `names`, the values of a field."""
+    return alt.Color(f"{field}:N", scale=_cycled(names, COLOURS), legend=legend, **more)
+
+
+def dashed(field: str, names: list[str], legend: alt.Legend, **more: Any) -> alt.StrokeDash:
+    """A dash for each of `names`, the values of a field."""
+    return alt.StrokeDash(f"{field}:N", scale=_cycled(names, DASHES), legend=legend, **more)
+
+
+def _cycled(names: list[str], values: Sequence[Any]) -> alt.Scale:
+    return alt.Scale(domain=names, range=list(itertools.islice(itertools.cycle(values), len(names))))
+
+
+def _balanced(text: str, width: int) -> list[str]:
+    """`text` in as few lines as `width` characters allow, of about equal length: no word stands alone on the last."""
+    lines = len(_wrapped(text, width))
+    return next(found for limit in range(len(text) // lines, width + 1) if len(found := _wrapped(text, limit)) == lines)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def data_of(rows: Iterable[dict[str, Any]] | pd.DataFrame) -> alt.InlineData:
+    """The data of a chart; numbers of a frame as `finite` gives them."""
+    if isinstance(rows, pd.DataFrame):
+        rows = [
+            {name: finite(value) if isinstance(value, float) else value for name, value in row.items()}
+            for row in rows.to_dict("records")
+        ]
+    # A list is copied, row by row, each time that a chart becomes a part of another one.
+    return alt.InlineData(values=tuple(rows))
+
+
+def finite(value: Any) -> float | None:
+    """`value` for strict JSON: NaN and infinities become None; six digits are kept, more than a drawing shows."""
+    return float(f"{float(value):.6g}") if value is not None and np.isfinite(value) else None
+
+
+PNG_SCALE = 2.0
+VERSION = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
+
+
+@cache
+def _vega() -> str:
+    """The code that draws a chart in a page."""
+    code: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VERSION)
+    return code
+
+
+def renumbered(svg: str) -> str:
+    """`svg` with ids numbered from 0: Vega continues the count from one figure of a process to the next."""
+    numbers: dict[str, str] = {}
+
+    def number(match: re.Match[str]) -> str:
+        name = numbers.setdefault(match[2], f"id{len(numbers)}")
+        return f"{match[1]}{name}{match[3]}"
+
+    return re.sub(r"""( id="|url\(#)([^")]+)("|\))""", number, svg)
+
+
+def write_chart(name: str, chart: alt.TopLevelMixin, output_dir: Path) -> None:
+    """Write a chart as `<name>.json`, `.html`, `.svg`, `.pdf` and `.png` into `output_dir`.
+
+    The JSON is Vega-Lite, data included. The HTML page is self-contained. It shows the numbers under the pointer and
+    can save the figure.
+    """
+    drawn = _drawn(chart)
+    text = json.dumps(drawn, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
+    write_text(output_dir / f"{name}.json", text)
+    # The page has title and caption as text, which wraps on a narrow screen.
+    title, untitled = drawn["title"], json.dumps({key: value for key, value in drawn.items() if key != "title"})
+    caption, chart_text = " ".join(title["subtitle"]), untitled.replace("<", "\\u003c")
+    page = render("figure", title=title["text"], caption=caption, vega=_vega(), chart=chart_text)
+    write_text(output_dir / f"{name}.html", page)
+    svg = svg_of(text)
+    write_text(output_dir / f"{name}.svg", svg)
+    pictures = {"pdf": vl_convert.svg_to_pdf(svg), "png": vl_convert.svg_to_png(svg, scale=PNG_SCALE)}
+    for suffix, picture in pictures.items():
+        with replacing(output_dir / f"{name}.{suffix}") as temporary:
+            temporary.write_bytes(picture)
+
+
+def inline(chart: alt.TopLevelMixin) -> str:
+    """The drawing of a chart as a part of a page, which needs no name spaces."""
+    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg_of(json.dumps(_drawn(chart), allow_nan=False)))
+
+
+def _drawn(chart: alt.TopLevelMixin) -> dict[str, Any]:
+    """A chart as Vega-Lite. One whose data have no row says so in their place: it could have no size."""
+    drawn: dict[str, Any] = chart.to_dict()
+    if any(drawn.get("datasets", {}).values()):
+        return drawn
+    said = alt.Chart(alt.InlineData(values=[{}])).mark_text(text="No numbers to draw.", fontSize=13)
+    kept = {key: value for key, value in drawn.items() if key in ("title", "config", "background")}
+    empty: dict[str, Any] = said.properties(width=400, height=60).to_dict()
+    return empty | kept
+
+
+def svg_of(chart: str) -> str:
+    """The drawing of a chart, which is JSON."""
+    return renumbered(vl_convert.vegalite_to_svg(chart, vl_version=VERSION))
+
+
+# The loss of a step is noisy: means over spans of steps show the trend and keep the figure of a long run small.
+CURVE_POINTS = 40
+# Points show where a curve was measured, and give the pointer something to hit: a tooltip shows the numbers.
+POINTS = {"size": 20, "filled": True}
+
+
+def token_axis(ticks: int) -> alt.Axis:
+    """The axis of tokens, with about so many ticks."""
+    return alt.Axis(tickCount=ticks, labelExpr="datum.value ? format(datum.value, '~s') : '0'")
+
+
+def training_curves(metrics_dir: str | Path, run: Run, key: str = "loss", domains: Sequence[str] = ()) -> pd.DataFrame:
+    """Loss (nats per token) by tokens, of the models that `config` trains: columns model, tokens, loss.
+
+    `key` is `loss`, of the batches trained on, or `dev_loss`, of the runs that measure it: the mean over `domains`
+    where a row has these, else over the model's domains. Long runs are thinned to means over equal spans of steps.
+    """
+
+    def value(line: dict[str, Any]) -> Any:
+        losses = [line[one] for name in domains if line.get(one := f"{key}/{name}") is not None]
+        return np.mean(losses) if losses and len(losses) == len(domains) else line.get(key)
+
+    frames = []
+    for name in sorted(model.name for model in run.trained):
+        path = Path(metrics_dir) / f"{name}.jsonl"
+        rows = [(line["tokens"], found) for line in read_metrics(path) if (found := value(line)) is not None]
+        frame = pd.DataFrame(rows, columns=["tokens", "loss"]).astype("float64")
+        span = -(-len(frame) // CURVE_POINTS) or 1
+        frame = frame.groupby(np.arange(len(frame)) // span).mean()
+        frames.append(frame.assign(model=path.stem))
+    columns = ["model", "tokens", "loss"]
+    return pd.concat(frames)[columns] if frames else pd.DataFrame(columns=columns)
+
+
+# Changes beyond it, in percent, would press all others into a corner.
+MOST = 30
+
+
+def dots(
+    records: list[dict[str, Any]] | pd.DataFrame,
+    systems: Sequence[str],
+    title: str | list[str],
+    *,
+    labels: bool,
+    zero: bool,
+    width: int = 190,
+    step: int = 9,
+    **more: Any,
+) -> Any:
+    """One panel: the value of each record with a line from low to high, in the line of its system.
+
+    `systems` are in order, named at the left with `labels`. With `zero` a line stands at 0. A panel is `width` wide and
+    a line `step` high, in pixels. `more` are encodings.
+    """
+    chart = alt.Chart(data_of(records)).encode(
+        y=alt.Y("system:N", title=None, scale=alt.Scale(domain=list(systems)), axis=alt.Axis(labels=labels)), **more
+    )
+    low, value = (
+        alt.X(f"{name}:Q", title=title, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
+        for name in ("low", "value")
+    )
+    # The dots have names for screen readers. Lines have none: without intervals, theirs would be an image without text.
+    rule = chart.mark_rule(strokeWidth=1.5, aria=False).encode(x=low, x2="high:Q")
+    layers: list[Any] = [rule, chart.mark_point(filled=True, size=30, opacity=1).encode(x=value)]
+    if zero:
+        at_zero = alt.Chart(data_of([{"zero": 0}])).mark_rule(color="#888888")
+        layers.insert(0, at_zero.encode(x="zero:Q"))
+    return alt.layer(*layers).properties(width=width, height=alt.Step(step))
+
+
+def ranked(ranking: Ranking, *, narrow: bool = False) -> alt.TopLevelMixin:
+    """The changes of the lines that matter from Dense (Balanced), a panel for each kind of domains.
+
+    The panels stand side by side, or with `narrow`, for a telephone, one below the other.
+    """
+    shown, left_out = within_the_axis(ranking)
+    kinds = ranking.material.kinds
+    panels = [
+        dots(
+            [_record(one, domains) for one in shown if not one.oracle_on(domains.kind)],
+            [one.label for one in shown],
+            ["change in %,", domains.said] if narrow else f"change from {ranking.dense.label} in %, {domains.said}",
+            labels=narrow or not number,
+            zero=True,
+            color=line_colour(),
+            width=120 if narrow else 420,
+            step=20,
+        )
+        for number, domains in enumerate(kinds)
+    ]
+    return finish(
+        (alt.vconcat if narrow else alt.hconcat)(*panels, spacing=24),
+        "Change, with 95% interval" if narrow else "Change from the dense model, with 95% interval",
+        "Left of the line is better. Lines are 95% intervals of the change, from resampling the same test documents."
+        f"{left_out}",
+        characters=48 if narrow else 150,
+    )
+
+
+def within_the_axis(ranking: Ranking) -> tuple[list[Entry], str]:
+    """The lines that matter but those whose mean change exceeds MOST, and the sentences that name what is left out."""
+    shown = [one for one in ranking.main if not any(each.change > MOST for each in one.on.values())]
+    beyond = [one for one in ranking.main if one not in shown]
+    left_out = "".join(f" Beyond the axis: {one.label} ({one.first.change:+.0f}%)." for one in beyond)
+    return shown, left_out + " Left out: the oracle of a novel domain." * any(one.oracle for one in shown)
+
+
+def line_colour() -> alt.Color:
+    """Models with experts are coloured, baselines grey."""
+    return alt.Color(
+        "what:N", scale=alt.Scale(domain=["experts", "baseline"], range=[COLOURS[0], "#767676"]), legend=None
+    )
+
+
+def _record(entry: Entry, domains: Domains) -> dict[str, Any]:
+    measured = entry.on[domains.kind]
+    low, high = measured.interval or (measured.change, measured.change)
+    found = {"value": measured.change, "low": low, "high": high}
+    return {"system": entry.label, "what": entry.what} | {name: finite(one) for name, one in found.items()}
+
+
+CELL_WIDTH, CELL_HEIGHT = 50, 26
+TRACE_COLUMNS, TRACE_WIDTH = 4, 240
+BLOCKS_SHOWN = 100
+# So many domains and so many experts a figure shows at most: more are no cells that an eye could tell apart.
+MOST_SHOWN = 64
+PROBABILITY_LEGEND = alt.Legend(title="probability", values=[0, 0.25, 0.5, 0.75, 1], format=".2f")
+SHARE_LEGEND = alt.Legend(title="share", format=".0%", titlePadding=8)
+
+
+def posterior_figure(material: Material, kind: str, domains: list[str]) -> tuple[alt.ConcatChart, str]:
+    """Figures 7 (`kind` training) and 8 (novel): the posterior over training experts after each block of a domain."""
+    experts, rows, panels = material.training, posteriors_on_dev(material, BLOCKS_SHOWN), []
+    for index, domain in enumerate(domains[:MOST_SHOWN]):
+        found = rows[rows["domain"] == domain]
+        blocks = int(found["block"].max()) + 1 if len(found) else 1
+        x = alt.X(
+            "start:Q",
+            title="blocks read",
+            axis=alt.Axis(tickCount=5, tickMinStep=1, grid=False),
+            scale=alt.Scale(nice=False, domain=[0, blocks]),
+        )
+        # Blocks that begin between two pixels would show seams.
+        width = max(1, TRACE_WIDTH // blocks) * blocks
+        panels.append(panel(_stretches(found), domain, experts, index, width=width, x=x, x2="end:Q"))
+    shown = which_shown(domains=domains, experts=experts)
+    said = [f"Shown: {shown}."] * bool(shown) + ["This run has none of these numbers."] * rows[
+        rows["kind"] == kind
+    ].empty
+    return alt.concat(*panels, columns=TRACE_COLUMNS, spacing=18), " ".join(said)
+
+
+def which_shown(**named: list[str]) -> str:
+    """Which of several lists of names a figure shows, in words; empty where it shows all of them."""
+    more = {what: names for what, names in named.items() if len(names) > MOST_SHOWN}
+    return ", ".join(f"the first {MOST_SHOWN} of {len(names)} {what}" for what, names in more.items())
+
+
+def posteriors_on_dev(material: Material, blocks: int) -> pd.DataFrame:
+    """The posteriors over the training experts of `demix` (`history`) after the first `blocks` of dev, of the run's
+    first seed."""
+    rows = material.posteriors.query(
+        "model == 'demix' and experts == 'training' and weights == 'history' and split == 'dev' and seed == seed.min()"
+    )
+    return rows[rows["expert"].isin(material.training) & (rows["block"] < blocks)]
+
+
+def _stretches(found: pd.DataFrame) -> pd.DataFrame:
+    """One row per expert and stretch of blocks whose posteriors print alike; those that print 0.00 are left out."""
+    shown = found.assign(value=found["posterior"].round(2)).query("value > 0").sort_values(["expert", "block"])
+    changes = shown["block"].diff().ne(1) | shown["value"].diff().ne(0) | shown["expert"].ne(shown["expert"].shift())
+    stretches = shown.groupby(changes.cumsum()).agg(
+        start=("block", "min"), end=("block", "max"), expert=("expert", "first"), value=("value", "first")
+    )
+    return stretches.assign(end=stretches["end"] + 1)
+
+
+def panel(
+    values: pd.DataFrame,
+    domain: str,
+    experts: list[str],
+    index: int,
+    *,
+    width: int = TRACE_WIDTH,
+    gap: int = 0,
+    **x: Any,
+) -> alt.Chart:
+    """The `index`-th of several small heat maps: probabilities of experts (rows), against what `x` encodes."""
+    first, experts = index % TRACE_COLUMNS == 0, experts[:MOST_SHOWN]
+    chart: alt.Chart = (
+        alt.Chart(data_of(values[values["expert"].isin(experts)]))
+        .mark_rect(stroke="white", strokeWidth=gap)
+        .encode(
+            y=alt.Y(
+                "expert:N",
+                sort=experts,
+                title="expert" if first else None,
+                scale=alt.Scale(domain=experts),
+                axis=alt.Axis(labels=first, ticks=first),
+            ),
+            color=alt.Color("value:Q", scale=share_scale(), legend=PROBABILITY_LEGEND),
+            **x,
+        )
+        .properties(
+            width=width,
+            height=14 * len(experts),
+            title=small_heading(domain),
+            view=alt.ViewBackground(stroke="#cccccc", fill=CELL_RANGE[0]),
+        )
+    )
+    return chart
+
+
+def cells_of(table: pd.DataFrame, kind: str) -> pd.DataFrame:
+    """The cells of a table of domains (rows) and experts (columns) as `heat_maps` takes them."""
+    cells = table.rename_axis(index="domain", columns="expert").stack(future_stack=True).rename("value").reset_index()
+    return cells.assign(kind=kind)[["kind", "domain", "expert", "value"]]
+
+
+def heat_maps(
+    cells: pd.DataFrame,
+    halves: dict[str, tuple[list[str], str]],
+    experts: list[str],
+    scale: alt.Scale,
+    *,
+    legend: alt.Legend,
+    form: str = ".2f",
+    over: str = "expert",
+) -> alt.HConcatChart:
+    """Heat maps of domains (rows) and experts (columns), one per kind of domain, side by side.
+
+    `cells` have kind, domain, expert and value. `halves` gives each kind its rows and its heading. `over` is the title
+    of the columns. The first `MOST_SHOWN` of the domains of a kind and of the experts are shown.
+    """
+    panels, columns = [], experts[:MOST_SHOWN]
+    for kind, (names, heading) in halves.items():
+        domains, shown = names[:MOST_SHOWN], which_shown(rows=names, columns=experts)
+        values = cells[(cells["kind"] == kind) & cells["domain"].isin(domains) & cells["expert"].isin(columns)]
+        base = alt.Chart(data_of(values)).encode(
+            x=alt.X(
+                "expert:N", sort=columns, title=over, scale=alt.Scale(domain=columns), axis=alt.Axis(labelAngle=-40)
+            ),
+            y=alt.Y("domain:N", sort=domains, title=None, scale=alt.Scale(domain=domains)),
+        )
+        squares = base.mark_rect(stroke="white", strokeWidth=1).encode(
+            color=alt.condition(
+                "isValid(datum.value)",
+                alt.Color("value:Q", scale=scale, legend=legend),
+                alt.value("#eeeeee"),
+            )
+        )
+        text = base.mark_text(fontSize=12).encode(
+            text=alt.condition("isValid(datum.value)", alt.Text("value:Q", format=form), alt.value("–")),
+            color=alt.value("#1a1a1a"),
+        )
+        panels.append(
+            (squares + text).properties(
+                width=CELL_WIDTH * len(columns),
+                height=CELL_HEIGHT * len(domains),
+                title=heading_of(heading + (f" ({shown})" if shown else "")),
+            )
+        )
+    return alt.hconcat(*panels, spacing=24)
