@@ -1,9 +1,16 @@
-"""Files fetched over HTTP: resumed, retried, checked, and never half a file under the final name."""
+"""Files of addresses: over HTTP by our own resume, of object stores such as S3 by fsspec and the library of each store.
 
-import logging
+Fetches go on where they ended, are checked, and never leave half a file under the final name.
+"""
+
 import re
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from glob import has_magic
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,6 +19,8 @@ import requests
 from urllib3.exceptions import HTTPError, MaxRetryError, ProtocolError
 from urllib3.util import Retry
 
+from demix.config.addresses import STORES
+from demix.config.files import is_data
 from demix.errors import DemixError, masked
 from demix.files import fsync, sha256_file
 from demix.progress import progress
@@ -20,12 +29,21 @@ RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 ATTEMPTS = 8
 # Encoded on the way, neither ranges nor lengths would be those of the file.
 HEADERS = {"Accept-Encoding": "identity", "User-Agent": "demix"}
+# Bytes that a store is asked for at one time.
+BLOCK = 16 << 20
+# What a server calls an error is a word; more of what a library says could hold credentials.
+_CODE = re.compile("[A-Za-z0-9]{1,60}")
+_MEND = "mend the bucket, the path or the glob"
+_ASK = (
+    "check the network and the credentials that the store's library takes from the environment "
+    "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, …)"
+)
 
-_log = logging.getLogger(__name__)
+_log = getLogger(__name__)
 
 
 def fetch(
-    url: str,
+    address: str,
     path: Path,
     *,
     size: int | None = None,
@@ -34,110 +52,148 @@ def fetch(
     timeout: float = 60.0,
     backoff: float = 1.0,
 ) -> None:
-    """Fetch `url` to `path` and check its `size` (bytes) and `sha256` where given; one that is there is only checked.
+    """Fetch `address` to `path` and check its `size` (bytes) and `sha256`; a file that is there is only checked.
 
     What was fetched stays beside `path` under another name until it is complete, so that this call, or a later one,
-    goes on from there if the server's ETag (or date) and length still are the same. After `ATTEMPTS` failures in a row
-    that bring the file no further than before, each waited for `backoff` seconds times a power of two or as the server
-    asks, DemixError is raised; at once for a file of which nothing tells whether it is whole. `timeout` in seconds is
-    for the connection and for each read. User and password come from the netrc file alone; `token` goes to the host of
-    `url` alone.
+    goes on from there if the server's ETag (or date) and length still are the same. Over HTTP, after `ATTEMPTS`
+    failures in a row that bring the file no further than before, each waited for `backoff` seconds times a power of two
+    or as the server asks, DemixError is raised; at once for a file of which nothing tells whether it is whole.
+    `timeout` in seconds is for the connection and for each read. User and password come from the netrc file alone;
+    `token` goes to the host of `address` alone. A request to a store is tried again as the store's library does.
     """
-    partial, note = beside(path)
-    shown = _shown(url)
+    one = _Fetched(address, path, size, sha256)
     if not path.exists():
-        fresh = Retry(total=ATTEMPTS, backoff_factor=backoff, backoff_max=60, retry_after_max=600)
-        retry, furthest = fresh, _size(partial)
-        with requests.Session() as session:
-            if token:
-                session.headers["Authorization"] = f"Bearer {token}"
-            while True:
-                try:
-                    response = _go_on(session, url, shown, partial, note, timeout, size, sha256)
-                    if response is None:
-                        break
-                    problem: Exception | None = None
-                except (ValueError, requests.TooManyRedirects) as error:
-                    # The address, or one that it leads to, cannot be fetched at any time.
-                    raise DemixError(shown, f"cannot be fetched ({error})", "correct the address") from None
-                except (requests.RequestException, HTTPError) as error:
-                    response, problem = None, ProtocolError(masked(str(error)))
-                except OSError as error:
-                    raise DemixError(path, f"cannot be written ({error.strerror})", "free space, then rerun") from None
-                # A file that changes each time, or is sent from its start each time, comes no further.
-                if _size(partial) > furthest:
-                    retry, furthest = fresh, _size(partial)
-                try:
-                    retry = retry.increment("GET", shown, response=response, error=problem)
-                except (MaxRetryError, ProtocolError):
-                    cause = problem or f"it answers {response.status}"
-                    raise DemixError(shown, f"cannot be fetched ({cause})", "rerun to go on where it ended") from None
-                _log.info("%s: %s, trying again", shown, problem or f"answers {response.status}")
-                _wait(retry, response)
-    finish(path, shown, size, sha256)
+        try:
+            if one.scheme in STORES:
+                _from_store(one)
+            else:
+                _over_http(one, token, timeout, backoff)
+        except OSError as error:
+            raise DemixError(path, f"cannot be written ({error.strerror})", "free space, then rerun") from None
+    one.finish()
 
 
-def beside(path: Path) -> tuple[Path, Path]:
-    """Where what was fetched of `path` waits to be whole, and the note of the version that it is of."""
-    return path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.etag")
+class _Fetched:
+    """A file on its way to `path`: what there is of it beside that, and a note of the version that it is of."""
+
+    def __init__(self, address: str, path: Path, size: int | None, sha256: str | None):
+        self.address, self.path, self.size, self.sha256 = address, path, size, sha256
+        self.partial, self.note = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.etag")
+        parts = urlsplit(address)
+        # Without user, password and query, which may be secret. A name in a store is no part of a URL.
+        plain = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        self.scheme = parts.scheme
+        self.shown = address if self.scheme in STORES else plain
+
+    @property
+    def done(self) -> int:
+        """The bytes that are there."""
+        return self.partial.stat().st_size if self.partial.exists() else 0
+
+    def refused(self, problem: str) -> DemixError:
+        """Remove what was fetched; the error for a file that differs from what the config says of it."""
+        self.discard()
+        return DemixError(self.shown, problem, "if the source has changed on purpose, change the config; else rerun")
+
+    def discard(self) -> None:
+        """Remove what was fetched. In this order, no moment leaves the old bytes beside a new validator."""
+        self.partial.unlink(missing_ok=True)
+        self.note.unlink(missing_ok=True)
+
+    def append(self, pieces: Iterable[bytes], version: str, length: int | None) -> None:
+        """Append the rest of a `version` of the file, but no more than shows that it is longer than `length`."""
+        began, begun = time.monotonic(), self.done
+        fetched = 0
+        with open(self.partial, "ab") as file:
+            if version:
+                self.note.write_text(version)
+            with progress(f"{self.shown}: MB", length / 1e6 if length else None, begun / 1e6) as advance:
+                for data in pieces:
+                    file.write(data)
+                    fetched += len(data)
+                    if length is not None and begun + fetched > length:
+                        return
+                    advance(len(data) / 1e6, f"{fetched / 1e6 / (time.monotonic() - began):.1f} MB/s")
+
+    def finish(self) -> None:
+        """Check what was fetched, and give it its name; a file that has it is only checked.
+
+        Raises DemixError for other bytes, which are removed.
+        """
+        whole = self.path if self.path.exists() else self.partial
+        found = whole.stat().st_size if whole.exists() else 0
+        problem = f"has {found} bytes, not {self.size}" if self.size not in (None, found) else ""
+        if not problem and self.sha256 is not None and (digest := sha256_file(whole)) != self.sha256:
+            problem = f"has sha256 {digest}, not {self.sha256}"
+        if problem:
+            whole.unlink(missing_ok=True)
+            raise self.refused(problem)
+        if whole == self.partial:
+            fsync(self.partial)
+            self.partial.replace(self.path)
+            fsync(self.path.parent)
+            self.note.unlink(missing_ok=True)
 
 
-def finish(path: Path, shown: str, size: int | None, sha256: str | None) -> None:
-    """Check what was fetched, and give it the name `path`; a file that has it is only checked.
+def refusal(address: str, any_answer: bool = False, timeout: float = 20.0) -> str:
+    """Why a file at `address` cannot be fetched from this machine; empty if its server gives it, or asks to try again.
 
-    Raises DemixError that names `shown` for other bytes, which are removed.
-    """
-    partial, note = beside(path)
-    whole = path if path.exists() else partial
-    problem = None
-    if size is not None and _size(whole) != size:
-        problem = f"has {_size(whole)} bytes, not {size}"
-    elif sha256 is not None and (found := sha256_file(whole)) != sha256:
-        problem = f"has sha256 {found}, not {sha256}"
-    if problem:
-        discard(whole, note)
-        raise other(shown, problem)
-    if whole == partial:
-        fsync(partial)
-        partial.replace(path)
-        fsync(path.parent)
-        note.unlink(missing_ok=True)
-
-
-def refusal(url: str, any_answer: bool = False, timeout: float = 20.0) -> str:
-    """Why a file at `url` cannot be fetched from this machine; empty if its server gives it, or asks to try again.
-
-    With `any_answer` whatever the server says is an answer. Only the head of the answer is read.
+    With `any_answer` whatever a server says over HTTP is an answer. Only the head of the answer is read.
     """
     try:
-        with requests.get(url, headers=HEADERS, stream=True, timeout=timeout) as response:
+        if address.partition("://")[0] in STORES:
+            stored([address])
+            return ""
+        with requests.get(address, headers=HEADERS, stream=True, timeout=timeout) as response:
             fine = any_answer or response.ok or response.status_code in RETRIED_STATUS
             return "" if fine else f"{response.status_code} {response.reason}"
+    except DemixError as error:
+        return f"{error.cause}; {error.cure}"
     except (requests.RequestException, HTTPError, ValueError) as error:
         return " ".join(masked(str(error)).split())
 
 
-def _wait(retry: Retry, response: Any) -> None:
-    """Wait as the server asks, where it asks in a way that can be read."""
-    try:
-        retry.sleep(response)
-    except (HTTPError, ValueError, OverflowError):
-        retry.sleep()
+def _over_http(one: _Fetched, token: str | None, timeout: float, backoff: float) -> None:
+    fresh = Retry(total=ATTEMPTS, backoff_factor=backoff, backoff_max=60, retry_after_max=600)
+    retry, furthest = fresh, one.done
+    with requests.Session() as session:
+        if token:
+            session.headers["Authorization"] = f"Bearer {token}"
+        while True:
+            problem: Exception | None = None
+            try:
+                response = _go_on(session, one, timeout)
+                if response is None:
+                    return
+            except (ValueError, requests.TooManyRedirects) as error:
+                # The address, or one that it leads to, cannot be fetched at any time.
+                raise DemixError(one.shown, f"cannot be fetched ({error})", "correct the address") from None
+            except (requests.RequestException, HTTPError) as error:
+                response, problem = None, ProtocolError(masked(str(error)))
+            # A file that changes each time, or is sent from its start each time, comes no further.
+            if one.done > furthest:
+                retry, furthest = fresh, one.done
+            try:
+                retry = retry.increment("GET", one.shown, response=response, error=problem)
+            except (MaxRetryError, ProtocolError):
+                cause = f"cannot be fetched ({problem or f'it answers {response.status}'})"
+                raise DemixError(one.shown, cause, "rerun to go on where it ended") from None
+            _log.info("%s: %s, trying again", one.shown, problem or f"answers {response.status}")
+            try:
+                retry.sleep(response)
+            # The server asks to wait in a way that cannot be read.
+            except (HTTPError, ValueError, OverflowError):
+                retry.sleep()
 
 
-def _go_on(
-    session: Any, url: str, shown: str, partial: Path, note: Path, timeout: float, size: int | None, sha256: str | None
-) -> Any:
-    """Fetch what is missing of `partial`; returns None when it is whole, or an answer after which to try again.
-
-    `note` holds what names the version that `partial` is of, and its length.
-    """
-    start = _size(partial) if note.exists() else 0
+def _go_on(session: Any, one: _Fetched, timeout: float) -> Any:
+    """Fetch what is missing of a file; returns None when it is whole, or an answer after which to try again."""
+    start = one.done if one.note.exists() else 0
     headers, known, first = dict(HEADERS), "", ""
     if start:
-        known, _, first = note.read_text().partition("\n")
+        known, _, first = one.note.read_text().partition("\n")
         headers |= {"Range": f"bytes={start}-", "If-Range": known}
-    with session.get(url, headers=headers, stream=True, timeout=timeout) as response:
+    with session.get(one.address, headers=headers, stream=True, timeout=timeout) as response:
         status = response.status_code
         if status in RETRIED_STATUS:
             return response.raw
@@ -146,55 +202,33 @@ def _go_on(
         begins, total = (int(span[1]), first if span[2] == "*" else span[2]) if span else (-1, "")
         continued = start and begins == start and validator == known and total and total == (first or total)
         if (status == 206 and not continued) or (start and status == 416):
-            discard(partial, note)
+            one.discard()
             raise ProtocolError("the file has changed since its first part was fetched")
         if status not in (200, 206):
-            raise DemixError(
-                shown, f"answers {status} {response.reason}", "check the address, and whether terms must be accepted"
-            )
-        if response.headers.get("Content-Type", "").startswith("text/html") and not shown.endswith((".html", ".htm")):
-            raise DemixError(
-                shown, "gives a web page, not a file", "open it in a browser: terms may wait to be accepted"
-            )
+            cure = "check the address, and whether terms must be accepted"
+            raise DemixError(one.shown, f"answers {status} {response.reason}", cure)
+        page = response.headers.get("Content-Type", "").startswith("text/html")
+        if page and not one.shown.endswith((".html", ".htm")):
+            cure = "open it in a browser: terms may wait to be accepted"
+            raise DemixError(one.shown, "gives a web page, not a file", cure)
         if status == 200:
-            discard(partial, note)
-            start, total = 0, response.headers.get("Content-Length", "")
+            one.discard()
+            total = response.headers.get("Content-Length", "")
         length = int(total) if total.isdecimal() else None
-        if length is None and not (response.raw.chunked or size is not None or sha256):
+        if length is None and not (response.raw.chunked or one.size is not None or one.sha256):
             cause = "is sent without its length, so that a cut one would look whole"
-            raise DemixError(shown, cause, "give source.bytes or source.sha256")
-        if size is not None and length not in (size, None):
-            discard(partial, note)
-            raise other(shown, f"has {length} bytes, not {size}")
-        with open(partial, "ab") as file:
-            if validator:
-                note.write_text(f"{validator}\n{total}")
-            _copy(response.raw, file, shown, start, size if length is None else length)
-    if length is not None and _size(partial) < length:
-        raise ProtocolError(f"cut short at {_size(partial)} of {length} bytes")
-    if length is not None and _size(partial) > length:
-        discard(partial, note)
+            raise DemixError(one.shown, cause, "give source.bytes or source.sha256")
+        if one.size is not None and length not in (one.size, None):
+            raise one.refused(f"has {length} bytes, not {one.size}")
+        # read1 gives what has come, so that a stall loses nothing.
+        pieces = iter(lambda: response.raw.read1(1 << 20, decode_content=False), b"")
+        one.append(pieces, validator and f"{validator}\n{total}", one.size if length is None else length)
+    if length is not None and one.done < length:
+        raise ProtocolError(f"cut short at {one.done} of {length} bytes")
+    if length is not None and one.done > length:
+        one.discard()
         raise ProtocolError(f"sends more than its {length} bytes")
     return None
-
-
-def discard(partial: Path, note: Path) -> None:
-    """Remove what was fetched. In this order, no moment leaves the old bytes beside a new validator."""
-    partial.unlink(missing_ok=True)
-    note.unlink(missing_ok=True)
-
-
-def _copy(stream: Any, file: Any, shown: str, done: int, length: int | None) -> None:
-    """Append what comes to a file of `done` bytes, but no more than shows that it is longer than `length`."""
-    began, fetched = time.monotonic(), 0
-    with progress(f"{shown}: MB", length / 1e6 if length else None, done / 1e6) as advance:
-        # read1 gives what has come, so that a stall loses nothing.
-        while data := stream.read1(1 << 20, decode_content=False):
-            file.write(data)
-            fetched += len(data)
-            if length is not None and done + fetched > length:
-                return
-            advance(len(data) / 1e6, f"{fetched / 1e6 / (time.monotonic() - began):.1f} MB/s")
 
 
 def _validator(headers: Mapping[str, str]) -> str:
@@ -203,16 +237,109 @@ def _validator(headers: Mapping[str, str]) -> str:
     return tag if tag and not tag.startswith("W/") else headers.get("Last-Modified", "")
 
 
-def other(shown: str, problem: str) -> DemixError:
-    """The error for a file that differs from what the config says of it."""
-    return DemixError(shown, problem, "if the source has changed on purpose, change the config; else rerun")
+def stored(paths: Sequence[str], others: Counter[str] | None = None) -> list[str]:
+    """The addresses of the files that these paths name in object stores, sorted: by an address, a glob or a folder.
+
+    Of a folder all files below it are meant that are data (`demix.config.files.is_data`); the endings of the rest are
+    added to `others`. Raises DemixError for a path that names no file, and for all that goes wrong on the way; no error
+    shows what a library says.
+    """
+    found, others = set[str](), Counter() if others is None else others
+    for path in paths:
+        with _asked(path):
+            store, name = _store(path)
+            store.invalidate_cache()
+            if has_magic(name) and not store.isfile(name):
+                folder = re.split(r"[*?\[]", name)[0].rpartition("/")[0]
+                files = [*_matching(store, folder, name[len(folder) + 1 :])]
+            elif store.info(name)["type"] == "file":
+                files = [name]
+            else:
+                # A file of such a name stands for a folder.
+                inside = {one: one[len(name) :].lstrip("/") for one in store.find(name) if not one.endswith("/")}
+                files = [one for one, path_there in inside.items() if is_data(path_there, others)]
+            files = [one for one in files if not one.endswith("/")]
+            if not files:
+                raise DemixError(path, "names no file that can be read", _MEND)
+            found |= {f"{path.partition('://')[0]}://{one}" for one in files}
+    return sorted(found)
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+def _from_store(one: _Fetched) -> None:
+    with _asked(one.address):
+        store, name = _store(one.address)
+        version, length = _version(store, name)
+    if one.size not in (None, length):
+        raise one.refused(f"has {length} bytes, not {one.size}")
+    if not one.note.exists() or one.note.read_text() != version:
+        one.discard()
+
+    def pieces() -> Iterator[bytes]:
+        for start in range(one.done, length, BLOCK):
+            with _asked(one.address, "rerun to go on where it ended, or "):
+                data = store.cat_file(name, start=start, end=min(start + BLOCK, length))
+                if len(data) != min(BLOCK, length - start):
+                    raise EOFError
+            yield data
+
+    one.append(pieces(), version, length)
+    with _asked(one.address):
+        after = _version(store, name)[0]
+    if after != version or one.done > length:
+        one.discard()
+        raise DemixError(one.address, "changed while it was fetched", "rerun once nobody writes it")
 
 
-def _shown(url: str) -> str:
-    """The address without user, password and query, which may be secret."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+def _matching(store: Any, folder: str, pattern: str) -> Iterator[str]:
+    """The files below `folder` that a glob names. fsspec's own takes a folder that it cannot list for an empty one."""
+    if "**" in pattern:
+        from fsspec.utils import glob_translate
+
+        yield from filter(re.compile(glob_translate(f"{folder}/{pattern}")).match, store.find(folder))
+        return
+    first, _, rest = pattern.partition("/")
+    for info in store.ls(folder, detail=True):
+        name = info["name"].rstrip("/")
+        if fnmatchcase(name.rpartition("/")[2], first):
+            if rest and info["type"] == "directory":
+                yield from _matching(store, name, rest)
+            elif not rest and info["type"] == "file":
+                yield info["name"]
+
+
+def _store(address: str) -> tuple[Any, str]:
+    """The file system of an address, and the name of the file there."""
+    import fsspec
+
+    scheme, _, name = address.partition("://")
+    return fsspec.filesystem(scheme), name.rstrip("/")
+
+
+def _version(store: Any, name: str) -> tuple[str, int]:
+    """What tells one version of a file from another, and its bytes."""
+    store.invalidate_cache()
+    info = {key.lower(): value for key, value in store.info(name).items()}
+    return f"{info['etag']} {info['size']}", int(info["size"])
+
+
+@contextmanager
+def _asked(address: str, first: str = "") -> Iterator[None]:
+    """Ask a store. Raises DemixError for all that goes wrong, with the names of errors alone."""
+    try:
+        yield
+    except DemixError:
+        raise
+    except ImportError:
+        import fsspec
+
+        package = STORES[address.partition("://")[0]]
+        # The libraries of stores ask for their own version of fsspec, and datasets for a range.
+        cure = f"pip install {package} fsspec=={fsspec.__version__}"
+        raise DemixError(address, f"needs {package}, which is not installed", cure) from None
+    # The libraries raise nearly anything.
+    except Exception as error:
+        told = getattr(error.__cause__, "response", None) or {}
+        code = _CODE.fullmatch(str(told.get("Error", {}).get("Code", "")))
+        named = ": ".join([type(error).__name__, *([code[0]] if code else [])])
+        cause, cure = ("is not there", _MEND) if isinstance(error, FileNotFoundError) else ("cannot be read", _ASK)
+        raise DemixError(address, f"{cause} ({named})", first + cure) from None

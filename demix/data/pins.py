@@ -1,15 +1,14 @@
 """What pins the sources of a config: the digests of files, the commits of data sets."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from demix.config.addresses import COMMIT, local
-from demix.data.fetch import fetch, refusal
+from demix.data.fetch import fetch, refusal, stored
 from demix.data.hub import commit_of
 from demix.data.sources import Source, file_name, pinned
-from demix.data.stores import fetch_stored, stored
 from demix.errors import DemixError
 from demix.files import sha256_file
 
@@ -42,27 +41,23 @@ def pins(source: Source, folder: Path) -> dict[str, Any]:
         if len(commits) > 1:
             raise DemixError("source.revision", "cannot pin several data sets", "make each a domain of its own")
         return {"revision": commits.pop()}
-    places = source.paths
-    get: Callable[..., None] | None = fetch if source.kind == "url" else None
-    if source.kind == "store":
-        places, get = tuple(stored(source.paths)), fetch_stored
-    if source.kind == "files":
-        places = tuple(source.names)
-        if not places:
-            raise DemixError("source.path", f"no file matches {source.path!r}", source.instructions or "mend the path")
+    local_files = source.kind == "files"
+    places = source.names if local_files else stored(source.paths) if source.kind == "store" else source.paths
+    if not places:
+        raise DemixError("source.path", f"no file matches {source.path!r}", source.instructions or "mend the path")
     digests: dict[str, str] = {}
     if all(_name(source, place) in source.sha256 for place in places):
         return {}
     for place in places:
         name = _name(source, place)
         path = Path(place)
-        if get:
+        if not local_files:
             path = folder / name
-            get(place, path)
+            fetch(place, path)
         digest = sha256_file(path)
         if digests.setdefault(name, digest) != digest:
             raise DemixError(f"source.sha256.{name}", "is the name of several files", "make each a domain of its own")
-        if get:
+        if not local_files:
             path.unlink()
     return {"sha256": digests}
 

@@ -25,7 +25,7 @@ REFUSED = 3
 NO_INTERNET = "where compute nodes have no internet, set cluster.downloads: login"
 ASKS = """
 import os, sys
-from demix.data.stores import refusal
+from demix.data.fetch import refusal
 hub = {!r}
 why = "" if hub and os.environ.get("HF_HUB_OFFLINE") else refusal(sys.argv[1], any_answer=hub)
 print(sys.argv[1], why, sep="\\t")

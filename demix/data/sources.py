@@ -324,15 +324,12 @@ def _check_names(source: Source, domain: str, names: set[str]) -> None:
 
 
 def _urls(source: Source, domain: str, part: int, fetched: Path, others: Counter[str]) -> Iterator[Row]:
-    # requests loads for a tenth of a second.
-    from demix.data.fetch import fetch
-
     _check_names(source, domain, {file_name(url) for url in source.paths})
-    yield from _fetched_rows(source, source.paths[part :: source.parts], source.reading(0, 1, others), fetched, fetch)
+    yield from _fetched_rows(source, source.paths[part :: source.parts], source.reading(0, 1, others), fetched)
 
 
 def _stored(source: Source, domain: str, part: int, fetched: Path, others: Counter[str]) -> Iterator[Row]:
-    from demix.data.stores import fetch_stored, stored
+    from demix.data.fetch import stored
 
     try:
         addresses = stored(source.paths, others if part == 0 else Counter())
@@ -348,13 +345,14 @@ def _stored(source: Source, domain: str, part: int, fetched: Path, others: Count
     whole = len(addresses) >= source.parts
     reading = source.reading(*(0, 1) if whole else (part, source.parts), others)
     taken = addresses[part :: source.parts] if whole else addresses
-    yield from _fetched_rows(source, taken, reading, fetched, fetch_stored)
+    yield from _fetched_rows(source, taken, reading, fetched)
 
 
-def _fetched_rows(
-    source: Source, addresses: Sequence[str], reading: Reading, fetched: Path, fetch: Callable[..., None]
-) -> Iterator[Row]:
-    """The rows of the files at these addresses, each of which `fetch` brings to a place below `fetched` first."""
+def _fetched_rows(source: Source, addresses: Sequence[str], reading: Reading, fetched: Path) -> Iterator[Row]:
+    """The rows of the files at these addresses, each of which is fetched to a place below `fetched` first."""
+    # requests loads for a tenth of a second.
+    from demix.data.fetch import fetch
+
     make_private(fetched)
     for address in addresses:
         name = file_name(address)

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from demix.data.hub_models import fetch_files, model_files, pinned_model
+from demix.data.hub import fetch_files, model_files, pinned_model
 from demix.errors import DemixError
 from demix.files import exclusive, refuse_used
 from demix.model.import_hf import ADAPTER, INDEX, KEPT, WEIGHTS, an_adapter, import_hf, read_config, weight_map

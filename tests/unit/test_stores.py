@@ -26,12 +26,11 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_ba
 from werkzeug.serving import make_server
 
 from demix.config.domains import SourceSection, check_source
-from demix.data import stores
 from demix.data.divide import Division, divide
+from demix.data.fetch import fetch, stored
 from demix.data.pins import pins
 from demix.data.ready import check_here
 from demix.data.sources import Source, download, pinned
-from demix.data.stores import fetch_stored, stored
 from demix.run.check import completed_run
 from demix.settings import settings_from
 from support.cli import demix, refusal, succeeds
@@ -229,7 +228,7 @@ def spans(store: ObjectStore) -> list[str]:
 
 def broken_at(store: ObjectStore, start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put DATA into the store, which gives nothing from byte `start` on; it is asked for 4000 bytes at a time."""
-    monkeypatch.setattr(stores, "BLOCK", 4000)
+    monkeypatch.setattr("demix.data.fetch.BLOCK", 4000)
     store.put({"data.bin": DATA})
     store.broken = lambda span: span.startswith(f"bytes={start}-")
 
@@ -237,12 +236,12 @@ def broken_at(store: ObjectStore, start: int, monkeypatch: pytest.MonkeyPatch) -
 def test_a_broken_download_goes_on_where_it_ended(store, tmp_path, monkeypatch):
     broken_at(store, 8000, monkeypatch)
     with refused(AT):
-        fetch_stored(AT, tmp_path / "f")
+        fetch(AT, tmp_path / "f")
     assert not (tmp_path / "f").exists()
     store.broken = lambda _: False
     store.asked.clear()
     for _ in range(2):
-        fetch_stored(AT, tmp_path / "f", size=len(DATA), sha256=hashlib.sha256(DATA).hexdigest())
+        fetch(AT, tmp_path / "f", size=len(DATA), sha256=hashlib.sha256(DATA).hexdigest())
         assert spans(store) == ["8000-9599"], "a file that is there is not fetched again"
     assert (tmp_path / "f").read_bytes() == DATA
     assert [*tmp_path.iterdir()] == [tmp_path / "f"]
@@ -252,10 +251,10 @@ def test_a_broken_download_goes_on_where_it_ended(store, tmp_path, monkeypatch):
 def test_nothing_is_kept_of_a_file_that_has_changed(store, tmp_path, monkeypatch, new):
     broken_at(store, 8000, monkeypatch)
     with refused(AT):
-        fetch_stored(AT, tmp_path / "f")
+        fetch(AT, tmp_path / "f")
     store.put({"data.bin": new})
     store.broken = lambda _: False
-    fetch_stored(AT, tmp_path / "f")
+    fetch(AT, tmp_path / "f")
     assert (tmp_path / "f").read_bytes() == new
     # Between two blocks.
     store.put({"data.bin": DATA})
@@ -267,7 +266,7 @@ def test_nothing_is_kept_of_a_file_that_has_changed(store, tmp_path, monkeypatch
 
     store.broken = change
     with refused(AT):
-        fetch_stored(AT, tmp_path / "g")
+        fetch(AT, tmp_path / "g")
     assert [*tmp_path.iterdir()] == [tmp_path / "f"]
 
 
@@ -275,7 +274,7 @@ def test_nothing_is_kept_of_a_file_that_has_changed(store, tmp_path, monkeypatch
 def test_wrong_bytes_are_not_kept(store, tmp_path, wrong):
     store.put({"data.bin": DATA})
     with refused(AT):
-        fetch_stored(AT, tmp_path / "f", **wrong)
+        fetch(AT, tmp_path / "f", **wrong)
     assert [*tmp_path.iterdir()] == []
     assert bool(spans(store)) == ("sha256" in wrong), "a size is known before"
 
