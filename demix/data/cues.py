@@ -8,34 +8,9 @@ import re
 
 import regex
 
-# What a telephone number belongs to, in scripts that part words by spaces.
-_DEVICES = (
-    "phone phones telephone telephones smartphone smartphones handphone freephone payphone mobile mobiles cell"
-    " cellphone"
-    " telefax fax facsimile tel whatsapp viber sms hotline helpline landline reception voicemail pager beeper"
-    " switchboard"
-    " msisdn telefon telefonnummer telefoon telefoonnummer telefono teléfono teléfonos telefone telefones téléphone tél"
-    " mobiltelefon mobilnummer mobil mobiel handy handynummer rufnummer telefonisch festnetz fon fone puhelin puh"
-    " matkapuhelin puhelinnumero tlf tfno tfn móvil celular cellulare telemóvel gsm portable télécopie télécopieur faks"
-    " telefonszám telefonu telefona mobitel komórka cep телефон телефону телефона тел моб мобильный мобільний факс"
-    " τηλ τηλέφωνο κινητό φαξ telepon telp đt sđt"
-)
-# And in those that do not.
-_UNPARTED = (
-    "電話|电话|電話番号|手机|手機|携帯|传真|傳真|전화|전화번호|휴대폰|핸드폰|연락처|팩스|โทร|โทรศัพท์|มือถือ|แฟกซ์|טלפון|נייד|טל|פקס"
-    "|هاتف|جوال|موبايل|فاكس|تلفون|điện thoại|di động|[☎✆📞📱📠]\ufe0f?"
-)
-_WHOSE = "my|his|her|its|your|our|their"
-_PLACE = "home|work|office|desk|direct|contact|emergency|business|daytime|evening|personal|private|customer service"
-# To phone somebody, where English has a preposition or nothing before the number.
-_INVITE = (
-    "appele[zr](?:-nous)?(?: le| au)?|joignable au|llam[ae](?:nos)?(?: al)?|llám[ae](?:nos|me)(?: al)?|ligue para"
-    "|chiam(?:a|ate|are|i)(?: il| lo| al)?|bel(?:len)?(?: op| naar)?|soita|zadzwoń|dzwoń|volejte|hívjon|hívja"
-    "|sunați(?: la)?"
-    "|nazovite|pozovite|pokličite|arayın|звоните|дзвоніть|обадете се на|καλέστε(?: στο)?|اتصل على|gọi|hubungi"
-    "|anruf(?:en)?"
-    "|erreichbar unter|rufen sie (?:uns|mich) an|ruf(?:t)? (?:mich|uns) an(?: unter)?|unter der nummer|slå nummer"
-)
+from demix.data.dummies import any_of
+
+_DEVICE, _UNPARTED, _WHOSE, _PLACE, _INVITE = map(any_of, ("devices", "unparted", "whose", "places", "invitations"))
 _NUMBER = (
     r"(?:[ ._-]?(?:numbers?|nos?|nr|num|line|nummer|número|numéro|numero|номер(?:у|а)?|číslo|kom)\.?|[ ]?[#№]"
     r"| (?:enquiries|inquiries|support|sales|orders|bookings))"
@@ -51,7 +26,6 @@ _BETWEEN = (
 )
 _SO = r"(?:,? (?:is|are|at|on|to|from|was|under|unter|below|above|follows)){0,2}(?: now)?"
 
-_DEVICE = "|".join(_DEVICES.split())
 # A dummy token is no cue.
 _NO_TOKEN = r"(?-i:(?!PHONE_NUMBER>))"
 # A word that starts, or that a capital letter starts in a name such as `homePhone`.
@@ -120,19 +94,7 @@ CARD = regex.compile(
 )
 
 # A quick look before PHONE, MAYBE and NEAR: each of them holds one of these words, or one in another script.
-_WORDS = frozenset(
-    f"{_DEVICES} {_PLACE.replace('|', ' ')} service number call calls called calling caller callers dial dialed dialled"
-    " dialing dialling ring rang ringing phoned phoning text texts texted texting txt faxed reach reached"
-    " reachable message"
-    " messages contacts buzz bell shout line ph mob cel hp kom get got speak spoke talk available booking"
-    " bookings enquiry"
-    " enquiries inquiry inquiries reservation reservations appointment appointments signal telegram rsvp hours t f m p"
-    " whats appelez appeler joignable llama llame llamanos llamenos ligue chiama chiamate chiamare chiami bel"
-    " bellen soita volejte"
-    " nazovite pozovite hubungi anruf anrufen erreichbar rufen ruf ruft nummer"
-    " voice voicemail help helpdesk desk front called dials kontakt llamar llamada llamadas llamado llamados"
-    " appel appels anrufe hit her".split()
-)
+_WORDS = frozenset(f"{_DEVICE}|{_PLACE}|{any_of('cued')}".replace(" ", "|").split("|"))
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import regex
 
-from demix.data.dummies import TOKEN, Span
+from demix.data.dummies import TOKEN, Span, any_of
 
 # Backwards from the @. Joiners come at most two at a time.
 _LOCAL = regex.compile(r"(?r)(?:\w++[.%+'-]{1,2}+)*+\w++[.%+'-]{0,2}+")
@@ -22,38 +22,14 @@ _MENTION = regex.compile(r"@\[[0-9]{1,20}:[0-9]{1,20}:(?:[^\]\\\n]|\\.){1,256}+\
 _ADDRESS = regex.compile(
     r"(?<![\w.-])(?:https?://)?(?:[a-z-]{1,16}\.)?(?:facebook|fb)\.com/"
     r"(?:profile\.php\?(?:[\w=-]{1,64}&){0,8}id=[0-9]++|people/[^/\s]{1,128}/[0-9]++|groups/[^/\s]{1,128}/user/[0-9]++"
-    r"|(?!(?:about|ads|apps|business|careers|dialog|docs|developers?|events?|games|gaming|groups?|hashtag|help|home|legal"
-    r"|login|marketplace|media|messages|notes?|pages?|people|permalink|photos?|plugins|policies|policy|privacy|public|reel"
-    r"|search|settings|sharer?|stories|story|terms|videos?|watch)(?![\w])|\w++\.php)[a-z0-9](?:\.?[a-z0-9]){4,49}+(?!\w))",
+    rf"|(?!(?:{any_of('pages')})(?![\w])|\w++\.php)[a-z0-9](?:\.?[a-z0-9]){{4,49}}+(?!\w))",
     regex.IGNORECASE,
 )
 
-# Words after an @ that documentation tools, style sheets, cron and programming languages give a meaning of their own.
-_KEYWORDS = (
-    "abstractmethod|annually|argv|author|brief|cached_property|charset|classmethod|code|contextmanager|copyright|daily"
-    "|dataclass|deprecated|export(?:_ok)?|file|font-face|hourly|import|inc|include|inheritdoc|interface|isa|keyframes|link"
-    "|media|method|midnight|mixin|monthly|namespace|node|overload|override|params?|private|property|protected|public"
-    "|reboot|returns?|see|since|staticmethod|supports|template|throws|todo|typedef|version|weekly|wraps|yearly"
-)
-# Those of documentation alone, after a comment's leader at the margin, where a list's item looks the same.
-_TAGS = regex.compile(
-    r"@(?:access|alias|api|arg(?:ument)?|async|augments|category|class|const(?:ant|ructor|ructs)?|def(?:ault|group)?"
-    r"|description|details|enum|event|examples?|exception|extends|external|fires|function|global|group|hidden|hideconstructor"
-    r"|ignore|implements|in|ingroup|internal|kind|lends|license|listens|member(?:of)?|mixes|module|name|note|package|post"
-    r"|pre|prop|readonly|remarks|requires|retval|sa|serial\w*|stable|static|subpackage|summary|this|throw|tparam|tutorial|type"
-    r"|typeparam|uses|val|value|var|warning|yields?)\b",
-    regex.IGNORECASE,
-)
-# Commands whose echo a batch file or a recipe of make turns off.
-_COMMAND = regex.compile(
-    r"@(?:echo|rem|set|if|for|call|exit|goto|pause|cd|rm|mkdir|cp|mv|printf|touch|test|sed|cat|install|ln|find|python3?|make)"
-    r"(?=[ \t])",
-    regex.IGNORECASE,
-)
-# Words in quotes that JSON-LD gives a meaning of its own.
-_KEY = regex.compile(
-    r"@(?:type|context|id|graph|value|language|list|set|vocab|base|container|reverse|index)(?=[\"'])", regex.IGNORECASE
-)
+_KEYWORDS = any_of("keywords")
+_TAGS = regex.compile(rf"@(?:{any_of('tags')})\b", regex.IGNORECASE)
+_COMMAND = regex.compile(rf"@(?:{any_of('commands')})(?=[ \t])", regex.IGNORECASE)
+_KEY = regex.compile(rf"@(?:{any_of('keys')})(?=[\"'])", regex.IGNORECASE)
 _USER = regex.compile(
     r"@(?=\w{2})(?=_{0,2}[^\W\d_]|[0-9]++[^\W\d]{4})"
     rf"(?!(?:{_KEYWORDS})\b|[0-9a-f]{{40}}\b)"

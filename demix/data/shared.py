@@ -93,8 +93,8 @@ def _code() -> str:
     """A digest of the code that prepares text, and the versions of Python and of the libraries that it uses."""
     digest = hashlib.sha256()
     package = Path(__file__).parents[1]
-    folders = [*(package / "data").glob("*.py"), *(package / "files").glob("*.py")]
-    for path in sorted([*folders, package / "config" / "files.py"]):
+    used = [*(package / "data").glob("*.*"), *(package / "files").glob("*.py"), package / "config" / "files.py"]
+    for path in sorted(filter(Path.is_file, used)):
         digest.update(f"{path.name} {sha256_file(path)}\n".encode())
     return " ".join([digest.hexdigest(), sys.version.split()[0], *map(version, _LIBRARIES)])
 
