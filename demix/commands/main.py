@@ -1,4 +1,4 @@
-"""The whole command line: the stages of the workflow, then the commands for people."""
+"""The whole command line: the commands for people, and the stages of the workflow by their names."""
 
 import gc
 import logging
@@ -8,43 +8,42 @@ from importlib import import_module
 from typing import Annotated
 
 import typer
-from typer.models import CommandInfo
 
+from demix.commands.stages import STAGES, add_stage, list_stages
 from demix.errors import DemixError, masked, printable
 from demix.launch.arguments import expanded
 from demix.launch.local import end_rank
 from demix.launch.parents import end_with_snakemake
 from demix.launch.usage import note_usage
 
-# The modules with the commands of the workflow's rules, and those with the commands for people.
-STAGES = ("stages", "dividing", "tasks", "training")
+# The modules with the commands for people.
 PEOPLE = ("configs", "people", "standard", "questions", "comparing", "exchange")
 
 
 def command_line(asked: str = "") -> typer.Typer:
-    """The command `asked` alone, or all commands where none has this name.
+    """The command `asked` alone, be it a stage, or all commands for people where none of these has this name.
 
     A command alone starts in less time: the modules after its own are not imported, and typer reads one signature.
     """
     app = typer.Typer(
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        help="Language models made of domain experts. Snakemake runs the stages and prints the command of each, which "
-        "can be copied and run by hand.",
+        help="Language models made of domain experts. `demix stages` lists the commands that Snakemake runs, each of "
+        "which can be copied and run by hand.",
     )
     app.callback()(_options)
-    stages, others = list[CommandInfo](), list[CommandInfo]()
-    for module in (*STAGES, *PEOPLE):
-        commands = import_module(f"demix.commands.{module}").app
-        app.registered_groups += commands.registered_groups
-        for command in commands.registered_commands:
-            if module in STAGES:
-                command.rich_help_panel = "Stages of the workflow"
-            (stages if module in STAGES else others).append(command)
+    if asked in STAGES:
+        add_stage(app, asked)
+        return app
+    app.command("stages")(list_stages)
+    for module in PEOPLE:
+        found = import_module(f"demix.commands.{module}").app
+        app.registered_groups += found.registered_groups
+        for command in found.registered_commands:
             if asked == (command.name or command.callback.__name__):
                 app.registered_commands = [command]
                 return app
-    app.registered_commands = [*others, *stages]
+        app.registered_commands += found.registered_commands
     return app
 
 

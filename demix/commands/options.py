@@ -1,6 +1,5 @@
 """The options that several commands share, and the console that they print tables to."""
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,52 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from demix.errors import printable
-from demix.files import read_json
-from demix.files.json_files import SEAL, read_unsealed
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
 
-def _of_file(text: str) -> str:
-    """The JSON that an option gives: `text` itself, or for @FILE that of the file, whose seal is checked if it has one.
-
-    Linux passes at most 128 KiB as one argument; `demix.run.rules.RunRules.argument` writes such files.
-    """
-    if not text.startswith("@"):
-        return text
-    values = read_unsealed(text[1:])
-    return json.dumps(read_json(text[1:]) if SEAL in values else values)
-
-
-Ranks = Annotated[int, typer.Option(min=1, help="Processes of this machine that train together.")]
-Settings = Annotated[str, typer.Option(callback=_of_file, help="The settings of the stage, as JSON or @FILE.")]
-Files = Annotated[list[Path], typer.Argument(help="Input files.")]
-Output = Annotated[Path, typer.Option(help="Path of the result.")]
-TrainShards = Annotated[
-    list[Path],
-    typer.Argument(
-        help="tokens/<domain>/train.arrow of each training domain, or "
-        "clusters/<clustering>/shards/<cluster>/train.arrow of each cluster; dev.arrow to evaluate on dev."
-    ),
-]
-Metrics = Annotated[Path, typer.Option(help="Path of the metrics (JSON lines).")]
-Checkpoints = Annotated[Path, typer.Option(help="Folder of the checkpoints from which a killed run resumes.")]
-ExecutionOverrides = Annotated[
-    str, typer.Option(help="Settings that change only time and memory, such as compile=true,keep_checkpoints=3.")
-]
-Site = Annotated[
-    str,
-    typer.Option(
-        "--cluster",
-        callback=_of_file,
-        help="The config's section cluster, as JSON or @FILE: where and how ranks are started.",
-    ),
-]
-Live = Annotated[
-    str, typer.Option("--live", help="Where metrics go while training: JSON with uri, experiment, run, config.")
-]
 Tokens = Annotated[
     Path | None, typer.Option("--tokenizer", help="tokenizer.json; by default that of the model's folder or its run.")
 ]

@@ -363,3 +363,31 @@ def cluster_shards(
             raise DemixError(f"clustering {name}", cause, "fewer clusters, or more text")
     for number, cluster in enumerate(names):
         write_spans([shards[domain] for domain in domains], *spans(number), output / cluster / f"{split}.arrow")
+
+
+def fit_clusters_to(documents: list[Path], settings: Clustering, output: Path, seed: int = 1) -> None:
+    """Fit a clustering of documents to a sample of the training domains' text, corpus/<domain>/train.parquet.
+
+    The clustering is named as the folder `output` is.
+    """
+    fit_clusters({path.parent.name: path for path in documents}, settings, seed, output, output.name)
+
+
+def assign_splits(clusterer: Path, documents: list[Path], output: Path) -> None:
+    """Assign each document of splits, corpus/<domain>/<split>.parquet, to a cluster: <domain>.<split>.parquet."""
+    opened = Clusterer.open(clusterer)
+    for path in documents:
+        assign(opened, path.parent.name, path, output / f"{path.parent.name}.{path.stem}.parquet")
+
+
+def shards_of_clusters(clusterer: Path, tokens: list[Path], length: int, output: Path) -> None:
+    """Write the documents of each cluster as a shard of spans, without a copy of any token.
+
+    The clusterer has assigned/ of each split in it, `tokens` are tokens/<domain>/<split>.arrow, and a cluster has
+    `length` tokens at least, those of a block.
+    """
+    opened = Clusterer.open(clusterer)
+    for split in dict.fromkeys(path.stem for path in tokens):
+        shards = {path.parent.name: path for path in tokens if path.stem == split}
+        assigned = {domain: clusterer / "assigned" / f"{domain}.{split}.parquet" for domain in shards}
+        cluster_shards(opened, assigned, shards, length, output, clusterer.name)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ import pyarrow as pa
 from demix.config.domains import Budget, SplitRecipe
 from demix.data.leakage import gram_set, leaked, shares
 from demix.data.readers import TO_UTF8
+from demix.data.shared import made_once
 from demix.errors import DemixError
 from demix.files import parquet_reader, read_json, scratch, write_json
 from demix.files.batches import BATCH_BYTES, BATCH_ROWS, counted, read_batches, write_batches
@@ -77,6 +79,18 @@ class Splitting(SplitRecipe):
     seed: Seed
     metadata: Switch = False
     test_only: Switch = False
+
+
+def split_once(domain: str, documents: list[Path], owners: Path, settings: Splitting, output: Path) -> None:
+    """Drop duplicates, and split a domain by content hash; dev and test are filled first.
+
+    The arguments are those of `split`. Another run that has the same splits lends them.
+    """
+    counts = [path.with_suffix(".json") for path in documents]
+    splits = ("test.parquet",) if settings.test_only else ("train.parquet", "dev.parquet", "test.parquet")
+    files = [output / name for name in (*splits, "card.json")]
+    make = partial(split, domain, documents, owners, settings, output)
+    made_once(output, files, [*documents, *counts, owners], asdict(settings), make)
 
 
 def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting, output: Path) -> None:

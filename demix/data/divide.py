@@ -3,7 +3,7 @@
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -42,11 +42,11 @@ class Division(Sharing):
     by: Text
 
 
-def divide(name: str, division: Division, raw: Path, counts: Path, part: int = 0) -> None:
+def divide(name: str, division: Division, raw: Path, output: Path, part: int = 0) -> None:
     """Write part `part` of the raw text of each domain in one pass over the source, for `demix.data.sources.download`.
 
     `download` to `raw/<domain>/<part>.parquet` takes the file, which has the bytes that it would write of the source
-    with the condition `{by: value}` among those of `where`. `words` counts for each domain by itself. The JSON `counts`
+    with the condition `{by: value}` among those of `where`. `words` counts for each domain by itself. The JSON `output`
     has the documents that were read, those that `where` leaves out ("filtered"), those without the field, by domain and
     value those of a domain ("taken"), by value those of none ("untaken", anonymized), and whether the source was read
     to its end ("whole"). Raises DemixError naming the file or key at fault.
@@ -99,7 +99,7 @@ def divide(name: str, division: Division, raw: Path, counts: Path, part: int = 0
     for text, number in untaken.items():
         shown[_anonymized(text)] += number
     said = {"source": name, "by": by, "whole": len(full) < len(take), **found}
-    write_json(counts, said | {"taken": taken, "untaken": shown})
+    write_json(output, said | {"taken": taken, "untaken": shown})
     # Kept until here: a job that fails and is run again need not fetch again what it has.
     shutil.rmtree(fetched, ignore_errors=True)
 
@@ -136,8 +136,8 @@ def _anonymized(value: str) -> str:
     return anonymize(normalise(value)[0])[0]
 
 
-def write_source_card(counts: Sequence[Path], domains: Mapping[str, Scalar | tuple[Scalar, ...]], output: Path) -> None:
-    """Write the card of a source that `domains` share, from the counts of all its parts: its documents by domain.
+def write_source_card(counts: Sequence[Path], sharing: Sharing, output: Path) -> None:
+    """Write the card of a source that several domains share, from the counts of all its parts: its documents by domain.
 
     Raises DemixError for a field that no document has, and for a value that none has.
     """
@@ -152,7 +152,7 @@ def write_source_card(counts: Sequence[Path], domains: Mapping[str, Scalar | tup
     if total["without"] and total["without"] == total["documents"] - total["filtered"]:
         raise DemixError(f"config key sources.{name}.by", f"is {by!r}, a field that no document has", "mend it")
     by_domain = {}
-    for domain, given in domains.items():
+    for domain, given in sharing.domains.items():
         # A domain that was added since the pass has its documents among those of no domain.
         found = {value: sought.pop(str(value), None) for value in as_list(given)}
         by_domain[domain] = sum(

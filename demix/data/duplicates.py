@@ -1,12 +1,14 @@
 """Texts that several domains hold: which training domain keeps each, and how many the novel domains share."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
 
+from demix.data.shared import made_once
 from demix.files import write_json
 from demix.files.batches import counted, read_batches, write_batches
 from demix.files.database import database, run_on
@@ -32,6 +34,22 @@ select one.domain, other.domain, count(*)
 from held one join held other on one.id = other.id and one.domain < other.domain
 group by all order by all
 """
+
+
+def deduplicate(documents: list[Path], output: Path) -> None:
+    """Assign each text that several training domains hold to one of them (documents/<domain>/<part>.parquet)."""
+    made_once(output, [output], documents, {}, partial(mark_duplicates, _parts_by_domain(documents), output))
+
+
+def novel_duplicates(documents: list[Path], output: Path) -> None:
+    """Count the texts that novel domains share with one another (documents/<domain>/<part>.parquet)."""
+    count_shared(_parts_by_domain(documents), output)
+
+
+def _parts_by_domain(documents: Sequence[Path]) -> dict[str, list[Path]]:
+    """The files documents/<domain>/<part>.parquet, grouped by domain."""
+    names = dict.fromkeys(path.parent.name for path in documents)
+    return {name: [path for path in documents if path.parent.name == name] for name in names}
 
 
 def mark_duplicates(inputs: dict[str, list[Path]], output: Path) -> None:

@@ -387,3 +387,16 @@ def _refuse_left_out(name: str, task: Task, counts: Mapping[str, int], different
         raise DemixError(f"tasks.{name}", cause, f"{cure}or give the task a left_out of {left_out / found:.2g} or more")
     if left_out or counts["used"]:
         _log.warning("%s: left out %s, %d used by another part of the task", name, reasons, counts["used"])
+
+
+def examples_of(
+    task: str, tokenizer: Path, settings: ExamplesRecipe, output: Path, documents: Sequence[Path] = ()
+) -> None:
+    """Read or make the examples of a task, with texts that fit into a model's context.
+
+    `documents` are corpus/<domain>/test.parquet and dev.parquet, for a task that is made of them.
+    """
+    files: dict[str, dict[str, Path]] = {"test": {}, "dev": {}}
+    for path in documents:
+        files.setdefault(path.stem, {})[path.parent.name] = path
+    write_examples(task, settings, files, tokenizer, output)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from demix.data.shared import made_once
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import REMAKE, opened, read_json, replacing, scratch, sha256_file, write_json
@@ -142,6 +143,16 @@ class TokenShard:
         pieces = [self.files[n][max(0, start - n * size) : stop - n * size] for n in range(first, -(-stop // size))]
         # Of nothing at the very end there is no piece.
         return np.concatenate([self.files[0][:0], *pieces])
+
+
+def tokenize_splits(documents: list[Path], tokenizer: Path, output: Path) -> None:
+    """Convert corpus files to memory-mapped token shards, one below `output` for each."""
+
+    def make() -> None:
+        for path in documents:
+            tokenize(tokenizer, path, output / f"{path.stem}.arrow")
+
+    made_once(output, [output / f"{path.stem}.*" for path in documents], [*documents, tokenizer], {}, make)
 
 
 def tokenize(tokenizer: Path, documents: Path, output: Path, *, file_tokens: int = FILE_TOKENS) -> None:

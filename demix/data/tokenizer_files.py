@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from demix.config.tokenizer import types_and_end
-from demix.data.tokenizer import Tokenizer, own_definition
+from demix.config.tokenizer import TokenizerSection, types_and_end
+from demix.data.shared import made_once
+from demix.data.tokenizer import Tokenizer, gpt2_tokenizer, own_definition, train_tokenizer
 from demix.data.vocabulary import END_OF_TEXT, NO_END, OWN, foreign_vocabulary, steps_of, tokens_of
 from demix.errors import DemixError
 from demix.files import opened, read_json, write_json
@@ -18,6 +21,17 @@ from demix.files.kinds import TEXT, check_kind
 # The largest merges.txt of the field has some 5 MiB, and a line of it takes 200 bytes of memory.
 MOST_MERGES = 16 << 20
 _CURE = "use a byte-level BPE"
+
+
+def make_tokenizer(documents: list[Path], settings: TokenizerSection, output: Path) -> None:
+    """Train a byte-level BPE on the training domains' text, or write GPT-2's tokenizer or that of another family."""
+    if settings.kind == "gpt2":
+        gpt2_tokenizer(output)
+    elif settings.kind in ("file", "parent"):
+        take_tokenizer(Path(settings.path or ""), output, settings.end_of_text, settings.types)
+    else:
+        make = partial(train_tokenizer, documents, settings.vocab_size, output, settings.words)
+        made_once(output, [output], documents, asdict(settings), make)
 
 
 def take_tokenizer(

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from demix.config.evaluation import DECAY
 from demix.config.mixing import DEFAULTS
 from demix.evaluate.score_tables import ScoreTable, read_scores, refuse_evidence
 from demix.files import write_json
@@ -114,3 +115,33 @@ def own_dev_losses(scores: Path, experts: Sequence[str], blocks: int) -> dict[st
         table = read_scores(scores / f"{name}.dev", (name,))
         losses[name] = float(-table.scores[:blocks].sum() / table.mask[:blocks].sum())
     return losses
+
+
+def choose_mixing(scores: Path, domains: Sequence[str], experts: Sequence[str], output: Path) -> None:
+    """Choose the parameters of the rule tempered for a model, on the dev splits of its training domains.
+
+    `scores` is the model's folder of score tables.
+    """
+    write_mixing(output, {domain: read_scores(scores / f"{domain}.dev", experts) for domain in domains})
+
+
+def average_experts(
+    model: Path,
+    experts: Sequence[str],
+    output: Path,
+    scores: Path | None = None,
+    domain: str = "",
+    blocks: int = 100,
+    decay: float = DECAY,
+) -> None:
+    """Average the parameters of experts, by equal weights or by the cached prior of a domain.
+
+    The prior is made of `blocks` blocks of the domain's dev split in `scores`, the model's folder of score tables.
+    """
+    # torch, which no other function here needs.
+    from demix.model.merge import merge_experts
+
+    weights = dict.fromkeys(experts, 1 / len(experts))
+    if scores is not None:
+        weights = choose_parent(scores, domain, experts, blocks=blocks, decay=decay)["priors"]
+    merge_experts(model, weights, output, again=True)

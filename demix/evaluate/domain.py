@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from demix.config.evaluation import MixingRecipe
+from demix.data.tokenizer import byte_lengths
 from demix.errors import DemixError
 from demix.evaluate.choice import mixing_of, switching_on_dev
 from demix.evaluate.columns import COLUMNS, DIFFERENCES, LOSSES, POSTERIORS, PRIORS, table_schema
@@ -365,3 +366,22 @@ def _comparisons(evaluation: Evaluation) -> Iterator[tuple[tuple[str, ...], str,
             yield tuple(system), name, tuple(key)
     for pair in evaluation.pairs:
         yield tuple(pair[:4]), pair[4], tuple(pair[4:])
+
+
+def evaluate(  # noqa: PLR0913
+    domain: str,
+    scores: Path,
+    settings: Evaluation,
+    output: Path,
+    priors: Path,
+    differences: Path,
+    posteriors: Path,
+    losses: Path,
+    tokenizer: Path | None = None,
+) -> None:
+    """Mix the score tables of one domain by every method. Runs no forward pass.
+
+    `scores` is the run's folder of score tables; the bytes per token are those of `tokenizer`.
+    """
+    lengths = None if tokenizer is None else byte_lengths(tokenizer)
+    evaluate_domain(scores, domain, settings, Outputs(output, priors, differences, posteriors, losses), lengths)

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -85,6 +85,31 @@ class _Work:
     top_k: int = 0
     without: str = ""
     label: str = ""
+
+
+def score_shards(
+    model: Path,
+    shards: list[Path],
+    settings: Scoring,
+    output: Path,
+    experts: Sequence[str],
+    context: int = 0,
+    top_k: int = 0,
+) -> None:
+    """Score texts under experts: write the log-probability of every token.
+
+    `experts` are experts or domain tokens; own: each domain under its own token; listed: several models, each with its
+    experts, domains, splits, context and top_k, which `models` in the settings lists. `model` and `output` are then
+    the folders of all models and of all their score tables. A `context` or `top_k` of 0 is that of training.
+    """
+    names = tuple(experts)
+    if (names == ("listed",)) != bool(settings.models):
+        cause = "is given beside `models` in --settings" if settings.models else "needs `models` in --settings"
+        raise DemixError(f"--experts {','.join(names)}", cause, "name the experts of one model, or list several models")
+    if settings.models:
+        score_models(model, shards, settings, output)
+    else:
+        score(model, () if names == ("own",) else names, shards, settings, output, context, top_k)
 
 
 def score(

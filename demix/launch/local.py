@@ -17,7 +17,6 @@ from demix.launch.job import Cluster, Places, TrainingJob
 from demix.launch.notes import Failure, first_failure, key_of_failure
 from demix.launch.parents import when_ended
 from demix.launch.slurm import collect, is_finished, remove_finished, run
-from demix.settings import settings_from
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -26,13 +25,13 @@ if TYPE_CHECKING:
 def launched(
     job: TrainingJob,
     places: Places,
-    cluster: str,
+    site: Cluster | None,
     entry: Callable[[Sequence[str]], None],
     work: Callable[[Places], None],
 ) -> None:
     """Have `job` done, and put its results into `places`.
 
-    `cluster` is the config's section for the stage, as JSON. With `launch: slurm` a SLURM job runs the training and
+    `site` is the config's section `cluster` for the stage. With `launch: slurm` a SLURM job runs the training and
     calls `entry` with the command's arguments. With `local` processes of this machine run it. One rank trains in this
     process, by `work`, and so does a rank that a launcher (this one, torchrun or a batch system) has already started.
 
@@ -40,7 +39,6 @@ def launched(
     to the files in place: Snakemake deletes the outputs of a job that is killed at the last moment, and a training that
     has ended has no checkpoint.
     """
-    site = settings_from(Cluster, cluster, "--cluster") if cluster else None
     if "WORLD_SIZE" in os.environ:
         if os.environ.get("DEMIX_FINGERPRINT", job.fingerprint) != job.fingerprint:
             raise DemixError("job", "was submitted with other settings or data than the present ones", "rerun")

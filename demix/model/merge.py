@@ -231,3 +231,12 @@ def sum_of(weights: Mapping[str, float]) -> float:
         return math.fsum(weights.values())
     except OverflowError:
         return math.inf
+
+
+def join_trained(branches: list[Path], metrics_of: Sequence[str], output: Path, metrics: Path) -> None:
+    """Join experts that are whole models, each trained by itself, to one model.
+
+    `metrics_of` are the metrics of their trainings, in the same order.
+    """
+    join_branches(branches, output)
+    join_metrics([Path(path) for path in metrics_of], metrics)

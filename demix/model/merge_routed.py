@@ -14,7 +14,7 @@ from demix.config.models import DENSE_EXPERT
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.files import read_json, refuse_used
-from demix.model.device import own_device
+from demix.model.device import own_device, set_threads
 from demix.model.directory import (
     Tensors,
     describe,
@@ -279,3 +279,12 @@ def _opened(directory: Path, expert: str, path: Path) -> TokenShard:
     if not len(shard):
         raise DemixError(path, f"holds no token to route to the expert {expert} by", "give the domain more dev text")
     return shard
+
+
+def merge_shards(model: Path, shards: list[Path], output: Path, threads: int = 1) -> None:
+    """Merge domain experts, without training, into a model whose tokens choose two of them in every layer.
+
+    `shards` are the tokens/<domain>/dev.arrow of each expert to merge, in order.
+    """
+    set_threads(threads)
+    merge_routed(model, {path.parent.name: path for path in shards}, output, again=True)

@@ -63,3 +63,8 @@ def write_report(run: Run, output: Path) -> None:
     with debug_mode(False):
         for item in report_items(run):
             item.write(material, output)
+
+
+def report_of(run: Path, output: Path) -> None:
+    """Make the tables, figures and claims of the run in the folder `run`."""
+    write_report(Run.read(run), output)

@@ -10,14 +10,15 @@ import yaml
 from demix.config.models import DENSE_EXPERT, KINDS
 from demix.config.training import Execution
 from demix.errors import DemixError, nearest
-from demix.files import read_json
+from demix.files import read_json, write_text
+from demix.model.clusters import copy_clusters
 from demix.model.directory import describe, expert_lineage, expert_names, whole_models
 from demix.model.export import format_of
 from demix.model.formats import FORMATS
 from demix.model.manifest import parent_of, read_description, read_lineage
 from demix.model.merge import learned_of, refuse_weights
 from demix.model.merge_routed import BLOCKS, learned_anchored
-from demix.model.usual import usual_of
+from demix.model.usual import usual_of, write_usual
 from demix.report.read import domains_of, partly_known, read_results
 from demix.report.systems import BALANCED, dense_adapted
 from demix.report.table import as_markdown, markdown_rows, render, render_markdown
@@ -139,6 +140,23 @@ def result_tables(
 
 def _interval(low: float, high: float) -> str:
     return "–" if pd.isna(low) else f"{low:.2f} to {high:.2f}"
+
+
+def write_cards(run: Path, output: Path, models: Sequence[str] = ()) -> None:
+    """Write the cards of a run's models: data, licences, training, lineage, results, limits.
+
+    Of the named `models`, or of all. What belongs to a model wherever it is copied goes into its folder too: the card
+    (README.md), how well each expert predicts its own domain (usual.json), and the clusters that can weight its experts
+    (clusterer/).
+    """
+    whole = Run.read(run)
+    for model in models or sorted(path.parent.name for path in (run / "models").glob("*/model.json")):
+        text, directory = model_card(whole, model), run / "models" / model
+        for path in (output / f"{model}.md", directory / "README.md"):
+            write_text(path, text)
+        write_text(output / f"{model}.html", card_page(whole, model, text))
+        write_usual(directory, usual_of(directory))
+        copy_clusters(directory, directory)
 
 
 def model_card(run: Run, model: str) -> str:

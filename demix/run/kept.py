@@ -20,12 +20,12 @@ def kept(config: Config) -> dict[str, Any]:
     return {key: value for key, value in config.values.items() if key not in ("cluster", "overwrite")}
 
 
-def write_run_config(path: Path, config: Config) -> None:
-    """Write the `config` of a run with the format version of its files.
+def write_run_config(output: Path, config: Config) -> None:
+    """Write the completed `config` of a run, with the format version of its files.
 
     The keys keep their order, because the report shows the domains in this order.
     """
-    write_json(path, {"format": FORMAT, **kept(config)}, sort_keys=False)
+    write_json(output, {"format": FORMAT, **kept(config)}, sort_keys=False)
 
 
 def read_run_config(run: Path) -> Config:

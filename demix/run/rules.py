@@ -293,5 +293,5 @@ class RunRules:
         settings of time and memory must rerun nothing.
         """
         cluster = shlex.quote(self.argument(json.dumps(written(self.run.config.cluster.of(stage)))))
-        overrides = ",".join(f"{key}={json.dumps(getattr(settings, key))}" for key in names_of(Execution))
-        return f"--ranks {settings.ranks} --how {overrides} --cluster {cluster}"
+        how = shlex.quote(json.dumps({key: getattr(settings, key) for key in names_of(Execution)}))
+        return f"--ranks {settings.ranks} --how {how} --cluster {cluster}"

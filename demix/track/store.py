@@ -9,8 +9,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from demix.config.addresses import LOG_IN_ELSEWHERE, refuse_secrets
 from demix.errors import DemixError, printable
-from demix.files import digest, read_json
+from demix.files import digest, read_json, write_json
 from demix.run.kept import config_fingerprint
 from demix.run.run import Run
 from demix.track.client import CONFIG, HASH, KEY, RUN, alone, experiment_of, log_points, opened, origin, runs_with
@@ -19,6 +20,19 @@ from demix.track.records import Record, records
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput
     from mlflow.tracking import MlflowClient
+
+
+def track_folder(run: Path, uri: str = "", experiment: str = "", output: Path | None = None) -> None:
+    """Send a run's parameters, metrics, tables and figures to MLflow. Sending them again changes nothing.
+
+    By default to the store and the experiment of the run's config. `output` is a receipt: what was sent, and where.
+    """
+    refuse_secrets("--uri", uri, LOG_IN_ELSEWHERE)
+    whole = Run.read(run)
+    place = {"uri": uri or whole.config.tracking.uri, "experiment": experiment or whole.experiment}
+    sent = track(whole, **place)
+    if output is not None:
+        write_json(output, {**place, "sent": sent})
 
 
 def track(run: Run, uri: str, experiment: str) -> str:

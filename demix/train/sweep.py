@@ -73,6 +73,7 @@ def choose_rate(metrics: Sequence[Path], output: Path) -> float:
         causes = "; ".join(f"{trial.learning_rate}: {trial.diverged}" for trial in trials)
         raise DemixError(output.stem, f"diverged at every learning rate of its sweep ({causes})", "sweep lower rates")
     write_json(output, {"learning_rate": max(good), "margin": MARGIN, "trials": [asdict(trial) for trial in trials]})
+    print(f"{output.stem}: {max(good)}")
     return max(good)
 
 

@@ -79,7 +79,7 @@ EVERY = [(page, words) for page in DOCS for words in commands(page)]
 
 def known(words: list[str]) -> typer.core.TyperCommand:
     """The command that `demix` words name; every option in them is one of its own."""
-    command, rest = get_command(command_line()), words[1:]
+    command, rest = get_command(command_line(words[1])), words[1:]
     while hasattr(command, "commands"):
         assert rest[0] in command.commands, words
         command, rest = command.commands[rest[0]], rest[1:]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from demix.commands.training import run_command
+from demix.commands.stages import run_command
 from demix.run.run import Run
 from support.cli import demix, succeeds
 from support.configs import written_by_hand
@@ -70,7 +70,7 @@ def test_a_printed_command_runs_nothing_that_a_file_holds(frozen: Run, text: str
 
 
 def test_an_interrupted_rank_is_not_taken_for_a_finished_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("demix.train.sweep.choose_rate", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("demix.train.sweep.read_trial", lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(SystemExit, match="130"):
         run_command(["choose-rate", "a.jsonl", "--output", "a.json"])
 

@@ -145,7 +145,9 @@ def test_the_longest_argument_is_that_of_this_machine() -> None:
 
 def test_settings_too_long_for_an_argument_go_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(argument: str) -> None:
-        command_line()(["run-config", "--settings", argument, "--output", "config.json"], standalone_mode=False)
+        command_line("run-config")(
+            ["run-config", "--settings", argument, "--output", "config.json"], standalone_mode=False
+        )
 
     monkeypatch.chdir(tmp_path)
     tracking = {"uri": "sqlite:///" + "x" * LONGEST_ARGUMENT}

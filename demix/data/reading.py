@@ -1,0 +1,49 @@
+"""The stages that read raw text and anonymize it: two, where downloads run elsewhere, or one."""
+
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from demix.data.anonymize import anonymize_documents
+from demix.data.shared import made_once
+from demix.data.sources import Source, discard, download, pinned
+
+
+def anonymize(
+    raw: Path, output: Path, counts: Path, enabled: bool = True, rules: str = "ours", piece_words: int | None = None
+) -> None:
+    """Normalise one part of a domain's raw text, replace personal data by dummy tokens, cut long documents.
+
+    With `enabled` false nothing is replaced. `rules` and `piece_words` are those of `anonymize_documents`.
+    """
+    how = {"enabled": enabled, "rules": rules, "piece_words": piece_words}
+    make = partial(anonymize_documents, raw, output, counts, enabled=enabled, rules=rules, piece_words=piece_words)
+    made_once(output, [output, counts], [raw], how, make, passing=True)
+
+
+def read(
+    domain: str,
+    settings: Source,
+    raw: Path,
+    output: Path,
+    counts: Path,
+    part: int = 0,
+    enabled: bool = True,
+    rules: str = "ours",
+) -> None:
+    """Read one part of a domain's text from its source, and anonymize it: download and anonymize in one.
+
+    The raw text on its way, `raw`, is private and removed at the end.
+    """
+
+    def make() -> None:
+        download(settings, domain, raw, part)
+        anonymize_documents(raw, output, counts, enabled=enabled, rules=rules, piece_words=settings.piece_words)
+
+    if (inputs := pinned(settings, part)) is None:
+        download(settings, domain, raw, part)
+        anonymize(raw, output, counts, enabled, rules, settings.piece_words)
+    else:
+        values = {"source": asdict(settings), "part": part, "enabled": enabled, "rules": rules}
+        made_once(output, [output, counts], inputs, values, make)
+    discard(raw)
