@@ -22,7 +22,7 @@ from scipy.special import logsumexp
 
 from demix.evaluate.domain import Evaluation
 from demix.evaluate.losses import PlannedMixture, dev_priors, document_losses
-from demix.evaluate.planned import planned_mixtures
+from demix.evaluate.planned import Plan
 from demix.evaluate.score_tables import read_scores, tokens_sha256, write_scores, write_tokens
 from demix.mix.mixtures import FLOORS, keep_top, log_weights
 from demix.mix.rules import Chunk, History, Switching
@@ -50,7 +50,7 @@ def mixtures(experts: tuple[str, ...]) -> list[PlannedMixture]:
         weights=("history", "released", 32, "tempered(0.1,0.99)"), top_k=(2,), decays=(0.1, 0.3, 0.5, 1.0),
         prior_blocks=(1, 5, 10, 50, 100),
     )  # fmt: skip
-    planned = planned_mixtures(evaluation, ExpertSet("training", experts, variants=True), DEV_BLOCKS)
+    planned = Plan(evaluation, ExpertSet("training", experts, variants=True), DEV_BLOCKS).all
     return [mixture for mixture in dict.fromkeys(mixture for mixture, _ in planned) if mixture.method not in FLOORS]
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from demix.commands.options import Prior, Tokens, TopK, WeightsRule
-from demix.errors import printable
+from demix.errors import DemixError, printable
 
 app = typer.Typer()
 
@@ -23,11 +23,7 @@ def lm_eval(
     ],
     include_path: Annotated[Path | None, typer.Option(help="A folder with YAML files of more tasks.")] = None,
     experts: Annotated[
-        str | None,
-        typer.Option(
-            help="The experts to mix, separated by commas, by default all; of a domain-token model the domain whose "
-            "token stands before the texts."
-        ),
+        str | None, typer.Option(help="The experts to mix, separated by commas; by default all.")
     ] = None,
     weights: WeightsRule = "tempered",
     prior: Prior = "",
@@ -50,15 +46,26 @@ def lm_eval(
     seed: Annotated[
         int, typer.Option(min=0, max=2**32 - 1, help="Seed of demonstrations and of sampled texts.")
     ] = 1234,
-    output: Annotated[Path | None, typer.Option(help="The results (JSON) to write, in the harness's format.")] = None,
+    output: Annotated[Path | None, typer.Option(help="The JSON file to write what the harness returns to.")] = None,
     log_samples: Annotated[
         bool, typer.Option("--log-samples", help="Write the answers to all documents too: <output>.<task>.jsonl.")
     ] = False,
     tokenizer: Tokens = None,
 ) -> None:
     """Evaluate a mixture of experts on tasks of EleutherAI's lm-evaluation-harness, and print the harness's table."""
-    from demix.evaluate.harness import Tasks, evaluate_tasks, tables_of
+    from demix.config.harness import HarnessTasks
+    from demix.evaluate.harness import KnownTasks, evaluate_tasks, tables_of, write_results
+    from demix.model.directory import describe
+    from demix.settings import settings_from
 
+    if log_samples and output is None:
+        raise DemixError("--log-samples", "needs a file to write beside", "give --output FILE.json")
+    if output is not None and (output.is_dir() or not output.resolve().parent.is_dir()):
+        raise DemixError(f"--output {output}", "is no place for a file", "name a file in a folder that exists")
+    describe(model)
+    named = {"tasks": tuple(filter(None, tasks.split(","))), "shots": num_fewshot, "limit": limit}
+    folder = None if include_path is None else str(include_path)
+    known = KnownTasks.of(settings_from(HarnessTasks, named | {"include_path": folder}, "lm-eval"))
     arguments = {
         "pretrained": str(model),
         "experts": experts,
@@ -69,9 +76,10 @@ def lm_eval(
         "batch_size": batch_size,
         "device": device,
     }
-    names = tuple(name for name in tasks.split(",") if name)
-    asked = Tasks(names, include_path, limit, num_fewshot, gen_kwargs, seed)
     given = {name: value for name, value in arguments.items() if value is not None}
-    for table in tables_of(evaluate_tasks(given, asked, output, log_samples)):
+    results = evaluate_tasks(given, known, gen_kwargs, seed, log_samples)
+    if output is not None:
+        write_results(results, output)
+    for table in tables_of(results):
         # Names of tasks are anybody's.
         print(printable(table))

@@ -26,8 +26,7 @@ from demix.errors import DemixError
 from demix.evaluate.choice import mixing_of
 from demix.evaluate.columns import HARNESS, TASK_WEIGHTS, TASKS, table_schema
 from demix.evaluate.intervals import FEWEST, RESAMPLES, bounds
-from demix.evaluate.task_tables import Scored, read_scored
-from demix.files import read_parquet, write_parquet
+from demix.files import read_parquet, sha256_file, write_parquet
 from demix.mix.logs import log_softmax
 from demix.mix.mixtures import Mixture, keep_top
 from demix.mix.priors import accuracy_log_priors
@@ -57,6 +56,72 @@ class Classification:
     temperature: Temperature
     top_k: DistinctItems[Positive] = ()
     seed: int = 1
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The log p in nats of a prompt's tokens under E experts: of its context [N, E] and of each label [n, E].
+
+    `cue` is the same without the text, where the task is calibrated.
+    """
+
+    prompt: Prompt
+    context: np.ndarray
+    labels: tuple[np.ndarray, ...]
+    cue: "Scored | None" = None
+
+    @property
+    def sums(self) -> np.ndarray:
+        """log p [L, E] in nats of each label under each expert, less that without the text where there is a cue."""
+        found = np.stack([label.sum(axis=0) for label in self.labels])
+        return found if self.cue is None else found - self.cue.sums
+
+
+def schema_of(experts: int) -> pa.Schema:
+    """The columns of a table of scores. Rows with label -1 are of the context."""
+    return pa.schema(
+        [
+            pa.field("split", pa.dictionary(pa.int8(), pa.string()), False),
+            pa.field("seed", pa.int32(), False),
+            pa.field("example", pa.int32(), False),
+            pa.field("label", pa.int16(), False),
+            pa.field("token", pa.uint32(), False),
+            pa.field("log_probability", pa.list_(pa.float32(), experts), False),
+        ]
+    )
+
+
+def read_scored(path: Path, examples: Path, asked: Sequence[Prompt]) -> tuple[tuple[str, ...], list[Scored]]:
+    """The experts of a table of scores, and what it holds of the prompts `asked`.
+
+    Raises DemixError for a table of other examples than those of the file `examples`, or of other prompts.
+    """
+    table = read_parquet(path)
+    about = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
+    if about.get("examples_sha256") != sha256_file(examples):
+        raise DemixError(path, f"is of other examples than {examples}", "score the task again")
+    experts = tuple(about["experts"].split(","))
+    scores = table.column("log_probability").combine_chunks().flatten().to_numpy()
+    scores = scores.reshape(-1, len(experts)).astype(np.float64)
+    places = table.select(["split", "seed", "example", "label"]).to_pandas()
+    parts = {place: scores[rows] for place, rows in places.groupby(list(places), observed=True).indices.items()}
+    found = []
+    for prompt in asked:
+        place = (prompt.split, prompt.seed, prompt.example)
+        try:
+            labels = tuple(parts[*place, label] for label in range(len(prompt.choices)))
+        except KeyError:
+            cause = f"lacks example {prompt.example} of {prompt.split}"
+            raise DemixError(path, cause, "score the task again") from None
+        # A context without a token has no row.
+        found.append(Scored(prompt, parts.get((*place, -1), scores[:0]), labels))
+    return experts, with_cues(found)
+
+
+def with_cues(scored: Sequence[Scored]) -> list[Scored]:
+    """`scored` with each prompt's cue, where there are cues among them."""
+    cues = {(one.prompt.seed, one.prompt.example): one for one in scored if one.prompt.split == "cue"}
+    return [replace(one, cue=cues.get((one.prompt.seed, one.prompt.cue))) for one in scored]
 
 
 @dataclass(frozen=True)
@@ -97,14 +162,18 @@ def classify(
     for name, task in given.tasks.items():
         examples = run / "examples" / f"{name}.parquet"
         asked = list(prompts(task, read_examples(examples)))
-        distances: dict[str, PromptDistances] = {}
+        measured: dict[str, tuple[tuple[str, ...], Mapping[str, np.ndarray]]] = {}
         for model in given.models:
             experts, scored = read_scored(run / "tasks" / model.folder / f"{name}.parquet", examples, asked)
+            near = None
             if model.routing:
-                refuse_other_clusters(run / "models" / model.folder, run / "clusters" / model.routing, experts)
-                if model.routing not in distances:
-                    distances[model.routing] = PromptDistances.of(run / "clusters" / model.routing, asked)
-            near = distances.get(model.routing)
+                clusters = run / "clusters" / model.routing
+                refuse_other_clusters(run / "models" / model.folder, clusters, experts)
+                if model.routing not in measured:
+                    measured[model.routing] = distances_of(clusters, asked)
+                names, rows_of = measured[model.routing]
+                columns = [names.index(expert) for expert in experts]
+                near = {context: row[columns] for context, row in rows_of.items()}
             tempered = mixing_of(run / "models" / model.folder)
             about = {
                 "task": name, "model": model.model, "n_experts": len(experts), "clustering": model.routing,
@@ -129,25 +198,15 @@ def classify(
 ALONE = TaskRouting("dense", lambda one: np.zeros(1))
 
 
-@dataclass(frozen=True)
-class PromptDistances:
-    """The squared distances [K] of prompts to the centres of the clusters `names`."""
+def distances_of(folder: Path, asked: Iterable[Prompt]) -> tuple[tuple[str, ...], dict[str, np.ndarray]]:
+    """The names of the clusters in `folder`, and the squared distances [K] to their centres by context of a test.
 
-    names: tuple[str, ...]
-    of_context: Mapping[str, np.ndarray]
-
-    @staticmethod
-    def of(folder: Path, asked: Iterable[Prompt]) -> "PromptDistances":
-        """Those of the contexts of tests: demonstrations and text together, as in the paper's A.7."""
-        clusterer = Clusterer.open(folder)
-        contexts = list(dict.fromkeys(prompt.context for prompt in asked if prompt.split != "cue"))
-        found = clusterer.distances(clusterer.embedding.points(contexts))
-        return PromptDistances(clusterer.names, dict(zip(contexts, found, strict=True)))
-
-    def to(self, experts: Sequence[str], context: str) -> np.ndarray:
-        """The distances [E] of a context to the clusters of `experts`."""
-        found: np.ndarray = self.of_context[context][[self.names.index(name) for name in experts]]
-        return found
+    A context is demonstrations and text together, as in the paper's A.7.
+    """
+    clusterer = Clusterer.open(folder)
+    contexts = list(dict.fromkeys(prompt.context for prompt in asked if prompt.split != "cue"))
+    found = clusterer.distances(clusterer.embedding.points(contexts))
+    return clusterer.names, dict(zip(contexts, found, strict=True))
 
 
 def routings(
@@ -155,13 +214,13 @@ def routings(
     experts: tuple[str, ...],
     scored: Sequence[Scored],
     given: Classification,
-    near: PromptDistances | None,
+    near: Mapping[str, np.ndarray] | None,
     tempered: Tempered,
 ) -> Iterator[TaskRouting]:
     """All routings of a model with `experts`, each mixture also with each `top_k` that leaves an expert out.
 
-    `near` has the distances to the experts' clusters, where they have some. `tempered` stands for the rule of this name
-    that leaves its parameters open; other open parameters are the usual ones.
+    `near` has the distances [E] of each context to the experts' clusters, where they have some. `tempered` stands for
+    the rule of this name that leaves its parameters open; other open parameters are the usual ones.
     """
     uniform = np.zeros(len(experts))
     mixtures = [TaskRouting("average", lambda one: uniform)]
@@ -173,14 +232,9 @@ def routings(
             rule = tempered if weights == "tempered" else weights_rule(parsed)
             mixtures.append(TaskRouting(str(weights), lambda one: uniform, rule))
     if near is not None:
-        beside = near
-
-        def nearness(one: Scored) -> np.ndarray:
-            return -beside.to(experts, one.prompt.context) / given.temperature
-
-        hot = given.temperature
-        mixtures.append(TaskRouting("cluster", nearness, temperature=hot))
-        mixtures.append(TaskRouting("cluster+history", nearness, History(), temperature=hot))
+        hot, beside = given.temperature, near
+        for name, rule in (("cluster", PriorAlone()), ("cluster+history", History())):
+            mixtures.append(TaskRouting(name, lambda one: -beside[one.prompt.context] / hot, rule, temperature=hot))
     for name, split, reads in (("fixed, 8 + 8", "validation", "8 more labels"), ("fixed, 8", "permutation", "")):
         if any(one.prompt.split == split for one in scored):
             by_seed = performance(scored, split, task, experts)
@@ -207,39 +261,28 @@ def routings(
 def answers(scored: Sequence[Scored], routing: TaskRouting, task: Task) -> np.ndarray:
     """Whether the choice of each test is right, [K, S, N]: by each of `routing.top_k`, of all seeds and tests."""
     tests = [one for one in scored if one.prompt.split == "test"]
-    cues = {(one.prompt.seed, one.prompt.example): one for one in scored if one.prompt.split == "cue"}
-    right = np.zeros((len(routing.top_k), len(tests)), bool)
-    for number, one in enumerate(tests):
-        found = likelihoods(one, routing, cues.get((one.prompt.seed, one.prompt.cue)))
-        right[:, number] = [choice(row, one.prompt) == one.prompt.answer for row in found]
-    return right.reshape(len(routing.top_k), len(task.seeds), -1)
+    right = [[choice(row, one.prompt) == one.prompt.answer for row in likelihoods(one, routing)] for one in tests]
+    return np.array(right).T.reshape(len(routing.top_k), len(task.seeds), -1)
 
 
-def likelihoods(one: Scored, routing: TaskRouting, cue: Scored | None = None) -> np.ndarray:
+def likelihoods(one: Scored, routing: TaskRouting) -> np.ndarray:
     """log p [K, L] of each label of a prompt under a mixture with each of `routing.top_k`, in nats.
 
-    With `cue` less that of the label without the text, whose weights are those with it. Of a `released` routing log p
+    With a cue less that of the label without the text, whose weights are those with it. Of a `released` routing log p
     is normalised over the labels.
     """
     log_g = weights_of(one, routing)
     if routing.released:
-        by_expert = log_softmax(label_sums(one, cue), axis=0)  # [L, E]
-        kept_ones = [keep_top(log_g[0], top_k) for top_k in routing.top_k]
-        return np.stack([np.logaddexp.reduce(kept + by_expert, axis=1) for kept in kept_ones])
+        by_expert = log_softmax(one.sums, axis=0)  # [L, E]
+        return np.stack([np.logaddexp.reduce(keep_top(log_g[0], k) + by_expert, axis=1) for k in routing.top_k])
     starts = np.cumsum([0, *map(len, one.labels)])[:-1]
-    scores = [np.concatenate(one.labels), *([] if cue is None else [np.concatenate(cue.labels)])]
-    found = np.empty((len(routing.top_k), len(one.labels)))
+    found = np.zeros((len(routing.top_k), len(one.labels)))
     for row, top_k in zip(found, routing.top_k, strict=True):
         kept = keep_top(log_g, top_k)
-        sums = [np.add.reduceat(np.logaddexp.reduce(kept + some, axis=1), starts) for some in scores]
-        row[:] = sums[0] - sum(sums[1:])
-    return found
-
-
-def label_sums(one: Scored, cue: Scored | None = None) -> np.ndarray:
-    """log p [L, E] in nats of each label of a prompt under each expert, with `cue` less that without the text."""
-    sums = [np.stack([label.sum(axis=0) for label in some.labels]) for some in (one, cue) if some is not None]
-    found: np.ndarray = sums[0] - sum(sums[1:])
+        for sign, some in ((1, one), (-1, one.cue)):
+            if some is not None:
+                mixed = np.logaddexp.reduce(kept + np.concatenate(some.labels), axis=1)
+                row += sign * np.add.reduceat(mixed, starts)
     return found
 
 
@@ -334,12 +377,7 @@ def _by_expert(scored: Sequence[Scored], split: str, seed: int, experts: Sequenc
     some = [one for one in scored if (one.prompt.split, one.prompt.seed) == (split, seed)]
     if not some:
         raise DemixError(f"split {split}", f"has no prompt of seed {seed}", "score the task again")
-    cues = {one.prompt.example: one for one in scored if (one.prompt.split, one.prompt.seed) == ("cue", seed)}
-    right = np.zeros((len(some), len(experts)), bool)
-    for row, one in zip(right, some, strict=True):
-        sums = label_sums(one, cues.get(one.prompt.cue))
-        row[:] = [choice(column, one.prompt) == one.prompt.answer for column in sums.T]
-    return right
+    return np.array([[choice(sums, one.prompt) == one.prompt.answer for sums in one.sums.T] for one in some])
 
 
 def _only(number: int, experts: int) -> np.ndarray:

@@ -11,6 +11,15 @@ import pyarrow as pa
 from demix.errors import DemixError
 from demix.files import read_parquet, write_parquet
 
+# What the rows of an evaluation are of: a model, a set of its experts and a rule, on the text of a domain.
+SYSTEM = {
+    "model": pa.string(),
+    "experts": pa.string(),
+    "weights": pa.string(),
+    "domain": pa.string(),
+    "kind": pa.string(),
+    "seed": pa.int32(),
+}
 # results.parquet. `variant` is empty in the rows of the tables; others say what varies in theirs: decay and dev_blocks
 # (a whole grid, the config's own value too), dev_choice (an expert chosen on dev, not by the test's oracle) and
 # released_scorer (the published code of a paper, by `scorer` too: paper or released). The `scorer` of masked language
@@ -22,12 +31,9 @@ from demix.files import read_parquet, write_parquet
 # best_block and best_token are no mixtures but floors, in hindsight. `documents` counts documents of origin, `pieces`
 # what was scored of them: equal where none was cut. Bounds are of the 95% interval over documents of origin, or, below
 # 20 of them, over blocks of their text; null below 400 tokens.
-COLUMNS = {
-    "model": pa.string(),
-    "experts": pa.string(),
+COLUMNS = SYSTEM | {
     "n_experts": pa.int32(),
     "method": pa.string(),
-    "weights": pa.string(),
     "top_k": pa.int32(),
     "decay": pa.float64(),
     "beta": pa.float64(),
@@ -37,8 +43,6 @@ COLUMNS = {
     "context": pa.string(),
     "temperature": pa.float64(),
     "dev_blocks": pa.int32(),
-    "domain": pa.string(),
-    "kind": pa.string(),
     "split": pa.string(),
     "expert": pa.string(),
     "oracle": pa.bool_(),
@@ -55,18 +59,12 @@ COLUMNS = {
     "perplexity_high": pa.float64(),
     "bytes": pa.int64(),
     "bits_per_byte": pa.float64(),
-    "seed": pa.int32(),
 }
 # differences.parquet: each system less the one it is held `against` (dense_unbalanced, dense, demix_cached, or a row of
 # balanced clusters), over the same documents; negative is better than that one.
-DIFFERENCES = {
-    "model": pa.string(),
-    "experts": pa.string(),
+DIFFERENCES = SYSTEM | {
     "method": pa.string(),
-    "weights": pa.string(),
     "against": pa.string(),
-    "domain": pa.string(),
-    "kind": pa.string(),
     "documents": pa.int32(),
     "pieces": pa.int32(),
     "tokens": pa.int64(),
@@ -77,32 +75,19 @@ DIFFERENCES = {
     "perplexity_low": pa.float64(),
     "perplexity_high": pa.float64(),
     "tokens_sha256": pa.string(),
-    "seed": pa.int32(),
 }
 # priors.parquet: the cached priors of the tables' rows by their weights, and the fitted priors (weights: fitted).
-PRIORS = {
-    "model": pa.string(),
-    "experts": pa.string(),
-    "weights": pa.string(),
-    "domain": pa.string(),
-    "kind": pa.string(),
+PRIORS = SYSTEM | {
     "expert": pa.string(),
     "prior": pa.float64(),
-    "seed": pa.int32(),
 }
 # posteriors.parquet: over demix's training experts after each block, with the updating prior (Figures 7 and 8).
-POSTERIORS = {
-    "model": pa.string(),
-    "experts": pa.string(),
-    "weights": pa.string(),
+POSTERIORS = SYSTEM | {
     "decay": pa.float64(),
-    "domain": pa.string(),
-    "kind": pa.string(),
     "split": pa.string(),
     "block": pa.int32(),
     "expert": pa.string(),
     "posterior": pa.float64(),
-    "seed": pa.int32(),
 }
 # losses.parquet: the loss of each document under each column of each model's score table, in nats. `document` is its
 # number in the split, `origin` is the same for pieces of one document, and `tokens` counts its scored tokens.
@@ -119,13 +104,8 @@ LOSSES = {
 
 
 # contexts.parquet: the losses of tokens at positions `begin` to `end` - 1 of their blocks, which have `context` tokens.
-CONTEXTS = {
-    "model": pa.string(),
-    "experts": pa.string(),
+CONTEXTS = SYSTEM | {
     "method": pa.string(),
-    "weights": pa.string(),
-    "domain": pa.string(),
-    "kind": pa.string(),
     "split": pa.string(),
     "context": pa.int32(),
     "begin": pa.int32(),
@@ -133,21 +113,24 @@ CONTEXTS = {
     "tokens": pa.int64(),
     "nll": pa.float64(),
     "tokens_sha256": pa.string(),
-    "seed": pa.int32(),
 }
 
 
-# tasks.parquet: the accuracy of one model on one task by one routing. `expert` is that of `one expert`; `reads` says
-# what the routing is told besides texts; `judged` that the 95% interval excludes chance.
-TASKS = {
+# What the rows of tasks are of: a task, a model and a routing.
+ROUTED_TASK = {
     "task": pa.string(),
     "model": pa.string(),
-    "n_experts": pa.int32(),
     "routing": pa.string(),
     "clustering": pa.string(),
+    "expert": pa.string(),
+    "seed": pa.int32(),
+}
+# tasks.parquet: the accuracy of one model on one task by one routing. `expert` is that of `one expert`; `reads` says
+# what the routing is told besides texts; `judged` that the 95% interval excludes chance.
+TASKS = ROUTED_TASK | {
+    "n_experts": pa.int32(),
     "temperature": pa.float64(),
     "top_k": pa.int32(),
-    "expert": pa.string(),
     "reads": pa.string(),
     "shots": pa.int32(),
     "calibrated": pa.bool_(),
@@ -158,7 +141,6 @@ TASKS = {
     "accuracy_high": pa.float64(),
     "chance": pa.float64(),
     "judged": pa.bool_(),
-    "seed": pa.int32(),
 }
 # Further columns of tasks.parquet in a run with `lm_eval`. Rows of the harness have a `metric`, its value and standard
 # error, and no accuracy. `routing` is the rule that mixed the experts. The versions are those of the harness and of the
@@ -175,14 +157,8 @@ HARNESS = {
 
 # task_weights.parquet: the mean weight of an expert over the tests of a task, with which a routing predicts the first
 # token of a label.
-TASK_WEIGHTS = {
-    "task": pa.string(),
-    "model": pa.string(),
-    "clustering": pa.string(),
-    "routing": pa.string(),
-    "expert": pa.string(),
+TASK_WEIGHTS = ROUTED_TASK | {
     "weight": pa.float64(),
-    "seed": pa.int32(),
 }
 
 
@@ -193,8 +169,8 @@ def table_schema(columns: Mapping[str, pa.DataType]) -> pa.Schema:
 
 def join(inputs: Sequence[Path], output: Path) -> None:
     """Write the rows of all `inputs` to `output`, in their order. Raises DemixError if their columns differ."""
-    tables = [read_parquet(path) for path in inputs]
-    for path, table in zip(inputs, tables, strict=True):
-        if table.schema != tables[0].schema:
+    first, *others = [read_parquet(path) for path in inputs]
+    for path, table in zip(inputs[1:], others, strict=True):
+        if {*table.schema} != {*first.schema}:
             raise DemixError(path, f"has other columns than {inputs[0]}", "join tables of one kind")
-    write_parquet(pa.concat_tables(tables), output)
+    write_parquet(pa.concat_tables([first, *(table.select(first.column_names) for table in others)]), output)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 
 from demix.config.evaluation import MixingRecipe
@@ -16,7 +17,7 @@ from demix.evaluate.choice import mixing_of, switching_on_dev
 from demix.evaluate.columns import COLUMNS, DIFFERENCES, LOSSES, POSTERIORS, PRIORS, table_schema
 from demix.evaluate.intervals import bounds, resampled
 from demix.evaluate.losses import DocumentLosses, PlannedMixture, dev_priors, document_losses
-from demix.evaluate.planned import Planner, planned_mixtures
+from demix.evaluate.planned import Plan
 from demix.evaluate.routing import beside_of, best_on_dev
 from demix.evaluate.score_tables import ScoreTable, read_scores, refuse_other_model
 from demix.files import seed_for, write_parquet
@@ -50,17 +51,6 @@ class Evaluation(MixingRecipe):
 
 
 @dataclass(frozen=True)
-class Outputs:
-    """Where the tables of one domain go."""
-
-    results: Path
-    priors: Path
-    differences: Path
-    posteriors: Path
-    losses: Path
-
-
-@dataclass(frozen=True)
 class Row:
     """A row of results without its intervals, and the nll by document [D] and by stretch [S] that it sums up."""
 
@@ -70,28 +60,29 @@ class Row:
 
 
 def evaluate_domain(
-    scores: Path, domain: str, evaluation: Evaluation, outputs: Outputs, byte_lengths: np.ndarray | None = None
+    scores: Path, domain: str, evaluation: Evaluation, output: Path, byte_lengths: np.ndarray | None = None
 ) -> None:
     """Evaluate every model on the test split of `domain`, in one pass over each model's score table.
 
-    `scores` is the run's folder scores/, with models/<model>/mixing.json beside it. `byte_lengths` are the lengths in
-    bytes of the tokenizer's ids. `COLUMNS` and docs/concepts.md explain the rows. Raises DemixError if the models were
-    scored on different tokens.
+    Writes the results to `output`, <name>.parquet, and beside it <name>.priors.parquet, differences, posteriors and
+    losses. `scores` is the run's folder scores/, with models/<model>/mixing.json beside it. `byte_lengths` are the
+    lengths in bytes of the tokenizer's ids. `demix.evaluate.columns` and docs/concepts.md explain the rows. Raises
+    DemixError if the models were scored on different tokens.
     """
     found = _mixed(scores, domain, evaluation, byte_lengths)
     rows = [row for one in found for row in one.rows]
-    about = {"domain": domain, "seed": evaluation.seed}
-    results, differences = _with_intervals(rows, found[0].totals, about, evaluation)
+    results, differences = _with_intervals(rows, found[0].totals, domain, evaluation)
     priors = [row for one in found for row in one.priors]
-    for values, columns, output in (
-        (results, COLUMNS, outputs.results),
-        (priors, PRIORS, outputs.priors),
-        (differences, DIFFERENCES, outputs.differences),
-    ):
-        write_parquet(pa.Table.from_pylist(values, schema=table_schema(columns)), output)
     posteriors = [table for one in found for table in one.posteriors] or [table_schema(POSTERIORS).empty_table()]
-    write_parquet(pa.concat_tables(posteriors), outputs.posteriors)
-    write_parquet(pa.concat_tables(one.losses for one in found), outputs.losses)
+    tables = {
+        "": pa.Table.from_pylist(results, table_schema(COLUMNS)),
+        ".priors": pa.Table.from_pylist(priors, table_schema(PRIORS)),
+        ".differences": pa.Table.from_pylist(differences, table_schema(DIFFERENCES)),
+        ".posteriors": pa.concat_tables(posteriors),
+        ".losses": pa.concat_tables(one.losses for one in found),
+    }
+    for name, table in tables.items():
+        write_parquet(table, output.with_name(f"{output.stem}{name}.parquet"))
     log.info("%s: %d rows", domain, len(rows))
 
 
@@ -124,12 +115,8 @@ def _mixed(
         folders = {split: scores / table.folder / f"{domain}.{split}" for split in table.splits}
         for folder in folders.values():
             refuse_other_model(folder, table.columns, scores.parent / "models" / table.folder)
-        one = (
-            _several(folders, domain, evaluation, table, byte_lengths)
-            if table.several
-            else _single(folders["test"], domain, evaluation, table, byte_lengths)
-        )
-        found.append(one)
+        evaluated = _several if table.several else _single
+        found.append(evaluated(folders, domain, evaluation, table, byte_lengths))
     if len({one.totals.sha256 for one in found}) > 1:
         raise DemixError(f"domain {domain}", "was scored on different tokens by different models", "score it again")
     return found
@@ -142,11 +129,15 @@ def _about(evaluation: Evaluation, domain: str, table: Evaluated, some: ExpertSe
 
 
 def _single(
-    test: Path, domain: str, evaluation: Evaluation, table: Evaluated, byte_lengths: np.ndarray | None
+    folders: Mapping[str, Path],
+    domain: str,
+    evaluation: Evaluation,
+    table: Evaluated,
+    byte_lengths: np.ndarray | None,
 ) -> _Evaluated:
     """The evaluation of a table of one column."""
     (column,) = table.columns
-    totals = document_losses(test, (column,), byte_lengths=byte_lengths)
+    totals = document_losses(folders["test"], (column,), byte_lengths=byte_lengths)
     named = replace(table, model=table.folder) if table.told_apart else table
     about = _about(evaluation, domain, table)
     about |= {"n_experts": 1, "experts": column, "method": "dense", "top_k": table.top_k or None}
@@ -173,11 +164,11 @@ def _several(
     planned = {}
     for some in table.sets:
         chosen = _chosen(some.weights or evaluation.weights, dev, some.experts, model)
-        planned[some] = list(planned_mixtures(evaluation, some, scored, chosen))
+        planned[some] = list(Plan(evaluation, some, scored, chosen).all)
     mixtures = [mixture for entries in planned.values() for mixture, _ in entries]
     log_priors = dev_priors(dev, mixtures) if dev else {}
     for some, entries in planned.items():
-        if tried := Planner(evaluation, some, scored).routed_grid(contexts=1):
+        if tried := Plan(evaluation, some, scored).routed_grid(evaluation.routing_context[0]):
             entries += best_on_dev(folders["dev"], table.columns, tried, log_priors)
     traced = next((_traced(evaluation, some) for some in table.sets if some.variants), None)
     totals = document_losses(test, table.columns, mixtures, log_priors, byte_lengths, traced, beside_of(test, mixtures))
@@ -278,42 +269,30 @@ def _prior_rows(
         if (fitted or mixture.method == "cached") and mixture.top_k is None and not variant:
             for expert, prior in zip(mixture.experts, np.exp(log_priors[mixture]).tolist(), strict=True):
                 weights = "fitted" if fitted else str(mixture.weights)
-                row = about | {"weights": weights, "expert": expert, "prior": prior}
-                yield {name: row[name] for name in PRIORS}
+                yield about | {"weights": weights, "expert": expert, "prior": prior}
 
 
 def _trace(mixture: PlannedMixture, posteriors: np.ndarray, about: dict[str, Any]) -> pa.Table:
     """Posteriors [B, E] in long form."""
     blocks, experts = posteriors.shape
     columns = about | {"weights": str(mixture.weights), "decay": mixture.decay}
-    columns = {name: pa.repeat(value, blocks * experts) for name, value in columns.items()}
-    columns["block"] = np.repeat(np.arange(blocks), experts)
-    columns["expert"] = np.tile(np.array(mixture.experts), blocks)
-    columns["posterior"] = posteriors.ravel()
-    return _table(columns, POSTERIORS)
+    columns |= {"block": np.repeat(np.arange(blocks), experts), "expert": np.tile(np.array(mixture.experts), blocks)}
+    return _table(columns | {"posterior": posteriors.ravel()}, POSTERIORS)
 
 
 def _losses(domain: str, table: Evaluated, totals: DocumentLosses) -> pa.Table:
-    """The losses by document [E, D] under the columns of one model's score table, in long form."""
-    documents, experts = len(totals.numbers), len(totals.experts)
-    columns = {
-        name: pa.repeat(value, experts * documents)
-        for name, value in (("domain", domain), ("model", table.model), ("seed", table.seed))
-    }
-    columns |= {
-        "document": np.tile(totals.numbers, experts),
-        "origin": np.tile(totals.origins, experts),
-        "tokens": np.tile(totals.tokens, experts),
-        "expert": np.repeat(np.array(list(totals.experts)), documents),
-        "nll": np.concatenate(list(totals.experts.values())),
-    }
-    return _table(columns, LOSSES)
+    """The losses by document [D] under each column of one model's score table, in long form."""
+    about = {"domain": domain, "model": table.model, "seed": table.seed}
+    about |= {"document": totals.numbers, "origin": totals.origins, "tokens": totals.tokens}
+    return pa.concat_tables(
+        _table(about | {"expert": expert, "nll": nll}, LOSSES) for expert, nll in totals.experts.items()
+    )
 
 
 def _table(values: Mapping[str, Any], columns: Mapping[str, pa.DataType]) -> pa.Table:
-    """A table of arrays, cast to the types of `columns`."""
-    arrays = [pa.array(values[name]).cast(kind) for name, kind in columns.items()]
-    return pa.table(arrays, schema=table_schema(columns))
+    """A table of arrays; what is no array is the same in each row."""
+    frame = pd.DataFrame({name: values[name] for name in columns})
+    return pa.Table.from_pandas(frame, table_schema(columns), preserve_index=False)
 
 
 def _system(row: Row, seed: int | None) -> tuple[str, ...] | None:
@@ -325,24 +304,23 @@ def _system(row: Row, seed: int | None) -> tuple[str, ...] | None:
 
 
 def _with_intervals(
-    rows: list[Row], totals: DocumentLosses, common: dict[str, Any], evaluation: Evaluation | None
+    rows: list[Row], totals: DocumentLosses, domain: str, evaluation: Evaluation
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The rows with bounds of their perplexity, and the systems compared with others, all on the same resamples."""
     # By what was scored: the same documents are drawn for all models, seeds and runs.
-    seed = seed_for(0, common["domain"], totals.sha256)
+    seed = seed_for(0, domain, totals.sha256)
     by_document = np.stack([totals.tokens, *(row.nll for row in rows)])
     by_stretch = np.stack([totals.stretched, *(row.stretches for row in rows)])
     drawn = resampled(by_document, totals.origins, by_stretch, seed)
     tokens, *nlls = np.empty((len(by_document), 0)) if drawn is None else drawn
     results, systems = [], {}
     for row, nll in zip(rows, nlls, strict=True):
-        low, high = (None, None) if drawn is None else bounds(np.exp(nll / tokens))
-        results.append(row.values | {"perplexity_low": low, "perplexity_high": high})
+        results.append(row.values | _interval("perplexity", np.exp(nll / tokens)))
         # Differences are between models of one training each.
-        if names := _system(row, common.get("seed")):
+        if names := _system(row, evaluation.seed):
             systems[names] = (row, nll)
     differences = []
-    for names, name, other in _comparisons(evaluation) if evaluation else ():
+    for names, name, other in _comparisons(evaluation):
         if names != other and names in systems and other in systems:
             (row, nll), (base, base_nll) = systems[names], systems[other]
             difference = row.values | {
@@ -350,13 +328,16 @@ def _with_intervals(
                 "nats_per_token": (row.values["nll"] - base.values["nll"]) / row.values["tokens"],
                 "perplexity": row.values["perplexity"] - base.values["perplexity"],
             }
-            if drawn is not None:
-                low, high = bounds((nll - base_nll) / tokens)
-                difference |= {"nats_per_token_low": low, "nats_per_token_high": high}
-                low, high = bounds(np.exp(nll / tokens) - np.exp(base_nll / tokens))
-                difference |= {"perplexity_low": low, "perplexity_high": high}
-            differences.append({name: difference.get(name) for name in DIFFERENCES})
+            difference |= _interval("nats_per_token", (nll - base_nll) / tokens)
+            difference |= _interval("perplexity", np.exp(nll / tokens) - np.exp(base_nll / tokens))
+            differences.append(difference)
     return results, differences
+
+
+def _interval(name: str, drawn: np.ndarray) -> dict[str, float | None]:
+    """The bounds of a value by its resamples; none without any."""
+    low, high = bounds(drawn) if len(drawn) else (None, None)
+    return {f"{name}_low": low, f"{name}_high": high}
 
 
 def _comparisons(evaluation: Evaluation) -> Iterator[tuple[tuple[str, ...], str, tuple[str, ...]]]:
@@ -368,20 +349,10 @@ def _comparisons(evaluation: Evaluation) -> Iterator[tuple[tuple[str, ...], str,
         yield tuple(pair[:4]), pair[4], tuple(pair[4:])
 
 
-def evaluate(  # noqa: PLR0913
-    domain: str,
-    scores: Path,
-    settings: Evaluation,
-    output: Path,
-    priors: Path,
-    differences: Path,
-    posteriors: Path,
-    losses: Path,
-    tokenizer: Path | None = None,
-) -> None:
+def evaluate(domain: str, scores: Path, settings: Evaluation, output: Path, tokenizer: Path | None = None) -> None:
     """Mix the score tables of one domain by every method. Runs no forward pass.
 
-    `scores` is the run's folder of score tables; the bytes per token are those of `tokenizer`.
+    `scores` is the run's folder of score tables; the bytes per token are those of `tokenizer`. Beside `output`,
+    <name>.parquet, the files <name>.priors.parquet, differences, posteriors and losses are written.
     """
-    lengths = None if tokenizer is None else byte_lengths(tokenizer)
-    evaluate_domain(scores, domain, settings, Outputs(output, priors, differences, posteriors, losses), lengths)
+    evaluate_domain(scores, domain, settings, output, None if tokenizer is None else byte_lengths(tokenizer))

@@ -6,6 +6,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Literal
 
@@ -18,9 +19,9 @@ from demix.config.training import Threads
 from demix.data.examples import Prompt, prompts, read_examples
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError, nearest
-from demix.evaluate.task_tables import schema_of
+from demix.evaluate.classification import schema_of
 from demix.files import sha256_file
-from demix.files.batches import write_batches
+from demix.files.batches import regrouped, write_batches
 from demix.model.continuations import Continuation, continuation_scores
 from demix.model.device import compute_type, own_device, set_threads
 from demix.model.directory import describe, expert_lineage, load_experts, refuse_other_tokenizer
@@ -31,8 +32,8 @@ from demix.settings import settings
 
 log = logging.getLogger(__name__)
 
-# Prompts whose scores are in memory at one time.
-_AT_ONCE = 512
+# Tokens of a row group.
+ROWS = 1 << 16
 
 
 @settings(kw_only=True)
@@ -75,8 +76,8 @@ def score_tasks(
             **{f"expert_sha256.{name}": sha256 for name, sha256 in hashes.items()},
         }
         schema = schema_of(len(names)).with_metadata(about)
-        place = output / path.name
-        write_batches(place, schema, _batches(trunks, asked, rows, encoder.end_of_text, dtype, schema, path.stem))
+        batches = _batches(trunks, asked, rows, encoder.end_of_text, dtype, schema, path.stem)
+        write_batches(output / path.name, schema, regrouped(batches, repeat(ROWS)))
         log.info("%s: %d prompts, %d experts", path.stem, len(asked), len(names))
 
 
@@ -103,21 +104,14 @@ def _batches(
     schema: pa.Schema,
     task: str,
 ) -> Iterator[pa.RecordBatch]:
+    """The rows of each prompt."""
     names = columns_of(trunks)
-    with progress(f"{task}: prompts", len(trunks) * len(asked)) as advance:
-        for start in range(0, len(asked), _AT_ONCE):
-            some = range(start, min(start + _AT_ONCE, len(asked)))
-            scored: list[list[np.ndarray]] = [[] for _ in some]
-            for trunk in trunks:
-                for at, number in enumerate(some):
-                    context, labels = rows[number]
-                    asked_for = [Continuation((before, *context.tolist()), tuple(label.tolist())) for label in labels]
-                    scored[at].append(np.concatenate(continuation_scores(trunk, asked_for, dtype), axis=1))
-                    advance(1)
-            yield pa.concat_batches(
-                _batch(asked[number], *rows[number], np.concatenate(scored[at]), names, schema)
-                for at, number in enumerate(some)
-            )
+    with progress(f"{task}: prompts", len(asked)) as advance:
+        for prompt, (context, labels) in zip(asked, rows, strict=True):
+            wanted = [Continuation((before, *context.tolist()), tuple(label.tolist())) for label in labels]
+            scored = [np.concatenate(continuation_scores(trunk, wanted, dtype), axis=1) for trunk in trunks]
+            yield _batch(prompt, context, labels, np.concatenate(scored), names, schema)
+            advance(1)
 
 
 def _batch(

@@ -1,28 +1,38 @@
-"""Tasks of EleutherAI's lm-evaluation-harness on a model of demix."""
+"""Tasks of EleutherAI's lm-evaluation-harness on a model of demix, by `demix lm-eval` and in a run.
 
+A run asks nothing of the network, so that it does not depend on what the hub has today: the data are local, or were
+fetched into the cache of Hugging Face's datasets before (`write_documents` alone may fetch them).
+"""
+
+import hashlib
 import importlib.util
+import json
 import logging
 import os
-import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+import pyarrow as pa
 import yaml
 
+from demix.config.harness import HarnessTasks, HarnessWeights
+from demix.config.training import Threads
 from demix.data import hub
-from demix.errors import DemixError
-from demix.files import replacing
-from demix.model.device import within_memory
-from demix.model.directory import describe
+from demix.errors import DemixError, nearest
+from demix.evaluate.columns import HARNESS, TASKS, table_schema
+from demix.files import read_parquet, replacing, write_parquet
+from demix.files.batches import write_batches
+from demix.model.device import set_threads, within_memory
+from demix.settings import DistinctItems, Seed, Text, settings
 
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+# The harness's own.
+SEED = 1234
 # Bytes of a task's name in that of a file, which has 255 at most.
 MOST_BYTES = 150
 QUIET = hub.QUIET | {
@@ -30,91 +40,142 @@ QUIET = hub.QUIET | {
     "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+# One row per text of a document: the strings in its fields, in order.
+DOCUMENTS = pa.schema(
+    [
+        pa.field("task", pa.dictionary(pa.int32(), pa.string()), False),
+        pa.field("version", pa.string(), False),
+        pa.field("document", pa.int32(), False),
+        pa.field("text", pa.large_string(), False),
+        pa.field("n_words", pa.int64(), False),
+        pa.field("task_sha256", pa.string(), False),
+    ]
+)
+
+
+@settings(kw_only=True)
+class HarnessScoring(HarnessTasks):
+    """What one model is asked, and how: its row and seed in tables, the experts that are mixed, and by which rules.
+
+    A model without experts has none here.
+    """
+
+    model: Text
+    seed: Seed
+    experts: DistinctItems[Text] = ()
+    weights: DistinctItems[HarnessWeights]
+    threads: Threads
 
 
 @dataclass(frozen=True)
-class Tasks:
-    """What of the harness's tasks is evaluated, and how.
+class KnownTasks:
+    """The tasks that are asked, as the harness knows them: its manager of tasks, and their names."""
 
-    `names` are tasks, groups, tags, patterns of these or paths of a task's YAML file; `folder` has YAML files of more
-    tasks. `limit` is the number of documents of each task, below 1 their share. `demonstrations` (shots) and `drawing`
-    (generation settings such as max_gen_toks=32) replace those of the tasks. `seed` is that of Python, numpy, torch and
-    the choice of demonstrations.
-    """
+    asked: HarnessTasks
+    manager: Any
+    names: list[str]
 
-    names: tuple[str, ...]
-    folder: Path | None = None
-    limit: float | None = None
-    demonstrations: int | None = None
-    drawing: str = ""
-    seed: int = 1234
+    @classmethod
+    def of(cls, asked: HarnessTasks) -> "KnownTasks":
+        """The tasks, groups, tags, patterns of these and paths of YAML files that `asked` names.
+
+        The harness reads the files of its own 15,000 tasks for a minute, which is for nothing where all are in the
+        folder. Raises DemixError where the harness is missing, for a folder that is none, and for unknown tasks.
+        """
+        folder = asked.include_path
+        if folder is not None and not Path(folder).is_dir():
+            raise DemixError(f"include_path {folder}", "is no folder", "name the folder of the tasks' YAML files")
+        if importlib.util.find_spec("lm_eval") is None:
+            raise DemixError("lm-eval", "is not installed", "pip install 'demix[lm-eval]'")
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
+        # The harness logs its every step.
+        logging.getLogger("lm_eval").setLevel(logging.WARNING)
+        from lm_eval.tasks import TaskManager
+
+        manager = TaskManager(include_path=folder, include_defaults=folder is None)
+        found = {name: _matched(manager, name) for name in asked.tasks}
+        # Tasks of a group may be the harness's own.
+        if folder is not None and (not all(found.values()) or {*manager.all_groups} & {*chain(*found.values())}):
+            manager = TaskManager(include_path=folder)
+            found = {name: _matched(manager, name) for name in asked.tasks}
+        for name in asked.tasks:
+            if not found[name]:
+                _check_yaml(folder)
+                cure = nearest(name, manager.all_tasks, "`lm-eval ls tasks` lists the harness's own")
+                raise DemixError(f"task {name}", "is none of the harness or of include_path", cure)
+        return cls(asked, manager, list(dict.fromkeys(chain(*found.values()))))
+
+    def documents(self, cure: str) -> Iterator[tuple[str, str, list[Any], str]]:
+        """Each task by name: its version, the documents that are asked, and the digest of these."""
+        from lm_eval.evaluator_utils import get_sample_size
+
+        limit = self.asked.limit
+        for name in self.names:
+            with _refused_as(name, "has no data here", cure):
+                found = {
+                    task: (str(made.VERSION), [one for _, one in made.doc_iterator(limit=get_sample_size(made, limit))])
+                    for task, made in self.manager.load([name])["tasks"].items()
+                }
+            for task, (version, documents) in found.items():
+                text = json.dumps(documents, sort_keys=True, ensure_ascii=False, default=str)
+                yield task, version, documents, hashlib.sha256(text.encode()).hexdigest()
 
 
 def evaluate_tasks(
-    model: Mapping[str, Any],
-    tasks: Tasks,
-    output: Path | None = None,
-    samples: bool = False,
-    known: tuple[Any, list[str]] | None = None,
+    model: Mapping[str, Any], tasks: KnownTasks, drawing: str = "", seed: int = SEED, samples: bool = False
 ) -> dict[str, Any]:
-    """The results of `tasks` for the mixture with the arguments `model` of `demix.evaluate.harness_model.DemixLM`.
+    """What the harness returns of `tasks` for the mixture with the arguments `model` of `DemixLM` (`harness_model`).
 
-    They are what the harness returns. `output` is the JSON file to write, in the harness's format. With `samples`, the
-    answers to every document of a task go to <output>.<task>.jsonl beside it. `known` is what `named_tasks` returned
-    for the tasks, where a caller has it. Raises DemixError where the harness is missing, for an unknown or broken task,
-    and for tasks that need more than text.
+    `drawing` (generation settings such as max_gen_toks=32) replaces that of the tasks. `seed` is that of Python, numpy,
+    torch and the choice of demonstrations. With `samples` the answers to every document are among the results. Raises
+    DemixError for a broken task, and for tasks that need more than text.
     """
-    if samples and output is None:
-        raise DemixError("--log-samples", "needs a file to write beside", "give --output FILE.json")
-    if output is not None and (output.is_dir() or not output.resolve().parent.is_dir()):
-        raise DemixError(f"--output {output}", "is no place for a file", "name a file in a folder that exists")
-    describe(Path(model["pretrained"]))
-    manager, names = known or named_tasks(tasks)
     from lm_eval import simple_evaluate
-    from lm_eval.loggers import EvaluationTracker
 
     import demix.evaluate.harness_model  # noqa: F401, it registers the name `demix`
 
-    # A task in a YAML file has a name of its own, which is known at the end.
-    for name in names:
-        if samples and not name.endswith(".yaml"):
-            _refuse_path(name)
     run = {name: value for name, value in model.items() if name in ("batch_size", "device")}
+    cure = "check the task's YAML file and its data, and the network if it reads any"
+    refused = _refused_as(",".join(tasks.asked.tasks), "cannot be evaluated", cure)
     # What the harness prints on the way is no result.
-    with TemporaryDirectory(prefix="demix.") as folder, redirect_stdout(sys.stderr):
-        tracker = EvaluationTracker(output_path=folder)
-        try:
-            with within_memory("--batch-size", "give a smaller one"):
-                results: dict[str, Any] = simple_evaluate(
-                    "demix",
-                    model_args={"seed": tasks.seed} | {name: model[name] for name in model.keys() - run.keys()},
-                    tasks=names,
-                    task_manager=manager,
-                    num_fewshot=tasks.demonstrations,
-                    limit=tasks.limit,
-                    gen_kwargs=tasks.drawing or None,
-                    log_samples=samples,
-                    evaluation_tracker=tracker,
-                    **dict.fromkeys(SEEDS, tasks.seed),
-                    **run,
-                )
-        except DemixError:
-            raise
-        # A task may be anybody's program, and the harness raises nearly anything for a broken one.
-        except Exception as error:
-            reason = (str(error).strip().splitlines() or [""])[0][:300]
-            cause = f"cannot be evaluated ({type(error).__name__}: {reason})"
-            cure = "check the task's YAML file and its data, and the network if it reads any"
-            raise DemixError(f"--tasks {','.join(tasks.names)}", cause, cure) from error
-        answers: dict[str, Any] = results.pop("samples", {})
-        for name in answers:
-            _refuse_path(name)
-        if output is not None:
-            tracker.save_results_aggregated(results, answers)
-            for task, found in answers.items():
-                tracker.save_results_samples(task, found)
-            _take(Path(folder), output, [*answers])
+    with redirect_stdout(sys.stderr), refused, within_memory("--batch-size", "give a smaller one"):
+        results: dict[str, Any] = simple_evaluate(
+            "demix",
+            model_args={"seed": seed} | {name: model[name] for name in model.keys() - run.keys()},
+            tasks=tasks.names,
+            task_manager=tasks.manager,
+            num_fewshot=tasks.asked.shots,
+            limit=tasks.asked.limit,
+            gen_kwargs=drawing or None,
+            log_samples=samples,
+            **dict.fromkeys(SEEDS, seed),
+            **run,
+        )
     return results
+
+
+def write_results(results: dict[str, Any], output: Path) -> None:
+    """Write what the harness returned to the JSON file `output`, its samples to <output>.<task>.jsonl beside it.
+
+    Raises DemixError for the name of a task that cannot be part of a file's name.
+    """
+    from lm_eval.utils import handle_non_serializable
+
+    def text(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, indent=indent, default=handle_non_serializable, ensure_ascii=False) + "\n"
+
+    answers: dict[str, Any] = results.get("samples", {})
+    for task in answers:
+        if "/" in task or "\0" in task or len(task.encode()) > MOST_BYTES:
+            cause = "has a name that cannot be part of a file's name"
+            raise DemixError(f"task {task:.80}", cause, "rename the task, or leave out --log-samples")
+    written = {output: text({name: value for name, value in results.items() if name != "samples"}, 2)}
+    written |= {output.with_suffix(f".{task}.jsonl"): "".join(map(text, found)) for task, found in answers.items()}
+    for path, content in written.items():
+        with replacing(path) as temporary:
+            temporary.write_text(content)
 
 
 def tables_of(results: dict[str, Any]) -> list[str]:
@@ -124,41 +185,88 @@ def tables_of(results: dict[str, Any]) -> list[str]:
     return [make_table(results), *([make_table(results, "groups")] if "groups" in results else [])]
 
 
-def named_tasks(tasks: Tasks) -> tuple[Any, list[str]]:
-    """The harness's manager of tasks, and the names of those that `tasks` name.
+def write_documents(asked: HarnessTasks, output: Path, *, offline: bool = True) -> None:
+    """Write the documents that the tasks ask about, each of its texts a row, to Parquet `output` (`DOCUMENTS`).
 
-    The harness reads the files of its own 15,000 tasks for a minute, which is for nothing where all are in the folder.
-    Raises DemixError where the harness is missing, for a folder that is none, and for unknown tasks.
+    Raises DemixError for an unknown task, and for one whose data are not here, or with `offline` false not to be had.
     """
-    if tasks.folder is not None and not tasks.folder.is_dir():
-        raise DemixError(f"--include-path {tasks.folder}", "is no folder", "name the folder of the tasks' YAML files")
-    if importlib.util.find_spec("lm_eval") is None:
-        raise DemixError("lm-eval", "is not installed", "pip install 'demix[lm-eval]'")
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
-    # The harness logs its every step.
-    logging.getLogger("lm_eval").setLevel(logging.WARNING)
-    from lm_eval.tasks import TaskManager
-
-    folder, names = tasks.folder and str(tasks.folder), [*tasks.names]
-    manager = TaskManager(include_path=folder, include_defaults=folder is None)
-    found = {name: _matched(manager, name) for name in names}
-    # Tasks of a group may be the harness's own.
-    if folder is not None and (not all(found.values()) or {*manager.all_groups} & {*chain(*found.values())}):
-        manager = TaskManager(include_path=folder)
-        found = {name: _matched(manager, name) for name in names}
-    for name in names:
-        if not found[name]:
-            _check_yaml(tasks.folder)
-            near = get_close_matches(name, manager.all_tasks, n=1)
-            cure = f"did you mean {near[0]}?" if near else "`lm-eval ls tasks` lists the harness's own"
-            raise DemixError(f"--tasks {name}", "names no task of the harness or of --include-path", cure)
-    return manager, list(dict.fromkeys(chain(*found.values())))
+    cure = "check the task's YAML file, its data and the network"
+    if offline:
+        os.environ.update(OFFLINE)
+        cure = "fix the task's data_files, or set lm_eval.offline: false where there is a network to fetch it"
+    batches = (_batch(*task) for task in KnownTasks.of(asked).documents(cure))
+    write_batches(output, DOCUMENTS, batches, use_dictionary=["version", "task_sha256"])
 
 
-def _check_yaml(folder: Path | None) -> None:
+def score_harness(directory: Path, documents: Path, given: HarnessScoring, output: Path) -> None:
+    """Put a model to the tasks by each rule of weights, and write the rows to `output` (`TASKS` and `HARNESS`).
+
+    `documents` is what `write_documents` wrote. Raises DemixError where the tasks have other documents by now.
+    """
+    set_threads(given.threads)
+    # The libraries below the harness read these when they load.
+    os.environ.update(OFFLINE)
+    table = read_parquet(documents, columns=["task", "task_sha256"]).to_pylist()
+    pinned = {row["task"]: row["task_sha256"] for row in table}
+    tasks = KnownTasks.of(given)
+    for name, _, _, found in tasks.documents("write the documents of the tasks again"):
+        if pinned.get(name) != found:
+            cause = f"holds other documents of {name} than the task has"
+            raise DemixError(documents, cause, "delete the file, and the tasks run again on what they have")
+    rows = []
+    for weights in given.weights if given.experts else ("dense",):
+        mixed = {"experts": ",".join(given.experts), "weights": weights} if given.experts else {}
+        results = evaluate_tasks({"pretrained": str(directory)} | mixed, tasks)
+        about = {"model": given.model, "n_experts": max(1, len(given.experts)), "routing": weights}
+        rows += [about | {"seed": given.seed} | row for row in rows_of(results, pinned)]
+    write_parquet(pa.Table.from_pylist(rows, table_schema(TASKS | HARNESS)), output)
+
+
+def rows_of(results: Mapping[str, Any], digests: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """What tasks.parquet has of each task, or group of tasks, and metric of the harness's `results`.
+
+    A metric that a filter made has its name too: exact_match,strict-match. `digests` are those of the documents.
+    """
+    from lm_eval import __version__ as harness
+
+    for task, found in results["results"].items():
+        about = {
+            "task": task,
+            "shots": results["n-shot"].get(task),
+            "examples": results["n-samples"].get(task, {}).get("effective"),
+            "harness_version": harness,
+            "task_version": str(results["versions"].get(task) or ""),
+            "documents_sha256": digests.get(task, ""),
+        }
+        better = results["higher_is_better"].get(task) or {}
+        for key, value in found.items():
+            metric, _, chosen = key.partition(",")
+            if not chosen or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            error = found.get(f"{metric}_stderr,{chosen}")
+            yield about | {
+                "metric": metric if chosen == "none" else key,
+                "value": float(value),
+                "stderr": float(error) if isinstance(error, int | float) else None,
+                "higher_is_better": better.get(metric),
+            }
+
+
+@contextmanager
+def _refused_as(task: str, cause: str, cure: str) -> Iterator[None]:
+    """Raise DemixError in place of any other error: a task may be anybody's program, and raises nearly anything."""
+    try:
+        yield
+    except DemixError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0][:300]
+        raise DemixError(f"task {task}", f"{cause} ({type(error).__name__}: {reason})", cure) from error
+
+
+def _check_yaml(folder: str | None) -> None:
     """Raise DemixError for a file in the folder of tasks that is not YAML: the harness skips it without a word."""
-    for path in sorted(folder.rglob("*.yaml")) if folder else ():
+    for path in sorted(Path(folder).rglob("*.yaml")) if folder else ():
         try:
             yaml.compose(path.read_text())
         except (yaml.YAMLError, ValueError) as error:
@@ -172,20 +280,17 @@ def _matched(manager: Any, name: str) -> list[str]:
     return matched
 
 
-def _refuse_path(task: str) -> None:
-    """Raise DemixError for the name of a task that cannot be part of a file's name."""
-    if "/" in task or "\0" in task or len(task.encode()) > MOST_BYTES:
-        cause = "has a name that cannot be part of a file's name"
-        raise DemixError(f"--tasks {task:.80}", cause, "rename the task, or leave out --log-samples")
+def _batch(task: str, version: str, documents: Iterable[Any], sha256: str) -> pa.RecordBatch:
+    texts = [(number, text) for number, one in enumerate(documents) for text in [*_texts(one)] or [""]]
+    rows = [(task, version, number, text, len(text.split()), sha256) for number, text in texts]
+    columns = [pa.array(values, field.type) for values, field in zip(zip(*rows, strict=True), DOCUMENTS, strict=True)]
+    return pa.record_batch(columns, schema=DOCUMENTS)
 
 
-def _take(folder: Path, output: Path, tasks: Sequence[str]) -> None:
-    """Move what the harness wrote below `folder` to `output`, and the samples of `tasks` beside it."""
-    results = next(folder.rglob("results_*.json"), folder / "results_.json")
-    ending = results.stem.removeprefix("results")
-    wanted = {output.with_suffix(f".{task}.jsonl"): f"samples_{task}{ending}.jsonl" for task in tasks}
-    for target, source in {output: results.name, **wanted}.items():
-        if not results.with_name(source).is_file():
-            raise DemixError(target, "was not written by the harness", "run with LMEVAL_LOG_LEVEL=INFO to see why")
-        with replacing(target) as temporary:
-            shutil.copyfile(results.with_name(source), temporary)
+def _texts(value: Any) -> Iterator[str]:
+    """The strings in a document."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(each)

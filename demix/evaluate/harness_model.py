@@ -26,7 +26,7 @@ from demix.model.continuations import (
 )
 from demix.model.decode import generate, open_model, weights_of
 from demix.model.device import device_named
-from demix.model.directory import describe, load_experts, tokenizer_of
+from demix.model.directory import describe
 from demix.progress import progress
 
 # New tokens where a task does not say how many, as the harness has it for its own models.
@@ -42,8 +42,7 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
     `pretrained` is the directory. `seed` is that of sampled texts. `batch_size` is the number of continuations of a
     forward pass, by default, and for `auto`, as many as `demix.model.scoring` takes; texts are generated one by one.
     `device` is as in `demix.model.device.device_named`. `experts` (separated by commas, by default all), `weights`,
-    `prior` and `tokenizer` are as in `demix generate`; of a domain-token model `experts` names the domain whose token
-    stands before every block. `top_k` mixes the likeliest experts of each token alone.
+    `prior` and `tokenizer` are as in `demix generate`. `top_k` mixes the likeliest experts of each token alone.
     """
 
     def __init__(
@@ -62,16 +61,8 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
         if (top_k := mixing.get("top_k")) is not None and top_k < 1:
             raise DemixError(f"--top-k {top_k}", "is not positive", "give 1 or more")
         names, path = experts.split(",") if experts else None, Path(tokenizer) if tokenizer else None
-        domain = None
-        if domains := describe(directory).domain_tokens:
-            if names is None or len(names) != 1 or names[0] not in domains:
-                cause = f"does not name the domain whose token stands before the texts of {directory}"
-                raise DemixError(f"--experts {experts or ''}".strip(), cause, f"give one of {', '.join(domains)}")
-            _, self._tokenizer = tokenizer_of(directory, path)
-            trunks, domain = load_experts(directory, None, self._device), names[0]
-        else:
-            trunks, self._tokenizer = open_model(directory, names, path, self._device)
-        mixed = mixture_of(directory, trunks, self._tokenizer, domain=domain, **mixing)
+        trunks, self._tokenizer = open_model(directory, names, path, self._device)
+        mixed = mixture_of(directory, trunks, self._tokenizer, **mixing)
         mixed.begin(np.array([self._tokenizer.end_of_text]))
         self._mixture, mixture = mixed, mixed.mixture
         rule = weights_of(mixing.get("weights", "tempered"), directory)
@@ -121,19 +112,13 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
                 "%d of %d contexts do not fit into %d tokens and begin later", cut, len(wanted), self.max_length
             )
         with progress("continuations", len({*wanted})) as advance:
-            found = continuation_log_probabilities(self._mixture, wanted, self._batch, advance)
-        for (words, _, _), answer in zip(requests, found, strict=True):
-            self.cache_hook.add_partial("loglikelihood", words, answer)
-        return found
+            return continuation_log_probabilities(self._mixture, wanted, self._batch, advance)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """log p of each text, in consecutive blocks as in scoring."""
         texts = [self.tok_encode(request.args[0]) for request in requests]
         with progress("tokens", sum(map(len, texts)) * len(self._mixture.trunks)) as advance:
-            found = text_log_probabilities(self._mixture, texts, self.eot_token_id, advance)
-        for request, answer in zip(requests, found, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, answer)
-        return found
+            return text_log_probabilities(self._mixture, texts, self.eot_token_id, advance)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Continue each prompt until a stop sequence, `<|endoftext|>` or the task's number of tokens."""
@@ -143,7 +128,6 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
             for request in requests:
                 context, how = request.args
                 found.append(self._text(context, how, seen[context]))
-                self.cache_hook.add_partial("generate_until", request.args, found[-1])
                 seen[context] += 1
                 advance(1)
         return found

@@ -197,20 +197,16 @@ def _excerpts(shard: TokenShard, count: int, seen: np.ndarray, length: int) -> E
     places = zip((shard.offsets + 1).tolist(), ends.tolist(), strict=True)
     hashed = sorted((tokens_sha256(shard.read(start, end)), start, end) for start, end in places if end - start >= size)
     missed = np.append(0, np.cumsum(~seen))
-    documents: list[str] = []
-    starts: list[int] = []
-    pieces: list[np.ndarray] = []
+    found: list[tuple[str, int, np.ndarray]] = []
     for sha256, start, end in hashed:
-        if len(documents) == count:
+        if len(found) == count:
             break
         firsts = np.arange(start, end - size + 1)
         firsts = firsts[missed[(firsts + size - 1) // length + 1] == missed[firsts // length]]
         if len(firsts):
             first = int(firsts[int(sha256[:15], 16) % len(firsts)])
-            documents.append(sha256)
-            starts.append(first - start)
-            pieces.append(shard.read(first - 1, first + size))
-    if len(documents) < count:
-        log.warning("%s: only %d documents have %d tokens that serve", shard.path, len(documents), size)
-    ids = torch.from_numpy(np.array(pieces, np.int64).reshape(-1, size + 1))
-    return Excerpts(ids[:, 0], ids[:, 1:], tuple(documents), tuple(starts))
+            found.append((sha256, first - start, shard.read(first - 1, first + size)))
+    if len(found) < count:
+        log.warning("%s: only %d documents have %d tokens that serve", shard.path, len(found), size)
+    ids = torch.from_numpy(np.array([piece for _, _, piece in found], np.int64).reshape(-1, size + 1))
+    return Excerpts(ids[:, 0], ids[:, 1:], tuple(name for name, _, _ in found), tuple(first for _, first, _ in found))

@@ -31,13 +31,12 @@ from demix.mix.mixtures import Mixture
 from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import Cluster, History, PriorAlone, Tempered
 from demix.model.clusters import clusters_of, has_clusters
-from demix.model.directory import CPU, expert_files, load_experts, refuse_masked, tokenizer_of
+from demix.model.directory import CPU, load_experts, refuse_masked, tokenizer_of
 from demix.model.gpt import GPT
 from demix.model.manifest import Usual
 from demix.model.scoring import columns_of, trunk_log_probabilities
 from demix.model.usual import usual_of
 from demix.progress import progress
-from demix.run.models import adapted as adapted_to
 from demix.run.run import Run
 
 # The number of dev blocks that the paper uses for the cached prior.
@@ -146,16 +145,12 @@ def evaluate_texts(
     files = files_of(texts)
     for file in files:
         refuse_not_utf8(file)
-    alone = [*texts] == files and len(files) == 1
-    for file in (*(files if alone else []), *([dev] if dev else [])):
-        if not is_stream(file):
-            _refuse_unreadable(file)
     judge = Judge.of(model, load_experts(model), place, encoder).told(dev, field)
     for text in files:
         try:
             shard = judge.read(text, field)
         except DemixError as error:
-            if alone:
+            if files == [*texts] and len(files) == 1:
                 raise
             yield Unread(str(text), error.cause, error.cure)
             continue
@@ -230,9 +225,6 @@ class Judge:
         best = int(totals.argmax())
         if self.dense is not None:
             mixed[DENSE_OF_RUN] = _scored(self.dense, shard, text.name).scores
-            if adapted := _dense_adapted(self.model, names[best]):
-                trunks = load_experts(adapted, device=self.dense[0].token_embedding.device)
-                mixed[f"{DENSE_OF_RUN}, adapted to {names[best]}"] = _scored(trunks, shard, text.name).scores
         size, tokens = int(shard.document_bytes.sum()), table.tokens
 
         def figures(log_p: float) -> tuple[float, float]:
@@ -241,16 +233,16 @@ class Judge:
 
         mixtures = [Line(f"best single ({names[best]}), an oracle", *figures(totals[best]))] if mixed else []
         mixtures += [Line(name, *figures(log_p.sum())) for name, log_p in mixed.items()]
-        log_priors = History().log_priors(scores, mask, DECAY)
         equal = np.full(len(names), -math.log(len(names)))
-        weights = np.exp(Mixture(self.tempered, equal).weights(scores, mask))[mask].mean(axis=0)
+        weights = np.exp(Mixture(self.tempered, equal).weights(scores, mask))[mask].mean(axis=0).tolist()
+        posterior = np.exp(History().log_priors(scores, mask, DECAY)[-1]).tolist()
+        behind = ((totals.max() - totals) / tokens).tolist()
         lines = tuple(
-            ExpertLine(
-                name, *figures(total), float(totals.max() - total) / tokens, self.usual.get(name), float(weight),
-                math.exp(log_posterior),
+            ExpertLine(name, *figures(totals[number]), *shares)
+            for number, (name, *shares) in enumerate(
+                zip(names, behind, map(self.usual.get, names), weights, posterior, strict=True)
             )
-            for name, total, weight, log_posterior in zip(names, totals, weights, log_priors[-1], strict=True)
-        )  # fmt: skip
+        )
         first = lines[best]
         unlike = None if first.usual is None else first.bits_per_byte > UNLIKE * first.usual.bits_per_byte
         sizes = (table.documents, tokens, size, len(mask))
@@ -276,20 +268,13 @@ def _dense_of(model: Path) -> Path | None:
     return dense if dense != place and (dense / "experts" / "dense.json").is_file() else None
 
 
-def _dense_adapted(model: Path, expert: str) -> Path | None:
-    """The dense model that the run of `model` adapted to the domain of `expert`, where there is one."""
-    run = Run.of_model(model)
-    adapted = run and run.folder / "models" / adapted_to(run.config.adaptation.dense, expert)
-    return adapted if adapted and all(file.is_file() for file in expert_files(adapted, "dense")) else None
-
-
 def raw_text(texts: Sequence[Path], field: str, domain: str, output: Path) -> None:
     """Write the documents of the files `texts` to the Parquet file `output`, as `demix.data.sources.download` does.
 
     Raises DemixError for a file that is missing, a folder or no text, and where no file holds a document.
     """
     for text in texts:
-        _refuse_unreadable(text)
+        _check_file(text)
     if not download(Source(kind="files", path=tuple(map(str, texts)), text=field), domain, output):
         left_out = read_parquet(output, columns=[]).schema.metadata[b"not_utf8"]
         told = NO_TEXT if left_out == b"0" else ("is not UTF-8", f"convert it, from Latin-1 by {TO_UTF8}")
@@ -315,7 +300,7 @@ def whole_text(text: str | Path) -> str:
         if SURROGATE.search(text):
             raise DemixError("text", "is not UTF-8", "give it in UTF-8")
         return text
-    _refuse_unreadable(file)
+    _check_file(file)
     if readable(file.name) and suffixes(file.name) != [".txt"]:
         raise DemixError(file, "holds documents, not one text", "give one of them as a string")
     check_file_kind(file, TEXT)
@@ -373,16 +358,10 @@ def _tokenized(text: Path | str, tokenizer: Path, field: str) -> TokenShard:
     return shard
 
 
-def _refuse_unreadable(file: Path) -> None:
+def _check_file(file: Path) -> None:
     """Raise DemixError unless `file` is a file."""
-    if file.is_dir():
-        raise DemixError(file, "is a folder", "name one file of text in it")
-    if file.is_symlink() and not file.exists():
-        raise DemixError(file, f"is a link to {file.readlink()}, which is missing", "fix the link")
-    if not file.exists():
-        raise DemixError(file, "is missing", "correct its name")
     if not file.is_file():
-        raise DemixError(file, "is no file on disk", "write it to one")
+        raise DemixError(file, "is no file" if file.exists() else "is missing", "give the name of a file of text")
 
 
 def _scored(trunks: Sequence[GPT], shard: TokenShard, name: str, limit: int | None = None) -> ScoreTable:

@@ -1,16 +1,14 @@
 """Scoring: the log-probability of each token under each expert, computed once per (model, expert, domain, split)."""
 
-import hashlib
-import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +21,7 @@ from demix.config.training import Threads
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.score_tables import count_to_score, row_groups, tokens_sha256, write_scores, write_tokens
-from demix.files import digest, fsync, linked, read_parquet, replacing, write_parquet
+from demix.files import digest, linked, read_parquet, replacing, write_parquet
 from demix.model.device import compute_type, own_device, set_threads
 from demix.model.directory import (
     describe,
@@ -75,7 +73,7 @@ class Scoring(ScoringRecipe):
 
 @dataclass(frozen=True)
 class _Work:
-    """The arguments of `score`, and what the lines of the work begin with."""
+    """The arguments of `score`."""
 
     directory: Path
     experts: tuple[str, ...]
@@ -84,7 +82,6 @@ class _Work:
     context: int = 0
     top_k: int = 0
     without: str = ""
-    label: str = ""
 
 
 def score_shards(
@@ -151,10 +148,9 @@ def score_models(models: Path, shards: list[Path], scoring: Scoring, output: Pat
             domain, split = absent[0]
             cure = f"give tokens/{domain}/{split}.arrow"
             raise DemixError(f"model {one.model}", f"is to be scored on {domain} {split}, which is no argument", cure)
-        folder = folder_at(one.model, one.context, one.top_k, one.without)
+        changed = one.context, one.top_k, one.without
         own = [places[place] for place in wanted]
-        place = models / one.model, one.experts, own, output / folder
-        works.append(_Work(*place, one.context, one.top_k, one.without, f"{folder} on "))
+        works.append(_Work(models / one.model, one.experts, own, output / folder_at(one.model, *changed), *changed))
     _score_all(works, scoring)
 
 
@@ -229,63 +225,47 @@ class _Scorer:
         """Score a split, unless all columns are kept."""
         domain, split = path.parent.name, path.stem
         columns = self.work.experts or (domain,)
+        place, told = self.work.output / f"{domain}.{split}", f"{self.work.output.name} on {domain} {split}"
         ids = shard.read(0, count_to_score(shard, self.scoring, self.length))
         sha256 = tokens_sha256(ids)
         fingerprint = self._fingerprint(columns, sha256)
-        place, told = self.work.output / f"{domain}.{split}", f"{self.work.label}{domain} {split}"
         kept = {column: place / KEPT / column / f"{fingerprint}.parquet" for column in columns}
-        if all(_is_whole(file, len(ids)) for file in kept.values()):
-            for column, file in kept.items():
-                _place(file, place / f"{column}.parquet")
-            log.info("%s: %d columns were already scored", told, len(columns))
-            return
         # No two jobs write the same column, so the name of a job's first column makes its folder unique.
         folder = place / f".{columns[0]}.pieces"
-        groups = row_groups(len(ids), self.length)
-        pieces = [folder / f"{start}.parquet" for start, _ in groups]
-        missing = {
-            piece: (start, stop)
-            for piece, (start, stop) in zip(pieces, groups, strict=True)
-            if not _is_whole(piece, stop - start, fingerprint)
-        }
-        self._score_pieces(shard, columns, missing, fingerprint, told)
-        for column in columns:
-            metadata = {
-                "tokens_sha256": sha256,
-                "shared_sha256": self.described.shared_sha256,
-                "expert_sha256": self.hashes[column if column in self.hashes else "dense"],
-                "precision": self.scoring.precision,
-            } | self.folds
-            name = f"{column}.parquet"
-            write_scores(folder / name, _column(pieces, column), metadata, place / name)
+        if all(_is_whole(file, len(ids)) for file in kept.values()):
+            log.info("%s: %d columns were already scored", told, len(columns))
+        else:
+            pieces = self._score_pieces(shard, columns, folder, len(ids), fingerprint, told)
+            for column, file in kept.items():
+                metadata = {
+                    "tokens_sha256": sha256,
+                    "shared_sha256": self.described.shared_sha256,
+                    "expert_sha256": self.hashes[column if column in self.hashes else "dense"],
+                    "precision": self.scoring.precision,
+                } | self.folds
+                write_scores(file, _column(pieces, column), metadata, place / f"{column}.parquet")
+        shutil.rmtree(folder, ignore_errors=True)
         for column, file in kept.items():
-            _keep(folder / f"{column}.parquet", file)
-            os.replace(folder / f"{column}.parquet", place / f"{column}.parquet")
-        fsync(place)
-        shutil.rmtree(folder)
-        log.info("%s: %d tokens under %d experts", told, len(ids), len(columns))
-        if len(missing) < len(pieces):
-            log.info("%s: %d of %d pieces were already scored", told, len(pieces) - len(missing), len(pieces))
+            _place(file, place / f"{column}.parquet")
+            for older in {*file.parent.glob("*.parquet")} - {file}:
+                older.unlink()
 
     def _fingerprint(self, columns: tuple[str, ...], sha256: str) -> str:
         """A digest of everything on which the bits of the scores of some tokens depend."""
-        settings = [self.scoring.precision, self.scoring.threads, torch.__version__, _device(own_device())]
-        origin: dict[str, Any] = {"model": digest(self.described.content), "experts": self.hashes}
-        origin |= {"columns": columns, "tokens": sha256, "settings": settings} | self.folds
-        origin |= {"context": self.work.context} if self.work.context else {}
-        origin |= {"top_k": self.work.top_k} if self.work.top_k else {}
-        origin |= {"without": self.work.without} if self.work.without else {}
-        return hashlib.sha256(json.dumps(origin).encode()).hexdigest()
+        work, settings = self.work, [self.scoring.precision, self.scoring.threads, torch.__version__]
+        model = [digest(self.described.content), self.hashes, self.folds, work.context, work.top_k, work.without]
+        return digest([model, columns, sha256, settings, _device(own_device())])
 
     def _score_pieces(
-        self,
-        shard: TokenShard,
-        columns: tuple[str, ...],
-        missing: Mapping[Path, tuple[int, int]],
-        fingerprint: str,
-        told: str,
-    ) -> None:
-        """Score tokens from the first to before the last of each of the `missing` pieces."""
+        self, shard: TokenShard, columns: tuple[str, ...], folder: Path, count: int, fingerprint: str, told: str
+    ) -> list[Path]:
+        """The files in `folder` with the scores of each row group of a split; those that are missing are written."""
+        groups = {folder / f"{start}.parquet": (start, stop) for start, stop in row_groups(count, self.length)}
+        missing = {
+            piece: (start, stop)
+            for piece, (start, stop) in groups.items()
+            if not _is_whole(piece, stop - start, fingerprint)
+        }
         dtype, domains = compute_type(self.scoring.precision), columns if self.domain_tokens else None
         amount = len(self.trunks) * sum(stop - start for start, stop in missing.values())
         with progress(f"{told}: tokens", amount) as advance:
@@ -297,14 +277,10 @@ class _Scorer:
                     raise error.but(f"{self.work.directory}: {error.subject}") from None
                 table = pa.table(dict(zip(columns, scored.astype(np.float32), strict=True)))
                 write_parquet(table.replace_schema_metadata({"fingerprint": fingerprint}), piece)
-
-
-def _keep(source: Path, target: Path) -> None:
-    """Make `target`, <column>/<fingerprint>.parquet, a second name of `source`, and remove the column's older ones."""
-    _place(source, target)
-    for other in target.parent.glob("*.parquet"):
-        if other != target:
-            other.unlink()
+        log.info("%s: %d tokens under %d experts", told, count, len(columns))
+        if len(missing) < len(groups):
+            log.info("%s: %d of %d pieces were already scored", told, len(groups) - len(missing), len(groups))
+        return [*groups]
 
 
 def _place(source: Path, target: Path) -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -16,7 +16,7 @@ from demix.config.evaluation import ScoredTokens
 from demix.config.models import DENSE_EXPERT
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
-from demix.files import digest, parquet_reader, read_parquet, sha256_file
+from demix.files import digest, read_parquet, sha256_file
 from demix.files.batches import read_batches, regrouped, write_batches
 from demix.model.manifest import read_description, read_lineage
 
@@ -102,7 +102,7 @@ def write_tokens(
     knows by this file whether one has changed. Where a file already holds these rows, its names stay, and its digest is
     computed again if `columns` has one of them. A file that would stay the same is not written again.
     """
-    path = directory / "tokens.parquet"
+    path, groups = directory / "tokens.parquet", row_groups(len(tokens), length)
     origins = np.arange(len(offsets)) if origins is None else origins
     types = (pa.from_numpy_dtype(tokens.dtype), pa.int32(), pa.int32(), pa.int64())
     plain = pa.schema(zip(("token", "block", "document", "origin"), types, strict=True), {"length": str(length)})
@@ -114,16 +114,25 @@ def write_tokens(
         found = (tokens[start:stop], blocks, numbers, origins[documents])
         return pa.record_batch([pa.array(column) for column in found], schema=plain)
 
-    holds = _holds(path, plain, len(tokens), rows)
-    names, before = _told(path) if holds else ([*columns], "")
-    if holds and not {*names} & {*columns}:
-        return
+    def holds() -> bool:
+        before = _footer(path)
+        if (before.rows, before.about.get(b"length")) != (len(tokens), plain.metadata[b"length"]):
+            return False
+        found = regrouped(read_batches(path, plain.names), [stop - start for start, stop in groups])
+        return all(batch.equals(rows(*group)) for batch, group in zip(found, groups, strict=True))
+
+    names, before = [*columns], ""
+    # A file that is missing, damaged or of other tokens is written again.
+    with suppress(DemixError):
+        if holds():
+            names, before = _told(path)
+            if not {*names} & {*columns}:
+                return
     now = _digest(directory, names)
-    if not holds or now != before:
+    if not before or now != before:
         told = {COLUMNS: json.dumps(names), COLUMNS_TOLD: now} if names else {}
         schema = plain.with_metadata({b"length": str(length).encode()} | told)
-        batches = (rows(start, stop).cast(schema) for start, stop in row_groups(len(tokens), length))
-        write_batches(path, schema, batches)
+        write_batches(path, schema, (rows(*group).cast(schema) for group in groups))
 
 
 def _told(path: Path) -> tuple[list[str], str]:
@@ -132,47 +141,13 @@ def _told(path: Path) -> tuple[list[str], str]:
     Raises DemixError where it is missing or damaged.
     """
     footer = _footer(path)
-    return [*map(str, footer.told(COLUMNS, list, b"[]"))], footer.origin.get(COLUMNS_TOLD, b"").decode()
+    return [*map(str, footer.told(COLUMNS, list, b"[]"))], footer.about.get(COLUMNS_TOLD, b"").decode()
 
 
 def _digest(directory: Path, names: Sequence[str]) -> str:
     """A digest of the score columns `names` of a split, of which some may be missing."""
     paths = [directory / f"{name}.parquet" for name in names]
     return digest({path.stem: sha256_file(path) for path in paths if path.exists()})
-
-
-def _refuse_changed(directory: Path, experts: Sequence[str]) -> None:
-    """Raise DemixError if the columns that tokens.parquet names, some of `experts` among them, are not as it says.
-
-    A column of the same tokens and weights may still be another one: of another precision, or of a job that was killed
-    before it wrote the table of the tokens. The column of an expert that was added is named by no table of tokens.
-    """
-    path = directory / "tokens.parquet"
-    names, told = _told(path)
-    if {*names} & {*experts} and _digest(directory, names) != told:
-        cause = f"has the digest of other bytes than its columns ({', '.join(names)}) have"
-        raise DemixError(path, cause, f"delete the folder {directory}, then score the domain again")
-
-
-def _holds(path: Path, schema: pa.Schema, count: int, rows: Callable[[int, int], pa.RecordBatch]) -> bool:
-    """Whether `path` is an undamaged Parquet file with exactly these rows, in row groups of any size.
-
-    What it tells of score columns is not compared.
-    """
-    try:
-        with parquet_reader(path) as file:
-            length = (file.schema_arrow.metadata or {}).get(b"length")
-            if file.metadata.num_rows != count or file.schema_arrow != schema or length != schema.metadata[b"length"]:
-                return False
-            start = 0
-            for number in range(file.num_row_groups):
-                group = file.read_row_group(number)
-                if not group.equals(pa.table(rows(start, start + len(group)))):
-                    return False
-                start += len(group)
-            return True
-    except DemixError:
-        return False
 
 
 def write_scores(path: Path, pieces: Iterable[np.ndarray], metadata: dict[str, str], at: Path | None = None) -> None:
@@ -220,35 +195,25 @@ def stream_scores(
     than those that tokens.parquet names, if two columns were scored with different shared weights, if a value is no
     log p or, after the last block, if a file belongs to other tokens than those of tokens.parquet.
     """
-    beside = beside or {}
+    beside, path = beside or {}, directory / "tokens.parquet"
     paths = [directory / f"{expert}.parquet" for expert in experts]
-    footer, *footers = (_footer(path) for path in (directory / "tokens.parquet", *paths))
-    for path, column in zip(paths, footers, strict=True):
-        for key in (b"shared_sha256", b"precision", b"folds"):
-            if column.origin.get(key) != footers[0].origin.get(key):
-                cause = f"was scored with another {key.decode()} than {paths[0].name}"
-                raise DemixError(path, cause, SCORE_AGAIN)
-        if column.rows != footer.rows:
-            raise DemixError(path, "is not as long as tokens.parquet", SCORE_AGAIN)
-    _refuse_changed(directory, experts)
-    besides = {name: _footer(table.path) for name, table in beside.items()}
-    for name, table in beside.items():
-        if besides[name].rows != footer.rows:
-            raise DemixError(table.path, f"is not as long as {directory / 'tokens.parquet'}", "make it again")
-    length = footer.told(b"length", int)
+    tokens, *files = (_footer(one) for one in (path, *paths, *(table.path for table in beside.values())))
+    _check_structure(tokens, files, len(paths))
+    _check_digest(directory, experts)
+    length = tokens.told(b"length", int)
     # The released scorer works on pairs of blocks, so the number of blocks is even.
     size = 2 * length * max(1, at_once // (2 * length))
-    sources = [(path, ["log_probability"]) for path in paths]
+    sources = [(one, ["log_probability"]) for one in paths]
     sources += [(table.path, list(table.columns)) for table in beside.values()]
     digest, row = hashlib.sha256(), 0
     for (ids, documents, origins), *pieces in zip(
-        _pieces(directory / "tokens.parquet", ["token", "document", "origin"], size),
-        *(_pieces(path, names, size) for path, names in sources),
+        _pieces(path, ["token", "document", "origin"], size),
+        *(_pieces(one, names, size) for one, names in sources),
         strict=True,
     ):
         digest.update(ids.astype("<u4").tobytes())
-        for path, (piece,) in zip(paths, pieces, strict=False):
-            _refuse_impossible(path, piece, row, SCORE_AGAIN)
+        for column, (piece,) in zip(paths, pieces, strict=False):
+            _refuse_impossible(column, piece, row, SCORE_AGAIN)
         row += len(ids)
         blocks = -(-len(ids) // length)
         mask = (np.arange(blocks * length) < len(ids)).reshape(blocks, length)
@@ -256,13 +221,36 @@ def stream_scores(
         more = zip(beside, pieces[len(paths) :], strict=True)
         others = {name: _in_blocks(piece, blocks, length) for name, piece in more}
         yield Blocks(scores, mask, ids, documents, origins, others)
-    for path, column in zip(paths, footers, strict=True):
-        if column.tokens_sha256 != digest.hexdigest():
-            raise DemixError(path, "was scored on other tokens than tokens.parquet holds", SCORE_AGAIN)
-    for name, table in beside.items():
-        if besides[name].tokens_sha256 != digest.hexdigest():
-            tokens = directory / "tokens.parquet"
-            raise DemixError(table.path, f"belongs to other tokens than {tokens} holds", "make it again")
+    for one in files:
+        if one.tokens_sha256 != digest.hexdigest():
+            raise DemixError(one.path, f"is of other tokens than {path} holds", SCORE_AGAIN)
+
+
+def _check_structure(tokens: "_Footer", files: "Sequence[_Footer]", columns: int) -> None:
+    """Raise DemixError for a file without a row for each token, and if score columns were not scored alike.
+
+    The first of `files` are score columns, `columns` of them.
+    """
+    for one in files:
+        if one.rows != tokens.rows:
+            raise DemixError(one.path, f"is not as long as {tokens.path}", SCORE_AGAIN)
+    for one in files[:columns]:
+        for key in (b"shared_sha256", b"precision", b"folds"):
+            if one.about.get(key) != files[0].about.get(key):
+                raise DemixError(one.path, f"was scored with another {key.decode()} than {files[0].path}", SCORE_AGAIN)
+
+
+def _check_digest(directory: Path, experts: Sequence[str]) -> None:
+    """Raise DemixError if the columns that tokens.parquet names, some of `experts` among them, are not as it says.
+
+    A column of the same tokens and weights may still be another one: of another precision, or of a job that was killed
+    before it wrote the table of the tokens. The column of an expert that was added is named by no table of tokens.
+    """
+    path = directory / "tokens.parquet"
+    names, told = _told(path)
+    if {*names} & {*experts} and _digest(directory, names) != told:
+        cause = f"has the digest of other bytes than its columns ({', '.join(names)}) have"
+        raise DemixError(path, cause, f"delete the folder {directory}, then score the domain again")
 
 
 def _refuse_impossible(path: Path, piece: np.ndarray, row: int, cure: str) -> None:
@@ -300,7 +288,7 @@ def refuse_other_model(directory: Path, experts: Iterable[str], model: Path) -> 
         names = [name for name in (expert, DENSE_EXPERT) if (model / "experts" / f"{name}.json").exists()]
         own = read_lineage(model / "experts" / f"{names[0]}.json").sha256 if names else None
         path = directory / f"{expert}.parquet"
-        told = _footer(path).origin
+        told = _footer(path).about
         for key, expected in (("shared_sha256", shared), ("expert_sha256", own)):
             if expected is not None and told.get(key.encode(), b"").decode() != expected:
                 cause = f"was scored with other weights ({key}) than {model} has"
@@ -336,15 +324,15 @@ def refuse_evidence(subject: object, folds: int, asked: str) -> None:
 class _Footer:
     path: Path
     rows: int
-    origin: dict[bytes, bytes]
+    about: dict[bytes, bytes]
 
     @property
     def tokens_sha256(self) -> str:
-        return self.origin.get(b"tokens_sha256", b"").decode()
+        return self.about.get(b"tokens_sha256", b"").decode()
 
     def told(self, key: bytes, kind: type, default: bytes = b"") -> Any:
         """The value of a key, of a type of JSON's."""
-        said = self.origin.get(key, default)
+        said = self.about.get(key, default)
         with suppress(ValueError):
             if isinstance(value := json.loads(said), kind):
                 return value

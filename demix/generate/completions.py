@@ -1,9 +1,8 @@
 """Completions of texts by a mixture of experts, as OpenAI's API for completions asks for them."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +16,7 @@ from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import read_parquet
 from demix.mix.logs import logsumexp
-from demix.model.continuations import MixedModel, mixture_of, next_likeliest
+from demix.model.continuations import MixedModel, mixture_of
 from demix.model.decode import choose, open_model, read_alone, speller
 from demix.model.device import device_named
 from demix.model.gpt import GPT
@@ -54,12 +53,11 @@ class CompletionRequest:
     weights: Text | None = None
     prior: Text | None = None
     by_expert: Switch = False
-    max_tokens: Annotated[Integer, Field(ge=0)] = 16
+    max_tokens: Annotated[Integer, Field(ge=1)] = 16
     temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[Number, Field(ge=0, le=1)] = 1.0
     seed: Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Text | Items[Text] = ()
-    echo: Switch = False
     logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     stream: Switch = False
     stream_options: StreamOptions = StreamOptions()
@@ -180,38 +178,32 @@ def name_of(tokenizer: Tokenizer, token: int) -> str:
 
 @dataclass
 class Part:
-    """The next part of a completion: its text, and its tokens with their log p, None where there is none.
+    """The next token of a completion: its log p, and the text that it ends.
 
-    `likeliest` has for each token the log p of the likeliest tokens there and of the token itself, or None. `offsets`
-    tell where in the whole text a token begins. `finish` says of the last part why it is the last. `by_expert` is what
-    `by_expert_of` says of a token that was drawn.
+    `likeliest` has the log p of the likeliest tokens there and of the token itself, where they are asked for. `offset`
+    tells where in the whole text the token begins. `finish` says of the last part why it is the last. `by_expert` is
+    what `by_expert_of` says of the token.
     """
 
+    token: int
+    log_p: float
+    offset: int
+    likeliest: dict[int, float]
     text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    log_p: list[float | None] = field(default_factory=list)
-    likeliest: list[dict[int, float] | None] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
     finish: Literal["stop", "length"] | None = None
     by_expert: dict[str, Any] | None = None
 
 
 def completed(model: Opened, mixture: MixedModel, asked: CompletionRequest, prompt: Sequence[int]) -> Iterator[Part]:
-    """Complete one prompt, part by part: with `echo` its blocks, then each new token.
+    """Complete one prompt, part by part.
 
-    A prompt stands after `<|endoftext|>`, with which it may begin itself; then this token has no log p. Prompt and
-    completion are one text, in blocks as in scoring (docs/concepts.md). A stop string is not part of a completion, but
-    its tokens are listed. `<|endoftext|>` ends a completion and has no text.
+    A prompt stands after `<|endoftext|>`, with which it may begin itself. Prompt and completion are one text, in blocks
+    as in scoring (docs/concepts.md). A stop string is not part of a completion, but its tokens are listed.
+    `<|endoftext|>` ends a completion and has no text.
     """
-    end, spell, text = model.tokenizer.end_of_text, speller(model.tokenizer), ""
-    for part in _echoed(mixture, asked, prompt, end, spell) if asked.echo else ():
-        text += part.text
-        yield part
-    begun = sent = len(text)
-    decoder = mixture.decoder(torch.tensor([end]))
-    if asked.max_tokens:
-        decoder.read(torch.tensor([_after(prompt, end)], dtype=torch.long))
-    generator = torch.Generator()
+    end, spell, text, sent = model.tokenizer.end_of_text, speller(model.tokenizer), "", 0
+    decoder, generator = mixture.decoder(torch.tensor([end])), torch.Generator()
+    decoder.read(torch.tensor([prompt[1:] if prompt[:1] == [end] else prompt], dtype=torch.long))
     if asked.seed is None:
         generator.seed()
     else:
@@ -219,14 +211,12 @@ def completed(model: Opened, mixture: MixedModel, asked: CompletionRequest, prom
     for left in reversed(range(asked.max_tokens)):
         log_p = decoder.next_log_probabilities()
         token = int(choose(log_p, asked.temperature, asked.top_p, generator))
-        own = float(log_p[0, token])
-        part = Part(tokens=[token], log_p=[own], offsets=[len(text)], likeliest=[None])
-        if asked.logprobs is not None:
-            top = log_p[0].topk(asked.logprobs)
-            part.likeliest = [dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)) | {token: own}]
+        top = log_p[0].topk(asked.logprobs or 0)
+        likeliest = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)) | {token: float(log_p[0, token])}
+        part = Part(token, float(log_p[0, token]), len(text), likeliest)
         text += "" if token == end else spell(token)
         text += spell(None) if token == end or not left else ""
-        stops = [place for stop in asked.stops if (place := text.find(stop, begun)) >= 0]
+        stops = [place for stop in asked.stops if (place := text.find(stop)) >= 0]
         if stops or token == end:
             part.finish = "stop"
         elif not left:
@@ -240,33 +230,6 @@ def completed(model: Opened, mixture: MixedModel, asked: CompletionRequest, prom
         yield part
         if part.finish:
             return
-    yield Part(spell(None), finish="length")
-
-
-def _after(prompt: Sequence[int], end: int) -> list[int]:
-    """What of a prompt follows the `<|endoftext|>` that stands before each text."""
-    return [*prompt[prompt[:1] == [end] :]]
-
-
-def _echoed(
-    mixture: MixedModel, asked: CompletionRequest, prompt: Sequence[int], end: int, spell: Callable[[int], str]
-) -> Iterator[Part]:
-    tokens, written = _after(prompt, end), 0
-    blocks: Any = [([None] * len(tokens), [None] * len(tokens))]
-    if asked.logprobs is not None:
-        blocks = next_likeliest(mixture, tokens, end, asked.logprobs)
-    if len(tokens) < len(prompt):
-        blocks, tokens = chain([([None], [None])], blocks), [*prompt]
-    done = 0
-    for log_p, likeliest in blocks:
-        part = Part(tokens=tokens[done : done + len(log_p)], log_p=log_p)
-        done += len(log_p)
-        for token, own, top in zip(part.tokens, log_p, likeliest, strict=True):
-            part.likeliest.append(None if top is None else top | {token: own})
-            part.offsets.append(written + len(part.text))
-            part.text += spell(token)
-        written += len(part.text)
-        yield part
 
 
 def _certain(text: str, stops: Sequence[str], sent: int) -> int:
@@ -295,12 +258,12 @@ def by_expert_of(scores: torch.Tensor, log_g: np.ndarray, after: np.ndarray) -> 
 def log_probabilities_of(tokenizer: Tokenizer, parts: Sequence[Part]) -> dict[str, Any]:
     """The `logprobs` of OpenAI's format for parts of a completion."""
 
-    def named(top: dict[int, float] | None) -> dict[str, float] | None:
-        return None if top is None else {name_of(tokenizer, token): value for token, value in top.items()}
+    def named(top: dict[int, float]) -> dict[str, float]:
+        return {name_of(tokenizer, token): value for token, value in top.items()}
 
     return {
-        "tokens": [name_of(tokenizer, token) for part in parts for token in part.tokens],
-        "token_logprobs": [value for part in parts for value in part.log_p],
-        "top_logprobs": [named(top) for part in parts for top in part.likeliest],
-        "text_offset": [offset for part in parts for offset in part.offsets],
+        "tokens": [name_of(tokenizer, part.token) for part in parts],
+        "token_logprobs": [part.log_p for part in parts],
+        "top_logprobs": [named(part.likeliest) for part in parts],
+        "text_offset": [part.offset for part in parts],
     }

@@ -1,12 +1,10 @@
-"""The bounds of the server: where it listens, whom it waits for, and errors in OpenAI's form."""
+"""The bounds of the server: whom it waits for, what it takes, and errors in OpenAI's form."""
 
 import asyncio
 import json
-import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import h11
@@ -153,36 +151,13 @@ class Connection(H11Protocol):
         self.transport.close()
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """A socket at a host and port, of which 0 is a free one. Raises DemixError where it cannot be had."""
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        cause = f"cannot be used ({error.strerror})"
-        raise DemixError(f"{in_url(host)}:{port}", cause, "give another host or port") from None
-
-
 def in_url(host: str) -> str:
     """A host as a URL names it."""
     return f"[{host}]" if ":" in host else host
 
 
-def server_of(make: Callable[[Callable[[], bool]], ASGIApp]) -> uvicorn.Server:
-    """The server of the application that `make` makes of a function which tells whether the server is to stop."""
-    app = make(lambda: server.should_exit)
+def config_of(app: ASGIApp) -> uvicorn.Config:
+    """The settings of a server of `app`, which prints nothing and waits as long as the bounds above say."""
     quiet: Any = {"log_config": None, "log_level": "error", "access_log": False, "server_header": False}
     bounds: Any = {"timeout_keep_alive": HEAD_SECONDS, "timeout_graceful_shutdown": 10}
-    config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off", proxy_headers=False, **quiet, **bounds)
-    server = uvicorn.Server(config)
-    return server
-
-
-def run(server: uvicorn.Server, place: socket.socket, model: Path) -> None:
-    """Answer requests about `model` at `place` until Ctrl-C; the first line has the addresses of page and API."""
-    host, port, *_ = place.getsockname()
-    address = f"http://{in_url(host)}:{port}"
-    print(f"{model}: page {address}/, completions {address}/v1 (no chat); stop it with Ctrl-C", flush=True)
-    # The server ends by itself where a signal is ignored, as in a background job of a shell.
-    with suppress(KeyboardInterrupt):
-        server.run(sockets=[place])
-    print(f"{address}: stopped")
+    return uvicorn.Config(app, http=Connection, ws="none", lifespan="off", proxy_headers=False, **quiet, **bounds)

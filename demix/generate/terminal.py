@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from demix.data.tokenizer import Tokenizer
 from demix.model.continuations import MixedModel
@@ -45,10 +45,8 @@ def continued(
 
 def posterior_table(experts: Sequence[str], log_weights: np.ndarray) -> Table:
     """A table of the posterior over experts, likeliest first, with bars."""
-    table = Table(title="Posterior over the experts", title_justify="left", box=None)
-    table.add_column("expert")
-    table.add_column("share", justify="right")
-    table.add_column("")
+    share = Column("share", justify="right")
+    table = Table("expert", share, "", title="Posterior over the experts", title_justify="left", box=None)
     for weight, expert in sorted(zip(np.exp(log_weights).tolist(), experts, strict=True), reverse=True):
         table.add_row(expert, f"{weight:.1%}", "█" * round(BAR * weight))
     return table
@@ -63,11 +61,8 @@ def filled(
     names = columns_of(trunks)
     log_prior, _ = named_prior(prior, model, names, weights_of("average", model))
     for number, found in enumerate(fillings(trunks, encoder, text, log_prior), 1):
-        table = Table(title=f"Mask {number}", title_justify="left", box=None)
-        table.add_column("filling")
-        table.add_column("probability", justify="right")
-        for name in names if len(names) > 1 else ():
-            table.add_column(name, justify="right")
+        numbers = [Column(head, justify="right") for head in ("probability", *(names if len(names) > 1 else ()))]
+        table = Table("filling", *numbers, title=f"Mask {number}", title_justify="left", box=None)
         for one in found:
             each = [f"{value:.1%}" for value in one.by_expert] if len(names) > 1 else []
             table.add_row(repr(one.text), f"{one.probability:.1%}", *each)

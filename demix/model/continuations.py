@@ -22,7 +22,7 @@ from demix.errors import DemixError, nearest
 from demix.mix.mixtures import Distances, Mixture, Stream
 from demix.mix.rules import weights_rule
 from demix.model.clusters import clusters_of
-from demix.model.decode import Decoder, domains_of, log_prior_of, named_prior, weights_of
+from demix.model.decode import Decoder, log_prior_of, named_prior, weights_of
 from demix.model.gpt import GPT
 from demix.model.heads import ROWS_AT_ONCE
 from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, columns_of, trunk_log_probabilities
@@ -40,19 +40,17 @@ T = TypeVar("T")
 class MixedModel:
     """A mixture of the E experts of a model, as `demix.model.decode.Decoder` has it, for any number of texts.
 
-    `contexts` are those of a text whose distances to the experts' clusters the rule reads. `domain` is the domain whose
-    token stands before every block of a domain-token model, of which E is 1.
+    `contexts` are those of a text whose distances to the experts' clusters the rule reads.
     """
 
     trunks: Sequence[GPT]
     mixture: Mixture
     contexts: Contexts | None = None
-    domain: str | None = None
 
     @property
     def experts(self) -> tuple[str, ...]:
-        """The names of the experts, or the domain."""
-        return columns_of(self.trunks) if self.domain is None else (self.domain,)
+        """The names of the experts."""
+        return columns_of(self.trunks)
 
     @property
     def context(self) -> int:
@@ -74,7 +72,7 @@ class MixedModel:
 
     def decoder(self, before: Tensor) -> Decoder:
         """The decoder of B texts that begin after the tokens `before` [B]."""
-        return Decoder(self.trunks, before, self.begin(before.cpu().numpy()), self.domain)
+        return Decoder(self.trunks, before, self.begin(before.cpu().numpy()))
 
     def after(self, tokenizer: Tokenizer, text: str) -> Decoder:
         """The decoder of one text that begins with `text`, which stands after `end_of_text`."""
@@ -99,15 +97,14 @@ def mixture_of(
     prior: str = "",
     experts: Sequence[str] | None = None,
     top_k: int | None = None,
-    domain: str | None = None,
 ) -> MixedModel:
     """The mixture of the experts of `trunks`, those of the model in `directory`; of the `top_k` likeliest at a token.
 
     `weights` and `prior` are names as in `weights_of` and `named_prior`. Only `experts` are mixed, by default all: the
-    others have the prior 0. `domain` is as in `MixedModel`. Raises DemixError for an unknown expert, rule or prior, and
-    for weights by distance and an expert that the prior allows and that has no cluster.
+    others have the prior 0. Raises DemixError for an unknown expert, rule or prior, and for weights by distance and an
+    expert that the prior allows and that has no cluster.
     """
-    names = columns_of(trunks) if domain is None else (domain,)
+    names = columns_of(trunks)
     rule = weights_of(weights, directory)
     log_prior, decay = named_prior(prior, directory, names, rule)
     if experts is not None:
@@ -123,7 +120,7 @@ def mixture_of(
             if weight > -np.inf and name not in contexts.names:
                 cause = f"need one cluster per expert; {name} has none"
                 raise DemixError(f"--weights {rule.family}", cause, "use other weights or experts")
-    return MixedModel(trunks, Mixture(weights_rule(rule), log_prior, decay, top_k), contexts, domain)
+    return MixedModel(trunks, Mixture(weights_rule(rule), log_prior, decay, top_k), contexts)
 
 
 @dataclass(frozen=True)
@@ -175,7 +172,7 @@ def text_scores(
     """
     lengths = [len(text) for text in texts]
     order = sorted(np.flatnonzero(lengths).tolist(), key=lengths.__getitem__)
-    before, domains = torch.tensor([end_of_text]), None if mixture.domain is None else (mixture.domain,)
+    before = torch.tensor([end_of_text])
     most = max(1, MOST_SCORES // len(mixture.experts))
     # At most half of what is scored together is padding.
     alike = groupby(order, lambda number: min(mixture.context, lengths[number]).bit_length())
@@ -183,9 +180,7 @@ def text_scores(
         width = min(mixture.context, lengths[numbers[-1]])
         in_blocks = [cut(texts[number], width, end_of_text, end_of_text) for number in numbers]
         inputs, targets, mask = (np.concatenate(parts) for parts in zip(*in_blocks, strict=True))
-        scored = torch.from_numpy(
-            trunk_log_probabilities(mixture.trunks, inputs, targets, mask, advance=advance, domain_tokens=domains)
-        )
+        scored = torch.from_numpy(trunk_log_probabilities(mixture.trunks, inputs, targets, mask, advance=advance))
         by_text = torch.split(scored, [lengths[number] for number in numbers], 1)
         for number, scores in zip(numbers, by_text, strict=True):
             log_p, log_g = mixture.mixed(scores[:, None], torch.tensor([texts[number]]), before)
@@ -199,7 +194,7 @@ def continuation_scores(
 
     They are under every expert of `model`, float64. `wanted` have the same context, which is computed once.
     """
-    scores, before = _Batch.made(wanted).passed(model, None, dtype)[0].numpy(), len(wanted[0].context) - 1
+    scores, before = _Batch.made(wanted).passed(model, dtype)[0].numpy(), len(wanted[0].context) - 1
     return [scores[:, 0, :before], *(scores[:, at, before:][:, : len(one.tokens)] for at, one in enumerate(wanted))]
 
 
@@ -222,7 +217,7 @@ def continuation_log_probabilities(
         passes: list[list[tuple[Tensor, Tensor]]] = [[] for _ in batches]
         for trunk in mixture.trunks:
             for one, passed in zip(batches, passes, strict=True):
-                passed.append(one.passed(trunk, mixture.domain))
+                passed.append(one.passed(trunk))
                 advance(len(one.wanted) / len(mixture.trunks))
         weighed = []
         for one, passed in zip(batches, passes, strict=True):
@@ -236,32 +231,6 @@ def continuation_log_probabilities(
             answers = zip(totals, (bool(each.all()) for each in same), strict=True)
             found |= zip(one.wanted, answers, strict=True)
     return [found[one] for one in wanted]
-
-
-def next_likeliest(
-    mixture: MixedModel, text: Sequence[int], end_of_text: int, count: int
-) -> Iterator[tuple[list[float], list[dict[int, float]]]]:
-    """Block by block of a text: log p of each token, and log p of the `count` likeliest tokens there.
-
-    The text stands alone after `end_of_text` and is cut into blocks as in `text_log_probabilities`. The log p of the
-    first block are those of `continuation_log_probabilities` for one continuation at a time, to the last bit.
-    """
-    posterior, before = mixture.begin(np.array([end_of_text])), end_of_text
-    rows = max(1, MOST_PROBABILITIES // mixture.trunks[0].vocab_size)
-    for start in range(0, len(text), mixture.context):
-        one = _Batch.made([Continuation((before,), tuple(text[start : start + mixture.context]))])
-        before = text[min(start + mixture.context, len(text)) - 1]
-        passed = [one.passed(trunk, mixture.domain) for trunk in mixture.trunks]
-        scores = _finite(passed)
-        log_g = torch.from_numpy(posterior.observe(scores.numpy(), one.targets.numpy()))
-        log_p = (log_g + scores.permute(1, 2, 0)).logsumexp(-1)[0].tolist()
-        likeliest = []
-        for first in range(0, len(log_p), rows):
-            part = [(scored, hidden[:, first : first + rows]) for scored, hidden in passed]
-            (mixed,) = _mixed(mixture.trunks, [part], [log_g[0, first : first + rows]])
-            values, ids = mixed.topk(count)
-            likeliest += [dict(zip(*there, strict=True)) for there in zip(ids.tolist(), values.tolist(), strict=True)]
-        yield log_p, likeliest
 
 
 @dataclass(frozen=True)
@@ -300,7 +269,7 @@ class _Batch:
         return int(self.asked.sum())
 
     @torch.no_grad()
-    def passed(self, model: GPT, domain: str | None, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    def passed(self, model: GPT, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """log p [E, R, N] of the targets, float64, and the states [E, tokens, D] that predict those asked for."""
         device, s = model.token_embedding.device, self.shared
         inputs, targets, of = self.inputs.to(device), self.targets.to(device), self.of.to(device)
@@ -309,10 +278,10 @@ class _Batch:
             past = model.no_past(inputs.shape[1])
             # The first continuation of each context.
             rows = torch.searchsorted(of, torch.arange(int(self.of[-1]) + 1, device=device))
-            hidden = model(inputs[None, rows, :s], domains_of(model, domain, len(rows)), dtype, past)
+            hidden = model(inputs[None, rows, :s], dtype=dtype, past=past)
             scores.append(model.log_probabilities(hidden, targets[None, rows, :s])[:, of])
             past = [layer.of(of, len(rows)) for layer in past]
-        hidden = model(inputs[None, :, s:], domains_of(model, domain, len(inputs)), dtype, past)
+        hidden = model(inputs[None, :, s:], dtype=dtype, past=past)
         scores.append(model.log_probabilities(hidden, targets[None, :, s:]))
         return torch.cat(scores, 2).double().cpu(), hidden[:, self.asked[:, s:].to(device)]
 

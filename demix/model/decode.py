@@ -37,14 +37,12 @@ class Decoder:
 
     `trunks` hold the E experts together, as `load_experts` returns them. `before` [B] are the tokens before the texts.
     `posterior` holds the weights of the experts on the B empty texts. All experts read the same texts. The decoder
-    keeps each expert's keys and values; the experts of a trunk share those of the first layer. `domain` is the domain
-    whose token stands before every block of a domain-token model, its only expert.
+    keeps each expert's keys and values; the experts of a trunk share those of the first layer.
     """
 
     @torch.no_grad()
-    def __init__(self, trunks: Sequence[GPT], before: Tensor, posterior: Stream, domain: str | None = None):
-        refuse_other_models(trunks, domain)
-        self._domain = domain
+    def __init__(self, trunks: Sequence[GPT], before: Tensor, posterior: Stream):
+        refuse_other_models(trunks)
         if posterior.length != trunks[0].architecture.context:
             raise DemixError("posterior", "has a block length other than the model's context", "use the context")
         self.trunks, self.posterior = trunks, posterior
@@ -93,7 +91,7 @@ class Decoder:
         scores, predicted = [], []
         for trunk, past in zip(self.trunks, self._pasts, strict=True):
             device = trunk.token_embedding.device
-            hidden = trunk(inputs[None].to(device), domains_of(trunk, self._domain, len(inputs)), past=past)
+            hidden = trunk(inputs[None].to(device), past=past)
             scores.append(trunk.log_probabilities(hidden[:, :, : targets.shape[1]], targets[None].to(device)))
             logits = trunk.logits(hidden[:, :, -1])
             predicted.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1))
@@ -101,13 +99,6 @@ class Decoder:
         if bool(self._predicted.isnan().any()):
             raise DemixError("model", "gives tokens no probability", "train it again, or leave its experts out")
         return torch.cat(scores)
-
-
-def domains_of(model: GPT, domain: str | None, sequences: int) -> Tensor | None:
-    """The `domains` [1, B] that `GPT.forward` takes for B sequences of one domain; None without a domain."""
-    if domain is None:
-        return None
-    return torch.full((1, sequences), model.domain_tokens.index(domain), device=model.token_embedding.device)
 
 
 def generate(
@@ -286,9 +277,9 @@ def read_alone(trunks: Sequence[GPT]) -> None:
         set_threads(1)
 
 
-def refuse_other_models(trunks: Sequence[GPT], domain: str | None = None) -> None:
-    """Raise DemixError for a model that sees later tokens, and for one with domain tokens that is told no `domain`."""
-    if domain is None and any(trunk.domain_tokens for trunk in trunks):
+def refuse_other_models(trunks: Sequence[GPT]) -> None:
+    """Raise DemixError for a model that sees later tokens, and for one with domain tokens."""
+    if any(trunk.domain_tokens for trunk in trunks):
         raise DemixError("model", "is a domain-token model, which has no experts to mix", "choose another model")
     if any(trunk.architecture.attention == "bidirectional" for trunk in trunks):
         raise DemixError("model", "is a masked language model, which continues no text", "choose a causal model")

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from demix.generate.app import served as application
+from demix.generate.app import server_of
 from demix.generate.completions import Opened, opened
-from demix.generate.server import server_of
 from support.serving import running
 
 
@@ -29,7 +28,7 @@ class Playground:
 def served(model: Path) -> Iterator[Playground]:
     """The playground of a model's folder, which answers until the context ends."""
     one = opened(model)
-    with running(server_of(lambda stops: application(one, "", stops))) as port:
+    with running(server_of(one, "")) as port:
         yield Playground(one, port)
 
 

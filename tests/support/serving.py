@@ -7,9 +7,8 @@ from threading import Thread
 import openai
 import uvicorn
 
-from demix.generate.app import served
+from demix.generate.app import place_of, server_of
 from demix.generate.completions import Opened
-from demix.generate.server import listening, server_of
 
 PROMPT = "Zoë’s naïve café – 東京 is where the committee of the House met."
 
@@ -17,7 +16,7 @@ PROMPT = "Zoë’s naïve café – 東京 is where the committee of the House m
 @contextmanager
 def running(server: uvicorn.Server) -> Iterator[int]:
     """A server in a thread of this process, and its port."""
-    with listening("127.0.0.1", 0) as place:
+    with place_of("127.0.0.1", 0) as place:
         thread = Thread(target=server.run, kwargs={"sockets": [place]})
         thread.start()
         try:
@@ -29,7 +28,7 @@ def running(server: uvicorn.Server) -> Iterator[int]:
 
 @contextmanager
 def serving(model: Opened, key: str = "") -> Iterator[str]:
-    with running(server_of(lambda stops: served(model, key, stops))) as port:
+    with running(server_of(model, key)) as port:
         yield f"http://127.0.0.1:{port}"
 
 

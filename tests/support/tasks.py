@@ -10,7 +10,7 @@ from demix.config.architecture import Architecture
 from demix.config.tasks import ExamplesRecipe
 from demix.data.examples import Example, Prompt, read_examples, write_examples
 from demix.data.tokenizer import Tokenizer
-from demix.evaluate.task_tables import Scored
+from demix.evaluate.classification import Scored
 from support.models import model_of, save_model
 
 SIZES = Architecture(layers=2, width=32, heads=4, context=96)

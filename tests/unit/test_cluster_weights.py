@@ -11,7 +11,7 @@ import pytest
 from sklearn.metrics.pairwise import euclidean_distances
 
 from demix.config.mixing import parsed_weights
-from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
+from demix.evaluate.domain import Evaluation, evaluate_domain
 from demix.evaluate.score_tables import read_scores
 from demix.files import digest, read_json, read_parquet, write_json, write_parquet
 from demix.mix.rules import DISTANCES, Chunk, Cluster, History, ReleasedCluster
@@ -141,11 +141,6 @@ def evaluation(**changes: Any) -> Evaluation:
     )
 
 
-def outputs(folder: Path) -> Outputs:
-    names = ("results", "priors", "differences", "posteriors", "losses")
-    return Outputs(*(folder / f"{name}.parquet" for name in names))
-
-
 def distances(scores: Path, clustering: str, context: str, experts: tuple[str, ...], split: str = "test") -> np.ndarray:
     """[B, T, E], 0 at padding."""
     table = pd.read_parquet(scores.parent / "routing" / clustering / context / f"law.{split}.parquet")[list(experts)]
@@ -155,7 +150,7 @@ def distances(scores: Path, clustering: str, context: str, experts: tuple[str, .
 
 
 def test_rows_of_an_evaluation_are_those_of_the_formulas(scores: Path, tmp_path: Path) -> None:
-    evaluate_domain(scores, "law", evaluation(), outputs(tmp_path), None)
+    evaluate_domain(scores, "law", evaluation(), tmp_path / "results.parquet", None)
     found = read_results(tmp_path / "results.parquet").rows
     routed = found[found.routing != ""]
     assert {*zip(routed.model, routed.experts, strict=True)} == {
@@ -198,7 +193,7 @@ def test_rows_of_an_evaluation_are_those_of_the_formulas(scores: Path, tmp_path:
             assert row.nll == pytest.approx(-log_p.sum(), rel=1e-12)
     # The grid is left out where it has one temperature and one context; the rest of the table does not change.
     plain = tmp_path / "plain"
-    evaluate_domain(scores, "law", evaluation(weights=("history",)), outputs(plain), None)
+    evaluate_domain(scores, "law", evaluation(weights=("history",)), plain / "results.parquet", None)
     without = read_results(plain / "results.parquet").rows
     kept = found[found.routing == ""].reset_index(drop=True)
     pd.testing.assert_frame_equal(kept, without)
@@ -207,7 +202,7 @@ def test_rows_of_an_evaluation_are_those_of_the_formulas(scores: Path, tmp_path:
 
 def test_the_grid_and_what_dev_chooses(scores: Path, tmp_path: Path) -> None:
     changes = {"temperatures": (0.01, 1.0), "routing_context": ("document", "block")}
-    evaluate_domain(scores, "law", evaluation(**changes), outputs(tmp_path), None)
+    evaluate_domain(scores, "law", evaluation(**changes), tmp_path / "results.parquet", None)
     found = read_results(tmp_path / "results.parquet")
     assert not {"routing", "decay"} & {key[4] for key in found.evaluations.index}
     rows = found.rows[found.rows.model == "cbtm"].fillna({"top_k": 0})

@@ -17,7 +17,7 @@ from demix.config.evaluation import MixingRecipe
 from demix.config.training import taken
 from demix.data.tokenizer import byte_lengths
 from demix.evaluate.columns import join
-from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
+from demix.evaluate.domain import Evaluation, evaluate_domain
 from demix.evaluate.score_tables import write_scores
 from demix.files import read_json_lines, read_parquet, write_json, write_parquet
 from demix.report.compare import (
@@ -76,9 +76,8 @@ def relearned(run: Run, folder: Path, effect: int, name: str = "other") -> Run:
             **recipe, kind=made.kind_of(domain), tables=tables, compared=(), against=(), seed=made.seed
         )
         results.append(folder / "evaluations" / f"{domain}.parquet")
-        others = [folder / "others" / f"{domain}.{number}.parquet" for number in range(4)]
         lengths = byte_lengths(folder / "tokenizer.json")
-        evaluate_domain(folder / "scores", domain, evaluation, Outputs(results[-1], *others), lengths)
+        evaluate_domain(folder / "scores", domain, evaluation, results[-1], lengths)
     join(results, folder / "results.parquet")
     return made
 

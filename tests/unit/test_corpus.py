@@ -18,7 +18,7 @@ from demix.data.contamination import contamination
 from demix.data.corpus import SPLITS, Budget, Splitting, left_out, split
 from demix.data.duplicates import count_shared, mark_duplicates
 from demix.data.leakage import grams_of
-from demix.evaluate.harness_run import DOCUMENTS
+from demix.evaluate.harness import DOCUMENTS
 from demix.files import read_json, write_json, write_parquet
 from support.errors import refused
 

@@ -14,7 +14,7 @@ from scipy.special import logsumexp
 from demix.data.tokenizer import Tokenizer, byte_lengths
 from demix.evaluate.choice import switching_on_dev, tempered_on_dev, write_mixing
 from demix.evaluate.columns import COLUMNS, join
-from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
+from demix.evaluate.domain import Evaluation, evaluate_domain
 from demix.evaluate.intervals import bounds, resampled_blocks, resampled_sums, stretch_tokens
 from demix.evaluate.score_tables import read_scores
 from demix.files import read_json, seed_for, write_json
@@ -29,7 +29,7 @@ from support.mixing import mix
 from support.models import write_model
 from support.scored import write_table
 
-TABLES = ("results", "priors", "differences", "posteriors", "losses")
+TABLES = ("", ".priors", ".differences", ".posteriors", ".losses")
 TRAINING, NOVEL = ("law", "news", "code"), ("songs", "wiki")
 RUN = small_run(
     seed=7,
@@ -69,8 +69,9 @@ def write_run(scores: Path, domain: str, **how: int) -> None:
         write_table(scores / model / f"{domain}.test", ("dense",), seed=10 + number, text=2, **how)
 
 
-def outputs(folder: Path) -> Outputs:
-    return Outputs(*(folder / f"{name}.parquet" for name in TABLES))
+def output(folder: Path, name: str = "") -> Path:
+    """The results of an evaluation in `folder`, or another of its `TABLES`."""
+    return folder / f"rows{name}.parquet"
 
 
 @settings(max_examples=100, deadline=None)
@@ -89,17 +90,17 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for domain in ("law", "songs"):
         write_run(folder / "scores", domain)
         lengths = np.full(300, 3)
-        evaluate_domain(folder / "scores", domain, evaluation(domain), outputs(folder / domain), lengths)
+        evaluate_domain(folder / "scores", domain, evaluation(domain), output(folder / domain), lengths)
     return folder
 
 
-def rows(folder: Path, domain: str, name: str = "results") -> pd.DataFrame:
-    return pd.read_parquet(folder / domain / f"{name}.parquet")
+def rows(folder: Path, domain: str, name: str = "") -> pd.DataFrame:
+    return pd.read_parquet(output(folder / domain, name))
 
 
 def test_rows_have_all_columns_and_agree_with_themselves(evaluated: Path) -> None:
     for domain in ("law", "songs"):
-        table = pq.read_table(evaluated / domain / "results.parquet")
+        table = pq.read_table(output(evaluated / domain))
         assert table.column_names == list(COLUMNS)
         assert not table.schema.field("seed").nullable
         found = table.to_pandas()
@@ -141,7 +142,7 @@ def test_rows_beyond_the_paper_are_those_of_the_formulas(tmp_path: Path, domain:
     write_run(scores, domain)
     chosen = {name: read_scores(scores / "demix" / f"{domain}.dev", TRAINING) for name in ("law", "news")}
     write_mixing(tmp_path / "models" / "demix" / "mixing.json", chosen)
-    evaluate_domain(scores, domain, evaluation(domain), outputs(tmp_path / domain), np.full(300, 3))
+    evaluate_domain(scores, domain, evaluation(domain), output(tmp_path / domain), np.full(300, 3))
     found = rows(tmp_path, domain).query("model == 'demix' and experts == 'training' and top_k.isna()")
     test, dev = (read_scores(scores / "demix" / f"{domain}.{split}", TRAINING) for split in ("test", "dev"))
     known = {"log_prior": fitted_log_prior(dev.scores, dev.mask)}
@@ -184,12 +185,12 @@ def test_further_seeds_add_rows_of_their_own_models(evaluated: Path, tmp_path: P
             write_table(scores / f"{model}-seed9" / f"{domain}.{split}", TRAINING, seed=20 + number, text=text)
     for number, model in enumerate(("dense", "dense_unbalanced")):
         write_table(scores / f"{model}-seed9" / f"{domain}.test", ("dense",), seed=30 + number, text=2)
-    evaluate_domain(scores, domain, evaluation(domain, seeds=[9]), outputs(tmp_path / domain), np.full(300, 3))
+    evaluate_domain(scores, domain, evaluation(domain, seeds=[9]), output(tmp_path / domain), np.full(300, 3))
     for name in TABLES:
         found = rows(tmp_path, domain, name)
         own = found[found.seed == 7].reset_index(drop=True)
         pd.testing.assert_frame_equal(own, rows(evaluated, domain, name))
-        assert set(found.seed) == ({7, 9} if name in ("results", "losses") else {7})
+        assert set(found.seed) == ({7, 9} if name in ("", ".losses") else {7})
     further = rows(tmp_path, domain).query("seed == 9")
     for row in further[further.method == "dense"].itertuples():
         table = read_scores(scores / f"{row.model}-seed9" / f"{domain}.test", ("dense",))
@@ -219,7 +220,7 @@ def test_the_naive_expert_of_a_novel_domain_is_chosen_on_dev_too(evaluated: Path
 def test_differences_are_paired(evaluated: Path) -> None:
     against = bases(RUN)
     for domain in ("law", "songs"):
-        results, differences = rows(evaluated, domain), rows(evaluated, domain, "differences")
+        results, differences = rows(evaluated, domain), rows(evaluated, domain, ".differences")
         main = results[(results.variant == "") & results.top_k.isna() & (results.method != "expert")]
         names = ["model", "experts", "method", "weights"]
         found = main.set_index(names)
@@ -246,7 +247,7 @@ def test_differences_are_paired(evaluated: Path) -> None:
 
 
 def test_posteriors_follow_the_text(evaluated: Path) -> None:
-    found = rows(evaluated, "songs", "posteriors")
+    found = rows(evaluated, "songs", ".posteriors")
     assert set(found.expert) == set(TRAINING)
     for split in ("dev", "test"):
         table = read_scores(evaluated / "scores" / "demix" / f"songs.{split}", TRAINING)
@@ -258,7 +259,7 @@ def test_posteriors_follow_the_text(evaluated: Path) -> None:
 
 def test_losses_by_document_are_the_sums_of_the_score_tables(evaluated: Path) -> None:
     for domain in ("law", "songs"):
-        found = rows(evaluated, domain, "losses")
+        found = rows(evaluated, domain, ".losses")
         assert set(found.domain) == {domain}
         tables = evaluated_tables(RUN, domain)
         assert not found.duplicated(["model", "seed", "expert", "document"]).any()
@@ -278,8 +279,8 @@ def test_losses_by_document_are_the_sums_of_the_score_tables(evaluated: Path) ->
 
 def test_a_short_text_of_few_documents_has_no_interval(tmp_path: Path) -> None:
     write_run(tmp_path / "scores", "law", documents=3)
-    evaluate_domain(tmp_path / "scores", "law", evaluation("law"), outputs(tmp_path))
-    found = pd.read_parquet(tmp_path / "results.parquet")
+    evaluate_domain(tmp_path / "scores", "law", evaluation("law"), output(tmp_path))
+    found = pd.read_parquet(output(tmp_path))
     assert set(found.documents) == set(found.pieces) == {3}
     assert found.tokens.max() < 400
     # Of the 14 blocks that the published code's prior of 6 takes, dev has fewer.
@@ -287,17 +288,17 @@ def test_a_short_text_of_few_documents_has_no_interval(tmp_path: Path) -> None:
     assert blocks < 14
     assert set(found.query("method == 'cached' and scorer == 'released'").dev_blocks) == {blocks}
     assert found[["perplexity_low", "perplexity_high", "bytes", "bits_per_byte"]].isna().all(axis=None)
-    assert pd.read_parquet(tmp_path / "differences.parquet").nats_per_token_low.isna().all()
+    assert pd.read_parquet(output(tmp_path, ".differences")).nats_per_token_low.isna().all()
 
 
 @pytest.mark.parametrize("whole", [19, 20])
 def test_pieces_of_a_document_are_drawn_together_and_blocks_of_few_documents(tmp_path: Path, whole: int) -> None:
     write_run(tmp_path / "scores", "songs", documents=200, whole=whole)
-    evaluate_domain(tmp_path / "scores", "songs", evaluation("songs"), outputs(tmp_path))
-    results = pq.read_table(tmp_path / "results.parquet").to_pylist()
+    evaluate_domain(tmp_path / "scores", "songs", evaluation("songs"), output(tmp_path))
+    results = pq.read_table(output(tmp_path)).to_pylist()
     assert {(row["documents"], row["pieces"]) for row in results} == {(whole, 200)}
     (row,) = (row for row in results if row["model"] == "dense")
-    losses = pd.read_parquet(tmp_path / "losses.parquet").query("model == 'dense'")
+    losses = pd.read_parquet(output(tmp_path, ".losses")).query("model == 'dense'")
     assert len(losses) == 200
     seed = seed_for(0, "songs", row["tokens_sha256"])
     if whole < 20:
@@ -305,7 +306,7 @@ def test_pieces_of_a_document_are_drawn_together_and_blocks_of_few_documents(tmp
         starts = np.arange(0, len(scores), stretch_tokens(len(scores)))
         sums = np.add.reduceat(np.stack([np.ones(len(scores)), -scores.astype("float64")]), starts, axis=1)
         tokens, nll = resampled_blocks(sums, seed)
-        differences = pd.read_parquet(tmp_path / "differences.parquet")
+        differences = pd.read_parquet(output(tmp_path, ".differences"))
         assert differences[["nats_per_token_low", "perplexity_high"]].notna().all(axis=None)
     else:
         by_origin = losses.groupby("origin", sort=False)[["tokens", "nll"]].sum()
@@ -315,16 +316,16 @@ def test_pieces_of_a_document_are_drawn_together_and_blocks_of_few_documents(tmp
 
 
 def test_evaluating_again_gives_the_same_bytes(evaluated: Path, tmp_path: Path) -> None:
-    evaluate_domain(evaluated / "scores", "law", evaluation("law"), outputs(tmp_path), np.full(300, 3))
+    evaluate_domain(evaluated / "scores", "law", evaluation("law"), output(tmp_path), np.full(300, 3))
     for name in TABLES:
-        assert (tmp_path / f"{name}.parquet").read_bytes() == (evaluated / "law" / f"{name}.parquet").read_bytes()
+        assert output(tmp_path, name).read_bytes() == output(evaluated / "law", name).read_bytes()
 
 
 def test_models_scored_on_different_tokens_are_not_compared(tmp_path: Path) -> None:
     write_run(tmp_path / "scores", "songs")
     write_table(tmp_path / "scores" / "dense" / "songs.test", ("dense",), text=3)
     with refused("domain songs"):
-        evaluate_domain(tmp_path / "scores", "songs", evaluation("songs"), outputs(tmp_path))
+        evaluate_domain(tmp_path / "scores", "songs", evaluation("songs"), output(tmp_path))
     assert not list(tmp_path.glob("*.parquet"))
 
 
@@ -337,18 +338,18 @@ def test_scores_of_other_weights_than_the_models_are_refused(tmp_path: Path, mod
         # The second is that of the tables, whose experts are others.
         write_json(description, read_json(description) | {"shared_sha256": shared})
         with refused(f"scores/{model}/{column}.parquet"):
-            evaluate_domain(tmp_path / "scores", "songs", evaluation("songs"), outputs(tmp_path))
+            evaluate_domain(tmp_path / "scores", "songs", evaluation("songs"), output(tmp_path))
     assert not list(tmp_path.glob("*.parquet"))
 
 
 def test_ids_that_the_tokenizer_lacks_are_refused(evaluated: Path, tmp_path: Path) -> None:
     with refused("scores/dense/law.test"):
-        evaluate_domain(evaluated / "scores", "law", evaluation("law"), outputs(tmp_path), np.full(200, 3))
+        evaluate_domain(evaluated / "scores", "law", evaluation("law"), output(tmp_path), np.full(200, 3))
 
 
 def test_tables_of_domains_are_joined(evaluated: Path, tmp_path: Path) -> None:
     for name in TABLES:
-        parts = [evaluated / domain / f"{name}.parquet" for domain in ("law", "songs")]
+        parts = [output(evaluated / domain, name) for domain in ("law", "songs")]
         join(parts, tmp_path / "joined.parquet")
         assert pq.read_table(tmp_path / "joined.parquet").num_rows == sum(
             pq.read_table(part).num_rows for part in parts

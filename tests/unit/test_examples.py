@@ -18,8 +18,8 @@ from demix.data.examples import SCHEMA, Example, Prompt, fitted, prompts, read_e
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate import fewshot
+from demix.evaluate.classification import Scored, read_scored
 from demix.evaluate.fewshot import TaskScoring, score_tasks, tokens_of
-from demix.evaluate.task_tables import Scored, read_scored
 from demix.files import read_parquet, write_json, write_parquet
 from demix.model.export import export_hf
 from support.cli import refusal, succeeds

@@ -15,9 +15,10 @@ import pyarrow as pa
 import pytest
 import torch
 
+from demix.config.harness import HarnessTasks
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.evaluate.harness import Tasks, evaluate_tasks
+from demix.evaluate.harness import KnownTasks, evaluate_tasks, write_results
 from demix.files import read_parquet, write_parquet
 from demix.model.directory import load_model
 from demix.report import report_files
@@ -223,16 +224,11 @@ def test_an_exported_expert_is_what_the_harness_makes_of_it(place: Path, tmp_pat
     assert len({sample["filtered_resps"][0] for sample in ours["text"]}) > 1
 
 
-def test_a_domain_token_model_answers_after_the_token_of_a_domain(place: Path, tmp_path: Path) -> None:
+def test_a_domain_token_model_is_refused(place: Path) -> None:
     encoder, model = Tokenizer.load(place / "tokenizer.json"), place / "models" / "domain_token"
     gpt = model_of(dtype=torch.float32, vocab_size=encoder.vocab_size, domain_tokens=THREE)
     save_model(gpt, model, encoder.sha256, "domain_token")
-    refusal("lm-eval", model, "--tasks", "word", "--include-path", place / "tasks", of="--experts")
-    answered = evaluated(place, tmp_path, "--experts", "code", model=model)
-    for sample in answered["rolling"]:
-        if ids := encoder.encode(sample["doc"]["text"]).tolist():
-            expected = scored_in_blocks(gpt, [encoder.end_of_text, *ids], ("code",))[0].sum()
-            assert numbers(sample) == [pytest.approx(expected, rel=1e-6)]
+    refusal("lm-eval", model, "--tasks", "word", "--include-path", place / "tasks", of="model")
 
 
 def test_texts_are_those_of_generate(place: Path, tmp_path: Path) -> None:
@@ -265,7 +261,7 @@ def test_tasks_are_found_by_name_pattern_and_file(place: Path, tmp_path: Path, m
     assert {name: number["effective"] for name, number in results["n-samples"].items()} == dict.fromkeys(
         ("word", "other", "choice"), 2
     )
-    assert (results["model_source"], results["model_name"]) == ("demix", str(place / "models" / "demix"))
+    assert results["config"]["model_args"]["pretrained"] == str(place / "models" / "demix")
     assert results["config"]["weights"] == {"rule": "tempered", "beta": 0.1, "gamma": 0.99}
     assert results["config"]["prior"] == dict.fromkeys(("code", "law", "news"), pytest.approx(1 / 3))
     assert "samples" not in results
@@ -274,12 +270,12 @@ def test_tasks_are_found_by_name_pattern_and_file(place: Path, tmp_path: Path, m
 
 
 MISTAKES = {
-    "--include-path nowhere": "--include-path nowhere",
+    "--include-path nowhere": "include_path nowhere",
     "--output {place}": "--output {place}",
     "--output nowhere/x.json": "--output nowhere/x.json",
     "--log-samples": "--log-samples",
-    "--tasks wrod": "--tasks wrod",
-    "--tasks nowhere.yaml": "--tasks nowhere.yaml",
+    "--tasks wrod": "task wrod",
+    "--tasks nowhere.yaml": "task nowhere.yaml",
     "--weights best": "--weights best",
     "--weights cluster": "{place}/models/demix",
     "--experts lawe": "experts/lawe.json",
@@ -288,7 +284,7 @@ MISTAKES = {
     "--gen-kwargs num_beams=4": "generation_kwargs num_beams",
     "--gen-kwargs max_gen_toks=0": "generation_kwargs max_gen_toks",
     "--gen-kwargs temperature=-1,do_sample=True": "generation_kwargs temperature",
-    "--tasks broken": "--tasks broken",
+    "--tasks broken": "task broken",
     "--tasks long": "continuation",
     "--tasks faulty": "tasks/faulty.yaml",
 }
@@ -344,13 +340,14 @@ def test_a_name_of_a_task_is_no_path_and_no_code_for_the_terminal(place: Path, t
     text = (place / "tasks" / "choice.yaml").read_text()
     for number, name in enumerate((*PATHS, MARKUP, "\x1b[2Jclear")):
         (tasks / f"{number}.yaml").write_text(text.replace("task: choice", f"task: {json.dumps(name)}"))
-    # By its file, its name is known when it has been evaluated.
     for name in (*PATHS, str(tasks / "0.yaml")):
+        asked = KnownTasks.of(HarnessTasks(tasks=(name,), include_path=str(tasks)))
+        results = evaluate_tasks({"pretrained": str(model)}, asked, samples=True)
+        assert len(results["results"]) == 1
         with pytest.raises(DemixError):
-            evaluate_tasks({"pretrained": str(model)}, Tasks((name,), tasks), output, True)
+            write_results(results, output)
     assert [*output.parent.iterdir()] == []
     assert not Path("/tmp/outside").exists()
-    assert PATHS[1] in evaluate_tasks({"pretrained": str(model)}, Tasks((PATHS[1],), tasks))["results"]
     named = ("--include-path", tasks, "--output", output, "--log-samples")
     shown = succeeds("lm-eval", model, "--tasks", f"\x1b[2Jclear,{MARKUP}", *named)
     assert "\x1b" not in shown.stdout
@@ -425,9 +422,7 @@ def test_a_task_without_data_is_one_line_and_asks_no_network(place: Path, tmp_pa
     output = tmp_path / "documents.parquet"
     ended = ran_offline(tmp_path, "harness-documents", "--settings", settings, "--output", output)
     assert ended.returncode == 1
-    assert [
-        line for line in ended.stderr.splitlines() if line.startswith("demix: error: config key lm_eval.tasks: word")
-    ]
+    assert [line for line in ended.stderr.splitlines() if line.startswith("demix: error: task word")]
     assert not output.exists()
 
 

@@ -28,7 +28,7 @@ from demix.data.shards import blocks
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate.choice import choose_parent, own_dev_losses, tempered_on_dev
-from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
+from demix.evaluate.domain import Evaluation, evaluate_domain
 from demix.evaluate.own_text import evaluate_text
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
@@ -201,10 +201,8 @@ def test_an_evaluation_holds_static_mixtures_alone_as_plain_arithmetic_has_them(
             dev_blocks=10,
             weights=("history", "released", "tempered", "switching"),
         )
-        names = ("results", "priors", "differences", "posteriors", "losses")
-        outputs = Outputs(*(tmp_path / f"{domain}.{name}.parquet" for name in names))
-        evaluate_domain(run / "scores", domain, evaluation, outputs)
-        rows = pd.read_parquet(outputs.results)
+        evaluate_domain(run / "scores", domain, evaluation, tmp_path / f"{domain}.parquet")
+        rows = pd.read_parquet(tmp_path / f"{domain}.parquet")
         assert set(rows.scorer) == {"masked, 7 folds"}
         assert set(rows.method) == {"dense", "naive", "expert", "average", "fitted", "best_block", "best_token"}
         assert not rows.query("method in ('average', 'fitted')").weights.any()

@@ -151,23 +151,22 @@ def test_each_expert_is_a_model_of_its_own_however_it_is_read(options: dict[str,
 @given(
     name=st.sampled_from(sorted(CASES)),
     documents=st.booleans(),
-    domain=st.booleans(),
     end=st.integers(0, VOCAB - 1),
     ids=st.lists(st.integers(0, VOCAB - 1) | st.none(), min_size=3, max_size=40),
     lengths=st.lists(st.integers(1, 17), min_size=40, max_size=40),
 )
-@example(name="llama", documents=True, domain=False, end=3, ids=[1, 2, None, 4, 5, None, 6], lengths=[4, *[1] * 39])
+@example(name="llama", documents=True, end=3, ids=[1, 2, None, 4, 5, None, 6], lengths=[4, *[1] * 39])
 def test_decoding_and_continuing_give_what_scoring_gives(
-    name: str, documents: bool, domain: bool, end: int, ids: list[int | None], lengths: list[int]
+    name: str, documents: bool, end: int, ids: list[int | None], lengths: list[int]
 ) -> None:
     """However a text is cut, wherever documents end in it (None), and each expert alone as all of them at once."""
-    options, told = CASES[name], ("x",) if domain and "routed" not in CASES[name] else ()
+    options = CASES[name]
     if documents and options.get("position") in ("rope", "alibi"):
         options = options | {"attention": "documents"}
-    model = model_with(options, experts=1 if told else 2, domain_tokens=told, end_of_text=end)
+    model = model_with(options, experts=2, end_of_text=end)
     text = [end if token is None else token for token in ids]
-    scored, read = scored_in_blocks(model, text, told or None), torch.tensor([text])
-    mixture = MixedModel([model], Mixture(History(), np.zeros(len(scored))), domain="x" if told else None)
+    scored, read = scored_in_blocks(model, text), torch.tensor([text])
+    mixture = MixedModel([model], Mixture(History(), np.zeros(len(scored))))
     decoder, cuts = mixture.decoder(read[:, 0]), np.minimum(np.cumsum([1, *lengths]), len(text))
     parts = [decoder.read(read[:, first:last])[0][:, 0] for first, last in pairwise(cuts)]
     np.testing.assert_allclose(torch.cat(parts, 1), scored, rtol=0, atol=1e-10)
@@ -178,7 +177,7 @@ def test_decoding_and_continuing_give_what_scoring_gives(
     (found, _), _ = continuation_log_probabilities(mixture, wanted)
     assert found == pytest.approx(float(log_p[start - 1 : start + 1].sum()), abs=1e-9)
     assert text_log_probabilities(mixture, [text[1:]], text[0])[0] == pytest.approx(float(log_p.sum()), abs=1e-9)
-    for row, expert in zip(scored, () if told else model.experts, strict=False):
+    for row, expert in zip(scored, model.experts, strict=False):
         np.testing.assert_allclose(scored_in_blocks(model.only(expert), text)[0], row, rtol=0, atol=1e-10)
 
 

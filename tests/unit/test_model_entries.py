@@ -12,7 +12,7 @@ from demix.config.architecture import DECODERS, Architecture, architecture_from
 from demix.config.config import Config
 from demix.config.counts import parameters, training_flops_per_token
 from demix.config.evaluation import MixingRecipe
-from demix.evaluate.planned import planned_mixtures
+from demix.evaluate.planned import Plan
 from demix.files import write_json
 from demix.model.manifest import tokens_learned
 from demix.plan.cost import ScoringCosts, plan_training
@@ -356,7 +356,7 @@ def test_no_rule_that_reads_the_text_mixes_a_masked_entry_and_no_table_of_others
         assert (tables["masked_dense"].columns, tables["masked_dense"].sets) == (("dense",), ())
         for name in ("masked", "masked_k2"):
             (some,) = tables[name].sets
-            found = {(one.method, one.weights, one.top_k) for one, _ in planned_mixtures(recipe, some, 10)}
+            found = {(one.method, one.weights, one.top_k) for one, _ in Plan(recipe, some, 10).all}
             floors = {("best_block", "", None), ("best_token", "", None)}
             static = {("average", "", None), ("fitted", "", None)}
             # Two experts have no fewer than two.

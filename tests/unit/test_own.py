@@ -19,7 +19,6 @@ from demix.evaluate.own_text import (
 )
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
-from demix.files import read_json, write_json
 from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import History, Tempered
 from demix.model.directory import tokenizer_of
@@ -148,17 +147,6 @@ def test_a_text_is_held_against_the_experts_own_domains_and_the_dense_model(froz
     for texts in ((text,), (text, text)):
         assert "No dense model" in demix("eval", copy, *texts).output
     assert {line["name"]: line["usual"] for line in alone["experts"]}[best["name"]]["perplexity"] == 7
-
-
-def test_an_added_expert_is_held_against_the_dense_model_that_was_adapted_as_it_was(frozen_copy: Run) -> None:
-    models, text = frozen_copy.folder / "models", frozen_copy.folder / "corpus" / "fantasy" / "test.parquet"
-    best = min(asked(models / "demix", text)["experts"], key=lambda line: line["perplexity"])["name"]
-    dense, adapted = models / "dense", models / f"dense-dapt-{best}"
-    shutil.copytree(dense, adapted, dirs_exist_ok=True)
-    for path in dense.rglob("*.json"):
-        write_json(adapted / path.relative_to(dense), read_json(path))
-    mixtures = {line["name"]: line["perplexity"] for line in asked(models / "demix", text)["mixtures"]}
-    assert mixtures[f"dense model of the run, adapted to {best}"] == mixtures["dense model of the run"]
 
 
 @pytest.mark.parametrize(

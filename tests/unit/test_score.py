@@ -104,7 +104,7 @@ def test_a_killed_job_goes_on_from_its_last_piece_and_leaves_the_same_bytes(
         (module.__name__, "write_scores", 2),
         (module.__name__, "trunk_log_probabilities", 2),
         # Dev is done, test is scored and its columns are not yet in their place.
-        (module.__name__, "_keep", 1),
+        (module.__name__, "_place", 4),
         # The last: all columns are in their place, and no table of tokens tells so.
         (module.__name__, "write_tokens", 1),
     )
@@ -142,9 +142,9 @@ def test_pieces_that_are_damaged_or_of_another_origin_are_scored_again(
                 return trunk_log_probabilities(model, inputs, *rest)
 
             patch.setattr(module, "trunk_log_probabilities", logged)
-            patch.setattr(module, "_keep", module._keep)
+            patch.setattr(module, "write_scores", module.write_scores)
             if stop:
-                scored_at(module, "_keep", 1, stopped)
+                scored_at(module, "write_scores", 1, stopped)
             try:
                 score(model, experts, shards_of(tokens)[:1], scoring, tmp_path / "scores")
             except KeyboardInterrupt:

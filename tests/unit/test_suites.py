@@ -14,7 +14,7 @@ from demix.config.config import Config
 from demix.data.anonymize import SCHEMA
 from demix.data.corpus import Budget, Splitting, split
 from demix.data.duplicates import mark_duplicates
-from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
+from demix.evaluate.domain import Evaluation, evaluate_domain
 from demix.files import read_json, read_parquet, write_json, write_parquet
 from demix.report import report_files
 from demix.run.check import completed_run
@@ -58,10 +58,10 @@ def test_a_suite_is_evaluated_as_a_novel_domain_without_a_dev_split(tmp_path: Pa
             for text, part in enumerate(("dev", "test"), 1):
                 if part == "test" or domain == "songs":
                     write_table(tmp_path / "scores" / model / f"{domain}.{part}", columns, seed=number, text=text)
-        outputs = Outputs(*(tmp_path / domain / f"{name}.parquet" for name in "rpdol"))
-        evaluate_domain(tmp_path / "scores", domain, evaluation(RUN, domain), outputs, np.full(300, 3))
-        found[domain] = pd.read_parquet(outputs.results)
-        assert pd.read_parquet(outputs.losses)["domain"].unique().tolist() == [domain]
+        output = tmp_path / f"{domain}.parquet"
+        evaluate_domain(tmp_path / "scores", domain, evaluation(RUN, domain), output, np.full(300, 3))
+        found[domain] = pd.read_parquet(output)
+        assert pd.read_parquet(output.with_suffix(".losses.parquet"))["domain"].unique().tolist() == [domain]
     novel, suite = found["songs"], found["paloma_c4"]
     assert {*suite["kind"]} == {"suite"}
     assert {*suite["model"]} == {"demix", "dense", "dense_unbalanced", "domain_token"}

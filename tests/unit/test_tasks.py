@@ -13,7 +13,7 @@ from demix.config.tasks import Task
 from demix.data.examples import Prompt
 from demix.evaluate.classification import (
     Classification,
-    PromptDistances,
+    Scored,
     chance,
     choice,
     judged,
@@ -23,8 +23,8 @@ from demix.evaluate.classification import (
     resampled_means,
     routings,
     updating,
+    with_cues,
 )
-from demix.evaluate.task_tables import Scored
 from demix.mix.rules import Tempered
 from support.mixing import log_mixture, log_weights, switching, tempered, window
 from support.tasks import LABELS, made_up
@@ -41,18 +41,17 @@ GIVEN = Classification(
 )
 
 
-def near_of(scored: list[Scored], seed: int = 3) -> PromptDistances:
+def near_of(scored: list[Scored], seed: int = 3) -> dict[str, np.ndarray]:
     drawn = np.random.default_rng(seed)
-    return PromptDistances(EXPERTS, {one.prompt.context: drawn.uniform(0.2, 1.2, E) for one in scored})
+    return {one.prompt.context: drawn.uniform(0.2, 1.2, E) for one in scored}
 
 
 def found(scored: list[Scored], **more: object) -> dict[tuple[str, int | None, str], np.ndarray]:
     """The likelihoods [N, L] of all tests by routing, top-k and expert."""
-    cues = {(one.prompt.seed, one.prompt.example): one for one in scored if one.prompt.split == "cue"}
-    tests = [one for one in scored if one.prompt.split == "test"]
+    tests = [one for one in with_cues(scored) if one.prompt.split == "test"]
     rows = {}
     for routing in routings(TASK, EXPERTS, scored, GIVEN, near_of(scored), Tempered(0.2, 0.9)):
-        values = np.stack([likelihoods(one, routing, cues.get((one.prompt.seed, one.prompt.cue))) for one in tests], 1)
+        values = np.stack([likelihoods(one, routing) for one in tests], 1)
         rows |= {(routing.name, k, routing.expert): row for k, row in zip(routing.top_k, values, strict=True)}
     return rows
 
@@ -74,7 +73,7 @@ def none(scores: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("top_k", [None, 1, 2])
 def test_every_routing_is_that_of_a_loop_over_tokens(top_k: int | None) -> None:
     scored = made_up(E, cues=False)
-    rows, near = found(scored), near_of(scored).of_context
+    rows, near = found(scored), near_of(scored)
     tests = [one for one in scored if one.prompt.split == "test"]
     uniform = np.zeros(E)
     right = np.array(
@@ -117,7 +116,7 @@ def test_every_routing_is_that_of_a_loop_over_tokens(top_k: int | None) -> None:
 @pytest.mark.parametrize("cues", [False, True])
 def test_a_released_row_mixes_labels_after_a_softmax_over_labels(cues: bool) -> None:
     scored = made_up(E, cues=cues)
-    rows, near = found(scored), near_of(scored).of_context
+    rows, near = found(scored), near_of(scored)
     bare = {one.prompt.example: one for one in scored if one.prompt.split == "cue"}
     for number, one in enumerate(one for one in scored if one.prompt.split == "test"):
         sums = np.stack([label.sum(axis=0) for label in one.labels])
@@ -152,7 +151,7 @@ def test_updating_reads_the_labels_of_earlier_tests_alone() -> None:
 def test_weights_by_accuracy_are_those_of_what_is_right(split: str, calibrated: bool) -> None:
     """Of each seed, after calibration where there are cues."""
     scored = made_up(E, cues=calibrated, seeds=(1, 2))
-    weights = performance(scored, split, replace(TASK, seeds=(1, 2)), EXPERTS)
+    weights = performance(with_cues(scored), split, replace(TASK, seeds=(1, 2)), EXPERTS)
     cues = {(one.prompt.seed, one.prompt.example): one for one in scored if one.prompt.split == "cue"}
     for seed in (1, 2):
         some = [one for one in scored if (one.prompt.split, one.prompt.seed) == (split, seed)]
@@ -174,7 +173,7 @@ def test_mean_weights_are_those_of_the_contexts_alone() -> None:
         for routing in routings(TASK, EXPERTS, scored, GIVEN, near, Tempered(0.2, 0.9))
         if routing.mixes
     }
-    close = [-near.of_context[one.prompt.context] / 0.1 for one in tests]
+    close = [-near[one.prompt.context] / 0.1 for one in tests]
     seen = [one.context.sum(axis=0) for one in tests]
     assert named["cluster"] == pytest.approx(softmax(close, axis=1).mean(axis=0))
     assert named["history"] == pytest.approx(softmax(seen, axis=1).mean(axis=0))

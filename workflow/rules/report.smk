@@ -55,8 +55,7 @@ rule evaluate:
         scores=below_run("scores"),
     shell:
         "demix evaluate {wildcards.domain} --scores {params.scores} --settings {params.settings:q}"
-        " --tokenizer {input.tokenizer} --output {output.results} --priors {output.priors}"
-        " --differences {output.differences} --posteriors {output.posteriors} --losses {output.losses} 2> {log}"
+        " --tokenizer {input.tokenizer} --output {output.results} 2> {log}"
 
 
 # The same text in blocks of other lengths than those of training.
