@@ -58,10 +58,7 @@ def lm_eval(
     from demix.model.directory import describe
     from demix.settings import settings_from
 
-    if log_samples and output is None:
-        raise DemixError("--log-samples", "needs a file to write beside", "give --output FILE.json")
-    if output is not None and (output.is_dir() or not output.resolve().parent.is_dir()):
-        raise DemixError(f"--output {output}", "is no place for a file", "name a file in a folder that exists")
+    _check_output(output, log_samples)
     describe(model)
     named = {"tasks": tuple(filter(None, tasks.split(","))), "shots": num_fewshot, "limit": limit}
     folder = None if include_path is None else str(include_path)
@@ -83,3 +80,11 @@ def lm_eval(
     for table in tables_of(results):
         # Names of tasks are anybody's.
         print(printable(table))
+
+
+def _check_output(output: Path | None, log_samples: bool) -> None:
+    """Raise DemixError where what is to be written has no place."""
+    if log_samples and output is None:
+        raise DemixError("--log-samples", "needs a file to write beside", "give --output FILE.json")
+    if output is not None and (output.is_dir() or not output.resolve().parent.is_dir()):
+        raise DemixError(f"--output {output}", "is no place for a file", "name a file in a folder that exists")
