@@ -159,13 +159,13 @@ def merge(
     """
     from demix.model.merge import merge_experts, parse_weights, prior_weights
     from demix.model.merge_routed import dev_shards, merge_routed
-    from demix.report.card import merged_card, merged_routed_card
+    from demix.report.card import merged_card
 
     if (weights, priors, domain) != (None, None, None) if routed else tokens is not None:
         cause = "is given with weights, which make an average" if routed else "is for --routed alone"
         raise DemixError("--routed" if routed else "--tokens", cause, "leave one of them out")
     if routed:
-        merge_routed(model, dev_shards(model, tokens), output, merged_routed_card(model, output.resolve().name))
+        merge_routed(model, dev_shards(model, tokens), output, merged_card(model, {}, output.resolve().name))
         return
     if weights is not None and priors is None:
         chosen = parse_weights(weights)

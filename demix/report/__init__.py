@@ -5,6 +5,7 @@ Importing this package is cheap: pandas, altair and jinja2 are loaded by the fun
 
 from pathlib import Path
 
+from demix.progress import so_many
 from demix.report.item import Item
 from demix.report.items import ITEMS, all_items
 from demix.report.needs import TOLD, missing
@@ -34,11 +35,14 @@ def left_out_notes(run: Run) -> list[str]:
     absent, items, notes = left_out(run), all_items(), []
     for need in TOLD:
         names = [name for name, lacks in absent.items() if lacks == need.name]
-        titles = [items[name].title.partition(":")[0] for name in names if name in items]
-        claims = len(names) - len(titles)
-        if names:
-            titles += [f"{claims} claim{'s' * (claims > 1)}"] * bool(claims)
-            notes.append(f"This run has no {need.name}: the report leaves out {', '.join(titles)}.")
+        told = [items[name].title.partition(":")[0] for name in names if name in items]
+        claims = len(names) - len(told)
+        told = [title if title[-1].isdigit() else f"“{title}”" for title in told]
+        told += [so_many(claims, "claim")] * bool(claims)
+        if told:
+            *others, last = told
+            listed = f"{', '.join(others)} and {last}" if others else last
+            notes.append(f"This run has no {need.name}: the report leaves out {listed}.")
     return notes
 
 

@@ -245,21 +245,16 @@ def exported_card(directory: Path, expert: str | None) -> str:
     )
 
 
-def merged_card(directory: Path, weights: dict[str, float], name: str) -> str:
-    """The card of the model `name` that averages the experts of the model in `directory` by `weights`."""
+def merged_card(directory: Path, weights: Mapping[str, float], name: str) -> str:
+    """The card of the model `name` made of the experts of the model in `directory`: averaged by `weights`.
+
+    Without weights it is a model whose tokens choose among these experts.
+    """
     # A folder that is no model is refused before an expert is missed in it.
     describe(directory)
-    refuse_weights(weights)
-    return _merged_card(directory, name, {expert: weight for expert, weight in weights.items() if weight})
-
-
-def merged_routed_card(directory: Path, name: str) -> str:
-    """The card of the model `name` whose tokens choose among the experts of the model in `directory`."""
-    return _merged_card(directory, name, {})
-
-
-def _merged_card(directory: Path, name: str, weights: Mapping[str, float]) -> str:
-    """The card of the model `name` made of experts: averaged by `weights`, or merged-routed without any."""
+    if weights:
+        refuse_weights(weights)
+    weights = {expert: weight for expert, weight in weights.items() if weight}
     about, experts = describe(directory).content, [*weights] or expert_names(directory)
     parents = {expert: expert_lineage(directory, expert) for expert in experts}
     learned = learned_of(parents.values())

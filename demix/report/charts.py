@@ -37,6 +37,8 @@ def finish(chart: Any, title: str, subtitle: str, *, characters: int = 150) -> a
         background="white",
         config=alt.Config(
             font=FONT,
+            # Another font than that by which legends were measured may be wider.
+            padding={"left": 15, "top": 5, "right": 25, "bottom": 5},
             title=alt.TitleConfig(subtitleColor="#444444", subtitleFontSize=12, subtitlePadding=4),
             axis=alt.AxisConfig(
                 labelFontSize=11, titleFontSize=12, titleFontWeight="normal", labelLimit=0, gridColor="#e8e8e8"
@@ -332,7 +334,7 @@ def which_shown(**named: list[str]) -> str:
 def posteriors_on_dev(material: Material, blocks: int) -> pd.DataFrame:
     """The posteriors over the training experts of `demix` (`history`) after the first `blocks` of dev, of the run's
     first seed."""
-    rows = material.posteriors.query(
+    rows = material.rows("posteriors").query(
         "model == 'demix' and experts == 'training' and weights == 'history' and split == 'dev' and seed == seed.min()"
     )
     return rows[rows["expert"].isin(material.training) & (rows["block"] < blocks)]

@@ -12,7 +12,7 @@ import pandas as pd
 from demix.files import check_sealed, read_json, read_parquet
 from demix.query.ask import Answers
 from demix.query.views import AskedRun
-from demix.report.needs import CONTEXTS, HARNESS, SUITES, TASKS, WITHOUT_DOMAIN
+from demix.report.needs import CONTEXTS, HARNESS, SUITES, TASKS, WITHOUT_DOMAIN, Need
 from demix.report.paper import scale_note
 from demix.report.read import (
     Bounds,
@@ -22,11 +22,9 @@ from demix.report.read import (
     bounds_of,
     domains_of,
     partly_known,
-    read_harness,
     read_parents,
     read_results,
     read_rows,
-    read_tasks,
     step_seconds,
     tokens_before,
 )
@@ -256,6 +254,20 @@ def _clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
+# By kind of rows: the path below a run's folder, what a run needs to have it, and the domains that have a file each.
+FILES: dict[str, tuple[str, Need | None, str]] = {
+    "priors": ("priors.parquet", None, "training"),
+    "differences": ("differences.parquet", None, "training"),
+    "overlap": ("corpus/overlap.parquet", None, "training"),
+    "audit": ("audit.parquet", WITHOUT_DOMAIN, "training"),
+    "posteriors": ("posteriors.parquet", None, "training"),
+    "contexts": ("evaluations/{}.contexts.parquet", CONTEXTS, "domains"),
+    "tasks": ("tasks.parquet", TASKS, "training"),
+    "harness": ("tasks.parquet", HARNESS, "training"),
+    "contamination": ("harness/contamination/{}.parquet", HARNESS, "training"),
+}
+
+
 @dataclass(frozen=True, eq=False)
 class Material:
     """A run as tables, figures and claims read it.
@@ -268,6 +280,17 @@ class Material:
 
     def __post_init__(self) -> None:
         vars(self).update(self.given)
+
+    def rows(self, kind: str) -> pd.DataFrame:
+        """The rows of a kind of file (`FILES`); none where the run is not to have such a file."""
+        if kind not in vars(self):
+            where, need, domains = FILES[kind]
+            names = getattr(self.run, domains) if need is None or need.met(self.run) else ()
+            paths = dict.fromkeys(self.run.folder / where.format(name) for name in names)
+            parts = [read_rows(path, kind) for path in paths]
+            vars(self)[kind] = pd.concat(parts, ignore_index=True) if len(parts) > 1 else (*parts, pd.DataFrame())[0]
+        found: pd.DataFrame = vars(self)[kind]
+        return found
 
     @cached_property
     def training(self) -> list[str]:
@@ -303,29 +326,14 @@ class Material:
         return self.results.of_seed(self.run.seed)
 
     @cached_property
-    def priors(self) -> pd.DataFrame:
-        """The rows of priors.parquet of the run's own seed."""
-        return self._rows("priors").query("seed == @self.run.seed")
-
-    @cached_property
-    def differences(self) -> pd.DataFrame:
-        """The rows of differences.parquet."""
-        return self._rows("differences")
-
-    @cached_property
     def bounds(self) -> Bounds:
         """The intervals of `differences`."""
-        return bounds_of(self.differences)
-
-    @cached_property
-    def overlap(self) -> pd.DataFrame:
-        """The rows of corpus/overlap.parquet."""
-        return read_rows(self.run.folder / "corpus" / "overlap.parquet", "overlap")
+        return bounds_of(self.rows("differences"))
 
     @cached_property
     def pairs(self) -> pd.DataFrame:
         """Each training expert on each domain: perplexity ratio and overlap of bigrams (`demix.report.material`)."""
-        return with_overlap(affinities(self.own, self.run), self.overlap)
+        return with_overlap(affinities(self.own, self.run), self.rows("overlap"))
 
     @cached_property
     def relations(self) -> list[Relation]:
@@ -336,16 +344,6 @@ class Material:
     def relation_with_own(self) -> Relation:
         """The same over the training domains, own experts included."""
         return relation_with_own(self.pairs)
-
-    @cached_property
-    def audit(self) -> pd.DataFrame:
-        """The rows of audit.parquet, if the run has one."""
-        return self._rows("audit") if WITHOUT_DOMAIN.met(self.run) else pd.DataFrame()
-
-    @cached_property
-    def posteriors(self) -> pd.DataFrame:
-        """The rows of posteriors.parquet."""
-        return self._rows("posteriors")
 
     @cached_property
     def parents(self) -> dict[str, Parent]:
@@ -361,28 +359,6 @@ class Material:
     def clusters(self) -> Clusters:
         """What the run knows of the clusters that its models learn from."""
         return read_clusters(self.run)
-
-    @cached_property
-    def contexts(self) -> pd.DataFrame:
-        """The losses by position in blocks of several lengths."""
-        paths = [self.run.folder / "evaluations" / f"{domain}.contexts.parquet" for domain in self.run.domains]
-        return pd.concat([read_rows(path, "contexts") for path in paths], ignore_index=True)
-
-    @cached_property
-    def tasks(self) -> pd.DataFrame:
-        """The rows of tasks.parquet that are not the harness's."""
-        return read_tasks(self.run.folder / "tasks.parquet")
-
-    @cached_property
-    def harness(self) -> pd.DataFrame:
-        """The rows of the harness in tasks.parquet."""
-        return read_harness(self.run.folder / "tasks.parquet")
-
-    @cached_property
-    def contamination(self) -> pd.DataFrame:
-        """How much of the harness's tasks the training text of each domain holds."""
-        paths = [self.run.folder / "harness" / "contamination" / f"{domain}.parquet" for domain in self.run.training]
-        return pd.concat([read_rows(path, "contamination") for path in paths], ignore_index=True)
 
     @cached_property
     def tokens_before(self) -> dict[str, int | None]:
@@ -414,24 +390,12 @@ class Material:
         # The curves are drawn long after the tables; a damaged file must be refused before anything is written.
         for path in sorted(self.metrics.glob("*.jsonl")):
             check_sealed(path)
-        names = [
-            "results",
-            "priors",
-            "differences",
-            "overlap",
-            "audit",
-            "posteriors",
-            "parents",
-            "partly_known",
-            "cost",
-        ]
-        needed = {"contexts": CONTEXTS, "tasks": TASKS, "suites": SUITES, "harness": HARNESS, "contamination": HARNESS}
-        for name in (*names, "clusters", *(name for name, need in needed.items() if need.met(self.run))):
-            getattr(self, name)
+        for name in ("results", *FILES, "parents", "partly_known", "cost", "clusters", "suites"):
+            if name in FILES:
+                self.rows(name)
+            elif name != "suites" or SUITES.met(self.run):
+                getattr(self, name)
         return self
-
-    def _rows(self, name: str) -> pd.DataFrame:
-        return read_rows(self.run.folder / f"{name}.parquet", name)
 
     @cached_property
     def seed(self) -> int:
@@ -442,8 +406,9 @@ class Material:
         """The same with the results of one seed alone. Only the run's own seed has differences."""
         if seed == self.run.seed and [*self.results.by_seed] == [seed]:
             return self
-        shared = {name: getattr(self, name) for name in ("overlap", "parents", "clusters")}
-        differences = self.differences if seed == self.run.seed else self.differences.iloc[:0]
+        shared = {"overlap": self.rows("overlap"), "parents": self.parents, "clusters": self.clusters}
+        differences = self.rows("differences")
+        differences = differences if seed == self.run.seed else differences.iloc[:0]
         results = self.results.of_seed(seed)
         own = {"results": results, "own": results, "differences": differences, "seed": seed}
         return Material(self.run, shared | own)

@@ -239,24 +239,14 @@ def read_rows(path: str | Path, kind: str) -> pd.DataFrame:
         domain = rows.loc[doubled, "domain"].iloc[0]
         cause = f"holds rows of {domain} twice: the evaluation of one domain lies in the place of another's"
         raise DemixError(path, cause, f"delete {Path(path).parent / 'evaluations'} and the file, then rerun")
+    if kind in ("tasks", "harness") and "metric" in rows:
+        rows = rows[rows["metric"].notna() == (kind == "harness")]
     return rows
 
 
 def read_results(path: str | Path) -> Results:
     """The rows of `results.parquet` or `suites.parquet`. Raises DemixError also if they do not compare."""
     return Results(read_rows(path, "results"), path)
-
-
-def read_tasks(path: str | Path) -> pd.DataFrame:
-    """The rows of `tasks.parquet` that are not the harness's."""
-    rows = read_rows(path, "tasks")
-    return rows[rows["metric"].isna()] if "metric" in rows else rows
-
-
-def read_harness(path: str | Path) -> pd.DataFrame:
-    """The rows of the harness in `tasks.parquet`."""
-    rows = read_rows(path, "harness")
-    return rows[rows["metric"].notna()]
 
 
 def read_metrics(path: str | Path) -> Iterable[dict[str, Any]]:

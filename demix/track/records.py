@@ -16,7 +16,7 @@ from demix.files import check_sealed, digest, is_made, read_json, sha256_file
 from demix.launch.pace import elapsed
 from demix.report import report_files
 from demix.report.ranking import standing
-from demix.report.read import Results, domains_of, read_harness, read_metrics, read_results
+from demix.report.read import Results, domains_of, read_metrics, read_results, read_rows
 from demix.run.kept import kept
 from demix.run.main_systems import main_systems
 from demix.run.models import AdaptationJob, Model
@@ -112,7 +112,7 @@ def _harness(run: Run) -> Iterator[Point]:
     path = run.folder / "tasks.parquet"
     if run.config.lm_eval and is_made(path):
         time = int(1000 * path.stat().st_mtime)
-        for row in read_harness(path).itertuples():
+        for row in read_rows(path, "harness").itertuples():
             rule = "" if row.routing == "dense" else f".{row.routing}"
             yield named(f"{row.task} {row.metric}/{row.model}{rule}"), row.value, 0, time
 

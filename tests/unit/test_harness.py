@@ -23,7 +23,7 @@ from demix.files import read_parquet, write_parquet
 from demix.model.directory import load_model
 from demix.report import report_files
 from demix.report.material import Material
-from demix.report.read import read_tasks
+from demix.report.read import read_rows
 from demix.run.check import completed_run
 from demix.run.harness import harness_files, harness_settings, harnessed
 from demix.run.rules import RunRules
@@ -474,4 +474,4 @@ def test_the_table_has_all_values(place: Path) -> None:
     assert any("choice law 1 (of 1); word law 1 (of 1); rolling law 1 (of 1)" in note for note in table.notes)
     assert "tables/harness.html" in report_files(run)
     assert "tables/harness.html" not in report_files(small_run(place, domains=domains(THREE)))
-    assert len(read_tasks(place / "tasks.parquet")) == 0
+    assert len(read_rows(place / "tasks.parquet", "tasks")) == 0

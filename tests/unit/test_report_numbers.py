@@ -425,14 +425,8 @@ def of_demix(files: Files, name: str) -> pd.DataFrame:
 
 
 def figure4(files: Files) -> list[pd.DataFrame]:
-    by_decay, most = [], files.json("config.json")["evaluation"]["dev_blocks"]
-    blocks = of_demix(files, "posteriors").query(f"split == 'dev' and kind == 'novel' and block < {most}")
-    for (_, expert), found in blocks.groupby(["domain", "expert"]):
-        values = found.sort_values("block")["posterior"].to_numpy()
-        for each in (0.1, 0.3, 0.5, 0.7, 0.9, 1.0):
-            by_decay.append((expert, each, np.average(values, weights=each ** np.arange(len(values))[::-1])))
     cells = of_demix(files, "priors").rename(columns={"prior": "value"})[["kind", "domain", "expert", "value"]]
-    return [cells, pd.DataFrame(by_decay, columns=["expert", "decay", "value"])]
+    return [cells]
 
 
 def figure6(files: Files) -> pd.DataFrame:

@@ -17,7 +17,6 @@ from demix.report.charts import (
     MOST_SHOWN,
     POINTS,
     PROBABILITY_LEGEND,
-    TRACE_COLUMNS,
     cells_of,
     coloured,
     dashed,
@@ -27,9 +26,7 @@ from demix.report.charts import (
     heading_of,
     heat_maps,
     line_colour,
-    panel,
     posterior_figure,
-    posteriors_on_dev,
     share_scale,
     small_heading,
     token_axis,
@@ -44,8 +41,6 @@ from demix.run.models import adapted
 from demix.run.run import Run
 
 SHARE_RANGE = ("#f7fcf5", "#a1d99b", "#41ab5d")
-DECAYS_SHOWN = (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
-BY_DECAY = "By λ, from the same posteriors: at λ = 0 the last dev block alone would count, at λ = 1 all count alike"
 NOTHING = "This run has none of these numbers."
 # The first share of a training, which no curve shows.
 SKIPPED = 0.1
@@ -190,35 +185,17 @@ def _scatter(pairs: pd.DataFrame, relation: Relation) -> alt.Chart:
 def figure4(material: Material) -> tuple[Any, str]:
     """The cached prior over the training experts for each domain (rows; each sums to 1 over all experts), after the
     first blocks of the domain's dev split. The prior is the mean of the posteriors after each of these blocks, in which
-    a block weighs λ times as much as the next. Below: the same for each novel domain by λ.
+    a block weighs λ times as much as the next.
     """
     settings = material.run.config.evaluation
-    tables = {one.kind: prior_table(material.priors, "demix", material.training, one.names) for one in material.kinds}
+    priors = material.rows("priors").query("seed == @material.run.seed")
+    tables = {one.kind: prior_table(priors, "demix", material.training, one.names) for one in material.kinds}
     cells = pd.concat([cells_of(table, kind) for kind, table in tables.items()])
     halves = {domains.kind: (domains.names, f"{domains.heading} domains") for domains in material.kinds}
-    parts: list[Any] = [heat_maps(cells, halves, material.training, share_scale(), legend=PROBABILITY_LEGEND)]
-    found, panels = posteriors_on_dev(material, settings.dev_blocks), []
-    for index, domain in enumerate([name for name in material.novel if (found["domain"] == name).any()][:MOST_SHOWN]):
-        by_decay = _priors_by_decay(found[found["domain"] == domain], {*DECAYS_SHOWN, settings.decay})
-        x = alt.X("decay:O", title="λ", axis=alt.Axis(labelAngle=0))
-        panels.append(panel(by_decay, domain, material.training, index, gap=1, x=x))
-    if panels:
-        parts.append(alt.concat(*panels, columns=TRACE_COLUMNS, spacing=18, title=heading_of(BY_DECAY)))
+    maps = heat_maps(cells, halves, material.training, share_scale(), legend=PROBABILITY_LEGEND)
     said = f"Here these are {settings.dev_blocks} blocks and λ = {settings.decay:g}"
     said += f", the last block alone {1 - settings.decay:.2f}." if settings.decay < 1 else "."
-    return alt.vconcat(*parts, spacing=28), said if cells["value"].notna().any() else NOTHING
-
-
-def _priors_by_decay(posteriors: pd.DataFrame, decays: set[float]) -> pd.DataFrame:
-    """The cached prior of one domain by λ (Eq. 7), from its posteriors after each dev block: decay, expert, value.
-
-    The posteriors are those of the run's own λ, which hardly touches them: a block outweighs its prior.
-    """
-    table = posteriors.pivot(index="block", columns="expert", values="posterior").sort_index()
-    ages = np.arange(len(table))[::-1]
-    weights = {decay: np.float64(decay) ** ages for decay in sorted(decays)}
-    frame = pd.DataFrame({decay: (table.T * own / own.sum()).sum(axis=1) for decay, own in weights.items()}).T
-    return frame.rename_axis("decay").reset_index().melt("decay", var_name="expert")
+    return alt.vconcat(maps), said if cells["value"].notna().any() else NOTHING
 
 
 def figure7(material: Material) -> tuple[Any, str]:

@@ -137,7 +137,7 @@ def full(material: Material) -> Table:
     bases = {base.model: base.label for _, base in balanced_pairs(material.run)}
     bases |= {name: base.label for name, base in BASES.items()}
     # What is subtracted is the oracle's choice, not that on dev.
-    differences = material.differences.assign(variant="").rename(columns={"domain": "Domain"})
+    differences = material.rows("differences").assign(variant="").rename(columns={"domain": "Domain"})
     for against, rows in differences[differences["seed"] == material.run.seed].groupby("against", sort=False):
         less = found[["Domain", *key, "variant"]].merge(rows, "left").set_axis(found.index)
         frame[f"Less {bases[against]}"] = less["perplexity"]
@@ -166,7 +166,7 @@ def audit(material: Material) -> Table:
     what all experts share has memorized them.
     """
     columns = {"matched": "Tokens word for word, {}", "share": "Tokens right, {} (%)", "nll": "Nats, {}"}
-    found, key = material.audit, ["domain", "system", "model"]
+    found, key = material.rows("audit"), ["domain", "system", "model"]
     by_split = found.assign(share=100 * found["share"].astype("float64")).groupby([*key, "split"])
     means, counts = by_split[[*columns]].mean().unstack(), by_split.size().astype("float64").unstack(fill_value=0.0)
     lines = found[key].drop_duplicates()
@@ -199,7 +199,7 @@ def contexts(material: Material) -> Table:
     Learned positions end at the length of training. In a longer block tokens have more text before them: perplexity
     falls for a model that can use it. All numbers are of the run's own seed.
     """
-    sums = material.contexts.groupby(["model", "domain", "context"])[["nll", "tokens"]].sum()
+    sums = material.rows("contexts").groupby(["model", "domain", "context"])[["nll", "tokens"]].sum()
     perplexity = np.exp(sums["nll"] / sums["tokens"])
     frame = pd.DataFrame(
         {
@@ -244,7 +244,7 @@ def tasks(material: Material) -> Table:
     does, by the same weights: whole labels, after a softmax over labels of each expert.
     """
     models, names = {name: row.label for name, row in material.run.rows.items()}, list(material.run.config.tasks)
-    rows = material.tasks
+    rows = material.rows("tasks")
     alone = rows[rows["routing"] == ALONE].sort_values("accuracy", ascending=False, kind="stable")
     rows = pd.concat([rows[rows["routing"] != ALONE], alone.drop_duplicates(["task", "model"])])
     rows = rows.sort_values("model", key=lambda found: found.map([*models].index), kind="stable")
@@ -254,7 +254,7 @@ def tasks(material: Material) -> Table:
     frame = _wide(rows, 100 * rows["accuracy"], "label", "task").reindex(columns=names)
     told = rows["judged"] & (rows["accuracy"] > rows["chance"]) & (rows["reads"] != ORACLE) & (rows["routing"] != ALONE)
     fair = _wide(rows, rows["accuracy"].where(told), "label", "task")
-    by_task = material.tasks.groupby("task")[["chance", "examples", "shots", "seeds"]].first()
+    by_task = material.rows("tasks").groupby("task")[["chance", "examples", "shots", "seeds"]].first()
     asked = "; ".join(
         f"{name}: {row.examples} examples, {row.shots} demonstrations"
         + (f" by {row.seeds} seeds" if row.seeds > 1 else "")
@@ -297,7 +297,7 @@ def harness(material: Material) -> Table:
     seed; the rule in parentheses mixed the experts of the training domains. Documents are those that were asked.
     tasks.parquet has the digest of each task's documents.
     """
-    models, rows = {name: row.label for name, row in material.run.rows.items()}, material.harness
+    models, rows = {name: row.label for name, row in material.run.rows.items()}, material.rows("harness")
     rows = rows.assign(
         line=rows["task"] + ", " + rows["metric"],
         system=[
@@ -316,7 +316,7 @@ def harness(material: Material) -> Table:
         notes=(
             f"Version of the harness: {', '.join(sorted(set(rows['harness_version'])))}; of the tasks: "
             f"{', '.join(f'{name} {version}' for name, version in versions.items())}.",
-            _contaminated(material.contamination),
+            _contaminated(material.rows("contamination")),
         ),
         formats=dict.fromkeys(values, "{:.4g}") | {"Demonstrations": "{:,.0f}"},
         best=best.where(higher.notna(), False, axis=0),
