@@ -9,13 +9,13 @@ from pydantic import AfterValidator, Field
 from demix.config.domains import SourceSection, check_source
 from demix.config.names import refuse_name
 from demix.errors import DemixError
-from demix.settings import DistinctItems, Integer, Items, Number, Positive, Seed, Switch, Text, absent, settings
+from demix.settings import DistinctItems, Integer, Items, Positive, Seed, Switch, Text, settings
 
 # Other examples with labels on which the accuracy of each expert is measured (Gururangan et al. 2023, A.7).
 OTHERS = 8
 # Each example is asked once for each of its labels.
 MOST_LABELS = 1000
-# The largest fraction of examples that are left out where a task does not say.
+# The largest fraction of the examples of a source that may have no text, or text that is not UTF-8.
 LEFT_OUT = 0.01
 
 
@@ -74,14 +74,6 @@ class Task:
         default_factory=dict,
         description='The words that stand for the values of `label`, such as `{"0": World, "1": Sports}`. Empty: '
         "all values of the field. Of `made: domains`, words for domains; the others' are their names.",
-    )
-    left_out: Number | None = Field(
-        # A config without this key stays as it is, and so do examples that were made.
-        default_factory=absent,
-        ge=0,
-        le=1,
-        description="Largest fraction of the examples of a source that may be left out because they are not UTF-8, "
-        f"have no text, or were there before (by default {LEFT_OUT}). If there are more, the job ends.",
     )
     template: Template | None = Field(
         default=None,

@@ -9,39 +9,36 @@ import hashlib
 import heapq
 import json
 import logging
+import re
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from demix.config.domains import SourceSection
 from demix.config.tasks import LEFT_OUT, MOST_LABELS, OTHERS, ExamplesRecipe, Task, refuse_count, refuse_equal
-from demix.data.making import continuations, of_domains
 from demix.data.readers import TO_UTF8
 from demix.data.sources import Omitted, Source, records
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import read_parquet, seed_for, write_parquet
+from demix.files.batches import read_batches
 
-SCHEMA = pa.schema(
-    [
-        pa.field("split", pa.string(), False),
-        pa.field("id", pa.string(), False),
-        pa.field("text", pa.large_string(), False),
-        pa.field("choices", pa.list_(pa.string()), False),
-        pa.field("answer", pa.int16(), False),
-        pa.field("domain", pa.string(), False),
-        pa.field("shortened", pa.bool_(), False),
-    ]
-)
+_TYPES = {"split": pa.string(), "id": pa.string(), "text": pa.large_string(), "choices": pa.list_(pa.string())}
+_TYPES |= {"answer": pa.int16(), "domain": pa.string(), "shortened": pa.bool_()}
+SCHEMA = pa.schema([pa.field(name, type_, False) for name, type_ in _TYPES.items()])
 # A template that leaves fewer tokens for the text has no use.
 FEWEST_TOKENS = 8
 # Tokens that two texts may take more side by side than each by itself.
 _JOINT = 2
+# Of `made: continuations`: the choices of a task that does not say how many, and the tokens of each.
+CHOICES, CHOICE_TOKENS = 4, 16
+_GAP = re.compile(r"\s+(?=\S)")
 
 _log = logging.getLogger(__name__)
 
@@ -98,12 +95,6 @@ def write_examples(
     encoder = Tokenizer.load(tokenizer)
     drawn = _drawn(name, task, documents, encoder, output)
     examples = list(fitted(name, task, drawn, encoder, task.length))
-    found = {split: sum(one.split == split for one in examples) for split in ("test", "train", "validation")}
-    _log.info(
-        "%s: %d examples to test (%d shortened), %d for demonstrations, %d for validation",
-        name, found["test"], sum(one.shortened for one in examples if one.split == "test"),
-        found["train"], found["validation"],
-    )  # fmt: skip
     refuse_few(name, task, examples)
     rows = [{"id": one.id, **asdict(one)} for one in examples]
     write_parquet(pa.Table.from_pylist(rows, SCHEMA), output)
@@ -117,7 +108,8 @@ def read_examples(path: Path) -> list[Example]:
 
 def refuse_few(name: str, task: Task, examples: Sequence[Example]) -> None:
     """Raise DemixError unless there is an example to test, and enough to draw demonstrations from."""
-    found = {split: sum(one.split == split for one in examples) for split in ("test", "train", "validation")}
+    found = Counter(one.split for one in examples)
+    _log.info("%s: %s examples, %d shortened", name, dict(found), sum(one.shortened for one in examples))
     if not found["test"]:
         raise DemixError(f"tasks.{name}", "has no example to test", "give it more examples")
     if found["train"] < task.shots:
@@ -222,13 +214,10 @@ def _drawn(
                 raise DemixError(f"tasks.{name}", cause, f"give corpus/<domain>/{of}.parquet")
             words = task.words_of(documents[of])
             refuse_equal(f"tasks.{name}.labels", words)
-            made = (
-                of_domains(documents[of], words, count, task.seed)
-                if task.made == "domains"
-                else continuations(documents[of], tokenizer, task, count, task.seed)
-            )
-            for text, choices, answer, domain in made:
-                yield Example(split, text, tuple(choices), answer, domain)
+            if task.made == "domains":
+                yield from _of_domains(split, documents[of], words, count, task.seed)
+            else:
+                yield from _continuations(split, documents[of], tokenizer, task, count)
         return
     tested = task.tested
     if tested is None:
@@ -247,17 +236,14 @@ def _drawn(
     labels = dict(task.labels) or {value: value for value in sorted(values)}
     # An unknown label is refused below, by the place of its example.
     if len(values) == 1 and values <= labels.keys():
-        cause = f"has the one label {min(values)!r:.80}"
-        raise DemixError(
-            f"tasks.{name}", cause, "name the field of the right label in label, or add examples of others"
-        )
+        cure = "name the field of the right label in label, or add examples of others"
+        raise DemixError(f"tasks.{name}", f"has the one label {min(values)!r:.80}", cure)
     for split, some in parts:
         for one in some:
             yield one.example(name, split, labels)
 
 
-@dataclass(frozen=True)
-class _Record:
+class _Record(NamedTuple):
     """An example as its source has it: the right label and, where it has its own, the labels to choose from.
 
     `number` is the label where it is a whole number, and may be the place of the right one among the choices.
@@ -267,7 +253,7 @@ class _Record:
     text: str
     label: str
     choices: tuple[str, ...]
-    number: int | None = None
+    number: int | None
 
     def example(self, name: str, split: str, labels: Mapping[str, str]) -> Example:
         """The example, with `labels` (words by value) where it has no choices of its own.
@@ -275,8 +261,7 @@ class _Record:
         A label is one of the choices, else the number of one. Raises DemixError where it is neither, and where it could
         be both, of which one is wrong.
         """
-        choices = self.choices or tuple(labels.values())
-        known = list(self.choices) if self.choices else list(labels)
+        known = list(self.choices or labels)
         found = {known.index(self.label)} if self.label in known else set[int]()
         if self.choices and self.number is not None and 0 <= self.number < len(known):
             found.add(self.number)
@@ -286,7 +271,7 @@ class _Record:
             if found:
                 cause = f"has the label {self.label}, which is one of its choices ({listed}) and the number of another"
             raise DemixError(f"tasks.{name}: {self.place}", cause, "mend label, labels or choices")
-        return Example(split, self.text, choices, min(found))
+        return Example(split, self.text, self.choices or tuple(labels.values()), min(found))
 
 
 def _read(name: str, task: Task, section: SourceSection, output: Path, counts: Counter[str]) -> Iterator[_Record]:
@@ -294,30 +279,23 @@ def _read(name: str, task: Task, section: SourceSection, output: Path, counts: C
     first, *more = task.fields
     own = task.choices if isinstance(task.choices, str) else None
     given = {key: getattr(section, key) for key in section.__dataclass_fields__}
-    wanted = tuple(dict.fromkeys([*more, task.label, *([own] if own else [])]))
-    source = Source(**given | {"text": first, "metadata": wanted})
-    fetched, unseen = output.parent / f".{output.stem}.fetched", set(more)
-    omitted = Omitted()
+    needed = [task.label, *([own] if own else [])]
+    source = Source(**given | {"text": first, "metadata": tuple(dict.fromkeys([*more, *needed]))})
+    fetched, unseen, omitted = output.parent / f".{output.stem}.fetched", set(more), Omitted()
     for row, text, metadata in records(source, f"tasks.{name}", fetched, omitted):
         fields, place = json.loads(metadata), f"tasks.{name}: {row}"
-        for field in (task.label, *([own] if own else [])):
-            if fields[field] is None:
-                raise DemixError(place, f"has no field {field}", "mend label or choices")
-        further = {field: str(fields[field]) for field in more if fields[field] is not None}
-        unseen -= further.keys()
-        parts = [text, *further.values()]
-        choices = fields.get(own) if own else []
-        if own and not isinstance(choices, list):
-            raise DemixError(place, f"has {own} {choices!r:.80}, which is no list", "mend the example")
-        choices = tuple(_as_label(place, own, one) for one in choices)
+        if absent := [field for field in needed if fields[field] is None]:
+            raise DemixError(place, f"has no field {absent[0]}", "mend label or choices")
+        unseen -= {field for field in more if fields[field] is not None}
+        parts = [text, *(str(fields[field]) for field in more if fields[field] is not None)]
+        choices, label = fields[own] if own else [], fields[task.label]
+        choices = tuple(_as_label(place, own, one) for one in choices) if isinstance(choices, list) else ()
         if own and len(set(choices)) < max(2, len(choices)):
-            cause = f"has {own} {list(choices)!r:.80}, no list of two or more different labels"
+            cause = f"has {own} {fields[own]!r:.80}, no list of two or more different labels"
             raise DemixError(place, cause, "mend the example")
         if own:
             refuse_count(f"{place}: {own}", len(choices))
-        label = fields[task.label]
-        whole = "\n".join(part.strip() for part in parts if part.strip())
-        if whole:
+        if whole := "\n".join(part.strip() for part in parts if part.strip()):
             number = label if isinstance(label, int) and not isinstance(label, bool) else None
             yield _Record(row, whole, _as_label(place, task.label, label), choices, number)
         else:
@@ -330,11 +308,9 @@ def _read(name: str, task: Task, section: SourceSection, output: Path, counts: C
 
 def _as_label(place: str, field: str | None, value: Any) -> str:
     """A label of JSON as a text: numbers, true and false as JSON writes them."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, int | float):
+    if not isinstance(value, str | int | float):
         raise DemixError(place, f"has the label {value!r:.80} in {field}, which is no text", "mend the example")
-    return json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _least(
@@ -349,18 +325,18 @@ def _least(
     """The `count` different examples of a source of the smallest hash of their content, in this order; None takes all.
 
     Those of texts in `before` are not taken. The labels of all examples without choices of their own are added to
-    `values`. Raises DemixError where more are left out as unusable than the task allows.
+    `values`. Raises DemixError where more than LEFT_OUT of all are not UTF-8 or have no text.
     """
     kept: dict[int, _Record] = {}
     seen: set[int] = set()
     counts: Counter[str] = Counter(not_utf8=0, empty=0, duplicate=0, used=0)
     for one in _read(name, task, source, output, counts):
         key = seed_for(task.seed, "task", one.text, one.label, json.dumps(one.choices))
-        if key in seen or one.text in before:
-            counts["duplicate" if key in seen else "used"] += 1
-            seen.add(key)
-            continue
+        again = key in seen
         seen.add(key)
+        if again or one.text in before:
+            counts["duplicate" if again else "used"] += 1
+            continue
         if not one.choices:
             values.add(one.label)
             if len(values) > MOST_LABELS:
@@ -368,25 +344,87 @@ def _least(
         kept[key] = one
         if count is not None and len(kept) > 2 * count + 1000:
             kept = {key: kept[key] for key in heapq.nsmallest(count, kept)}
-    _refuse_left_out(name, task, counts, len(seen))
+    said = "{not_utf8} not UTF-8, {empty} without text, {duplicate} there before, {used} used by another part"
+    wrong = counts["not_utf8"] + counts["empty"]
+    if wrong > LEFT_OUT * (wrong + len(seen)):
+        cause = f"leaves out {wrong} of {wrong + len(seen)} examples ({said.format(**counts)})"
+        raise DemixError(f"tasks.{name}", cause, f"mend the file, or convert it ({TO_UTF8})")
+    if counts.total():
+        _log.warning("%s: left out %s", name, said.format(**counts))
     return [kept[key] for key in sorted(kept)[:count]]
 
 
-def _refuse_left_out(name: str, task: Task, counts: Mapping[str, int], different: int) -> None:
-    """Say how many examples of a source are not taken and why; raise DemixError where they are too many.
+# Tasks made of a run's own held-out documents: which domain a text is of, and which second half continues a first.
+# Documents of dev and test are never those of train (`demix.data.corpus`), so that no example holds a text that models
+# learned from. Examples are drawn in the order of the splits, which is that of a hash; at most one of a document.
 
-    Examples that another part of the task has are no fault of the source.
+
+def _of_domains(
+    split: str, files: Mapping[str, Path], words: list[str], count: int | None, seed: int
+) -> Iterator[Example]:
+    """Which domain a text is of: as many examples of each domain, `count` at most, domains in turn.
+
+    `files` are the corpus files of one split by domain, `words` stand for the domains in this order.
     """
-    left_out = counts["not_utf8"] + counts["empty"] + counts["duplicate"]
-    reasons = f"{counts['not_utf8']} not UTF-8, {counts['empty']} without text, {counts['duplicate']} there before"
-    found = left_out + different
-    allowed = LEFT_OUT if task.left_out is None else task.left_out
-    if left_out > allowed * found:
-        cause = f"leaves out {left_out} of {found} examples ({reasons}), more than its left_out of {allowed:g}"
-        cure = f"convert the file ({TO_UTF8}), " if counts["not_utf8"] else "mend the file, "
-        raise DemixError(f"tasks.{name}", cause, f"{cure}or give the task a left_out of {left_out / found:.2g} or more")
-    if left_out or counts["used"]:
-        _log.warning("%s: left out %s, %d used by another part of the task", name, reasons, counts["used"])
+    names = list(files)
+    most = None if count is None else -(-count // len(names))
+    left = count
+    for rows in zip_longest(*(islice(_documents(files[name]), most) for name in names)):
+        some = [(text, number) for number, text in enumerate(rows) if text is not None]
+        # Domains in an order that says nothing of the next one.
+        some = sorted(some, key=lambda one: seed_for(seed, "domain", one[0]))[:left]
+        for text, number in some:
+            yield Example(split, text, tuple(words), number, names[number])
+        left = None if left is None else left - len(some)
+
+
+def _continuations(
+    split: str, files: Mapping[str, Path], tokenizer: Tokenizer, task: ExamplesRecipe, count: int | None
+) -> Iterator[Example]:
+    """Which of `task.choices` second halves continues a first half, of `count` documents at most, domains in turn.
+
+    A choice is the first CHOICE_TOKENS tokens of a second half, so that no choice is likelier for its length. The wrong
+    ones are those of the next documents of the same domain.
+    """
+    number = task.choices if isinstance(task.choices, int) else CHOICES
+    most = None if count is None else max(number, -(-count // len(files)))
+    pairs = []
+    for domain, path in files.items():
+        halves = list(islice(filter(None, (_halves(text, tokenizer) for text in _documents(path))), most))
+        if len({end for _, end in halves}) >= number:
+            pairs += [(domain, place, *half) for place, half in enumerate(halves)]
+    pairs.sort(key=lambda pair: (pair[1], seed_for(task.seed, "continuation", pair[2])))
+    for at, (domain, _, text, end) in enumerate(pairs[:count]):
+        later = chain(pairs[at + 1 :], pairs[:at])
+        wrong = list(islice((other for name, _, _, other in later if name == domain and other != end), number - 1))
+        if len({*wrong}) == number - 1:
+            choices = sorted([end, *wrong], key=lambda each: seed_for(task.seed, "choice", text, each))
+            yield Example(split, text, tuple(choices), choices.index(end), domain)
+
+
+def _documents(path: Path) -> Iterator[str]:
+    """The texts of a corpus file in its order: one piece of each whole document."""
+    origins: set[str] = set()
+    for batch in read_batches(path, ["text", "origin"]):
+        for text, origin in zip(batch.column("text").to_pylist(), batch.column("origin").to_pylist(), strict=True):
+            if origin not in origins and text.strip():
+                origins.add(origin)
+                yield text.strip()
+
+
+def _halves(text: str, tokenizer: Tokenizer) -> tuple[str, str] | None:
+    """The first half of a text's words, and the first CHOICE_TOKENS tokens of the second; None if it is too short.
+
+    A half that does not end at a character, and other text whose tokens are not those of its parts, is too short too.
+    """
+    gaps = [gap.start() for gap in _GAP.finditer(text)]
+    if not gaps:
+        return None
+    middle = gaps[len(gaps) // 2]
+    ids = tokenizer.encode(text[middle:])[:CHOICE_TOKENS]
+    end = tokenizer.decode(ids)
+    whole = len(ids) == CHOICE_TOKENS and tokenizer.encode(end).tolist() == ids.tolist()
+    return (text[:middle], end) if whole else None
 
 
 def examples_of(
