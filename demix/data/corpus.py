@@ -1,4 +1,4 @@
-"""Documents of a domain, free of exact duplicates, divided into train, dev and test by the hash of their content.
+"""Documents of domains, free of exact duplicates, divided into train, dev and test by the hash of their content.
 
 Which documents a domain keeps, their order and their splits are queries over ids and words (`demix.files.database`).
 Texts go through files, each of a stretch of the order: memory holds one stretch at a time, however large the domain.
@@ -6,7 +6,7 @@ Texts go through files, each of a stretch of the order: memory holds one stretch
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -64,6 +64,33 @@ select (select count(*) - count(distinct id) from held_out)
     + (select count(*) from trained semi join held_out using (id))
     + (select count(*) from others)
 """
+# The documents that the pieces of a held-out split are of, and those of them that have pieces in train, too.
+_ORIGINS = """
+select count(distinct origin), count(distinct origin) filter (origin in (select origin from trained))
+from held_out where split = $split
+"""
+
+# Ids that are grouped and sorted at once.
+RANGE_ROWS = 500_000
+OWNERS_SCHEMA = pa.schema([("id", pa.string()), ("domain", pa.string())])
+
+# The last digits of a hash and a domain are the domain. A text that one domain alone holds needs no hash.
+_OWNERS = """
+select lower(hex(id)) as id, if(
+    min(domain) = max(domain),
+    min(domain)::varchar,
+    list_min(
+        list_transform(split(string_agg(domain, '|'), '|'), lambda one: sha256(one || '|' || lower(hex(id))) || one)
+    )[65:]
+) as domain
+from held where held.id >= $low and held.id < $high group by held.id order by held.id
+"""
+_SHARED = """
+with held as (select distinct id, domain from held)
+select one.domain, other.domain, count(*)
+from held one join held other on one.id = other.id and one.domain < other.domain
+group by all order by all
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -108,78 +135,50 @@ def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting
     With `test_only` all that is kept is test, up to its words. Raises DemixError where dev and test cannot be filled
     with a document left over, or test alone has none.
     """
-    if splitting.test_only:
-        _hold_out(domain, documents, owners, splitting, output)
-        return
-    outputs, card = {name: output / f"{name}.parquet" for name in SPLITS}, output / "card.json"
-    held_out = {name: outputs[name] for name in ("dev", "test")}
-    totals, schema = _totals(documents), _schema(splitting)
-    with scratch(card) as folder, database(card) as tables:
-        work = _Work(domain, documents, folder, schema, tables, _left_out(totals["rejected"]))
-        duplicates = _deduplicate(work, owners, splitting)
-        budget = _fitting(work, splitting.words)
-        edges = _edges(work, budget)
-        if splitting.near_duplicates is None:
-            _write(work, edges, outputs)
-        else:
-            _write(work, edges, held_out)
-            _leave_out_near(work, edges, splitting.near_duplicates, [*held_out.values()])
-            edges = _edges(work, budget) or _refused(work, splitting.words)
-            _write(work, edges, {"train": outputs["train"]})
-        kept, near = _one(tables, "select (select count(*) from ordered), (select count(*) from near)")
-        exact = _exact_duplicates(tables, domain, outputs["train"], held_out, owners)
-        origins = _origins(tables)
-    train = edges["train"]
-    if budget.train is not None and train.words < budget.train:
-        _log.warning("%s: train has %d of the %d words of its budget", domain, train.words, budget.train)
-    totals["rejected"]["near_duplicates"] = near
-    totals["rejected"]["beyond_budget"] = kept - train.end
-    write_json(
-        card,
-        {
-            "domain": domain,
-            "documents": {name: edges[name].end - edges[name].start for name in SPLITS},
-            "words": {name: edges[name].words for name in SPLITS},
-            "budgets": asdict(splitting.words),
-            "origins": origins,
-            "duplicates": duplicates,
-            "leakage": {"exact_duplicates": exact, "ngrams": leaked(outputs["train"], held_out)},
-            **totals,
-        },
+    outputs = {name: output / f"{name}.parquet" for name in (("test",) if splitting.test_only else SPLITS)}
+    card, words, held_out = (
+        output / "card.json",
+        splitting.words,
+        {name: outputs[name] for name in outputs if name != "train"},
     )
-
-
-def _hold_out(domain: str, documents: list[Path], owners: Path, splitting: Splitting, output: Path) -> None:
-    """What `split` does of a domain that is scored and nothing else."""
-    card, wanted = output / "card.json", splitting.words.test
-    totals, schema = _totals(documents), _schema(splitting)
-    with scratch(card) as folder, database(card) as tables:
-        work = _Work(domain, documents, folder, schema, tables, _left_out(totals["rejected"]))
-        duplicates = _deduplicate(work, owners, splitting)
-        end, words = _one(tables, _UNTIL, words=wanted)
-        (kept,) = _one(tables, "select count(*) from ordered")
-        if not end:
-            cause = "has no text that training text does not hold"
-            raise DemixError(
-                domain, cause + (f"; left out: {work.left_out}" if work.left_out else ""), "mend its source"
-            )
-        _write(work, {"test": _Edges(0, end, words)}, {"test": output / "test.parquet"})
-    totals["rejected"]["beyond_budget"] = kept - end
-    counts: dict[str, Any] = {"documents": {"test": end}, "words": {"test": words}, "budgets": {"test": wanted}}
-    write_json(card, {"domain": domain, **counts, "duplicates": duplicates, **totals})
-
-
-def _totals(documents: list[Path]) -> dict[str, Counter[str]]:
-    """The counts of all parts of a domain together, by what they count."""
     totals: dict[str, Counter[str]] = {key: Counter() for key in ("rejected", "replacements", "normalised")}
     for counts in (read_json(path.with_suffix(".json")) for path in documents):
         for key, total in totals.items():
             total.update(counts[key])
-    return totals
-
-
-def _schema(splitting: Splitting) -> pa.Schema:
-    return SCHEMA.append(pa.field("metadata", pa.large_string())) if splitting.metadata else SCHEMA
+    schema = SCHEMA.append(pa.field("metadata", pa.large_string())) if splitting.metadata else SCHEMA
+    said: dict[str, Any] = {"domain": domain}
+    with scratch(card) as folder, database(card) as tables:
+        work = _Work(domain, documents, folder, schema, tables, _left_out(totals["rejected"]))
+        said["duplicates"] = _deduplicate(work, owners, splitting)
+        if splitting.test_only:
+            edges = {"test": _Edges(0, *_one(tables, _UNTIL, words=words.test))}
+            if not edges["test"].end:
+                raise DemixError(
+                    domain, f"has no text that training text does not hold{work.left_out}", "mend its source"
+                )
+            _write(work, edges, outputs)
+        else:
+            budget = _fitting(work, words)
+            edges = _edges(work, budget)
+            if splitting.near_duplicates is None:
+                _write(work, edges, outputs)
+            else:
+                _write(work, edges, held_out)
+                _leave_out_near(work, edges, splitting.near_duplicates, [*held_out.values()])
+                edges = _edges(work, budget) or _refused(work, words)
+                _write(work, edges, {"train": outputs["train"]})
+            (totals["rejected"]["near_duplicates"],) = _one(tables, "select count(*) from near")
+            said["origins"], exact = _held_in_train(tables, domain, outputs["train"], held_out, owners)
+        (kept,) = _one(tables, "select count(*) from ordered")
+    totals["rejected"]["beyond_budget"] = kept - max(one.end for one in edges.values())
+    said["budgets"] = {"test": words.test}
+    if not splitting.test_only:
+        if budget.train is not None and edges["train"].words < budget.train:
+            _log.warning("%s: train has %d of the %d words of its budget", domain, edges["train"].words, budget.train)
+        leakage = {"exact_duplicates": exact, "ngrams": leaked(outputs["train"], held_out)}
+        said |= {"budgets": asdict(words), "leakage": leakage}
+    said["documents"] = {name: edges[name].end - edges[name].start for name in outputs}
+    write_json(card, said | {"words": {name: edges[name].words for name in outputs}} | totals)
 
 
 @dataclass(frozen=True)
@@ -244,11 +243,9 @@ def _fitting(work: _Work, budget: Budget) -> Budget:
     dev, test = (-(-wanted * words // (2 * (budget.dev + budget.test))) for wanted in (budget.dev, budget.test))
     smaller = Budget(budget.train, min(max(1, dev), budget.dev), min(max(1, test), budget.test))
     edges = _edges(work, smaller) or _refused(work, budget)
-    _log.warning(
-        "%s: dev (%d) and test (%d) leave no document for train; they take %d and %d of %d words",
-        work.domain, budget.dev, budget.test, edges["dev"].words, edges["test"].words,
-        sum(split.words for split in edges.values()),
-    )  # fmt: skip
+    taken = f"{edges['dev'].words} and {edges['test'].words} of {sum(split.words for split in edges.values())} words"
+    said = "%s: dev (%d) and test (%d) leave no document for train; they take %s"
+    _log.warning(said, work.domain, budget.dev, budget.test, taken)
     return smaller
 
 
@@ -257,7 +254,7 @@ def _refused(work: _Work, budget: Budget) -> NoReturn:
     raise DemixError(
         f"{work.domain}.words",
         f"dev ({budget.dev}) and test ({budget.test}) leave no document for train out of {documents} documents with "
-        f"{words} words" + (f"; left out: {work.left_out}" if work.left_out else ""),
+        f"{words} words{work.left_out}",
         "lower them or add text",
     )
 
@@ -265,14 +262,16 @@ def _refused(work: _Work, budget: Budget) -> NoReturn:
 def left_out(cards: Iterable[Path]) -> list[str]:
     """One line for each domain of these corpus cards that lacks documents or bytes because they are no text."""
     found = ((card["domain"], _left_out(card["rejected"] | card["normalised"])) for card in map(read_json, cards))
-    return [f"{domain}: left out: {said}" for domain, said in found if said]
+    return [domain + said.replace(";", ":", 1) for domain, said in found if said]
 
 
 def _left_out(counts: Mapping[str, int]) -> str:
+    """What a domain lacks, as the end of a sentence; empty if nothing."""
     kinds = {"not_utf8": "document{} not in UTF-8", "invalid_bytes": "byte{} not in UTF-8", "empty": "document{} empty"}
     found = {kind: counts[kind] for kind in kinds if counts.get(kind)}
     said = ", ".join(f"{number:,} {kinds[kind].format('s' * (number > 1))}" for kind, number in found.items())
-    return said + (f" (convert: {TO_UTF8})" if found.keys() - {"empty"} else "")
+    cure = f" (convert: {TO_UTF8})" if found.keys() - {"empty"} else ""
+    return f"; left out: {said}{cure}" if said else ""
 
 
 def _edges(work: _Work, budget: Budget) -> dict[str, _Edges]:
@@ -328,12 +327,8 @@ def _write(work: _Work, edges: dict[str, _Edges], outputs: dict[str, Path]) -> N
     for name, output in outputs.items():
         start, end = edges[name].start, edges[name].end
         ordered = _sorted(paths, firsts, start, end)
-        write_batches(
-            output,
-            work.schema,
-            followed(ordered, f"{work.domain}: {name} documents", end - start, len),
-            use_dictionary=False,
-        )
+        ordered = followed(ordered, f"{work.domain}: {name} documents", end - start, len)
+        write_batches(output, work.schema, ordered, use_dictionary=False)
 
 
 def _sizes(paths: list[Path]) -> tuple[int, int]:
@@ -360,17 +355,16 @@ def _sorted(paths: list[Path], firsts: np.ndarray, start: int, end: int) -> Iter
         order = order[slice(*np.searchsorted(ranks, [start, end], sorter=order))]
         rows = min(BATCH_ROWS, max(1, len(ranks) * BATCH_BYTES // max(table.nbytes, 1)))
         for place in range(0, len(order), rows):
-            yield from (
-                table.drop_columns("rank").take(pa.array(order[place : place + rows])).combine_chunks().to_batches()
-            )
+            found = table.drop_columns("rank").take(pa.array(order[place : place + rows]))
+            yield from found.combine_chunks().to_batches()
 
 
-def _exact_duplicates(
+def _held_in_train(
     tables: duckdb.DuckDBPyConnection, domain: str, train: Path, held_out: dict[str, Path], owners: Path
-) -> int:
-    """The held-out texts that training texts hold too: none, or a bug.
+) -> tuple[dict[str, int], int]:
+    """How many documents the pieces of dev and test are of, and how many of these have pieces in train too.
 
-    Makes tables of what the files of dev and test hold, and of what the file of train has in common with these.
+    Returned besides are the held-out texts that training texts hold too: none, or a bug.
     """
     tables.execute("create table held_out (split varchar, id varchar, origin varchar)")
     for name, path in held_out.items():
@@ -381,19 +375,70 @@ def _exact_duplicates(
     run_on(tables, known, read_batches(train, ["id", "origin"]))
     foreign = f"insert into others select id {common} and domain != '{domain}'"
     run_on(tables, foreign, read_batches(owners, ["id", "domain"]))
-    found: int = _one(tables, _TWICE)[0]
-    if found:
-        raise RuntimeError(f"{domain}: {found} texts of dev and test are in a training split")
-    return found
+    (exact,) = _one(tables, _TWICE)
+    if exact:
+        raise RuntimeError(f"{domain}: {exact} texts of dev and test are in a training split")
+    origins: dict[str, int] = {}
+    for name in held_out:
+        origins[name], origins[f"{name}_in_train"] = _one(tables, _ORIGINS, split=name)
+    return origins, exact
 
 
-def _origins(tables: duckdb.DuckDBPyConnection) -> dict[str, int]:
-    """How many documents the pieces of each held-out split are of, and how many of these have pieces in train too."""
-    query = """
-    select count(distinct origin), count(distinct origin) filter (origin in (select origin from trained))
-    from held_out where split = $split
+def deduplicate(documents: list[Path], output: Path) -> None:
+    """Assign each text that several training domains hold to one of them (documents/<domain>/<part>.parquet)."""
+    made_once(output, [output], documents, {}, partial(mark_duplicates, _parts_by_domain(documents), output))
+
+
+def novel_duplicates(documents: list[Path], output: Path) -> None:
+    """Count the texts that novel domains share with one another (documents/<domain>/<part>.parquet)."""
+    count_shared(_parts_by_domain(documents), output)
+
+
+def _parts_by_domain(documents: Sequence[Path]) -> dict[str, list[Path]]:
+    """The files documents/<domain>/<part>.parquet, grouped by domain."""
+    names = dict.fromkeys(path.parent.name for path in documents)
+    return {name: [path for path in documents if path.parent.name == name] for name in names}
+
+
+def mark_duplicates(inputs: dict[str, list[Path]], output: Path) -> None:
+    """Decide which training domain keeps each text: Parquet `id`, `domain`, one row per distinct id, sorted by id.
+
+    Of the domains that hold a text the one with the smallest sha256 of domain and id keeps it, so that neither the
+    order of the domains nor that of their documents and parts matters.
     """
-    counts: dict[str, int] = {}
-    for name in ("dev", "test"):
-        counts[name], counts[f"{name}_in_train"] = _one(tables, query, split=name)
-    return counts
+    with database(output) as tables:
+        _hold(tables, inputs)
+        write_batches(output, OWNERS_SCHEMA, _owners(tables), use_dictionary=["domain"])
+
+
+def _owners(tables: duckdb.DuckDBPyConnection) -> Iterator[pa.RecordBatch]:
+    """The owners of a range of ids after the other: in memory, they are grouped and sorted in half of the time."""
+    (rows,) = tables.sql("select count(*) from held").fetchall()[0]
+    parts = 1 + rows // RANGE_ROWS
+    edges = [((number << 256) // parts).to_bytes(32) for number in range(parts)]
+    for low, high in pairwise([*edges, b"\xff" * 33]):
+        found = tables.sql(_OWNERS, params={"low": low, "high": high}).to_arrow_reader(1 << 16)
+        yield from (batch.cast(OWNERS_SCHEMA) for batch in found)
+
+
+def count_shared(inputs: dict[str, list[Path]], output: Path) -> None:
+    """Write how many texts each two domains share as JSON `{"shared": {"a": {"b": number}}}`, a before b, no zeros.
+
+    For the novel domains, whose duplicates among one another are reported and not dropped.
+    """
+    table: dict[str, dict[str, int]] = {}
+    with database(output) as tables:
+        _hold(tables, inputs)
+        for one, other, number in tables.sql(_SHARED).fetchall():
+            table.setdefault(one, {})[other] = number
+    write_json(output, {"shared": table})
+
+
+def _hold(tables: duckdb.DuckDBPyConnection, inputs: dict[str, list[Path]]) -> None:
+    """Make the table `held`: one row per document and domain that holds it."""
+    names = ", ".join(f"'{domain}'" for domain in sorted(inputs))
+    tables.execute(f"create type domain as enum ({names}); create table held (id blob, domain domain)")
+    for domain, paths in inputs.items():
+        batches = (batch for path in paths for batch in read_batches(path, ["id"]))
+        query = f"insert into held select unhex(id), '{domain}' from batches"
+        run_on(tables, query, counted(batches, f"{domain}: documents", paths))

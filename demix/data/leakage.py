@@ -1,4 +1,4 @@
-"""How much of the held-out text occurs in training text: 13-grams of words, compared by 64-bit hashes.
+"""How much of held-out text, and of what tasks ask, occurs in training text: 13-grams of words, by 64-bit hashes.
 
 Only hashes that divide by `Grams.one_in` (a power of two, 1 for up to `MOST_GRAMS` held-out words) are looked at on
 both sides, so that memory has a bound: 8 bytes a held-out 13-gram, and as much again for the table before it.
@@ -13,10 +13,13 @@ import numpy as np
 import pyarrow as pa
 
 from demix.data.text import word_starts
-from demix.files.batches import read_batches
+from demix.files.batches import read_batches, write_rows
 
 LENGTH = 13
 MOST_GRAMS = 1 << 24
+# Of contamination.
+_COUNTS = ("documents", "long_documents", "found_documents", "ngrams", "found_ngrams", "one_in")
+SCHEMA = pa.schema([("task", pa.string()), ("domain", pa.string()), *((name, pa.int64()) for name in _COUNTS)])
 
 _PIECE = 1 << 18
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
@@ -151,3 +154,43 @@ def leaked(train: Path, held_out: dict[str, Path]) -> dict[str, float | int]:
         "one_in": max(grams.one_in for grams in sets.values()),
         **{name: round(float(one.mean()), 6) if len(one) else 0.0 for name, one in found.items()},
     }
+
+
+def contamination(documents: Path, train: Path, output: Path) -> None:
+    """Write how many documents of each task, and of its 13-grams, occur in `train`, corpus/<domain>/train.parquet.
+
+    `documents` has a row for each text of a document, with the columns task, document, text and n_words. Rows of the
+    output: task, domain, documents, long_documents (those with a 13-gram), found_documents (those with one that the
+    training text has), ngrams (distinct ones), found_ngrams, one_in (only one in so many 13-grams is looked at). One
+    13-gram contaminates a document, as in Brown et al. 2020, appendix C.
+    """
+    words = sum(int(batch.column(0).to_numpy().sum()) for batch in read_batches(documents, ["n_words"]))
+    one_in = sampling(words)
+    # The number of each document, and the hashes of its 13-grams.
+    numbers: dict[tuple[str, int], int] = {}
+    owners, hashes = [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
+    for batch in read_batches(documents, ["task", "document", "text"]):
+        keys = zip(batch.column("task").to_pylist(), batch.column("document").to_pylist(), strict=True)
+        own = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+        for found, text in grams_of(batch.column("text"), one_in):
+            hashes.append(found)
+            owners.append(own[text])
+    tasks = list(dict.fromkeys(task for task, _ in numbers))
+    task_of = np.array([tasks.index(task) for task, _ in numbers], np.int64)
+    grams = Grams.of(np.concatenate(hashes), one_in)
+    # Each document with each of its 13-grams, by their numbers.
+    owner, place = np.concatenate(owners), np.searchsorted(grams.hashes, np.concatenate(hashes))
+    held, width = seen_in(train, grams)[place], max(len(grams.hashes), 1)
+
+    def by_task(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """By task, the documents and the distinct 13-grams among the chosen pairs."""
+        of_task = task_of[np.unique(owner[chosen])]
+        pairs = np.unique(task_of[owner[chosen]] * width + place[chosen])
+        return np.bincount(of_task, minlength=len(tasks)), np.bincount(pairs // width, minlength=len(tasks))
+
+    counts = [np.bincount(task_of, minlength=len(tasks)), *by_task(np.ones(len(owner), bool)), *by_task(held)]
+    rows = [
+        (task, train.parent.name, int(every), int(long), int(found), int(ngrams), int(found_ngrams), one_in)
+        for task, every, long, ngrams, found, found_ngrams in zip(tasks, *counts, strict=True)
+    ]
+    write_rows(output, SCHEMA, rows)

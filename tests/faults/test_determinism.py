@@ -86,7 +86,7 @@ import sys
 from pathlib import Path
 from demix.data.anonymize import anonymize_documents
 from demix.data.corpus import Budget, Splitting, split
-from demix.data.duplicates import mark_duplicates
+from demix.data.corpus import mark_duplicates
 from demix.data.shards import tokenize
 from demix.data.sources import Source, download
 from demix.data.tokenizer import train_tokenizer

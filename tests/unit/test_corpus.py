@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from demix.data import corpus, leakage
 from demix.data.anonymize import SCHEMA
-from demix.data.contamination import contamination
-from demix.data.corpus import SPLITS, Budget, Splitting, left_out, split
-from demix.data.duplicates import count_shared, mark_duplicates
-from demix.data.leakage import grams_of
+from demix.data.corpus import SPLITS, Budget, Splitting, count_shared, left_out, mark_duplicates, split
+from demix.data.leakage import contamination, grams_of
 from demix.evaluate.harness import DOCUMENTS
 from demix.files import read_json, write_json, write_parquet
 from support.errors import refused

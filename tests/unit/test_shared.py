@@ -151,7 +151,7 @@ def test_other_code_shares_nothing() -> None:
         return output
 
     assert owners("two").samefile("results/one/corpus/owners.parquet")
-    with open("code/demix/data/duplicates.py", "a") as file:
+    with open("code/demix/data/corpus.py", "a") as file:
         file.write("# later\n")
     assert not owners("three").samefile("results/one/corpus/owners.parquet")
 
