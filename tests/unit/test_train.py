@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from demix.config.architecture import Architecture
-from demix.data.shards import TokenShard, blocks, tokenize
-from demix.data.tokenizer import train_tokenizer
+from demix.data.shards import TokenShard, blocks
 from demix.errors import StoppedError
 from demix.files import read_json, seed_for
 from demix.model.directory import load_model
@@ -30,10 +29,9 @@ from demix.train.loop import train
 from demix.train.schedule import EarlyStopping, Optimization
 from demix.train.trainer import DivergedError
 from support.checkpoints import checkpoint, farthest
-from support.errors import refused
 from support.plain_training import adamw, plain_steps, rates
-from support.tokens import NOVEL, TRAINING
-from support.training import SIZES, TRAIN, opened, rows, shard_paths, tensors, train_into, train_model, updates
+from support.tokens import TRAINING
+from support.training import SIZES, TRAIN, opened, rows, shard_paths, tensors, train_into, updates
 
 RATE, ARCHITECTURE = 0.25, Architecture(**SIZES)
 EXACT = Optimization(
@@ -230,15 +228,6 @@ def test_losses_on_dev_and_kept_states_change_no_weight(tokens: Path, tmp_path: 
     assert not [*(measured / "checkpoints").iterdir()]
     states = sorted(path.name for path in kept.glob("checkpoints/*/step-*"))
     assert states == ["step-00000002", "step-00000005", "step-00000024"]
-
-
-def test_text_of_another_tokenizer_is_refused(tokens: Path, tmp_path: Path) -> None:
-    text, other = tokens / "corpus" / NOVEL[0] / "train.parquet", tmp_path / NOVEL[0] / "train.arrow"
-    train_tokenizer([text], 400, tmp_path / "tokenizer.json")
-    tokenize(tmp_path / "tokenizer.json", text, other)
-    with refused(other):
-        train_model("dense", TRAIN, [*shard_paths(tokens), other], tmp_path / "model", None, tmp_path / "checkpoints")
-    assert not (tmp_path / "model").exists()
 
 
 def test_a_mask_is_the_draw_of_its_sequence_and_layer() -> None:

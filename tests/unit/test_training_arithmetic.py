@@ -2,7 +2,10 @@
 
 import dataclasses
 import math
+import shutil
 from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,14 +16,18 @@ from hypothesis import strategies as st
 from demix.config.counts import masked_places
 from demix.config.training import RateSchedule
 from demix.data.order import block_count, drawn_block, seen_blocks
-from demix.data.shards import TokenShard
+from demix.data.shards import TokenShard, tokenize
+from demix.data.tokenizer import train_tokenizer
 from demix.files import seed_for
 from demix.model.gpt import MASKED
 from demix.run.placement import place
-from demix.train.batches import batches_of
+from demix.train.batches import batches_of, open_shards
+from demix.train.parallel import World
 from demix.train.schedule import Optimization
 from support.errors import refused
 from support.shards import shard_of
+from support.tokens import NOVEL
+from support.training import shard_paths
 
 
 @settings(max_examples=200, deadline=None)
@@ -179,3 +186,21 @@ def test_masks_follow_from_seed_step_domain_and_number() -> None:
             own = batch.targets[d, number].numpy()
             expected = np.where(how < 0.8, MASKED, np.where(how < 0.9, others, own))
             assert batch.inputs[d, number, places].tolist() == expected.tolist()
+
+
+# Shards of tokens.
+@pytest.mark.parametrize("rank", range(2))
+def test_one_rank_verifies_a_shard(tokens: Path, tmp_path: Path, rank: int) -> None:
+    first, second, third = shard_paths(tokens)
+    damaged = Path(shutil.copytree(second.parent, tmp_path / "tokens" / second.parent.name), second.name)
+    damaged.write_bytes(second.read_bytes()[:-900] + bytes(4) + second.read_bytes()[-896:])
+    with refused(damaged) if rank else nullcontext():
+        assert len(open_shards([first, damaged, third], World(rank, 2))) == 3
+
+
+def test_shards_of_another_tokenizer_are_refused(tokens: Path, tmp_path: Path) -> None:
+    text, other = tokens / "corpus" / NOVEL[0] / "train.parquet", tmp_path / NOVEL[0] / "train.arrow"
+    train_tokenizer([text], 400, tmp_path / "tokenizer.json")
+    tokenize(tmp_path / "tokenizer.json", text, other)
+    with refused(other):
+        open_shards([shard_paths(tokens)[0], other, other], World())
