@@ -11,7 +11,7 @@ from scipy.special import log_softmax
 
 from demix.config.mixing import METHODS
 from demix.mix.logs import decaying_sums
-from demix.mix.mixtures import log_mixtures
+from demix.mix.mixtures import floor, log_mixtures
 from demix.mix.priors import accuracy_log_priors, released_log_priors
 from demix.mix.rules import ReleasedScorer, weights_rule
 from support.errors import refused
@@ -217,3 +217,9 @@ def test_a_mixture_that_cannot_be_is_refused(method: str, weights: str | int, su
     """Unknown rules, wrong or missing parameters, missing distances, evidence counted twice."""
     with refused(subject):
         mix(np.zeros((1, 2, 2)), np.ones((1, 2), dtype=bool), method, weights)
+
+
+def test_oracles_know_the_best_expert_of_a_block_or_token() -> None:
+    scores = np.log([[[0.1, 0.5], [0.4, 0.2], [0.3, 0.2]], [[0.9, 0.1], [0.1, 0.3], [0.2, 0.1]]])
+    np.testing.assert_array_equal(floor(scores, "best_token"), np.log([[0.5, 0.4, 0.3], [0.9, 0.3, 0.2]]))
+    np.testing.assert_array_equal(floor(scores, "best_block"), np.log([[0.5, 0.2, 0.2], [0.9, 0.1, 0.2]]))

@@ -90,6 +90,12 @@ def test_scores_are_those_of_the_files_with_their_texts_and_documents(
         assert whole[document].startswith(re.sub("[^ -~]", "", scored).removeprefix("<|endoftext|>"))
 
 
+def test_domains_have_their_kinds(frozen: Run) -> None:
+    found = {row["domain"]: row["kind"] for row in rows(frozen, "select distinct domain, kind from documents")}
+    kinds = {"training": frozen.training, "novel": frozen.novel, "suite": frozen.suites}
+    assert found == {domain: kind for kind, domains in kinds.items() for domain in domains}
+
+
 def test_metrics_are_those_of_the_files(frozen: Run) -> None:
     """Those of a further seed and of an expert that was trained by itself among them."""
     for file, where in (
