@@ -66,8 +66,7 @@ def import_(
     fetched.
     """
     from demix.config.addresses import HUB
-    from demix.model.import_hf import import_hf
-    from demix.model.import_hub import import_hub
+    from demix.model.import_hf import import_hf, import_hub
 
     if text is not None and not verify:
         raise DemixError("--text", "is for --verify alone", "leave it out, or add --verify")

@@ -7,6 +7,7 @@ scored once.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
@@ -27,8 +28,7 @@ from demix.model.gpt import GPT
 from demix.model.heads import ROWS_AT_ONCE
 from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, columns_of, trunk_log_probabilities
 
-# Probabilities of next tokens that are in memory at once, 4 bytes each, and scores of whole texts, 8 bytes each.
-MOST_PROBABILITIES = 1 << 26
+# Scores of whole texts that are in memory at once, 8 bytes each.
 MOST_SCORES = 1 << 24
 # The keys and values of the contexts that continuations share, a copy for each continuation.
 MOST_CACHED_BYTES = 1 << 30
@@ -212,24 +212,14 @@ def continuation_log_probabilities(
     """
     found = {one: (0.0, True) for one in wanted if not one.tokens}
     order = sorted({*wanted} - found.keys(), key=lambda one: (-len(one.context), one.context, one.tokens))
-    most = max(1, MOST_PROBABILITIES // mixture.trunks[0].vocab_size)
-    for batches in _parts(_batches(order, mixture, batch), _Batch.size, most):
-        passes: list[list[tuple[Tensor, Tensor]]] = [[] for _ in batches]
-        for trunk in mixture.trunks:
-            for one, passed in zip(batches, passes, strict=True):
-                passed.append(one.passed(trunk))
-                advance(len(one.wanted) / len(mixture.trunks))
-        weighed = []
-        for one, passed in zip(batches, passes, strict=True):
-            log_p, log_g = mixture.mixed(_finite(passed), one.targets, one.inputs[:, 0])
-            totals = log_p.masked_fill(~one.asked, 0).sum(1).tolist()
-            weighed.append((totals, log_g[one.asked]))
-        mixed = _mixed(mixture.trunks, passes, [log_g for _, log_g in weighed])
-        likeliest = [log_p.argmax(-1).cpu() for log_p in mixed]
-        for one, (totals, _), tokens in zip(batches, weighed, likeliest, strict=True):
-            same = torch.split(tokens == one.targets[one.asked], [len(each.tokens) for each in one.wanted])
-            answers = zip(totals, (bool(each.all()) for each in same), strict=True)
-            found |= zip(one.wanted, answers, strict=True)
+    for one in _batches(order, mixture, batch):
+        passed = [one.passed(trunk) for trunk in mixture.trunks]
+        log_p, log_g = mixture.mixed(_finite(passed), one.targets, one.inputs[:, 0])
+        totals = log_p.masked_fill(~one.asked, 0).sum(1).tolist()
+        likeliest = _likeliest(mixture.trunks, passed, log_g[one.asked])
+        same = torch.split(likeliest == one.targets[one.asked], [len(each.tokens) for each in one.wanted])
+        found |= zip(one.wanted, zip(totals, (bool(each.all()) for each in same), strict=True), strict=True)
+        advance(len(one.wanted))
     return [found[one] for one in wanted]
 
 
@@ -264,10 +254,6 @@ class _Batch:
         shared = min(map(len, contexts)) - 1 if len(contexts) < len(wanted) else 0
         return _Batch(wanted, of, ids[:, :-1], ids[:, 1:], asked[:, 1:], shared)
 
-    def size(self) -> int:
-        """The number of tokens in continuations."""
-        return int(self.asked.sum())
-
     @torch.no_grad()
     def passed(self, model: GPT, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """log p [E, R, N] of the targets, float64, and the states [E, tokens, D] that predict those asked for."""
@@ -294,37 +280,30 @@ def _finite(passed: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return scores
 
 
-def _mixed(
-    trunks: Sequence[GPT], passes: Sequence[Sequence[tuple[Tensor, Tensor]]], weights: Sequence[Tensor]
-) -> list[Tensor]:
-    """log p [tokens, V] of what may stand, under the mixture, at each place asked for of each batch.
+@torch.no_grad()
+def _likeliest(trunks: Sequence[GPT], passed: Sequence[tuple[Tensor, Tensor]], log_g: Tensor) -> Tensor:
+    """The likeliest token under the mixture at each place asked for [tokens].
 
-    `passes` have `_Batch.passed` by batch and trunk, and `weights` log g [tokens, E] by batch.
+    `passed` has `_Batch.passed` by trunk, and `log_g` [tokens, E] are the weights there.
     """
-    totals: list[Tensor | None] = [None] * len(weights)
-    first = 0
-    with torch.no_grad():
-        for number, trunk in enumerate(trunks):
-            last = first + len(trunk.experts)
-            for place, (passed, log_g) in enumerate(zip(passes, weights, strict=True)):
-                hidden = passed[number][1]
-                of_trunk = log_g[:, first:last].T[..., None].to(hidden.device)
-                mixed = _mixed_next(trunk, hidden, of_trunk)
-                so_far = totals[place]
-                totals[place] = mixed if so_far is None else torch.logaddexp(so_far, mixed)
-            first = last
-    return [total for total in totals if total is not None]
+    of_trunks = torch.split(log_g, [len(trunk.experts) for trunk in trunks], 1)
+    rows = max(1, ROWS_AT_ONCE[passed[0][1].device.type] // len(passed[0][1]))
+    found = []
+    for first in range(0, len(log_g), rows):
+        place = slice(first, first + rows)
+        parts = (
+            _mixed_next(trunk, hidden[:, place], weights[place])
+            for trunk, (_, hidden), weights in zip(trunks, passed, of_trunks, strict=True)
+        )
+        found.append(reduce(torch.logaddexp, parts).argmax(-1).cpu())
+    return torch.cat(found)
 
 
 def _mixed_next(model: GPT, hidden: Tensor, log_g: Tensor) -> Tensor:
-    """log Σ g·p [tokens, V] over the experts of `model`, for states [E, tokens, D] and log g [E, tokens, 1]."""
-    rows = max(1, ROWS_AT_ONCE[hidden.device.type] // len(hidden))
-    parts = []
-    for states, weights in zip(torch.split(hidden, rows, 1), torch.split(log_g, rows, 1), strict=True):
-        logits = model.logits(states)
-        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        parts.append((log_p + weights.to(log_p.dtype)).logsumexp(0))
-    return torch.cat(parts)
+    """log Σ g·p [tokens, V] over the experts of `model`, for states [E, tokens, D] and log g [tokens, E]."""
+    logits = model.logits(hidden)
+    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return (log_p + log_g.T[..., None].to(log_p)).logsumexp(0)
 
 
 def _batches(order: Sequence[Continuation], mixture: MixedModel, batch: int | None) -> Iterator[_Batch]:

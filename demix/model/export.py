@@ -88,7 +88,6 @@ def export_hf(
     _, encoder = tokenizer_of(directory, tokenizer)
     model = load_model(directory, (expert,))
     tensors = _tensors(directory, form, model, 0, dtype)
-    card = card or f"# {directory.resolve().name}: expert {expert}\n\nAn expert of demix, exported as {form.title}.\n"
     _write(directory, form, _config(directory, form, model, encoder, dtype), tensors, encoder, card, output)
 
 
@@ -132,9 +131,8 @@ def export_mixture(
         "beta": beta,
         "gamma": gamma,
     }
-    card = card or f"# {directory.resolve().name}\n\nA mixture of {len(names)} experts.\n"
     used = _USE.format(experts=len(names), beta=beta, gamma=gamma, start=encoder.decode([encoder.end_of_text]))
-    _write(directory, form, config, tensors, encoder, card + used, output, _CODE)
+    _write(directory, form, config, tensors, encoder, (card or "") + used, output, _CODE)
 
 
 def _tensors(directory: Path, form: Format, model: GPT, number: int, dtype: str) -> dict[str, Tensor]:
@@ -170,7 +168,7 @@ def _write(
     config: dict[str, Any],
     tensors: dict[str, Tensor],
     encoder: Tokenizer,
-    card: str,
+    card: str | None,
     output: Path,
     code: str = "",
 ) -> None:
@@ -180,7 +178,8 @@ def _write(
         save_tensors(tensors, temporary / "model.safetensors", {"format": "pt"})
         _write_json(temporary / "config.json", config)
         _write_tokenizer(form, encoder, context, _as_it_came(directory), temporary)
-        (temporary / "README.md").write_text(card, encoding="utf-8")
+        if card is not None:
+            (temporary / "README.md").write_text(card, encoding="utf-8")
         if code:
             (temporary / f"{code}.py").write_bytes(Path(__file__).with_name(f"{code}.py").read_bytes())
 

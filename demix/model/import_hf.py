@@ -1,7 +1,9 @@
 """Importing a checkpoint of Hugging Face as a dense model, the inverse of `demix.model.export`."""
 
 import codecs
-from collections.abc import Iterator, Mapping
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +18,18 @@ from torch import Tensor
 from demix.config.architecture import Architecture
 from demix.config.counts import parameters
 from demix.config.models import DENSE_EXPERT
+from demix.config.tokenizer import GPT2_TYPES, types_and_end
+from demix.data.hub import fetch_files, model_files, pinned_model
+from demix.data.tokenizer import Tokenizer, gpt2_tokenizer
+from demix.data.tokenizer_files import from_merges, write_definition
 from demix.errors import DemixError
-from demix.files import check_inside, digest, opened, refuse_used, replacing, sha256_file
+from demix.files import check_inside, digest, exclusive, opened, read_json, refuse_used, replacing, sha256_file
 from demix.files.json_files import read_unsealed
 from demix.files.kinds import SAFETENSORS, check_file_kind
 from demix.model.directory import FLOATS, check_values, save_expert, save_shared
 from demix.model.format import BY_SIZES, HARMLESS, NEUTRAL, Format, Others, follows
 from demix.model.formats import FORMATS
 from demix.model.gpt import GPT
-from demix.model.imported_tokenizer import imported_tokenizer
 from demix.model.manifest import MOST_BYTES
 from demix.model.verified import Verified, refuse_without_transformers, verify_import
 from demix.settings import Text, settings, settings_from
@@ -33,10 +38,10 @@ from demix.settings import Text, settings, settings_from
 USUAL_CONTEXT = 2048
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
-# A folder of peft with the changes to a model that lies elsewhere.
-ADAPTER = "adapter_config.json"
-# How names begin that torch.compile, DistributedDataParallel, FSDP and peft give to the tensors of the model inside.
-WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.", "base_model.")
+# Rows by which an embedding is padded so that its size divides well.
+MOST_PADDING = 1024
+# Tokenizers of other kinds: SentencePiece, WordPiece, tiktoken.
+_OTHERS = ("*.model", "vocab.txt", "*.tiktoken")
 # What an export gives back as it came: the files beside the weights that say how the model is used.
 KEPT = (
     "added_tokens.json", "chat_template.jinja", "config.json", "generation_config.json", "merges.txt",
@@ -79,14 +84,12 @@ def import_hf(
         refuse_without_transformers()
     for path in (*(folder / name for name in (*KEPT, INDEX)), *folder.glob("*.safetensors")):
         check_inside(path, folder)
-    if (folder / ADAPTER).exists():
-        raise an_adapter(folder)
     config = folder / "config.json"
     form, options, others = read_config(config)
     architecture = architecture_of(config, form, options, others, context)
     vocab_size = others.vocab_size
     weights, sha256 = _weight_files(folder)
-    with _opened(folder, weights, form) as places:
+    with _opened(weights) as places:
         model = _model(config, places, form, architecture, vocab_size, others.context)
     shared, own = parameters(architecture, vocab_size)
     with replacing(output.resolve(), directory=True) as temporary:
@@ -103,10 +106,38 @@ def import_hf(
         return verify_import(folder, temporary / KEPT_IN, model, encoder, text) if verify else None
 
 
-def an_adapter(subject: object) -> DemixError:
-    """The error for a checkpoint that changes the parameters of another."""
-    cure = "merge the adapter first: AutoPeftModelForCausalLM, merge_and_unload(), save_pretrained(FOLDER)"
-    return DemixError(subject, "is an adapter of peft, which changes another model's parameters", cure)
+def import_hub(
+    address: str, output: Path, context: int | None = None, verify: bool = False, text: Path | None = None
+) -> Verified | None:
+    """Write the model `hub:owner/name@commit` to `output`, as `import_hf` does that of a folder.
+
+    Only config.json, the tokenizer's files and safetensors are fetched. They wait in a folder beside `output`, from
+    which a later call goes on, until the model is written. Raises DemixError for what names no commit, for files that
+    are absent, damaged or out of reach, and as `import_hf` does.
+    """
+    refuse_used(output)
+    if verify:
+        refuse_without_transformers()
+    repository, commit = pinned_model(address)
+    files, place = model_files(repository, commit), output.resolve()
+    folder = place.with_name(f".{place.name}.{commit[:12]}")
+    with exclusive(folder / ".lock", "fetches this checkpoint"):
+        fetch_files(files, ["config.json"], folder)
+        # What cannot come in is refused before its weights are fetched.
+        read_config(folder / "config.json")
+        fetch_files(files, [name for name in KEPT if name in files], folder)
+        weights = {WEIGHTS}
+        if WEIGHTS not in files:
+            if INDEX not in files:
+                cause = f"has neither {WEIGHTS} nor {INDEX} at this commit"
+                raise DemixError(f"model {repository}", cause, "use a commit with safetensors; pickles are not read")
+            fetch_files(files, [INDEX], folder)
+            weights = set(weight_map(folder / INDEX).values())
+        fetch_files(files, sorted(weights), folder)
+        origin = {"repository": repository, "revision": commit}
+        done = import_hf(folder, output, context, verify, text, origin)
+        shutil.rmtree(folder)
+    return done
 
 
 def read_config(path: Path) -> tuple[Format, dict[str, Any], Others]:
@@ -147,17 +178,11 @@ def architecture_of(
     return replace(architecture, **usual)
 
 
-def _weight_files(folder: Path) -> tuple[dict[Path, set[str] | None], str]:
-    """The safetensors files of a checkpoint with the tensors that the index gives them, and a digest of them all.
-
-    Without an index there is one file, and None in place of names.
-    """
+def _weight_files(folder: Path) -> tuple[list[Path], str]:
+    """The safetensors files of a checkpoint, and a digest of them all."""
     index, single = folder / INDEX, folder / WEIGHTS
     whole = single.exists() or not index.exists()
-    found: dict[Path, set[str] | None] = {single: None}
-    if not whole:
-        places = weight_map(index)
-        found = {folder / name: {key for key, own in places.items() if own == name} for name in places.values()}
+    found = [single] if whole else [folder / name for name in dict.fromkeys(weight_map(index).values())]
     for path in found:
         try:
             check_file_kind(path, SAFETENSORS)
@@ -174,29 +199,22 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _opened(folder: Path, weights: Mapping[Path, set[str] | None], form: Format) -> Iterator[Places]:
-    """Where each tensor of a checkpoint lies, while the files are open."""
+def _opened(weights: Sequence[Path]) -> Iterator[Places]:
+    """Where each tensor of a checkpoint lies, while the files are open. A name may stand in one of them alone."""
     places: dict[str, tuple[Path, Any]] = {}
     with ExitStack() as stack:
-        for path, named in weights.items():
+        for path in weights:
             try:
                 file = stack.enter_context(safe_open(path, "pt"))
                 names = set(file.keys())
             except SafetensorError as error:
                 raise DemixError(path, f"is not a safetensors file ({error})", "get it again") from None
-            if wrapped := next((name for name in names for mark in WRAPPERS if name.startswith(mark)), None):
-                cause = f"holds {wrapped}, whose name begins with that of a wrapper of the model"
-                raise DemixError(path, cause, "save the model inside: unwrap it, or strip the beginnings of the names")
-            if any(".lora_" in name for name in names):
-                raise an_adapter(path)
-            differing = sorted(names ^ (names if named is None else named))
-            if wrong := [name for name in differing if not name.endswith(form.buffers)]:
-                told = f"holds {wrong[0]}, which" if wrong[0] in names else f"lacks {wrong[0]}, which"
-                cause = f"{told} {INDEX} {'gives to no file or another' if wrong[0] in names else 'gives to it'}"
-                raise DemixError(path, cause, f"get the file and {folder / INDEX} again")
+            if twice := names & places.keys():
+                cause = f"holds {min(twice)}, and so does {places[min(twice)][0].name}"
+                raise DemixError(path, cause, "get the checkpoint again")
             places |= dict.fromkeys(names, (path, file))
         if not places:
-            raise DemixError(next(iter(weights)), "holds no tensors", "get it again")
+            raise DemixError(weights[0], "holds no tensors", "get it again")
         yield places
 
 
@@ -272,3 +290,32 @@ def _keep_files(folder: Path, output: Path) -> None:
             raise DemixError(folder / name, f"has more than {_MOST_KEPT_BYTES:,} bytes", "get it again")
         output.mkdir(exist_ok=True)
         (output / name).write_bytes(content)
+
+
+def imported_tokenizer(folder: Path, output: Path, types: int, family: str) -> Tokenizer:
+    """Write the tokenizer of the checkpoint in `folder`, whose embedding has `types` rows, to `output`.
+
+    Its files are `tokenizer.json`, or `vocab.json` and `merges.txt`. A checkpoint of the `family` gpt2 without a file
+    of a tokenizer has that of GPT-2. Raises DemixError for any other.
+    """
+    source, vocabulary, merges = (folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))
+    if os.path.lexists(source):
+        definition = read_unsealed(source)
+    elif vocabulary.is_file() and merges.is_file():
+        source, definition = vocabulary, from_merges(read_unsealed(vocabulary), merges)
+    else:
+        _refuse_unless_gpt2(folder, types, family)
+        gpt2_tokenizer(output)
+        definition = read_json(output)
+    end_of_text = types_and_end(folder / "tokenizer.json", definition)["end_of_text"]
+    return write_definition(source, definition, output, end_of_text, types)
+
+
+def _refuse_unless_gpt2(folder: Path, types: int, family: str) -> None:
+    """Raise DemixError unless a checkpoint without a tokenizer of ours surely has that of GPT-2."""
+    names = sorted(path.name for pattern in ("vocab.json", "merges.txt", *_OTHERS) for path in folder.glob(pattern))
+    if family == "gpt2" and not names and GPT2_TYPES <= types < GPT2_TYPES + MOST_PADDING:
+        return
+    found = f", only {', '.join(names)}" if names else ""
+    cause = f"has neither tokenizer.json nor vocab.json with merges.txt{found}"
+    raise DemixError(folder, cause, "put the model's own tokenizer.json there")

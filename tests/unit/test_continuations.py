@@ -124,7 +124,7 @@ def opinionated() -> GPT:
     return model
 
 
-def test_whole_models_are_mixed_like_experts_of_one_trunk(monkeypatch) -> None:
+def test_whole_models_are_mixed_like_experts_of_one_trunk() -> None:
     model = opinionated()
     trunks = [alone(model, name, "model") for name in THREE]
     wanted = [Continuation((END, *DRAWN[k : k + 5]), tuple(DRAWN[j : j + 3])) for k in (0, 9, 14) for j in (40, 50)]
@@ -138,10 +138,6 @@ def test_whole_models_are_mixed_like_experts_of_one_trunk(monkeypatch) -> None:
     assert [log_p for log_p, _ in together] == pytest.approx([log_p for log_p, _ in apart], abs=1e-10)
     assert [greedy for _, greedy in together] == [greedy for _, greedy in apart]
     assert sum(greedy for _, greedy in together) >= len(contexts)
-    # Two parts of which each has the tokens of one batch and a half at most.
-    monkeypatch.setattr(continuations, "MOST_PROBABILITIES", 9 * 50)
-    parts = continuation_log_probabilities(mixture_of("history", "uniform", None, None, trunks), wanted, 2)
-    assert parts == apart
 
 
 def test_a_shared_context_is_scored_once(monkeypatch) -> None:

@@ -16,8 +16,7 @@ import yaml
 
 from demix.errors import DemixError
 from demix.model.directory import describe
-from demix.model.import_hf import INDEX, WEIGHTS, import_hf
-from demix.model.import_hub import import_hub
+from demix.model.import_hf import INDEX, WEIGHTS, import_hf, import_hub
 from demix.run.check import completed_run
 from support.checkpoints import change, checkpoint
 from support.cli import refusal

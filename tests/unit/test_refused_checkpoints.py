@@ -147,8 +147,6 @@ def test_an_index_is_distrusted(tokens: Path, tmp_path: Path) -> None:
         (others | {name: 5}, key),
         ({}, "weight_map"),
         (others | {name: "absent.safetensors"}, "absent.safetensors"),
-        (others, file),
-        (whole["weight_map"] | {"model.more": file}, file),
     ):
         index.write_text(json.dumps(whole | {"weight_map": weight_map}))
         with refused(subject):
@@ -192,6 +190,14 @@ def _renamed(folder: Path, beginning: str) -> None:
     save_file({f"{beginning}{name}": tensor for name, tensor in load_file(path).items()}, path)
 
 
+def _doubled(folder: Path, name: str) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    save_file({name: tensors[name]}, folder / "again.safetensors")
+    (folder / WEIGHTS).rename(folder / "whole.safetensors")
+    files = dict.fromkeys(tensors, "whole.safetensors") | {name: "again.safetensors"}
+    (folder / INDEX).write_text(json.dumps({"weight_map": files}))
+
+
 def _replaced(folder: Path, name: str, content: bytes) -> None:
     (folder / name).write_bytes(content)
 
@@ -203,9 +209,8 @@ CAUSES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "hf"),
     "unknown keys": (lambda folder: change(folder, **DEFAULTS, b_key=2, a_key=1), "a_key, b_key"),
     "an encoder": (lambda folder: change(folder, is_encoder_decoder=True), "is_encoder_decoder"),
-    "compiled": (lambda folder: _renamed(folder, "_orig_mod."), WEIGHTS),
-    "parallel": (lambda folder: _renamed(folder, "module."), WEIGHTS),
-    "an adapter": (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "hf"),
+    "compiled": (lambda folder: _renamed(folder, "_orig_mod."), "hf"),
+    "a tensor twice": (lambda folder: _doubled(folder, "model.norm.weight"), "again.safetensors"),
     "no tensors": (lambda folder: save_file({}, folder / WEIGHTS), WEIGHTS),
     "a pointer": (lambda folder: _replaced(folder, WEIGHTS, POINTER), WEIGHTS),
     "a pointer to a tokenizer": (lambda folder: _replaced(folder, "tokenizer.json", POINTER), "tokenizer.json"),

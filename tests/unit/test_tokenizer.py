@@ -26,7 +26,7 @@ from demix.data.shards import TokenShard, blocks, tokenize, write_spans
 from demix.data.tokenizer import END_OF_TEXT, Tokenizer, byte_lengths, gpt2_tokenizer, train_tokenizer
 from demix.data.tokenizer_files import take_tokenizer
 from demix.files import read_json, write_json
-from demix.model.imported_tokenizer import imported_tokenizer
+from demix.model.import_hf import imported_tokenizer
 from demix.model.verified import texts_of_all_kinds
 from support.byte_level import NORMALISED, PLAIN, SPECIAL, definition, sample, write_folder
 from support.cli import succeeds
