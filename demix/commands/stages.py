@@ -44,7 +44,7 @@ STAGES = {
     "adapt": ("commands.training.adapt", "model shards"),
     "average-experts": ("evaluate.choice.average_experts", "model"),
     "merge-routed": ("model.merge_routed.merge_shards", "model shards"),
-    "score": ("evaluate.score.score_shards", "model shards"),
+    "score": ("evaluate.score.score_models", "models shards"),
     "score-ngrams": ("evaluate.ngrams.score_ngrams", "paths"),
     "route": ("evaluate.routing.route", "folder shards"),
     "choose-mixing": ("evaluate.choice.choose_mixing", "scores"),

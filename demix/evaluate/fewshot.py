@@ -68,7 +68,6 @@ def score_tasks(
         if path.stem not in given.tasks:
             raise DemixError(path, "is of no task of --settings", nearest(path.stem, given.tasks, "name the task"))
         asked = list(prompts(given.tasks[path.stem], read_examples(path)))
-        rows = [tokens_of(path.stem, prompt, encoder, trunks[0].architecture.context) for prompt in asked]
         about = {
             "experts": ",".join(names),
             "examples_sha256": sha256_file(path),
@@ -76,7 +75,7 @@ def score_tasks(
             **{f"expert_sha256.{name}": sha256 for name, sha256 in hashes.items()},
         }
         schema = schema_of(len(names)).with_metadata(about)
-        batches = _batches(trunks, asked, rows, encoder.end_of_text, dtype, schema, path.stem)
+        batches = _batches(path.stem, asked, trunks, encoder, dtype)
         write_batches(output / path.name, schema, regrouped(batches, repeat(ROWS)))
         log.info("%s: %d prompts, %d experts", path.stem, len(asked), len(names))
 
@@ -96,42 +95,28 @@ def tokens_of(task: str, prompt: Prompt, tokenizer: Tokenizer, length: int) -> t
 
 
 def _batches(
-    trunks: Sequence[GPT],
-    asked: Sequence[Prompt],
-    rows: Sequence[tuple[np.ndarray, list[np.ndarray]]],
-    before: int,
-    dtype: torch.dtype | None,
-    schema: pa.Schema,
-    task: str,
+    task: str, asked: Sequence[Prompt], trunks: Sequence[GPT], encoder: Tokenizer, dtype: torch.dtype | None
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of each prompt."""
+    """The rows of each prompt: its context (label -1), then its labels."""
     names = columns_of(trunks)
+    schema = schema_of(len(names))
     with progress(f"{task}: prompts", len(asked)) as advance:
-        for prompt, (context, labels) in zip(asked, rows, strict=True):
-            wanted = [Continuation((before, *context.tolist()), tuple(label.tolist())) for label in labels]
-            scored = [np.concatenate(continuation_scores(trunk, wanted, dtype), axis=1) for trunk in trunks]
-            yield _batch(prompt, context, labels, np.concatenate(scored), names, schema)
+        for prompt in asked:
+            context, labels = tokens_of(task, prompt, encoder, trunks[0].architecture.context)
+            before = (encoder.end_of_text, *context.tolist())
+            wanted = [Continuation(before, tuple(label.tolist())) for label in labels]
+            found = [np.concatenate(continuation_scores(trunk, wanted, dtype), axis=1) for trunk in trunks]
+            scores = np.concatenate(found)  # [E, tokens]
+            refuse_not_finite(names, scores)
+            sizes, count = [len(context), *map(len, labels)], scores.shape[1]
+            flat = pa.array(np.ascontiguousarray(scores.T, dtype=np.float32).ravel())
+            columns = [
+                pa.array([prompt.split] * count, schema.field("split").type),
+                pa.array(np.full(count, prompt.seed, np.int32)),
+                pa.array(np.full(count, prompt.example, np.int32)),
+                pa.array(np.repeat(np.arange(-1, len(labels)), sizes).astype(np.int16)),
+                pa.array(np.concatenate([context, *labels]).astype(np.uint32)),
+                pa.FixedSizeListArray.from_arrays(flat, type=schema.field("log_probability").type),
+            ]
+            yield pa.record_batch(columns, schema=schema)
             advance(1)
-
-
-def _batch(
-    prompt: Prompt,
-    context: np.ndarray,
-    labels: Sequence[np.ndarray],
-    scores: np.ndarray,
-    names: Sequence[str],
-    schema: pa.Schema,
-) -> pa.RecordBatch:
-    """The rows of one prompt: its context (label -1), then its labels."""
-    refuse_not_finite(names, scores)
-    sizes, count = [len(context), *map(len, labels)], scores.shape[1]
-    flat = pa.array(np.ascontiguousarray(scores.T, dtype=np.float32).ravel())
-    columns = [
-        pa.array([prompt.split] * count, schema.field("split").type),
-        pa.array(np.full(count, prompt.seed, np.int32)),
-        pa.array(np.full(count, prompt.example, np.int32)),
-        pa.array(np.repeat(np.arange(-1, len(labels)), sizes).astype(np.int16)),
-        pa.array(np.concatenate([context, *labels]).astype(np.uint32)),
-        pa.FixedSizeListArray.from_arrays(flat, type=schema.field("log_probability").type),
-    ]
-    return pa.record_batch(columns, schema=schema)

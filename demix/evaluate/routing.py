@@ -74,24 +74,19 @@ def beside_of(table: Path, mixtures: Iterable[PlannedMixture]) -> dict[str, Besi
     """
     wanted = [mixture for mixture in mixtures if mixture.routing]
     experts = tuple(dict.fromkeys(name for mixture in wanted for name in mixture.experts))
-    places = dict.fromkeys((mixture.context, mixture.routing) for mixture in wanted)
-    run = table.absolute().parents[2]
-    for _, routing in places:
-        refuse_other_clusters(run / "models" / table.parent.name, run / "clusters" / routing, experts)
-    return {context: _beside(run, routing, context, table.name, experts) for context, routing in places}
-
-
-def _beside(run: Path, clustering: str, context: str, table: str, experts: tuple[str, ...]) -> Beside:
-    path = run / "routing" / clustering / context / f"{table}.parquet"
-    with parquet_reader(path) as file:
-        names, about = file.schema_arrow.names, file.schema_arrow.metadata or {}
-    clusterer = digest(read_json(run / "clusters" / clustering / "clusterer.json"))
-    if about.get(b"clusterer_sha256", b"").decode() != clusterer:
-        raise DemixError(path, "was made with another clusterer than the experts", "route again")
-    for name in experts:
-        if name not in names:
-            raise DemixError(path, f"has no column of {name}", f"choose experts among {', '.join(names)}")
-    return Beside(path, experts)
+    run, found = table.absolute().parents[2], {}
+    for context, routing in dict.fromkeys((mixture.context, mixture.routing) for mixture in wanted):
+        clusters, path = run / "clusters" / routing, run / "routing" / routing / context / f"{table.name}.parquet"
+        refuse_other_clusters(run / "models" / table.parent.name, clusters, experts)
+        with parquet_reader(path) as file:
+            names, about = file.schema_arrow.names, file.schema_arrow.metadata or {}
+        if about.get(b"clusterer_sha256", b"").decode() != digest(read_json(clusters / "clusterer.json")):
+            raise DemixError(path, "was made with another clusterer than the experts", "route again")
+        for name in experts:
+            if name not in names:
+                raise DemixError(path, f"has no column of {name}", f"choose experts among {', '.join(names)}")
+        found[context] = Beside(path, experts)
+    return found
 
 
 def best_on_dev(

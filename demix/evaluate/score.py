@@ -3,7 +3,7 @@
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -65,7 +65,7 @@ class ScoredModel:
 
 @settings(kw_only=True)
 class Scoring(ScoringRecipe):
-    """How scores are computed, and of which tokens. `models` is for several models in one job."""
+    """How scores are computed, and of which tokens. `models` are those of `score_models`."""
 
     threads: Threads
     models: Items[ScoredModel] = ()
@@ -82,31 +82,6 @@ class _Work:
     context: int = 0
     top_k: int = 0
     without: str = ""
-
-
-def score_shards(
-    model: Path,
-    shards: list[Path],
-    settings: Scoring,
-    output: Path,
-    experts: Sequence[str],
-    context: int = 0,
-    top_k: int = 0,
-) -> None:
-    """Score texts under experts: write the log-probability of every token.
-
-    `experts` are experts or domain tokens; own: each domain under its own token; listed: several models, each with its
-    experts, domains, splits, context and top_k, which `models` in the settings lists. `model` and `output` are then
-    the folders of all models and of all their score tables. A `context` or `top_k` of 0 is that of training.
-    """
-    names = tuple(experts)
-    if (names == ("listed",)) != bool(settings.models):
-        cause = "is given beside `models` in --settings" if settings.models else "needs `models` in --settings"
-        raise DemixError(f"--experts {','.join(names)}", cause, "name the experts of one model, or list several models")
-    if settings.models:
-        score_models(model, shards, settings, output)
-    else:
-        score(model, () if names == ("own",) else names, shards, settings, output, context, top_k)
 
 
 def score(
@@ -135,11 +110,14 @@ def score(
 
 
 def score_models(models: Path, shards: list[Path], scoring: Scoring, output: Path) -> None:
-    """Do `score` for each of `scoring.models` below the folder `models`, with the same bytes.
+    """Score texts under experts: write the log-probability of every token.
 
-    Writes output/<model>/…, or output/<model>@… for what is not as in training, and opens each of the shards once.
-    Raises DemixError before the first is scored if an expert of the last is missing.
+    Does `score` for each of `scoring.models` below the folder `models`, with the same bytes. Writes output/<model>/…,
+    or output/<model>@… for what is not as in training, and opens each of the shards once. Raises DemixError before the
+    first is scored if an expert of the last is missing, and where no model is named.
     """
+    if not scoring.models:
+        raise DemixError("--settings.models", "names no model", "list the models to score")
     places = {(path.parent.name, path.stem): path for path in shards}
     works = []
     for one in scoring.models:
@@ -185,11 +163,11 @@ def _check(work: _Work) -> None:
     domain_tokens, architecture = described.domain_tokens, described.architecture
     if architecture.position == "learned" and context > architecture.context:
         cause = f"is longer than the {architecture.context} positions that {directory} has learned"
-        raise DemixError(f"--context {context}", cause, "use fewer, or a model with position alibi")
+        raise DemixError(f"context {context}", cause, "use fewer, or a model with position alibi")
     routed = architecture.routed.experts if architecture.routed else 0
     if work.top_k > routed:
         cause = f"is more than the {routed} experts among which tokens of {directory} choose in a layer"
-        raise DemixError(f"--top-k {work.top_k}", cause, "use fewer, or a model of kind routed")
+        raise DemixError(f"top_k {work.top_k}", cause, "use fewer, or a model of kind routed")
     wanted = {*experts, *(path.parent.name for path in work.shards if not experts)}
     if (domain_tokens or not experts) and not wanted <= {*domain_tokens}:
         has = f"has the domain tokens {', '.join(domain_tokens)}" if domain_tokens else "has no domain tokens"

@@ -28,7 +28,7 @@ from support.disturbed import printed
 from support.errors import refused
 
 RUN = "results/tiny"
-SCORE = f"score {RUN}/models {RUN}/tokens/fantasy/"
+SCORE = f'score {RUN}/models {RUN}/tokens/fantasy/|"model": "dense"'
 # By what each command holds, files of each kind that it reads.
 READERS = {
     "split licenses": ("documents/licenses/0000.parquet", "documents/licenses/0000.json", "corpus/owners.parquet"),
@@ -39,7 +39,7 @@ READERS = {
     "train dense |models/dense ": [f"tokens/licenses/train.{kind}" for kind in ("arrow", "documents.arrow", "json")],
     "overlap ": ("tokens/fantasy/test.arrow",),
     SCORE: ("tokens/fantasy/test.arrow", "models/dense/model.json", "models/dense/shared.safetensors"),
-    "score |models/demix |fantasy|parliament,": [
+    f'score {RUN}/models {RUN}/tokens/fantasy/|"model": "demix"': [
         f"models/demix/experts/licenses.{kind}" for kind in ("safetensors", "json")
     ],
     "adapt |fantasy/dev": ("tokens/fantasy/dev.arrow", "scores/demix/fantasy.dev/licenses.parquet"),

@@ -23,7 +23,7 @@ STAGES = {
     "tokenize": "tokenize |licenses/dev",
     "overlap": "overlap ",
     "train": "train dense |models/dense ",
-    "score": "score results/tiny/models/demix |fantasy/dev.arrow",
+    "score": 'score results/tiny/models results/tiny/tokens/fantasy/dev.arrow|"model": "demix"',
     "score-ngrams": "score-ngrams ",
     "choose-mixing": "choose-mixing results/tiny/scores/demix",
     "adapt": "adapt |fantasy/dev",

@@ -25,7 +25,6 @@ from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.settings import settings_from
-from support.cli import succeeds
 from support.entries import tiny
 from support.errors import refused
 from support.mixing import block_weights, log_mixture
@@ -130,9 +129,8 @@ def test_scores_in_other_blocks_are_those_of_the_model(
 ) -> None:
     model = write_small(tmp_path / "model", position, tokens)
     path = tokens / "tokens" / TRAINING[0] / "test.arrow"
-    settings = {"dev_blocks": 3, "test_tokens": 500, "precision": "fp32", "threads": 1}
-    words = ["--context", context, "--settings", json.dumps(settings), "--output", tmp_path / "scores"]
-    succeeds("score", tmp_path / "model", path, "--experts", "a,b", *words)
+    scoring = Scoring(dev_blocks=3, test_tokens=500, precision="fp32", threads=1)
+    score(tmp_path / "model", ("a", "b"), [path], scoring, tmp_path / "scores", context)
     table = read_scores(tmp_path / "scores" / f"{TRAINING[0]}.test", ("a", "b"))
     assert table.mask.shape[1] == context
     assert table.tokens == 500
@@ -144,7 +142,7 @@ def test_longer_blocks_than_learned_positions_are_refused(tokens: Path, tmp_path
     write_small(tmp_path / "model", "learned", tokens)
     scoring = Scoring(dev_blocks=3, test_tokens=500, precision="fp32", threads=1)
     shards = [tokens / "tokens" / TRAINING[0] / "test.arrow"]
-    with refused("--context 17"):
+    with refused("context 17"):
         score(tmp_path / "model", ("a",), shards, scoring, tmp_path / "scores", 17)
     assert not (tmp_path / "scores").exists()
 

@@ -178,7 +178,8 @@ def test_of_many_names_the_nearest_five_are_listed() -> None:
     assert {*re.findall(r"demix|dense|cbtm_\d+", nearest("demx", names[-5:], ""))} == {*names[-5:]}
 
 
-SCORING = '{"dev_blocks": 1, "test_tokens": null, "precision": "fp32", "threads": 1}'
+SCORING = """{"dev_blocks": 1, "test_tokens": null, "precision": "fp32", "threads": 1,
+    "models": [{"model": "none", "experts": ["a"], "domains": ["a"], "splits": ["test"]}]}"""
 TRAINED = ("--settings", "{}", "--output", "out", "--metrics", "m", "--checkpoints", "c")
 
 
@@ -191,9 +192,9 @@ TRAINED = ("--settings", "{}", "--output", "out", "--metrics", "m", "--checkpoin
         (("track", "results", "--uri", "postgresql://me:hidden@host/demix"), "--uri"),
         (("train", "sparse", "a", *TRAINED), "--settings.tokens"),
         (("adapt", "a", "b", *TRAINED), "b"),
-        (("score", "nomodel", "a", "--experts", "a", "--output", "out", "--settings", SCORING), "nomodel/model.json"),
+        (("score", "models", "a/test.arrow", "--output", "out", "--settings", SCORING), "models/none/model.json"),
         (
-            ("score", "nomodel", "a", "--experts", "a", "--output", "out", "--settings", SCORING.replace("32", "8")),
+            ("score", "models", "a/test.arrow", "--output", "out", "--settings", SCORING.replace("32", "8")),
             "--settings.precision",
         ),
         (("export", "nomodel", "--expert", "a", "--tokenizer", "t", "--output", "out"), "nomodel"),

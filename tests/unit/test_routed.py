@@ -5,7 +5,6 @@ The oracles are routers of transformers, scikit-learn's ridge regression, and pl
 
 import dataclasses
 import itertools
-import json
 import math
 import os
 import shutil
@@ -35,7 +34,7 @@ from demix.config.counts import parameters
 from demix.data.shards import TokenShard, blocks
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.memorization import Audit, audit_rows
-from demix.evaluate.score import ScoredModel, Scoring, score_models
+from demix.evaluate.score import ScoredModel, Scoring, score, score_models
 from demix.files import read_json, read_json_lines, sha256_file, write_json, write_parquet
 from demix.launch.job import Places
 from demix.model.directory import describe, load_model
@@ -672,12 +671,11 @@ def test_scores_of_fewer_experts_are_those_of_models_that_have_or_choose_so_many
     assert len({tuple(values) for values in found.values()}) == 4
     assert content(folder / "mine") == before
     # What is kept of one number is not taken for another one.
-    settings = json.dumps(dataclasses.asdict(dataclasses.replace(scoring, models=())))
-    words = ("score", folder / "mine", *shards, "--experts", "dense", "--settings", settings, "--output")
     for top_k, label in ((1, "@top-1"), (3, "@top-3"), (0, "")):
-        succeeds(*words, scores / "one", "--top-k", top_k)
+        score(folder / "mine", ("dense",), shards, scoring, scores / "one", top_k=top_k)
         assert column(scores, "one") == found[label]
-    refusal(*words, tmp_path / "none", "--top-k", 4, of="--top-k 4")
+    with refused("top_k 4"):
+        score(folder / "mine", ("dense",), shards, scoring, tmp_path / "none", top_k=4)
     assert not (tmp_path / "none").exists()
 
 

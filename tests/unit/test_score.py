@@ -225,22 +225,24 @@ def test_each_domain_is_scored_under_its_own_token(tokens: Path, model: Path, tm
 def test_an_added_expert_touches_no_other_file(tokens: Path, model: Path, tmp_path: Path, small_groups: None) -> None:
     """Through the command, as the rules run it; it finds the files of before in other row groups."""
     paths = [path for domain in (TRAINING[0], NOVEL[0]) for path in shards_of(tokens, domain)]
-    score(model, EXPERTS[:2], paths, SCORING, tmp_path / "scores")
+    score(model, EXPERTS[:2], paths, SCORING, tmp_path / "scores" / model.name)
 
     def state() -> dict[Path, tuple[str, int]]:
-        return {path: (sha256_file(path), path.stat().st_mtime_ns) for path in (tmp_path / "scores").glob("*/[!.]*")}
+        return {path: (sha256_file(path), path.stat().st_mtime_ns) for path in (tmp_path / "scores").glob("*/*/[!.]*")}
 
     before = state()
     assert len(before) == 4 * 3
-    settings = ["--settings", json.dumps(asdict(SCORING)), "--output", tmp_path / "scores"]
-    succeeds("score", model, *paths, "--experts", EXPERTS[2], *settings)
+    one = {"model": model.name, "experts": EXPERTS[2:], "domains": [TRAINING[0], NOVEL[0]], "splits": ["dev", "test"]}
+    settings = json.dumps(asdict(SCORING) | {"models": [one]})
+    succeeds("score", model.parent, *paths, "--settings", settings, "--output", tmp_path / "scores")
     after = state()
     assert {path.stem for path in after.keys() - before.keys()} == {EXPERTS[2]}
     assert {path: after[path] for path in before} == before
     score(model, EXPERTS, paths, SCORING, tmp_path / "together")
     for path in paths:
         name = f"{path.parent.name}.{path.stem}"
-        added, together = (read_scores(tmp_path / folder / name, EXPERTS) for folder in ("scores", "together"))
+        places = (tmp_path / "scores" / model.name / name, tmp_path / "together" / name)
+        added, together = (read_scores(place, EXPERTS) for place in places)
         np.testing.assert_allclose(added.scores, together.scores, rtol=1e-5)
         assert not np.allclose(added.scores[..., 0], added.scores[..., 2], rtol=1e-3)
 

@@ -176,10 +176,9 @@ def test_what_is_missing_or_wrong_ends_the_job_in_one_line_that_names_the_model(
         score_models(models, shards, SCORING, tmp_path / "scores")
 
 
-def test_the_command_takes_one_model_or_several(models: Path, shards: list[Path], tmp_path: Path) -> None:
+def test_the_command_scores_the_models_of_its_settings(models: Path, shards: list[Path], tmp_path: Path) -> None:
     several = json.dumps(SETTINGS | {"models": [written(one) for one in MODELS]})
-    command = ["score", str(models), *map(str, shards), "--output", str(tmp_path / "scores"), "--experts"]
-    assert said([*command, "listed", "--settings", several]) is None
+    command = ["score", str(models), *map(str, shards), "--output", str(tmp_path / "scores"), "--settings"]
+    assert said([*command, several]) is None
     assert {path.name for path in (tmp_path / "scores").iterdir()} == {"demix", "token", "token@16", "plain"}
-    for more in (["listed", "--settings", json.dumps(SETTINGS)], ["law", "--settings", several]):
-        assert f"--experts {more[0]}: " in str(said([*command, *more]))
+    assert "--settings.models" in str(said([*command, json.dumps(SETTINGS)]))

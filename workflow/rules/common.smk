@@ -151,8 +151,8 @@ def once(files):
     return list(dict.fromkeys(files))
 
 
-def several_models(job):
-    """The settings of a job that scores under several models."""
+def scoring_settings(job):
+    """The settings of a job that scores texts under models."""
     return lambda wildcards: RULES.as_json(
         taken(ScoringRecipe, CONFIG.evaluation),
         threads=CONFIG.threads,

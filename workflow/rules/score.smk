@@ -1,13 +1,10 @@
 # One forward pass per (model, expert, domain, split). Every mixture is computed from the tables.
-SCORING = RULES.as_json(taken(ScoringRecipe, CONFIG.evaluation), threads=CONFIG.threads)
-
 
 # The folders of n-grams of any order.
 POOLED, BY_DOMAIN = systems.ngram_folders("{order}")
 
 
 for job in scoring_jobs(THIS):
-    part, *more = job.parts
 
     rule:
         name:
@@ -38,20 +35,11 @@ for job in scoring_jobs(THIS):
         resources:
             **RULES.site("score"),
         params:
-            settings=several_models(job) if more else verbatim(SCORING),
-            model=below_run("models" if more else f"models/{part.model}"),
-            folder=below_run("scores" if more else f"scores/{part.folder}"),
-            # With the options of other blocks and of other numbers of experts here, the commands of the other rules stay as they are.
-            experts=(
-                "listed"
-                if more
-                else ("own" if part.own else ",".join(part.columns))
-                + f" --context {part.context}" * bool(part.context)
-                + f" --top-k {part.top_k}" * bool(part.top_k)
-            ),
+            settings=scoring_settings(job),
+            models=below_run("models"),
+            folder=below_run("scores"),
         shell:
-            "demix score {params.model} {input.tokens} --experts {params.experts}"
-            " --settings {params.settings:q} --output {params.folder} 2> {log}"
+            "demix score {params.models} {input.tokens} --settings {params.settings:q} --output {params.folder} 2> {log}"
 
 
 # Baselines that count: one job reads all text of an order's models, and scores it.
