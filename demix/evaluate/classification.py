@@ -251,11 +251,12 @@ def routings(
         if isinstance(mixture.rule, PriorAlone):
             yield replace(whole, name=f"{mixture.name}, released", released=True)
     tests = [one.prompt for one in scored if one.prompt.split == "test"]
+    only = np.where(np.eye(len(experts)), 0.0, -np.inf)
     if all(prompt.domain in experts for prompt in tests):
         told = "test labels" if task.made == "domains" else "the domain"
-        yield TaskRouting("own expert", lambda one: _only(experts.index(one.prompt.domain), len(experts)), reads=told)
-    for number, name in enumerate(experts):
-        yield TaskRouting("one expert", lambda one, number=number: _only(number, len(experts)), expert=name)  # type: ignore[misc]
+        yield TaskRouting("own expert", lambda one: only[experts.index(one.prompt.domain)], reads=told)
+    for name, row in zip(experts, only, strict=True):
+        yield TaskRouting("one expert", lambda one, row=row: row, expert=name)  # type: ignore[misc]
 
 
 def answers(scored: Sequence[Scored], routing: TaskRouting, task: Task) -> np.ndarray:
@@ -378,12 +379,6 @@ def _by_expert(scored: Sequence[Scored], split: str, seed: int, experts: Sequenc
     if not some:
         raise DemixError(f"split {split}", f"has no prompt of seed {seed}", "score the task again")
     return np.array([[choice(sums, one.prompt) == one.prompt.answer for sums in one.sums.T] for one in some])
-
-
-def _only(number: int, experts: int) -> np.ndarray:
-    log_g = np.full(experts, -np.inf)
-    log_g[number] = 0.0
-    return log_g
 
 
 def _hash(context: str, label: str) -> str:

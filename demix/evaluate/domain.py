@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +110,7 @@ def _mixed(
     scores: Path, domain: str, evaluation: Evaluation, byte_lengths: np.ndarray | None = None
 ) -> list[_Evaluated]:
     """The evaluations of all tables of a domain, in their order."""
-    found = []
-    for table in evaluation.tables:
-        folders = {split: scores / table.folder / f"{domain}.{split}" for split in table.splits}
-        for folder in folders.values():
-            refuse_other_model(folder, table.columns, scores.parent / "models" / table.folder)
-        evaluated = _several if table.several else _single
-        found.append(evaluated(folders, domain, evaluation, table, byte_lengths))
+    found = [_of_table(scores, domain, evaluation, table, byte_lengths) for table in evaluation.tables]
     if len({one.totals.sha256 for one in found}) > 1:
         raise DemixError(f"domain {domain}", "was scored on different tokens by different models", "score it again")
     return found
@@ -128,41 +122,18 @@ def _about(evaluation: Evaluation, domain: str, table: Evaluated, some: ExpertSe
     return {"domain": domain, "kind": evaluation.kind, "model": table.model, "seed": table.seed} | of_set
 
 
-def _single(
-    folders: Mapping[str, Path],
-    domain: str,
-    evaluation: Evaluation,
-    table: Evaluated,
-    byte_lengths: np.ndarray | None,
+def _of_table(
+    scores: Path, domain: str, evaluation: Evaluation, table: Evaluated, byte_lengths: np.ndarray | None
 ) -> _Evaluated:
-    """The evaluation of a table of one column."""
-    (column,) = table.columns
-    totals = document_losses(folders["test"], (column,), byte_lengths=byte_lengths)
-    named = replace(table, model=table.folder) if table.told_apart else table
-    about = _about(evaluation, domain, table)
-    about |= {"n_experts": 1, "experts": column, "method": "dense", "top_k": table.top_k or None}
-    if table.merged:
-        about |= {"experts": "training", "method": "merged"}
-    if table.without:
-        about |= {"experts": left_out(table.without)}
-    for some in table.sets:
-        about |= {"experts": some.label, "method": "naive"}
-    row = _row(about, totals, column, expert=column if table.sets else "", weights=table.merged)
-    return _Evaluated(totals, _losses(domain, named, totals), [row])
-
-
-def _several(
-    folders: Mapping[str, Path],
-    domain: str,
-    evaluation: Evaluation,
-    table: Evaluated,
-    byte_lengths: np.ndarray | None,
-) -> _Evaluated:
-    """The evaluation of a table whose experts are mixed."""
+    """The evaluation of the score tables of one model."""
+    model = scores.parent / "models" / table.folder
+    folders = {split: scores / table.folder / f"{domain}.{split}" for split in table.splits}
+    for folder in folders.values():
+        refuse_other_model(folder, table.columns, model)
     dev, test = read_scores(folders["dev"], table.columns) if "dev" in folders else None, folders["test"]
-    scored, model = len(dev.mask) if dev else 0, test.parents[2] / "models" / table.folder
+    scored = len(dev.mask) if dev else 0
     planned = {}
-    for some in table.sets:
+    for some in table.sets if table.several else ():
         chosen = _chosen(some.weights or evaluation.weights, dev, some.experts, model)
         planned[some] = list(Plan(evaluation, some, scored, chosen).all)
     mixtures = [mixture for entries in planned.values() for mixture, _ in entries]
@@ -170,9 +141,9 @@ def _several(
     for some, entries in planned.items():
         if tried := Plan(evaluation, some, scored).routed_grid(evaluation.routing_context[0]):
             entries += best_on_dev(folders["dev"], table.columns, tried, log_priors)
-    traced = next((_traced(evaluation, some) for some in table.sets if some.variants), None)
+    traced = next((_traced(evaluation, some) for some in planned if some.variants), None)
     totals = document_losses(test, table.columns, mixtures, log_priors, byte_lengths, traced, beside_of(test, mixtures))
-    rows: list[Row] = []
+    rows = [] if table.several else [_alone(table, _about(evaluation, domain, table), totals)]
     priors: list[dict[str, Any]] = []
     for some, entries in planned.items():
         about = _about(evaluation, domain, table, some)
@@ -188,6 +159,19 @@ def _several(
         splits = (("dev", on_dev), ("test", totals.posteriors))
         posteriors = [_trace(traced, found, about | {"split": split}) for split, found in splits]
     return _Evaluated(totals, _losses(domain, table, totals), rows, priors, posteriors)
+
+
+def _alone(table: Evaluated, about: dict[str, Any], totals: DocumentLosses) -> Row:
+    """The row of a table of one column."""
+    (column,) = table.columns
+    about |= {"n_experts": 1, "experts": column, "method": "dense", "top_k": table.top_k or None}
+    if table.merged:
+        about |= {"experts": "training", "method": "merged"}
+    if table.without:
+        about |= {"experts": left_out(table.without)}
+    for some in table.sets:
+        about |= {"experts": some.label, "method": "naive", "expert": column}
+    return _row(about, totals, column, weights=table.merged)
 
 
 def _chosen(
@@ -219,7 +203,7 @@ def _row(about: dict[str, Any], totals: DocumentLosses, name: str | PlannedMixtu
     }  # fmt: skip
     if totals.byte_count:
         values |= {"bytes": totals.byte_count, "bits_per_byte": float(summed / np.log(2) / totals.byte_count)}
-    return Row(about | values | more, nll, totals.stretches[name])
+    return Row(values | about | more, nll, totals.stretches[name])
 
 
 def _expert_rows(
@@ -282,7 +266,8 @@ def _trace(mixture: PlannedMixture, posteriors: np.ndarray, about: dict[str, Any
 
 def _losses(domain: str, table: Evaluated, totals: DocumentLosses) -> pa.Table:
     """The losses by document [D] under each column of one model's score table, in long form."""
-    about = {"domain": domain, "model": table.model, "seed": table.seed}
+    model = table.folder if table.told_apart else table.model
+    about = {"domain": domain, "model": model, "seed": table.seed}
     about |= {"document": totals.numbers, "origin": totals.origins, "tokens": totals.tokens}
     return pa.concat_tables(
         _table(about | {"expert": expert, "nll": nll}, LOSSES) for expert, nll in totals.experts.items()

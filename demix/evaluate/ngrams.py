@@ -38,15 +38,15 @@ def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path) -> None
     training domain has scored all splits. As under any model, the context of a token ends where its block begins, with
     the token before it. Raises DemixError if shards have different tokenizers or a split is empty.
     """
-    shards = {path: TokenShard.open(path, verify=True) for path in paths}
+    shards = {(path.parent.name, path.stem): TokenShard.open(path, verify=True) for path in paths}
     first, *others = shards.values()
     for shard in others:
         if shard.tokenizer_sha256 != first.tokenizer_sha256:
             cause = f"was made with another tokenizer than {first.path}"
             raise DemixError(shard.path, cause, "tokenize all domains again")
-    learned = {path.parent.name: _stream(shard, scoring) for path, shard in shards.items() if path.stem == "train"}
-    tested = {path: shard for path, shard in shards.items() if path.stem == "test"}
-    scored = {path: shard for path, shard in shards.items() if path.stem != "train"}
+    learned = {domain: _stream(shard, scoring) for (domain, split), shard in shards.items() if split == "train"}
+    scored = {".".join(place): shard for place, shard in shards.items() if place[1] != "train"}
+    tested = {name: shard for name, shard in scored.items() if name.endswith(".test")}
     pooled, by_domain = (output / folder for folder in ngram_folders(scoring.order))
     for column, streams, folder, some in (
         (DENSE_EXPERT, [*learned.values()], pooled, tested),
@@ -58,9 +58,9 @@ def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path) -> None
         log.info("%s: %s learned from %d tokens, scored %d splits", folder.name, column, tokens, len(some))
     # The table of tokens tells that all columns are there, so it comes last.
     for folder, some, columns in ((pooled, tested, (DENSE_EXPERT,)), (by_domain, scored, (*learned,))):
-        for path, shard in some.items():
-            ids, place = shard.read(0, count_to_score(shard, scoring, scoring.length)), _place(folder, path)
-            write_tokens(place, ids, shard.offsets, scoring.length, shard.origins, columns)
+        for name, shard in some.items():
+            ids = shard.read(0, count_to_score(shard, scoring, scoring.length))
+            write_tokens(folder / name, ids, shard.offsets, scoring.length, shard.origins, columns)
 
 
 def _stream(shard: TokenShard, scoring: NGramScoring) -> np.ndarray:
@@ -69,18 +69,13 @@ def _stream(shard: TokenShard, scoring: NGramScoring) -> np.ndarray:
 
 
 def _score(
-    model: KneserNey, shards: Mapping[Path, TokenShard], scoring: NGramScoring, folder: Path, column: str
+    model: KneserNey, shards: Mapping[str, TokenShard], scoring: NGramScoring, folder: Path, column: str
 ) -> None:
     """Write the column of `model` for each split."""
-    for path, shard in shards.items():
+    for name, shard in shards.items():
         ids = shard.read(0, count_to_score(shard, scoring, scoring.length))
         metadata, pieces = {"tokens_sha256": tokens_sha256(ids)}, _pieces(model, shard, len(ids), scoring.length)
-        write_scores(_place(folder, path) / f"{column}.parquet", pieces, metadata)
-
-
-def _place(folder: Path, shard: Path) -> Path:
-    """The folder of the score tables of the split tokens/<domain>/<split>.arrow."""
-    return folder / f"{shard.parent.name}.{shard.stem}"
+        write_scores(folder / name / f"{column}.parquet", pieces, metadata)
 
 
 def _pieces(model: KneserNey, shard: TokenShard, tokens: int, length: int) -> Iterator[np.ndarray]:

@@ -53,17 +53,13 @@ def headline(result: OwnText) -> str:
         mixed, dense = result.by_mixture[TEMPERED], result.by_mixture[DENSE_OF_RUN]
         said += f" The dense model is {_against(dense, mixed)} (perplexity {dense:.2f} against {mixed:.2f})."
     few = f" A text of {so_many(result.tokens, 'token')} says little; give {FEW_TOKENS} or more."
-    return said + (few if _short(result) else "")
+    return said + (few if result.tokens < FEW_TOKENS else "")
 
 
 def _against(dense: float, mixed: float) -> str:
     """How the dense model's perplexity stands to the mixture's, at the two decimals printed."""
     less = round(dense, 2) - round(mixed, 2)
     return "as good as the mixture" if not less else f"{'better' if less < 0 else 'worse'} than the mixture"
-
-
-def _short(result: OwnText) -> bool:
-    return result.tokens < FEW_TOKENS
 
 
 def remarks(result: OwnText) -> list[str]:
@@ -123,7 +119,7 @@ def cells(result: OwnText) -> list[str]:
     if others and DENSE_OF_RUN in result.by_mixture:
         how = _against(result.by_mixture[DENSE_OF_RUN], result.by_mixture[TEMPERED])
         but += ["dense is better"] if how.startswith("better") else []
-    but += ["few tokens"] if _short(result) else []
+    but += ["few tokens"] if result.tokens < FEW_TOKENS else []
     among = [f"{first.weight:.2f}", f"{others[0].behind:.3f}"] if others else ["", ""]
     return [first.name, f"{result.tokens:,}", f"{first.perplexity:.2f}", *among, ", ".join(but)]
 
