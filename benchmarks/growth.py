@@ -34,7 +34,7 @@ from demix.data.shards import TokenShard, tokenize
 from demix.data.tokenizer import train_tokenizer
 from demix.evaluate.score import Scoring, score
 from demix.files import read_json, write_json, write_parquet
-from demix.model.directory import save_expert, save_shared
+from demix.model.directory import save_files
 from demix.model.gpt import GPT
 from demix.run.run import Run
 
@@ -57,9 +57,7 @@ def write_model(folder: Path, shard: Path, experts: tuple[str, ...]) -> None:
     opened = TokenShard.open(shard)
     lineage = {"tokenizer_sha256": opened.tokenizer_sha256}
     model = GPT(SHAPE, opened.vocab_size, experts).initialise(0)
-    save_shared(model, folder, lineage)
-    for expert in experts:
-        save_expert(model, expert, folder, lineage)
+    save_files(model, folder, lineage, lineage)
 
 
 def side(what: str, folder: str, count: int, tokens: int) -> dict[str, float]:

@@ -89,7 +89,7 @@ def add_domain(
         before = evaluate_text(model, test, tokenizer)
         with replacing(output.resolve(), directory=True) as made:
             shutil.copytree(model, made, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "README.md"))
-            copy_tokenizer(tokenizer, made)
+            copy_tokenizer(tokenizer, made, described.tokenizer_sha256)
             copy_clusters(model, made)
             if experts == (DENSE_EXPERT,):
                 write_json(made / "model.json", described.content | {"kind": "demix"})

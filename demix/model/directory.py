@@ -1,9 +1,10 @@
 """Modular model directories: `model.json`, `shared.safetensors` and one pair of files for each expert.
 
-No file lists the experts: the folder is the list. Adding a domain adds a file, and removing a domain removes a file. An
-expert exists when its description (`.json`) exists: the description is written last and removed first. With
-`expert_scope: model` in `model.json` each expert is a whole model and the experts share no tensor. Otherwise an expert
-owns its feedforwards alone.
+The folder is the list of the experts. Adding a domain adds a file, and removing a domain removes a file. An expert
+exists when its description (`.json`) exists: the description is written last and removed first. `model.json`, the
+manifest, is written after all of a training's files and holds their digests, by which readers know an exchanged one.
+With `expert_scope: model` in `model.json` each expert is a whole model and the experts share no tensor. Otherwise an
+expert owns its feedforwards alone.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from safetensors.torch import save_file
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError, nearest
-from demix.files import REMAKE, digest, opened, read_json, replacing, sha256_file, write_json
+from demix.files import digest, opened, read_json, replacing, sha256_file, write_json
 from demix.files.kinds import SAFETENSORS, check_file_kind
 from demix.model.gpt import GPT
 from demix.model.manifest import (
@@ -37,50 +38,14 @@ from demix.model.manifest import (
 # Training moves a weight by at most about the learning rate at each step, so no training reaches this.
 LARGEST_WEIGHT = 1e6
 FLOATS = ("F64", "F32", "F16", "BF16")
+# Snakemake knows a model by its manifest alone.
+TRAIN_AGAIN = "train the model again: delete its model.json and rerun the workflow, or get the file again"
+OWN_TOKENIZER = "use the tokenizer that the model was trained with, or train the model again"
 CPU = torch.device("cpu")
 TOKENIZER = "tokenizer.json"
 
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
-
-
-def save_shared(model: GPT, directory: Path, description: dict[str, Any]) -> None:
-    """Write `model.json` (architecture, `description`) and `shared.safetensors` below `directory`."""
-    shared = directory / "shared.safetensors"
-    _save({name: tensor.detach() for name, tensor in model.shared_tensors().items()}, shared)
-    write_json(
-        directory / "model.json",
-        description
-        | {
-            "architecture": model.architecture.described,
-            "vocab_size": model.vocab_size,
-            "domain_tokens": list(model.domain_tokens),
-            "shared_sha256": sha256_file(shared),
-        }
-        | ({} if model.expert_scope == "feedforward" else {"expert_scope": model.expert_scope})
-        | ({} if model.architecture.attention != "documents" else {"end_of_text": model.end_of_text}),
-    )
-
-
-def save_expert(
-    model: GPT,
-    expert: str,
-    directory: Path,
-    lineage: dict[str, Any],
-    name: str | None = None,
-    output: Path | None = None,
-) -> None:
-    """Write expert `expert` of `model` as `experts/<name>.safetensors` with its `lineage` beside it.
-
-    Call `save_shared` first: the description of an expert records the sha256 of the shared weights in `directory`. The
-    files go below `output`, by default `directory`.
-    """
-    name = name or expert
-    description, path = expert_files(output or directory, name)
-    _, experts = model.parted({key: tensor.detach() for key, tensor in model.expert_tensors().items()})
-    _save(experts[expert], path)
-    belongs = {"name": name, "sha256": sha256_file(path), "shared_sha256": describe(directory).shared_sha256}
-    write_json(description, lineage | belongs)
 
 
 def save_model(
@@ -91,14 +56,56 @@ def save_model(
     tokenizer: Path | None,
     card: str | None = None,
 ) -> None:
-    """Write a model of one expert with its tokenizer to `output`, at once. README.md holds `card`."""
+    """Write a model with its tokenizer to `output`, at once. README.md holds `card`."""
     with replacing(output.resolve(), directory=True) as temporary:
-        save_shared(model, temporary, description)
-        copy_tokenizer(tokenizer, temporary)
-        (expert,) = model.experts
-        save_expert(model, expert, temporary, lineage)
+        copy_tokenizer(tokenizer, temporary, description.get("tokenizer_sha256"))
         if card is not None:
             (temporary / "README.md").write_text(card, encoding="utf-8")
+        save_files(model, temporary, description, lineage)
+
+
+def save_files(model: GPT, directory: Path, description: dict[str, Any], lineage: dict[str, Any]) -> None:
+    """Write what the experts of `model` share, each expert with the same `lineage`, then the manifest."""
+    belongs = {"shared_sha256": save_shared(model, directory)}
+    for expert in model.experts:
+        save_expert(model, expert, directory, lineage | belongs)
+    save_manifest(model, directory, model.experts, description)
+
+
+def save_shared(model: GPT, directory: Path) -> str:
+    """Write `shared.safetensors` below `directory`, and give its sha256."""
+    shared = directory / "shared.safetensors"
+    _save({name: tensor.detach() for name, tensor in model.shared_tensors().items()}, shared)
+    return sha256_file(shared)
+
+
+def save_expert(model: GPT, expert: str, directory: Path, lineage: dict[str, Any], name: str | None = None) -> None:
+    """Write expert `expert` of `model` as `experts/<name>.safetensors` below `directory`, with its lineage beside it.
+
+    The `lineage` has the sha256 of the shared weights that the expert belongs to (`shared_sha256`).
+    """
+    name = name or expert
+    description, path = expert_files(directory, name)
+    _, experts = model.parted({key: tensor.detach() for key, tensor in model.expert_tensors().items()})
+    _save(experts[expert], path)
+    write_json(description, lineage | {"name": name, "sha256": sha256_file(path)})
+
+
+def save_manifest(model: GPT, directory: Path, experts: Iterable[str], description: dict[str, Any]) -> None:
+    """Write `model.json` (architecture, `description`, digests) of a model whose other files are in `directory`."""
+    write_json(
+        directory / "model.json",
+        description
+        | {
+            "architecture": model.architecture.described,
+            "vocab_size": model.vocab_size,
+            "domain_tokens": list(model.domain_tokens),
+            "shared_sha256": sha256_file(directory / "shared.safetensors"),
+            "experts": {name: digest(read_json(expert_files(directory, name)[0])) for name in experts},
+        }
+        | ({} if model.expert_scope == "feedforward" else {"expert_scope": model.expert_scope})
+        | ({} if model.architecture.attention != "documents" else {"end_of_text": model.end_of_text}),
+    )
 
 
 def describe(directory: Path, *needed: str) -> ModelManifest:
@@ -112,24 +119,28 @@ def describe(directory: Path, *needed: str) -> ModelManifest:
 def expert_lineage(directory: Path, expert: str, *needed: str) -> ExpertManifest:
     """The description of an expert of the model in `directory`, which has the keys `needed`.
 
-    Raises DemixError if the expert is missing, and if its shared weights or its tokenizer are not those of the model.
+    Raises DemixError if the expert is missing, if it is not the one that the model's manifest has the digest of, and if
+    its shared weights or its tokenizer are not those of the model.
     """
     path, _ = expert_files(directory, expert)
     if not path.exists():
         raise unknown_expert(directory, expert)
-    lineage = read_lineage(path, *needed)
+    lineage, described = read_lineage(path, *needed), describe(directory)
     if lineage.name != expert and "name" in lineage.content:
         raise DemixError(path, f"describes the expert {lineage.name}", "give it its name back")
-    if lineage.shared_sha256 != describe(directory).shared_sha256:
+    if lineage.shared_sha256 != described.shared_sha256:
         raise DemixError(path, "belongs to other shared weights than the model's", "train or adapt it again")
+    if described.experts.get(expert) not in (None, digest(lineage.content)):
+        raise DemixError(path, "is not the expert that the model was written with", TRAIN_AGAIN)
     refuse_other_tokenizer(directory, path, lineage.tokenizer_sha256)
     return lineage
 
 
 def unknown_expert(directory: Path, name: str) -> DemixError:
     """The error for an expert that the model in `directory` lacks."""
-    cure = nearest(name, expert_names(directory), "train the model first")
-    return DemixError(expert_files(directory, name)[0], "is missing, so the model has no such expert", cure)
+    cure = TRAIN_AGAIN if name in describe(directory).experts else "train the model first"
+    found = nearest(name, expert_names(directory), cure)
+    return DemixError(expert_files(directory, name)[0], "is missing, so the model has no such expert", found)
 
 
 def refuse_routed(directory: Path, use: str) -> None:
@@ -151,14 +162,17 @@ def refuse_other_tokenizer(directory: Path, subject: Path, sha256: str | None, v
     The `vocab_size` of the tokenizer, where `subject` gives it, must be that of the model too.
     """
     description = describe(directory)
-    own = description.tokenizer_sha256
-    cure = "use the tokenizer that the model was trained with, or train the model again"
-    if sha256 != own:
-        cause = f"is of another tokenizer ({str(sha256)[:12]}) than the model {directory} ({str(own)[:12]})"
-        raise DemixError(subject, cause, cure)
+    check_same_tokenizer(subject, sha256, directory, description.tokenizer_sha256)
     if vocab_size not in (None, description.vocab_size):
         cause = f"has {vocab_size:,} ids, and the model {directory} has {description.vocab_size:,}"
-        raise DemixError(subject, cause, cure)
+        raise DemixError(subject, cause, OWN_TOKENIZER)
+
+
+def check_same_tokenizer(subject: Path, sha256: str | None, directory: Path, own: str | None) -> None:
+    """Raise DemixError unless `sha256`, the tokenizer of `subject`, is the model's `own`."""
+    if sha256 != own:
+        cause = f"is of another tokenizer ({str(sha256)[:12]}) than the model {directory} ({str(own)[:12]})"
+        raise DemixError(subject, cause, OWN_TOKENIZER)
 
 
 def expert_files(directory: Path, name: str) -> tuple[Path, Path]:
@@ -267,9 +281,9 @@ def tensor_shapes(path: Path) -> Shapes:
                 raise DemixError(path, f"holds {wrong[0]} of type {types[wrong[0]]}", f"use {', '.join(FLOATS)}")
             return {name: tuple(part.get_shape()) for name, part in slices.items()}
     except FileNotFoundError:
-        raise DemixError(path, "is missing", "run the stage that makes it") from None
+        raise DemixError(path, "is missing", TRAIN_AGAIN) from None
     except SafetensorError as error:
-        raise DemixError(path, f"is not a safetensors file ({error})", REMAKE) from None
+        raise DemixError(path, f"is not a safetensors file ({error})", TRAIN_AGAIN) from None
 
 
 def check_structure(path: Path, wanted: Shapes) -> None:
@@ -278,7 +292,7 @@ def check_structure(path: Path, wanted: Shapes) -> None:
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
             cause = f"holds {name} as {found.get(name)}, of which the architecture makes {wanted.get(name)}"
-            raise DemixError(path, cause, REMAKE)
+            raise DemixError(path, cause, TRAIN_AGAIN)
 
 
 def check_values(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -311,15 +325,15 @@ def load_verified(path: Path, sha256: str) -> Tensors:
         with opened(path) as stream:
             content = stream.read()
     except FileNotFoundError:
-        raise DemixError(path, "is missing", "run the stage that makes it") from None
+        raise DemixError(path, "is missing", TRAIN_AGAIN) from None
     except MemoryError:
         raise DemixError(path, "does not fit into memory", "use a machine with more of it") from None
     if hashlib.sha256(content).hexdigest() != sha256:
-        raise DemixError(path, "differs from its recorded sha256", REMAKE)
+        raise DemixError(path, "differs from its recorded sha256", TRAIN_AGAIN)
     try:
         return load_tensors(content)
     except SafetensorError as error:
-        raise DemixError(path, f"is not a safetensors file ({error})", REMAKE) from None
+        raise DemixError(path, f"is not a safetensors file ({error})", TRAIN_AGAIN) from None
 
 
 def save_tensors(tensors: Tensors, path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -357,14 +371,13 @@ def tokenizer_of(directory: Path, given: Path | None = None) -> tuple[Path, Toke
     return path, encoder
 
 
-def copy_tokenizer(source: Path | None, directory: Path) -> None:
+def copy_tokenizer(source: Path | None, directory: Path, sha256: str | None) -> None:
     """Copy the file `source` into the model directory `directory`, which can then be used alone.
 
-    Raises DemixError for another tokenizer than the one that `model.json` records. Without such a file nothing is
-    copied.
+    Raises DemixError for another tokenizer than that of `sha256`, the model's. Without such a file nothing is copied.
     """
     if source is not None and source.is_file():
-        refuse_other_tokenizer(directory, source, digest(read_json(source)))
+        check_same_tokenizer(source, digest(read_json(source)), directory, sha256)
         with replacing(directory / TOKENIZER) as temporary:
             shutil.copyfile(source, temporary)
 

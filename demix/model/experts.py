@@ -182,7 +182,11 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
             shutil.copyfile(source, temporary)
             # The file may have changed since the checks above.
             check_sha256(temporary, lineage.sha256)
-        write_json(description, lineage.content | {"name": name})
+        content, manifest = lineage.content | {"name": name}, describe(directory).content
+        if manifest.get("experts", {}).pop(name, digest(content)) != digest(content):
+            # The model was written with another expert of this name, which has been removed.
+            write_json(directory / "model.json", manifest)
+        write_json(description, content)
         _forget(directory, name)
         if usual is not None:
             write_usual(directory, usual_of(directory) | {name: usual})
@@ -393,6 +397,7 @@ def _write(directory: Path, choices: Mapping[str, Choice]) -> None:
         lineage |= learned_of([one.recorded.learned for one in choices.values()])
     # A kill before the folder has its name leaves the model as it was; after that `finish_change` ends the change.
     with replacing(directory / PENDING, directory=True) as folder:
-        save_expert(model, DENSE_EXPERT, directory, lineage, output=folder)
+        save_expert(model, DENSE_EXPERT, folder, lineage)
+        manifest["experts"] = {DENSE_EXPERT: digest(read_json(expert_files(folder, DENSE_EXPERT)[0]))}
         write_json(folder / "model.json", manifest)
     finish_change(directory)

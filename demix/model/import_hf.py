@@ -26,7 +26,7 @@ from demix.errors import DemixError
 from demix.files import check_inside, digest, exclusive, opened, read_json, refuse_used, replacing, sha256_file
 from demix.files.json_files import read_unsealed
 from demix.files.kinds import SAFETENSORS, check_file_kind
-from demix.model.directory import FLOATS, check_values, save_expert, save_shared
+from demix.model.directory import FLOATS, check_values, save_files
 from demix.model.format import BY_SIZES, HARMLESS, NEUTRAL, Format, Others, follows
 from demix.model.formats import FORMATS
 from demix.model.gpt import GPT
@@ -100,8 +100,7 @@ def import_hf(
             "shared_parameters": shared,
             "expert_parameters": own,
         }
-        save_shared(model, temporary, counts | learned)
-        save_expert(model, DENSE_EXPERT, temporary, {"parent": None} | learned)
+        save_files(model, temporary, counts | learned, {"parent": None} | learned)
         _keep_files(folder, temporary / KEPT_IN)
         return verify_import(folder, temporary / KEPT_IN, model, encoder, text) if verify else None
 

@@ -129,7 +129,8 @@ class ModelManifest(Manifest):
     """The content of `model.json`.
 
     `parent` is the name of the model that was adapted, or says with which state of which model a branch began.
-    `tokens` counts those of the seed phase (`tokens_seed`) and those of the branch (`tokens_branch`).
+    `tokens` counts those of the seed phase (`tokens_seed`) and those of the branch (`tokens_branch`). `experts` are the
+    digests of the descriptions of the experts that it was written with; others may join them, or replace them.
     """
 
     parent: ModelName | Branched | None = None
@@ -144,6 +145,7 @@ class ModelManifest(Manifest):
     shared_parameters: Count = 0
     expert_parameters: Count = 0
     training: Trained | None = None
+    experts: dict[ExpertName, Digest] = Field(default_factory=dict)
 
 
 @settings(kw_only=True, open=True)

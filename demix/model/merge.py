@@ -25,6 +25,7 @@ from demix.model.directory import (
     load_shared,
     refuse_routed,
     save_expert,
+    save_manifest,
     save_model,
     save_shared,
     tokenizer_path,
@@ -34,7 +35,7 @@ from demix.model.gpt import GPT
 from demix.model.manifest import ExpertManifest, Learned, ModelManifest
 
 # What each branch counts for itself.
-OWN = ("tokens", "tokens_branch", "data_sha256")
+OWN = ("tokens", "tokens_branch", "data_sha256", "experts")
 
 
 def merge_experts(
@@ -112,13 +113,15 @@ def join_branches(branches: Sequence[Path], output: Path) -> None:
     }
     whole |= {"tokens_branch": branched} if "tokens_branch" in first else {}
     with replacing(output, directory=True) as temporary:
-        save_shared(load_model(branches[0]), temporary, whole)
-        copy_tokenizer(tokenizer_path(branches[0]), temporary)
+        model = load_model(branches[0])
+        save_shared(model, temporary)
+        copy_tokenizer(tokenizer_path(branches[0]), temporary, first.get("tokenizer_sha256"))
         for branch in branches:
             for name in expert_names(branch):
                 if expert_files(temporary, name)[0].exists():
                     raise DemixError(branch, f"has an expert {name}, as a branch before it", "name each branch once")
                 save_expert(load_model(branch, (name,)), name, temporary, expert_lineage(branch, name).content)
+        save_manifest(model, temporary, expert_names(temporary), whole)
 
 
 def join_metrics(metrics: Sequence[Path], output: Path) -> None:

@@ -11,7 +11,7 @@ from demix.files.json_files import read_unsealed
 from demix.settings import settings_from
 
 # Every change that makes files of older runs unreadable raises this version.
-FORMAT = 6
+FORMAT = 7
 
 
 def kept(config: Config) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from demix.model.directory import (
     refuse_other_tokenizer,
     refuse_routed,
     save_expert,
-    save_shared,
+    save_files,
     tokenizer_path,
     whole_models,
 )
@@ -111,12 +111,13 @@ def adapt(
         if world.rank:
             return
         if chosen is None:
-            save_shared(found.model, output, describe(directory).content | found.lineage | {"kind": "dense_dapt"})
-            copy_tokenizer(tokenizer_path(directory), output)
-            save_expert(found.model, DENSE_EXPERT, output, found.lineage)
+            described = describe(directory)
+            copy_tokenizer(tokenizer_path(directory), output, described.tokenizer_sha256)
+            save_files(found.model, output, described.content | found.lineage | {"kind": "dense_dapt"}, found.lineage)
         else:
+            belongs = {"shared_sha256": describe(directory).shared_sha256}
             with changing(output):
-                save_expert(found.model, chosen["parent"], directory, found.lineage, domain, output)
+                save_expert(found.model, chosen["parent"], output, found.lineage | belongs, domain)
         if places.metrics is not None:
             write_json_lines(places.metrics, found.rows)
         for state in states:

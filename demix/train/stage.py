@@ -16,10 +16,10 @@ from demix.config.models import DENSE_EXPERT, KINDS, Kind
 from demix.config.training import Execution, Optimizer, Threads, TrainingRecipe, fingerprinted
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
-from demix.files import fingerprint, read_json, write_json_lines
+from demix.files import fingerprint, read_json, sha256_file, write_json_lines
 from demix.launch.job import Places
 from demix.model.device import set_threads
-from demix.model.directory import copy_tokenizer, save_expert, save_shared
+from demix.model.directory import copy_tokenizer, save_expert, save_manifest, save_shared
 from demix.model.gpt import GPT
 from demix.run.placement import Placement, place
 from demix.settings import Integer, Number, Seed, Switch, Text, names_of, settings
@@ -235,7 +235,10 @@ def _initial(training: ModelTraining, architecture: Architecture, shard: TokenSh
 
 
 def _write_model(training: ModelTraining, model: GPT, tokens: int, output: Path, world: World) -> None:
-    """Write a trained model to `output`: rank 0 what its experts share, and one rank per expert the expert's own."""
+    """Write a trained model to `output`: rank 0 what its experts share, and one rank per expert the expert's own.
+
+    Last of all, rank 0 writes the manifest.
+    """
     shared, own = parameters(model.architecture, model.vocab_size, len(model.domain_tokens), model.expert_scope)
     seed, identity = training.seed, training.identity
     tokenizer_sha256, data = identity["tokenizer_sha256"], identity["data"]
@@ -243,6 +246,24 @@ def _write_model(training: ModelTraining, model: GPT, tokens: int, output: Path,
     before = {} if seed is None else seed.manifest.data_sha256
     begun = seed.manifest.tokens or 0 if seed and seed.manifest.step else 0
     seen = {"steps": training.steps, "tokens": tokens, "data_sha256": before | data}
+    if world.rank == 0:
+        save_shared(model, output)
+        # Of results/<run>/tokens/<domain>/train.arrow, or of clusters/<clustering>/shards/<cluster>/train.arrow.
+        above = (folder / "tokenizer.json" for folder in training.shards[0].resolve().parents[2:5:2])
+        copy_tokenizer(next((path for path in above if path.is_file()), None), output, tokenizer_sha256)
+    world.wait()
+    shared_sha256 = sha256_file(output / "shared.safetensors")
+    origin: dict[str, Any] = {"parent": None, "tokenizer_sha256": tokenizer_sha256, "shared_sha256": shared_sha256}
+    if seed is not None:
+        origin |= {"parent": DENSE_EXPERT, "seeds": {seed.origin["state_sha256"]: begun}}
+        origin |= {"choices": seed.manifest.choices} if seed.manifest.choices else {}
+    for expert in model.experts if world.writes_experts else ():
+        learned = seen
+        if training.row.batches == "by_domain":
+            own_tokens = begun + (tokens - begun) // len(data)
+            learned = seen | {"tokens": own_tokens, "data_sha256": before | {expert: data[expert]}}
+        save_expert(model, expert, output, origin | learned)
+    world.wait()
     if world.rank == 0:
         about = {
             "training": dataclasses.asdict(training.settings),
@@ -253,21 +274,7 @@ def _write_model(training: ModelTraining, model: GPT, tokens: int, output: Path,
         }
         if seed is not None:
             about |= {"parent": seed.origin, "tokens_seed": begun, "tokens_branch": tokens - begun}
-        save_shared(model, output, about | seen)
-        # Of results/<run>/tokens/<domain>/train.arrow, or of clusters/<clustering>/shards/<cluster>/train.arrow.
-        above = (folder / "tokenizer.json" for folder in training.shards[0].resolve().parents[2:5:2])
-        copy_tokenizer(next((path for path in above if path.is_file()), None), output)
-    world.wait()
-    origin: dict[str, Any] = {"parent": None, "tokenizer_sha256": tokenizer_sha256}
-    if seed is not None:
-        origin |= {"parent": DENSE_EXPERT, "seeds": {seed.origin["state_sha256"]: begun}}
-        origin |= {"choices": seed.manifest.choices} if seed.manifest.choices else {}
-    for expert in model.experts if world.writes_experts else ():
-        if training.row.batches == "by_domain":
-            own_tokens = begun + (tokens - begun) // len(data)
-            seen = seen | {"tokens": own_tokens, "data_sha256": before | {expert: data[expert]}}
-        save_expert(model, expert, output, origin | seen)
-    world.wait()
+        save_manifest(model, output, training.experts, about | seen)
 
 
 def _dev_losses(training: ModelTraining, world: World) -> Evaluation:

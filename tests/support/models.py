@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from demix.config.architecture import Architecture
 from demix.config.counts import parameters
-from demix.model.directory import describe, expert_lineage, load_model, save_expert, save_shared
+from demix.model.directory import (
+    describe,
+    expert_lineage,
+    load_model,
+    save_expert,
+    save_files,
+    save_manifest,
+    save_shared,
+)
 from demix.model.gpt import GPT
 
 SMALL = Architecture(layers=2, width=32, heads=4, context=16)
@@ -50,9 +58,7 @@ def alone(model: GPT, expert: str, scope: str = "feedforward") -> GPT:
 def save_model(model: GPT, directory: Path, tokenizer: str = "t" * 64, kind: str = "demix", **more: object) -> None:
     """The directory of a model with all its experts; `more` goes into the records of all."""
     about = {"tokenizer_sha256": tokenizer} | more
-    save_shared(model, directory, {"kind": kind} | about)
-    for expert in model.experts:
-        save_expert(model, expert, directory, {"parent": None} | about)
+    save_files(model, directory, {"kind": kind} | about, {"parent": None} | about)
 
 
 def write_model(
@@ -67,10 +73,11 @@ def write_model(
     randomise(model, seed)
     counts = dict(zip(("shared_parameters", "expert_parameters"), parameters(architecture, vocab_size), strict=True))
     seen = {"tokens": 90, "steps": 9, "tokenizer_sha256": tokenizer}
-    save_shared(model, directory, {"kind": "demix"} | counts | seen)
+    shared = {"shared_sha256": save_shared(model, directory), "tokenizer_sha256": tokenizer}
     for number, expert in enumerate(experts):
         lineage = {"parent": None, "steps": 9, "tokens": 30 + number, "data_sha256": {expert: f"{number:x}" * 64}}
-        save_expert(model, expert, directory, lineage | {"tokenizer_sha256": tokenizer})
+        save_expert(model, expert, directory, lineage | shared)
+    save_manifest(model, directory, experts, {"kind": "demix"} | counts | seen)
     return model
 
 
@@ -96,8 +103,9 @@ def write_trunks(directory: Path, output: Path) -> Path:
     stacked = load_model(directory)
     for name in stacked.experts:
         own = alone(stacked, name, "model")
-        save_shared(own, output, describe(directory).content)
-        save_expert(own, name, output, expert_lineage(directory, name).content)
+        shared = {"shared_sha256": save_shared(own, output)}
+        save_expert(own, name, output, expert_lineage(directory, name).content | shared)
+    save_manifest(own, output, stacked.experts, describe(directory).content)
     return output
 
 

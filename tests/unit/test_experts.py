@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import read_json, sha256_file, write_json, write_parquet
-from demix.model.directory import expert_names, load_model, save_expert
+from demix.model.directory import describe, expert_names, load_model, save_expert
 from demix.model.experts import add_expert, changing, find_faults, remove_expert
 from demix.model.merge import merge_experts, prior_weights
 from support.cli import demix, refusal, succeeds
@@ -41,7 +41,7 @@ def test_the_umask_says_who_may_read_weights(tmp_path: Path) -> None:
 
 
 def test_the_list_shows_lineage_and_what_is_wrong(model: Path) -> None:
-    lineage = {"parent": "law", "tokenizer_sha256": "t" * 64}
+    lineage = {"parent": "law", "tokenizer_sha256": "t" * 64, "shared_sha256": describe(model).shared_sha256}
     save_expert(load_model(model, ("law",)), "law", model, lineage, name="deeds")
     weights = model / "experts" / "news.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
@@ -64,6 +64,7 @@ def reshape(model: Path) -> None:
     path = model / "experts" / "law.safetensors"
     save_file({name: tensor[..., :-1].clone() for name, tensor in load_file(path).items()}, path)
     change_json(path.with_suffix(".json"), sha256=sha256_file(path))
+    change_json(model / "model.json", experts={})
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -79,6 +80,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "other tokenizer": (lambda m: change_json(m / "experts" / "law.json", tokenizer_sha256="0"), "law.json"),
     "other name": (lambda m: change_json(m / "experts" / "law.json", name="deeds"), "law.json"),
     "other shape": (reshape, "law.safetensors"),
+    "of another training": (lambda m: change_json(m / "experts" / "law.json", steps=8), "law.json"),
     "unfinished": (lambda m: (m / "experts" / ".code.json.7.partial").write_text("{"), ".code.json.7.partial"),
     "stray expert": (lambda m: (m / "experts" / "notes.txt").write_text("x"), "notes.txt"),
     "stray file": (lambda m: (m / "optimizer.bin").write_text("x"), "optimizer.bin"),
@@ -116,7 +118,8 @@ def test_an_added_expert_is_the_same_expert(model: Path, tmp_path: Path) -> None
     shutil.copytree(model, other)
     trained = load_model(other, ("news",))
     randomise(trained.blocks[0].feedforward, 5)
-    save_expert(trained, "news", other, {"parent": "news", "steps": 4, "tokenizer_sha256": "t" * 64}, name="press")
+    belongs = {"tokenizer_sha256": "t" * 64, "shared_sha256": describe(model).shared_sha256}
+    save_expert(trained, "news", other, {"parent": "news", "steps": 4} | belongs, name="press")
     before = contents(model)
     succeeds("experts", "add", model, other / "experts" / "press.safetensors")
     succeeds("experts", "add", model, other / "experts" / "press.safetensors", "--name", "press_2")
@@ -226,6 +229,7 @@ def test_one_expert_alone_is_merged_to_the_bit(model: Path, tmp_path: Path) -> N
     tensors["blocks.0.feedforward.up_bias"][:2] = torch.tensor([-0.0, 1e-45])
     save_file(tensors, path)
     change_json(path.with_suffix(".json"), sha256=sha256_file(path))
+    change_json(model / "model.json", experts={})
     succeeds("merge", model, "--weights", "law=1,news=0", "--output", tmp_path / "merged")
     found = load_file(tmp_path / "merged" / "experts" / "dense.safetensors")
     assert found.keys() == tensors.keys()

@@ -30,7 +30,15 @@ from demix.mix.mixtures import Mixture
 from demix.mix.rules import History
 from demix.model import transformer
 from demix.model.continuations import Continuation, MixedModel, continuation_log_probabilities, text_log_probabilities
-from demix.model.directory import expert_names, load_experts, load_model, save_expert, save_shared
+from demix.model.directory import (
+    describe,
+    expert_names,
+    load_experts,
+    load_model,
+    save_expert,
+    save_manifest,
+    save_shared,
+)
 from demix.model.experts import find_faults
 from demix.model.gpt import GPT
 from demix.model.scoring import expert_tokens_at_once, log_probabilities
@@ -525,15 +533,20 @@ def test_a_model_directory_is_modular(tmp_path: Path) -> None:
     some = load_model(tmp_path, ("domain5", "domain1"))
     assert torch.equal(some.blocks[0].feedforward.up[0], model.blocks[0].feedforward.up[5])
     assert torch.equal(some.blocks[1].feedforward.down_bias[1], model.blocks[1].feedforward.down_bias[1])
-    save_expert(some, "domain5", tmp_path, {"parent": "domain5", "tokenizer_sha256": "t" * 64}, name="added")
+    belongs = {"shared_sha256": describe(tmp_path).shared_sha256, "tokenizer_sha256": "t" * 64}
+    save_expert(some, "domain5", tmp_path, {"parent": "domain5"} | belongs, name="added")
     assert expert_names(tmp_path) == ("added", *EIGHT)
     assert before.items() <= contents(tmp_path).items()
     with refused("nothere.json"):
         load_model(tmp_path, ("nothere",))
     shutil.copytree(tmp_path, other := tmp_path.with_name("other"))
-    (other / "model.json").unlink()
+    save_expert(load_model(other, ("domain1",)), "domain1", other, {"parent": None} | belongs, name="domain3")
+    with refused("domain3.json"):
+        load_model(other, ("domain3",))
     (other / "shared.safetensors").unlink()
-    save_shared(GPT(SMALL, 50, EIGHT).initialise(2), other, {"kind": "demix"})
+    unlike = GPT(SMALL, 50, EIGHT).initialise(2)
+    save_shared(unlike, other)
+    save_manifest(unlike, other, (), {"kind": "demix"})
     with refused("domain3.json"):
         load_model(other, ("domain3",))
     damaged = tmp_path / "experts" / "domain3.safetensors"

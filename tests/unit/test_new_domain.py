@@ -28,6 +28,7 @@ def model(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     path = train_into(folder, "demix", shard_paths(tokens)) / "model" / "experts" / "licenses.json"
     write_json(path, read_json(path) | {"adaptation": dataclasses.asdict(ADAPT)})
+    write_json(folder / "model" / "model.json", read_json(folder / "model" / "model.json") | {"experts": {}})
     return folder / "model"
 
 

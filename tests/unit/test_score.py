@@ -24,7 +24,7 @@ from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.files import atomic as files
 from demix.files import sha256_file, write_parquet
-from demix.model.directory import describe, load_model, save_expert
+from demix.model.directory import describe, load_model, save_expert, save_manifest
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities, trunk_log_probabilities
 from support.cli import succeeds
@@ -167,7 +167,10 @@ def test_pieces_that_are_damaged_or_of_another_origin_are_scored_again(
     # The same names, another expert.
     state = load_model(model, EXPERTS)
     state.expert_tensors()["blocks.0.feedforward.up"].data[1] += 1
-    save_expert(state, "lore", model, {"tokenizer_sha256": describe(model).tokenizer_sha256})
+    described = describe(model)
+    about = {"tokenizer_sha256": described.tokenizer_sha256, "shared_sha256": described.shared_sha256}
+    save_expert(state, "lore", model, about)
+    save_manifest(state, model, described.experts, described.content)
     assert run() == [4, 4, 2]
     assert not folder.exists()
 

@@ -13,7 +13,7 @@ import demix.model.scoring as passing
 from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard
 from demix.evaluate.score import ScoredModel, Scoring, score, score_models
-from demix.model.directory import describe, load_model, save_expert
+from demix.model.directory import describe, load_model, save_expert, save_manifest
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities, trunk_log_probabilities
 from demix.settings import written
@@ -83,7 +83,10 @@ def changed(models: Path, name: str, expert: str) -> None:
     """Give a model another expert of the same name."""
     model = load_model(models / name)
     model.expert_tensors()["blocks.0.feedforward.up"].data += 1
-    save_expert(model, expert, models / name, {"tokenizer_sha256": describe(models / name).tokenizer_sha256})
+    described = describe(models / name)
+    about = {"tokenizer_sha256": described.tokenizer_sha256, "shared_sha256": described.shared_sha256}
+    save_expert(model, expert, models / name, about)
+    save_manifest(model, models / name, described.experts, described.content)
 
 
 def test_it_writes_the_bytes_of_single_jobs(models: Path, shards: list[Path], tmp_path: Path) -> None:
