@@ -31,12 +31,9 @@ from demix.progress import clock
 
 # Seconds per job of each rule in the sample on one slow core, for rules without benchmark files. Only ratios matter.
 COSTS = (
-    (r"train_", 150.0),
+    (r"train", 150.0),
     (r"adapt", 12.0),
-    (r"score_known_others", 110.0),
-    (r"score_known_", 72.0),
-    (r"score_(others|adapted)", 20.0),
-    (r"score_", 9.0),
+    (r"score$", 22.0),
     (r"", 1.0),
 )
 SECONDS_BETWEEN_LINES = 15.0
@@ -81,7 +78,7 @@ def measured(rules: Iterable[str], results: Path) -> dict[str, float]:
     """The mean seconds of the jobs of each rule in the last run below `results`, from its benchmark files.
 
     A rule without a readable file is left out. A file belongs to the rule whose name begins the file's path
-    (`benchmarks/score/demix/law.tsv`: score_demix); of several such rules, to the one with the longest name.
+    (`benchmarks/adapt-dense/law.tsv`: adapt_dense); of several such rules, to the one with the longest name.
     """
     files = sorted(results.glob("*/benchmarks/**/*.tsv"), key=lambda path: path.stat().st_mtime)
     run = files[-1].relative_to(results).parts[0] if files else ""

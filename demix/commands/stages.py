@@ -158,7 +158,7 @@ def _without_none(kind: Any) -> Any:
 def _settings(kind: type, subject: str, text: str) -> Any:
     """An object of the settings class `kind` of an option: JSON, or @FILE, whose seal is checked if it has one.
 
-    Linux passes at most 128 KiB as one argument; `demix.run.rules.RunRules.argument` writes such files.
+    Linux passes at most 128 KiB as one argument; `demix.run.stage_settings.StageSettings.argument` writes such files.
     """
     if text.startswith("@"):
         values = read_unsealed(text[1:])

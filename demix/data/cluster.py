@@ -325,6 +325,8 @@ def cluster_shards(
 ) -> None:
     """Write `<cluster>/<split>.arrow` below `output` for each cluster of `clusterer`: its documents, as spans.
 
+    Last of all, `<split>.json` gets the digests of these shards.
+
     `assigned` has what `assign` wrote for one split of each training domain, `shards` the split's tokens. Before
     anything is written, DemixError is raised for a cluster of fewer training tokens than a block of `length` or without
     any on dev, and for a split whose documents are others than those assigned, or were assigned by another clusterer.
@@ -363,6 +365,8 @@ def cluster_shards(
             raise DemixError(f"clustering {name}", cause, "fewer clusters, or more text")
     for number, cluster in enumerate(names):
         write_spans([shards[domain] for domain in domains], *spans(number), output / cluster / f"{split}.arrow")
+    made = {cluster: read_json(output / cluster / f"{split}.json")["sha256"] for cluster in names}
+    write_json(output / f"{split}.json", {"clusters": made})
 
 
 def fit_clusters_to(documents: list[Path], settings: Clustering, output: Path, seed: int = 1) -> None:

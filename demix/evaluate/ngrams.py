@@ -1,7 +1,7 @@
 """Score tables of n-gram models: baselines that learn from the training domains' tokens by counting."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,14 @@ from demix.config.evaluation import NGramOrder, ScoredTokens
 from demix.config.models import DENSE_EXPERT
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
-from demix.evaluate.score_tables import count_to_score, row_groups, tokens_sha256, write_scores, write_tokens
+from demix.evaluate.score_tables import (
+    count_to_score,
+    row_groups,
+    tokens_sha256,
+    write_digests,
+    write_scores,
+    write_tokens,
+)
 from demix.model.ngram import KneserNey
 from demix.run.systems import ngram_folders
 from demix.settings import Positive, settings
@@ -30,13 +37,14 @@ class NGramScoring(ScoredTokens):
     length: Positive
 
 
-def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path) -> None:
+def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path, manifest: Path | None = None) -> None:
     """Learn from the shards tokens/<domain>/train.arrow among `paths`, and score the others, dev.arrow and test.arrow.
 
     Writes two folders of score tables below `output`, in the form of those of models. In ngram<order> one model of all
     training text, whose column is called dense, has scored the test splits. In ngram<order>_domains one model of each
     training domain has scored all splits. As under any model, the context of a token ends where its block begins, with
-    the token before it. Raises DemixError if shards have different tokenizers or a split is empty.
+    the token before it. `manifest` gets the digests of the tables, last. Raises DemixError if shards have different
+    tokenizers or a split is empty.
     """
     shards = {(path.parent.name, path.stem): TokenShard.open(path, verify=True) for path in paths}
     first, *others = shards.values()
@@ -56,11 +64,15 @@ def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path) -> None
         _score(model, some, scoring, folder, column)
         tokens = sum(map(len, streams)) - len(streams)
         log.info("%s: %s learned from %d tokens, scored %d splits", folder.name, column, tokens, len(some))
+    written: list[tuple[Path, Sequence[str]]] = []
     # The table of tokens tells that all columns are there, so it comes last.
     for folder, some, columns in ((pooled, tested, (DENSE_EXPERT,)), (by_domain, scored, (*learned,))):
         for name, shard in some.items():
             ids = shard.read(0, count_to_score(shard, scoring, scoring.length))
             write_tokens(folder / name, ids, shard.offsets, scoring.length, shard.origins, columns)
+            written.append((folder / name, columns))
+    if manifest is not None:
+        write_digests(manifest, written)
 
 
 def _stream(shard: TokenShard, scoring: NGramScoring) -> np.ndarray:

@@ -3,7 +3,7 @@
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -20,7 +20,14 @@ from demix.config.evaluation import ScoringRecipe
 from demix.config.training import Threads
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
-from demix.evaluate.score_tables import count_to_score, row_groups, tokens_sha256, write_scores, write_tokens
+from demix.evaluate.score_tables import (
+    count_to_score,
+    row_groups,
+    tokens_sha256,
+    write_digests,
+    write_scores,
+    write_tokens,
+)
 from demix.files import digest, linked, read_parquet, replacing, write_parquet
 from demix.model.device import compute_type, own_device, set_threads
 from demix.model.directory import (
@@ -109,12 +116,15 @@ def score(
     _score_all([_Work(directory, experts, shards, output, context, top_k)], scoring)
 
 
-def score_models(models: Path, shards: list[Path], scoring: Scoring, output: Path) -> None:
+def score_models(
+    models: Path, shards: list[Path], scoring: Scoring, output: Path, manifest: Path | None = None
+) -> None:
     """Score texts under experts: write the log-probability of every token.
 
     Does `score` for each of `scoring.models` below the folder `models`, with the same bytes. Writes output/<model>/…,
-    or output/<model>@… for what is not as in training, and opens each of the shards once. Raises DemixError before the
-    first is scored if an expert of the last is missing, and where no model is named.
+    or output/<model>@… for what is not as in training, and opens each of the shards once. The file `manifest` gets the
+    digests of all tables, last. Raises DemixError before the first is scored if an expert of the last is missing, and
+    where no model is named.
     """
     if not scoring.models:
         raise DemixError("--settings.models", "names no model", "list the models to score")
@@ -129,10 +139,13 @@ def score_models(models: Path, shards: list[Path], scoring: Scoring, output: Pat
         changed = one.context, one.top_k, one.without
         own = [places[place] for place in wanted]
         works.append(_Work(models / one.model, one.experts, own, output / folder_at(one.model, *changed), *changed))
-    _score_all(works, scoring)
+    written = _score_all(works, scoring)
+    if manifest is not None:
+        write_digests(manifest, written)
 
 
-def _score_all(works: list[_Work], scoring: Scoring) -> None:
+def _score_all(works: list[_Work], scoring: Scoring) -> list[tuple[Path, Sequence[str]]]:
+    """Score all works; returns the folders of tables, each with its columns."""
     set_threads(scoring.threads)
     # What is missing ends the job before the first model is scored.
     for work in works:
@@ -141,6 +154,7 @@ def _score_all(works: list[_Work], scoring: Scoring) -> None:
     for work in works:
         for path in work.shards:
             refuse_other_tokenizer(work.directory, path, shards[path].tokenizer_sha256, shards[path].vocab_size)
+    written: list[tuple[Path, Sequence[str]]] = []
     for work in works:
         # Each column is a file of its own, so experts that are whole models are never in memory together.
         alone = whole_models(work.directory) and work.experts
@@ -154,6 +168,8 @@ def _score_all(works: list[_Work], scoring: Scoring) -> None:
             ids = shard.read(0, count_to_score(shard, scoring, scorer.length))
             place = work.output / f"{path.parent.name}.{path.stem}"
             write_tokens(place, ids, shard.offsets, scorer.length, shard.origins, columns)
+            written.append((place, columns))
+    return written
 
 
 def _check(work: _Work) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from demix.config.evaluation import ScoredTokens
 from demix.config.models import DENSE_EXPERT
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
-from demix.files import digest, read_parquet, sha256_file
+from demix.files import digest, read_parquet, sha256_file, write_json
 from demix.files.batches import read_batches, regrouped, write_batches
 from demix.model.manifest import read_description, read_lineage
 
@@ -25,8 +26,8 @@ ROW_GROUP_TOKENS = 1 << 16
 ROUNDING = 1e-3
 # What the metadata of tokens.parquet tell of the columns that were scored with it: their names, and a digest.
 COLUMNS, COLUMNS_TOLD = b"columns", b"columns_sha256"
-# The workflow knows the columns by the table of their tokens.
-SCORE_AGAIN = "score the domain again: delete this file and tokens.parquet beside it, then rerun"
+# The workflow knows the tables by the manifests of the jobs that write them.
+SCORE_AGAIN = "score the domain again, by `snakemake -R score` (undamaged columns stay as they are) or score_ngrams"
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,19 @@ def write_tokens(
         told = {COLUMNS: json.dumps(names), COLUMNS_TOLD: now} if names else {}
         schema = plain.with_metadata({b"length": str(length).encode()} | told)
         write_batches(path, schema, (rows(*group).cast(schema) for group in groups))
+
+
+def write_digests(path: Path, tables: Iterable[tuple[Path, Sequence[str]]]) -> None:
+    """Write the digests of score tables, each a folder with the columns that a job has written there.
+
+    The table of the tokens stands for the columns that it tells of.
+    """
+    files = [
+        place / f"{name}.parquet"
+        for place, columns in tables
+        for name in (["tokens"] if {*columns} <= {*_told(place / "tokens.parquet")[0]} else columns)
+    ]
+    write_json(path, {"files": {os.path.relpath(file, path.parent): sha256_file(file) for file in files}})
 
 
 def _told(path: Path) -> tuple[list[str], str]:
@@ -250,7 +264,7 @@ def _check_digest(directory: Path, experts: Sequence[str]) -> None:
     names, told = _told(path)
     if {*names} & {*experts} and _digest(directory, names) != told:
         cause = f"has the digest of other bytes than its columns ({', '.join(names)}) have"
-        raise DemixError(path, cause, f"delete the folder {directory}, then score the domain again")
+        raise DemixError(path, cause, SCORE_AGAIN)
 
 
 def _refuse_impossible(path: Path, piece: np.ndarray, row: int, cure: str) -> None:
@@ -292,7 +306,7 @@ def refuse_other_model(directory: Path, experts: Iterable[str], model: Path) -> 
         for key, expected in (("shared_sha256", shared), ("expert_sha256", own)):
             if expected is not None and told.get(key.encode(), b"").decode() != expected:
                 cause = f"was scored with other weights ({key}) than {model} has"
-                raise DemixError(path, cause, "delete it and tokens.parquet beside it, then score the domain again")
+                raise DemixError(path, cause, SCORE_AGAIN)
 
 
 def scored_sha256(directory: Path, experts: Sequence[str]) -> str:
@@ -340,10 +354,8 @@ class _Footer:
 
 
 def _footer(path: Path) -> _Footer:
-    tokens = path.with_name("tokens.parquet")
-    if tokens.exists() and not path.exists():
-        # The workflow knows the columns by the table of their tokens.
-        raise DemixError(path, "is missing", f"delete {tokens}, then score the domain again")
+    if path.with_name("tokens.parquet").exists() and not path.exists():
+        raise DemixError(path, "is missing", SCORE_AGAIN)
     nothing = read_parquet(path, columns=[])
     return _Footer(path, nothing.num_rows, nothing.schema.metadata or {})
 

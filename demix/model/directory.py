@@ -39,7 +39,7 @@ from demix.model.manifest import (
 LARGEST_WEIGHT = 1e6
 FLOATS = ("F64", "F32", "F16", "BF16")
 # Snakemake knows a model by its manifest alone.
-TRAIN_AGAIN = "train the model again: delete its model.json and rerun the workflow, or get the file again"
+TRAIN_AGAIN = "train the model again: `snakemake -f` its model.json, or get the file again"
 OWN_TOKENIZER = "use the tokenizer that the model was trained with, or train the model again"
 CPU = torch.device("cpu")
 TOKENIZER = "tokenizer.json"

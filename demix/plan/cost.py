@@ -96,7 +96,7 @@ def plan_training(run: Run, ranks: int | None, hardware: Hardware) -> list[Train
     for model in (part for one in run.trained for part in one.trainings):
         usable = ranks_without(len(run.training), ranks) if ranks and model.fewer else ranks
         one = plan(model, model.settings, model.settings.tokens // model.share, usable, begin=model.first_step)
-        plans.append(replace(one, name=named(model), rule=f"train_{model.rule}"))
+        plans.append(replace(one, name=named(model), rule="train_expert" if model.part else "train"))
     for model in run.swept:
         if sweep := model.settings.sweep:
             jobs, one = len(sweep.learning_rates), plan(model, model.settings, sweep.tokens, ranks)
@@ -236,12 +236,12 @@ class ScoringCosts:
         return cache(of_split)
 
     def of_job(self, job: ScoringJob) -> tuple[float, int]:
-        """Hours of one rank, and bytes of score tables before compression, of all jobs of a rule that scores."""
-        hours, disk = zip(*(self.of_part(part, job.jobs) for part in job.parts), strict=True)
+        """Hours of one rank, and bytes of score tables before compression, of a job that scores."""
+        hours, disk = zip(*map(self.of_part, job.parts), strict=True)
         return sum(hours), sum(disk)
 
-    def of_part(self, part: ScoringPart, jobs: int) -> tuple[float, int]:
-        """What `of_job` sums: the hours and the bytes of one part of a rule, in all `jobs` of the rule."""
+    def of_part(self, part: ScoringPart) -> tuple[float, int]:
+        """What `of_job` sums: the hours and the bytes of one part of a job."""
         architecture = self._architectures.get(part.model, self.run.architecture)
         routed = architecture.routed
         architecture = replace(
@@ -249,10 +249,8 @@ class ScoringCosts:
             context=part.context or architecture.context,
             routed=replace(routed, top_k=part.top_k) if routed and part.top_k else routed,
         )
-        several = {f"{{{kind}}}": list(domains) for kind, domains in self.run.config.domains.kinds.items()}
-        several["{suite}"] = list(self.run.suites)
-        names = [name for place in part.domains for name in several.get(place, [place] * jobs)]
-        tokens = sum(sum(map(self._tokens(split, architecture.context).__getitem__, names)) for split in part.splits)
+        scored = (self._tokens(split, architecture.context) for split in part.splits)
+        tokens = sum(sum(map(split.__getitem__, part.domains)) for split in scored)
         columns = 1 if part.own else len(part.columns)
         tflops = achieved_tflops(self.device, architecture, demix=columns > 1)
         flops = scoring_flops(architecture, self.run.types, columns, part.expert_scope)

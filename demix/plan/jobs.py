@@ -13,7 +13,6 @@ from demix.plan.flops import HARDWARE
 from demix.plan.numbers import decimal, short
 from demix.run.contexts import asked_contexts
 from demix.run.harness import harnessed
-from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.run.systems import chosen_on_dev, classified, fitted, routed
@@ -48,11 +47,11 @@ def runs_here(run: Run) -> bool:
 def count_jobs(run: Run) -> dict[str, int]:
     """The jobs of each rule of the workflow, as `snakemake -n` counts them before any has run, `all` aside."""
     config, number, suites = run.config, len(run.domains), len(run.suites)
-    parts, apart = sum(domain.source.parts for domain in run.texts.values()), RunRules(run).apart
+    parts = sum(domain.source.parts for domain in run.texts.values())
     passes = [config.sources[name].source.parts for name in run.shared]
     asked, harness, near = classified(run), harnessed(run), len(routed(run)) * len(config.evaluation.routing_context)
     counts = {
-        **(dict.fromkeys(("download", "anonymize"), parts) if apart else {"read": parts}),
+        **(dict.fromkeys(("download", "anonymize"), parts) if run.submitted else {"read": parts}),
         "divide": sum(passes),
         "source_card": len(passes),
         "import_parent": len(run.parents),
@@ -62,16 +61,17 @@ def count_jobs(run: Run) -> dict[str, int]:
         **dict.fromkeys(("hold_out", "tokenize_suite"), suites),
         "fit_clusters": len(fitted(run)),
         "assign": len(run.learned_clusterings),
-        **{f"cluster_{split}_{name}": 1 for name, split in run.learned_splits},
-        **{f"train_{part.rule}": 1 for model in run.trained for part in model.trainings},
+        "cluster_shards": len(run.learned_splits),
+        **Counter("train_expert" if part.part else "train" for model in run.trained for part in model.trainings),
         "sweep": sum(len(model.swept_rates) for model in run.swept),
         "choose_rate": len(run.swept),
         "seed": len(run.seeds),
         **Counter(one.rule for one in run.adaptations),
-        **{f"join_{model.rule}": 1 for model in run.joined},
-        **{one.rule: number if one.by_domain else 1 for one in run.merged if not one.token_routed},
-        **{one.rule: 1 for one in run.routed_merges},
-        **{job.rule: job.jobs for job in scoring_jobs(run)},
+        "join": len(run.joined),
+        "average": sum(one.rule == "average" for one in run.merged),
+        "average_by_domain": number * sum(one.by_domain for one in run.merged),
+        "merge_routed": len(run.routed_merges),
+        "score": len(scoring_jobs(run)),
         "score_ngrams": len(config.evaluation.ngrams or ()),
         "route": near,
         "route_novel": len(run.novel) * near,
@@ -85,7 +85,7 @@ def count_jobs(run: Run) -> dict[str, int]:
         "contamination": len(run.training) * bool(harness),
         "harness": len(harness),
         "classify": int(bool(asked or harness)),
-        **{f"audit_{model.removed}": 1 for model in run.without},
+        "audit_domain": len(run.without),
         "audit": int(bool(run.without)),
     }
     return {rule: jobs for rule, jobs in counts.items() if jobs}
@@ -134,10 +134,10 @@ def seconds_here(run: Run, cores: int, ranks: int | None = None) -> float:
     The jobs take as long as they do side by side, and at least as long as the longest training.
     """
     device = HARDWARE["cpu"]
-    plans, scoring = plan_training(run, ranks, device), {job.rule for job in scoring_jobs(run)}
+    plans = plan_training(run, ranks, device)
     hours, tables = ScoringCosts(run, device).of_all
     trainings = [3600 * device.units * plan.rank_hours + UPDATE * plan.updates * plan.ranks for plan in plans]
-    rules = scoring | {plan.rule for plan in plans}
+    rules = {"score"} | {plan.rule for plan in plans}
     starts = sum(jobs * (START_WITH_TORCH if rule in rules else START) for rule, jobs in count_jobs(run).items())
     text = sum(WORD_BYTES * (domain.read or 0) for domain in plan_domains(run))
     work = sum(trainings) + 3600 * device.units * hours + starts + text / TEXT_RATE + tables / TABLES_RATE

@@ -1,7 +1,6 @@
 """A run that can be worked on: its config, read and checked with all that follows from it."""
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from demix.run.harness import harness_files, harnessed
 from demix.run.merged import Merged
 from demix.run.models import Model
 from demix.run.run import Run
-from demix.run.scoring import scoring_jobs
 from demix.run.systems import ngram_folders, ngram_tokens
 from demix.settings import names_of, written
 
@@ -55,7 +53,6 @@ def checked(config: Config) -> Run:
     check_contexts(run)
     _ = harnessed(run), harness_files(run)
     _check_ngrams(run)
-    _check_names(run)
     return run
 
 
@@ -219,32 +216,3 @@ def _check_ngrams(run: Run) -> None:
             if folder in run.rows:
                 cause = f"is a name that n-grams of order {order} have"
                 raise DemixError(f"config key models.{folder}", cause, "rename the row")
-
-
-def _check_names(run: Run) -> None:
-    """Raise DemixError where two rules of the workflow of a run would have the same name.
-
-    Rules are named like the models that they make, with `_` for what separates a row from a seed, a domain or weights.
-    """
-    makers: dict[str, str] = {}
-    for rule, made in _rules(run):
-        if makers.setdefault(rule, made) == made:
-            continue
-        # The row that has the name itself, and not the one that something else is made of.
-        found = sorted((re.split("[-/@]", one)[0], one) for one in (makers[rule], made))
-        rows = [one for one in found if one[0] in run.config.models]
-        row, own = max(rows, key=lambda one: (one[0] == one[1], len(one[0])))
-        other = next(one for _, one in found if one != own)
-        cause = f"is a name that the workflow also has for {other} (rule {rule})"
-        raise DemixError(f"config key models.{row}", cause, "rename the row")
-
-
-def _rules(run: Run) -> Iterator[tuple[str, str]]:
-    """The rules of the workflow that are named like models, each with what the rule makes."""
-    yield "score_ngrams", "n-grams"
-    for model in run.trained:
-        yield f"join_{model.rule}", model.name
-        yield from ((f"train_{part.rule}", part.place) for part in model.trainings)
-    yield from ((merged.rule, merged.place) for merged in (*run.merged, *run.routed_merges))
-    # On one machine, several of these rules are one.
-    yield from ((job.rule, job.parts[0].folder) for job in scoring_jobs(run, apart=True))

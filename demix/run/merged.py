@@ -38,9 +38,7 @@ class Merged:
     @property
     def rule(self) -> str:
         """The rule of the workflow that makes it."""
-        if self.token_routed:
-            return f"merge_routed_{self.model.rule}"
-        return f"average_{self.model.rule}" + ("__uniform" if self.weights == "uniform" else "")
+        return "merge_routed" if self.token_routed else "average_by_domain" if self.by_domain else "average"
 
     @property
     def by_domain(self) -> bool:

@@ -133,11 +133,6 @@ class Model:
         return bool(self.removed and not self.replacement)
 
     @property
-    def rule(self) -> str:
-        """The model's name as a part of the names of rules."""
-        return self.place.replace("-", "_").replace("/", "__")
-
-    @property
     def rates_from(self) -> str:
         """The row whose sweep chooses the model's learning rate: a branch goes on with the schedule of its parent."""
         return (not self.base.mixes and self.settings.parent_row) or self.base.name

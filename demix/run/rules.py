@@ -1,71 +1,39 @@
 """Input files, output files and resources of the workflow's rules, derived from the config without Snakemake."""
 
 import json
+import os
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from demix.config.adaptation import AdaptationSection
-from demix.config.evaluation import ScoredTokens
-from demix.config.models import DENSE_EXPERT, RowSettings
-from demix.config.training import Execution, TrainingRecipe, taken
-from demix.files import fingerprint, write_json
-from demix.run.contexts import POSITION_BINS, context_tables
-from demix.run.harness import harness_routings
+from demix.config.models import RowSettings
+from demix.config.training import Execution
+from demix.run.contexts import asked_contexts, context_tables
+from demix.run.harness import harness_routings, harnessed
 from demix.run.kept import config_fingerprint
-from demix.run.models import Model
-from demix.run.run import Run
-from demix.run.systems import chosen_on_dev, evaluated, ngram_tokens, routed
+from demix.run.models import Model, trained_without
+from demix.run.scoring import ScoringPart
+from demix.run.stage_settings import StageSettings
+from demix.run.systems import (
+    chosen_on_dev,
+    classified,
+    classified_by,
+    clustered,
+    evaluated,
+    merged_whole,
+    ngram_folders,
+    routed,
+)
 from demix.settings import names_of, written
-
-# The bytes of the longest argument that Linux passes to a program, less the NUL at its end.
-LONGEST_ARGUMENT = 128 * 1024 - 1
 
 
 @dataclass(frozen=True)
-class RunRules:
+class RunRules(StageSettings):
     """The files and options of the rules of one run."""
-
-    run: Run
-
-    @property
-    def folder(self) -> str:
-        """The folder of the run, as rules name it."""
-        return str(self.run.folder)
-
-    @property
-    def apart(self) -> bool:
-        """Whether one job fetches a part of a domain's text and another one anonymizes it, as a cluster may need.
-
-        Elsewhere one job does both. A run that moves to a cluster goes on in the way it began, so that nothing is
-        fetched and trained again.
-        """
-        logs = self.run.folder / "logs"
-        return (logs / "anonymize").exists() or (self.run.submitted and not (logs / "read").exists())
-
-    def as_json(self, *parts: Mapping[str, Any], **more: Any) -> str:
-        """The part of the config that a stage uses, as one argument. A change to it reruns that stage alone."""
-        merged = {key: value for part in (*parts, more) for key, value in part.items()}
-        return self.argument(json.dumps(merged, sort_keys=True))
-
-    def given(self, settings: Mapping[str, Any]) -> str:
-        """Settings as one argument without the empty ones. A stage treats an absent setting like an empty one."""
-        return self.as_json({key: value for key, value in settings.items() if value not in (None, "", [], {})})
-
-    def argument(self, text: str) -> str:
-        """JSON as one argument: itself, or @ and the path of a file that holds it, where it is too long for one.
-
-        The name of the file is a digest of the JSON, so that the argument changes if and only if a setting does.
-        """
-        if len(text.encode()) <= LONGEST_ARGUMENT:
-            return text
-        path = self.run.folder / "settings" / f"{fingerprint(text)}.json"
-        if not path.exists():
-            write_json(path, json.loads(text), sort_keys=False)
-        return f"@{path}"
 
     def parts(self, domains: Iterable[str], *kinds: str) -> list[str]:
         """The files of the anonymized parts of domains, in order. The config sets the parts of each domain."""
@@ -81,16 +49,6 @@ class RunRules:
         parts = range(self.run.config.sources[source].source.parts)
         return [f"{self.folder}/sources/{source}/{part:04d}.json" for part in parts]
 
-    def sharing(self, name: str, **more: Any) -> str:
-        """The domains of a source that several share, each with its value, as JSON."""
-        return self.as_json(more, domains={domain: self.run.domains[domain].value for domain in self.run.shared[name]})
-
-    def division(self, source: str) -> dict[str, Any]:
-        """How a source that domains share is divided, whichever domains there are."""
-        shared = self.run.config.sources[source]
-        # Pieces are cut when a domain's text is anonymized.
-        return {"source": written(shared.source) | {"piece_words": None}, "by": shared.by}
-
     def fetched_by(self, rule: str, wildcards: Mapping[str, str]) -> tuple[str, ...]:
         """The domains whose text a job reads from its source; none for a job of another rule."""
         if rule in ("read", "download"):
@@ -101,29 +59,75 @@ class RunRules:
         """The token files of the splits of domains."""
         return [f"{self.folder}/tokens/{domain}/{split}.arrow" for domain in domains for split in splits]
 
-    def experts(self, model: str, names: Iterable[str]) -> list[str]:
-        """The files that scoring reads for the experts `names` of a model."""
-        return self._model_files(f"models/{model}", names)
+    def model(self, name: str, experts: Iterable[str] = ()) -> list[str]:
+        """The manifests of a model and of those of `experts` that adaptations added; they have the digests of files.
 
-    def trained_files(self, part: Model) -> list[str]:
-        """The files of the model directory that a training makes."""
-        return self._model_files(part.folder, part.experts)
-
-    def _model_files(self, folder: str, names: Iterable[str]) -> list[str]:
-        files = [f"experts/{name}.{kind}" for name in names for kind in ("safetensors", "json")]
-        return [f"{self.folder}/{folder}/{file}" for file in ["model.json", "shared.safetensors", *files]]
-
-    def scores(
-        self, model: str, domains: Iterable[str], names: Iterable[str], splits: Iterable[str] = ("dev", "test")
-    ) -> list[str]:
-        """The score tables by which the workflow knows those of the experts `names` on `domains`.
-
-        tokens.parquet has a digest of the columns that were scored with it, and stands for them, so that files grow
-        with domains and not with pairs of a domain and an expert. The column of an expert that was added is named.
+        They are all that the workflow knows of a model, so that rules name no expert.
         """
-        names, splits = dict.fromkeys(name if name in self.run.novel else "tokens" for name in names), list(splits)
-        places = [f"{self.folder}/scores/{model}/{domain}.{split}" for domain in domains for split in splits]
-        return [f"{place}/{name}.parquet" for place in places for name in names]
+        added = [one for one in experts if name == self.run.receiver.name and one in self.run.novel]
+        return [f"{self.folder}/models/{name}/{file}" for file in ("model.json", *(f"experts/{n}.json" for n in added))]
+
+    @cached_property
+    def _scored_by(self) -> dict[tuple[str, str, str], str]:
+        """The job that makes the tables of a folder and a domain, and those that make the columns of added experts."""
+        orders = self.run.config.evaluation.ngrams or ()
+        found = {
+            (folder, domain, ""): ngram_folders(order)[0]
+            for order in orders
+            for folder in ngram_folders(order)
+            for domain in self.run.domains
+        }
+        for job in self.scoring.values():
+            for part in job.parts:
+                added = () if part.shared else part.columns
+                for domain in part.domains:
+                    found |= {(part.folder, domain, column): job.name for column in added or ("",)}
+        return found
+
+    def scores(self, model: str, domains: Iterable[str], names: Iterable[str] = ()) -> list[str]:
+        """The manifests of the score tables of a model on `domains`, under the experts `names` if these were added.
+
+        Such a file has the digests of all tables of one job, so that files grow with jobs, and not with pairs of a
+        domain and an expert.
+        """
+        keys = [(model, domain, name) for domain in domains for name in ("", *names)]
+        found = dict.fromkeys(self._scored_by[key] for key in keys if not key[2] or key in self._scored_by)
+        return [f"{self.folder}/scores/{name}.json" for name in found]
+
+    def scoring_inputs(self, name: str) -> dict[str, list[str]]:
+        """The files that a job reads which scores: models, tokens, and the tables that it adds columns to."""
+        parts = self.scoring[name].parts
+        models = [file for part in parts for file in self._scored_model(part)]
+        old = [file for part in parts if not part.shared for file in self.scores(part.model, part.domains)]
+        return {
+            "model": list(dict.fromkeys(models)),
+            "tokens": self.scored_tokens(name),
+            "old": list(dict.fromkeys(old)),
+        }
+
+    @cached_property
+    def _fleeting(self) -> set[str]:
+        """The merged models that are removed once they are scored: as folders, which the workflow knows them by."""
+        return {one.of(domain) for one in self.run.merged if one.by_domain for domain in self.run.domains}
+
+    def _scored_model(self, part: ScoringPart) -> list[str]:
+        return (
+            [f"{self.folder}/models/{part.model}"]
+            if part.model in self._fleeting
+            else self.model(part.model, part.experts)
+        )
+
+    def scored_tokens(self, name: str) -> list[str]:
+        """The shards that a job scores."""
+        return list(dict.fromkeys(chain(*(self.tokens(one.domains, *one.splits) for one in self.scoring[name].parts))))
+
+    def scoring_command(self, name: str) -> dict[str, str]:
+        """What the command of a job that scores names: the folders of models and of tables, and what is scored."""
+        first, *more = self.scoring[name].parts
+        if more:
+            return {"model": f"{self.folder}/models", "folder": f"{self.folder}/scores", "experts": "--experts listed"}
+        places = {"model": f"{self.folder}/models/{first.model}", "folder": f"{self.folder}/scores/{first.folder}"}
+        return places | {"experts": first.options}
 
     def routing(
         self, clustering: str, context: str, domains: Iterable[str], splits: Iterable[str] = ("dev", "test")
@@ -136,36 +140,14 @@ class RunRules:
     def evaluated_scores(self, domain: str) -> list[str]:
         """The score tables that the evaluation of a domain reads."""
         return [
-            file
-            for table in evaluated(self.run, domain)
-            for file in self.scores(table.folder, [domain], [*table.columns, "tokens"], table.splits)
+            file for table in evaluated(self.run, domain) for file in self.scores(table.folder, [domain], table.columns)
         ]
 
     def context_scores(self, domain: str) -> list[str]:
         """The score tables that the evaluation of a domain by position reads."""
-        found = dict[str, None]()
-        for table in context_tables(self.run, domain):
-            tables = [(table.folder, "test"), *([(table.prior, "dev")] if table.prior else [])]
-            for folder, split in tables:
-                found |= dict.fromkeys(self.scores(folder, [domain], [*table.columns, "tokens"], [split]))
-        return list(found)
-
-    def context_settings(self, domain: str) -> str:
-        """The settings of the evaluation of a domain by position, as JSON."""
-        mixing = written(self.run.config.evaluation)
-        return self.as_json(
-            {key: mixing[key] for key in ("decay", "dev_blocks")},
-            kind=self.run.kind_of(domain),
-            tables=[asdict(table) for table in context_tables(self.run, domain)],
-            width=max(1, self.run.context // POSITION_BINS),
-            seed=self.run.seed,
-        )
-
-    def ngram_settings(self, order: int) -> str:
-        """The settings of the job that scores n-grams, as JSON."""
-        tokens = max(1, ngram_tokens(self.run) // len(self.run.training))
-        scored = taken(ScoredTokens, self.run.config.evaluation)
-        return self.as_json(scored, order=order, train_tokens=tokens, length=self.run.context)
+        tables = context_tables(self.run, domain)
+        folders = dict.fromkeys(folder for table in tables for folder in (table.folder, table.prior) if folder)
+        return list(dict.fromkeys(chain(*(self.scores(folder, [domain]) for folder in folders))))
 
     def evaluated_routing(self, domain: str) -> list[str]:
         """The routing tables that the evaluation of a domain reads, and the clusterers that made them."""
@@ -179,14 +161,107 @@ class RunRules:
 
     def train_inputs(self, model: Model, dev: bool = True) -> list[str]:
         """The shards of domains or clusters that training reads: dev too, where it is evaluated and `dev` allows."""
-        splits = ("train", "dev") if dev and model.settings.dev_blocks else ("train",)
-        return [file for split in splits for file in self.learned_tokens(model, split)]
+        return [file for split in self._train_splits(model, dev) for file in self.learned_tokens(model, split)]
+
+    def train_files(self, model: Model, dev: bool = True) -> list[str]:
+        """What the workflow knows `train_inputs` by: those of clusters by their manifests."""
+        return [file for split in self._train_splits(model, dev) for file in self.learned_files(model, split)]
+
+    def _train_splits(self, model: Model, dev: bool) -> tuple[str, ...]:
+        return ("train", "dev") if dev and model.settings.dev_blocks else ("train",)
+
+    def learned_files(self, model: Model, split: str) -> list[str]:
+        """What the workflow knows `learned_tokens` by."""
+        folder = f"{self.folder}/clusters/{model.data}/shards"
+        return [f"{folder}/{split}.json"] if model.data else self.tokens(model.domains, split)
 
     def learned_tokens(self, model: Model, split: str) -> list[str]:
         """The shards of a split of the domains or clusters that a model learns from, in order."""
         if model.data:
             return self.shards(model.data, model.domains, split)
         return self.tokens(model.domains, split)
+
+    def anonymizing(self, domain: str) -> str:
+        """The option of a command that says how a domain's text is anonymized."""
+        options = {True: "--enabled", False: "--no-enabled", "released": "--rules released"}
+        return options[self.run.texts[domain].anonymize]
+
+    def pieces(self, domain: str) -> str:
+        """The option of a command that cuts the documents of a domain."""
+        words = self.run.texts[domain].source.piece_words
+        return f"--piece-words {words}" if words else ""
+
+    def read_files(self, domain: str, part: int) -> list[str]:
+        """The local files of a domain's source, and the pass over a shared source, which leaves the domain's text."""
+        text = self.run.texts[domain]
+        if text.shared:
+            files = self.run.config.sources[text.shared].source.files_of(part)
+            return [*files, f"{self.folder}/sources/{text.shared}/{part:04d}.json"]
+        # All files are inputs of each part, but of a folder, which may have thousands.
+        folders = any(map(os.path.isdir, text.source.paths))
+        return list(text.source.files_of(part) if folders else text.source.files)
+
+    def audited(self, removed: str) -> list[str]:
+        """The models of which the audit of a removed domain asks: the whole one, that without the domain, merges."""
+        merged = chain(*map(self.model, merged_whole(self.run)))
+        return [*self.model(self.run.whole.name), *self.model(trained_without(removed)), *merged]
+
+    @property
+    def classified(self) -> dict[str, list[str]]:
+        """The files that are read to classify: examples, their scores, clusterers, mixing rules and the harness's."""
+        run, tasks, asked = self.run, list(self.run.config.tasks), classified(self.run)
+        return {
+            "examples": [f"{self.folder}/examples/{task}.parquet" for task in tasks],
+            "scores": [f"{self.folder}/tasks/{model.name}/{task}.parquet" for model in asked for task in tasks],
+            "clusterers": [f"{self.folder}/clusters/{name}/clusterer.json" for name in classified_by(run)],
+            "mixing": [
+                f"{self.folder}/models/{one.name}/mixing.json" for one in asked if one.name in chosen_on_dev(run)
+            ],
+            "harness": [f"{self.folder}/harness/models/{model.name}.parquet" for model in harnessed(run)],
+        }
+
+    @property
+    def task_weights(self) -> list[str]:
+        """The table of how routings weight clusters; none without clusters."""
+        return [f"{self.folder}/task_weights.parquet"] if self.run.config.tasks and clustered(self.run) else []
+
+    @property
+    def manifests(self) -> list[str]:
+        """The manifests of all models of the run, and of the added experts."""
+        return [*chain(*map(self.model, self.models)), *self.model(self.run.receiver.name, self.run.novel)[1:]]
+
+    @property
+    def _joined(self) -> list[str]:
+        """What the report and the tracking both read: results, tasks, suites, metrics, and models."""
+        run = self.run
+        tables = ["results", *["suites"] * bool(run.suites)]
+        named = [*(one.name for one in run.trained), *(one.name for one in run.adaptations)]
+        metrics = [f"{self.folder}/metrics/{name}.jsonl" for name in named]
+        tasks = [f"{self.folder}/tasks.parquet", *self.task_weights] if run.config.tasks or harnessed(run) else []
+        return [*(f"{self.folder}/{name}.parquet" for name in tables), *tasks, *metrics, *self.manifests]
+
+    @property
+    def tracked(self) -> list[str]:
+        """The files that the tracking reads, besides the report and the cards."""
+        return self._joined
+
+    @property
+    def reported(self) -> list[str]:
+        """The files that the report reads."""
+        run, training = self.run, self.run.training
+        files = ["priors.parquet", "differences.parquet", "posteriors.parquet", "corpus/overlap.parquet"]
+        files += [f"corpus/{domain}/card.json" for domain in run.domains]
+        files += ["audit.parquet"] * bool(run.without)
+        files += [f"harness/contamination/{domain}.parquet" for domain in training if harnessed(run)]
+        for name in run.learned_clusterings:
+            assigned = [f"{domain}.{split}" for domain in training for split in ("train", "test")]
+            files += [
+                f"clusters/{name}/clusterer.json",
+                *(f"clusters/{name}/assigned/{one}.parquet" for one in assigned),
+            ]
+        files += [f"evaluations/{domain}.losses.parquet" for domain in training if run.learned_clusterings]
+        files += [f"evaluations/{domain}.contexts.parquet" for domain in run.domains if asked_contexts(run)]
+        return [*self._joined, *(f"{self.folder}/{file}" for file in files)]
 
     def task_documents(self, task: str) -> list[str]:
         """The splits that the examples of a task are made of; none for examples of a source."""
@@ -215,36 +290,30 @@ class RunRules:
         """The token files of a split of the clusters of a clustering."""
         return [f"{self.folder}/clusters/{clustering}/shards/{cluster}/{split}.arrow" for cluster in clusters]
 
-    def training_settings(self, model: Model, **changes: Any) -> str:
-        """The settings that define the training of a model, as JSON.
-
-        Settings that change only time and memory are left out, because a change of the JSON reruns the training.
-        """
-        more = {"seed": model.seed, "threads": self.run.config.threads, "architecture": model.base.section}
-        return self.as_json(taken(TrainingRecipe, model.settings), **(more | changes))
-
     def chosen_rate(self, model: Model) -> list[str]:
         """The file with the learning rate that a sweep chose for a model and all its seeds; empty without one."""
         return [f"{self.folder}/sweep/{model.rates_from}.json"] if model.settings.sweep else []
 
-    def seed_files(self, parent: str, step: int | str) -> list[str]:
-        """The files of the state that the model `parent` had after `step` updates; none for 0 updates."""
-        names = ("manifest.json", "shared.safetensors", f"expert-{DENSE_EXPERT}.safetensors")
-        folder = f"step-{step:08d}" if isinstance(step, int) else f"step-{step}"
-        return [f"{self.folder}/seeds/{parent}/{folder}/{name}" for name in names] if step else []
-
     def seed_of(self, model: Model) -> list[str]:
-        """The files of the state that `model` begins with; none for a model that is trained from scratch."""
+        """The manifest of the state that `model` begins with; none for a model that is trained from scratch."""
         if model.mixes:
-            return self.begun_files(f"{self.folder}/models/{model.mixes}")
+            return self.model(model.mixes)
         if folder := model.base.initial:
-            return self.begun_files(folder.rstrip("/"))
-        return self.seed_files(model.parent, model.seed_step)
+            return [f"{folder.rstrip('/')}/model.json"]
+        step = f"{self.folder}/seeds/{model.parent}/step-{model.seed_step:08d}"
+        return [f"{step}/manifest.json"] if model.seed_step else []
 
-    def begun_files(self, folder: str) -> list[str]:
-        """The files of the dense model in a folder that training begins with."""
-        experts = [f"experts/{DENSE_EXPERT}.{kind}" for kind in ("json", "safetensors")]
-        return [f"{folder}/{file}" for file in ("model.json", "shared.safetensors", *experts)]
+    def part_files(self, model: Model, above: str, name: str = "") -> list[str]:
+        """A file of each of the trainings of a model whose experts are whole models: in branches/ or in metrics/."""
+        return [f"{self.folder}/{above}/{part.place}" + (f"/{name}" if name else ".jsonl") for part in model.parts]
+
+    def priority(self, model: Model) -> int:
+        """The priority of a training: models that other rules wait for start first."""
+        return 20 if model.removed else 100 if model.kind.has_experts else 50
+
+    def trials(self, model: Model) -> list[str]:
+        """The metrics of the trials of a model's sweep of learning rates."""
+        return [f"{self.folder}/metrics/sweep/{model.name}/{rate}.jsonl" for rate in model.swept_rates]
 
     def train_options(self, model: Model) -> str:
         """The options of a training that are a resource: those of `run_options`, and which states are kept."""

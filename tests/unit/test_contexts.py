@@ -61,29 +61,27 @@ def test_a_config_without_the_key_stays_as_it_was() -> None:
     assert "contexts" not in plain.config.values["evaluation"]
     rules, before = RunRules(config), RunRules(plain)
     assert rules.evaluated_scores("fantasy") == before.evaluated_scores("fantasy")
-    known, now = ({(job.rule, part) for job in scoring_jobs(one) for part in job.parts} for one in (plain, config))
+    known, now = ({(job.name, part) for job in scoring_jobs(one) for part in job.parts} for one in (plain, config))
     assert known <= now
     # Nothing waits for these, so that they are with the models for which nothing waits.
-    assert {(rule, part.folder) for rule, part in now - known} == {
-        ("score_known_others", "far@64"),
-        ("score_others", "far@64"),
-        ("score_known_others", "far_token@64"),
+    assert {(name, part.folder) for name, part in now - known} == {
+        *((f"others-{texts}", "far@64") for texts in ("training", *config.novel)),
+        ("others-training", "far_token@64"),
     }
 
 
 @pytest.mark.parametrize("launch", ["local", "slurm"])
 def test_every_table_that_is_evaluated_by_position_is_made_once(launch: str) -> None:
     config = run_of([16, 32, 64], launch, **ROWS)
-    rules, made = RunRules(config), []
+    rules = RunRules(config)
     training, novel = config.training, config.novel
-    for part in (part for job in scoring_jobs(config) for part in job.parts):
-        for place in part.domains:
-            for domain in {"{training}": training, "{novel}": novel}.get(place, [place]):
-                columns = [*part.columns_on(domain), *["tokens"] * part.shared]
-                made += rules.scores(part.folder.replace("{novel}", domain), [domain], columns, part.splits)
+    parts = {job.name: [part for part in job.parts if part.shared] for job in scoring_jobs(config)}
+    made = [(part.folder, domain) for some in parts.values() for part in some for domain in part.domains]
     assert len(made) == len(set(made))
     for domain in (*training, *novel):
-        assert set(rules.context_scores(domain)) <= set(made)
+        read = [file.removeprefix(f"{rules.folder}/scores/")[: -len(".json")] for file in rules.context_scores(domain)]
+        scored = {part.folder for name in read for part in parts[name] if domain in part.domains}
+        assert {table.folder for table in context_tables(config, domain)} <= scored
         tables = {(table.model, table.context): table for table in context_tables(config, domain)}
         assert len(tables) == (14 if domain in training else 9)
         assert tables["far", 64].folder == "far@64"
@@ -103,13 +101,9 @@ def test_the_plan_counts_jobs_and_costs_of_longer_blocks() -> None:
     assert after == before | {"contexts": 5}, "the jobs of the other models score them too"
     hours = [ScoringCosts(one, HARDWARE["cpu"]).of_all[0] for one in (plain, config)]
     assert hours[0] < hours[1]
-    parts = {
-        part.folder: (part, job.jobs)
-        for job in scoring_jobs(config)
-        if job.rule == "score_others"
-        for part in job.parts
-    }
-    far, base = (ScoringCosts(config, HARDWARE["cpu"]).of_part(*parts[name])[0] for name in ("far@64", "far"))
+    novel = [job for job in scoring_jobs(config) if job.name == f"others-{config.novel[0]}"]
+    parts = {part.folder: part for job in novel for part in job.parts}
+    far, base = (ScoringCosts(config, HARDWARE["cpu"]).of_part(parts[name])[0] for name in ("far@64", "far"))
     # The same novel domains, whose test splits are as long as their dev splits here, without these.
     sizes = [scoring_flops(Architecture(2, 32, 2, length, position="alibi"), 512, 3) for length in (64, 32)]
     tokens = [1000, 1000 + 10 * 32]

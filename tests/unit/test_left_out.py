@@ -30,7 +30,7 @@ def test_each_training_domain_is_scored_without_its_expert_once(frozen: Run, apa
         for folder in ("demix-routed", "btx")
         for name in run.training
     )
-    assert all(part.settings({})["without"] == part.without for part in new)
+    assert all(part.settings["without"] == part.without for part in new)
     assert len(parts(run, apart=apart)) == len(parts(before, apart=apart)) + len(new)
     assert {*count_jobs(run)} == {*count_jobs(before)}
 

@@ -183,7 +183,9 @@ def test_the_papers_flops_whatever_the_number_of_experts() -> None:
         assert k * expert == pytest.approx(1.998e21, rel=2.5e-3)
         formula = 96 * 24 * 2048**2 * (1 + 2048 / (6 * 2048) + 50_272 / (16 * 24 * 2048))
         assert k * expert == pytest.approx(formula * 167_772_160_000, rel=1e-12)
-    plans = [plan for plan in plan_training(BTM, None, HARDWARE["a100"]) if plan.rule.startswith("train_btm")]
+    plans = [
+        plan for plan in plan_training(BTM, None, HARDWARE["a100"]) if (plan.stage, plan.name[:4]) == ("train", "btm-")
+    ]
     assert len(plans) == 8
     assert sum(plan.steps * plan.flops for plan in plans) == pytest.approx(1.998e21, rel=2.5e-3)
     # A job for each expert, of 10,000 updates on its eighth of the tokens.
@@ -227,19 +229,17 @@ def test_the_hardware_is_that_of_the_config() -> None:
 
 def test_the_cost_of_scoring_counts_every_text_under_every_column() -> None:
     rules, costs = scoring_jobs(SAMPLE), ScoringCosts(SAMPLE, HARDWARE["cpu"])
-    jobs = {
-        (job.rule, part.folder): costs.of_part(part, job.jobs)[1] for job in rules for part in job.parts if part.shared
-    }
+    jobs = {(job.name, part.folder): costs.of_part(part)[1] for job in rules for part in job.parts if part.shared}
     dev, test = 60 * 128, 15360
     # Eight domains under eight experts; a domain under its own token alone, and new ones under all eight.
-    known, new = (jobs[f"score_{which}demix_seeded", "demix_seeded"] for which in ("known_", ""))
-    assert known == new == 8 * (dev + test) * (8 * 4 + 18)
-    assert jobs["score_known_others", "domain_token"] == 8 * test * (4 + 18)
-    assert jobs["score_known_others", "without-licenses"] == (dev + test) * (8 * 4 + 18)
+    known, new = (jobs[f"demix_seeded/{texts}", "demix_seeded"] for texts in ("training", "wiki"))
+    assert known == 8 * new == 8 * (dev + test) * (8 * 4 + 18)
+    assert jobs["others-training", "domain_token"] == 8 * test * (4 + 18)
+    assert jobs["others-training", "without-licenses"] == (dev + test) * (8 * 4 + 18)
     # Beside tables that have the tokens: the first new expert on eight domains, the second on nine; and one, then two
     # new experts on the new domain. Dense-DAPT makes tables of its own.
-    added = {job.rule: costs.of_job(job)[1] for job in rules if job.added}
-    assert [added[f"score_adapted_{name}"] for name in ("wiki", "code")] == [
+    added = {job.name: costs.of_job(job)[1] for job in rules if job.added}
+    assert [added[f"adapted-{name}"] for name in ("wiki", "code")] == [
         (n + k) * (dev + test) * 4 + 9 * test * (4 + 18) for n, k in ((8, 1), (9, 2))
     ]
     # Of two orders of n-grams one model of all text scores test, and one of each training domain all splits.

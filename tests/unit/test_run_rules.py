@@ -17,7 +17,8 @@ from demix.errors import DemixError
 from demix.run.check import completed_run
 from demix.run.kept import config_fingerprint, kept, read_run_config
 from demix.run.models import Model
-from demix.run.rules import LONGEST_ARGUMENT, RunRules
+from demix.run.rules import RunRules
+from demix.run.stage_settings import LONGEST_ARGUMENT
 from demix.settings import settings_from
 from support.dry_run import TINY
 from support.errors import refused
@@ -30,16 +31,6 @@ def rules(**sections: Any) -> RunRules:
     return RunRules(completed_run(config))
 
 
-def test_a_run_reads_its_text_to_the_end_in_the_way_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    here, cluster = rules(), rules(cluster={"launch": "slurm"})
-    assert (here.apart, cluster.apart) == (False, True)
-    Path("results/tiny/logs/read").mkdir(parents=True)
-    assert (here.apart, cluster.apart) == (False, False)
-    Path("results/tiny/logs/read").rename("results/tiny/logs/anonymize")
-    assert (here.apart, cluster.apart) == (True, True)
-
-
 def source(path: str | list[str], kind: str = "files") -> SourceSection:
     return settings_from(SourceSection, {"kind": kind, "path": path}, "source")
 
@@ -48,13 +39,16 @@ def row(one: RunRules, name: str) -> Model:
     return next(model for model in one.run.planned if model.name == name)
 
 
-def names_of_scores(*names: str) -> list[str]:
-    return [Path(path).stem for path in rules().scores("demix", ["law"], names, ["test"])]
-
-
-def test_the_table_of_tokens_stands_for_the_columns_that_it_tells_of() -> None:
-    asked = ("parliament", "licenses", "fantasy", "tokens")
-    assert names_of_scores(*asked) == ["tokens", "fantasy"], "fantasy is a novel domain, whose expert is added"
+def test_the_manifest_of_a_job_stands_for_its_tables() -> None:
+    here, cluster = rules(), rules(cluster={"launch": "slurm"})
+    asked = ("demix", ["licenses"], ("parliament", "licenses", "fantasy"))
+    folder = "results/tiny/scores"
+    # fantasy is a novel domain, whose expert is added.
+    assert here.scores(*asked) == [f"{folder}/demix/training.json", f"{folder}/adapted-fantasy.json"]
+    assert cluster.scores(*asked) == [f"{folder}/demix/licenses.json", f"{folder}/demix/adapted-fantasy.json"]
+    folder = "results/tiny/models"
+    assert here.model("demix", asked[2]) == [f"{folder}/demix/model.json", f"{folder}/demix/experts/fantasy.json"]
+    assert here.model("without-licenses", asked[2]) == [f"{folder}/without-licenses/model.json"]
 
 
 def test_training_reads_dev_only_where_it_evaluates_on_dev() -> None:
@@ -64,13 +58,6 @@ def test_training_reads_dev_only_where_it_evaluates_on_dev() -> None:
         *[True] * 3,
     ]
     assert len(without.train_inputs(row(without, "demix"))) == 3
-
-
-def test_an_evaluation_reads_dev_where_experts_are_mixed() -> None:
-    files = rules().evaluated_scores("scripture")
-    assert "results/tiny/scores/demix/scripture.dev/tokens.parquet" in files
-    assert "results/tiny/scores/dense/scripture.test/tokens.parquet" in files
-    assert "results/tiny/scores/dense/scripture.dev/tokens.parquet" not in files
 
 
 def test_a_sweep_has_one_record_for_all_seeds() -> None:
@@ -111,18 +98,14 @@ def test_a_seed_is_kept_by_its_parent_and_begins_its_branches() -> None:
         seeds=[1, 5], models={"dense": {"sweep": sweep}, "half": seeded, "all": seeded | {"seed_tokens": 12288}}
     )
     folder = "results/tiny/seeds/dense-seed5/step-00000015"
-    assert one.seed_of(row(one, "half-seed5")) == [
-        f"{folder}/{name}" for name in ("manifest.json", "shared.safetensors", "expert-dense.safetensors")
-    ]
+    assert one.seed_of(row(one, "half-seed5")) == [f"{folder}/manifest.json"]
     assert one.seed_of(row(one, "demix")) == one.seed_of(row(one, "dense")) == []
     begins = f" --learning-rate-from results/tiny/sweep/dense.json --branch {folder}"
     assert one.beginning(row(one, "half-seed5")) == begins
     assert one.beginning(row(one, "demix")) == ""
     folder = rules(models={"mine": {"kind": "demix", "parent": "imported/gpt2/"}})
     assert folder.beginning(row(folder, "mine")) == " --branch imported/gpt2"
-    assert folder.seed_of(row(folder, "mine"))[2:] == [
-        f"imported/gpt2/experts/dense.{k}" for k in ("json", "safetensors")
-    ]
+    assert folder.seed_of(row(folder, "mine")) == ["imported/gpt2/model.json"]
     options = shlex.split(one.train_options(row(one, "dense-seed5")))
     assert options[-2:] == ["--keep", "15,32"]
     where = json.loads(options[options.index("--live") + 1])

@@ -1,7 +1,6 @@
 """The table of models: what a config's model entries make, and what is evaluated of them."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +73,10 @@ def test_adaptation_and_removal_follow_the_rows_that_they_name() -> None:
     sets = {table.model: [some.label for some in table.sets] for table in evaluated(rows, "news") if table.seed == 7}
     assert sets["other"] == ["all", "plus-songs", "plus-wiki", "training", "minus-news"]
     assert sets["demix"] == ["training"]
-    added = {job.rule: [part.model for part in job.parts] for job in scoring_jobs(rows) if job.added}
-    assert added == {f"score_adapted_{name}": ["other", "other", f"dense-dapt-{name}"] for name in NOVEL}
+    added = {job.name: [part.model for part in job.parts] for job in scoring_jobs(rows) if job.added}
+    assert added == {
+        f"adapted-{name}": [*["other"] * number, f"dense-dapt-{name}"] for number, name in enumerate(NOVEL, 1)
+    }
 
 
 SEEDED = {"kind": "demix", "parent": "dense", "seed_tokens": 500}
@@ -164,17 +165,12 @@ def test_every_score_table_that_is_evaluated_is_made_by_one_job() -> None:
         made: list[tuple[str, ...]] = []
         for job in scoring_jobs(rows):
             for part in job.parts:
-                names = " ".join((part.model, *part.domains))
-                wildcard = next((name for name in ("{novel}", "{training}") if name in names), "-")
-                values = {"{novel}": NOVEL, "{training}": TRAINING}.get(wildcard, ("-",))
-                assert job.jobs == len(values)
-                for value in values:
-                    made += [
-                        tuple(name.replace(wildcard, value) for name in (part.model, domain, split, column))
-                        for domain in part.domains
-                        for split in part.splits
-                        for column in (*part.columns_on(domain), *["tokens"] * part.shared)
-                    ]
+                made += [
+                    (part.model, domain, split, column)
+                    for domain in part.domains
+                    for split in part.splits
+                    for column in (*((domain,) if part.own else part.columns), *["tokens"] * part.shared)
+                ]
         # The choice of a parent reads these.
         assert ("demix", "wiki", "dev", "tokens") in made
         assert len(made) == len(set(made))
@@ -188,12 +184,9 @@ def test_a_novel_domain_that_is_appended_changes_no_job_of_before() -> None:
     """Of all others, seeds and contexts too; where jobs are submitted, each has one model."""
     for cluster in ({"launch": "local"}, {"launch": "slurm"}):
         rows, more = run_of(cluster=cluster, domains=domains(TRAINING, NOVEL[:1])), run_of(cluster=cluster)
-        before, after = ({job.rule: job for job in scoring_jobs(one)} for one in (rows, more))
-        # A rule with a wildcard has one job more.
-        assert {rule: replace(job, jobs=1) for rule, job in before.items()}.items() <= {
-            rule: replace(job, jobs=1) for rule, job in after.items()
-        }.items()
-        assert {rule for rule in after.keys() - before.keys() if "wiki" in rule} == after.keys() - before.keys()
+        before, after = ({job.name: job for job in scoring_jobs(one)} for one in (rows, more))
+        assert before.items() <= after.items()
+        assert {name for name in after.keys() - before.keys() if "wiki" in name} == after.keys() - before.keys()
         assert (cluster["launch"] == "slurm") == all(len(job.parts) == 1 for job in after.values())
 
 

@@ -26,6 +26,7 @@ PLACES = {
     "model": "[a-z0-9_-]+",
     "format": "(html|md|tex|svg|pdf|png|json)",
     "state": "(shared|expert-dense)",
+    "job": "[a-z0-9_@/-]+",
 }
 # Gone when all is done, or made only where a config or an option asks for it.
 FLEETING = {"raw/<domain>/<part>.parquet", "checkpoints/<model>/…", "sbatch/…", "settings/<digest>.json"}
@@ -118,23 +119,29 @@ JOINED: Keys = {
 
 # What follows wherever a number of the tables may have changed.
 TOLD = {"report", "card", "track", "run_config"}
-AUDITED = {"audit_licenses", "audit"}
+AUDITED = {"audit_domain licenses", "audit"}
 MIXED = {f"evaluate {name}" for name in TRAINING + NOVEL} | {"results"} | AUDITED | TOLD
 # Further models are scored in jobs of several models, which keep the tables that are there.
-SCORED = {"score_known_others", "score_others fantasy", "score_others fortunes"} | MIXED
+SCORED = {f"score others-{texts}" for texts in ("training", "fantasy", "fortunes")} | MIXED
 NGRAMS = {"score_ngrams 3", "choose_mixing ngram3_domains"}
 ADAPTED = {f"{rule} {name}" for rule in ("adapt", "adapt_dense") for name in NOVEL}
-ADAPTED |= {"score_adapted_fantasy", "score_adapted_fortunes"}
+ADAPTED |= {"score adapted-fantasy", "score adapted-fortunes"}
 PAPER = ("demix", "dense", "dense_unbalanced", "domain_token")
-SUITE = {f"{rule} paloma_known" for rule in ("hold_out", "tokenize_suite", "score_suites", "evaluate")}
-SUITE |= {"read paloma_known 0000", "suites"}
+SUITE = {f"{rule} paloma_known" for rule in ("hold_out", "tokenize_suite", "evaluate")}
+SUITE |= {"score suites-paloma_known", "read paloma_known 0000", "suites"}
 ASKED = {"harness_documents", "harness demix", "classify"} | {f"contamination {name}" for name in TRAINING}
-JARGON = {f"{rule} jargon" for rule in ("split", "tokenize", "adapt", "adapt_dense", "score_demix", "score_others")}
-JARGON |= {"read jargon 0000", "score_adapted_jargon", "evaluate jargon", "novel_duplicates", "overlap"} | NGRAMS
-SEED2 = {f"train_{name}_seed2" for name in PAPER} | {"choose_mixing demix-seed2"}
+JARGON = {f"{rule} jargon" for rule in ("split", "tokenize", "adapt", "adapt_dense")}
+JARGON |= {f"score {job}" for job in ("demix/jargon", "others-jargon", "adapted-jargon")}
+JARGON |= {"read jargon 0000", "evaluate jargon", "novel_duplicates", "overlap"} | NGRAMS
+SEED2 = {f"train {name}-seed2" for name in PAPER} | {"choose_mixing demix-seed2"}
 # All that depends on the text of the training domains.
-RETRAINED = {f"train_{name}" for name in PAPER} | {"train_without_licenses", "choose_mixing demix", "score_known_demix"}
-RETRAINED |= {"score_demix fantasy", "score_demix fortunes", "deduplicate", "tokenizer", "overlap"} | NGRAMS | ADAPTED
+RETRAINED = {f"train {name}" for name in (*PAPER, "without-licenses")} | {"choose_mixing demix"}
+RETRAINED |= (
+    {f"score demix/{texts}" for texts in ("training", "fantasy", "fortunes")}
+    | {"deduplicate", "tokenizer", "overlap"}
+    | NGRAMS
+    | ADAPTED
+)
 RETRAINED |= {f"{rule} {name}" for rule in ("split", "tokenize") for name in TRAINING + NOVEL} | SCORED
 
 CHANGES: dict[str, tuple[Keys, set[str]]] = {
@@ -146,11 +153,11 @@ CHANGES: dict[str, tuple[Keys, set[str]]] = {
     "another decay of the grid": ({"evaluation.decays": [0.2]}, MIXED),
     "another prior of the grid": ({"evaluation.prior_blocks": [3]}, MIXED),
     "a rate of adaptation": ({"adaptation.learning_rate_factor": 0.2}, ADAPTED | MIXED),
-    "a rate of one model": ({"models": {"domain_token": {"learning_rate": 1e-3}}}, {"train_domain_token"} | SCORED),
+    "a rate of one model": ({"models": {"domain_token": {"learning_rate": 1e-3}}}, {"train domain_token"} | SCORED),
     "one model less": ({"models": {"domain_token": None}}, SCORED),
     "a warm start": (
         {"models": {"seeded": {"kind": "demix", "parent": "dense", "seed_tokens": 6000}}},
-        {"seed dense 00000015", "train_seeded", "choose_mixing seeded"} | SCORED,
+        {"seed dense 00000015", "train seeded", "choose_mixing seeded"} | SCORED,
     ),
     "a seed": ({"seeds": [1, 2]}, SEED2 | SCORED),
     "a novel domain": ({"domains.novel.jargon": domain("jargon")}, JARGON | MIXED),
@@ -263,18 +270,21 @@ def joined(grown: Path) -> Path:
 def test_rows_tasks_and_suites_join_and_nothing_that_was_made_changes(joined: Path) -> None:
     found = jobs((joined / "shown.txt").read_text())
     rules = {job.partition(" ")[0] for job in found}
-    assert {rule for rule in rules if rule.startswith(("train", "join", "seed", "sweep", "adapt"))} == {
-        *("seed", "join_btm", "join_cbtm_2", "train_cbtm_2__c00", "train_cbtm_2__c01"),
-        *(f"train_btm__{domain}" for domain in TRAINING),
-        *("train_upcycled", "train_btx", "sweep", "train_far", "train_masked"),
+    assert {job for job in found if job.startswith(("train", "join", "seed", "adapt"))} == {
+        *("seed dense 00000015", "join btm", "join cbtm_2", "train_expert cbtm_2 c00", "train_expert cbtm_2 c01"),
+        *(f"train_expert btm {domain}" for domain in TRAINING),
+        *(f"train {model}" for model in ("upcycled", "btx", "far", "masked")),
     }
     assert not [job for job in found if job.startswith(("read", "split", "tokenize ")) and "paloma" not in job]
-    assert not [job for job in found if job.startswith(("score_known_demix", "score_demix"))]
+    assert not [job for job in found if job.startswith("score demix/")]
     # Every rule of the workflow has run here, but for those of shared sources, of parents from a hub and of clusters.
     text = "".join(path.read_text() for path in RULES.glob("*.smk"))
     others = {"divide", "source_card", "import_parent", "download", "anonymize", "all"}
     before = {job.partition(" ")[0] for job in RETRAINED}
-    assert {*re.findall(r"^ *rule (\w+):", text, re.MULTILINE)} - others <= rules | before | {"read", "tokenize"}
+    assert {*re.findall(r"^ *(?:use )?rule (?:\w+ as )?(\w+)", text, re.MULTILINE)} - others <= rules | before | {
+        "read",
+        "tokenize",
+    }
 
 
 def test_every_model_is_whole_and_scored_on_every_domain(joined: Path) -> None:
@@ -332,10 +342,11 @@ def test_a_later_change_runs_what_it_reaches_and_nothing_else(change: str, joine
 def test_a_parent_that_is_trained_again_keeps_the_state_of_the_same_bytes(joined: Path) -> None:
     """Beside rows that begin with it, a dense model keeps its state as it is trained: no step is trained twice."""
     config, state = changed(TINY, JOINED), RUN / "seeds" / "dense" / "step-00000015" / "manifest.json"
+    manifest = RUN / "models" / "dense" / "model.json"
     before = sha256_file(joined / state)
     shutil.rmtree((joined / state).parent)
-    shown = ran(joined, write_config(joined, config), str(state), "--forcerun", "train_dense")
-    assert jobs(shown) == {"train_dense", "seed dense 00000015"}
+    shown = ran(joined, write_config(joined, config), str(state), "--forcerun", str(manifest))
+    assert jobs(shown) == {"train dense", "seed dense 00000015"}
     assert sha256_file(joined / state) == before
     assert not list((joined / RUN / "checkpoints").rglob("*.safetensors"))
     # Metrics hold the speed.

@@ -51,12 +51,12 @@ ASKING = {
     **dict.fromkeys(
         ("deduplicate", "novel_dup", "tokenize", "overlap", "split", "hold_out", "fit_", "assign"), "corpus"
     ),
-    **dict.fromkeys(("cluster_", "join_", "contamination", "examples"), "corpus"),
+    **dict.fromkeys(("cluster_", "join", "contamination", "examples"), "corpus"),
     "anonymize": "anonymize",
     **dict.fromkeys(("train", "sweep", "seed"), "train"),
     "adapt": "adapt",
-    **dict.fromkeys(("score", "fewshot", "harness", "audit_", "merge_"), "score"),
-    **dict.fromkeys(("average_", "route", "evaluate", "choose_mixing", "contexts", "classify"), "evaluate"),
+    **dict.fromkeys(("score", "fewshot", "harness", "audit_domain", "merge_"), "score"),
+    **dict.fromkeys(("average", "route", "evaluate", "choose_mixing", "contexts", "classify"), "evaluate"),
 }
 
 

@@ -1,46 +1,28 @@
 # How much of a removed domain's documents can still be recovered.
-for model in WITHOUT:
-
-    rule:
-        name:
-            f"audit_{model.removed}"
-        input:
-            tokens=RULES.tokens([model.removed], "train", "test"),
-            whole=RULES.experts(THIS.whole.name, TRAINING),
-            without=RULES.experts(model.name, model.experts),
-            merged=[file for folder in systems.merged_whole(THIS) for file in RULES.experts(folder, MERGED)],
-            priors=f"{RUN}/evaluations/{model.removed}.priors.parquet",
-        output:
-            f"{RUN}/evaluations/{model.removed}.audit.parquet",
-        log:
-            f"{RUN}/logs/audit/{model.removed}.log",
-        threads: CONFIG.threads
-        resources:
-            **RULES.site("score"),
-        params:
-            settings=verbatim(
-                RULES.as_json(
-                    written(CONFIG.removal.audit),
-                    {key: list(folders) for key, folders in [("merged", systems.merged_whole(THIS))] if folders},
-                    model=THIS.whole.name,
-                    training=TRAINING,
-                    left_out=left_out(model.removed),
-                    without_model=trained_without(model.removed),
-                    without=model.experts,
-                    threads=CONFIG.threads,
-                )
-            ),
-            domain=model.removed,
-            models=below_run("models"),
-            tokens=below_run(f"tokens/{model.removed}"),
-        shell:
-            "demix audit {params.domain} --models {params.models} --tokens {params.tokens} --priors {input.priors}"
-            " --settings {params.settings:q} --output {output} 2> {log}"
+rule audit_domain:
+    input:
+        tokens=RULES.tokens(["{training}"], "train", "test"),
+        models=lambda wildcards: RULES.audited(wildcards.training),
+        priors=f"{RUN}/evaluations/{{training}}.priors.parquet",
+    output:
+        f"{RUN}/evaluations/{{training}}.audit.parquet",
+    log:
+        f"{RUN}/logs/audit/{{training}}.log",
+    threads: CONFIG.threads
+    resources:
+        **RULES.site("score"),
+    params:
+        settings=lambda wildcards: RULES.audit_settings(wildcards.training),
+        models=below_run("models"),
+        tokens=below_run("tokens/{training}"),
+    shell:
+        "demix audit {wildcards.training} --models {params.models} --tokens {params.tokens} --priors {input.priors}"
+        " --settings {params.settings:q} --output {output} 2> {log}"
 
 
 rule audit:
     input:
-        expand(f"{RUN}/evaluations/{{domain}}.audit.parquet", domain=[model.removed for model in WITHOUT]),
+        [f"{RUN}/evaluations/{model.removed}.audit.parquet" for model in THIS.without],
     output:
         f"{RUN}/audit.parquet",
     log:

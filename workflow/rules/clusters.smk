@@ -1,6 +1,5 @@
 # Clusters of the training domains' documents (c-BTM): fitted on a sample, then each document goes to its own.
 # Novel domains' documents are in no cluster.
-CORPUS = [f"{RUN}/corpus/{domain}/{split}.parquet" for domain in TRAINING for split in SPLITS]
 
 
 rule fit_clusters:
@@ -13,8 +12,6 @@ rule fit_clusters:
         ],
     log:
         f"{RUN}/logs/fit_clusters/{{clustering}}.log",
-    wildcard_constraints:
-        clustering="|".join(systems.fitted(THIS)) or "none",
     priority: 90
     resources:
         **RULES.site("corpus"),
@@ -29,13 +26,13 @@ rule fit_clusters:
 rule assign:
     input:
         clusterer=rules.fit_clusters.output,
-        documents=CORPUS,
+        documents=expand(f"{RUN}/corpus/{{domain}}/{{split}}.parquet", domain=TRAINING, split=SPLITS),
     output:
-        [f"{RUN}/clusters/{{clustering}}/assigned/{domain}.{split}.parquet" for domain in TRAINING for split in SPLITS],
+        expand(
+            f"{RUN}/clusters/{{{{clustering}}}}/assigned/{{domain}}.{{split}}.parquet", domain=TRAINING, split=SPLITS
+        ),
     log:
         f"{RUN}/logs/assign/{{clustering}}.log",
-    wildcard_constraints:
-        clustering="|".join(THIS.learned_clusterings) or "none",
     priority: 90
     resources:
         **RULES.site("corpus"),
@@ -46,31 +43,22 @@ rule assign:
         "demix assign {params.clusterer} {input.documents} --output {params.folder} 2> {log}"
 
 
-# One rule per clustering and split: the outputs list the clusters, which wildcards cannot.
-for clustering, split in THIS.learned_splits:
-
-    rule:
-        name:
-            f"cluster_{split}_{clustering}"
-        input:
-            clusterer=f"{RUN}/clusters/{clustering}/clusterer.json",
-            assigned=[f"{RUN}/clusters/{clustering}/assigned/{domain}.{split}.parquet" for domain in TRAINING],
-            tokens=RULES.tokens(TRAINING, split),
-        output:
-            [
-                str(Path(shard).with_suffix(end))
-                for shard in RULES.shards(clustering, THIS.clusters(clustering), split)
-                for end in (".arrow", ".json")
-            ],
-        log:
-            f"{RUN}/logs/cluster_shards/{clustering}.{split}.log",
-        priority: 90
-        resources:
-            **RULES.site("corpus"),
-        params:
-            clusterer=below_run(f"clusters/{clustering}"),
-            folder=below_run(f"clusters/{clustering}/shards"),
-            length=THIS.context,
-        shell:
-            "demix cluster-shards {params.clusterer} {input.tokens} --length {params.length} --output {params.folder}"
-            " 2> {log}"
+rule cluster_shards:
+    input:
+        clusterer=f"{RUN}/clusters/{{clustering}}/clusterer.json",
+        assigned=expand(f"{RUN}/clusters/{{{{clustering}}}}/assigned/{{domain}}.{{{{split}}}}.parquet", domain=TRAINING),
+        tokens=RULES.tokens(TRAINING, "{split}"),
+    output:
+        f"{RUN}/clusters/{{clustering}}/shards/{{split}}.json",
+    log:
+        f"{RUN}/logs/cluster_shards/{{clustering}}.{{split}}.log",
+    priority: 90
+    resources:
+        **RULES.site("corpus"),
+    params:
+        clusterer=below_run("clusters/{clustering}"),
+        length=THIS.context,
+        folder=below_run("clusters/{clustering}/shards"),
+    shell:
+        "demix cluster-shards {params.clusterer} {input.tokens} --length {params.length} --output {params.folder}"
+        " 2> {log}"

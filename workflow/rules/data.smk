@@ -10,7 +10,7 @@ rule divide:
     log:
         f"{RUN}/logs/divide/{{source}}.{{part}}.log",
     wildcard_constraints:
-        source="|".join(THIS.shared) or "none",
+        source=one_of(THIS.shared),
     localrule: RULES.on_login("download")
     resources:
         **RULES.site("download"),
@@ -33,7 +33,7 @@ rule source_card:
     log:
         f"{RUN}/logs/source_card/{{source}}.log",
     wildcard_constraints:
-        source="|".join(THIS.shared) or "none",
+        source=one_of(THIS.shared),
     # A value that no document has ends the run before it trains.
     priority: 120
     localrule: True
@@ -44,11 +44,11 @@ rule source_card:
 
 
 # The config sets the number of parts of a source. Each part is one job, or on a cluster one of download and one of anonymize.
-if RULES.apart:
+if THIS.submitted:
 
     rule download:
         input:
-            of_domain,
+            lambda wildcards: RULES.read_files(wildcards.domain, int(wildcards.part)),
         output:
             temp(f"{RUN}/raw/{{domain}}/{{part}}.parquet"),
         log:
@@ -57,7 +57,7 @@ if RULES.apart:
         resources:
             **RULES.site("download"),
         params:
-            settings=lambda wildcards: RULES.given(written(TEXTS[wildcards.domain].source) | {"piece_words": None}),
+            settings=lambda wildcards: RULES.source_settings(wildcards.domain, whole=True),
             part=lambda wildcards: int(wildcards.part),
         shell:
             "demix download {wildcards.domain} --settings {params.settings:q} --part {params.part}"
@@ -74,19 +74,17 @@ if RULES.apart:
         resources:
             **RULES.site("anonymize"),
         params:
-            enabled=anonymizing,
-            pieces=lambda wildcards: "".join(
-                f" --piece-words {words}" for words in [TEXTS[wildcards.domain].source.piece_words] if words
-            ),
+            rules=lambda wildcards: RULES.anonymizing(wildcards.domain),
+            pieces=lambda wildcards: RULES.pieces(wildcards.domain),
         shell:
-            "demix anonymize {input} {params.enabled}{params.pieces}"
+            "demix anonymize {input} {params.rules} {params.pieces}"
             " --output {output.documents} --counts {output.counts} 2> {log}"
 
 else:
 
     rule read:
         input:
-            of_domain,
+            lambda wildcards: RULES.read_files(wildcards.domain, int(wildcards.part)),
         output:
             documents=f"{RUN}/documents/{{domain}}/{{part}}.parquet",
             counts=f"{RUN}/documents/{{domain}}/{{part}}.json",
@@ -96,12 +94,12 @@ else:
         resources:
             **RULES.site("download"),
         params:
-            settings=lambda wildcards: RULES.given(written(TEXTS[wildcards.domain].source)),
+            settings=lambda wildcards: RULES.source_settings(wildcards.domain),
             part=lambda wildcards: int(wildcards.part),
-            enabled=anonymizing,
+            rules=lambda wildcards: RULES.anonymizing(wildcards.domain),
             raw=below_run("raw/{domain}/{part}.parquet"),
         shell:
-            "demix read {wildcards.domain} --settings {params.settings:q} --part {params.part} {params.enabled}"
+            "demix read {wildcards.domain} --settings {params.settings:q} --part {params.part} {params.rules}"
             " --raw {params.raw} --output {output.documents} --counts {output.counts} 2> {log}"
 
 
@@ -144,17 +142,11 @@ rule split:
     log:
         f"{RUN}/logs/split/{{domain}}.log",
     wildcard_constraints:
-        domain="|".join(DOMAINS),
+        domain=one_of(DOMAINS),
     resources:
         **RULES.site("corpus"),
     params:
-        settings=lambda wildcards: RULES.as_json(
-            words=written(DOMAINS[wildcards.domain].words),
-            near_duplicates=written(DOMAINS[wildcards.domain])["near_duplicates"],
-            metadata=bool(DOMAINS[wildcards.domain].source.metadata),
-            training=wildcards.domain in TRAINING,
-            seed=THIS.seed,
-        ),
+        settings=lambda wildcards: RULES.split_settings(wildcards.domain),
         folder=below_run("corpus/{domain}"),
     shell:
         "demix split {wildcards.domain} {input.documents} --owners {input.owners}"
@@ -171,7 +163,7 @@ rule tokenizer:
     resources:
         **RULES.site("corpus"),
     params:
-        settings=verbatim(RULES.as_json(written(CONFIG.tokenizer))),
+        settings=lambda wildcards: RULES.as_json(written(CONFIG.tokenizer)),
     shell:
         "demix tokenizer {input} --settings {params.settings:q} --output {output} 2> {log}"
 
@@ -189,7 +181,7 @@ rule tokenize:
     log:
         f"{RUN}/logs/tokenize/{{domain}}.log",
     wildcard_constraints:
-        domain="|".join(DOMAINS),
+        domain=one_of(DOMAINS),
     resources:
         **RULES.site("corpus"),
     params:
@@ -199,46 +191,28 @@ rule tokenize:
 
 
 # A domain of a suite has no split but test.
-rule hold_out:
-    input:
-        documents=lambda wildcards: RULES.parts([wildcards.suite], "parquet"),
-        counts=lambda wildcards: RULES.parts([wildcards.suite], "json"),
-        owners=f"{RUN}/corpus/owners.parquet",
+use rule split as hold_out with:
     output:
-        f"{RUN}/corpus/{{suite}}/test.parquet",
-        f"{RUN}/corpus/{{suite}}/card.json",
+        f"{RUN}/corpus/{{domain}}/test.parquet",
+        f"{RUN}/corpus/{{domain}}/card.json",
     log:
-        f"{RUN}/logs/hold_out/{{suite}}.log",
-    resources:
-        **RULES.site("corpus"),
+        f"{RUN}/logs/hold_out/{{domain}}.log",
+    wildcard_constraints:
+        domain=one_of(THIS.suites),
     params:
-        settings=lambda wildcards: RULES.as_json(
-            words={"test": TEXTS[wildcards.suite].words.test},
-            metadata=bool(TEXTS[wildcards.suite].source.metadata),
-            training=False,
-            test_only=True,
-            seed=THIS.seed,
-        ),
-        folder=below_run("corpus/{suite}"),
-    shell:
-        "demix split {wildcards.suite} {input.documents} --owners {input.owners}"
-        " --settings {params.settings:q} --output {params.folder} 2> {log}"
+        settings=lambda wildcards: RULES.suite_settings(wildcards.domain),
 
 
-rule tokenize_suite:
+use rule tokenize as tokenize_suite with:
     input:
-        documents=f"{RUN}/corpus/{{suite}}/test.parquet",
+        documents=f"{RUN}/corpus/{{domain}}/test.parquet",
         tokenizer=f"{RUN}/tokenizer.json",
     output:
-        expand(f"{RUN}/tokens/{{{{suite}}}}/test.{{kind}}", kind=["arrow", "documents.arrow", "json"]),
+        expand(f"{RUN}/tokens/{{{{domain}}}}/test.{{kind}}", kind=["arrow", "documents.arrow", "json"]),
     log:
-        f"{RUN}/logs/tokenize_suite/{{suite}}.log",
-    resources:
-        **RULES.site("corpus"),
-    params:
-        folder=below_run("tokens/{suite}"),
-    shell:
-        "demix tokenize {input.documents} --tokenizer {input.tokenizer} --output {params.folder} 2> {log}"
+        f"{RUN}/logs/tokenize_suite/{{domain}}.log",
+    wildcard_constraints:
+        domain=one_of(THIS.suites),
 
 
 # Reported only: how much of a domain's text each training domain holds, beside how well its expert predicts it.

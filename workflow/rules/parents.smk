@@ -3,12 +3,12 @@
 
 rule import_parent:
     output:
-        RULES.begun_files(f"{RUN}/parents/{{parent}}"),
+        f"{RUN}/parents/{{parent}}/model.json",
         f"{RUN}/parents/{{parent}}/tokenizer.json",
     log:
         f"{RUN}/logs/import_parent/{{parent}}.log",
     wildcard_constraints:
-        parent="|".join(map(re.escape, THIS.parents)) or "none",
+        parent=one_of(THIS.parents),
     localrule: RULES.on_login("download")
     resources:
         **RULES.site("download"),

@@ -3,21 +3,17 @@
 
 rule choose_mixing:
     input:
-        lambda wildcards: RULES.scores(
-            wildcards.model, TRAINING, [*systems.chosen_on_dev(THIS)[wildcards.model], "tokens"], ["dev"]
-        ),
+        lambda wildcards: RULES.scores(wildcards.model, TRAINING),
     output:
         f"{RUN}/models/{{model}}/mixing.json",
     log:
         f"{RUN}/logs/choose_mixing/{{model}}.log",
-    wildcard_constraints:
-        model="|".join(systems.chosen_on_dev(THIS)) or "none",
     resources:
         **RULES.site("evaluate"),
     params:
         folder=below_run("scores/{model}"),
         domains=",".join(TRAINING),
-        experts=lambda wildcards: ",".join(systems.chosen_on_dev(THIS)[wildcards.model]),
+        experts=lambda wildcards: ",".join(chosen_on_dev(THIS)[wildcards.model]),
     shell:
         "demix choose-mixing {params.folder} --domains {params.domains} --experts {params.experts}"
         " --output {output} 2> {log}"
@@ -27,7 +23,7 @@ rule evaluate:
     input:
         lambda wildcards: RULES.evaluated_scores(wildcards.domain),
         routing=lambda wildcards: RULES.evaluated_routing(wildcards.domain),
-        mixing=[f"{RUN}/models/{model}/mixing.json" for model in systems.chosen_on_dev(THIS)],
+        mixing=[f"{RUN}/models/{model}/mixing.json" for model in chosen_on_dev(THIS)],
         tokenizer=f"{RUN}/tokenizer.json",
     output:
         results=f"{RUN}/evaluations/{{domain}}.parquet",
@@ -40,18 +36,7 @@ rule evaluate:
     resources:
         **RULES.site("evaluate"),
     params:
-        settings=lambda wildcards: RULES.as_json(
-            taken(MixingRecipe, CONFIG.evaluation),
-            kind=THIS.kind_of(wildcards.domain),
-            tables=[asdict(table) for table in systems.evaluated(THIS, wildcards.domain)],
-            compared=(
-                [system.key for system in compared(THIS, wildcards.domain)] if wildcards.domain in DOMAINS else []
-            ),
-            against=[(name, *system.key) for name, system in systems.bases(THIS).items()],
-            # A run without such pairs keeps its settings, and its evaluations.
-            **({"pairs": [(*one.key, *base.key) for one, base in pairs]} if (pairs := balanced_pairs(THIS)) else {}),
-            seed=THIS.seed,
-        ),
+        settings=lambda wildcards: RULES.evaluation_settings(wildcards.domain),
         scores=below_run("scores"),
     shell:
         "demix evaluate {wildcards.domain} --scores {params.scores} --settings {params.settings:q}"
@@ -98,7 +83,7 @@ rule results:
 
 rule suites:
     input:
-        expand(f"{RUN}/evaluations/{{suite}}.parquet", suite=SUITES),
+        expand(f"{RUN}/evaluations/{{suite}}.parquet", suite=THIS.suites),
     output:
         f"{RUN}/suites.parquet",
     log:
@@ -117,42 +102,14 @@ rule run_config:
     priority: 200
     localrule: True
     params:
-        settings=verbatim(RULES.argument(json.dumps(kept(CONFIG)))),
+        settings=lambda wildcards: RULES.argument(json.dumps(kept(CONFIG))),
     shell:
         "demix run-config --settings {params.settings:q} --output {output} 2> {log}"
 
 
-METRICS = [f"{RUN}/metrics/{one.name}.jsonl" for one in (*THIS.trained, *THIS.adaptations)]
-# The experts of all domains, including the added ones.
-EXPERTS = RULES.experts(THIS.receiver.name, [*TRAINING, *NOVEL])
-
-
 rule report:
     input:
-        f"{RUN}/results.parquet",
-        f"{RUN}/priors.parquet",
-        f"{RUN}/differences.parquet",
-        f"{RUN}/posteriors.parquet",
-        f"{RUN}/corpus/overlap.parquet",
-        expand(f"{RUN}/corpus/{{domain}}/card.json", domain=DOMAINS),
-        f"{RUN}/audit.parquet" if WITHOUT else [],
-        f"{RUN}/tasks.parquet" if TASKS or HARNESSED else [],
-        f"{RUN}/suites.parquet" if SUITES else [],
-        [f"{RUN}/harness/contamination/{domain}.parquet" for domain in TRAINING if HARNESSED],
-        METRICS,
-        # What a report of clusters reads besides.
-        [f"{RUN}/clusters/{clustering}/clusterer.json" for clustering in THIS.learned_clusterings],
-        [
-            f"{RUN}/clusters/{clustering}/assigned/{domain}.{split}.parquet"
-            for clustering in THIS.learned_clusterings
-            for domain in TRAINING
-            for split in ("train", "test")
-        ],
-        [f"{RUN}/evaluations/{domain}.losses.parquet" for domain in TRAINING if THIS.learned_clusterings],
-        [f"{RUN}/evaluations/{domain}.contexts.parquet" for domain in DOMAINS if asked_contexts(THIS)],
-        # The learning rates that were tried, and the sizes of models.
-        [f"{RUN}/models/{THIS.receiver.name}/experts/{novel}.json" for novel in NOVEL],
-        [f"{RUN}/models/{model}/model.json" for model in MODELS],
+        RULES.reported,
         config=f"{RUN}/config.json",
     output:
         *[file for item in report_items(THIS) for file in captioned(item)],
@@ -169,31 +126,25 @@ rule report:
 rule card:
     input:
         f"{RUN}/results.parquet",
-        [f"{RUN}/models/{model}/model.json" for model in MODELS],
-        EXPERTS,
+        RULES.manifests,
         expand(f"{RUN}/corpus/{{domain}}/card.json", domain=DOMAINS),
         config=f"{RUN}/config.json",
     output:
-        expand(f"{RUN}/report/cards/{{model}}.{{kind}}", model=MODELS, kind=["md", "html"]),
+        expand(f"{RUN}/report/cards/{{model}}.{{kind}}", model=RULES.models, kind=["md", "html"]),
     log:
         f"{RUN}/logs/card.log",
     localrule: True
     params:
         run=below_run(""),
         folder=below_run("report/cards"),
-        models=" ".join(MODELS),
+        models=list(RULES.models),
     shell:
         "demix card {params.run} {params.models} --output {params.folder} 2> {log}"
 
 
 rule track:
     input:
-        f"{RUN}/results.parquet",
-        f"{RUN}/tasks.parquet" if TASKS or HARNESSED else [],
-        f"{RUN}/suites.parquet" if SUITES else [],
-        TASK_WEIGHTS,
-        METRICS,
-        EXPERTS,
+        RULES.tracked,
         expand(f"{RUN}/corpus/{{domain}}/card.json", domain=DOMAINS),
         [f"{RUN}/report/{name}" for name in report_files(THIS)],
         rules.card.output,

@@ -1,17 +1,4 @@
 # Few-shot classification (c-BTM): examples once, the log-probabilities of labels once per model, all routings as arithmetic.
-TASKS = CONFIG.tasks
-ASKED = systems.classified(THIS)
-# A run without tasks has null here.
-GIVEN_TASKS = {name: written(task) for name, task in TASKS.items()} or None
-# Those of the lm-evaluation-harness.
-HARNESSED = [model.name for model in harnessed(THIS)]
-HARNESS = [f"{RUN}/harness/models/{model}.parquet" for model in HARNESSED]
-# How routings weight clusters.
-TASK_WEIGHTS = [f"{RUN}/task_weights.parquet"] if TASKS and systems.clustered(THIS) else []
-
-
-wildcard_constraints:
-    task="|".join(TASKS) or "none",
 
 
 rule examples:
@@ -26,8 +13,8 @@ rule examples:
     resources:
         **RULES.site(THIS.examples_stage),
     params:
-        settings=lambda wildcards: RULES.as_json(written(TASKS[wildcards.task]), length=THIS.context, seed=THIS.seed),
-        documents=lambda wildcards: " ".join(RULES.task_documents(wildcards.task)),
+        settings=lambda wildcards: RULES.example_settings(wildcards.task),
+        documents=lambda wildcards: RULES.task_documents(wildcards.task),
     shell:
         "demix examples {wildcards.task} {params.documents} --tokenizer {input.tokenizer}"
         " --settings {params.settings:q} --output {output} 2> {log}"
@@ -36,27 +23,21 @@ rule examples:
 # A job for each task, so that one that is added to a finished run is scored alone.
 rule fewshot:
     input:
-        model=lambda wildcards: RULES.experts(wildcards.model, MODELS[wildcards.model].experts),
+        model=lambda wildcards: RULES.model(wildcards.model),
         examples=f"{RUN}/examples/{{task}}.parquet",
         tokenizer=f"{RUN}/tokenizer.json",
     output:
         f"{RUN}/tasks/{{model}}/{{task}}.parquet",
     log:
         f"{RUN}/logs/fewshot/{{model}}/{{task}}.log",
-    wildcard_constraints:
-        model="|".join(model.name for model in ASKED) or "none",
     threads: CONFIG.threads
     resources:
         **RULES.site("score"),
     params:
-        settings=lambda wildcards: RULES.as_json(
-            tasks={wildcards.task: GIVEN_TASKS[wildcards.task]},
-            precision=CONFIG.evaluation.precision,
-            threads=CONFIG.threads,
-        ),
+        settings=lambda wildcards: RULES.fewshot_settings(wildcards.task),
         model=below_run("models/{model}"),
         folder=below_run("tasks/{model}"),
-        experts=lambda wildcards: ",".join(MODELS[wildcards.model].experts),
+        experts=lambda wildcards: ",".join(RULES.models[wildcards.model].experts),
     shell:
         "demix fewshot {params.model} {input.examples} --experts {params.experts} --tokenizer {input.tokenizer}"
         " --settings {params.settings:q} --output {params.folder} 2> {log}"
@@ -76,7 +57,7 @@ rule harness_documents:
         **RULES.site("download"),
         options="--offline" if not CONFIG.lm_eval or CONFIG.lm_eval.offline else "--no-offline",
     params:
-        settings=verbatim(RULES.as_json(harness_tasks(THIS))),
+        settings=lambda wildcards: RULES.as_json(harness_tasks(THIS)),
     shell:
         "demix harness-documents --settings {params.settings:q} --output {output} {resources.options} 2> {log}"
 
@@ -98,7 +79,7 @@ rule contamination:
 
 rule harness:
     input:
-        lambda wildcards: RULES.experts(wildcards.model, MODELS[wildcards.model].experts),
+        lambda wildcards: RULES.model(wildcards.model),
         lambda wildcards: RULES.harness_mixing(wildcards.model),
         harness_files(THIS),
         # What the clusters of a model are is read there; most changes of it are of something else.
@@ -109,13 +90,11 @@ rule harness:
         f"{RUN}/harness/models/{{model}}.parquet",
     log:
         f"{RUN}/logs/harness/{{model}}.log",
-    wildcard_constraints:
-        model="|".join(HARNESSED) or "none",
     threads: CONFIG.threads
     resources:
         **RULES.site("score"),
     params:
-        settings=lambda wildcards: RULES.as_json(harness_settings(THIS, MODELS[wildcards.model])),
+        settings=lambda wildcards: RULES.as_json(harness_settings(THIS, RULES.models[wildcards.model])),
         context=CONFIG.evaluation.routing_context[0] if harness_routings(THIS) else "",
         model=below_run("models/{model}"),
     shell:
@@ -125,45 +104,19 @@ rule harness:
 
 rule classify:
     input:
-        examples=[f"{RUN}/examples/{task}.parquet" for task in TASKS],
-        scores=[f"{RUN}/tasks/{model.name}/{task}.parquet" for model in ASKED for task in TASKS],
-        clusterers=[f"{RUN}/clusters/{routing}/clusterer.json" for routing in systems.classified_by(THIS)],
-        mixing=[
-            f"{RUN}/models/{model.name}/mixing.json" for model in ASKED if model.name in systems.chosen_on_dev(THIS)
-        ],
-        harness=HARNESS,
+        **RULES.classified,
     output:
-        f"{RUN}/tasks.parquet",
-        TASK_WEIGHTS,
+        tasks=f"{RUN}/tasks.parquet",
+        weights=RULES.task_weights,
     log:
         f"{RUN}/logs/classify.log",
     resources:
         **RULES.site("evaluate"),
     params:
-        settings=verbatim(
-            RULES.as_json(
-                # A run of the harness's tasks alone has none.
-                tasks=GIVEN_TASKS or ({} if HARNESSED else None),
-                models=[
-                    {
-                        "model": model.row,
-                        "folder": model.name,
-                        "seed": model.seed,
-                        "mixes": model.kind.has_experts,
-                        "routing": model.routing,
-                    }
-                    for model in ASKED
-                ],
-                weights=CONFIG.evaluation.weights,
-                temperature=written(CONFIG.evaluation)["temperature"],
-                top_k=CONFIG.evaluation.top_k,
-                seed=THIS.seed,
-            )
-        ),
+        settings=lambda wildcards: RULES.classify_settings,
         run=below_run(""),
+        weights=lambda wildcards, output: [f"--weights {file}" for file in output.weights],
+        harness=lambda wildcards, input: [f"--harness {file}" for file in input.harness],
     shell:
-        # A run without clusters or without the harness keeps its command, and does not run again.
-        "demix classify {params.run} --settings {params.settings:q} --output "
-        + ("{output[0]} --weights {output[1]}" if TASK_WEIGHTS else "{output}")
-        + "".join(f" --harness {file}" for file in HARNESS)
-        + " 2> {log}"
+        "demix classify {params.run} --settings {params.settings:q} --output {output.tasks} {params.weights}"
+        " {params.harness} 2> {log}"

@@ -1,48 +1,42 @@
-# Models trained from scratch. Checkpoints are no outputs: Snakemake would delete outputs before a killed job resumes.
+# Models trained from scratch. The output of a training is the model's manifest, which is written last and has the digests
+# of all other files. Checkpoints are no outputs: Snakemake would delete outputs before a killed job resumes.
 
 
 rule sweep:
     input:
-        lambda wildcards: RULES.train_inputs(MODELS[wildcards.model], dev=False),
+        lambda wildcards: RULES.train_files(RULES.models[wildcards.model], dev=False),
     output:
         f"{RUN}/metrics/sweep/{{model}}/{{rate}}.jsonl",
     log:
         f"{RUN}/logs/sweep/{{model}}.{{rate}}.log",
     wildcard_constraints:
-        model="|".join(model.name for model in THIS.swept) or "none",
+        model=one_of(model.name for model in THIS.swept),
         rate="[0-9.e+-]+",
     priority: 110
-    localrule: SUBMITTED
-    threads: lambda wildcards: RULES.cores(MODELS[wildcards.model].settings)
+    localrule: THIS.submitted
+    threads: lambda wildcards: RULES.cores(RULES.models[wildcards.model].settings)
     resources:
         **RULES.site("train"),
-        options=lambda wildcards: RULES.run_options("train", MODELS[wildcards.model].settings),
+        options=lambda wildcards: RULES.run_options("train", RULES.models[wildcards.model].settings),
     params:
-        kind=lambda wildcards: MODELS[wildcards.model].kind.name,
-        # A trial differs from the model's training only in tokens and learning rate, and is not evaluated on dev.
-        settings=lambda wildcards: RULES.training_settings(
-            MODELS[wildcards.model],
-            tokens=written(MODELS[wildcards.model].settings)["sweep"]["tokens"],
-            learning_rate=float(wildcards.rate),
-            dev_blocks=0,
-        ),
+        kind=lambda wildcards: RULES.models[wildcards.model].kind.name,
+        tokens=lambda wildcards: RULES.train_inputs(RULES.models[wildcards.model], dev=False),
+        settings=lambda wildcards: RULES.trial_settings(RULES.models[wildcards.model], float(wildcards.rate)),
         checkpoints=below_run("checkpoints/sweep/{model}/{rate}"),
     shell:
-        "demix sweep {params.kind} {input} --settings {params.settings:q} --metrics {output}"
+        "demix sweep {params.kind} {params.tokens} --settings {params.settings:q} --metrics {output}"
         " --checkpoints {params.checkpoints} {resources.options} 2> {log}"
 
 
 rule choose_rate:
     input:
-        lambda wildcards: [
-            f"{RUN}/metrics/sweep/{wildcards.model}/{rate}.jsonl" for rate in MODELS[wildcards.model].swept_rates
-        ],
+        lambda wildcards: RULES.trials(RULES.models[wildcards.model]),
     output:
         f"{RUN}/sweep/{{model}}.json",
     log:
         f"{RUN}/logs/choose_rate/{{model}}.log",
     wildcard_constraints:
-        model="|".join(model.name for model in THIS.swept) or "none",
+        model=one_of(model.name for model in THIS.swept),
     localrule: True
     shell:
         "demix choose-rate {input} --output {output} 2> {log}"
@@ -54,122 +48,98 @@ rule choose_rate:
 rule seed:
     input:
         model=f"{RUN}/models/{{model}}/model.json",
-        rate=lambda wildcards: RULES.chosen_rate(SEEDS[wildcards.model]),
-        tokens=lambda wildcards: RULES.train_inputs(SEEDS[wildcards.model]),
+        rate=lambda wildcards: RULES.chosen_rate(RULES.models[wildcards.model]),
+        tokens=lambda wildcards: RULES.train_files(RULES.models[wildcards.model]),
     output:
-        RULES.seed_files("{model}", "{step}"),
+        f"{RUN}/seeds/{{model}}/step-{{step}}/manifest.json",
     log:
         f"{RUN}/logs/seed/{{model}}.{{step}}.log",
     wildcard_constraints:
-        model="|".join(SEEDS) or "none",
         step="[0-9]+",
     priority: 90
-    localrule: SUBMITTED
-    threads: lambda wildcards: RULES.cores(SEEDS[wildcards.model].settings)
+    localrule: THIS.submitted
+    threads: lambda wildcards: RULES.cores(RULES.models[wildcards.model].settings)
     resources:
         **RULES.site("train"),
-        options=lambda wildcards: RULES.run_options("train", SEEDS[wildcards.model].settings),
+        options=lambda wildcards: RULES.run_options("train", RULES.models[wildcards.model].settings),
     params:
-        kind=lambda wildcards: SEEDS[wildcards.model].kind.name,
-        settings=lambda wildcards: RULES.training_settings(SEEDS[wildcards.model]),
-        beginning=lambda wildcards: RULES.beginning(SEEDS[wildcards.model]),
+        kind=lambda wildcards: RULES.models[wildcards.model].kind.name,
+        tokens=lambda wildcards: RULES.train_inputs(RULES.models[wildcards.model]),
+        settings=lambda wildcards: RULES.training_settings(RULES.models[wildcards.model]),
+        beginning=lambda wildcards: RULES.beginning(RULES.models[wildcards.model]),
         step=lambda wildcards: int(wildcards.step),
         kept=below_run("checkpoints/{model}"),
         checkpoints=below_run("checkpoints/{model}-step-{step}"),
         folder=below_run("seeds/{model}/step-{step}"),
     shell:
-        "demix seed {params.kind} {input.tokens} --settings {params.settings:q}{params.beginning} --step {params.step}"
+        "demix seed {params.kind} {params.tokens} --settings {params.settings:q}{params.beginning} --step {params.step}"
         " --output {params.folder} --kept {params.kept} --checkpoints {params.checkpoints} {resources.options} 2> {log}"
 
 
-# One rule per training: the outputs list the experts, which wildcards cannot.
-for model in (model for model in THIS.trained if not model.in_parts):
-
-    rule:
-        name:
-            f"train_{model.rule}"
-        input:
-            rate=RULES.chosen_rate(model),
-            tokens=RULES.train_inputs(model),
-            seed=RULES.seed_of(model),
-        output:
-            RULES.trained_files(model),
-            metrics=f"{RUN}/metrics/{model.place}.jsonl",
-        log:
-            f"{RUN}/logs/train/{model.place}.log",
-        # Models that other rules wait for start first.
-        priority: 20 if model.removed else 100 if model.kind.has_experts else 50
-        localrule: SUBMITTED
-        threads: RULES.cores(model.settings)
-        resources:
-            **RULES.site("train"),
-            options=RULES.train_options(model),
-        params:
-            kind=model.kind.name,
-            settings=verbatim(RULES.training_settings(model)),
-            beginning=verbatim(RULES.beginning(model)),
-            model=below_run(model.folder),
-            checkpoints=below_run(f"checkpoints/{model.place}"),
-        shell:
-            "demix train {params.kind} {input.tokens} --settings {params.settings:q}{params.beginning}"
-            " --output {params.model} --metrics {output.metrics} --checkpoints {params.checkpoints}"
-            " {resources.options} 2> {log}"
+rule train:
+    input:
+        rate=lambda wildcards: RULES.chosen_rate(RULES.models[wildcards.model]),
+        tokens=lambda wildcards: RULES.train_files(RULES.models[wildcards.model]),
+        seed=lambda wildcards: RULES.seed_of(RULES.models[wildcards.model]),
+    output:
+        manifest=f"{RUN}/models/{{model}}/model.json",
+        metrics=f"{RUN}/metrics/{{model}}.jsonl",
+    log:
+        f"{RUN}/logs/train/{{model}}.log",
+    wildcard_constraints:
+        model=one_of(model.name for model in THIS.trained if not model.in_parts),
+    priority: lambda wildcards: RULES.priority(RULES.models[wildcards.model])
+    localrule: THIS.submitted
+    threads: lambda wildcards: RULES.cores(RULES.models[wildcards.model].settings)
+    resources:
+        **RULES.site("train"),
+        options=lambda wildcards: RULES.train_options(RULES.models[wildcards.model]),
+    params:
+        kind=lambda wildcards: RULES.models[wildcards.model].kind.name,
+        tokens=lambda wildcards: RULES.train_inputs(RULES.models[wildcards.model]),
+        settings=lambda wildcards: RULES.training_settings(RULES.models[wildcards.model]),
+        beginning=lambda wildcards: RULES.beginning(RULES.models[wildcards.model]),
+        model=below_run("models/{model}"),
+        checkpoints=below_run("checkpoints/{model}"),
+    shell:
+        "demix train {params.kind} {params.tokens} --settings {params.settings:q}{params.beginning}"
+        " --output {params.model} --metrics {output.metrics} --checkpoints {params.checkpoints}"
+        " {resources.options} 2> {log}"
 
 
 # Experts that are whole models: one job for each.
-for model, part in ((model, part) for model in THIS.joined for part in model.trainings):
-
-    rule:
-        name:
-            f"train_{part.rule}"
-        input:
-            rate=RULES.chosen_rate(model),
-            tokens=RULES.train_inputs(model),
-            seed=RULES.seed_of(model),
-        output:
-            RULES.trained_files(part),
-            metrics=f"{RUN}/metrics/{part.place}.jsonl",
-        log:
-            f"{RUN}/logs/train/{part.place}.log",
-        priority: 20 if model.removed else 100
-        localrule: SUBMITTED
-        threads: RULES.cores(model.settings)
-        resources:
-            **RULES.site("train"),
-            options=RULES.train_options(model),
-        params:
-            kind=model.kind.name,
-            settings=verbatim(RULES.training_settings(model)),
-            beginning=verbatim(RULES.beginning(model)),
-            expert=part.part,
-            model=below_run(part.folder),
-            checkpoints=below_run(f"checkpoints/{part.place}"),
-        shell:
-            "demix train {params.kind} {input.tokens} --settings {params.settings:q}{params.beginning}"
-            " --expert {params.expert} --output {params.model} --metrics {output.metrics}"
-            " --checkpoints {params.checkpoints} {resources.options} 2> {log}"
+use rule train as train_expert with:
+    output:
+        manifest=f"{RUN}/branches/{{model}}/{{expert}}/model.json",
+        metrics=f"{RUN}/metrics/{{model}}/{{expert}}.jsonl",
+    log:
+        f"{RUN}/logs/train/{{model}}/{{expert}}.log",
+    wildcard_constraints:
+        model=one_of(model.name for model in THIS.joined),
+    params:
+        beginning=lambda wildcards: f"{RULES.beginning(RULES.models[wildcards.model])} --expert {wildcards.expert}",
+        model=below_run("branches/{model}/{expert}"),
+        checkpoints=below_run("checkpoints/{model}/{expert}"),
 
 
 # The experts that are whole models, and were trained one by one, as one model.
-for model in THIS.joined:
-
-    rule:
-        name:
-            f"join_{model.rule}"
-        input:
-            [file for part in model.parts for file in RULES.trained_files(part)],
-            metrics=[f"{RUN}/metrics/{part.place}.jsonl" for part in model.parts],
-        output:
-            RULES.experts(model.name, model.experts),
-            metrics=f"{RUN}/metrics/{model.name}.jsonl",
-        log:
-            f"{RUN}/logs/join/{model.name}.log",
-        resources:
-            **RULES.site("corpus"),
-        params:
-            branches=[f"{RUN}/{part.folder}" for part in model.parts],
-            metrics=",".join(f"{RUN}/metrics/{part.place}.jsonl" for part in model.parts),
-            model=below_run(f"models/{model.name}"),
-        shell:
-            "demix join-branches {params.branches} --metrics-of {params.metrics} --output {params.model}"
-            " --metrics {output.metrics} 2> {log}"
+rule join:
+    input:
+        experts=lambda wildcards: RULES.part_files(RULES.models[wildcards.model], "branches", "model.json"),
+        metrics=lambda wildcards: RULES.part_files(RULES.models[wildcards.model], "metrics"),
+    output:
+        manifest=f"{RUN}/models/{{model}}/model.json",
+        metrics=f"{RUN}/metrics/{{model}}.jsonl",
+    log:
+        f"{RUN}/logs/join/{{model}}.log",
+    wildcard_constraints:
+        model=one_of(model.name for model in THIS.joined),
+    resources:
+        **RULES.site("corpus"),
+    params:
+        branches=lambda wildcards, input: [str(Path(file).parent) for file in input.experts],
+        metrics=lambda wildcards, input: ",".join(input.metrics),
+        model=below_run("models/{model}"),
+    shell:
+        "demix join-branches {params.branches} --metrics-of {params.metrics} --output {params.model}"
+        " --metrics {output.metrics} 2> {log}"

@@ -1,0 +1,219 @@
+"""The settings of the stages of the workflow: the part of the config that each uses, as one argument of its command."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from demix.config.adaptation import AdaptationRecipe
+from demix.config.evaluation import MixingRecipe, ScoredTokens, ScoringRecipe
+from demix.config.training import TrainingRecipe, taken
+from demix.files import fingerprint, write_json
+from demix.run.compared import balanced_pairs, compared
+from demix.run.contexts import POSITION_BINS, context_tables
+from demix.run.harness import harnessed
+from demix.run.models import Model, left_out, trained_without
+from demix.run.run import Run
+from demix.run.scoring import ScoringJob, scoring_jobs
+from demix.run.systems import (
+    bases,
+    classified,
+    evaluated,
+    merged_whole,
+    ngram_tokens,
+)
+from demix.settings import written
+
+# The bytes of the longest argument that Linux passes to a program, less the NUL at its end.
+LONGEST_ARGUMENT = 128 * 1024 - 1
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """The settings of the stages of one run, as JSON."""
+
+    run: Run
+
+    @cached_property
+    def models(self) -> dict[str, Model]:
+        """The models of the run by name."""
+        return {model.name: model for model in self.run.planned}
+
+    @cached_property
+    def scoring(self) -> dict[str, ScoringJob]:
+        """The jobs that score, by name."""
+        return {job.name: job for job in scoring_jobs(self.run)}
+
+    @property
+    def folder(self) -> str:
+        """The folder of the run, as rules name it."""
+        return str(self.run.folder)
+
+    def as_json(self, *parts: Mapping[str, Any], **more: Any) -> str:
+        """The part of the config that a stage uses, as one argument. A change to it reruns that stage alone."""
+        merged = {key: value for part in (*parts, more) for key, value in part.items()}
+        return self.argument(json.dumps(merged, sort_keys=True))
+
+    def given(self, settings: Mapping[str, Any]) -> str:
+        """Settings as one argument without the empty ones. A stage treats an absent setting like an empty one."""
+        return self.as_json({key: value for key, value in settings.items() if value not in (None, "", [], {})})
+
+    def argument(self, text: str) -> str:
+        """JSON as one argument: itself, or @ and the path of a file that holds it, where it is too long for one.
+
+        The name of the file is a digest of the JSON, so that the argument changes if and only if a setting does.
+        """
+        if len(text.encode()) <= LONGEST_ARGUMENT:
+            return text
+        path = self.run.folder / "settings" / f"{fingerprint(text)}.json"
+        if not path.exists():
+            write_json(path, json.loads(text), sort_keys=False)
+        return f"@{path}"
+
+    def sharing(self, name: str, **more: Any) -> str:
+        """The domains of a source that several share, each with its value, as JSON."""
+        return self.as_json(more, domains={domain: self.run.domains[domain].value for domain in self.run.shared[name]})
+
+    def division(self, source: str) -> dict[str, Any]:
+        """How a source that domains share is divided, whichever domains there are."""
+        shared = self.run.config.sources[source]
+        # Pieces are cut when a domain's text is anonymized.
+        return {"source": written(shared.source) | {"piece_words": None}, "by": shared.by}
+
+    def scoring_settings(self, name: str) -> str:
+        """The settings of a job that scores, as JSON."""
+        parts = self.scoring[name].parts
+        several = {"models": [part.settings for part in parts]} if len(parts) > 1 else {}
+        return self.as_json(taken(ScoringRecipe, self.run.config.evaluation), several, threads=self.run.config.threads)
+
+    def context_settings(self, domain: str) -> str:
+        """The settings of the evaluation of a domain by position, as JSON."""
+        mixing = written(self.run.config.evaluation)
+        return self.as_json(
+            {key: mixing[key] for key in ("decay", "dev_blocks")},
+            kind=self.run.kind_of(domain),
+            tables=[asdict(table) for table in context_tables(self.run, domain)],
+            width=max(1, self.run.context // POSITION_BINS),
+            seed=self.run.seed,
+        )
+
+    def ngram_settings(self, order: int) -> str:
+        """The settings of the job that scores n-grams, as JSON."""
+        tokens = max(1, ngram_tokens(self.run) // len(self.run.training))
+        scored = taken(ScoredTokens, self.run.config.evaluation)
+        return self.as_json(scored, order=order, train_tokens=tokens, length=self.run.context)
+
+    def source_settings(self, domain: str, whole: bool = False) -> str:
+        """The settings of a domain's source, as JSON; `whole` leaves documents uncut."""
+        return self.given(written(self.run.texts[domain].source) | ({"piece_words": None} if whole else {}))
+
+    def split_settings(self, domain: str) -> str:
+        """The settings with which a domain's documents are split, as JSON."""
+        section = self.run.domains[domain]
+        return self.as_json(
+            words=written(section.words),
+            near_duplicates=written(section)["near_duplicates"],
+            metadata=bool(section.source.metadata),
+            training=domain in self.run.training,
+            seed=self.run.seed,
+        )
+
+    def suite_settings(self, domain: str) -> str:
+        """As `split_settings`, of a domain of a suite, which has no split but test."""
+        section = self.run.suites[domain]
+        return self.as_json(
+            words={"test": section.words.test},
+            metadata=bool(section.source.metadata),
+            training=False,
+            test_only=True,
+            seed=self.run.seed,
+        )
+
+    def routing_settings(self, context: str) -> str:
+        """The settings with which contexts are routed, as JSON."""
+        scored = taken(ScoredTokens, self.run.config.evaluation)
+        return self.as_json(scored, length=self.run.context, context=context)
+
+    def evaluation_settings(self, domain: str) -> str:
+        """The settings of the evaluation of a domain, as JSON."""
+        run, pairs = self.run, balanced_pairs(self.run)
+        return self.as_json(
+            taken(MixingRecipe, run.config.evaluation),
+            kind=run.kind_of(domain),
+            tables=[asdict(table) for table in evaluated(run, domain)],
+            compared=[system.key for system in compared(run, domain)] if domain in run.domains else [],
+            against=[(name, *system.key) for name, system in bases(run).items()],
+            # A run without such pairs keeps its settings, and its evaluations.
+            **({"pairs": [(*one.key, *base.key) for one, base in pairs]} if pairs else {}),
+            seed=run.seed,
+        )
+
+    def audit_settings(self, removed: str) -> str:
+        """The settings of the audit of a removed domain, as JSON."""
+        run, merged = self.run, list(merged_whole(self.run))
+        return self.as_json(
+            written(run.config.removal.audit),
+            {"merged": merged} if merged else {},
+            model=run.whole.name,
+            training=run.training,
+            left_out=left_out(removed),
+            without_model=trained_without(removed),
+            without=self.models[trained_without(removed)].experts,
+            threads=run.config.threads,
+        )
+
+    def example_settings(self, task: str) -> str:
+        """The settings of the examples of a task, as JSON."""
+        return self.as_json(written(self.run.config.tasks[task]), length=self.run.context, seed=self.run.seed)
+
+    def fewshot_settings(self, task: str) -> str:
+        """The settings with which a task is asked, as JSON."""
+        config = self.run.config
+        asked, precision = {task: written(config.tasks[task])}, config.evaluation.precision
+        return self.as_json(tasks=asked, precision=precision, threads=config.threads)
+
+    @property
+    def classify_settings(self) -> str:
+        """The settings of the classification, as JSON. A run of the harness's tasks alone has no tasks."""
+        evaluation = self.run.config.evaluation
+        tasks = {name: written(task) for name, task in self.run.config.tasks.items()}
+        return self.as_json(
+            tasks=tasks or ({} if harnessed(self.run) else None),
+            models=[
+                {
+                    "model": model.row,
+                    "folder": model.name,
+                    "seed": model.seed,
+                    "mixes": model.kind.has_experts,
+                    "routing": model.routing,
+                }
+                for model in classified(self.run)
+            ],
+            weights=evaluation.weights,
+            temperature=written(evaluation)["temperature"],
+            top_k=evaluation.top_k,
+            seed=self.run.seed,
+        )
+
+    def training_settings(self, model: Model, **changes: Any) -> str:
+        """The settings that define the training of a model, as JSON.
+
+        Settings that change only time and memory are left out, because a change of the JSON reruns the training.
+        """
+        more = {"seed": model.seed, "threads": self.run.config.threads, "architecture": model.base.section}
+        return self.as_json(taken(TrainingRecipe, model.settings), **(more | changes))
+
+    def trial_settings(self, model: Model, rate: float) -> str:
+        """The settings of a trial, which differs from the training in tokens and rate, and is not evaluated on dev."""
+        tokens = written(model.settings)["sweep"]["tokens"]
+        return self.training_settings(model, tokens=tokens, learning_rate=rate, dev_blocks=0)
+
+    def adaptation_settings(self, parent: Model) -> str:
+        """The settings of the adaptation of a model to a novel domain, as JSON."""
+        return self.as_json(
+            taken(AdaptationRecipe, self.run.config.adaptation),
+            learning_rate_factor=self.run.learning_rate_factor(parent),
+            seed=self.run.seed,
+            threads=self.run.config.threads,
+        )
