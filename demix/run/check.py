@@ -1,6 +1,6 @@
 """A run that can be worked on: its config, read and checked with all that follows from it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from demix.errors import DemixError, nearest
 from demix.run import placement
 from demix.run.contexts import check_contexts
 from demix.run.harness import harness_files, harnessed
+from demix.run.kept import refuse_other_domains, refuse_other_format
 from demix.run.merged import Merged
 from demix.run.models import Model
 from demix.run.run import Run
@@ -34,6 +35,26 @@ def load_run(path: str | Path, **instead: Any) -> Run:
 def completed_run(values: Mapping[str, Any], folder: Path = Path()) -> Run:
     """The run of the keys of a config, checked. A path in `base` is relative to `folder`."""
     return checked(Config.complete(values, folder))
+
+
+def run_of_files(values: Mapping[str, Any], files: Sequence[Path]) -> Run:
+    """The run of the keys of a config, checked, which Snakemake has merged from `files`.
+
+    Raises DemixError that names the line of a key, for a key that stands twice in a file, of which Snakemake silently
+    took the last, and for a folder that holds another run.
+    """
+    places = {}
+    try:
+        for path in files:
+            places[path] = read_keys(path)[1]
+        # The path in `base` is relative to the config file.
+        run = completed_run(values, files[-1].parent if files else Path())
+        refuse_other_format(run.folder)
+        if not run.config.overwrite:
+            refuse_other_domains(run.folder, run.config)
+    except DemixError as error:
+        raise located(error, places) from None
+    return run
 
 
 def checked(config: Config) -> Run:

@@ -12,6 +12,7 @@ from pathlib import Path
 from demix.config.adaptation import AdaptationSection
 from demix.config.models import RowSettings
 from demix.config.training import Execution
+from demix.launch.arguments import SHELL_FUNCTION
 from demix.run.contexts import asked_contexts, context_tables
 from demix.run.harness import harness_routings, harnessed
 from demix.run.kept import config_fingerprint
@@ -34,6 +35,16 @@ from demix.settings import names_of, written
 @dataclass(frozen=True)
 class RunRules(StageSettings):
     """The files and options of the rules of one run."""
+
+    @property
+    def shell_prefix(self) -> str:
+        """What the shell of each job runs before the command: the lines of the site, and what commands need.
+
+        A job ends with the snakemake that started the job's shell (`demix.launch.parents`).
+        """
+        setup = ["set -e", *self.run.config.cluster.setup, "set -euo pipefail", SHELL_FUNCTION]
+        lines = [line.replace("{", "{{").replace("}", "}}") for line in setup]
+        return "; ".join(["export DEMIX_SNAKEMAKE=$PPID", *lines, ""])
 
     def parts(self, domains: Iterable[str], *kinds: str) -> list[str]:
         """The files of the anonymized parts of domains, in order. The config sets the parts of each domain."""
@@ -121,14 +132,6 @@ class RunRules(StageSettings):
         """The shards that a job scores."""
         return list(dict.fromkeys(chain(*(self.tokens(one.domains, *one.splits) for one in self.scoring[name].parts))))
 
-    def scoring_command(self, name: str) -> dict[str, str]:
-        """What the command of a job that scores names: the folders of models and of tables, and what is scored."""
-        first, *more = self.scoring[name].parts
-        if more:
-            return {"model": f"{self.folder}/models", "folder": f"{self.folder}/scores", "experts": "--experts listed"}
-        places = {"model": f"{self.folder}/models/{first.model}", "folder": f"{self.folder}/scores/{first.folder}"}
-        return places | {"experts": first.options}
-
     def routing(
         self, clustering: str, context: str, domains: Iterable[str], splits: Iterable[str] = ("dev", "test")
     ) -> list[str]:
@@ -139,9 +142,8 @@ class RunRules(StageSettings):
 
     def evaluated_scores(self, domain: str) -> list[str]:
         """The score tables that the evaluation of a domain reads."""
-        return [
-            file for table in evaluated(self.run, domain) for file in self.scores(table.folder, [domain], table.columns)
-        ]
+        tables = evaluated(self.run, domain)
+        return list(dict.fromkeys(chain(*(self.scores(one.folder, [domain], one.columns) for one in tables))))
 
     def context_scores(self, domain: str) -> list[str]:
         """The score tables that the evaluation of a domain by position reads."""
@@ -231,19 +233,14 @@ class RunRules(StageSettings):
         return [*chain(*map(self.model, self.models)), *self.model(self.run.receiver.name, self.run.novel)[1:]]
 
     @property
-    def _joined(self) -> list[str]:
-        """What the report and the tracking both read: results, tasks, suites, metrics, and models."""
+    def tracked(self) -> list[str]:
+        """What the tracking reads besides the report, and the report reads too: results, tasks, metrics, models."""
         run = self.run
         tables = ["results", *["suites"] * bool(run.suites)]
         named = [*(one.name for one in run.trained), *(one.name for one in run.adaptations)]
         metrics = [f"{self.folder}/metrics/{name}.jsonl" for name in named]
         tasks = [f"{self.folder}/tasks.parquet", *self.task_weights] if run.config.tasks or harnessed(run) else []
         return [*(f"{self.folder}/{name}.parquet" for name in tables), *tasks, *metrics, *self.manifests]
-
-    @property
-    def tracked(self) -> list[str]:
-        """The files that the tracking reads, besides the report and the cards."""
-        return self._joined
 
     @property
     def reported(self) -> list[str]:
@@ -261,7 +258,7 @@ class RunRules(StageSettings):
             ]
         files += [f"evaluations/{domain}.losses.parquet" for domain in training if run.learned_clusterings]
         files += [f"evaluations/{domain}.contexts.parquet" for domain in run.domains if asked_contexts(run)]
-        return [*self._joined, *(f"{self.folder}/{file}" for file in files)]
+        return [*self.tracked, *(f"{self.folder}/{file}" for file in files)]
 
     def task_documents(self, task: str) -> list[str]:
         """The splits that the examples of a task are made of; none for examples of a source."""

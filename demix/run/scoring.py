@@ -42,17 +42,11 @@ class ScoringPart:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What `demix score` is told of the part in a job of several models."""
+        """What `demix score` is told of the part."""
         columns = () if self.own else self.columns
         named = {"model": self.model, "experts": columns, "domains": self.domains, "splits": self.splits}
         changed = {"context": self.context, "top_k": self.top_k, "without": self.without}
         return named | {key: value for key, value in changed.items() if value}
-
-    @property
-    def options(self) -> str:
-        """The options of `demix score` in a job of this part alone."""
-        changed = f" --context {self.context}" * bool(self.context) + f" --top-k {self.top_k}" * bool(self.top_k)
-        return f"--experts {'own' if self.own else ','.join(self.columns)}{changed}"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The settings of the stages of the workflow: the part of the config that each uses, as one argument of its command."""
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -12,7 +13,8 @@ from demix.config.training import TrainingRecipe, taken
 from demix.files import fingerprint, write_json
 from demix.run.compared import balanced_pairs, compared
 from demix.run.contexts import POSITION_BINS, context_tables
-from demix.run.harness import harnessed
+from demix.run.harness import harness_settings, harness_tasks, harnessed
+from demix.run.kept import kept
 from demix.run.models import Model, left_out, trained_without
 from demix.run.run import Run
 from demix.run.scoring import ScoringJob, scoring_jobs
@@ -75,6 +77,24 @@ class StageSettings:
         """The domains of a source that several share, each with its value, as JSON."""
         return self.as_json(more, domains={domain: self.run.domains[domain].value for domain in self.run.shared[name]})
 
+    def division_settings(self, source: str) -> str:
+        """The settings of a pass over a source that domains share, quoted for a shell."""
+        return shlex.quote(self.sharing(source, **self.division(source)))
+
+    @property
+    def kept(self) -> str:
+        """The config that the run keeps, as JSON."""
+        return self.argument(json.dumps(kept(self.run.config)))
+
+    def harness_settings(self, model: str) -> str:
+        """The settings with which a model does tasks of the harness, as JSON."""
+        return self.as_json(harness_settings(self.run, self.models[model]))
+
+    @property
+    def harness_tasks(self) -> str:
+        """The settings that say which tasks of the harness are asked, as JSON."""
+        return self.as_json(harness_tasks(self.run))
+
     def division(self, source: str) -> dict[str, Any]:
         """How a source that domains share is divided, whichever domains there are."""
         shared = self.run.config.sources[source]
@@ -83,9 +103,10 @@ class StageSettings:
 
     def scoring_settings(self, name: str) -> str:
         """The settings of a job that scores, as JSON."""
-        parts = self.scoring[name].parts
-        several = {"models": [part.settings for part in parts]} if len(parts) > 1 else {}
-        return self.as_json(taken(ScoringRecipe, self.run.config.evaluation), several, threads=self.run.config.threads)
+        models = [part.settings for part in self.scoring[name].parts]
+        return self.as_json(
+            taken(ScoringRecipe, self.run.config.evaluation), models=models, threads=self.run.config.threads
+        )
 
     def context_settings(self, domain: str) -> str:
         """The settings of the evaluation of a domain by position, as JSON."""

@@ -15,7 +15,7 @@ rule divide:
     resources:
         **RULES.site("download"),
         # A resource and not params: another domain reads the source by itself, and the text of the others stays.
-        settings=lambda wildcards: quote(RULES.sharing(wildcards.source, **RULES.division(wildcards.source))),
+        settings=lambda wildcards: RULES.division_settings(wildcards.source),
     params:
         division=lambda wildcards: RULES.as_json(RULES.division(wildcards.source)),
         part=lambda wildcards: int(wildcards.part),

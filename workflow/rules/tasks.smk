@@ -1,4 +1,5 @@
 # Few-shot classification (c-BTM): examples once, the log-probabilities of labels once per model, all routings as arithmetic.
+from demix.run.harness import harness_files, harness_routings
 
 
 rule examples:
@@ -57,7 +58,7 @@ rule harness_documents:
         **RULES.site("download"),
         options="--offline" if not CONFIG.lm_eval or CONFIG.lm_eval.offline else "--no-offline",
     params:
-        settings=lambda wildcards: RULES.as_json(harness_tasks(THIS)),
+        settings=lambda wildcards: RULES.harness_tasks,
     shell:
         "demix harness-documents --settings {params.settings:q} --output {output} {resources.options} 2> {log}"
 
@@ -94,7 +95,7 @@ rule harness:
     resources:
         **RULES.site("score"),
     params:
-        settings=lambda wildcards: RULES.as_json(harness_settings(THIS, RULES.models[wildcards.model])),
+        settings=lambda wildcards: RULES.harness_settings(wildcards.model),
         context=CONFIG.evaluation.routing_context[0] if harness_routings(THIS) else "",
         model=below_run("models/{model}"),
     shell:
