@@ -1,4 +1,4 @@
-"""Runs side by side: settings that differ, the main table with paired intervals, the last values of all curves.
+"""Runs side by side: settings that differ, and the main table with paired intervals.
 
 What is compared is the number of the main table: the plain mean over domains of each domain's test perplexity, of the
 run's own seed. The mean is over those domains that are of one kind in all runs. A difference is the change of this mean
@@ -32,7 +32,7 @@ from demix.evaluate.domain import Evaluation, system_losses
 from demix.evaluate.intervals import FEWEST_TOKENS, block_tokens, bounds, resampled
 from demix.files import digest, is_made, read_json, seed_for
 from demix.progress import progress
-from demix.report.read import domains_of, percent, read_metrics, read_results
+from demix.report.read import domains_of, percent, read_results
 from demix.run.kept import kept
 from demix.run.main_systems import main_systems
 from demix.run.run import Run
@@ -92,7 +92,6 @@ class Comparison:
     high (its own interval), spread (standard deviation over seeds), and change, change_low, change_high (in percent of
     the base) and why (the reason why something is missing). What does not exist is NaN.
     `by_domain`: one row per domain, system and run but the first, with the columns nats, low and high.
-    `curves`: one row per model and run with the last values of its metrics.
     `domains` are those that are compared, by kind, and `left_out` those that not all runs have. `blocks` are the tokens
     of the blocks that were resampled in domains of few documents.
     """
@@ -101,7 +100,6 @@ class Comparison:
     settings: pd.DataFrame
     systems: pd.DataFrame
     by_domain: pd.DataFrame
-    curves: pd.DataFrame
     domains: dict[str, list[str]]
     left_out: tuple[str, ...]
     blocks: dict[str, int]
@@ -138,7 +136,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
     return Comparison(
         runs, _settings(runs), frame,
         pd.DataFrame(by_domain, columns=["kind", "domain", "system", "run", "nats", "low", "high"]),
-        _curves(runs), {kind: names for kind, names in domains.items() if names}, left_out,
+        {kind: names for kind, names in domains.items() if names}, left_out,
         {name: sample.block for name, sample in runs[0].samples.items() if sample.block},
     )  # fmt: skip
 
@@ -333,20 +331,3 @@ def _domain_rows(
                 low, high = bounds(second.resampled[system.key] - first.resampled[system.key])
                 row = {"kind": kind, "domain": domain, "system": system.label, "run": run.name}
                 yield row | {"nats": second.nats[system.key] - first.nats[system.key], "low": low, "high": high}
-
-
-def _curves(runs: Sequence[ComparedRun]) -> pd.DataFrame:
-    """The last values of each model's metrics; the loss of a dev split where it was taken, the speed as a median."""
-    rows = []
-    for run in runs:
-        for path in sorted((run.of.folder / "metrics").glob("*.jsonl"), key=lambda path: path.stem):
-            frame = pd.DataFrame(read_metrics(path)).reindex(
-                columns=["step", "tokens", "loss", "dev_loss", "early_stopping_loss", "tokens_per_second"]
-            )
-            last = frame.assign(dev_loss=frame["dev_loss"].fillna(frame["early_stopping_loss"])).ffill().iloc[-1:]
-            row = {name: float(last[name].iloc[0]) for name in ("loss", "dev_loss", "step", "tokens") if len(last)}
-            speed = frame["tokens_per_second"].median()
-            rows.append({"model": path.stem, "run": run.name, **row, "tokens_per_second": speed})
-    columns = ["model", "run", "loss", "dev_loss", "step", "tokens", "tokens_per_second"]
-    models = dict.fromkeys(row["model"] for row in rows)
-    return pd.DataFrame(sorted(rows, key=lambda row: list(models).index(row["model"])), columns=columns)

@@ -13,28 +13,23 @@ from demix.files import write_text
 from demix.files.json_files import without_nan
 from demix.progress import so_many
 from demix.report.cells import WITHIN_NOTE, numbered
-from demix.report.charts import coloured, data_of, dots, finish, finite, inline, training_curves
+from demix.report.charts import coloured, dots, finish, inline
 from demix.report.compare import BITS, OTHER_TOKENIZER, PERPLEXITY, Comparison
 from demix.report.table import Table, cell, markdown, part_of_page, render
 from demix.run.kept import config_fingerprint
 
 MEASURES = {PERPLEXITY: "test perplexity", BITS: "bits per byte"}
-CURVES = {
-    "loss": "Loss", "dev_loss": "Dev loss", "step": "Step", "tokens": "Tokens", "tokens_per_second": "Tokens/s",
-}  # fmt: skip
-PANEL_COLUMNS = 4
 # The characters of a setting's value that a table shows.
 MOST_SHOWN = 60
 
 
 def tables(compared: Comparison) -> list[Table]:
-    """The runs, the settings that differ, the main table by kind of domains, and the last values of curves."""
+    """The runs, the settings that differ, and the main table by kind of domains."""
     groups = compared.systems.groupby(["measure", "kind"], sort=False)
     return [
         _runs(compared),
         _settings(compared),
         *(_systems(compared, str(measure), str(kind), rows) for (measure, kind), rows in groups),
-        _curves(compared),
     ]
 
 
@@ -132,25 +127,6 @@ def _within(compared: Comparison, domains: Iterable[str]) -> list[str]:
     return [f"Within documents, by resampling blocks of their text: {', '.join(few)}. {WITHIN_NOTE}"] if few else []
 
 
-def _curves(compared: Comparison) -> Table:
-    return Table(
-        numbered(compared.curves.rename(columns={"model": "Model", "run": "Run", **CURVES})),
-        "Of each model’s metrics: the loss of the last step’s batch and the last loss on dev, in nats per token.",
-        notes=(
-            "Tokens/s are the median over steps, on whatever machine trained the model.",
-            *(["Losses of runs with other tokenizers do not compare."] if _tokenizers(compared) > 1 else []),
-        ),
-        formats=dict.fromkeys(("Loss", "Dev loss"), "{:.4f}")
-        | dict.fromkeys(("Step", "Tokens", "Tokens/s"), "{:,.0f}"),
-        name="curves",
-        title="Last values of the curves",
-    )
-
-
-def _tokenizers(compared: Comparison) -> int:
-    return len({run.tokenizer for run in compared.runs})
-
-
 def _by_domain(compared: Comparison) -> Table:
     names = {"domain": "Domain", "kind": "Kind", "system": "System", "run": "Run", "nats": "Nats per token"}
     frame = compared.by_domain.rename(columns=names | {"low": "Low", "high": "High"})
@@ -180,7 +156,7 @@ def as_json(compared: Comparison) -> str:
         }
         for run in compared.runs
     ]  # fmt: skip
-    frames = {name: getattr(compared, name) for name in ("systems", "by_domain", "curves")}
+    frames = {name: getattr(compared, name) for name in ("systems", "by_domain")}
     found = {"runs": runs, "settings": compared.settings.to_dict("index"), "domains": compared.domains}
     found |= {"left_out": compared.left_out, "blocks": compared.blocks} | {
         name: frame.to_dict("records") for name, frame in frames.items()
@@ -192,9 +168,8 @@ def write_page(compared: Comparison, path: str | Path) -> None:
     """Write all tables and figures as one self-contained page, completely or not at all."""
     shown = [part_of_page(table) for table in [*tables(compared), _by_domain(compared)]]
     # Which runs they are and what they differ in stands first.
-    listed, settings, *main, curves, by_domain = shown
-    systems, lines = inline(_dots(compared)), inline(_curve_figure(compared))
-    parts = [listed, settings, systems, *main, by_domain, lines, curves]
+    listed, settings, *main, by_domain = shown
+    parts = [listed, settings, inline(_dots(compared)), *main, by_domain]
     title = f"Runs compared: {', '.join(run.name for run in compared.runs)}"
     write_text(path, render("comparison", title=title, paragraphs=[], notes=[], parts=parts))
 
@@ -229,31 +204,4 @@ def _dots(compared: Comparison) -> alt.TopLevelMixin:
         "Systems by run",
         f"Mean {MEASURES[measure]} over domains (lower is better) and its change from the first run. Lines are 95% "
         "intervals from resampling documents; where a run has none, only its dot is drawn.",
-    )
-
-
-def _curve_figure(compared: Comparison) -> alt.TopLevelMixin:
-    """Training loss by tokens, one panel per model, one line per run."""
-    frames = [training_curves(run.of.folder / "metrics", run.of).assign(run=run.name) for run in compared.runs]
-    curves = pd.concat(frames)
-    panels = [
-        alt.Chart(
-            data_of([{"run": row.run, "tokens": row.tokens, "loss": finite(row.loss)}
-                                   for row in rows.itertuples()])
-        )
-        .mark_line(strokeWidth=1.5, opacity=0.8)
-        .encode(
-            x=alt.X("tokens:Q", title="training tokens", axis=alt.Axis(tickCount=3, format="~s")),
-            y=alt.Y("loss:Q", title="training loss" if not number % PANEL_COLUMNS else None,
-                    scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=4)),
-            color=_by_run(compared),
-        )
-        .properties(width=190, height=120, title=alt.Title(str(name), anchor="start", fontSize=12))
-        for number, (name, rows) in enumerate(curves.groupby("model", sort=False))
-    ]  # fmt: skip
-    return finish(
-        alt.concat(*panels, columns=PANEL_COLUMNS) if panels else alt.concat(alt.Chart().mark_line()),
-        "Training loss of each model by run",
-        "Mean loss of a step's batch (nats per token) over the tokens trained on so far."
-        + (" Losses of runs with other tokenizers do not compare." if _tokenizers(compared) > 1 else ""),
     )

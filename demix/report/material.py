@@ -12,7 +12,7 @@ import pandas as pd
 from demix.files import check_sealed, read_json, read_parquet
 from demix.query.ask import Answers
 from demix.query.views import AskedRun
-from demix.report.needs import CONTEXTS, HARNESS, SUITES, TASKS, WITHOUT_DOMAIN, Need
+from demix.report.needs import HARNESS, SUITES, TASKS, WITHOUT_DOMAIN, Need
 from demix.report.paper import scale_note
 from demix.report.read import (
     Bounds,
@@ -254,17 +254,16 @@ def _clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
-# By kind of rows: the path below a run's folder, what a run needs to have it, and the domains that have a file each.
-FILES: dict[str, tuple[str, Need | None, str]] = {
-    "priors": ("priors.parquet", None, "training"),
-    "differences": ("differences.parquet", None, "training"),
-    "overlap": ("corpus/overlap.parquet", None, "training"),
-    "audit": ("audit.parquet", WITHOUT_DOMAIN, "training"),
-    "posteriors": ("posteriors.parquet", None, "training"),
-    "contexts": ("evaluations/{}.contexts.parquet", CONTEXTS, "domains"),
-    "tasks": ("tasks.parquet", TASKS, "training"),
-    "harness": ("tasks.parquet", HARNESS, "training"),
-    "contamination": ("harness/contamination/{}.parquet", HARNESS, "training"),
+# By kind of rows: the path below a run's folder ({}: of each training domain), and what a run needs to have it.
+FILES: dict[str, tuple[str, Need | None]] = {
+    "priors": ("priors.parquet", None),
+    "differences": ("differences.parquet", None),
+    "overlap": ("corpus/overlap.parquet", None),
+    "audit": ("audit.parquet", WITHOUT_DOMAIN),
+    "posteriors": ("posteriors.parquet", None),
+    "tasks": ("tasks.parquet", TASKS),
+    "harness": ("tasks.parquet", HARNESS),
+    "contamination": ("harness/contamination/{}.parquet", HARNESS),
 }
 
 
@@ -284,8 +283,8 @@ class Material:
     def rows(self, kind: str) -> pd.DataFrame:
         """The rows of a kind of file (`FILES`); none where the run is not to have such a file."""
         if kind not in vars(self):
-            where, need, domains = FILES[kind]
-            names = getattr(self.run, domains) if need is None or need.met(self.run) else ()
+            where, need = FILES[kind]
+            names = self.run.training if need is None or need.met(self.run) else ()
             paths = dict.fromkeys(self.run.folder / where.format(name) for name in names)
             parts = [read_rows(path, kind) for path in paths]
             vars(self)[kind] = pd.concat(parts, ignore_index=True) if len(parts) > 1 else (*parts, pd.DataFrame())[0]

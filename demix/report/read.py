@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from demix.errors import DemixError
-from demix.evaluate.columns import COLUMNS, CONTEXTS, DIFFERENCES, HARNESS, POSTERIORS, PRIORS, TASKS
+from demix.evaluate.columns import COLUMNS, DIFFERENCES, HARNESS, POSTERIORS, PRIORS, TASKS
 from demix.files import is_made, read_json, read_json_lines, read_parquet
 from demix.files.database import ask
 from demix.launch.pace import elapsed
@@ -221,7 +221,6 @@ _FILES: dict[str, tuple[Collection[str], tuple[str, ...]]] = {
         ("task", "domain", "documents", "long_documents", "found_documents", "ngrams", "found_ngrams"),
         (),
     ),
-    "contexts": (CONTEXTS, ()),
 }
 
 

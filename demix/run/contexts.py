@@ -74,11 +74,6 @@ def context_tables(run: Run, domain: str) -> tuple[ContextTable, ...]:
     return tuple(found)
 
 
-def labels(run: Run) -> dict[str, str]:
-    """The rows of `models` that are evaluated on blocks of the asked lengths, with their names in tables."""
-    return {model.row: model.base.label for model in run.trained if contexts_of(run, model)}
-
-
 def check_contexts(run: Run) -> None:
     """Raise DemixError for a length of blocks on which no model can be evaluated."""
     for context in asked_contexts(run):

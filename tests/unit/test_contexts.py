@@ -20,7 +20,7 @@ from demix.model.scoring import log_probabilities
 from demix.plan.cost import ScoringCosts
 from demix.plan.flops import HARDWARE, scoring_flops
 from demix.plan.jobs import count_jobs
-from demix.run.contexts import context_tables, contexts_of, labels
+from demix.run.contexts import context_tables, contexts_of
 from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
@@ -49,7 +49,6 @@ def test_learned_positions_end_at_the_length_of_training() -> None:
     unscored = {"without-licenses", "masked", "dense-dapt-fantasy", "dense-dapt-fortunes"}
     learned = {"demix", "dense", "dense_unbalanced", "domain_token"}
     assert found == {(16, 32, 64): {"far", "far_token"}, (16, 32): learned, (): unscored}
-    assert labels(config)["dense_unbalanced"] == "Dense"
     with refused("config key evaluation.contexts"):
         run_of([16, 64])
     with refused("config key evaluation.contexts"):

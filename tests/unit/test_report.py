@@ -116,7 +116,6 @@ TWO = domains(("law", "news"))
             set(),
         ),
         ({"models": {"x": {"kind": "dense", "architecture": {"position": "alibi"}}}}, set()),
-        ({"evaluation": {"contexts": [4]}}, {"contexts"}),
         ({"tasks": {"x": {"path": "x.jsonl"}}}, {"tasks"}),
         (CLUSTERED | {"tasks": {"x": {"path": "x.jsonl"}}}, OF_CLUSTERS | {"tasks"}),
         ({"lm_eval": {"tasks": ["lambada"]}}, {"harness"}),

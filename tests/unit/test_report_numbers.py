@@ -384,15 +384,6 @@ def documents(files: Files) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
-def contexts(files: Files) -> pd.DataFrame:
-    rows = pd.concat(files.own.table(f"evaluations/{path.name[:-8]}") for path in files.folder.glob("*/*.contexts.*"))
-    sums = rows.groupby(["model", "kind", "context", "domain"])[["nll", "tokens"]].sum()
-    means = np.exp(sums["nll"] / sums["tokens"]).groupby(["model", "kind", "context"]).mean().reset_index(name="mean")
-    column = means["kind"].str.capitalize() + ", " + means["context"].astype(str)
-    frame = means.assign(column=column).pivot(index="model", columns="column", values="mean")
-    return frame.rename(index=files.labels)
-
-
 def tasks(files: Files) -> tuple[pd.DataFrame, pd.DataFrame]:
     rows = files.table("tasks").query("metric.isna()")
     alone = rows[rows["routing"] == "one expert"].sort_values("accuracy", ascending=False, kind="stable")

@@ -26,7 +26,6 @@ ITEMS: tuple[Item, ...] = (
     TableItem("further", "audit", "What is left of a removed domain, word for word", FURTHER, (needs.WITHOUT_DOMAIN,)),
     TableItem("families", "families", "All models: perplexity at equal tokens", FAMILIES),
     TableItem("families", "speed_up", "Speed-up of training over a dense model", FAMILIES, BUDGETS),
-    TableItem("further", "contexts", "Perplexity by the length of a block", Group.VARIANTS, (needs.CONTEXTS,)),
     TableItem("further", "tasks", "Accuracy on tasks by routing", TASKS, (needs.TASKS,)),
     TableItem("further", "harness", "Tasks of the standard harness", TASKS, (needs.HARNESS,)),
     TableItem("further", "suites", "Suites", TASKS, (needs.SUITES,)),

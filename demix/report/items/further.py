@@ -2,17 +2,15 @@
 
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from demix.files.database import ask
 from demix.report.cells import INTERVAL_NOTE, lowest, numbered, seed_note
 from demix.report.material import Material
-from demix.report.read import mean_of, percent
+from demix.report.read import percent
 from demix.report.systems import CACHED, UPDATING, by_label, systems_on
 from demix.report.table import Table
 from demix.run.compared import balanced_pairs
-from demix.run.contexts import asked_contexts, labels
 from demix.run.systems import BASES, merged_whole, row_systems, table_rows
 
 ABLATIONS = r"""
@@ -185,36 +183,6 @@ def audit(material: Material) -> Table:
         frame,
         notes=seed_note(material.run),
         formats=dict.fromkeys(("Documents, train", "Documents, test"), "{:.0f}"),
-    )
-
-
-def contexts(material: Material) -> Table:
-    """Mean test perplexity of the same tokens by the length of blocks, over the training and over the novel domains.
-    Lower is better.
-
-    A dense model is taken as it is; a domain-token model under the domain's own token, so only on training domains;
-    experts are mixed by the cached prior (from dev text in blocks of the length of training), with weights by the
-    block's history.
-
-    Learned positions end at the length of training. In a longer block tokens have more text before them: perplexity
-    falls for a model that can use it. All numbers are of the run's own seed.
-    """
-    sums = material.rows("contexts").groupby(["model", "domain", "context"])[["nll", "tokens"]].sum()
-    perplexity = np.exp(sums["nll"] / sums["tokens"])
-    frame = pd.DataFrame(
-        {
-            f"{domains.heading}, {context}": {
-                label: mean_of(perplexity.get((model, domain, context), np.nan) for domain in domains.names)
-                for model, label in labels(material.run).items()
-            }
-            for domains in material.kinds
-            for context in asked_contexts(material.run)
-        }
-    )
-    return Table(
-        frame,
-        notes=(f"All models were trained on blocks of {material.run.context:,} tokens.",),
-        best=lowest(frame, axis=0),
     )
 
 
