@@ -120,6 +120,5 @@ def test_a_run_ends_without_its_store_and_track_fills_it_in(
 @pytest.mark.faults
 def test_a_server_that_is_away(copied: Path) -> None:
     arguments = command(copied, "track ")
-    place = arguments.index("--settings") + 1
-    arguments[place] = '{"uri": "http://127.0.0.1:9", "experiment": "e"}'
+    arguments += ["--uri", "http://127.0.0.1:9", "--experiment", "e"]
     refusal(*arguments, of="http://127.0.0.1:9")
