@@ -58,7 +58,7 @@ STAGES = {
     "harness": ("evaluate.harness.score_harness", "directory"),
     "classify": ("evaluate.classification.classify", "run"),
     "join": ("evaluate.columns.join", "inputs"),
-    "run-config": ("run.kept.write_run_config", ""),
+    "run-config": ("run.run.write_run_config", ""),
     "report": ("report.report_of", "run"),
     "card": ("report.card.write_cards", "run models"),
     "track": ("track.store.track_folder", "run"),

@@ -19,8 +19,8 @@ from demix.errors import DemixError
 from demix.files import REMAKE, parquet_reader, read_json, read_json_lines, read_parquet
 from demix.files.batches import read_batches
 from demix.model.manifest import parent_of
-from demix.run.main_systems import main_systems
 from demix.run.run import Run
+from demix.run.systems import main_systems
 
 # The approximate tokens of a score table that are read at once, under all experts that a query names.
 TOKENS = 1 << 16

@@ -18,9 +18,8 @@ from demix.report.read import Bounds, Domains, Results, mean_of, paired, percent
 from demix.report.systems import ByDomain, before_adding, before_dense_dapt, dense_adapted, one_added, released
 from demix.report.table import Table
 from demix.report.verdict import mean_interval
-from demix.run.main_systems import added
 from demix.run.run import Run
-from demix.run.systems import System
+from demix.run.systems import System, added
 
 # What an interval of a domain with fewer than 20 test documents is.
 WITHIN_NOTE = (

@@ -16,7 +16,7 @@ from demix.report.cells import WITHIN_NOTE, numbered
 from demix.report.charts import coloured, dots, finish, inline
 from demix.report.compare import BITS, OTHER_TOKENIZER, PERPLEXITY, Comparison
 from demix.report.table import Table, cell, markdown, part_of_page, render
-from demix.run.kept import config_fingerprint
+from demix.run.run import config_fingerprint
 
 MEASURES = {PERPLEXITY: "test perplexity", BITS: "bits per byte"}
 # The characters of a setting's value that a table shows.

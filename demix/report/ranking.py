@@ -14,10 +14,9 @@ from demix.report.read import paired, paired_either_way, percent
 from demix.report.systems import BALANCED, CACHED, all_training_flops, dense_adapted, families, training_flops
 from demix.report.table import cell
 from demix.report.verdict import mean_interval
-from demix.run.main_systems import added, main_systems, ngram_lines
 from demix.run.models import Model
 from demix.run.run import Run
-from demix.run.systems import System, row_systems, table_rows
+from demix.run.systems import System, added, main_systems, ngram_lines, row_systems, table_rows
 
 # Rows are at equal FLOPs of training within a hundredth: an update more or less, or another decoder of the same sizes.
 EQUAL = 0.01

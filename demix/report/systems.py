@@ -10,11 +10,11 @@ from demix.config.architecture import Architecture
 from demix.config.clustering import Clustering
 from demix.config.counts import training_flops_per_token
 from demix.config.training import fingerprinted
-from demix.run.main_systems import added, trained_systems
 from demix.run.models import Model, adapted, left_out, one_more, trained_without
 from demix.run.run import Run
 from demix.run.systems import (
     System,
+    added,
     bases,
     by_distance,
     merged_label,
@@ -23,6 +23,7 @@ from demix.run.systems import (
     routed_weights,
     systems_of,
     table_rows,
+    trained_systems,
 )
 
 # A system, or the one that belongs to a domain.

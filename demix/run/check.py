@@ -12,10 +12,8 @@ from demix.errors import DemixError, nearest
 from demix.run import placement
 from demix.run.contexts import check_contexts
 from demix.run.harness import harness_files, harnessed
-from demix.run.kept import refuse_other_domains, refuse_other_format
-from demix.run.merged import Merged
-from demix.run.models import Model
-from demix.run.run import Run
+from demix.run.models import Merged, Model
+from demix.run.run import Run, refuse_other_domains, refuse_other_format
 from demix.run.systems import ngram_folders, ngram_tokens
 from demix.settings import names_of, written
 

@@ -15,8 +15,8 @@ from demix.config.training import Execution
 from demix.launch.arguments import SHELL_FUNCTION
 from demix.run.contexts import asked_contexts, context_tables
 from demix.run.harness import harness_routings, harnessed
-from demix.run.kept import config_fingerprint
 from demix.run.models import Model, trained_without
+from demix.run.run import config_fingerprint
 from demix.run.scoring import ScoringPart
 from demix.run.stage_settings import StageSettings
 from demix.run.systems import (

@@ -6,8 +6,7 @@ from typing import Any
 
 from demix.config.models import DENSE_EXPERT
 from demix.run.contexts import other_contexts
-from demix.run.merged import MERGED
-from demix.run.models import adapted, folder_at
+from demix.run.models import MERGED, adapted, folder_at
 from demix.run.run import Run
 from demix.run.systems import merged_whole, other_top_k, suite_models
 

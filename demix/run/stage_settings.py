@@ -14,9 +14,8 @@ from demix.files import fingerprint, write_json
 from demix.run.compared import balanced_pairs, compared
 from demix.run.contexts import POSITION_BINS, context_tables
 from demix.run.harness import harness_settings, harness_tasks, harnessed
-from demix.run.kept import kept
 from demix.run.models import Model, left_out, trained_without
-from demix.run.run import Run
+from demix.run.run import Run, kept
 from demix.run.scoring import ScoringJob, scoring_jobs
 from demix.run.systems import (
     bases,

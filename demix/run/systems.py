@@ -7,8 +7,7 @@ from functools import cache
 from demix.config.mixing import METHODS, UNWEIGHTED, parsed_weights
 from demix.config.models import DENSE_EXPERT, KINDS, PAPER, Kind
 from demix.run.harness import harness_routings
-from demix.run.merged import MERGED, Merged
-from demix.run.models import Model, folder_at, left_out, one_more
+from demix.run.models import MERGED, Merged, Model, folder_at, left_out, one_more
 from demix.run.rows import Row
 from demix.run.run import Run
 
@@ -38,7 +37,7 @@ class Evaluated:
 
     `sets` is empty for a model with one column, and has one set of one expert for a domain's own token. `model` and
     `seed` are the values of these columns in results. `folder` is the folder of the tables below scores/. `merged` says
-    how a model was made of the model's experts, whose one column the table has (`demix.run.merged`). `top_k` is the
+    how a model was made of the model's experts, whose one column the table has (`demix.run.models`). `top_k` is the
     number of experts that a token chose in each layer, 0 for that of training. `without` is the expert that no token
     chose. With `test_only` there is no dev split.
     """
@@ -406,3 +405,41 @@ def table_rows(run: Run) -> dict[str, Row]:
     rows = {name: row for name, row in run.rows.items() if not row.masked}
     paper = ("dense_unbalanced", "dense", "domain_token", "demix")
     return {name: rows[name] for name in (*paper, *rows) if name in rows and (name in paper or name not in PAPER)}
+
+
+def added(run: Run) -> tuple[System, System]:
+    """Two systems of the model with added experts, over all its experts: each domain's own expert, and the mixture."""
+    row, label = run.receiver.row, run.receiver.label
+    return (
+        System(f"{label}, all experts (naive)", row, "all", "naive"),
+        System(f"{label}, all experts (cached)", row, "all", "cached", "history"),
+    )
+
+
+def trained_systems(run: Run) -> list[System]:
+    """The systems of every row of `models` over its training experts: first the paper's rows, then further rows."""
+    return [system for row in table_rows(run).values() for system in row_systems(row, run)]
+
+
+def ngram_lines(run: Run) -> list[System]:
+    """The n-grams of the main table, by order: of all training text, and of domains by `tempered`, else `cached`."""
+    systems = ngram_systems(run)
+    weights = next((one.weights for one in systems if one.weights.startswith("tempered")), "")
+    return [
+        one
+        for one in systems
+        if one.method == "dense" or (one.weights == weights if weights else one.method == "cached")
+    ]
+
+
+def main_systems(run: Run) -> list[tuple[System, System]]:
+    """The lines of the main table, n-grams last: each system after the one whose name it has there."""
+    systems = trained_systems(run)
+    lines = [(system, system) for system in systems if not system.weights]
+    lines += [
+        (system, variant)
+        for system in (*(system for system in systems if system.weights == "history"), added(run)[1])
+        for variant in (system, system.with_weights("released"))
+    ]
+    lines += [(system, system) for system in systems if system.weights not in ("", "history")]
+    return lines + [(system, system) for system in ngram_lines(run)]

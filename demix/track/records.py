@@ -17,11 +17,9 @@ from demix.launch.pace import elapsed
 from demix.report import report_files
 from demix.report.ranking import standing
 from demix.report.read import Results, domains_of, read_metrics, read_results, read_rows
-from demix.run.kept import kept
-from demix.run.main_systems import main_systems
 from demix.run.models import AdaptationJob, Model
-from demix.run.run import Run
-from demix.run.systems import System
+from demix.run.run import Run, kept
+from demix.run.systems import System, main_systems
 from demix.settings import written
 from demix.track.client import Point, named, points
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from demix.config.addresses import LOG_IN_ELSEWHERE, refuse_secrets
 from demix.errors import DemixError, printable
 from demix.files import digest, read_json, write_json
-from demix.run.kept import config_fingerprint
-from demix.run.run import Run
+from demix.run.run import Run, config_fingerprint
 from demix.track.client import CONFIG, HASH, KEY, RUN, alone, experiment_of, log_points, opened, origin, runs_with
 from demix.track.records import Record, records
 

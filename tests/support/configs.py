@@ -6,8 +6,7 @@ from typing import Any
 
 from demix.config.config import Config
 from demix.files import read_json, write_json
-from demix.run.kept import write_run_config
-from demix.run.run import Run
+from demix.run.run import Run, write_run_config
 
 TEXT = {"source": {"kind": "files", "path": "text.jsonl"}}
 

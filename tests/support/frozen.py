@@ -13,8 +13,7 @@ from demix.config.models import PAPER
 from demix.files import read_json, read_parquet, write_parquet
 from demix.report.material import Material
 from demix.report.read import Results
-from demix.run.kept import FORMAT
-from demix.run.run import Run
+from demix.run.run import FORMAT, Run
 from support.configs import with_keys
 
 ARCHIVE = Path(__file__).parents[1] / "frozen" / "run.tar.xz"

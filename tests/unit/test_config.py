@@ -31,8 +31,8 @@ from demix.config.training import (
 )
 from demix.files import fingerprint
 from demix.run.check import completed_run, load_run
-from demix.run.main_systems import trained_systems
 from demix.run.run import Run
+from demix.run.systems import trained_systems
 from demix.settings import names_of, settings_from
 from demix.train.adapt import Adaptation
 from demix.train.stage import Training

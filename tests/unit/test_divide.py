@@ -16,8 +16,8 @@ from demix.data.divide import MOST_VALUES, Division, divide
 from demix.data.sources import Source, download
 from demix.files import read_json
 from demix.run.check import completed_run
-from demix.run.kept import config_fingerprint, read_run_config, write_run_config
 from demix.run.rules import RunRules
+from demix.run.run import config_fingerprint, read_run_config, write_run_config
 from demix.settings import settings_from
 from support.cli import demix, refusal, succeeds
 from support.dry_run import TINY, changed

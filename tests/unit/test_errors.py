@@ -19,7 +19,7 @@ from demix.errors import DemixError, nearest
 from demix.files import exclusive, write_json
 from demix.model.device import within_memory
 from demix.run.check import load_run
-from demix.run.kept import FORMAT, refuse_other_domains, write_run_config
+from demix.run.run import FORMAT, refuse_other_domains, write_run_config
 from demix.train.loop import MEMORY_CURE
 from support.cli import refusal, said
 from support.configs import domains, small

@@ -22,7 +22,7 @@ from demix.model.decode import generate, log_prior_of, weights_of
 from demix.model.directory import load_experts
 from demix.model.experts import add_expert, find_faults, remove_expert
 from demix.model.scoring import columns_of
-from demix.run.kept import write_run_config
+from demix.run.run import write_run_config
 from support.configs import domains, small_run
 from support.errors import refused
 from support.mixing import mix

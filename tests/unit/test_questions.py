@@ -19,8 +19,8 @@ from demix.files.batches import read_batches
 from demix.query import views
 from demix.query.ask import Answers, named_runs
 from demix.query.views import VIEWS
-from demix.run.main_systems import main_systems
 from demix.run.run import Run
+from demix.run.systems import main_systems
 from support.cli import demix, said, succeeds
 from support.contents import contents
 from support.frozen import rows_of

@@ -9,8 +9,7 @@ import pytest
 
 from demix.config.config import Config
 from demix.files import read_json, write_json
-from demix.run.kept import FORMAT, kept, read_run_config, refuse_other_domains, write_run_config
-from demix.run.run import Run
+from demix.run.run import FORMAT, Run, kept, read_run_config, refuse_other_domains, write_run_config
 from support.cli import said
 from support.configs import domains, small
 from support.dry_run import ENVIRONMENT, REPOSITORY, command_line, dry_run

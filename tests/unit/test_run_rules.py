@@ -15,9 +15,9 @@ from demix.commands.main import command_line
 from demix.config.domains import SourceSection
 from demix.errors import DemixError
 from demix.run.check import completed_run
-from demix.run.kept import config_fingerprint, kept, read_run_config
 from demix.run.models import Model
 from demix.run.rules import RunRules
+from demix.run.run import config_fingerprint, kept, read_run_config
 from demix.run.stage_settings import LONGEST_ARGUMENT
 from demix.settings import settings_from
 from support.dry_run import TINY

@@ -25,8 +25,7 @@ from mlflow.tracking import MlflowClient
 from demix.errors import DemixError, StoppedError
 from demix.files import exclusive, read_json, read_json_lines, write_json, write_json_lines
 from demix.report import report_files
-from demix.run.kept import config_fingerprint
-from demix.run.run import Run
+from demix.run.run import Run, config_fingerprint
 from demix.track import live, records
 from demix.track.client import file_system, opened
 from demix.track.live import Sender, streaming

@@ -30,9 +30,8 @@ from demix.report.systems import (
     without_expert,
 )
 from demix.report.verdict import UNCHANGED, Part, as_percent, compare
-from demix.run.main_systems import added, trained_systems
 from demix.run.run import Run
-from demix.run.systems import System, by_distance, merged_whole, routed_weights
+from demix.run.systems import System, added, by_distance, merged_whole, routed_weights, trained_systems
 
 # On a novel domain the single expert or token is chosen on the test data.
 ORACLES = {NAIVE: "best expert (oracle)", DOMAIN_TOKEN: "best domain token (oracle)"}

@@ -28,9 +28,8 @@ from demix.report.read import Domains, parent_notes
 from demix.report.systems import BALANCED, Family, all_training_flops, by_label, lines, one_clusters
 from demix.report.systems import families as families_of
 from demix.report.table import Table
-from demix.run.compared import balanced_pairs
+from demix.run.compared import balanced_pairs, variant_rows
 from demix.run.systems import System, clustered
-from demix.run.variants import variant_rows
 
 ONE = "1 cluster"
 # A model of a line, its FLOPs of training, and its perplexity.

@@ -16,8 +16,7 @@ from demix.report.material import Material
 from demix.report.ranking import Entry, Ranking, beside_ngrams, ranking
 from demix.report.table import Table, as_markdown, part_of_page, render
 from demix.report.verdict import Verdict
-from demix.run.kept import config_fingerprint, kept
-from demix.run.run import Run
+from demix.run.run import Run, config_fingerprint, kept
 
 PACKAGES = ("demix", "torch", "numpy", "pyarrow", "duckdb", "snakemake", "altair", "mlflow")
 CLAIMS_TITLE = "Claims of the paper, judged on this run"

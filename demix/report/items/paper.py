@@ -33,8 +33,7 @@ from demix.report.systems import (
     without_expert,
 )
 from demix.report.table import Table
-from demix.run.main_systems import added, trained_systems
-from demix.run.systems import System, merged_whole
+from demix.run.systems import System, added, merged_whole, trained_systems
 
 
 def table1(material: Material) -> Table:
