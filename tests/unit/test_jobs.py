@@ -14,8 +14,8 @@ import pytest
 from snakemake import io
 
 from demix.launch.arguments import SHELL_FUNCTION, expanded
-from demix.launch.checksums import read_once
 from demix.launch.parents import VARIABLE
+from demix.launch.patches import read_once
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from demix.commands import stages
 from demix.data import sources
 from demix.data.sources import Source, pinned
 from demix.files import check_sealed, read_json, sha256_file, write_json
-from demix.launch.times import keep_shared_times
+from demix.launch.patches import keep_shared_times
 from support.dry_run import REPOSITORY
 
 DOMAINS = ("law", "news")

@@ -2,16 +2,12 @@ import re
 from pathlib import Path
 
 from demix.errors import DemixError
-from demix.launch.checksums import read_once
-from demix.launch.loops import end_at_loops
-from demix.launch.times import keep_shared_times
+from demix.launch.patches import patch_snakemake
 from demix.run.check import run_of_files
 from demix.run.rules import RunRules
 from demix.settings import written
 
-end_at_loops()
-read_once()
-keep_shared_times()
+patch_snakemake()
 
 try:
     THIS = run_of_files(config, [Path(path) for path in workflow.configfiles])
