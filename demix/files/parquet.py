@@ -1,18 +1,25 @@
-"""Parquet files with page checksums and a seal over all bytes."""
+"""Parquet files with page checksums and a seal over all bytes, by which any flipped bit and any missing end is found.
 
+Parquet's page checksums do not cover page headers and the footer. The key-value metadata of a sealed file therefore
+hold the sha256 of all other bytes of the file; other readers ignore this entry. A file of other software has no seal
+and is accepted unchecked.
+"""
+
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from demix.errors import DemixError
 from demix.files.atomic import REMAKE, replacing
+from demix.files.digests import opened
 from demix.files.json_files import read_json, read_json_lines
 from demix.files.places import PLACE, place_of, refuse_misplaced
-from demix.files.seals import BLANK, KEY, check_parquet, seal_parquet
 
 
 def write_parquet(table: pa.Table, path: str | Path, **options: Any) -> None:
@@ -77,3 +84,88 @@ def check_sealed(path: Path) -> None:
             read_json(path)
         case ".jsonl":
             read_json_lines(path)
+
+
+# The footer holds the key, then two bytes by which Thrift's compact protocol announces a string of 64 bytes, then the
+# digest in hexadecimal.
+KEY = "demix~digest~"
+BLANK = "0" * 64
+_MARK = KEY.encode() + b"\x18\x40"
+# A single flipped bit in the key leaves one of the two halves intact.
+_HALVES = (KEY[:6].encode(), KEY[6:].encode())
+_PIECE = 4 << 20
+
+
+def seal_parquet(path: Path) -> None:
+    """Fill in the digest of a Parquet file whose key-value metadata map `KEY` to `BLANK`."""
+    place = _place(path)
+    if place is None:
+        raise RuntimeError(f"{path}: its metadata have no entry for the digest")
+    with open(path, "r+b") as stream:
+        stream.seek(place)
+        stream.write(_digest(path, place))
+
+
+def check_parquet(path: str | Path) -> None:
+    """Raise ValueError if a sealed Parquet file is not as it was written.
+
+    A process checks an unchanged file only once.
+    """
+    found = Path(path).stat()
+    _check(str(path), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=1 << 16)
+def _check(path: str, *_: int) -> None:
+    place = _place(Path(path))
+    if place is None:
+        return
+    with open(path, "rb") as stream:
+        stream.seek(place)
+        recorded = stream.read(len(BLANK))
+    if recorded != _digest(Path(path), place):
+        raise ValueError("its bytes changed: they do not have the digest that was written with them")
+
+
+def _place(path: Path) -> int | None:
+    """The offset of the digest in a Parquet file; None if the file has no seal.
+
+    Raises ValueError if the footer is damaged, and DemixError for a pipe, which would block.
+    """
+    with opened(path) as stream:
+        size = stream.seek(0, 2)
+        stream.seek(max(size - 8, 0))
+        end = stream.read()
+        start = size - 8 - int.from_bytes(end[:4], "little")
+        if len(end) < 8 or end[4:] != b"PAR1" or start < 4:
+            raise ValueError("it is not a Parquet file, or it is cut short")
+        stream.seek(start)
+        footer = stream.read(size - 8 - start)
+    at = footer.rfind(_MARK)
+    if at < 0:
+        # The search is over the keys alone, because the footer's statistics quote texts of the file.
+        keys = pq.read_metadata(path).metadata or {}
+        if any(half in key for key in keys for half in _HALVES):
+            raise ValueError("its bytes changed: the digest that was written with them is damaged")
+        return None
+    return start + at + len(_MARK)
+
+
+def _digest(path: Path, place: int) -> bytes:
+    """The digest of a file, computed as if `BLANK` stood at the offset `place`."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        for piece in _pieces(stream, place):
+            digest.update(piece)
+        stream.seek(len(BLANK), 1)
+        digest.update(BLANK.encode())
+        for piece in _pieces(stream, None):
+            digest.update(piece)
+    return digest.hexdigest().encode()
+
+
+def _pieces(stream: BinaryIO, count: int | None) -> Iterator[bytes]:
+    """The next `count` bytes of a stream in pieces; None reads to the end."""
+    while piece := stream.read(_PIECE if count is None else min(_PIECE, count)):
+        count = None if count is None else count - len(piece)
+        yield piece
