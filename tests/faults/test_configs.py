@@ -16,7 +16,7 @@ Keys = tuple[str, ...]
 BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 WRONG = {
     "integer": ["ten", 1.5, True, [1]],
-    "number": ["1e-3", [0.1], True, {}],
+    "number": ["a tenth", [0.1], True, {}],
     "string": [7, ["a"], {}, True],
     "boolean": ["yes", 1, []],
     "array": ["a", 3, {}],

@@ -42,7 +42,7 @@ READERS = {
     f'score {RUN}/models {RUN}/tokens/fantasy/|"model": "demix"': [
         f"models/demix/experts/licenses.{kind}" for kind in ("safetensors", "json")
     ],
-    "adapt |fantasy/dev": ("tokens/fantasy/dev.arrow", "scores/demix/fantasy.dev/licenses.parquet"),
+    "adapt |fantasy/dev|--scores": ("tokens/fantasy/dev.arrow", "scores/demix/fantasy.dev/licenses.parquet"),
     "evaluate fantasy": (
         "tokenizer.json",
         "scores/demix/fantasy.test/licenses.parquet",
@@ -223,7 +223,8 @@ def test_a_rerun_rebuilds_just_the_file_that_was_deleted(name: str, finished: Pa
     assert [path for path in files if sha256_file(path) != sha256_file(finished / path.relative_to(folder))] == []
 
 
-ADAPT, TEST, JOIN = "adapt |fantasy/dev", "scores/demix/fantasy.test", f"join {RUN}/evaluations/parliament.parquet"
+ADAPT = "adapt |fantasy/dev|--scores"
+TEST, JOIN = "scores/demix/fantasy.test", f"join {RUN}/evaluations/parliament.parquet"
 # Of each swap: two files or folders (of an expert, its two files), and what the commands that read them hold.
 SWAPS = {
     "documents of two parts": ("documents/scripture/0000.parquet", "documents/scripture/0001.parquet", "deduplicate "),
