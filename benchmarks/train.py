@@ -34,7 +34,7 @@ from peers import NanoChat, NanoGPT, hugging_face, llama, mixtral_block, mixtral
 from torch import nn
 
 from demix.config.architecture import DECODERS, PRESETS, Architecture, Routed
-from demix.config.training import Updates
+from demix.config.training import OptimizerSettings
 from demix.model.device import compute_type
 from demix.model.gpt import GPT
 from demix.model.moe import MoELayer, RouterLoss
@@ -187,7 +187,7 @@ def train_ours(model: GPT, sequences: int, wait: Wait, *, muon: bool = False, **
 
     optimization = Optimization(
         steps=10**6, learning_rate=1e-4, warmup=0.08, clip=0.1, weight_decay=0.1, checkpoint_every=10**6,
-        optimizer=Updates(kind="muon") if muon else None, **how,
+        optimizer=OptimizerSettings(kind="muon") if muon else None, **how,
     )  # fmt: skip
     batches = Batches(draw, sequences * group[2])
     with TemporaryDirectory() as folder:

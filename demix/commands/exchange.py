@@ -58,7 +58,6 @@ def import_(
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare ids with tokenizers, logits with transformers.")
     ] = False,
-    text: Annotated[Path | None, typer.Option(help="With --verify, the text to compare on.")] = None,
 ) -> None:
     """Make a dense model of a checkpoint of GPT-2, OPT, GPT-NeoX, Llama, Mistral, Qwen 2 or 3, or OLMo 2.
 
@@ -68,12 +67,10 @@ def import_(
     from demix.config.addresses import HUB
     from demix.model.import_hf import import_hf, import_hub
 
-    if text is not None and not verify:
-        raise DemixError("--text", "is for --verify alone", "leave it out, or add --verify")
     if checkpoint.startswith(HUB):
-        done = import_hub(checkpoint, output, context, verify, text)
+        done = import_hub(checkpoint, output, context, verify)
     else:
-        done = import_hf(Path(checkpoint), output, context, verify, text)
+        done = import_hf(Path(checkpoint), output, context, verify)
     if done:
         print(
             f"logits of {done.tokens} tokens differ by up to {done.difference:.1e} from those of transformers, "

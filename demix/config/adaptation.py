@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from demix.config.models import RowName
-from demix.config.training import PRESET, Execution, Optimizer, Preset, Ranks, Sequences
+from demix.config.training import PRESET, Execution, OptimizerRecipe, Preset, Ranks, Sequences
 from demix.settings import DistinctItems, Number, Positive, Text, absent, omitted, settings
 
 Factor = Annotated[Number, Field(gt=0)]
@@ -25,7 +25,7 @@ class FactorSweep:
 
 
 @settings(kw_only=True)
-class AdaptationRecipe(Execution, Optimizer):
+class AdaptationRecipe(Execution, OptimizerRecipe):
     """The settings of the section `adaptation` that one adaptation takes."""
 
     tokens: Positive = Field(

@@ -67,7 +67,7 @@ Beta = Annotated[Number, Field(ge=0, lt=1)]
 
 
 @settings(kw_only=True)
-class Updates:
+class OptimizerSettings:
     """How gradients become updates, with the learning rates of groups of parameters as multiples of `learning_rate`.
 
     `matrices` are the weights of linear maps in blocks, each expert's by itself: attention's and the feedforwards'.
@@ -124,7 +124,7 @@ class RateSchedule:
 
 
 @settings()
-class Optimizer:
+class OptimizerRecipe:
     """The optimizer and its learning-rate schedule (paper, Tables 9-12)."""
 
     warmup: Number = Field(
@@ -143,7 +143,7 @@ class Optimizer:
         description="Number format of the computation. Weights and optimizer state are fp32, except with fp64, "
         "which serves exact comparisons. fp16 scales the loss.",
     )
-    optimizer: Updates | None = Field(
+    optimizer: OptimizerSettings | None = Field(
         default_factory=absent,
         description="How gradients become updates. Without the key AdamW with the paper's constants, at one learning "
         "rate, whose weight decay reaches norms and biases too (as in fairseq).",
@@ -200,7 +200,7 @@ class Sweep:
 
 
 @settings(kw_only=True)
-class TrainingRecipe(Execution, Optimizer):
+class TrainingRecipe(Execution, OptimizerRecipe):
     """The settings of the section `training` that one training from scratch takes."""
 
     tokens: Positive = Field(description="Total training tokens of one model.")

@@ -5,12 +5,11 @@ The weights of the experts follow each text from its first token, over its conte
 scored once.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -32,8 +31,6 @@ from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, columns_of, trunk_log_pro
 MOST_SCORES = 1 << 24
 # The keys and values of the contexts that continuations share, a copy for each continuation.
 MOST_CACHED_BYTES = 1 << 30
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -176,7 +173,7 @@ def text_scores(
     most = max(1, MOST_SCORES // len(mixture.experts))
     # At most half of what is scored together is padding.
     alike = groupby(order, lambda number: min(mixture.context, lengths[number]).bit_length())
-    for numbers in (part for _, same in alike for part in _parts(same, lengths.__getitem__, most)):
+    for numbers in (part for _, same in alike for part in _parts([*same], lengths, most)):
         width = min(mixture.context, lengths[numbers[-1]])
         in_blocks = [cut(texts[number], width, end_of_text, end_of_text) for number in numbers]
         inputs, targets, mask = (np.concatenate(parts) for parts in zip(*in_blocks, strict=True))
@@ -327,15 +324,7 @@ def _batches(order: Sequence[Continuation], mixture: MixedModel, batch: int | No
         yield _Batch.made(chosen)
 
 
-def _parts(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """`items` in parts whose sizes sum to `most` or less; a larger item is a part of its own."""
-    part: list[T] = []
-    total = 0
-    for item in items:
-        if part and total + size(item) > most:
-            yield part
-            part, total = [], 0
-        part.append(item)
-        total += size(item)
-    if part:
-        yield part
+def _parts(texts: Sequence[int], lengths: Sequence[int], most: int) -> Iterator[Sequence[int]]:
+    """The numbers of `texts`, of which the last is the longest, in parts of at most `most` tokens, or of one text."""
+    count = max(1, most // lengths[texts[-1]])
+    yield from (texts[first : first + count] for first in range(0, len(texts), count))

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError, nearest
 from demix.files import digest, opened, read_json, replacing, sha256_file, write_json
-from demix.files.kinds import SAFETENSORS, check_file_kind
 from demix.model.gpt import GPT
 from demix.model.manifest import (
     NO_NAME,
@@ -37,7 +36,7 @@ from demix.model.manifest import (
 
 # Training moves a weight by at most about the learning rate at each step, so no training reaches this.
 LARGEST_WEIGHT = 1e6
-FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Snakemake knows a model by its manifest alone.
 TRAIN_AGAIN = "train the model again: `snakemake -f` its model.json, or get the file again"
 OWN_TOKENIZER = "use the tokenizer that the model was trained with, or train the model again"
@@ -229,8 +228,8 @@ def whole_models(directory: Path) -> bool:
 def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) -> GPT:
     """The model in `directory` with `experts` stacked in that order (by default all experts of the directory).
 
-    The sizes in every file's header and its sha256 are checked before the file is used, and the values of its tensors
-    after. Raises DemixError, which names the file.
+    The sha256 of every file is checked before the file is used, and the shapes and values of its tensors after. Raises
+    DemixError, which names the file.
     """
     directory = Path(directory)
     experts = expert_names(directory) if experts is None else tuple(experts)
@@ -269,35 +268,11 @@ def model_shapes(directory: Path) -> tuple[Shapes, Shapes]:
     return shapes_of(blueprint(directory, ("any",)))
 
 
-def tensor_shapes(path: Path) -> Shapes:
-    """The shapes of the tensors in a safetensors file by name, read from the header alone."""
-    try:
-        # safetensors maps the file, and a mapping of a pipe would wait for a writer.
-        check_file_kind(path, SAFETENSORS)
-        with safe_open(path, "pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            types = {name: part.get_dtype() for name, part in slices.items()}
-            if wrong := [name for name, dtype in types.items() if dtype not in FLOATS]:
-                raise DemixError(path, f"holds {wrong[0]} of type {types[wrong[0]]}", f"use {', '.join(FLOATS)}")
-            return {name: tuple(part.get_shape()) for name, part in slices.items()}
-    except FileNotFoundError:
-        raise DemixError(path, "is missing", TRAIN_AGAIN) from None
-    except SafetensorError as error:
-        raise DemixError(path, f"is not a safetensors file ({error})", TRAIN_AGAIN) from None
-
-
-def check_structure(path: Path, wanted: Shapes) -> None:
-    """Raise DemixError unless the header of a safetensors file has exactly the tensors `wanted`."""
-    found = tensor_shapes(path)
-    for name in sorted(found.keys() | wanted.keys()):
-        if found.get(name) != wanted.get(name):
-            cause = f"holds {name} as {found.get(name)}, of which the architecture makes {wanted.get(name)}"
-            raise DemixError(path, cause, TRAIN_AGAIN)
-
-
 def check_values(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise DemixError if one of the named `tensors` of the file `path` holds NaN or a number beyond LARGEST_WEIGHT."""
+    """Raise DemixError unless the named `tensors` of the file `path` hold numbers of FLOATS up to LARGEST_WEIGHT."""
     for name, tensor in tensors:
+        if tensor.dtype not in FLOATS:
+            raise DemixError(path, f"holds {name} of type {tensor.dtype}", f"use {', '.join(map(str, FLOATS))}")
         low, high = (float(bound) for bound in tensor.aminmax()) if tensor.numel() else (0.0, 0.0)
         # A comparison with NaN is false.
         if not -LARGEST_WEIGHT <= low <= high <= LARGEST_WEIGHT:
@@ -308,10 +283,14 @@ def check_values(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
 def load_weights(path: Path, sha256: str, shapes: Shapes) -> Tensors:
     """The tensors of a safetensors file.
 
-    Raises DemixError unless the file has these shapes, this sha256 and usable values.
+    Raises DemixError unless the file has this sha256, these shapes and usable values.
     """
-    check_structure(path, shapes)
     tensors = load_verified(path, sha256)
+    found = {name: (*tensor.shape,) for name, tensor in tensors.items()}
+    for name in sorted(found.keys() | shapes.keys()):
+        if found.get(name) != shapes.get(name):
+            cause = f"holds {name} as {found.get(name)}, of which the architecture makes {shapes.get(name)}"
+            raise DemixError(path, cause, TRAIN_AGAIN)
     check_values(path, tensors.items())
     return tensors
 

@@ -6,7 +6,6 @@ other rows stay. No router is solved or trained again.
 """
 
 import dataclasses
-import math
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -35,7 +34,6 @@ from demix.model.directory import (
     load_shared,
     refuse_other_tokenizer,
     save_expert,
-    tensor_shapes,
     unknown_expert,
 )
 from demix.model.gpt import GPT
@@ -74,7 +72,7 @@ class Expert:
     parent: str | None
     steps: int | None
     tokens: int | None
-    parameters: int | None
+    parameters: int
     data: str | None
     bytes: int
     fault: DemixError | None
@@ -87,22 +85,17 @@ def read_experts(directory: Path) -> list[Expert]:
 
 def _read_expert(directory: Path, name: str) -> Expert:
     files = [directory / "experts" / f"{name}{suffix}" for suffix in (".json", ".safetensors")]
-    description, weights = files
     try:
-        lineage = read_lineage(description)
+        lineage = read_lineage(files[0])
     except DemixError:
         lineage = None
-    try:
-        parameters = sum(math.prod(shape) for shape in tensor_shapes(weights).values())
-    except DemixError:
-        parameters = None
     data = list(lineage.data_sha256.values()) if lineage else []
     return Expert(
         name,
         _parents(lineage) if lineage else None,
         lineage.steps if lineage else None,
         lineage.tokens if lineage else None,
-        parameters,
+        describe(directory).expert_parameters,
         f"{len(data)} domains" if len(data) > 1 else data[0][:12] if data else None,
         sum(path.stat().st_size for path in files if path.exists()),
         expert_fault(directory, name),
@@ -156,23 +149,24 @@ def expert_fault(directory: Path, name: str) -> DemixError | None:
 def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
     """Copy OTHER_MODEL/experts/NAME.safetensors to the model in `directory`; returns the name of the expert.
 
-    Raises DemixError if the two models differ in their trunk (shared weights, architecture, tokenizer), if the file is
-    damaged, and if the name is taken, reserved or invalid. The description is written last, so that an interrupted copy
-    leaves no expert. One process at a time changes the experts of a model. The experts of a merged model whose tokens
-    choose among them have no files of their own, and are named like those of other models (`_add_choice`).
+    Raises DemixError if the two models differ beside their experts (shared weights, architecture, tokenizer), if the
+    file is damaged, and if the name is taken, reserved or invalid. The description is written last, so that an
+    interrupted copy leaves no expert. One process at a time changes the experts of a model. The experts of a merged
+    model whose tokens choose among them have no files of their own, and are named like those of other models
+    (`_add_choice`).
     """
     if source.suffix != ".safetensors" or source.parent.name != "experts":
         raise DemixError(source, "is no expert of a model", "give OTHER_MODEL/experts/NAME.safetensors")
     other, name = source.parent.parent, name or source.stem
     refuse_name(directory, name)
     if describe(directory).architecture.routed:
-        refuse_other_trunk(directory, other, source)
+        refuse_other_shared(directory, other, source)
         with changing(directory):
             _add_choice(directory, other, source.stem, name)
             _forget(directory, DENSE_EXPERT)
         return name
     lineage = expert_lineage(other, source.stem)
-    refuse_other_trunk(directory, other, source)
+    refuse_other_shared(directory, other, source)
     load_expert(other, source.stem)
     usual = usual_of(other).get(source.stem)
     description, weights = expert_files(directory, name)
@@ -193,22 +187,15 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
     return name
 
 
-def refuse_other_trunk(directory: Path, other: Path, source: Path) -> None:
+def refuse_other_shared(directory: Path, other: Path, source: Path) -> None:
     """Raise DemixError, about `source`, if the models in `directory` and `other` differ beside their experts.
 
     How many experts a router has, how many of them a token chooses, and how that is trained may differ.
     """
     ours, theirs = (_without_counts(describe(place).content) for place in (directory, other))
-    parts = {
-        "architecture": "architecture",
-        "vocab_size": "vocabulary",
-        "domain_tokens": "domain tokens",
-        "tokenizer_sha256": "tokenizer",
-        "shared_sha256": "shared weights",
-    }
-    for key, part in parts.items():
+    for key in ("architecture", "vocab_size", "domain_tokens", "tokenizer_sha256", "shared_sha256"):
         if ours.get(key) != theirs.get(key):
-            cause = f"belongs to a model of other {part} than {directory}"
+            cause = f"belongs to a model with another {key} than {directory}"
             raise DemixError(source, cause, "an expert fits the model that it was trained or adapted with")
 
 

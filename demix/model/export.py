@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from demix.config.architecture import Architecture
-from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import check_inside, refuse_used, replacing
 from demix.files.json_files import read_unsealed
@@ -82,13 +81,9 @@ def export_hf(
     log-probabilities, in fp32. Raises DemixError as `format_of` does, for another tokenizer than that of the model, and
     for an `output` that is not empty.
     """
-    output = output.resolve()
-    refuse_used(output)
-    form = format_of(directory)
-    _, encoder = tokenizer_of(directory, tokenizer)
+    export = _Export(directory, tokenizer, output, dtype)
     model = load_model(directory, (expert,))
-    tensors = _tensors(directory, form, model, 0, dtype)
-    _write(directory, form, _config(directory, form, model, encoder, dtype), tensors, encoder, card, output)
+    export.write(export.config(model), export.tensors(model, 0), card)
 
 
 def export_mixture(
@@ -100,25 +95,21 @@ def export_mixture(
     priors, and with the parameters of the model. Tensors that experts share are written once. README.md holds `card`
     and how to load the folder. Raises DemixError as `export_hf` does, and for a model without experts to mix.
     """
-    output = output.resolve()
-    refuse_used(output)
     refuse_routed(directory, "no mixture of outputs holds")
     names = expert_names(directory)
     if len(names) == 1:
         raise DemixError(directory, "has one expert, and so no mixture", f"export it with --expert {names[0]}")
-    form = format_of(directory)
-    _, encoder = tokenizer_of(directory, tokenizer)
-    trunks = load_experts(directory)
-    rows = form.tensors(trunks[0].architecture, dict(trunks[0].named_parameters()))
+    export, trunks = _Export(directory, tokenizer, output, dtype), load_experts(directory)
+    rows = export.form.tensors(trunks[0].architecture, dict(trunks[0].named_parameters()))
     feedforwards = {re.sub(r"\.\d+", "", name) for row in rows if ".feedforward." in row.ours for name in row.theirs}
     own = None if whole_models(directory) else sorted(feedforwards)
     tensors: dict[str, Tensor] = {}
     places = ((trunk, number) for trunk in trunks for number in range(len(trunk.experts)))
     for place, (trunk, number) in enumerate(places):
-        for name, tensor in _tensors(directory, form, trunk, number, dtype).items():
+        for name, tensor in export.tensors(trunk, number).items():
             if not place or own is None or re.sub(r"\.\d+", "", name) in own:
                 tensors[f"experts.{place}.{name}"] = tensor
-    of_one = _config(directory, form, trunks[0], encoder, dtype)
+    of_one = export.config(trunks[0])
     beta, gamma = tempered_of(directory)
     config = {key: of_one[key] for key in ("dtype", *_IDS) if key in of_one} | {
         "architectures": ["DemixForCausalLM"],
@@ -131,82 +122,76 @@ def export_mixture(
         "beta": beta,
         "gamma": gamma,
     }
-    used = _USE.format(experts=len(names), beta=beta, gamma=gamma, start=encoder.decode([encoder.end_of_text]))
-    _write(directory, form, config, tensors, encoder, (card or "") + used, output, _CODE)
+    start = export.encoder.decode([export.encoder.end_of_text])
+    used = _USE.format(experts=len(names), beta=beta, gamma=gamma, start=start)
+    export.write(config, tensors, (card or "") + used, _CODE)
 
 
-def _tensors(directory: Path, form: Format, model: GPT, number: int, dtype: str) -> dict[str, Tensor]:
-    """The tensors of one of the stacked experts of `model` as `form` has them, of the type `dtype`.
+class _Export:
+    """The export of the model in `directory` to the folder `output`, which is not in use."""
 
-    Raises DemixError for numbers that this type does not hold.
-    """
-    own = {name: tensor[number] if ".feedforward." in name else tensor for name, tensor in model.named_parameters()}
-    if _with_plain_head(model.architecture) != model.architecture:
-        own["token_embedding"] = F.normalize(own["token_embedding"], dim=-1)
-        own["output_embedding"] = own.pop("logit_scale") * own["token_embedding"]
-    theirs = form.theirs_of(_with_plain_head(model.architecture), own)
-    tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in theirs.items()}
-    for name, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
-            raise DemixError(directory, f"has numbers in {name} beyond those of {dtype}", "use bfloat16 or float32")
-    return tensors
+    def __init__(self, directory: Path, tokenizer: Path | None, output: Path, dtype: str):
+        self.directory, self.output, self.dtype = directory, output.resolve(), dtype
+        refuse_used(self.output)
+        self.form, self.encoder = format_of(directory), tokenizer_of(directory, tokenizer)[1]
+        # The files beside the weights of the checkpoint that the model was imported from.
+        self.came = {name: path for name in KEPT if (path := directory / KEPT_IN / name).is_file()}
+        for path in self.came.values():
+            check_inside(path, directory)
 
+    def tensors(self, model: GPT, number: int) -> dict[str, Tensor]:
+        """The tensors of one of the stacked experts of `model` as the format has them.
 
-def _config(directory: Path, form: Format, model: GPT, encoder: Tokenizer, dtype: str) -> dict[str, Any]:
-    """The config.json of one expert of `model`."""
-    came = _as_it_came(directory)
-    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), encoder.end_of_text + form.shift)
-    if "config.json" in came:
-        told = read_unsealed(came["config.json"], MOST_BYTES)
-        ends = {key: told[key] for key in _IDS if key in told}
-    return form.config(_with_plain_head(model.architecture), model.vocab_size) | ends | {"dtype": dtype}
+        Raises DemixError for numbers that the type of the export does not hold.
+        """
+        own = {name: tensor[number] if ".feedforward." in name else tensor for name, tensor in model.named_parameters()}
+        if _with_plain_head(model.architecture) != model.architecture:
+            own["token_embedding"] = F.normalize(own["token_embedding"], dim=-1)
+            own["output_embedding"] = own.pop("logit_scale") * own["token_embedding"]
+        theirs = self.form.theirs_of(_with_plain_head(model.architecture), own)
+        tensors = {name: tensor.to(DTYPES[self.dtype]) for name, tensor in theirs.items()}
+        for name, tensor in tensors.items():
+            if not bool(tensor.isfinite().all()):
+                cause = f"has numbers in {name} beyond those of {self.dtype}"
+                raise DemixError(self.directory, cause, "use bfloat16 or float32")
+        return tensors
 
+    def config(self, model: GPT) -> dict[str, Any]:
+        """The config.json of one expert of `model`."""
+        ends = dict.fromkeys(("bos_token_id", "eos_token_id"), self.encoder.end_of_text + self.form.shift)
+        if "config.json" in self.came:
+            told = read_unsealed(self.came["config.json"], MOST_BYTES)
+            ends = {key: told[key] for key in _IDS if key in told}
+        made = self.form.config(_with_plain_head(model.architecture), model.vocab_size)
+        return made | ends | {"dtype": self.dtype}
 
-def _write(
-    directory: Path,
-    form: Format,
-    config: dict[str, Any],
-    tensors: dict[str, Tensor],
-    encoder: Tokenizer,
-    card: str | None,
-    output: Path,
-    code: str = "",
-) -> None:
-    """Write the folder of an export, with the module `code` where a model has code of its own."""
-    context = describe(directory).architecture.context
-    with replacing(output, directory=True) as temporary:
-        save_tensors(tensors, temporary / "model.safetensors", {"format": "pt"})
-        _write_json(temporary / "config.json", config)
-        _write_tokenizer(form, encoder, context, _as_it_came(directory), temporary)
-        if card is not None:
-            (temporary / "README.md").write_text(card, encoding="utf-8")
-        if code:
-            (temporary / f"{code}.py").write_bytes(Path(__file__).with_name(f"{code}.py").read_bytes())
+    def write(self, config: dict[str, Any], tensors: dict[str, Tensor], card: str | None, code: str = "") -> None:
+        """Write the folder, with the module `code` where a model has code of its own."""
+        with replacing(self.output, directory=True) as temporary:
+            save_tensors(tensors, temporary / "model.safetensors", {"format": "pt"})
+            _write_json(temporary / "config.json", config)
+            self._write_tokenizer(temporary)
+            if card is not None:
+                (temporary / "README.md").write_text(card, encoding="utf-8")
+            if code:
+                (temporary / f"{code}.py").write_bytes(Path(__file__).with_name(f"{code}.py").read_bytes())
+
+    def _write_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer's files, and generation settings where there are some, as they came or else our own."""
+        if not any(name.startswith(("tokenizer", "vocab")) for name in self.came):
+            definition, keys = self.form.tokenizer(self.encoder)
+            context = describe(self.directory).architecture.context
+            _write_json(folder / "tokenizer_config.json", keys | {"model_max_length": context})
+            (folder / "tokenizer.json").write_text(definition + "\n", encoding="utf-8")
+        for name, path in self.came.items():
+            if name != "config.json":
+                (folder / name).write_bytes(path.read_bytes())
 
 
 def _with_plain_head(architecture: Architecture) -> Architecture:
     """The architecture in other formats: CLAP's rows of length 1 are embeddings, and its head is one of its own."""
     plain = architecture.head == "clap" and architecture.clap_inputs == "unit" and architecture.objective == "clm"
     return dataclasses.replace(architecture, head="untied") if plain else architecture
-
-
-def _as_it_came(directory: Path) -> dict[str, Path]:
-    """The files beside the weights of the checkpoint that the model in `directory` was imported from, by name."""
-    found = {name: path for name in KEPT if (path := Path(directory) / KEPT_IN / name).is_file()}
-    for path in found.values():
-        check_inside(path, Path(directory))
-    return found
-
-
-def _write_tokenizer(form: Format, encoder: Tokenizer, context: int, came: dict[str, Path], output: Path) -> None:
-    """Write the tokenizer's files, and generation settings where there are some, as they came or else our own."""
-    if not any(name.startswith(("tokenizer", "vocab")) for name in came):
-        definition, tokenizer_config = form.tokenizer(encoder)
-        _write_json(output / "tokenizer_config.json", tokenizer_config | {"model_max_length": context})
-        (output / "tokenizer.json").write_text(definition + "\n", encoding="utf-8")
-    for name, path in came.items():
-        if name != "config.json":
-            (output / name).write_bytes(path.read_bytes())
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -18,15 +18,15 @@ from torch import Tensor
 from demix.config.architecture import Architecture
 from demix.config.counts import parameters
 from demix.config.models import DENSE_EXPERT
-from demix.config.tokenizer import GPT2_TYPES, types_and_end
+from demix.config.tokenizer import types_and_end
 from demix.data.hub import fetch_files, model_files, pinned_model
-from demix.data.tokenizer import Tokenizer, gpt2_tokenizer
+from demix.data.tokenizer import Tokenizer
 from demix.data.tokenizer_files import from_merges, write_definition
 from demix.errors import DemixError
-from demix.files import check_inside, digest, exclusive, opened, read_json, refuse_used, replacing, sha256_file
+from demix.files import check_inside, digest, exclusive, opened, refuse_used, replacing, sha256_file
 from demix.files.json_files import read_unsealed
 from demix.files.kinds import SAFETENSORS, check_file_kind
-from demix.model.directory import FLOATS, check_values, save_files
+from demix.model.directory import check_values, save_files
 from demix.model.format import BY_SIZES, HARMLESS, NEUTRAL, Format, Others, follows
 from demix.model.formats import FORMATS
 from demix.model.gpt import GPT
@@ -38,10 +38,6 @@ from demix.settings import Text, settings, settings_from
 USUAL_CONTEXT = 2048
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
-# Rows by which an embedding is padded so that its size divides well.
-MOST_PADDING = 1024
-# Tokenizers of other kinds: SentencePiece, WordPiece, tiktoken.
-_OTHERS = ("*.model", "vocab.txt", "*.tiktoken")
 # What an export gives back as it came: the files beside the weights that say how the model is used.
 KEPT = (
     "added_tokens.json", "chat_template.jinja", "config.json", "generation_config.json", "merges.txt",
@@ -67,14 +63,13 @@ def import_hf(
     output: Path,
     context: int | None = None,
     verify: bool = False,
-    text: Path | None = None,
     origin: Mapping[str, str] = MappingProxyType({}),
 ) -> Verified | None:
     """Write the checkpoint in `folder` (config.json, safetensors files) as a dense model with its tokenizer.
 
     The families are those of `demix.model.formats`, whose classes in transformers give the same logits. `context` is
     the length of blocks. A table of learned positions is cut to it; without learned positions it is by default the
-    smaller of USUAL_CONTEXT and that of the checkpoint. With `verify` transformers' logits of the file `text` are
+    smaller of USUAL_CONTEXT and that of the checkpoint. With `verify` transformers' logits of a text are
     compared, and how they differ is returned. `imported_tokenizer` says which tokenizers come in. model.json keeps the
     `origin` of the files. Nothing is unpickled or fetched. Raises DemixError, and leaves no `output`, if a file is
     missing or damaged, if the model computes something that demix does not, and if the logits differ.
@@ -93,7 +88,7 @@ def import_hf(
         model = _model(config, places, form, architecture, vocab_size, others.context)
     shared, own = parameters(architecture, vocab_size)
     with replacing(output.resolve(), directory=True) as temporary:
-        encoder = imported_tokenizer(folder, temporary / "tokenizer.json", vocab_size, form.name)
+        encoder = imported_tokenizer(folder, temporary / "tokenizer.json", vocab_size)
         learned = {"tokenizer_sha256": encoder.sha256, "imported": {"format": form.name, "sha256": sha256, **origin}}
         counts = {
             "kind": "routed" if architecture.routed else "dense",
@@ -102,12 +97,10 @@ def import_hf(
         }
         save_files(model, temporary, counts | learned, {"parent": None} | learned)
         _keep_files(folder, temporary / KEPT_IN)
-        return verify_import(folder, temporary / KEPT_IN, model, encoder, text) if verify else None
+        return verify_import(folder, temporary / KEPT_IN, model, encoder) if verify else None
 
 
-def import_hub(
-    address: str, output: Path, context: int | None = None, verify: bool = False, text: Path | None = None
-) -> Verified | None:
+def import_hub(address: str, output: Path, context: int | None = None, verify: bool = False) -> Verified | None:
     """Write the model `hub:owner/name@commit` to `output`, as `import_hf` does that of a folder.
 
     Only config.json, the tokenizer's files and safetensors are fetched. They wait in a folder beside `output`, from
@@ -134,7 +127,7 @@ def import_hub(
             weights = set(weight_map(folder / INDEX).values())
         fetch_files(files, sorted(weights), folder)
         origin = {"repository": repository, "revision": commit}
-        done = import_hf(folder, output, context, verify, text, origin)
+        done = import_hf(folder, output, context, verify, origin)
         shutil.rmtree(folder)
     return done
 
@@ -253,8 +246,6 @@ def _model(
 def _read_tensor(name: str, path: Path, file: Any, wanted: Tensor, config: Path) -> Tensor:
     """A tensor of an open file, of the shape `wanted`, with usable values."""
     part = file.get_slice(name)
-    if part.get_dtype() not in FLOATS:
-        raise DemixError(path, f"holds {name} of type {part.get_dtype()}", f"import one of {', '.join(FLOATS)}")
     if (found := tuple(part.get_shape())) != wanted.shape:
         cause = f"holds {name} as {found}, of which {config.name} makes {tuple(wanted.shape)}"
         raise DemixError(path, cause, "give the checkpoint its own config.json back")
@@ -291,11 +282,10 @@ def _keep_files(folder: Path, output: Path) -> None:
         (output / name).write_bytes(content)
 
 
-def imported_tokenizer(folder: Path, output: Path, types: int, family: str) -> Tokenizer:
+def imported_tokenizer(folder: Path, output: Path, types: int) -> Tokenizer:
     """Write the tokenizer of the checkpoint in `folder`, whose embedding has `types` rows, to `output`.
 
-    Its files are `tokenizer.json`, or `vocab.json` and `merges.txt`. A checkpoint of the `family` gpt2 without a file
-    of a tokenizer has that of GPT-2. Raises DemixError for any other.
+    Its files are `tokenizer.json`, or `vocab.json` and `merges.txt`. Raises DemixError for any other.
     """
     source, vocabulary, merges = (folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))
     if os.path.lexists(source):
@@ -303,18 +293,7 @@ def imported_tokenizer(folder: Path, output: Path, types: int, family: str) -> T
     elif vocabulary.is_file() and merges.is_file():
         source, definition = vocabulary, from_merges(read_unsealed(vocabulary), merges)
     else:
-        _refuse_unless_gpt2(folder, types, family)
-        gpt2_tokenizer(output)
-        definition = read_json(output)
+        cause = "has neither tokenizer.json nor vocab.json with merges.txt"
+        raise DemixError(folder, cause, "put the model's own tokenizer.json there")
     end_of_text = types_and_end(folder / "tokenizer.json", definition)["end_of_text"]
     return write_definition(source, definition, output, end_of_text, types)
-
-
-def _refuse_unless_gpt2(folder: Path, types: int, family: str) -> None:
-    """Raise DemixError unless a checkpoint without a tokenizer of ours surely has that of GPT-2."""
-    names = sorted(path.name for pattern in ("vocab.json", "merges.txt", *_OTHERS) for path in folder.glob(pattern))
-    if family == "gpt2" and not names and GPT2_TYPES <= types < GPT2_TYPES + MOST_PADDING:
-        return
-    found = f", only {', '.join(names)}" if names else ""
-    cause = f"has neither tokenizer.json nor vocab.json with merges.txt{found}"
-    raise DemixError(folder, cause, "put the model's own tokenizer.json there")

@@ -258,22 +258,19 @@ def _set_routers(model: GPT, routers: Tensor) -> None:
 
 
 def _refuse_unmergeable(directory: Path, shards: Mapping[str, Path]) -> None:
-    """Raise DemixError unless the experts of the model in `directory` are several ones, and have dev tokens."""
+    """Raise DemixError unless the experts of the model in `directory` are several causal ones."""
     if not learned_anchored(directory):
         refuse_routed(directory, "are routed already")
     refuse_masked(directory, "has no states of a text that goes on")
-    cure = "merge a model of kind demix, branched or anchored"
-    if describe(directory).domain_tokens:
-        raise DemixError(directory, "is a domain-token model, which has one expert", cure)
     if len(shards) < 2 or expert_names(directory) == (DENSE_EXPERT,):
+        cure = "merge a model of kind demix, branched or anchored"
         raise DemixError(directory, "has one expert, and tokens choose among several", cure)
-    for expert, path in shards.items():
-        if not (path.is_file() or learned_anchored(directory)):
-            cause = f"is missing, and routers are solved from this text for the expert {expert}"
-            raise DemixError(path, cause, "name the folder of <domain>/dev.arrow of every expert with --tokens")
 
 
 def _opened(directory: Path, expert: str, path: Path) -> TokenShard:
+    if not path.is_file():
+        cause = f"is missing, and routers are solved from this text for the expert {expert}"
+        raise DemixError(path, cause, "name the folder of <domain>/dev.arrow of every expert with --tokens")
     shard = TokenShard.open(path, verify=True)
     refuse_other_tokenizer(directory, path, shard.tokenizer_sha256, shard.vocab_size)
     if not len(shard):

@@ -12,7 +12,6 @@ from tokenizers import models, pre_tokenizers
 
 from demix.data.tokenizer import PROBE, Tokenizer
 from demix.errors import DemixError
-from demix.files import opened
 from demix.model.gpt import GPT
 
 # Of the largest logit. In fp32 the families differ by less than 1e-6 for three layers, and rounding grows with depth;
@@ -40,10 +39,10 @@ def refuse_without_transformers() -> None:
         raise DemixError("--verify", "needs transformers, which is not installed", "pip install 'demix[transformers]'")
 
 
-def verify_import(folder: Path, configs: Path, model: GPT, encoder: Tokenizer, text: Path | None) -> Verified:
-    """Compare an imported model with the checkpoint in `folder`, in fp32, on the first block of a text.
+def verify_import(folder: Path, configs: Path, model: GPT, encoder: Tokenizer) -> Verified:
+    """Compare an imported model with the checkpoint in `folder`, in fp32, on TEXT.
 
-    The text is that of the file `text`, or TEXT. `configs` is a folder with the checkpoint's config.json in plain
+    `configs` is a folder with the checkpoint's config.json in plain
     UTF-8. Raises DemixError if a text gets other ids than those of tokenizers, if transformers does not load the
     checkpoint, and if logits differ by more than MOST_DIFFERENCE of the largest.
     """
@@ -52,9 +51,8 @@ def verify_import(folder: Path, configs: Path, model: GPT, encoder: Tokenizer, t
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    compared = TEXT if text is None else _read(text)
-    texts = _verify_encodings(folder, encoder, compared)
-    own = encoder.encode(compared)[: model.architecture.context - 1]
+    texts = _verify_encodings(folder, encoder)
+    own = encoder.encode(TEXT)[: model.architecture.context - 1]
     ids = torch.tensor([[encoder.end_of_text, *own.tolist()]])
     here = {"local_files_only": True, "trust_remote_code": False}
     try:
@@ -78,7 +76,7 @@ def verify_import(folder: Path, configs: Path, model: GPT, encoder: Tokenizer, t
     return verified
 
 
-def _verify_encodings(folder: Path, encoder: Tokenizer, text: str) -> int:
+def _verify_encodings(folder: Path, encoder: Tokenizer) -> int:
     """Compare the ids of many texts with those of the tokenizer's files, as the library tokenizers reads them."""
     file, vocabulary = folder / "tokenizer.json", folder / "vocab.json"
     try:
@@ -97,7 +95,7 @@ def _verify_encodings(folder: Path, encoder: Tokenizer, text: str) -> int:
     theirs.no_truncation()
     theirs.no_padding()
     tokens = [one.content for one in theirs.get_added_tokens_decoder().values()]
-    texts = [text[:4096], *texts_of_all_kinds(), *(f"a{token} {token}b" for token in tokens[:256])]
+    texts = [TEXT, *texts_of_all_kinds(), *(f"a{token} {token}b" for token in tokens[:256])]
     ids, edges = encoder.encode_batch(texts)
     for number, one in enumerate(texts):
         wanted = theirs.encode(one, add_special_tokens=False).ids
@@ -119,12 +117,3 @@ def texts_of_all_kinds() -> list[str]:
 
 def _is_assigned(character: str) -> bool:
     return unicodedata.category(character) not in ("Cn", "Cs", "Co")
-
-
-def _read(path: Path) -> str:
-    try:
-        # A token has at least one byte, and a block has at most 131,072.
-        with opened(path) as stream:
-            return stream.read(1 << 20).decode(errors="ignore")
-    except FileNotFoundError:
-        raise DemixError(path, "is missing", "name a text file with --text") from None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from demix.config.adaptation import AdaptationRecipe
 from demix.config.models import DENSE_EXPERT
@@ -167,20 +167,22 @@ def _new_expert(directory: Path, domain: str, chosen: Mapping[str, Any], init: s
     return begin, origin
 
 
-@dataclass(frozen=True)
-class _Adapted:
-    """An adapted model, its metrics, and the lineage."""
+class _Adapted(NamedTuple):
+    """An adapted model, its metrics, the lineage, and the folder of its training states."""
 
     model: GPT
     rows: list[Row]
     lineage: dict[str, Any]
+    state: Path
 
     @property
     def best(self) -> Row:
         """The evaluation of the lowest loss on dev, whose parameters the model has."""
-        return min(
-            (row for row in self.rows if "early_stopping_loss" in row), key=lambda row: row["early_stopping_loss"]
-        )
+        return _best(self.rows)
+
+
+def _best(rows: Sequence[Row]) -> Row:
+    return min((row for row in rows if "early_stopping_loss" in row), key=itemgetter("early_stopping_loss"))
 
 
 @dataclass(frozen=True)
@@ -207,30 +209,26 @@ class _Adapting:
         states: list[Path] = []
         trials: list[dict[str, Any]] = []
         for one in adaptation.trials():
-            trial: dict[str, Any] = {"learning_rate_factor": one.learning_rate_factor}
-            trials.append(trial)
+            trials.append({"learning_rate_factor": one.learning_rate_factor})
             try:
-                found, state = self.trial(one)
+                found = self.trial(one)
             except DivergedError as error:
                 if adaptation.sweep is None:
                     raise
-                trial["diverged"] = str(error)
+                trials[-1]["diverged"] = str(error)
                 continue
-            states.append(state)
+            states.append(found.state)
             for when, row in (("start", found.rows[0]), ("best", found.best)):
-                trial[when] = {name: loss for name, loss in row.items() if name.startswith("dev_loss/")}
+                trials[-1][when] = {name: loss for name, loss in row.items() if name.startswith("dev_loss/")}
             if best is None or found.best["early_stopping_loss"] < best.best["early_stopping_loss"]:
                 best = found
         if best is None:
             cause = "diverged at every learning-rate factor of the sweep"
             raise DemixError(self.directory, cause, "sweep lower factors")
-        return dataclasses.replace(best, lineage=best.lineage | {"trials": trials}), states
+        return best._replace(lineage=best.lineage | {"trials": trials}), states
 
-    def trial(self, adaptation: Adaptation) -> tuple[_Adapted, Path]:
-        """Train the model on the novel domain, and return the folder of its states too.
-
-        Every rank trains a part of the sequences.
-        """
+    def trial(self, adaptation: Adaptation) -> _Adapted:
+        """Train the model on the novel domain. Every rank trains a part of the sequences."""
         domain = self.shards[0].parent.name
         places = place_experts([domain], adaptation.sequences, self.world.size)
         world, model = self.world.placed(places), self.begin()
@@ -255,12 +253,12 @@ class _Adapting:
             stopping=EarlyStopping(adaptation.evaluate_every, adaptation.patience),
         )
         rows = train(model, batches, [domain], how, state, world=world, evaluate=self.evaluate)
-        made = _Adapted(model, rows, origin)
-        lineage = {
-            "steps": made.best["step"],
-            "tokens": made.best["tokens"],
+        best = _best(rows)
+        lineage = origin | {
+            "steps": best["step"],
+            "tokens": best["tokens"],
             "steps_run": rows[-1]["step"],
             "data_sha256": {domain: train_data},
             "tokenizer_sha256": shard.tokenizer_sha256,
         }
-        return dataclasses.replace(made, lineage=origin | lineage), state
+        return _Adapted(model, rows, lineage, state)

@@ -29,7 +29,7 @@ Ranks = dist.ProcessGroup | None
 
 
 def group_of(name: str) -> Group:
-    """The group of the parameter `name` (`demix.config.training.Updates`)."""
+    """The group of the parameter `name` (`demix.config.training.OptimizerSettings`)."""
     if name.startswith("blocks.") and name.endswith(_MATRICES):
         return "matrices"
     if name == "output_embedding":

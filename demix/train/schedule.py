@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from demix.config.training import Execution, LearningRate, Optimizer
+from demix.config.training import Execution, LearningRate, OptimizerRecipe
 from demix.settings import Integer, Positive, settings
 
 
@@ -16,7 +16,7 @@ class EarlyStopping:
 
 
 @settings(kw_only=True)
-class Optimization(Execution, Optimizer):
+class Optimization(Execution, OptimizerRecipe):
     """How parameters are updated in `steps` optimizer updates, and how the updates are computed.
 
     The states after the numbers of updates in `keep` are saved and never removed. The schedule of the learning rate

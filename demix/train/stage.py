@@ -13,7 +13,7 @@ from demix.config.adaptation import AdaptationRecipe
 from demix.config.architecture import Architecture, architecture_from
 from demix.config.counts import parameters
 from demix.config.models import DENSE_EXPERT, KINDS, Kind
-from demix.config.training import Execution, Optimizer, Threads, TrainingRecipe, fingerprinted
+from demix.config.training import Execution, OptimizerRecipe, Threads, TrainingRecipe, fingerprinted
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import fingerprint, read_json, sha256_file, write_json_lines
@@ -303,5 +303,5 @@ def optimization(
 
     `more` are those that only the loop has.
     """
-    shared = {name: getattr(given, name) for name in (*names_of(Optimizer), *names_of(Execution))}
+    shared = {name: getattr(given, name) for name in (*names_of(OptimizerRecipe), *names_of(Execution))}
     return Optimization(steps=steps, learning_rate=learning_rate, **shared, **more)

@@ -23,9 +23,9 @@ from demix.config.names import refuse_name
 from demix.config.reference import editor_schema, reference
 from demix.config.training import (
     TRAINING_PRESETS,
+    OptimizerSettings,
     RateSchedule,
     TrainingRecipe,
-    Updates,
     fingerprinted,
     taken,
 )
@@ -157,7 +157,11 @@ def test_a_fingerprint_leaves_out_what_only_time_and_memory_depend_on() -> None:
         "warmup": 0.5,
         "sweep": FactorSweep(factors=(0.1,)),
     }
-    other |= {"optimizer": Updates(kind="muon"), "learning_rate_schedule": RateSchedule(kind="wsd"), "z_loss": 0.1}
+    other |= {
+        "optimizer": OptimizerSettings(kind="muon"),
+        "learning_rate_schedule": RateSchedule(kind="wsd"),
+        "z_loss": 0.1,
+    }
     other |= {"learning_rate": 0.5, "trained": "routers", "dropout": 0.1}
     for settings in (training, adaptation):
         assert left_out < set(names_of(type(settings)))

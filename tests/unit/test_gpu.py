@@ -11,7 +11,7 @@ import torch
 
 from demix.api import load
 from demix.config.architecture import Architecture, architecture_from
-from demix.config.training import Updates
+from demix.config.training import OptimizerSettings
 from demix.errors import StoppedError
 from demix.files import read_json_lines
 from demix.model.gpt import GPT
@@ -43,7 +43,7 @@ CASES = {
     "RoBERTa's decoder": ("demix", {"preset": "roberta", "position": "sinusoidal"}, {}),
     "micro-batches, recomputed": ("demix", {}, {"micro_sequences": 1, "checkpoint_activations": True}),
 }
-MUON = {"optimizer": Updates(kind="muon", matrices=5.0, decay="matrices")}
+MUON = {"optimizer": OptimizerSettings(kind="muon", matrices=5.0, decay="matrices")}
 
 
 def no_gpu() -> AbstractContextManager[object]:
@@ -149,7 +149,7 @@ def test_the_state_takes_what_the_plan_says(muon: bool, tmp_path: Path) -> None:
         clip=1.0,
         precision="bf16",
         checkpoint_every=10,
-        optimizer=Updates(kind="muon") if muon else None,
+        optimizer=OptimizerSettings(kind="muon") if muon else None,
     )
     model = GPT(sizes, 32000, ("a", "b")).initialise(1)
     numbers = sum(p.numel() for p in model.parameters())

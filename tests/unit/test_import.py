@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from demix.data.tokenizer import Tokenizer
+from demix.data.tokenizer import Tokenizer, gpt2_tokenizer
 from demix.model.directory import describe, load_model
 from demix.model.experts import find_faults
 from demix.model.export import export_hf
@@ -25,13 +25,15 @@ def same_weights(model: Path, other: Path) -> bool:
     return all((model / name).read_bytes() == (other / name).read_bytes() for name in files)
 
 
-def test_gpt2_without_a_tokenizer_is_read_by_gpt2s_own(tmp_path: Path) -> None:
+def test_gpt2_is_read_evaluated_and_written_as_it_came(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 50257}
     theirs = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.3)).eval()
     theirs.save_pretrained(tmp_path / "hf")
+    gpt2_tokenizer(tmp_path / "gpt2.json")
+    (tmp_path / "hf" / "tokenizer.json").write_text(Tokenizer.load(tmp_path / "gpt2.json").definition)
     directory = tmp_path / "models" / "x"
     succeeds("import", tmp_path / "hf", "--output", directory)
     assert not find_faults(directory)
@@ -108,16 +110,13 @@ def test_an_import_proves_itself(tokens: Path, tmp_path: Path, monkeypatch: pyte
 
     hf = tmp_path / "hf"
     checkpoint(hf, tokens, "llama")
-    (tmp_path / "my.txt").write_text("It is a truth universally acknowledged.")
-    succeeds("import", hf, "--output", tmp_path / "in", "--verify", "--text", tmp_path / "my.txt")
+    succeeds("import", hf, "--output", tmp_path / "in", "--verify")
     assert not find_faults(tmp_path / "in")
     verified = import_hf(hf, tmp_path / "usual", verify=True)
     assert verified is not None
     assert verified.tokens == 64
     assert verified.difference < 1e-5 * verified.largest
     no = ("import", hf, "--output", tmp_path / "no")
-    refusal(*no, "--text", tmp_path / "my.txt", of="--text")
-    refusal(*no, "--verify", "--text", tmp_path / "absent.txt", of="absent.txt")
     # As if demix had read an epsilon wrongly: transformers reads another one.
     real = AutoConfig.from_pretrained
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *a, **k: real(*a, **k, rms_norm_eps=0.05))

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
 from demix.commands import main as cli
-from demix.config.training import RateSchedule, Updates
+from demix.config.training import OptimizerSettings, RateSchedule
 from demix.errors import StoppedError
 from demix.launch.job import Places
 from demix.launch.local import world_size
@@ -70,7 +70,7 @@ EXACT = Training(
     dev_blocks=2,
 )
 MUON = {
-    "optimizer": Updates(kind="muon", matrices=5.0, decay="matrices"),
+    "optimizer": OptimizerSettings(kind="muon", matrices=5.0, decay="matrices"),
     "learning_rate_schedule": RateSchedule(kind="wsd", end=0.1),
     "z_loss": 0.01,
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from demix.config.training import Updates
+from demix.config.training import OptimizerSettings
 from demix.errors import StoppedError
 from demix.files import fingerprint, read_json
 from demix.launch.job import Places
@@ -40,7 +40,7 @@ PAIR = {"experts": 2, "top_k": 2, "every": 1, "capacity": 2.0, "balance": 0.0}
 FOUR = {"experts": 4, "top_k": 2, "every": 2, "capacity": 4.0, "balance": 0.1}
 UPCYCLED = dataclasses.replace(TRAIN, architecture=SIZES | {"routed": FOUR})
 ANCHORED = dataclasses.replace(TRAIN, architecture=SIZES | {"routed": PAIR}, weight_decay=0.0)
-MUON = dataclasses.replace(TRAIN, optimizer=Updates(kind="muon", matrices=3.0), z_loss=1e-3)
+MUON = dataclasses.replace(TRAIN, optimizer=OptimizerSettings(kind="muon", matrices=3.0), z_loss=1e-3)
 
 
 @pytest.fixture(scope="module")

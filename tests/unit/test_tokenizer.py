@@ -458,20 +458,20 @@ def test_a_tokenizer_of_demix_stays_its_own(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_s_tokenizer_is_read_from_the_files_that_it_has(tmp_path: Path) -> None:
-    gpt2 = imported_tokenizer(tmp_path, tmp_path / "t.json", 50257, "gpt2")
-    assert "demix" not in read_json(tmp_path / "t.json")
-    padded = imported_tokenizer(tmp_path, tmp_path / "t.json", 50304, "gpt2")
-    assert (padded.vocab_size, padded.end_of_text) == (50304, gpt2.end_of_text)
+    gpt2_tokenizer(tmp_path / "gpt2.json")
+    gpt2 = Tokenizer.load(tmp_path / "gpt2.json")
+    with refused(tmp_path):
+        imported_tokenizer(tmp_path, tmp_path / "t.json", 50257)
     # The file at the hub marks the last id as special.
     content, end = json.loads(gpt2.definition), {"id": 50256, "content": "<|endoftext|>", "special": True}
     end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     (tmp_path / "tokenizer.json").write_text(json.dumps(content | {"added_tokens": [end]}))
-    assert imported_tokenizer(tmp_path, tmp_path / "t.json", 50257, "llama").sha256 == gpt2.sha256
+    assert imported_tokenizer(tmp_path, tmp_path / "t.json", 50257).sha256 == gpt2.sha256
     # Its merges are those of merges.txt, whatever its vocabulary.
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "vocab.json").write_text(json.dumps(content["model"]["vocab"]))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
-    found = imported_tokenizer(tmp_path, tmp_path / "t.json", 50257, "gpt2")
+    found = imported_tokenizer(tmp_path, tmp_path / "t.json", 50257)
     assert found.decode(found.encode("the")[:1]) == found.decode(found.encode_batch(["the"])[0][:1]) == "t"
     # OPT's, whose special tokens are ordinary entries.
     content = json.loads(definition("neox"))
@@ -479,7 +479,7 @@ def test_a_checkpoint_s_tokenizer_is_read_from_the_files_that_it_has(tmp_path: P
     (tmp_path / "vocab.json").write_text(json.dumps(content["model"]["vocab"]))
     (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 0}))
-    found = imported_tokenizer(tmp_path, tmp_path / "t.json", 1512, "opt")
+    found = imported_tokenizer(tmp_path, tmp_path / "t.json", 1512)
     assert (found.end_of_text, found.vocab_size) == (0, 1512)
     theirs = HuggingFaceTokenizer.from_str(json.dumps(content | {"normalizer": None, "added_tokens": []}))
     for text in sample()[:50]:
@@ -487,20 +487,7 @@ def test_a_checkpoint_s_tokenizer_is_read_from_the_files_that_it_has(tmp_path: P
     for wrong in ("a b c\n", "\n" * (17 << 20)):
         (tmp_path / "merges.txt").write_text(wrong)
         with refused("merges.txt"):
-            imported_tokenizer(tmp_path, tmp_path / "u.json", 1512, "opt")
-
-
-@pytest.mark.parametrize(
-    ("family", "types", "name"),
-    [
-        ("llama", 50257, ""), ("llama", 60000, "tokenizer.model"), ("gpt2", 50257, "spiece.model"),
-        ("gpt2", 60000, ""), ("gpt2", 1000, ""), ("gpt2", 50257, "vocab.json"), ("gpt2", 50257, "merges.txt"),
-    ],
-)  # fmt: skip
-def test_gpt2_s_tokenizer_is_no_fallback_for_others(family: str, types: int, name: str, tmp_path: Path) -> None:
-    (tmp_path / (name or "README.md")).write_text("{}")
-    with refused(tmp_path):
-        imported_tokenizer(tmp_path, tmp_path / "u.json", types, family)
+            imported_tokenizer(tmp_path, tmp_path / "u.json", 1512)
 
 
 def _permuted(content: Any) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from demix.config.architecture import Architecture, Routed
-from demix.config.training import TrainingRecipe, Updates, fingerprinted, taken
+from demix.config.training import OptimizerSettings, TrainingRecipe, fingerprinted, taken
 from demix.model.gpt import GPT
 from demix.plan.cost import TrainingPlan, plan_training
 from demix.plan.flops import HARDWARE
@@ -129,7 +129,7 @@ def test_each_matrix_is_updated_by_itself() -> None:
         parameter.grad = numbers(*parameter.shape) * lengths
         for one, gradient in zip(alone[name], maps(parameter.grad, rows[name]), strict=True):
             one.grad = gradient
-    optimization = dataclasses.replace(OPTIMIZATION, optimizer=Updates(kind="muon"))
+    optimization = dataclasses.replace(OPTIMIZATION, optimizer=OptimizerSettings(kind="muon"))
     Optimizers(named, optimization, architecture).step(0.1)
     Muon([one for parts in alone.values() for one in parts], weight_decay=0.1, momentum=0.95, iterations=5).step(0.1)
     for name, parameter in named.items():
@@ -150,7 +150,7 @@ def test_groups_have_their_rates_and_their_decay() -> None:
     assert groups["head"] == {"output_embedding"}
     assert {"feedforward.router", "feedforward.up_bias", "final_norm.weight", "attention.qkv.bias"} <= groups["rest"]
     model, peer = (GPT(sizes, 20, ("a", "b")).initialise(1).double() for _ in range(2))
-    updates = Updates(
+    updates = OptimizerSettings(
         kind="adamw", beta1=0.8, beta2=0.9, epsilon=1e-8, decay="matrices", matrices=2.0, embeddings=3.0, head=0.5
     )
     optimization = dataclasses.replace(OPTIMIZATION, optimizer=updates)
@@ -255,7 +255,7 @@ class Group:
 @pytest.mark.parametrize("kind", [None, "adamw", "muon"])
 @pytest.mark.parametrize("name", ["demix", "dense", "switch", "btm", "demix-dapt", "dense-dapt"])
 def test_the_plans_state_is_that_of_the_optimizers_of_the_fullest_rank(name: str, kind: str | None) -> None:
-    updates, scope = Updates(kind=kind) if kind else None, "model" if name == "btm" else "feedforward"
+    updates, scope = OptimizerSettings(kind=kind) if kind else None, "model" if name == "btm" else "feedforward"
     for ranks, shard in ((1, False), (1, True), (2, True), (8, True)) if name in ("demix", "dense") else ((1, False),):
         plan = plans(kind, ranks, shard)[name]
         optimization = Optimization(steps=1, learning_rate=1.0, shard_optimizer=shard, optimizer=updates)
