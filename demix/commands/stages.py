@@ -30,7 +30,7 @@ STAGES = {
     "deduplicate": ("data.corpus.deduplicate", "documents"),
     "novel-duplicates": ("data.corpus.novel_duplicates", "documents"),
     "split": ("data.corpus.split_once", "domain documents"),
-    "tokenizer": ("data.tokenizer_files.make_tokenizer", "documents"),
+    "tokenizer": ("data.tokenizer.make_tokenizer", "documents"),
     "tokenize": ("data.shards.tokenize_splits", "documents"),
     "fit-clusters": ("data.cluster.fit_clusters_to", "documents"),
     "assign": ("data.cluster.assign_splits", "clusterer documents"),

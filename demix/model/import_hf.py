@@ -20,8 +20,7 @@ from demix.config.counts import parameters
 from demix.config.models import DENSE_EXPERT
 from demix.config.tokenizer import types_and_end
 from demix.data.hub import fetch_files, model_files, pinned_model
-from demix.data.tokenizer import Tokenizer
-from demix.data.tokenizer_files import from_merges, write_definition
+from demix.data.tokenizer import Tokenizer, from_merges, write_definition
 from demix.errors import DemixError
 from demix.files import check_inside, digest, exclusive, opened, refuse_used, replacing, sha256_file
 from demix.files.json_files import read_unsealed

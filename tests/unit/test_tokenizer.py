@@ -23,8 +23,7 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from demix.config.config import Config
 from demix.config.tokenizer import TokenizerSection
 from demix.data.shards import TokenShard, blocks, tokenize, write_spans
-from demix.data.tokenizer import END_OF_TEXT, Tokenizer, byte_lengths, gpt2_tokenizer, train_tokenizer
-from demix.data.tokenizer_files import take_tokenizer
+from demix.data.tokenizer import END_OF_TEXT, Tokenizer, byte_lengths, gpt2_tokenizer, take_tokenizer, train_tokenizer
 from demix.files import read_json, write_json
 from demix.model.import_hf import imported_tokenizer
 from demix.model.verified import texts_of_all_kinds
