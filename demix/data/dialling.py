@@ -23,8 +23,6 @@ _PIECE = regex.compile(r"\\[1-9]|[0-9()]|[^0-9()\\]++")
 _PLACE = regex.compile(r"\\[1-9]")
 _DIGITS = regex.compile(r"[0-9]++")
 _GROUP = regex.compile(r"\(([^()]*)\)")
-# Separators that stand together in no country, save a sign between spaces.
-_ODD = regex.compile(r"(?<=[0-9])(?![ ][/\-\u2013\u2014][ ])[^0-9()]{2}")
 _SEPARATORS = regex.compile(r"[^0-9()]++")
 
 
@@ -42,7 +40,7 @@ def is_written_at_home(text: str, bare: bool = False) -> bool:
     With `bare` also numbers that have neither, whose groups alone tell little. Any separators may part the groups.
     Text of more than 24 characters is no number.
     """
-    if len(text) > 24 or _ODD.search(text):
+    if len(text) > 24:
         return False
     digits = "".join(filter(str.isdigit, text))
     groups = _SEPARATORS.sub(" ", text.replace("(", " (").replace(")", ") ")).strip()
@@ -52,14 +50,6 @@ def is_written_at_home(text: str, bare: bool = False) -> bool:
         and _compiled(form.leading).match(digits, form.prefix)
         and (form.country is None or _in_use(form.country).fullmatch(digits, form.prefix))
         for form in _forms(bare).get(size, ())
-    )
-
-
-def is_dialled_at_home(digits: str) -> bool:
-    """Whether `digits`, in no groups, are a trunk prefix and a number that may be in use."""
-    return any(
-        digits.startswith(prefix) and _in_use(country).fullmatch(digits, len(prefix))
-        for country, prefix in _with_trunk(len(digits))
     )
 
 
@@ -73,18 +63,6 @@ def _in_use(country: str) -> regex.Pattern[str]:
     return regex.compile(
         "|".join(kind.national_number_pattern for kind in kinds if kind and kind.national_number_pattern)
     )
-
-
-@cache
-def _with_trunk(length: int) -> list[tuple[str, str]]:
-    """Countries where a trunk prefix and a number have `length` digits together, and their prefix."""
-    found = []
-    for country in COUNTRIES:
-        metadata: Any = PhoneMetadata.metadata_for_region(country)
-        prefix = metadata.national_prefix
-        if prefix in ("0", "06", "8") and length - len(prefix) in metadata.general_desc.possible_length:
-            found.append((country, prefix))
-    return found
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ _ADDRESS = regex.compile(
 )
 
 _KEYWORDS = any_of("keywords")
-_TAGS = regex.compile(rf"@(?:{any_of('tags')})\b", regex.IGNORECASE)
 _COMMAND = regex.compile(rf"@(?:{any_of('commands')})(?=[ \t])", regex.IGNORECASE)
 _KEY = regex.compile(rf"@(?:{any_of('keys')})(?=[\"'])", regex.IGNORECASE)
 _USER = regex.compile(
@@ -39,8 +38,6 @@ _USER = regex.compile(
 _BARE = regex.compile(rf"(?<![\w@\\`&$%*=+]|\w[.'-])(?<!{TOKEN}[.'-]?)")
 # Emphasis of Markdown before the @, which the same characters close.
 _EMPHASIS = regex.compile(r"(?r)(?<![\w*/@])(?:\*{1,3}+|_{1,3}+)")
-# The end of a comment on the line after.
-_CLOSED = regex.compile(r"[^\n]{0,200}+\n[ \t]{0,40}+\*{1,2}/")
 _LINE_END = regex.compile(r"[^\S\n]*+(?:#[^\n]*+)?\n[^\S\n]*+")
 _NAME = r"[^\W\d]\w*+"
 _DEFINITION = regex.compile(
@@ -134,10 +131,4 @@ def _is_tag(text: str, lead: str, start: int, end: int) -> bool:
     """
     before, _, after = lead.partition("*")
     odd = (len(before) - len(before.rstrip(" "))) % 2 == 1
-    return (
-        odd
-        or "_" in text[start:end]
-        or text.startswith(" ->", end)
-        or after != " "
-        or any(other.match(text, at) for other, at in ((_TAGS, start), (_CLOSED, end)))
-    )
+    return odd or "_" in text[start:end] or text.startswith(" ->", end) or after != " "

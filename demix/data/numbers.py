@@ -11,7 +11,7 @@ from string import digits as DIGITS
 import regex
 
 from demix.data import cues
-from demix.data.dialling import is_dialled_at_home, is_international, is_written_at_home
+from demix.data.dialling import is_international, is_written_at_home
 from demix.data.dummies import NUMBER_TOKEN, TOKEN, Span
 
 _BLANK = r" \u00a0\u2007\u2009\u202f"
@@ -71,7 +71,6 @@ _PHONE = regex.compile(
 )
 _PLUS = regex.compile(rf"(?r)(?<![^\W_]|[)+~]|\w_)(?<!\w-)(?<!{TOKEN}-?)(?:\(\+|\+\(?)")
 _ABROAD = regex.compile(rf"{_FREE}{_ALONE}(?:00|011|0011|010)(?:[{_BLANK}{_DASH}()]{{0,2}}[1-9])")
-_DOUBLE_ZERO = regex.compile(rf"{_FREE}{_ALONE}00[1-9][0-9]{{0,2}}[{_BLANK}/{_DASH}()]")
 _JOINED = regex.compile(rf"[{_DASH}]\w")
 _SLASH = re.compile(r"(?<=[0-9)]) / (?=[0-9(])")
 _HOME = regex.compile(rf"{_FREE}{_ALONE}\(?(?=[0-9])")
@@ -80,9 +79,6 @@ _CUT_BEFORE = regex.compile(rf"(?r){NUMBER_TOKEN}[{_BETWEEN}]{{0,3}}+")
 _CUT_AFTER = regex.compile(rf"[{_BETWEEN}]{{0,3}}+{NUMBER_TOKEN}")
 _GROUP = re.compile(r"[0-9]++")
 _DECIMAL = regex.compile(r"[0-9]{1,3}\.[0-9]++")
-# Digits one by one, decimal fractions in a row.
-_SINGLE = regex.compile(r"[0-9](?:[^\w][0-9]){2}(?![0-9])")
-_DECIMALS = regex.compile(r"[0-9]++\.[0-9]++[ \t]")
 _YEARS = regex.compile(r"(?:1[5-9]|20)[0-9]{2}\D{1,3}(?:1[5-9]|20)[0-9]{2}(?![0-9])")
 _HOST = regex.compile(r"[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?![0-9])")
 # Hexadecimal numbers beside one: a table of characters, a dump of memory.
@@ -168,8 +164,7 @@ def _second(text: str, start: int, end: int, phone: int) -> tuple[int, int] | No
     if not (0 <= phone <= start <= phone + 8 and cues.AND.fullmatch(text, phone, start)):
         return None
     opened = _opens_with(text, start, end)
-    home = is_written_at_home(text[start - opened : end], bare=True) or is_dialled_at_home(text[start:end])
-    return (start - opened, end) if home else None
+    return (start - opened, end) if is_written_at_home(text[start - opened : end], bare=True) else None
 
 
 def _phone(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:
@@ -180,14 +175,14 @@ def _phone(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tu
     last = _whole(text, groups, 7, 15)
     if last is None:
         return None
-    parted = text[start] == "0" or last > groups[0][1]
-    if cue := _cue_before(text, start, last, parted):
-        return None if _DATE.match(text, start) else (start - _opening(cue.group(), text[start:last]), last)
+    parted, opened = text[start] == "0" or last > groups[0][1], _opens_with(text, start, last)
+    begin = start - (opened or text[start - 1 : start] == "+")
+    if _is_told_before(text, start, last, parted):
+        return None if _DATE.match(text, start) else (begin, last)
     if last != end:
         return None
-    opened = _opens_with(text, start, end)
     if _is_told_after(text, start, end, parted):
-        return (start - (opened or text[start - 1 : start] == "+"), end)
+        return (begin, end)
     return (start - opened, end) if parted and len(groups) < 7 and _near_a_word(text, start, end) else None
 
 
@@ -204,15 +199,16 @@ def _after_a_plus(text: str, start: int, end: int, groups: list[tuple[int, int]]
     return (start - len(plus.group()) + (plus.group() == "(+" and ")" not in text[start:last]), last)
 
 
-def _cue_before(text: str, start: int, last: int, parted: bool) -> regex.Match[str] | None:
-    """The words that announce a telephone number before it; some announce only one whose groups are `parted`."""
+def _is_told_before(text: str, start: int, last: int, parted: bool) -> bool:
+    """Whether words before a number announce a telephone's; some announce only one whose groups are `parted`."""
     low = max(start - 64, 0)
     if not cues.may_hold(text[low:start]):
-        return None
-    cue = cues.PHONE.match(text, low, start)
-    if cue or not parted or _DECIMAL.fullmatch(text, start, last):
-        return cue
-    return None if _any_at(text, start, _YEARS, _HOST, _SINGLE, _DECIMALS) else cues.MAYBE.match(text, low, start)
+        return False
+    if cues.PHONE.match(text, low, start):
+        return True
+    if not parted or _DECIMAL.fullmatch(text, start, last) or _any_at(text, start, _YEARS, _HOST):
+        return False
+    return cues.MAYBE.match(text, low, start) is not None
 
 
 def _is_told_after(text: str, start: int, end: int, parted: bool) -> bool:
@@ -248,7 +244,7 @@ def _near_a_word(text: str, start: int, end: int) -> bool:
         return False
     if _any_at(text, start, _DATE, _YEARS, _HOST, _ZIP) or _in_iban(text, start, end):
         return False
-    home = is_written_at_home("(" + shown if ")" in shown else shown, bare=True) or is_dialled_at_home(shown)
+    home = is_written_at_home("(" + shown if ")" in shown else shown, bare=True)
     return home and not _in_a_table(text, start, end) and any(cues.NEAR.search(beside) for beside in likely)
 
 
@@ -264,24 +260,14 @@ def _in_a_table(text: str, start: int, end: int) -> bool:
     return any(_HEXADECIMAL.search(beside) for beside in (text[max(start - 48, 0) : start], text[end : end + 48]))
 
 
-def _opening(cue: str, number: str) -> int:
-    """How many of a cue's last characters belong to the number: a plus, a parenthesis that closes in the number."""
-    length = len(cue) - len(cue.rstrip("+("))
-    return length - (cue[-length:].startswith("(") and ")" not in number) if length else 0
-
-
 def _from_abroad(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:
-    """A number after the digits dialled to leave a country: 00, or 011, 0011 and 010 if the rest is a number in use."""
-    if text[start] != "0":
+    """A number in use after the digits dialled to leave a country: 00, 011, 0011 or 010."""
+    prefix = _ABROAD.match(text, start) if text[start] == "0" else None
+    last = _whole(text, groups, 10, 19) if prefix else None
+    if prefix is None or last is None or _is_listed(text, start, last):
         return None
-    last = _whole(text, groups, 10, 16) if _DOUBLE_ZERO.match(text, start) else None
-    if last is None or _is_listed(text, start, last):
-        prefix = _ABROAD.match(text, start)
-        last = _whole(text, groups, 10, 19) if prefix else None
-        if prefix is None or last is None or _is_listed(text, start, last):
-            return None
-        if not is_international(_digits(text, prefix.end() - 1, last)):
-            return None
+    if not is_international(_digits(text, prefix.end() - 1, last)):
+        return None
     return (start - _opens_with(text, start, last), last)
 
 
