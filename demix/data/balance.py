@@ -90,17 +90,16 @@ class _Moves:
         self.cost = np.full((clusters, clusters), np.inf)
         self.document = np.full((clusters, clusters), -1)
         for cluster in range(clusters):
-            self._renew(cluster, np.arange(clusters))
+            self._renew(cluster)
 
-    def _renew(self, cluster: int, to: np.ndarray) -> None:
+    def _renew(self, cluster: int) -> None:
         members = np.flatnonzero(self.labels == cluster)
-        if not len(members):
-            self.cost[cluster, to] = np.inf
-            return
-        differences = self.costs[np.ix_(members, to)] - self.costs[members, cluster][:, None]
-        best = differences.argmin(0)
-        self.cost[cluster, to] = differences[best, np.arange(len(to))]
-        self.document[cluster, to] = members[best]
+        self.cost[cluster] = np.inf
+        if len(members):
+            differences = self.costs[members] - self.costs[members, cluster][:, None]
+            best = differences.argmin(0)
+            self.cost[cluster] = differences[best, np.arange(len(best))]
+            self.document[cluster] = members[best]
 
     def cheapest(self, giving: np.ndarray, taking: np.ndarray, tolerance: float) -> tuple[list[int], float]:
         """The cheapest path of clusters from one that is `giving` [K] to one that is `taking` [K], and its cost.
@@ -126,16 +125,9 @@ class _Moves:
     def move(self, path: list[int]) -> None:
         """Move the cheapest document along each edge of `path`."""
         moved = [int(self.document[edge]) for edge in pairwise(path)]
-        for document, cluster in zip(moved, path[1:], strict=True):
-            self.labels[document] = cluster
-        for cluster, left, come in zip(path, [*moved, None], [None, *moved], strict=True):
-            if come is not None:
-                gains = self.costs[come] - self.costs[come, cluster]
-                better = gains < self.cost[cluster]
-                self.cost[cluster, better] = gains[better]
-                self.document[cluster, better] = come
-            if left is not None:
-                self._renew(cluster, np.flatnonzero(self.document[cluster] == left))
+        self.labels[moved] = path[1:]
+        for cluster in path:
+            self._renew(cluster)
 
 
 def kmeans(

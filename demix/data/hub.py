@@ -4,7 +4,6 @@ Nothing but what is read is fetched, and no code of a repository runs.
 """
 
 import hashlib
-import json
 import logging
 import os
 import re
@@ -12,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from demix.config.addresses import COMMIT, HUB, hub_model
-from demix.data.readers import Row, unique
+from demix.data.readers import Row, json_object
 from demix.data.selection import column
 from demix.errors import DemixError
 
@@ -54,7 +53,9 @@ def hub_rows(
                 if builder != "text":
                     yield Row(Path(repository), number, fields)
                 elif line := fields["text"].strip():
-                    yield Row(Path(repository), number, _object(line, f"data set {repository}, line {number}"))
+                    yield Row(
+                        Path(repository), number, json_object(line.encode(), f"data set {repository}, line {number}")
+                    )
 
 
 def commit_of(repository: str, revision: str | None, kind: Literal["data set", "model"] = "data set") -> str:
@@ -83,16 +84,6 @@ def asked(subject: str) -> Iterator[None]:
             f"cannot be read ({type(error).__name__}: {reason[0][:300]})",
             "check its name, revision and files, the network, and whether terms must be accepted (then set HF_TOKEN)",
         ) from error
-
-
-def _object(line: str, place: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(line, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise DemixError(place, f"is not valid JSON ({error})", "leave out the file, or use other files") from None
-    if not isinstance(fields, dict):
-        raise DemixError(place, "is not a JSON object", 'there must be one object a line, such as {"text": "..."}')
-    return fields
 
 
 def _root(repository: str, revision: str | None) -> str:

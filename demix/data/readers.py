@@ -14,11 +14,12 @@ import tarfile
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -80,13 +81,15 @@ class Reading:
 
 
 Reader = Callable[["io.BufferedReader[Any]", Path, Reading], Iterator[Row]]
+# A member of an archive: its name, why it is not read, and what opens it.
+Member = tuple[str, str, Callable[[], Any]]
 
 
 def read_rows(path: Path, reading: Reading) -> Iterator[Row]:
     """The records in the file `path`. Raises DemixError where it is damaged, a bomb, hostile or holds none."""
     found = suffixes(path.name)
     if found[:1] in ([".zip"], [".tar"]):
-        rows = (_zip if found[0] == ".zip" else _tar)(path, reading)
+        rows = _archive(path, reading, found[0] == ".zip")
     elif found == [".parquet"]:
         rows = _parquet(path, reading)
     else:
@@ -118,15 +121,9 @@ def stem(name: str) -> str:
     return name
 
 
-def _format(path: Path) -> tuple[Reader, str]:
-    """How a file is read, by its name, and as what kind."""
-    suffix = next(iter(suffixes(path.name)), "")
-    return (_FORMATS[suffix], TEXT if suffix == ".txt" else RECORDS) if suffix in _FORMATS else (_other_text, TEXT)
-
-
 def _file(path: Path, reading: Reading, bound: Bound | None = None, stream: Any = None) -> Iterator[Row]:
     """The records of a file of lines or text on disk, or of the member `path` of an archive."""
-    read, wanted = _format(path)
+    read, wanted = _FORMATS.get(next(iter(suffixes(path.name)), ""), (_other_text, TEXT))
     with expanded(path, bound, wanted, stream) as content:
         yield from read(content, path, reading)
 
@@ -138,15 +135,22 @@ def _json_lines(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) 
         place = f"{path}, line {number}"
         if len(line) > MAX_DOCUMENT_BYTES:
             raise DemixError(place, "is over 128 MiB long", "end each JSON object with a line feed")
-        if not reading.takes(number - 1) or line.isspace():
-            continue
-        fields = _json(line, place, first=number == 1)
-        if not isinstance(fields, dict):
-            raise DemixError(place, "is not a JSON object", 'give one object a line, such as {"text": "..."}')
-        yield Row(path, number, fields)
+        if reading.takes(number - 1) and not line.isspace():
+            yield Row(path, number, json_object(line, place, first=number == 1))
 
 
-def _json_values(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iterator[Row]:
+def json_object(line: bytes, place: str, first: bool = False) -> dict[str, Any]:
+    """The JSON object of a line, which may be the `first` of its file. Raises DemixError that names `place`."""
+    fields = _json(line, place, first)
+    if not isinstance(fields, dict):
+        raise DemixError(place, "is not a JSON object", 'give one object a line, such as {"text": "..."}')
+    return fields
+
+
+def _json_file(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iterator[Row]:
+    if not reading.values:
+        yield from _json_lines(stream, path, reading)
+        return
     values = _json(_whole(stream, path), str(path), first=True)
     if not isinstance(values, (dict, list)):
         raise DemixError(path, "is neither a JSON array nor an object", "leave out `json: values`")
@@ -160,12 +164,12 @@ def _json_values(stream: "io.BufferedReader[Any]", path: Path, reading: Reading)
 def _json(data: bytes, place: str, first: bool) -> Any:
     try:
         text = data.decode("utf-8-sig" if first else "utf-8", "surrogateescape")
-        return json.loads(text, object_pairs_hook=unique)
+        return json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise DemixError(place, f"is not valid JSON ({error})", "mend or remove the line") from None
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of these keys and values. Raises ValueError for a key that stands twice; json takes the last one."""
     made = dict(pairs)
     if len(made) < len(pairs):
@@ -301,46 +305,51 @@ def _decoded(value: Any) -> Any:
     return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value
 
 
-def _zip(path: Path, reading: Reading) -> Iterator[Row]:
-    check_file_kind(path, ZIP)
-    bound = Bound(path)
+def _archive(path: Path, reading: Reading, zipped: bool) -> Iterator[Row]:
+    index, bound = 0, Bound(path)
     try:
-        with zipfile.ZipFile(path) as archive:
-            names = []
-            for member in archive.infolist():
-                # The upper half of external_attr is the Unix mode; 0o12 in its top bits is a symbolic link.
-                link = member.create_system == 3 and member.external_attr >> 28 == 0o12
-                if _wanted(path, member.filename, reading) and not member.is_dir():
-                    kind = "a link" if link else "encrypted" if member.flag_bits & 1 else ""
-                    _check_member(path, member.filename, kind)
-                    names.append(member)
-            _check_any(path, names, reading)
-            for index, member in enumerate(names):
+        with ExitStack() as stack:
+            if zipped:
+                check_file_kind(path, ZIP)
+                members = _zip_members(stack.enter_context(zipfile.ZipFile(path)))
+            else:
+                # As a stream: members are read in order and nothing is sought, so that gzip is decompressed once.
+                stream = stack.enter_context(expanded(path, bound, TAR))
+                members = _tar_members(stack.enter_context(tarfile.open(fileobj=stream, mode="r|")))
+            for name, problem, content in members:
+                if not _wanted(path, name, reading):
+                    continue
+                if problem:
+                    raise DemixError(path, f"member {name!r} is {problem}", UNPACK)
                 if reading.takes(index):
-                    with archive.open(member) as stream:
-                        yield from _member_rows(path, member.filename, stream, bound, reading)
+                    of_member = Reading(reading.paths, values=reading.values)
+                    with content() as inner:
+                        yield from _file(path / name, of_member, bound, inner)
+                index += 1
     except DAMAGE as error:
-        raise DemixError(path, f"is not a zip archive, damaged or cut short ({error})", "fetch it again") from None
+        cause = f"is not a {'zip' if zipped else 'tar'} archive, damaged or cut short ({error})"
+        raise DemixError(path, cause, "fetch it again") from None
+    if not index:
+        cause = f"has no member that is data and matches {', '.join(reading.members)}"
+        cure = f"correct source.members (its * matches / too){'; ' * bool(reading.others)}{left_out(reading.others)}"
+        raise DemixError(path, cause, cure)
 
 
-def _tar(path: Path, reading: Reading) -> Iterator[Row]:
-    index = 0
-    bound = Bound(path)
-    try:
-        # As a stream: members are read in order and nothing is sought, so that gzip is decompressed once.
-        with expanded(path, bound, TAR) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
-            for member in archive:
-                if not member.isdir() and _wanted(path, member.name, reading):
-                    plain = member.isreg() and not member.issparse()
-                    _check_member(path, member.name, "" if plain else "a link or special file")
-                    if reading.takes(index):
-                        yield from _member_rows(path, member.name, archive.extractfile(member), bound, reading)
-                    index += 1
-                # tarfile keeps every header it has seen; nothing here goes back.
-                archive.members = []  # type: ignore[attr-defined]
-    except DAMAGE as error:
-        raise DemixError(path, f"is not a tar archive, damaged or cut short ({error})", "fetch it again") from None
-    _check_any(path, index, reading)
+def _zip_members(archive: zipfile.ZipFile) -> Iterator[Member]:
+    for member in archive.infolist():
+        # The upper half of external_attr is the Unix mode; 0o12 in its top bits is a symbolic link.
+        link = member.create_system == 3 and member.external_attr >> 28 == 0o12
+        problem = "a link" if link else "encrypted" if member.flag_bits & 1 else ""
+        yield member.filename, problem, partial(archive.open, member)
+
+
+def _tar_members(archive: tarfile.TarFile) -> Iterator[Member]:
+    for member in archive:
+        if not member.isdir():
+            plain = member.isreg() and not member.issparse()
+            yield member.name, "" if plain else "a link or special file", partial(archive.extractfile, member)
+        # tarfile keeps every header it has seen; nothing here goes back.
+        archive.members = []  # type: ignore[attr-defined]
 
 
 def _wanted(path: Path, name: str, reading: Reading) -> bool:
@@ -357,24 +366,10 @@ def _wanted(path: Path, name: str, reading: Reading) -> bool:
     )
 
 
-def _check_member(path: Path, name: str, kind: str) -> None:
-    if kind:
-        raise DemixError(path, f"member {name!r} is {kind}", UNPACK)
-
-
-def _check_any(path: Path, found: Any, reading: Reading) -> None:
-    if not found:
-        cause = f"has no member that is data and matches {', '.join(reading.members)}"
-        cure = f"correct source.members (its * matches / too){'; ' * bool(reading.others)}{left_out(reading.others)}"
-        raise DemixError(path, cause, cure)
-
-
-def _member_rows(path: Path, name: str, stream: IO[bytes] | None, bound: Bound, reading: Reading) -> Iterator[Row]:
-    return _file(path / name, Reading(reading.paths, values=reading.values), bound, stream)
-
-
-def _json_file(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iterator[Row]:
-    return (_json_values if reading.values else _json_lines)(stream, path, reading)
-
-
-_FORMATS = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json_file, ".txt": _text, ".csv": _csv}
+_FORMATS: dict[str, tuple[Reader, str]] = {
+    ".jsonl": (_json_lines, RECORDS),
+    ".ndjson": (_json_lines, RECORDS),
+    ".json": (_json_file, RECORDS),
+    ".csv": (_csv, RECORDS),
+    ".txt": (_text, TEXT),
+}
