@@ -129,12 +129,12 @@ def test_a_finished_run_has_nothing_to_do_and_its_commands_run_by_hand(shown: tu
     assert jobs(ran(folder, config, "-n")) == set()
     # Else the column would be taken from there.
     shutil.rmtree(run / "scores" / "demix" / "fantasy.test" / ".kept")
-    for target, start in {
-        "evaluations/licenses.parquet": "demix evaluate licenses",
-        "scores/demix/fantasy.test/fantasy.parquet": "demix score results/tiny/models ",
-    }.items():
+    for target, known, start in (
+        ("evaluations/licenses.parquet", "evaluations/licenses.parquet", "demix evaluate licenses"),
+        ("scores/demix/fantasy.test/fantasy.parquet", "scores/adapted-fantasy.json", "demix score results/tiny/model"),
+    ):
         before = sha256_file(run / target)
-        output = ran(folder, config, "-n", "-p", "--forcerun", f"results/tiny/{target}")
+        output = ran(folder, config, "-n", "-p", "--forcerun", f"results/tiny/{known}")
         (command,) = re.findall(rf"^Shell command: ({start}.*)$", output, re.MULTILINE)[:1]
         (run / target).unlink()
         subprocess.run(["bash", "-c", command], cwd=folder, check=True, env=ENVIRONMENT)
