@@ -363,7 +363,7 @@ def experts_add(
         str | None, typer.Option(help="Name of the expert in this model; by default its present name.")
     ] = None,
 ) -> None:
-    """Copy an expert of another model with the same shared weights; of merged models, into every layer."""
+    """Copy an expert of another model with the same shared weights."""
     from demix.model.experts import add_expert
 
     print(f"{model}: added {add_expert(model, expert, name)}")

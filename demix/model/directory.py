@@ -44,7 +44,6 @@ CPU = torch.device("cpu")
 TOKENIZER = "tokenizer.json"
 
 Tensors = dict[str, torch.Tensor]
-Shapes = dict[str, tuple[int, ...]]
 
 
 def save_model(
@@ -247,25 +246,20 @@ def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) ->
 def load_shared(directory: Path) -> Tensors:
     """The tensors that the experts of the model in `directory` share. Raises DemixError as `load_weights` does."""
     sha256 = describe(directory).shared_sha256
-    return load_weights(directory / "shared.safetensors", sha256, model_shapes(directory)[0])
+    return load_weights(directory / "shared.safetensors", sha256, _wanted(directory)[0])
 
 
 def load_expert(directory: Path, expert: str) -> Tensors:
     """The tensors that an expert of the model in `directory` owns. Raises DemixError as `load_weights` does."""
     lineage = expert_lineage(directory, expert)
-    return load_weights(expert_files(directory, expert)[1], lineage.sha256, model_shapes(directory)[1])
+    return load_weights(expert_files(directory, expert)[1], lineage.sha256, _wanted(directory)[1])
 
 
-def shapes_of(model: GPT) -> tuple[Shapes, Shapes]:
-    """The shapes of the tensors that the experts of `model` share, and of those that each expert owns."""
+def _wanted(directory: Path) -> tuple[Tensors, Tensors]:
+    """The tensors, without values, that the experts of the model in `directory` share, and those that each owns."""
+    model = blueprint(directory, ("any",))
     shared, experts = model.parted(dict(model.named_parameters()))
-    own = next(iter(experts.values()))
-    return tuple({name: tuple(tensor.shape) for name, tensor in part.items()} for part in (shared, own))  # type: ignore[return-value]
-
-
-def model_shapes(directory: Path) -> tuple[Shapes, Shapes]:
-    """`shapes_of` the model in `directory`, by its model.json."""
-    return shapes_of(blueprint(directory, ("any",)))
+    return shared, experts["any"]
 
 
 def check_values(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -280,16 +274,16 @@ def check_values(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
             raise DemixError(path, cause, "train it again, or get it again")
 
 
-def load_weights(path: Path, sha256: str, shapes: Shapes) -> Tensors:
+def load_weights(path: Path, sha256: str, wanted: Tensors) -> Tensors:
     """The tensors of a safetensors file.
 
-    Raises DemixError unless the file has this sha256, these shapes and usable values.
+    Raises DemixError unless the file has this sha256, the names and shapes of those `wanted`, and usable values.
     """
     tensors = load_verified(path, sha256)
-    found = {name: (*tensor.shape,) for name, tensor in tensors.items()}
-    for name in sorted(found.keys() | shapes.keys()):
-        if found.get(name) != shapes.get(name):
-            cause = f"holds {name} as {found.get(name)}, of which the architecture makes {shapes.get(name)}"
+    for name in sorted(tensors.keys() | wanted.keys()):
+        found, made = ((*part[name].shape,) if name in part else None for part in (tensors, wanted))
+        if found != made:
+            cause = f"holds {name} as {found}, of which the architecture makes {made}"
             raise DemixError(path, cause, TRAIN_AGAIN)
     check_values(path, tensors.items())
     return tensors

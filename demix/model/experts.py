@@ -1,8 +1,8 @@
 """The experts of a model directory: listing them, finding faults, adding and removing one.
 
 The experts among which the tokens of a merged model choose have no files of their own. Their feedforwards and their
-rows of the routers are stacked in every layer: those of an expert leave, or join as the other model has them, and all
-other rows stay. No router is solved or trained again.
+rows of the routers are stacked in every layer: those of an expert leave, and all other rows stay. No router is solved
+or trained again.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,11 +30,11 @@ from demix.model.directory import (
     expert_lineage,
     expert_names,
     load_expert,
-    load_model,
     load_shared,
     refuse_other_tokenizer,
     save_expert,
     unknown_expert,
+    whole_models,
 )
 from demix.model.gpt import GPT
 from demix.model.manifest import (
@@ -151,20 +151,15 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
 
     Raises DemixError if the two models differ beside their experts (shared weights, architecture, tokenizer), if the
     file is damaged, and if the name is taken, reserved or invalid. The description is written last, so that an
-    interrupted copy leaves no expert. One process at a time changes the experts of a model. The experts of a merged
-    model whose tokens choose among them have no files of their own, and are named like those of other models
-    (`_add_choice`).
+    interrupted copy leaves no expert. One process at a time changes the experts of a model.
     """
     if source.suffix != ".safetensors" or source.parent.name != "experts":
         raise DemixError(source, "is no expert of a model", "give OTHER_MODEL/experts/NAME.safetensors")
     other, name = source.parent.parent, name or source.stem
     refuse_name(directory, name)
-    if describe(directory).architecture.routed:
-        refuse_other_shared(directory, other, source)
-        with changing(directory):
-            _add_choice(directory, other, source.stem, name)
-            _forget(directory, DENSE_EXPERT)
-        return name
+    if _is_merged(directory):
+        cure = "add the expert to the model that was merged, and merge that"
+        raise DemixError(directory, "has stacked its experts in every layer", cure)
     lineage = expert_lineage(other, source.stem)
     refuse_other_shared(directory, other, source)
     load_expert(other, source.stem)
@@ -188,23 +183,12 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
 
 
 def refuse_other_shared(directory: Path, other: Path, source: Path) -> None:
-    """Raise DemixError, about `source`, if the models in `directory` and `other` differ beside their experts.
-
-    How many experts a router has, how many of them a token chooses, and how that is trained may differ.
-    """
-    ours, theirs = (_without_counts(describe(place).content) for place in (directory, other))
+    """Raise DemixError, about `source`, if the models in `directory` and `other` differ beside their experts."""
+    ours, theirs = describe(directory).content, describe(other).content
     for key in ("architecture", "vocab_size", "domain_tokens", "tokenizer_sha256", "shared_sha256"):
         if ours.get(key) != theirs.get(key):
             cause = f"belongs to a model with another {key} than {directory}"
             raise DemixError(source, cause, "an expert fits the model that it was trained or adapted with")
-
-
-def _without_counts(description: dict[str, Any]) -> dict[str, Any]:
-    architecture = description["architecture"]
-    if routed := architecture.get("routed"):
-        fixed = {key: value for key, value in routed.items() if key not in ("experts", "top_k", "capacity", "balance")}
-        architecture = architecture | {"routed": fixed}
-    return description | {"architecture": architecture}
 
 
 def refuse_name(directory: Path, name: str) -> None:
@@ -224,7 +208,7 @@ def remove_expert(directory: Path, name: str) -> None:
     first, so that a listed expert never lacks its weights. Of a merged model whose tokens choose their experts an
     expert is left out (`_remove_choice`).
     """
-    if describe(directory).architecture.routed:
+    if _is_merged(directory):
         with changing(directory):
             _remove_choice(directory, name)
             _forget(directory, DENSE_EXPERT)
@@ -239,6 +223,11 @@ def remove_expert(directory: Path, name: str) -> None:
         description.unlink(missing_ok=True)
         weights.unlink(missing_ok=True)
         _forget(directory, name)
+
+
+def _is_merged(directory: Path) -> bool:
+    """Whether tokens of the model in `directory` choose among experts that have no files of their own."""
+    return bool(describe(directory).architecture.routed) and not whole_models(directory)
 
 
 def _forget(directory: Path, name: str) -> None:
@@ -282,7 +271,7 @@ def read_choices(directory: Path) -> dict[str, Choice]:
         raise DemixError(directory, cause, "use one that `demix merge --routed` or a row of BTX made")
     if described.kind == "merged" and not all(one.learned.content for one in recorded.values()):
         raise DemixError(directory, "does not say what each of its experts has learned from", "merge it again")
-    stacked = {name: tensor.detach()[0] for name, tensor in load_model(directory).expert_tensors().items()}
+    stacked = load_expert(directory, DENSE_EXPERT)
     return {
         expert: Choice(one, {name: tensor[number] for name, tensor in stacked.items()})
         for number, (expert, one) in enumerate(recorded.items())
@@ -299,31 +288,6 @@ def _remove_choice(directory: Path, name: str) -> None:
     token chooses.
     """
     _write(directory, _rest(directory, name))
-
-
-def _add_choice(directory: Path, other: Path, expert: str, name: str) -> None:
-    """Add `expert` of the merged model in `other`, as `name`, to every layer of the merged model in `directory`.
-
-    Both have the same shared weights. The new rows stand where those of `other` do among experts that both have, else
-    behind all.
-
-    Raises DemixError for an expert that `other` lacks, a name that is taken, and if the routers of one model were
-    solved and those of the other trained.
-    """
-    own, theirs = read_choices(directory), read_choices(other)
-    new = _named(other, theirs, expert)
-    if name in own:
-        raise DemixError(f"expert {name}", f"is an expert of {directory} already", "give another name, or remove it")
-    if _solved(directory) != _solved(other):
-        solved, trained = (directory, other) if _solved(directory) else (other, directory)
-        cause = f"has trained routers, and those of {solved} were solved"
-        raise DemixError(trained, cause, "add an expert of a model that was made in the same way")
-    names = list(theirs)
-    behind = names[names.index(expert) + 1 :]
-    experts = list(own.items())
-    place = next((number for number, (one, _) in enumerate(experts) if one in behind), len(experts))
-    experts.insert(place, (name, new))
-    _write(directory, dict(experts))
 
 
 def load_without(directory: Path, name: str) -> GPT:
@@ -351,11 +315,6 @@ def _named(directory: Path, choices: Mapping[str, Choice], name: str) -> Choice:
         cause = f"is none among which tokens of {directory} choose"
         raise DemixError(f"expert {name}", cause, nearest(name, choices, "give the name of one"))
     return choices[name]
-
-
-def _solved(directory: Path) -> bool:
-    """Whether the routers of the merged model in `directory` were solved from text, and not trained since."""
-    return expert_lineage(directory, DENSE_EXPERT).router is not None
 
 
 def _with_choices(directory: Path, choices: Mapping[str, Choice]) -> GPT:

@@ -169,20 +169,11 @@ class RecordedChoice(Recorded):
     learned: Learned = Field(default_factory=Learned)
 
 
-@settings(kw_only=True)
-class Ridge:
-    """The penalty and the factor with which routers were solved (`demix.model.merge_routed.solved`)."""
-
-    penalty: Annotated[Number, Field(gt=0, le=1)]
-    factor: Annotated[Number, Field(gt=0, le=1e6)]
-
-
 @settings(kw_only=True, open=True)
 class ExpertManifest(Manifest):
     """The description of an expert.
 
     `choices` are the experts among which the tokens of a merged expert choose, in the order of the router's rows.
-    `router` says how these rows were solved, until the model is trained.
     """
 
     sha256: Digest
@@ -191,7 +182,6 @@ class ExpertManifest(Manifest):
     parents: dict[ExpertName, Origin] = Field(default_factory=dict)
     parent_prior: Share | None = None
     choices: Annotated[Items[RecordedChoice], Field(max_length=4096)] = ()
-    router: Ridge | None = None
 
 
 @settings(kw_only=True, open=True)

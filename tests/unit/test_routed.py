@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_tensors
 from sklearn.linear_model import Ridge
 from torch import Tensor
@@ -581,16 +581,6 @@ def rewritten(directory: Path, **more: object) -> None:
 
 
 @pytest.mark.parametrize("model", ["merged", "whole", "routers"])
-def test_an_expert_that_leaves_and_joins_again_leaves_no_trace(models: Path, model: str, tmp_path: Path) -> None:
-    mine, before = shutil.copytree(models / model, tmp_path / "mine"), content(models / model)
-    for name in ORDER:
-        remove_expert(mine, name)
-        assert content(mine) != before
-        succeeds("experts", "add", mine, models / model / "experts" / f"{name}.safetensors")
-        assert content(mine) == before
-
-
-@pytest.mark.parametrize("model", ["merged", "whole", "routers"])
 def test_a_model_loses_the_rows_of_the_expert_alone(models: Path, model: str, tmp_path: Path) -> None:
     mine = shutil.copytree(models / model, tmp_path / "mine")
     succeeds("experts", "remove", mine, ORDER[1])
@@ -696,50 +686,23 @@ def test_the_audit_has_a_merged_model_with_and_without_the_expert(models: Path, 
     assert whole != without
 
 
-def test_experts_of_another_name_join_behind_the_others(models: Path, tmp_path: Path) -> None:
-    mine = shutil.copytree(models / "merged", tmp_path / "mine")
-    assert add_expert(mine, models / "merged" / "experts" / f"{ORDER[2]}.safetensors", "twin") == "twin"
-    choices = read_json(mine / "experts" / "dense.json")["choices"]
-    assert [choice["expert"] for choice in choices] == [*ORDER, "twin"]
-    router = load_file(mine / "experts" / "dense.safetensors")[router_name(1)]
-    np.testing.assert_array_equal(router[2], router[3])
-    assert describe(mine).content["architecture"]["routed"]["capacity"] == 4.0
-    assert find_faults(mine) == []
-
-
 def test_what_cannot_leave_or_join_is_refused_and_changes_nothing(models: Path, tmp_path: Path) -> None:
-    two, other = (shutil.copytree(models / "merged", tmp_path / name) for name in ("two", "other"))
+    two = shutil.copytree(models / "merged", tmp_path / "two")
     nameless = shutil.copytree(models / "whole", tmp_path / "nameless")
     rewritten(nameless, choices=[])
     old = shutil.copytree(models / "merged", tmp_path / "old")
     kept = read_json(old / "experts" / "dense.json")["choices"]
     rewritten(old, choices=[{key: one[key] for key in ("expert", "sha256", "data_sha256")} for one in kept])
     remove_expert(two, ORDER[0])
-    path = other / "shared.safetensors"
-    shared = load_file(path)
-    save_file(shared | {"token_embedding": shared["token_embedding"] * 2}, path)
-    write_json(other / "model.json", read_json(other / "model.json") | {"shared_sha256": sha256_file(path)})
-    rewritten(other, shared_sha256=sha256_file(path))
-    without = shutil.copytree(models / "routers", tmp_path / "without")
-    remove_expert(without, ORDER[0])
     first, second = ORDER[:2]
-
-    def expert(model: str | Path, name: str = first) -> Path:
-        return models / model / "experts" / f"{name}.safetensors"
-
     for words, of in (
         (("remove", two, first), f"expert {first}"),
         (("remove", two, second), f"expert {second}"),
         (("remove", nameless, first), nameless),
         (("remove", old, first), old),
-        (("add", two, expert("merged", second)), f"expert {second}"),
-        (("add", two, expert("merged", "licences")), "expert licences"),
-        (("add", two, expert(other)), f"{first}.safetensors"),
-        (("add", two, expert("demix")), f"{first}.safetensors"),
-        (("add", two, expert("merged"), "--name", "dense"), "expert dense"),
-        (("add", without, expert("merged")), without),
-        (("add", two, expert("routers")), models / "routers"),
-        (("add", models / "demix", expert("merged")), first),
+        (("add", two, models / "merged" / "experts" / f"{first}.safetensors"), two),
+        (("add", two, models / "demix" / "experts" / f"{first}.safetensors"), two),
+        (("add", models / "demix", models / "merged" / "experts" / f"{first}.safetensors"), first),
     ):
         before = content(words[1])
         refusal("experts", *words, of=of)
