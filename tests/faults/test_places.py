@@ -26,7 +26,7 @@ STAGES = {
     "score": 'score results/tiny/models results/tiny/tokens/fantasy/dev.arrow|"model": "demix"',
     "score-ngrams": "score-ngrams ",
     "choose-mixing": "choose-mixing results/tiny/scores/demix",
-    "adapt": "adapt |fantasy/dev",
+    "adapt": "adapt |fantasy/dev|--scores",
     "adapt dense": "adapt |dense-dapt-fantasy",
     "evaluate": "evaluate fantasy",
     "join": "join |parliament.priors",
