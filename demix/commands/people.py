@@ -204,7 +204,7 @@ def generate(
     from demix.data.text import SURROGATE
     from demix.generate.terminal import continued, filled, posterior_table
     from demix.model.continuations import mixture_of
-    from demix.model.decode import open_model, read_alone
+    from demix.model.decode import continuation, open_model, read_alone
     from demix.model.directory import describe
 
     if SURROGATE.search(prompt):
@@ -219,9 +219,10 @@ def generate(
     trunks, encoder = open_model(model, names, tokenizer)
     read_alone(trunks)
     mixture = mixture_of(model, trunks, encoder, weights, prior)
-    log_weights = continued(mixture, encoder, prompt, tokens, temperature, top_p, seed)
+    decoder = mixture.after(encoder, prompt)
+    continued(prompt, continuation(decoder, encoder, tokens, temperature, top_p, seed))
     if sys.stdout.isatty():
-        terminal().print(posterior_table(mixture.experts, log_weights))
+        terminal().print(posterior_table(mixture.experts, decoder.posterior.log_weights[0]))
 
 
 @app.command()

@@ -7,7 +7,7 @@ not draw all tokens.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,10 +116,8 @@ def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Aud
             ("merged", model, "training", (DENSE_EXPERT,)),
             ("merged_minus", model, audit.left_out, (DENSE_EXPERT,)),
         ]
-    excerpts = {
-        split: _excerpts(shard, audit.prompts, seen, length)
-        for split, shard, seen, length in _splits(domain, models / audit.model, tokens)
-    }
+    shards = {split: TokenShard.open(tokens / f"{split}.arrow", verify=True) for split in ("train", "test")}
+    excerpts = {split: _excerpts(domain, models / audit.model, one, audit.prompts) for split, one in shards.items()}
     systems = [parts for parts in systems if parts[-1]]
     rows = []
     prompts = len(systems) * sum(len(some.documents) for some in excerpts.values())
@@ -165,32 +163,27 @@ def _continued(
     return torch.cat([torch.zeros(0, CONTINUATION, dtype=torch.bool), *same]), torch.cat([torch.zeros(0), *nll])
 
 
-def _splits(domain: str, directory: Path, tokens: Path) -> Iterator[tuple[str, TokenShard, np.ndarray, int]]:
-    """Each split with which of its blocks count, and their length: of train those that the model was trained on."""
+def _excerpts(domain: str, directory: Path, shard: TokenShard, count: int) -> Excerpts:
+    """A piece of each of `count` documents: those with the smallest sha256 of the ones with a piece that counts.
+
+    Of train, pieces count that lie in blocks that the model in `directory` was trained on. Which piece of a document,
+    its sha256 says too. Fewer where there are fewer, with a warning.
+    """
+    refuse_other_tokenizer(directory, shard.path, shard.tokenizer_sha256, shard.vocab_size)
     described = describe(directory, "training")
     length = described.architecture.context
-    for split in ("train", "test"):
-        path = tokens / f"{split}.arrow"
-        shard = TokenShard.open(path, verify=True)
-        refuse_other_tokenizer(directory, path, shard.tokenizer_sha256, shard.vocab_size)
-        seen = np.ones(-(-len(shard) // length), bool)
-        if split == "train":
-            lineage = expert_lineage(directory, domain, "tokens")
-            read, taught = read_json(path.with_suffix(".json"))["sha256"], lineage.data_sha256.get(domain)
-            if taught not in (None, read):
-                cause = f"is not the text that the expert {domain} was trained on"
-                raise DemixError(path, cause, "tokenize the domain or train the model again")
-            assert described.training is not None
-            assert lineage.tokens is not None
-            trained = seen_blocks(shard, domain, length, described.training.seed, lineage.tokens // length)
-            seen = np.append(trained, np.zeros(len(seen) - len(trained), bool))
-        yield split, shard, seen, length
-
-
-def _excerpts(shard: TokenShard, count: int, seen: np.ndarray, length: int) -> Excerpts:
-    """A piece of each of `count` documents, those with the smallest sha256 of the ones that have a piece in blocks that
-    were `seen`; which piece, that hash says too. Fewer where there are fewer, with a warning.
-    """
+    seen = np.ones(-(-len(shard) // length), bool)
+    if shard.path.stem == "train":
+        lineage = expert_lineage(directory, domain, "tokens")
+        read, taught = read_json(shard.path.with_suffix(".json"))["sha256"], lineage.data_sha256.get(domain)
+        if taught not in (None, read):
+            cause = f"is not the text that the expert {domain} was trained on"
+            raise DemixError(shard.path, cause, "tokenize the domain or train the model again")
+        assert described.training is not None
+        assert lineage.tokens is not None
+        trained = seen_blocks(shard, domain, length, described.training.seed, lineage.tokens // length)
+        seen[:] = False
+        seen[: len(trained)] = trained
     size = PROMPT + CONTINUATION
     ends = np.append(shard.offsets[1:], len(shard))
     # The first id of a document is <|endoftext|>.

@@ -1,15 +1,13 @@
 """Generated text, the posterior over experts and filled masks, printed to a terminal or a pipe."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from rich.table import Column, Table
 
-from demix.data.tokenizer import Tokenizer
-from demix.model.continuations import MixedModel
-from demix.model.decode import continuation, named_prior, weights_of
+from demix.model.decode import Drawn, named_prior, weights_of
 from demix.model.directory import load_experts, tokenizer_of
 from demix.model.filling import fillings
 from demix.model.scoring import columns_of
@@ -19,28 +17,17 @@ BAR = 40
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
-def continued(
-    mixture: MixedModel,
-    tokenizer: Tokenizer,
-    prompt: str,
-    tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int,
-) -> np.ndarray:
-    """Print the continuation of `prompt`, token by token; returns log g [E] after the last token.
+def continued(prompt: str, drawn: Iterable[Drawn]) -> None:
+    """Print the continuation of `prompt`, token by token.
 
     A terminal gets the prompt too, and control codes are replaced. A pipe gets the continuation as it is.
     """
     shown = sys.stdout.isatty()
-    decoder = mixture.after(tokenizer, prompt)
     if shown:
         print(prompt.translate(CONTROLS), end="", flush=True)
-    for drawn in continuation(decoder, tokenizer, tokens, temperature, top_p, seed):
-        print(drawn.piece.translate(CONTROLS) if shown else drawn.piece, end="", flush=True)
+    for one in drawn:
+        print(one.piece.translate(CONTROLS) if shown else one.piece, end="", flush=True)
     print()
-    log_weights: np.ndarray = decoder.posterior.log_weights[0]
-    return log_weights
 
 
 def posterior_table(experts: Sequence[str], log_weights: np.ndarray) -> Table:
