@@ -1,7 +1,6 @@
 """Scoring: the log-probability of each token under each expert, computed once per (model, expert, domain, split)."""
 
 import logging
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from demix.evaluate.score_tables import (
     write_scores,
     write_tokens,
 )
-from demix.files import digest, linked, read_parquet, replacing, write_parquet
+from demix.files import digest, read_parquet, write_parquet
 from demix.model.device import compute_type, own_device, set_threads
 from demix.model.directory import (
     describe,
@@ -47,10 +46,6 @@ from demix.run.models import folder_at
 from demix.settings import DistinctItems, Integer, Items, Text, settings
 
 log = logging.getLogger(__name__)
-
-
-# The folder of finished columns beside those that Snakemake knows, and deletes before it runs a rule again.
-KEPT = ".kept"
 
 
 @settings(kw_only=True)
@@ -108,10 +103,10 @@ def score(
     default as many as in training. Raises DemixError if model and shards have different tokenizers, a split is empty,
     blocks are longer than the positions that the model has learned, or a layer has fewer experts.
 
-    A split is scored one row group at a time. Scored row groups stay in a hidden folder, which is no rule's output,
-    until the columns of the split are written. After a kill, the same command scores only the missing row groups and
-    writes the same bytes. Finished columns stay in a hidden folder, too, as second names of the same files: the same
-    command takes them from there, unless something on which their bits depend has changed.
+    A split is scored one row group at a time. Scored row groups stay in a hidden folder until the columns of the split
+    are written. After a kill, the same command scores only the missing row groups and writes the same bytes. Finished
+    columns say of what they were made: the same command leaves them, unless something on which their bits depend has
+    changed.
     """
     _score_all([_Work(directory, experts, shards, output, context, top_k)], scoring)
 
@@ -216,33 +211,30 @@ class _Scorer:
         return trunks
 
     def score(self, path: Path, shard: TokenShard) -> None:
-        """Score a split, unless all columns are kept."""
+        """Score a split, unless all columns are there."""
         domain, split = path.parent.name, path.stem
         columns = self.work.experts or (domain,)
         place, told = self.work.output / f"{domain}.{split}", f"{self.work.output.name} on {domain} {split}"
         ids = shard.read(0, count_to_score(shard, self.scoring, self.length))
         sha256 = tokens_sha256(ids)
         fingerprint = self._fingerprint(columns, sha256)
-        kept = {column: place / KEPT / column / f"{fingerprint}.parquet" for column in columns}
+        files = {column: place / f"{column}.parquet" for column in columns}
         # No two jobs write the same column, so the name of a job's first column makes its folder unique.
         folder = place / f".{columns[0]}.pieces"
-        if all(_is_whole(file, len(ids)) for file in kept.values()):
+        if all(_is_whole(file, len(ids), fingerprint) for file in files.values()):
             log.info("%s: %d columns were already scored", told, len(columns))
         else:
             pieces = self._score_pieces(shard, columns, folder, len(ids), fingerprint, told)
-            for column, file in kept.items():
+            for column, file in files.items():
                 metadata = {
                     "tokens_sha256": sha256,
                     "shared_sha256": self.described.shared_sha256,
                     "expert_sha256": self.hashes[column if column in self.hashes else "dense"],
                     "precision": self.scoring.precision,
+                    "fingerprint": fingerprint,
                 } | self.folds
-                write_scores(file, _column(pieces, column), metadata, place / f"{column}.parquet")
+                write_scores(file, _column(pieces, column), metadata)
         shutil.rmtree(folder, ignore_errors=True)
-        for column, file in kept.items():
-            _place(file, place / f"{column}.parquet")
-            for older in {*file.parent.glob("*.parquet")} - {file}:
-                older.unlink()
 
     def _fingerprint(self, columns: tuple[str, ...], sha256: str) -> str:
         """A digest of everything on which the bits of the scores of some tokens depend."""
@@ -277,28 +269,19 @@ class _Scorer:
         return [*groups]
 
 
-def _place(source: Path, target: Path) -> None:
-    """Make `target` a second name of `source`, in place of what is there."""
-    with replacing(target) as temporary:
-        linked(source, temporary)
-    # Snakemake compares times: the columns are as new as the job that wants them.
-    os.utime(target)
-
-
 def _device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return torch.backends.cpu.get_cpu_capability()
 
 
-def _is_whole(path: Path, tokens: int, fingerprint: str | None = None) -> bool:
-    """Whether `path` is an undamaged table with this number of tokens and, where one is given, this fingerprint."""
+def _is_whole(path: Path, tokens: int, fingerprint: str) -> bool:
+    """Whether `path` is an undamaged table with this number of tokens and this fingerprint."""
     try:
         table = read_parquet(path)
     except DemixError:
         return False
-    said = (table.schema.metadata or {}).get(b"fingerprint")
-    return len(table) == tokens and (fingerprint is None or said == fingerprint.encode())
+    return (len(table), (table.schema.metadata or {}).get(b"fingerprint")) == (tokens, fingerprint.encode())
 
 
 def _column(pieces: list[Path], expert: str) -> Iterator[np.ndarray]:

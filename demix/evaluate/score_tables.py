@@ -164,21 +164,21 @@ def _digest(directory: Path, names: Sequence[str]) -> str:
     return digest({path.stem: sha256_file(path) for path in paths if path.exists()})
 
 
-def write_scores(path: Path, pieces: Iterable[np.ndarray], metadata: dict[str, str], at: Path | None = None) -> None:
+def write_scores(path: Path, pieces: Iterable[np.ndarray], metadata: dict[str, str]) -> None:
     """Write the column of one expert: float32 log p of each token, in nats. Each piece becomes a row group.
 
-    `at` is the path to which the file is going to be renamed. Raises DemixError for a value that is no log p.
+    Raises DemixError for a value that is no log p.
     """
     schema = pa.schema({"log_probability": pa.float32()}, metadata)
 
     def batches() -> Iterator[pa.RecordBatch]:
         row = 0
         for piece in pieces:
-            _refuse_impossible(at or path, piece, row, "train the model again: it gives no probabilities")
+            _refuse_impossible(path, piece, row, "train the model again: it gives no probabilities")
             row += len(piece)
             yield pa.record_batch([pa.array(piece.astype(np.float32))], schema=schema)
 
-    write_batches(path, schema, batches(), at=at, use_dictionary=False, column_encoding="BYTE_STREAM_SPLIT")
+    write_batches(path, schema, batches(), use_dictionary=False, column_encoding="BYTE_STREAM_SPLIT")
 
 
 def read_scores(directory: Path, experts: Sequence[str]) -> ScoreTable:

@@ -39,7 +39,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copied(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the undisturbed run, in which the process stands."""
     folder = tmp_path / "copy"
-    # Without the columns that scoring would take instead of computing them.
-    shutil.copytree(finished, folder, symlinks=True, ignore=shutil.ignore_patterns(".kept"))
+    shutil.copytree(finished, folder, symlinks=True)
     monkeypatch.chdir(folder)
     return folder

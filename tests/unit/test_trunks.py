@@ -45,7 +45,7 @@ def test_they_are_scored_alike(
         score(model, experts, shards, Scoring(dev_blocks=10, test_tokens=300, precision="fp32", threads=1), output)
         tables.append(read_scores(output / f"{NOVEL[0]}.test", experts))
     assert max(live) == 1
-    assert {path.name for path in tmp_path.glob("*/*/.*")} == {".kept"}
+    assert not list(tmp_path.glob("*/*/.*"))
     np.testing.assert_allclose(tables[1].scores, tables[0].scores, rtol=1e-5)
     assert not np.allclose(tables[0].scores[..., 0], tables[0].scores[..., 1], atol=0.1)
 
