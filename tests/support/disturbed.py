@@ -42,7 +42,7 @@ def config_with(**sections: dict) -> dict:
     return config
 
 
-def until(condition: Callable[[], object], seconds: float = 120.0) -> object:
+def until(condition: Callable[[], object], seconds: float = 600.0) -> object:
     """Wait until `condition()` is true, and return what it is."""
     give_up = time.monotonic() + seconds
     while not (value := condition()):
