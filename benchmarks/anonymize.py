@@ -96,7 +96,7 @@ def speed() -> list[dict]:
     with TemporaryDirectory() as folder:
         for domain in DOMAINS:
             raw = Path(folder, domain, "documents.parquet")
-            download(Source("files", str(SAMPLE / f"{domain}.jsonl.zst")), domain, raw)
+            download(Source(kind="files", path=str(SAMPLE / f"{domain}.jsonl.zst")), domain, raw)
             column = pa.chunked_array(pq.read_table(raw)["text"]).combine_chunks()
             texts = column.to_pylist()
             size = sum(len(text.encode()) for text in texts) / 1e6

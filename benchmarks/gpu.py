@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
@@ -56,7 +56,7 @@ class Case:
     @property
     def architecture(self) -> Architecture:
         preset = PRESETS[{"125M": "gpt3-small", "1.3B": "gpt3-xl"}[self.size]]
-        return replace(preset, context=CONTEXT, routed=ROUTED[self.routed] if self.routed else None)
+        return preset.replace(context=CONTEXT, routed=ROUTED[self.routed] if self.routed else None)
 
     @property
     def flops(self) -> float:

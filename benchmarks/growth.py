@@ -38,7 +38,7 @@ from demix.model.directory import save_files
 from demix.model.gpt import GPT
 from demix.run.run import Run
 
-SHAPE, VOCABULARY = Architecture(3, 128, 4, 256), 4096
+SHAPE, VOCABULARY = Architecture(layers=3, width=128, heads=4, context=256), 4096
 
 
 def write_text_shard(folder: Path, tokens: int) -> Path:

@@ -27,8 +27,8 @@ from demix.plan.flops import scoring_flops
 
 # Blocks of 256 tokens keep a turn short at the larger size too; the bound printed is that of such blocks.
 SETTINGS = (
-    (Setting("3×128", Architecture(3, 128, 4, 256), 4096, 8), 5),
-    (Setting("12×768", Architecture(12, 768, 12, 256), 50257, 1), 3),
+    (Setting("3×128", Architecture(layers=3, width=128, heads=4, context=256), 4096, 8), 5),
+    (Setting("12×768", Architecture(layers=12, width=768, heads=12, context=256), 50257, 1), 3),
 )
 EXPERTS = (1, 8, 16)
 

@@ -81,7 +81,7 @@ def modern(name: str, plain: Architecture) -> Architecture:
     """The plain architecture with the options `name` of `MODERN`, or with those that its peer has."""
     options = MODERN.get({"hf llama": "llama", "nanochat's": "nanochat"}.get(name, name), {})
     inner = 8 * plain.width // 3 // 8 * 8 if options.get("gated") else None
-    return replace(plain, **options, inner=inner)
+    return plain.replace(**options, inner=inner)
 
 
 @dataclass(frozen=True)
@@ -113,19 +113,19 @@ class Setting:
         if routed := sizes.routed:
             expert = 6 * mixtral_inner(sizes.width) if "mixtral" in name else 16 * sizes.width
             return 3.0 * self.tokens * sizes.width * (routed.top_k * expert + 2 * routed.experts)
-        sizes = replace(modern(name, sizes), routed=ROUTED.get(name))
+        sizes = modern(name, sizes).replace(routed=ROUTED.get(name))
         return 3.0 * self.tokens * scoring_flops(sizes, self.vocabulary, 1)
 
 
 def comparisons(quick: bool) -> Iterator[tuple[Setting, tuple[str, ...], int]]:
     """Settings, their variants and how many turns each takes."""
     on_gpu, turns = DEVICE.type == "cuda", 3 if quick else 15
-    small = Setting("4×256", Architecture(4, 256, 4, 256), 8192, 8)
+    small = Setting("4×256", Architecture(layers=4, width=256, heads=4, context=256), 8192, 8)
     gpt2 = Setting("GPT-2 small", PRESETS["gpt3-small"], 50257, 32 if on_gpu else 1)
-    wide = Setting("4 layers of 1.3b", replace(PRESETS["gpt3-xl"], layers=4), 50257, 16)
+    wide = Setting("4 layers of 1.3b", PRESETS["gpt3-xl"].replace(layers=4), 50257, 16)
     peers, muon = ("nanogpt", "hf"), ("muon", "demix muon")
     if not on_gpu:
-        plain = Setting("plain 3x128", Architecture(3, 128, 4, 256), 4096, 8)
+        plain = Setting("plain 3x128", Architecture(layers=3, width=128, heads=4, context=256), 4096, 8)
         yield plain, ("matmul", "dense", "demix", *muon, *peers), turns
     for setting in (gpt2, wide) if on_gpu else (small,):
         for precision in ("bf16",) if on_gpu else ("fp32", "bf16"):
@@ -140,7 +140,7 @@ def comparisons(quick: bool) -> Iterator[tuple[Setting, tuple[str, ...], int]]:
         yield replace(gpt2, sequences=8, precision="bf16"), ("matmul", "dense", "demix", *muon), 3
     for routed in ROUTED.values():
         for width, context, sequences in ((768, 1024, 32),) if on_gpu else ((256, 256, 8), (768, 1024, 2)):
-            sizes = Architecture(routed.every, width, 4, context, routed=routed)
+            sizes = Architecture(layers=routed.every, width=width, heads=4, context=context, routed=routed)
             for precision in ("bf16",) if on_gpu else ("fp32", "bf16"):
                 layer = f"layer {width} wide, top-{routed.top_k} of {routed.experts}"
                 if width == 256 or not quick:
@@ -168,7 +168,7 @@ def run_variant(name: str, setting: Setting, wait: Wait) -> None:
     elif name in MODELS:
         _train_peer(name, setting, wait)
     else:
-        architecture = replace(modern(name, setting.architecture), routed=ROUTED.get(name))
+        architecture = modern(name, setting.architecture).replace(routed=ROUTED.get(name))
         experts = EXPERTS if name.startswith("demix") else ("dense",)
         model = GPT(architecture, setting.vocabulary, experts).initialise(0)
         how = {"precision": setting.precision, "compile": setting.compile}

@@ -1,18 +1,16 @@
 """Declaring settings, and making typed objects of JSON or YAML.
 
-Each setting is declared once, as a field of a class that `settings` made. The field states the type, the bounds, the
+Each setting is declared once, as a field of a class of `Settings`. The field states the type, the bounds, the
 default, and a description with the unit. The sections of the config and the settings of the stages are such classes,
 which share fields by inheritance. A wrong value raises an error that names its key.
 """
 
 import copy
-import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
-from typing import Annotated, Any, TypeVar, dataclass_transform
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self, TypeVar
 
 # pydantic would look for plug-ins of its own in every package that is installed, which takes a tenth of a second.
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
@@ -20,20 +18,23 @@ os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 from pydantic import (
     AfterValidator,
     AllowInfNan,
+    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
     Strict,
-    TypeAdapter,
     ValidationError,
-    model_validator,
+    create_model,
+    model_serializer,
 )
-from pydantic.dataclasses import dataclass
-from pydantic_core import ArgsKwargs, ErrorDetails, to_jsonable_python
+from pydantic_core import ErrorDetails
 
 from demix.errors import DemixError, nearest
 
 T = TypeVar("T")
+S = TypeVar("S", bound="Settings")
 
 _SIGNS = {
     "minimum": "≥",
@@ -78,87 +79,67 @@ def omitted() -> Any:
     return None
 
 
-def _remember(kind: Any, values: Any, make: Callable[[Any], Any]) -> Any:
-    """Make an object of settings that knows the names of the values that it was given."""
-    if isinstance(values, kind):
-        return make(values)
-    named: Iterable[str] = values if isinstance(values, Mapping) else ()
-    if isinstance(values, ArgsKwargs):
-        # Python gives the names of fields, of which some are words of Python's in a file.
-        keys = {name: field.alias for name, field in vars(kind)["__pydantic_fields__"].items() if field.alias}
-        values = ArgsKwargs(values.args, {keys.get(name, name): one for name, one in (values.kwargs or {}).items()})
-        named = (*names_of(kind)[: len(values.args)], *(values.kwargs or {}))
-    made = make(values)
-    object.__setattr__(made, "_given", tuple(named))
-    # What stands in a file beside the settings that are declared (`demix.model.manifest.Recorded`).
-    object.__setattr__(made, "_file", values if isinstance(values, Mapping) else {})
-    return made
+class Settings(BaseModel):
+    """The base of all classes of settings: frozen, strict about keys, and built when it is first used.
 
-
-@dataclass_transform(frozen_default=True, field_specifiers=(Field,))
-def settings(*, kw_only: bool = False, open: bool = False) -> Callable[[type[T]], type[T]]:
-    """Make a class of settings: a frozen dataclass that checks its values.
-
-    It refuses unknown keys; with `open` it leaves them out.
+    A command uses few of the classes, whose checks take half a second to build in all.
     """
-    # A command uses few of the classes, whose checks take half a second to build in all.
-    config = ConfigDict(extra="ignore" if open else "forbid", defer_build=True)
-    made: Any = dataclass(frozen=True, kw_only=kw_only, config=config)
 
-    def decorate(kind: Any) -> Any:
-        kind._remember = model_validator(mode="wrap")(classmethod(_remember))  # type: ignore[arg-type]
-        return made(kind)
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_default=False)
 
-    return decorate
+    def replace(self, **changes: Any) -> Self:
+        """The same settings with other values, which are checked."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self).model_validate(values | changes, by_alias=False, by_name=True)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All settings by name, also those that a file is without."""
+        return self.model_dump(warnings=False)
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        """In JSON leave out keys that settings can be without (`absent`, `omitted`)."""
+        found: dict[str, Any] = handler(self)
+        # In place of settings there may be null.
+        declared = type(self).model_fields if isinstance(self, Settings) and info.mode == "json" else {}
+        for name, field in declared.items():
+            key, made = field.alias or name, field.default_factory
+            if found[key] is None and (made is absent or (made is omitted and name not in self.model_fields_set)):
+                del found[key]
+        return found
 
 
-def names_of(kind: type) -> tuple[str, ...]:
+class OpenSettings(Settings):
+    """Settings that may stand beside keys that nothing here declares, which are left out."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+def names_of(kind: type[Settings]) -> tuple[str, ...]:
     """The names of the settings that a class declares or inherits, in order."""
-    return tuple(field.name for field in dataclasses.fields(kind))
+    return tuple(kind.model_fields)
 
 
-def partial(name: str, kind: type, /, **more: Any) -> type[Any]:
+def partial(name: str, kind: type[Settings], /, **more: Any) -> type[Any]:
     """Make a class called `name` with all settings of `kind` and those in `more` (types by name), none required.
 
     No setting of the class has a default, because a missing key overrides nothing.
     """
-    types = {}
-    for key, info in vars(kind)["__pydantic_fields__"].items():
-        field = info.asdict()
-        described = Field(description=field["attributes"]["description"])
-        types[key] = Annotated[(field["annotation"], *field["metadata"], described)]  # noqa: F821
-    hints = more | types
-    values = dict.fromkeys(hints, Field(default_factory=omitted)) | {"__annotations__": hints}
-    return settings(kw_only=True)(type(name, (), values))
+    fields: dict[str, Any] = {key: (hint, Field(default_factory=omitted)) for key, hint in more.items()}
+    for key, info in kind.model_fields.items():
+        about = Field(description=info.description)
+        hint: Any = Annotated.__class_getitem__((info.annotation, *info.metadata, about))  # type: ignore[attr-defined]
+        fields.setdefault(key, (hint, Field(default_factory=omitted)))
+    return create_model(name, __base__=Settings, **fields)
 
 
 def written(given: Any) -> dict[str, Any]:
-    """Settings as they stand in a file, those that were given first, with the defaults of the others.
-
-    Keys that settings can be without are left out where nobody gave them (`absent`, `omitted`).
-    """
-    # A key may be a word of Python's, such as from, and its field then has another name.
-    fields = {field.alias or name: (name, field) for name, field in vars(type(given))["__pydantic_fields__"].items()}
-    named = [key for key in vars(given).get("_given", ()) if key in fields]
-    values = {key: getattr(given, fields[key][0]) for key in (*named, *fields)}
-    left_out = {absent: fields.keys(), omitted: fields.keys() - {*named}}
-    return {
-        key: _written(value)
-        for key, value in values.items()
-        if value is not None or key not in left_out.get(fields[key][1].default_factory, ())
-    }
+    """Settings as they stand in a file, with the defaults of those that were not given."""
+    found: dict[str, Any] = given.model_dump(mode="json", by_alias=True, warnings=False)
+    return found
 
 
-def _written(value: Any) -> Any:
-    """A value of settings as JSON."""
-    if dataclasses.is_dataclass(value):
-        return written(value)
-    if isinstance(value, dict):
-        return {key: _written(each) for key, each in value.items()}
-    return to_jsonable_python(value)
-
-
-def settings_from(kind: type[T], values: Mapping[str, Any] | str, subject: str = "--settings") -> T:
+def settings_from(kind: type[S], values: Mapping[str, Any] | str, subject: str = "--settings") -> S:
     """Make an object of the settings class `kind` from a mapping or from its JSON text.
 
     Raises DemixError that names the first wrong key below `subject` and what is allowed there. For an unknown key the
@@ -178,15 +159,14 @@ def settings_from(kind: type[T], values: Mapping[str, Any] | str, subject: str =
             raise DemixError(f"{subject}.{key}".replace(" .", " "), "is no name of a setting", "write names as text")
     try:
         _refuse_huge(values, subject)
-        found: T = _adapter(kind).validate_python(values)  # type: ignore[arg-type]
+        return kind.model_validate(values)
     except RecursionError:
         raise DemixError(subject, "is nested too deeply", f"give the fields of {kind.__name__}") from None
     except ValidationError as error:
         numbers = _with_numbers(error, values)
         if numbers != values:
             return settings_from(kind, numbers, subject)
-        raise _readable(error, schema_of(kind), values, subject) from None
-    return found
+        raise _readable(error, kind.model_json_schema(), values, subject) from None
 
 
 def _with_numbers(error: ValidationError, values: Mapping[str, Any]) -> Any:
@@ -212,16 +192,6 @@ def _refuse_huge(values: Any, subject: str) -> None:
             _refuse_huge(value, place)
 
 
-def schema_of(kind: type) -> dict[str, Any]:
-    """The JSON schema of a class of settings."""
-    return _adapter(kind).json_schema()
-
-
-@lru_cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
 def _readable(error: ValidationError, schema: dict[str, Any], values: Any, subject: str) -> DemixError:
     """The error for the first fault, in the order of the keys' names."""
     faults = error.errors(include_url=False)
@@ -231,7 +201,7 @@ def _readable(error: ValidationError, schema: dict[str, Any], values: Any, subje
     place, value = _reached(fault["loc"], values)
     cause, cure = None, None
     match fault["type"]:
-        case "unexpected_keyword_argument" | "extra_forbidden" | "invalid_key":
+        case "extra_forbidden" | "invalid_key":
             holder = _part(schema, place[:-1])
             choices = [resolved(schema, choice) for choice in (holder, *holder.get("anyOf", ()))]
             known = [name for choice in choices for name in choice.get("properties", {})]
@@ -250,7 +220,7 @@ def _readable(error: ValidationError, schema: dict[str, Any], values: Any, subje
     return DemixError(f"{subject}.{'.'.join(map(str, place))}".replace(" .", " "), cause, cure)
 
 
-_OF_A_KEY = ("unexpected_keyword_argument", "extra_forbidden", "invalid_key", "missing")
+_OF_A_KEY = ("extra_forbidden", "invalid_key", "missing")
 
 
 def _order(fault: ErrorDetails) -> tuple[list[str], int]:

@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -165,8 +164,8 @@ def adapt(
 
 def _given(settings: T, how: Execution | None, rate_from: Path | None = None) -> T:
     """The settings of a training with those of time and memory in `how`, and the learning rate in a file."""
-    more: dict[str, Any] = {} if how is None else asdict(how)
-    return replace(settings, **more | ({"learning_rate": chosen_rate(rate_from)} if rate_from else {}))
+    more: dict[str, Any] = {} if how is None else how.as_dict()
+    return settings.replace(**more | ({"learning_rate": chosen_rate(rate_from)} if rate_from else {}))
 
 
 def _train(training: ModelTraining, places: Places, launch: _Launch) -> None:

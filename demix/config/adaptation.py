@@ -6,7 +6,7 @@ from pydantic import Field
 
 from demix.config.models import RowName
 from demix.config.training import PRESET, Execution, OptimizerRecipe, Preset, Ranks, Sequences
-from demix.settings import DistinctItems, Number, Positive, Text, absent, omitted, settings
+from demix.settings import DistinctItems, Number, Positive, Settings, Text, absent, omitted
 
 Factor = Annotated[Number, Field(gt=0)]
 # Blocks of the novel domain's dev split, if as many are scored, whose posterior chooses the parent expert.
@@ -15,8 +15,7 @@ PARENT_BLOCKS = 100
 PASSES = 4
 
 
-@settings()
-class FactorSweep:
+class FactorSweep(Settings):
     """Adaptations with several learning rates, of which one is kept."""
 
     factors: DistinctItems[Factor] = Field(
@@ -24,7 +23,6 @@ class FactorSweep:
     )
 
 
-@settings(kw_only=True)
 class AdaptationRecipe(Execution, OptimizerRecipe):
     """The settings of the section `adaptation` that one adaptation takes."""
 
@@ -63,8 +61,7 @@ class AdaptationRecipe(Execution, OptimizerRecipe):
     )
 
 
-@settings()
-class RateFactors:
+class RateFactors(Settings):
     """The learning-rate factor of each kind of adaptation."""
 
     # The paper's tenth is against forgetting. docs/evaluation.md has what each factor gains and costs.
@@ -72,7 +69,6 @@ class RateFactors:
     dense: Factor = Field(default=0.1, description="Factor of Dense-DAPT.")
 
 
-@settings(kw_only=True)
 class AdaptationSection(AdaptationRecipe):
     """DEMix-DAPT and Dense-DAPT on each novel domain."""
 
@@ -93,8 +89,7 @@ class AdaptationSection(AdaptationRecipe):
     ranks: Ranks = Field(default=1, description="Processes that adapt one model together; at most `sequences`.")
 
 
-@settings()
-class AuditRecipe:
+class AuditRecipe(Settings):
     """Audit of memorization: how much of a removed domain's documents the models can still continue."""
 
     prompts: Positive = Field(
@@ -104,8 +99,7 @@ class AuditRecipe:
     )
 
 
-@settings()
-class RemovalSection:
+class RemovalSection(Settings):
     """Removal of domains from a trained model."""
 
     model: RowName = Field(default="demix", description="The row of `models` from whose model domains are removed.")

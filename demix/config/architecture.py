@@ -1,6 +1,5 @@
 """Sizes and options of the language models, and their presets."""
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -8,11 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from demix.errors import DemixError
-from demix.settings import Integer, Number, Positive, Switch, names_of, partial, settings, settings_from
+from demix.settings import Integer, Number, Positive, Settings, Switch, names_of, partial, settings_from
 
 
-@settings(kw_only=True)
-class Routed:
+class Routed(Settings):
     """Feedforwards of `experts` experts, of which each token chooses `top_k`, in every `every`-th block.
 
     With `renormalise` the gates of several choices are divided by their sum.
@@ -25,7 +23,7 @@ class Routed:
     balance: Number = Field(ge=0)
     renormalise: Switch = True
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
         if self.top_k > self.experts:
             cause = f"is {self.top_k}, and a layer has {self.experts} experts"
             raise DemixError("architecture.routed.top_k", cause, "lower it, or raise experts")
@@ -39,8 +37,7 @@ class Routed:
         return math.floor(self.capacity * -(-positions // self.experts))
 
 
-@settings()
-class Sizes:
+class Sizes(Settings):
     """A decoder's sizes: `layers` blocks of `width` units, `heads` attention heads, `context` positions."""
 
     layers: Positive = Field(le=256, description="Number of transformer blocks.")
@@ -53,8 +50,7 @@ class Sizes:
     context: Integer = Field(ge=2, le=131_072, description="Tokens of one block (T), the longest context of the model.")
 
 
-@settings(kw_only=True)
-class RopeScaling:
+class RopeScaling(Settings):
     """How rope reaches contexts beyond that of pretraining: `linear` slows all frequencies, `llama3` the low ones."""
 
     kind: Literal["linear", "llama3"] = Field(
@@ -66,14 +62,13 @@ class RopeScaling:
     high: Number = Field(default=4.0, gt=0, le=1e6, description="Turns in `context`, for llama3.")
     context: Positive = Field(default=8192, le=1 << 30, description="Context of pretraining, for llama3.")
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
         if self.low >= self.high:
             cause = f"is {self.low:g}, and high is {self.high:g}"
             raise DemixError("architecture.rope_scaling.low", cause, "lower it")
 
 
-@settings()
-class Options:
+class Options(Settings):
     """What a decoder computes, apart from its sizes. A row of `models` may have options of its own.
 
     A key that is absent has the value of GPT-2 and GPT-3.
@@ -184,11 +179,10 @@ class Options:
     )
 
 
-@settings()
 class Decoder(Options, Sizes):
     """What the section `architecture` of a config may say of a model."""
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
         if self.head_width is None and self.width % self.heads:
             cause = f"{self.heads} does not divide the width {self.width}"
             raise DemixError("architecture.heads", cause, "choose a divisor, or add head_width")
@@ -232,14 +226,13 @@ class Decoder(Options, Sizes):
         return 3 if self.gated else 2
 
 
-@settings()
 class Architecture(Decoder):
     """A decoder of these sizes; with `routed`, the tokens choose among experts in some feedforwards."""
 
     routed: Routed | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def model_post_init(self, context: Any, /) -> None:
+        super().model_post_init(context)
         if (self.attention == "bidirectional") != (self.objective == "mlm"):
             cause = f"is {self.attention}, and the objective is {self.objective}"
             cure = "use bidirectional with mlm, and causal or documents with clm"
@@ -274,13 +267,13 @@ class Architecture(Decoder):
     @property
     def unrouted(self) -> "Architecture":
         """The same architecture with dense feedforwards."""
-        return dataclasses.replace(self, routed=None)
+        return self.replace(routed=None)
 
     @property
     def described(self) -> dict[str, Any]:
         """The architecture as JSON, without a key that is as in descriptions that do not have it."""
         usual = USUAL | {"routed": None}
-        given = dataclasses.asdict(self)
+        given = self.as_dict()
         if self.routed and self.routed.renormalise:
             del given["routed"]["renormalise"]
         return {key: value for key, value in given.items() if key not in usual or value != usual[key]}
@@ -291,11 +284,11 @@ class Architecture(Decoder):
         It is not trained: each expert has a place for every token, and the loss of balance has no weight.
         """
         routed = Routed(experts=experts, top_k=2, every=1, capacity=float(experts), balance=0.0)
-        return dataclasses.replace(self, routed=routed)
+        return self.replace(routed=routed)
 
 
 # The options of a model whose config names none.
-USUAL = dataclasses.asdict(Options())
+USUAL = Options().as_dict()
 # A masked model scores a block in this many passes, so that about as many of its tokens are hidden as in training.
 FOLDS = 7
 # Sizes of GPT-3 (Brown et al. 2020, table 2.1) with the head counts of fairseq's transformer_lm_gpt3_*.
@@ -339,7 +332,7 @@ def row_section(section: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str,
     """The section `architecture` with the options of a row; where it names a preset, of the section the sizes alone."""
     if "preset" not in row:
         return {**section, **row}
-    sizes = dataclasses.asdict(PRESETS[section["preset"]]) if section.get("preset") in PRESETS else section
+    sizes = PRESETS[section["preset"]].as_dict() if section.get("preset") in PRESETS else section
     return {**{name: section.get(name, sizes[name]) for name in names_of(Sizes)}, **row}
 
 
@@ -354,7 +347,7 @@ def architecture_from(section: Mapping[str, Any]) -> Architecture:
         if preset not in (*PRESETS, *DECODERS):
             known = ", ".join([*PRESETS, *DECODERS])
             raise DemixError("architecture.preset", f"{preset} is not known", f"use one of {known}")
-        sizes = (dataclasses.asdict(PRESETS[preset]) if preset in PRESETS else DECODERS[preset]) | sizes
+        sizes = (PRESETS[preset].as_dict() if preset in PRESETS else DECODERS[preset]) | sizes
     if "alibi" in section:
         _check_alibi(sizes.get("position", "learned"), sizes.get("attention", "causal"))
     return settings_from(Architecture, sizes, "architecture")

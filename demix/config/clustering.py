@@ -6,11 +6,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from demix.errors import DemixError
-from demix.settings import Positive, Switch, settings
+from demix.settings import Positive, Settings, Switch
 
 
-@settings()
-class Clustering:
+class Clustering(Settings):
     """How the documents of the training domains are divided into clusters."""
 
     # Each cluster is an expert with files and jobs of its own; c-BTM's paper ends at 128.

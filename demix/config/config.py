@@ -36,11 +36,11 @@ from demix.launch.job import Cluster, Site
 from demix.settings import (
     DistinctItems,
     Seed,
+    Settings,
     Switch,
     Text,
     absent,
     partial,
-    settings,
     settings_from,
     written,
 )
@@ -74,8 +74,7 @@ Experiment = Annotated[
 ]
 
 
-@settings()
-class TrackingSection:
+class TrackingSection(Settings):
     """Where results are recorded."""
 
     uri: Text = Field(
@@ -88,7 +87,6 @@ class TrackingSection:
 StageSite = partial("StageSite", Site)
 
 
-@settings()
 class ClusterSection(Cluster):
     """All settings of the cluster. No setting here changes a result, and changing one reruns nothing."""
 
@@ -107,8 +105,7 @@ class ClusterSection(Cluster):
         return settings_from(Cluster, whole | stages.get(stage, {}), "config key cluster")
 
 
-@settings(kw_only=True)
-class Config:
+class Config(Settings):
     """Every key of a demix config, with its meaning, unit and default."""
 
     base: Text | None = Field(

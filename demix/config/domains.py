@@ -12,7 +12,17 @@ from demix.config.addresses import LOG_IN, STORES, local, refuse_secrets, refuse
 from demix.config.files import files_at
 from demix.config.names import refuse_name
 from demix.errors import DemixError, nearest
-from demix.settings import DistinctItems, Integer, Items, Number, Positive, Switch, Text, absent, settings
+from demix.settings import (
+    DistinctItems,
+    Integer,
+    Items,
+    Number,
+    Positive,
+    Settings,
+    Switch,
+    Text,
+    absent,
+)
 
 
 def domain_name(name: str) -> str:
@@ -34,8 +44,7 @@ BEGINS = {"url": "https?://", "store": rf"({'|'.join(STORES)})://[^/@*?\[]+(/|$)
 SHOWN = {"url": "http:// or https://", "store": f"{':// or '.join(STORES)}:// and the name of a bucket"}
 
 
-@settings()
-class SourceSection:
+class SourceSection(Settings):
     """The source of a domain's raw text, and which of its records are read."""
 
     kind: Literal["files", "url", "store", "hub"] = Field(
@@ -94,7 +103,8 @@ class SourceSection:
         description="Members of archives to read, as globs in which * also matches /. `*` alone reads the members that "
         "would be read of a folder.",
     )
-    json: Literal["lines", "values"] = Field(
+    json_holds: Literal["lines", "values"] = Field(
+        alias="json",
         default="lines",
         description="Content of a .json file: lines (one object per line), or values (one array or object whose "
         "values are the records).",
@@ -156,8 +166,7 @@ class SourceSection:
         return [refuse_unnamable(file) for file in self.share(part)]
 
 
-@settings()
-class SharedSource:
+class SharedSource(Settings):
     """A corpus of several domains. Each of its parts is read once for all of them."""
 
     source: SourceSection = Field(
@@ -170,8 +179,7 @@ class SharedSource:
     )
 
 
-@settings()
-class Budget:
+class Budget(Settings):
     """Words of each split, where white space separates words.
 
     With `train` null the train split takes all words that dev and test leave.
@@ -184,8 +192,7 @@ class Budget:
     test: Positive = Field(default=1_000_000, description="Words of the test split.")
 
 
-@settings()
-class SplitRecipe:
+class SplitRecipe(Settings):
     """The settings of a domain that splitting takes."""
 
     near_duplicates: Number | None = Field(
@@ -200,7 +207,6 @@ class SplitRecipe:
     )
 
 
-@settings(kw_only=True)
 class DomainSection(SplitRecipe):
     """One text domain."""
 
@@ -231,8 +237,7 @@ class DomainSection(SplitRecipe):
         return self.value if isinstance(self.value, tuple) else (() if self.value is None else (self.value,))
 
 
-@settings()
-class DomainsSection:
+class DomainsSection(Settings):
     """The text domains by name, in the order in which tables and figures show them."""
 
     training: dict[DomainName, DomainSection | None] = Field(

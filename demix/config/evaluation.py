@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field
 
 from demix.config.domains import DomainName, DomainSection
 from demix.config.mixing import DEFAULTS, FAMILIES, parsed_weights
-from demix.settings import DistinctItems, Integer, Number, Positive, Text, absent, settings
+from demix.settings import DistinctItems, Integer, Number, Positive, Settings, Text, absent
 
 # Default lambda of the updating and cached priors (Eq. 7).
 DECAY = 0.3
@@ -27,8 +27,7 @@ def _weights_name(weights: str | int) -> str | int:
 WeightsName = Annotated[Text | Positive, AfterValidator(_weights_name)]
 
 
-@settings()
-class DevBlocks:
+class DevBlocks(Settings):
     """The setting that scoring and mixing share."""
 
     dev_blocks: Positive = Field(
@@ -36,7 +35,6 @@ class DevBlocks:
     )
 
 
-@settings()
 class ScoredTokens(DevBlocks):
     """The settings of the section `evaluation` that say which tokens are scored: first blocks of dev, first of test."""
 
@@ -49,7 +47,6 @@ class ScoredTokens(DevBlocks):
         return self.dev_blocks * length if split == "dev" else self.test_tokens
 
 
-@settings()
 class ScoringRecipe(ScoredTokens):
     """The settings of the section `evaluation` that scoring takes."""
 
@@ -59,7 +56,6 @@ class ScoringRecipe(ScoredTokens):
     )
 
 
-@settings(kw_only=True)
 class MixingRecipe(DevBlocks):
     """The settings of the section `evaluation` that mixing takes."""
 
@@ -108,7 +104,6 @@ class MixingRecipe(DevBlocks):
     )
 
 
-@settings(kw_only=True)
 class EvaluationSection(ScoringRecipe, MixingRecipe):
     """What is scored and how experts are mixed."""
 

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from demix.config.mixing import parsed_weights
-from demix.settings import DistinctItems, Integer, Number, Switch, Text, settings
+from demix.settings import DistinctItems, Integer, Number, Settings, Switch, Text
 
 
 def _weights(name: str) -> str:
@@ -18,8 +18,7 @@ def _weights(name: str) -> str:
 HarnessWeights = Annotated[Text, AfterValidator(_weights)]
 
 
-@settings(kw_only=True)
-class HarnessTasks:
+class HarnessTasks(Settings):
     """What is asked of the harness, the same of every model."""
 
     tasks: DistinctItems[Text] = Field(
@@ -36,7 +35,6 @@ class HarnessTasks:
     )
 
 
-@settings(kw_only=True)
 class HarnessSection(HarnessTasks):
     """Tasks of EleutherAI's lm-evaluation-harness, which the trained models do."""
 

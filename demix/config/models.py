@@ -11,7 +11,7 @@ from demix.config.architecture import RowArchitecture
 from demix.config.names import refuse_name
 from demix.config.parents import HubParent
 from demix.config.training import TrainingSection
-from demix.settings import Integer, Number, Positive, Switch, Text, absent, partial, settings
+from demix.settings import Integer, Number, Positive, Settings, Switch, Text, absent, partial
 
 # The single expert of a model without domain experts.
 DENSE_EXPERT = "dense"
@@ -101,8 +101,7 @@ def _label(label: str) -> str:
     return label
 
 
-@settings(kw_only=True)
-class Branching:
+class Branching(Settings):
     """With which state of another model a row begins, and on what its experts train."""
 
     parent: HubParent | Text = Field(
@@ -150,8 +149,7 @@ class Branching:
     )
 
 
-@settings(kw_only=True)
-class TokenRouting:
+class TokenRouting(Settings):
     """The keys of a row whose tokens choose their experts."""
 
     experts: Positive = Field(
@@ -190,7 +188,6 @@ class TokenRouting:
     )
 
 
-@settings(kw_only=True)
 class RowSettings(TrainingSection, TokenRouting, Branching):
     """The section `training` with the values of a row, and what a row alone can say."""
 

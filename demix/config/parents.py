@@ -10,14 +10,13 @@ from demix.config.addresses import HUB, REPOSITORY, refuse_unnamable
 from demix.config.architecture import Architecture
 from demix.errors import DemixError
 from demix.files import read_json
-from demix.settings import Text, settings, settings_from
+from demix.settings import Settings, Text, settings_from
 
 # A description has a few lines for each domain.
 _MOST_BYTES = 4 << 20
 
 
-@settings(kw_only=True)
-class HubParent:
+class HubParent(Settings):
     """A model of the Hugging Face hub, which a run imports once."""
 
     hub: Text = Field(

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from demix.config.config import Config
-from demix.settings import allowed, resolved, schema_of
+from demix.settings import allowed, resolved
 
 
 def reference() -> str:
@@ -23,7 +23,7 @@ def reference() -> str:
         "| key | allowed | default | meaning |",
         "|---|---|---|---|",
     ]
-    schema = schema_of(Config)
+    schema = Config.model_json_schema()
     for place, part, required in _keys(schema, schema, ""):
         # An optional section is empty by default.
         empty: dict[str, Any] = {"default": {}} if part.get("type") == "object" else {}
@@ -43,7 +43,7 @@ def reference() -> str:
 def editor_schema() -> str:
     """The text of workflow/schemas/config.schema.yaml, by which editors complete and check keys."""
     head = "# Made from demix/config/config.py by `demix config --schema > workflow/schemas/config.schema.yaml`.\n"
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | _short(schema_of(Config))
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | _short(Config.model_json_schema())
     return head + str(yaml.safe_dump(schema, sort_keys=False, allow_unicode=True, width=1000, default_flow_style=None))
 
 

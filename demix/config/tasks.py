@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 from demix.config.domains import SourceSection, check_source
 from demix.config.names import refuse_name
 from demix.errors import DemixError
-from demix.settings import DistinctItems, Integer, Items, Positive, Seed, Switch, Text, settings
+from demix.settings import DistinctItems, Integer, Items, Positive, Seed, Settings, Switch, Text
 
 # Other examples with labels on which the accuracy of each expert is measured (Gururangan et al. 2023, A.7).
 OTHERS = 8
@@ -36,8 +36,7 @@ TaskName = Annotated[Text, AfterValidator(_task_name)]
 Template = Annotated[Text, AfterValidator(_template)]
 
 
-@settings(kw_only=True)
-class Task:
+class Task(Settings):
     """A task: examples of a text with labels to choose from, and how they are asked."""
 
     path: Text | None = Field(
@@ -146,7 +145,6 @@ class Task:
         return SourceSection(kind="files", path=self.path) if self.path is not None else self.test
 
 
-@settings(kw_only=True)
 class ExamplesRecipe(Task):
     """A task, the tokens of a block of the models (`length`) and the run's seed."""
 

@@ -10,7 +10,7 @@ from demix.config.addresses import refuse_unnamable
 from demix.config.parents import one_parent
 from demix.errors import DemixError
 from demix.files.json_files import read_unsealed
-from demix.settings import Integer, Positive, Text, absent, settings
+from demix.settings import Integer, Positive, Settings, Text, absent
 
 GPT2_TYPES = 50257
 _KEY = "config key tokenizer"
@@ -18,8 +18,7 @@ _KEY = "config key tokenizer"
 _FOREIGN = ("path", "end_of_text", "types")
 
 
-@settings()
-class TokenizerSection:
+class TokenizerSection(Settings):
     """How text becomes tokens."""
 
     kind: Literal["bpe", "gpt2", "file", "parent"] = Field(

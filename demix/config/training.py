@@ -4,7 +4,6 @@ A stage inherits the settings that it takes: `TrainingRecipe` is the part of the
 `demix.train.stage.Training` takes. `Execution` holds the settings that change nothing but time and memory.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -16,10 +15,10 @@ from demix.settings import (
     Integer,
     Number,
     Positive,
+    Settings,
     Switch,
     absent,
     names_of,
-    settings,
     written,
 )
 
@@ -36,8 +35,7 @@ Ranks = Annotated[Positive, Field(le=100_000)]
 LearningRate = Annotated[Number, Field(gt=0, description="Peak learning rate.")]
 
 
-@settings()
-class Execution:
+class Execution(Settings):
     """Settings that change only the time and memory of a training. Fingerprints leave these settings out."""
 
     checkpoint_every: Positive = Field(
@@ -66,8 +64,7 @@ Ratio = Annotated[Number, Field(gt=0, le=1e4)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 
 
-@settings(kw_only=True)
-class OptimizerSettings:
+class OptimizerSettings(Settings):
     """How gradients become updates, with the learning rates of groups of parameters as multiples of `learning_rate`.
 
     `matrices` are the weights of linear maps in blocks, each expert's by itself: attention's and the feedforwards'.
@@ -94,8 +91,7 @@ class OptimizerSettings:
     )
 
 
-@settings(kw_only=True)
-class RateSchedule:
+class RateSchedule(Settings):
     """How the learning rate falls after the warm-up."""
 
     kind: Literal["linear", "cosine", "wsd"] = Field(
@@ -114,7 +110,7 @@ class RateSchedule:
         "the rate has fallen to its end (Hoffmann et al. 2022, Figure A1). Without the key 1.",
     )
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
         if self.kind != "wsd" and self.share != 0.2:
             cause = f"is given to the kind {self.kind}"
             raise DemixError("learning_rate_schedule.share", cause, "leave it out, or use wsd")
@@ -123,8 +119,7 @@ class RateSchedule:
             raise DemixError("learning_rate_schedule.stretch", cause, "leave it out, or use linear or cosine")
 
 
-@settings()
-class OptimizerRecipe:
+class OptimizerRecipe(Settings):
     """The optimizer and its learning-rate schedule (paper, Tables 9-12)."""
 
     warmup: Number = Field(
@@ -171,7 +166,7 @@ def fingerprinted(given: Any) -> dict[str, Any]:
 
 def stated(given: Any) -> dict[str, Any]:
     """Settings as a mapping, without keys that say nothing."""
-    return _without_nulls(dataclasses.asdict(given))
+    return _without_nulls(given.as_dict())
 
 
 def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,8 +184,7 @@ def taken(recipe: type, section: Any) -> dict[str, Any]:
     return {key: value for key, value in written(section).items() if key in names}
 
 
-@settings()
-class Sweep:
+class Sweep(Settings):
     """Short trainings that choose the peak learning rate."""
 
     learning_rates: DistinctItems[LearningRate] = Field(
@@ -199,7 +193,6 @@ class Sweep:
     tokens: Positive = Field(description="Training tokens of each job; the learning-rate schedule has the same length.")
 
 
-@settings(kw_only=True)
 class TrainingRecipe(Execution, OptimizerRecipe):
     """The settings of the section `training` that one training from scratch takes."""
 
@@ -280,7 +273,6 @@ def _with_preset(section: Any) -> Any:
     return TRAINING_PRESETS[preset] | {key: value for key, value in section.items() if key != "preset"}
 
 
-@settings(kw_only=True)
 class TrainingSection(TrainingRecipe):
     """Settings of the training of all models. A row of `models` overrides them for one model."""
 

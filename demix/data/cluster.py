@@ -6,7 +6,7 @@ components, mean, scale, centres), `terms.parquet` (term) and, written last, the
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -173,7 +173,7 @@ def fit_clusters(
         "documents": size,
         "sizes": np.bincount(labels, minlength=len(names)).tolist(),
         "objectives": objectives,
-        "clustering": asdict(clustering),
+        "clustering": clustering.as_dict(),
     }
     return Clusterer(embedding, centres, names, clustering.method, seed).write(output, more)
 

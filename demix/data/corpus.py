@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +27,7 @@ from demix.files import parquet_reader, read_json, scratch, write_json
 from demix.files.batches import BATCH_BYTES, BATCH_ROWS, counted, read_batches, write_batches
 from demix.files.database import database, run_on
 from demix.progress import followed
-from demix.settings import Seed, Switch, settings
+from demix.settings import Seed, Switch
 
 SPLITS = ("train", "dev", "test")
 SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("n_words", pa.int64()), ("origin", pa.string())])
@@ -95,7 +95,6 @@ group by all order by all
 _log = logging.getLogger(__name__)
 
 
-@settings(kw_only=True)
 class Splitting(SplitRecipe):
     """How a domain is split: word budgets, the kind of domain, the run's seed, whether splits keep the metadata.
 
@@ -117,7 +116,7 @@ def split_once(domain: str, documents: list[Path], owners: Path, settings: Split
     splits = ("test.parquet",) if settings.test_only else ("train.parquet", "dev.parquet", "test.parquet")
     files = [output / name for name in (*splits, "card.json")]
     make = partial(split, domain, documents, owners, settings, output)
-    made_once(output, files, [*documents, *counts, owners], asdict(settings), make)
+    made_once(output, files, [*documents, *counts, owners], settings.as_dict(), make)
 
 
 def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting, output: Path) -> None:
@@ -176,7 +175,7 @@ def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting
         if budget.train is not None and edges["train"].words < budget.train:
             _log.warning("%s: train has %d of the %d words of its budget", domain, edges["train"].words, budget.train)
         leakage = {"exact_duplicates": exact, "ngrams": leaked(outputs["train"], held_out)}
-        said |= {"budgets": asdict(words), "leakage": leakage}
+        said |= {"budgets": words.as_dict(), "leakage": leakage}
     said["documents"] = {name: edges[name].end - edges[name].start for name in outputs}
     write_json(card, said | {"words": {name: edges[name].words for name in outputs}} | totals)
 
@@ -241,7 +240,7 @@ def _fitting(work: _Work, budget: Budget) -> Budget:
         return budget
     (words,) = _one(work.tables, "select coalesce(sum(words), 0)::bigint from ordered")
     dev, test = (-(-wanted * words // (2 * (budget.dev + budget.test))) for wanted in (budget.dev, budget.test))
-    smaller = Budget(budget.train, min(max(1, dev), budget.dev), min(max(1, test), budget.test))
+    smaller = Budget(train=budget.train, dev=min(max(1, dev), budget.dev), test=min(max(1, test), budget.test))
     edges = _edges(work, smaller) or _refused(work, budget)
     taken = f"{edges['dev'].words} and {edges['test'].words} of {sum(split.words for split in edges.values())} words"
     said = "%s: dev (%d) and test (%d) leave no document for train; they take %s"

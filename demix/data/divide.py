@@ -5,7 +5,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from demix.errors import DemixError, nearest
 from demix.files import read_json, write_json
 from demix.files.batches import rows_writer
 from demix.progress import followed
-from demix.settings import Items, Text, settings
+from demix.settings import Items, Settings, Text
 
 # Of a field with more values, or with longer ones, the further values are counted together: they may name people.
 MOST_VALUES, LONGEST_VALUE, OTHERS = 1000, 100, "other values"
@@ -27,14 +26,12 @@ MOST_VALUES, LONGEST_VALUE, OTHERS = 1000, 100, "other values"
 MOST_TOLD = 5
 
 
-@settings(kw_only=True)
-class Sharing:
+class Sharing(Settings):
     """The domains of a corpus, each with the value of a field, or several."""
 
     domains: dict[DomainName, Scalar | Items[Scalar]]
 
 
-@settings(kw_only=True)
 class Division(Sharing):
     """How domains part a corpus: the field `by` of the documents of `domains[name]` has this value."""
 
@@ -71,7 +68,7 @@ def divide(name: str, division: Division, raw: Path, output: Path, part: int = 0
             for domain, value in division.domains.items()
         }
         # A reader gives the fields that are asked for.
-        asked = replace(source, where=source.where | {by: ("",)})
+        asked = source.replace(where=source.where | {by: ("",)})
         rows = sources.KINDS[source.kind](asked, name, part, fetched, omitted.files)
         for row in followed(rows, f"{name}: documents"):
             found["documents"] += 1

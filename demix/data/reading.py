@@ -1,6 +1,5 @@
 """The stages that read raw text and anonymize it: two, where downloads run elsewhere, or one."""
 
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +43,6 @@ def read(
         download(settings, domain, raw, part)
         anonymize(raw, output, counts, enabled, rules, settings.piece_words)
     else:
-        values = {"source": asdict(settings), "part": part, "enabled": enabled, "rules": rules}
+        values = {"source": settings.as_dict(), "part": part, "enabled": enabled, "rules": rules}
         made_once(output, [output, counts], inputs, values, make)
     discard(raw)

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 
 from demix.config.addresses import STORES, local
 from demix.config.domains import SourceSection
@@ -61,7 +60,7 @@ def check_here(run: Run, domains: Iterable[str]) -> str | None:
     A domain is left out whose text may be taken from another run, which needs no network.
     """
     fetched = (domain for domain in domains if not _may_be_taken(run, domain))
-    return _ask_one(run, fetched, replace(run.config.cluster.of("download"), downloads="login"))
+    return _ask_one(run, fetched, run.config.cluster.of("download").replace(downloads="login"))
 
 
 def _may_be_taken(run: Run, domain: str) -> bool:

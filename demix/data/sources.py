@@ -10,7 +10,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -31,7 +31,6 @@ from demix.files import fingerprint, sha256_file
 from demix.files.batches import write_rows
 from demix.files.json_files import is_deep, without_nan
 from demix.progress import followed
-from demix.settings import settings
 
 SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("metadata", pa.large_string())])
 # What `demix.data.readers` makes of bytes that are not UTF-8.
@@ -71,7 +70,6 @@ class Omitted:
             _log.warning("%s: %s; name those that you want in source.path (of archives in source.members)", name, said)
 
 
-@settings()
 class Source(SourceSection):
     """Where a domain's text comes from and what of it is taken; config/README.md explains each field.
 
@@ -82,7 +80,7 @@ class Source(SourceSection):
     def reading(self, part: int, parts: int, others: Counter[str]) -> Reading:
         """The settings of a reader, which adds the endings of files that are no data to `others`."""
         wanted = [self.text, *([self.id] if self.id else []), *self.metadata, *self.where]
-        return Reading(tuple(dict.fromkeys(wanted)), self.members, self.json == "values", part, parts, others)
+        return Reading(tuple(dict.fromkeys(wanted)), self.members, self.json_holds == "values", part, parts, others)
 
 
 def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
@@ -135,7 +133,7 @@ def divided(output: Path, source: Source, part: int, where: Mapping[str, Any] | 
     """
     files = (pinned(source, part) or []) if source.kind == "files" else []
     stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.exists()]
-    given = asdict(source) | {"piece_words": None, "where": source.where if where is None else where}
+    given = source.as_dict() | {"piece_words": None, "where": source.where if where is None else where}
     digest = fingerprint([given, part, stamps])
     return output.with_name(f".{output.stem}.{digest[:16]}.divided")
 

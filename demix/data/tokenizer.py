@@ -13,7 +13,7 @@ import logging
 import sys
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -269,7 +269,7 @@ def make_tokenizer(documents: list[Path], settings: TokenizerSection, output: Pa
         take_tokenizer(Path(settings.path or ""), output, settings.end_of_text, settings.types)
     else:
         make = partial(train_tokenizer, documents, settings.vocab_size, output, settings.words)
-        made_once(output, [output], documents, asdict(settings), make)
+        made_once(output, [output], documents, settings.as_dict(), make)
 
 
 def take_tokenizer(

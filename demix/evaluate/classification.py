@@ -32,11 +32,10 @@ from demix.mix.mixtures import Mixture, keep_top
 from demix.mix.priors import accuracy_log_priors
 from demix.mix.rules import History, PriorAlone, Tempered, WeightsRule, weights_rule
 from demix.model.clusters import refuse_other_clusters
-from demix.settings import DistinctItems, Positive, settings
+from demix.settings import DistinctItems, Positive, Settings
 
 
-@settings(kw_only=True)
-class Asked:
+class Asked(Settings):
     """A model whose accuracy is taken: its row and seed in tables, and the clustering of its experts, if any."""
 
     model: str
@@ -46,8 +45,7 @@ class Asked:
     routing: str = ""
 
 
-@settings(kw_only=True)
-class Classification:
+class Classification(Settings):
     """What is classified, by which models, and by which routings."""
 
     tasks: dict[str, Task]

@@ -16,13 +16,12 @@ from demix.files import write_parquet
 from demix.mix.mixtures import Mixture
 from demix.mix.rules import History, weights_rule
 from demix.run.contexts import ContextTable
-from demix.settings import Items, Positive, Seed, Text, settings
+from demix.settings import Items, Positive, Seed, Settings, Text
 
 log = logging.getLogger(__name__)
 
 
-@settings(kw_only=True)
-class ContextEvaluation:
+class ContextEvaluation(Settings):
     """The tables of one domain (`demix.run.contexts.context_tables`), and how they are mixed and summed.
 
     `kind` is training or novel, `decay` that of cached priors, which the first `dev_blocks` blocks of dev make. Bins of

@@ -26,12 +26,11 @@ from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import History, WeightsRule
 from demix.run.models import left_out
 from demix.run.systems import Evaluated, ExpertSet
-from demix.settings import Items, Seed, Text, settings
+from demix.settings import Items, Seed, Text
 
 log = logging.getLogger(__name__)
 
 
-@settings(kw_only=True)
 class Evaluation(MixingRecipe):
     """The evaluations of one domain, and the settings of the mixtures.
 

@@ -28,7 +28,7 @@ from demix.model.directory import describe, expert_lineage, load_experts, refuse
 from demix.model.gpt import GPT
 from demix.model.scoring import columns_of, refuse_not_finite
 from demix.progress import progress
-from demix.settings import settings
+from demix.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,7 @@ log = logging.getLogger(__name__)
 ROWS = 1 << 16
 
 
-@settings(kw_only=True)
-class TaskScoring:
+class TaskScoring(Settings):
     """The tasks to score by name, and how."""
 
     tasks: dict[str, Task]

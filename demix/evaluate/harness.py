@@ -28,7 +28,7 @@ from demix.evaluate.columns import HARNESS, TASKS, table_schema
 from demix.files import read_parquet, replacing, write_parquet
 from demix.files.batches import write_batches
 from demix.model.device import set_threads, within_memory
-from demix.settings import DistinctItems, Seed, Text, settings
+from demix.settings import DistinctItems, Seed, Text
 
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 # The harness's own.
@@ -54,7 +54,6 @@ DOCUMENTS = pa.schema(
 )
 
 
-@settings(kw_only=True)
 class HarnessScoring(HarnessTasks):
     """What one model is asked, and how: its row and seed in tables, the experts that are mixed, and by which rules.
 

@@ -34,7 +34,7 @@ from demix.model.experts import load_without
 from demix.model.gpt import GPT
 from demix.model.merge import prior_weights
 from demix.progress import progress
-from demix.settings import Items, Text, settings
+from demix.settings import Items, Text
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,6 @@ COLUMNS = {
 }
 
 
-@settings(kw_only=True)
 class Audit(AuditRecipe):
     """What an audit of a removed domain compares: models by their folders below models/, experts by name.
 

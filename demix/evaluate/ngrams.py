@@ -20,12 +20,11 @@ from demix.evaluate.score_tables import (
 )
 from demix.model.ngram import KneserNey
 from demix.run.systems import ngram_folders
-from demix.settings import Positive, settings
+from demix.settings import Positive
 
 log = logging.getLogger(__name__)
 
 
-@settings(kw_only=True)
 class NGramScoring(ScoredTokens):
     """Of which tokens n-gram models learn, and which they score.
 

@@ -24,12 +24,11 @@ from demix.files import digest, parquet_reader, read_json
 from demix.files.batches import regrouped, write_batches
 from demix.model.clusters import refuse_other_clusters
 from demix.progress import followed
-from demix.settings import Positive, settings
+from demix.settings import Positive
 
 log = logging.getLogger(__name__)
 
 
-@settings(kw_only=True)
 class Routing(ScoredTokens):
     """Which tokens are routed, those that scoring scores, in blocks of `length` tokens, and by which context."""
 

@@ -43,13 +43,12 @@ from demix.model.moe import MoELayer
 from demix.model.scoring import trunk_log_probabilities
 from demix.progress import progress
 from demix.run.models import folder_at
-from demix.settings import DistinctItems, Integer, Items, Text, settings
+from demix.settings import DistinctItems, Integer, Items, Settings, Text
 
 log = logging.getLogger(__name__)
 
 
-@settings(kw_only=True)
-class ScoredModel:
+class ScoredModel(Settings):
     """What is scored under one of several models: its folder of the models' folder, its columns, and on which shards.
 
     Without `experts`, each domain is scored under its own token. `context` and `top_k` are those of `score`. No token
@@ -65,7 +64,6 @@ class ScoredModel:
     without: Text = ""
 
 
-@settings(kw_only=True)
 class Scoring(ScoringRecipe):
     """How scores are computed, and of which tokens. `models` are those of `score_models`."""
 

@@ -51,7 +51,7 @@ from demix.model.clusters import has_clusters
 from demix.model.continuations import MixedModel
 from demix.model.decode import decoded
 from demix.model.directory import tokenizer_of
-from demix.settings import Items, Text, settings
+from demix.settings import Items, Settings, Text
 
 PAGE = Path(__file__).with_name("page.html")
 KEY = "DEMIX_API_KEY"
@@ -84,15 +84,13 @@ OFFERED = (
 )
 
 
-@settings()
-class TextRequest:
+class TextRequest(Settings):
     """A request to tell whose domain a text is."""
 
     text: Annotated[Text, Field(max_length=MAX_JUDGED)]
 
 
-@settings()
-class MixRequest:
+class MixRequest(Settings):
     """A request to mix: a text, the experts in the mixture, and how.
 
     `weights` names the rule of the weights (`demix.model.decode.weights_of`), and `prior` is "" (the rule's default),

@@ -22,7 +22,7 @@ from demix.model.device import device_named
 from demix.model.gpt import GPT
 from demix.model.manifest import run_of
 from demix.model.scoring import columns_of
-from demix.settings import DistinctItems, Integer, Items, Number, Switch, Text, settings
+from demix.settings import DistinctItems, Integer, Items, Number, Settings, Switch, Text
 
 # Of a prompt and of a completion, each, in tokens; a model with a longer context takes as many as that has.
 MAX_TOKENS = 4096
@@ -31,16 +31,14 @@ MAX_STOPS = 16
 MAX_LOGPROBS = 5
 
 
-@settings(kw_only=True)
-class StreamOptions:
+class StreamOptions(Settings):
     """What a stream has besides the text."""
 
     include_usage: Switch = False
     include_obfuscation: Literal[False] = False
 
 
-@settings(kw_only=True)
-class CompletionRequest:
+class CompletionRequest(Settings):
     """The body of a request to /v1/completions: names and ranges are OpenAI's, but for the four in the second line.
 
     `by_expert` adds to each token what the experts say of it (`by_expert_of`). Those from `best_of` on are taken with

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from demix.errors import DemixError
 from demix.launch.guarded import Guarded
-from demix.settings import settings_from
+from demix.settings import Settings, settings_from
 
 CONNECTIONS = 64
 MAX_BYTES = 2 << 20
@@ -30,7 +30,7 @@ SENDER_SECONDS = 60.0
 # An error may quote the request, so its line is cut to this length.
 MAX_LINE = 500
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Settings)
 
 
 def refused(line: str, status: int, close: bool = False) -> Response:

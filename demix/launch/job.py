@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field
 
 from demix.errors import DemixError
 from demix.files import fingerprint, read_json
-from demix.settings import Integer, Items, Positive, Text, settings
+from demix.settings import Integer, Items, Positive, Settings, Text
 
 # The options of sbatch that other keys or demix itself set.
 OWN_OPTIONS = re.compile(
@@ -31,8 +31,7 @@ def _further(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-@settings()
-class Site:
+class Site(Settings):
     """The resources that a job requests from the cluster."""
 
     partition: Text | None = Field(default=None, description="Partition of the jobs; null means the site's default.")
@@ -59,7 +58,6 @@ class Site:
         return [f"--{name}" if value is True else f"--{name}={value}" for name, value in self.sbatch.items()]
 
 
-@settings()
 class Cluster(Site):
     """The settings of the config's section `cluster` for one stage."""
 

@@ -5,7 +5,6 @@ rows of the routers are stacked in every layer: those of an expert leave, and al
 or trained again.
 """
 
-import dataclasses
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -329,7 +328,7 @@ def _architecture(described: ModelManifest, experts: int) -> Architecture:
     architecture = described.architecture
     routed = architecture.merged_routed(experts).routed if described.kind == "merged" else architecture.routed
     assert routed is not None
-    return dataclasses.replace(architecture, routed=dataclasses.replace(routed, experts=experts))
+    return architecture.replace(routed=routed.replace(experts=experts))
 
 
 def _write(directory: Path, choices: Mapping[str, Choice]) -> None:

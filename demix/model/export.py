@@ -1,6 +1,5 @@
 """Exporting a model to Hugging Face: one expert, as the family with its architecture, or the mixture of all experts."""
 
-import dataclasses
 import json
 import re
 from operator import attrgetter
@@ -191,7 +190,7 @@ class _Export:
 def _with_plain_head(architecture: Architecture) -> Architecture:
     """The architecture in other formats: CLAP's rows of length 1 are embeddings, and its head is one of its own."""
     plain = architecture.head == "clap" and architecture.clap_inputs == "unit" and architecture.objective == "clm"
-    return dataclasses.replace(architecture, head="untied") if plain else architecture
+    return architecture.replace(head="untied") if plain else architecture
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

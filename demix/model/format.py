@@ -18,7 +18,7 @@ from torch import Tensor
 from demix.config.architecture import USUAL, Architecture, Routed
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.settings import Number, Positive, names_of, settings, settings_from
+from demix.settings import Number, Positive, Settings, names_of, settings_from
 
 # Keys of config.json that change nothing of what a model computes from given tokens in evaluation.
 HARMLESS = re.compile(
@@ -44,7 +44,7 @@ ACTIVATIONS = {
     "gelu": "gelu", "gelu_new": "gelu_new", "gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "relu": "relu",
     "relu2": "relu2", "silu": "silu", "swish": "silu",
 }  # fmt: skip
-T = TypeVar("T")
+T = TypeVar("T", bound=Settings)
 TIED = {True: "tied", False: "untied"}
 Vocabulary = Annotated[Positive, Field(le=1 << 24)]
 # In `Format.fixed`: every value of the option.
@@ -82,8 +82,7 @@ class Key:
         return value if self.values is None else next(theirs for theirs, ours in self.values.items() if ours == value)
 
 
-@settings(kw_only=True)
-class Rope:
+class Rope(Settings):
     """How a config.json scales rope: `rope_scaling` as version 4 of transformers wrote it, `rope_parameters` of 5."""
 
     rope_type: Literal["default", "linear", "llama3"] | None = None
@@ -108,8 +107,7 @@ class Rope:
         return options | {"rope_scaling": scaling}
 
 
-@settings(kw_only=True)
-class Others:
+class Others(Settings):
     """What config.json says beside the architecture, and the largest number of positions.
 
     Attention sees `window` positions, where they are not all.

@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -31,7 +30,7 @@ from demix.model.formats import FORMATS
 from demix.model.gpt import GPT
 from demix.model.manifest import MOST_BYTES
 from demix.model.verified import Verified, refuse_without_transformers, verify_import
-from demix.settings import Text, settings, settings_from
+from demix.settings import OpenSettings, Text, settings_from
 
 # Without learned positions a model takes blocks of any length, and a cache of all positions would not fit into memory.
 USUAL_CONTEXT = 2048
@@ -50,8 +49,7 @@ FileName = Annotated[Text, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,199}\.s
 Places = Mapping[str, tuple[Path, Any]]
 
 
-@settings(kw_only=True, open=True)
-class Index:
+class Index(OpenSettings):
     """The content of model.safetensors.index.json: the file of each tensor, in the same folder."""
 
     weight_map: Annotated[dict[Text, FileName], Field(min_length=1)]
@@ -166,7 +164,7 @@ def architecture_of(
         raise DemixError(f"{config}: attention", cause, f"import it with --context {others.window}")
     architecture = form.checked(Architecture, {**options, "context": context}, config)
     usual: dict[str, Any] = {option: None for option in BY_SIZES if follows(option, architecture)}
-    return replace(architecture, **usual)
+    return architecture.replace(**usual)
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], str]:

@@ -10,18 +10,18 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from demix.config.architecture import Architecture
 from demix.config.evaluation import Context, Temperature
 from demix.config.mixing import DEFAULTS
 from demix.errors import DemixError, nearest
 from demix.files import read_json
-from demix.settings import Integer, Items, Number, Text, settings, settings_from
+from demix.settings import Integer, Items, Number, OpenSettings, Settings, Text, settings_from
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Settings)
 
 # A description has a few lines for each domain.
 MOST_BYTES = 4 << 20
@@ -47,20 +47,28 @@ ModelName = Annotated[Text, Field(pattern="^[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}$")
 Digest = Annotated[Text, Field(pattern="^[0-9a-z]{1,64}$")]
 Count = Annotated[Integer, Field(ge=0, le=10**18)]
 Share = Annotated[Number, Field(ge=0, le=1)]
-Settings = dict[Text, Any]
+Values = dict[Text, Any]
 
 
-@settings(kw_only=True, open=True)
-class Recorded:
+class Recorded(OpenSettings):
     """A file in a model directory, which may hold more keys than those declared."""
+
+    _file: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _remember(cls, values: Any, make: ModelWrapValidatorHandler[Self]) -> Self:
+        made = make(values)
+        if isinstance(values, Mapping):
+            made._file.update(values)
+        return made
 
     @property
     def content(self) -> dict[str, Any]:
         """The file as it is written, a copy."""
-        return {**vars(self)["_file"]}
+        return {**self._file}
 
 
-@settings(kw_only=True, open=True)
 class Trained(Recorded):
     """The settings of a training that later stages need."""
 
@@ -68,7 +76,6 @@ class Trained(Recorded):
     seed: Count
 
 
-@settings(kw_only=True, open=True)
 class Learned(Recorded):
     """What a model or an expert has learned from; `seeds` are the tokens of states that it began with, by sha256.
 
@@ -81,18 +88,16 @@ class Learned(Recorded):
     seeds: dict[Digest, Count] = Field(default_factory=dict)
 
 
-@settings(kw_only=True, open=True)
 class Manifest(Learned):
     """What the description of a model and that of an expert have in common."""
 
     shared_sha256: Digest
     tokenizer_sha256: Digest | None = None
     parent_sha256: Digest | None = None
-    adaptation: Settings = Field(default_factory=dict)
+    adaptation: Values = Field(default_factory=dict)
 
 
-@settings(kw_only=True, open=True)
-class Branched:
+class Branched(OpenSettings):
     """The state of another model with which a training began (`demix.train.branch`), and whose schedule it had.
 
     `step` is 0 for a model in a folder, of whose `tokens` none are among those of the training.
@@ -105,8 +110,7 @@ class Branched:
     schedule: Literal["continue", "restart"] = "continue"
 
 
-@settings(kw_only=True, open=True)
-class SeedManifest:
+class SeedManifest(OpenSettings):
     """The content of `seeds/<model>/step-<n>/manifest.json`: the state of a training after `step` updates.
 
     `training` are the settings that identify the training, `data_sha256` the tokens that it read by domain, `sha256`
@@ -116,15 +120,14 @@ class SeedManifest:
 
     step: Count
     tokens: Count | None
-    training: Settings
+    training: Values
     tokenizer_sha256: Digest
     data_sha256: dict[ExpertName, Digest]
     sha256: dict[Text, Digest]
     loss_scale: Number | None = None
-    choices: list[Settings] = Field(default_factory=list)
+    choices: list[Values] = Field(default_factory=list)
 
 
-@settings(kw_only=True, open=True)
 class ModelManifest(Manifest):
     """The content of `model.json`.
 
@@ -148,15 +151,13 @@ class ModelManifest(Manifest):
     experts: dict[ExpertName, Digest] = Field(default_factory=dict)
 
 
-@settings(kw_only=True, open=True)
-class Origin:
+class Origin(OpenSettings):
     """The part of one parent in a merged expert."""
 
     weight: Share
     sha256: Digest
 
 
-@settings(kw_only=True, open=True)
 class RecordedChoice(Recorded):
     """An expert among which tokens choose, and the hash of the tokens from which its router was solved, if it was.
 
@@ -169,7 +170,6 @@ class RecordedChoice(Recorded):
     learned: Learned = Field(default_factory=Learned)
 
 
-@settings(kw_only=True, open=True)
 class ExpertManifest(Manifest):
     """The description of an expert.
 
@@ -184,31 +184,27 @@ class ExpertManifest(Manifest):
     choices: Annotated[Items[RecordedChoice], Field(max_length=4096)] = ()
 
 
-@settings(kw_only=True, open=True)
-class Mixing:
+class Mixing(OpenSettings):
     """The content of `mixing.json`: the parameters of the rule `tempered`, chosen for a model."""
 
     beta: Annotated[Number, Field(ge=0, le=10)]
     gamma: Share
 
 
-@settings(kw_only=True, open=True)
-class Usual:
+class Usual(OpenSettings):
     """The perplexity and the bits per byte of an expert on the test split of its own domain."""
 
     perplexity: Annotated[Number, Field(gt=0)]
     bits_per_byte: Annotated[Number, Field(gt=0)]
 
 
-@settings(kw_only=True, open=True)
-class Usuals:
+class Usuals(OpenSettings):
     """The content of `usual.json`: the figures of a model's experts."""
 
     experts: dict[ExpertName, Usual]
 
 
-@settings(kw_only=True, open=True)
-class Routed:
+class Routed(OpenSettings):
     """The content of `clusterer/routing.json`: the name of a clustering, and how its distances weight experts."""
 
     clustering: ModelName

@@ -5,7 +5,6 @@ fp32 (or fp64) and cast to the type of the activations for each matrix product.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -160,7 +159,7 @@ class MoELayer(Experts):
 
     def choose(self, top_k: int) -> None:
         """Let tokens choose `top_k` experts from now on. The gates of a token sum to 1 where they did before."""
-        self.routed = replace(self.routed, top_k=top_k)
+        self.routed = self.routed.replace(top_k=top_k)
 
     def choices(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The scores [B, T, E] of the experts for states `x` [B, T, D], and of the chosen ones scores and numbers.

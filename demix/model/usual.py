@@ -4,7 +4,6 @@ A finished run has these figures in `results.parquet`. `demix card` writes them 
 which keeps them where the folder is copied.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -35,7 +34,7 @@ def usual_of(directory: Path) -> dict[str, Usual]:
 def write_usual(directory: Path, figures: Mapping[str, Usual]) -> None:
     """Write the figures of experts to `usual.json` of the model in `directory`; without figures there is no file."""
     if figures:
-        content = {"experts": {name: dataclasses.asdict(one) for name, one in figures.items()}}
+        content = {"experts": {name: one.as_dict() for name, one in figures.items()}}
         write_json(directory / "usual.json", content)
     else:
         (directory / "usual.json").unlink(missing_ok=True)

@@ -244,10 +244,9 @@ class ScoringCosts:
         """What `of_job` sums: the hours and the bytes of one part of a job."""
         architecture = self._architectures.get(part.model, self.run.architecture)
         routed = architecture.routed
-        architecture = replace(
-            architecture,
+        architecture = architecture.replace(
             context=part.context or architecture.context,
-            routed=replace(routed, top_k=part.top_k) if routed and part.top_k else routed,
+            routed=routed.replace(top_k=part.top_k) if routed and part.top_k else routed,
         )
         scored = (self._tokens(split, architecture.context) for split in part.splits)
         tokens = sum(sum(map(split.__getitem__, part.domains)) for split in scored)

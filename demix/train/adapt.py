@@ -1,6 +1,5 @@
 """Adding a domain to a trained model: DEMix-DAPT (a new expert) and Dense-DAPT (all parameters)."""
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from demix.model.experts import changing
 from demix.model.gpt import GPT
 from demix.model.merge import averaged, origins_of, parents_of
 from demix.run.placement import place_experts
-from demix.settings import Positive, Seed, settings
+from demix.settings import Positive, Seed
 from demix.train.batches import balanced_batches, open_shards
 from demix.train.loop import Evaluation, dev_losses, train
 from demix.train.parallel import World, joined
@@ -48,7 +47,6 @@ log = logging.getLogger(__name__)
 INITS = ("parent", "average")
 
 
-@settings(kw_only=True)
 class Adaptation(AdaptationRecipe):
     """How a model is adapted to one novel domain.
 
@@ -62,7 +60,7 @@ class Adaptation(AdaptationRecipe):
 
     def bounded(self, text: int) -> "Adaptation":
         """These settings with no more tokens than `passes` over a train split of `text` tokens."""
-        return dataclasses.replace(self, tokens=min(self.tokens, self.passes * text)) if self.passes else self
+        return self.replace(tokens=min(self.tokens, self.passes * text)) if self.passes else self
 
     def steps(self, length: int) -> int:
         """The most optimizer updates, with sequences of `length` tokens."""
@@ -71,7 +69,7 @@ class Adaptation(AdaptationRecipe):
     def trials(self) -> tuple["Adaptation", ...]:
         """One adaptation for each factor of the sweep, or this one where there is none."""
         factors = self.sweep.factors if self.sweep else (self.learning_rate_factor,)
-        return tuple(dataclasses.replace(self, learning_rate_factor=one, sweep=None) for one in factors)
+        return tuple(self.replace(learning_rate_factor=one, sweep=None) for one in factors)
 
 
 def adapt(

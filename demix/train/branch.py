@@ -185,10 +185,10 @@ def _initial_model(directory: Path, identity: Mapping[str, Any]) -> InitialModel
     begun, given = own.unrouted, parents.get("routed")
     if given and own.routed:
         # Experts that are routed already stay as many. How a token chooses among them may change.
-        begun = dataclasses.replace(own, routed=Routed(**given | {key: getattr(own.routed, key) for key in _EXPERTS}))
+        begun = own.replace(routed=Routed(**given | {key: getattr(own.routed, key) for key in _EXPERTS}))
     if own.attention == "documents":
         # An imported parent does not say so: other software has no name for it.
-        begun = dataclasses.replace(begun, attention=parents.get("attention", USUAL["attention"]))
+        begun = begun.replace(attention=parents.get("attention", USUAL["attention"]))
     # A model without a table of positions has blocks of any length.
     architecture = begun.described | ({} if own.position == "learned" else {"context": parents["context"]})
     if parents != architecture:

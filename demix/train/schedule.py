@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from demix.config.training import Execution, LearningRate, OptimizerRecipe
-from demix.settings import Integer, Positive, settings
+from demix.settings import Integer, Positive
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,6 @@ class EarlyStopping:
     patience: int
 
 
-@settings(kw_only=True)
 class Optimization(Execution, OptimizerRecipe):
     """How parameters are updated in `steps` optimizer updates, and how the updates are computed.
 

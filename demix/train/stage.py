@@ -22,7 +22,7 @@ from demix.model.device import set_threads
 from demix.model.directory import copy_tokenizer, save_expert, save_manifest, save_shared
 from demix.model.gpt import GPT
 from demix.run.placement import Placement, place
-from demix.settings import Integer, Number, Seed, Switch, Text, names_of, settings
+from demix.settings import Integer, Number, Seed, Switch, Text, names_of
 from demix.train.batches import batches_of, open_shards
 from demix.train.branch import SeedState, anchored, branched, freeze_except, keep_seed, read_seed, upcycled
 from demix.train.loop import Evaluation, dev_losses, train
@@ -34,7 +34,6 @@ from demix.train.trainer import DivergedError
 log = logging.getLogger(__name__)
 
 
-@settings(kw_only=True)
 class Training(TrainingRecipe):
     """How a model is trained from scratch. `tokens` is the model's total; `sequences` counts per domain and step."""
 
@@ -266,7 +265,7 @@ def _write_model(training: ModelTraining, model: GPT, tokens: int, output: Path,
     world.wait()
     if world.rank == 0:
         about = {
-            "training": dataclasses.asdict(training.settings),
+            "training": training.settings.as_dict(),
             "tokenizer_sha256": tokenizer_sha256,
             "kind": training.kind,
             "shared_parameters": shared,

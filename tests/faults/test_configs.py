@@ -8,7 +8,7 @@ import pytest
 
 from demix.config.config import Config
 from demix.run.check import completed_run, load_run
-from demix.settings import resolved, schema_of
+from demix.settings import resolved
 from support.dry_run import REPOSITORY
 from support.errors import refused
 
@@ -52,7 +52,7 @@ def leaves(part: dict, schema: dict, config: dict, place: Keys = ()) -> Iterator
 
 def wrong_values(config: dict) -> Iterator[tuple[Keys, object]]:
     """Every key with every value that its schema does not allow: of another type, beyond a bound, of no kind."""
-    schema = schema_of(Config)
+    schema = Config.model_json_schema()
     for place, part in leaves(schema, schema, config):
         yield from ((place, value) for value in WRONG.get(part.get("type"), ()))
         yield from ((place, part[name] + more) for name, more in BOUNDS.items() if name in part)
@@ -62,7 +62,7 @@ def wrong_values(config: dict) -> Iterator[tuple[Keys, object]]:
 
 def unknown_keys(config: dict, chance: random.Random) -> Iterator[tuple[Keys, Keys]]:
     """Every key, and the key that a slip of the hand makes of it."""
-    for (*above, name), _ in leaves(schema_of(Config), schema_of(Config), config):
+    for (*above, name), _ in leaves(Config.model_json_schema(), Config.model_json_schema(), config):
         at = chance.randrange(1, len(name))
         yield (*above, name), (*above, chance.choice([name[:at] + name[at - 1 :], name + "x"]))
 

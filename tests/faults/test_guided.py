@@ -50,7 +50,7 @@ def anonymizer(data):
 def readers(data):
     path, raw = folder / f"a.{FORMS[data[0] % len(FORMS)]}" if data else folder / "a.txt", folder / "raw.parquet"
     path.write_bytes(data[1:])
-    documents = download(Source("files", str(path)), "d", raw)
+    documents = download(Source(kind="files", path=str(path)), "d", raw)
     assert pq.read_metadata(raw).num_rows == documents
 
 

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ if plan := os.environ.get("KILL_AT"):
     if os.environ.get("RANK", "none") == rank:
         sys.addaudithook(hook)
 """
-SETTINGS = replace(TRAIN, checkpoint_every=5, tokens=192 * 8, dev_blocks=2)
+SETTINGS = TRAIN.replace(checkpoint_every=5, tokens=192 * 8, dev_blocks=2)
 # The arguments, and the rank to be killed: none, of one process. A launcher writes nothing after the last step.
 CASES = {
     "demix": (["train", "demix"], "none"),
@@ -54,7 +53,7 @@ def run(words: list[str], tokens: Path, folder: Path) -> subprocess.CompletedPro
         shards, settings = [tokens / "dense" / "model", *novel_shards(tokens), *shards[2:]], ADAPT
     places = {"--output": "model", "--metrics": "metrics.jsonl", "--checkpoints": "checkpoints"}
     told = [word for option, name in places.items() for word in (option, folder / name)]
-    return demix(*words, *shards, "--settings", json.dumps(asdict(settings)), *told)
+    return demix(*words, *shards, "--settings", json.dumps(settings.as_dict()), *told)
 
 
 def results(folder: Path) -> dict[str, object]:

@@ -65,7 +65,7 @@ LOADERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "tokenizer": ("tokenizer.json", Tokenizer.load),
     "tokens": ("d/train.arrow", TokenShard.open),
     "scores": ("x.test/tokens.parquet", lambda path: read_scores(path.parent, ["tokens"])),
-    "source": ("a.parquet", lambda path: download(Source("files", str(path)), "d", path.with_name("raw"))),
+    "source": ("a.parquet", lambda path: download(Source(kind="files", path=str(path)), "d", path.with_name("raw"))),
 }
 
 
@@ -139,7 +139,7 @@ def parquet(path):
     read_parquet(path)
 
 def source(path):
-    download(Source("files", str(path)), "d", path.with_name("raw") / "raw.parquet")
+    download(Source(kind="files", path=str(path)), "d", path.with_name("raw") / "raw.parquet")
 
 def tokens(path):
     shard = TokenShard.open(path)

@@ -1,6 +1,5 @@
 """Adaptation changes one file of a model of experts, or writes a dense model of its own."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -35,7 +34,7 @@ from support.training import ADAPT, TRAIN, novel_shards, places, rows, shard_pat
 def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny DEMix and a dense model, and the DEMix model's score tables."""
     run = tmp_path_factory.mktemp("trained")
-    longer = dataclasses.replace(TRAIN, tokens=4 * TRAIN.tokens)
+    longer = TRAIN.replace(tokens=4 * TRAIN.tokens)
     for kind in ("demix", "dense"):
         train_into(run / kind, kind, shard_paths(tokens), longer)
     scoring = Scoring(dev_blocks=10, test_tokens=500, precision="fp32", threads=1)
@@ -90,7 +89,7 @@ def test_demix_dapt_adds_a_file_and_changes_no_other(
 
 def adapted(trained: Path, text: Path, folder: Path, **changes: Any) -> Path:
     """Dense-DAPT with other settings, into `folder`."""
-    dev, how = shard_paths(text, split="dev"), dataclasses.replace(ADAPT, **changes)
+    dev, how = shard_paths(text, split="dev"), ADAPT.replace(**changes)
     adapt(trained / "dense" / "model", novel_shards(text), how, places(folder), training=dev)
     return folder
 
@@ -133,7 +132,7 @@ def test_a_sweep_keeps_the_factor_of_the_lowest_dev_loss(tokens: Path, trained: 
         adapted(trained, tokens, tmp_path / "none", sweep=FactorSweep(factors=(1e12,)))
 
 
-SHORT = dataclasses.replace(ADAPT, tokens=32 * 4 * 10)
+SHORT = ADAPT.replace(tokens=32 * 4 * 10)
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +216,7 @@ def test_an_added_expert_begins_as_the_average_by_posterior(run: Path, tokens: P
 
 
 def test_a_copy_of_the_parent_can_be_asked_for(run: Path, tokens: Path, tmp_path: Path) -> None:
-    settings, at = json.dumps(dataclasses.asdict(SHORT)), places(tmp_path)
+    settings, at = json.dumps(SHORT.as_dict()), places(tmp_path)
     words = [
         "adapt",
         run / "model",

@@ -184,7 +184,7 @@ def test_the_sample_and_the_exam_are_anonymized_alike_together(tmp_path):
     assert anonymize(text)[1]["PHONE_NUMBER"] == 1
     together([text, *CASES["running"], *(case["text"] for case in EXAM)])
     for path in sorted((HERE.parents[1] / "resources" / "sample").glob("*.zst")):
-        download(Source("files", str(path), words=3000), path.stem, tmp_path / "raw.parquet")
+        download(Source(kind="files", path=str(path), words=3000), path.stem, tmp_path / "raw.parquet")
         together(pq.read_table(tmp_path / "raw.parquet")["text"].to_pylist())
 
 

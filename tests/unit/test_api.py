@@ -118,7 +118,9 @@ def test_a_text_of_several_blocks_has_the_numbers_of_the_playground(
     (found,) = model.score(LONG, experts=experts, weights=weights, prior=prior)
     assert len(found.ids) > 2 * model.context
     there = opened(folder)
-    shown = Page(there).analysed(MixRequest(LONG, tuple(experts or there.experts), weights, prior))
+    shown = Page(there).analysed(
+        MixRequest(text=LONG, experts=tuple(experts or there.experts), weights=weights, prior=prior)
+    )
     assert list(found.tokens) == shown["pieces"]
     np.testing.assert_allclose(-found.mixture, shown["nats"], atol=1e-3)
     np.testing.assert_allclose(-found.log_probabilities, shown["expert_nats"], atol=1e-3)

@@ -1,6 +1,5 @@
 """The audit of a removed domain, against whole forward passes."""
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -74,7 +73,7 @@ def made(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 
 
 def rows_of(models: Path, tokens: Path, prompts: int = 3, names: dict[str, str] = NAMES) -> list[dict]:
-    audit = Audit(prompts, training=TRAINING, without=WITHOUT, threads=1, **names)
+    audit = Audit(prompts=prompts, training=TRAINING, without=WITHOUT, threads=1, **names)
     return audit_rows(DOMAIN, models, tokens / "tokens" / DOMAIN, models / "priors.parquet", audit)
 
 
@@ -169,7 +168,7 @@ def predicted(model: GPT, ids: torch.Tensor) -> np.ndarray:
 
 def test_only_what_training_has_drawn_is_asked_for(made: Callable[..., Path], tokens: Path) -> None:
     """Half an epoch of real batches; every excerpt of train lies in blocks of theirs."""
-    wide = dataclasses.replace(SMALL, context=64)
+    wide = SMALL.replace(context=64)
     shard = TokenShard.open(tokens / "tokens" / DOMAIN / "train.arrow")
     steps = len(shard) // 64 // 2
     draw = balanced_batches([shard], [DOMAIN], 1, 64, SEED).draw

@@ -1,6 +1,5 @@
 """Trainings that begin with a state or the parameters of a dense model, and what a config may say of them."""
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
@@ -99,7 +98,7 @@ def test_a_state_that_cannot_be_moved_is_trained_again(
         kept.write_bytes(kept.read_bytes()[:-1] + b"x")
 
     def command(step: int) -> list[object]:
-        settings, places = json.dumps(dataclasses.asdict(TRAIN)), ["--kept", tmp_path / "checkpoints"]
+        settings, places = json.dumps(TRAIN.as_dict()), ["--kept", tmp_path / "checkpoints"]
         places += ["--output", seed(tmp_path, step), "--checkpoints", tmp_path / "again"]
         return ["seed", "dense", *shard_paths(tokens), "--settings", settings, "--step", step, *places]
 
@@ -115,7 +114,7 @@ def test_a_state_that_cannot_be_moved_is_trained_again(
 
 def test_seeds_that_do_not_fit_are_refused(run: Path, tokens: Path, tmp_path: Path) -> None:
     def begin(branch: Path, **changes: Any) -> None:
-        train_into(tmp_path, "demix", shard_paths(tokens), dataclasses.replace(TRAIN, **changes), branch=branch)
+        train_into(tmp_path, "demix", shard_paths(tokens), TRAIN.replace(**changes), branch=branch)
 
     for key, value in (("learning_rate", 1e-3), ("tokens", 9600), ("sequences", 4), ("warmup", 0.2), ("seed", 2)):
         with refused("seeds/dense/step-00000010"):
@@ -153,7 +152,7 @@ def test_a_model_in_a_folder_gives_its_parameters_and_nothing_else(run: Path, to
     assert (description["tokens_seed"], description["tokens_branch"]) == (0, 4608)
     assert tokens_learned(description) == 2 * 4608
 
-    other = dataclasses.replace(TRAIN, architecture=TRAIN.architecture | {"activation": "gelu_new"})
+    other = TRAIN.replace(architecture=TRAIN.architecture | {"activation": "gelu_new"})
     with refused("my model"):
         train_into(tmp_path / "other", "demix", shard_paths(tokens), other, branch=folder)
     with refused("my model"):
@@ -164,7 +163,7 @@ def test_a_model_in_a_folder_gives_its_parameters_and_nothing_else(run: Path, to
 
 
 # A step is 288 tokens. The seed's 1,920 tokens are 6 of these steps and a part of the next.
-OWN = dataclasses.replace(TRAIN, tokens=192 * 31, sequences=3, learning_rate=1e-3, warmup=0.0, seed=3)
+OWN = TRAIN.replace(tokens=192 * 31, sequences=3, learning_rate=1e-3, warmup=0.0, seed=3)
 
 
 @pytest.mark.parametrize("kind", ["demix", "dense", "dense_unbalanced"])
@@ -185,7 +184,7 @@ def test_a_restart_that_has_no_token_left_or_another_architecture_is_refused(
 ) -> None:
     for changes in ({"tokens": 1920}, {"architecture": OWN.architecture | {"layers": 1}}):
         with refused("step-00000010"):
-            other = dataclasses.replace(OWN, **changes)
+            other = OWN.replace(**changes)
             train_into(tmp_path, "demix", shard_paths(tokens), other, branch=seed(run), schedule="restart")
     with refused("--schedule again"):
         train_into(tmp_path, "demix", shard_paths(tokens), OWN, branch=seed(run), schedule="again")

@@ -1,7 +1,6 @@
 """Experts that are trained by themselves: whole models (Branch-Train-Merge), and beside a frozen parent (FlexOlmo)."""
 
 import copy
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -46,8 +45,8 @@ from support.training import (
 )
 
 STEPS, SEED = 24, 10
-EXACT = dataclasses.replace(TRAIN, precision="fp64")
-SHORT = dataclasses.replace(TRAIN, tokens=32 * 2 * 3 * 12)
+EXACT = TRAIN.replace(precision="fp64")
+SHORT = TRAIN.replace(tokens=32 * 2 * 3 * 12)
 
 
 def branch(run: Path, tokens: Path, name: str, step: int = SEED, into: str = "btm", **more: Any) -> Path:
@@ -72,7 +71,7 @@ def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_expert_is_that_of_a_loop_in_transformers(run: Path, tokens: Path, schedule: str) -> None:
     restart, name = schedule == "restart", TRAINING[1]
     if restart:
-        plain = dataclasses.replace(EXACT, warmup=0.0, learning_rate=2e-3)
+        plain = EXACT.replace(warmup=0.0, learning_rate=2e-3)
         branch(run, tokens, name, into="restarted", training=plain, schedule="restart")
     sizes = load_model(run / "model").architecture
     config = GPT2Config(
@@ -178,7 +177,7 @@ def test_a_job_trains_one_expert_with_its_share_of_the_tokens(
     train_into(tmp_path / "alone", "branched", shard_paths(tokens, TRAINING[1:2]), SHORT, share=3)
     options = [word for key, path in places(tmp_path / "job").results.items() for word in (key, str(path))]
     options += ["--checkpoints", str(tmp_path / "job" / "checkpoints")]
-    settings = json.dumps(dataclasses.asdict(SHORT))
+    settings = json.dumps(SHORT.as_dict())
     command = ["train", "branched", *map(str, shard_paths(tokens)), "--settings", settings, *options, "--expert"]
     for wrong in (["dense"], ["fantasy"]):
         assert str(said([*command, *wrong])).startswith(f"demix: error: --expert {wrong[0]}: ")
@@ -202,9 +201,7 @@ def test_a_model_without_a_domain_has_its_own_training_of_the_replacement_alone(
 
 
 PAIR = {"experts": 2, "top_k": 2, "every": 1, "capacity": 2.0, "balance": 0.0}
-RECIPE = dataclasses.replace(
-    TRAIN, architecture=SIZES | {"routed": PAIR}, tokens=192 * 6, weight_decay=0.0, learning_rate=1e-2
-)
+RECIPE = TRAIN.replace(architecture=SIZES | {"routed": PAIR}, tokens=192 * 6, weight_decay=0.0, learning_rate=1e-2)
 OWN = TRAINING[1]
 
 

@@ -4,7 +4,6 @@ import copy
 import json
 import re
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +165,7 @@ def test_a_fingerprint_leaves_out_what_only_time_and_memory_depend_on() -> None:
     for settings in (training, adaptation):
         assert left_out < set(names_of(type(settings)))
         for key in names_of(type(settings)):
-            changed = replace(settings, **{key: other.get(key) or getattr(settings, key) * 2 or 1})
+            changed = settings.replace(**{key: other.get(key) or getattr(settings, key) * 2 or 1})
             assert changed != settings
             same = fingerprint(fingerprinted(changed)) == fingerprint(fingerprinted(settings))
             assert same == (key in left_out), key

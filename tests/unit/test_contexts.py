@@ -104,14 +104,19 @@ def test_the_plan_counts_jobs_and_costs_of_longer_blocks() -> None:
     parts = {part.folder: part for job in novel for part in job.parts}
     far, base = (ScoringCosts(config, HARDWARE["cpu"]).of_part(parts[name])[0] for name in ("far@64", "far"))
     # The same novel domains, whose test splits are as long as their dev splits here, without these.
-    sizes = [scoring_flops(Architecture(2, 32, 2, length, position="alibi"), 512, 3) for length in (64, 32)]
+    sizes = [
+        scoring_flops(Architecture(layers=2, width=32, heads=2, context=length, position="alibi"), 512, 3)
+        for length in (64, 32)
+    ]
     tokens = [1000, 1000 + 10 * 32]
     assert far / base == pytest.approx(sizes[0] * tokens[0] / sizes[1] / tokens[1], rel=1e-9)
 
 
 def write_small(folder: Path, position: str, tokens: Path) -> GPT:
     shard = opened(tokens)[0]
-    model = GPT(Architecture(2, 32, 4, 16, position=position), shard.vocab_size, ("a", "b")).initialise(1)
+    model = GPT(
+        Architecture(layers=2, width=32, heads=4, context=16, position=position), shard.vocab_size, ("a", "b")
+    ).initialise(1)
     save_model(model, folder, shard.tokenizer_sha256)
     return model
 

@@ -45,7 +45,7 @@ def _split(folder, domain, training=True, budget=None, seed=1, documents=None, n
     output = folder / "corpus" / domain
     clean = folder / "clean" / f"{domain}.parquet"
     splitting = Splitting(
-        words=budget or Budget(None, 4, 4),
+        words=budget or Budget(train=None, dev=4, test=4),
         near_duplicates=near_duplicates,
         training=training,
         seed=seed,
@@ -103,7 +103,7 @@ def _expected(texts, budget, seed):
     TEXTS,
     TEXTS,
     st.booleans(),
-    st.builds(Budget, st.none() | st.integers(1, 12), st.integers(1, 9), st.integers(1, 9)),
+    st.builds(Budget, train=st.none() | st.integers(1, 12), dev=st.integers(1, 9), test=st.integers(1, 9)),
     st.integers(0, 3),
     st.sampled_from([1, 12, 64 << 20]),
     st.sampled_from([None, 0.5]),
@@ -120,7 +120,7 @@ def test_splits_follow_the_hash_order_and_lose_nothing(
         # Dev and test then take half of the words.
         words, asked = sum(len(text.split()) for text in set(mine)), budget.dev + budget.test
         dev, test = (min(wanted, math.ceil(wanted * words / (2 * asked))) for wanted in (budget.dev, budget.test))
-        expected = _expected(mine, Budget(budget.train, dev, test), seed) if mine else None
+        expected = _expected(mine, Budget(train=budget.train, dev=dev, test=test), seed) if mine else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "STRETCH_BYTES", stretch_bytes)
         if expected is None:
@@ -152,7 +152,7 @@ TEXT = [f"word {i} " + "more " * (i % 5) for i in range(40)]
 def test_the_card_counts_what_is_left_out(tmp_path, caplog):
     _owners(tmp_path, a=TEXT)
     path = _clean(tmp_path, "a", [*TEXT, TEXT[0]], empty=2)
-    rows, card = _split(tmp_path, "a", budget=Budget(20, 10, 10))
+    rows, card = _split(tmp_path, "a", budget=Budget(train=20, dev=10, test=10))
     assert card["domain"] == "a"
     assert card["rejected"] == {"empty": 2, "near_duplicates": 0, "beyond_budget": 40 - sum(card["documents"].values())}
     assert card["duplicates"] == {"within": 1, "across": 0}
@@ -161,8 +161,8 @@ def test_the_card_counts_what_is_left_out(tmp_path, caplog):
         assert wanted <= card["words"][name] < wanted + 7
         assert card["words"][name] - rows[name][-1]["n_words"] < wanted
     assert caplog.text == ""
-    _split(tmp_path, "a", budget=Budget(10_000, 4, 4))
-    _split(tmp_path, "a", budget=Budget(None, 4000, 400))
+    _split(tmp_path, "a", budget=Budget(train=10_000, dev=4, test=4))
+    _split(tmp_path, "a", budget=Budget(train=None, dev=4000, test=400))
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2, "budgets are beyond the text"
     counts = path.with_suffix(".json")
     write_json(counts, read_json(counts) | {"rejected": {"empty": 0, "not_utf8": 4}, "normalised": {}})
@@ -173,7 +173,7 @@ def test_the_card_counts_what_is_left_out(tmp_path, caplog):
     _clean(tmp_path, "a", ["a b"])
     _owners(tmp_path, a=["a b"])
     with refused("a.words"):
-        _split(tmp_path, "a", budget=Budget(None, 1, 1))
+        _split(tmp_path, "a", budget=Budget(train=None, dev=1, test=1))
 
 
 def test_metadata_of_the_first_of_equal_texts_reaches_the_splits_where_it_is_wanted(tmp_path):
@@ -230,7 +230,7 @@ def test_the_share_of_held_out_grams_in_train(tmp_path, monkeypatch):
     common = " ".join(f"c{i}" for i in range(30))
     texts = [f"{common} " + " ".join(f"w{i}x{j}" for j in range(100)) for i in range(30)]
     _owners(tmp_path, a=texts)
-    budget = Budget(None, 300, 300)
+    budget = Budget(train=None, dev=300, test=300)
     rows, card = _split(tmp_path, "a", budget=budget)
     train = set().union(*(_grams(row["text"]) for row in rows["train"]))
     for name in ("dev", "test"):
@@ -249,7 +249,7 @@ def test_near_duplicates_stay_out_of_train(tmp_path):
     body = [" ".join(f"w{i}x{j}" for j in range(100)) for i in range(40)]
     texts = [f"{text} {end}" for text in body for end in ("one", "other")]
     _owners(tmp_path, a=texts)
-    budget = Budget(2500, 300, 300)
+    budget = Budget(train=2500, dev=300, test=300)
     before, plain = _split(tmp_path, "a", budget=budget)
     rows, card = _split(tmp_path, "a", budget=budget, near_duplicates=0.5)
     assert (rows["dev"], rows["test"]) == (before["dev"], before["test"])

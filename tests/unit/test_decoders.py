@@ -1,6 +1,5 @@
 """Decoders of the families of transformers, whose classes are the oracles: in, out, and everything between."""
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,7 +157,7 @@ def test_an_expert_goes_out_as_the_class_of_its_architecture(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     encoder = Tokenizer.load(tokens / "tokenizer.json")
-    architecture = dataclasses.replace(Architecture(layers=2, width=32, heads=4, context=64), **options)
+    architecture = Architecture(layers=2, width=32, heads=4, context=64).replace(**options)
     model = model_of(("law", "news"), torch.float32, architecture=architecture, vocab_size=encoder.vocab_size)
     save_model(model, tmp_path / "m", encoder.sha256)
     export_hf(tmp_path / "m", "news", tokens / "tokenizer.json", tmp_path / "out")

@@ -1,6 +1,5 @@
 """Exported mixtures, loaded by transformers in a process that cannot import demix, against demix's own decoding."""
 
-import dataclasses
 import json
 import os
 import shutil
@@ -25,18 +24,18 @@ from support.cli import demix, succeeds
 from support.models import REAL_TEXT, SMALL, THREE, alone, model_of, save_model
 
 CONTEXT = SMALL.context
-LLAMA = dataclasses.replace(SMALL, **DECODERS["llama"], key_heads=2, inner=48)
-PYTHIA = dataclasses.replace(SMALL, position="rope", rope_share=0.5, residual="parallel", head="untied")
+LLAMA = SMALL.replace(**DECODERS["llama"], key_heads=2, inner=48)
+PYTHIA = SMALL.replace(position="rope", rope_share=0.5, residual="parallel", head="untied")
 # By name: the architecture, and whether experts are whole models.
 MODELS = {
     "gpt2": (SMALL, False),
     "gpt2_btm": (SMALL, True),
-    "clap": (dataclasses.replace(SMALL, head="clap"), False),
-    "opt": (dataclasses.replace(SMALL, activation="relu"), False),
+    "clap": (SMALL.replace(head="clap"), False),
+    "opt": (SMALL.replace(activation="relu"), False),
     "gpt_neox": (PYTHIA, False),
     "llama": (LLAMA, False),
-    "qwen3_btm": (dataclasses.replace(LLAMA, query_norm="head", head="tied"), True),
-    "olmo2": (dataclasses.replace(SMALL, **DECODERS["olmo2"], inner=48), True),
+    "qwen3_btm": (LLAMA.replace(query_norm="head", head="tied"), True),
+    "olmo2": (SMALL.replace(**DECODERS["olmo2"], inner=48), True),
 }
 BETA, GAMMA = 0.35, 0.9
 LENGTHS = (2 * CONTEXT + 7, 9, CONTEXT + 1)

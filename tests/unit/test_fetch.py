@@ -267,12 +267,12 @@ def test_a_source_of_addresses_is_read_in_parts_up_to_its_words(serve, tmp_path)
     site = serve(lambda handler, number: handler.send(lines(f"of {handler.path}")))
     urls = tuple(f"{site.address}/{name}.jsonl" for name in "abc")
     for part_of in range(2):
-        download(Source("url", urls, parts=2), "d", tmp_path / "d" / f"{part_of}.parquet", part_of)
+        download(Source(kind="url", path=urls, parts=2), "d", tmp_path / "d" / f"{part_of}.parquet", part_of)
     texts = [pq.read_table(tmp_path / "d" / f"{part_of}.parquet")["text"].to_pylist() for part_of in range(2)]
     assert texts == [["of /a.jsonl", "of /c.jsonl"], ["of /b.jsonl"]]
     assert sorted(path.name for path in (tmp_path / "d").iterdir()) == ["0.parquet", "1.parquet"]
     site.requests.clear()
-    assert download(Source("url", urls, words=3), "d", tmp_path / "d" / "0.parquet") == 2
+    assert download(Source(kind="url", path=urls, words=3), "d", tmp_path / "d" / "0.parquet") == 2
     assert len(site.requests) == 2, "the last address is left alone"
 
 
@@ -283,7 +283,9 @@ def test_a_failed_source_keeps_what_it_fetched_but_for_a_damaged_file(serve, tmp
         handler.send(data[:-9] if number == 3 else data, 404 if number == 2 else 200)
 
     site, output = serve(answer), tmp_path / "d" / "0.parquet"
-    source = Source("url", tuple(f"{site.address}/{name}.jsonl.gz" for name in "ab"), instructions="ask the owner")
+    source = Source(
+        kind="url", path=tuple(f"{site.address}/{name}.jsonl.gz" for name in "ab"), instructions="ask the owner"
+    )
     for requests in (2, 3):
         with refused("b.jsonl.gz") as caught:
             download(source, "d", output)
@@ -299,7 +301,7 @@ def test_a_failed_source_keeps_what_it_fetched_but_for_a_damaged_file(serve, tmp
 @pytest.mark.parametrize("url", ["ftp://host/a.jsonl", "file:///etc/passwd", "http://host/", "http://host/.."])
 def test_an_address_that_names_no_file_is_refused(tmp_path, url):
     with refused(url):
-        download(Source("url", url), "d", tmp_path / "d" / "0.parquet")
+        download(Source(kind="url", path=url), "d", tmp_path / "d" / "0.parquet")
 
 
 KEYS = """token access_token accessToken private_token api_key apikey apiKey key password sig Signature X-Amz-Signature
@@ -345,7 +347,7 @@ def test_an_address_with_a_credential_is_refused_everywhere_and_not_shown(addres
         (lambda: completed_run(with_sources(licenses={"kind": "url", "path": ["https://host/a", address]})), path),
         (lambda: completed_run(TINY | {"tracking": {"uri": address}}), "tracking.uri"),
         (lambda: completed_run(with_sources(licenses={"kind": "url", "path": [address, 5]})), f"{path}.1"),
-        (lambda: download(Source("url", address), "d", tmp_path / "0.parquet"), "an address in source.path"),
+        (lambda: download(Source(kind="url", path=address), "d", tmp_path / "0.parquet"), "an address in source.path"),
     ):
         with refused(subject) as caught:
             use()

@@ -1,6 +1,5 @@
 """Generation with several experts, from Python and the command line: against whole forward passes, `mix` and draws."""
 
-import dataclasses
 import shutil
 from pathlib import Path
 
@@ -47,7 +46,7 @@ ALIBI, ROPE = {"position": "alibi"}, {"position": "rope", "key_heads": 2}
 @pytest.mark.parametrize(("options", "length"), [*LENGTHS, (ALIBI, LENGTH + 1), (ROPE, LENGTH + 1)])
 def test_cached_decoding_equals_whole_forward_passes(options: dict, length: int, run: Path, tmp_path: Path) -> None:
     """With prompts that end before, at and behind the end of a block, and generated texts of more than two."""
-    encoder, architecture = Tokenizer.load(run / "tokenizer.json"), dataclasses.replace(SMALL, **options)
+    encoder, architecture = Tokenizer.load(run / "tokenizer.json"), SMALL.replace(**options)
     model = model_of(tuple(sorted(THREE)), architecture=architecture, vocab_size=encoder.vocab_size)
     save_model(model, tmp_path / "m", encoder.sha256)
     opened, given = package.load(tmp_path / "m", tokenizer=run / "tokenizer.json"), encoder.encode(PROMPT)[:length]

@@ -1,6 +1,5 @@
 """What a GPU computes, beside what the CPU does: training, resuming, scores, continuations, memory."""
 
-import dataclasses
 from contextlib import AbstractContextManager
 from pathlib import Path
 from unittest.mock import patch
@@ -53,7 +52,7 @@ def no_gpu() -> AbstractContextManager[object]:
 
 def trained(tokens: Path, folder: Path, kind: str, options: dict, **changes: object) -> list[dict]:
     """The rows of metrics of a training with losses on dev, on the GPU if torch shows one."""
-    training = dataclasses.replace(TRAIN, architecture=SIZES | options, dev_blocks=2, **changes)
+    training = TRAIN.replace(architecture=SIZES | options, dev_blocks=2, **changes)
     paths = [*shard_paths(tokens), *shard_paths(tokens, split="dev")]
     train_model(kind, training, paths, folder / "model", folder / "metrics.jsonl", folder / "checkpoints")
     return read_json_lines(folder / "metrics.jsonl")
@@ -135,7 +134,7 @@ def test_a_gpu_continues_as_the_cpu_does(tokens: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("muon", [False, True])
 def test_the_state_takes_what_the_plan_says(muon: bool, tmp_path: Path) -> None:
     """Weights and moments, before a step has gradients. Kernels keep 5% of these bytes at most."""
-    sizes, seen = Architecture(8, 512, 8, 64), []
+    sizes, seen = Architecture(layers=8, width=512, heads=8, context=64), []
 
     def draw(step: int) -> Batch:
         seen.append(torch.cuda.memory_allocated() - before)

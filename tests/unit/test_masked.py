@@ -1,6 +1,5 @@
 """Masked language models: what they read and predict, their scores in folds, training, mixtures, and RoBERTa."""
 
-import dataclasses
 import itertools
 from pathlib import Path
 
@@ -54,7 +53,7 @@ from support.tokens import NOVEL, TRAINING
 from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, train_model
 
 MASKED_LM = {"attention": "bidirectional", "objective": "mlm"}
-ENCODER = dataclasses.replace(SMALL, **MASKED_LM)
+ENCODER = SMALL.replace(**MASKED_LM)
 ROBERTA = architecture_from({"preset": "roberta", "layers": 2, "width": 32, "heads": 4, "context": 64})
 TEXT = "It is a truth universally <mask>, that a single man in possession of a good <mask>, must be in want of a wife."
 # Rows are positions i and columns positions j; to be multiplied by the slope of a head.
@@ -74,7 +73,7 @@ OPTIONS = {
 @torch.no_grad()
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_states_are_those_of_an_encoder_of_torch_for_short_blocks_too(options: dict[str, str]) -> None:
-    model = model_of(architecture=dataclasses.replace(ENCODER, **options))
+    model = model_of(architecture=ENCODER.replace(**options))
     ids = torch.randint(0, 50, (3, 16), generator=torch.Generator().manual_seed(0))
     ids[:, 4] = ids[1, 7] = MASKED
     embeddings = F.normalize(model.token_embedding, dim=-1) if "head" in options else model.token_embedding
@@ -148,7 +147,7 @@ def test_a_text_is_scored_alike_in_pieces_and_needs_no_token_before_its_blocks(t
     np.testing.assert_array_equal(log_probabilities(model, inputs * 0, targets, mask), whole)
 
 
-RECIPE = dataclasses.replace(TRAIN, architecture=SIZES | MASKED_LM, tokens=6 * TRAIN.tokens)
+RECIPE = TRAIN.replace(architecture=SIZES | MASKED_LM, tokens=6 * TRAIN.tokens)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +158,7 @@ def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, kind, dev_blocks in (("masked", "demix", 0), ("masked_dense", "dense", 2)):
         dev = shard_paths(tokens, split="dev") if dev_blocks else []
         places = folder / "models" / name, folder / "metrics" / f"{name}.jsonl", folder / "checkpoints" / name
-        train_model(kind, dataclasses.replace(RECIPE, dev_blocks=dev_blocks), [*paths, *dev], *places)
+        train_model(kind, RECIPE.replace(dev_blocks=dev_blocks), [*paths, *dev], *places)
         shards = [path for split in ("dev", "test") for path in shard_paths(tokens, (*TRAINING, NOVEL[0]), split)]
         columns = TRAINING if kind == "demix" else ("dense",)
         score(folder / "models" / name, columns, shards, scoring, folder / "scores" / name)
@@ -264,7 +263,7 @@ def test_the_plan_counts_seven_passes_of_all_but_the_vocabulary() -> None:
 
 def roberta(tokens: Path, experts: tuple[str, ...] = ("dense",), **options: object) -> tuple[GPT, Tokenizer]:
     encoder = Tokenizer.load(tokens / "tokenizer.json")
-    sizes = dataclasses.replace(ROBERTA, **options)
+    sizes = ROBERTA.replace(**options)
     return model_of(experts, torch.float32, architecture=sizes, vocab_size=encoder.vocab_size), encoder
 
 
@@ -361,7 +360,7 @@ def test_sines_are_those_of_transformers_in_the_order_of_the_paper() -> None:
     theirs = MarianSinusoidalPositionalEmbedding(30, 32)
     theirs.weight.data = theirs.create_weight()
     sines, learned = (
-        model_of(architecture=Architecture(2, 32, 4, context, position=position))
+        model_of(architecture=Architecture(layers=2, width=32, heads=4, context=context, position=position))
         for position, context in (("sinusoidal", 16), ("learned", 30))
     )
     learned.load_state_dict(sines.state_dict(), strict=False)
@@ -375,7 +374,7 @@ def test_sines_are_those_of_transformers_in_the_order_of_the_paper() -> None:
 def test_inputs_may_be_scaled_and_the_head_clap_may_read_plain_ones() -> None:
     ids = torch.randint(50, (1, 2, 9), generator=torch.Generator().manual_seed(0))
     for options, factor in (({"embedding_scale": True}, 32**0.5), ({"head": "clap", "clap_inputs": "plain"}, 1)):
-        model, plain = model_of(architecture=dataclasses.replace(SMALL, **options)), model_of()
+        model, plain = model_of(architecture=SMALL.replace(**options)), model_of()
         plain.load_state_dict(model.state_dict(), strict=False)
         plain.token_embedding.mul_(factor)
         torch.testing.assert_close(model(ids), plain(ids), rtol=0, atol=1e-12)
@@ -383,7 +382,7 @@ def test_inputs_may_be_scaled_and_the_head_clap_may_read_plain_ones() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"norm": "rms", "mask": "zeros"}, {"position": "sinusoidal"}])
 def test_parameters_and_flops_are_those_of_the_model(options: dict) -> None:
-    sizes, types, T = dataclasses.replace(ROBERTA, **options), 48, 40
+    sizes, types, T = ROBERTA.replace(**options), 48, 40
     model = model_of(("one",), torch.float32, architecture=sizes, vocab_size=types)
     for mine, theirs in zip(sizes_of(sizes, types), (model.shared_tensors(), model.expert_tensors()), strict=True):
         assert sorted(mine) == sorted((p.numel(), group_of(name) == "matrices") for name, p in theirs.items())

@@ -1,7 +1,6 @@
 """The language model against references written from papers and torch's own layers, and its directory."""
 
 import copy
-import dataclasses
 import os
 import shutil
 from collections.abc import Callable
@@ -230,7 +229,7 @@ def test_a_model_of_the_papers_size_has_the_parameters_of_gpt2() -> None:
 
 @EACH
 def test_flops_are_those_that_torch_counts(options: dict[str, Any]) -> None:
-    dense = dataclasses.replace(Architecture(**SIZES, **options), routed=None)
+    dense = Architecture(**SIZES, **options).replace(routed=None)
     model = GPT(dense, 32, ("one",)).initialise(1)
     # The counter knows the plain products of attention, and those of no fused kernel.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -244,7 +243,9 @@ def test_flops_are_those_that_torch_counts(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("length", [16, 41])
 def test_a_model_with_alibi_is_mpt_at_any_length(width: int, heads: int, length: int) -> None:
     """MPT has neither biases nor those of norms, and takes softmax in fp32. 41 positions are more than the context."""
-    ours = model_of(architecture=Architecture(2, width, heads, 16, position="alibi")).requires_grad_(False)
+    ours = model_of(
+        architecture=Architecture(layers=2, width=width, heads=heads, context=16, position="alibi")
+    ).requires_grad_(False)
     for name, parameter in ours.named_parameters():
         if name.endswith("bias"):
             parameter.zero_()
@@ -275,14 +276,14 @@ def test_a_model_with_alibi_is_mpt_at_any_length(width: int, heads: int, length:
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_head_clap_is_an_untied_head_of_rows_of_length_one(weighted: bool) -> None:
-    model = model_of(("a", "b"), architecture=dataclasses.replace(SMALL, head="clap"))
+    model = model_of(("a", "b"), architecture=SMALL.replace(head="clap"))
     ids, targets = torch.randint(50, (2, 2, 3, 16), generator=torch.Generator().manual_seed(5))
     factors = torch.rand(2, 3, 16, dtype=torch.float64) if weighted else 1.0
     plain = copy.deepcopy(model)
     unit = plain.token_embedding / plain.token_embedding.square().sum(1, keepdim=True).sqrt()
     own = {name: p for name, p in plain.named_parameters() if name not in ("token_embedding", "logit_scale")}
     scaled = {"token_embedding": unit, "output_embedding": plain.logit_scale * unit}
-    untied = model_of(("a", "b"), architecture=dataclasses.replace(SMALL, head="untied"))
+    untied = model_of(("a", "b"), architecture=SMALL.replace(head="untied"))
     logits = functional_call(untied, own | scaled, (ids,)) @ scaled["output_embedding"].T
     torch.testing.assert_close(model.logits(model(ids)), logits, rtol=0, atol=1e-12)
     reference = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
@@ -296,7 +297,7 @@ def test_the_head_clap_is_an_untied_head_of_rows_of_length_one(weighted: bool) -
 
 
 def test_the_head_clap_in_half_precision_keeps_its_scale_exact() -> None:
-    model = GPT(dataclasses.replace(SMALL, head="clap"), 50, ("dense",)).initialise(1)
+    model = GPT(SMALL.replace(head="clap"), 50, ("dense",)).initialise(1)
     assert model.logit_scale.tolist() == [1.0]
     # 1.003 is 1 in bf16.
     model.logit_scale.data.fill_(1.003)
@@ -318,7 +319,7 @@ def rows_of(size: tuple[int, ...], vocabulary: int, dtype: torch.dtype) -> tuple
 
 def head_of(weight: Tensor) -> GPT:
     """A model of two experts with this embedding."""
-    model = GPT(dataclasses.replace(SMALL, width=6, heads=1), len(weight), ("a", "b")).to(weight.dtype)
+    model = GPT(SMALL.replace(width=6, heads=1), len(weight), ("a", "b")).to(weight.dtype)
     model.token_embedding.data.copy_(weight.data)
     return model
 
@@ -371,7 +372,10 @@ def test_no_more_logits_than_a_chunk_exist(loss_of: Callable, dtype: torch.dtype
 def test_training_in_bf16_holds_whole_matrices_of_scores_up_to_a_bound(
     too_many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, scores = GPT(Architecture(1, 8, 2, 64), 50, ("a", "b")).initialise(1), 2 * 3 * 2 * 64 * 64
+    model, scores = (
+        GPT(Architecture(layers=1, width=8, heads=2, context=64), 50, ("a", "b")).initialise(1),
+        2 * 3 * 2 * 64 * 64,
+    )
     monkeypatch.setattr(transformer, "WHOLE_SCORES", scores - too_many)
     with Seen() as seen:
         model(torch.zeros(2, 3, 64, dtype=torch.long), dtype=torch.bfloat16)
@@ -444,7 +448,7 @@ def test_scoring_all_experts_at_once_equals_one_at_a_time() -> None:
 def test_a_gpu_computes_as_much_at_once_as_fits() -> None:
     """12 x 768 in fp32: a block holds 17 vectors of 768 numbers for each token and expert, beside 824 MB of logits."""
     with torch.device("meta"):
-        model = GPT(Architecture(12, 768, 12, 256), 50257, ("a", "b"))
+        model = GPT(Architecture(layers=12, width=768, heads=12, context=256), 50257, ("a", "b"))
     for dtype, each, logits in ((None, 17 * 4, 4), (torch.bfloat16, 16 * 2 + 4, 6)):
         for fits, expected in ((0, 1), (1, 1), (1023, 512), (1024, 1024), (100_000, 65_536)):
             free = 2 * (logits * 4096 * 50257 + fits * each * 768)
@@ -455,7 +459,9 @@ def test_a_gpu_computes_as_much_at_once_as_fits() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_what_a_gpu_computes_at_once_takes_no_more_than_was_free(dtype: torch.dtype | None) -> None:
-    model = GPT(Architecture(4, 512, 8, 256), 32000, ("a", "b", "c", "d")).initialise(1).cuda()
+    model = (
+        GPT(Architecture(layers=4, width=512, heads=8, context=256), 32000, ("a", "b", "c", "d")).initialise(1).cuda()
+    )
     ids = np.random.default_rng(0).integers(0, 32000, (2, 256, 256))
     batch = expert_tokens_at_once(model, dtype)
     torch.cuda.reset_peak_memory_stats()
@@ -469,13 +475,13 @@ def test_what_a_gpu_computes_at_once_takes_no_more_than_was_free(dtype: torch.dt
 @pytest.mark.parametrize("options", [{}, {"position": "alibi", "head": "clap"}], ids=str)
 def test_a_domain_token_is_an_input_only(options: dict[str, str]) -> None:
     """A model with it is a dense one of a further position whose vocabulary has the domains, too."""
-    sizes = dataclasses.replace(SMALL, **options)
+    sizes = SMALL.replace(**options)
     model = model_of(("dense",), architecture=sizes, domain_tokens=EIGHT)
     inputs, targets = np.random.default_rng(0).integers(0, 50, (2, 3, SMALL.context))
     table = log_probabilities(model, inputs, targets, np.ones_like(inputs, dtype=bool))
     assert table.shape == (8, inputs.size)
     state = {name: tensor for name, tensor in model.state_dict().items() if name != "domain_embedding"}
-    wide = GPT(dataclasses.replace(sizes, context=SMALL.context + 1), 58, ("dense",)).double()
+    wide = GPT(sizes.replace(context=SMALL.context + 1), 58, ("dense",)).double()
     wide.load_state_dict(state | {"token_embedding": torch.cat([model.token_embedding, model.domain_embedding])})
     seen = torch.from_numpy(inputs)
     for number in (0, 5):
@@ -495,7 +501,7 @@ def test_what_a_model_has_no_row_or_place_for_is_refused() -> None:
         with torch.no_grad(), refused("inputs"):
             model(wrong)
     for options in ({}, {"position": "rope"}):
-        model = model_of(architecture=dataclasses.replace(SMALL, **options))
+        model = model_of(architecture=SMALL.replace(**options))
         with torch.no_grad():
             for seen, more in ((SMALL.context - 1, 3), (SMALL.context, 1)):
                 past = model.no_past()
@@ -518,7 +524,7 @@ def test_experts_start_alike_and_as_the_dense_model() -> None:
             assert torch.equal(tensor[number], dense.expert_tensors()[name][0])
     for name, tensor in demix.shared_tensors().items():
         assert torch.equal(tensor, dense.shared_tensors()[name])
-    wide = GPT(dataclasses.replace(SMALL, width=256, layers=8), 50, ("dense",)).initialise(3)
+    wide = GPT(SMALL.replace(width=256, layers=8), 50, ("dense",)).initialise(3)
     assert wide.blocks[0].feedforward.up.std().item() == pytest.approx(0.02, rel=0.02)
     assert wide.blocks[0].feedforward.down.std().item() == pytest.approx(0.02 / 4, rel=0.02)
     assert wide.blocks[0].attention.out.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)

@@ -1,6 +1,5 @@
 """`demix experts train`: a new domain's expert from text files alone."""
 
-import dataclasses
 import os
 import shutil
 import signal
@@ -27,7 +26,7 @@ def model(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model in a folder of its own, of which one expert says how it was adapted."""
     folder = tmp_path_factory.mktemp("trained")
     path = train_into(folder, "demix", shard_paths(tokens)) / "model" / "experts" / "licenses.json"
-    write_json(path, read_json(path) | {"adaptation": dataclasses.asdict(ADAPT)})
+    write_json(path, read_json(path) | {"adaptation": ADAPT.as_dict()})
     write_json(folder / "model" / "model.json", read_json(folder / "model" / "model.json") | {"experts": {}})
     return folder / "model"
 
@@ -67,7 +66,7 @@ def test_a_domain_is_added_to_a_copy_and_better_than_before(model: Path, texts: 
 def test_the_settings_are_those_of_earlier_adaptations_or_follow_the_training(model: Path, tmp_path: Path) -> None:
     assert adaptation_of(model, None, None) == ADAPT
     changed = adaptation_of(model, 999, 0.25)
-    assert changed == dataclasses.replace(ADAPT, tokens=999, learning_rate_factor=0.25)
+    assert changed == ADAPT.replace(tokens=999, learning_rate_factor=0.25)
     path = shutil.copytree(model, tmp_path / "copy") / "experts" / "licenses.json"
     write_json(path, {key: value for key, value in read_json(path).items() if key not in ("adaptation", "seal")})
     given = adaptation_of(tmp_path / "copy", None, None)

@@ -53,7 +53,9 @@ def test_the_numbers_are_those_of_the_pipeline(model: Path, tokens: Path, tmp_pa
     found = asked(model, corpus / "test.parquet", "--dev", corpus / "dev.parquet")
     experts = tuple(sorted(TRAINING))
     shards = [tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("dev", "test")]
-    score(model, experts, shards, Scoring(DEV_BLOCKS, None, "fp32", threads=1), tmp_path)
+    score(
+        model, experts, shards, Scoring(dev_blocks=DEV_BLOCKS, test_tokens=None, precision="fp32", threads=1), tmp_path
+    )
     dev, test = (read_scores(tmp_path / f"fantasy.{split}", experts) for split in ("dev", "test"))
     assert (found["tokens"], found["documents"], found["blocks"]) == (test.tokens, test.documents, len(test.mask))
 

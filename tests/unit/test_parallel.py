@@ -10,7 +10,6 @@ import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import cache
 from multiprocessing.process import BaseProcess
@@ -155,7 +154,7 @@ def settings(case: Case, **changes: str) -> Training:
         given |= COLUMNS[column][getattr(case, column)]
     for column in ("architecture", "attention"):
         given["architecture"] |= COLUMNS[column][getattr(case, column)]
-    return replace(EXACT, **given)
+    return EXACT.replace(**given)
 
 
 def by_ranks(ranks: int, work: Callable[..., None], *arguments: Any) -> None:
@@ -191,7 +190,7 @@ def train_case(case: Case, tokens: Path, folder: Path, name: str, training: Trai
         branch = folder / "dense" / f"step-{SEED:08d}"
         if not branch.exists():
             architecture = {key: value for key, value in training.architecture.items() if key != "routed"}
-            dense = ModelTraining("dense", replace(training, architecture=architecture), shards, until=SEED)
+            dense = ModelTraining("dense", training.replace(architecture=architecture), shards, until=SEED)
             train_model(dense, Places(branch, None, folder / "checkpoints"))
     train_model(ModelTraining(case.kind, training, shards, branch=branch), places(folder / name))
 
@@ -250,7 +249,7 @@ def test_a_sharded_optimizer_changes_no_bit(
 
 def adapt_kind(kind: str, tokens: Path, model: Path, folder: Path) -> None:
     """Adapt a dense model, or add an expert; `folder` gets a file for each dev split and the rank that reads it."""
-    how, novel, read = replace(ADAPT, precision="fp64"), novel_shards(tokens), loop.dev_loss
+    how, novel, read = ADAPT.replace(precision="fp64"), novel_shards(tokens), loop.dev_loss
 
     def recorded(*arguments: Any) -> float:
         (folder / f"{arguments[-1]}.{os.environ.get('RANK', '')}.read").touch()
@@ -282,7 +281,7 @@ def test_an_adaptation_by_two_ranks_is_that_of_one(kind: str, tokens: Path, tmp_
 
 def diverge(tokens: Path, folder: Path) -> None:
     """Train at a learning rate of a sweep at which nothing can be learned."""
-    training = ModelTraining("demix", replace(TRAIN, learning_rate=1e38), shard_paths(tokens))
+    training = ModelTraining("demix", TRAIN.replace(learning_rate=1e38), shard_paths(tokens))
     train_model(training, Places(None, folder / "1e38.jsonl", folder / "checkpoints"))
 
 
@@ -307,14 +306,14 @@ def test_placements_part_every_step_without_overlap(count: int, ranks: int, sequ
         assert {found[other].experts for other in placed.ranks} == {placed.experts}
 
 
-LONG = replace(EXACT, tokens=16 * 4 * 4 * 60, checkpoint_every=5, dev_blocks=0)
+LONG = EXACT.replace(tokens=16 * 4 * 4 * 60, checkpoint_every=5, dev_blocks=0)
 
 
 def command(tokens: Path, folder: Path, ranks: int) -> list[str]:
     options = {"output": "model", "metrics": "metrics.jsonl", "checkpoints": "checkpoints"}
     words = [word for option, name in options.items() for word in (f"--{option}", str(folder / name))]
     shards = map(str, shard_paths(tokens, DOMAINS))
-    return ["train", "demix", *shards, "--settings", json.dumps(asdict(LONG)), *words, "--ranks", str(ranks)]
+    return ["train", "demix", *shards, "--settings", json.dumps(LONG.as_dict()), *words, "--ranks", str(ranks)]
 
 
 def be_command(log: Path, words: list[str]) -> None:
@@ -359,7 +358,7 @@ def checkpoints(folder: Path) -> list[int]:
 
 def go_on(tokens: Path, folder: Path, shard: bool, stop: int | None = None) -> None:
     """Train until the end, or until one rank gets a signal before the step `stop`."""
-    training = ModelTraining("demix", replace(LONG, shard_optimizer=shard), shard_paths(tokens, DOMAINS))
+    training = ModelTraining("demix", LONG.replace(shard_optimizer=shard), shard_paths(tokens, DOMAINS))
     with pytest.MonkeyPatch.context() as patch:
         if stop is None:
             train_model(training, places(folder))

@@ -1,7 +1,6 @@
 """`demix plan`: FLOPs, memory, hours, disk and jobs of a config, by the paper's numbers and by what was measured."""
 
 from contextlib import chdir
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -203,12 +202,12 @@ def test_the_plan_of_a_domain(tmp_path: Path) -> None:
     assert plan.passing == 27_500_000_000 * 2.6
     wide = plan_domain("reddit", training["reddit"], 4)
     assert wide.kept - plan.kept == 25_020_000_000 * 3
-    whole = replace(training["1b"], words=replace(training["1b"].words, train=None))
+    whole = training["1b"].replace(words=training["1b"].words.replace(train=None))
     plan = plan_domain("1b", whole, 2)
     assert (plan.words, plan.kept) == (None, None)
     for number in range(2):
         (tmp_path / f"{number}.txt").write_text("words " * 16)
-    local = replace(whole, source={"kind": "files", "path": f"{tmp_path}/*.txt"})
+    local = whole.replace(source={"kind": "files", "path": f"{tmp_path}/*.txt"})
     assert [plan_domain("d", local, 2, sharing).words for sharing in (1, 2)] == [30, 15]
 
 
@@ -350,7 +349,7 @@ def test_parameters_are_the_papers_and_the_models(preset: str, dense: int, exper
 @pytest.mark.parametrize("scope", ["feedforward", "model"])
 def test_scoring_flops_are_those_that_torch_counts(scope: str, position: str) -> None:
     """Shared work once. Of attention torch counts, and without a fused kernel does, what the mask leaves out too."""
-    architecture = Architecture(3, 32, 4, 64, position=position)
+    architecture = Architecture(layers=3, width=32, heads=4, context=64, position=position)
     trunks = [EIGHT] if scope == "feedforward" else [(name,) for name in EIGHT]
     models = [GPT(architecture, 200, experts, (), scope).initialise(1) for experts in trunks]
     ids = np.zeros((2, 64), np.int64)
@@ -366,7 +365,7 @@ def test_activations_are_what_backward_keeps() -> None:
     """What autograd saves a layer more, counted on the model; Korthikanti's 34 bytes where dropout has its masks."""
 
     def saved(layers: int) -> int:
-        architecture = Architecture(layers, 64, 4, 128)
+        architecture = Architecture(layers=layers, width=64, heads=4, context=128)
         model = GPT(architecture, 300, ("x",)).initialise(1)
         weights = {parameter.data_ptr() for parameter in model.parameters()}
         found: dict[int, torch.Tensor] = {}
@@ -382,7 +381,9 @@ def test_activations_are_what_backward_keeps() -> None:
         return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
 
     def estimate(layers: int) -> int:
-        return activation_bytes(Architecture(layers, 64, 4, 128), 300, 6, 4, checkpointing=False)
+        return activation_bytes(
+            Architecture(layers=layers, width=64, heads=4, context=128), 300, 6, 4, checkpointing=False
+        )
 
     assert estimate(4) - estimate(2) == pytest.approx(saved(4) - saved(2), rel=0.1)
     small = PRESETS["gpt3-small"]
@@ -393,7 +394,7 @@ def test_activations_are_what_backward_keeps() -> None:
 
 
 def test_training_state_is_what_the_optimizer_holds() -> None:
-    model = GPT(Architecture(2, 16, 2, 8), 40, EIGHT).initialise(1)
+    model = GPT(Architecture(layers=2, width=16, heads=2, context=8), 40, EIGHT).initialise(1)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.zeros(8, 1, 8, dtype=torch.int64)).sum().backward()
     optimizer.step()

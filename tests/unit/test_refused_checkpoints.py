@@ -1,7 +1,6 @@
 """Checkpoints that cannot come in, and models that cannot go out: the subject of each error, and no file left."""
 
 import codecs
-import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -288,7 +287,7 @@ def test_an_architecture_without_a_class_does_not_go_out(options: dict[str, Any]
 def test_what_is_no_mixture_does_not_go_out_as_one(
     experts: tuple[str, ...], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    save_model(model_of(experts, architecture=dataclasses.replace(SMALL, **options)), tmp_path / "m")
+    save_model(model_of(experts, architecture=SMALL.replace(**options)), tmp_path / "m")
     words = ("export", tmp_path / "m", "--output", tmp_path / "out")
     refusal(*words, "--mixture", of=tmp_path / "m")
     for wrong in ((), ("--mixture", "--expert", experts[0])):

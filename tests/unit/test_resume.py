@@ -38,9 +38,9 @@ from support.training import (
 
 PAIR = {"experts": 2, "top_k": 2, "every": 1, "capacity": 2.0, "balance": 0.0}
 FOUR = {"experts": 4, "top_k": 2, "every": 2, "capacity": 4.0, "balance": 0.1}
-UPCYCLED = dataclasses.replace(TRAIN, architecture=SIZES | {"routed": FOUR})
-ANCHORED = dataclasses.replace(TRAIN, architecture=SIZES | {"routed": PAIR}, weight_decay=0.0)
-MUON = dataclasses.replace(TRAIN, optimizer=OptimizerSettings(kind="muon", matrices=3.0), z_loss=1e-3)
+UPCYCLED = TRAIN.replace(architecture=SIZES | {"routed": FOUR})
+ANCHORED = TRAIN.replace(architecture=SIZES | {"routed": PAIR}, weight_decay=0.0)
+MUON = TRAIN.replace(optimizer=OptimizerSettings(kind="muon", matrices=3.0), z_loss=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,8 @@ def seed(run: Path, step: int = 10) -> Path:
 
 TRAININGS: dict[str, Callable[[Path, Sequence[Path]], ModelTraining]] = {
     "experts": lambda run, shards: ModelTraining("demix", TRAIN, shards),
-    "dropout": lambda run, shards: ModelTraining("demix", dataclasses.replace(TRAIN, dropout=0.25), shards),
-    "fp16": lambda run, shards: ModelTraining("dense", dataclasses.replace(TRAIN, precision="fp16"), shards),
+    "dropout": lambda run, shards: ModelTraining("demix", TRAIN.replace(dropout=0.25), shards),
+    "fp16": lambda run, shards: ModelTraining("dense", TRAIN.replace(precision="fp16"), shards),
     "muon": lambda run, shards: ModelTraining("demix", MUON, shards),
     "seed": lambda run, shards: ModelTraining("demix", TRAIN, shards, branch=seed(run)),
     "restart": lambda run, shards: ModelTraining("demix", TRAIN, shards, branch=seed(run), schedule="restart"),
@@ -152,7 +152,7 @@ def test_a_training_that_ended_is_never_lost(
 ) -> None:
     """Killed at its first output, or when its checkpoints are gone; Snakemake deletes the outputs of a killed job."""
     at = places(tmp_path)
-    settings = json.dumps(dataclasses.asdict(dataclasses.replace(TRAIN, checkpoint_every=1000)))
+    settings = json.dumps(TRAIN.replace(checkpoint_every=1000).as_dict())
     words = ["train", "demix", *map(str, shard_paths(tokens)), "--settings", settings]
     words += ["--output", str(at.output), "--metrics", str(at.metrics), "--checkpoints", str(at.checkpoints)]
     process = FORKS.Process(target=end_and_die, args=(words, last))
@@ -172,7 +172,7 @@ def test_what_changes_a_result_and_nothing_else_makes_another_training(run: Path
     training = ModelTraining("demix", TRAIN, shards)
     others = [
         dataclasses.replace(training, kind="dense"),
-        dataclasses.replace(training, settings=dataclasses.replace(TRAIN, learning_rate=1e-3)),
+        dataclasses.replace(training, settings=TRAIN.replace(learning_rate=1e-3)),
         # Of the same domains.
         dataclasses.replace(training, shards=shard_paths(tokens, split="test")),
         # Experts are stacked in the order of the domains.
@@ -183,7 +183,7 @@ def test_what_changes_a_result_and_nothing_else_makes_another_training(run: Path
     ]
     found = {fingerprint(one.identity) for one in [training, *others]}
     assert len(found) == 1 + len(others)
-    cheaper = dataclasses.replace(TRAIN, checkpoint_every=3, micro_sequences=1, shard_optimizer=True)
+    cheaper = TRAIN.replace(checkpoint_every=3, micro_sequences=1, shard_optimizer=True)
     assert fingerprint(dataclasses.replace(training, settings=cheaper, keep=(3,)).identity) in found
 
 
@@ -194,7 +194,7 @@ def test_states_of_another_training_are_left_alone(
     with pytest.raises(StoppedError):
         train_into(tmp_path, "dense", shard_paths(tokens))
     drawn.clear()
-    train_into(tmp_path, "dense", shard_paths(tokens), dataclasses.replace(TRAIN, learning_rate=1e-3))
+    train_into(tmp_path, "dense", shard_paths(tokens), TRAIN.replace(learning_rate=1e-3))
     assert [step for _, step in drawn] == list(range(24))
     assert sorted(path.name for path in tmp_path.glob("checkpoints/*/step-*")) == ["step-00000005", "step-00000007"]
 
@@ -205,6 +205,6 @@ def test_a_signal_after_a_checkpoint_leaves_that_as_it_is(
     shards = [*shard_paths(tokens), *shard_paths(tokens, split="dev")]
     stop_at(monkeypatch, {10})
     with pytest.raises(StoppedError):
-        train_into(tmp_path, "demix", shards, dataclasses.replace(TRAIN, dev_blocks=2))
+        train_into(tmp_path, "demix", shards, TRAIN.replace(dev_blocks=2))
     (kept,) = tmp_path.glob("checkpoints/*/step-00000010")
     assert read_json(kept / "manifest.json")["dev_loss"] is not None

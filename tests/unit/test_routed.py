@@ -3,7 +3,6 @@
 The oracles are routers of transformers, scikit-learn's ridge regression, and plain loops.
 """
 
-import dataclasses
 import itertools
 import math
 import os
@@ -64,7 +63,9 @@ WIDTH, B, T = 16, 3, 18
 
 def layer_of(routed: Routed, dtype: torch.dtype = torch.float64, activation: str = "gelu") -> Any:
     """The feedforward of a block in which tokens choose, with weights of one size."""
-    sizes = Architecture(2, WIDTH, 2, T, activation=activation, routed=dataclasses.replace(routed, every=1))
+    sizes = Architecture(
+        layers=2, width=WIDTH, heads=2, context=T, activation=activation, routed=routed.replace(every=1)
+    )
     layer = GPT(sizes, 9, ("dense",)).get_submodule("blocks.0.feedforward")
     randomise(layer)
     return layer.to(dtype)
@@ -104,8 +105,8 @@ def by_token(layer: Any, routed: Routed, x: Tensor, capacity: bool, activation: 
 LAYERS = {
     "top-1": (SWITCH, F.gelu),
     "top-2": (TOP2, F.gelu),
-    "top-3": (dataclasses.replace(TOP2, top_k=3), lambda x: F.gelu(x, approximate="tanh")),
-    "gates of OLMoE": (dataclasses.replace(TOP2, renormalise=False), F.gelu),
+    "top-3": (TOP2.replace(top_k=3), lambda x: F.gelu(x, approximate="tanh")),
+    "gates of OLMoE": (TOP2.replace(renormalise=False), F.gelu),
 }
 
 
@@ -148,9 +149,9 @@ def test_tokens_may_choose_more_or_fewer_experts_with_gates_as_in_training(train
     layer = layer_of(trained)
     layer.choose(top_k)
     with torch.no_grad():
-        asked = dataclasses.replace(trained, top_k=top_k, renormalise=trained.top_k > 1 and trained.renormalise)
+        asked = trained.replace(top_k=top_k, renormalise=trained.top_k > 1 and trained.renormalise)
         # By a loop whose gates have the sum 1 for one choice, too.
-        wanted, _ = by_token(layer, dataclasses.replace(asked, top_k=top_k), states(), False, F.gelu)
+        wanted, _ = by_token(layer, asked.replace(top_k=top_k), states(), False, F.gelu)
         if top_k == 1 and asked.renormalise:
             wanted = wanted / (states()[0] @ layer.router[0].T).softmax(-1).amax(-1)[None, ..., None]
         torch.testing.assert_close(layer(states()), wanted, rtol=0, atol=1e-10)
@@ -216,13 +217,13 @@ def test_the_metrics_count_choices() -> None:
 
 def test_blocks_are_routed_every_so_often_and_their_experts_begin_apart() -> None:
     for layers, every, routers in ((4, 1, [0, 1, 2, 3]), (4, 2, [1, 3]), (5, 3, [2])):
-        routed = dataclasses.replace(TOP2, every=every)
-        model = GPT(Architecture(layers, 8, 2, 16, routed=routed), 50, ("dense",))
+        routed = TOP2.replace(every=every)
+        model = GPT(Architecture(layers=layers, width=8, heads=2, context=16, routed=routed), 50, ("dense",))
         found = [name for name in model.expert_tensors() if name.endswith("router")]
         assert found == [f"blocks.{number}.feedforward.router" for number in routers]
         parts = model.shared_tensors(), model.expert_tensors()
         assert [sum(p.numel() for p in part.values()) for part in parts] == [*parameters(model.architecture, 50)]
-    model = GPT(dataclasses.replace(SMALL, routed=SWITCH), 50, ("dense",)).initialise(1)
+    model = GPT(SMALL.replace(routed=SWITCH), 50, ("dense",)).initialise(1)
     layer, other = model.blocks[0].feedforward, model.blocks[1].feedforward
     for tensor, deviation in ((layer.router, 0.02), (layer.up, 0.02), (layer.down, 0.02 / 2)):
         assert tensor.std().item() == pytest.approx(deviation, rel=0.2)
@@ -233,7 +234,7 @@ def test_blocks_are_routed_every_so_often_and_their_experts_begin_apart() -> Non
 
 ROUTED = {"experts": 4, "top_k": 2, "every": 2, "capacity": 4.0, "balance": 0.1}
 ARCHITECTURE = Architecture(**SIZES, routed=ROUTED)
-RECIPE = dataclasses.replace(TRAIN, architecture=SIZES | {"routed": ROUTED})
+RECIPE = TRAIN.replace(architecture=SIZES | {"routed": ROUTED})
 
 
 @pytest.mark.full
@@ -246,7 +247,7 @@ def test_compiled_training_has_the_same_losses(tokens: Path, tmp_path: Path) -> 
     both = Architecture(**SIZES, routed=ROUTED | {"capacity": 1.0, "every": 1})
     found = []
     for compiled in (False, True):
-        about = dataclasses.replace(optimization(RECIPE, 4, 3e-3), compile=compiled, dropout=0.1)
+        about = optimization(RECIPE, 4, 3e-3).replace(compile=compiled, dropout=0.1)
         model = GPT(both, 400, ("dense",)).initialise(1)
         # Other tests of this process have compiled blocks of other sizes.
         torch.compiler.reset()
@@ -269,7 +270,7 @@ def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_model("dense", TRAIN, paths, folder / "models/dense", folder / "metrics/dense.jsonl", kept)
     train_model("dense", TRAIN, paths, seed_of(folder), None, folder / "checkpoints" / "seed", until=10)
     places = folder / "models/up", folder / "metrics/up.jsonl", folder / "checkpoints/up"
-    recipe = dataclasses.replace(RECIPE, warmup=0.0)
+    recipe = RECIPE.replace(warmup=0.0)
     train_model("routed", recipe, paths, *places, branch=seed_of(folder), schedule="restart")
     return folder
 
@@ -332,7 +333,7 @@ def test_a_routed_model_is_one_expert_in_its_files(run: Path, tokens: Path, tmp_
     (expert,) = read_experts(directory)
     assert (expert.name, expert.fault, expert.parameters) == ("dense", None, about["expert_parameters"])
     # A folder of a dense model is a parent, too.
-    places, short = (tmp_path / "model", None, tmp_path / "checkpoints"), dataclasses.replace(RECIPE, tokens=192)
+    places, short = (tmp_path / "model", None, tmp_path / "checkpoints"), RECIPE.replace(tokens=192)
     train_model("routed", short, shard_paths(tokens), *places, branch=run / "models" / "dense")
     assert describe(tmp_path / "model").content["parent"]["model"] == "dense"
 
@@ -349,7 +350,7 @@ def test_what_needs_experts_of_domains_refuses_a_routed_model(run: Path, tokens:
         adapt(up, (paths[0], paths[0]), ADAPT, Places(up, tmp_path / "m", tmp_path / "c"), chosen={})
     places = tmp_path / "model", None, tmp_path / "checkpoints"
     with refused("step-00000010"):
-        shorter = dataclasses.replace(RECIPE, tokens=RECIPE.tokens // 2)
+        shorter = RECIPE.replace(tokens=RECIPE.tokens // 2)
         train_model("routed", shorter, paths, *places, branch=seed_of(run))
     for kind, recipe in (("routed", TRAIN), ("dense", RECIPE)):
         with refused("--settings.architecture"):
@@ -377,7 +378,7 @@ def ridge(states: list[np.ndarray], penalty: float, factor: float) -> np.ndarray
     return solution
 
 
-BTX = dataclasses.replace(TRAIN, architecture=SIZES | {"routed": ROUTED | {"experts": 3, "every": 1}}, tokens=192 * 4)
+BTX = TRAIN.replace(architecture=SIZES | {"routed": ROUTED | {"experts": 3, "every": 1}}, tokens=192 * 4)
 FILES = ("model.json", "shared.safetensors", "experts/dense.json", "experts/dense.safetensors")
 
 
@@ -392,7 +393,7 @@ def models(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     succeeds("merge", models / "demix", "--routed", "--output", models / "merged")
     for name, trained in (("whole", None), ("routers", "routers")):
         places = models / name, run / f"{name}.jsonl", run / "checkpoints" / name
-        settings = dataclasses.replace(BTX, trained=trained)
+        settings = BTX.replace(trained=trained)
         train_model("routed", settings, shard_paths(tokens), *places, branch=models / "merged")
     return models
 
@@ -542,7 +543,7 @@ def test_whole_models_share_their_mean_beside_their_feedforwards(models: Path, t
 def test_training_merged_experts_is_the_obvious_loop(models: Path, name: str, tokens: Path) -> None:
     model, merged = load_model(models / "merged"), load_model(models / "merged")
     for block in model.blocks:
-        block.feedforward.routed = dataclasses.replace(block.feedforward.routed, capacity=4.0, balance=0.1)
+        block.feedforward.routed = block.feedforward.routed.replace(capacity=4.0, balance=0.1)
     for key, parameter in model.named_parameters():
         parameter.requires_grad_(name == "whole" or "router" in key)
     drawn = batches_of("mixed", opened(tokens), TRAINING, 2, 32, seed=1)
@@ -560,12 +561,12 @@ def test_training_merged_experts_is_the_obvious_loop(models: Path, name: str, to
 
 
 def test_other_experts_than_those_of_the_parent_are_refused(models: Path, tokens: Path, tmp_path: Path) -> None:
-    four = dataclasses.replace(BTX, architecture=SIZES | {"routed": ROUTED | {"every": 1}})
+    four = BTX.replace(architecture=SIZES | {"routed": ROUTED | {"every": 1}})
     places = None, None, tmp_path / "checkpoints"
     with refused(models / "merged"):
         train_model("routed", four, shard_paths(tokens), *places, branch=models / "merged")
     with refused("--settings.trained"):
-        train_model("routed", dataclasses.replace(BTX, trained="routers"), shard_paths(tokens), *places)
+        train_model("routed", BTX.replace(trained="routers"), shard_paths(tokens), *places)
 
 
 def content(directory: Path) -> dict[str, object]:
@@ -678,7 +679,7 @@ def test_the_audit_has_a_merged_model_with_and_without_the_expert(models: Path, 
     write_parquet(pa.Table.from_pylist(rows), tmp_path / "priors.parquet")
 
     compared = {"model": "demix", "left_out": label, "without_model": "untaught", "merged": ("mine",)}
-    audit = Audit(3, training=TRAINING, without=TRAINING, threads=1, **compared)
+    audit = Audit(prompts=3, training=TRAINING, without=TRAINING, threads=1, **compared)
     found = audit_rows(name, tmp_path, tokens / "tokens" / name, tmp_path / "priors.parquet", audit)
     assert {row["experts"] for row in found if row["system"] == "merged_minus"} == {label}
     whole, without = ([row["nll"] for row in found if row["system"] == one] for one in ("merged", "merged_minus"))

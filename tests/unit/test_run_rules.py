@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,7 @@ def test_a_sweep_has_one_record_for_all_seeds() -> None:
 
 def test_a_training_that_only_waits_takes_one_core() -> None:
     local, slurm = rules(threads=2), rules(threads=2, cluster={"launch": "slurm"})
-    settings = replace(local.run.config.adaptation, ranks=3)
+    settings = local.run.config.adaptation.replace(ranks=3)
     assert (local.cores(settings), local.run.submitted) == (6, False)
     assert (slurm.cores(settings), slurm.run.submitted) == (1, True)
 

@@ -6,7 +6,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ GROUP = 4 * 32
 def model(tokens: Path, tmp_path: Path) -> Path:
     """A model directory with the experts `EXPERTS`, which differ."""
     shard = TokenShard.open(tokens / "tokens" / NOVEL[0] / "dev.arrow")
-    gpt = GPT(Architecture(2, 16, 2, 32), shard.vocab_size, EXPERTS).initialise(1)
+    gpt = GPT(Architecture(layers=2, width=16, heads=2, context=32), shard.vocab_size, EXPERTS).initialise(1)
     for tensor in gpt.expert_tensors().values():
         for number in range(len(EXPERTS)):
             tensor.data[number] += 0.1 * number
@@ -159,7 +158,7 @@ def test_pieces_that_are_damaged_or_of_another_origin_are_scored_again(
     assert run(stop=True) == [4, 2]
     shutil.copy(folder / "0.parquet", folder / "256.parquet")
     assert run(stop=True) == [2], "a piece of another place"
-    assert run(scoring=Scoring(10, 300, "bf16", threads=1), stop=True) == [4, 4, 2]
+    assert run(scoring=Scoring(dev_blocks=10, test_tokens=300, precision="bf16", threads=1), stop=True) == [4, 4, 2]
     assert run(stop=True) == [4, 4, 2]
     # The same names, another expert.
     state = load_model(model, EXPERTS)
@@ -204,7 +203,9 @@ def test_row_groups_are_whole_blocks_and_the_same_in_every_file(
 def test_each_domain_is_scored_under_its_own_token(tokens: Path, model: Path, tmp_path: Path) -> None:
     paths = [path for domain in TRAINING[:2] for path in shards_of(tokens, domain)]
     shard = TokenShard.open(paths[0])
-    gpt = GPT(Architecture(2, 16, 2, 32), shard.vocab_size, ("dense",), TRAINING).initialise(1)
+    gpt = GPT(Architecture(layers=2, width=16, heads=2, context=32), shard.vocab_size, ("dense",), TRAINING).initialise(
+        1
+    )
     gpt.domain_embedding.data *= 50
     save_model(gpt, tmp_path / "token", shard.tokenizer_sha256)
     score(tmp_path / "token", (), paths, SCORING, tmp_path / "own")
@@ -233,7 +234,7 @@ def test_an_added_expert_touches_no_other_file(tokens: Path, model: Path, tmp_pa
     before = state()
     assert len(before) == 4 * 3
     one = {"model": model.name, "experts": EXPERTS[2:], "domains": [TRAINING[0], NOVEL[0]], "splits": ["dev", "test"]}
-    settings = json.dumps(asdict(SCORING) | {"models": [one]})
+    settings = json.dumps(SCORING.as_dict() | {"models": [one]})
     succeeds("score", model.parent, *paths, "--settings", settings, "--output", tmp_path / "scores")
     after = state()
     assert {path.stem for path in after.keys() - before.keys()} == {EXPERTS[2]}
@@ -278,7 +279,7 @@ def test_the_table_of_tokens_tells_whether_a_column_changed(tokens: Path, model:
     assert told == [first, second]
     assert after((added,)) == both, "it is told of by a file of its own"
     assert after((first, second)) == both
-    other = after((second,), replace(SCORING, precision="bf16"))
+    other = after((second,), SCORING.replace(precision="bf16"))
     assert other != both
     assert after((first, second)) == both, "the same bytes again"
     (place / "tokens.parquet").unlink()

@@ -24,7 +24,7 @@ from support.tokens import NOVEL, TRAINING
 
 SETTINGS: dict[str, Any] = {"dev_blocks": 4, "test_tokens": 100, "precision": "fp32", "threads": 1}
 SPLITS = ("dev", "test")
-SHAPE = Architecture(2, 16, 2, 32)
+SHAPE = Architecture(layers=2, width=16, heads=2, context=32)
 MODELS = (
     ScoredModel(model="demix", experts=("law", "news"), domains=(TRAINING[0], NOVEL[0]), splits=SPLITS),
     # Under a domain's own token, in blocks of the length of training and in shorter ones.

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -99,7 +98,7 @@ def test_other_kinds_of_models_are_served(run: Path, kind: str) -> None:
     encoder, model = Tokenizer.load(run / "tokenizer.json"), run / "models" / kind
     ids = [encoder.end_of_text, *encoder.encode(PROMPT).tolist()]
     routed = Routed(experts=3, top_k=2, every=2, capacity=3.0, balance=0.01) if kind == "routed" else None
-    made = model_of(dtype=torch.float32, vocab_size=encoder.vocab_size, architecture=replace(SMALL, routed=routed))
+    made = model_of(dtype=torch.float32, vocab_size=encoder.vocab_size, architecture=SMALL.replace(routed=routed))
     save_model(made, model, encoder.sha256, kind)
     with serving(opened(model)) as other:
         found = asked(other, model=kind, max_tokens=9, temperature=0, logprobs=2).choices[0]

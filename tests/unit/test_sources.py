@@ -315,7 +315,7 @@ def test_what_is_written_is_private_the_same_every_time_and_whole_or_not_at_all(
     # A folder that others have files in keeps its mode.
     path.write_bytes(lines(ROWS))
     os.chmod(tmp_path, 0o755)
-    download(Source("files", str(path)), "d", tmp_path / "documents.parquet")
+    download(Source(kind="files", path=str(path)), "d", tmp_path / "documents.parquet")
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
 
 

@@ -174,8 +174,8 @@ def test_a_path_a_glob_and_a_folder_name_files(files, path, found):
 @pytest.mark.parametrize(("parts", "words"), [(1, 6), (2, None), (5, 6)])
 def test_the_raw_text_is_that_of_the_same_local_files(files, store, parts, words, tmp_path):
     for part in range(parts):
-        here = Source("files", f"{files}", parts=parts, words=words)
-        there = Source("store", "s3://corpus/texts", parts=parts, words=words)
+        here = Source(kind="files", path=f"{files}", parts=parts, words=words)
+        there = Source(kind="store", path="s3://corpus/texts", parts=parts, words=words)
         output = tmp_path / "raw" / f"{part}.parquet"
         assert download(there, "d", output, part) == download(here, "d", tmp_path / "here" / output.name, part)
         assert output.read_bytes() == (tmp_path / "here" / output.name).read_bytes()
@@ -205,10 +205,13 @@ def test_domains_of_a_shared_source_have_what_they_read_alone(files, store, tmp_
 def test_a_name_in_a_store_is_no_part_of_a_url(store, tmp_path):
     store.put({"a%20b?c#d::e.jsonl": lines("a"), "e/..": lines("b")})
     assert (
-        download(Source("store", "s3://corpus/a%*", bytes={"a%20b?c#d::e.jsonl": 34}), "d", tmp_path / "d" / "0") == 1
+        download(
+            Source(kind="store", path="s3://corpus/a%*", bytes={"a%20b?c#d::e.jsonl": 34}), "d", tmp_path / "d" / "0"
+        )
+        == 1
     )
     with refused("s3://corpus/e/.."):
-        download(Source("store", "s3://corpus/e/*"), "d", tmp_path / "e" / "0")
+        download(Source(kind="store", path="s3://corpus/e/*"), "d", tmp_path / "e" / "0")
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["0"]
 
 
@@ -216,9 +219,11 @@ def test_an_error_names_the_object_and_its_folders_give_fields(store, tmp_path):
     store.put({"a/lang=en/e.jsonl": b"", "b/lang=e%2Fn/o.jsonl": b'{"body": "b"}\n'})
     for path, place in (("a", "lang=en/e.jsonl"), ("b", "lang=e%2Fn/o.jsonl, row 1")):
         with refused(f"s3://corpus/{path}/{place}"):
-            download(Source("store", f"s3://corpus/{path}"), "d", tmp_path / "d" / "0")
+            download(Source(kind="store", path=f"s3://corpus/{path}"), "d", tmp_path / "d" / "0")
     store.put({"b/lang=e%2Fn/o[1].jsonl": lines("a"), "b/lang=de/o.jsonl": lines("b"), "b/o.md": b""})
-    there = Source("store", ("s3://corpus/b/lang=de", "s3://corpus/b/lang=e%2Fn/o[1].jsonl"), where={"lang": "e/n"})
+    there = Source(
+        kind="store", path=("s3://corpus/b/lang=de", "s3://corpus/b/lang=e%2Fn/o[1].jsonl"), where={"lang": "e/n"}
+    )
     assert download(there, "d", tmp_path / "d" / "0") == 1
 
 
@@ -280,19 +285,19 @@ def test_wrong_bytes_are_not_kept(store, tmp_path, wrong):
 
 
 def test_digests_pin_the_files_and_their_list(files, store, tmp_path):
-    source = Source("store", "s3://corpus/texts/*.jsonl.*")
+    source = Source(kind="store", path="s3://corpus/texts/*.jsonl.*")
     assert pinned(source, 0) is None
     found = pins(source, tmp_path)
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files.glob("*.jsonl.*")}
     assert found == {"sha256": digests}
-    source = Source("store", source.path, **found)
+    source = Source(kind="store", path=source.path, **found)
     assert (pinned(source, 0), pins(source, tmp_path)) == ([], {})
     assert download(source, "d", tmp_path / "raw" / "0.parquet") == 4
     store.put({"texts/new.jsonl.gz": b""})
     with refused("d.source.sha256"):
         download(source, "d", tmp_path / "raw" / "0.parquet")
     with refused("d.source.sha256.b.jsonl.zst"):
-        download(Source("store", "s3://corpus/texts/a*", **found), "d", tmp_path / "raw" / "0.parquet")
+        download(Source(kind="store", path="s3://corpus/texts/a*", **found), "d", tmp_path / "raw" / "0.parquet")
 
 
 def failed(path: str, folder: Path, **keys: Any) -> str:
@@ -397,7 +402,7 @@ def test_a_store_is_asked_for_one_file_before_the_first_job_and_not_earlier(stor
 )
 def test_wrong_addresses_are_refused_with_the_kind_that_takes_them(kind, path, other):
     with refused("key.path") as caught:
-        check_source("key", SourceSection(kind, path))
+        check_source("key", SourceSection(kind=kind, path=path))
     assert not other or f"kind: {other}" in caught.value.cure
     assert "hunter2" not in str(caught.value).lower()
 

@@ -1,6 +1,5 @@
 """The choice of a learning rate: the fastest of a sweep that does not diverge, and what counts as diverging."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -95,7 +94,7 @@ def test_the_commands_choose_a_rate_and_train_with_it(tokens: Path, tmp_path: Pa
     """A job of a sweep keeps metrics alone. Divergence is no error there, and one of a training."""
 
     def command(name: str, rate: float, *more: object) -> DemixError | None:
-        given = json.dumps(dataclasses.asdict(dataclasses.replace(TRAIN, learning_rate=rate)))
+        given = json.dumps(TRAIN.replace(learning_rate=rate).as_dict())
         places = ["--settings", given, "--checkpoints", tmp_path / "checkpoints"]
         return demix(name, "demix", *shard_paths(tokens), *places, *more).exception
 

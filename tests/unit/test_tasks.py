@@ -135,7 +135,7 @@ def test_a_released_row_mixes_labels_after_a_softmax_over_labels(cues: bool) -> 
 
 def test_updating_reads_the_labels_of_earlier_tests_alone() -> None:
     scored = made_up(E, cues=False, seeds=(1, 2))
-    task = replace(TASK, seeds=(1, 2))
+    task = TASK.replace(seeds=(1, 2))
     weights = updating(scored, task, EXPERTS)
     for seed in (1, 2):
         tests = [one for one in scored if (one.prompt.split, one.prompt.seed) == ("test", seed)]
@@ -151,7 +151,7 @@ def test_updating_reads_the_labels_of_earlier_tests_alone() -> None:
 def test_weights_by_accuracy_are_those_of_what_is_right(split: str, calibrated: bool) -> None:
     """Of each seed, after calibration where there are cues."""
     scored = made_up(E, cues=calibrated, seeds=(1, 2))
-    weights = performance(with_cues(scored), split, replace(TASK, seeds=(1, 2)), EXPERTS)
+    weights = performance(with_cues(scored), split, TASK.replace(seeds=(1, 2)), EXPERTS)
     cues = {(one.prompt.seed, one.prompt.example): one for one in scored if one.prompt.split == "cue"}
     for seed in (1, 2):
         some = [one for one in scored if (one.prompt.split, one.prompt.seed) == (split, seed)]

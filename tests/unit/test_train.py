@@ -74,7 +74,7 @@ def test_training_is_a_plain_loop_in_any_micro_batches(case: str, tokens: Path, 
     expected = list(plain_steps(plain, adamw(plain), drawn, of_steps, clip=0.5, **with_dropout))
     for parts in ({}, {"micro_sequences": micro}, {"micro_sequences": 1, "checkpoint_activations": True}):
         ours = new_model(experts, architecture)
-        optimization = dataclasses.replace(EXACT, dropout=dropout, **parts)
+        optimization = EXACT.replace(dropout=dropout, **parts)
         found = train(ours, drawn, TRAINING, optimization, tmp_path / "-".join(parts))
         for number, (row, step) in enumerate(zip(found, expected, strict=True), start=1):
             by_domain = step.losses.view(3, -1).sum(1) * 3 / (drawn.targets or drawn.tokens)
@@ -97,7 +97,7 @@ def test_training_is_a_plain_loop_in_any_micro_batches(case: str, tokens: Path, 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_coarser_numbers_give_nearly_the_losses_of_fp64(precision: str, tokens: Path, tmp_path: Path) -> None:
     exact, found = (
-        updates(train_into(tmp_path / one, "demix", shard_paths(tokens), dataclasses.replace(TRAIN, precision=one)))
+        updates(train_into(tmp_path / one, "demix", shard_paths(tokens), TRAIN.replace(precision=one)))
         for one in ("fp64", precision)
     )
     assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in exact], rel=5e-3)
@@ -108,7 +108,7 @@ def test_coarser_numbers_give_nearly_the_losses_of_fp64(precision: str, tokens: 
 def test_fp16_skips_updates_that_overflow(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "FIRST_SCALE", 2.0**36)
     monkeypatch.setattr(optimizers, "GROW_AFTER", 4)
-    found = updates(train_into(tmp_path, "demix", shard_paths(tokens), dataclasses.replace(TRAIN, precision="fp16")))
+    found = updates(train_into(tmp_path, "demix", shard_paths(tokens), TRAIN.replace(precision="fp16")))
     scales = [row["loss_scale"] for row in found]
     skipped = [row["gradient_norm"] is None for row in found]
     assert skipped[:3] == [True] * 3
@@ -140,7 +140,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tokens: Path, tmp_pat
     assert "scripture" in diverged.value.rows[0]["diverged"]
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor.nan_to_num(7.0), before[name].double().nan_to_num(7.0))
-    how = dataclasses.replace(EXACT, stopping=EarlyStopping(5, 3))
+    how = EXACT.replace(stopping=EarlyStopping(5, 3))
     batches = balanced_batches(opened(tokens), TRAINING, 2, 32, 1)
     with pytest.raises(DivergedError):
         train(new_model(), batches, TRAINING, how, tmp_path / "dev", evaluate=lambda _: (float("nan"), {}))
@@ -164,7 +164,7 @@ def test_early_stopping_keeps_the_best_parameters(stopped_at: int | None, tokens
         return next(told), {}
 
     stopping = EarlyStopping(every=3, patience=3)
-    optimization = dataclasses.replace(EXACT, steps=24, precision="fp32", stopping=stopping)
+    optimization = EXACT.replace(steps=24, precision="fp32", stopping=stopping)
     drawn = dataclasses.replace(batches, draw=draw)
     model = new_model()
     try:
@@ -184,9 +184,7 @@ def test_early_stopping_keeps_the_best_parameters(stopped_at: int | None, tokens
 @pytest.mark.parametrize(("kind", "dropout"), [("demix", RATE), ("dense", None), ("domain_token", None)])
 def test_the_best_checkpoint_on_dev_is_kept(kind: str, dropout: float | None, tokens: Path, tmp_path: Path) -> None:
     """Losses on dev drop no unit."""
-    training = dataclasses.replace(
-        TRAIN, learning_rate=0.05, dev_blocks=3, checkpoint_every=3, keep_checkpoints=1, dropout=dropout
-    )
+    training = TRAIN.replace(learning_rate=0.05, dev_blocks=3, checkpoint_every=3, keep_checkpoints=1, dropout=dropout)
     train_into(tmp_path, kind, [*shard_paths(tokens), *shard_paths(tokens, split="dev")], training)
     evaluated = {row["step"]: row for row in rows(tmp_path) if "dev_loss" in row}
     assert list(evaluated) == [3, 6, 9, 12, 15, 18, 21, 24]
@@ -214,7 +212,7 @@ def test_losses_on_dev_and_kept_states_change_no_weight(tokens: Path, tmp_path: 
     shards = [*shard_paths(tokens), *shard_paths(tokens, split="dev")]
 
     def trained(name: str, keep: tuple[int, ...] = (), **changes: Any) -> Path:
-        training = dataclasses.replace(TRAIN, keep_checkpoints=1, **changes)
+        training = TRAIN.replace(keep_checkpoints=1, **changes)
         return train_into(tmp_path / name, "demix", shards, training, keep=keep)
 
     plain, measured = trained("plain"), trained("measured", dev_blocks=2, checkpoint_every=7)

@@ -1,6 +1,5 @@
 """What a training computes before its model does: learning rates, the order of data, batches."""
 
-import dataclasses
 import math
 import shutil
 from collections import Counter
@@ -61,7 +60,7 @@ def test_rates_rise_to_their_peak_and_fall_between_two_points(begin, steps, warm
 def test_a_training_may_end_before_its_schedule() -> None:
     optimization = Optimization(steps=30, learning_rate=1.0)
     assert (optimization.begin, optimization.end) == (0, 30)
-    assert dataclasses.replace(optimization, until=7).end == 7
+    assert optimization.replace(until=7).end == 7
 
 
 # The order of data.

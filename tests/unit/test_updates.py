@@ -1,6 +1,5 @@
 """Optimizers, schedules and the z-loss against torch, transformers and plain formulas; what a plan counts of them."""
 
-import dataclasses
 import itertools
 import json
 import subprocess
@@ -63,7 +62,7 @@ import torch
 from demix.config.architecture import Architecture
 from demix.model.gpt import GPT
 from demix.train.optimizers import AdamW
-model = GPT(Architecture(1, 8, 2, 4), 16, ("a", "b")).initialise(0)
+model = GPT(Architecture(layers=1, width=8, heads=2, context=4), 16, ("a", "b")).initialise(0)
 ids = torch.zeros(2, 1, 4, dtype=torch.long)
 model.log_probabilities(model(ids), ids).sum().backward()
 AdamW(model.parameters(), 0.1).step(1e-3)
@@ -129,7 +128,7 @@ def test_each_matrix_is_updated_by_itself() -> None:
         parameter.grad = numbers(*parameter.shape) * lengths
         for one, gradient in zip(alone[name], maps(parameter.grad, rows[name]), strict=True):
             one.grad = gradient
-    optimization = dataclasses.replace(OPTIMIZATION, optimizer=OptimizerSettings(kind="muon"))
+    optimization = OPTIMIZATION.replace(optimizer=OptimizerSettings(kind="muon"))
     Optimizers(named, optimization, architecture).step(0.1)
     Muon([one for parts in alone.values() for one in parts], weight_decay=0.1, momentum=0.95, iterations=5).step(0.1)
     for name, parameter in named.items():
@@ -140,7 +139,7 @@ def test_each_matrix_is_updated_by_itself() -> None:
 
 def test_groups_have_their_rates_and_their_decay() -> None:
     sizes = Architecture(**SIZES, head="untied", gated=True)
-    routed = dataclasses.replace(sizes, routed=Routed(experts=2, top_k=1, every=2, capacity=2.0, balance=0.0))
+    routed = sizes.replace(routed=Routed(experts=2, top_k=1, every=2, capacity=2.0, balance=0.0))
     names = {name for one in (sizes, routed) for name, _ in GPT(one, 20, ("a",)).named_parameters()}
     groups: dict[str, set[str]] = {}
     for name in names:
@@ -153,7 +152,7 @@ def test_groups_have_their_rates_and_their_decay() -> None:
     updates = OptimizerSettings(
         kind="adamw", beta1=0.8, beta2=0.9, epsilon=1e-8, decay="matrices", matrices=2.0, embeddings=3.0, head=0.5
     )
-    optimization = dataclasses.replace(OPTIMIZATION, optimizer=updates)
+    optimization = OPTIMIZATION.replace(optimizer=updates)
     ours = Optimizers(dict(model.named_parameters()), optimization, model.architecture)
     rates = {"matrices": 2.0, "embeddings": 3.0, "head": 0.5, "rest": 1.0}
     theirs = torch.optim.AdamW(

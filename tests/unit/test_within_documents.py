@@ -1,6 +1,5 @@
 """Attention within documents: a block of several gives each what it gives alone."""
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -91,7 +90,7 @@ def test_a_trained_model_keeps_its_end_of_text_and_scores_documents_alone(tokens
     parent = None
     for kind, attention in (("dense", "causal"), ("demix", "documents")):
         architecture = SIZES | {"position": "rope", "context": 32, "attention": attention}
-        training = dataclasses.replace(TRAIN, architecture=architecture)
+        training = TRAIN.replace(architecture=architecture)
         parent = train_into(tmp_path / kind, kind, shard_paths(tokens), training, branch=parent) / "model"
     assert "end_of_text" not in describe(tmp_path / "dense" / "model").content
     model, shard = load_model(parent), TokenShard.open(shard_paths(tokens, split="test")[0])
