@@ -68,13 +68,11 @@ class _Dataset(ds.Dataset):  # type: ignore[misc]
     @cached_property
     def schema(self) -> pa.Schema:
         """The columns of the view: `run`, and those of the first part of each run, or those that the view states."""
-        columns = self._view.columns
         if not self._parts and not self._view.optional:
             raise DemixError(self._runs[0].folder, f"has no {self._name} yet", "run the workflow to its end")
-        if columns is None:
-            firsts = {part.run.name: part.path for part in reversed(self._parts)}
-            columns = {}
-            for path in firsts.values():
+        columns = self._view.types
+        if not self._view.columns:
+            for path in {part.run.name: part.path for part in reversed(self._parts)}.values():
                 with parquet_reader(path) as file:
                     columns |= {field.name: field.type for field in file.schema_arrow if field.name not in columns}
         return pa.schema([("run", pa.string()), *((name, type_) for name, type_ in columns.items())])

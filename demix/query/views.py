@@ -6,8 +6,9 @@ A view reads files through the functions that check their seals and places, and 
 import csv
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from demix.run.systems import main_systems
 # The approximate tokens of a score table that are read at once, under all experts that a query names.
 TOKENS = 1 << 16
 
-TEXT, WHOLE, REAL = pa.string(), pa.int64(), pa.float64()
+TYPES = {"text": pa.string(), "int": pa.int64(), "real": pa.float64(), "float": pa.float32(), "bool": pa.bool_()}
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,50 @@ Reader = Callable[[Sequence[Part], Sequence[str]], Iterable[pa.Table | pa.Record
 
 @dataclass(frozen=True)
 class View:
-    """A table that queries name. `columns` follow the column `run`; None stands for those of the Parquet files."""
+    """A table that queries name: a row of views.toml, which says what each field means."""
 
     holds: str
-    columns: Mapping[str, pa.DataType] | None
-    parts: Callable[[AskedRun], Iterable[Part]]
-    read: Reader
+    files: tuple[str, ...]
+    rows: str = "parquet"
+    columns: Sequence[str] = ()
+    alike: Mapping[str, str] = field(default_factory=dict)
+    kind: bool = False
     optional: bool = False
+
+    @property
+    def types(self) -> dict[str, pa.DataType]:
+        """The columns after `run`; none where they are those of the Parquet files."""
+        return {name: TYPES[kind] for name, _, kind in (column.partition(": ") for column in self.columns)}
+
+    @property
+    def read(self) -> Reader:
+        """How a path becomes rows."""
+        return READERS[self.rows] if self.rows in READERS else _rows(MADE[self.rows])
+
+    def parts(self, run: AskedRun) -> Iterator[Part]:
+        """The parts of a run. A file that the run must have is one, also if it is missing."""
+        for pattern in self.files:
+            name = re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^/]+)", re.escape(pattern)))
+            place = re.sub(r"{\w+}", "*", pattern)
+            paths = sorted(run.folder.glob(place))
+            if not paths and "*" not in place and not self.optional:
+                paths = [run.folder / pattern]
+            for path in paths:
+                found = name.fullmatch(path.relative_to(run.folder).as_posix())
+                same: dict[str, str | int] = {**self.alike, **(found.groupdict() if found else {})}
+                if "folder" in same:
+                    same["model"], same["seed"] = run.of.row_of(str(same.pop("folder")))
+                if self.kind:
+                    same["kind"] = run.of.kind_of(str(same["domain"]))
+                if self.rows == "job":
+                    # The rule's folder, and the wildcards of the job below it.
+                    _, rule, *wildcards = path.relative_to(run.folder).with_suffix("").parts
+                    same |= {"rule": rule, "wildcards": "/".join(wildcards)}
+                if self.rows == "scores":
+                    # All columns of a score table are read together.
+                    path = path.parent
+                if same.get("expert") != "tokens" or self.rows != "scores":
+                    yield Part(run, path, same)
 
 
 def _parquet(parts: Sequence[Part], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
@@ -85,51 +123,6 @@ def _rows(make: Callable[[Part], Iterable[dict[str, Any]]]) -> Reader:
         yield pa.table({"": pa.nulls(len(rows))} | {name: [row.get(name) for row in rows] for name in own})
 
     return read
-
-
-def _found(*patterns: str, kind: bool = False, **alike: str) -> Callable[[AskedRun], Iterator[Part]]:
-    """The parts of a run at paths like `patterns`, whose {names} are columns that all rows of a part have alike.
-
-    {folder} of a model gives the columns model and seed, as in results. With `kind` a domain's kind is a column too.
-    """
-    names = [re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^/]+)", re.escape(pattern))) for pattern in patterns]
-
-    def parts(run: AskedRun) -> Iterator[Part]:
-        for pattern, name in zip(patterns, names, strict=True):
-            for path in sorted(run.folder.glob(re.sub(r"{\w+}", "*", pattern))):
-                found = name.fullmatch(path.relative_to(run.folder).as_posix())
-                same: dict[str, str | int] = {**alike, **(found.groupdict() if found else {})}
-                if "folder" in same:
-                    same["model"], same["seed"] = run.of.row_of(str(same.pop("folder")))
-                if kind:
-                    same["kind"] = run.of.kind_of(str(same["domain"]))
-                yield Part(run, path, same)
-
-    return parts
-
-
-def _one(name: str) -> Callable[[AskedRun], list[Part]]:
-    """The part that is one file, which a run must have."""
-    return lambda run: [Part(run, run.folder / name, {})]
-
-
-def _as_it_is(holds: str, pattern: str) -> View:
-    """The view of Parquet files that a run need not have, with their own columns."""
-    return View(holds, None, _found(pattern), _parquet, optional=True)
-
-
-def _jobs(run: AskedRun) -> Iterator[Part]:
-    """One part per benchmark file of Snakemake: the rule's folder, and the wildcards of the job below it."""
-    for path in sorted(run.folder.glob("benchmarks/**/*.tsv")):
-        rule, *wildcards = path.relative_to(run.folder).with_suffix("").parts[1:]
-        yield Part(run, path, {"rule": rule, "wildcards": "/".join(wildcards)})
-
-
-def _scored(run: AskedRun) -> Iterator[Part]:
-    """One part per column of each score table; the path is that of the table."""
-    for part in _found("scores/{folder}/{domain}.{split}/{expert}.parquet")(run):
-        if part.same["expert"] != "tokens":
-            yield replace(part, path=part.path.parent)
 
 
 def _scores(parts: Sequence[Part], columns: Sequence[str]) -> Iterator[pa.Table]:
@@ -177,7 +170,9 @@ def _main(part: Part) -> Iterator[dict[str, Any]]:
     run, told = part.run.of, ("top_k", "variant", "split", "oracle", "seed")
     labels = {system.key: system.label for _, system in main_systems(run)}
     plain = (None, "", "test", False, run.seed)
-    for row in read_parquet(part.path, [*told, *(name for name in _MAIN if name != "system")]).to_pylist():
+    for row in read_parquet(
+        part.path, [*told, *(name for name in VIEWS["main"].types if name != "system")]
+    ).to_pylist():
         label = labels.get((row["model"], row["experts"], row["method"], row["weights"]))
         if label and tuple(row[name] for name in told) == plain:
             yield row | {"system": label}
@@ -267,121 +262,11 @@ def _flat(value: Any, above: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         yield ".".join(above), value
 
 
-_COUNTS = {"words": WHOLE, "budget": WHOLE, "origins": WHOLE, "origins_in_train": WHOLE}
-_WHICH = {"model": TEXT, "seed": WHOLE}
-_WHERE = {"domain": TEXT, "split": TEXT}
-_MAIN = {"system": TEXT, **_WHICH, "experts": TEXT, "method": TEXT, "weights": TEXT, "domain": TEXT, "kind": TEXT} | (
-    dict.fromkeys(("perplexity", "perplexity_low", "perplexity_high"), REAL)
-)
-
+READERS: dict[str, Reader] = {"parquet": _parquet, "documents": _documents, "scores": _scores}
+MADE: dict[str, Callable[[Part], Iterable[dict[str, Any]]]] = {
+    "main": _main, "card": _card, "counts": _counts, "metrics": _metrics, "model": _model, "expert": _expert,
+    "trials": _trials, "job": _job, "settings": _settings,
+}  # fmt: skip
 VIEWS = {
-    "results": View("one row per evaluation: perplexities with intervals", None, _one("results.parquet"), _parquet),
-    "main": View(
-        "the main table: perplexity of each of its systems on each domain", _MAIN, _one("results.parquet"), _rows(_main)
-    ),
-    "suites": _as_it_is("one row per evaluation on a domain of a suite", "suites.parquet"),
-    "differences": View("systems against others on the same documents", None, _one("differences.parquet"), _parquet),
-    "priors": View("cached and fitted priors by domain and expert", None, _one("priors.parquet"), _parquet),
-    "posteriors": View("the posterior after each block", None, _one("posteriors.parquet"), _parquet),
-    "audit": _as_it_is("how much of removed documents models continue word for word", "audit.parquet"),
-    "tasks": _as_it_is(
-        "accuracy on tasks by model and routing, with intervals and chance; values of the harness's tasks",
-        "tasks.parquet",
-    ),
-    "task_weights": _as_it_is(
-        "the mean weight of each expert over the tests of a task, by routing", "task_weights.parquet"
-    ),
-    "clusters": View(
-        "the cluster of each document, for models that learn from clusters",
-        {"clustering": TEXT, **_WHERE, "document": WHOLE, "cluster": WHOLE, "distance": REAL},
-        _found("clusters/{clustering}/assigned/{domain}.{split}.parquet"),
-        _documents,
-        optional=True,
-    ),
-    "contamination": _as_it_is(
-        "how much of the harness's tasks the training text of a domain has, in 13-grams of words",
-        "harness/contamination/*.parquet",
-    ),
-    "overlap": View(
-        "shares of bigrams that test has in common with train", None, _one("corpus/overlap.parquet"), _parquet
-    ),
-    "corpus": View(
-        "one row per domain and split: sizes, budgets, leakage",
-        {"domain": TEXT, "kind": TEXT, "split": TEXT, "documents": WHOLE, **_COUNTS, "leakage": REAL},
-        _found("corpus/{domain}/card.json", kind=True),
-        _rows(_card),
-    ),
-    "corpus_counts": View(
-        "what was rejected, replaced or normalised in each domain",
-        {"domain": TEXT, "kind": TEXT, "what": TEXT, "name": TEXT, "count": WHOLE},
-        _found("corpus/{domain}/card.json", kind=True),
-        _rows(_counts),
-    ),
-    "documents": View(
-        "the documents of the splits; document is the number in the split",
-        {**_WHERE, "kind": TEXT, "document": WHOLE, "id": TEXT, "n_words": WHOLE, "text": TEXT}
-        | {"origin": TEXT, "metadata": TEXT},
-        _found("corpus/{domain}/{split}.parquet", kind=True),
-        _documents,
-    ),
-    "scores": View(
-        "one row per token and expert: the token's log-probability in nats",
-        {**_WHICH, **_WHERE, "expert": TEXT, "document": WHOLE, "origin": WHOLE, "position": WHOLE, "block": WHOLE}
-        | {"block_position": WHOLE, "token_id": WHOLE, "token": TEXT, "logprob": pa.float32()},
-        _scored,
-        _scores,
-    ),
-    "losses": View(
-        "one row per document of a test split, model and expert: nll in nats",
-        {**_WHICH, **_WHERE, "expert": TEXT, "document": WHOLE, "origin": WHOLE, "tokens": WHOLE, "nll": REAL},
-        _found("evaluations/{domain}.losses.parquet", split="test"),
-        _parquet,
-    ),
-    "contexts": View(
-        "losses by length of blocks and position in them: nll in nats",
-        None,
-        _found("evaluations/{domain}.contexts.parquet", kind=True),
-        _parquet,
-        optional=True,
-    ),
-    "metrics": View(
-        "one row per step and metric of a training, that of a single expert named; domain is NULL for the whole batch",
-        {**_WHICH, "expert": TEXT, "step": WHOLE, "tokens": WHOLE, "metric": TEXT, "domain": TEXT, "value": REAL},
-        _found("metrics/{folder}.jsonl", "metrics/{folder}/{expert}.jsonl"),
-        _rows(_metrics),
-    ),
-    "models": View(
-        "one row per model: its name in tables, size, training, parent",
-        {**_WHICH, "label": TEXT, "kind": TEXT, "layers": WHOLE, "width": WHOLE, "heads": WHOLE, "context": WHOLE}
-        | {"shared_parameters": WHOLE, "expert_parameters": WHOLE, "steps": WHOLE, "tokens": WHOLE}
-        | {"learning_rate": REAL, "parent": TEXT, "shared_sha256": TEXT},
-        _found("models/{folder}/model.json"),
-        _rows(_model),
-    ),
-    "experts": View(
-        "the lineage of each expert",
-        {**_WHICH, "expert": TEXT, "parent": TEXT, "parent_prior": REAL, "lowest_dev_loss_expert": TEXT}
-        | {"learning_rate_factor": REAL, "steps": WHOLE, "steps_run": WHOLE, "tokens": WHOLE, "sha256": TEXT},
-        _found("models/{folder}/experts/{expert}.json"),
-        _rows(_expert),
-    ),
-    "trials": View(
-        "dev losses before and after each learning rate that an adaptation tried, in nats",
-        {**_WHICH, "expert": TEXT, "factor": REAL, "chosen": pa.bool_(), "domain": TEXT, "before": REAL, "after": REAL},
-        _found("models/{folder}/experts/{expert}.json", "models/{folder}/model.json"),
-        _rows(_trials),
-        optional=True,
-    ),
-    "benchmarks": View(
-        "time and memory of each job",
-        {"rule": TEXT, "wildcards": TEXT, "seconds": REAL, "cpu_seconds": REAL, "max_rss_mib": REAL},
-        _jobs,
-        _rows(_job),
-    ),
-    "settings": View(
-        "the run, one row per key; values that are no text are JSON",
-        {"key": TEXT, "value": TEXT},
-        _one("config.json"),
-        _rows(_settings),
-    ),
+    name: View(**row) for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
 }
