@@ -192,10 +192,8 @@ def log_prior_of(experts: Sequence[str], weights: dict[str, float]) -> np.ndarra
         if not 0 <= weight < math.inf:
             raise DemixError(f"prior of {name}", f"is {weight}", "give a number of at least 0")
     total = sum_of(weights)
-    if total == math.inf:
-        raise DemixError("prior", "has weights whose sum is more than a number holds", "give smaller weights")
-    if not total:
-        raise DemixError("prior", "leaves every expert without weight", "give one expert a weight above 0")
+    if not 0 < total < math.inf:
+        raise DemixError("prior", f"has weights that sum to {total}", "give one a weight above 0, none too large")
     with np.errstate(divide="ignore"):
         log_prior: np.ndarray = np.log([weights.get(name, 0.0) / total for name in experts])
     return log_prior

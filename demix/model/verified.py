@@ -82,11 +82,9 @@ def _verify_encodings(folder: Path, encoder: Tokenizer) -> int:
     try:
         if file.is_file():
             theirs = HuggingFaceTokenizer.from_str(file.read_text("utf-8-sig"))
-        elif vocabulary.is_file():
+        else:
             theirs = HuggingFaceTokenizer(models.BPE.from_file(str(vocabulary), str(folder / "merges.txt")))
             theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        else:
-            theirs = HuggingFaceTokenizer.from_str(encoder.definition)
     # What the library raises.
     except Exception as error:
         cause = f"has a tokenizer that the library tokenizers does not read ({error})"
