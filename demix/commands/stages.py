@@ -67,6 +67,7 @@ HELP = {
     "domain": "Name of the domain.",
     "settings": "The settings of the stage, as JSON or @FILE.",
     "output": "The file or folder to write.",
+    "manifest": "The file that gets the digests of all that was written, last.",
     "part": "Number of the part, from 0 to source.parts - 1.",
     "tokenizer": "tokenizer.json of the run.",
     "experts": "Experts, separated by commas.",
