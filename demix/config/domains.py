@@ -224,10 +224,8 @@ class DomainSection(SplitRecipe):
         default_factory=absent,
         description="Value of the field `by` in the domain's documents, or a list of values.",
     )
-    anonymize: Switch | Literal["released"] = Field(
-        default=True,
-        description="Replace personal data by the seven dummy tokens of the paper's Table 8; released applies the "
-        "rules of the code published with the paper.",
+    anonymize: Switch = Field(
+        default=True, description="Replace personal data by the seven dummy tokens of the paper's Table 8."
     )
     licence: Text = Field(default="", description="Licence or terms of the text, recorded with the run.")
 

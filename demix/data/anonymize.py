@@ -27,8 +27,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -40,29 +39,17 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import regex
 
-from demix.data import mentions, numbers, released
+from demix.data import mentions, numbers
 from demix.data.dummies import CATEGORIES, Span
 from demix.data.text import SURROGATE, buffers, count_words, cut, splice
-from demix.errors import DemixError
 from demix.files import write_json
 from demix.files.batches import counted, read_batches, write_batches
 
 # What the raw file's key-value metadata counts.
 _WHEN_READ = ("invalid_bytes", "surrogates", "not_utf8")
-SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("text", pa.large_string()),
-        ("n_words", pa.int64()),
-        ("origin", pa.string()),
-        ("metadata", pa.large_string()),
-    ]
-)
+_TYPES = {"id": pa.string(), "text": pa.large_string(), "n_words": pa.int64(), "origin": pa.string()}
+SCHEMA = pa.schema(_TYPES | {"metadata": pa.large_string()})
 
-# A text and how often each rule applied.
-_Changed = tuple[str, dict[str, int]]
-
-_start = itemgetter(0)
 _ROUNDS = 4
 _BEFORE = regex.compile(r"(?r)(?:[\w)+]|[0-9][ \t\u00a0\u2007\u2009\u202f()./\-\u2010-\u2015]{1,3}+)")
 _AFTER = regex.compile(
@@ -70,10 +57,8 @@ _AFTER = regex.compile(
 )
 # Seven digits that separators part, in UTF-8.
 _DIGITS_NEAR = re.compile(rb"[0-9](?:[ \t()./\x80-\xff-]{0,9}[0-9]){6}")
-_PRIORITY = {
-    name: rank
-    for rank, name in enumerate(("FB_USERID", "DART", "EMAIL", "CREDIT_CARD_NUMBER", "SSN", "PHONE_NUMBER", "USER"))
-}
+# Of spans that overlap, the first of these is right.
+_PRIORITY = ("FB_USERID", "DART", "EMAIL", "CREDIT_CARD_NUMBER", "SSN", "PHONE_NUMBER", "USER")
 
 
 def normalise(text: str) -> tuple[str, dict[str, int]]:
@@ -126,9 +111,9 @@ def _spans(text: str) -> tuple[list[Span], bool]:
     if len(taken) < 2:
         return taken, False
     kept: list[Span] = []
-    for span in sorted(taken, key=_start):
+    for span in sorted(taken, key=itemgetter(0)):
         if kept and span[0] < kept[-1][1]:
-            if _PRIORITY[span[2]] < _PRIORITY[kept[-1][2]]:
+            if _PRIORITY.index(span[2]) < _PRIORITY.index(kept[-1][2]):
                 kept[-1] = span
         else:
             kept.append(span)
@@ -207,34 +192,25 @@ def _stretches(raw: bytes, edges: np.ndarray, places: np.ndarray) -> Iterator[tu
 
 
 def anonymize_documents(
-    input: Path,
-    output: Path,
-    counts: Path,
-    *,
-    enabled: bool = True,
-    rules: str = "ours",
-    piece_words: int | None = None,
+    input: Path, output: Path, counts: Path, *, enabled: bool = True, piece_words: int | None = None
 ) -> None:
     """Normalise and, unless `enabled` is false, anonymize the raw documents in `input`.
 
-    `rules` are "ours" or "released" (`demix.data.released`). Documents of more than `piece_words` words are then cut
+    Documents of more than `piece_words` words are then cut
     into pieces of this length, which are documents from here on. Writes Parquet with `id` (hexadecimal sha256 of the
     final text), `text`, `n_words` (words parted by white space), `origin` (the id of the whole document, its own where
     it was not cut) and `metadata`, and the JSON `counts`: documents, words written, rules applied, documents rejected
     ("empty": without a word, "not_utf8": no text, left out when they were read), replacements by category. Source ids,
     which may hold personal data, go no further.
     """
-    if rules not in _RULES:
-        raise DemixError(f"rules {rules!r}", "are not known", "use ours or released")
     normalised: Counter[str] = Counter(invalid_bytes=0, surrogates=0, nul=0, line_ends=0)
     replacements: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
     totals = Counter(documents=0, words=0, empty=0)
-    of_text, of_column = _RULES[rules] if enabled else (_as_it_is, _as_it_is)
 
     def clean(text: str) -> str:
         text, found = normalise(text)
         normalised.update(found)
-        text, found = of_text(text)
+        text, found = anonymize(text) if enabled else (text, {})
         replacements.update(found)
         return text
 
@@ -243,7 +219,7 @@ def anonymize_documents(
         for batch in counted(read, f"{input.parent.name}: documents", [input]):
             texts, found = _normalise_texts(batch.column("text"))
             normalised.update(found)
-            texts, found = of_column(texts)
+            texts, found = anonymize_texts(texts) if enabled else (texts, {})
             replacements.update(found)
             ids = origins = _ids(texts)
             metadata = batch.column("metadata")
@@ -265,20 +241,9 @@ def anonymize_documents(
     write_batches(output, SCHEMA, batches())
     read = {name: int((pq.read_metadata(input).metadata or {}).get(name.encode(), 0)) for name in _WHEN_READ}
     normalised.update({name: read[name] for name in ("invalid_bytes", "surrogates")})
-    write_json(
-        counts,
-        {
-            "documents": totals["documents"] + read["not_utf8"],
-            "words": totals["words"],
-            "normalised": dict(normalised),
-            "rejected": {"empty": totals["empty"], "not_utf8": read["not_utf8"]},
-            "replacements": dict(replacements),
-        },
-    )
-
-
-def _as_it_is(text: Any) -> tuple[Any, dict[str, int]]:
-    return text, {}
+    said = {"documents": totals["documents"] + read["not_utf8"], "words": totals["words"], "normalised": normalised}
+    rejected = {"empty": totals["empty"], "not_utf8": read["not_utf8"]}
+    write_json(counts, said | {"rejected": rejected, "replacements": replacements})
 
 
 def _normalise_texts(texts: pa.Array) -> tuple[pa.Array, Mapping[str, int]]:
@@ -286,25 +251,13 @@ def _normalise_texts(texts: pa.Array) -> tuple[pa.Array, Mapping[str, int]]:
     data, _ = buffers(texts)
     if not (data == 0).any() and b"\r\n" not in data.tobytes():
         return texts, {}
-    return _each(normalise, texts)
-
-
-def _each(change: Callable[[str], _Changed], texts: pa.Array) -> tuple[pa.Array, Mapping[str, int]]:
-    """A column as `change` leaves each text, and the sum of its counts."""
     counts: Counter[str] = Counter()
     changed = []
     for text in texts.to_pylist():
-        text, found = change(text)
+        text, found = normalise(text)
         changed.append(text)
         counts.update(found)
     return pa.array(changed, pa.large_string()), counts
-
-
-# What is done to one text, and to a column of texts.
-_RULES: dict[str, tuple[Callable[[str], _Changed], Callable[[pa.Array], tuple[pa.Array, Mapping[str, int]]]]] = {
-    "ours": (anonymize, anonymize_texts),
-    "released": (released.anonymize, partial(_each, released.anonymize)),
-}
 
 
 def _ids(texts: pa.Array) -> pa.Array:

@@ -12,7 +12,7 @@ from demix.config.domains import DomainName, Scalar, check_values, domain_name
 from demix.data import sources
 from demix.data.anonymize import anonymize, normalise
 from demix.data.readers import Row
-from demix.data.selection import as_list, matches, select
+from demix.data.selection import as_list, matches, select_or_none
 from demix.data.sources import Omitted, Source
 from demix.errors import DemixError, nearest
 from demix.files import read_json, write_json
@@ -76,7 +76,7 @@ def divide(name: str, division: Division, raw: Path, output: Path, part: int = 0
             if source.where and not matches(row.fields, source.where):
                 found["filtered"] += 1
                 continue
-            value = _value(row, by)
+            value = select_or_none(row.fields, by)
             text = str(value)
             equal = named.get(value) if isinstance(value, (str, int, float)) else None
             owners = {} if value is None else dict(filter(None, (equal, as_text.get(text))))
@@ -99,13 +99,6 @@ def divide(name: str, division: Division, raw: Path, output: Path, part: int = 0
     write_json(output, said | {"taken": taken, "untaken": shown})
     # Kept until here: a job that fails and is run again need not fetch again what it has.
     shutil.rmtree(fetched, ignore_errors=True)
-
-
-def _value(row: Row, by: str) -> Any:
-    try:
-        return select(row.fields, by)
-    except LookupError:
-        return None
 
 
 @contextmanager

@@ -19,10 +19,8 @@ from demix.files.kinds import GZIP, HEAD, check_kind
 
 MAX_RATIO = 200
 RATIO_FREE_BYTES = 64 << 20
-DAMAGE = (
-    pa.ArrowException, OSError, ValueError, EOFError, NotImplementedError,
-    zlib.error, zipfile.BadZipFile, tarfile.TarError,
-)  # fmt: skip
+_OF_FORMATS = (zlib.error, zipfile.BadZipFile, tarfile.TarError, pa.ArrowException)
+DAMAGE = (*_OF_FORMATS, OSError, ValueError, EOFError, NotImplementedError)
 
 
 class Bound:

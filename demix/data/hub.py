@@ -53,9 +53,8 @@ def hub_rows(
                 if builder != "text":
                     yield Row(Path(repository), number, fields)
                 elif line := fields["text"].strip():
-                    yield Row(
-                        Path(repository), number, json_object(line.encode(), f"data set {repository}, line {number}")
-                    )
+                    place = f"data set {repository}, line {number}"
+                    yield Row(Path(repository), number, json_object(line.encode(), place))
 
 
 def commit_of(repository: str, revision: str | None, kind: Literal["data set", "model"] = "data set") -> str:
@@ -78,12 +77,10 @@ def asked(subject: str) -> Iterator[None]:
         raise
     # The libraries below it raise nearly anything for a broken file or connection.
     except Exception as error:
-        reason = str(error).strip().splitlines() or [""]
-        raise DemixError(
-            subject,
-            f"cannot be read ({type(error).__name__}: {reason[0][:300]})",
-            "check its name, revision and files, the network, and whether terms must be accepted (then set HF_TOKEN)",
-        ) from error
+        reason = str(error).strip().partition("\n")[0]
+        cause = f"cannot be read ({type(error).__name__}: {reason[:300]})"
+        cure = "check its name, revision and files, the network, and whether terms must be accepted (then set HF_TOKEN)"
+        raise DemixError(subject, cause, cure) from error
 
 
 def _root(repository: str, revision: str | None) -> str:
@@ -100,12 +97,10 @@ def _root(repository: str, revision: str | None) -> str:
 def _builder(files: list[str]) -> str:
     suffixes = {Path(re.sub(r"\.(gz|zst|bz2|xz)$", "", name)).suffix for name in files}
     found = {BUILDERS.get(suffix) for suffix in suffixes}
-    builder = found.pop() if len(found) == 1 else None
-    if builder is None:
-        raise DemixError(
-            "source.data_files", f"name files {', '.join(sorted(suffixes))}", f"give one of {', '.join(BUILDERS)}"
-        )
-    return builder
+    if len(found) > 1 or None in found:
+        cause = f"name files {', '.join(sorted(suffixes))}"
+        raise DemixError("source.data_files", cause, f"give one of {', '.join(BUILDERS)}")
+    return str(*found)
 
 
 @dataclass(frozen=True)
@@ -139,15 +134,14 @@ def model_files(repository: str, commit: str) -> dict[str, HubFile]:
         info = HfApi().model_info(repository, revision=commit, files_metadata=True, timeout=60)
         if info.gated and not get_token():
             raise DemixError(f"model {repository}", "is gated", "accept its terms on its page, then set HF_TOKEN")
-        return {
-            one.rfilename: HubFile(
+        files = {}
+        for one in info.siblings or ():
+            address, digest = (
                 hf_hub_url(repository, one.rfilename, revision=commit),
-                int(one.size or 0),
                 one.lfs.sha256 if one.lfs else None,
-                str(one.blob_id),
             )
-            for one in info.siblings or ()
-        }
+            files[one.rfilename] = HubFile(address, int(one.size or 0), digest, str(one.blob_id))
+        return files
 
 
 def fetch_files(files: Mapping[str, HubFile], names: Iterable[str], folder: Path) -> None:

@@ -123,7 +123,8 @@ def stem(name: str) -> str:
 
 def _file(path: Path, reading: Reading, bound: Bound | None = None, stream: Any = None) -> Iterator[Row]:
     """The records of a file of lines or text on disk, or of the member `path` of an archive."""
-    read, wanted = _FORMATS.get(next(iter(suffixes(path.name)), ""), (_other_text, TEXT))
+    read = _FORMATS.get(next(iter(suffixes(path.name)), ""), _other_text)
+    wanted = TEXT if read in (_text, _other_text) else RECORDS
     with expanded(path, bound, wanted, stream) as content:
         yield from read(content, path, reading)
 
@@ -221,9 +222,8 @@ def _csv(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iter
             number += 1
             if len(values) != len(header):
                 cause = f"has {len(values)} values, and the header {len(header)}"
-                raise DemixError(
-                    f"{path}, row {number}", cause, "quote values with commas and line ends, or fix the row"
-                )
+                cure = "quote values with commas and line ends, or fix the row"
+                raise DemixError(f"{path}, row {number}", cause, cure)
             if reading.takes(number - 1):
                 yield Row(path, number, {name: values[place] for name, place in places.items()})
     except csv.Error as error:
@@ -366,10 +366,4 @@ def _wanted(path: Path, name: str, reading: Reading) -> bool:
     )
 
 
-_FORMATS: dict[str, tuple[Reader, str]] = {
-    ".jsonl": (_json_lines, RECORDS),
-    ".ndjson": (_json_lines, RECORDS),
-    ".json": (_json_file, RECORDS),
-    ".csv": (_csv, RECORDS),
-    ".txt": (_text, TEXT),
-}
+_FORMATS = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json_file, ".txt": _text, ".csv": _csv}

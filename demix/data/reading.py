@@ -8,27 +8,18 @@ from demix.data.shared import made_once
 from demix.data.sources import Source, discard, download, pinned
 
 
-def anonymize(
-    raw: Path, output: Path, counts: Path, enabled: bool = True, rules: str = "ours", piece_words: int | None = None
-) -> None:
+def anonymize(raw: Path, output: Path, counts: Path, enabled: bool = True, piece_words: int | None = None) -> None:
     """Normalise one part of a domain's raw text, replace personal data by dummy tokens, cut long documents.
 
-    With `enabled` false nothing is replaced. `rules` and `piece_words` are those of `anonymize_documents`.
+    With `enabled` false nothing is replaced. `piece_words` is that of `anonymize_documents`.
     """
-    how = {"enabled": enabled, "rules": rules, "piece_words": piece_words}
-    make = partial(anonymize_documents, raw, output, counts, enabled=enabled, rules=rules, piece_words=piece_words)
+    how = {"enabled": enabled, "piece_words": piece_words}
+    make = partial(anonymize_documents, raw, output, counts, enabled=enabled, piece_words=piece_words)
     made_once(output, [output, counts], [raw], how, make, passing=True)
 
 
 def read(
-    domain: str,
-    settings: Source,
-    raw: Path,
-    output: Path,
-    counts: Path,
-    part: int = 0,
-    enabled: bool = True,
-    rules: str = "ours",
+    domain: str, settings: Source, raw: Path, output: Path, counts: Path, part: int = 0, enabled: bool = True
 ) -> None:
     """Read one part of a domain's text from its source, and anonymize it: download and anonymize in one.
 
@@ -37,12 +28,12 @@ def read(
 
     def make() -> None:
         download(settings, domain, raw, part)
-        anonymize_documents(raw, output, counts, enabled=enabled, rules=rules, piece_words=settings.piece_words)
+        anonymize_documents(raw, output, counts, enabled=enabled, piece_words=settings.piece_words)
 
     if (inputs := pinned(settings, part)) is None:
         download(settings, domain, raw, part)
-        anonymize(raw, output, counts, enabled, rules, settings.piece_words)
+        anonymize(raw, output, counts, enabled, settings.piece_words)
     else:
-        values = {"source": settings.as_dict(), "part": part, "enabled": enabled, "rules": rules}
+        values = {"source": settings.as_dict(), "part": part, "enabled": enabled}
         made_once(output, [output, counts], inputs, values, make)
     discard(raw)

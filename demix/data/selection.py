@@ -30,6 +30,14 @@ def select(fields: dict[str, Any], path: str) -> Any:
     return values[0] if values else None
 
 
+def select_or_none(fields: dict[str, Any], path: str) -> Any:
+    """As `select`, and None for a path that the record lacks."""
+    try:
+        return select(fields, path)
+    except LookupError:
+        return None
+
+
 def as_text(value: Any) -> str:
     """`value` as the text of a document: a list's items are joined by newlines, null is the empty text.
 
@@ -56,10 +64,7 @@ def matches(fields: dict[str, Any], where: dict[str, Any]) -> bool:
     or with a null there, does not match.
     """
     for path, wanted in where.items():
-        try:
-            value = select(fields, path)
-        except LookupError:
-            return False
+        value = select_or_none(fields, path)
         if value is None:
             return False
         if isinstance(wanted, dict):

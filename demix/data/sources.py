@@ -24,7 +24,7 @@ from demix.config.files import left_out
 from demix.data import readers
 from demix.data.hub import hub_rows
 from demix.data.readers import Reading, Row, read_rows
-from demix.data.selection import as_text, matches, select
+from demix.data.selection import as_text, matches, select, select_or_none
 from demix.data.text import SURROGATE
 from demix.errors import DemixError
 from demix.files import fingerprint, sha256_file
@@ -61,11 +61,10 @@ class Omitted:
     def warn(self, name: str) -> None:
         """Log a warning that bytes of the source `name` are no text, and one of files that are no data."""
         if self.invalid_bytes or self.not_utf8:
-            _log.warning(
-                "%s: %d bytes that are not UTF-8 became U+FFFD, and %d documents were left out as no text; "
-                "text in Latin-1 is converted by %s",
-                name, self.invalid_bytes, self.not_utf8, readers.TO_UTF8,
-            )  # fmt: skip
+            said = (
+                "%s: %d bytes that are not UTF-8 became U+FFFD, and %d documents were left out as no text (Latin-1: %s)"
+            )
+            _log.warning(said, name, self.invalid_bytes, self.not_utf8, readers.TO_UTF8)
         if said := left_out(self.files):
             _log.warning("%s: %s; name those that you want in source.path (of archives in source.members)", name, said)
 
@@ -153,15 +152,14 @@ def pinned(source: Source, part: int) -> list[Path] | None:
 
     Files of an address or of an object store are determined by their `sha256`, a data set of the hub by a commit.
     """
-    match source.kind:
-        case "files":
-            return [Path(file) for file in source.share(part)]
-        case "url":
-            return [] if all(file_name(url) in source.sha256 for url in source.paths) else None
-        case "store":
-            return [] if source.sha256 else None
-        case _:
-            return [] if COMMIT.fullmatch(source.revision or "") and not local(source.paths) else None
+    if source.kind == "files":
+        return [Path(file) for file in source.share(part)]
+    found = bool(source.sha256)
+    if source.kind == "url":
+        found = all(file_name(url) in source.sha256 for url in source.paths)
+    elif source.kind == "hub":
+        found = COMMIT.fullmatch(source.revision or "") is not None and not local(source.paths)
+    return [] if found else None
 
 
 def records(source: Source, name: str, fetched: Path, omitted: Omitted) -> Iterator[tuple[str, str, str]]:
@@ -236,27 +234,18 @@ def document_of(row: Row, source: Source) -> tuple[str, str, str]:
     """Id, text and metadata (JSON) of a record. Raises DemixError where it has no such text."""
     place = row.place
     try:
-        text = select(row.fields, source.text)
+        text = as_text(select(row.fields, source.text))
         name = f"{row.file.name}#{row.number}" if source.id is None else str(select(row.fields, source.id))
     except LookupError as error:
         named = ", ".join(map(repr, row.fields))[:300]
         cure = f"fields are {named}: name the text's as source.text or --field"
         raise DemixError(place, f"has no field {error.args[0]!r}", cure) from None
-    try:
-        text = as_text(text)
     except TypeError as error:
         raise DemixError(place, f"field {source.text!r} is {error}, not text", "name a text field") from None
     if len(text) > readers.MAX_DOCUMENT_BYTES:
         raise DemixError(place, "is a document over 128 MiB", "split it into documents")
-    metadata = {path: without_nan(_selected(row.fields, path)) for path in source.metadata}
+    metadata = {path: without_nan(select_or_none(row.fields, path)) for path in source.metadata}
     return name, text, json.dumps(metadata, sort_keys=True, ensure_ascii=False, default=str)
-
-
-def _selected(fields: dict[str, Any], path: str) -> Any:
-    try:
-        return select(fields, path)
-    except LookupError:
-        return None
 
 
 def _budgeted(documents: Iterator[tuple[str, str, str]], source: Source, domain: str) -> Iterator[tuple[str, str, str]]:
@@ -308,10 +297,11 @@ def _files(source: Source, domain: str, part: int, fetched: Path, others: Counte
 
 def _verify(path: Path, source: Source) -> None:
     size, digest = source.bytes.get(path.name), source.sha256.get(path.name)
-    if size is not None and path.stat().st_size != size:
-        raise DemixError(path, f"has {path.stat().st_size} bytes, not {size}", "fetch it again or change the config")
-    if digest is not None and (found := sha256_file(path)) != digest:
-        raise DemixError(path, f"has sha256 {found}, not {digest}", "fetch it again or change the config")
+    problem = f"has {found} bytes, not {size}" if size not in (None, found := path.stat().st_size) else ""
+    if not problem and digest is not None and (other := sha256_file(path)) != digest:
+        problem = f"has sha256 {other}, not {digest}"
+    if problem:
+        raise DemixError(path, problem, "fetch it again or change the config")
 
 
 def _check_names(source: Source, domain: str, names: set[str]) -> None:

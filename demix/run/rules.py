@@ -185,8 +185,7 @@ class RunRules(StageSettings):
 
     def anonymizing(self, domain: str) -> str:
         """The option of a command that says how a domain's text is anonymized."""
-        options = {True: "--enabled", False: "--no-enabled", "released": "--rules released"}
-        return options[self.run.texts[domain].anonymize]
+        return "--enabled" if self.run.texts[domain].anonymize else "--no-enabled"
 
     def pieces(self, domain: str) -> str:
         """The option of a command that cuts the documents of a domain."""

@@ -16,13 +16,12 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from demix.data import cues, released
+from demix.data import cues
 from demix.data.anonymize import CATEGORIES, anonymize, anonymize_documents, anonymize_texts, normalise
 from demix.data.dialling import COUNTRIES, is_written_at_home
 from demix.data.sources import SCHEMA, Source, download
 from demix.data.text import count_words, cut
 from demix.files import read_json
-from support.errors import refused
 from support.numbering import AFTER, BEFORE, EXTENSIONS, every_country, sentences, written
 from support.unseen import card, unseen
 
@@ -192,11 +191,11 @@ def test_the_sample_and_the_exam_are_anonymized_alike_together(tmp_path):
 ONCE = {"a.": "x@", "-": "@ab"}
 
 
-def assert_linear(rules: Any, unit: str) -> None:
+def assert_linear(unit: str) -> None:
     def seconds(size: int) -> float:
         text = ONCE.get(unit, "") + (unit * (size // len(unit) + 1))[:size]
         start = time.process_time()
-        rules(text)
+        anonymize(text)
         return time.process_time() - start
 
     # Sixteen times the text takes sixteen times as long, or 256 times where time is quadratic.
@@ -206,9 +205,7 @@ def assert_linear(rules: Any, unit: str) -> None:
 
 def test_time_is_linear_in_repetition():
     for unit in CASES["repeated"]:
-        assert_linear(anonymize, unit)
-    for unit in ("a", "a.", "@[1:1:", "a@", "a@a.", "a@a-", "1-", "a@b.c.!"):
-        assert_linear(released.anonymize, unit)
+        assert_linear(unit)
 
 
 @given(st.text(st.characters() | st.sampled_from("\r\n\0\ud800\udfff")))
@@ -281,13 +278,8 @@ def test_documents(tmp_path):
     assert [row["id"] for row in rows] == [sha256(text) for text, _ in pieces]
     assert [json.loads(row["metadata"]).get("a") for row in rows] == [None, None, None, 1, 1]
     assert (counts["documents"], counts["words"], counts["rejected"]["empty"]) == (6, 10, 1)
-    # Without anonymization, and by the rules of the published code.
     rows, counts = documents(tmp_path, ROWS, enabled=False)
     assert (rows[0]["text"], counts["replacements"]) == ("Write to ann@x.example\nnow.", NONE)
-    rows, counts = documents(tmp_path, ROWS, rules="released")
-    assert (rows[0]["text"], counts["replacements"]["EMAIL"]) == ("Write to <|EMAIL|>\nnow.", 1)
-    with refused("rules 'other'"):
-        documents(tmp_path, ROWS, rules="other")
 
 
 def test_no_personal_data_is_left_in_metadata(tmp_path):
@@ -309,27 +301,3 @@ def test_no_personal_data_is_left_in_metadata(tmp_path):
     metadata = json.loads(row["metadata"])
     assert (metadata["pi"], metadata["year"]) == (3.5, 2003)
     assert set(metadata["list"][0]) == {"key"}
-
-
-LIKE_RELEASED = [*"aab.!@-+0123456789 ()\\:][\nZ\x1c\u00a0/*", "a@b.c", "@[1:2:", "555-1234", "212 ", "123-45-6789"]
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.sampled_from([*LIKE_RELEASED, "4111111111111111", "1234567890-" + "0aF" * 17 + "12"]), max_size=14).map(
-        "".join
-    )
-)
-def test_released_rules_are_seven_substitutions_by_line(text):
-    if len(text) < 30 or "@[" not in text:
-        assert released.anonymize(text)[0] == released.sequential(text)
-
-
-def test_released_rules_keep_their_faults():
-    for text, expected in (
-        ("J.Smith@example.com", "J.S<|EMAIL|>"),
-        ("Vol 125 2003, 3.14159265358979", "Vol <|PHONE_NUMBER|>, 3.1<CREDIT_CARD_NUMBER>"),
-        ("@property hi @jack. 1460-89-98471", "@USER hi @USER 1<|SSN|>1"),
-        ("@[12:2048:Ann\\]", "<|FBUSERID|>"),
-    ):
-        assert released.anonymize(text)[0] == expected

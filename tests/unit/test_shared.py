@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from demix.commands import stages
-from demix.data import sources
+from demix.config.tokenizer import TokenizerSection
+from demix.data import corpus, reading
+from demix.data.shards import tokenize_splits
 from demix.data.sources import Source, pinned
+from demix.data.tokenizer import make_tokenizer
 from demix.files import check_sealed, read_json, sha256_file, write_json
 from demix.launch.patches import keep_shared_times
 from support.dry_run import REPOSITORY
@@ -36,24 +38,24 @@ def prepare(name: str, *, seed: int = 1, dev: int = 30, size: int = 300, enabled
     """Prepare the text of a run as the jobs of the workflow do."""
     run = Path("results") / name
     for domain in DOMAINS:
-        stages.read(
+        reading.read(
             domain,
-            json.dumps({"kind": "files", "path": f"{domain}.jsonl"}),
+            Source("files", f"{domain}.jsonl"),
             run / f"raw/{domain}/0000.parquet",
             run / f"documents/{domain}/0000.parquet",
             run / f"documents/{domain}/0000.json",
             enabled=enabled,
         )
     documents = {domain: run / f"documents/{domain}/0000.parquet" for domain in DOMAINS}
-    stages.deduplicate([*documents.values()], run / "corpus/owners.parquet")
+    corpus.deduplicate([*documents.values()], run / "corpus/owners.parquet")
     for domain, path in documents.items():
-        settings = {"words": {"dev": dev, "test": 30}, "training": True, "seed": seed, "metadata": False}
-        stages.split(domain, [path], run / "corpus/owners.parquet", json.dumps(settings), run / "corpus" / domain)
+        splitting = corpus.Splitting(words=corpus.Budget(dev=dev, test=30), training=True, seed=seed)
+        corpus.split_once(domain, [path], run / "corpus/owners.parquet", splitting, run / "corpus" / domain)
     trains = [run / f"corpus/{domain}/train.parquet" for domain in DOMAINS]
-    stages.tokenizer(trains, json.dumps({"kind": "bpe", "vocab_size": size}), run / "tokenizer.json")
+    make_tokenizer(trains, TokenizerSection("bpe", size), run / "tokenizer.json")
     for domain in DOMAINS:
         splits = [run / f"corpus/{domain}/{split}.parquet" for split in ("train", "dev", "test")]
-        stages.tokenize(splits, run / "tokenizer.json", run / "tokens" / domain)
+        tokenize_splits(splits, run / "tokenizer.json", run / "tokens" / domain)
     return run
 
 
@@ -91,14 +93,14 @@ def test_a_second_run_takes_the_text_of_the_first_and_is_whole_without_it() -> N
 
 
 def test_what_changes_while_it_is_read_is_taken_by_no_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    download, source = sources.download, Path("law.jsonl")
+    download, source = reading.download, Path("law.jsonl")
 
     def slowly(*args: object) -> int:
         rows = download(*args)
         os.utime(source, (2e9, 2e9))
         return rows
 
-    monkeypatch.setattr(sources, "download", slowly)
+    monkeypatch.setattr(reading, "download", slowly)
     one = prepare("one")
     notes = {path.name for path in (one / ".made").iterdir()}
     assert "documents.law.0000.parquet.json" not in notes
@@ -192,12 +194,11 @@ def test_text_older_than_its_source_is_copied() -> None:
 
 
 def test_raw_text_that_was_fetched_again_is_anonymized_once() -> None:
-    settings = json.dumps({"kind": "files", "path": "law.jsonl"})
     for name in ("one", "two"):
         run = Path("results") / name
         raw, output = run / "raw/law/0000.parquet", run / "documents/law/0000.parquet"
-        stages.download("law", settings, raw)
-        stages.anonymize(raw, output, output.with_suffix(".json"))
+        reading.download(Source("files", "law.jsonl"), "law", raw)
+        reading.anonymize(raw, output, output.with_suffix(".json"))
         # Or Snakemake refuses the documents as older than what they are made of.
         assert raw.stat().st_mtime_ns <= output.stat().st_mtime_ns
     assert output.samefile("results/one/documents/law/0000.parquet")
@@ -217,7 +218,7 @@ def test_without_hard_links_a_run_has_copies(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_only_the_files_of_the_job_are_there_afterwards() -> None:
     prepare("one")
-    stages.deduplicate([Path("results/one/documents/law/0000.parquet")], Path("owners.parquet"))
+    corpus.deduplicate([Path("results/one/documents/law/0000.parquet")], Path("owners.parquet"))
     assert Path("owners.parquet").stat().st_nlink == 1, "files outside of a run are simply made"
     assert not [*Path().glob("**/.made/owners*")]
     # Of a longer text before.
@@ -284,9 +285,9 @@ def test_what_a_source_is_pinned_by() -> None:
 def test_a_source_that_is_not_pinned_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare("one")
     read = []
-    download = sources.download
-    monkeypatch.setattr("demix.data.sources.pinned", lambda *_: None)
-    monkeypatch.setattr("demix.data.sources.download", lambda *given: (read.append(given[1]), download(*given)))
+    download = reading.download
+    monkeypatch.setattr("demix.data.reading.pinned", lambda *_: None)
+    monkeypatch.setattr("demix.data.reading.download", lambda *given: (read.append(given[1]), download(*given)))
     two, three = prepare("two"), prepare("three")
     assert read == 2 * [*DOMAINS]
     assert made_anew(two, three) == set()
