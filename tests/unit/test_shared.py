@@ -40,7 +40,7 @@ def prepare(name: str, *, seed: int = 1, dev: int = 30, size: int = 300, enabled
     for domain in DOMAINS:
         reading.read(
             domain,
-            Source("files", f"{domain}.jsonl"),
+            Source(kind="files", path=f"{domain}.jsonl"),
             run / f"raw/{domain}/0000.parquet",
             run / f"documents/{domain}/0000.parquet",
             run / f"documents/{domain}/0000.json",
@@ -52,7 +52,7 @@ def prepare(name: str, *, seed: int = 1, dev: int = 30, size: int = 300, enabled
         splitting = corpus.Splitting(words=corpus.Budget(dev=dev, test=30), training=True, seed=seed)
         corpus.split_once(domain, [path], run / "corpus/owners.parquet", splitting, run / "corpus" / domain)
     trains = [run / f"corpus/{domain}/train.parquet" for domain in DOMAINS]
-    make_tokenizer(trains, TokenizerSection("bpe", size), run / "tokenizer.json")
+    make_tokenizer(trains, TokenizerSection(kind="bpe", vocab_size=size), run / "tokenizer.json")
     for domain in DOMAINS:
         splits = [run / f"corpus/{domain}/{split}.parquet" for split in ("train", "dev", "test")]
         tokenize_splits(splits, run / "tokenizer.json", run / "tokens" / domain)
@@ -197,7 +197,7 @@ def test_raw_text_that_was_fetched_again_is_anonymized_once() -> None:
     for name in ("one", "two"):
         run = Path("results") / name
         raw, output = run / "raw/law/0000.parquet", run / "documents/law/0000.parquet"
-        reading.download(Source("files", "law.jsonl"), "law", raw)
+        reading.download(Source(kind="files", path="law.jsonl"), "law", raw)
         reading.anonymize(raw, output, output.with_suffix(".json"))
         # Or Snakemake refuses the documents as older than what they are made of.
         assert raw.stat().st_mtime_ns <= output.stat().st_mtime_ns
