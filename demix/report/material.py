@@ -228,25 +228,22 @@ def cost_by_stage(run: Run) -> list[dict[str, str]]:
         "train": {model.name: model.settings.ranks for model in run.trained},
         "adapt": {one.name: run.config.adaptation.ranks for one in run.adaptations},
     }
+    rows = []
     # The report is made while the last stage is under way.
-    rows = [_cost_of(stage, jobs[jobs["rule"].isin(rules)]) for stage, rules in [*STAGES.items()][:-1]]
-    for row in rows:
-        steps = [
-            count * step_seconds(run.folder / "metrics" / f"{name}.jsonl")
-            for name, count in ranks.get(row["stage"], {}).items()
-        ]
-        row["steps"] = _clock(sum(steps)) if steps else ""
+    for stage, rules in [*STAGES.items()][:-1]:
+        own, metrics = jobs[jobs["rule"].isin(rules)], run.folder / "metrics"
+        steps = [count * step_seconds(metrics / f"{name}.jsonl") for name, count in ranks.get(stage, {}).items()]
+        rows.append(
+            {
+                "stage": stage,
+                "jobs": f"{len(own):,}",
+                "time": _clock(own["seconds"].sum()),
+                "cpu": _clock(own["cpu_seconds"].sum()),
+                "memory": f"{own['max_rss_mib'].max():,.0f} MiB" if len(own) else "",
+                "steps": _clock(sum(steps)) if steps else "",
+            }
+        )
     return rows
-
-
-def _cost_of(name: str, jobs: pd.DataFrame) -> dict[str, str]:
-    return {
-        "stage": name,
-        "jobs": f"{len(jobs):,}",
-        "time": _clock(jobs["seconds"].sum()),
-        "cpu": _clock(jobs["cpu_seconds"].sum()),
-        "memory": f"{jobs['max_rss_mib'].max():,.0f} MiB" if len(jobs) else "",
-    }
 
 
 def _clock(seconds: float) -> str:

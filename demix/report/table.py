@@ -60,16 +60,15 @@ class Table:
     notes: tuple[str, ...] = ()
     formats: dict[str, str] = field(default_factory=dict)
     summaries: frozenset[str] = frozenset()
-    best: pd.DataFrame | None = None
-    beneath: pd.DataFrame | None = None
+    best: pd.DataFrame = field(default_factory=pd.DataFrame)
+    beneath: pd.DataFrame = field(default_factory=pd.DataFrame)
     long: bool = False
     name: str = ""
     title: str = ""
 
     def renamed(self, columns: dict[str, str]) -> "Table":
         """This table with other names of columns."""
-        frames = {name: getattr(self, name) for name in ("frame", "best", "beneath")}
-        frames = {name: one.rename(columns=columns) for name, one in frames.items() if one is not None}
+        frames = {name: getattr(self, name).rename(columns=columns) for name in ("frame", "best", "beneath")}
         return replace(self, **frames)
 
     def noted(self, *notes: str) -> "Table":
@@ -93,8 +92,6 @@ class Table:
 
     def text(self) -> pd.DataFrame:
         """The cells as printed."""
-        import pandas as pd
-
         columns = {
             column: [cell(value, self._format(str(column))) for value in values]
             for column, values in self.frame.items()
@@ -107,13 +104,12 @@ class Table:
 
     def bold(self) -> pd.DataFrame:
         """True for the cells that are printed bold."""
-        best = self.frame.iloc[:, :0] if self.best is None else self.best
-        return best.reindex(index=self.frame.index, columns=self.frame.columns, fill_value=False).astype(bool)
+        best = self.best.reindex(index=self.frame.index, columns=self.frame.columns, fill_value=False)
+        return best.astype(bool)
 
     def second_lines(self) -> pd.DataFrame:
         """The second line of each cell; empty text without one."""
-        beneath = self.frame.iloc[:, :0] if self.beneath is None else self.beneath
-        lines = beneath.reindex(index=self.frame.index, columns=self.frame.columns, fill_value="")
+        lines = self.beneath.reindex(index=self.frame.index, columns=self.frame.columns, fill_value="")
         return lines.fillna("").astype(object)
 
     def lines(self) -> Iterator[Line]:
