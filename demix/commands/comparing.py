@@ -16,7 +16,10 @@ def compare(
     html: Annotated[Path | None, typer.Option(help="A page to write, with the tables and figures.")] = None,
     format: Annotated[Literal["table", "markdown", "json"], typer.Option(help="How to print.")] = "table",
 ) -> None:
-    """Print runs side by side: settings that differ, the main table with intervals, the last values of curves."""
+    """Print runs side by side: settings that differ, the main table with intervals, the last values of curves.
+
+    Example: demix compare results/sample results/families
+    """
     from demix.report.compare import compare as run
     from demix.report.compared import as_json, as_markdown, tables, write_page
     from demix.report.table import terminal as printed

@@ -46,7 +46,10 @@ def init(
         typer.Option(help="The name of the run; by default that of the YAML file that the config is written to."),
     ] = None,
 ) -> None:
-    """Print a config for your own texts, a domain each or by a field, with sizes that fit them."""
+    """Print a config for your own texts, a domain each or by a field, with sizes that fit them.
+
+    Example: demix init letters.txt recipes.txt > mine.yaml
+    """
     from demix.config.names import NAME, NAMED
     from demix.data.init import outline
 
@@ -89,7 +92,10 @@ def config(
         ),
     ] = False,
 ) -> None:
-    """Check a config file and say what it will run."""
+    """Check a config file and say what it will run.
+
+    Example: demix config config/sample.yaml
+    """
     import yaml
 
     from demix.config.adaptation import PASSES

@@ -24,7 +24,10 @@ def export(
         Literal["float32", "bfloat16", "float16"], typer.Option(help="Type of the numbers in the file.")
     ] = "float32",
 ) -> None:
-    """Export one expert, or the mixture of all experts, as a Hugging Face directory of its architecture's family."""
+    """Export one expert, or the mixture of all experts, as a Hugging Face directory of its architecture's family.
+
+    Example: demix export results/sample/models/demix --expert novels --output novels-hf
+    """
     from demix.model.export import export_hf, export_mixture
     from demix.report.card import exported_card
 
@@ -63,6 +66,8 @@ def import_(
 
     Mixtral, Qwen 3 MoE, OLMoE and FlexOlmo become token-routed models. Nothing is unpickled, and nothing but hub:… is
     fetched.
+
+    Example: demix import gpt2-folder --output imported/gpt2
     """
     from demix.config.addresses import HUB
     from demix.model.import_hf import import_hf, import_hub

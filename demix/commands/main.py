@@ -18,6 +18,13 @@ from demix.launch.usage import note_usage
 
 # The modules with the commands for people.
 PEOPLE = ("configs", "people", "standard", "questions", "comparing", "exchange")
+# The groups in which `demix --help` shows the commands.
+GROUPS = {
+    "Data": ("init", "config", "plan"),
+    "Train": ("experts", "merge", "import"),
+    "Use": ("eval", "generate", "serve", "lm-eval", "export"),
+    "Results": ("summary", "sql", "compare", "stages"),
+}
 
 
 def command_line(asked: str = "") -> typer.Typer:
@@ -44,6 +51,11 @@ def command_line(asked: str = "") -> typer.Typer:
                 app.registered_commands = [command]
                 return app
         app.registered_commands += found.registered_commands
+    panels = {name: panel for panel, names in GROUPS.items() for name in names}
+    for command in (*app.registered_commands, *app.registered_groups):
+        command.rich_help_panel = panels[command.name or command.callback.__name__]
+    order = [*panels]
+    app.registered_commands.sort(key=lambda command: order.index(command.name or command.callback.__name__))
     return app
 
 

@@ -36,7 +36,10 @@ def plan(
         typer.Option("--full", help="Print the tables too: data, models, memory, hours and jobs."),
     ] = False,
 ) -> None:
-    """Estimate time, disk and GPU-hours of a config, and what does not fit. Fetches nothing."""
+    """Estimate time, disk and GPU-hours of a config, and what does not fit. Fetches nothing.
+
+    Example: demix plan config/sample.yaml
+    """
     from demix.plan.jobs import here_line, in_one_line, runs_here, usual_hardware, write_sbatch_files
     from demix.plan.tables import domains_table, jobs_table, too_large, training_tables
     from demix.run.check import load_run
@@ -58,7 +61,10 @@ def plan(
 
 @app.command()
 def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")]) -> None:
-    """Print which model of a finished run is best, its main table, and where to find the other results."""
+    """Print which model of a finished run is best, its main table, and where to find the other results.
+
+    Example: demix summary results/sample
+    """
     from demix.report import left_out_notes
     from demix.report.cells import adaptation_table
     from demix.report.material import Material
@@ -102,7 +108,10 @@ def evaluate_own(
     field: Annotated[str, typer.Option(help="The field that holds the text, in a file of records.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Print whose domain is nearest to your own text, and its perplexity by expert and by mixing method."""
+    """Print whose domain is nearest to your own text, and its perplexity by expert and by mixing method.
+
+    Example: demix eval results/sample/models/demix my.txt
+    """
     import dataclasses
     import json
 
@@ -156,6 +165,8 @@ def merge(
     """Merge experts without training: average them into one dense model, or let tokens choose among all of them.
 
     The weights of an average are given by hand or come from a cached prior.
+
+    Example: demix merge results/sample/models/demix --weights novels=0.5,politics=0.5 --output merged
     """
     from demix.model.merge import merge_experts, parse_weights, prior_weights
     from demix.model.merge_routed import dev_shards, merge_routed
@@ -200,6 +211,8 @@ def generate(
 
     A masked model fills in each <mask> of the prompt: its likeliest tokens, with the probability in the mixture, whose
     weights are fixed, and under each expert.
+
+    Example: demix generate results/sample/models/demix --prompt "In the beginning"
     """
     from demix.data.text import SURROGATE
     from demix.generate.terminal import continued, filled, posterior_table
@@ -225,19 +238,6 @@ def generate(
         terminal().print(posterior_table(mixture.experts, decoder.posterior.log_weights[0]))
 
 
-@app.command()
-def playground(
-    model: Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 takes a free port.")] = 8501,
-    tokenizer: Tokens = None,
-) -> None:
-    """Serve a page to this machine's browser: whose domain texts are, the weights by token, and continuations.
-
-    This is `demix serve` on port 8501.
-    """
-    serve_model(model, port=port, device="cpu", tokenizer=tokenizer)
-
-
 @app.command("serve")
 def serve_model(
     model: Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")],
@@ -256,7 +256,10 @@ def serve_model(
     ] = None,
     tokenizer: Tokens = None,
 ) -> None:
-    """Serve a mixture of experts: completions over OpenAI's API (/v1/completions, no chat), and the playground."""
+    """Serve a mixture of experts: completions over OpenAI's API (/v1/completions, no chat), and the playground.
+
+    Example: demix serve results/sample/models/demix --port 8501
+    """
     from demix.generate.app import place_of, serve
     from demix.generate.completions import opened
 
@@ -274,7 +277,10 @@ Model = Annotated[Path, typer.Argument(help="A model directory, results/<run>/mo
 
 @experts.command("list")
 def experts_list(model: Model) -> None:
-    """Show the experts of a model with their lineage, after checking the bytes of every file."""
+    """Show the experts of a model with their lineage, after checking the bytes of every file.
+
+    Example: demix experts list results/sample/models/demix
+    """
     from rich.table import Table
 
     from demix.model.directory import describe
@@ -293,7 +299,10 @@ def experts_list(model: Model) -> None:
 
 @experts.command("verify")
 def experts_verify(model: Model) -> None:
-    """Check every file of a model against its record. Each fault is one line; with any fault the exit status is 1."""
+    """Check every file of a model against its record. Each fault is one line; with any fault the exit status is 1.
+
+    Example: demix experts verify results/sample/models/demix
+    """
     from demix.model.experts import find_faults
 
     faults = find_faults(model)
@@ -328,7 +337,10 @@ def experts_train(
         typer.Option(min=1e-12, help="Peak learning rate; for a model that demix has not trained by default 1e-4."),
     ] = None,
 ) -> None:
-    """Train an expert for a new domain on text files, and print what it is worth on text held out of training."""
+    """Train an expert for a new domain on text files, and print what it is worth on text held out of training.
+
+    Example: demix experts train results/sample/models/demix letters --text letters.txt --output with-letters
+    """
     from rich.table import Table
 
     from demix.commands.new_domain import add_domain
@@ -364,7 +376,10 @@ def experts_add(
         str | None, typer.Option(help="Name of the expert in this model; by default its present name.")
     ] = None,
 ) -> None:
-    """Copy an expert of another model with the same shared weights."""
+    """Copy an expert of another model with the same shared weights.
+
+    Example: demix experts add results/sample/models/demix with-letters/experts/letters.safetensors
+    """
     from demix.model.experts import add_expert
 
     print(f"{model}: added {add_expert(model, expert, name)}")
@@ -372,7 +387,10 @@ def experts_add(
 
 @experts.command("remove")
 def experts_remove(model: Model, name: Annotated[str, typer.Argument(help="The expert to remove.")]) -> None:
-    """Delete an expert's files; of a merged model whose tokens choose among experts, leave it out of every layer."""
+    """Delete an expert's files; of a merged model whose tokens choose among experts, leave it out of every layer.
+
+    Example: demix experts remove with-letters letters
+    """
     from demix.model.experts import remove_expert
 
     remove_expert(model, name)

@@ -33,7 +33,10 @@ def sql(
     output: Annotated[Path | None, typer.Option(help="The file to write, instead of standard output.")] = None,
     tables: Annotated[bool, typer.Option("--tables", help="List the tables and their columns instead.")] = False,
 ) -> None:
-    """Ask runs in SQL: one SELECT over tables of results, documents, scores, losses, metrics, lineage, jobs."""
+    """Ask runs in SQL: one SELECT over tables of results, documents, scores, losses, metrics, lineage, jobs.
+
+    Example: demix sql results/sample "select domain, perplexity from results where model = 'dense'"
+    """
     from demix.query.ask import Answers, named_runs
     from demix.query.output import columns_table, format_of, show, write_file, write_parquet, write_text
 

@@ -52,7 +52,10 @@ def lm_eval(
     ] = False,
     tokenizer: Tokens = None,
 ) -> None:
-    """Evaluate a mixture of experts on tasks of EleutherAI's lm-evaluation-harness, and print the harness's table."""
+    """Evaluate a mixture of experts on tasks of EleutherAI's lm-evaluation-harness, and print the harness's table.
+
+    Example: demix lm-eval results/sample/models/demix --tasks arc_easy
+    """
     from demix.config.harness import HarnessTasks
     from demix.evaluate.harness import KnownTasks, evaluate_tasks, tables_of, write_results
     from demix.model.directory import describe

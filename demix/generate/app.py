@@ -1,4 +1,4 @@
-"""What `demix serve` and `demix playground` open: a page at / and completions as OpenAI's API at /v1."""
+"""What `demix serve` opens: a page at / and completions as OpenAI's API at /v1."""
 
 import asyncio
 import base64

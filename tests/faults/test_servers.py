@@ -31,7 +31,7 @@ def assert_loopback_alone(port: int, pid: int | None = None) -> None:
 @pytest.mark.faults
 def test_the_playground_listens_on_loopback_alone(finished: Path) -> None:
     model = finished / "results/tiny/models/demix"
-    command = [sys.executable, "-m", "demix", "playground", str(model), "--port", "0"]
+    command = [sys.executable, "-m", "demix", "serve", str(model), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         port = int(process.stdout.readline().rpartition("127.0.0.1:")[2].partition("/")[0])
         assert_loopback_alone(port, process.pid)

@@ -152,7 +152,7 @@ def test_commands_run(page: Path, place: Path, monkeypatch: pytest.MonkeyPatch) 
             assert all((REPOSITORY / word).exists() for word in words[1:] if "/" in word), words
         elif words[0] != "demix":
             assert words[0] in FOREIGN | {"python"}, words
-        elif words[1:3] == ["experts", "train"] or words[1] in ("playground", "serve"):
+        elif words[1:3] == ["experts", "train"] or words[1] == "serve":
             known(words)
         elif words[1] in LONG:
             known(words)

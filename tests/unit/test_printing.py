@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from demix.commands.main import command_line
 from demix.commands.stages import run_command
 from demix.run.run import Run
 from support.cli import demix, succeeds
@@ -132,6 +133,8 @@ def test_help_loads_no_library_of_a_stage() -> None:
 
 
 def test_groups_of_commands_are_found() -> None:
+    for command in command_line().registered_commands:
+        assert "Example: demix " in command.callback.__doc__
     shown = succeeds("experts", "--help")
     assert "verify" in shown.stdout
     assert "experts" in demix("--help").stdout
