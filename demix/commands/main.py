@@ -51,11 +51,9 @@ def command_line(asked: str = "") -> typer.Typer:
                 app.registered_commands = [command]
                 return app
         app.registered_commands += found.registered_commands
-    panels = {name: panel for panel, names in GROUPS.items() for name in names}
     for command in (*app.registered_commands, *app.registered_groups):
-        command.rich_help_panel = panels[command.name or command.callback.__name__]
-    order = [*panels]
-    app.registered_commands.sort(key=lambda command: order.index(command.name or command.callback.__name__))
+        name = command.name or command.callback.__name__
+        command.rich_help_panel = next(panel for panel, names in GROUPS.items() if name in names)
     return app
 
 

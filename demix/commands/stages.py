@@ -100,8 +100,7 @@ def list_stages() -> None:
 def function_of(place: str) -> Callable[..., object]:
     """The function of a stage, by its place below demix."""
     module, _, function = place.rpartition(".")
-    found: Callable[..., object] = getattr(import_module(f"demix.{module}"), function)
-    return found
+    return getattr(import_module(f"demix.{module}"), function)  # type: ignore[no-any-return]
 
 
 def command_of(function: Callable[..., object], arguments: Sequence[str]) -> Callable[..., None]:

@@ -64,10 +64,8 @@ def train(
     """
     if wrong := [step for step in keep if not step.isdecimal() or not int(step)]:
         raise DemixError("--keep", f"has {wrong[0]}, no number of updates", "write 61,122")
-    steps = tuple(map(int, keep))
-    training = ModelTraining(
-        kind, _given(settings, how, learning_rate_from), shards, branch=branch, schedule=schedule, keep=steps
-    )
+    given, steps = _given(settings, how, learning_rate_from), tuple(map(int, keep))
+    training = ModelTraining(kind, given, shards, branch=branch, schedule=schedule, keep=steps)
     if expert:
         training = training.alone(expert)
     _train(training, Places(output, metrics, checkpoints), _Launch(ranks, cluster, live))

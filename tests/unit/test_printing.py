@@ -62,8 +62,7 @@ def test_a_printed_command_runs_nothing_that_a_file_holds(frozen: Run, text: str
     command = ui.partition(": ")[2]
     got = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert got.stdout == f"sqlite:///{text}"
-    words = shlex.split(page.partition(": ")[2])
-    assert words[:3] == ["snakemake", "--configfile", str(run / "config.json")]
+    assert shlex.split(page.partition(": ")[2])[:3] == ["snakemake", "--configfile", str(run / "config.json")]
     assert "$(URI)" not in MAKEFILE.read_text()
     assert not list(tmp_path.glob("**/made"))
     written_by_hand(run, tracking={"uri": "http://x\x1b[2J`a`\n$(b)"})
@@ -133,10 +132,8 @@ def test_help_loads_no_library_of_a_stage() -> None:
 
 
 def test_groups_of_commands_are_found() -> None:
-    for command in command_line().registered_commands:
-        assert "Example: demix " in command.callback.__doc__
-    shown = succeeds("experts", "--help")
-    assert "verify" in shown.stdout
+    assert all("Example: demix " in command.callback.__doc__ for command in command_line().registered_commands)
+    assert "verify" in succeeds("experts", "--help").stdout
     assert "experts" in demix("--help").stdout
 
 
