@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -51,7 +51,8 @@ def command_line(asked: str = "") -> typer.Typer:
                 app.registered_commands = [command]
                 return app
         app.registered_commands += found.registered_commands
-    for command in (*app.registered_commands, *app.registered_groups):
+    shown: list[Any] = [*app.registered_commands, *app.registered_groups]
+    for command in shown:
         name = command.name or command.callback.__name__
         command.rich_help_panel = next(panel for panel, names in GROUPS.items() if name in names)
     return app

@@ -94,7 +94,8 @@ def list_stages() -> None:
     `snakemake -n -p` prints them as they run. Example: demix stages
     """
     for name, (place, _) in STAGES.items():
-        print(f"{name:18} {_about(function_of(place)).splitlines()[0]}")
+        line, *_ = (inspect.getdoc(function_of(place)) or "").splitlines()
+        print(f"{name:18} {line}")
 
 
 def function_of(place: str) -> Callable[..., object]:
@@ -130,7 +131,7 @@ def command_of(function: Callable[..., object], arguments: Sequence[str]) -> Cal
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {one.name: one.annotation for one in parameters}
-    command.__name__, command.__doc__ = function.__name__, _about(function)
+    command.__name__, command.__doc__ = function.__name__, inspect.getdoc(function)
     return command
 
 
@@ -143,10 +144,6 @@ def run_command(arguments: Sequence[str]) -> None:
     # typer ends an interrupted command with a status and no exception.
     if status := app(list(arguments), standalone_mode=False):
         raise SystemExit(status)
-
-
-def _about(function: Callable[..., object]) -> str:
-    return inspect.getdoc(function) or ""
 
 
 def _without_none(kind: Any) -> Any:
