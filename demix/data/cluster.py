@@ -23,7 +23,7 @@ from demix.data.shards import TokenShard, write_spans
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import (
-    REMAKE,
+    check_sha256,
     digest,
     read_json,
     read_parquet,
@@ -65,11 +65,7 @@ class Clusterer:
             cause = f"is of version {manifest['version']}; this demix reads version {VERSION}"
             raise DemixError(folder / "clusterer.json", cause, "fit the clusters again")
         for name, expected in manifest["files"].items():
-            path = folder / name
-            if not path.is_file():
-                raise DemixError(path, "is missing", "fit the clusters again")
-            if sha256_file(path) != expected:
-                raise DemixError(path, "is damaged: its sha256 is not the one in clusterer.json", REMAKE)
+            check_sha256(folder / name, expected)
         arrays = load_file(folder / "clusterer.safetensors")
         centres = arrays.pop("centres")
         terms = tuple(read_parquet(folder / "terms.parquet").column("term").to_pylist())

@@ -43,10 +43,9 @@ PHONE = regex.compile(
 # After these only those in more than one group or with a leading 0.
 MAYBE = regex.compile(
     rf"(?r)(?<![^\W_])(?:(?:{_PLACE}|direct line|line|mob|cel|hp|kom|contacts?)(?: (?:numbers?|no\.?|is))?[.:#]"
-    r"|(?:get|got|speak|spoke|talk|reach(?:ed|able)?|available|dial(?:l?ed)?|called|rang|phoned|texted|faxed"
-    r"|calls?|texts?"
-    r"|messages?|bookings?|enquir(?:y|ies)|inquir(?:y|ies)|reservations?|appointments?|call(?:ing)?|dial(?:l?ing)?"
-    r"|ring(?:ing)?|texting|phoning)(?: \w{1,12}){0,4} (?:on|at|via|to|from)"
+    r"|(?:get|got|speak|spoke|talk|reach(?:ed|able)?|available|dial(?:l?ed)?|called|rang|phoned|texted|faxed|calls?"
+    r"|texts?|messages?|bookings?|enquir(?:y|ies)|inquir(?:y|ies)|reservations?|appointments?|call(?:ing)?"
+    r"|dial(?:l?ing)?|ring(?:ing)?|texting|phoning)(?: \w{1,12}){0,4} (?:on|at|via|to|from)"
     r"|(?:dial(?:l?ed|l?ing)?|rang|ring|phoned|texted|calling|callers?|ringing|texting|txt|mob|rsvp|bookings?"
     r"|enquir(?:y|ies)|inquir(?:y|ies)|reservations?|appointments?|signal|telegram|after hours)(?: \w{1,12})?"
     rf"|number(?:'s| is|:)|[tfmp](?=:)){_BETWEEN}",
@@ -70,10 +69,9 @@ AFTER_MAYBE = regex.compile(
 # And a number in the groups of its country, wherever one of these stands on its line near it.
 NEAR = regex.compile(
     rf"(?<![^\W_]){_NO_TOKEN}(?!portable|handy|fon\b)(?:{_DEVICE}|voice ?mail|help ?desk|front desk|call(?:ed|ing|s|er"
-    rf"|ers)?|dial(?:l?ed|l?ing|s)?|phon(?:ed|ing)"
-    r"|texted|rang|ring|text|txt|reach|contact|kontakt|llamar?|llamad[ao]s?|llám\w*|appels?|anrufe|ruf|ph|rsvp"
-    r"|bookings?"
-    rf"|reservations?|enquir(?:y|ies)|hit me up|her number|the number you|{_INVITE})(?![^\W_])|{_UNPARTED}",
+    r"|ers)?|dial(?:l?ed|l?ing|s)?|phon(?:ed|ing)|texted|rang|ring|text|txt|reach|contact|kontakt|llamar?|llamad[ao]s?"
+    rf"|llám\w*|appels?|anrufe|ruf|ph|rsvp|bookings?|reservations?|enquir(?:y|ies)"
+    rf"|hit me up|her number|the number you|{_INVITE})(?![^\W_])|{_UNPARTED}",
     regex.IGNORECASE,
 )
 # Between two numbers of one owner.

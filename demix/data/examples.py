@@ -28,6 +28,7 @@ from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import read_parquet, seed_for, write_parquet
 from demix.files.batches import read_batches
+from demix.settings import settings_from, written
 
 _TYPES = {"split": pa.string(), "id": pa.string(), "text": pa.large_string(), "choices": pa.list_(pa.string())}
 _TYPES |= {"answer": pa.int16(), "domain": pa.string(), "shortened": pa.bool_()}
@@ -84,18 +85,20 @@ class Prompt:
 
 
 def write_examples(
-    name: str, task: ExamplesRecipe, documents: Mapping[str, Mapping[str, Path]], tokenizer: Path, output: Path
+    task: str, tokenizer: Path, settings: ExamplesRecipe, output: Path, documents: Sequence[Path] = ()
 ) -> None:
-    """Write the examples of the task `name` for models with blocks of `task.length` tokens.
+    """Read or make the examples of a task, with texts that fit into a model's context.
 
-    `documents` are the corpus files of the training domains by split, `test` and `dev`, for tasks that are made of
-    them. A text is shortened to `task.tokens`, by default to its share of a block. Raises DemixError for a task without
-    enough examples, with a label that is no choice, and for a template that leaves no room for texts.
+    `documents` are corpus/<domain>/test.parquet and dev.parquet, for a task that is made of them. A text is shortened
+    to `tokens` of the settings, by default to its share of a block. Raises DemixError for a task without enough
+    examples, with a label that is no choice, and for a template that leaves no room for texts.
     """
-    encoder = Tokenizer.load(tokenizer)
-    drawn = _drawn(name, task, documents, encoder, output)
-    examples = list(fitted(name, task, drawn, encoder, task.length))
-    refuse_few(name, task, examples)
+    encoder, files = Tokenizer.load(tokenizer), dict[str, dict[str, Path]]()
+    for path in documents:
+        files.setdefault(path.stem, {})[path.parent.name] = path
+    drawn = _drawn(task, settings, files, encoder, output)
+    examples = list(fitted(task, settings, drawn, encoder, settings.length))
+    refuse_few(task, settings, examples)
     rows = [{"id": one.id, **asdict(one)} for one in examples]
     write_parquet(pa.Table.from_pylist(rows, SCHEMA), output)
 
@@ -278,9 +281,9 @@ def _read(name: str, task: Task, section: SourceSection, output: Path, counts: C
     """The examples of a source; those without a text are added to `counts`. What was fetched is removed at its end."""
     first, *more = task.fields
     own = task.choices if isinstance(task.choices, str) else None
-    given = {key: getattr(section, key) for key in section.__dataclass_fields__}
     needed = [task.label, *([own] if own else [])]
-    source = Source(**given | {"text": first, "metadata": tuple(dict.fromkeys([*more, *needed]))})
+    wanted = {"text": first, "metadata": [*dict.fromkeys([*more, *needed])]}
+    source = settings_from(Source, written(section) | wanted)
     fetched, unseen, omitted = output.parent / f".{output.stem}.fetched", set(more), Omitted()
     for row, text, metadata in records(source, f"tasks.{name}", fetched, omitted):
         fields, place = json.loads(metadata), f"tasks.{name}: {row}"
@@ -425,16 +428,3 @@ def _halves(text: str, tokenizer: Tokenizer) -> tuple[str, str] | None:
     end = tokenizer.decode(ids)
     whole = len(ids) == CHOICE_TOKENS and tokenizer.encode(end).tolist() == ids.tolist()
     return (text[:middle], end) if whole else None
-
-
-def examples_of(
-    task: str, tokenizer: Path, settings: ExamplesRecipe, output: Path, documents: Sequence[Path] = ()
-) -> None:
-    """Read or make the examples of a task, with texts that fit into a model's context.
-
-    `documents` are corpus/<domain>/test.parquet and dev.parquet, for a task that is made of them.
-    """
-    files: dict[str, dict[str, Path]] = {"test": {}, "dev": {}}
-    for path in documents:
-        files.setdefault(path.stem, {})[path.parent.name] = path
-    write_examples(task, settings, files, tokenizer, output)

@@ -51,7 +51,7 @@ def check_site(run: Run, domains: Iterable[str]) -> str | None:
             if partition not in known:
                 cause = f"is {partition!r}, which this cluster does not have"
                 raise DemixError(f"config key {key}.partition", cause, nearest(partition, known, "mend it"))
-    return _ask_one(run, domains, cluster.of("download"))
+    return _asked(run, domains, cluster.of("download"))
 
 
 def check_here(run: Run, domains: Iterable[str]) -> str | None:
@@ -60,7 +60,7 @@ def check_here(run: Run, domains: Iterable[str]) -> str | None:
     A domain is left out whose text may be taken from another run, which needs no network.
     """
     fetched = (domain for domain in domains if not _may_be_taken(run, domain))
-    return _ask_one(run, fetched, run.config.cluster.of("download").replace(downloads="login"))
+    return _asked(run, fetched, run.config.cluster.of("download").replace(downloads="login"))
 
 
 def _may_be_taken(run: Run, domain: str) -> bool:
@@ -73,12 +73,6 @@ def _may_be_taken(run: Run, domain: str) -> bool:
     source = settings_from(Source, written(run.texts[domain].source))
     noted = run.folder.parent.glob(f"*/{NOTES}/documents.{domain}.*")
     return pinned(source, 0) is not None and any(note.parents[1] != run.folder for note in noted)
-
-
-def _ask_one(run: Run, domains: Iterable[str], site: Cluster) -> str | None:
-    """Ask for the first address of `domains`, if there is one; returns why nobody could ask, or None."""
-    asked = next(filter(None, (_address(run.texts[domain].source) for domain in domains)), None)
-    return _asked(asked, site) if asked else None
 
 
 def _partitions() -> list[str]:
@@ -104,8 +98,14 @@ def _address(source: SourceSection) -> str | None:
     return HUB if source.kind == "hub" and not local(source.paths) else None
 
 
-def _asked(address: str, site: Cluster) -> str | None:
-    """Ask for an address where downloads of `site` run; returns why nobody could ask, or None."""
+def _asked(run: Run, domains: Iterable[str], site: Cluster) -> str | None:
+    """Ask for the first address of `domains`, if there is one, where downloads of `site` run.
+
+    Returns why nobody could ask, or None.
+    """
+    address = next(filter(None, (_address(run.texts[domain].source) for domain in domains)), None)
+    if address is None:
+        return None
     ask = shlex.join([sys.executable, "-c", ASKS.format(address == HUB, REFUSED)])
     command = ["bash", "-c", "; ".join([*site.setup, f"{ask} {address}"])]
     on_nodes = site.downloads == "compute"
@@ -120,13 +120,14 @@ def _asked(address: str, site: Cluster) -> str | None:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"no address was asked for: {error}"
     url, _, why = (done.stdout.splitlines() or [""])[-1].partition("\t")
-    if done.returncode == REFUSED and url.partition("://")[0] in STORES:
-        cause, _, cure = why.partition("; ")
-        raise DemixError(url, cause, f"{cure}; {NO_INTERNET}" if on_nodes and cause.startswith("cannot") else cure)
     if done.returncode == REFUSED and why:
         cause = f"does not answer {'a compute node' if on_nodes else 'here'} ({why})"
         cure = NO_INTERNET if on_nodes else "mend the network"
-        raise DemixError(url, cause, f"{cure}, or name a proxy in cluster.setup (export HTTPS_PROXY=…)")
+        cure += ", or name a proxy in cluster.setup (export HTTPS_PROXY=…)"
+        if url.partition("://")[0] in STORES:
+            cause, _, cure = why.partition("; ")
+            cure += f"; {NO_INTERNET}" if on_nodes and cause.startswith("cannot") else ""
+        raise DemixError(url, cause, cure)
     if done.returncode:
         return f"no address was asked for: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"
     return None

@@ -97,17 +97,15 @@ def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
     make_private(output.parent)
     if (ready := divided(output, source, part)).exists():
         os.replace(ready, output)
-        _forget_divided(output)
+        _clean(output)
         return int(pq.read_metadata(output).num_rows)
-    fetched = _fetched(output)
     omitted = Omitted()
-    rows = KINDS[source.kind](source, domain, part, fetched, omitted.files)
+    rows = KINDS[source.kind](source, domain, part, _fetched(output), omitted.files)
     documents = _budgeted(valid(_documents(rows, source, domain), omitted), source, domain)
     count = write_rows(output, SCHEMA, documents, private=True, footer=omitted.footer)
     omitted.warn(domain)
     # Kept until here: a job that fails and is run again need not fetch again what it has.
-    shutil.rmtree(fetched, ignore_errors=True)
-    _forget_divided(output)
+    _clean(output)
     return count
 
 
@@ -120,8 +118,7 @@ def refuse_part(source: Source, name: str, part: int) -> None:
 def discard(output: Path) -> None:
     """Remove the raw text `output`, and what `download` fetched for it."""
     output.unlink(missing_ok=True)
-    shutil.rmtree(_fetched(output), ignore_errors=True)
-    _forget_divided(output)
+    _clean(output)
 
 
 def divided(output: Path, source: Source, part: int, where: Mapping[str, Any] | None = None) -> Path:
@@ -137,8 +134,9 @@ def divided(output: Path, source: Source, part: int, where: Mapping[str, Any] | 
     return output.with_name(f".{output.stem}.{digest[:16]}.divided")
 
 
-def _forget_divided(output: Path) -> None:
-    """Remove what passes left for `output` and nobody took."""
+def _clean(output: Path) -> None:
+    """Remove what was fetched for `output`, and what passes left for it and nobody took."""
+    shutil.rmtree(_fetched(output), ignore_errors=True)
     for left in output.parent.glob(f".{glob.escape(output.stem)}.*.divided"):
         left.unlink(missing_ok=True)
 

@@ -59,5 +59,5 @@ def write_lines(path: Path, rows: list[dict[str, object]]) -> str:
 def read_task(tokens: Path, folder: Path, **task: object) -> list[Example]:
     """The examples of the task `topics`, made by the stage in `folder` from its source."""
     given = ExamplesRecipe(**task, length=SIZES.context, seed=1)
-    write_examples("topics", given, {}, tokens / "tokenizer.json", folder / "out.parquet")
+    write_examples("topics", tokens / "tokenizer.json", given, folder / "out.parquet")
     return read_examples(folder / "out.parquet")
