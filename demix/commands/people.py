@@ -112,8 +112,9 @@ def evaluate_own(
 
     Example: demix eval results/sample/models/demix my.txt
     """
-    import dataclasses
     import json
+
+    from pydantic_core import to_jsonable_python
 
     from demix.evaluate.own_text import OwnText, Unread, evaluate_texts
     from demix.evaluate.told import FILES_NOTE, answer, files_table, without_dense
@@ -124,7 +125,7 @@ def evaluate_own(
     found = list(evaluate_texts(model, texts, tokenizer, dev, field))
     alone = len(found) == 1 and not texts[0].is_dir()
     if as_json:
-        told = without_nan([dataclasses.asdict(one) for one in found])
+        told = without_nan(to_jsonable_python(found))
         print(json.dumps(told[0] if alone else told, indent=2, ensure_ascii=False, allow_nan=False))
     else:
         read = [one for one in found if isinstance(one, OwnText)]

@@ -31,12 +31,13 @@ from demix.mix.mixtures import Mixture
 from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import Cluster, History, PriorAlone, Tempered
 from demix.model.clusters import clusters_of, has_clusters
-from demix.model.directory import CPU, load_experts, refuse_masked, tokenizer_of
+from demix.model.directory import CPU, expert_files, load_experts, refuse_masked, tokenizer_of
 from demix.model.gpt import GPT
 from demix.model.manifest import Usual
 from demix.model.scoring import columns_of, trunk_log_probabilities
 from demix.model.usual import usual_of
 from demix.progress import progress
+from demix.run.models import adapted as adapted_to
 from demix.run.run import Run
 
 # The number of dev blocks that the paper uses for the cached prior.
@@ -225,6 +226,9 @@ class Judge:
         best = int(totals.argmax())
         if self.dense is not None:
             mixed[DENSE_OF_RUN] = _scored(self.dense, shard, text.name).scores
+            if adapted := _dense_adapted(self.model, names[best]):
+                trunks = load_experts(adapted, device=self.dense[0].token_embedding.device)
+                mixed[f"{DENSE_OF_RUN}, adapted to {names[best]}"] = _scored(trunks, shard, text.name).scores
         size, tokens = int(shard.document_bytes.sum()), table.tokens
 
         def figures(log_p: float) -> tuple[float, float]:
@@ -266,6 +270,13 @@ def _dense_of(model: Path) -> Path | None:
     dense = place.with_name(whole.folder_of(alike.name, whole.row_of(place.name)[1]))
     # The description of an expert is what training writes last.
     return dense if dense != place and (dense / "experts" / "dense.json").is_file() else None
+
+
+def _dense_adapted(model: Path, expert: str) -> Path | None:
+    """The dense model that the run of `model` adapted to the domain of `expert`, where there is one."""
+    run = Run.of_model(model)
+    adapted = run and run.folder / "models" / adapted_to(run.config.adaptation.dense, expert)
+    return adapted if adapted and all(file.is_file() for file in expert_files(adapted, "dense")) else None
 
 
 def raw_text(texts: Sequence[Path], field: str, domain: str, output: Path) -> None:
