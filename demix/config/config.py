@@ -33,17 +33,7 @@ from demix.config.training import Threads, TrainingSection, with_presets
 from demix.errors import DemixError
 from demix.files.json_files import SEAL
 from demix.launch.job import Cluster, Site
-from demix.settings import (
-    DistinctItems,
-    Seed,
-    Settings,
-    Switch,
-    Text,
-    absent,
-    partial,
-    settings_from,
-    written,
-)
+from demix.settings import DistinctItems, Seed, Settings, Switch, Text, absent, partial, settings_from, written
 
 # The keys of a run's config.json that are no keys of a config.
 BESIDE = ("format", SEAL)

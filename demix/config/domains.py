@@ -12,17 +12,7 @@ from demix.config.addresses import LOG_IN, STORES, local, refuse_secrets, refuse
 from demix.config.files import files_at
 from demix.config.names import refuse_name
 from demix.errors import DemixError, nearest
-from demix.settings import (
-    DistinctItems,
-    Integer,
-    Items,
-    Number,
-    Positive,
-    Settings,
-    Switch,
-    Text,
-    absent,
-)
+from demix.settings import DistinctItems, Integer, Items, Number, Positive, Settings, Switch, Text, absent
 
 
 def domain_name(name: str) -> str:

@@ -10,17 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from demix.errors import DemixError
-from demix.settings import (
-    DistinctItems,
-    Integer,
-    Number,
-    Positive,
-    Settings,
-    Switch,
-    absent,
-    names_of,
-    written,
-)
+from demix.settings import DistinctItems, Integer, Number, Positive, Settings, Switch, absent, names_of, written
 
 Threads = Annotated[
     Positive,

@@ -18,12 +18,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from demix.errors import DemixError
 from demix.files import seed_for
-from demix.model.continuations import (
-    continuation_log_probabilities,
-    mixture_of,
-    text_log_probabilities,
-    within,
-)
+from demix.model.continuations import continuation_log_probabilities, mixture_of, text_log_probabilities, within
 from demix.model.decode import generate, open_model, weights_of
 from demix.model.device import device_named
 from demix.model.directory import describe

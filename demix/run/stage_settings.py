@@ -17,13 +17,7 @@ from demix.run.harness import harness_settings, harness_tasks, harnessed
 from demix.run.models import Model, left_out, trained_without
 from demix.run.run import Run, kept
 from demix.run.scoring import ScoringJob, scoring_jobs
-from demix.run.systems import (
-    bases,
-    classified,
-    evaluated,
-    merged_whole,
-    ngram_tokens,
-)
+from demix.run.systems import bases, classified, evaluated, merged_whole, ngram_tokens
 from demix.settings import written
 
 # The bytes of the longest argument that Linux passes to a program, less the NUL at its end.

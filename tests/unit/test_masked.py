@@ -12,11 +12,7 @@ from scipy.optimize import minimize
 from scipy.special import logsumexp, softmax
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    AutoTokenizer,
-    RobertaForMaskedLM,
-    pipeline,
-)
+from transformers import AutoTokenizer, RobertaForMaskedLM, pipeline
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 
 from demix.commands.new_domain import add_domain

@@ -45,16 +45,7 @@ from demix.train.optimizers import group_of
 from support.contents import contents
 from support.decoding import scored_in_blocks
 from support.errors import refused
-from support.models import (
-    SMALL,
-    alone,
-    gradient_named,
-    model_of,
-    randomise,
-    save_model,
-    torch_encoder,
-    torch_name,
-)
+from support.models import SMALL, alone, gradient_named, model_of, randomise, save_model, torch_encoder, torch_name
 
 EIGHT = tuple(f"domain{number}" for number in range(8))
 VOCAB = 31

@@ -12,11 +12,7 @@ import pytest
 
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.choice import switching_on_dev
-from demix.evaluate.own_text import (
-    DECAY,
-    DEV_BLOCKS,
-    evaluate_texts,
-)
+from demix.evaluate.own_text import DECAY, DEV_BLOCKS, evaluate_texts
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.files import read_json, write_json

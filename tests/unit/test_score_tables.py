@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from demix.config.mixing import METHODS
 from demix.evaluate.intervals import stretch_tokens
 from demix.evaluate.losses import dev_priors, document_losses
-from demix.evaluate.score_tables import (
-    read_scores,
-    stream_scores,
-    write_scores,
-)
+from demix.evaluate.score_tables import read_scores, stream_scores, write_scores
 from demix.files import write_parquet
 from demix.mix.priors import fitted_log_prior
 from demix.run.run import Run
