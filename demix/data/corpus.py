@@ -113,8 +113,7 @@ def split_once(domain: str, documents: list[Path], owners: Path, settings: Split
     The arguments are those of `split`. Another run that has the same splits lends them.
     """
     counts = [path.with_suffix(".json") for path in documents]
-    splits = ("test.parquet",) if settings.test_only else ("train.parquet", "dev.parquet", "test.parquet")
-    files = [output / name for name in (*splits, "card.json")]
+    files = [output / "card.json", *(output / f"{name}.parquet" for name in _splits_of(settings))]
     make = partial(split, domain, documents, owners, settings, output)
     made_once(output, files, [*documents, *counts, owners], settings.as_dict(), make)
 
@@ -134,12 +133,9 @@ def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting
     With `test_only` all that is kept is test, up to its words. Raises DemixError where dev and test cannot be filled
     with a document left over, or test alone has none.
     """
-    outputs = {name: output / f"{name}.parquet" for name in (("test",) if splitting.test_only else SPLITS)}
-    card, words, held_out = (
-        output / "card.json",
-        splitting.words,
-        {name: outputs[name] for name in outputs if name != "train"},
-    )
+    outputs = {name: output / f"{name}.parquet" for name in _splits_of(splitting)}
+    held_out = {name: path for name, path in outputs.items() if name != "train"}
+    card, words = output / "card.json", splitting.words
     totals: dict[str, Counter[str]] = {key: Counter() for key in ("rejected", "replacements", "normalised")}
     for counts in (read_json(path.with_suffix(".json")) for path in documents):
         for key, total in totals.items():
@@ -152,9 +148,8 @@ def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting
         if splitting.test_only:
             edges = {"test": _Edges(0, *_one(tables, _UNTIL, words=words.test))}
             if not edges["test"].end:
-                raise DemixError(
-                    domain, f"has no text that training text does not hold{work.left_out}", "mend its source"
-                )
+                cause = f"has no text that training text does not hold{work.left_out}"
+                raise DemixError(domain, cause, "mend its source")
             _write(work, edges, outputs)
         else:
             budget = _fitting(work, words)
@@ -178,6 +173,10 @@ def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting
         said |= {"budgets": words.as_dict(), "leakage": leakage}
     said["documents"] = {name: edges[name].end - edges[name].start for name in outputs}
     write_json(card, said | {"words": {name: edges[name].words for name in outputs}} | totals)
+
+
+def _splits_of(splitting: Splitting) -> tuple[str, ...]:
+    return ("test",) if splitting.test_only else SPLITS
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def test_one_command_is_found_without_the_others() -> None:
 def test_no_module_of_data_mixing_or_report_loads_torch() -> None:
     """All of the data stage and of mixing is importable without torch, and nothing but tracking loads mlflow."""
     light = "run.check data.sources data.anonymize data.corpus data.tokenizer data.shards data.examples"
-    light += " commands.main evaluate.domain evaluate.classification report report.items.tasks report.items.pages"
+    light += " commands.main evaluate.domain evaluate.classification report report.items.pages"
     names = ", ".join(f"demix.{name}" for name in light.split())
     code = f"import sys, {names}; print([name for name in ('torch', 'mlflow', 'transformers') if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
