@@ -106,7 +106,7 @@ def test_init_writes_a_valid_config_of_any_files(texts: Path) -> None:
         "more": usual | {"path": "more/*.txt", "piece_words": 50},
     }
     assert list(config["domains"]["novel"]) == ["more"]
-    assert {tuple(one["words"].values()) for one in config["domains"]["training"].values()} == {(180, 180, None)}
+    assert {one["words"]["dev"] for one in config["domains"]["training"].values()} == {180}
     assert re.search(r" letters: .* 1 document; left out: 1 .*: 1 \.md$", done.stdout, re.MULTILINE)
     succeeds("config", "mine.yaml")
     first, schema = done.stdout.splitlines()[0].split("$schema=")
