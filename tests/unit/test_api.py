@@ -1,6 +1,5 @@
 """The API from Python: the numbers are those of the commands, of transformers and of plain loops."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pydantic_core import to_jsonable_python
 from scipy.special import logsumexp
 
 import demix
@@ -176,7 +176,7 @@ def test_figures_of_a_text_are_those_of_eval(
     text.write_text(LONG)
     told = json.loads(printed("eval", folder, text, "--json"))
     for given in (text, LONG):
-        found = json.loads(json.dumps(dataclasses.asdict(model.eval(given))))
+        found = to_jsonable_python(model.eval(given))
         assert found == told | {"text": str(text) if given is text else "text"}
     figures = model.eval(text)
     assert str(figures) == printed("eval", folder, text)

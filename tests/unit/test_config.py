@@ -331,11 +331,6 @@ MODELS = [
     ({"clusterings": {"k2": {"clusters": 2, "method": "spectral"}}}, "clusterings.k2.method"),
     ({"domains": domains(("law", "news"), ("c01",))}, "clusterings.k2"),
     # Names that rules of other models have.
-    ({"seeds": [2], "models": {"dense_seed2": {"kind": "dense"}}}, "models.dense_seed2"),
-    ({"models": {"btm": BTM, "btm__uniform": BTM}}, "models.btm__uniform"),
-    ({"models": {"btm": BTM, "btm__law": {"kind": "dense"}}}, "models.btm__law"),
-    ({"removal": LAW, "models": {"without_law": {"kind": "demix"}}}, "models.without_law"),
-    ({"models": {"known_dense": {"kind": "dense"}}}, "models.known_dense"),
 ]
 OTHER_TEXT = [
     (task(), "tasks.t"),
@@ -360,7 +355,6 @@ OTHER_TEXT = [
     ({"evaluation": {"ngrams": [3, 3]}}, "evaluation.ngrams"),
     (NGRAMS | {"training": {"tokens": 10**9}}, "evaluation.ngrams"),
     (NGRAMS | {"models": {"ngram3": {"kind": "dense"}}}, "models.ngram3"),
-    (NGRAMS | {"models": {"ngrams": {"kind": "dense"}}, "cluster": {"launch": "slurm"}}, "models.ngrams"),
     (harness(tasks=[]), "lm_eval.tasks"),
     (harness(models=["domain_token"]), "lm_eval.models"),
     (harness(weights=["best"]), "lm_eval.weights.0"),

@@ -95,7 +95,7 @@ LINES = {
     f"experts remove {MODEL} lwa": "{model}/experts/lwa.json: is missing, so the model has no such expert; "
     "did you mean law? known are law, news",
     f"generate damaged --tokenizer {ENCODER} --prompt a": "damaged/shared.safetensors: differs from its recorded "
-    "sha256; delete it and rerun the stage that makes it",
+    "sha256; train the model again: `snakemake -f` its model.json, or get the file again",
     f"generate foreign --tokenizer {ENCODER} --prompt a": f"{ENCODER}: is of another tokenizer ({{encoder}}) than the "
     "model foreign (000000000000); use the tokenizer that the model was trained with, or train the model again",
     f"eval {MODEL} empty": "empty: holds no file; name a folder with files of text",
@@ -160,7 +160,6 @@ def test_the_line_of_a_job_names_cause_and_cure(happens: Callable[[], None], lin
     [
         ("sql results/lettres count(*)", "results/letters"),
         ("eval results/letters/models/min a", MODEL),
-        ("playground results/letters/models/min", MODEL),
         ("serve results/letters/models/min --port 0", MODEL),
         (f"merge {MODEL} --weights nesw=1 --output a", "news"),
         ("config fantasy.yaml", "fantasy"),
@@ -191,7 +190,7 @@ TRAINED = ("--settings", "{}", "--output", "out", "--metrics", "m", "--checkpoin
         (("tokenize", "a.parquet", "--tokenizer", "missing.json", "--output", "out"), "missing.json"),
         (("track", "results", "--uri", "postgresql://me:hidden@host/demix"), "--uri"),
         (("train", "sparse", "a", *TRAINED), "--settings.tokens"),
-        (("adapt", "a", "b", *TRAINED), "b"),
+        (("adapt", "a", "b", *TRAINED), "--settings.tokens"),
         (("score", "models", "a/test.arrow", "--output", "out", "--settings", SCORING), "models/none/model.json"),
         (
             ("score", "models", "a/test.arrow", "--output", "out", "--settings", SCORING.replace("32", "8")),

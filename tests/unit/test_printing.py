@@ -91,7 +91,7 @@ MIXING = (
     "join none.parquet --output out/results.parquet",
 )
 TORCH = (
-    "score none none/test.arrow --settings {'threads':1} --output out --experts law",
+    "score none none/test.arrow --settings {'threads':1} --output out",
     "adapt none none/law/train.arrow none/law/dev.arrow --training news --scores none --settings {}"
     " --metrics out/metrics --checkpoints out/checkpoints",
 )

@@ -65,6 +65,8 @@ def spoil(weights: Path, description: Path, key: str, value: float) -> str:
     tensors[name].view(-1)[-1] = value
     save_file(tensors, weights)
     write_json(description, read_json(description) | {key: sha256_file(weights)})
+    (manifest,) = (folder / "model.json" for folder in weights.parents[:2] if (folder / "model.json").exists())
+    write_json(manifest, read_json(manifest) | {"experts": {}})
     return name
 
 
@@ -102,7 +104,7 @@ def test_json_of_an_evaluation_holds_no_nan(tokens: Path, tmp_path: Path) -> Non
     tensors["token_embedding"] *= 1e5
     save_file(tensors, shared)
     for path in [tmp_path / "model" / "model.json", *(tmp_path / "model" / "experts").glob("*.json")]:
-        write_json(path, read_json(path) | {"shared_sha256": sha256_file(shared)})
+        write_json(path, read_json(path) | {"shared_sha256": sha256_file(shared), "experts": {}})
     (tmp_path / "text.txt").write_text("It is a truth universally acknowledged. " * 9)
     asked = (tmp_path / "model", tmp_path / "text.txt", "--tokenizer", tokens / "tokenizer.json")
     done = succeeds("eval", *asked, "--json")
