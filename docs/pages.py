@@ -171,7 +171,7 @@ def with_training(name: str, model: str, **keys: int) -> TrainingPlan:
 
 
 def sentences() -> dict[str, str]:
-    """The numbers in the sentences of performance.md."""
+    """The numbers in the sentences of experiments/cost.md and how-to/one-gpu.md."""
     a100 = plans("paper-1.3b", "a100")
     demix, large = a100["demix"], plans("cbtm-6.7b", "a100")
     expert, adapted = large["btm-1b"], large["btm-dapt-github"]
@@ -203,6 +203,8 @@ def fillings() -> dict[str, Callable[[], str]]:
         "plan-by-model-of-the-family": lambda: by_model("cbtm-1.3b"),
         "plan-papers-runs": papers_runs,
         "plan-assumed": assumed,
+        "plan-line-125m": lambda: last_lines("paper-125m", "v100"),
+        "plan-line-one-gpu": lambda: last_lines("one-gpu", "a100"),
         "plan-line-1.3b": lambda: last_lines("paper-1.3b", *MACHINES),
         "plan-line-cbtm-1.3b": lambda: last_lines("cbtm-1.3b", *MACHINES),
         "plan-line-cbtm-6.7b": lambda: last_lines("cbtm-6.7b", "a100"),
