@@ -120,7 +120,7 @@ def piece(tokens: Path, row: dict) -> torch.Tensor:
 
 
 def test_rows_are_what_whole_forward_passes_give(made: Callable[..., Path], tokens: Path) -> None:
-    """Greedy continuations without a cache, with a mixture written as in docs/concepts.md."""
+    """Greedy continuations without a cache, with a mixture written as in docs/explanation/mixing.md."""
     models = made()
     rows = rows_of(models, tokens)
     assert list(dict.fromkeys(row["system"] for row in rows)) == list(EXPERTS)

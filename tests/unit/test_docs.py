@@ -42,9 +42,11 @@ pytestmark = pytest.mark.full
 
 REPOSITORY = Path(__file__).parents[2]
 TUTORIALS = REPOSITORY / "docs" / "tutorials"
-DOCS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+DOCS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 # The demo's commands read its finished run; those of the other tutorials run from nothing.
-DOCS += [TUTORIALS / "demo.md"]
+DOCS = [page for page in DOCS if page.parent != TUTORIALS or page.stem == "demo"]
+# Each of these pages goes on with the files of those before.
+STAGES = [REPOSITORY / f"docs/reference/stages-{name}.md" for name in ("text", "models", "scores", "results")]
 # Stages that take long: their options and settings are checked instead.
 LONG = {"adapt": Adaptation, "evaluate": Evaluation, "audit": Audit, "route": Routing}
 LONG |= {"contexts": ContextEvaluation, "examples": ExamplesRecipe, "fewshot": TaskScoring, "classify": Classification}
@@ -63,18 +65,15 @@ SMALL = {
 BUDGETS = {"train": 6000, "dev": 1500, "test": 1500}
 
 
-def commands(page: Path) -> Iterator[list[str]]:
-    """The words of each command in the ```bash blocks of a page."""
-    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
+def commands(*pages: Path) -> Iterator[list[str]]:
+    """The words of each command in the ```bash blocks of pages."""
+    for block in re.findall(r"```bash\n(.*?)```", "".join(page.read_text() for page in pages), re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             while words:
                 end = words.index("&&") if "&&" in words else len(words)
                 yield words[:end]
                 words = words[end + 1 :]
-
-
-EVERY = [(page, words) for page in DOCS for words in commands(page)]
 
 
 def known(words: list[str]) -> typer.core.TyperCommand:
@@ -125,22 +124,25 @@ def place(sample: Path, tmp_path: Path) -> Path:
         (folder / name).write_text("The committee shall examine the proposal before the end of the year. " * 100)
     (folder / "ids.bin").write_bytes(np.array([5, 6, encoder.end_of_text], np.uint16).tobytes())
     (folder / "mytasks").mkdir()
-    page = (REPOSITORY / "docs" / "tasks.md").read_text()
+    page = (REPOSITORY / "docs" / "how-to" / "benchmarks.md").read_text()
     for suffix, language in ((".yaml", "yaml"), (".jsonl", "json")):
-        (block,) = re.findall(rf"```{language}\n(.*?)```", page.split("### How")[0], re.DOTALL)
+        (block,) = re.findall(rf"```{language}\n(.*?)```", page.split("## How")[0], re.DOTALL)
         (folder / "mytasks" / f"subject{suffix}").write_text(block)
     return folder
 
 
-@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
-def test_commands_run(page: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of the page; what is long, or never ends, is held against `--help`."""
+PAGES = [[page] for page in DOCS if page not in STAGES and any(commands(page))]
+
+
+@pytest.mark.parametrize("pages", [*PAGES, STAGES], ids=lambda pages: "/".join(pages[0].parts[-2:]))
+def test_commands_run(pages: list[Path], place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the pages; what is long, or never ends, is held against `--help`."""
     monkeypatch.chdir(place)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", place / "cache")
     # A stage sets them for its own process.
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
-    for words in commands(page):
+    for words in commands(*pages):
         if words[0] == "cp" and not words[-1].startswith("config/"):
             subprocess.run(words, check=True)
         elif words[0] == "make":
@@ -204,12 +206,12 @@ def in_a_clone(folder: Path) -> Path:
         (folder / name).symlink_to(REPOSITORY / name)
     shutil.copytree(REPOSITORY / "config", folder / "config")
     shutil.copy(folder / "config" / "paper-125m.yaml", folder / "config" / "mine.yaml")
-    page = (REPOSITORY / "docs" / "own-data.md").read_text()
+    page = (REPOSITORY / "docs" / "how-to" / "own-text.md").read_text()
     (folder / "mine.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
     return folder
 
 
-PLANNED = sorted({tuple(words) for _, words in EVERY if words[0] == "snakemake"})
+PLANNED = sorted({tuple(words) for words in commands(*DOCS) if words[0] == "snakemake"})
 
 
 @pytest.mark.parametrize("words", [w for w in PLANNED if "--report" not in w], ids=" ".join)
@@ -234,8 +236,9 @@ def test_a_tutorial_runs(page: str, tmp_path: Path) -> None:
     assert [name for name in named if not (folder / name).exists()] == []
 
 
-def test_links_lead_somewhere() -> None:
-    """Of the pages outside of the site: `make docs` ends with an error where a link of the site is broken."""
+def test_pages_are_short_and_links_lead_somewhere() -> None:
+    """Links of the pages outside of the site: `make docs` ends with an error where a link of the site is broken."""
+    assert [page.name for page in DOCS if page.read_text().count("\n") > 150] == []
     for page in DOCS[:2]:
         for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             assert link.startswith("http") or (page.parent / link).exists(), (page.name, link)

@@ -1,4 +1,4 @@
-"""Mixtures against a slow implementation that follows docs/concepts.md and the paper's Eq. 4-7 word by word."""
+"""Mixtures against a slow implementation that follows docs/explanation/mixing.md and Eq. 4-7 word by word."""
 
 import numpy as np
 import pandas as pd

@@ -71,7 +71,7 @@ def test_the_settings_are_those_of_earlier_adaptations_or_follow_the_training(mo
     write_json(path, {key: value for key, value in read_json(path).items() if key not in ("adaptation", "seal")})
     given = adaptation_of(tmp_path / "copy", None, None)
     assert (given.tokens, given.passes) == (TRAIN.tokens // len(TRAINING), 4)
-    assert given.learning_rate_factor == 1.0, "the best of docs/evaluation.md"
+    assert given.learning_rate_factor == 1.0, "the best of docs/experiments/adaptation.md"
     given = adaptation_of(tmp_path / "copy", 999, None)
     assert (given.tokens, given.passes) == (999, None)
 

@@ -25,7 +25,7 @@ from support.cli import demix, said, succeeds
 from support.contents import contents
 from support.frozen import rows_of
 
-PAGE = (Path(__file__).parents[2] / "docs" / "questions.md").read_text()
+PAGE = "".join(page.read_text() for page in (Path(__file__).parents[2] / "docs").rglob("sql*.md"))
 EXAMPLES = re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL)
 
 

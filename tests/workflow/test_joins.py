@@ -31,6 +31,7 @@ PLACES = {
 # Gone when all is done, or made only where a config or an option asks for it.
 FLEETING = {"raw/<domain>/<part>.parquet", "checkpoints/<model>/…", "sbatch/…", "settings/<digest>.json"}
 FLEETING |= {"sources/<source>/<part>.json", "sources/<source>/card.json"}
+FLEETING |= {"branches/<model>/<expert>/", "clusters/<clustering>/", "metrics/<model>/<expert>.jsonl"}
 FLEETING |= {"models/<model>/.lock", "models/<model>/imported/…", "parents/<owner>--<name>-<commit>/"}
 
 
@@ -54,12 +55,9 @@ def assert_documented(run: Path) -> None:
     found = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
     # A tiny run keeps its MLflow store by itself.
     found = {path for path in found if not path.startswith(("mlflow.db", ".mlflow.db", "mlartifacts/"))}
-    told = lines("outputs.md")
+    told = lines("reference/files.md") | lines("reference/files-results.md")
     known = {path: pattern(path) for path in told}
-    folders = [
-        pattern(path) for path in lines("families.md") if path.startswith(("branches/", "clusters/", "metrics/"))
-    ]
-    unknown = [path for path in found if not any(one.fullmatch(path) for one in [*known.values(), *folders])]
+    unknown = [path for path in found if not any(one.fullmatch(path) for one in known.values())]
     assert not unknown, unknown
     absent = {path for path, one in known.items() if not any(one.fullmatch(name) for name in found)}
     assert absent <= FLEETING, absent
