@@ -1,4 +1,4 @@
-# The environment of requirements.lock (x86-64, torch's CPU build) with demix; docs/cluster.md says how to run it.
+# The environment of requirements.lock (x86-64, torch's CPU build) with demix; docs/how-to/slurm.md says how to run it.
 FROM python:3.11-slim-bookworm
 WORKDIR /opt/demix
 COPY requirements.lock .

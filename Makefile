@@ -23,11 +23,11 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/installed
 	@trap 'exit 0' INT; snakemake --configfile config/sample.yaml --logger demix
 
-# DEMix, Branch-Train-Merge and c-BTM beside one another (docs/families.md).
+# DEMix, Branch-Train-Merge and c-BTM beside one another (docs/experiments/methods.md).
 families: $(VENV)/installed
 	@trap 'exit 0' INT; snakemake --configfile config/families.yaml --logger demix
 
-# ALiBi, CLAP and masked language models beside the usual ones (docs/variants.md).
+# ALiBi, CLAP and masked language models beside the usual ones (docs/experiments/variants.md).
 variants: $(VENV)/installed
 	@trap 'exit 0' INT; snakemake --configfile config/variants.yaml --logger demix
 

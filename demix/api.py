@@ -2,9 +2,9 @@
 
 The names that `demix` lists, and their attributes without a leading underscore, change as semantic versioning has it:
 all else in demix is internal. A text is a string, or a `Path` for a file. It stands alone after `<|endoftext|>`, and
-one that is longer than the model's context is cut into consecutive blocks, as in scoring (docs/concepts.md). Axes: N
-tokens of a text, E experts, V types. Numbers are those of the command that a method names. Bad input raises
-`DemixError`, whose text is one line.
+one that is longer than the model's context is cut into consecutive blocks, as in scoring
+(docs/explanation/demix-layers.md). Axes: N tokens of a text, E experts, V types. Numbers are those of the command that
+a method names. Bad input raises `DemixError`, whose text is one line.
 """
 
 import html
@@ -142,7 +142,7 @@ class TextFigures(OwnText):
     """What `demix eval` prints of a text, with the fields of its `--json`; `print` shows it as the command does.
 
     A perplexity is per token, `bits_per_byte` per byte of UTF-8, `behind` in nats per token; see
-    `demix.evaluate.own_text.ExpertLine` and docs/using-models.md.
+    `demix.evaluate.own_text.ExpertLine` and docs/how-to/eval-and-generate.md.
     """
 
     @property
@@ -290,13 +290,13 @@ class OpenedRun:
 
     @property
     def results(self) -> "pd.DataFrame":
-        """The rows of results.parquet, a row for each evaluation (docs/outputs.md), checked as for the report."""
+        """The rows of results.parquet (docs/reference/files-results.md), checked as for the report."""
         from demix.report.read import read_results
 
         return read_results(self.folder / "results.parquet").rows
 
     def sql(self, query: str) -> "pd.DataFrame":
-        """The rows that one SELECT finds, as `demix sql` does (docs/questions.md lists the tables)."""
+        """The rows that one SELECT finds, as `demix sql` does (docs/reference/sql-views.md lists the tables)."""
         from demix.query.ask import Answers
         from demix.query.output import distinct
 

@@ -64,7 +64,7 @@ class AdaptationRecipe(Execution, OptimizerRecipe):
 class RateFactors(Settings):
     """The learning-rate factor of each kind of adaptation."""
 
-    # The paper's tenth is against forgetting. docs/evaluation.md has what each factor gains and costs.
+    # The paper's tenth is against forgetting. docs/experiments/adaptation.md has what each factor gains and costs.
     demix: Factor = Field(default=1.0, description="Factor of DEMix-DAPT, which cannot change what other experts do.")
     dense: Factor = Field(default=0.1, description="Factor of Dense-DAPT.")
 

@@ -14,7 +14,7 @@ UNWEIGHTED = ("naive", "average", "fitted")
 
 @dataclass(frozen=True)
 class Family:
-    """Rules for the weights of experts that differ in `parameters` alone (docs/concepts.md, "Ways to mix").
+    """Rules for the weights of experts that differ in `parameters` alone (docs/explanation/mixing.md, "Rules").
 
     `parameters` are names with the bounds of their values. Parameters that a config leaves open are chosen on dev.
     `evaluated` are the methods of the tables, and `refused` those that do not go with the rules. Rules that are

@@ -36,7 +36,7 @@ SMALL, LARGER = "layers: 2, width: 64, heads: 2, inner: 172", "layers: 3, width:
 CONTEXT = 128
 # The records from which the field of the text is guessed.
 GUESSED_FROM = 20
-# Between the numbers of updates that were measured, 188 and 521 (docs/own-data.md).
+# Between the numbers of updates that were measured, 188 and 521 (docs/experiments/recipe.md).
 FEW_UPDATES = 400
 
 
@@ -135,7 +135,7 @@ def outline(
         "  preset: modern  # Muon and AdamW; `demix config --values FILE` prints its values",
         f"  tokens: {tokens}  # of each model: {updates} updates, for {_rounded(total):,} words of text",
         "  sequences: 1  # of each domain in one update: of so few tokens, many small updates teach most",
-        f"  learning_rate: {rate}  # docs/own-data.md says how it was chosen",
+        f"  learning_rate: {rate}  # docs/experiments/recipe.md says how it was chosen",
         f"  checkpoint_every: {max(10, updates // 10)}",
         "  dev_blocks: 8  # of each domain at every checkpoint: the learning curve",
         f"adaptation: {{preset: modern, sequences: 4, evaluate_every: 10}}  # to each novel domain: at most {most}",

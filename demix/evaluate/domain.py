@@ -65,8 +65,8 @@ def evaluate_domain(
 
     Writes the results to `output`, <name>.parquet, and beside it <name>.priors.parquet, differences, posteriors and
     losses. `scores` is the run's folder scores/, with models/<model>/mixing.json beside it. `byte_lengths` are the
-    lengths in bytes of the tokenizer's ids. `demix.evaluate.columns` and docs/concepts.md explain the rows. Raises
-    DemixError if the models were scored on different tokens.
+    lengths in bytes of the tokenizer's ids. `demix.evaluate.columns` and docs/explanation/mixing.md explain the rows.
+    Raises DemixError if the models were scored on different tokens.
     """
     found = _mixed(scores, domain, evaluation, byte_lengths)
     rows = [row for one in found for row in one.rows]

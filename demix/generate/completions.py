@@ -196,8 +196,8 @@ def completed(model: Opened, mixture: MixedModel, asked: CompletionRequest, prom
     """Complete one prompt, part by part.
 
     A prompt stands after `<|endoftext|>`, with which it may begin itself. Prompt and completion are one text, in blocks
-    as in scoring (docs/concepts.md). A stop string is not part of a completion, but its tokens are listed.
-    `<|endoftext|>` ends a completion and has no text.
+    as in scoring (docs/explanation/demix-layers.md). A stop string is not part of a completion, but its tokens are
+    listed. `<|endoftext|>` ends a completion and has no text.
     """
     end, spell, text, sent = model.tokenizer.end_of_text, speller(model.tokenizer), "", 0
     decoder, generator = mixture.decoder(torch.tensor([end])), torch.Generator()

@@ -1,4 +1,4 @@
-"""Mixtures of experts: tables of whole texts, from scores alone, and streams of texts that grow (docs/concepts.md)."""
+"""Mixtures of experts: tables of whole texts and streams of growing texts (docs/explanation/mixing.md)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

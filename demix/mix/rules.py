@@ -1,4 +1,4 @@
-"""Weights rules: the evidence of the text so far about each expert (docs/concepts.md), without the prior.
+"""Weights rules: the evidence of the text so far about each expert (docs/explanation/mixing.md), without the prior.
 
 A rule computes the log evidence L [B, T, E] in nats. The weights that predict token t are g[t, j] ∝ π[j]·exp(L[t, j]),
 with the prior π of the block (paper, Eq. 5-6). A new rule needs a class and a row of CLASSES here, and a row of

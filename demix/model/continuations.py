@@ -147,8 +147,9 @@ def text_log_probabilities(
 ) -> list[float]:
     """log p in nats of each text, which stands alone after `end_of_text`.
 
-    A text is cut into consecutive blocks as in scoring (docs/concepts.md), and the posterior goes on from block to
-    block. `advance` is called with the number of tokens that were scored since its last call, once for each trunk.
+    A text is cut into consecutive blocks as in scoring (docs/explanation/demix-layers.md), and the posterior goes on
+    from block to block. `advance` is called with the number of tokens that were scored since its last call, once for
+    each trunk.
     """
     found = [0.0] * len(texts)
     for number, _, log_p, _ in text_scores(mixture, texts, end_of_text, advance):

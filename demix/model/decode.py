@@ -1,8 +1,9 @@
 """Text generation with a mixture of experts, token by token.
 
-Texts are cut into blocks (docs/concepts.md), as in training and scoring. When a block fills the model's context, the
-next block starts with the last token as its only context. An updating prior carries the evidence about the domain from
-block to block. Generated and given tokens get the probabilities that `demix.mix` computes with the same weights.
+Texts are cut into blocks (docs/explanation/demix-layers.md), as in training and scoring. When a block fills the model's
+context, the next block starts with the last token as its only context. An updating prior carries the evidence about the
+domain from block to block. Generated and given tokens get the probabilities that `demix.mix` computes with the same
+weights.
 """
 
 import codecs
@@ -203,7 +204,7 @@ def weights_of(name: str, directory: Path) -> Weights:
     """The rule for the experts' weights that `name` stands for, with the parameters of the model in `directory`.
 
     `name` is a value of `evaluation.weights` other than a number of tokens, or `average`: the prior alone, which text
-    does not change (`switching(1)`, docs/concepts.md). Where it leaves parameters open, those of
+    does not change (`switching(1)`, docs/explanation/mixing.md). Where it leaves parameters open, those of
     `tempered` come from the model's mixing.json, and the temperature of rules by distance from `clusters_of`; a model
     without that file, and `switching`, have those of `DEFAULTS`.
     """

@@ -23,12 +23,12 @@ class Model:
     `row` is the model's name in results, the same for every seed. `base` is the row of the config's `models` that
     configures the training. `domains` are the domains that the model learns from, in order. `removed` is the domain
     that the model is trained without, and `replacement` the novel domain in its place, if there is one. `parent` is the
-    folder of the model that this one goes on from: with a seed phase (docs/concepts.md), or adapted to the novel domain
-    `adapted_to`. `scored` are the domains that the model is scored on, `splits` the splits of these domains. A model
-    whose experts are whole models has one training per expert (`parts`), in the folder branches/<name>/<part>: `share`
-    trainings with equal shares of the tokens. A model that learns from clusters (`data`) has them as its `domains`,
-    with equal parts of a step's sequences. `routing` is the clustering whose distances can weight the model's experts,
-    if there is one.
+    folder of the model that this one goes on from: with a seed phase (docs/explanation/warm-start.md), or adapted to
+    the novel domain `adapted_to`. `scored` are the domains that the model is scored on, `splits` the splits of these
+    domains. A model whose experts are whole models has one training per expert (`parts`), in the folder
+    branches/<name>/<part>: `share` trainings with equal shares of the tokens. A model that learns from clusters
+    (`data`) has them as its `domains`, with equal parts of a step's sequences. `routing` is the clustering whose
+    distances can weight the model's experts, if there is one.
     """
 
     name: str

@@ -213,7 +213,7 @@ def branched(state: State, experts: Sequence[str], scope: str = "feedforward") -
     An expert of scope `model` is a copy of the whole model, with the moments as they are: its loss is the mean over its
     own domain alone. Of scope `feedforward` an expert is a copy of the dense feedforwards, and shared tensors stay as
     they are. The moments of such an expert, Adam's and Muon's, are divided by E, the number of experts, since the loss
-    is the mean over all domains (docs/concepts.md, Moments).
+    is the mean over all domains (docs/explanation/warm-start.md, Moments).
     """
     (dense,) = state.experts.values()
     if scope == "model":
@@ -231,7 +231,7 @@ def upcycled(state: State, model: GPT) -> State:
     Routers are those of `model`, as it was initialised, and have no moments yet; experts that are routed already stay
     as they are, with their routers. The moments of the dense feedforward, where the state has some, become those of
     every expert (Komatsuzaki et al. 2023, "Sparse Upcycling", keep the optimizer's state): the first divided by E, the
-    second by k·E (docs/families.md, Upcycled rows). With k = 1 both are those of `branched`.
+    second by k·E (docs/explanation/methods.md, Upcycling). With k = 1 both are those of `branched`.
     """
     ((expert, dense),) = state.experts.items()
     routed = model.architecture.routed
