@@ -226,11 +226,11 @@ def test_snakemake_makes_one_page_with_all_items(finished: Path) -> None:
 def made(run: Path) -> dict[Path, str]:
     """The digests of what takes long to make: text, models, metrics, scores.
 
-    Model cards change with the results, and all n-grams are scored in one job.
+    Model cards change with the results, a job's list of scores with its models, and all n-grams are scored in one job.
     """
     kinds = ("documents", "corpus/*", "tokens", "models", "metrics", "scores", "clusters", "tasks", "seeds")
     files = {path for kind in kinds for place in run.glob(kind) for path in place.rglob("*.*") if path.is_file()}
-    others = (".md", "usual.json", ".lock", "ngram")
+    others = (".md", "usual.json", ".lock", "ngram", "scores/others-")
     return {path: sha256_file(path) for path in files if not any(name in str(path.relative_to(run)) for name in others)}
 
 
