@@ -216,28 +216,29 @@ class _Scorer:
         ids = shard.read(0, count_to_score(shard, self.scoring, self.length))
         sha256 = tokens_sha256(ids)
         fingerprint = self._fingerprint(columns, sha256)
-        files = {column: place / f"{column}.parquet" for column in columns}
+        files = {column: (place / f"{column}.parquet", self._fingerprint((column,), sha256)) for column in columns}
         # No two jobs write the same column, so the name of a job's first column makes its folder unique.
         folder = place / f".{columns[0]}.pieces"
-        if all(_is_whole(file, len(ids), fingerprint) for file in files.values()):
+        if all(_is_whole(file, len(ids), own) for file, own in files.values()):
             log.info("%s: %d columns were already scored", told, len(columns))
         else:
             pieces = self._score_pieces(shard, columns, folder, len(ids), fingerprint, told)
-            for column, file in files.items():
+            for column, (file, own) in files.items():
                 metadata = {
                     "tokens_sha256": sha256,
                     "shared_sha256": self.described.shared_sha256,
                     "expert_sha256": self.hashes[column if column in self.hashes else "dense"],
                     "precision": self.scoring.precision,
-                    "fingerprint": fingerprint,
+                    "fingerprint": own,
                 } | self.folds
                 write_scores(file, _column(pieces, column), metadata)
         shutil.rmtree(folder, ignore_errors=True)
 
     def _fingerprint(self, columns: tuple[str, ...], sha256: str) -> str:
-        """A digest of everything on which the bits of the scores of some tokens depend."""
+        """A digest of everything on which the bits of some columns of scores of some tokens depend."""
+        hashes = {name: sha256 for name, sha256 in self.hashes.items() if name in columns} or self.hashes
         work, settings = self.work, [self.scoring.precision, self.scoring.threads, torch.__version__]
-        model = [digest(self.described.content), self.hashes, self.folds, work.context, work.top_k, work.without]
+        model = [digest(self.described.content), hashes, self.folds, work.context, work.top_k, work.without]
         return digest([model, columns, sha256, settings, _device(own_device())])
 
     def _score_pieces(
@@ -246,9 +247,7 @@ class _Scorer:
         """The files in `folder` with the scores of each row group of a split; those that are missing are written."""
         groups = {folder / f"{start}.parquet": (start, stop) for start, stop in row_groups(count, self.length)}
         missing = {
-            piece: (start, stop)
-            for piece, (start, stop) in groups.items()
-            if not _is_whole(piece, stop - start, fingerprint)
+            piece: span for piece, span in groups.items() if not _is_whole(piece, span[1] - span[0], fingerprint)
         }
         dtype, domains = compute_type(self.scoring.precision), columns if self.domain_tokens else None
         amount = len(self.trunks) * sum(stop - start for start, stop in missing.values())

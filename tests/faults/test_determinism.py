@@ -85,8 +85,7 @@ PIPELINE = """
 import sys
 from pathlib import Path
 from demix.data.anonymize import anonymize_documents
-from demix.data.corpus import Budget, Splitting, split
-from demix.data.corpus import mark_duplicates
+from demix.data.corpus import Budget, Splitting, mark_duplicates, split
 from demix.data.shards import tokenize
 from demix.data.sources import Source, download
 from demix.data.tokenizer import train_tokenizer
@@ -95,7 +94,7 @@ raw, documents, counts, owners = (folder / name for name in ("raw/r.parquet", "d
 download(Source(kind="files", path=f"{sources}/*.jsonl"), "d", raw)
 anonymize_documents(raw, documents, counts)
 mark_duplicates({"d": [documents]}, owners)
-split("d", [documents], owners, Splitting(words=Budget(None, 300, 300), training=True, seed=1), folder)
+split("d", [documents], owners, Splitting(words=Budget(train=None, dev=300, test=300), training=True, seed=1), folder)
 train_tokenizer([folder / "train.parquet"], 400, folder / "tokenizer.json")
 for name in ("train", "dev", "test"):
     tokenize(folder / "tokenizer.json", folder / f"{name}.parquet", folder / "tokens" / f"{name}.arrow")

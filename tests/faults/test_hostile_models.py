@@ -101,6 +101,7 @@ def weights(file: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> Callable
         described = ["experts/law.json"] if file == LAW else ["model.json", *(f"experts/{one}.json" for one in THREE)]
         for name in described:
             change(name, **{"sha256" if file == LAW else "shared_sha256": sha256_file(path)})(model)
+        change("model.json", experts={})(model)
 
     return replace
 

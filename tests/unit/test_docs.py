@@ -162,7 +162,7 @@ def test_commands_run(pages: list[Path], place: Path, monkeypatch: pytest.Monkey
         else:
             known(words)
             # What the page has the reader put there.
-            words = ["config/paper-125m.yaml" if word == "config/mine.yaml" else word for word in words]
+            words = ["config/one-gpu.yaml" if word == "config/mine.yaml" else word for word in words]
             words, file = (words[:-2], words[-1]) if ">" in words else (words, None)
             done = succeeds(*words[1:])
             if file:

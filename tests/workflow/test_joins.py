@@ -230,7 +230,7 @@ def made(run: Path) -> dict[Path, str]:
     """
     kinds = ("documents", "corpus/*", "tokens", "models", "metrics", "scores", "clusters", "tasks", "seeds")
     files = {path for kind in kinds for place in run.glob(kind) for path in place.rglob("*.*") if path.is_file()}
-    others = (".md", "usual.json", ".lock", "ngram", "scores/others-")
+    others = (".md", "usual.json", ".lock", "ngram", "scores/others-", "scores/adapted-")
     return {path: sha256_file(path) for path in files if not any(name in str(path.relative_to(run)) for name in others)}
 
 
