@@ -40,3 +40,18 @@ wildcard_constraints:
 def below_run(place):
     """A folder of the run as a parameter, with its wildcards filled in."""
     return lambda wildcards: f"{RUN}/{place}".rstrip("/").format(**wildcards)
+
+
+def captioned(item):
+    """The files of an item of the report, with its caption and what it shows in `snakemake --report`."""
+    caption = Path.cwd() / ".snakemake" / "captions" / f"{item.name}.rst"
+
+    def category(wildcards):
+        # Snakemake takes a caption from a file alone. It asks for this when a report is made, before it reads the file.
+        caption.parent.mkdir(parents=True, exist_ok=True)
+        caption.write_text(item.caption, encoding="utf-8")
+        return item.category
+
+    for suffix, shown in item.formats:
+        path, labels = f"{RUN}/report/{item.files[suffix]}", {"shows": item.heading, "as": shown}
+        yield report(path, caption=str(caption), category=category, labels=labels) if shown else path
