@@ -40,7 +40,7 @@ test: $(VENV)/installed-dev
 	make --no-print-directory lint & lint=$$!; \
 	$(PYTEST); tests=$$?; wait $$lint && exit $$tests
 
-# All other tests: whole workflows, faults, SLURM, pages in a browser, documented commands. .ci/run has the packages.
+# All other tests: whole workflows, SLURM, pages in a browser, documented commands. .ci/run has the packages.
 test-all: $(VENV)/installed-dev
 	$(PYTEST) -m 'full and not campaign and not faults'
 

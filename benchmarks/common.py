@@ -3,7 +3,6 @@
 import argparse
 import json
 import multiprocessing
-import resource
 import subprocess
 import sys
 import time
@@ -118,7 +117,7 @@ def _serve(end: Connection, threads: int, run: Callable[..., None], given: Seque
     torch.set_num_threads(threads)
     cuda, begun = torch.cuda.is_available(), 0.0
     clock = time.process_time if threads == 1 and not cuda else time.perf_counter
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak()
 
     def wait() -> None:
         nonlocal begun
@@ -133,5 +132,5 @@ def _serve(end: Connection, threads: int, run: Callable[..., None], given: Seque
     try:
         run(*given, wait)
     except DoneError:
-        most = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        most = peak() - before
         end.send(torch.cuda.max_memory_allocated() / 2**20 if cuda else most)

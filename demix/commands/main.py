@@ -110,7 +110,7 @@ def main() -> None:
             _write_out("\n")
             raise
         name = printable(str(error.filename))
-        sys.exit(f"demix: error: {name}: {error.strerror}; mend the path or its permissions and rerun")
+        sys.exit(f"demix: error: {name}: {error.strerror}; fix the path or its permissions and rerun")
     finally:
         _write_out()
 

@@ -309,7 +309,7 @@ class Config(Settings):
                     missing.append(f"{path} ({key.split('.')[-2]}, {place})")
                     instructions[source.instructions] = None
         if missing:
-            cure = " ".join(filter(None, instructions)) or "mend the paths, which begin in the folder that you run in"
+            cure = " ".join(filter(None, instructions)) or "fix the paths, which begin in the folder that you run in"
             raise DemixError(file, f"names files that are missing: {', '.join(missing)}", cure)
 
 

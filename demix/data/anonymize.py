@@ -196,12 +196,12 @@ def anonymize_documents(
 ) -> None:
     """Normalise and, unless `enabled` is false, anonymize the raw documents in `input`.
 
-    Documents of more than `piece_words` words are then cut
-    into pieces of this length, which are documents from here on. Writes Parquet with `id` (hexadecimal sha256 of the
-    final text), `text`, `n_words` (words parted by white space), `origin` (the id of the whole document, its own where
-    it was not cut) and `metadata`, and the JSON `counts`: documents, words written, rules applied, documents rejected
-    ("empty": without a word, "not_utf8": no text, left out when they were read), replacements by category. Source ids,
-    which may hold personal data, go no further.
+    Documents of more than `piece_words` words are then cut into pieces of this length, which are documents from here
+    on. Writes Parquet with `id` (hexadecimal sha256 of the final text), `text`, `n_words` (words parted by white
+    space), `origin` (the id of the whole document, its own where it was not cut) and `metadata`, and the
+    JSON `counts`: documents, words written, rules applied, documents rejected ("empty": without a word, "not_utf8": no
+    text, left out when they were read), replacements by category. Source ids, which may hold personal data, go no
+    further.
     """
     normalised: Counter[str] = Counter(invalid_bytes=0, surrogates=0, nul=0, line_ends=0)
     replacements: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))

@@ -149,7 +149,7 @@ def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting
             edges = {"test": _Edges(0, *_one(tables, _UNTIL, words=words.test))}
             if not edges["test"].end:
                 cause = f"has no text that training text does not hold{work.left_out}"
-                raise DemixError(domain, cause, "mend its source")
+                raise DemixError(domain, cause, "give its source other text")
             _write(work, edges, outputs)
         else:
             budget = _fitting(work, words)

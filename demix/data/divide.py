@@ -140,7 +140,11 @@ def write_source_card(counts: Sequence[Path], sharing: Sharing, output: Path) ->
         for found in part["taken"].values():
             sought.update(found)
     if total["without"] and total["without"] == total["documents"] - total["filtered"]:
-        raise DemixError(f"config key sources.{name}.by", f"is {by!r}, a field that no document has", "mend it")
+        raise DemixError(
+            f"config key sources.{name}.by",
+            f"is {by!r}, a field that no document has",
+            "name one of its documents' fields",
+        )
     by_domain = {}
     for domain, given in sharing.domains.items():
         # A domain that was added since the pass has its documents among those of no domain.
@@ -152,7 +156,7 @@ def write_source_card(counts: Sequence[Path], sharing: Sharing, output: Path) ->
             # A domain that has its words is read no further.
             if whole or not by_domain[domain]:
                 cause = f"is {value!r}, and no document of {name} has it in {by}"
-                raise DemixError(f"{domain}.value", cause, nearest(value, others, f"mend it, or sources.{name}.by"))
+                raise DemixError(f"{domain}.value", cause, nearest(value, others, f"correct it, or sources.{name}.by"))
     others.update({value: number for value, number in sought.items() if number})
     said = {"source": name, "by": by, **total, "domains": by_domain, "untaken": dict(others.most_common())}
     write_json(output, said, sort_keys=False)

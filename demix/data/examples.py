@@ -273,7 +273,7 @@ class _Record(NamedTuple):
             cause = f"has the label {self.label!r:.80}, which is none of {listed}"
             if found:
                 cause = f"has the label {self.label}, which is one of its choices ({listed}) and the number of another"
-            raise DemixError(f"tasks.{name}: {self.place}", cause, "mend label, labels or choices")
+            raise DemixError(f"tasks.{name}: {self.place}", cause, "fix label, labels or choices")
         return Example(split, self.text, self.choices or tuple(labels.values()), min(found))
 
 
@@ -288,14 +288,14 @@ def _read(name: str, task: Task, section: SourceSection, output: Path, counts: C
     for row, text, metadata in records(source, f"tasks.{name}", fetched, omitted):
         fields, place = json.loads(metadata), f"tasks.{name}: {row}"
         if absent := [field for field in needed if fields[field] is None]:
-            raise DemixError(place, f"has no field {absent[0]}", "mend label or choices")
+            raise DemixError(place, f"has no field {absent[0]}", "fix label or choices")
         unseen -= {field for field in more if fields[field] is not None}
         parts = [text, *(str(fields[field]) for field in more if fields[field] is not None)]
         choices, label = fields[own] if own else [], fields[task.label]
         choices = tuple(_as_label(place, own, one) for one in choices) if isinstance(choices, list) else ()
         if own and len(set(choices)) < max(2, len(choices)):
             cause = f"has {own} {fields[own]!r:.80}, no list of two or more different labels"
-            raise DemixError(place, cause, "mend the example")
+            raise DemixError(place, cause, "fix the example")
         if own:
             refuse_count(f"{place}: {own}", len(choices))
         if whole := "\n".join(part.strip() for part in parts if part.strip()):
@@ -312,7 +312,7 @@ def _read(name: str, task: Task, section: SourceSection, output: Path, counts: C
 def _as_label(place: str, field: str | None, value: Any) -> str:
     """A label of JSON as a text: numbers, true and false as JSON writes them."""
     if not isinstance(value, str | int | float):
-        raise DemixError(place, f"has the label {value!r:.80} in {field}, which is no text", "mend the example")
+        raise DemixError(place, f"has the label {value!r:.80} in {field}, which is no text", "fix the example")
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -351,7 +351,7 @@ def _least(
     wrong = counts["not_utf8"] + counts["empty"]
     if wrong > LEFT_OUT * (wrong + len(seen)):
         cause = f"leaves out {wrong} of {wrong + len(seen)} examples ({said.format(**counts)})"
-        raise DemixError(f"tasks.{name}", cause, f"mend the file, or convert it ({TO_UTF8})")
+        raise DemixError(f"tasks.{name}", cause, f"fix the file, or convert it ({TO_UTF8})")
     if counts.total():
         _log.warning("%s: left out %s", name, said.format(**counts))
     return [kept[key] for key in sorted(kept)[:count]]

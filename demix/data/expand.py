@@ -20,6 +20,7 @@ from demix.files.kinds import GZIP, HEAD, check_kind
 MAX_RATIO = 200
 RATIO_FREE_BYTES = 64 << 20
 _OF_FORMATS = (zlib.error, zipfile.BadZipFile, tarfile.TarError, pa.ArrowException)
+# What readers of damaged bytes raise.
 DAMAGE = (*_OF_FORMATS, OSError, ValueError, EOFError, NotImplementedError)
 
 

@@ -33,7 +33,7 @@ HEADERS = {"Accept-Encoding": "identity", "User-Agent": "demix"}
 BLOCK = 16 << 20
 # What a server calls an error is a word; more of what a library says could hold credentials.
 _CODE = re.compile("[A-Za-z0-9]{1,60}")
-_MEND = "mend the bucket, the path or the glob"
+_FIX = "fix the bucket, the path or the glob"
 _ASK = (
     "check the network and the credentials that the store's library takes from the environment "
     "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, …)"
@@ -135,7 +135,7 @@ class _Fetched:
             self.note.unlink(missing_ok=True)
 
 
-def refusal(address: str, any_answer: bool = False, timeout: float = 20.0) -> str:
+def refusal(address: str, any_answer: bool = False) -> str:
     """Why a file at `address` cannot be fetched from this machine; empty if its server gives it, or asks to try again.
 
     With `any_answer` whatever a server says over HTTP is an answer. Only the head of the answer is read.
@@ -144,7 +144,7 @@ def refusal(address: str, any_answer: bool = False, timeout: float = 20.0) -> st
         if address.partition("://")[0] in STORES:
             stored([address])
             return ""
-        with requests.get(address, headers=HEADERS, stream=True, timeout=timeout) as response:
+        with requests.get(address, headers=HEADERS, stream=True, timeout=20.0) as response:
             fine = any_answer or response.ok or response.status_code in RETRIED_STATUS
             return "" if fine else f"{response.status_code} {response.reason}"
     except DemixError as error:
@@ -193,7 +193,7 @@ def _go_on(session: Any, one: _Fetched, timeout: float) -> Any:
     if start:
         known, _, first = one.note.read_text().partition("\n")
         headers |= {"Range": f"bytes={start}-", "If-Range": known}
-    with session.get(one.address, headers=headers, stream=True, timeout=timeout) as response:
+    with session.get(one.address, headers=headers, stream=True, timeout=20.0) as response:
         status = response.status_code
         if status in RETRIED_STATUS:
             return response.raw
@@ -260,7 +260,7 @@ def stored(paths: Sequence[str], others: Counter[str] | None = None) -> list[str
                 files = [one for one, path_there in inside.items() if is_data(path_there, others)]
             files = [one for one in files if not one.endswith("/")]
             if not files:
-                raise DemixError(path, "names no file that can be read", _MEND)
+                raise DemixError(path, "names no file that can be read", _FIX)
             found |= {f"{path.partition('://')[0]}://{one}" for one in files}
     return sorted(found)
 
@@ -341,5 +341,5 @@ def _asked(address: str, first: str = "") -> Iterator[None]:
         told = getattr(error.__cause__, "response", None) or {}
         code = _CODE.fullmatch(str(told.get("Error", {}).get("Code", "")))
         named = ": ".join([type(error).__name__, *([code[0]] if code else [])])
-        cause, cure = ("is not there", _MEND) if isinstance(error, FileNotFoundError) else ("cannot be read", _ASK)
+        cause, cure = ("is not there", _FIX) if isinstance(error, FileNotFoundError) else ("cannot be read", _ASK)
         raise DemixError(address, f"{cause} ({named})", first + cure) from None

@@ -279,7 +279,7 @@ def _layout(file: Path, field: str | None) -> dict[str, str]:
 
 
 def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Path and value of each text in a record, by paths as `demix.data.readers.select` reads them."""
+    """Path and value of each text in a record, by paths as `demix.data.selection.select` reads them."""
     if isinstance(value, str):
         yield path, value
     for name, inner in value.items() if isinstance(value, dict) else ():

@@ -24,7 +24,7 @@ def check_network(sources: Iterable[Source]) -> None:
         hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
         address = first.paths[0] if first.kind == "url" else hub
         if why := refusal(address, any_answer=True):
-            cure = "mend the network, or name a proxy (export HTTPS_PROXY=…), then rerun"
+            cure = "fix the network, or name a proxy (export HTTPS_PROXY=…), then rerun"
             raise DemixError(address, f"does not answer ({why})", cure)
 
 
@@ -44,7 +44,7 @@ def pins(source: Source, folder: Path) -> dict[str, Any]:
     local_files = source.kind == "files"
     places = source.names if local_files else stored(source.paths) if source.kind == "store" else source.paths
     if not places:
-        raise DemixError("source.path", f"no file matches {source.path!r}", source.instructions or "mend the path")
+        raise DemixError("source.path", f"no file matches {source.path!r}", source.instructions or "fix the path")
     digests: dict[str, str] = {}
     if all(_name(source, place) in source.sha256 for place in places):
         return {}

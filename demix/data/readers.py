@@ -167,7 +167,7 @@ def _json(data: bytes, place: str, first: bool) -> Any:
         text = data.decode("utf-8-sig" if first else "utf-8", "surrogateescape")
         return json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise DemixError(place, f"is not valid JSON ({error})", "mend or remove the line") from None
+        raise DemixError(place, f"is not valid JSON ({error})", "fix or remove the line") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -50,7 +50,9 @@ def check_site(run: Run, domains: Iterable[str]) -> str | None:
         for partition in filter(None, (site.partition or "").split(",")):
             if partition not in known:
                 cause = f"is {partition!r}, which this cluster does not have"
-                raise DemixError(f"config key {key}.partition", cause, nearest(partition, known, "mend it"))
+                raise DemixError(
+                    f"config key {key}.partition", cause, nearest(partition, known, "name one that sinfo lists")
+                )
     return _asked(run, domains, cluster.of("download"))
 
 
@@ -122,7 +124,7 @@ def _asked(run: Run, domains: Iterable[str], site: Cluster) -> str | None:
     url, _, why = (done.stdout.splitlines() or [""])[-1].partition("\t")
     if done.returncode == REFUSED and why:
         cause = f"does not answer {'a compute node' if on_nodes else 'here'} ({why})"
-        cure = NO_INTERNET if on_nodes else "mend the network"
+        cure = NO_INTERNET if on_nodes else "fix the network"
         cure += ", or name a proxy in cluster.setup (export HTTPS_PROXY=…)"
         if url.partition("://")[0] in STORES:
             cause, _, cure = why.partition("; ")

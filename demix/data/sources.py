@@ -201,7 +201,7 @@ def make_private(folder: Path) -> None:
         if not any(folder.iterdir()):
             folder.chmod(0o700)
     except OSError as error:
-        raise DemixError(folder, f"cannot be written ({error.strerror})", "mend its permissions, then rerun") from None
+        raise DemixError(folder, f"cannot be written ({error.strerror})", "fix its permissions, then rerun") from None
 
 
 def _documents(rows: Iterator[Row], source: Source, domain: str) -> Iterator[tuple[str, str, str]]:
@@ -217,7 +217,7 @@ def _documents(rows: Iterator[Row], source: Source, domain: str) -> Iterator[tup
     # With parts, another one may have them all; a domain without any ends in `split`.
     if not kept and source.parts == 1:
         cause = f"keeps none of {seen} documents" if seen else "has no documents to choose from"
-        raise DemixError(f"{domain}.source.where", cause, f"mend {source.where or 'the source'}")
+        raise DemixError(f"{domain}.source.where", cause, f"fix {source.where or 'the source'}")
     _log.info("%s: took %d of %d documents", domain, kept, seen)
 
 
@@ -282,7 +282,7 @@ def _files(source: Source, domain: str, part: int, fetched: Path, others: Counte
         if path.is_dir():
             raise DemixError(path, "is a folder", f"name its files, such as {path}/*.jsonl.zst")
         if not path.exists():
-            raise DemixError(path, f"is a link to {path.readlink()}, which is missing", "mend the link, or remove it")
+            raise DemixError(path, f"is a link to {path.readlink()}, which is missing", "fix the link, or remove it")
         if not path.is_file():
             raise DemixError(path, "is a pipe or a device", "write its bytes to a file, and name this file")
     share = (0, 1) if len(source.names) >= source.parts else (part, source.parts)

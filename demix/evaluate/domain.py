@@ -134,7 +134,7 @@ def _of_table(
     planned = {}
     for some in table.sets if table.several else ():
         chosen = _chosen(some.weights or evaluation.weights, dev, some.experts, model)
-        planned[some] = list(Plan(evaluation, some, scored, chosen).all)
+        planned[some] = list(Plan(evaluation, some, scored, chosen).mixtures())
     mixtures = [mixture for entries in planned.values() for mixture, _ in entries]
     log_priors = dev_priors(dev, mixtures) if dev else {}
     for some, entries in planned.items():

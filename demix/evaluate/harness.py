@@ -1,7 +1,7 @@
 """Tasks of EleutherAI's lm-evaluation-harness on a model of demix, by `demix lm-eval` and in a run.
 
 A run asks nothing of the network, so that it does not depend on what the hub has today: the data are local, or were
-fetched into the cache of Hugging Face's datasets before (`write_documents` alone may fetch them).
+fetched into the cache of Hugging Face's datasets before (only `write_documents` may fetch them).
 """
 
 import hashlib

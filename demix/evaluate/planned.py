@@ -28,18 +28,17 @@ class Plan:
     scored: int
     chosen: Mapping[str | int, WeightsRule] = field(default_factory=dict)
 
-    @property
-    def all(self) -> Planned:
+    def mixtures(self) -> Planned:
         """The mixtures of the tables, then those of the variants."""
-        yield from self.of_tables()
+        yield from self._of_tables()
         if len(self.evaluation.routing_context) + len(self.evaluation.temperatures) > 1:
             for mixture in self.routed_grid(*self.evaluation.routing_context):
                 yield mixture, "routing"
         if self.some.variants:
-            yield from self.varied()
+            yield from self._varied()
 
-    def of_tables(self) -> Planned:
-        """The mixtures of the tables, with the published code's beside weights by distance."""
+    def _of_tables(self) -> Planned:
+        """The mixtures of the tables, and, for weights by distance, those of the published code."""
         for top_k in self._top_k:
             for method in self.some.methods:
                 for weights, parsed in self._named.items():
@@ -55,7 +54,7 @@ class Plan:
             for method in FLOORS:
                 yield self._mixture(method), ""
 
-    def varied(self) -> Planned:
+    def _varied(self) -> Planned:
         """The grids of decays and of numbers of dev blocks, and the scorer that was published with the paper."""
         given = self.evaluation
         for weights, parsed in self._named.items():

@@ -124,7 +124,7 @@ def cannot_be_written(path: Path, error: OSError) -> DemixError:
     # The strerror of Arrow's errors is several sentences long.
     reason = str(error) if error.errno is None else os.strerror(error.errno)
     cause = f"cannot be written ({reason})"
-    return DemixError(path, cause, "free space or mend its permissions, then rerun")
+    return DemixError(path, cause, "free space or fix its permissions, then rerun")
 
 
 def refuse_used(output: Path) -> None:

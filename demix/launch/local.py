@@ -145,7 +145,7 @@ def _watch(processes: list[subprocess.Popen[bytes]], ended: "Queue[int]", store:
 
 def _failure(processes: list[subprocess.Popen[bytes]], rank: int, store: "TCPStore", logs: Path) -> DemixError:
     """The error of the ranks, of which `rank` ended first."""
-    cure = "mend the cause and rerun: training goes on from the last checkpoint"
+    cure = "fix the cause and rerun: training goes on from the last checkpoint"
     status, key = processes[rank].returncode, key_of_failure()
     noted = [Failure(**json.loads(store.get(key)))] if store.check([key]) else []
     killed = [Failure(rank, "", signal.Signals(-status).name, killed=True)] if status < 0 else []

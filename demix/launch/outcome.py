@@ -48,7 +48,7 @@ def failure(job: TrainingJob, job_id: str, state: str, restarts: int) -> DemixEr
 
     The error names a rank that was killed, else the rank that noted an error first, else the state that SLURM shows.
     """
-    cure = "mend the cause and rerun: training goes on from the last checkpoint"
+    cure = "fix the cause and rerun: training goes on from the last checkpoint"
     logs = job.jobs
     if state.startswith("CANCELLED"):
         return DemixError(f"job {job_id}", "was cancelled", "rerun: training goes on from the last checkpoint")

@@ -88,7 +88,7 @@ def _resolve(host: str) -> None:
         socket.getaddrinfo(host, None)
     except OSError as error:
         cause = f"does not resolve on {socket.gethostname()} ({error})"
-        raise DemixError(f"node {host}", cause, "mend /etc/hosts or DNS of the nodes") from None
+        raise DemixError(f"node {host}", cause, "fix /etc/hosts or DNS of the nodes") from None
 
 
 def _requeue(job_id: str) -> None:

@@ -92,7 +92,7 @@ def submit(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], 
         # submitit raises exceptions of its own. The site may say more than sbatch does.
         lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
         said = [line for line in lines if line.startswith(("sbatch: error", "sbatch: fatal"))] or lines
-        cure = "mend the section cluster of the config (sbatch --test-only gives details), then rerun"
+        cure = "fix the section cluster of the config (sbatch --test-only gives details), then rerun"
         raise DemixError(f"job {job.name}", f"was refused by SLURM ({said[-1]})", cure) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -4,7 +4,7 @@ The folder is the list of the experts. Adding a domain adds a file, and removing
 exists when its description (`.json`) exists: the description is written last and removed first. `model.json`, the
 manifest, is written after all of a training's files and holds their digests, by which readers know an exchanged one.
 With `expert_scope: model` in `model.json` each expert is a whole model and the experts share no tensor. Otherwise an
-expert owns its feedforwards alone.
+expert owns only its feedforwards.
 """
 
 import hashlib
@@ -160,16 +160,16 @@ def refuse_other_tokenizer(directory: Path, subject: Path, sha256: str | None, v
     The `vocab_size` of the tokenizer, where `subject` gives it, must be that of the model too.
     """
     description = describe(directory)
-    check_same_tokenizer(subject, sha256, directory, description.tokenizer_sha256)
+    check_same_tokenizer(subject, sha256, f"the model {directory}", description.tokenizer_sha256)
     if vocab_size not in (None, description.vocab_size):
         cause = f"has {vocab_size:,} ids, and the model {directory} has {description.vocab_size:,}"
         raise DemixError(subject, cause, OWN_TOKENIZER)
 
 
-def check_same_tokenizer(subject: Path, sha256: str | None, directory: Path, own: str | None) -> None:
+def check_same_tokenizer(subject: Path, sha256: str | None, model: str, own: str | None) -> None:
     """Raise DemixError unless `sha256`, the tokenizer of `subject`, is the model's `own`."""
     if sha256 != own:
-        cause = f"is of another tokenizer ({str(sha256)[:12]}) than the model {directory} ({str(own)[:12]})"
+        cause = f"is of another tokenizer ({str(sha256)[:12]}) than {model} ({str(own)[:12]})"
         raise DemixError(subject, cause, OWN_TOKENIZER)
 
 
@@ -345,12 +345,12 @@ def tokenizer_of(directory: Path, given: Path | None = None) -> tuple[Path, Toke
 
 
 def copy_tokenizer(source: Path | None, directory: Path, sha256: str | None) -> None:
-    """Copy the file `source` into the model directory `directory`, which can then be used alone.
+    """Copy the file `source` into the model directory `directory`, which then needs no folder of a run.
 
     Raises DemixError for another tokenizer than that of `sha256`, the model's. Without such a file nothing is copied.
     """
     if source is not None and source.is_file():
-        check_same_tokenizer(source, digest(read_json(source)), directory, sha256)
+        check_same_tokenizer(source, digest(read_json(source)), "the model to be written", sha256)
         with replacing(directory / TOKENIZER) as temporary:
             shutil.copyfile(source, temporary)
 

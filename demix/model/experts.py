@@ -148,8 +148,8 @@ def expert_fault(directory: Path, name: str) -> DemixError | None:
 def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
     """Copy OTHER_MODEL/experts/NAME.safetensors to the model in `directory`; returns the name of the expert.
 
-    Raises DemixError if the two models differ beside their experts (shared weights, architecture, tokenizer), if the
-    file is damaged, and if the name is taken, reserved or invalid. The description is written last, so that an
+    Raises DemixError if the two models differ in more than their experts (shared weights, architecture, tokenizer), if
+    the file is damaged, and if the name is taken, reserved or invalid. The description is written last, so that an
     interrupted copy leaves no expert. One process at a time changes the experts of a model.
     """
     if source.suffix != ".safetensors" or source.parent.name != "experts":
@@ -182,7 +182,7 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
 
 
 def refuse_other_shared(directory: Path, other: Path, source: Path) -> None:
-    """Raise DemixError, about `source`, if the models in `directory` and `other` differ beside their experts."""
+    """Raise DemixError, about `source`, if the models in `directory` and `other` differ in more than their experts."""
     ours, theirs = describe(directory).content, describe(other).content
     for key in ("architecture", "vocab_size", "domain_tokens", "tokenizer_sha256", "shared_sha256"):
         if ours.get(key) != theirs.get(key):

@@ -66,8 +66,8 @@ def import_hf(
 
     The families are those of `demix.model.formats`, whose classes in transformers give the same logits. `context` is
     the length of blocks. A table of learned positions is cut to it; without learned positions it is by default the
-    smaller of USUAL_CONTEXT and that of the checkpoint. With `verify` transformers' logits of a text are
-    compared, and how they differ is returned. `imported_tokenizer` says which tokenizers come in. model.json keeps the
+    smaller of USUAL_CONTEXT and that of the checkpoint. With `verify` the logits of transformers are compared on a
+    text, and how they differ is returned. `imported_tokenizer` says which tokenizers come in. model.json keeps the
     `origin` of the files. Nothing is unpickled or fetched. Raises DemixError, and leaves no `output`, if a file is
     missing or damaged, if the model computes something that demix does not, and if the logits differ.
     """
@@ -189,7 +189,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 @contextmanager
 def _opened(weights: Sequence[Path]) -> Iterator[Places]:
-    """Where each tensor of a checkpoint lies, while the files are open. A name may stand in one of them alone."""
+    """Where each tensor of a checkpoint lies, while the files are open. A name may stand in only one of them."""
     places: dict[str, tuple[Path, Any]] = {}
     with ExitStack() as stack:
         for path in weights:

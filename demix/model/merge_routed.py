@@ -136,7 +136,7 @@ def _anchored(directory: Path, experts: Iterable[str]) -> tuple[GPT, dict[str, A
             else:
                 same = torch.equal(tensor, shared.setdefault(name, tensor))
             if not same:
-                cause = f"has another {name} than those before it, beside what they have learned"
+                cause = f"has another {name} than the experts before it, which training does not change"
                 raise DemixError(expert_files(directory, expert)[1], cause, "merge experts of one parent")
     described = describe(directory)
     stacked = {name: torch.cat(stack) for name, stack in stacks.items()}

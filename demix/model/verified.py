@@ -42,9 +42,9 @@ def refuse_without_transformers() -> None:
 def verify_import(folder: Path, configs: Path, model: GPT, encoder: Tokenizer) -> Verified:
     """Compare an imported model with the checkpoint in `folder`, in fp32, on TEXT.
 
-    `configs` is a folder with the checkpoint's config.json in plain
-    UTF-8. Raises DemixError if a text gets other ids than those of tokenizers, if transformers does not load the
-    checkpoint, and if logits differ by more than MOST_DIFFERENCE of the largest.
+    `configs` is a folder with the checkpoint's config.json in plain UTF-8. Raises DemixError if a text gets other ids
+    than the library tokenizers gives it, if transformers does not load the checkpoint, and if logits differ by more
+    than MOST_DIFFERENCE of the largest.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import AutoConfig, AutoModelForCausalLM

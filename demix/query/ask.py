@@ -25,7 +25,7 @@ from demix.query.views import VIEWS, AskedRun, Part, View
 from demix.run.run import Run
 
 BATCH_ROWS = 2048
-HINT = "mend the query; `demix sql --tables` lists tables and columns"
+HINT = "fix the query; `demix sql --tables` lists tables and columns"
 RESULTS = Path("results")
 
 

@@ -249,7 +249,7 @@ def adapted(row: str, domain: str) -> str:
 
 
 def made_of(model: str, weights: str) -> str:
-    """The folder of what is made of the experts of a model by `weights` (`demix.run.models`).
+    """The folder of what is made of the experts of a model by `weights` (`Merged`).
 
     {domain} stands for the domain of a prior.
     """

@@ -112,7 +112,7 @@ class RunRules(StageSettings):
         old = [file for part in parts if not part.shared for file in self.scores(part.model, part.domains)]
         return {
             "model": list(dict.fromkeys(models)),
-            "tokens": self.scored_tokens(name),
+            "tokens": list(dict.fromkeys(chain(*(self.tokens(one.domains, *one.splits) for one in parts)))),
             "old": list(dict.fromkeys(old)),
         }
 
@@ -128,17 +128,10 @@ class RunRules(StageSettings):
             else self.model(part.model, part.experts)
         )
 
-    def scored_tokens(self, name: str) -> list[str]:
-        """The shards that a job scores."""
-        return list(dict.fromkeys(chain(*(self.tokens(one.domains, *one.splits) for one in self.scoring[name].parts))))
-
-    def routing(
-        self, clustering: str, context: str, domains: Iterable[str], splits: Iterable[str] = ("dev", "test")
-    ) -> list[str]:
+    def routing(self, clustering: str, context: str, domains: Iterable[str]) -> list[str]:
         """The routing tables of a clustering on `domains`."""
-        splits = list(splits)
         folder = f"{self.folder}/routing/{clustering}/{context}"
-        return [f"{folder}/{domain}.{split}.parquet" for domain in domains for split in splits]
+        return [f"{folder}/{domain}.{split}.parquet" for domain in domains for split in ("dev", "test")]
 
     def evaluated_scores(self, domain: str) -> list[str]:
         """The score tables that the evaluation of a domain reads."""

@@ -41,7 +41,7 @@ class ScoringPart:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What `demix score` is told of the part."""
+        """The settings of the part for `demix score`."""
         columns = () if self.own else self.columns
         named = {"model": self.model, "experts": columns, "domains": self.domains, "splits": self.splits}
         changed = {"context": self.context, "top_k": self.top_k, "without": self.without}

@@ -83,7 +83,7 @@ LINES = {
     "config ranks.yaml": "ranks.yaml, line 8, config key training.ranks: is 3, which does not fit 2 domains; "
     "use 1, 2 or 4 ranks",
     "config mine.yaml": "mine.yaml: names files that are missing: texts/law.txt (law, line 5), texts/*.csv (news, "
-    "line 6); mend the paths, which begin in the folder that you run in",
+    "line 6); fix the paths, which begin in the folder that you run in",
     "config missing.yaml": "missing.yaml: does not exist; give the path of a config file, such as config/sample.yaml",
     "plan mine.yaml --hardware tpu": "--hardware tpu: is not known; use one of v100, a100, h100, cpu",
     "summary results/lettres": "results/lettres/config.json: is missing, so the folder holds no run; did you mean "

@@ -215,7 +215,7 @@ use rule tokenize as tokenize_suite with:
         domain=one_of(THIS.suites),
 
 
-# Reported only: how much of a domain's text each training domain holds, beside how well its expert predicts it.
+# The report compares how much of a domain's text each training domain holds with how well its expert predicts it.
 rule overlap:
     input:
         RULES.tokens(TRAINING, "train"),

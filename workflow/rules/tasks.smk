@@ -63,7 +63,7 @@ rule harness_documents:
         "demix harness-documents --settings {params.settings:q} --output {output} {resources.options} 2> {log}"
 
 
-# Reported only.
+# The numbers are only reported.
 rule contamination:
     input:
         documents=f"{RUN}/harness/documents.parquet",
@@ -96,6 +96,7 @@ rule harness:
         **RULES.site("score"),
     params:
         settings=lambda wildcards: RULES.harness_settings(wildcards.model),
+        # No option has it: a change of the context reruns the job, since config.json is ancient.
         context=CONFIG.evaluation.routing_context[0] if harness_routings(THIS) else "",
         model=below_run("models/{model}"),
     shell:
