@@ -22,10 +22,11 @@ ARCHIVE = Path(__file__).parents[1] / "frozen" / "run.tar.xz"
 def unpack(folder: Path) -> None:
     """Unpack the run into `folder`."""
     with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
-    made = read_json(folder / "config.json")["format"]
-    if made != FORMAT:
-        raise RuntimeError(f"{ARCHIVE}: has format {made}, and demix writes {FORMAT}; run `make frozen`")
+        # Python before 3.11.4 has no such filter.
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(folder)
+    if read_json(folder / "config.json")["format"] != FORMAT:
+        raise RuntimeError(f"{ARCHIVE}: has another format than demix writes, {FORMAT}; run `make frozen`")
 
 
 def rows_of(run: Run, name: str = "results") -> pd.DataFrame:

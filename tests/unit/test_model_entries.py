@@ -350,7 +350,7 @@ def test_no_rule_that_reads_the_text_mixes_a_masked_entry_and_no_table_of_others
         assert (tables["masked_dense"].columns, tables["masked_dense"].sets) == (("dense",), ())
         for name in ("masked", "masked_k2"):
             (some,) = tables[name].sets
-            found = {(one.method, one.weights, one.top_k) for one, _ in Plan(recipe, some, 10).all}
+            found = {(one.method, one.weights, one.top_k) for one, _ in Plan(recipe, some, 10).mixtures()}
             floors = {("best_block", "", None), ("best_token", "", None)}
             static = {("average", "", None), ("fitted", "", None)}
             # Two experts have no fewer than two.
