@@ -33,7 +33,8 @@ variants: $(VENV)/installed
 
 # Tests that wait for processes leave room for one more worker than there are cores.
 WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
-PYTEST = pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# A test that waits for ever fails after 15 minutes, with the stacks of its threads.
+PYTEST = pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 900
 # What a developer runs before a commit, without browser and SLURM. Style and types are checked beside the tests: without
 # its cache mypy takes a minute of one core. With $(MAKE) in it, `make -n` would run this line.
 test: $(VENV)/installed-dev
