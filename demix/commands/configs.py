@@ -31,22 +31,18 @@ MOST_PASSES = 10
 def init(
     texts: Annotated[
         list[str],
-        typer.Argument(help="The text of each training domain, or with --by of all: files, folders, globs in quotes."),
+        typer.Argument(help="The text of each training domain: files, folders, globs in quotes."),
     ],
     novel: Annotated[
         list[str] | None, typer.Option(help="The text of a domain to be added after the training.")
     ] = None,
     field: Annotated[str | None, typer.Option(help="The field of the text in records; guessed by default.")] = None,
-    by: Annotated[
-        str | None,
-        typer.Option(help="The field that says which domain a record belongs to: a domain for each of its values."),
-    ] = None,
     run: Annotated[
         str | None,
         typer.Option(help="The name of the run; by default that of the YAML file that the config is written to."),
     ] = None,
 ) -> None:
-    """Print a config for your own texts, a domain each or by a field, with sizes that fit them.
+    """Print a config for your own texts, a domain each, with sizes that fit them.
 
     Example: demix init letters.txt recipes.txt > mine.yaml
     """
@@ -59,7 +55,7 @@ def init(
     schema = Path(__file__).parents[2] / "workflow" / "schemas" / "config.schema.yaml"
     known = os.path.relpath(schema) if schema.is_file() else None
     with _silent():
-        printed = outline(run or _free_name(), texts, novel or [], field, known, by)
+        printed = outline(run or _free_name(), texts, novel or [], field, known)
     print(printed, end="")
 
 
@@ -176,7 +172,7 @@ def _many_passes(config: "Config") -> Iterator[tuple[str, int, float]]:
         held_out = domain.words.dev + domain.words.test
         most = min(enough + held_out, domain.source.words or enough + held_out)
         with _silent():
-            found = read_domain(written(domain.source) | {"words": most}, name)
+            found = read_domain(written(domain.source), name, most)
         train = min(max(1, found.words - held_out), domain.words.train or enough)
         if train < enough:
             yield name, train, min(bound, words / train)

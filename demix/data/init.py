@@ -1,11 +1,10 @@
-"""A first config for a user's own texts: domains by file or by the values of a field, and sizes that fit the text."""
+"""A first config for a user's own texts: a domain for each file, folder or glob, and sizes that fit the text."""
 
 import glob
 import hashlib
-import json
 import re
 import unicodedata
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -13,22 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from demix.config.adaptation import PASSES
-from demix.config.domains import MOST_SHARING, Scalar
 from demix.config.files import files_at, left_out
 from demix.config.names import LONGEST, REPEATED
 from demix.config.reference import inline
 from demix.data.readers import TO_UTF8, Reading, read_rows, stem
 from demix.data.sources import Omitted, Source, records
-from demix.errors import DemixError, printable
+from demix.errors import DemixError
 from demix.progress import so_many
 from demix.settings import settings_from
 
-# Words of one domain: fewer are refused, and of more only so many are counted. So are those of a corpus of several.
+# Words of one domain: fewer are refused, and of more only so many are counted.
 LEAST_WORDS = 1_000
 MOST_WORDS = 2_000_000
-MOST_OF_CORPUS = 5 * MOST_WORDS
-# The values that a line names.
-MOST_TOLD = 5
 # A number that sets a name apart comes behind it.
 LONGEST_NAME = LONGEST - 10
 # Feedforwards that are gated have three maps, so that 8/3 of the width has the parameters of the usual 4.
@@ -42,24 +37,17 @@ FEW_UPDATES = 400
 
 @dataclass
 class Domain:
-    """A domain: its keys in a config that say where its text is, and the words of its distinct documents by hash.
+    """A domain: its source, without pieces, and the words of its distinct documents by hash.
 
     `more` says that there is more text, `repeated` how many documents have the text of another one.
     """
 
-    name: str = ""
-    keys: dict[str, Any] = field(default_factory=dict)
+    name: str
+    source: Mapping[str, Any]
     documents: dict[bytes, int] = field(default_factory=dict)
     repeated: int = 0
     more: bool = False
     omitted: Omitted = field(default_factory=Omitted)
-
-    def add(self, text: str) -> int:
-        """Add a document that has a word; returns its words."""
-        if words := len(text.split()):
-            self.repeated += (key := hashlib.sha256(text.encode()).digest()) in self.documents
-            self.documents[key] = words
-        return words
 
     @property
     def words(self) -> int:
@@ -82,9 +70,12 @@ class Domain:
         said += [f"left out: {self.omitted.not_utf8:,} not in UTF-8: {TO_UTF8}"] if self.omitted.not_utf8 else []
         said += filter(None, [left_out(self.omitted.files)])
         held_out = _rounded(min(self.words // 10, 15_000))
-        keys = [f"      {key}: {_in_one_line(value)}" for key, value in self.keys.items()]
-        words = f"      words: {{dev: {held_out}, test: {held_out}}}"
-        return [f"    {inline(self.name)}:  # {'; '.join(said)}", *keys, words]
+        source = {**self.source} | ({"piece_words": self.piece_words} if self.piece_words else {})
+        return [
+            f"    {inline(self.name)}:  # {'; '.join(said)}",
+            f"      source: {inline(source)}",
+            f"      words: {{dev: {held_out}, test: {held_out}}}",
+        ]
 
 
 def outline(
@@ -93,27 +84,22 @@ def outline(
     novel: Sequence[str],
     field: str | None = None,
     schema: str | None = None,
-    by: str | None = None,
 ) -> str:
     """The YAML of a config of the run `run` whose domains are these files, folders and globs.
 
-    `field` holds the text of records; where a file lacks it, the field is guessed. With `by`, the texts of `training`
-    are one corpus, and each value of this field is a domain. `schema` is the path of the JSON schema, for editors. The
-    same texts give the same config. Raises DemixError for fewer than two training domains, for too little text, and for
-    a field that cannot be guessed or does not part the corpus.
+    `field` holds the text of records; where a file lacks it, the field is guessed. `schema` is the path of the JSON
+    schema, for editors. The same texts give the same config. Raises DemixError for fewer than two training domains, for
+    too little text, and for a field that cannot be guessed.
     """
-    if by is None and len(training) < 2:
+    if len(training) < 2:
         cause = f"{len(training)} is given, and experts are mixed from 2 training domains on"
-        cure = "name a file of text for each (demix init letters.txt recipes.txt), or a field that tells them by --by"
+        cure = "name a file of text for each (demix init letters.txt recipes.txt)"
         raise DemixError("training domains", cause, cure)
     if twice := [text for text, number in Counter([*training, *novel]).items() if number > 1]:
         raise DemixError(twice[0], "is given twice", "name each text once")
-    names, shared = list[str](), list[str]()
-    if by is None:
-        known = [_found(text, field, names) for text in training]
-    else:
-        shared, known = _parted(training, field, by, names)
-    added, total = [_found(text, field, names) for text in novel], sum(domain.words for domain in known)
+    names = list[str]()
+    known, added = ([_found(text, field, names) for text in texts] for texts in (training, novel))
+    total = sum(domain.words for domain in known)
     small, step = total < 200_000, len(known) * CONTEXT
     tokens = max(_rounded(min(max(5 * total, 200_000), 1_000_000)), 100 * step)
     updates = tokens // step
@@ -123,7 +109,6 @@ def outline(
         *([f"# yaml-language-server: $schema={schema}"] if schema else []),
         "# config/README.md explains every key; `demix config FILE` checks this file and says what will run.",
         f"run: {inline(run)}  # the name of the folder in results/",
-        *shared,
         "domains:",
         "  training:",
         *(line for domain in known for line in domain.lines),
@@ -168,15 +153,12 @@ def _add_name(words: Iterable[str], names: list[str]) -> str:
     return name
 
 
-def _words_of(text: str) -> Iterable[str]:
-    """What a text may be named after: its name, and of letters/*.txt, where the folder says more, those above."""
-    return (stem(place.name) for place in [Path(text), *(Path(text).parents if glob.has_magic(text) else ())])
-
-
 def _found(text: str, field: str | None, names: list[str]) -> Domain:
     """The domain of one text, whose name is added to `names`."""
-    name, (_, source) = _add_name(_words_of(text), names), _read_as([text], field)
-    one = read_domain(source | {"words": MOST_WORDS}, name)
+    # Of letters/*.txt the folder says more than the name.
+    above = Path(text).parents if glob.has_magic(text) else ()
+    name = _add_name((stem(place.name) for place in (Path(text), *above)), names)
+    one = read_domain(_source(text, field), name, MOST_WORDS)
     if one.words < LEAST_WORDS:
         cause = f"has {one.words:,} words in {len(one.documents):,} documents"
         cure = f"give a domain {LEAST_WORDS:,} words or more"
@@ -184,75 +166,27 @@ def _found(text: str, field: str | None, names: list[str]) -> Domain:
             cause, cure = f"{cause}, and {one.omitted.not_utf8:,} not in UTF-8", f"{cure}; convert them: {TO_UTF8}"
         raise DemixError(text, cause, cure)
     one.more = one.words >= MOST_WORDS
-    one.keys["source"] = source | ({"piece_words": one.piece_words} if one.piece_words else {})
     return one
 
 
-def read_domain(source: Mapping[str, Any], name: str) -> Domain:
-    """The distinct documents of a source of local files, without those that have no word, and what was left out."""
-    one = Domain(name)
-    for _, text, _ in records(settings_from(Source, {**source, "parts": 1}), name, Path(), one.omitted):
-        one.add(text)
+def read_domain(source: Mapping[str, Any], name: str, words: int) -> Domain:
+    """The distinct documents of the first `words` words of a source of local files, without those that have no word."""
+    one = Domain(name, source)
+    settings = settings_from(Source, {**source, "parts": 1, "words": words})
+    for _, text, _ in records(settings, name, Path(), one.omitted):
+        if number := len(text.split()):
+            one.repeated += (key := hashlib.sha256(text.encode()).digest()) in one.documents
+            one.documents[key] = number
     return one
 
 
-def _parted(texts: Sequence[str], field: str | None, by: str, names: list[str]) -> tuple[list[str], list[Domain]]:
-    """The section `sources` of the corpus of these texts, and a domain for each value of the field `by`.
-
-    Of all files about MOST_OF_CORPUS words are read, of each the same number. Values that a condition takes for the
-    same are one, the first.
-    """
-    files, source = _read_as(texts, field)
-    domains, same = defaultdict[Scalar, Domain](Domain), dict[Scalar, Scalar]()
-    without, more, omitted, share = 0, False, Omitted(), -(-MOST_OF_CORPUS // len(files))
-    for file in files:
-        keys, words = source | {"path": file, "metadata": [by], "words": share}, 0
-        for _, text, metadata in records(settings_from(Source, keys), file, Path(), omitted):
-            value = json.loads(metadata)[by]
-            words += len(text.split())
-            if not isinstance(value, (str, int, float)) or not str(value).strip():
-                without += 1
-            elif text.split():
-                domains[same.setdefault(value, same.setdefault(str(value), value))].add(text)
-        more |= words >= share
-    known = {value: one for value, one in domains.items() if one.words >= LEAST_WORDS}
-    if not 2 <= len(known) <= MOST_SHARING:
-        cause = f"has {len(domains):,} values, {len(known):,} of them with {LEAST_WORDS:,} words or more"
-        raise DemixError(f"--by {by}", cause, f"name a field of which 2 to {MOST_SHARING} values have so many")
-    corpus = _add_name(_words_of(texts[0]), [])
-    for value, one in known.items():
-        one.name, one.keys, one.more = _add_name([str(value)], names), {"from": corpus, "value": value}, more
-    if pieces := [one.piece_words for one in known.values() if one.piece_words]:
-        source["piece_words"] = min(pieces)
-    section = ["sources:", f"  {inline(corpus)}:", f"    source: {inline(source)}", f"    by: {inline(by)}"]
-    # In one line, whatever characters they have.
-    shown = {value: " ".join(printable(str(value)).split()) for value in domains if value not in known}
-    little = [f"{text} {domains[value].words:,}" for value, text in shown.items()]
-    if len(little) > MOST_TOLD:
-        little[MOST_TOLD:] = [f"{len(little) - MOST_TOLD} more"]
-    if little:
-        section.append(f"    # Of no domain, since they have fewer than {LEAST_WORDS:,} words: {', '.join(little)}")
-    if without:
-        section.append(f"    # Of no domain: {without:,} documents without a text or a number there")
-    return section, [*known.values()]
-
-
-def _in_one_line(value: Any) -> str:
-    """A value as YAML in one line, whatever characters it has."""
-    return json.dumps(value) if isinstance(value, str) and not value.isprintable() else inline(value)
-
-
-def _read_as(texts: Sequence[str], field: str | None) -> tuple[list[str], dict[str, Any]]:
-    """The files of some texts, and the source of all of them, as the first records of one tell it."""
-    files, others = set[str](), Counter[str]()
-    for text in texts:
-        found = files_at(text, others)
-        if not found:
-            cause = f"is no file, and no folder of files that can be read{'; ' * bool(others)}{left_out(others)}"
-            raise DemixError(text, cause, "correct the name, or name files of plain text by a glob in quotes")
-        files |= {*found}
-    source: dict[str, Any] = {"kind": "files", "path": texts[0] if len(texts) == 1 else [*texts]}
-    return sorted(files), source | _layout(Path(min(files)), field)
+def _source(text: str, field: str | None) -> dict[str, Any]:
+    """The source of a text, with the keys that the first records of its first file call for."""
+    files = files_at(text, others := Counter[str]())
+    if not files:
+        cause = f"is no file, and no folder of files that can be read{'; ' * bool(others)}{left_out(others)}"
+        raise DemixError(text, cause, "correct the name, or name files of plain text by a glob in quotes")
+    return {"kind": "files", "path": text} | _layout(Path(min(files)), field)
 
 
 def _layout(file: Path, field: str | None) -> dict[str, str]:

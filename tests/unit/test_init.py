@@ -1,6 +1,5 @@
 """Configs as people write them: made by `demix init`, checked by `demix config`, which names the line at fault."""
 
-import gzip
 import io
 import json
 import logging
@@ -8,11 +7,9 @@ import re
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterable
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -151,55 +148,24 @@ def test_the_rate_follows_from_size_and_updates(domains, words, layers, updates,
     assert run.config.training.learning_rate == rate
 
 
-# Values of a field, and the names of their domains: of two alike, without a letter, too long, taken, over and over.
-VALUES: dict[Any, str] = {
+# Texts, and the names of their domains: without a letter, too long, over and over, taken.
+NAMES = {
     "ArXiv": "arxiv",
     "arxiv": "arxiv_2",
     "Москва": "domain_3",
-    "tokens": "tokens_text",
-    "ha" * 40: "domain_5",
+    "ha" * 40: "domain_4",
     "a name of a domain, longer than what files can hold by 1": "a_name_of_a_domain_longer_than_what_files_can_hold_by",
-    7: "7",
     "\u2028z\x85: #": "z",
-    True: "true",
-    "pile": "pile",
-    "novel": "novel",
 }
 
 
-def write_corpus(path: Path, values: Iterable[Any], documents: int = 60, words: int = 40) -> None:
-    rows = [
-        {"text": " ".join(f"w{number}x{place}of{name}" for place in range(words)), "n": number, "meta": {"set": value}}
-        for number in range(documents)
-        for name, value in enumerate(values)
-    ]
-    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    path.write_bytes(gzip.compress(lines))
-
-
-def test_each_value_of_a_field_is_a_domain(tmp_path, monkeypatch):
+def test_domains_have_new_names_that_files_can_hold(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_corpus(Path("pile.jsonl.gz"), [*VALUES, "7", None, " "])
-    Path("novel.txt").write_text("some words of a text " * 400)
-    done = demix("init", "pile.jsonl.gz", "--by", "meta.set", "--novel", "novel.txt")
-    assert (done.exit_code, done.stderr) == (0, "")
-    assert re.search(r"#.* 120 documents", done.stdout), "those without a text or a number there"
-    Path("mine.yaml").write_text(done.stdout)
-    succeeds("config", "mine.yaml")
-    run = completed_run({"base": "mine.yaml"}, tmp_path)
-    assert {domain.value: name for name, domain in run.config.domains.training.items()} == VALUES
-    assert [*run.config.domains.novel] == ["novel_12"]
-    assert run.config.domains.training["7"].words.dev == 480, "the text '7' and the number are one value"
-    assert run.config.domains.training["arxiv"].words.dev == 240
-    shared = run.config.sources["pile"]
-    assert (shared.by, shared.source.path, shared.source.piece_words) == ("meta.set", "pile.jsonl.gz", None)
-
-
-@pytest.mark.parametrize("by", ["n", "none", "meta"])
-def test_a_field_that_parts_nothing_is_refused(by, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_corpus(Path("a.jsonl.gz"), ["law", "news", "code"])
-    refusal("init", "a.jsonl.gz", "--by", by, of=f"--by {by}")
+    for name in NAMES:
+        Path(f"{name}.txt").write_text(f"some words of the text {name} " * 300)
+    Path("mine.yaml").write_text(demix("init", *(f"{name}.txt" for name in NAMES)).stdout)
+    domains = load_run("mine.yaml").config.domains.training
+    assert {domain.source.path: name for name, domain in domains.items()} == {f"{k}.txt": v for k, v in NAMES.items()}
 
 
 @pytest.mark.parametrize(
