@@ -196,15 +196,16 @@ def _pin(file: Path) -> None:
 
     import yaml
 
-    from demix.data.pins import check_network, pins
-    from demix.data.sources import Source
+    from demix.data.fetch import check_network
+    from demix.data.pins import pins
+    from demix.data.sources import Source, pinned
     from demix.files import scratch
     from demix.run.check import load_run
     from demix.settings import settings_from, written
 
     run, failed, above = load_run(file, allow_branches=True), False, list[str]()
     sources = {key: settings_from(Source, written(source)) for key, source in run.config.of_text.items()}
-    check_network(sources.values())
+    check_network(source for source in sources.values() if pinned(source, 0) is None)
     with scratch(run.folder / "pins") as folder:
         for key, source in sources.items():
             *heads, name, _ = key.split(".")

@@ -3,12 +3,12 @@
 Fetches go on where they ended, are checked, and never leave half a file under the final name.
 """
 
+import os
 import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from glob import has_magic
 from logging import getLogger
 from pathlib import Path
@@ -19,7 +19,8 @@ import requests
 from urllib3.exceptions import HTTPError, MaxRetryError, ProtocolError
 from urllib3.util import Retry
 
-from demix.config.addresses import STORES
+from demix.config.addresses import STORES, local
+from demix.config.domains import SourceSection
 from demix.config.files import is_data
 from demix.errors import DemixError, masked
 from demix.files import fsync, sha256_file
@@ -33,6 +34,7 @@ HEADERS = {"Accept-Encoding": "identity", "User-Agent": "demix"}
 BLOCK = 16 << 20
 # What a server calls an error is a word; more of what a library says could hold credentials.
 _CODE = re.compile("[A-Za-z0-9]{1,60}")
+NO_INTERNET = "; where compute nodes have no internet, set cluster.downloads: login"
 _FIX = "fix the bucket, the path or the glob"
 _ASK = (
     "check the network and the credentials that the store's library takes from the environment "
@@ -135,22 +137,22 @@ class _Fetched:
             self.note.unlink(missing_ok=True)
 
 
-def refusal(address: str, any_answer: bool = False) -> str:
-    """Why a file at `address` cannot be fetched from this machine; empty if its server gives it, or asks to try again.
+def check_network(sources: Iterable[SourceSection]) -> None:
+    """Raise DemixError where nobody answers at the first address of `sources` over HTTP, whatever an answer says.
 
-    With `any_answer` whatever a server says over HTTP is an answer. Only the head of the answer is read.
+    Without a network each source would be tried by itself, for minutes. A store says at once what it lacks.
     """
-    try:
-        if address.partition("://")[0] in STORES:
-            stored([address])
-            return ""
-        with requests.get(address, headers=HEADERS, stream=True, timeout=20.0) as response:
-            fine = any_answer or response.ok or response.status_code in RETRIED_STATUS
-            return "" if fine else f"{response.status_code} {response.reason}"
-    except DemixError as error:
-        return f"{error.cause}; {error.cure}"
-    except (requests.RequestException, HTTPError, ValueError) as error:
-        return " ".join(masked(str(error)).split())
+    hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    for source in sources:
+        if source.kind == "url" or (source.kind == "hub" and not local(source.paths)):
+            address = source.paths[0] if source.kind == "url" else hub
+            try:
+                requests.get(address, headers=HEADERS, stream=True, timeout=20.0).close()
+            except (requests.RequestException, HTTPError, ValueError) as error:
+                cause = f"does not answer ({' '.join(masked(str(error)).split())})"
+                cure = "fix the network, or name a proxy (export HTTPS_PROXY=…), then rerun"
+                raise DemixError(address, cause, cure) from None
+            return
 
 
 def _over_http(one: _Fetched, token: str | None, timeout: float, backoff: float) -> None:
@@ -177,7 +179,8 @@ def _over_http(one: _Fetched, token: str | None, timeout: float, backoff: float)
                 retry = retry.increment("GET", one.shown, response=response, error=problem)
             except (MaxRetryError, ProtocolError):
                 cause = f"cannot be fetched ({problem or f'it answers {response.status}'})"
-                raise DemixError(one.shown, cause, "rerun to go on where it ended") from None
+                cure = f"rerun to go on where it ended{NO_INTERNET if problem else ''}"
+                raise DemixError(one.shown, cause, cure) from None
             _log.info("%s: %s, trying again", one.shown, problem or f"answers {response.status}")
             try:
                 retry.sleep(response)
@@ -193,7 +196,7 @@ def _go_on(session: Any, one: _Fetched, timeout: float) -> Any:
     if start:
         known, _, first = one.note.read_text().partition("\n")
         headers |= {"Range": f"bytes={start}-", "If-Range": known}
-    with session.get(one.address, headers=headers, stream=True, timeout=20.0) as response:
+    with session.get(one.address, headers=headers, stream=True, timeout=timeout) as response:
         status = response.status_code
         if status in RETRIED_STATUS:
             return response.raw
@@ -244,14 +247,17 @@ def stored(paths: Sequence[str], others: Counter[str] | None = None) -> list[str
     added to `others`. Raises DemixError for a path that names no file, and for all that goes wrong on the way; no error
     shows what a library says.
     """
+    from fsspec.utils import glob_translate
+
     found, others = set[str](), Counter() if others is None else others
     for path in paths:
         with _asked(path):
             store, name = _store(path)
             store.invalidate_cache()
             if has_magic(name) and not store.isfile(name):
-                folder = re.split(r"[*?\[]", name)[0].rpartition("/")[0]
-                files = [*_matching(store, folder, name[len(folder) + 1 :])]
+                # fsspec's own glob takes a folder that it cannot list for an empty one.
+                below = store.find(re.split(r"[*?\[]", name)[0].rpartition("/")[0])
+                files = [*filter(re.compile(glob_translate(name)).match, below)]
             elif store.info(name)["type"] == "file":
                 files = [name]
             else:
@@ -288,23 +294,6 @@ def _from_store(one: _Fetched) -> None:
     if after != version or one.done > length:
         one.discard()
         raise DemixError(one.address, "changed while it was fetched", "rerun once nobody writes it")
-
-
-def _matching(store: Any, folder: str, pattern: str) -> Iterator[str]:
-    """The files below `folder` that a glob names. fsspec's own takes a folder that it cannot list for an empty one."""
-    if "**" in pattern:
-        from fsspec.utils import glob_translate
-
-        yield from filter(re.compile(glob_translate(f"{folder}/{pattern}")).match, store.find(folder))
-        return
-    first, _, rest = pattern.partition("/")
-    for info in store.ls(folder, detail=True):
-        name = info["name"].rstrip("/")
-        if fnmatchcase(name.rpartition("/")[2], first):
-            if rest and info["type"] == "directory":
-                yield from _matching(store, name, rest)
-            elif not rest and info["type"] == "file":
-                yield info["name"]
 
 
 def _store(address: str) -> tuple[Any, str]:

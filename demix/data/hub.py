@@ -79,7 +79,8 @@ def asked(subject: str) -> Iterator[None]:
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         cause = f"cannot be read ({type(error).__name__}: {reason[:300]})"
-        cure = "check its name, revision and files, the network, and whether terms must be accepted (then set HF_TOKEN)"
+        cure = "check its name, revision and files, the network (where compute nodes have none, set cluster.downloads: "
+        cure += "login), and whether terms must be accepted (then set HF_TOKEN)"
         raise DemixError(subject, cause, cure) from error
 
 

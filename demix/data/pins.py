@@ -1,31 +1,14 @@
 """What pins the sources of a config: the digests of files, the commits of data sets."""
 
-import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from demix.config.addresses import COMMIT, local
-from demix.data.fetch import fetch, refusal, stored
+from demix.data.fetch import fetch, stored
 from demix.data.hub import commit_of
-from demix.data.sources import Source, file_name, pinned
+from demix.data.sources import Source, file_name
 from demix.errors import DemixError
 from demix.files import sha256_file
-
-
-def check_network(sources: Iterable[Source]) -> None:
-    """Raise DemixError where nobody answers at the first address that pins of `sources` ask for.
-
-    Without a network each source would be tried by itself, for minutes. A store says at once what it lacks.
-    """
-    unpinned = (one for one in sources if one.kind != "store" and pinned(one, 0) is None)
-    asked = (one for one in unpinned if not (one.kind == "hub" and local(one.paths)))
-    if first := next(asked, None):
-        hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-        address = first.paths[0] if first.kind == "url" else hub
-        if why := refusal(address, any_answer=True):
-            cure = "fix the network, or name a proxy (export HTTPS_PROXY=…), then rerun"
-            raise DemixError(address, f"does not answer ({why})", cure)
 
 
 def pins(source: Source, folder: Path) -> dict[str, Any]:

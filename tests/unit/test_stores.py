@@ -29,7 +29,6 @@ from demix.config.domains import SourceSection, check_source
 from demix.data.divide import Division, divide
 from demix.data.fetch import fetch, stored
 from demix.data.pins import pins
-from demix.data.ready import check_here
 from demix.data.sources import Source, download, pinned
 from demix.run.check import completed_run
 from demix.settings import settings_from
@@ -373,15 +372,11 @@ def with_store(**keys: Any) -> dict[str, Any]:
     return {"training": {"law": domain, "news": domain}, "novel": {}}
 
 
-def test_a_store_is_asked_for_one_file_before_the_first_job_and_not_earlier(store, tmp_path):
+def test_a_plan_asks_no_store(store, tmp_path):
     run = small_run(tmp_path, domains=with_store(path="s3://corpus/my texts/*.jsonl", parts=4))
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(run.config.values))
     succeeds("plan", tmp_path / "mine.yaml")
     assert store.asked == []
-    with refused("my texts/*.jsonl"):
-        check_here(run, ["law"])
-    store.put({"my texts/a.jsonl": lines("a")})
-    assert check_here(run, ["law"]) is None
 
 
 @pytest.mark.parametrize(
