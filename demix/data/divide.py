@@ -44,9 +44,9 @@ def divide(name: str, division: Division, raw: Path, output: Path, part: int = 0
 
     `download` to `raw/<domain>/<part>.parquet` takes the file, which has the bytes that it would write of the source
     with the condition `{by: value}` among those of `where`. `words` counts for each domain by itself. The JSON `output`
-    has the documents that were read, those that `where` leaves out ("filtered"), those without the field, by domain and
-    value those of a domain ("taken"), by value those of none ("untaken", anonymized), and whether the source was read
-    to its end ("whole"). Raises DemixError naming the file or key at fault.
+    has the documents that were read, those that `where` leaves out ("filtered"), those without the field, those of each
+    value ("values", anonymized where it is of no domain), and whether the source was read to its end ("whole"). Raises
+    DemixError naming the file or key at fault.
     """
     source, by = division.source, division.by
     sources.refuse_part(source, name, part)
@@ -59,8 +59,8 @@ def divide(name: str, division: Division, raw: Path, output: Path, part: int = 0
     # A condition takes a value that is equal or the same text: to each, the domain that has it and how it names it.
     named = {one: (domain, str(one)) for domain, values in given.items() for one in values}
     as_text = {one: found for found in named.values() for one in found[1:]}
-    taken = {domain: Counter({str(one): 0 for one in values}) for domain, values in given.items()}
-    found, untaken, full, omitted = Counter(documents=0, filtered=0, without=0), Counter[str](), set[str](), Omitted()
+    owned = Counter({text: 0 for _, text in named.values()})
+    found, others, full, omitted = Counter(documents=0, filtered=0, without=0), Counter[str](), set[str](), Omitted()
     fetched = raw / f".{name}.{part:04d}.fetched"
     with ExitStack() as stack:
         take = {
@@ -81,22 +81,20 @@ def divide(name: str, division: Division, raw: Path, output: Path, part: int = 0
             equal = named.get(value) if isinstance(value, (str, int, float)) else None
             owners = {} if value is None else dict(filter(None, (equal, as_text.get(text))))
             for domain, one in owners.items():
-                taken[domain][one] += 1
+                owned[one] += 1
                 if take[domain](row):
                     full.add(domain)
             if value is None:
                 found["without"] += 1
             elif not owners:
-                few = len(text) <= LONGEST_VALUE and (text in untaken or len(untaken) < MOST_VALUES)
-                untaken[text if few else OTHERS] += 1
+                few = len(text) <= LONGEST_VALUE and (text in others or len(others) < MOST_VALUES)
+                others[text if few else OTHERS] += 1
             if len(full) == len(take):
                 break
     omitted.warn(name)
-    shown = Counter[str]()
-    for text, number in untaken.items():
-        shown[_anonymized(text)] += number
-    said = {"source": name, "by": by, "whole": len(full) < len(take), **found}
-    write_json(output, said | {"taken": taken, "untaken": shown})
+    for text, number in others.items():
+        owned[_anonymized(text)] += number
+    write_json(output, {"source": name, "by": by, "whole": len(full) < len(take), **found, "values": owned})
     # Kept until here: a job that fails and is run again need not fetch again what it has.
     shutil.rmtree(fetched, ignore_errors=True)
 
@@ -133,12 +131,10 @@ def write_source_card(counts: Sequence[Path], sharing: Sharing, output: Path) ->
     """
     parts = [read_json(path) for path in counts]
     name, by, whole = parts[0]["source"], parts[0]["by"], all(part["whole"] for part in parts)
-    total, sought, others = Counter[str](), Counter[str](), Counter[str]()
+    total, values = Counter[str](), Counter[str]()
     for part in parts:
         total.update({key: part[key] for key in ("documents", "filtered", "without")})
-        others.update(part["untaken"])
-        for found in part["taken"].values():
-            sought.update(found)
+        values.update(part["values"])
     if total["without"] and total["without"] == total["documents"] - total["filtered"]:
         raise DemixError(
             f"config key sources.{name}.by",
@@ -147,18 +143,17 @@ def write_source_card(counts: Sequence[Path], sharing: Sharing, output: Path) ->
         )
     by_domain = {}
     for domain, given in sharing.domains.items():
-        # A domain that was added since the pass has its documents among those of no domain.
-        found = {value: sought.pop(str(value), None) for value in as_list(given)}
+        found = {value: values.pop(str(value), None) for value in as_list(given)}
+        # A domain that was added since the pass has its documents among those of none.
         by_domain[domain] = sum(
-            others.pop(_anonymized(str(value)), 0) if number is None else number for value, number in found.items()
+            values.pop(_anonymized(str(value)), 0) if number is None else number for value, number in found.items()
         )
         for value in (value for value, number in found.items() if number == 0):
             # A domain that has its words is read no further.
             if whole or not by_domain[domain]:
                 cause = f"is {value!r}, and no document of {name} has it in {by}"
-                raise DemixError(f"{domain}.value", cause, nearest(value, others, f"correct it, or sources.{name}.by"))
-    others.update({value: number for value, number in sought.items() if number})
-    said = {"source": name, "by": by, **total, "domains": by_domain, "untaken": dict(others.most_common())}
+                raise DemixError(f"{domain}.value", cause, nearest(value, values, f"correct it, or sources.{name}.by"))
+    said = {"source": name, "by": by, **total, "domains": by_domain, "untaken": dict((+values).most_common())}
     write_json(output, said, sort_keys=False)
 
 

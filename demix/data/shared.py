@@ -11,12 +11,10 @@ import json
 import logging
 import math
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +44,9 @@ def made_once(
     paths without the run's name, `settings` (JSON), and the code of `demix.data` and `demix.files`. Of two runs that
     make the same at once, one waits for the other.
 
-    A taken file is a hard link with the time of the first run. It is a copy where it would be older than `inputs`,
-    which Snakemake refuses, and where the file system has no hard links. Inputs that are `passing` are removed after
-    the job: they get the time of the files instead.
+    A taken file is a hard link with the time of the first run, or a copy where the file system has no hard links. None
+    is taken that would be older than `inputs`, which Snakemake refuses. Inputs that are `passing` are removed after the
+    job: they get the time of the files instead.
     """
     # Of inputs that are missing, `make` says what to do.
     if output.parts[:1] != (RESULTS,) or len(output.parts) < 3 or not all(path.is_file() for path in inputs):
@@ -68,10 +66,8 @@ def made_once(
         _log.info("%s: another run may make the same; waiting until it has", lock)
     with exclusive(lock, "makes the same text", math.inf):
         try:
-            others = sorted(run.parent.glob(f"*/{NOTES}/{note.name}"))
-            # Links before copies: several runs may have made the same, one of them after the inputs.
-            for other, copying in [*product(others, [False]), *product(others, [True])]:
-                if digests := _taken(other, key, run, files, newest, copying):
+            for other in sorted(run.parent.glob(f"*/{NOTES}/{note.name}")):
+                if digests := _taken(other, key, run, files, newest):
                     write_json(note, {"key": key, "files": digests})
                     oldest = min((run / name).stat().st_mtime_ns for name in digests)
                     for path in inputs if passing else ():
@@ -114,11 +110,11 @@ def _found(files: Sequence[Path]) -> list[Path]:
     return [found for path in files for found in sorted(path.parent.glob(path.name))]
 
 
-def _taken(note: Path, key: str, run: Path, files: Sequence[Path], newest: int, copying: bool) -> dict[str, str]:
-    """Put the files that another run noted in place; returns their digests, or nothing if they are other or not whole.
+def _taken(note: Path, key: str, run: Path, files: Sequence[Path], newest: int) -> dict[str, str]:
+    """Put the files that another run noted in place; returns their digests.
 
-    Files older than `newest` (ns) are taken only with `copying`. Nothing here ends the job, which can make the files
-    itself.
+    Returns nothing if the files are other ones, older than `newest` (ns) or not whole. Nothing here ends the job, which
+    can make the files itself.
     """
     owner = note.parents[1]
     try:
@@ -131,10 +127,9 @@ def _taken(note: Path, key: str, run: Path, files: Sequence[Path], newest: int, 
             for (name, digest), (path, temporary) in zip(digests.items(), ready.items(), strict=True):
                 if not any(path.parent == each.parent and fnmatch.fnmatch(path.name, each.name) for each in files):
                     raise DemixError(note, f"names {name}, which is no file of this job", REMAKE)
-                older = (owner / name).stat().st_mtime_ns < newest
-                if older and not copying:
+                if (owner / name).stat().st_mtime_ns < newest:
                     return {}
-                (shutil.copyfile if older else linked)(owner / name, temporary)
+                linked(owner / name, temporary)
                 # Of the link, so that no other file can take the place of the one that was read.
                 if sha256_file(temporary) != digest:
                     raise DemixError(owner / name, "is damaged: it differs from its recorded sha256", REMAKE)

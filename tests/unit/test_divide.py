@@ -91,18 +91,13 @@ def test_a_pass_counts_what_it_reads_and_ends_when_every_domain_has_its_words(tm
     write_lines(tmp_path / "a.jsonl.gz", ROWS)
     source = {"path": f"{tmp_path}/a.jsonl.gz", "where": {"n": {"min": 4}}}
     counts = same_as_by_where(tmp_path, source, DOMAINS, "meta.set")
-    assert counts["taken"] == {
-        "arxiv": {"ArXiv": 2},
-        "law": {"law": 2, "['law']": 2},
-        "numbers": {"7": 3, "2.5": 2},
-        "yes": {"True": 1},
-    }
-    assert (counts["documents"], counts["without"], counts["untaken"]) == (22, 3, {"rest": 2})
+    assert counts["values"] == {"ArXiv": 2, "law": 2, "['law']": 2, "7": 3, "2.5": 2, "True": 1, "rest": 2}
+    assert (counts["documents"], counts["without"]) == (22, 3)
     assert (counts["filtered"], counts["whole"]) == (5, True)
     write_lines(tmp_path / "b.jsonl.gz", [{"text": "a b c", "set": name} for name in ("x", "y", "x", "x", "y", "x")])
     counts = same_as_by_where(tmp_path, {"path": f"{tmp_path}/b.jsonl.gz", "words": 4}, {"x": ["x"], "y": ["y"]}, "set")
     assert (counts["documents"], counts["whole"]) == (5, False)
-    assert counts["taken"] == {"x": {"x": 3}, "y": {"y": 2}}, "one of x is beyond its words"
+    assert counts["values"] == {"x": 3, "y": 2}, "one of x is beyond its words"
 
 
 def test_parquet_csv_and_what_datatrove_writes_are_divided(tmp_path):
@@ -110,10 +105,10 @@ def test_parquet_csv_and_what_datatrove_writes_are_divided(tmp_path):
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=4)
     (tmp_path / "b.csv").write_text("other,set,text\n" + "".join(f"1,{'ab'[n % 2]},c{n}\n" for n in range(5)))
     counts = same_as_by_where(tmp_path, {"path": [f"{tmp_path}/a.parquet", f"{tmp_path}/b.csv"]}, {"a": ["a"]}, "set")
-    assert counts["untaken"] == {"b": 6}
+    assert counts["values"]["b"] == 6
     for kind, by in (("jsonl_zst", "metadata.language"), ("parquet", "metadata.language"), ("fineweb", "language")):
         found = same_as_by_where(tmp_path, {"path": str(DATATROVE / kind)}, {"en": ["en"], "others": ["de"]}, by)
-        assert (found["taken"], found["untaken"]) == ({"en": {"en": 2}, "others": {"de": 2}}, {"fr": 2})
+        assert found["values"] == {"en": 2, "de": 2, "fr": 2}
 
 
 def test_the_commands_give_the_documents_of_a_domain_that_reads_alone(tmp_path):
@@ -200,8 +195,8 @@ def test_the_card_of_a_source_counts_what_no_domain_took(tmp_path):
 
 def test_further_values_are_counted_together(tmp_path):
     rows = [{"text": "t", "set": f"v{number}"} for number in range(MOST_VALUES + 3)] + [{"text": "t", "set": "x" * 101}]
-    found = read_json(counted(tmp_path, [*rows, {"text": "t", "set": "a"}], {"a": ["a"]}))["untaken"]
-    assert len(found) == MOST_VALUES + 1
+    found = read_json(counted(tmp_path, [*rows, {"text": "t", "set": "a"}], {"a": ["a"]}))["values"]
+    assert len(found) == MOST_VALUES + 2
     assert found["other values"] == 4
 
 
