@@ -16,11 +16,10 @@ from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 from common import ROOT, SAMPLE, arguments, row, show
 
-from demix.data.anonymize import CATEGORIES, anonymize, anonymize_texts
+from demix.data.anonymize import CATEGORIES, anonymize
 from demix.data.sources import Source, download
 
 sys.path.append(str(ROOT / "tests"))
@@ -98,13 +97,12 @@ def speed() -> list[dict]:
         for domain in DOMAINS:
             raw = Path(folder, domain, "documents.parquet")
             download(Source(kind="files", path=str(SAMPLE / f"{domain}.jsonl.zst")), domain, raw)
-            column = pa.chunked_array(pq.read_table(raw)["text"]).combine_chunks()
-            texts = column.to_pylist()
+            texts = pq.read_table(raw)["text"].to_pylist()
             size = sum(len(text.encode()) for text in texts) / 1e6
             start = time.process_time()
-            for _ in range(5):
-                anonymize_texts(column)
-            ours = 5 * size / (time.process_time() - start)
+            for text in texts:
+                anonymize(text)
+            ours = size / (time.process_time() - start)
             start = time.process_time()
             for text in texts:
                 released.anonymize(text)

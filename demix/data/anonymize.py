@@ -19,16 +19,14 @@ What each category means here, and where it differs from the code published with
 - USER: `@handle`, the whole of it but no trailing dot; not a decorator, a documentation tag, a package scope, a key of
   JSON-LD or a command of a batch file.
 
-Text is read once, or where matches touch one another up to four times, by patterns that read each character a bounded
-number of times: time is linear in the text. A second pass changes nothing.
+Text is read until nothing is found, up to four times, by patterns that read each character a bounded number of times:
+time is linear in the text. Anonymizing it again changes nothing.
 """
 
 import hashlib
 import json
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -37,11 +35,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import regex
 
 from demix.data import mentions, numbers
 from demix.data.dummies import CATEGORIES, Span
-from demix.data.text import SURROGATE, buffers, count_words, cut, splice
+from demix.data.text import SURROGATE, count_words, cut
 from demix.files import write_json
 from demix.files.batches import counted, read_batches, write_batches
 
@@ -51,12 +48,6 @@ _TYPES = {"id": pa.string(), "text": pa.large_string(), "n_words": pa.int64(), "
 SCHEMA = pa.schema(_TYPES | {"metadata": pa.large_string()})
 
 _ROUNDS = 4
-_BEFORE = regex.compile(r"(?r)(?:[\w)+]|[0-9][ \t\u00a0\u2007\u2009\u202f()./\-\u2010-\u2015]{1,3}+)")
-_AFTER = regex.compile(
-    r"[\w(+]|[./\-\u2010-\u2015]\w|(?<=[0-9])[,\s]?[0-9+]|[ \t\u00a0\u2007\u2009\u202f()./\-\u2010-\u2015]{1,3}+[0-9+]"
-)
-# Seven digits that separators part, in UTF-8.
-_DIGITS_NEAR = re.compile(rb"[0-9](?:[ \t()./\x80-\xff-]{0,9}[0-9]){6}")
 # Of spans that overlap, the first of these is right.
 _PRIORITY = ("FB_USERID", "DART", "EMAIL", "CREDIT_CARD_NUMBER", "SSN", "PHONE_NUMBER", "USER")
 
@@ -80,115 +71,28 @@ def anonymize(text: str) -> tuple[str, dict[str, int]]:
     Applying it again changes nothing.
     """
     counts = dict.fromkeys(CATEGORIES, 0)
-    # What is left of a match that lost to another may match anew, and so may what a match ran into.
+    # What is left of a match that lost to another may match again, and so may what a match ran into.
     for _ in range(_ROUNDS):
-        spans, lost = _spans(text)
         parts, last = [], 0
-        for start, end, category in spans:
+        for start, end, category in _spans(text):
             parts += [text[last:start], f"<{category}>"]
             counts[category] += 1
             last = end
-            lost = lost or _touches(text, start, end)
         if not parts:
             break
         text = "".join([*parts, text[last:]])
-        if not lost:
-            break
     return text, counts
 
 
-def _touches(text: str, start: int, end: int) -> bool:
-    """Whether another match may have run into the one at [start, end), so that its replacement uncovers that one."""
-    if _BEFORE.match(text, max(start - 4, 0), start) or _AFTER.match(text, end):
-        return True
-    # A run of digits goes on into an address or a handle.
-    return text[start].isdigit() and "@" in text[start:end]
-
-
-def _spans(text: str) -> tuple[list[Span], bool]:
-    """Non-overlapping spans of personal data in order, and whether some were left out for others."""
-    taken = [*mentions.find(text), *numbers.find(text)]
-    if len(taken) < 2:
-        return taken, False
+def _spans(text: str) -> list[Span]:
+    """Non-overlapping spans of personal data in order."""
     kept: list[Span] = []
-    for span in sorted(taken, key=itemgetter(0)):
-        if kept and span[0] < kept[-1][1]:
-            if _PRIORITY.index(span[2]) < _PRIORITY.index(kept[-1][2]):
-                kept[-1] = span
-        else:
+    for span in sorted([*mentions.find(text), *numbers.find(text)], key=itemgetter(0)):
+        if not kept or span[0] >= kept[-1][1]:
             kept.append(span)
-    return kept, len(kept) < len(taken)
-
-
-def anonymize_texts(texts: pa.Array) -> tuple[pa.Array, dict[str, int]]:
-    """A column of texts as `anonymize` leaves each, and the sum of its counts; only lines that may matter are read.
-
-    Every span holds an @, seven digits close together or the end of a Facebook host, all of which bytes show.
-    """
-    data, edges = buffers(texts)
-    counts = dict.fromkeys(CATEGORIES, 0)
-    places = _places(data, edges)
-    raw, replaced = data.tobytes() if len(places) else b"", []
-    for text, start, end in _stretches(raw, edges, places):
-        before = raw[start:end].decode()
-        after, found = anonymize(before)
-        if after != before:
-            replaced.append((text, start, end, after.encode()))
-            for category, number in found.items():
-                counts[category] += number
-    return splice(texts, replaced), counts
-
-
-def _places(data: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """The bytes, in order, at which a line may hold personal data; where there are many, the first of each line."""
-    at = np.flatnonzero(data == ord("@"))
-    digits = np.flatnonzero((data - np.uint8(ord("0"))) < 10)
-    # Up to three separators of up to three bytes may part two digits.
-    near = np.concatenate([[0], np.cumsum(np.diff(digits) > 10)])
-    runs = digits[:-6][near[6:] == near[:-6]] if len(digits) > 6 else digits[:0]
-    slash = np.flatnonzero(data == ord("/"))
-    slash = slash[slash >= 5]
-    # ".com/" after the last letter of facebook or fb, in any case (the Kelvin sign is a k).
-    for back, letters in ((1, b"mM"), (2, b"oO"), (3, b"cC"), (4, b"."), (5, b"kKbB\xaa")):
-        slash = slash[np.isin(data[slash - back], np.frombuffer(letters, np.uint8))]
-    if len(at) + len(runs) + len(slash) < len(data) // 1000:
-        view = data.data
-        runs = np.array([place for place in runs.tolist() if _DIGITS_NEAR.match(view, place)], at.dtype)
-        return np.sort(np.concatenate([at, runs, slash]))
-    found = np.sort(np.concatenate([at, runs, slash]))
-    line = np.searchsorted(np.flatnonzero(data == ord("\n")), found)
-    text = np.searchsorted(edges, found, side="right")
-    new = np.ones(len(found), bool)
-    new[1:] = (np.diff(line) > 0) | (np.diff(text) > 0)
-    return found[new]
-
-
-def _stretches(raw: bytes, edges: np.ndarray, places: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Stretches (text, first byte, one after the last) outside of which `anonymize` neither reads nor writes.
-
-    Lines with a place, the line after (is it a definition below a decorator?) and the 64 characters before (do they
-    announce a number?); lines that follow one another go together, as a decorator may stand on another.
-    """
-    owner = np.searchsorted(edges, places, side="right") - 1
-    last: tuple[int, int, int] | None = None
-    core = -1
-    for text, place in zip(owner.tolist(), places.tolist(), strict=True):
-        if last and text == last[0] and place < core:
-            continue
-        low, high = int(edges[text]), int(edges[text + 1])
-        begin = max(raw.rfind(b"\n", low, place) + 1, low)
-        core = raw.find(b"\n", place, high) + 1 or high
-        start = max(begin - 256, low)
-        while start > low and raw[start] & 0xC0 == 0x80:
-            start += 1
-        end = raw.find(b"\n", core, high) + 1 or high
-        if last and text == last[0] and start <= last[2]:
-            start = last[1]
-        elif last:
-            yield last
-        last = (text, start, end)
-    if last:
-        yield last
+        elif _PRIORITY.index(span[2]) < _PRIORITY.index(kept[-1][2]):
+            kept[-1] = span
+    return kept
 
 
 def anonymize_documents(
@@ -217,10 +121,7 @@ def anonymize_documents(
     def batches() -> Iterator[pa.RecordBatch]:
         read = read_batches(input, ["text", "metadata"])
         for batch in counted(read, f"{input.parent.name}: documents", [input]):
-            texts, found = _normalise_texts(batch.column("text"))
-            normalised.update(found)
-            texts, found = anonymize_texts(texts) if enabled else (texts, {})
-            replacements.update(found)
+            texts = pa.array(map(clean, batch.column("text").to_pylist()), pa.large_string())
             ids = origins = _ids(texts)
             metadata = batch.column("metadata")
             if piece_words is not None:
@@ -246,24 +147,8 @@ def anonymize_documents(
     write_json(counts, said | {"rejected": rejected, "replacements": replacements})
 
 
-def _normalise_texts(texts: pa.Array) -> tuple[pa.Array, Mapping[str, int]]:
-    """A column as `normalise` leaves each text, and the sum of its counts; Arrow's strings hold no surrogates."""
-    data, _ = buffers(texts)
-    if not (data == 0).any() and b"\r\n" not in data.tobytes():
-        return texts, {}
-    counts: Counter[str] = Counter()
-    changed = []
-    for text in texts.to_pylist():
-        text, found = normalise(text)
-        changed.append(text)
-        counts.update(found)
-    return pa.array(changed, pa.large_string()), counts
-
-
 def _ids(texts: pa.Array) -> pa.Array:
-    data, edges = buffers(texts)
-    view = data.data
-    return pa.array([hashlib.sha256(view[start:end]).hexdigest() for start, end in pairwise(edges.tolist())])
+    return pa.array([hashlib.sha256(text.encode()).hexdigest() for text in texts.to_pylist()])
 
 
 def _clean_metadata(metadata: str, clean: Any) -> str:

@@ -4,8 +4,6 @@ Each pattern that ends where a number starts is read backwards (`(?r)`), so that
 no cue ends in. All are bounded.
 """
 
-import re
-
 import regex
 
 from demix.data.dummies import any_of
@@ -90,12 +88,3 @@ SSN = regex.compile(
 CARD = regex.compile(
     r"\b(?:cards?|visa|mastercard|maestro|amex|american express|discover|diners|cc|pan)\b", regex.IGNORECASE
 )
-
-# A quick look before PHONE, MAYBE and NEAR: each of them holds one of these words, or one in another script.
-_WORDS = frozenset(f"{_DEVICE}|{_PLACE}|{any_of('cued')}".replace(" ", "|").split("|"))
-_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
-
-
-def may_hold(beside: str) -> bool:
-    """Whether a cue may stand in `beside`: false only where none of PHONE, MAYBE and NEAR does."""
-    return not beside.isascii() or not _WORDS.isdisjoint(map(str.lower, _WORD.findall(beside)))

@@ -45,7 +45,7 @@ def is_written_at_home(text: str, bare: bool = False) -> bool:
     digits = "".join(filter(str.isdigit, text))
     groups = _SEPARATORS.sub(" ", text.replace("(", " (").replace(")", ") ")).strip()
     size = (len(digits), len(_DIGITS.findall(text)))
-    return _any_written(bare, size).fullmatch(groups) is not None and any(
+    return any(
         _compiled(form.written).fullmatch(groups)
         and _compiled(form.leading).match(digits, form.prefix)
         and (form.country is None or _in_use(form.country).fullmatch(digits, form.prefix))
@@ -98,12 +98,6 @@ def _forms(bare: bool) -> dict[tuple[int, int], list[_Form]]:
             for length in range(min(lengths), max(lengths) + 2) if other else lengths:
                 forms.setdefault((length + len(prefix), parts), []).append(form)
     return forms
-
-
-@cache
-def _any_written(bare: bool, size: tuple[int, int]) -> regex.Pattern[str]:
-    """What has the groups of one of the forms; without forms, nothing."""
-    return regex.compile("|".join({form.written: None for form in _forms(bare).get(size, ())}) or r"(?!)")
 
 
 def _written(shown: str, groups: list[str], taste: bool) -> str:

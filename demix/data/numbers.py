@@ -202,8 +202,6 @@ def _after_a_plus(text: str, start: int, end: int, groups: list[tuple[int, int]]
 def _is_told_before(text: str, start: int, last: int, parted: bool) -> bool:
     """Whether words before a number announce a telephone's; some announce only one whose groups are `parted`."""
     low = max(start - 64, 0)
-    if not cues.may_hold(text[low:start]):
-        return False
     if cues.PHONE.match(text, low, start):
         return True
     if not parted or _DECIMAL.fullmatch(text, start, last) or _any_at(text, start, _YEARS, _HOST):
@@ -239,13 +237,12 @@ def _near_a_word(text: str, start: int, end: int) -> bool:
     if not _HOME.match(text, start) or _any_at(text, end, _ROW, _DUMP, _CUT_AFTER):
         return False
     before, after = text[max(start - 48, 0) : start].rsplit("\n", 1)[-1], text[end : end + 40].split("\n", 1)[0]
-    likely = [beside for beside in (before, after) if cues.may_hold(beside)]
-    if not likely:
+    if not (cues.NEAR.search(before) or cues.NEAR.search(after)):
         return False
     if _any_at(text, start, _DATE, _YEARS, _HOST, _ZIP) or _in_iban(text, start, end):
         return False
     home = is_written_at_home("(" + shown if ")" in shown else shown, bare=True)
-    return home and not _in_a_table(text, start, end) and any(cues.NEAR.search(beside) for beside in likely)
+    return home and not _in_a_table(text, start, end)
 
 
 def _in_fours(text: str, start: int, end: int) -> bool:

@@ -1,10 +1,9 @@
-"""Columns of text as the bytes that they are: words counted and hashed, stretches replaced, without a Python string.
+"""Columns of text as the bytes that they are: words counted and hashed, texts cut, without a Python string.
 
 A column is an Arrow `large_string` array without nulls.
 """
 
 import re
-from collections.abc import Iterable
 
 import numpy as np
 import pyarrow as pa
@@ -81,21 +80,3 @@ def cut(texts: pa.Array, words: int) -> tuple[pa.Array, np.ndarray]:
     order = np.argsort(np.concatenate([np.arange(len(texts)), of]), kind="stable")
     begins = np.concatenate([edges[:-1], cuts])[order]
     return from_buffers(data, np.append(begins, edges[-1])), np.concatenate([np.arange(len(texts)), of])[order]
-
-
-def splice(texts: pa.Array, replaced: Iterable[tuple[int, int, int, bytes]]) -> pa.Array:
-    """The column with stretches of bytes replaced: (text, first byte, one after the last, new bytes), in order.
-
-    Places count from the start of the column's bytes, as `buffers` gives them.
-    """
-    data, edges = buffers(texts)
-    parts: list[bytes | memoryview] = []
-    view, last = data.data, 0
-    grown = np.zeros(len(edges), np.int64)
-    for text, start, end, new in replaced:
-        parts += [view[last:start], new]
-        grown[text + 1] += len(new) - (end - start)
-        last = end
-    if not parts:
-        return texts
-    return from_buffers(b"".join([*parts, view[last:]]), edges + np.cumsum(grown))
