@@ -4,7 +4,7 @@ Sources: Gururangan et al. 2023, sections 2.1, 2.2 and 3.2. A clusterer is a fol
 components, mean, scale, centres), `terms.parquet` (term) and, written last, the sealed `clusterer.json`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -108,18 +108,17 @@ def _given(method: str, names: Sequence[str], seed: int, domain: str, ids: Seque
     return None
 
 
-def fit_clusters(
-    documents: Mapping[str, Path], clustering: Clustering, seed: int, output: Path, name: str = "clusters"
-) -> Clusterer:
-    """Fit a clustering to a sample of `documents` (train.parquet of each training domain), and write it to `output`.
+def fit_clusters(documents: list[Path], settings: Clustering, output: Path, seed: int = 1) -> Clusterer:
+    """Fit a clustering of documents to a sample of the training domains' text, corpus/<domain>/train.parquet.
 
-    The sample and the first centres are drawn by the hash of `seed` and a document's id: neither the order of
-    documents nor that of domains matters. Raises DemixError that names `name`, the clustering's key in the config, for
-    too few documents or terms.
+    The clustering is named as the folder `output` is. The sample and the first centres are drawn by the hash of `seed`
+    and a document's id: neither the order of documents nor that of domains matters. Raises DemixError that names the
+    clustering's key in the config for too few documents or terms.
     """
-    documents = dict(sorted(documents.items()))
-    subject, names = f"clusterings.{name}", cluster_names(name, clustering, documents)
-    last, size = _last_key(documents, seed, clustering.documents)
+    domains = dict(sorted((path.parent.name, path) for path in documents))
+    name = output.name
+    subject, names = f"clusterings.{name}", cluster_names(name, settings, domains)
+    last, size = _last_key(domains.values(), seed, settings.documents)
     if size < len(names):
         _too_few(subject, len(names), f"{size} documents")
     drawn: list[tuple[np.ndarray, np.ndarray]] = []
@@ -128,12 +127,12 @@ def fit_clusters(
         # Of a large corpus each batch holds few documents of the sample.
         texts: list[str] = []
         waiting: list[int] = []
-        for domain, path in documents.items():
+        for domain, path in domains.items():
             batches = read_batches(path, ["id", "text"])
             for batch in counted(batches, f"{name}: documents of {domain} counted", [path]):
                 keys = _keys(batch, seed)
                 chosen, keys = batch.filter(pa.array(keys <= last)), keys[keys <= last]
-                given = _given(clustering.method, names, seed, domain, chosen.column("id").to_pylist())
+                given = _given(settings.method, names, seed, domain, chosen.column("id").to_pylist())
                 drawn.append((keys, np.full(len(keys), -1) if given is None else given))
                 texts += chosen.column("text").to_pylist()
                 waiting += keys.tolist()
@@ -142,22 +141,22 @@ def fit_clusters(
                     texts, waiting = [], []
         yield texts, np.array(waiting, np.int64)
 
-    few = clustering.min_documents
+    few = settings.min_documents
     embedding, points = fit_embedding(
         sample(),
-        dimensions=clustering.dimensions,
+        dimensions=settings.dimensions,
         min_documents=few if few is not None else 1 if size <= FEW_DOCUMENTS else 10,
-        normalise=clustering.normalise,
-        numbers=clustering.numbers,
+        normalise=settings.normalise,
+        numbers=settings.numbers,
         seed=seed,
         subject=subject,
     )
     objectives: list[float] = []
-    if clustering.method == "kmeans":
+    if settings.method == "kmeans":
         start = _distinct(points, len(names))
         if len(start) < len(names):
             _too_few(subject, len(names), f"{len(start)} documents that differ")
-        centres, labels, objectives = kmeans(points, start, clustering.rounds, clustering.balanced)
+        centres, labels, objectives = kmeans(points, start, settings.rounds, settings.balanced)
     else:
         keys, labels = map(np.concatenate, zip(*drawn, strict=True))
         labels = labels[np.argsort(keys, kind="stable")]
@@ -169,9 +168,9 @@ def fit_clusters(
         "documents": size,
         "sizes": np.bincount(labels, minlength=len(names)).tolist(),
         "objectives": objectives,
-        "clustering": clustering.as_dict(),
+        "clustering": settings.as_dict(),
     }
-    return Clusterer(embedding, centres, names, clustering.method, seed).write(output, more)
+    return Clusterer(embedding, centres, names, settings.method, seed).write(output, more)
 
 
 def _too_few(subject: str, clusters: int, what: str) -> NoReturn:
@@ -183,10 +182,10 @@ def _keys(batch: pa.RecordBatch, seed: int) -> np.ndarray:
     return np.array([seed_for(seed, "cluster", name) for name in batch.column("id").to_pylist()], np.int64)
 
 
-def _last_key(documents: Mapping[str, Path], seed: int, count: int) -> tuple[int, int]:
+def _last_key(documents: Iterable[Path], seed: int, count: int) -> tuple[int, int]:
     """The largest key of a sample of `count` documents at most, and their number."""
     kept = np.empty(0, np.int64)
-    for path in documents.values():
+    for path in documents:
         for batch in read_batches(path, ["id"]):
             kept = np.append(kept, _keys(batch, seed))
             if len(kept) > 2 * count:
@@ -206,23 +205,27 @@ def _distinct(points: np.ndarray, count: int) -> np.ndarray:
     return points[list(found.values())]
 
 
-def assign(clusterer: Clusterer, domain: str, documents: Path, output: Path) -> None:
-    """Write the cluster of each document of a split, in the order of the split: `cluster` and squared `distance`.
+def assign(clusterer: Path, documents: list[Path], output: Path) -> None:
+    """Assign each document of splits, corpus/<domain>/<split>.parquet, to a cluster: <domain>.<split>.parquet.
 
-    Documents stream through memory in batches. The footer holds the `clusterer_sha256`.
+    These have `cluster` and the squared `distance`, in the order of the split, and in the footer `clusterer_sha256`.
+    Documents stream through memory in batches.
     """
+    opened = Clusterer.open(clusterer)
+    metadata = {"clusterer_sha256": opened.sha256}
 
-    def batches() -> Iterator[pa.RecordBatch]:
-        read = read_batches(documents, ["id", "text"])
-        for batch in counted(read, f"{domain} {documents.stem}: documents assigned", [documents]):
-            distances = clusterer.distances(clusterer.embedding.points(batch.column("text").to_pylist()))
-            labels = clusterer.labels(domain, batch.column("id").to_pylist(), distances)
+    def batches(path: Path) -> Iterator[pa.RecordBatch]:
+        domain, read = path.parent.name, read_batches(path, ["id", "text"])
+        for batch in counted(read, f"{domain} {path.stem}: documents assigned", [path]):
+            distances = opened.distances(opened.embedding.points(batch.column("text").to_pylist()))
+            labels = opened.labels(domain, batch.column("id").to_pylist(), distances)
             own = distances[np.arange(len(labels)), labels]
             arrays = [pa.array(labels.astype(np.uint16)), pa.array(own.astype(np.float32))]
             yield pa.record_batch(arrays, schema=ASSIGNED)
 
-    metadata = {"clusterer_sha256": clusterer.sha256}
-    write_batches(output, ASSIGNED, batches(), footer=lambda: metadata)
+    for path in documents:
+        target = output / f"{path.parent.name}.{path.stem}.parquet"
+        write_batches(target, ASSIGNED, batches(path), footer=lambda: metadata)
 
 
 class Contexts:
@@ -311,83 +314,49 @@ def _seen_rows(shard: TokenShard, places: np.ndarray) -> np.ndarray:
     return np.where(number < 0, places, np.minimum(places, begins + 1 + (ends - begins - 1) // 2))
 
 
-def cluster_shards(
-    clusterer: Clusterer,
-    assigned: Mapping[str, Path],
-    shards: Mapping[str, Path],
-    length: int,
-    output: Path,
-    name: str = "clusters",
-) -> None:
-    """Write `<cluster>/<split>.arrow` below `output` for each cluster of `clusterer`: its documents, as spans.
+def cluster_shards(clusterer: Path, tokens: list[Path], length: int, output: Path) -> None:
+    """Write `<cluster>/<split>.arrow` for each cluster: its documents as spans of tokens/<domain>/<split>.arrow.
 
-    Last of all, `<split>.json` gets the digests of these shards.
-
-    `assigned` has what `assign` wrote for one split of each training domain, `shards` the split's tokens. Before
-    anything is written, DemixError is raised for a cluster of fewer training tokens than a block of `length` or without
-    any on dev, and for a split whose documents are others than those assigned, or were assigned by another clusterer.
+    Last of all, `<split>.json` gets the digests of these shards. The clusterer has the clusters of the documents in
+    assigned/. Before a split is written, DemixError is raised for a cluster of fewer training tokens than a block of
+    `length` or without any on dev, and for a split whose documents are others than those assigned, or were assigned by
+    another clusterer.
     """
-    names = clusterer.names
-    domains = sorted(shards)
-    split = shards[domains[0]].stem
-    opened = [TokenShard.open(shards[domain]) for domain in domains]
-    tables = [read_parquet(assigned[domain]) for domain in domains]
-    for domain, table in zip(domains, tables, strict=True):
+    opened = Clusterer.open(clusterer)
+    for split in dict.fromkeys(path.stem for path in tokens):
+        _split_shards(opened, clusterer, sorted(path for path in tokens if path.stem == split), length, output)
+
+
+def _split_shards(clusterer: Clusterer, folder: Path, paths: list[Path], length: int, output: Path) -> None:
+    """The shards of the clusters of one split, whose tokens are at `paths`."""
+    split, shards, labels = paths[0].stem, [TokenShard.open(path) for path in paths], []
+    for path, shard in zip(paths, shards, strict=True):
+        assigned = folder / "assigned" / f"{path.parent.name}.{split}.parquet"
+        table = read_parquet(assigned)
         if (table.schema.metadata or {}).get(b"clusterer_sha256", b"").decode() != clusterer.sha256:
-            raise DemixError(assigned[domain], "was made with another clusterer", "assign the documents again")
-    labels = [table.column("cluster").to_numpy() for table in tables]
-    for domain, shard, some in zip(domains, opened, labels, strict=True):
-        if len(some) != len(shard.offsets):
-            cause = f"has {len(some)} documents, not the {len(shard.offsets)} of {shard.path}"
-            raise DemixError(assigned[domain], cause, "assign the documents again")
+            raise DemixError(assigned, "was made with another clusterer", "assign the documents again")
+        if len(table) != len(shard.offsets):
+            cause = f"has {len(table)} documents, not the {len(shard.offsets)} of {shard.path}"
+            raise DemixError(assigned, cause, "assign the documents again")
+        labels.append(table.column("cluster").to_numpy())
 
     def spans(cluster: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The source, first token and length of each document."""
         columns = []
-        for number, (shard, some) in enumerate(zip(opened, labels, strict=True)):
-            own = np.flatnonzero(some == cluster)
-            after = shard.offsets[np.minimum(own + 1, len(some) - 1)]
-            ends = np.where(own + 1 < len(some), after, len(shard))
-            columns.append((np.full(len(own), number), shard.offsets[own], ends - shard.offsets[own]))
+        for number, (shard, some) in enumerate(zip(shards, labels, strict=True)):
+            own, ends = some == cluster, np.append(shard.offsets[1:], len(shard))
+            columns.append((np.full(own.sum(), number), shard.offsets[own], (ends - shard.offsets)[own]))
         source, start, lengths = map(np.concatenate, zip(*columns, strict=True))
         return source, start, lengths
 
-    for number, cluster in enumerate(names):
+    for number, cluster in enumerate(clusterer.names):
         # A loss on dev is measured on short blocks too.
         if (tokens := spans(number)[2].sum()) < (least := length if split == "train" else 1):
             kind = {"train": "training"}.get(split, split)
             cause = f"{cluster} has {tokens} {kind} tokens, fewer than one block of {length}"
             cause = cause if least > 1 else f"{cluster} has no {kind} tokens"
-            raise DemixError(f"clustering {name}", cause, "fewer clusters, or more text")
-    for number, cluster in enumerate(names):
-        write_spans([shards[domain] for domain in domains], *spans(number), output / cluster / f"{split}.arrow")
-    made = {cluster: read_json(output / cluster / f"{split}.json")["sha256"] for cluster in names}
+            raise DemixError(f"clustering {folder.name}", cause, "fewer clusters, or more text")
+    for number, cluster in enumerate(clusterer.names):
+        write_spans(paths, *spans(number), output / cluster / f"{split}.arrow")
+    made = {cluster: read_json(output / cluster / f"{split}.json")["sha256"] for cluster in clusterer.names}
     write_json(output / f"{split}.json", {"clusters": made})
-
-
-def fit_clusters_to(documents: list[Path], settings: Clustering, output: Path, seed: int = 1) -> None:
-    """Fit a clustering of documents to a sample of the training domains' text, corpus/<domain>/train.parquet.
-
-    The clustering is named as the folder `output` is.
-    """
-    fit_clusters({path.parent.name: path for path in documents}, settings, seed, output, output.name)
-
-
-def assign_splits(clusterer: Path, documents: list[Path], output: Path) -> None:
-    """Assign each document of splits, corpus/<domain>/<split>.parquet, to a cluster: <domain>.<split>.parquet."""
-    opened = Clusterer.open(clusterer)
-    for path in documents:
-        assign(opened, path.parent.name, path, output / f"{path.parent.name}.{path.stem}.parquet")
-
-
-def shards_of_clusters(clusterer: Path, tokens: list[Path], length: int, output: Path) -> None:
-    """Write the documents of each cluster as a shard of spans, without a copy of any token.
-
-    The clusterer has assigned/ of each split in it, `tokens` are tokens/<domain>/<split>.arrow, and a cluster has
-    `length` tokens at least, those of a block.
-    """
-    opened = Clusterer.open(clusterer)
-    for split in dict.fromkeys(path.stem for path in tokens):
-        shards = {path.parent.name: path for path in tokens if path.stem == split}
-        assigned = {domain: clusterer / "assigned" / f"{domain}.{split}.parquet" for domain in shards}
-        cluster_shards(opened, assigned, shards, length, output, clusterer.name)

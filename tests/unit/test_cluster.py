@@ -31,8 +31,8 @@ from support.tokens import NOVEL, TRAINING
 from support.training import TRAIN, train_model
 
 
-def train(tokens: Path) -> dict[str, Path]:
-    return {domain: tokens / "corpus" / domain / "train.parquet" for domain in TRAINING}
+def train(tokens: Path) -> list[Path]:
+    return [tokens / "corpus" / domain / "train.parquet" for domain in TRAINING]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def fitted(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "one": {"clusters": 1},
     }.items():
         found[name] = tmp_path_factory.mktemp("clusters") / name
-        fit_clusters(train(tokens), Clustering(dimensions=6, **options), 1, found[name])
+        fit_clusters(train(tokens), Clustering(dimensions=6, **options), found[name])
     return found
 
 
@@ -58,8 +58,8 @@ def test_documents_go_to_the_nearest_centre_or_where_their_method_says(fitted, t
     labels = []
     for domain in (*TRAINING, *NOVEL):
         documents = tokens / "corpus" / domain / "train.parquet"
-        assign(clusterer, domain, documents, tmp_path / "assigned.parquet")
-        table, rows = read_parquet(tmp_path / "assigned.parquet"), pq.read_table(documents)
+        assign(fitted[name], [documents], tmp_path)
+        table, rows = read_parquet(tmp_path / f"{domain}.train.parquet"), pq.read_table(documents)
         assert table.schema.metadata[b"clusterer_sha256"] == clusterer.sha256.encode()
         points = clusterer.embedding.points(rows["text"].to_pylist())
         distances = euclidean_distances(points, clusterer.centres, squared=True) / (6 if name == "standard" else 1)
@@ -88,17 +88,18 @@ def test_random_clusters_are_about_equal_and_do_not_depend_on_texts(fitted):
 
 @pytest.mark.parametrize(("method", "documents"), [("kmeans", 8), ("kmeans", 30), ("random", 20), ("metadata", 20)])
 def test_a_sample_of_documents_does_not_depend_on_their_order(tokens, tmp_path, monkeypatch, method, documents):
-    shuffled = {}
-    for domain, path in reversed(train(tokens).items()):
+    shuffled = []
+    for path in reversed(train(tokens)):
         table = pq.read_table(path)
-        shuffled[domain] = tmp_path / f"{domain}.parquet"
-        pq.write_table(table.take(pa.array(np.arange(len(table))[::-1])), shuffled[domain])
-    assert sum(pq.read_metadata(path).num_rows for path in shuffled.values()) > 40
+        shuffled.append(tmp_path / path.parent.name / path.name)
+        shuffled[-1].parent.mkdir()
+        pq.write_table(table.take(pa.array(np.arange(len(table))[::-1])), shuffled[-1])
+    assert sum(pq.read_metadata(path).num_rows for path in shuffled) > 40
     clustering = Clustering(clusters=4, dimensions=5, method=method, documents=documents)
-    first = fit_clusters(train(tokens), clustering, 1, tmp_path / "first")
+    first = fit_clusters(train(tokens), clustering, tmp_path / "first")
     monkeypatch.setattr(cluster, "BATCH_ROWS", 9)
-    assert fit_clusters(shuffled, clustering, 1, tmp_path / "second").sha256 == first.sha256
-    assert first.sha256 != fit_clusters(shuffled, clustering, 2, tmp_path / "third").sha256
+    assert fit_clusters(shuffled, clustering, tmp_path / "second").sha256 == first.sha256
+    assert first.sha256 != fit_clusters(shuffled, clustering, tmp_path / "third", 2).sha256
     manifest = read_json(tmp_path / "first" / "clusterer.json")
     assert sum(manifest["sizes"]) == manifest["documents"] == documents
 
@@ -131,15 +132,16 @@ def test_damaged_and_foreign_files_are_refused(fitted, tmp_path):
 
 
 def write_documents(path: Path, texts: list[str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({"id": [f"{path.stem} {n}" for n in range(len(texts))], "text": texts}), path)
     return path
 
 
 def test_what_cannot_be_clustered_is_refused(tmp_path):
     words = ["alpha beta", "gamma delta", "epsilon zeta", "alpha gamma", "beta zeta"]
-    five = {"a": write_documents(tmp_path / "a.parquet", words)}
-    twice = {"a": write_documents(tmp_path / "b.parquet", [*words[:2], *words[:2] * 4])}
-    uneven = {domain: write_documents(tmp_path / f"{domain}.parquet", words[:4]) for domain in ("c", "d")}
+    five = [write_documents(tmp_path / "a" / "five.parquet", words)]
+    twice = [write_documents(tmp_path / "a" / "twice.parquet", [*words[:2], *words[:2] * 4])]
+    uneven = [write_documents(tmp_path / domain / f"{domain}.parquet", words[:4]) for domain in ("c", "d")]
     for documents, options, key in (
         (five, {"clusters": 8}, ".clusters"),
         (twice, {"clusters": 3}, ".clusters"),
@@ -150,8 +152,8 @@ def test_what_cannot_be_clustered_is_refused(tmp_path):
         (five, {"clusters": 2, "min_documents": 3}, ".dimensions"),
     ):
         with refused(f"clusterings.k8{key}"):
-            fit_clusters(documents, Clustering(**{"dimensions": 2} | options), 1, tmp_path / "out", "k8")
-    assert not (tmp_path / "out").exists()
+            fit_clusters(documents, Clustering(**{"dimensions": 2} | options), tmp_path / "k8")
+    assert not (tmp_path / "k8").exists()
 
 
 def expected(clusterer: Clusterer, tokenizer: Tokenizer, shard: TokenShard, context: str, length: int) -> np.ndarray:
@@ -175,7 +177,7 @@ def expected(clusterer: Clusterer, tokenizer: Tokenizer, shard: TokenShard, cont
 def shard(fitted: dict[str, Path], tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> TokenShard:
     """A shard of short documents, one of them empty, whose tokens cut words and characters, and some of terms alone."""
     terms = Clusterer.open(fitted["balanced"]).embedding.terms
-    texts = [text[:150] for path in train(tokens).values() for text in pq.read_table(path)["text"].to_pylist()[:2]]
+    texts = [text[:150] for path in train(tokens) for text in pq.read_table(path)["text"].to_pylist()[:2]]
     some = [" ".join(terms[9 * number : 9 * number + 2 + number]) for number in range(1, 7)]
     folder = tmp_path_factory.mktemp("shard")
     documents = write_documents(
@@ -218,38 +220,37 @@ def test_distances_want_the_tokenizer_of_the_shard(fitted, tokens, shard):
 
 
 def test_shards_of_clusters_hold_the_documents_of_all_domains(fitted, tokens, tmp_path):
-    clusterer, wanted = Clusterer.open(fitted["standard"]), {}
-    assigned = {domain: tmp_path / f"{domain}.train.parquet" for domain in TRAINING}
-    shards = {domain: tokens / "tokens" / domain / "train.arrow" for domain in TRAINING}
-    for domain, documents in sorted(train(tokens).items()):
-        assign(clusterer, domain, documents, assigned[domain])
-        shard = TokenShard.open(shards[domain])
+    folder, wanted = shutil.copytree(fitted["standard"], tmp_path / "k4"), {}
+    clusterer, assigned = Clusterer.open(folder), folder / "assigned"
+    shards = [tokens / "tokens" / domain / "train.arrow" for domain in TRAINING]
+    assign(folder, train(tokens), assigned)
+    for domain in sorted(TRAINING):
+        shard = TokenShard.open(tokens / "tokens" / domain / "train.arrow")
         ends = [*shard.offsets[1:], len(shard)]
-        labels = read_parquet(assigned[domain])["cluster"].to_pylist()
+        labels = read_parquet(assigned / f"{domain}.train.parquet")["cluster"].to_pylist()
         for start, end, label in zip(shard.offsets, ends, labels, strict=True):
             wanted.setdefault(clusterer.names[label], []).append(shard.read(start, end))
-    cluster_shards(clusterer, assigned, dict(reversed(shards.items())), 16, tmp_path / "shards")
+    cluster_shards(folder, shards[::-1], 16, tmp_path / "shards")
     for name in clusterer.names:
         found = TokenShard.open(tmp_path / "shards" / name / "train.arrow", verify=True)
         assert np.array_equal(found.read(0, len(found)), np.concatenate(wanted[name]))
 
     # Dev losses are measured on short blocks too.
-    one, dev = Clusterer.open(fitted["one"]), {domain: tmp_path / f"{domain}.dev.parquet" for domain in TRAINING}
-    for domain in TRAINING:
-        assign(one, domain, tokens / "corpus" / domain / "dev.parquet", dev[domain])
-    paths = {domain: tokens / "tokens" / domain / "dev.arrow" for domain in TRAINING}
-    cluster_shards(one, dev, paths, 10**6, tmp_path / "one")
-    assert len(TokenShard.open(tmp_path / "one" / one.names[0] / "dev.arrow")) < 10**6
+    one = shutil.copytree(fitted["one"], tmp_path / "one")
+    assign(one, [path.with_name("dev.parquet") for path in train(tokens)], one / "assigned")
+    cluster_shards(one, [path.with_name("dev.arrow") for path in shards], 10**6, tmp_path / "dev")
+    assert len(TokenShard.open(tmp_path / "dev" / Clusterer.open(one).names[0] / "dev.arrow")) < 10**6
 
     least = min(wanted, key=lambda name: sum(map(len, wanted[name])))
-    one, other = TRAINING[:2]
-    for using, given, length, subject in (
-        (clusterer, assigned, sum(map(len, wanted[least])) + 1, "clustering k4"),
-        (Clusterer.open(fitted["balanced"]), assigned, 16, f"{min(shards)}.train.parquet"),
-        (clusterer, assigned | {one: assigned[other]}, 16, f"{other}.train.parquet"),
-    ):
-        with refused(subject):
-            cluster_shards(using, given, shards, length, tmp_path / "none", "k4")
+    with refused("clustering k4"):
+        cluster_shards(folder, shards, sum(map(len, wanted[least])) + 1, tmp_path / "none")
+    one, other = (assigned / f"{domain}.train.parquet" for domain in TRAINING[:2])
+    shutil.copyfile(other, one)
+    with refused(one.name):
+        cluster_shards(folder, shards, 16, tmp_path / "none")
+    assign(fitted["balanced"], train(tokens), assigned)
+    with refused(f"{min(TRAINING)}.train.parquet"):
+        cluster_shards(folder, shards, 16, tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 

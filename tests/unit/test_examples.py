@@ -234,8 +234,8 @@ def test_a_run_is_classified_as_by_hand(tokens: Path, tmp_path: Path) -> None:
     task = {"path": write_lines(tmp_path / "x.jsonl", rows), "template": "{text}\nThis is {label}", "tokens": 60}
     tasks = {"plain": task, "bare": task | {"calibrated": True}}
     models = {"demix": TRAINING, "dense": ("dense",)}
-    train = {domain: tokens / "corpus" / domain / "train.parquet" for domain in TRAINING}
-    fit_clusters(train, Clustering(method="metadata", dimensions=6), 1, tmp_path / "clusters" / "by_domain")
+    train = [tokens / "corpus" / domain / "train.parquet" for domain in TRAINING]
+    fit_clusters(train, Clustering(method="metadata", dimensions=6), tmp_path / "clusters" / "by_domain")
     examples = [tmp_path / "examples" / f"{name}.parquet" for name in tasks]
     for (name, one), output in zip(tasks.items(), examples, strict=True):
         ran("examples", name, given=one | {"length": SIZES.context, "seed": 1}, tokenizer=encoder, output=output)

@@ -44,8 +44,8 @@ def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     by_domain = {"by_domain": {"method": "metadata"}}
     small = small_run(seeds=[2], domains=domains(TRAINING), clusterings=by_domain, evaluation=mixing)
     write_run_config(folder / "config.json", small.config)
-    documents = {domain: tokens / "corpus" / domain / "train.parquet" for domain in TRAINING}
-    fit_clusters(documents, Clustering(method="metadata", dimensions=6), 1, folder / "clusters" / "by_domain")
+    documents = [tokens / "corpus" / domain / "train.parquet" for domain in TRAINING]
+    fit_clusters(documents, Clustering(method="metadata", dimensions=6), folder / "clusters" / "by_domain")
     return folder
 
 

@@ -31,8 +31,8 @@ def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     for name in ("tokens", "corpus", "tokenizer.json"):
         (folder / name).symlink_to(tokens / name)
-    documents = {domain: tokens / "corpus" / domain / "train.parquet" for domain in TRAINING}
-    fit_clusters(documents, Clustering(clusters=4, dimensions=6), 1, folder / "clusters" / "k4")
+    documents = [tokens / "corpus" / domain / "train.parquet" for domain in TRAINING]
+    fit_clusters(documents, Clustering(clusters=4, dimensions=6), folder / "clusters" / "k4")
     for context in ("document", "block"):
         settings = Routing(dev_blocks=DEV_BLOCKS, test_tokens=TEST_TOKENS, length=LENGTH, context=context)
         shards = [folder / "tokens" / domain / f"{split}.arrow" for domain in DOMAINS for split in ("dev", "test")]
@@ -119,7 +119,7 @@ def test_a_table_of_another_clusterer_or_place_is_refused(run: Path, tmp_path: P
     shutil.copy(tmp_path / "routing" / "k4" / "document" / "fantasy.dev.parquet", place)
     with refused("block/fantasy.dev.parquet"):
         beside_of(dev, [one])
-    documents = {domain: run / "corpus" / domain / "train.parquet" for domain in TRAINING}
-    fit_clusters(documents, Clustering(clusters=4, dimensions=6), 2, tmp_path / "clusters" / "k4")
+    documents = [run / "corpus" / domain / "train.parquet" for domain in TRAINING]
+    fit_clusters(documents, Clustering(clusters=4, dimensions=6), tmp_path / "clusters" / "k4", 2)
     with refused("routing/k4/block/fantasy.test.parquet"):
         beside_of(test, [one])
