@@ -16,8 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import requests
-from urllib3.exceptions import HTTPError, MaxRetryError, ProtocolError
-from urllib3.util import Retry
+from urllib3.exceptions import HTTPError, ProtocolError
 
 from demix.config.addresses import STORES, local
 from demix.config.domains import SourceSection
@@ -75,6 +74,15 @@ def fetch(
     one.finish()
 
 
+def mismatch(path: Path, size: int | None, sha256: str | None) -> str:
+    """How a file differs from its expected bytes and digest, where they are given; empty if it does not."""
+    if size not in (None, found := path.stat().st_size):
+        return f"has {found} bytes, not {size}"
+    if sha256 is not None and (digest := sha256_file(path)) != sha256:
+        return f"has sha256 {digest}, not {sha256}"
+    return ""
+
+
 class _Fetched:
     """A file on its way to `path`: what there is of it beside that, and a note of the version that it is of."""
 
@@ -123,12 +131,8 @@ class _Fetched:
         Raises DemixError for other bytes, which are removed.
         """
         whole = self.path if self.path.exists() else self.partial
-        found = whole.stat().st_size if whole.exists() else 0
-        problem = f"has {found} bytes, not {self.size}" if self.size not in (None, found) else ""
-        if not problem and self.sha256 is not None and (digest := sha256_file(whole)) != self.sha256:
-            problem = f"has sha256 {digest}, not {self.sha256}"
-        if problem:
-            whole.unlink(missing_ok=True)
+        if problem := mismatch(whole, self.size, self.sha256):
+            whole.unlink()
             raise self.refused(problem)
         if whole == self.partial:
             fsync(self.partial)
@@ -156,37 +160,31 @@ def check_network(sources: Iterable[SourceSection]) -> None:
 
 
 def _over_http(one: _Fetched, token: str | None, timeout: float, backoff: float) -> None:
-    fresh = Retry(total=ATTEMPTS, backoff_factor=backoff, backoff_max=60, retry_after_max=600)
-    retry, furthest = fresh, one.done
+    failures, furthest = 0, one.done
     with requests.Session() as session:
         if token:
             session.headers["Authorization"] = f"Bearer {token}"
         while True:
-            problem: Exception | None = None
+            answer = None
             try:
-                response = _go_on(session, one, timeout)
-                if response is None:
+                answer = _go_on(session, one, timeout)
+                if answer is None:
                     return
+                problem = f"it answers {answer.status_code}"
             except (ValueError, requests.TooManyRedirects) as error:
                 # The address, or one that it leads to, cannot be fetched at any time.
                 raise DemixError(one.shown, f"cannot be fetched ({error})", "correct the address") from None
             except (requests.RequestException, HTTPError) as error:
-                response, problem = None, ProtocolError(masked(str(error)))
+                problem = masked(str(error))
             # A file that changes each time, or is sent from its start each time, comes no further.
-            if one.done > furthest:
-                retry, furthest = fresh, one.done
-            try:
-                retry = retry.increment("GET", one.shown, response=response, error=problem)
-            except (MaxRetryError, ProtocolError):
-                cause = f"cannot be fetched ({problem or f'it answers {response.status}'})"
-                cure = f"rerun to go on where it ended{NO_INTERNET if problem else ''}"
-                raise DemixError(one.shown, cause, cure) from None
-            _log.info("%s: %s, trying again", one.shown, problem or f"answers {response.status}")
-            try:
-                retry.sleep(response)
-            # The server asks to wait in a way that cannot be read.
-            except (HTTPError, ValueError, OverflowError):
-                retry.sleep()
+            failures = 1 if one.done > furthest else failures + 1
+            furthest = max(furthest, one.done)
+            if failures > ATTEMPTS:
+                cure = f"rerun to go on where it ended{NO_INTERNET if answer is None else ''}"
+                raise DemixError(one.shown, f"cannot be fetched ({problem})", cure)
+            _log.info("%s: %s, trying again", one.shown, problem)
+            wait = answer.headers.get("Retry-After", "") if answer is not None else ""
+            time.sleep(min(int(wait), 600) if wait.isdecimal() else min(backoff * 2 ** (failures - 1), 60))
 
 
 def _go_on(session: Any, one: _Fetched, timeout: float) -> Any:
@@ -199,7 +197,7 @@ def _go_on(session: Any, one: _Fetched, timeout: float) -> Any:
     with session.get(one.address, headers=headers, stream=True, timeout=timeout) as response:
         status = response.status_code
         if status in RETRIED_STATUS:
-            return response.raw
+            return response
         validator = _validator(response.headers)
         span = re.fullmatch(r"bytes ([0-9]+)-[0-9]+/([0-9]+|\*)", response.headers.get("Content-Range", ""))
         begins, total = (int(span[1]), first if span[2] == "*" else span[2]) if span else (-1, "")
