@@ -33,7 +33,7 @@ from demix.files import (
     write_json,
     write_parquet,
 )
-from demix.files.batches import BATCH_BYTES, BATCH_ROWS, counted, read_batches, write_batches
+from demix.files.batches import counted, read_batches, write_batches
 
 VERSION = 1
 # A sample that is larger has terms of ten documents or more, so that it is fitted within 1.5 GB.
@@ -123,10 +123,7 @@ def fit_clusters(documents: list[Path], settings: Clustering, output: Path, seed
         _too_few(subject, len(names), f"{size} documents")
     drawn: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def sample() -> Iterator[tuple[list[str], np.ndarray]]:
-        # Of a large corpus each batch holds few documents of the sample.
-        texts: list[str] = []
-        waiting: list[int] = []
+    def sample() -> Iterator[tuple[int, str]]:
         for domain, path in domains.items():
             batches = read_batches(path, ["id", "text"])
             for batch in counted(batches, f"{name}: documents of {domain} counted", [path]):
@@ -134,12 +131,7 @@ def fit_clusters(documents: list[Path], settings: Clustering, output: Path, seed
                 chosen, keys = batch.filter(pa.array(keys <= last)), keys[keys <= last]
                 given = _given(settings.method, names, seed, domain, chosen.column("id").to_pylist())
                 drawn.append((keys, np.full(len(keys), -1) if given is None else given))
-                texts += chosen.column("text").to_pylist()
-                waiting += keys.tolist()
-                if len(texts) >= BATCH_ROWS or sum(map(len, texts)) >= BATCH_BYTES:
-                    yield texts, np.array(waiting)
-                    texts, waiting = [], []
-        yield texts, np.array(waiting, np.int64)
+                yield from zip(keys.tolist(), chosen.column("text").to_pylist(), strict=True)
 
     few = settings.min_documents
     embedding, points = fit_embedding(

@@ -6,7 +6,7 @@ Sources: Gururangan et al. 2023, section 3.2. scikit-learn fits an embedding; to
 import codecs
 import re
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -31,40 +31,15 @@ def lowered(text: str) -> str:
     return text.lower().replace("ς", "σ")
 
 
-class _Terms(dict[str, int]):
-    """The number of each term. A word that begins with a digit is NUMBER; another one is -1, or grows the terms."""
-
-    def __init__(self, terms: dict[str, int], grows: bool = False) -> None:
-        super().__init__(terms)
-        self.grows = grows
-        self.longest = max(map(len, self), default=0)
-
-    def __missing__(self, word: str) -> int:
-        if word[0].isdigit():
-            return self.get(NUMBER, -1)
-        if not self.grows:
-            return -1
-        self[word] = number = len(self)
-        return number
-
-    def counts(self, texts: Sequence[str], dtype: type[np.floating[Any]]) -> csr_array:
-        """How often each term is in each text, [N, terms]; columns that are no term's stay empty."""
-        found, ends = array("i"), [0]
-        for text in map(lowered, texts):
-            start = 0
-            while start < len(text):
-                gap = _GAP.search(text, start + _PIECE)
-                end = gap.start() if gap else len(text)
-                found.extend(map(self.__getitem__, _WORD.findall(text, start, end)))
-                start = end
-            ends.append(len(found))
-        numbers = np.array(found, np.int32)
-        known = numbers >= 0
-        edges = np.append(0, np.cumsum(known, dtype=np.int32)).astype(np.int32)[ends]
-        shape = (len(texts), len(self))
-        counts = csr_array((np.ones(edges[-1], dtype), numbers[known], edges), shape=shape)
-        counts.sum_duplicates()
-        return counts
+def _words(text: str) -> Iterator[str]:
+    """The words of a text in lower case; one that begins with a digit is NUMBER."""
+    text, start = lowered(text), 0
+    while start < len(text):
+        gap = _GAP.search(text, start + _PIECE)
+        end = gap.start() if gap else len(text)
+        for word in _WORD.findall(text, start, end):
+            yield NUMBER if word[0].isdigit() else word
+        start = end
 
 
 @dataclass(frozen=True)
@@ -84,13 +59,30 @@ class Embedding:
     normalise: str
 
     @cached_property
-    def known(self) -> _Terms:
+    def known(self) -> dict[str, int]:
         """The number of each term."""
-        return _Terms({term: number for number, term in enumerate(self.terms)})
+        return {term: number for number, term in enumerate(self.terms)}
+
+    @cached_property
+    def longest(self) -> int:
+        """The letters of the longest term."""
+        return max(map(len, self.terms), default=0)
+
+    def term_of(self, word: str) -> int:
+        """The number of the term of a word in lower case, -1 if it has none."""
+        return self.known.get(NUMBER if word[0].isdigit() else word, -1)
 
     def points(self, texts: Sequence[str]) -> np.ndarray:
         """The points [N, D] of texts, float64."""
-        counts = self.known.counts(texts, np.float64)
+        found, ends = array("i"), [0]
+        for text in texts:
+            found.extend(self.known.get(word, -1) for word in _words(text))
+            ends.append(len(found))
+        numbers = np.array(found, np.int32)
+        known = numbers >= 0
+        edges = np.append(0, np.cumsum(known, dtype=np.int32)).astype(np.int32)[ends]
+        counts = csr_array((np.ones(edges[-1]), numbers[known], edges), shape=(len(texts), len(self.terms)))
+        counts.sum_duplicates()
         counts.data *= self.idf[counts.indices]
         return self.normalised(counts @ self.components, np.sqrt((counts * counts).sum(1)))
 
@@ -104,7 +96,7 @@ class Embedding:
 
 
 def fit_embedding(
-    batches: Iterable[tuple[Sequence[str], np.ndarray]],
+    documents: Iterable[tuple[int, str]],
     *,
     dimensions: int,
     min_documents: int,
@@ -115,40 +107,36 @@ def fit_embedding(
 ) -> tuple[Embedding, np.ndarray]:
     """Fit an embedding to documents; returned besides are their points [N, D] in the order of their keys.
 
-    `batches` give texts and a distinct number (key) for each; the order of the documents does not matter. Stop words
-    are scikit-learn's English ones, a term occurs in `min_documents` documents at least, a word that begins with a
-    digit is the term NUMBER, or none without `numbers`. Raises DemixError that names `subject` (the key of the
-    clustering in the config) for fewer terms or documents than dimensions.
+    `documents` are a distinct number (key) and a text each; their order does not matter. Stop words are scikit-learn's
+    English ones, a term occurs in `min_documents` documents at least, a word that begins with a digit is the term
+    NUMBER, or none without `numbers`. Raises DemixError that names `subject` (the key of the clustering in the config)
+    for fewer terms or documents than dimensions.
     """
     # Takes a second to import; only fitting needs it.
     from sklearn.decomposition import TruncatedSVD
-    from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS, TfidfTransformer
+    from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS, CountVectorizer, TfidfTransformer
 
-    stopped = dict.fromkeys(map(lowered, ENGLISH_STOP_WORDS), -1)
-    terms = _Terms(stopped | ({NUMBER: len(stopped)} if numbers else {}), grows=True)
-    # Few large buffers, which go back to the system when they are freed. The numbers of the stop words are taken.
-    numbered, counted, edges, keys = array("i"), array("f"), [0], []
-    occurs = np.zeros(len(terms), np.int64)
-    for texts, some in batches:
-        part = terms.counts(texts, np.float32)
-        numbered.frombytes(part.indices.tobytes())
-        counted.frombytes(part.data.tobytes())
-        edges += (edges[-1] + part.indptr[1:]).tolist()
-        keys.append(some)
-        found = np.bincount(part.indices, minlength=len(terms))
-        found[: len(occurs)] += occurs
-        occurs = found
-    names = sorted(term for term, number in terms.items() if number >= 0 and occurs[number] >= min_documents)
-    columns, documents = np.array([terms[name] for name in names], np.int64), len(edges) - 1
-    shape = (documents, len(terms))
-    del terms
-    if dimensions > min(len(names), documents):
-        what = f"{len(names)} terms" if len(names) <= documents else f"{documents} documents"
+    keys, stopped = list[int](), {*map(lowered, ENGLISH_STOP_WORDS), *([] if numbers else [NUMBER])}
+
+    def texts() -> Iterator[str]:
+        for key, text in documents:
+            keys.append(key)
+            yield text
+
+    def analyzed(text: str) -> Iterator[str]:
+        return (word for word in _words(text) if word not in stopped)
+
+    vectorizer = CountVectorizer(analyzer=analyzed, min_df=min_documents, dtype=np.float32)
+    try:
+        counts = vectorizer.fit_transform(texts())
+        names = vectorizer.get_feature_names_out().tolist()
+    # No document has a term.
+    except ValueError:
+        names = []
+    if dimensions > min(len(names), len(keys)):
+        what = f"{len(names)} terms" if len(names) <= len(keys) else f"{len(keys)} documents"
         raise DemixError(f"{subject}.dimensions", f"is {dimensions} for {what}", "lower it")
-    counts = csr_array((np.frombuffer(counted, np.float32), np.frombuffer(numbered, np.int32), edges), shape=shape)
-    del counted, numbered
-    counts = counts[:, columns]
-    counts = counts[np.argsort(np.concatenate(keys), kind="stable")]
+    counts = counts[np.argsort(keys, kind="stable")]
     counts.sort_indices()
     if counts.nnz < _MANY_COUNTS:
         counts = counts.astype(np.float64)
@@ -163,7 +151,7 @@ def fit_embedding(
         scale[scale == 0] = 1
     idf, components = (np.ascontiguousarray(some, np.float64) for some in (weighting.idf_, components))
     embedding = Embedding(tuple(names), idf, components, mean, scale, normalise)
-    return embedding, embedding.normalised(sums, np.ones(documents))
+    return embedding, embedding.normalised(sums, np.ones(len(keys)))
 
 
 class Prefixes:
@@ -183,13 +171,13 @@ class Prefixes:
 
         `ends` are non-decreasing. A character that is cut counts as none, bytes that are not UTF-8 as no letters.
         """
-        terms, idf = self._embedding.known, self._embedding.idf
+        term_of, longest, idf = self._embedding.term_of, self._embedding.longest, self._embedding.idf
         data, ends = self._pending + data, ends + len(self._pending)
         text, whole = codecs.utf_8_decode(data, "surrogateescape", False)
         edges = _byte_edges(text, whole)
         text = lowered(text)
         cuts = np.searchsorted(edges, ends, side="right") - 1
-        words = [(*match.span(), terms[match.group()]) for match in _WORD.finditer(text)]
+        words = [(*match.span(), term_of(match.group())) for match in _WORD.finditer(text)]
         starts, stops, numbers = np.array(words, np.int64).reshape(-1, 3).T
         # The last word may go on.
         open_from = len(text) - 1 if text and not _GAP.match(text[-1]) else len(text)
@@ -202,7 +190,7 @@ class Prefixes:
         begun, until = starts[of[inside]].tolist(), cuts[inside].tolist()
         spans = zip(begun, until, strict=True)
         # No longer word is a term; a number tells by its first digit.
-        parts = np.array([terms[text[a : min(b, a + terms.longest + 1)]] for a, b in spans], np.int64)
+        parts = np.array([term_of(text[a : min(b, a + longest + 1)]) for a, b in spans], np.int64)
         inside, parts = inside[parts >= 0], parts[parts >= 0]
         known = numbers >= 0
         stops, numbers = stops[known], numbers[known]
@@ -227,7 +215,7 @@ class Prefixes:
         if len(self._counts):
             self._square = float(squares[ended])
             np.add.at(self._counts, numbers[:ended], 1)
-        head = min(len(text), open_from + terms.longest + 1)
+        head = min(len(text), open_from + longest + 1)
         self._pending = data[edges[open_from] : edges[head]] + data[whole:]
         return points
 

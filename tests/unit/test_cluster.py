@@ -87,7 +87,7 @@ def test_random_clusters_are_about_equal_and_do_not_depend_on_texts(fitted):
 
 
 @pytest.mark.parametrize(("method", "documents"), [("kmeans", 8), ("kmeans", 30), ("random", 20), ("metadata", 20)])
-def test_a_sample_of_documents_does_not_depend_on_their_order(tokens, tmp_path, monkeypatch, method, documents):
+def test_a_sample_of_documents_does_not_depend_on_their_order(tokens, tmp_path, method, documents):
     shuffled = []
     for path in reversed(train(tokens)):
         table = pq.read_table(path)
@@ -97,7 +97,6 @@ def test_a_sample_of_documents_does_not_depend_on_their_order(tokens, tmp_path, 
     assert sum(pq.read_metadata(path).num_rows for path in shuffled) > 40
     clustering = Clustering(clusters=4, dimensions=5, method=method, documents=documents)
     first = fit_clusters(train(tokens), clustering, tmp_path / "first")
-    monkeypatch.setattr(cluster, "BATCH_ROWS", 9)
     assert fit_clusters(shuffled, clustering, tmp_path / "second").sha256 == first.sha256
     assert first.sha256 != fit_clusters(shuffled, clustering, tmp_path / "third", 2).sha256
     manifest = read_json(tmp_path / "first" / "clusterer.json")

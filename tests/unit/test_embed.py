@@ -61,8 +61,7 @@ def peer(texts: list[str], normalise: str, numbers: bool, dimensions: int, min_d
 
 def fitted(texts: list[str], keys: list[int] | None = None, **more: object) -> tuple[Embedding, np.ndarray]:
     options = {"dimensions": 6, "min_documents": 2, "normalise": "unit", "numbers": True, "seed": 7, "subject": "k"}
-    half, places = len(texts) // 2, np.arange(len(texts)) if keys is None else np.array(keys)
-    return fit_embedding([(texts[:half], places[:half]), (texts[half:], places[half:])], **options | more)
+    return fit_embedding(zip(keys or range(len(texts)), texts, strict=True), **options | more)
 
 
 KINDS = [(normalise, numbers) for normalise in ("unit", "standard") for numbers in (True, False)]
