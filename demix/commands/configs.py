@@ -36,7 +36,7 @@ def init(
     novel: Annotated[
         list[str] | None, typer.Option(help="The text of a domain to be added after the training.")
     ] = None,
-    field: Annotated[str | None, typer.Option(help="The field of the text in records; guessed by default.")] = None,
+    field: Annotated[str | None, typer.Option(help="The field of the text in records; `text` by default.")] = None,
     run: Annotated[
         str | None,
         typer.Option(help="The name of the run; by default that of the YAML file that the config is written to."),

@@ -5,9 +5,8 @@ import hashlib
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from demix.config.files import files_at, left_out
 from demix.config.names import LONGEST, REPEATED
 from demix.config.reference import inline
 from demix.data.readers import TO_UTF8, Reading, read_rows, stem
+from demix.data.selection import select_or_none
 from demix.data.sources import Omitted, Source, records
 from demix.errors import DemixError
 from demix.progress import so_many
@@ -29,8 +29,6 @@ LONGEST_NAME = LONGEST - 10
 # Feedforwards that are gated have three maps, so that 8/3 of the width has the parameters of the usual 4.
 SMALL, LARGER = "layers: 2, width: 64, heads: 2, inner: 172", "layers: 3, width: 128, heads: 4, inner: 344"
 CONTEXT = 128
-# The records from which the field of the text is guessed.
-GUESSED_FROM = 20
 # Between the numbers of updates that were measured, 188 and 521 (docs/experiments/recipe.md).
 FEW_UPDATES = 400
 
@@ -87,9 +85,9 @@ def outline(
 ) -> str:
     """The YAML of a config of the run `run` whose domains are these files, folders and globs.
 
-    `field` holds the text of records; where a file lacks it, the field is guessed. `schema` is the path of the JSON
+    `field` holds the text of records; a file that lacks it has it in the field `text`. `schema` is the path of the JSON
     schema, for editors. The same texts give the same config. Raises DemixError for fewer than two training domains, for
-    too little text, and for a field that cannot be guessed.
+    too little text, and for records without the field.
     """
     if len(training) < 2:
         cause = f"{len(training)} is given, and experts are mixed from 2 training domains on"
@@ -181,42 +179,18 @@ def read_domain(source: Mapping[str, Any], name: str, words: int) -> Domain:
 
 
 def _source(text: str, field: str | None) -> dict[str, Any]:
-    """The source of a text, with the keys that the first records of its first file call for."""
+    """The source of a text, with the keys `json` and `text` where the first record of its first file calls for them."""
     files = files_at(text, others := Counter[str]())
     if not files:
         cause = f"is no file, and no folder of files that can be read{'; ' * bool(others)}{left_out(others)}"
         raise DemixError(text, cause, "correct the name, or name files of plain text by a glob in quotes")
-    return {"kind": "files", "path": text} | _layout(Path(min(files)), field)
-
-
-def _layout(file: Path, field: str | None) -> dict[str, str]:
-    """The keys `json` and `text` of a source, where they differ from their defaults, by the first records of a file."""
-    layout: dict[str, str] = {}
+    file, layout = Path(min(files)), dict[str, str]()
     try:
-        rows = list(islice(read_rows(file, Reading(())), GUESSED_FROM))
+        row = next(read_rows(file, Reading(())))
     except DemixError:
         if ".json" not in file.suffixes:
             raise
-        rows = list(islice(read_rows(file, Reading((), values=True)), GUESSED_FROM))
-        layout["json"] = "values"
-    words: Counter[str] = Counter()
-    for path, text in (one for row in rows for one in _texts(row.fields, "")):
-        # A number of a table is no text.
-        words[path] += len(text.split()) if any(map(str.isalpha, text)) else 0
-    (best, most), (_, second) = [*words.most_common(2), ("", 0), ("", 0)][:2]
-    named = next((name for name in (field, "text") if name in words), None)
-    if named is None and most < max(1, 10 * second):
-        several = ", ".join(f"{name} ({number:,} words)" for name, number in words.most_common(16))
-        cause = f"has no field that is plainly the text: {several or 'none holds words'}"
-        raise DemixError(file, cause, "name it with --field")
-    return layout if (named or best) == "text" else layout | {"text": named or best}
-
-
-def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Path and value of each text in a record, by paths as `demix.data.selection.select` reads them."""
-    if isinstance(value, str):
-        yield path, value
-    for name, inner in value.items() if isinstance(value, dict) else ():
-        yield from _texts(inner, f"{path}.{name}" if path else name)
-    for inner in value if isinstance(value, list) else ():
-        yield from _texts(inner, f"{path}[]")
+        row, layout["json"] = next(read_rows(file, Reading((), values=True))), "values"
+    if field and select_or_none(row.fields, field) is not None:
+        layout["text"] = field
+    return {"kind": "files", "path": text} | layout

@@ -51,7 +51,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("büro 1.txt").write_text(" ".join(pieces))
     Path("2024.jsonl.zst").write_bytes(zstandard.compress(lines))
     Path("tokens.csv").write_text("id,text\n" + "".join(f"{number},{piece}\n" for number, piece in enumerate(pieces)))
-    pq.write_table(pa.table({"n": range(60), "doc": [{"parts": [piece]} for piece in pieces]}), "a.parquet")
+    pq.write_table(pa.table({"n": range(60), "text": pieces}), "a.parquet")
     Path("b.json").write_text(json.dumps([{"id": number, "text": piece} for number, piece in enumerate(pieces)]))
     with tarfile.open("c.tar.gz", "w:gz") as archive:
         for number, piece in enumerate(pieces):
@@ -76,9 +76,10 @@ def test_init_writes_a_valid_config_of_any_files(texts: Path) -> None:
         "letters/",
         "src/*.py",
     ]
-    done = demix("init", *given, "--novel", "more/*.txt")
+    words = ("init", *given, "--novel", "more/*.txt", "--field", "body")
+    done = demix(*words)
     assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout == demix("init", *given, "--novel", "more/*.txt").stdout
+    assert done.stdout == demix(*words).stdout
     (texts / "mine.yaml").write_text(done.stdout)
     run = load_run(texts / "mine.yaml")
     assert {run.learning_rate_factor(one) for one in run.planned if one.kind.has_experts} == {1.0}
@@ -95,7 +96,7 @@ def test_init_writes_a_valid_config_of_any_files(texts: Path) -> None:
         "buro_1_2": usual | {"path": "büro 1.txt", "piece_words": 50},
         "2024": usual | {"path": "2024.jsonl.zst", "text": "body"},
         "tokens_text": usual | {"path": "tokens.csv"},
-        "a": usual | {"path": "a.parquet", "text": "doc.parts[]"},
+        "a": usual | {"path": "a.parquet"},
         "b": usual | {"path": "b.json", "json": "values"},
         "c": usual | {"path": "c.tar.gz"},
         "letters": usual | {"path": "letters/", "piece_words": 50},
