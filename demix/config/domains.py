@@ -48,8 +48,7 @@ class SourceSection(Settings):
         "others. url: an address or a list of them. store: as files, but each begins with s3://, "
         "gs:// or az:// and a bucket. hub: owner/name, or a local folder. Formats: "
         ".jsonl .ndjson .json .csv .txt (one document per .txt file), plain, .gz or .zst; .parquet; and .zip .tar .tgz "
-        ".tar.gz .tar.zst archives of such files. A named file with another ending is one document of plain text. "
-        "Folders called key=value give their files the field `key`."
+        ".tar.gz .tar.zst archives of such files. A named file with another ending is one document of plain text."
     )
     text: Text = Field(
         default="text",

@@ -15,12 +15,11 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,8 +33,6 @@ from demix.files.kinds import PARQUET, RECORDS, TAR, TEXT, ZIP, check_file_kind
 MAX_DOCUMENT_BYTES = 128 << 20
 # What a batch of Parquet may take in memory at the worst.
 MOST_AT_ONCE = 1 << 30
-# The name of a folder that says that its files have no value of the field.
-NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 # The cure for text in another coding, most often Latin-1.
 TO_UTF8 = "iconv -f LATIN1 -t UTF-8 OLD > NEW"
 UNPACK = "do not trust it; unpack by hand what you need"
@@ -94,21 +91,13 @@ def read_rows(path: Path, reading: Reading) -> Iterator[Row]:
         rows = _parquet(path, reading)
     else:
         rows = _file(path, reading)
-    file, given = None, dict[str, str | None]()
+    empty = True
     for row in rows:
-        if row.file is not file:
-            file, given = row.file, partitions(row.file.parent)
-        yield replace(row, fields=given | row.fields) if given else row
+        empty = False
+        yield row
     # With parts, another one may have it all.
-    if file is None and reading.parts == 1:
+    if empty and reading.parts == 1:
         raise DemixError(path, "holds no documents", "remove it or leave it out of the glob")
-
-
-@lru_cache
-def partitions(folder: Path) -> dict[str, str | None]:
-    """The fields that names of folders such as `lang=en` give to all files below them, as Hive, Spark and DuckDB do."""
-    steps = (step.partition("=") for step in folder.parts)
-    return {unquote(key): None if value == NO_VALUE else unquote(value) for key, equals, value in steps if equals}
 
 
 def stem(name: str) -> str:
@@ -242,13 +231,11 @@ def _csv_lines(stream: "io.BufferedReader[Any]", path: Path) -> Iterator[str]:
 
 
 def _columns(path: Path, reading: Reading, names: list[str]) -> list[str]:
-    """The columns of a table with these `names` to read; none stands for all. Its folders may give fields, too.
+    """The columns of a table with these `names` to read; none stands for all.
 
     Raises DemixError for one that is missing or there twice.
     """
-    given = partitions(path.parent)
     columns = list(dict.fromkeys(column(wanted, names) for wanted in reading.paths))
-    columns = [name for name in columns if name in names or name not in given]
     for name in columns:
         if name not in names:
             cure = f"it has {', '.join(map(repr, names))[:300]}: name the text's as source.text or --field"

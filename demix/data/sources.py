@@ -344,10 +344,8 @@ def _fetched_rows(source: Source, addresses: Sequence[str], reading: Reading, fe
     make_private(fetched)
     for address in addresses:
         name = file_name(address)
-        # Two addresses may end in the same name, and a changed address must not take up the old one's bytes. Names of
-        # folders may give fields.
-        given = [step for step in address.partition("?")[0].split("/")[3:-1] if "=" in step]
-        path = fetched.joinpath(hashlib.sha256(address.encode()).hexdigest()[:12], *given, name)
+        # Two addresses may end in the same name, and a changed address must not take up the old one's bytes.
+        path = fetched / hashlib.sha256(address.encode()).hexdigest()[:12] / name
         make_private(path.parent)
         try:
             fetch(address, path, size=source.bytes.get(name), sha256=source.sha256.get(name))

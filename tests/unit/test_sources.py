@@ -627,24 +627,13 @@ NO_DATA = dict.fromkeys(("a.md", "LICENSE", "e.jsonl.bz2", "dataset_infos.json",
 @pytest.mark.parametrize("name", ["a.folder", *ARCHIVES])
 def test_a_folder_and_an_archive_give_the_same_documents_and_one_line_counts_the_rest(tmp_path, name, caplog):
     data = {"t/a.jsonl": lines([{"text": "a"}]), "lang=en/b.ndjson.gz": gzip.compress(lines([{"text": "b"}]))}
-    data |= {"lang=d%2Fe/logs/c.txt": b"c", "lang=__HIVE_DEFAULT_PARTITION__/d.csv": b"text\nd\n"} | HIDDEN | NO_DATA
+    data |= {"u/logs/c.txt": b"c", "d.csv": b"text\nd\n"} | HIDDEN | NO_DATA
     for member, content in data.items() if name == "a.folder" else [("", ARCHIVES[name](data))]:
         (tmp_path / name / member).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name / member).write_bytes(content)
-    rows = read(tmp_path, tmp_path / name, metadata=["lang"])
-    found = {row["text"]: json.loads(row["metadata"])["lang"] for row in rows}
-    assert found == {"a": None, "b": "en", "c": "d/e", "d": None}
+    assert sorted(texts(tmp_path, tmp_path / name)) == ["a", "b", "c", "d"]
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert sum(map(int, re.findall(r"\b\d+\b", warning))) == len(NO_DATA)
-    assert texts(tmp_path, tmp_path / name, where={"lang": "en"}) == ["b"]
-
-
-def test_columns_may_be_those_of_folders_or_of_the_file(tmp_path):
-    for name in ("lang=en/n=7/a.parquet", "lang=de/n=7/b.parquet"):
-        (tmp_path / name).parent.mkdir(parents=True)
-        pq.write_table(pa.table({"text": [name[-9]], "n": [1]}), tmp_path / name)
-    rows = read(tmp_path, tmp_path, metadata=["lang", "n"])
-    assert [json.loads(row["metadata"]) for row in rows] == [{"lang": "de", "n": 1}, {"lang": "en", "n": 1}]
 
 
 def test_a_path_that_is_there_is_no_glob(tmp_path):
