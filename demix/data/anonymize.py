@@ -25,20 +25,19 @@ time is linear in the text. Anonymizing it again changes nothing.
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from demix.data import mentions, numbers
 from demix.data.dummies import CATEGORIES, Span
-from demix.data.text import SURROGATE, count_words, cut
+from demix.data.text import SURROGATE
 from demix.files import write_json
 from demix.files.batches import counted, read_batches, write_batches
 
@@ -121,23 +120,19 @@ def anonymize_documents(
     def batches() -> Iterator[pa.RecordBatch]:
         read = read_batches(input, ["text", "metadata"])
         for batch in counted(read, f"{input.parent.name}: documents", [input]):
-            texts = pa.array(map(clean, batch.column("text").to_pylist()), pa.large_string())
-            ids = origins = _ids(texts)
-            metadata = batch.column("metadata")
-            if piece_words is not None:
-                texts, whole = cut(texts, piece_words)
-                ids, origins, metadata = _ids(texts), origins.take(whole), metadata.take(whole)
-            words = count_words(texts)
-            kept = np.flatnonzero(words)
-            totals.update(documents=len(words), words=int(words.sum()), empty=len(words) - len(kept))
-            columns = [ids, texts, pa.array(words), origins, metadata]
-            if len(kept) < len(words):
-                columns = [column.take(kept) for column in columns]
-            if pc.any(pc.not_equal(columns[-1], "{}")).as_py():
-                said = [_clean_metadata(value, clean) for value in columns[-1].to_pylist()]
-                columns[-1] = pa.array(said, metadata.type)
-            if len(kept):
-                yield pa.record_batch(columns, schema=SCHEMA)
+            rows = []
+            columns = (batch.column(name).to_pylist() for name in ("text", "metadata"))
+            for text, metadata in zip(*columns, strict=True):
+                cleaned = clean(text)
+                origin = _sha256(cleaned)
+                for piece in [cleaned] if piece_words is None else cut(cleaned, piece_words):
+                    words = len(piece.split())
+                    totals.update(documents=1, words=words, empty=not words)
+                    if words:
+                        rows.append((_sha256(piece), piece, words, origin, _clean_metadata(metadata, clean)))
+            if rows:
+                typed = zip(zip(*rows, strict=True), SCHEMA.types, strict=True)
+                yield pa.record_batch([pa.array(column, type_) for column, type_ in typed], schema=SCHEMA)
 
     write_batches(output, SCHEMA, batches())
     read = {name: int((pq.read_metadata(input).metadata or {}).get(name.encode(), 0)) for name in _WHEN_READ}
@@ -147,8 +142,13 @@ def anonymize_documents(
     write_json(counts, said | {"rejected": rejected, "replacements": replacements})
 
 
-def _ids(texts: pa.Array) -> pa.Array:
-    return pa.array([hashlib.sha256(text.encode()).hexdigest() for text in texts.to_pylist()])
+def cut(text: str, words: int) -> list[str]:
+    """The pieces of a text, which is cut before every `words`-th word; joined they give the text again."""
+    return re.findall(rf"\s*(?:\S+\s*){{1,{words}}}", text) or [text]
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _clean_metadata(metadata: str, clean: Any) -> str:

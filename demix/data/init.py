@@ -14,7 +14,7 @@ from demix.config.adaptation import PASSES
 from demix.config.files import files_at, left_out
 from demix.config.names import LONGEST, REPEATED
 from demix.config.reference import inline
-from demix.data.readers import TO_UTF8, Reading, read_rows, stem
+from demix.data.readers import TO_UTF8, Reading, read_rows
 from demix.data.selection import select_or_none
 from demix.data.sources import Omitted, Source, records
 from demix.errors import DemixError
@@ -155,7 +155,7 @@ def _found(text: str, field: str | None, names: list[str]) -> Domain:
     """The domain of one text, whose name is added to `names`."""
     # Of letters/*.txt the folder says more than the name.
     above = Path(text).parents if glob.has_magic(text) else ()
-    name = _add_name((stem(place.name) for place in (Path(text), *above)), names)
+    name = _add_name((place.name.partition(".")[0] for place in (Path(text), *above)), names)
     one = read_domain(_source(text, field), name, MOST_WORDS)
     if one.words < LEAST_WORDS:
         cause = f"has {one.words:,} words in {len(one.documents):,} documents"

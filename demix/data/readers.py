@@ -9,7 +9,6 @@ A byte that is not UTF-8 becomes the lone surrogate U+DC00 + byte (Python's "sur
 import csv
 import io
 import json
-import re
 import tarfile
 import zipfile
 from collections import Counter
@@ -24,7 +23,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from demix.config.files import hidden, is_data, left_out, readable, suffixes
+from demix.config.files import hidden, is_data, left_out, suffixes
 from demix.data.expand import DAMAGE, Bound, expanded
 from demix.data.selection import column
 from demix.errors import DemixError
@@ -98,16 +97,6 @@ def read_rows(path: Path, reading: Reading) -> Iterator[Row]:
     # With parts, another one may have it all.
     if empty and reading.parts == 1:
         raise DemixError(path, "holds no documents", "remove it or leave it out of the glob")
-
-
-def stem(name: str) -> str:
-    """The name of a file without the endings that say how it is read."""
-    if not readable(name):
-        return re.sub(r"\.[A-Za-z]+$", "", name)
-    for suffix in reversed(suffixes(name)):
-        if name.lower().endswith(suffix):
-            name = name[: -len(suffix)]
-    return name
 
 
 def _file(path: Path, reading: Reading, bound: Bound | None = None, stream: Any = None) -> Iterator[Row]:

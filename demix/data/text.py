@@ -1,4 +1,4 @@
-"""Columns of text as the bytes that they are: words counted and hashed, texts cut, without a Python string.
+"""Columns of text as the bytes that they are: words found without a Python string.
 
 A column is an Arrow `large_string` array without nulls.
 """
@@ -24,11 +24,6 @@ def buffers(texts: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     edges = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
     whole = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
     return whole[edges[0] : edges[-1]], edges - edges[0]
-
-
-def from_buffers(data: bytes | np.ndarray, edges: np.ndarray) -> pa.Array:
-    """The column whose bytes and starts these are."""
-    return pa.LargeStringArray.from_buffers(len(edges) - 1, pa.py_buffer(edges.astype(np.int64)), pa.py_buffer(data))
 
 
 def word_starts(texts: pa.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -59,24 +54,3 @@ def word_starts(texts: pa.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np
     last[inner - 1] = word[inner - 1]
     starts = np.flatnonzero(first)
     return data, starts, np.flatnonzero(last) + 1, np.searchsorted(starts, edges)
-
-
-def count_words(texts: pa.Array) -> np.ndarray:
-    """The number (int64) of words of each text, as `len(text.split())`."""
-    return np.diff(word_starts(texts)[3])
-
-
-def cut(texts: pa.Array, words: int) -> tuple[pa.Array, np.ndarray]:
-    """The column with texts of more than `words` words cut before every `words`-th one, and each piece's text (int64).
-
-    The pieces of a text, joined, give the text again.
-    """
-    data, starts, _, first = word_starts(texts)
-    _, edges = buffers(texts)
-    number = np.arange(len(starts)) - np.repeat(first[:-1], np.diff(first))
-    cuts = starts[(number > 0) & (number % words == 0)]
-    # A cut lies inside its text, behind a word, so that an empty text keeps its place.
-    of = np.searchsorted(edges, cuts, side="right") - 1
-    order = np.argsort(np.concatenate([np.arange(len(texts)), of]), kind="stable")
-    begins = np.concatenate([edges[:-1], cuts])[order]
-    return from_buffers(data, np.append(begins, edges[-1])), np.concatenate([np.arange(len(texts)), of])[order]
