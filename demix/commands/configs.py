@@ -156,7 +156,7 @@ def _many_passes(config: "Config") -> Iterator[tuple[str, int, float]]:
 
     Yields the domain, the words of its train split and the number of passes.
     """
-    from demix.data.init import MOST_WORDS, read_domain
+    from demix.data.init import MAX_WORDS, read_domain
     from demix.plan.domains import TOKENS_PER_WORD
     from demix.settings import written
 
@@ -165,7 +165,7 @@ def _many_passes(config: "Config") -> Iterator[tuple[str, int, float]]:
         return
     words = config.adaptation.tokens / TOKENS_PER_WORD
     # To read more would take long.
-    enough = min(math.ceil(words / MOST_PASSES), MOST_WORDS)
+    enough = min(math.ceil(words / MOST_PASSES), MAX_WORDS)
     for name, domain in config.domains.kinds["novel"].items():
         if domain.source.kind != "files":
             continue

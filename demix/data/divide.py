@@ -21,9 +21,9 @@ from demix.progress import followed
 from demix.settings import Items, Settings, Text
 
 # Of a field with more values, or with longer ones, the further values are counted together: they may name people.
-MOST_VALUES, LONGEST_VALUE, OTHERS = 1000, 100, "other values"
+MAX_VALUES, MAX_VALUE_LENGTH, OTHERS = 1000, 100, "other values"
 # The values of no domain that a line names.
-MOST_TOLD = 5
+MAX_LISTED = 5
 
 
 class Sharing(Settings):
@@ -49,7 +49,7 @@ def divide(name: str, division: Division, raw: Path, output: Path, part: int = 0
     DemixError naming the file or key at fault.
     """
     source, by = division.source, division.by
-    sources.refuse_part(source, name, part)
+    sources.check_part(source, name, part)
     try:
         domain_name(name)
     except ValueError as error:
@@ -72,7 +72,7 @@ def divide(name: str, division: Division, raw: Path, output: Path, part: int = 0
         rows = sources.KINDS[source.kind](asked, name, part, fetched, omitted.files)
         for row in followed(rows, f"{name}: documents"):
             found["documents"] += 1
-            sources.refuse_deep(row)
+            sources.check_depth(row)
             if source.where and not matches(row.fields, source.where):
                 found["filtered"] += 1
                 continue
@@ -87,7 +87,7 @@ def divide(name: str, division: Division, raw: Path, output: Path, part: int = 0
             if value is None:
                 found["without"] += 1
             elif not owners:
-                few = len(text) <= LONGEST_VALUE and (text in others or len(others) < MOST_VALUES)
+                few = len(text) <= MAX_VALUE_LENGTH and (text in others or len(others) < MAX_VALUES)
                 others[text if few else OTHERS] += 1
             if len(full) == len(take):
                 break
@@ -163,8 +163,8 @@ def untaken(cards: Iterable[Path]) -> list[str]:
     for card in map(read_json, cards):
         counts = card["untaken"] | ({f"without {card['by']}": card["without"]} if card["without"] else {})
         named = [f"{value} {number:,}" for value, number in counts.items()]
-        if more := len(named[MOST_TOLD:]):
-            named[MOST_TOLD:] = [f"{more} more"]
+        if more := len(named[MAX_LISTED:]):
+            named[MAX_LISTED:] = [f"{more} more"]
         if named:
             of_none = f"{sum(counts.values()):,} of {card['documents']:,} documents are of no domain"
             lines.append(f"{card['source']}: {of_none}: {', '.join(named)}")

@@ -34,7 +34,7 @@ _TYPES = {"split": pa.string(), "id": pa.string(), "text": pa.large_string(), "c
 _TYPES |= {"answer": pa.int16(), "domain": pa.string(), "shortened": pa.bool_()}
 SCHEMA = pa.schema([pa.field(name, type_, False) for name, type_ in _TYPES.items()])
 # A template that leaves fewer tokens for the text has no use.
-FEWEST_TOKENS = 8
+MIN_TOKENS = 8
 # Tokens that two texts may take more side by side than each by itself.
 _JOINT = 2
 # Of `made: continuations`: the choices of a task that does not say how many, and the tokens of each.
@@ -98,7 +98,7 @@ def write_examples(
         files.setdefault(path.stem, {})[path.parent.name] = path
     drawn = _drawn(task, settings, files, encoder, output)
     examples = list(fitted(task, settings, drawn, encoder, settings.length))
-    refuse_few(task, settings, examples)
+    check_enough(task, settings, examples)
     rows = [{"id": one.id, **asdict(one)} for one in examples]
     write_parquet(pa.Table.from_pylist(rows, SCHEMA), output)
 
@@ -109,7 +109,7 @@ def read_examples(path: Path) -> list[Example]:
     return [Example(**row | {"choices": tuple(row["choices"])}) for row in rows]
 
 
-def refuse_few(name: str, task: Task, examples: Sequence[Example]) -> None:
+def check_enough(name: str, task: Task, examples: Sequence[Example]) -> None:
     """Raise DemixError unless there is an example to test, and enough to draw demonstrations from."""
     found = Counter(one.split for one in examples)
     _log.info("%s: %s examples, %d shortened", name, dict(found), sum(one.shortened for one in examples))
@@ -173,7 +173,7 @@ def fitted(name: str, task: Task, examples: Iterable[Example], tokenizer: Tokeni
 
     for one in examples:
         text, room = one.text, budget - size("", one.choices)
-        if room < FEWEST_TOKENS:
+        if room < MIN_TOKENS:
             cause = f"leave {max(room, 0)} tokens for a text: its share of a block is {share}, and its labels are long"
             key = f"config key tasks.{name}.{'tokens' if task.tokens and task.tokens < share else 'shots'}"
             raise DemixError(key, cause, "lower shots, raise tokens, or use shorter labels")

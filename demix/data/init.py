@@ -22,8 +22,8 @@ from demix.progress import so_many
 from demix.settings import settings_from
 
 # Words of one domain: fewer are refused, and of more only so many are counted.
-LEAST_WORDS = 1_000
-MOST_WORDS = 2_000_000
+MIN_WORDS = 1_000
+MAX_WORDS = 2_000_000
 # A number that sets a name apart comes behind it.
 LONGEST_NAME = LONGEST - 10
 # Feedforwards that are gated have three maps, so that 8/3 of the width has the parameters of the usual 4.
@@ -156,14 +156,14 @@ def _found(text: str, field: str | None, names: list[str]) -> Domain:
     # Of letters/*.txt the folder says more than the name.
     above = Path(text).parents if glob.has_magic(text) else ()
     name = _add_name((place.name.partition(".")[0] for place in (Path(text), *above)), names)
-    one = read_domain(_source(text, field), name, MOST_WORDS)
-    if one.words < LEAST_WORDS:
+    one = read_domain(_source(text, field), name, MAX_WORDS)
+    if one.words < MIN_WORDS:
         cause = f"has {one.words:,} words in {len(one.documents):,} documents"
-        cure = f"give a domain {LEAST_WORDS:,} words or more"
+        cure = f"give a domain {MIN_WORDS:,} words or more"
         if one.omitted.not_utf8:
             cause, cure = f"{cause}, and {one.omitted.not_utf8:,} not in UTF-8", f"{cure}; convert them: {TO_UTF8}"
         raise DemixError(text, cause, cure)
-    one.more = one.words >= MOST_WORDS
+    one.more = one.words >= MAX_WORDS
     return one
 
 

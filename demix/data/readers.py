@@ -31,7 +31,7 @@ from demix.files.kinds import PARQUET, RECORDS, TAR, TEXT, ZIP, check_file_kind
 
 MAX_DOCUMENT_BYTES = 128 << 20
 # What a batch of Parquet may take in memory at the worst.
-MOST_AT_ONCE = 1 << 30
+MAX_BATCH_BYTES = 1 << 30
 # The cure for text in another coding, most often Latin-1.
 TO_UTF8 = "iconv -f LATIN1 -t UTF-8 OLD > NEW"
 UNPACK = "do not trust it; unpack by hand what you need"
@@ -249,7 +249,7 @@ def _parquet(path: Path, reading: Reading) -> Iterator[Row]:
                 rows = file.metadata.row_group(group).num_rows
                 if not by_group or reading.takes(group):
                     # A value that stands in the file once, in a dictionary, may come out for every row.
-                    size = min(256, max(8, MOST_AT_ONCE // (sizes[group] + 1)))
+                    size = min(256, max(8, MAX_BATCH_BYTES // (sizes[group] + 1)))
                     batches = file.iter_batches(batch_size=size, row_groups=[group], columns=columns or None)
                     for number, fields in _numbered(map(bound.spent_on, batches), start):
                         if by_group or reading.takes(number - 1):

@@ -35,8 +35,8 @@ from demix.progress import followed
 SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("metadata", pa.large_string())])
 # What `demix.data.readers` makes of bytes that are not UTF-8.
 INVALID = re.compile("[\udc80-\udcff]")
-FEW_INVALID = 4
-MOST_NESTED = 100
+MAX_INVALID = 4
+MAX_NESTED = 100
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
     no text and is left out. The file's key-value metadata says how many ("invalid_bytes", "surrogates", "not_utf8").
     Returns the number of documents. Raises DemixError naming the file or key at fault; `output` is then left as it was.
     """
-    refuse_part(source, domain, part)
+    check_part(source, domain, part)
     output = Path(output)
     make_private(output.parent)
     if (ready := divided(output, source, part)).exists():
@@ -109,7 +109,7 @@ def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
     return count
 
 
-def refuse_part(source: Source, name: str, part: int) -> None:
+def check_part(source: Source, name: str, part: int) -> None:
     """Raise DemixError unless a source has this part."""
     if not 0 <= part < source.parts:
         raise DemixError(f"{name}.source.parts", f"is {source.parts}, there is no part {part}", "count from 0")
@@ -184,7 +184,7 @@ def valid(documents: Iterable[tuple[str, str, str]], omitted: Omitted) -> Iterat
             pass
         found = [len(INVALID.findall(value)) for value in document]
         # NUL alone is removed later; beside bytes that are not UTF-8 it tells UTF-16 and what was never text.
-        if found[1] and found[1] + document[1].count("\0") > max(FEW_INVALID, len(document[1]) / 100):
+        if found[1] and found[1] + document[1].count("\0") > max(MAX_INVALID, len(document[1]) / 100):
             omitted.not_utf8 += 1
             continue
         replaced = [SURROGATE.subn("\ufffd", value) for value in document]
@@ -209,7 +209,7 @@ def _documents(rows: Iterator[Row], source: Source, domain: str) -> Iterator[tup
     seen = kept = 0
     for row in followed(rows, f"{domain}: documents"):
         seen += 1
-        refuse_deep(row)
+        check_depth(row)
         if source.where and not matches(row.fields, source.where):
             continue
         kept += 1
@@ -221,10 +221,10 @@ def _documents(rows: Iterator[Row], source: Source, domain: str) -> Iterator[tup
     _log.info("%s: took %d of %d documents", domain, kept, seen)
 
 
-def refuse_deep(row: Row) -> None:
+def check_depth(row: Row) -> None:
     """Raise DemixError for a record that is nested deeper than the recursion over its fields goes."""
-    if is_deep([row.fields], MOST_NESTED + 1):
-        cause = f"is nested deeper than {MOST_NESTED} levels"
+    if is_deep([row.fields], MAX_NESTED + 1):
+        cause = f"is nested deeper than {MAX_NESTED} levels"
         raise DemixError(row.place, cause, "flatten it, or leave it out")
 
 

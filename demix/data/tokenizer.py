@@ -49,7 +49,7 @@ TRAINING_WORDS = 200_000_000
 PROBE = "Don't, I'LL x1 1234567 \u00e9e\u0301\u212b \u6f22\U0001f600\u200d\u00a0\u2003\r\n\n\t  a   \x00\x1c\x85{}</s>"
 
 # The largest merges.txt of the field has some 5 MiB, and a line of it takes 200 bytes of memory.
-MOST_MERGES = 16 << 20
+MAX_MERGES_BYTES = 16 << 20
 _CURE = "use a byte-level BPE"
 
 _log = logging.getLogger(__name__)
@@ -303,8 +303,8 @@ def write_definition(
     write_json(output, own or {**content, OWN: {"end_of_text": end, "types": types}}, sort_keys=False)
     try:
         tokenizer = Tokenizer.load(output)
-        _refuse_loss(source, content, tokenizer)
-        _refuse_renumbered(source, content)
+        _check_lossless(source, content, tokenizer)
+        _check_numbers(source, content)
     except DemixError as error:
         output.unlink()
         raise DemixError(source, error.cause, _CURE) from None
@@ -314,10 +314,10 @@ def write_definition(
 def from_merges(vocabulary: Mapping[str, int], merges: Path) -> dict[str, Any]:
     """The definition that `vocab.json` and the file `merges.txt` of GPT-2's format give."""
     with opened(merges) as stream:
-        content = stream.read(MOST_MERGES + 1)
+        content = stream.read(MAX_MERGES_BYTES + 1)
     check_kind(merges, content, TEXT)
-    if len(content) > MOST_MERGES:
-        raise DemixError(merges, f"has more than {MOST_MERGES:,} bytes", "get it again")
+    if len(content) > MAX_MERGES_BYTES:
+        raise DemixError(merges, f"has more than {MAX_MERGES_BYTES:,} bytes", "get it again")
     try:
         lines = content.decode("utf-8-sig").split("\n")
         rows = (line.rstrip("\r").split(" ") for line in lines[lines[0].startswith("#version") :] if line.strip())
@@ -355,7 +355,7 @@ def _as_own(content: Mapping[str, Any], end_of_text: int, types: int) -> dict[st
         raise ValueError(f"its merges do not fit its vocabulary: {error}", "get it again") from None
 
 
-def _refuse_loss(source: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+def _check_lossless(source: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> None:
     """Raise DemixError for a tokenizer that loses text, and for one that finds the end of a text inside of it."""
     ends = tokenizer.decode([tokenizer.end_of_text])
     if tokenizer.end_of_text in tokenizer.encode(ends):
@@ -366,7 +366,7 @@ def _refuse_loss(source: Path, content: Mapping[str, Any], tokenizer: Tokenizer)
         raise DemixError(source, "removes text that its pattern does not match", _CURE)
 
 
-def _refuse_renumbered(source: Path, content: Mapping[str, Any]) -> None:
+def _check_numbers(source: Path, content: Mapping[str, Any]) -> None:
     """Raise DemixError if an added token has another id in the file than the library gives it."""
     try:
         library = HuggingFaceTokenizer.from_str(json.dumps({**content}))

@@ -18,7 +18,7 @@ END_OF_TEXT = "<|endoftext|>"
 OWN = "demix"
 NO_END = "name the token that ends a text: tokenizer.end_of_text in a config, eos_token_id in its config.json"
 # Both encoders reserve memory up to the largest id.
-MOST_TYPES = 1 << 24
+MAX_TYPES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ def foreign_vocabulary(content: Mapping[str, Any], end_of_text: int, types: int)
     An id has the bytes of its token in the table of GPT-2, an added token those of its text. Text is encoded whole, but
     for its normal form: with a normaliser NFC the bytes of a text's ids are those of the text in NFC.
     """
-    if not isinstance(types, int) or not 0 < types <= MOST_TYPES:
-        raise ValueError(f"it has {types!r:.40} types, and 1 to {MOST_TYPES:,} are allowed")
-    _refuse_other_models(content)
+    if not isinstance(types, int) or not 0 < types <= MAX_TYPES:
+        raise ValueError(f"it has {types!r:.40} types, and 1 to {MAX_TYPES:,} are allowed")
+    _check_model(content)
     tokens, added = tokens_of(content)
     pieces = [b""] * types
     taken: dict[int, str] = {}
@@ -115,7 +115,7 @@ def tokens_of(content: Mapping[str, Any]) -> tuple[dict[str, int], list[dict[str
     return tokens, added
 
 
-def _refuse_other_models(content: Mapping[str, Any]) -> None:
+def _check_model(content: Mapping[str, Any]) -> None:
     """Raise ValueError unless a definition is that of a byte-level BPE which keeps all of a text."""
     model = content.get("model")
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from demix.data.divide import MOST_VALUES, Division, divide
+from demix.data.divide import MAX_VALUES, Division, divide
 from demix.data.sources import Source, download
 from demix.files import read_json
 from demix.run.check import completed_run
@@ -194,9 +194,9 @@ def test_the_card_of_a_source_counts_what_no_domain_took(tmp_path):
 
 
 def test_further_values_are_counted_together(tmp_path):
-    rows = [{"text": "t", "set": f"v{number}"} for number in range(MOST_VALUES + 3)] + [{"text": "t", "set": "x" * 101}]
+    rows = [{"text": "t", "set": f"v{number}"} for number in range(MAX_VALUES + 3)] + [{"text": "t", "set": "x" * 101}]
     found = read_json(counted(tmp_path, [*rows, {"text": "t", "set": "a"}], {"a": ["a"]}))["values"]
-    assert len(found) == MOST_VALUES + 2
+    assert len(found) == MAX_VALUES + 2
     assert found["other values"] == 4
 
 

@@ -14,7 +14,7 @@ from transformers import GPT2LMHeadModel
 
 from demix.config.tasks import Task
 from demix.data.cluster import Clusterer, Clustering, fit_clusters
-from demix.data.examples import SCHEMA, Example, Prompt, fitted, prompts, read_examples, refuse_few
+from demix.data.examples import SCHEMA, Example, Prompt, check_enough, fitted, prompts, read_examples
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate import fewshot
@@ -286,8 +286,8 @@ def test_a_run_is_classified_as_by_hand(tokens: Path, tmp_path: Path) -> None:
 def test_few_examples_besides_tests_are_refused_or_judge_no_expert(tokens: Path, tmp_path: Path) -> None:
     rows = [Example("test", "t", ("a", "b"), 0), *[Example("train", f"d{n}", ("a", "b"), 1) for n in range(7)]]
     with refused("tasks.x"):
-        refuse_few("x", Task(path="x", shots=8), rows)
-    refuse_few("x", Task(path="x", shots=7), rows)
+        check_enough("x", Task(path="x", shots=8), rows)
+    check_enough("x", Task(path="x", shots=7), rows)
     assert "validation" not in {prompt.split for prompt in prompts(Task(path="x"), rows)}
 
 
