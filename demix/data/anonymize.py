@@ -4,12 +4,12 @@ What each category means here, and where it differs from the code published with
 (demix-data, scripts/anonymize_file.py):
 
 - EMAIL: an address in any case and script, its last label holding letters only; the dot that ends a sentence stays, and
-  so does emphasis around it. A local part in quotes too. Not `git@host:`, which is nobody's.
+  so does emphasis around it. Not `git@host:`, which is nobody's.
 - DART: as published, ten digits, a dash and 53 hexadecimal digits, but not inside a longer word.
 - FB_USERID: as published, a mention in Facebook's markup, `@[100001:2048:A Name]`; also the address of a profile
   (`facebook.com/profile.php?id=…`, `facebook.com/a.name`, `facebook.com/groups/…/user/…`), but not of its own pages.
 - CREDIT_CARD_NUMBER: 12 to 19 digits, plain or in an issuer's groups parted by one kind of separator, with an issuer's
-  prefix and length and a valid Luhn digit; after a word such as "card" any prefix. Not a part of an IBAN.
+  prefix and length and a valid Luhn digit; after a word such as "card" any prefix.
 - SSN: three, two and four digits parted by dashes, area and group as issued since 2011; after "SSN" or "social
   security" also parted by spaces or plain.
 - PHONE_NUMBER: North American numbers with an area code and separators; numbers with a country code, or after the

@@ -72,8 +72,6 @@ NEAR = regex.compile(
     rf"|hit me up|her number|the number you|{_INVITE})(?![^\W_])|{_UNPARTED}",
     regex.IGNORECASE,
 )
-# Between two numbers of one owner.
-AND = regex.compile(r"[ ]?(?:[,;/|&]|or|and|oder|und|ou|et|y|o|e)?[ ]\(?", regex.IGNORECASE)
 EXTENSION = regex.compile(
     r"[ \u00a0]\((?:x|ext(?:ension|n)?\.?|durchwahl|dw\.?|доб\.?|wewn\.?)[ .:]{0,2}[0-9]{1,6}\)"
     r"|[)]?(?:[ \u00a0,]{0,2}(?:x|ext(?:ension|n)?\.?|anexo|poste|durchwahl|dw\.?|доб\.?|wewn\.?)"

@@ -18,7 +18,6 @@ AE AR AT AU BD BE BG BR CA CH CL CN CO CZ DE DK EE EG ES FI FR GB GR HK HR HU ID
 MY NG NL NO NZ PE PH PK PL PT RO RS RU SA SE SG SI SK TH TR UA US VN ZA
 """
 COUNTRIES = tuple(_NAMES.split())
-_KINDS = "fixed_line mobile toll_free premium_rate shared_cost personal_number voip pager uan voicemail"
 _PIECE = regex.compile(r"\\[1-9]|[0-9()]|[^0-9()\\]++")
 _PLACE = regex.compile(r"\\[1-9]")
 _DIGITS = regex.compile(r"[0-9]++")
@@ -46,23 +45,12 @@ def is_written_at_home(text: str, bare: bool = False) -> bool:
     groups = _SEPARATORS.sub(" ", text.replace("(", " (").replace(")", ") ")).strip()
     size = (len(digits), len(_DIGITS.findall(text)))
     return any(
-        _compiled(form.written).fullmatch(groups)
-        and _compiled(form.leading).match(digits, form.prefix)
-        and (form.country is None or _in_use(form.country).fullmatch(digits, form.prefix))
+        _compiled(form.written).fullmatch(groups) and _compiled(form.leading).match(digits, form.prefix)
         for form in _forms(bare).get(size, ())
     )
 
 
 _compiled = cache(regex.compile)
-
-
-@cache
-def _in_use(country: str) -> regex.Pattern[str]:
-    metadata: Any = PhoneMetadata.metadata_for_region(country)
-    kinds = [getattr(metadata, kind) for kind in _KINDS.split()]
-    return regex.compile(
-        "|".join(kind.national_number_pattern for kind in kinds if kind and kind.national_number_pattern)
-    )
 
 
 @dataclass(frozen=True)
@@ -72,7 +60,6 @@ class _Form:
     written: str
     leading: str
     prefix: int
-    country: str | None
 
 
 @cache
@@ -94,7 +81,7 @@ def _forms(bare: bool) -> dict[tuple[int, int], list[_Form]]:
             parts = len(_DIGITS.findall(_PLACE.sub("9", shown)))
             # At home a mobile number may have other digits than abroad: 15 in Argentina.
             other = bool(_DIGITS.search(_PLACE.sub("", way.format)))
-            form = _Form(written, "" if other else leading, len(prefix), None if other else country)
+            form = _Form(written, "" if other else leading, len(prefix))
             for length in range(min(lengths), max(lengths) + 2) if other else lengths:
                 forms.setdefault((length + len(prefix), parts), []).append(form)
     return forms

@@ -11,7 +11,6 @@ from demix.data.dummies import TOKEN, Span, any_of
 
 # Backwards from the @. Joiners come at most two at a time.
 _LOCAL = regex.compile(r"(?r)(?:\w++[.%+'-]{1,2}+)*+\w++[.%+'-]{0,2}+")
-_QUOTED = regex.compile(r'(?r)(?<![\w"])"[^"\\@\n]{1,64}+"')
 # The last label holds letters only. Emphasis may close an address that it opened (`_ann@x.example_`).
 _HOST = regex.compile(
     r"(?:\w{1,63}+(?:-{1,4}+\w{1,63}+){0,16}+\.){1,16}(?:[^\W\d_]{2,24}|xn--\w{1,59}+)(?:(?!-?\w)|(?=(_{1,3}+)(?!\w)))"
@@ -35,9 +34,7 @@ _USER = regex.compile(
     r"\w++(?:[.-]++\w++)*+(?<!\.(?:com|edu|gov|io|net|org))(?![({\\`=@]|/\w)",
     regex.IGNORECASE,
 )
-_BARE = regex.compile(rf"(?<![\w@\\`&$%*=+]|\w[.'-])(?<!{TOKEN}[.'-]?)")
-# Emphasis of Markdown before the @, which the same characters close.
-_EMPHASIS = regex.compile(r"(?r)(?<![\w*/@])(?:\*{1,3}+|_{1,3}+)")
+_BARE = regex.compile(rf"(?<![\w@\\`&$%=+]|\w[.'-])(?<!{TOKEN}[.'-]?)")
 _LINE_END = regex.compile(r"[^\S\n]*+(?:#[^\n]*+)?\n[^\S\n]*+")
 _NAME = r"[^\W\d]\w*+"
 _DEFINITION = regex.compile(
@@ -77,7 +74,7 @@ def _address(text: str, at: int, last: int) -> tuple[int, int] | None:
     host = _HOST.match(text, at + 1)
     if host is None:
         return None
-    local = _LOCAL.match(text, last, at) or _QUOTED.match(text, max(last, at - 66), at)
+    local = _LOCAL.match(text, last, at)
     if local is None:
         return None
     start = local.start()
@@ -91,27 +88,17 @@ def _address(text: str, at: int, last: int) -> tuple[int, int] | None:
 
 
 def _handle(text: str, at: int) -> tuple[int, int] | None:
-    match = _USER.match(text, at)
-    if match is None:
+    match = _USER.match(text, at) if _BARE.match(text, at) else None
+    if match is None or (text[at - 1 : at] in ('"', "'") and _KEY.match(text, at)):
         return None
-    end = match.end()
-    if _BARE.match(text, at):
-        return None if text[at - 1 : at] in ('"', "'") and _KEY.match(text, at) else (at, end)
-    emphasis = _EMPHASIS.match(text, max(at - 4, 0), at)
-    if emphasis is None:
-        return None
-    mark = emphasis.group()
-    if mark[0] == "*":
-        return (at, end) if text.startswith(mark, end) else None
-    return (at, end - len(mark)) if match.group().endswith(mark) else None
+    return (at, match.end())
 
 
 def _users(text: str, handles: list[tuple[int, int]]) -> Iterator[Span]:
     """The spans of handles. At the start of a line, a name above a definition or above a decorator is a decorator."""
     decorator = -1
     for start, end in reversed(handles):
-        lead = text[max(text.rfind("\n", max(start - 81, 0), start) + 1, start - 80) : start]
-        line = lead.strip()
+        line = text[max(text.rfind("\n", max(start - 81, 0), start) + 1, start - 80) : start].strip()
         if line == "":
             follow = _LINE_END.match(text, end)
             if follow and (follow.end() == decorator or _DEFINITION.match(text, follow.end())):
@@ -120,15 +107,5 @@ def _users(text: str, handles: list[tuple[int, int]]) -> Iterator[Span]:
             if _COMMAND.match(text, start):
                 continue
         # A comment's leader or Python's prompt before it: a documentation tag or an example.
-        if line not in ("/**", "///", ">>>") and not (line == "*" and _is_tag(text, lead, start, end)):
+        if line not in ("/**", "///", ">>>"):
             yield (start, end, "USER")
-
-
-def _is_tag(text: str, lead: str, start: int, end: int) -> bool:
-    """Whether what follows a star is documentation: a list's items stand one space off theirs, in even columns.
-
-    People on lists are GitHub's, whose names have no underscore.
-    """
-    before, _, after = lead.partition("*")
-    odd = (len(before) - len(before.rstrip(" "))) % 2 == 1
-    return odd or "_" in text[start:end] or text.startswith(" ->", end) or after != " "

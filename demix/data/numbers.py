@@ -47,8 +47,6 @@ _ISSUER = regex.compile(
 # In groups, more digits of Maestro's.
 _MAESTRO = regex.compile(r"(?:6304|6390|67[0-9]{2})[0-9]{9,11}")
 _ANY_ISSUER = regex.compile(r"[2-6][0-9]{11,18}|0604[0-9]{8,15}")
-# An International Bank Account Number (ISO 13616), in groups of four.
-_IBAN = regex.compile(r"\b[A-Z]{2}[0-9]{2}(?:[ \u00a0-][0-9A-Z]{4}){2,7}(?:[ \u00a0-][0-9A-Z]{1,3})?\b")
 
 _SSN = regex.compile(rf"{_FREE}(?!000|666|9)[0-9]{{3}}([{_DASH}])(?!00)[0-9]{{2}}\1(?!0000)[0-9]{{4}}{_END}")
 _SSN_LOOSE = regex.compile(rf"(?!000|666|9)[0-9]{{3}}([{_BLANK}.{_DASH}]?)(?!00)[0-9]{{2}}\1(?!0000)[0-9]{{4}}{_END}")
@@ -81,8 +79,6 @@ _GROUP = re.compile(r"[0-9]++")
 _DECIMAL = regex.compile(r"[0-9]{1,3}\.[0-9]++")
 _YEARS = regex.compile(r"(?:1[5-9]|20)[0-9]{2}\D{1,3}(?:1[5-9]|20)[0-9]{2}(?![0-9])")
 _HOST = regex.compile(r"[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?![0-9])")
-# Hexadecimal numbers beside one: a table of characters, a dump of memory.
-_HEXADECIMAL = re.compile(r"(?<!\w)(?=[0-9A-F]{0,4}[A-F])(?=[A-F]{0,4}[0-9])[0-9A-F]{4,5}(?!\w)")
 # Two more hexadecimal digits: bytes of a dump.
 _DUMP = regex.compile(r"[ ]{1,2}[0-9A-Fa-f]{2}(?![\w])")
 _DATE = regex.compile(
@@ -92,14 +88,10 @@ _DATE = regex.compile(
 
 def find(text: str) -> Iterator[Span]:
     """The spans of numbers in `text`; some overlap."""
-    phone = -1
     for run in _RUN.finditer(text):
         shown, whole = run.group(), run.span()
         for start, end in _numbers(text, *whole) if " (" in shown or " / " in shown else (whole,):
-            for span in _in_run(text, start, end, phone):
-                if span[2] == "PHONE_NUMBER":
-                    phone = span[1]
-                yield span
+            yield from _in_run(text, start, end)
 
 
 def _numbers(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
@@ -115,8 +107,8 @@ def _numbers(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
         yield start, end
 
 
-def _in_run(text: str, start: int, end: int, phone: int) -> Iterator[Span]:
-    """The spans in one run of digits and separators, best category first; a telephone number ended at `phone`."""
+def _in_run(text: str, start: int, end: int) -> Iterator[Span]:
+    """The spans in one run of digits and separators, best category first."""
     groups = [match.span() for match in _GROUP.finditer(text, start, end)]
     left = total = len(_digits(text, start, end))
     taken = start
@@ -133,7 +125,7 @@ def _in_run(text: str, start: int, end: int, phone: int) -> Iterator[Span]:
         return
     if total >= 9 and cues.SSN.match(text, low, start) and (loose := _SSN_LOOSE.match(text, start)):
         yield (*loose.span(), "SSN")
-    if found := _phone(text, start, end, groups) or _second(text, start, end, phone):
+    if found := _phone(text, start, end, groups):
         yield (found[0], _extended(text, found[1]), "PHONE_NUMBER")
 
 
@@ -154,17 +146,7 @@ def _shaped(text: str, first: int, last: int) -> tuple[int, int] | None:
     if last - first != 3 and text[first] != "0" and before != "(" and text[first:last] != "1":
         return None
     match = (before in ("(", "+") and _PHONE.match(text, first - 1)) or _PHONE.match(text, first)
-    if not match or _in_iban(text, *match.span()):
-        return None
-    return match.start(), _extended(text, match.end())
-
-
-def _second(text: str, start: int, end: int, phone: int) -> tuple[int, int] | None:
-    """A number in the groups of a country, where a telephone number and no more than "or" stand before it."""
-    if not (0 <= phone <= start <= phone + 8 and cues.AND.fullmatch(text, phone, start)):
-        return None
-    opened = _opens_with(text, start, end)
-    return (start - opened, end) if is_written_at_home(text[start - opened : end], bare=True) else None
+    return (match.start(), _extended(text, match.end())) if match else None
 
 
 def _phone(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:
@@ -214,7 +196,7 @@ def _is_told_after(text: str, start: int, end: int, parted: bool) -> bool:
     told = cues.AFTER.match(text, end) or (parted and cues.AFTER_MAYBE.match(text, end))
     if not told or _CUT_AFTER.match(text, end):
         return False
-    return not _any_at(text, start, _DATE, _YEARS) and not _in_iban(text, start, end)
+    return not _any_at(text, start, _DATE, _YEARS)
 
 
 def _any_at(text: str, at: int, *patterns: regex.Pattern[str]) -> bool:
@@ -239,38 +221,20 @@ def _near_a_word(text: str, start: int, end: int) -> bool:
     before, after = text[max(start - 48, 0) : start].rsplit("\n", 1)[-1], text[end : end + 40].split("\n", 1)[0]
     if not (cues.NEAR.search(before) or cues.NEAR.search(after)):
         return False
-    if _any_at(text, start, _DATE, _YEARS, _HOST, _ZIP) or _in_iban(text, start, end):
+    if _any_at(text, start, _DATE, _YEARS, _HOST, _ZIP):
         return False
-    home = is_written_at_home("(" + shown if ")" in shown else shown, bare=True)
-    return home and not _in_a_table(text, start, end)
-
-
-def _in_fours(text: str, start: int, end: int) -> bool:
-    """Whether digits stand in groups of four, as in tables of characters and dumps of memory."""
-    return all(len(group) == 4 for group in _GROUP.findall(text, start, end))
-
-
-def _in_a_table(text: str, start: int, end: int) -> bool:
-    """Whether hexadecimal numbers stand beside a number in groups of four digits."""
-    if not _in_fours(text, start, end):
-        return False
-    return any(_HEXADECIMAL.search(beside) for beside in (text[max(start - 48, 0) : start], text[end : end + 48]))
+    return is_written_at_home("(" + shown if ")" in shown else shown, bare=True)
 
 
 def _from_abroad(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:
     """A number in use after the digits dialled to leave a country: 00, 011, 0011 or 010."""
     prefix = _ABROAD.match(text, start) if text[start] == "0" else None
     last = _whole(text, groups, 10, 19) if prefix else None
-    if prefix is None or last is None or _is_listed(text, start, last):
+    if prefix is None or last is None:
         return None
     if not is_international(_digits(text, prefix.end() - 1, last)):
         return None
     return (start - _opens_with(text, start, last), last)
-
-
-def _is_listed(text: str, start: int, last: int) -> bool:
-    """Whether a number is one of a row, or in groups of four."""
-    return bool(_ROW.match(text, last)) or _in_fours(text, start, last)
 
 
 def _from_home(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:
@@ -286,9 +250,7 @@ def _from_home(text: str, start: int, end: int, groups: list[tuple[int, int]]) -
         return None
     if _any_at(text, end, _ROW, _CUT_AFTER, _JOINED) or _ZIP.fullmatch(text, start, end):
         return None
-    if not is_written_at_home(text[first:end]) or _in_iban(text, start, end) or _in_a_table(text, start, end):
-        return None
-    return (first, end)
+    return (first, end) if is_written_at_home(text[first:end]) else None
 
 
 def _extended(text: str, last: int) -> int:
@@ -321,15 +283,8 @@ def _is_card(text: str, start: int, end: int) -> bool:
     total = 0
     for place, digit in enumerate(map(int, reversed(digits))):
         total += digit if place % 2 == 0 else (2 * digit - 9 if digit > 4 else 2 * digit)
-    if total % 10 or _in_iban(text, start, end) or _in_a_table(text, start, end):
+    if total % 10:
         return False
     if _ISSUER.fullmatch(digits) or (end - start > len(digits) and _MAESTRO.fullmatch(digits)):
         return True
     return bool(_ANY_ISSUER.fullmatch(digits) and cues.CARD.search(text, max(start - 40, 0), start))
-
-
-def _in_iban(text: str, start: int, end: int) -> bool:
-    """Whether a number is a part of a bank account's."""
-    return any(
-        match.start() < start and match.end() >= end for match in _IBAN.finditer(text, max(start - 40, 0), end + 40)
-    )
