@@ -189,12 +189,10 @@ def _last_key(documents: Iterable[Path], seed: int, count: int) -> tuple[int, in
 def _distinct(points: np.ndarray, count: int) -> np.ndarray:
     """The first `count` points that differ from all before them; fewer where there are no more."""
     found: dict[bytes, int] = {}
-    for number, point in enumerate(points):
-        # Where a point is zero, its sign is no difference.
-        found.setdefault((point + 0.0).tobytes(), number)
-        if len(found) == count:
-            break
-    return points[list(found.values())]
+    # Where a point is zero, its sign is no difference.
+    for number, point in enumerate(points + 0.0):
+        found.setdefault(point.tobytes(), number)
+    return points[[*found.values()][:count]]
 
 
 def assign(clusterer: Path, documents: list[Path], output: Path) -> None:

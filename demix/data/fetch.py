@@ -1,6 +1,6 @@
 """Files of addresses: over HTTP by our own resume, of object stores such as S3 by fsspec and the library of each store.
 
-Fetches go on where they ended, are checked, and never leave half a file under the final name.
+Fetches are checked, and never leave half a file under the final name.
 """
 
 import os
@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from errno import ENOSPC
 from glob import has_magic
 from logging import getLogger
 from pathlib import Path
@@ -29,8 +30,6 @@ RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 ATTEMPTS = 8
 # Encoded on the way, neither ranges nor lengths would be those of the file.
 HEADERS = {"Accept-Encoding": "identity", "User-Agent": "demix"}
-# Bytes that a store is asked for at one time.
-BLOCK = 16 << 20
 # What a server calls an error is a word; more of what a library says could hold credentials.
 _CODE = re.compile("[A-Za-z0-9]{1,60}")
 NO_INTERNET = "; where compute nodes have no internet, set cluster.downloads: login"
@@ -55,12 +54,12 @@ def fetch(
 ) -> None:
     """Fetch `address` to `path` and check its `size` (bytes) and `sha256`; a file that is there is only checked.
 
-    What was fetched stays beside `path` under another name until it is complete, so that this call, or a later one,
-    goes on from there if the server's ETag (or date) and length still are the same. Over HTTP, after `ATTEMPTS`
-    failures in a row that bring the file no further than before, each waited for `backoff` seconds times a power of two
-    or as the server asks, DemixError is raised; at once for a file of which nothing tells whether it is whole.
-    `timeout` in seconds is for the connection and for each read. User and password come from the netrc file alone;
-    `token` goes to the host of `address` alone. A request to a store is tried again as the store's library does.
+    What was fetched stays beside `path` under another name until it is complete. Over HTTP this call, or a later one,
+    goes on from there if the server's ETag (or date) and length still are the same. After `ATTEMPTS` failures in a row
+    that bring the file no further than before, each waited for `backoff` seconds times a power of two or as the server
+    asks, DemixError is raised; at once for a file of which nothing tells whether it is whole. `timeout` in seconds is
+    for the connection and for each read. User and password come only from the netrc file; `token` goes only to the host
+    of `address`. A file of a store is fetched whole, by the store's library, which retries.
     """
     one = _Fetched(address, path, size, sha256)
     if not path.exists():
@@ -273,25 +272,12 @@ def _from_store(one: _Fetched) -> None:
     with _asked(one.address):
         store, name = _store(one.address)
         version, length = _version(store, name)
-    if one.size not in (None, length):
-        raise one.refused(f"has {length} bytes, not {one.size}")
-    if not one.note.exists() or one.note.read_text() != version:
-        one.discard()
-
-    def pieces() -> Iterator[bytes]:
-        for start in range(one.done, length, BLOCK):
-            with _asked(one.address, "rerun to go on where it ended, or "):
-                data = store.cat_file(name, start=start, end=min(start + BLOCK, length))
-                if len(data) != min(BLOCK, length - start):
-                    raise EOFError
-            yield data
-
-    one.append(pieces(), version, length)
-    with _asked(one.address):
-        after = _version(store, name)[0]
-    if after != version or one.done > length:
-        one.discard()
-        raise DemixError(one.address, "changed while it was fetched", "rerun once nobody writes it")
+        if one.size not in (None, length):
+            raise one.refused(f"has {length} bytes, not {one.size}")
+        store.get_file(name, str(one.partial))
+        if _version(store, name)[0] != version:
+            one.discard()
+            raise DemixError(one.address, "changed while it was fetched", "rerun once nobody writes it")
 
 
 def _store(address: str) -> tuple[Any, str]:
@@ -310,7 +296,7 @@ def _version(store: Any, name: str) -> tuple[str, int]:
 
 
 @contextmanager
-def _asked(address: str, first: str = "") -> Iterator[None]:
+def _asked(address: str) -> Iterator[None]:
     """Ask a store. Raises DemixError for all that goes wrong, with the names of errors alone."""
     try:
         yield
@@ -325,8 +311,10 @@ def _asked(address: str, first: str = "") -> Iterator[None]:
         raise DemixError(address, f"needs {package}, which is not installed", cure) from None
     # The libraries raise nearly anything.
     except Exception as error:
+        if getattr(error, "errno", None) == ENOSPC:
+            raise
         told = getattr(error.__cause__, "response", None) or {}
         code = _CODE.fullmatch(str(told.get("Error", {}).get("Code", "")))
         named = ": ".join([type(error).__name__, *([code[0]] if code else [])])
         cause, cure = ("is not there", _FIX) if isinstance(error, FileNotFoundError) else ("cannot be read", _ASK)
-        raise DemixError(address, f"{cause} ({named})", first + cure) from None
+        raise DemixError(address, f"{cause} ({named})", cure) from None

@@ -42,7 +42,6 @@ from demix.files.batches import read_batches
 from demix.files.json_files import SEAL, read_unsealed
 from demix.files.kinds import TEXT, check_kind
 
-SMALLEST = 257
 # Words of text that are plenty for a vocabulary; counting them takes minutes and a few GB.
 TRAINING_WORDS = 200_000_000
 # Text of many kinds, by which a tokenizer of another family shows what it keeps of a text.
@@ -153,8 +152,6 @@ def train_tokenizer(inputs: list[Path], vocab_size: int, output: Path, words: in
     text. The order of `inputs` does not matter. A pair must occur twice to be merged: text too small for `vocab_size`
     gives a smaller vocabulary, and a warning that says so.
     """
-    if vocab_size < SMALLEST:
-        raise DemixError("tokenizer.vocab_size", f"is {vocab_size}", f"give at least {SMALLEST}")
     tokenizer = HuggingFaceTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(

@@ -41,13 +41,13 @@ KEY, SECRET = "AKIAHUNTER2HUNTER222", "hunter2/secret+key"
 
 @dataclass
 class ObjectStore:
-    """The address, and the method and the range of each request for the bucket `corpus` so far.
+    """The address, and the method and the name of each request for the bucket `corpus` so far, as one word.
 
-    A request with a range that is `broken` gets the status 403.
+    A `broken` request gets the status 403. A request without a name lists.
     """
 
     address: str
-    asked: list[tuple[str, str]] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
     broken: Callable[[str], bool] = lambda _: False
 
     def client(self) -> Any:
@@ -69,6 +69,11 @@ class ObjectStore:
         """From now on take the keys of known users alone; there are none."""
         requests.post(f"{self.address}/moto-api/reset-auth", data=b"0", timeout=10).raise_for_status()
 
+    @property
+    def fetched(self) -> list[str]:
+        """The names of the files that were asked for."""
+        return [request.removeprefix("GET/") for request in self.asked if request.startswith("GET/")]
+
     def reset(self) -> None:
         """Empty the store but for a bucket `corpus`, and take any key."""
         self.broken = lambda _: False
@@ -85,9 +90,9 @@ def serving_store() -> Iterator[ObjectStore]:
     def answered(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
         if not environ["PATH_INFO"].startswith("/corpus"):
             return moto(environ, start)
-        span = environ.get("HTTP_RANGE", "")
-        store.asked.append((environ["REQUEST_METHOD"], span))
-        if not store.broken(span):
+        request = environ["REQUEST_METHOD"] + environ["PATH_INFO"].removeprefix("/corpus").rstrip("/")
+        store.asked.append(request)
+        if not store.broken(request):
             return moto(environ, start)
         start("403 Forbidden", [("Content-Length", "0")])
         return []
@@ -181,7 +186,7 @@ def test_the_raw_text_is_that_of_the_same_local_files(files, store, parts, words
         assert output.stat().st_mode & 0o777 == 0o600
     assert len([*(tmp_path / "raw").iterdir()]) == parts, "nothing of what was fetched is left"
     if words and parts == 1:
-        assert len([span for _, span in store.asked if span]) == 1, "later files are left alone"
+        assert len(store.fetched) == 1, "later files are left alone"
 
 
 def test_domains_of_a_shared_source_have_what_they_read_alone(files, store, tmp_path):
@@ -189,7 +194,7 @@ def test_domains_of_a_shared_source_have_what_they_read_alone(files, store, tmp_
     division = settings_from(Division, {"source": source, "by": "set", "domains": {"one": "a", "two": ["b"]}})
     for part in range(2):
         divide("corpus", division, tmp_path / "raw", tmp_path / "counts.json", part)
-    assert len([span for _, span in store.asked if span]) == 3, "each file is fetched once for both domains"
+    assert len(store.fetched) == 3, "each file is fetched once for both domains"
     store.refuse_keys()
     s3fs.S3FileSystem.clear_instance_cache()
     local = {"kind": "files", "path": [f"{files}/*.gz", f"{files}/more"], "parts": 2}
@@ -224,19 +229,9 @@ def test_an_error_names_the_object(store, tmp_path):
     assert download(there, "d", tmp_path / "d" / "0") == 2
 
 
-def spans(store: ObjectStore) -> list[str]:
-    return [span.removeprefix("bytes=") for _, span in store.asked if span]
-
-
-def broken_at(store: ObjectStore, start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put DATA into the store, which gives nothing from byte `start` on; it is asked for 4000 bytes at a time."""
-    monkeypatch.setattr("demix.data.fetch.BLOCK", 4000)
+def test_a_file_is_fetched_whole_or_not_at_all(store, tmp_path):
     store.put({"data.bin": DATA})
-    store.broken = lambda span: span.startswith(f"bytes={start}-")
-
-
-def test_a_broken_download_goes_on_where_it_ended(store, tmp_path, monkeypatch):
-    broken_at(store, 8000, monkeypatch)
+    store.broken = lambda request: request == "GET/data.bin"
     with refused(AT):
         fetch(AT, tmp_path / "f")
     assert not (tmp_path / "f").exists()
@@ -244,25 +239,11 @@ def test_a_broken_download_goes_on_where_it_ended(store, tmp_path, monkeypatch):
     store.asked.clear()
     for _ in range(2):
         fetch(AT, tmp_path / "f", size=len(DATA), sha256=hashlib.sha256(DATA).hexdigest())
-        assert spans(store) == ["8000-9599"], "a file that is there is not fetched again"
+    assert store.fetched == ["data.bin"], "a file that is there is not fetched again"
     assert (tmp_path / "f").read_bytes() == DATA
-    assert [*tmp_path.iterdir()] == [tmp_path / "f"]
 
-
-@pytest.mark.parametrize("new", [DATA[::-1], DATA[:6000]])
-def test_nothing_is_kept_of_a_file_that_has_changed(store, tmp_path, monkeypatch, new):
-    broken_at(store, 8000, monkeypatch)
-    with refused(AT):
-        fetch(AT, tmp_path / "f")
-    store.put({"data.bin": new})
-    store.broken = lambda _: False
-    fetch(AT, tmp_path / "f")
-    assert (tmp_path / "f").read_bytes() == new
-    # Between two blocks.
-    store.put({"data.bin": DATA})
-
-    def change(span: str) -> bool:
-        if span.startswith("bytes=4000-"):
+    def change(request: str) -> bool:
+        if request == "GET/data.bin":
             store.put({"data.bin": DATA[::-1]})
         return False
 
@@ -278,7 +259,7 @@ def test_wrong_bytes_are_not_kept(store, tmp_path, wrong):
     with refused(AT):
         fetch(AT, tmp_path / "f", **wrong)
     assert [*tmp_path.iterdir()] == []
-    assert bool(spans(store)) == ("sha256" in wrong), "a size is known before"
+    assert bool(store.fetched) == ("sha256" in wrong), "a size is known before"
 
 
 def test_digests_pin_the_files_and_their_list(files, store, tmp_path):
@@ -338,8 +319,7 @@ def test_an_error_shows_nothing_of_what_a_library_says(tmp_path, store, monkeypa
 
 def test_a_listing_that_fails_within_a_glob_is_no_empty_folder(store):
     store.put({"x/a.jsonl": lines("a"), "y/b.jsonl": lines("b")})
-    listed = iter([False, False, True])
-    store.broken = lambda _: next(listed)
+    store.broken = lambda request: request == "GET"
     with refused("s3://corpus/*/*.jsonl"):
         stored(["s3://corpus/*/*.jsonl"])
 
