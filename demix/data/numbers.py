@@ -52,21 +52,8 @@ _SSN = regex.compile(rf"{_FREE}(?!000|666|9)[0-9]{{3}}([{_DASH}])(?!00)[0-9]{{2}
 _SSN_LOOSE = regex.compile(rf"(?!000|666|9)[0-9]{{3}}([{_BLANK}.{_DASH}]?)(?!00)[0-9]{{2}}\1(?!0000)[0-9]{{4}}{_END}")
 
 _ZIP = regex.compile(r"[0-9]{5}-[0-9]{4}(?![0-9])")
-_PHONE = regex.compile(
-    rf"""
-    {_FREE}(?:
-      (?:\+?1[ .\-\u00a0]?)?\([2-9][0-9]{{2}}\)[{_BLANK}.{_DASH}]?[2-9][0-9]{{2}}[{_BLANK}.{_DASH}][0-9]{{4}}
-    | (?:\+?1[./{_DASH}{_BLANK}])?[2-9][0-9]{{2}}(?:/[2-9][0-9]{{2}}-|([.{_DASH}])[2-9][0-9]{{2}}\1)[0-9]{{4}}
-    | {_ALONE}(?:1[{_BLANK}])?[2-9][0-9]{{2}}[{_BLANK}][2-9][0-9]{{2}}[{_BLANK}{_DASH}][0-9]{{4}}{_NOT_IN_A_ROW}
-    | {_ALONE}\((?:0[0-9]{{1,4}}|(?!19|20)[1-9][0-9]{{1,2}})\)[{_BLANK}]?[0-9]{{3,4}}[{_BLANK}{_DASH}][0-9]{{3,4}}
-      {_NOT_IN_A_ROW}
-    | 0[1-9](?:\.[0-9]{{2}}){{4}}
-    | {_ALONE}(?=(?:[{_BLANK}/{_DASH}]?[0-9]){{9,11}}{_END}{_NOT_IN_A_ROW})(?!{_ZIP.pattern})
-      0[1-9][0-9]{{0,3}}[{_BLANK}/{_DASH}](?:[0-9]{{2,9}}[{_BLANK}{_DASH}]){{0,4}}[0-9]{{2,9}}{_NOT_IN_A_ROW}
-    )(?:[ ]?(?:x|ext\.?)[ ]?[0-9]{{1,5}})?{_END}
-    """,
-    regex.VERBOSE,
-)
+# With an area code, between separators of one kind.
+_AMERICAN = regex.compile(rf"(?:1[{_BLANK}.{_DASH}])?[2-9][0-9]{{2}}([{_BLANK}.{_DASH}])[2-9][0-9]{{2}}\1[0-9]{{4}}")
 _PLUS = regex.compile(rf"(?r)(?<![^\W_]|[)+~]|\w_)(?<!\w-)(?<!{TOKEN}-?)(?:\(\+|\+\(?)")
 _ABROAD = regex.compile(rf"{_FREE}{_ALONE}(?:00|011|0011|010)(?:[{_BLANK}{_DASH}()]{{0,2}}[1-9])")
 _JOINED = regex.compile(rf"[{_DASH}]\w")
@@ -111,14 +98,8 @@ def _in_run(text: str, start: int, end: int) -> Iterator[Span]:
     """The spans in one run of digits and separators, best category first."""
     groups = [match.span() for match in _GROUP.finditer(text, start, end)]
     left = total = len(_digits(text, start, end))
-    taken = start
-    for place, (first, last) in enumerate(groups):
+    for first, last in groups:
         yield from _identifiers(text, first, last, left)
-        if left < 8:
-            break
-        if place + 1 < len(groups) and first >= taken and (shaped := _shaped(text, first, last)):
-            taken = shaped[1]
-            yield (*shaped, "PHONE_NUMBER")
         left -= last - first
     low = max(start - 64, 0)
     if _CUT_BEFORE.match(text, low, start):
@@ -138,15 +119,6 @@ def _identifiers(text: str, first: int, last: int, left: int) -> Iterator[Span]:
         yield (*match.span(), "CREDIT_CARD_NUMBER")
     if length == 3 and left >= 9 and (match := _SSN.match(text, first)):
         yield (*match.span(), "SSN")
-
-
-def _shaped(text: str, first: int, last: int) -> tuple[int, int] | None:
-    """The telephone number of a shape that nothing else has, from the group of digits at [first, last) on."""
-    before = text[first - 1] if first else ""
-    if last - first != 3 and text[first] != "0" and before != "(" and text[first:last] != "1":
-        return None
-    match = (before in ("(", "+") and _PHONE.match(text, first - 1)) or _PHONE.match(text, first)
-    return (match.start(), _extended(text, match.end())) if match else None
 
 
 def _phone(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:
@@ -241,7 +213,8 @@ def _from_home(text: str, start: int, end: int, groups: list[tuple[int, int]]) -
     """A number in the groups of a country, if the run holds nothing else."""
     opened = text[start - 1 : start] == "("
     trunk = text[start] in "08" and not text.startswith("0", start + 1)
-    if not (opened or trunk) or not 1 < len(groups) < 7:
+    american = _AMERICAN.fullmatch(text, start, end)
+    if not (opened or trunk or american) or not 1 < len(groups) < 7:
         return None
     # Eight digits in pairs are also a date, a time, a row of bytes.
     even = not opened and not text.startswith("0800", start) and len(set(text[start:end]) - set(DIGITS)) == 1
@@ -250,7 +223,7 @@ def _from_home(text: str, start: int, end: int, groups: list[tuple[int, int]]) -
         return None
     if _any_at(text, end, _ROW, _CUT_AFTER, _JOINED) or _ZIP.fullmatch(text, start, end):
         return None
-    return (first, end) if is_written_at_home(text[first:end]) else None
+    return (first, end) if american or is_written_at_home(text[first:end]) else None
 
 
 def _extended(text: str, last: int) -> int:
