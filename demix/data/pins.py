@@ -28,11 +28,11 @@ def pins(source: Source, folder: Path) -> dict[str, Any]:
     places = source.names if local_files else stored(source.paths) if source.kind == "store" else source.paths
     if not places:
         raise DemixError("source.path", f"no file matches {source.path!r}", source.instructions or "fix the path")
+    names = {place: Path(place).name if local_files else file_name(place) for place in places}
     digests: dict[str, str] = {}
-    if all(_name(source, place) in source.sha256 for place in places):
+    if all(name in source.sha256 for name in names.values()):
         return {}
-    for place in places:
-        name = _name(source, place)
+    for place, name in names.items():
         path = Path(place)
         if not local_files:
             path = folder / name
@@ -43,7 +43,3 @@ def pins(source: Source, folder: Path) -> dict[str, Any]:
         if not local_files:
             path.unlink()
     return {"sha256": digests}
-
-
-def _name(source: Source, place: str) -> str:
-    return Path(place).name if source.kind == "files" else file_name(place)

@@ -9,7 +9,6 @@ import fnmatch
 import hashlib
 import json
 import logging
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from demix.errors import DemixError
-from demix.files import REMAKE, exclusive, fsync, linked, read_json, scratch, sha256_file, write_json
+from demix.files import REMAKE, fsync, linked, read_json, scratch, sha256_file, write_json
 
-RESULTS, NOTES, LOCKS = "results", ".made", ".locks"
+RESULTS, NOTES = "results", ".made"
 # The libraries that choose bytes of the text and of its tokens.
 _LIBRARIES = ("datasets", "duckdb", "gigatoken", "phonenumbers", "pyarrow", "regex", "tokenizers")
 
@@ -36,13 +35,12 @@ def made_once(
     make: Callable[[], object],
     *,
     passing: bool = False,
-) -> bool:
-    """Make `files` by `make`, or take them from another run that made the same; returns whether they were taken.
+) -> None:
+    """Make `files` by `make`, or take them from another run that made the same.
 
     `output` is the file or folder by which the job is known. Where it is not below `results/<run>/`, `make` is simply
     called. Names of `files` may be globs. The files must depend on nothing but `output`, the bytes of `inputs`, their
-    paths without the run's name, `settings` (JSON), and the code of `demix.data` and `demix.files`. Of two runs that
-    make the same at once, one waits for the other.
+    paths without the run's name, `settings` (JSON), and the code of `demix.data` and `demix.files`.
 
     A taken file is a hard link with the time of the first run, or a copy where the file system has no hard links. None
     is taken that would be older than `inputs`, which Snakemake refuses. Inputs that are `passing` are removed after the
@@ -51,7 +49,7 @@ def made_once(
     # Of inputs that are missing, `make` says what to do.
     if output.parts[:1] != (RESULTS,) or len(output.parts) < 3 or not all(path.is_file() for path in inputs):
         make()
-        return False
+        return
     run = Path(*output.parts[:2])
     note = run / NOTES / f"{'.'.join(output.parts[2:])}.json"
     note.unlink(missing_ok=True)
@@ -61,27 +59,18 @@ def made_once(
     said = {"output": str(output.relative_to(run)), "inputs": read, "settings": settings, "code": _code()}
     key = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
     newest = 0 if passing else max((path.stat().st_mtime_ns for path in inputs), default=0)
-    lock = run.parent / LOCKS / f"{key}.lock"
-    if lock.exists():
-        _log.info("%s: another run may make the same; waiting until it has", lock)
-    with exclusive(lock, "makes the same text", math.inf):
-        try:
-            for other in sorted(run.parent.glob(f"*/{NOTES}/{note.name}")):
-                if digests := _taken(other, key, run, files, newest):
-                    write_json(note, {"key": key, "files": digests})
-                    oldest = min((run / name).stat().st_mtime_ns for name in digests)
-                    for path in inputs if passing else ():
-                        os.utime(path, ns=(oldest, oldest))
-                    return True
-            make()
-            if before != [_stamp(path) for path in inputs]:
-                _log.warning("%s: what it was made of changed meanwhile, so that no other run takes it", output)
-            else:
-                write_json(note, {"key": key, "files": {_within(run, one): sha256_file(one) for one in _found(files)}})
-        finally:
-            # Who waits for a file that is gone by then makes a new one.
-            lock.unlink(missing_ok=True)
-    return False
+    for other in sorted(run.parent.glob(f"*/{NOTES}/{note.name}")):
+        if digests := _taken(other, key, run, files, newest):
+            write_json(note, {"key": key, "files": digests})
+            oldest = min((run / name).stat().st_mtime_ns for name in digests)
+            for path in inputs if passing else ():
+                os.utime(path, ns=(oldest, oldest))
+            return
+    make()
+    if before != [_stamp(path) for path in inputs]:
+        _log.warning("%s: what it was made of changed meanwhile, so that no other run takes it", output)
+    else:
+        write_json(note, {"key": key, "files": {_within(run, one): sha256_file(one) for one in _found(files)}})
 
 
 @cache

@@ -89,7 +89,6 @@ def test_a_second_run_takes_the_text_of_the_first_and_is_whole_without_it() -> N
         check_sealed(path)
     # A third run finds the text with the second.
     assert made_anew(two, prepare("three")) == set()
-    assert not [*Path("results/.locks").iterdir()]
 
 
 def test_what_changes_while_it_is_read_is_taken_by_no_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,42 +225,6 @@ def test_only_the_files_of_the_job_are_there_afterwards() -> None:
     stale.write_bytes(b"of other text")
     prepare("two")
     assert not stale.exists()
-
-
-MAKING = """
-import logging, sys
-from pathlib import Path
-from demix.data.shared import made_once
-logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="waits%(name).0s")
-output = Path("results") / sys.argv[1] / "corpus/owners.parquet"
-
-def make():
-    print("making", flush=True)
-    sys.stdin.readline()
-    output.parent.mkdir(parents=True)
-    output.write_text(sys.argv[1])
-
-print("taken" if made_once(output, [output], [], {}, make) else "made", flush=True)
-"""
-
-
-@pytest.mark.parametrize("killed", [False, True])
-def test_two_runs_at_once_make_the_text_once(killed: bool) -> None:
-    """And where the first is killed, the second makes it."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    started = [sys.executable, "-c", MAKING]
-    one = subprocess.Popen([*started, "one"], **pipes)
-    assert one.stdout.readline() == "making\n"
-    two = subprocess.Popen([*started, "two"], **pipes)
-    assert two.stdout.readline() == "waits\n"
-    if killed:
-        one.kill()
-        one.communicate()
-    else:
-        assert one.communicate("go on\n")[0] == "made\n"
-    assert two.communicate("go on\n")[0].splitlines()[-1] == ("made" if killed else "taken")
-    assert Path("results/two/corpus/owners.parquet").read_text() == ("two" if killed else "one")
-    assert not [*Path("results/.locks").iterdir()]
 
 
 def test_what_a_source_is_pinned_by() -> None:
