@@ -118,7 +118,7 @@ def test_experts_that_are_whole_models_train_at_the_same_time_and_a_killed_one_g
     assert ours == pytest.approx(theirs, rel=1e-12, abs=0)
 
 
-# An address where nobody listens, so that no compute node reaches it.
+# An address where nobody listens.
 AWAY = {"kind": "url", "path": "http://127.0.0.1:9/a.txt"}
 
 
@@ -127,7 +127,7 @@ AWAY = {"kind": "url", "path": "http://127.0.0.1:9/a.txt"}
     [
         # A config of one's own that takes the place of the profile's.
         ({}, {}, ["--config", "run=other"], "config key cluster.launch"),
-        ({}, AWAY, [], AWAY["path"]),
+        ({"downloads": "login", "setup": []}, AWAY, [], AWAY["path"]),
         ({"partition": "none-such"}, {}, [], "config key cluster.partition"),
     ],
 )
