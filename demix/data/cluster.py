@@ -74,11 +74,11 @@ class Clusterer:
         return Clusterer(embedding, centres, names, method, seed, digest(manifest))
 
     def write(self, folder: Path, more: Mapping[str, Any]) -> "Clusterer":
-        """Write the files below `folder`; `more` is told in `clusterer.json` besides."""
+        """Write the files below `folder`; `clusterer.json` also gets `more`."""
         embedding = self.embedding
         arrays = {name: getattr(embedding, name) for name in ("idf", "components", "mean", "scale")}
         with replacing(folder / "clusterer.safetensors") as temporary:
-            # Python's own write tells a full disk by its number.
+            # Python's own write says by the number of its error that a disk is full.
             temporary.write_bytes(save(arrays | {"centres": self.centres}))
         write_parquet(pa.table({"term": pa.array(embedding.terms, pa.string())}), folder / "terms.parquet")
         files = {name: sha256_file(folder / name) for name in ("clusterer.safetensors", "terms.parquet")}
@@ -236,7 +236,7 @@ class Contexts:
         self._sizes = np.array([len(each) for each in self._bytes])
         self._prefixes, self._seen = Prefixes(clusterer.embedding), 0
 
-    def anew(self) -> "Contexts":
+    def restarted(self) -> "Contexts":
         """The contexts of another text, which is empty."""
         other = copy(self)
         other._prefixes, other._seen = Prefixes(self._clusterer.embedding), 0
@@ -266,7 +266,7 @@ class Contexts:
 def context_distances(
     clusterer: Clusterer, tokenizer: Tokenizer, shard: TokenShard, context: Context, length: int, limit: int | None
 ) -> Iterator[np.ndarray]:
-    """The squared distances (float32, [n, K] at a time) to each centre of what stands before each token of a shard.
+    """The squared distances (float32, [n, K] at a time) to each centre of the context of each token of a shard.
 
     Of the first `limit` tokens (None: all). `Contexts` explains `context` and `length`. With `document_half` a token
     behind the first half of its document has the distances of that half, the first ⌊n/2⌋ of its n tokens: the weights

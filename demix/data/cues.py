@@ -1,4 +1,4 @@
-"""Words beside a number that tell what it is, in the languages of the countries whose numbers are known.
+"""Words next to a number that say what it is, in the languages of the countries whose numbers are known.
 
 Each pattern that ends where a number starts is read backwards (`(?r)`), so that it fails at the first character that
 no cue ends in. All are bounded.
@@ -49,7 +49,7 @@ MAYBE = regex.compile(
     rf"|number(?:'s| is|:)|[tfmp](?=:)){_BETWEEN}",
     regex.IGNORECASE,
 )
-# And before these, which stand after it.
+# And before these, which follow it.
 AFTER = regex.compile(
     rf"[)\]\"'*_]{{0,2}}(?:[ \u00a0]?[(\[](?:(?:{_PLACE}) )?(?:{_DEVICE}|mob|cel|home|work|office|direct|[tfmhw])\b"
     rf"|,? (?:is|was|will be|'s|being) (?:{_WHOSE}|the)(?: \w{{1,12}}){{0,2}} (?:numbers?|{_DEVICE}|line)\b(?! of)"
@@ -64,7 +64,7 @@ AFTER_MAYBE = regex.compile(
     rf"|(?:[ ]?[\u2013\u2014,-]|[ ]<-{{1,2}})?[ ](?:(?:{_WHOSE}) )?(?:{_DEVICE})\b(?=[ ]?(?:[.,;)\]|\n]|$)))",
     regex.IGNORECASE,
 )
-# And a number in the groups of its country, wherever one of these stands on its line near it.
+# And a number in the groups of its country, wherever one of these is near it on its line.
 NEAR = regex.compile(
     rf"(?<![^\W_]){_NO_TOKEN}(?!portable|handy|fon\b)(?:{_DEVICE}|voice ?mail|help ?desk|front desk|call(?:ed|ing|s|er"
     r"|ers)?|dial(?:l?ed|l?ing|s)?|phon(?:ed|ing)|texted|rang|ring|text|txt|reach|contact|kontakt|llamar?|llamad[ao]s?"

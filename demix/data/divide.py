@@ -42,7 +42,7 @@ class Division(Sharing):
 def divide(name: str, division: Division, raw: Path, output: Path, part: int = 0) -> None:
     """Write part `part` of the raw text of each domain in one pass over the source, for `demix.data.sources.download`.
 
-    `download` to `raw/<domain>/<part>.parquet` takes the file, which has the bytes that it would write of the source
+    `download` to `raw/<domain>/<part>.parquet` uses the file, which has the bytes that it would write of the source
     with the condition `{by: value}` among those of `where`. `words` counts for each domain by itself. The JSON `output`
     has the documents that were read, those that `where` leaves out ("filtered"), those without the field, those of each
     value ("values", anonymized where it is of no domain), and whether the source was read to its end ("whole"). Raises
@@ -56,7 +56,7 @@ def divide(name: str, division: Division, raw: Path, output: Path, part: int = 0
         raise DemixError(name, *error.args) from None
     given = {domain: as_list(values) for domain, values in division.domains.items()}
     check_values(given, {})
-    # A condition takes a value that is equal or the same text: to each, the domain that has it and how it names it.
+    # A condition accepts a value that is equal or the same text: to each, the domain that has it and how it names it.
     named = {one: (domain, str(one)) for domain, values in given.items() for one in values}
     as_text = {one: found for found in named.values() for one in found[1:]}
     owned = Counter({text: 0 for _, text in named.values()})

@@ -1,6 +1,6 @@
 """Texts as points: tf-idf, reduced by a truncated SVD, of whole documents and of every prefix of a text.
 
-Sources: Gururangan et al. 2023, section 3.2. scikit-learn fits an embedding; to use one takes numpy and scipy alone.
+Sources: Gururangan et al. 2023, section 3.2. scikit-learn fits an embedding; to use one needs only numpy and scipy.
 """
 
 import codecs
@@ -22,7 +22,7 @@ _WORD = re.compile(r"\w\w+")
 _GAP = re.compile(r"\W")
 # Letters whose words are in memory at one time.
 _PIECE = 1 << 20
-# Counts of so many terms of documents, or more, are fitted in float32, so that 400,000 documents take 1.5 GB.
+# Counts of so many terms of documents, or more, are fitted in float32: 400,000 documents need 1.5 GB.
 _MANY_COUNTS = 1 << 24
 
 
@@ -105,7 +105,7 @@ def fit_embedding(
     seed: int,
     subject: str,
 ) -> tuple[Embedding, np.ndarray]:
-    """Fit an embedding to documents; returned besides are their points [N, D] in the order of their keys.
+    """Fit an embedding to documents; also returns their points [N, D] in the order of their keys.
 
     `documents` are a distinct number (key) and a text each; their order does not matter. Stop words are scikit-learn's
     English ones, a term occurs in `min_documents` documents at least, a word that begins with a digit is the term
@@ -189,7 +189,7 @@ class Prefixes:
         inside = inside[starts[of[inside]] + 2 <= cuts[inside]]
         begun, until = starts[of[inside]].tolist(), cuts[inside].tolist()
         spans = zip(begun, until, strict=True)
-        # No longer word is a term; a number tells by its first digit.
+        # No longer word is a term; a number is known by its first digit.
         parts = np.array([term_of(text[a : min(b, a + longest + 1)]) for a, b in spans], np.int64)
         inside, parts = inside[parts >= 0], parts[parts >= 0]
         known = numbers >= 0
@@ -231,7 +231,7 @@ class Prefixes:
 
 
 class _Earlier:
-    """How often a number stands in a list before a place."""
+    """How often a number is in a list before a place."""
 
     def __init__(self, numbers: np.ndarray) -> None:
         self._size = len(numbers) + 1
@@ -252,6 +252,6 @@ def _byte_edges(text: str, size: int) -> np.ndarray:
     sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
     sizes[(codes >= 0xDC80) & (codes <= 0xDCFF)] = 1
     edges = np.append(0, np.cumsum(sizes))
-    # It alone has two letters in lower case; both are there once it is.
+    # Only this letter has two letters in lower case; both are there once it is.
     longer = np.flatnonzero(codes == ord("İ"))
     return np.insert(edges, longer + 1, edges[longer + 1])

@@ -35,7 +35,7 @@ _TYPES |= {"answer": pa.int16(), "domain": pa.string(), "shortened": pa.bool_()}
 SCHEMA = pa.schema([pa.field(name, type_, False) for name, type_ in _TYPES.items()])
 # A template that leaves fewer tokens for the text has no use.
 MIN_TOKENS = 8
-# Tokens that two texts may take more side by side than each by itself.
+# Tokens that two texts may need more side by side than each by itself.
 _JOINT = 2
 # Of `made: continuations`: the choices of a task that does not say how many, and the tokens of each.
 CHOICES, CHOICE_TOKENS = 4, 16
@@ -116,14 +116,14 @@ def check_enough(name: str, task: Task, examples: Sequence[Example]) -> None:
     if not found["test"]:
         raise DemixError(f"tasks.{name}", "has no example to test", "give it more examples")
     if found["train"] < task.shots:
-        cause = f"has {found['train']} examples besides those that are tested, of {task.shots} demonstrations"
+        cause = f"has {found['train']} examples that are not tested, of {task.shots} demonstrations"
         raise DemixError(f"tasks.{name}", cause, "give it more examples, or fewer shots")
 
 
 def prompts(task: Task, examples: Sequence[Example]) -> Iterator[Prompt]:
     """All prompts of a task, seed by seed: tests, validation examples, permutations of the demonstrations, cues.
 
-    A seed draws `task.shots` demonstrations, which stand before each text, and 8 validation examples; none where there
+    A seed draws `task.shots` demonstrations, which precede each text, and 8 validation examples; none where there
     are fewer. Prompts whose cues are equal share one.
     """
     tests, train, others = ([one for one in examples if one.split == s] for s in ("test", "train", "validation"))
@@ -325,9 +325,9 @@ def _least(
     values: set[str],
     before: Collection[str] = (),
 ) -> list[_Record]:
-    """The `count` different examples of a source of the smallest hash of their content, in this order; None takes all.
+    """The `count` different examples of a source of the smallest hash of their content, in this order; None: all.
 
-    Those of texts in `before` are not taken. The labels of all examples without choices of their own are added to
+    Those of texts in `before` are left out. The labels of all examples without choices of their own are added to
     `values`. Raises DemixError where more than LEFT_OUT of all are not UTF-8 or have no text.
     """
     kept: dict[int, _Record] = {}

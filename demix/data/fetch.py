@@ -35,7 +35,7 @@ _CODE = re.compile("[A-Za-z0-9]{1,60}")
 NO_INTERNET = "; where compute nodes have no internet, set cluster.downloads: login"
 _FIX = "fix the bucket, the path or the glob"
 _ASK = (
-    "check the network and the credentials that the store's library takes from the environment "
+    "check the network and the credentials that the store's library reads from the environment "
     "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, …)"
 )
 
@@ -54,10 +54,10 @@ def fetch(
 ) -> None:
     """Fetch `address` to `path` and check its `size` (bytes) and `sha256`; a file that is there is only checked.
 
-    What was fetched stays beside `path` under another name until it is complete. Over HTTP this call, or a later one,
+    What was fetched stays next to `path` under another name until it is complete. Over HTTP this call, or a later one,
     goes on from there if the server's ETag (or date) and length still are the same. After `ATTEMPTS` failures in a row
     that bring the file no further than before, each waited for `backoff` seconds times a power of two or as the server
-    asks, DemixError is raised; at once for a file of which nothing tells whether it is whole. `timeout` in seconds is
+    asks, DemixError is raised; at once for a file of which nothing says whether it is whole. `timeout` in seconds is
     for the connection and for each read. User and password come only from the netrc file; `token` goes only to the host
     of `address`. A file of a store is fetched whole, by the store's library, which retries.
     """
@@ -83,7 +83,7 @@ def mismatch(path: Path, size: int | None, sha256: str | None) -> str:
 
 
 class _Fetched:
-    """A file on its way to `path`: what there is of it beside that, and a note of the version that it is of."""
+    """A file on its way to `path`: what there is of it in the same folder, and a note of the version that it is of."""
 
     def __init__(self, address: str, path: Path, size: int | None, sha256: str | None):
         self.address, self.path, self.size, self.sha256 = address, path, size, sha256
@@ -105,7 +105,7 @@ class _Fetched:
         return DemixError(self.shown, problem, "if the source has changed on purpose, change the config; else rerun")
 
     def discard(self) -> None:
-        """Remove what was fetched. In this order, no moment leaves the old bytes beside a new validator."""
+        """Remove what was fetched. In this order, no moment leaves the old bytes with a new validator."""
         self.partial.unlink(missing_ok=True)
         self.note.unlink(missing_ok=True)
 
@@ -252,13 +252,13 @@ def stored(paths: Sequence[str], others: Counter[str] | None = None) -> list[str
             store, name = _store(path)
             store.invalidate_cache()
             if has_magic(name) and not store.isfile(name):
-                # fsspec's own glob takes a folder that it cannot list for an empty one.
+                # fsspec's own glob treats a folder that it cannot list as empty.
                 below = store.find(re.split(r"[*?\[]", name)[0].rpartition("/")[0])
                 files = [*filter(re.compile(glob_translate(name)).match, below)]
             elif store.info(name)["type"] == "file":
                 files = [name]
             else:
-                # A file of such a name stands for a folder.
+                # A file of such a name represents a folder.
                 inside = {one: one[len(name) :].lstrip("/") for one in store.find(name) if not one.endswith("/")}
                 files = [one for one, path_there in inside.items() if is_data(path_there, others)]
             files = [one for one in files if not one.endswith("/")]
@@ -289,7 +289,7 @@ def _store(address: str) -> tuple[Any, str]:
 
 
 def _version(store: Any, name: str) -> tuple[str, int]:
-    """What tells one version of a file from another, and its bytes."""
+    """What distinguishes versions of a file, and its bytes."""
     store.invalidate_cache()
     info = {key.lower(): value for key, value in store.info(name).items()}
     return f"{info['etag']} {info['size']}", int(info["size"])
@@ -297,7 +297,7 @@ def _version(store: Any, name: str) -> tuple[str, int]:
 
 @contextmanager
 def _asked(address: str) -> Iterator[None]:
-    """Ask a store. Raises DemixError for all that goes wrong, with the names of errors alone."""
+    """Ask a store. Raises DemixError for all that goes wrong, with only the names of errors."""
     try:
         yield
     except DemixError:
@@ -313,8 +313,8 @@ def _asked(address: str) -> Iterator[None]:
     except Exception as error:
         if getattr(error, "errno", None) == ENOSPC:
             raise
-        told = getattr(error.__cause__, "response", None) or {}
-        code = _CODE.fullmatch(str(told.get("Error", {}).get("Code", "")))
+        answer = getattr(error.__cause__, "response", None) or {}
+        code = _CODE.fullmatch(str(answer.get("Error", {}).get("Code", "")))
         named = ": ".join([type(error).__name__, *([code[0]] if code else [])])
         cause, cure = ("is not there", _FIX) if isinstance(error, FileNotFoundError) else ("cannot be read", _ASK)
         raise DemixError(address, f"{cause} ({named})", cure) from None

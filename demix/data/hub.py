@@ -1,4 +1,4 @@
-"""The Hugging Face hub: records of data sets, streamed, and the files of models, as the hub tells size and digest.
+"""The Hugging Face hub: records of data sets, streamed, and the files of models, with their sizes and digests.
 
 Nothing but what is read is fetched, and no code of a repository runs.
 """
@@ -21,7 +21,7 @@ from demix.errors import DemixError
 # JSON lines are read as lines of text: the builder "json" wants one schema of all files, and refuses a nested field of
 # another shape even where nobody asked for it.
 BUILDERS = {".parquet": "parquet", ".jsonl": "text", ".json": "json", ".csv": "csv"}
-# Nothing is told to anybody: neither who loads a data set nor which version of a library is here.
+# No telemetry: neither who loads a data set nor which version of a library is here.
 QUIET = {"HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 
 _log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def commit_of(repository: str, revision: str | None, kind: Literal["data set", "
 
 @contextmanager
 def asked(subject: str) -> Iterator[None]:
-    """Ask the hub about `subject`, and tell it nothing else. Raises DemixError for all that goes wrong on the way."""
+    """Ask the hub about `subject`, without telemetry. Raises DemixError for all that goes wrong on the way."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     try:

@@ -1,4 +1,4 @@
-"""What an @ or an address of Facebook tells: e-mail addresses, Facebook's users, handles.
+"""What an @ or an address of Facebook identifies: e-mail addresses, Facebook's users, handles.
 
 Each @ is looked at once, and what is read to either side of it holds no other @: time is linear in the text.
 """

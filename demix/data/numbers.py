@@ -1,4 +1,4 @@
-"""Numbers that tell who somebody is: cards, social security numbers, telephones, DART identifiers.
+"""Numbers that identify somebody: cards, social security numbers, telephones, DART identifiers.
 
 Every number is looked for in one run of digits and separators, from bounded patterns that read at most 64 characters
 to either side of it: time is linear in the text.
@@ -41,7 +41,7 @@ _CARD = regex.compile(
 _ISSUER = regex.compile(
     r"4[0-9]{12}(?:[0-9]{3}){0,2}|(?:5[1-5]|2[2-7])[0-9]{14}|3[47][0-9]{13}|3(?:0[0-5]|[689][0-9])[0-9]{11}"
     r"|3095[0-9]{10}|35[0-9]{14}|(?:2131|1800)[0-9]{11}|6[0-9]{15,18}|5[06-9][0-9]{11,17}|(?:8[12]|9792)[0-9]{12,14}(?<=^.{16})"
-    # Of twelve digits one in fifty would do: Maestro's own ranges alone.
+    # Of twelve digits one in fifty would do: only Maestro's own ranges.
     r"|(?:5018|5020|5038|5[67][0-9]{2}|5893|6304|6390|67[0-9]{2})[0-9]{8}"
 )
 # In groups, more digits of Maestro's.
@@ -59,7 +59,7 @@ _ABROAD = regex.compile(rf"{_FREE}{_ALONE}(?:00|011|0011|010)(?:[{_BLANK}{_DASH}
 _JOINED = regex.compile(rf"[{_DASH}]\w")
 _SLASH = re.compile(r"(?<=[0-9)]) / (?=[0-9(])")
 _HOME = regex.compile(rf"{_FREE}{_ALONE}\(?(?=[0-9])")
-# Where a number beside it was replaced, what is left of a run is judged as a part of that run, as before.
+# Where a number next to it was replaced, what is left of a run is judged as a part of that run, as before.
 _CUT_BEFORE = regex.compile(rf"(?r){NUMBER_TOKEN}[{_BETWEEN}]{{0,3}}+")
 _CUT_AFTER = regex.compile(rf"[{_BETWEEN}]{{0,3}}+{NUMBER_TOKEN}")
 _GROUP = re.compile(r"[0-9]++")
@@ -122,7 +122,7 @@ def _identifiers(text: str, first: int, last: int, left: int) -> Iterator[Span]:
 
 
 def _phone(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:
-    """The telephone number with which a run of digits starts, as its beginning, its country code or a cue tells."""
+    """The telephone number with which a run of digits starts, by its beginning, its country code or a cue."""
     ways = (_after_a_plus, _from_abroad, _from_home)
     if found := next(filter(None, (way(text, start, end, groups) for way in ways)), None):
         return found
@@ -131,11 +131,11 @@ def _phone(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tu
         return None
     parted, opened = text[start] == "0" or last > groups[0][1], _opens_with(text, start, last)
     begin = start - (opened or text[start - 1 : start] == "+")
-    if _is_told_before(text, start, last, parted):
+    if _is_announced(text, start, last, parted):
         return None if _DATE.match(text, start) else (begin, last)
     if last != end:
         return None
-    if _is_told_after(text, start, end, parted):
+    if _is_explained(text, start, end, parted):
         return (begin, end)
     return (start - opened, end) if parted and len(groups) < 7 and _near_a_word(text, start, end) else None
 
@@ -153,7 +153,7 @@ def _after_a_plus(text: str, start: int, end: int, groups: list[tuple[int, int]]
     return (start - len(plus.group()) + (plus.group() == "(+" and ")" not in text[start:last]), last)
 
 
-def _is_told_before(text: str, start: int, last: int, parted: bool) -> bool:
+def _is_announced(text: str, start: int, last: int, parted: bool) -> bool:
     """Whether words before a number announce a telephone's; some announce only one whose groups are `parted`."""
     low = max(start - 64, 0)
     if cues.PHONE.match(text, low, start):
@@ -163,10 +163,10 @@ def _is_told_before(text: str, start: int, last: int, parted: bool) -> bool:
     return cues.MAYBE.match(text, low, start) is not None
 
 
-def _is_told_after(text: str, start: int, end: int, parted: bool) -> bool:
+def _is_explained(text: str, start: int, end: int, parted: bool) -> bool:
     """Whether words after a number say that it is a telephone's; some say it only of one whose groups are `parted`."""
-    told = cues.AFTER.match(text, end) or (parted and cues.AFTER_MAYBE.match(text, end))
-    if not told or _CUT_AFTER.match(text, end):
+    found = cues.AFTER.match(text, end) or (parted and cues.AFTER_MAYBE.match(text, end))
+    if not found or _CUT_AFTER.match(text, end):
         return False
     return not _any_at(text, start, _DATE, _YEARS)
 

@@ -30,7 +30,7 @@ from demix.errors import DemixError
 from demix.files.kinds import PARQUET, RECORDS, TAR, TEXT, ZIP, check_file_kind
 
 MAX_DOCUMENT_BYTES = 128 << 20
-# What a batch of Parquet may take in memory at the worst.
+# The most memory that a batch of Parquet may need.
 MAX_BATCH_BYTES = 1 << 30
 # The cure for text in another coding, most often Latin-1.
 TO_UTF8 = "iconv -f LATIN1 -t UTF-8 OLD > NEW"
@@ -59,7 +59,7 @@ class Row:
 class Reading:
     """What to read in a file: the `paths` of the fields wanted, the text first, or none for all fields.
 
-    `members`: those of archives, by glob; `*` alone stands for those that are data. The endings of those that are not
+    `members`: those of archives, by glob; a single `*` means those that are data. The endings of those that are not
     are added to `others`.
     `values`: a .json file is one array or object whose values are the records. Of the rows (of an archive: of the
     members, of Parquet: of the row groups where there are enough) `part` of `parts` is read, one in `parts`.
@@ -72,7 +72,7 @@ class Reading:
     parts: int = 1
     others: Counter[str] = field(default_factory=Counter)
 
-    def takes(self, index: int) -> bool:
+    def includes(self, index: int) -> bool:
         return index % self.parts == self.part
 
 
@@ -114,7 +114,7 @@ def _json_lines(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) 
         place = f"{path}, line {number}"
         if len(line) > MAX_DOCUMENT_BYTES:
             raise DemixError(place, "is over 128 MiB long", "end each JSON object with a line feed")
-        if reading.takes(number - 1) and not line.isspace():
+        if reading.includes(number - 1) and not line.isspace():
             yield Row(path, number, json_object(line, place, first=number == 1))
 
 
@@ -136,7 +136,7 @@ def _json_file(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -
     for number, fields in enumerate(values.values() if isinstance(values, dict) else values, 1):
         if not isinstance(fields, dict):
             raise DemixError(f"{path}, value {number}", "is not a JSON object", "leave out `json: values`")
-        if reading.takes(number - 1):
+        if reading.includes(number - 1):
             yield Row(path, number, fields)
 
 
@@ -149,15 +149,15 @@ def _json(data: bytes, place: str, first: bool) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these keys and values. Raises ValueError for a key that stands twice; json takes the last one."""
+    """The object of these keys and values. Raises ValueError for a duplicate key, of which json keeps the last."""
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise ValueError(f"the key {_twice([key for key, _ in pairs])!r} stands twice in an object")
+        raise ValueError(f"the key {_twice([key for key, _ in pairs])!r} is there twice in an object")
     return made
 
 
 def _twice(names: Iterable[str]) -> str | None:
-    """The first name that stands twice."""
+    """The first duplicate name."""
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
@@ -170,7 +170,7 @@ def _whole(stream: "io.BufferedReader[Any]", path: Path) -> bytes:
 
 def _text(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iterator[Row]:
     data = _whole(stream, path)
-    if data and reading.takes(0):
+    if data and reading.includes(0):
         text = data.decode("utf-8-sig", "surrogateescape")
         yield Row(path, 1, {next(iter(reading.paths), "text"): text, "file": path.name})
 
@@ -202,7 +202,7 @@ def _csv(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iter
                 cause = f"has {len(values)} values, and the header {len(header)}"
                 cure = "quote values with commas and line ends, or fix the row"
                 raise DemixError(f"{path}, row {number}", cause, cure)
-            if reading.takes(number - 1):
+            if reading.includes(number - 1):
                 yield Row(path, number, {name: values[place] for name, place in places.items()})
     except csv.Error as error:
         cause = f"is not valid CSV ({error})"
@@ -220,7 +220,7 @@ def _csv_lines(stream: "io.BufferedReader[Any]", path: Path) -> Iterator[str]:
 
 
 def _columns(path: Path, reading: Reading, names: list[str]) -> list[str]:
-    """The columns of a table with these `names` to read; none stands for all.
+    """The columns of a table with these `names` to read; none means all.
 
     Raises DemixError for one that is missing or there twice.
     """
@@ -247,12 +247,12 @@ def _parquet(path: Path, reading: Reading) -> Iterator[Row]:
             start = 0
             for group in groups:
                 rows = file.metadata.row_group(group).num_rows
-                if not by_group or reading.takes(group):
-                    # A value that stands in the file once, in a dictionary, may come out for every row.
+                if not by_group or reading.includes(group):
+                    # A value that the file holds once, in a dictionary, may come out for every row.
                     size = min(256, max(8, MAX_BATCH_BYTES // (sizes[group] + 1)))
                     batches = file.iter_batches(batch_size=size, row_groups=[group], columns=columns or None)
                     for number, fields in _numbered(map(bound.spent_on, batches), start):
-                        if by_group or reading.takes(number - 1):
+                        if by_group or reading.includes(number - 1):
                             yield Row(path, number, fields)
                 start += rows
     except UnicodeDecodeError as error:
@@ -297,7 +297,7 @@ def _archive(path: Path, reading: Reading, zipped: bool) -> Iterator[Row]:
                     continue
                 if problem:
                     raise DemixError(path, f"member {name!r} is {problem}", UNPACK)
-                if reading.takes(index):
+                if reading.includes(index):
                     of_member = Reading(reading.paths, values=reading.values)
                     with content() as inner:
                         yield from _file(path / name, of_member, bound, inner)

@@ -1,4 +1,4 @@
-"""Text that several runs prepare alike: made by one run, and taken by the others as further names of the same files.
+"""Text that several runs prepare alike: made by one run, and hard-linked by the others.
 
 A run notes what a job of its text made, of what, and the digests of the files. A job of another run that is about to
 make the same looks at these notes first. The notes are in the folders of the runs and hold no text: nothing outlives

@@ -70,7 +70,7 @@ class Omitted:
 
 
 class Source(SourceSection):
-    """Where a domain's text comes from and what of it is taken; config/README.md explains each field.
+    """Where a domain's text comes from and which part of it is read; config/README.md explains each field.
 
     `text`, `id`, `metadata` and the keys of `where` are fields or paths into nested ones (`selection.select`).
     Without `id` a document is called "<file name>#<row>", rows counted from 1.
@@ -85,7 +85,7 @@ class Source(SourceSection):
 def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
     """Write part `part` (of `source.parts`, from 0) of the documents of `source` to the Parquet file `output`.
 
-    A file that a pass over a shared source has left for it (`divided`) is taken, and nothing is read.
+    A file that a pass over a shared source has left for it (`divided`) is used, and nothing is read.
     Columns: `id`, `text`, `metadata` (JSON text of the fields named in `source.metadata`, sorted keys). Nothing here
     is anonymized yet: the file is made 0600, a folder made for it 0700. Bytes that are not UTF-8, and lone surrogates,
     which UTF-8 cannot hold, become U+FFFD; a document of which over 1% (and more than four) are such bytes or NUL is
@@ -161,7 +161,7 @@ def pinned(source: Source, part: int) -> list[Path] | None:
 
 
 def records(source: Source, name: str, fetched: Path, omitted: Omitted) -> Iterator[tuple[str, str, str]]:
-    """Id, text and metadata of all documents of `source` as `download` writes them; `name` stands in errors.
+    """Id, text and metadata of all documents of `source` as `download` writes them; `name` is for errors.
 
     A file of an address or of an object store is fetched to the folder `fetched`. What `download` counts in a file's
     metadata is added to `omitted`.
@@ -183,7 +183,7 @@ def valid(documents: Iterable[tuple[str, str, str]], omitted: Omitted) -> Iterat
         except UnicodeEncodeError:
             pass
         found = [len(INVALID.findall(value)) for value in document]
-        # NUL alone is removed later; beside bytes that are not UTF-8 it tells UTF-16 and what was never text.
+        # NUL alone is removed later; with bytes that are not UTF-8 it is a sign of UTF-16 and of what was never text.
         if found[1] and found[1] + document[1].count("\0") > max(MAX_INVALID, len(document[1]) / 100):
             omitted.not_utf8 += 1
             continue
@@ -332,8 +332,8 @@ def _stored(source: Source, domain: str, part: int, fetched: Path, others: Count
         raise DemixError(f"{domain}.source.sha256", cause[:300], cure)
     whole = len(addresses) >= source.parts
     reading = source.reading(*(0, 1) if whole else (part, source.parts), others)
-    taken = addresses[part :: source.parts] if whole else addresses
-    yield from _fetched_rows(source, taken, reading, fetched)
+    chosen = addresses[part :: source.parts] if whole else addresses
+    yield from _fetched_rows(source, chosen, reading, fetched)
 
 
 def _fetched_rows(source: Source, addresses: Sequence[str], reading: Reading, fetched: Path) -> Iterator[Row]:
@@ -344,7 +344,7 @@ def _fetched_rows(source: Source, addresses: Sequence[str], reading: Reading, fe
     make_private(fetched)
     for address in addresses:
         name = file_name(address)
-        # Two addresses may end in the same name, and a changed address must not take up the old one's bytes.
+        # Two addresses may end in the same name, and a changed address must not reuse the old one's bytes.
         path = fetched / hashlib.sha256(address.encode()).hexdigest()[:12] / name
         make_private(path.parent)
         try:
@@ -355,7 +355,7 @@ def _fetched_rows(source: Source, addresses: Sequence[str], reading: Reading, fe
             for row in read_rows(path, reading):
                 yield replace(row, address=str(row.file).replace(str(path), address, 1))
         except DemixError as error:
-            # Damaged where it came from or on the way: the next run must not take it for fetched.
+            # Damaged where it came from or on the way: the next run must fetch it again.
             path.unlink()
             raise error.but(error.subject.replace(str(path), address, 1)) from None
 
@@ -364,7 +364,7 @@ def file_name(url: str) -> str:
     """The name by which `sha256` and `bytes` know the file at an address. Raises DemixError for other addresses."""
     refuse_secrets("an address in source.path", url, LOG_IN)
     parts = urlsplit(url)
-    # A name in a store is no part of a URL: % and ? stand for themselves.
+    # A name in a store is no part of a URL: % and ? have no meaning.
     name = url.rpartition("/")[2] if parts.scheme in STORES else PurePosixPath(unquote(parts.path)).name
     if parts.scheme not in ("http", "https", *STORES) or name in ("", ".", ".."):
         raise DemixError(url, "is no address of a file", "give http(s)://host/…/file.suffix")

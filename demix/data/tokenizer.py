@@ -1,4 +1,4 @@
-"""Byte-level BPE: learned with Hugging Face tokenizers or taken from another family, kept as a sealed tokenizer.json,
+"""Byte-level BPE: learned with Hugging Face tokenizers or copied from another family, kept as a sealed tokenizer.json,
 applied with gigatoken and checked against tokenizers, whose ids are right by definition.
 
 The last id of a vocabulary that is learned is `<|endoftext|>`. In the file it is an ordinary entry of the model's
@@ -42,12 +42,12 @@ from demix.files.batches import read_batches
 from demix.files.json_files import SEAL, read_unsealed
 from demix.files.kinds import TEXT, check_kind
 
-# Words of text that are plenty for a vocabulary; counting them takes minutes and a few GB.
+# Words of text that are plenty for a vocabulary; counting them needs minutes and a few GB.
 TRAINING_WORDS = 200_000_000
 # Text of many kinds, by which a tokenizer of another family shows what it keeps of a text.
 PROBE = "Don't, I'LL x1 1234567 \u00e9e\u0301\u212b \u6f22\U0001f600\u200d\u00a0\u2003\r\n\n\t  a   \x00\x1c\x85{}</s>"
 
-# The largest merges.txt of the field has some 5 MiB, and a line of it takes 200 bytes of memory.
+# The largest merges.txt of the field has some 5 MiB, and a line of it needs 200 bytes of memory.
 MAX_MERGES_BYTES = 16 << 20
 _CURE = "use a byte-level BPE"
 
@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 class Tokenizer:
     """A vocabulary and its encoders: a fast one, and an exact one that it is checked against.
 
-    `vocab_size` are its types, the rows of a model's embedding. `end_of_text`, to which no text encodes, stands before
+    `vocab_size` are its types, the rows of a model's embedding. `end_of_text`, to which no text encodes, precedes
     each document; it is the last id of demix's own tokenizers. `sha256` is the seal of the file.
     """
 
@@ -92,7 +92,7 @@ class Tokenizer:
 
     @property
     def end_of_text(self) -> int:
-        """The id that ends a document, and stands before each."""
+        """The id that ends a document, and precedes each."""
         return self.vocabulary.end_of_text
 
     @property
@@ -183,7 +183,7 @@ def gpt2_tokenizer(output: Path) -> None:
 
 
 def byte_lengths(path: str | Path) -> np.ndarray:
-    """How many UTF-8 bytes of text each type of a tokenizer stands for, int64; `end_of_text` for none.
+    """How many UTF-8 bytes of text each type of a tokenizer represents, int64; `end_of_text` for none.
 
     The ids of a text add up to len(text.encode()), since each character of a byte-level token is one byte. Of a
     tokenizer with the normaliser NFC they add up to the bytes of the text in NFC.
@@ -273,7 +273,7 @@ def take_tokenizer(
     """Write the byte-level BPE of the tokenizer.json `source` as the sealed `output`, and return it.
 
     `end_of_text` is the token or the id that ends a document, `types` are the rows of a model's embedding; what is not
-    given, the files beside `source` say. A file that demix wrote stays what it is. Raises DemixError, and leaves no
+    given, the files next to `source` say. A file that demix wrote stays what it is. Raises DemixError, and leaves no
     `output`, for what is no such tokenizer.
     """
     content = read_unsealed(source)
@@ -296,7 +296,7 @@ def write_definition(
         own = _as_own(content, end, types)
     except ValueError as error:
         cause, cure = (*error.args, _CURE)[:2]
-        raise DemixError(source, f"is no tokenizer that demix takes ({cause})", cure) from None
+        raise DemixError(source, f"is no tokenizer that demix can use ({cause})", cure) from None
     write_json(output, own or {**content, OWN: {"end_of_text": end, "types": types}}, sort_keys=False)
     try:
         tokenizer = Tokenizer.load(output)

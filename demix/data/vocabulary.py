@@ -40,7 +40,7 @@ class Vocabulary:
 
     @property
     def byte_lengths(self) -> np.ndarray:
-        """How many bytes of text each type stands for, int64; `end_of_text` for none."""
+        """How many bytes of text each type represents, int64; `end_of_text` for none."""
         lengths = np.array([len(piece) for piece in self.pieces], np.int64)
         lengths[self.end_of_text] = 0
         return lengths
@@ -88,7 +88,7 @@ def foreign_vocabulary(content: Mapping[str, Any], end_of_text: int, types: int)
     for one in kept:
         if rule := next((rule for rule in ("lstrip", "rstrip", "single_word") if one.get(rule)), None):
             raise ValueError(f"its added token {one['content']!r:.40} has {rule}")
-    # `tokenizers` numbers added tokens anew unless the vocabulary of the model has their ids.
+    # `tokenizers` renumbers added tokens unless the vocabulary of the model has their ids.
     model = content["model"] | {"vocab": tokens | {one["content"]: one["id"] for one in kept}}
     changes = {"model": model, "added_tokens": kept, "post_processor": None, "truncation": None, "padding": None}
     definition, encoding = (json.dumps(one, ensure_ascii=False) for one in (content, {**content, **changes}))
@@ -133,7 +133,7 @@ def _check_model(content: Mapping[str, Any]) -> None:
     if any(step.get("add_prefix_space") for step in steps):
         raise ValueError("it puts a space before each text (add_prefix_space)")
     for step in steps[:-1]:
-        # What these take away of a text: punctuation, what a pattern matches, what it does not match.
+        # What these remove from a text: punctuation, what a pattern matches, what it does not match.
         taken = step.get("behavior") == "Removed" and not (step["type"] == "Split" and step.get("invert") is True)
         if step.get("type") not in ("Split", "Digits", "Punctuation") or taken:
             raise ValueError(f"its pre-tokenizer {step.get('type')!r:.40} may lose or change some text")
@@ -145,7 +145,7 @@ def _check_model(content: Mapping[str, Any]) -> None:
 def _is_plain(content: Mapping[str, Any]) -> bool:
     """Whether gigatoken follows what it reads of a definition.
 
-    It passes over how a pattern splits, whether ByteLevel splits besides, and all but the first of equal merges.
+    It passes over how a pattern splits, whether ByteLevel also splits, and all but the first of equal merges.
     """
     *splits, last = steps_of(content, "pre_tokenizer")
     whole = all(step.get("behavior") in ("Isolated", "Removed") for step in splits)
@@ -177,9 +177,9 @@ def byte_of_character() -> dict[str, int]:
 
 
 def to_bytes(token: str) -> bytes:
-    """The bytes of a token of the model's vocabulary, whose characters stand for one byte each."""
+    """The bytes of a token of the model's vocabulary, whose characters represent one byte each."""
     table = byte_of_character()
     try:
         return bytes([table[character] for character in token])
     except KeyError:
-        raise ValueError(f"the token {token!r:.40} holds characters that stand for no byte") from None
+        raise ValueError(f"the token {token!r:.40} holds characters that represent no byte") from None

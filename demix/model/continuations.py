@@ -62,7 +62,7 @@ class MixedModel:
         columns = [contexts.names.index(name) if name in contexts.names else 0 for name in self.experts]
 
         def of_a_text() -> Distances:
-            own = contexts.anew()
+            own = contexts.restarted()
             return lambda tokens: own.distances(tokens)[:, columns].astype(np.float64)
 
         return Stream(self.mixture, self.context, len(before), [of_a_text() for _ in before], before)

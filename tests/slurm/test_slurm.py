@@ -127,7 +127,7 @@ AWAY = {"kind": "url", "path": "http://127.0.0.1:9/a.txt"}
     [
         # A config of one's own that takes the place of the profile's.
         ({}, {}, ["--config", "run=other"], "config key cluster.launch"),
-        ({"downloads": "login", "setup": []}, AWAY, [], AWAY["path"]),
+        ({"downloads": "login"}, AWAY, [], AWAY["path"]),
         ({"partition": "none-such"}, {}, [], "config key cluster.partition"),
     ],
 )
