@@ -57,7 +57,8 @@ _AMERICAN = regex.compile(rf"(?:1[{_BLANK}.{_DASH}])?[2-9][0-9]{{2}}([{_BLANK}.{
 _PLUS = regex.compile(rf"(?r)(?<![^\W_]|[)+~]|\w_)(?<!\w-)(?<!{TOKEN}-?)(?:\(\+|\+\(?)")
 _ABROAD = regex.compile(rf"{_FREE}{_ALONE}(?:00|011|0011|010)(?:[{_BLANK}{_DASH}()]{{0,2}}[1-9])")
 _JOINED = regex.compile(rf"[{_DASH}]\w")
-_SLASH = re.compile(r"(?<=[0-9)]) / (?=[0-9(])")
+# Between two numbers of a run: a slash between spaces, or a parenthesis that does not close.
+_GAP = re.compile(r"(?<=[0-9)]) / (?=[0-9(])| \((?=[^()]*\Z)")
 _HOME = regex.compile(rf"{_FREE}{_ALONE}\(?(?=[0-9])")
 # Where a number next to it was replaced, what is left of a run is judged as a part of that run, as before.
 _CUT_BEFORE = regex.compile(rf"(?r){NUMBER_TOKEN}[{_BETWEEN}]{{0,3}}+")
@@ -76,22 +77,11 @@ _DATE = regex.compile(
 def find(text: str) -> Iterator[Span]:
     """The spans of numbers in `text`; some overlap."""
     for run in _RUN.finditer(text):
-        shown, whole = run.group(), run.span()
-        for start, end in _numbers(text, *whole) if " (" in shown or " / " in shown else (whole,):
-            yield from _in_run(text, start, end)
-
-
-def _numbers(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """The parts of a run that a slash between spaces, or a parenthesis that does not close, parts."""
-    for slash in _SLASH.finditer(text, start, end):
-        yield from _numbers(text, start, slash.start())
-        start = slash.end()
-    opened = text.rfind(" (", start, end)
-    if opened > start and text.find(")", opened, end) < 0:
-        yield start, opened
-        start = opened + 2
-    if start < end:
-        yield start, end
+        start = run.start()
+        for gap in _GAP.finditer(text, *run.span()):
+            yield from _in_run(text, start, gap.start())
+            start = gap.end()
+        yield from _in_run(text, start, run.end())
 
 
 def _in_run(text: str, start: int, end: int) -> Iterator[Span]:

@@ -279,12 +279,9 @@ def _files(source: Source, domain: str, part: int, fetched: Path, others: Counte
     paths = [Path(file) for file in source.share(part)]
     for path in paths:
         refuse_not_utf8(path)
-        if path.is_dir():
-            raise DemixError(path, "is a folder", f"name its files, such as {path}/*.jsonl.zst")
-        if not path.exists():
-            raise DemixError(path, f"is a link to {path.readlink()}, which is missing", "fix the link, or remove it")
         if not path.is_file():
-            raise DemixError(path, "is a pipe or a device", "write its bytes to a file, and name this file")
+            kind = "a folder" if path.is_dir() else "a pipe or a device" if path.exists() else "a link to nothing"
+            raise DemixError(path, f"is {kind}", "name a file, or those of a folder by a glob")
     share = (0, 1) if len(source.names) >= source.parts else (part, source.parts)
     if part == 0:
         others.update(source.others)
