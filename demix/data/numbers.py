@@ -87,27 +87,25 @@ def find(text: str) -> Iterator[Span]:
 def _in_run(text: str, start: int, end: int) -> Iterator[Span]:
     """The spans in one run of digits and separators, best category first."""
     groups = [match.span() for match in _GROUP.finditer(text, start, end)]
-    left = total = len(_digits(text, start, end))
     for first, last in groups:
-        yield from _identifiers(text, first, last, left)
-        left -= last - first
+        yield from _identifiers(text, first, last)
     low = max(start - 64, 0)
     if _CUT_BEFORE.match(text, low, start):
         return
-    if total >= 9 and cues.SSN.match(text, low, start) and (loose := _SSN_LOOSE.match(text, start)):
+    if cues.SSN.match(text, low, start) and (loose := _SSN_LOOSE.match(text, start)):
         yield (*loose.span(), "SSN")
     if found := _phone(text, start, end, groups):
         yield (found[0], _extended(text, found[1]), "PHONE_NUMBER")
 
 
-def _identifiers(text: str, first: int, last: int, left: int) -> Iterator[Span]:
-    """What is no telephone number, from the group of digits at [first, last) on; `left` digits are from there on."""
+def _identifiers(text: str, first: int, last: int) -> Iterator[Span]:
+    """What is no telephone number, from the group of digits at [first, last) on."""
     length = last - first
     if length == 10 and text.startswith("-", last) and (match := _DART.match(text, first)):
         yield (*match.span(), "DART")
-    if length >= 4 and left >= 12 and (match := _CARD.match(text, first)) and _is_card(text, *match.span()):
+    if length >= 4 and (match := _CARD.match(text, first)) and _is_card(text, *match.span()):
         yield (*match.span(), "CREDIT_CARD_NUMBER")
-    if length == 3 and left >= 9 and (match := _SSN.match(text, first)):
+    if length == 3 and (match := _SSN.match(text, first)):
         yield (*match.span(), "SSN")
 
 
@@ -241,12 +239,9 @@ def _whole(text: str, groups: list[tuple[int, int]], low: int, high: int) -> int
 
 def _is_card(text: str, start: int, end: int) -> bool:
     digits = _digits(text, start, end)
-    if not (12 <= len(digits) <= 19):
-        return False
-    total = 0
-    for place, digit in enumerate(map(int, reversed(digits))):
-        total += digit if place % 2 == 0 else (2 * digit - 9 if digit > 4 else 2 * digit)
-    if total % 10:
+    # Luhn's sum.
+    doubled = (int(digit) * (1 + place % 2) for place, digit in enumerate(reversed(digits)))
+    if sum(number - 9 * (number > 9) for number in doubled) % 10:
         return False
     if _ISSUER.fullmatch(digits) or (end - start > len(digits) and _MAESTRO.fullmatch(digits)):
         return True
