@@ -39,7 +39,7 @@ class SourceSection(Settings):
 
     kind: Literal["files", "url", "store", "hub"] = Field(
         description="files: local files. url: files fetched over HTTP(S); downloads are resumed and retried. store: "
-        "files of an object store, fetched alike by a package that you install (s3fs, gcsfs or adlfs) with the "
+        "files of an object store, fetched by a package that you install (s3fs, gcsfs or adlfs) with the "
         "credentials of the environment. hub: a Hugging Face data set, streamed without running code of the data set."
     )
     path: Text | Annotated[Items[Text], Field(min_length=1)] = Field(
