@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 from collections.abc import Iterable
+from typing import Literal
 
 from demix.data.fetch import check_network
 from demix.data.shared import NOTES
@@ -13,6 +14,14 @@ from demix.settings import settings_from, written
 
 # What the executor plug-in, submitit and demix call of SLURM; one package has them all.
 CLIENTS = ("sbatch", "srun", "sinfo", "squeue", "sacct", "scontrol", "scancel")
+
+
+def check_ready(run: Run, executor: Literal["local", "slurm"], domains: Iterable[str]) -> None:
+    """Raise DemixError unless jobs of a run can start; `domains` are those whose text is downloaded."""
+    if executor == "slurm":
+        check_site(run)
+    if executor == "local" or run.config.cluster.downloads == "login":
+        check_downloads(run, domains)
 
 
 def check_site(run: Run) -> None:
