@@ -308,12 +308,12 @@ class OpenedRun:
         """The figure `name` of the report, report/figures/<name>.json, as a chart of altair."""
         from demix.report import report_items
         from demix.report.item import FigureItem
-        from demix.report.material import Material
+        from demix.report.run_data import RunData
 
         known = {item.name: item for item in report_items(self._run.of) if isinstance(item, FigureItem)}
         if name not in known:
             raise DemixError(f"figure {name}", "is none of this run", nearest(name, known, "run the workflow"))
-        chart: alt.TopLevelMixin = known[name].drawn(Material(self._run.of))
+        chart: alt.TopLevelMixin = known[name].drawn(RunData(self._run.of))
         return chart
 
 

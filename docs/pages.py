@@ -27,7 +27,7 @@ from demix.plan.flops import HARDWARE, PAPER_TFLOPS, hours, update_flops
 from demix.plan.jobs import in_one_line
 from demix.plan.numbers import decimal, folded, short
 from demix.report.cells import adaptation_table
-from demix.report.material import Material
+from demix.report.run_data import RunData
 from demix.run.check import load_run
 from demix.run.run import Run
 
@@ -82,7 +82,7 @@ def sample_means() -> str:
 
 def sample_adaptation() -> str:
     """Means over novel domains before and after the adaptation to each, and the bytes that change."""
-    frame: pd.DataFrame = adaptation_table(Material(Run.read(SAMPLE))).frame
+    frame: pd.DataFrame = adaptation_table(RunData(Run.read(SAMPLE))).frame
     rows = []
     for label, name in ADAPTED.items():
         own_before, own_after, old_before, old_after, changed = frame.loc[name]

@@ -60,13 +60,13 @@ def write_report(run: Run, output: Path) -> None:
     """
     from altair.utils.schemapi import debug_mode
 
-    from demix.report.material import Material
+    from demix.report.run_data import RunData
 
-    material = Material(run).read()
+    data = RunData(run).read()
     # A chart is checked when it is written, not each of its parts when it is made.
     with debug_mode(False):
         for item in report_items(run):
-            item.write(material, output)
+            item.write(data, output)
 
 
 def report_of(run: Path, output: Path) -> None:

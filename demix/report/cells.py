@@ -13,8 +13,8 @@ import pandas as pd
 
 from demix.config.counts import parameters
 from demix.progress import so_many
-from demix.report.material import Material
 from demix.report.read import Bounds, Domains, Results, mean_of, paired, percent
+from demix.report.run_data import RunData
 from demix.report.systems import ByDomain, before_adding, before_dense_dapt, dense_adapted, one_added, released
 from demix.report.table import Table
 from demix.report.verdict import mean_interval
@@ -88,7 +88,7 @@ def measured(results: Results, bounds: Bounds, system: System, base: System, dom
     )
 
 
-def compared(material: Material, lines: Mapping[str, tuple[System, System]], kinds: Iterable[Domains]) -> Table:
+def compared(data: RunData, lines: Mapping[str, tuple[System, System]], kinds: Iterable[Domains]) -> Table:
     """A row for each label of `lines`, of a system beside the one that it is compared with.
 
     The columns of each of `kinds` are the mean perplexity over its domains, the change in percent, and the number of
@@ -99,10 +99,10 @@ def compared(material: Material, lines: Mapping[str, tuple[System, System]], kin
     rows: dict[str, dict[str, Any]] = {label: {} for label in lines}
     beneath: dict[str, dict[str, str]] = {label: {} for label in lines}
     for (label, (system, base)), domains in product(lines.items(), kinds):
-        results = material.own if system.method == "merged" else material.results
+        results = data.own if system.method == "merged" else data.results
         seeds, name = list(results.by_seed.values()), domains.heading
         found, means = results.of(system, domains.names), [one.mean(system, domains.names) for one in seeds]
-        one = measured(results, material.bounds, system, base, domains.names)
+        one = measured(results, data.bounds, system, base, domains.names)
         rows[label][name], interval = one.mean, mean_interval(found["perplexity"], found[["low", "high"]].dropna())
         beneath[label][name] = _below("[{:.2f}, {:.2f}]", interval, means)
         if system != base:
@@ -111,7 +111,7 @@ def compared(material: Material, lines: Mapping[str, tuple[System, System]], kin
             beneath[label][f"{name}, %"] = _below("{:+.1f} to {:+.1f}", one.interval, changes)
             told = f" ({one.significant} significant)" if one.known and len(seeds) == 1 else ""
             rows[label][f"{name}, lower"] = (f"{one.lower} of {one.both}" if one.both else "") + told
-    frame, several = pd.DataFrame.from_dict(rows, orient="index"), len(material.results.by_seed)
+    frame, several = pd.DataFrame.from_dict(rows, orient="index"), len(data.results.by_seed)
     spread = f"Means over {several} seeds, ± the standard deviation of a seed's mean, or of the change within a seed."
     return Table(
         frame,
@@ -209,16 +209,16 @@ def numbered(frame: pd.DataFrame) -> pd.DataFrame:
 ADAPTATIONS = ("Dense-DAPT", "DEMix-DAPT", "One expert added")
 
 
-def adapting(material: Material) -> tuple[pd.DataFrame, pd.DataFrame]:
+def adapting(data: RunData) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Test perplexities before and after the adaptation to each novel domain: one row per domain.
 
     The columns are Dense-DAPT, DEMix-DAPT and the mixture with one expert added, each on the training domains (the
     mean) and on the domain adapted to. Before an expert was adapted stands the training expert of highest posterior.
     """
-    run, results = material.run, material.own
+    run, results = data.run, data.own
     (naive, cached), (all_naive, _) = before_adding(run), added(run)
     found: dict[int, dict[str, dict[str, float]]] = {0: {}, 1: {}}
-    for name in material.novel:
+    for name in data.novel:
         systems = (
             (before_dense_dapt(run), dense_adapted(run)(name)),
             (naive, all_naive),
@@ -226,9 +226,9 @@ def adapting(material: Material) -> tuple[pd.DataFrame, pd.DataFrame]:
         )
         for (kind, pair), when in product(zip(ADAPTATIONS, systems, strict=True), found):
             row = found[when].setdefault(name, {})
-            row[f"{kind}: training domains"] = results.mean(pair[when], material.training)
+            row[f"{kind}: training domains"] = results.mean(pair[when], data.training)
             row[f"{kind}: own domain"] = results.mean(pair[when], [name])
-        likeliest = material.parents[name].likeliest if name in material.parents else ""
+        likeliest = data.parents[name].likeliest if name in data.parents else ""
         found[0][name]["DEMix-DAPT: own domain"] = results.expert_perplexities(naive.model, name, [likeliest]).iloc[0]
     before, after = (pd.DataFrame.from_dict(rows, orient="index", dtype="float64") for rows in found.values())
     return before, after
@@ -243,20 +243,20 @@ def changed_bytes(run: Run) -> dict[str, int]:
     return dict(zip(ADAPTATIONS, (4 * whole, 4 * expert, 4 * expert), strict=True))
 
 
-def adaptation_table(material: Material) -> Table:
+def adaptation_table(data: RunData) -> Table:
     """What adaptation to one domain gains there, and what it costs: forgetting and bytes; means over novel domains."""
-    before, after = adapting(material)
-    training, novel = (domains.counted for domains in material.kinds)
+    before, after = adapting(data)
+    training, novel = (domains.counted for domains in data.kinds)
     frame = pd.DataFrame({
         f"{name}, {when}": [mean_of(found[f"{kind}: {part}"]) for kind in ADAPTATIONS]
         for part, name in (("own domain", novel), ("training domains", training))
         for when, found in (("before", before), ("after", after))
     }, index=list(ADAPTATIONS))  # fmt: skip
-    frame["bytes changed"] = changed_bytes(material.run)
+    frame["bytes changed"] = changed_bytes(data.run)
     return Table(
         frame,
         "On the domain adapted to and on the training domains, averaged over the novel domains. Dense-DAPT makes a "
-        f"model of {before_dense_dapt(material.run).label} for each domain, DEMix-DAPT one more expert, and leaves "
+        f"model of {before_dense_dapt(data.run).label} for each domain, DEMix-DAPT one more expert, and leaves "
         "each training domain to its own expert, the same before and after by construction. One expert added: the "
         "mixture of the training experts and the new one with a cached prior.",
         formats={"bytes changed": "{:,.0f}"},

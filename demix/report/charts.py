@@ -15,9 +15,9 @@ import pandas as pd
 import vl_convert
 
 from demix.files import replacing, write_text
-from demix.report.material import Material
 from demix.report.ranking import Entry, Ranking
 from demix.report.read import Domains, read_metrics
+from demix.report.run_data import RunData
 from demix.report.table import render
 from demix.run.run import Run
 
@@ -249,7 +249,7 @@ def ranked(ranking: Ranking, *, narrow: bool = False) -> alt.TopLevelMixin:
     The panels stand side by side, or with `narrow`, for a telephone, one below the other.
     """
     shown, left_out = within_the_axis(ranking)
-    kinds = ranking.material.kinds
+    kinds = ranking.data.kinds
     panels = [
         dots(
             [_record(one, domains) for one in shown if not one.oracle_on(domains.kind)],
@@ -303,9 +303,9 @@ PROBABILITY_LEGEND = alt.Legend(title="probability", values=[0, 0.25, 0.5, 0.75,
 SHARE_LEGEND = alt.Legend(title="share", format=".0%", titlePadding=8)
 
 
-def posterior_figure(material: Material, kind: str, domains: list[str]) -> tuple[alt.ConcatChart, str]:
+def posterior_figure(data: RunData, kind: str, domains: list[str]) -> tuple[alt.ConcatChart, str]:
     """Figures 7 (`kind` training) and 8 (novel): the posterior over training experts after each block of a domain."""
-    experts, rows, panels = material.training, posteriors_on_dev(material, BLOCKS_SHOWN), []
+    experts, rows, panels = data.training, posteriors_on_dev(data, BLOCKS_SHOWN), []
     for index, domain in enumerate(domains[:MOST_SHOWN]):
         found = rows[rows["domain"] == domain]
         blocks = int(found["block"].max()) + 1 if len(found) else 1
@@ -331,13 +331,13 @@ def which_shown(**named: list[str]) -> str:
     return ", ".join(f"the first {MOST_SHOWN} of {len(names)} {what}" for what, names in more.items())
 
 
-def posteriors_on_dev(material: Material, blocks: int) -> pd.DataFrame:
+def posteriors_on_dev(data: RunData, blocks: int) -> pd.DataFrame:
     """The posteriors over the training experts of `demix` (`history`) after the first `blocks` of dev, of the run's
     first seed."""
-    rows = material.rows("posteriors").query(
+    rows = data.rows("posteriors").query(
         "model == 'demix' and experts == 'training' and weights == 'history' and split == 'dev' and seed == seed.min()"
     )
-    return rows[rows["expert"].isin(material.training) & (rows["block"] < blocks)]
+    return rows[rows["expert"].isin(data.training) & (rows["block"] < blocks)]
 
 
 def _stretches(found: pd.DataFrame) -> pd.DataFrame:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from demix.report.needs import Need
 
 if TYPE_CHECKING:
-    from demix.report.material import Material
+    from demix.report.run_data import RunData
     from demix.report.table import Table
 
 
@@ -34,7 +34,7 @@ class Group(StrEnum):
 Formats = tuple[tuple[str, str], ...]
 
 
-def paragraphs(function: "Callable[[Material], Any]") -> list[str]:
+def paragraphs(function: "Callable[[RunData], Any]") -> list[str]:
     """The paragraphs of a function's docstring, each as one line."""
     return [" ".join(paragraph.split()) for paragraph in cleandoc(function.__doc__ or "").split("\n\n")]
 
@@ -58,9 +58,9 @@ class Item(ABC):
     formats: Formats = (("html", "HTML"),)
 
     @property
-    def make(self) -> "Callable[[Material], Any]":
+    def make(self) -> "Callable[[RunData], Any]":
         """The function that makes the item."""
-        found: Callable[[Material], Any] = getattr(import_module(f"demix.report.items.{self.module}"), self.name)
+        found: Callable[[RunData], Any] = getattr(import_module(f"demix.report.items.{self.module}"), self.name)
         return found
 
     @property
@@ -79,7 +79,7 @@ class Item(ABC):
         return {suffix: f"{self.folder}/{self.name}.{suffix}".lstrip("/") for suffix, _ in self.formats}
 
     @abstractmethod
-    def write(self, material: "Material", output: Path) -> None:
+    def write(self, data: "RunData", output: Path) -> None:
         """Write its files below `output`, the folder of a report."""
 
 
@@ -92,20 +92,20 @@ class TableItem(Item):
     formats: Formats = (("html", "HTML"), ("md", ""), ("tex", "LaTeX"))
     above: "FigureItem | None" = None
 
-    def made(self, material: "Material") -> "Table":
+    def made(self, data: "RunData") -> "Table":
         """The table, beside the paper's numbers where the paper has such a table, without lines that have no number."""
         from demix.report.paper import beside_paper
 
         caption, *notes = paragraphs(self.make)
-        table = replace(self.make(material), name=self.name, title=self.title, caption=caption).noted(*notes)
-        return beside_paper(table.filled(), material.run)
+        table = replace(self.make(data), name=self.name, title=self.title, caption=caption).noted(*notes)
+        return beside_paper(table.filled(), data.run)
 
-    def write(self, material: "Material", output: Path) -> None:
+    def write(self, data: "RunData", output: Path) -> None:
         from demix.report.charts import inline
         from demix.report.table import write_table
 
-        drawing = inline(self.above.drawn(material)) if self.above else ""
-        write_table(self.made(material).noted(material.scale_note), output / self.folder, drawing)
+        drawing = inline(self.above.drawn(data)) if self.above else ""
+        write_table(self.made(data).noted(data.scale_note), output / self.folder, drawing)
 
 
 @dataclass(frozen=True)
@@ -116,25 +116,25 @@ class FigureItem(Item):
     folder: str = "figures"
     formats: Formats = (("json", ""), ("html", "Interactive"), ("svg", "SVG"), ("pdf", "PDF"), ("png", ""))
 
-    def drawn(self, material: "Material") -> Any:
+    def drawn(self, data: "RunData") -> Any:
         """The whole chart, with the look that all figures share."""
         from demix.report.charts import finish
 
-        chart, of_run = self.make(material)
+        chart, of_run = self.make(data)
         return finish(chart, self.title, f"{self.caption} {of_run}".strip())
 
-    def write(self, material: "Material", output: Path) -> None:
+    def write(self, data: "RunData", output: Path) -> None:
         from demix.report.charts import write_chart
 
-        write_chart(self.name, self.drawn(material), output / self.folder)
+        write_chart(self.name, self.drawn(data), output / self.folder)
 
 
 @dataclass(frozen=True)
 class PageItem(Item):
     """A page; its function returns the page's text by suffix."""
 
-    def write(self, material: "Material", output: Path) -> None:
+    def write(self, data: "RunData", output: Path) -> None:
         from demix.files import write_text
 
-        for suffix, text in self.make(material).items():
+        for suffix, text in self.make(data).items():
             write_text(output / self.files[suffix], text)

@@ -9,8 +9,8 @@ import rich.table
 
 from demix.config.models import KINDS
 from demix.report.cells import Measured, measured
-from demix.report.material import Material
 from demix.report.read import paired, paired_either_way, percent
+from demix.report.run_data import RunData
 from demix.report.systems import BALANCED, CACHED, all_training_flops, dense_adapted, families, training_flops
 from demix.report.table import cell
 from demix.report.verdict import mean_interval
@@ -79,7 +79,7 @@ class Ranking:
     """
 
     entries: tuple[Entry, ...]
-    material: Material
+    data: RunData
 
     @property
     def models(self) -> int:
@@ -134,9 +134,9 @@ class Ranking:
         Where the two were not compared on the same resamples, the interval is the widest that their differences to
         Dense (Balanced) allow: the sum of both.
         """
-        names = next(domains.names for domains in self.material.kinds if domains.kind == kind)
-        mine, others = (self.material.own.perplexities(entry.system, names) for entry in (one, other))
-        bounds, difference = self.material.bounds, mine - others
+        names = next(domains.names for domains in self.data.kinds if domains.kind == kind)
+        mine, others = (self.data.own.perplexities(entry.system, names) for entry in (one, other))
+        bounds, difference = self.data.bounds, mine - others
         known = paired_either_way(bounds, one.system, other.system, names)
         if len(known) < len(names):
             by_way = (paired(bounds, each.system, BALANCED, names) for each in (one, other) if each is not self.dense)
@@ -148,7 +148,7 @@ class Ranking:
     @property
     def verdict(self) -> str:
         """What the run shows, in numbers."""
-        best, dense, (training, *others) = self.best, self.dense, self.material.kinds
+        best, dense, (training, *others) = self.best, self.dense, self.data.kinds
         if math.isnan(dense.first.mean):
             return f"This run has no numbers of {dense.label}, with which models are compared."
         begin = f"Of {self.models} models at equal training FLOPs"
@@ -170,7 +170,7 @@ class Ranking:
         best, other = self.best, self.next
         if other is None or self.dense in (best, other):
             return
-        kind = self.material.kinds[0].kind
+        kind = self.data.kinds[0].kind
         if other.first.mean < best.first.mean:
             yield f"{other.label} are lower still ({other.first.mean:.2f} against {best.first.mean:.2f})."
             return
@@ -179,10 +179,10 @@ class Ranking:
         yield f"Next is {other.label}, {change:.1f}% higher on the {kind} domains{sure}."
 
     def _seeds(self) -> Iterator[str]:
-        names = self.material.kinds[0].names
+        names = self.data.kinds[0].names
         means = [
             (found.mean(self.best.system, names), found.mean(BALANCED, names))
-            for found in self.material.results.by_seed.values()
+            for found in self.data.results.by_seed.values()
         ]
         lower = [mine < dense for mine, dense in means if not math.isnan(mine + dense)]
         if len(lower) > 1:
@@ -190,7 +190,7 @@ class Ranking:
 
     def _more(self) -> Iterator[str]:
         for entry in {one.apart: one for one in reversed(self.entries) if one.apart and one.stands}.values():
-            measured = [(one.kind, entry.on[one.kind]) for one in self.material.kinds]
+            measured = [(one.kind, entry.on[one.kind]) for one in self.data.kinds]
             told = "; ".join(
                 f"{_beside(one.change)} {self.dense.label} on the {kind} domains{self._learned(entry, kind)}"
                 for kind, one in measured
@@ -200,9 +200,9 @@ class Ranking:
 
     def _learned(self, entry: Entry, kind: str) -> str:
         """How the experts that learned from the novel domains stand there to dense models that did so as well."""
-        if kind != "novel" or entry.system != added(self.material.run)[1]:
+        if kind != "novel" or entry.system != added(self.data.run)[1]:
             return ""
-        dapt = self.material.own.mean(dense_adapted(self.material.run), self.material.novel)
+        dapt = self.data.own.mean(dense_adapted(self.data.run), self.data.novel)
         change = percent(dapt, entry.on[kind].mean)
         return "" if math.isnan(change) else f", and {_beside(change)} Dense-DAPT, a dense model adapted to each"
 
@@ -216,16 +216,16 @@ def _significant(measured: Measured) -> str:
     return f", significant on {measured.significant} of {measured.known}" if measured.known else ""
 
 
-def ranking(material: Material) -> Ranking:
+def ranking(data: RunData) -> Ranking:
     """The lines of the main table that have numbers, ranked on the run's own seed."""
-    lines = (_entry(system, material) for _, system in main_systems(material.run))
+    lines = (_entry(system, data) for _, system in main_systems(data.run))
     known = [one for one in lines if one.system == BALANCED or not all(math.isnan(on.mean) for on in one.on.values())]
     known.sort(key=lambda entry: (entry.oracle, math.isnan(entry.first.mean), entry.first.mean))
-    return Ranking(tuple(known), material)
+    return Ranking(tuple(known), data)
 
 
-def _entry(system: System, material: Material) -> Entry:
-    run, adapted, counts = material.run, added(material.run)[1], ngram_lines(material.run)
+def _entry(system: System, data: RunData) -> Entry:
+    run, adapted, counts = data.run, added(data.run)[1], ngram_lines(data.run)
     model = next((one for one in run.own if one.name == system.model), None)
     experts = run.domains if system.experts == "all" else model.experts if model else run.training
     baseline = model is None or not (model.kind.has_experts or model.kind.routed)
@@ -233,10 +233,10 @@ def _entry(system: System, material: Material) -> Entry:
     more = "since its added experts learned from the novel domains" if system.experts == adapted.experts else ""
     return Entry(
         system,
-        {one.kind: measured(material.own, material.bounds, system, BALANCED, one.names) for one in material.kinds},
+        {one.kind: measured(data.own, data.bounds, system, BALANCED, one.names) for one in data.kinds},
         passes=1 if system.method in ("dense", "naive") else len(experts),
         stands=system in (adapted, *counts, standing(run).get(system.model)),
-        apart=more or (_unequal(model, material) if model else ""),
+        apart=more or (_unequal(model, data) if model else ""),
         family=family,
         baseline=baseline,
         counts=system in counts,
@@ -256,15 +256,15 @@ def standing(run: Run) -> dict[str, System]:
     return found
 
 
-def _unequal(model: Model, material: Material) -> str:
+def _unequal(model: Model, data: RunData) -> str:
     """Why a model is not at equal FLOPs of training with Dense (Balanced); empty for one that is."""
-    run = material.run
+    run = data.run
     pair = (model, next(one for one in run.own if one.name == BALANCED.model))
     if pair[0].base.initial == pair[1].base.initial != "":
         # What their parent took is the same, and need not be known.
         mine, others = (training_flops(one, run)[0] for one in pair)
     else:
-        mine, others = (all_training_flops(one, run, material.tokens_before) for one in pair)
+        mine, others = (all_training_flops(one, run, data.tokens_before) for one in pair)
     more = mine / others - 1
     if math.isnan(more):
         return "with unknown FLOPs of a parent"
@@ -276,17 +276,17 @@ def main_table(ranking: Ranking) -> rich.table.Table:
 
     The best model at equal FLOPs is marked. A dagger marks what does not beat the best n-grams.
     """
-    material = ranking.material
-    counted = {one.kind: _best_ngrams(ranking, one.kind) for one in material.kinds}
+    data = ranking.data
+    counted = {one.kind: _best_ngrams(ranking, one.kind) for one in data.kinds}
     table = rich.table.Table(title="Mean test perplexity (lower is better)", title_justify="left")
     table.add_column("")
-    for domains in material.kinds:
+    for domains in data.kinds:
         table.add_column(domains.counted, justify="right")
         table.add_column("change", justify="right")
     table.add_column("passes", justify="right")
     for entry in ranking.main:
         cells = []
-        for domains in material.kinds:
+        for domains in data.kinds:
             measured, counts = entry.on[domains.kind], counted[domains.kind]
             beaten = counts is not None and not entry.counts and measured.mean >= counts.on[domains.kind].mean
             mark = ("*" if entry.oracle_on(domains.kind) else "") + ("†" if beaten else "")
@@ -297,10 +297,10 @@ def main_table(ranking: Ranking) -> rich.table.Table:
         f"change: from {ranking.dense.label}; passes: models or experts run for each token",
         "◀ best at equal FLOPs of training, oracles and n-grams left out",
     ]
-    notes += ["* oracle: the best expert or token, chosen on the test data"] if material.novel else []
+    notes += ["* oracle: the best expert or token, chosen on the test data"] if data.novel else []
     notes += [
         f"† not better than {counts.label} ({counts.on[one.kind].mean:.2f}) on the {one.said}"
-        for one in material.kinds
+        for one in data.kinds
         if (counts := counted[one.kind])
     ]
     table.caption, table.caption_justify = "\n".join(notes), "left"
@@ -310,7 +310,7 @@ def main_table(ranking: Ranking) -> rich.table.Table:
 def beside_ngrams(ranking: Ranking) -> list[str]:
     """For each kind of domains which lines of the main table are not better than the best n-grams of the run."""
     told = []
-    for domains in ranking.material.kinds:
+    for domains in ranking.data.kinds:
         best, kind = _best_ngrams(ranking, domains.kind), domains.kind
         lines = [one for one in ranking.entries if not (one.counts or math.isnan(one.on[kind].mean))]
         names = [one.label for one in lines if best and one.on[kind].mean >= best.on[kind].mean]

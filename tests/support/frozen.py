@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from demix.config.models import PAPER
 from demix.files import read_json, read_parquet, write_parquet
-from demix.report.material import Material
 from demix.report.read import Results
+from demix.report.run_data import RunData
 from demix.run.run import FORMAT, Run
 from support.configs import with_keys
 
@@ -34,14 +34,14 @@ def rows_of(run: Run, name: str = "results") -> pd.DataFrame:
     return pd.read_parquet(run.folder / f"{name}.parquet")
 
 
-def material(run: Run, **given: Any) -> Material:
-    """What the report reads of a run, but for the values `given`, by the names of properties of `Material`.
+def run_data(run: Run, **given: Any) -> RunData:
+    """What the report reads of a run, but for the values `given`, by the names of properties of `RunData`.
 
     `results` and `suites` may be data frames.
     """
     frames = {name: Results(value) for name, value in given.items() if name in ("results", "suites")}
     frames = {name: frame for name, frame in frames.items() if isinstance(given[name], pd.DataFrame)}
-    return Material(run, given | frames)
+    return RunData(run, given | frames)
 
 
 def copied(run: Run, folder: Path) -> Run:

@@ -15,7 +15,7 @@ from markdown_it import MarkdownIt
 from demix.report.claims import claims, rows
 from demix.report.item import FigureItem, TableItem
 from demix.report.items import all_items
-from demix.report.material import Material
+from demix.report.run_data import RunData
 from demix.report.table import Table
 from demix.report.verdict import Verdict
 
@@ -115,23 +115,23 @@ def _is_bold(cell: ElementTree.Element) -> bool:
     return "best" in cell.get("class", "") or cell.find("strong") is not None
 
 
-def table_of(name: str, material: Material) -> Table:
+def table_of(name: str, data: RunData) -> Table:
     """A table of a report, without rows and columns that have no numbers, and beside the paper's."""
     item = all_items()[name]
     assert isinstance(item, TableItem)
-    return item.made(material)
+    return item.made(data)
 
 
-def shown(name: str, material: Material) -> Shown:
+def shown(name: str, data: RunData) -> Shown:
     """The same as its cells are printed, without what the paper prints."""
-    table = table_of(name, material)
+    table = table_of(name, data)
     frames = table.text().map(str.strip), table.second_lines(), table.bold()
     return Shown(*(frame.rename(index=str) for frame in frames)).of_run
 
 
-def first_page(material: Material, folder: Path) -> list[Shown]:
-    """The lines of the main table that matter, and its other lines, on the first page of a report of `material`."""
-    all_items()["index"].write(material, folder)
+def first_page(data: RunData, folder: Path) -> list[Shown]:
+    """The lines of the main table that matter, and its other lines, on the first page of a report of `data`."""
+    all_items()["index"].write(data, folder)
     return read_page(folder / "index.html")
 
 
@@ -142,16 +142,16 @@ def drawn_as(path: Path, *columns: str) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(columns)).drop_duplicates(ignore_index=True)
 
 
-def verdict(name: str, material: Material) -> Verdict:
+def verdict(name: str, data: RunData) -> Verdict:
     """The verdict on a claim that can be made of a run."""
-    (row,) = (row for row in rows(material.run) if row.name == name)
-    own, *others = (material.of_seed(seed) for seed in material.results.by_seed)
+    (row,) = (row for row in rows(data.run) if row.name == name)
+    own, *others = (data.of_seed(seed) for seed in data.results.by_seed)
     return row.judged(own).among([row.judged(one) for one in others]).verdict
 
 
-def verdicts(material: Material) -> dict[str, Verdict]:
+def verdicts(data: RunData) -> dict[str, Verdict]:
     """The verdicts on all claims that can be made of a run."""
-    return {claim.name: claim.verdict for claim in claims(material)}
+    return {claim.name: claim.verdict for claim in claims(data)}
 
 
 def pairs_of(names: list[str], **columns: Any) -> pd.DataFrame:
@@ -160,9 +160,9 @@ def pairs_of(names: list[str], **columns: Any) -> pd.DataFrame:
     return pairs.assign(kind="training", **columns)
 
 
-def drawn(name: str, material: Material) -> dict[str, Any]:
+def drawn(name: str, data: RunData) -> dict[str, Any]:
     """A figure in Vega-Lite's words."""
     item = all_items()[name]
     assert isinstance(item, FigureItem)
-    found: dict[str, Any] = item.drawn(material).to_dict()
+    found: dict[str, Any] = item.drawn(data).to_dict()
     return found

@@ -12,7 +12,7 @@ from demix.report.claims import rows
 from demix.report.items import all_items
 from demix.run.run import Run
 from support.configs import changed
-from support.frozen import material, rows_of
+from support.frozen import rows_of, run_data
 from support.report import pairs_of, verdict, verdicts
 
 
@@ -90,7 +90,7 @@ def levelled(run: Run, systems: tuple[str, ...], step: float) -> pd.DataFrame:
 
 def judged(name: str, run: Run, results: pd.DataFrame, **frames: object) -> str:
     differences = rows_of(run, "differences").iloc[:0]
-    return verdict(name, material(run, results=results, **{"differences": differences} | frames))
+    return verdict(name, run_data(run, results=results, **{"differences": differences} | frames))
 
 
 # Of these a mean over domains is one number, and no difference is too small to count.
@@ -128,7 +128,7 @@ def test_harm_is_more_than_half_a_percent(name: str, frozen: Run) -> None:
 def test_all_claims_of_a_run_are_tested(frozen: Run) -> None:
     of_models = {name for name, row in frozen.rows.items() if row.kind.has_experts and not row.masked}
     tempered = {f"{name}_tempered_against_dense" for name in of_models}
-    assert verdicts(material(frozen)).keys() == {*CLAIMS, *HARMLESS, *OTHERS} | tempered
+    assert verdicts(run_data(frozen)).keys() == {*CLAIMS, *HARMLESS, *OTHERS} | tempered
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_affinity_is_judged_by_orders_of_domains(slope: float, domains: int, exp
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.1, "shown"), (0.9, "not shown")])
 def test_experts_of_clusters_are_judged_on_their_clusters(factor: float, expected: str, frozen: Run) -> None:
-    clusters = material(frozen).clusters
+    clusters = run_data(frozen).clusters
     losses = clusters.losses.assign(nll=clusters.losses["tokens"] * 4.0)
     losses.loc[losses["cluster"] != losses["expert"], "nll"] += losses["tokens"] * np.log(factor)
     assert (
@@ -234,7 +234,7 @@ def test_the_page_counts_certain_domains(frozen: Run, tmp_path: Path) -> None:
     known = rows_of(frozen, "differences").query(f"seed == 1 and against == 'demix_cached' and {NAIVE}")
     half = known["domain"].map({"parliament": 1, "scripture": 10, "licenses": 11}).fillna(1)
     known = known.assign(perplexity_low=10 - half, perplexity_high=10 + half)
-    all_items()["claims"].write(material(frozen, results=results, differences=known), tmp_path)
+    all_items()["claims"].write(run_data(frozen, results=results, differences=known), tmp_path)
     (told,) = re.findall(
         '<tbody id="cached_against_naive">(.*?)</tbody>', (tmp_path / "claims.html").read_text(), re.DOTALL
     )

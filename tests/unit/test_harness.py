@@ -22,8 +22,8 @@ from demix.evaluate.harness import KnownTasks, evaluate_tasks, write_results
 from demix.files import read_parquet, write_parquet
 from demix.model.directory import load_model
 from demix.report import report_files
-from demix.report.material import Material
 from demix.report.read import read_rows
+from demix.report.run_data import RunData
 from demix.run.check import completed_run
 from demix.run.harness import harness_files, harness_settings, harnessed
 from demix.run.rules import RunRules
@@ -459,7 +459,7 @@ def test_a_changed_file_of_the_folder_is_an_input(place: Path) -> None:
 def test_the_table_has_all_values(place: Path) -> None:
     sections = {"domains": domains(THREE), "lm_eval": {"tasks": list(NAMES), "weights": list(WEIGHTS)}}
     run = small_run(place, **sections)
-    table, rows = table_of("harness", Material(run)), pd.read_parquet(place / "tasks.parquet")
+    table, rows = table_of("harness", RunData(run)), pd.read_parquet(place / "tasks.parquet")
     systems = ["DEMix (history)", "DEMix (average)", "Dense (Balanced)"]
     assert list(table.frame.columns) == ["Documents", "Demonstrations", *systems]
     for row in rows.itertuples():

@@ -19,7 +19,7 @@ from demix.plan.cost import ScoringCosts, plan_training
 from demix.plan.flops import HARDWARE
 from demix.plan.jobs import count_jobs, disk_bytes
 from demix.report.cells import changed_bytes
-from demix.report.material import Material
+from demix.report.run_data import RunData
 from demix.report.systems import all_training_flops
 from demix.run.check import completed_run
 from demix.run.compared import compared
@@ -285,7 +285,7 @@ def test_costs_count_the_tokens_of_a_parent_in_a_folder_where_they_are_known(tmp
     for name, tokens in (("mine", 1_000_000), ("theirs", None)):
         begun = {"model": "known", "step": 0, "tokens": tokens, "state_sha256": "4" * 64}
         write_json(tmp_path / "models" / name / "model.json", {"kind": "demix", "parent": begun})
-    before = Material(run).tokens_before
+    before = RunData(run).tokens_before
     assert before == {"mine": 1_000_000, "theirs": None}
     mine, theirs = (all_training_flops(trained(run, name), run, before) for name in models)
     assert mine == pytest.approx(training_flops_per_token(run.architecture, run.types, 32) * (TOKENS + 1_000_000))

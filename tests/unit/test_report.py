@@ -17,13 +17,13 @@ from demix.files import read_json, write_json, write_json_lines, write_parquet
 from demix.report import report_files, report_items, write_report
 from demix.report.item import FigureItem
 from demix.report.items import all_items
-from demix.report.material import STAGES, Material
+from demix.report.run_data import STAGES, RunData
 from demix.report.table import Table, write_table
 from demix.run.run import Run
 from support.cli import demix, succeeds
 from support.configs import domains, small_run
 from support.errors import refused
-from support.frozen import material, rows_of
+from support.frozen import rows_of, run_data
 from support.report import drawn, drawn_as, pairs_of, read_page, read_table, shown
 
 REPOSITORY = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def test_the_files_are_those_that_the_workflow_is_told_of(frozen: Run, report: P
 
 def test_files_of_the_same_run_are_the_same_bytes(frozen: Run, report: Path, tmp_path: Path) -> None:
     for name in ("table13", "figure4", "claims"):
-        all_items()[name].write(material(frozen), tmp_path)
+        all_items()[name].write(run_data(frozen), tmp_path)
     # What writes PDF orders the resources of a page at random.
     for path in (path for path in tmp_path.rglob("*.*") if path.suffix != ".pdf"):
         assert path.read_bytes() == (report / path.relative_to(tmp_path)).read_bytes(), path
@@ -71,7 +71,7 @@ def test_a_table_is_the_same_in_each_format(frozen: Run, report: Path) -> None:
         body = text.split(r"\endlastfoot" if "longtable" in text else r"\midrule", 1)[1]
         lines = [line for line in body.splitlines() if line.endswith(r" \\")]
         assert {len(re.findall(r"(?<!\\)&", line)) + 1 for line in lines} == {len(columns)}, path
-        made = shown(path.stem, material(frozen))
+        made = shown(path.stem, run_data(frozen))
         for found in (read_table(path.with_suffix(".md")), *read_page(path.with_suffix(".html"))):
             for frames in ((found.cells, made.cells), (found.beneath, made.beneath), (found.bold, made.bold)):
                 pd.testing.assert_frame_equal(*frames, check_dtype=False)
@@ -166,7 +166,7 @@ def test_what_is_doubled_lacks_a_column_or_does_not_compare_is_refused(
     table = pa.Table.from_pandas(damage(rows_of(frozen_copy, file)), preserve_index=False)
     write_parquet(table, frozen_copy.folder / f"{file}.parquet")
     with refused(f"{file}.parquet"):
-        all_items()[name].write(Material(frozen_copy), tmp_path)
+        all_items()[name].write(RunData(frozen_copy), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -189,14 +189,14 @@ def test_a_damaged_file_is_refused_before_anything_is_written(
 def test_a_line_of_metrics_without_tokens_is_refused(frozen: Run, tmp_path: Path) -> None:
     write_json_lines(tmp_path / "demix.jsonl", [{"step": 1, "tokens": 2, "loss": 3}, {"step": 2}])
     with refused("demix.jsonl:2"):
-        drawn("training", material(frozen, metrics=tmp_path))
+        drawn("training", run_data(frozen, metrics=tmp_path))
 
 
 def test_what_a_run_has_no_numbers_of_is_left_out(frozen: Run, tmp_path: Path) -> None:
     few = rows_of(frozen).query("kind == 'training' and model in ('dense', 'demix') and seed == 1")
     files = {"priors": "priors", "posteriors": "posteriors", "overlap": "corpus/overlap", "differences": "differences"}
     nothing = {name: rows_of(frozen, file).iloc[:0] for name, file in files.items()}
-    made = material(frozen, results=few, metrics=tmp_path / "none", **nothing)
+    made = run_data(frozen, results=few, metrics=tmp_path / "none", **nothing)
     for item in report_items(frozen):
         item.write(made, tmp_path)
     assert set(report_files(frozen)) == {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")}
@@ -225,7 +225,7 @@ def test_bold_is_what_prints_lowest_and_no_oracle(frozen: Run) -> None:
             "model == 'dense'": 50.001,
         },
     )
-    bold = shown("table5", material(frozen, results=results)).bold["Mean"]
+    bold = shown("table5", run_data(frozen, results=results)).bold["Mean"]
     averages = {label for label in bold.index if label.endswith("(average)")}
     assert {*bold[bold].index} == averages | {"Dense (Balanced)"}
 
@@ -236,20 +236,20 @@ def test_bold_of_tasks_is_surely_above_chance_and_reads_no_label(frozen: Run) ->
     tasks.loc[best, "accuracy"] = 0.95
     tasks.loc[read | (tasks["routing"] == "one expert"), "accuracy"] = 0.99
     tasks.loc[tasks["task"] == "halves", "judged"] = False
-    bold = shown("tasks", material(frozen, tasks=tasks)).bold
+    bold = shown("tasks", run_data(frozen, tasks=tasks)).bold
     assert {label.rpartition(" (")[2] for label in bold.index[bold["domain"]]} == {"average)"}
     assert not bold["halves"].any()
 
 
 def test_an_expert_that_began_as_an_average_has_no_single_parent(frozen_copy: Run) -> None:
     """It is compared with the likeliest of those that were averaged."""
-    copied = shown("table13", Material(frozen_copy)).cells
+    copied = shown("table13", RunData(frozen_copy)).cells
     for name in frozen_copy.novel:
         path = frozen_copy.folder / "models" / "demix" / "experts" / f"{name}.json"
         about = read_json(path)
         shares = {one: {"weight": 0.6 if one == about["parent"] else 0.2} for one in frozen_copy.training}
         write_json(path, about | {"parent": None, "parents": shares})
-    averaged = shown("table13", Material(frozen_copy)).cells
+    averaged = shown("table13", RunData(frozen_copy)).cells
     assert {*averaged["Parent expert"][[*frozen_copy.novel]]} == {"average"}
     pd.testing.assert_frame_equal(averaged.drop(columns="Parent expert"), copied.drop(columns="Parent expert"))
     told = demix(
@@ -259,14 +259,14 @@ def test_an_expert_that_began_as_an_average_has_no_single_parent(frozen_copy: Ru
 
 
 def test_what_rounds_to_zero_has_no_sign(frozen: Run) -> None:
-    found = shown("table6", material(frozen, results=numbered(frozen, {"experts == 'all'": 99 - 1e-6})))
+    found = shown("table6", run_data(frozen, results=numbered(frozen, {"experts == 'all'": 99 - 1e-6})))
     assert {*found.cells["Change, %"][["licenses", "fantasy"]]} == {"0.00"}
 
 
 def test_a_figure_without_a_point_is_drawn_all_the_same(frozen: Run, tmp_path: Path) -> None:
     results = rows_of(frozen).query("not method in ['dense', 'cached'] and weights != 'cluster'")
     item = all_items()["by_clusters"]
-    item.write(material(frozen, results=results), tmp_path)
+    item.write(run_data(frozen, results=results), tmp_path)
     svg = ElementTree.parse(tmp_path / item.files["svg"]).getroot()
     assert all(0 < float(svg.attrib[side]) < 2000 for side in ("width", "height"))
     assert (tmp_path / item.files["png"]).read_bytes().startswith(b"\x89PNG")
@@ -275,11 +275,11 @@ def test_a_figure_without_a_point_is_drawn_all_the_same(frozen: Run, tmp_path: P
 def test_a_text_without_an_interval_has_a_dash_beneath(frozen: Run) -> None:
     results, bounds = rows_of(frozen).query("seed == 1"), ["perplexity_low", "perplexity_high"]
     results.loc[results["domain"] == "scripture", bounds] = np.nan
-    found = shown("table4", material(frozen, results=results)).beneath
+    found = shown("table4", run_data(frozen, results=results)).beneath
     assert {*found["scripture"]} == {"–"}
     assert found["licenses"].str.fullmatch(r"\[[\d.]+, [\d.]+\]").all()
     results[bounds] = np.nan
-    assert {*shown("table4", material(frozen, results=results)).beneath.to_numpy().ravel()} == {""}
+    assert {*shown("table4", run_data(frozen, results=results)).beneath.to_numpy().ravel()} == {""}
 
 
 def test_a_figure_shows_the_first_64_domains_and_experts(frozen: Run) -> None:
@@ -287,8 +287,8 @@ def test_a_figure_shows_the_first_64_domains_and_experts(frozen: Run) -> None:
     numbers = np.random.default_rng(0).uniform(1, 2, (3, 66 * 66))
     about = {"model": "demix", "experts": "training", "weights": "history", "seed": 1, "split": "dev", "block": 0}
     pairs = pairs_of(names, ratio=numbers[0], overlap=numbers[1], prior=numbers[2], posterior=0.5, **about)
-    frames = {"pairs": pairs, "priors": pairs, "posteriors": pairs, "relations": material(frozen).relations}
-    made = Material(small_run(domains=domains(names)), frames)
+    frames = {"pairs": pairs, "priors": pairs, "posteriors": pairs, "relations": run_data(frozen).relations}
+    made = RunData(small_run(domains=domains(names)), frames)
     for name, columns in (
         ("figure2", ("domain", "expert")),
         ("figure4", ("domain", "expert")),

@@ -24,11 +24,11 @@ from demix.files import write_json_lines
 from demix.report import report_items
 from demix.report.item import FigureItem, TableItem
 from demix.report.items import all_items
-from demix.report.material import Material, relation_with_own, relations
 from demix.report.ranking import ranking
+from demix.report.run_data import RunData, relation_with_own, relations
 from demix.run.run import Run
 from support.configs import changed, small_run
-from support.frozen import material, rows_of, with_models
+from support.frozen import rows_of, run_data, with_models
 from support.report import Shown, drawn, drawn_as, first_page, pairs_of, says, shown, table_of
 
 # How tables name a system, by its method and rule of weights; {} is the label of the model.
@@ -449,7 +449,7 @@ def trace(files: Files, kind: str) -> pd.DataFrame:
 def by_domain(files: Files) -> pd.DataFrame:
     less = files.own.table("differences").query("against == 'dense'").set_index(["domain", *SYSTEM])
     rows, dense, run = [], files.own.of("dense", "dense"), files.run
-    for entry in ranking(Material(run)).main:
+    for entry in ranking(RunData(run)).main:
         model, experts, method, weights = entry.system.key
         if max(one.change for one in entry.on.values()) > 30:
             continue
@@ -543,7 +543,7 @@ def check(found: Shown, name: str, files: Files) -> None:
 
 @pytest.mark.parametrize("name", COMPUTED)
 def test_a_table_has_the_numbers_of_the_files(name: str, files: Files) -> None:
-    check(shown(name, material(files.run)), name, files)
+    check(shown(name, run_data(files.run)), name, files)
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -560,7 +560,7 @@ def test_a_figure_has_the_numbers_of_the_files(name: str, files: Files, report: 
 @pytest.mark.parametrize("name", ["table4", "table5", "full"])
 def test_a_run_of_one_seed_has_its_numbers(name: str, files: Files) -> None:
     one = files.own
-    check(shown(name, material(one.run, results=one.table("results"))), name, one)
+    check(shown(name, run_data(one.run, results=one.table("results"))), name, one)
 
 
 def test_between_budgets_the_logarithm_of_cost_is_linear(frozen: Run) -> None:
@@ -572,7 +572,7 @@ def test_between_budgets_the_logarithm_of_cost_is_linear(frozen: Run) -> None:
     results = pd.concat([results, *(results[results["model"] == "cbtm_2"].assign(model=name) for name in models)])
     perplexity = {"dense": 130.0, "dense_short": 160.0, "long": 120.0, "short": 140.0}
     results["perplexity"] = results["model"].map(perplexity).fillna(1.0)
-    found = shown("speed_up", material(run, results=results))
+    found = shown("speed_up", run_data(run, results=results))
     long, short = (flops(Files(frozen.folder), name) for name in ("dense", "dense_short"))
     lines = {
         "short against Dense (Balanced)": (140, short, long ** (2 / 3) * short ** (1 / 3)),
@@ -584,7 +584,7 @@ def test_between_budgets_the_logarithm_of_cost_is_linear(frozen: Run) -> None:
     assert {*found.cells.index} == {*expected}
     # Where no two lines share a perplexity, no row is left, and all columns are.
     results["perplexity"] = results["model"].map(perplexity | {"dense": 0.1, "dense_short": 0.2}).fillna(1.0)
-    assert table_of("speed_up", material(run, results=results)).frame.shape == (0, 8)
+    assert table_of("speed_up", run_data(run, results=results)).frame.shape == (0, 8)
 
 
 @pytest.mark.parametrize(
@@ -602,7 +602,7 @@ def test_losses_are_of_the_domains_that_all_models_train_on(
         mean = {measured: sum(losses.values()) / 2}
         by_domain = {f"{measured}/{domain}": loss for domain, loss in losses.items()}
         write_json_lines(tmp_path / f"{name}.jsonl", [{"step": 1, "tokens": 100} | mean | by_domain])
-    figure = drawn("training", Material(run, {"metrics": tmp_path}))
+    figure = drawn("training", RunData(run, {"metrics": tmp_path}))
     (records,) = figure["datasets"].values()
     labels = ("DEMix", "Dense (Balanced)", "DEMix without law")
     assert {row["model"]: row["loss"] for row in records} == dict(zip(labels, expected, strict=True))
@@ -665,7 +665,7 @@ def less(run: Run, half: float | tuple[float, float], against: str, *systems: tu
 def test_the_best_is_known_before_test_text_is_read(frozen: Run, tmp_path: Path) -> None:
     """Lower are the rules that are told the domain, and the expert that the test text chose."""
     differences = less(frozen, 20, "dense", TEMPERED)
-    main, rest = first_page(material(frozen, results=lined(frozen), differences=differences), tmp_path)
+    main, rest = first_page(run_data(frozen, results=lined(frozen), differences=differences), tmp_path)
     assert main.marked == ("DEMix (tempered)",)
     means = main.numbers["3 training domains"].drop("+ Domain Token")
     assert means.is_monotonic_increasing
@@ -688,7 +688,7 @@ def test_the_best_is_known_before_test_text_is_read(frozen: Run, tmp_path: Path)
 
 def test_models_with_other_training_stand_apart_and_no_model_may_be_below_dense(frozen: Run, tmp_path: Path) -> None:
     results = lined(frozen, dense=50, btx=10, dense_short=10)
-    main, rest = first_page(material(frozen, results=results), tmp_path)
+    main, rest = first_page(run_data(frozen, results=results), tmp_path)
     assert main.marked == ("Dense (Balanced)",)
     remarks = pd.concat([main.cells, rest.cells])["Remark"]
     assert all(remarks[frozen.rows[name].label].strip() for name in ("btx", "dense_short"))
@@ -700,12 +700,12 @@ def test_what_began_with_the_same_models_folder_has_equal_flops(frozen: Run, tmp
     run = with_models(frozen, tmp_path / "own", "demix", "dense")
     run = changed(run, models={name: {"kind": name, "parent": "imported/one"} for name in ("dense", "demix")})
     unknown = {"dense": None, "demix": None}
-    main, _ = first_page(material(run, results=lined(frozen), tokens_before=unknown), tmp_path)
+    main, _ = first_page(run_data(run, results=lined(frozen), tokens_before=unknown), tmp_path)
     assert "Remark" not in main.cells
 
 
 def test_a_warm_start_stands_beside_the_same_rule_without_it(frozen: Run, tmp_path: Path) -> None:
-    main, _ = first_page(material(frozen, results=lined(frozen, demix_seeded=95, btm=96)), tmp_path)
+    main, _ = first_page(run_data(frozen, results=lined(frozen, demix_seeded=95, btm=96)), tmp_path)
     seeded = f"{frozen.rows['demix_seeded'].label} (tempered)"
     assert main.marked == (seeded,)
     assert {seeded, "DEMix (tempered)", "DEMix (cached prior)", "Dense (Balanced)"} <= {*main.cells.index}
@@ -713,12 +713,12 @@ def test_a_warm_start_stands_beside_the_same_rule_without_it(frozen: Run, tmp_pa
 
 def test_a_model_counts_once_by_whatever_rules_it_predicts(frozen: Run) -> None:
     def counted(results: pd.DataFrame) -> int:
-        found = ranking(material(frozen, results=results))
+        found = ranking(run_data(frozen, results=results))
         assert f"Of {found.models} models" in found.verdict
         return found.models
 
     results = lined(frozen)
-    equal = {one.system.model for one in ranking(material(frozen, results=results)).entries if one.fair}
+    equal = {one.system.model for one in ranking(run_data(frozen, results=results)).entries if one.fair}
     models = {model.name for model in frozen.own}
     assert counted(results) == len(equal & models)
     assert counted(results.query("weights != 'switching'")) == counted(results)
@@ -727,7 +727,7 @@ def test_a_model_counts_once_by_whatever_rules_it_predicts(frozen: Run) -> None:
 
 def test_what_learned_from_novel_domains_is_compared_with_dense_models_that_did(frozen: Run) -> None:
     adapted = {f"dense-dapt-{name}": 75.0 for name in frozen.novel}
-    remarks = ranking(material(frozen, results=lined(frozen, **adapted))).remarks
+    remarks = ranking(run_data(frozen, results=lined(frozen, **adapted))).remarks
     (told,) = [remark for remark in remarks if "all experts" in remark]
     assert "15.4% above Dense (Balanced)" in told
     assert "100.0% above Dense-DAPT" in told
@@ -735,7 +735,7 @@ def test_what_learned_from_novel_domains_is_compared_with_dense_models_that_did(
 
 def test_a_run_without_dense_has_no_changes(frozen: Run, tmp_path: Path) -> None:
     results = lined(frozen).query("model != 'dense'")
-    main, _ = first_page(material(frozen, results=results), tmp_path)
+    main, _ = first_page(run_data(frozen, results=results), tmp_path)
     assert main.numbers["Training, change in %"].isna().all()
 
 
@@ -751,7 +751,7 @@ def test_bold_is_surely_below_the_next(
     known = [less(frozen, half, "dense", TEMPERED, CACHED)]
     known += [less(frozen, direct, "demix_cached", TEMPERED)] if direct else []
     results = lined(frozen)
-    main, _ = first_page(material(frozen, results=results, differences=pd.concat(known)), tmp_path)
+    main, _ = first_page(run_data(frozen, results=results, differences=pd.concat(known)), tmp_path)
     for column, expected in zip(("3 training domains", "2 novel domains"), bold, strict=True):
         shown = main.bold[column]
         assert shown[shown].index.tolist() == ["DEMix (cached prior)"] * expected
@@ -764,7 +764,7 @@ SIZES = {"gpt3-small": "125M", "gpt3-medium": "350M", "gpt3-large": "760M", "gpt
 def beside_paper(name: str, frozen: Run, architecture: dict[str, Any]) -> pd.DataFrame:
     """The cells of a table of the run, were it of another size."""
     run = Run(Config.complete(frozen.config.values | {"architecture": architecture}), frozen.folder)
-    return table_of(name, material(run)).text()
+    return table_of(name, run_data(run)).text()
 
 
 @pytest.mark.parametrize("entry", PRINTED, ids=lambda entry: f"{entry['table']}, {entry['preset']}")

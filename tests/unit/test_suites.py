@@ -22,7 +22,7 @@ from demix.run.systems import evaluated
 from support.cli import demix
 from support.configs import domains, small, small_run
 from support.errors import refused
-from support.frozen import material, rows_of
+from support.frozen import rows_of, run_data
 from support.report import table_of
 from support.scored import write_table
 
@@ -146,7 +146,7 @@ def test_the_table_has_perplexity_and_bits_per_byte_by_source(frozen: Run) -> No
     dense = rows.query("model == 'dense' and domain == 'paloma_songs' and seed == @frozen.seed").iloc[0]
     # An oracle is never the best.
     rows.loc[rows["oracle"], "perplexity"] = 1.0
-    table = table_of("suites", material(frozen, suites=rows))
+    table = table_of("suites", run_data(frozen, suites=rows))
     assert list(table.frame.index) == ["paloma: songs", "paloma: packages"]
     values = table.frame.loc["paloma: songs"]
     assert (values["Tokens"], values["Dense (Balanced)"]) == (dense["tokens"], dense["perplexity"])

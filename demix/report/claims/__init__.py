@@ -14,9 +14,9 @@ from typing import Any
 
 from demix.report import needs, systems
 from demix.report.claims import named
-from demix.report.material import Material
 from demix.report.needs import Need, missing
 from demix.report.read import Domains, paired_either_way
+from demix.report.run_data import RunData
 from demix.report.systems import ByDomain
 from demix.report.verdict import Claim, Part, compare
 from demix.run.run import Run
@@ -35,31 +35,31 @@ class Row:
     judge: str = ""
     mixture: System | None = None
 
-    def said(self, material: Material) -> str:
+    def said(self, data: RunData) -> str:
         """What is claimed, with the source."""
         fields = {field for _, field, *_ in Formatter().parse(self.statement) if field}
         words = {field: self.mixture.label if self.mixture and field == "mixture" else "" for field in fields}
-        words |= {field: named.WORDS[field](material) for field in fields & named.WORDS.keys()}
+        words |= {field: named.WORDS[field](data) for field in fields & named.WORDS.keys()}
         return self.statement.format(**words) + (f" ({self.source})." if self.source else ".")
 
-    def judged(self, material: Material) -> Claim:
+    def judged(self, data: RunData) -> Claim:
         """The claim, judged on one seed."""
-        parts = [part for one in self.compare for part in self._parts(material, **one)]
-        parts += getattr(named, self.judge)(material) if self.judge else ()
-        return Claim(self.name, self.said(material), tuple(parts))
+        parts = [part for one in self.compare for part in self._parts(data, **one)]
+        parts += getattr(named, self.judge)(data) if self.judge else ()
+        return Claim(self.name, self.said(data), tuple(parts))
 
     def _parts(
-        self, material: Material, first: str = "", second: str = "", on: Sequence[str] = ("training",), **how: Any
+        self, data: RunData, first: str = "", second: str = "", on: Sequence[str] = ("training",), **how: Any
     ) -> Iterator[Part]:
         """The comparisons of one entry of `compare`."""
         if finds := how.pop("pairs", ""):
-            found = list(getattr(named, finds)(material))
+            found = list(getattr(named, finds)(data))
         else:
-            firsts = [self.mixture] if self.mixture else _named(first, material.run)
-            found = list(product(firsts, _named(second, material.run)))
-        for domains in (one for one in material.kinds if one.kind in on):
+            firsts = [self.mixture] if self.mixture else _named(first, data.run)
+            found = list(product(firsts, _named(second, data.run)))
+        for domains in (one for one in data.kinds if one.kind in on):
             for pair in found:
-                yield _compared(material, pair, domains, **how)
+                yield _compared(data, pair, domains, **how)
 
 
 def _named(name: str, run: Run) -> list[ByDomain]:
@@ -70,7 +70,7 @@ def _named(name: str, run: Run) -> list[ByDomain]:
 
 
 def _compared(
-    material: Material,
+    data: RunData,
     pair: tuple[ByDomain, ByDomain],
     domains: Domains,
     labels: Sequence[str] = ("", ""),
@@ -82,14 +82,14 @@ def _compared(
     (label, values), (other, others) = (
         (
             given or (oracles.get(system, system.label) if isinstance(system, System) else ""),
-            material.results.perplexities(system, domains.names),
+            data.results.perplexities(system, domains.names),
         )
         for system, given in zip(pair, labels, strict=True)
     )
     first, second = pair
     bounds = None
     if intervals and isinstance(second, System):
-        bounds = paired_either_way(material.bounds, first, second, domains.names)
+        bounds = paired_either_way(data.bounds, first, second, domains.names)
     return compare(label, values, other, others, bounds=bounds, **how)
 
 
@@ -118,10 +118,10 @@ def needs_of_claims() -> dict[str, tuple[Need, ...]]:
 
 
 @lru_cache(maxsize=1)
-def claims(material: Material) -> list[Claim]:
+def claims(data: RunData) -> list[Claim]:
     """The claims judged on a run: on its own seed, and on whether its other seeds say the same."""
-    run = material.run
-    seeds = (run.seed, *(seed for seed in material.results.by_seed if seed != run.seed))
-    own, *others = (material.of_seed(seed) for seed in seeds)
+    run = data.run
+    seeds = (run.seed, *(seed for seed in data.results.by_seed if seed != run.seed))
+    own, *others = (data.of_seed(seed) for seed in seeds)
     judged = (row.judged(own).among([row.judged(one) for one in others]) for row in rows(run))
     return [claim for claim in judged if claim.parts]

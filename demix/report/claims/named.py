@@ -9,8 +9,8 @@ import pandas as pd
 
 from demix.progress import so_many
 from demix.report.cells import adapting
-from demix.report.material import Material, affinities
 from demix.report.read import mean_of, percent
+from demix.report.run_data import RunData, affinities
 from demix.report.systems import (
     BALANCED,
     DOMAIN_TOKEN,
@@ -92,41 +92,41 @@ def _sparse(run: Run, few: tuple[int, ...]) -> Iterator[tuple[Family, System]]:
                 yield family, replace(family.system, label=f"{family.system.label}, top-{k}", top_k=k)
 
 
-def beat_one(material: Material) -> Pairs:
-    ones = one_clusters(material.run)
-    return ((family.system, ones[family.budget]) for family in several_clusters(material.run))
+def beat_one(data: RunData) -> Pairs:
+    ones = one_clusters(data.run)
+    return ((family.system, ones[family.budget]) for family in several_clusters(data.run))
 
 
-def one_expert(material: Material) -> Pairs:
-    ones = one_clusters(material.run)
-    return ((one, ones[family.budget]) for family, one in _sparse(material.run, (1,)))
+def one_expert(data: RunData) -> Pairs:
+    ones = one_clusters(data.run)
+    return ((one, ones[family.budget]) for family, one in _sparse(data.run, (1,)))
 
 
-def few_experts(material: Material) -> Pairs:
-    return ((few, family.system) for family, few in _sparse(material.run, (2, 4)))
+def few_experts(data: RunData) -> Pairs:
+    return ((few, family.system) for family, few in _sparse(data.run, (2, 4)))
 
 
-def random_worse(material: Material) -> Pairs:
-    pairs, ones = _alike(material.run, "random"), one_clusters(material.run)
+def random_worse(data: RunData) -> Pairs:
+    pairs, ones = _alike(data.run, "random"), one_clusters(data.run)
     yield from ((family.system, other.system) for family, other in pairs)
     yield from ((ones[other.budget], other.system) for _, other in pairs)
 
 
-def balanced_better(material: Material) -> Pairs:
-    return ((family.system, other.system) for family, other in _both_ways(material.run))
+def balanced_better(data: RunData) -> Pairs:
+    return ((family.system, other.system) for family, other in _both_ways(data.run))
 
 
-def against_metadata(material: Material) -> Pairs:
+def against_metadata(data: RunData) -> Pairs:
     """Clusters do not know the domain, so domains are compared without it where their experts can be weighted alike."""
-    routed = routed_weights(material.run)
-    for nearest, other in _nearest(material.run):
+    routed = routed_weights(data.run)
+    for nearest, other in _nearest(data.run):
         alike = routed and other.model.routing
         yield nearest.system, by_distance(other.model, routed) if alike else other.system
 
 
-def trained_apart(material: Material) -> Pairs:
-    budget = families(material.run)["dense"].budget
-    alike = (one for one in whole_models(material.run) if not one.clustering and one.budget == budget)
+def trained_apart(data: RunData) -> Pairs:
+    budget = families(data.run)["dense"].budget
+    alike = (one for one in whole_models(data.run) if not one.clustering and one.budget == budget)
     return ((family.system, BALANCED) for family in alike)
 
 
@@ -148,20 +148,20 @@ def _beside_routed(run: Run, some: list[Family]) -> Pairs:
                 yield family.system, rival.system
 
 
-def domains_beside_routed(material: Material) -> Pairs:
-    known = families(material.run).values()
+def domains_beside_routed(data: RunData) -> Pairs:
+    known = families(data.run).values()
     return _beside_routed(
-        material.run, [family for family in known if family.model.kind.has_experts and not family.clustering]
+        data.run, [family for family in known if family.model.kind.has_experts and not family.clustering]
     )
 
 
-def clusters_beside_routed(material: Material) -> Pairs:
-    return _beside_routed(material.run, several_clusters(material.run))
+def clusters_beside_routed(data: RunData) -> Pairs:
+    return _beside_routed(data.run, several_clusters(data.run))
 
 
-def seeded(material: Material) -> Pairs:
+def seeded(data: RunData) -> Pairs:
     """Feedforward experts with a seed phase beside DEMix from scratch, at equal budgets."""
-    known = families(material.run)
+    known = families(data.run)
     scratch = known["demix"]
     for family in known.values() if not scratch.model.parent else ():
         experts = family.model.kind.expert_scope == "feedforward" and not family.clustering
@@ -179,9 +179,9 @@ def _merged(run: Run, *, routers: bool = False) -> list[tuple[Family, Family]]:
     ]
 
 
-def against_mixture(material: Material) -> Pairs:
+def against_mixture(data: RunData) -> Pairs:
     """Merged experts that were trained beside the mixture of as many experts' outputs; neither knows the domain."""
-    run = material.run
+    run = data.run
     for family, parent in _merged(run) if "tempered" in run.config.evaluation.weights else ():
         layer = family.architecture.routed
         if layer and layer.top_k in tried_top_k(run, parent.experts):
@@ -190,39 +190,37 @@ def against_mixture(material: Material) -> Pairs:
             yield family.system, replace(tempered, label=label, top_k=layer.top_k)
 
 
-def routers_alone(material: Material) -> Pairs:
+def routers_alone(data: RunData) -> Pairs:
     """Merged experts whose routers alone were trained beside those of the same parent that were trained as a whole."""
-    whole = {parent.model.row: family for family, parent in _merged(material.run)}
-    for family, parent in _merged(material.run, routers=True):
+    whole = {parent.model.row: family for family, parent in _merged(data.run)}
+    for family, parent in _merged(data.run, routers=True):
         if parent.model.row in whole:
             yield family.system, whole[parent.model.row].system
 
 
-WORDS: dict[str, Callable[[Material], str]] = {
-    "dense": lambda material: (
-        "both dense baselines" if len(baselines(material.run)) > 1 else baselines(material.run)[0].label
-    ),
-    "on_all": lambda material: " and ".join(f"on the {domains.kind} domains" for domains in material.kinds),
-    "parent": lambda material: "the likeliest training expert" if material.averaged else "its parent",
-    "one_cluster": lambda material: " or ".join(system.label for system in one_clusters(material.run).values()),
-    "most_clusters": lambda material: "".join(f"{family.experts}" for family, _ in _both_ways(material.run)),
-    "nearest_clusters": lambda material: "".join(f"{family.experts}" for family, _ in _nearest(material.run)),
-    "domains": lambda material: so_many(len(material.training), "domain"),
+WORDS: dict[str, Callable[[RunData], str]] = {
+    "dense": lambda data: "both dense baselines" if len(baselines(data.run)) > 1 else baselines(data.run)[0].label,
+    "on_all": lambda data: " and ".join(f"on the {domains.kind} domains" for domains in data.kinds),
+    "parent": lambda data: "the likeliest training expert" if data.averaged else "its parent",
+    "one_cluster": lambda data: " or ".join(system.label for system in one_clusters(data.run).values()),
+    "most_clusters": lambda data: "".join(f"{family.experts}" for family, _ in _both_ways(data.run)),
+    "nearest_clusters": lambda data: "".join(f"{family.experts}" for family, _ in _nearest(data.run)),
+    "domains": lambda data: so_many(len(data.training), "domain"),
 }
 
 
-def own_expert_best(material: Material) -> Iterator[Part]:
+def own_expert_best(data: RunData) -> Iterator[Part]:
     """Whether each domain's own expert is the best on it."""
-    ratios = affinities(material.results, material.run)
+    ratios = affinities(data.results, data.run)
     ratios = ratios[(ratios["kind"] == "training") & (ratios["domain"] != ratios["expert"])].dropna()
     yield _diagonal(ratios.groupby("domain")["ratio"].min().to_numpy(), "", "domain")
 
 
-def own_cluster_best(material: Material) -> Iterator[Part]:
+def own_cluster_best(data: RunData) -> Iterator[Part]:
     """Whether each cluster's own expert is the best on the cluster's test documents, one part per model."""
-    for family in several_clusters(material.run):
+    for family in several_clusters(data.run):
         model = family.model
-        ratios = material.clusters.over_own(model.row, material.seed, model.domains).to_numpy(copy=True)
+        ratios = data.clusters.over_own(model.row, data.seed, model.domains).to_numpy(copy=True)
         np.fill_diagonal(ratios, np.nan)
         best = np.array([np.nanmin(line) for line in ratios if np.isfinite(line).any()])
         yield _diagonal(best, f"{model.label}: ", "cluster")
@@ -240,8 +238,8 @@ def _diagonal(best: np.ndarray, of: str, over: str) -> Part:
     return Part(bool(len(best) and best.mean() > 1), agreeing, len(best), sentence)
 
 
-def overlap_correlates(material: Material) -> Iterator[Part]:
-    found = material.relation_with_own
+def overlap_correlates(data: RunData) -> Iterator[Part]:
+    found = data.relation_with_own
     r, known = -found.pearson, np.isfinite(found.pearson)
     sentence = (
         f"Pearson r = {r:.2f} over {found.pairs} pairs of a domain and an expert, of the share of bigrams with minus "
@@ -253,13 +251,13 @@ def overlap_correlates(material: Material) -> Iterator[Part]:
     yield Part(bool(r > 0), int(r > 0), int(known), sentence, bool(found.permutation_p < 0.05))
 
 
-def adapts(material: Material) -> Iterator[Part]:
+def adapts(data: RunData) -> Iterator[Part]:
     """The new experts against their parents, and the training domains before and after."""
-    before, after = (found["DEMix-DAPT: own domain"] for found in adapting(material))
-    parent = "the likeliest training expert" if material.averaged else "its parent"
+    before, after = (found["DEMix-DAPT: own domain"] for found in adapting(data))
+    parent = "the likeliest training expert" if data.averaged else "its parent"
     yield compare("Adapted expert", after, parent, before)
-    own = (before_adding(material.run)[0], added(material.run)[0])
-    old, new = (material.results.perplexities(one, material.training) for one in own)
+    own = (before_adding(data.run)[0], added(data.run)[0])
+    old, new = (data.results.perplexities(one, data.training) for one in own)
     change = (new / old - 1).abs().dropna()
     agreeing = int((change <= UNCHANGED).sum())
     sentence = (
@@ -271,9 +269,9 @@ def adapts(material: Material) -> Iterator[Part]:
     yield Part(bool(len(change)) and agreeing == len(change), agreeing, len(change), sentence)
 
 
-def forgets(material: Material) -> Iterator[Part]:
+def forgets(data: RunData) -> Iterator[Part]:
     """The mean over the training domains after each Dense-DAPT, against that before."""
-    before, after = (found["Dense-DAPT: training domains"] for found in adapting(material))
+    before, after = (found["Dense-DAPT: training domains"] for found in adapting(data))
     changes = (after / before - 1).dropna()
     agreeing = int((changes > 0).sum())
     sentence = (
@@ -281,27 +279,27 @@ def forgets(material: Material) -> Iterator[Part]:
         f"average ({as_percent(changes.min())} to {as_percent(changes.max())}), a rise for {agreeing} of "
         f"{so_many(len(changes), 'novel domain')}."
         if len(changes)
-        else f"Dense-DAPT against {before_dense_dapt(material.run).label}: no rows."
+        else f"Dense-DAPT against {before_dense_dapt(data.run).label}: no rows."
     )
     yield Part(bool(changes.mean() > 0), agreeing, len(changes), sentence)
 
 
-def one_reduces(material: Material) -> Iterator[Part]:
+def one_reduces(data: RunData) -> Iterator[Part]:
     """Each novel domain's expert alone added to the training experts: the mean over the training domains."""
-    before, after = (found["One expert added: training domains"] for found in adapting(material))
+    before, after = (found["One expert added: training domains"] for found in adapting(data))
     label = "With one more expert, averaged over the training domains,"
     yield compare(label, after, "training experts", before, over="added expert")
 
 
-def like_never_trained(material: Material) -> Iterator[Part]:
-    run = material.run
+def like_never_trained(data: RunData) -> Iterator[Part]:
+    run = data.run
     systems: dict[str, ByDomain] = {
         "with": before_removal(run),
         "without": without_expert(run),
         "never": without_domain,
     }
     rows = pd.DataFrame(
-        {name: material.results.perplexities(system, material.training) for name, system in systems.items()}
+        {name: data.results.perplexities(system, data.training) for name, system in systems.items()}
     ).dropna()
     if rows.empty:
         yield Part(False, 0, 0, "+Expert, −Expert and −Domain: no domain has all three.")
@@ -318,12 +316,12 @@ def like_never_trained(material: Material) -> Iterator[Part]:
     )
 
 
-def merged_forget(material: Material) -> Iterator[Part]:
+def merged_forget(data: RunData) -> Iterator[Part]:
     """Whether leaving its expert out costs a domain as much in merged models as in DEMix, one part per merged model."""
-    run, domains = material.run, material.training
+    run, domains = data.run, data.training
 
     def costs(whole: System, without: ByDomain) -> pd.Series:
-        return percent(material.own.perplexities(whole, domains), material.own.perplexities(without, domains))
+        return percent(data.own.perplexities(whole, domains), data.own.perplexities(without, domains))
 
     own = costs(before_removal(run), without_expert(run))
     for whole in merged_whole(run).values():

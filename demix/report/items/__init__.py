@@ -1,6 +1,6 @@
 """The tables, figures and pages of a report, in their order.
 
-Each is made from a `Material` by the function of its name in one of these modules, whose docstring is the caption. The
+Each is made from a `RunData` by the function of its name in one of these modules, whose docstring is the caption. The
 modules load pandas and altair; this list of them does not, since the workflow asks what files a report has.
 """
 

@@ -23,8 +23,8 @@ from demix.report.charts import (
     heat_maps,
     share_scale,
 )
-from demix.report.material import Material
 from demix.report.read import Domains, parent_notes
+from demix.report.run_data import RunData
 from demix.report.systems import BALANCED, Family, all_training_flops, by_label, lines, one_clusters
 from demix.report.systems import families as families_of
 from demix.report.table import Table
@@ -39,7 +39,7 @@ SPEED = ("perplexity", "FLOPs", "FLOPs of dense", "speed-up")
 GRID = {"columns": 3, "spacing": 24, "align": "each"}
 
 
-def families(material: Material) -> Table:
+def families(data: RunData) -> Table:
     """Mean test perplexity of each row of models over the training and over the novel domains. Each row is mixed as its
     paper does, and nothing of the rule is chosen. Experts of domains: cached, a prior from dev text of the domain, with
     weights by the block's history. Experts of clusters: cluster, the distance of the text so far to each cluster, where
@@ -49,7 +49,7 @@ def families(material: Material) -> Table:
 
     Tokens are those of all experts together, the seed phase included.
     """
-    run = material.run
+    run = data.run
     known, alike, balanced = families_of(run), variant_rows(run), dict(balanced_pairs(run))
     pairs: dict[str, tuple[System, System]] = {}
     about: dict[str, dict[str, Any]] = {}
@@ -63,14 +63,14 @@ def families(material: Material) -> Table:
             {
                 "Experts": f"{len(family.model.experts)} {what}" if mixed and not merged else family.chosen,
                 "Mixed by": " ".join(filter(None, (system.method, system.weights))) if mixed else "",
-                "Tokens": family.learned(material.tokens_before),
+                "Tokens": family.learned(data.tokens_before),
             },
         )
-    table = compared(material, pairs, material.kinds)
+    table = compared(data, pairs, data.kinds)
     frame = pd.DataFrame.from_dict(about, orient="index").join(table.frame)
     frame["Against"] = [base.label if system != base else "" for system, base in pairs.values()]
     routed = {one.token_routed for one in run.merged}
-    notes = parent_notes(run, material.tokens_before)
+    notes = parent_notes(run, data.tokens_before)
     if False in routed:
         notes.append("Averaged experts are one model, whose parameters are the mean of theirs.")
     if True in routed:
@@ -81,12 +81,12 @@ def families(material: Material) -> Table:
         )
     if routed:
         notes.append("Merged models are made of the run's own seed, and compared with the row of this seed.")
-    if len(material.results.by_seed) > 1:
+    if len(data.results.by_seed) > 1:
         notes.append("All seeds have the same clusters.")
     return replace(table.noted(*notes), frame=frame)
 
 
-def speed_up(material: Material) -> Table:
+def speed_up(data: RunData) -> Table:
     """The FLOPs of training that a row, and a dense model, take to one perplexity, and how many times as many the dense
     one takes (c-BTM, Figure 12 and appendix A.3). Rows of several budgets are one line. Between two of its budgets the
     logarithm of FLOPs is linear in perplexity.
@@ -94,15 +94,15 @@ def speed_up(material: Material) -> Table:
     A line tells of the mean test perplexity of the row that it names. Nothing is said of perplexities that one of the
     two reaches at none of its budgets, or beyond them. FLOPs include those of the seed phase.
     """
-    every = lines(material.run)
+    every = lines(data.run)
     rows: dict[str, dict[str, float]] = {}
     for dense in (line for line in every if line[0].dense and len(line) > 1):
         for line in (line for line in every if not line[0].dense and _alike(line[0], dense[0])):
-            for domains in material.kinds:
-                for label, *found in _speeds(*(_runs(material, one, domains) for one in (line, dense))):
+            for domains in data.kinds:
+                for label, *found in _speeds(*(_runs(data, one, domains) for one in (line, dense))):
                     named = {f"{domains.heading}, {told}": value for told, value in zip(SPEED, found, strict=True)}
                     rows.setdefault(label, {}).update(named)
-    columns = [f"{domains.heading}, {told}" for domains in material.kinds for told in SPEED]
+    columns = [f"{domains.heading}, {told}" for domains in data.kinds for told in SPEED]
     return Table(
         pd.DataFrame.from_dict(rows, orient="index").reindex(columns=columns),
         formats={"FLOPs": "{:.3g}", "FLOPs of dense": "{:.3g}", "speed-up": "{:.2f}×"},
@@ -114,13 +114,13 @@ def _alike(line: Family, dense: Family) -> bool:
     return line.begun == dense.begun and line.architecture.unrouted == dense.architecture.unrouted
 
 
-def _runs(material: Material, line: Sequence[Family], domains: Domains) -> Runs:
+def _runs(data: RunData, line: Sequence[Family], domains: Domains) -> Runs:
     """The runs of a line whose cost and perplexity are known."""
     found = [
         (
             family,
-            all_training_flops(family.model, material.run, material.tokens_before),
-            material.own.mean(family.system, domains.names),
+            all_training_flops(family.model, data.run, data.tokens_before),
+            data.own.mean(family.system, domains.names),
         )
         for family in line
     ]
@@ -152,12 +152,12 @@ def _speeds(line: Runs, dense: Runs) -> Iterator[tuple[str, float, float, float,
             yield label, perplexity, own, of_dense, of_dense / own
 
 
-def by_clusters(material: Material) -> tuple[Any, str]:
+def by_clusters(data: RunData) -> tuple[Any, str]:
     """As Figures 5, 6 and 13 of the c-BTM paper: mean test perplexity by the number of clusters (made by k-means,
     balanced or not, or at random), and by the tokens of training where these differ. Experts of domains (BTM) stand at
     the number of domains.
     """
-    points = by_clusters_points(material)
+    points = by_clusters_points(data)
     several = points["tokens"].nunique() > 1
     points["series"] = points["made"] + (points["tokens"].map(", {:,} tokens".format) if several else "")
     single = points["made"] == ONE
@@ -166,23 +166,23 @@ def by_clusters(material: Material) -> tuple[Any, str]:
     starts = (
         of_several[["series", "tokens"]].drop_duplicates().merge(points[single].drop(columns="series"), on="tokens")
     )
-    parts = [_panels(points, pd.concat([starts, of_several]), "clusters", material)]
+    parts = [_panels(points, pd.concat([starts, of_several]), "clusters", data)]
     budgets = points.groupby(["made", "clusters", "kind"])["tokens"].transform("nunique") > 1
     if budgets.any():
         grown = points[budgets]
         made = grown["made"] + ", K = " + grown["clusters"].astype(str)
         grown = grown.assign(series=made.where(grown["made"] != ONE, ONE))
-        parts.append(_panels(grown, grown, "tokens", material))
-    labels = " or ".join(one.label for one in one_clusters(material.run).values())
+        parts.append(_panels(grown, grown, "tokens", data))
+    labels = " or ".join(one.label for one in one_clusters(data.run).values())
     chart = alt.vconcat(*parts, spacing=28).resolve_scale(color="independent", strokeDash="independent")
     return chart, f"One cluster is {labels}, which learns from all text."
 
 
-def by_clusters_points(material: Material) -> pd.DataFrame:
+def by_clusters_points(data: RunData) -> pd.DataFrame:
     """Perplexity by number of clusters: columns made (how experts came by their text), clusters, tokens, kind,
     perplexity, row."""
-    singles, points = one_clusters(material.run).values(), []
-    for family in families_of(material.run).values():
+    singles, points = one_clusters(data.run).values(), []
+    for family in families_of(data.run).values():
         whole = family.model.kind.expert_scope == "model"
         if family.clustering:
             made = family.made if whole else f"{family.model.kind.label}, {family.made}"
@@ -193,13 +193,13 @@ def by_clusters_points(material: Material) -> pd.DataFrame:
         else:
             continue
         made += f", {family.begun}" if family.begun else ""
-        for domains in material.kinds:
-            perplexity = material.own.mean(family.system, domains.names)
+        for domains in data.kinds:
+            perplexity = data.own.mean(family.system, domains.names)
             points.append((made, family.experts, family.tokens, domains.heading, perplexity, family.model.label))
     return pd.DataFrame(points, columns=["made", "clusters", "tokens", "kind", "perplexity", "row"]).dropna()
 
 
-def _panels(points: pd.DataFrame, joined: pd.DataFrame, over: str, material: Material) -> alt.HConcatChart:
+def _panels(points: pd.DataFrame, joined: pd.DataFrame, over: str, data: RunData) -> alt.HConcatChart:
     """Perplexity over `over` (clusters or tokens): points, and lines through `joined`, a panel for each kind."""
     series = list(dict.fromkeys(points["series"]))
     legend = alt.Legend(title=None, symbolSize=200, symbolType="stroke")
@@ -220,7 +220,7 @@ def _panels(points: pd.DataFrame, joined: pd.DataFrame, over: str, material: Mat
 
     by_dash = dashed("series", series, legend, sort=series)
     panels = []
-    for domains in material.kinds:
+    for domains in data.kinds:
         of_kind, own = (rows[rows["kind"] == domains.heading] for rows in (points, joined))
         line = base(own).mark_line(strokeWidth=2).encode(strokeDash=by_dash)
         dots = base(of_kind).mark_point(size=60, filled=True, opacity=1)
@@ -229,13 +229,13 @@ def _panels(points: pd.DataFrame, joined: pd.DataFrame, over: str, material: Mat
     return alt.hconcat(*panels, spacing=30)
 
 
-def cluster_experts(material: Material) -> tuple[Any, str]:
+def cluster_experts(data: RunData) -> tuple[Any, str]:
     """As Figures 15 and 16 of the c-BTM paper. Top: test perplexity of each expert (column) on the test documents of
     each cluster (row), over that of the cluster's own expert: above 1 the own expert is better. Bottom: how the
     training documents of each domain (row) are divided among the clusters (columns).
     """
-    models, known = clustered(material.run), material.clusters
-    ratios = {model.label: known.over_own(model.row, material.run.seed, model.domains) for model in models}
+    models, known = clustered(data.run), data.clusters
+    ratios = {model.label: known.over_own(model.row, data.run.seed, model.domains) for model in models}
     found = np.concatenate([table.to_numpy().ravel() for table in ratios.values()])
     ends = (min(0.9, np.nanmin(found, initial=1)), max(1.1, np.nanmax(found, initial=1)))
     # Orange says that another expert is better.
@@ -253,15 +253,15 @@ def cluster_experts(material: Material) -> tuple[Any, str]:
     divided = alt.concat(
         *(
             heat_maps(
-                cells_of(known.shares(data, material.training, names), data),
-                {data: (material.training, data)},
+                cells_of(known.shares(clustering, data.training, names), clustering),
+                {clustering: (data.training, clustering)},
                 list(names),
                 share_scale(),
                 legend=SHARE_LEGEND,
                 form=".0%",
                 over="cluster",
             )
-            for data, names in {model.data: model.domains for model in models}.items()
+            for clustering, names in {model.data: model.domains for model in models}.items()
         ),
         title=heading_of("Share of a domain's training documents (row) in each cluster"),
         **GRID,
@@ -269,11 +269,11 @@ def cluster_experts(material: Material) -> tuple[Any, str]:
     return alt.vconcat(own, divided, spacing=28).resolve_scale(color="independent"), ""
 
 
-def cluster_sizes(material: Material) -> tuple[Any, str]:
+def cluster_sizes(data: RunData) -> tuple[Any, str]:
     """As Figure 14 of the c-BTM paper. One point per cluster: its test documents, over those of a cluster if all were
     equal. Boxes hold the middle half, whiskers reach to the smallest and the largest cluster.
     """
-    found = material.clusters.sizes()
+    found = data.clusters.sizes()
     names = list(dict.fromkeys(found["clustering"]))
     base = alt.Chart(data_of(found[["clustering", "cluster", "documents", "share"]])).encode(
         x=alt.X("clustering:N", sort=names, title=None, axis=alt.Axis(labelAngle=0)),

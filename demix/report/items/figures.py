@@ -33,9 +33,9 @@ from demix.report.charts import (
     training_curves,
     within_the_axis,
 )
-from demix.report.material import Material, Relation
 from demix.report.ranking import ranking
 from demix.report.read import paired, percent, prior_table, read_metrics
+from demix.report.run_data import Relation, RunData
 from demix.report.systems import BALANCED, before_dense_dapt
 from demix.run.models import adapted
 from demix.run.run import Run
@@ -46,16 +46,16 @@ NOTHING = "This run has none of these numbers."
 SKIPPED = 0.1
 
 
-def training(material: Material) -> tuple[Any, str]:
+def training(data: RunData) -> tuple[Any, str]:
     """Mean loss of each model by the tokens trained on so far, on dev splits if the run measures it during training,
     else of the batches. The first 10% of the tokens and other seeds are left out.
     """
     # The loss of masked tokens is no loss of next tokens.
-    own = [model for model in material.run.trained if model.seed == material.run.seed and not model.masked]
+    own = [model for model in data.run.trained if model.seed == data.run.seed and not model.masked]
     # A model trained without a domain is no better for what it need not predict.
-    common = [name for name in material.training if all(name in model.domains for model in own)]
-    steps = training_curves(material.metrics, material.run)
-    dev = training_curves(material.metrics, material.run, "dev_loss", common)
+    common = [name for name in data.training if all(name in model.domains for model in own)]
+    steps = training_curves(data.metrics, data.run)
+    dev = training_curves(data.metrics, data.run, "dev_loss", common)
     measured = len(dev) and {model.name for model in own} <= set(dev["model"])
     curves, what = (dev, "dev loss") if measured else (steps, "training loss")
     # All models fall alike at first, and so steeply that later differences could not be seen.
@@ -89,20 +89,20 @@ def training(material: Material) -> tuple[Any, str]:
     return alt.vconcat(chart), shown + " Of models that train on all domains the thick line ends lowest." * bool(best)
 
 
-def by_domain(material: Material) -> tuple[Any, str]:
+def by_domain(data: RunData) -> tuple[Any, str]:
     """Test perplexity on each domain, as the change from Dense (Balanced) in %. Left of the line is better. Lines are
     95% intervals from resampling the same test documents.
     """
-    found = ranking(material)
+    found = ranking(data)
     entries, left_out = within_the_axis(found)
     panels: list[Any] = []
-    for domains in material.kinds:
-        dense = material.own.perplexities(BALANCED, domains.names)
+    for domains in data.kinds:
+        dense = data.own.perplexities(BALANCED, domains.names)
         parts = []
         for entry in (one for one in entries if not one.oracle_on(domains.kind)):
-            change = percent(dense, material.own.perplexities(entry.system, domains.names))
+            change = percent(dense, data.own.perplexities(entry.system, domains.names))
             # Where a domain has no interval, the quotient is NaN.
-            bounds = paired(material.bounds, entry.system, BALANCED, domains.names).mul(100).div(dense, axis="index")
+            bounds = paired(data.bounds, entry.system, BALANCED, domains.names).mul(100).div(dense, axis="index")
             part = bounds.reindex(domains.names).assign(value=change, system=entry.label, what=entry.what)
             parts.append(part.rename_axis("domain").reset_index())
         records = pd.concat(parts)[["system", "what", "domain", "value", "low", "high"]]
@@ -120,22 +120,22 @@ def by_domain(material: Material) -> tuple[Any, str]:
     return alt.concat(*panels, columns=PANEL_COLUMNS, spacing=14).resolve_scale(x="shared"), left_out
 
 
-def figure2(material: Material) -> tuple[Any, str]:
+def figure2(data: RunData) -> tuple[Any, str]:
     """Top: test perplexity of an expert (column) on a domain (row), over that of the domain's own expert (training
     domains) or of the best expert (novel domains). 1 is best; colours follow the logarithm. Middle: share of the
     bigrams of a domain's test split that occur in the expert's training text. Bottom: that ratio against this share,
     one point per pair of those above.
     """
-    pairs, experts = material.pairs, material.training[:MOST_SHOWN]
+    pairs, experts = data.pairs, data.training[:MOST_SHOWN]
     # Of domains and experts there may be many more than an eye could tell apart.
-    shown = [name for domains in material.kinds for name in domains.names[:MOST_SHOWN]]
+    shown = [name for domains in data.kinds for name in domains.names[:MOST_SHOWN]]
     drawn = pairs[pairs["domain"].isin(shown) & pairs["expert"].isin(experts)]
 
     def map_of(column: str, heading: str, scale: alt.Scale, legend: alt.Legend, **more: str) -> alt.HConcatChart:
         """A heat map of a column of `pairs` for each kind of domains."""
-        halves = {one.kind: (one.names, f"{heading}, {one.kind} domains") for one in material.kinds}
+        halves = {one.kind: (one.names, f"{heading}, {one.kind} domains") for one in data.kinds}
         cells = drawn[["kind", "domain", "expert", column]].rename(columns={column: "value"})
-        return heat_maps(cells, halves, material.training, scale, legend=legend, **more)
+        return heat_maps(cells, halves, data.training, scale, legend=legend, **more)
 
     top = max([1.1, *pairs["ratio"].dropna()])
     ticks = [float(f"{x:.6g}") for x in np.geomspace(1, top, 5)]
@@ -151,7 +151,7 @@ def figure2(material: Material) -> tuple[Any, str]:
         most = max([0.1, *pairs["overlap"].dropna()])
         legend = alt.Legend(title="bigrams shared", titlePadding=8, format=".0%", tickCount=5)
         panels.append(map_of("overlap", "Bigram overlap", share_scale(SHARE_RANGE, most), legend, form=".0%"))
-        panels.append(alt.hconcat(*(_scatter(drawn, one) for one in material.relations), spacing=60))
+        panels.append(alt.hconcat(*(_scatter(drawn, one) for one in data.relations), spacing=60))
     chart = alt.vconcat(*panels, spacing=28).resolve_scale(color="independent")
     return chart, "" if pairs["ratio"].notna().any() else NOTHING
 
@@ -182,34 +182,34 @@ def _scatter(pairs: pd.DataFrame, relation: Relation) -> alt.Chart:
     return chart
 
 
-def figure4(material: Material) -> tuple[Any, str]:
+def figure4(data: RunData) -> tuple[Any, str]:
     """The cached prior over the training experts for each domain (rows; each sums to 1 over all experts), after the
     first blocks of the domain's dev split. The prior is the mean of the posteriors after each of these blocks, in which
     a block weighs λ times as much as the next.
     """
-    settings = material.run.config.evaluation
-    priors = material.rows("priors").query("seed == @material.run.seed")
-    tables = {one.kind: prior_table(priors, "demix", material.training, one.names) for one in material.kinds}
+    settings = data.run.config.evaluation
+    priors = data.rows("priors").query("seed == @data.run.seed")
+    tables = {one.kind: prior_table(priors, "demix", data.training, one.names) for one in data.kinds}
     cells = pd.concat([cells_of(table, kind) for kind, table in tables.items()])
-    halves = {domains.kind: (domains.names, f"{domains.heading} domains") for domains in material.kinds}
-    maps = heat_maps(cells, halves, material.training, share_scale(), legend=PROBABILITY_LEGEND)
+    halves = {domains.kind: (domains.names, f"{domains.heading} domains") for domains in data.kinds}
+    maps = heat_maps(cells, halves, data.training, share_scale(), legend=PROBABILITY_LEGEND)
     said = f"Here these are {settings.dev_blocks} blocks and λ = {settings.decay:g}"
     said += f", the last block alone {1 - settings.decay:.2f}." if settings.decay < 1 else "."
     return alt.vconcat(maps), said if cells["value"].notna().any() else NOTHING
 
 
-def figure7(material: Material) -> tuple[Any, str]:
+def figure7(data: RunData) -> tuple[Any, str]:
     """Each panel is one training domain: the probability of each training expert (rows) after each block of the
     domain's dev split (the first 100 at most), with the updating prior.
     """
-    return posterior_figure(material, "training", material.training)
+    return posterior_figure(data, "training", data.training)
 
 
-def figure8(material: Material) -> tuple[Any, str]:
+def figure8(data: RunData) -> tuple[Any, str]:
     """Each panel is one novel domain: the probability of each training expert (rows) after each block of the domain's
     dev split (the first 100 at most), with the updating prior.
     """
-    return posterior_figure(material, "novel", material.novel)
+    return posterior_figure(data, "novel", data.novel)
 
 
 PARTS = {
@@ -220,12 +220,12 @@ KINDS = ["DEMix-DAPT", "Dense-DAPT"]
 PANEL_COLUMNS = 4
 
 
-def figure6(material: Material) -> tuple[Any, str]:
+def figure6(data: RunData) -> tuple[Any, str]:
     """Dev perplexity of the novel domain and of the training domains during adaptation; each panel is one novel domain.
     DEMix-DAPT trains one more expert, Dense-DAPT every parameter of a dense model on the same data. All panels of a
     part have one scale; the number at the end of a line is its last value. The model kept is the best on dev.
     """
-    run, curves = material.run, _curves(material.metrics, material.run)
+    run, curves = data.run, _curves(data.metrics, data.run)
     last = curves.drop_duplicates(["domain", "kind"], keep="last").set_index("domain")
     own, old = (ends_lower(*(last.loc[last["kind"] == kind, part] for kind in reversed(KINDS))) for part in PARTS)
     whole = run.receiver.kind.expert_scope == "model"

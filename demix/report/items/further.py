@@ -6,8 +6,8 @@ import pandas as pd
 
 from demix.files.database import ask
 from demix.report.cells import INTERVAL_NOTE, lowest, numbered, seed_note
-from demix.report.material import Material
 from demix.report.read import percent
+from demix.report.run_data import RunData
 from demix.report.systems import CACHED, UPDATING, by_label, systems_on
 from demix.report.table import Table
 from demix.run.compared import balanced_pairs
@@ -68,7 +68,7 @@ AUDITED = {
 }
 
 
-def ablations(material: Material) -> Table:
+def ablations(data: RunData) -> Table:
     """Mean test perplexity by what a mixture depends on (the tokens that set the weights of experts, the decay λ and
     the dev text of the prior, the number of experts a token, the temperature of clusters), and its change in percent
     from the same mixture as the other tables have it; as in Table 9 of the c-BTM paper. Lower is better.
@@ -83,24 +83,24 @@ def ablations(material: Material) -> Table:
     """
     systems = [
         (place, family.model.label if family.system.method != "merged" else label, *family.system.key)
-        for place, (label, family) in enumerate(by_label(material.run).items())
+        for place, (label, family) in enumerate(by_label(data.run).items())
     ]
     (demix,) = (one for one in systems if one[2:] == CACHED.key)
     known = pd.DataFrame([*systems, (*demix[:2], *UPDATING.key)])
     known.columns = ["place", "label", "model", "experts", "method", "weights"]
-    found = ask(ABLATIONS, results=material.own.rows, known=known)
+    found = ask(ABLATIONS, results=data.own.rows, known=known)
     lines = pd.Index(found["line"].unique())
     tables = found.pivot(index="line", columns="domain", values=["perplexity", "base"]).reindex(index=lines)
     numbers, bases = tables["perplexity"], tables["base"]
     # A domain with fewer dev blocks counts with all of its blocks.
     few = lines.isin(found.loc[found["variant"] == "dev_blocks", "line"])
-    every = material.own.perplexities(CACHED, numbers.columns)
+    every = data.own.perplexities(CACHED, numbers.columns)
     numbers[few], bases[few] = numbers[few].fillna(every), bases[few].fillna(every)
     frame = pd.DataFrame(index=lines)
-    for domains in material.kinds:
+    for domains in data.kinds:
         mean, base = (one.reindex(columns=domains.names).mean(axis=1, skipna=False) for one in (numbers, bases))
         frame[domains.heading], frame[f"{domains.heading}, %"] = mean, percent(base, mean)
-    settings = material.run.config.evaluation
+    settings = data.run.config.evaluation
     return Table(
         frame,
         notes=(
@@ -114,7 +114,7 @@ def ablations(material: Material) -> Table:
     )
 
 
-def full(material: Material) -> Table:
+def full(data: RunData) -> Table:
     """Test perplexity, the bounds of its 95% interval, and bits per byte of the text, of every system of the tables on
     every domain; and its perplexity less that of another system on the same documents, with the 95% interval of the
     difference. Lower is better. Bits per byte compare across tokenizers, perplexities do not.
@@ -122,21 +122,21 @@ def full(material: Material) -> Table:
     Differences are of the run's own seed. Negative: better than the other system. differences.parquet has them in nats
     per token, too.
     """
-    key, seeds = ["model", "experts", "method", "weights"], len(material.results.by_seed)
+    key, seeds = ["model", "experts", "method", "weights"], len(data.results.by_seed)
     systems = pd.DataFrame(
         {"domain": domain, "kind": domains.kind, **vars(system)}
-        for domains in material.kinds
+        for domains in data.kinds
         for domain in domains.names
-        for system in systems_on(domain, domains.kind, material.run)
+        for system in systems_on(domain, domains.kind, data.run)
     ).reset_index(names="place")
-    found = numbered(ask(FULL, systems=systems, evaluations=material.results.evaluations))
+    found = numbered(ask(FULL, systems=systems, evaluations=data.results.evaluations))
     frame = found.drop(columns=[*key, "variant", *(["± seeds"] if seeds == 1 else [])])
     beneath = pd.DataFrame(index=frame.index)
-    bases = {base.model: base.label for _, base in balanced_pairs(material.run)}
+    bases = {base.model: base.label for _, base in balanced_pairs(data.run)}
     bases |= {name: base.label for name, base in BASES.items()}
     # What is subtracted is the oracle's choice, not that on dev.
-    differences = material.rows("differences").assign(variant="").rename(columns={"domain": "Domain"})
-    for against, rows in differences[differences["seed"] == material.run.seed].groupby("against", sort=False):
+    differences = data.rows("differences").assign(variant="").rename(columns={"domain": "Domain"})
+    for against, rows in differences[differences["seed"] == data.run.seed].groupby("against", sort=False):
         less = found[["Domain", *key, "variant"]].merge(rows, "left").set_axis(found.index)
         frame[f"Less {bases[against]}"] = less["perplexity"]
         beneath[f"Less {bases[against]}"] = [
@@ -153,7 +153,7 @@ def full(material: Material) -> Table:
     )
 
 
-def audit(material: Material) -> Table:
+def audit(data: RunData) -> Table:
     """Documents of a removed domain, continued greedily from 50 of their tokens, by the model with the domain's expert,
     the model without that expert, and a model never trained on the domain; and by merged models. Tokens word for word:
     how many of the next 50 are the document's before the first that is not. Tokens right: the share of all 50 that are
@@ -164,24 +164,24 @@ def audit(material: Material) -> Table:
     what all experts share has memorized them.
     """
     columns = {"matched": "Tokens word for word, {}", "share": "Tokens right, {} (%)", "nll": "Nats, {}"}
-    found, key = material.rows("audit"), ["domain", "system", "model"]
+    found, key = data.rows("audit"), ["domain", "system", "model"]
     by_split = found.assign(share=100 * found["share"].astype("float64")).groupby([*key, "split"])
     means, counts = by_split[[*columns]].mean().unstack(), by_split.size().astype("float64").unstack(fill_value=0.0)
     lines = found[key].drop_duplicates()
-    lines = lines.sort_values("domain", key=lambda names: names.map(material.training.index), kind="stable")
+    lines = lines.sort_values("domain", key=lambda names: names.map(data.training.index), kind="stable")
     parts = {heading: means[name] for name, heading in columns.items()} | {"Documents, {}": counts}
     frame = pd.DataFrame({
         heading.format(split): part.reindex(index=pd.MultiIndex.from_frame(lines), columns=["train", "test"])[split]
         for heading, part in parts.items()
         for split in ("train", "test")
     })  # fmt: skip
-    merged = {folder: whole.label for folder, whole in merged_whole(material.run).items()}
+    merged = {folder: whole.label for folder, whole in merged_whole(data.run).items()}
     frame.index = pd.Index(
         [f"{domain}, {AUDITED[system].format(merged.get(model))}" for domain, system, model in frame.index]
     )
     return Table(
         frame,
-        notes=seed_note(material.run),
+        notes=seed_note(data.run),
         formats=dict.fromkeys(("Documents, train", "Documents, test"), "{:.0f}"),
     )
 
@@ -198,7 +198,7 @@ def _wide(rows: pd.DataFrame, values: pd.Series, line: str, column: str) -> pd.D
     return found.rename_axis(index=None, columns=None)
 
 
-def tasks(material: Material) -> Table:
+def tasks(data: RunData) -> Table:
     """Percent of the examples of a classification task whose likeliest label is the right one, by model and routing
     (c-BTM, section 5 and appendix A.7), and below it the 95% interval: exact for one seed, else by a bootstrap over
     seeds and examples. “As chance” stands where the interval contains what chance gives. Differences among such numbers
@@ -211,8 +211,8 @@ def tasks(material: Material) -> Table:
     the demonstrations. The names are the paper's, which has 8 demonstrations. “released” mixes as the paper's code
     does, by the same weights: whole labels, after a softmax over labels of each expert.
     """
-    models, names = {name: row.label for name, row in material.run.rows.items()}, list(material.run.config.tasks)
-    rows = material.rows("tasks")
+    models, names = {name: row.label for name, row in data.run.rows.items()}, list(data.run.config.tasks)
+    rows = data.rows("tasks")
     alone = rows[rows["routing"] == ALONE].sort_values("accuracy", ascending=False, kind="stable")
     rows = pd.concat([rows[rows["routing"] != ALONE], alone.drop_duplicates(["task", "model"])])
     rows = rows.sort_values("model", key=lambda found: found.map([*models].index), kind="stable")
@@ -222,7 +222,7 @@ def tasks(material: Material) -> Table:
     frame = _wide(rows, 100 * rows["accuracy"], "label", "task").reindex(columns=names)
     told = rows["judged"] & (rows["accuracy"] > rows["chance"]) & (rows["reads"] != ORACLE) & (rows["routing"] != ALONE)
     fair = _wide(rows, rows["accuracy"].where(told), "label", "task")
-    by_task = material.rows("tasks").groupby("task")[["chance", "examples", "shots", "seeds"]].first()
+    by_task = data.rows("tasks").groupby("task")[["chance", "examples", "shots", "seeds"]].first()
     asked = "; ".join(
         f"{name}: {row.examples} examples, {row.shots} demonstrations"
         + (f" by {row.seeds} seeds" if row.seeds > 1 else "")
@@ -257,7 +257,7 @@ def _interval(row: Any) -> str:
     return f"{100 * row.accuracy_low:.1f} to {100 * row.accuracy_high:.1f}{oracle}{chance}"
 
 
-def harness(material: Material) -> Table:
+def harness(data: RunData) -> Table:
     """Values as EleutherAI's lm-evaluation-harness gives them, by model and rule that mixes its experts, with ± its
     standard error below. A row is a task, or a group of tasks, and a metric.
 
@@ -265,7 +265,7 @@ def harness(material: Material) -> Table:
     seed; the rule in parentheses mixed the experts of the training domains. Documents are those that were asked.
     tasks.parquet has the digest of each task's documents.
     """
-    models, rows = {name: row.label for name, row in material.run.rows.items()}, material.rows("harness")
+    models, rows = {name: row.label for name, row in data.run.rows.items()}, data.rows("harness")
     rows = rows.assign(
         line=rows["task"] + ", " + rows["metric"],
         system=[
@@ -284,7 +284,7 @@ def harness(material: Material) -> Table:
         notes=(
             f"Version of the harness: {', '.join(sorted(set(rows['harness_version'])))}; of the tasks: "
             f"{', '.join(f'{name} {version}' for name, version in versions.items())}.",
-            _contaminated(material.rows("contamination")),
+            _contaminated(data.rows("contamination")),
         ),
         formats=dict.fromkeys(values, "{:.4g}") | {"Demonstrations": "{:,.0f}"},
         best=best.where(higher.notna(), False, axis=0),
@@ -306,7 +306,7 @@ def _contaminated(found: pd.DataFrame) -> str:
     )
 
 
-def suites(material: Material) -> Table:
+def suites(data: RunData) -> Table:
     """Test perplexity on each source of a suite, and below it bits per byte, which compare across tokenizers. Lower is
     better. No model learned from these texts or was adapted to them, and nothing was chosen on them.
 
@@ -314,7 +314,7 @@ def suites(material: Material) -> Table:
     dev text and no clusters; an oracle is the best expert or domain token of the test text itself. Bold: the lowest of
     a row that is no oracle.
     """
-    run, found = material.run, material.suites.of_seed(material.run.seed)
+    run, found = data.run, data.suites.of_seed(data.run.seed)
     names = [f"{suite}: {name}" for suite, sources in (run.config.evaluation.suites or {}).items() for name in sources]
     shown = {}
     for system in (one for row in table_rows(run).values() for one in row_systems(row, run)):

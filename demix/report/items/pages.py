@@ -12,8 +12,8 @@ from demix.report import left_out_notes, report_items
 from demix.report.charts import inline, ranked
 from demix.report.claims import claims as judged_claims
 from demix.report.item import FigureItem, Group, paragraphs
-from demix.report.material import Material
 from demix.report.ranking import Entry, Ranking, beside_ngrams, ranking
+from demix.report.run_data import RunData
 from demix.report.table import Table, as_markdown, part_of_page, render
 from demix.report.verdict import Verdict
 from demix.run.run import Run, config_fingerprint, kept
@@ -23,7 +23,7 @@ CLAIMS_TITLE = "Claims of the paper, judged on this run"
 _SIGNS = {"shown": "✓", "weak": "≈", "mixed": "~", "not shown": "✗", "cannot be judged": "?"}
 
 
-def claims(material: Material) -> Mapping[str, str]:
+def claims(data: RunData) -> Mapping[str, str]:
     """Claims of the paper, each judged on this run, with the numbers that decide. A claim counts as shown only if the
     mean over domains and more than half of the domains agree; it is weak if the run cannot tell the difference from
     none.
@@ -35,8 +35,8 @@ def claims(material: Material) -> Mapping[str, str]:
     them, from resampling blocks of their text. Such an interval is narrower than one over documents: it can make a
     claim weak, but never shows one. Numbers are those of the run's first seed.
     """
-    judged, (_, rule) = judged_claims(material), paragraphs(claims)
-    notes = [*left_out_notes(material.run), material.scale_note]
+    judged, (_, rule) = judged_claims(data), paragraphs(claims)
+    notes = [*left_out_notes(data.run), data.scale_note]
     counts = {verdict: sum(claim.verdict == verdict for claim in judged) for verdict in _SIGNS}
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) + f", of {len(judged)}."
     lines = [f"# {CLAIMS_TITLE}", "", summary.capitalize(), "", rule, ""]
@@ -48,18 +48,18 @@ def claims(material: Material) -> Mapping[str, str]:
     }
 
 
-def index(material: Material) -> Mapping[str, str]:
+def index(data: RunData) -> Mapping[str, str]:
     """The run on one page: which model is best, verdicts on the paper's claims, figures, time and cost by stage,
     settings, versions. Its tables and figures are in the other categories of the menu.
     """
-    run, found, judged = material.run, ranking(material), judged_claims(material)
+    run, found, judged = data.run, ranking(data), judged_claims(data)
     page = render(
         "index",
         title=f"Run {run.name}",
         paragraphs=[],
         notes=left_out_notes(run),
         ranking=found,
-        remarks=[*found.remarks, material.partly_known],
+        remarks=[*found.remarks, data.partly_known],
         dots={name: inline(ranked(found, narrow=name == "narrow")) for name in ("broad", "narrow")},
         main=_shown(found, found.main),
         counts=beside_ngrams(found),
@@ -68,8 +68,8 @@ def index(material: Material) -> Mapping[str, str]:
         claims={verdict: [one for one in judged if one.verdict == verdict] for verdict in get_args(Verdict)},
         groups=_groups(run),
         cards={model.name: model.label for model in run.planned},
-        cost=material.cost,
-        scale=material.scale_note,
+        cost=data.cost,
+        scale=data.scale_note,
         settings=json.dumps(kept(run.config), indent=1, ensure_ascii=False),
         digest=config_fingerprint(run.config),
         versions={"Python": platform.python_version()} | {name: version(name) for name in PACKAGES},
@@ -90,10 +90,10 @@ def _table(found: Ranking, entries: Sequence[Entry]) -> Table:
     rows: dict[str, dict[str, Any]] = {entry.label: {} for entry in entries}
     beneath: dict[str, dict[str, str]] = {entry.label: {} for entry in entries}
     best: dict[str, dict[str, bool]] = {entry.label: {} for entry in entries}
-    lowest = {domains.kind: found.lowest(domains.kind) for domains in found.material.kinds}
+    lowest = {domains.kind: found.lowest(domains.kind) for domains in found.data.kinds}
     for entry in entries:
         row, label = rows[entry.label], entry.label
-        for domains in found.material.kinds:
+        for domains in found.data.kinds:
             name, measured = domains.said, entry.on[domains.kind]
             change, significant = (f"{domains.heading}, {what}" for what in ("change in %", "significant"))
             row[name], row[change] = measured.mean, measured.change if entry is not found.dense else float("nan")

@@ -17,8 +17,8 @@ from demix.report.cells import (
     lowest,
     seed_note,
 )
-from demix.report.material import Material
 from demix.report.read import mean_of, percent, read_metrics
+from demix.report.run_data import RunData
 from demix.report.systems import (
     BALANCED,
     POSTERIOR_MIXTURES,
@@ -36,11 +36,11 @@ from demix.report.table import Table
 from demix.run.systems import System, added, merged_whole, trained_systems
 
 
-def table1(material: Material) -> Table:
+def table1(data: RunData) -> Table:
     """The corpus: words and documents of each domain by split, without duplicates. Training domains come first."""
     rows: dict[str, dict[str, float]] = {}
-    for name in material.run.domains:
-        card = read_json(material.run.folder / "corpus" / name / "card.json")
+    for name in data.run.domains:
+        card = read_json(data.run.folder / "corpus" / name / "card.json")
         rows[name] = {
             f"{what.title()}, {split}": float(card[what][split])
             for what in ("words", "documents")
@@ -50,14 +50,14 @@ def table1(material: Material) -> Table:
     return Table(frame, formats=dict.fromkeys(frame, "{:,.0f}"))
 
 
-def table2(material: Material) -> Table:
+def table2(data: RunData) -> Table:
     """Size and cost of each model: its experts, the parameters of all of them together, the updates, tokens and FLOPs
     of training (those of a seed phase included), and the median speed in training, on whatever machine trained it.
     """
-    run, rows = material.run, {}
+    run, rows = data.run, {}
     for model in run.own:
         about = read_json(run.folder / model.folder / "model.json")
-        steps = read_metrics(material.metrics / f"{model.name}.jsonl")
+        steps = read_metrics(data.metrics / f"{model.name}.jsonl")
         rows[model.label] = {
             "Experts": float(len(model.experts)),
             "Parameters": float(about["shared_parameters"] + len(model.experts) * about["expert_parameters"]),
@@ -70,12 +70,12 @@ def table2(material: Material) -> Table:
     return Table(pd.DataFrame.from_dict(rows, orient="index"), formats=whole | {"FLOPs": "{:.3g}"})
 
 
-def table3(material: Material) -> Table:
+def table3(data: RunData) -> Table:
     """Test perplexity averaged over the training domains, for two dense baselines, a dense model with domain tokens,
     and DEMix with the domain known (naive) or mixed with a cached prior. Lower is better.
     """
-    lines = {system.label: (system, BALANCED) for system in in_domain(material.run)}
-    return compared(material, lines, material.kinds[:1]).renamed(
+    lines = {system.label: (system, BALANCED) for system in in_domain(data.run)}
+    return compared(data, lines, data.kinds[:1]).renamed(
         {
             "Training": "Perplexity",
             "Training, %": "Against Dense (Balanced), %",
@@ -84,15 +84,15 @@ def table3(material: Material) -> Table:
     )
 
 
-def table4(material: Material) -> Table:
+def table4(data: RunData) -> Table:
     """Test perplexity by training domain, for the systems of Table 3. Lower is better; the lowest of each column is
     bold.
     """
-    systems = {system.label: system for system in in_domain(material.run)}
-    return by_system(material.results, systems, material.training)
+    systems = {system.label: system for system in in_domain(data.run)}
+    return by_system(data.results, systems, data.training)
 
 
-def table5(material: Material) -> Table:
+def table5(data: RunData) -> Table:
     """Test perplexity by domain, on domains never trained on, for the baselines and for DEMix by the way its experts
     are mixed. Lower is better; the lowest of each column is bold, oracles left out.
 
@@ -106,7 +106,7 @@ def table5(material: Material) -> Table:
     its prior.
     """
     lines: dict[str, System] = {}
-    for system in trained_systems(material.run):
+    for system in trained_systems(data.run):
         if system.method == "naive":
             label, naive, _ = system.label.partition(" (naive)")
             how = "naive, " * bool(naive)
@@ -119,29 +119,27 @@ def table5(material: Material) -> Table:
         if system.weights == "history"
     )
     lines |= {system.label: system for system in scored}
-    return by_system(material.results, lines, material.novel)
+    return by_system(data.results, lines, data.novel)
 
 
-def table6(material: Material) -> Table:
+def table6(data: RunData) -> Table:
     """Test perplexity with a cached prior, of the mixture of the experts trained together, and of the mixture of these
     and those that DEMix-DAPT added, one for each novel domain. First come the training domains, then the novel ones.
     Lower is better.
     """
     few, many = "Training experts", "With the added experts"
-    systems: dict[str, ByDomain] = {few: before_adding(material.run)[1], many: added(material.run)[1]}
-    table = by_domain(
-        material.own, systems, {f"Mean of {domains.counted}": domains.names for domains in material.kinds}
-    )
+    systems: dict[str, ByDomain] = {few: before_adding(data.run)[1], many: added(data.run)[1]}
+    table = by_domain(data.own, systems, {f"Mean of {domains.counted}": domains.names for domains in data.kinds})
     table.frame.insert(2, "Change, %", percent(table.frame[few], table.frame[many]))
     return replace(table, formats={"Change, %": "{:+.2f}"}, best=lowest(table.frame[[few, many]], axis=1))
 
 
-def table7(material: Material) -> Table:
+def table7(data: RunData) -> Table:
     """Test perplexity on a training domain with all experts (+Expert), with the domain's own expert left out (−Expert),
     and by a model never trained on the domain (−Domain). All three with a cached prior. Higher without the expert means
     that leaving it out takes the domain away.
     """
-    run, domains = material.run, material.training
+    run, domains = data.run, data.training
     systems: dict[str, ByDomain] = {
         "+Expert": before_removal(run),
         "−Expert": without_expert(run),
@@ -150,7 +148,7 @@ def table7(material: Material) -> Table:
     merged: dict[str, ByDomain] = {}
     for whole in merged_whole(run).values():
         merged |= {whole.label: whole, f"{whole.label}, −Expert": without_choice(whole)}
-    table = by_domain(material.own, systems | merged, {f"Mean of all {len(domains)}": domains})
+    table = by_domain(data.own, systems | merged, {f"Mean of all {len(domains)}": domains})
     complete = table.frame.loc[domains, [*systems]].dropna()
     label = f"Mean of the {len(complete)} that have all three"
     if 0 < len(complete) < len(domains):
@@ -170,15 +168,15 @@ def table7(material: Material) -> Table:
     return replace(table, notes=(*notes, *table.notes), summaries=table.summaries | {label})
 
 
-def table13(material: Material) -> Table:
+def table13(data: RunData) -> Table:
     """Change of test perplexity in percent (negative is better) by adapting to the domain of each row, and below it the
     perplexities before and after: averaged over the training domains, which shows forgetting, and on the domain adapted
     to.
 
     Per cents of the last row are means of those above it.
     """
-    run, novel, trained = material.run, material.novel, len(material.training)
-    before, after = adapting(material)
+    run, novel, trained = data.run, data.novel, len(data.training)
+    before, after = adapting(data)
     own, old = (
         ends_lower(*(after[f"{kind}: {part}"] for kind in ADAPTATIONS[:2]))
         for part in ("own domain", "training domains")
@@ -188,11 +186,11 @@ def table13(material: Material) -> Table:
         rows.loc[label] = [mean_of(rows[column]) for column in rows]
     beneath = (before.map("{:.2f}".format) + " to " + after.map("{:.2f}".format)).where(frame.notna(), "")
     changes, sizes = list(frame), changed_bytes(run)
-    shown = {name: "average" if parent.averaged else parent.likeliest for name, parent in material.parents.items()}
+    shown = {name: "average" if parent.averaged else parent.likeliest for name, parent in data.parents.items()}
     frame["Parent expert"] = [*(shown.get(name, "") for name in novel), " "]
     began = (
         "began as the average of the training experts by posterior, and is compared with the likeliest of them."
-        if material.averaged
+        if data.averaged
         else "is compared with the parent expert that it was copied from."
     )
     return Table(

@@ -175,15 +175,21 @@ def read_clusters(run: Run) -> Clusters:
     documents = [pd.DataFrame(columns=["clustering", "cluster", "domain", "split", "documents"])]
     losses = [pd.DataFrame(columns=["model", "seed", "cluster", "expert", "nll", "tokens"])]
     models = clustered(run)
-    for data in dict.fromkeys(model.data for model in models):
-        folder = run.folder / "clusters" / data
+    for clustering in dict.fromkeys(model.data for model in models):
+        folder = run.folder / "clusters" / clustering
         names = np.array(read_json(folder / "clusterer.json")["names"])
-        rows = [model.row for model in models if model.data == data]
+        rows = [model.row for model in models if model.data == clustering]
         for domain in run.training:
             for split in SPLITS:
                 labels = read_parquet(folder / "assigned" / f"{domain}.{split}.parquet").column("cluster").to_numpy()
                 counts = np.bincount(labels, minlength=len(names))
-                columns = {"clustering": data, "cluster": names, "domain": domain, "split": split, "documents": counts}
+                columns = {
+                    "clustering": clustering,
+                    "cluster": names,
+                    "domain": domain,
+                    "split": split,
+                    "documents": counts,
+                }
                 documents.append(pd.DataFrame(columns))
             found = read_parquet(run.folder / "evaluations" / f"{domain}.losses.parquet").to_pandas()
             found = found[found["model"].isin(rows)]
@@ -265,7 +271,7 @@ FILES: dict[str, tuple[str, Need | None]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Material:
+class RunData:
     """A run as tables, figures and claims read it.
 
     `given` holds values to take instead of those of the run's files, by the names of properties.
@@ -328,7 +334,7 @@ class Material:
 
     @cached_property
     def pairs(self) -> pd.DataFrame:
-        """Each training expert on each domain: perplexity ratio and overlap of bigrams (`demix.report.material`)."""
+        """Each training expert on each domain: perplexity ratio and overlap of bigrams (`demix.report.run_data`)."""
         return with_overlap(affinities(self.own, self.run), self.rows("overlap"))
 
     @cached_property
@@ -381,7 +387,7 @@ class Material:
         """The differences between this run and the paper in data, budget and scale."""
         return scale_note(self.results, self.run)
 
-    def read(self) -> "Material":
+    def read(self) -> "RunData":
         """This, with all files of the run read. Raises DemixError for the first that is missing or damaged."""
         # The curves are drawn long after the tables; a damaged file must be refused before anything is written.
         for path in sorted(self.metrics.glob("*.jsonl")):
@@ -398,7 +404,7 @@ class Material:
         """The seed of `own`."""
         return self.run.seed
 
-    def of_seed(self, seed: int) -> "Material":
+    def of_seed(self, seed: int) -> "RunData":
         """The same with the results of one seed alone. Only the run's own seed has differences."""
         if seed == self.run.seed and [*self.results.by_seed] == [seed]:
             return self
@@ -407,4 +413,4 @@ class Material:
         differences = differences if seed == self.run.seed else differences.iloc[:0]
         results = self.results.of_seed(seed)
         own = {"results": results, "own": results, "differences": differences, "seed": seed}
-        return Material(self.run, shared | own)
+        return RunData(self.run, shared | own)
