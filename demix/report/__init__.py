@@ -50,7 +50,7 @@ def write_report(run: Run, output: Path) -> None:
     """Write every file of `report_files` below `output`.
 
     The report reads results.parquet, priors.parquet, differences.parquet, posteriors.parquet, corpus/overlap.parquet,
-    the cards of the corpora, the models' descriptions, audit.parquet, tasks.parquet and benchmarks/ (if they exist),
+    the cards of the corpora, the models' descriptions, tasks.parquet and benchmarks/ (if they exist),
     metrics/*.jsonl, the lineages of the experts, clusters/ and the losses by document of models that learn from
     clusters, and the losses by position where the config asks for lengths of blocks. "–" stands for what the run did
     not make: a domain that no model was trained without.

@@ -26,7 +26,6 @@ class Group(StrEnum):
     FURTHER = "Further tables"
     FIGURES = "Figures"
     FAMILIES = "Families"
-    TASKS = "Tasks"
     NONE = ""
 
 

@@ -54,6 +54,7 @@ MERGED_REMOVAL = Need("merged model that loses experts", lambda run: bool(run.co
 TASKS = Need("task", lambda run: bool(run.config.tasks), told=False)
 HARNESS = Need("task of the harness", lambda run: bool(run.config.lm_eval), told=False)
 SUITES = Need("suite", lambda run: bool(run.suites), told=False)
+ANY_TASK = Need("task or suite", lambda run: any(need.met(run) for need in (TASKS, HARNESS, SUITES)), told=False)
 # In the order in which a report tells of them.
 TOLD = (NOVEL, SECOND_TRAINING, WITHOUT_DOMAIN, DENSE_UNBALANCED, DOMAIN_TOKEN)
 

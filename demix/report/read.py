@@ -13,7 +13,6 @@ from demix.errors import DemixError
 from demix.evaluate.columns import COLUMNS, DIFFERENCES, HARNESS, POSTERIORS, PRIORS, TASKS
 from demix.files import is_made, read_json, read_json_lines, read_parquet
 from demix.files.database import ask
-from demix.launch.pace import elapsed
 from demix.progress import so_many
 from demix.report.systems import ByDomain
 from demix.run.models import Model
@@ -214,7 +213,6 @@ _FILES: dict[str, tuple[Collection[str], tuple[str, ...]]] = {
     "posteriors": (POSTERIORS, (*_EXPERT, "decay", "split", "block")),
     "differences": (DIFFERENCES, (*_SYSTEM, "against", "domain", "seed")),
     "overlap": (("domain", "expert", "overlap", "train_tokens", "test_bigrams"), ("domain", "expert")),
-    "audit": (("domain", "system", "model", "split", "document", "matched", "share", "nll"), ()),
     "tasks": (TASKS, ()),
     "harness": ((*TASKS, *HARNESS), ()),
     "contamination": (
@@ -257,11 +255,6 @@ def read_metrics(path: str | Path) -> Iterable[dict[str, Any]]:
         if "tokens" not in row:
             raise DemixError(f"{path}:{number}", "has no tokens", "rerun the stage that makes it")
         yield row
-
-
-def step_seconds(metrics: Path) -> float:
-    """The seconds that the steps of a training took."""
-    return max(elapsed(read_metrics(metrics)), default=0.0)
 
 
 def tokens_before(run: Run) -> dict[str, int | None]:

@@ -12,7 +12,7 @@ import pandas as pd
 from demix.files import check_sealed, read_json, read_parquet
 from demix.query.ask import Answers
 from demix.query.views import AskedRun
-from demix.report.needs import HARNESS, SUITES, TASKS, WITHOUT_DOMAIN, Need
+from demix.report.needs import HARNESS, SUITES, TASKS, Need
 from demix.report.paper import scale_note
 from demix.report.read import (
     Bounds,
@@ -25,7 +25,6 @@ from demix.report.read import (
     read_parents,
     read_results,
     read_rows,
-    step_seconds,
     tokens_before,
 )
 from demix.run.run import Run
@@ -183,14 +182,8 @@ def read_clusters(run: Run) -> Clusters:
             for split in SPLITS:
                 labels = read_parquet(folder / "assigned" / f"{domain}.{split}.parquet").column("cluster").to_numpy()
                 counts = np.bincount(labels, minlength=len(names))
-                columns = {
-                    "clustering": clustering,
-                    "cluster": names,
-                    "domain": domain,
-                    "split": split,
-                    "documents": counts,
-                }
-                documents.append(pd.DataFrame(columns))
+                counted = pd.DataFrame({"cluster": names, "documents": counts})
+                documents.append(counted.assign(clustering=clustering, domain=domain, split=split))
             found = read_parquet(run.folder / "evaluations" / f"{domain}.losses.parquet").to_pandas()
             found = found[found["model"].isin(rows)]
             losses.append(found.assign(cluster=names[labels[found["document"]]])[losses[0].columns])
@@ -198,63 +191,22 @@ def read_clusters(run: Run) -> Clusters:
     return Clusters(pd.concat(documents[1:] or documents, ignore_index=True), summed)
 
 
-# The stages of pages/pipeline.svg, each with its rules, by the folders below benchmarks/.
-STAGES = {
-    "data": (
-        *("read", "download", "divide", "source_card", "import_parent", "anonymize"),
-        *("deduplicate", "novel_duplicates", "split", "hold_out"),
-    ),
-    "tokenizer": ("tokenizer",),
-    "shards": (
-        *("tokenize", "tokenize_suite", "overlap", "fit_clusters", "assign", "cluster_shards", "examples"),
-        *("harness_documents", "contamination"),
-    ),
-    "train": ("sweep", "choose_rate", "seed", "train", "join"),
-    "adapt": ("adapt", "adapt-dense"),
-    "score": ("score", "score_ngrams", "merge_routed", "route", "fewshot", "harness"),
-    "remove": ("audit",),
-    "mix, evaluate": ("average", "choose_mixing", "evaluate", "contexts", "results", "suites", "classify"),
-    "report, track": ("run_config", "report", "card", "track"),
-}
+COST = """
+select rule, count(*)::double as "Jobs", sum(seconds) / 60 as "Minutes", sum(cpu_seconds) / 60 as "CPU minutes",
+    max(max_rss_mib) as "Largest job, MiB"
+from benchmarks group by rule order by "CPU minutes" desc, rule
+"""
 
 
-def cost_by_stage(run: Run) -> list[dict[str, str]]:
-    """One row per stage before the report: its jobs, their time and memory, and the time of training steps.
+def cost_by_rule(run: Run) -> pd.DataFrame:
+    """A line for each rule of the workflow that ran before the report: its jobs, their time and memory.
 
-    Without rows for a run whose stages were not started by Snakemake. Raises DemixError for a record that is damaged.
+    Without lines for a run whose stages were not started by Snakemake. Raises DemixError for a record that is damaged.
     """
     if not any(run.folder.glob("benchmarks/**/*.tsv")):
-        return []
-    with (
-        Answers([AskedRun(run.name, run)]) as answers,
-        answers.ask("select rule, seconds, cpu_seconds, max_rss_mib from benchmarks") as found,
-    ):
-        jobs = found.read_pandas()
-    ranks = {
-        "train": {model.name: model.settings.ranks for model in run.trained},
-        "adapt": {one.name: run.config.adaptation.ranks for one in run.adaptations},
-    }
-    rows = []
-    # The report is made while the last stage is under way.
-    for stage, rules in [*STAGES.items()][:-1]:
-        own, metrics = jobs[jobs["rule"].isin(rules)], run.folder / "metrics"
-        steps = [count * step_seconds(metrics / f"{name}.jsonl") for name, count in ranks.get(stage, {}).items()]
-        rows.append(
-            {
-                "stage": stage,
-                "jobs": f"{len(own):,}",
-                "time": _clock(own["seconds"].sum()),
-                "cpu": _clock(own["cpu_seconds"].sum()),
-                "memory": f"{own['max_rss_mib'].max():,.0f} MiB" if len(own) else "",
-                "steps": _clock(sum(steps)) if steps else "",
-            }
-        )
-    return rows
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+        return pd.DataFrame()
+    with Answers([AskedRun(run.name, run)]) as answers, answers.ask(COST) as found:
+        return found.read_pandas().set_index("rule")
 
 
 # By kind of rows: the path below a run's folder ({}: of each training domain), and what a run needs to have it.
@@ -262,7 +214,6 @@ FILES: dict[str, tuple[str, Need | None]] = {
     "priors": ("priors.parquet", None),
     "differences": ("differences.parquet", None),
     "overlap": ("corpus/overlap.parquet", None),
-    "audit": ("audit.parquet", WITHOUT_DOMAIN),
     "posteriors": ("posteriors.parquet", None),
     "tasks": ("tasks.parquet", TASKS),
     "harness": ("tasks.parquet", HARNESS),
@@ -373,9 +324,9 @@ class RunData:
         return self.run.folder / "metrics"
 
     @cached_property
-    def cost(self) -> list[dict[str, str]]:
-        """The jobs of each stage, their time and memory."""
-        return cost_by_stage(self.run)
+    def cost(self) -> pd.DataFrame:
+        """The jobs of each rule, their time and memory."""
+        return cost_by_rule(self.run)
 
     @cached_property
     def partly_known(self) -> str:

@@ -55,7 +55,7 @@ READERS = {
     "join |audit": ("evaluations/licenses.audit.parquet",),
     "audit licenses": ("tokens/licenses/train.arrow", "evaluations/licenses.priors.parquet"),
     "report ": (
-        *(f"{name}.parquet" for name in ("results", "priors", "differences", "posteriors", "corpus/overlap", "audit")),
+        *(f"{name}.parquet" for name in ("results", "priors", "differences", "posteriors", "corpus/overlap")),
         "config.json",
         "metrics/dense.jsonl",
     ),

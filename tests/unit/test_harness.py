@@ -459,19 +459,19 @@ def test_a_changed_file_of_the_folder_is_an_input(place: Path) -> None:
 def test_the_table_has_all_values(place: Path) -> None:
     sections = {"domains": domains(THREE), "lm_eval": {"tasks": list(NAMES), "weights": list(WEIGHTS)}}
     run = small_run(place, **sections)
-    table, rows = table_of("harness", RunData(run)), pd.read_parquet(place / "tasks.parquet")
+    table, rows = table_of("tasks", RunData(run)), pd.read_parquet(place / "tasks.parquet")
     systems = ["DEMix (history)", "DEMix (average)", "Dense (Balanced)"]
-    assert list(table.frame.columns) == ["Documents", "Demonstrations", *systems]
+    assert list(table.frame.index) == systems
     for row in rows.itertuples():
         system = systems[2] if row.model == "dense" else f"DEMix ({row.routing})"
-        assert table.frame.loc[f"{row.task}, {row.metric}", system] == row.value
-    assert set(table.frame["Documents"]) == {3}
-    for line in table.frame.index:
-        values, task, metric = table.frame.loc[line, systems], *line.split(", ")
+        assert table.frame.loc[system, f"{row.task}, {row.metric}"] == row.value
+    for name, values in table.frame.items():
+        task, metric = name.split(", ")
+        assert f"{name}: 3 documents" in table.notes[0]
         higher = rows[(rows["task"] == task) & (rows["metric"] == metric)]["higher_is_better"].iloc[0]
         best = values == (values.max() if higher else values.min())
-        assert table.bold().loc[line, systems].tolist() == best.tolist()
+        assert table.bold()[name].tolist() == best.tolist()
     assert any("choice law 1 (of 1); word law 1 (of 1); rolling law 1 (of 1)" in note for note in table.notes)
-    assert "tables/harness.html" in report_files(run)
-    assert "tables/harness.html" not in report_files(small_run(place, domains=domains(THREE)))
+    assert "tables/tasks.html" in report_files(run)
+    assert "tables/tasks.html" not in report_files(small_run(place, domains=domains(THREE)))
     assert len(read_rows(place / "tasks.parquet", "tasks")) == 0

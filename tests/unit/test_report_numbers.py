@@ -337,17 +337,6 @@ def full(files: Files) -> tuple[pd.DataFrame, pd.DataFrame]:
     return frame.join(values), beneath.fillna("").replace("[+nan, +nan]", "")
 
 
-def audit(files: Files) -> pd.DataFrame:
-    names = {"own": "own expert", "mixture": "all experts", "minus": "without its expert"}
-    names |= {"without": "never trained on it"}
-    found = files.table("audit").query("system in @names")
-    means = found.groupby(["domain", "system", "split"])[["matched", "share", "nll"]].mean().unstack("split")
-    means["share"] *= 100
-    headings = {"matched": "Tokens word for word, {}", "share": "Tokens right, {} (%)", "nll": "Nats, {}"}
-    means.columns = [headings[name].format(split) for name, split in means.columns]
-    return means.set_axis([f"{domain}, {names[system]}" for domain, system in means.index])
-
-
 def flops(files: Files, name: str) -> float:
     """The FLOPs of a training by the formula of Narayanan et al. 2021, with a vocabulary of a multiple of 8."""
     width, layers, length, types = 8, 2, 32, 304
@@ -446,23 +435,6 @@ def trace(files: Files, kind: str) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["expert", "start", "end", "value"])
 
 
-def by_domain(files: Files) -> pd.DataFrame:
-    less = files.own.table("differences").query("against == 'dense'").set_index(["domain", *SYSTEM])
-    rows, dense, run = [], files.own.of("dense", "dense"), files.run
-    for entry in ranking(RunData(run)).main:
-        model, experts, method, weights = entry.system.key
-        if max(one.change for one in entry.on.values()) > 30:
-            continue
-        for name, found in files.own.of(model, method, weights, experts).items():
-            if name in run.novel and method == "naive":
-                continue
-            ends = [np.nan] * 2
-            if (name, *entry.system.key) in less.index:
-                ends = less.loc[(name, *entry.system.key), ["perplexity_low", "perplexity_high"]]
-            rows.append([entry.label, name, *(100 * end / dense[name] for end in (found - dense[name], *ends))])
-    return pd.DataFrame(rows, columns=["system", "domain", "value", "low", "high"])
-
-
 def figure7(files: Files) -> pd.DataFrame:
     return trace(files, "training")
 
@@ -520,9 +492,7 @@ def files(frozen: Run) -> Files:
     return Files(frozen.folder)
 
 
-# The tests of what makes them have those of the harness and of suites.
 TABLES = [name for name, item in all_items().items() if isinstance(item, TableItem)]
-COMPUTED = [name for name in TABLES if name not in ("harness", "suites")]
 FIGURES = [name for name, item in all_items().items() if isinstance(item, FigureItem)]
 # The columns that tell the lines of tables apart that have numbers for labels.
 KEYS = {"full": ("Domain", "System")}
@@ -541,7 +511,7 @@ def check(found: Shown, name: str, files: Files) -> None:
         assert found.beneath.loc[lines.index, [*lines]].to_dict() == lines.to_dict()
 
 
-@pytest.mark.parametrize("name", COMPUTED)
+@pytest.mark.parametrize("name", TABLES)
 def test_a_table_has_the_numbers_of_the_files(name: str, files: Files) -> None:
     check(shown(name, run_data(files.run)), name, files)
 

@@ -146,12 +146,13 @@ def test_the_table_has_perplexity_and_bits_per_byte_by_source(frozen: Run) -> No
     dense = rows.query("model == 'dense' and domain == 'paloma_songs' and seed == @frozen.seed").iloc[0]
     # An oracle is never the best.
     rows.loc[rows["oracle"], "perplexity"] = 1.0
-    table = table_of("suites", run_data(frozen, suites=rows))
-    assert list(table.frame.index) == ["paloma: songs", "paloma: packages"]
-    values = table.frame.loc["paloma: songs"]
-    assert (values["Tokens"], values["Dense (Balanced)"]) == (dense["tokens"], dense["perplexity"])
-    assert table.second_lines().loc["paloma: songs", "Dense (Balanced)"] == f"{dense['bits_per_byte']:.3f}"
-    (best,) = values.index[table.bold().loc["paloma: songs"]]
+    table = table_of("tasks", run_data(frozen, suites=rows))
+    assert list(table.frame.columns)[-2:] == ["paloma: songs", "paloma: packages"]
+    values = table.frame["paloma: songs"]
+    assert values["Dense (Balanced)"] == dense["perplexity"]
+    assert f"paloma: songs: {dense['tokens']:,.0f} tokens" in table.notes[0]
+    assert table.second_lines().loc["Dense (Balanced)", "paloma: songs"] == f"{dense['bits_per_byte']:.3f}"
+    (best,) = values.index[table.bold()["paloma: songs"]]
     assert values[best] == min(value for value in values if value > 1)
-    assert "tables/suites.html" in report_files(frozen)
-    assert "tables/suites.html" not in report_files(small_run())
+    assert "tables/tasks.html" in report_files(frozen)
+    assert "tables/tasks.html" not in report_files(small_run())

@@ -7,7 +7,7 @@ modules load pandas and altair; this list of them does not, since the workflow a
 from demix.report import needs
 from demix.report.item import FigureItem, Group, Item, PageItem, TableItem
 
-PAPER, FURTHER, FIGURES, FAMILIES, TASKS = Group.PAPER, Group.FURTHER, Group.FIGURES, Group.FAMILIES, Group.TASKS
+PAPER, FURTHER, FIGURES, FAMILIES = Group.PAPER, Group.FURTHER, Group.FIGURES, Group.FAMILIES
 NOVEL, CLUSTERS, BUDGETS = (needs.NOVEL,), (needs.CLUSTERS,), (needs.FAMILIES, needs.BUDGETS)
 FIGURE6 = FigureItem(
     "figures", "figure6", "Figure 6: adapting to a novel domain with and without forgetting", FIGURES, NOVEL
@@ -23,13 +23,9 @@ ITEMS: tuple[Item, ...] = (
     TableItem("paper", "table13", "Table 13: adapting to a novel domain, and forgetting", PAPER, NOVEL, above=FIGURE6),
     TableItem("further", "ablations", "Ablations: rules of weights, priors, number of experts, temperature", FURTHER),
     TableItem("further", "full", "Every system on every domain", FURTHER),
-    TableItem("further", "audit", "What is left of a removed domain, word for word", FURTHER, (needs.WITHOUT_DOMAIN,)),
+    TableItem("further", "tasks", "Classification tasks, benchmarks and suites", FURTHER, (needs.ANY_TASK,)),
     TableItem("families", "families", "All models: perplexity at equal tokens", FAMILIES),
     TableItem("families", "speed_up", "Speed-up of training over a dense model", FAMILIES, BUDGETS),
-    TableItem("further", "tasks", "Accuracy on tasks by routing", TASKS, (needs.TASKS,)),
-    TableItem("further", "harness", "Tasks of the standard harness", TASKS, (needs.HARNESS,)),
-    TableItem("further", "suites", "Suites", TASKS, (needs.SUITES,)),
-    FigureItem("figures", "by_domain", "Change from the dense model, domain by domain", FIGURES),
     FigureItem(
         "figures",
         "figure2",

@@ -21,22 +21,18 @@ from demix.report.charts import (
     coloured,
     dashed,
     data_of,
-    dots,
     finite,
     heading_of,
     heat_maps,
-    line_colour,
     posterior_figure,
     share_scale,
     small_heading,
     token_axis,
     training_curves,
-    within_the_axis,
 )
-from demix.report.ranking import ranking
-from demix.report.read import paired, percent, prior_table, read_metrics
+from demix.report.read import prior_table, read_metrics
 from demix.report.run_data import Relation, RunData
-from demix.report.systems import BALANCED, before_dense_dapt
+from demix.report.systems import before_dense_dapt
 from demix.run.models import adapted
 from demix.run.run import Run
 
@@ -87,37 +83,6 @@ def training(data: RunData) -> tuple[Any, str]:
         which = f"{so_many(len(common), 'domain')} that all models train on" if common else "domains of each model"
         shown = f"Losses are on the dev splits of the {which}."
     return alt.vconcat(chart), shown + " Of models that train on all domains the thick line ends lowest." * bool(best)
-
-
-def by_domain(data: RunData) -> tuple[Any, str]:
-    """Test perplexity on each domain, as the change from Dense (Balanced) in %. Left of the line is better. Lines are
-    95% intervals from resampling the same test documents.
-    """
-    found = ranking(data)
-    entries, left_out = within_the_axis(found)
-    panels: list[Any] = []
-    for domains in data.kinds:
-        dense = data.own.perplexities(BALANCED, domains.names)
-        parts = []
-        for entry in (one for one in entries if not one.oracle_on(domains.kind)):
-            change = percent(dense, data.own.perplexities(entry.system, domains.names))
-            # Where a domain has no interval, the quotient is NaN.
-            bounds = paired(data.bounds, entry.system, BALANCED, domains.names).mul(100).div(dense, axis="index")
-            part = bounds.reindex(domains.names).assign(value=change, system=entry.label, what=entry.what)
-            parts.append(part.rename_axis("domain").reset_index())
-        records = pd.concat(parts)[["system", "what", "domain", "value", "low", "high"]]
-        for name in domains.names[:MOST_SHOWN]:
-            drawn = dots(
-                records[records["domain"] == name],
-                [one.label for one in entries],
-                "change in %",
-                labels=not len(panels) % PANEL_COLUMNS,
-                zero=True,
-                step=16,
-                color=line_colour(),
-            )
-            panels.append(drawn.properties(title=small_heading(f"{name} ({domains.kind})")))
-    return alt.concat(*panels, columns=PANEL_COLUMNS, spacing=14).resolve_scale(x="shared"), left_out
 
 
 def figure2(data: RunData) -> tuple[Any, str]:

@@ -1,17 +1,16 @@
-"""Tables beyond the paper's: ablations, all systems, removed documents, lengths of blocks, tasks and suites."""
-
-from typing import Any
+"""Tables beyond the paper's: ablations, all systems, and tasks, benchmarks and suites."""
 
 import pandas as pd
 
 from demix.files.database import ask
-from demix.report.cells import INTERVAL_NOTE, lowest, numbered, seed_note
+from demix.report import needs
+from demix.report.cells import INTERVAL_NOTE, numbered
 from demix.report.read import percent
 from demix.report.run_data import RunData
 from demix.report.systems import CACHED, UPDATING, by_label, systems_on
 from demix.report.table import Table
 from demix.run.compared import balanced_pairs
-from demix.run.systems import BASES, merged_whole, row_systems, table_rows
+from demix.run.systems import BASES, row_systems, table_rows
 
 ABLATIONS = r"""
 with tried as (
@@ -58,14 +57,43 @@ select domain as Domain, kind as Kind, label as System, perplexity as Perplexity
 from systems join evaluations using (domain, model, experts, method, weights, variant)
 where evaluations.top_k = 0 and expert = '' and perplexity is not null order by place
 """
-AUDITED = {
-    "own": "own expert",
-    "mixture": "all experts",
-    "minus": "without its expert",
-    "without": "never trained on it",
-    "merged": "{}",
-    "merged_minus": "{} without its expert",
-}
+TASKS = """
+-- Of the experts of a model by themselves the one that is best on the test.
+with kept as (
+    from tasks qualify routing != 'one expert' or row_number() over (partition by task, model, routing
+        order by accuracy desc, number) = 1
+)
+select place, if(routing = 'one expert', 1e9, number) as number, label || case routing when 'dense' then ''
+        when 'one expert' then ' (best expert of the test (oracle))'
+        else format(' ({}{})', routing, coalesce(', top-' || top_k::int, ''))
+            || if(routing like 'updating%', ' (oracle)', '')
+    end as system, task as benchmark, 100 * accuracy as value, '{:.1f}' as form,
+    -- A cell without interval, or whose interval contains chance, says nothing.
+    if(accuracy_low is null, 'too few examples', format('{:.1f} to {:.1f}', 100 * accuracy_low, 100 * accuracy_high)
+        || if(reads = 'test labels', ', oracle', '') || if(judged, '', ', as chance')) as beneath,
+    if(judged and accuracy > chance and reads != 'test labels' and routing != 'one expert', accuracy, null) as rank,
+    format('{} examples, {} demonstrations', examples, shots)
+        || if(seeds > 1, format(' by {} seeds', seeds), '') as size
+from kept join models using (model)
+union all by name
+select distinct 1e9 as place, 0 as number, 'chance' as system, task as benchmark, 100 * chance as value from tasks
+order by place, number
+"""
+HARNESS = """
+select place, number, label || if(routing = 'dense', '', format(' ({})', routing)) as system,
+    task || ', ' || metric as benchmark, value, '{:.4g}' as form,
+    if(stderr is null, '', format('± {:.2g}', stderr)) as beneath,
+    -- Where the harness does not say whether higher is better, no value is the best.
+    if(higher_is_better, value, -value) as rank, format('{} documents, {} demonstrations', examples, shots) as size
+from harness join models using (model) order by place, number
+"""
+SUITES = """
+select place, 0 as number, label || if(method = 'naive', ' (oracle)', '') as system, source as benchmark,
+    perplexity as value, '{:.2f}' as form, format('{:.3f}', bits_per_byte) as beneath,
+    if(method = 'naive', null, -round(perplexity, 2)) as rank, format('{:,} tokens', tokens::int) as size
+from evaluations join sources using (domain) join systems using (model, experts, method, weights, variant)
+where evaluations.top_k = 0 and expert = '' order by place, source_place
+"""
 
 
 def ablations(data: RunData) -> Table:
@@ -153,142 +181,71 @@ def full(data: RunData) -> Table:
     )
 
 
-def audit(data: RunData) -> Table:
-    """Documents of a removed domain, continued greedily from 50 of their tokens, by the model with the domain's expert,
-    the model without that expert, and a model never trained on the domain; and by merged models. Tokens word for word:
-    how many of the next 50 are the document's before the first that is not. Tokens right: the share of all 50 that are
-    the document's. Nats: the loss of the document's own 50 tokens. Means over documents that were trained on and over
-    test documents, which no model saw.
-
-    Train above test by more than chance: training documents were memorized. If that is so without the domain's expert,
-    what all experts share has memorized them.
-    """
-    columns = {"matched": "Tokens word for word, {}", "share": "Tokens right, {} (%)", "nll": "Nats, {}"}
-    found, key = data.rows("audit"), ["domain", "system", "model"]
-    by_split = found.assign(share=100 * found["share"].astype("float64")).groupby([*key, "split"])
-    means, counts = by_split[[*columns]].mean().unstack(), by_split.size().astype("float64").unstack(fill_value=0.0)
-    lines = found[key].drop_duplicates()
-    lines = lines.sort_values("domain", key=lambda names: names.map(data.training.index), kind="stable")
-    parts = {heading: means[name] for name, heading in columns.items()} | {"Documents, {}": counts}
-    frame = pd.DataFrame({
-        heading.format(split): part.reindex(index=pd.MultiIndex.from_frame(lines), columns=["train", "test"])[split]
-        for heading, part in parts.items()
-        for split in ("train", "test")
-    })  # fmt: skip
-    merged = {folder: whole.label for folder, whole in merged_whole(data.run).items()}
-    frame.index = pd.Index(
-        [f"{domain}, {AUDITED[system].format(merged.get(model))}" for domain, system, model in frame.index]
-    )
-    return Table(
-        frame,
-        notes=seed_note(data.run),
-        formats=dict.fromkeys(("Documents, train", "Documents, test"), "{:.0f}"),
-    )
-
-
-CHANCE, BEST = "chance", "best expert of the test (oracle)"
-ORACLE, ALONE = "test labels", "one expert"
-COUNTS = {"Documents": "examples", "Demonstrations": "shots"}
-
-
-def _wide(rows: pd.DataFrame, values: pd.Series, line: str, column: str) -> pd.DataFrame:
-    """`values` of `rows`, a row for each `line` and a column for each `column`, both in their order."""
-    found = values.set_axis(pd.MultiIndex.from_frame(rows[[line, column]])).unstack(column)
-    found = found.reindex(index=rows[line].unique(), columns=rows[column].unique())
-    return found.rename_axis(index=None, columns=None)
-
-
 def tasks(data: RunData) -> Table:
-    """Percent of the examples of a classification task whose likeliest label is the right one, by model and routing
-    (c-BTM, section 5 and appendix A.7), and below it the 95% interval: exact for one seed, else by a bootstrap over
-    seeds and examples. “As chance” stands where the interval contains what chance gives. Differences among such numbers
-    mean nothing.
+    """Accuracy on classification tasks, values of EleutherAI's lm-evaluation-harness, and test perplexity on the
+    sources of suites (lower is better), by model and the rule in parentheses that mixes its experts.
 
-    Bold: the highest of the numbers above chance that read no test label. Oracles read test labels: “updating” those of
-    earlier examples, “own expert” where the domain is asked for, and the best expert.
+    Classification tasks (c-BTM, section 5 and appendix A.7): percent of the examples whose likeliest label is right,
+    and below it the 95% interval: exact for one seed, else by a bootstrap over seeds and examples. “As chance” marks
+    an interval that contains what chance gives; differences among such numbers mean nothing. Oracles read test labels:
+    “updating” those of earlier examples, “own expert” where the domain is asked for, and the best expert. “fixed, 8 +
+    8” weights experts by their accuracy on 8 other examples after the demonstrations, “fixed, 8” by that on the
+    demonstrations. The names are the paper's, which has 8 demonstrations. “released” mixes as the paper's code does, by
+    the same weights: whole labels, after a softmax over labels of each expert.
 
-    “fixed, 8 + 8” weights experts by their accuracy on 8 other examples after the demonstrations, “fixed, 8” by that on
-    the demonstrations. The names are the paper's, which has 8 demonstrations. “released” mixes as the paper's code
-    does, by the same weights: whole labels, after a softmax over labels of each expert.
-    """
-    models, names = {name: row.label for name, row in data.run.rows.items()}, list(data.run.config.tasks)
-    rows = data.rows("tasks")
-    alone = rows[rows["routing"] == ALONE].sort_values("accuracy", ascending=False, kind="stable")
-    rows = pd.concat([rows[rows["routing"] != ALONE], alone.drop_duplicates(["task", "model"])])
-    rows = rows.sort_values("model", key=lambda found: found.map([*models].index), kind="stable")
-    rows["label"] = [_label(models[row.model], row) for row in rows.itertuples()]
-    # Cells without interval, or whose interval holds chance, say nothing.
-    beneath = pd.Series([_interval(row) for row in rows.itertuples()], rows.index)
-    frame = _wide(rows, 100 * rows["accuracy"], "label", "task").reindex(columns=names)
-    told = rows["judged"] & (rows["accuracy"] > rows["chance"]) & (rows["reads"] != ORACLE) & (rows["routing"] != ALONE)
-    fair = _wide(rows, rows["accuracy"].where(told), "label", "task")
-    by_task = data.rows("tasks").groupby("task")[["chance", "examples", "shots", "seeds"]].first()
-    asked = "; ".join(
-        f"{name}: {row.examples} examples, {row.shots} demonstrations"
-        + (f" by {row.seeds} seeds" if row.seeds > 1 else "")
-        for name, row in ((name, by_task.loc[name]) for name in names if name in by_task.index)
-    )
-    frame.loc[CHANCE] = 100 * by_task["chance"].reindex(names)
-    return Table(
-        frame,
-        notes=(f"{asked}.",),
-        formats=dict.fromkeys(names, "{:.1f}"),
-        summaries=frozenset({CHANCE}),
-        best=fair.eq(fair.max()) & fair.notna(),
-        beneath=_wide(rows, beneath, "label", "task"),
-        long=len(frame) > 40,
-    )
-
-
-def _label(model: str, row: Any) -> str:
-    if row.routing == "dense":
-        return model
-    if row.routing == ALONE:
-        return f"{model} ({BEST})"
-    kept = "" if pd.isna(row.top_k) else f", top-{row.top_k:.0f}"
-    oracle = " (oracle)" if row.routing.startswith("updating") else ""
-    return f"{model} ({row.routing}{kept}){oracle}"
-
-
-def _interval(row: Any) -> str:
-    if pd.isna(row.accuracy_low):
-        return "too few examples"
-    oracle, chance = ", oracle" if row.reads == ORACLE else "", "" if row.judged else ", as chance"
-    return f"{100 * row.accuracy_low:.1f} to {100 * row.accuracy_high:.1f}{oracle}{chance}"
-
-
-def harness(data: RunData) -> Table:
-    """Values as EleutherAI's lm-evaluation-harness gives them, by model and rule that mixes its experts, with ± its
-    standard error below. A row is a task, or a group of tasks, and a metric.
-
-    Bold: the best value of a row, where the harness says whether higher is better. All values are of the run's own
-    seed; the rule in parentheses mixed the experts of the training domains. Documents are those that were asked.
+    The harness: task or group of tasks, and metric, with ± the standard error below, of the run's own seed.
     tasks.parquet has the digest of each task's documents.
+
+    Suites: below perplexity are bits per byte, which compare across tokenizers. No model learned from these texts or
+    was adapted to them, and nothing was chosen on them. Texts that a training domain holds are left out. Rules need no
+    dev text and no clusters; an oracle is the best expert or domain token of the test text itself.
+
+    Bold: the best of a column that reads no test label or text; of tasks only above chance, of the harness where it
+    says whether higher is better.
     """
-    models, rows = {name: row.label for name, row in data.run.rows.items()}, data.rows("harness")
-    rows = rows.assign(
-        line=rows["task"] + ", " + rows["metric"],
-        system=[
-            models[model] + f" ({routing})" * (routing != "dense")
-            for model, routing in zip(rows["model"], rows["routing"], strict=True)
-        ],
+    run, found, notes = data.run, [], []
+    models = pd.DataFrame(
+        [(place, name, row.label) for place, (name, row) in enumerate(run.rows.items())],
+        columns=["place", "model", "label"],
     )
-    values, first = _wide(rows, rows["value"], "line", "system"), rows.groupby("line", sort=False).first()
-    higher = first["higher_is_better"]
-    best = values.eq(values.max(axis=1).where(higher.eq(True), values.min(axis=1)), axis=0)
-    counts = pd.DataFrame({name: first[column].astype(float) for name, column in COUNTS.items()})
-    versions = rows[rows["task_version"] != ""].groupby("task", sort=False)["task_version"].first()
-    errors = rows["stderr"].map(lambda error: "" if pd.isna(error) else f"± {error:.2g}")
-    return Table(
-        pd.concat([counts, values], axis=1),
-        notes=(
+    if needs.TASKS.met(run):
+        found.append(ask(TASKS, tasks=data.rows("tasks").reset_index(names="number"), models=models))
+    if needs.HARNESS.met(run):
+        rows = data.rows("harness")
+        found.append(ask(HARNESS, harness=rows.reset_index(names="number"), models=models))
+        versions = rows[rows["task_version"] != ""].groupby("task", sort=False)["task_version"].first()
+        notes += [
             f"Version of the harness: {', '.join(sorted(set(rows['harness_version'])))}; of the tasks: "
             f"{', '.join(f'{name} {version}' for name, version in versions.items())}.",
             _contaminated(data.rows("contamination")),
-        ),
-        formats=dict.fromkeys(values, "{:.4g}") | {"Demonstrations": "{:,.0f}"},
-        best=best.where(higher.notna(), False, axis=0),
-        beneath=_wide(rows, errors, "line", "system"),
+        ]
+    if needs.SUITES.met(run):
+        sources = [f"{suite}: {one}" for suite, of in (run.config.evaluation.suites or {}).items() for one in of]
+        systems = pd.DataFrame(
+            {"place": models.loc[models["model"] == name, "place"].iloc[0], **vars(system)}
+            for name, row in table_rows(run).items()
+            for system in row_systems(row, run)
+        )
+        named = pd.DataFrame({"domain": [*run.suites], "source": sources, "source_place": range(len(sources))})
+        evaluations = data.suites.of_seed(run.seed).evaluations
+        found.append(ask(SUITES, evaluations=evaluations, sources=named, systems=systems))
+    rows = pd.concat(found).sort_values("place", kind="stable")
+    lines, benchmarks = rows["system"].unique(), pd.concat(found)["benchmark"].unique()
+    values, beneath, rank = (
+        rows.pivot(index="system", columns="benchmark", values=name)
+        .reindex(index=lines, columns=benchmarks)
+        .rename_axis(index=None, columns=None)
+        for name in ("value", "beneath", "rank")
+    )
+    about = rows.dropna(subset="size").drop_duplicates("benchmark").set_index("benchmark").loc[benchmarks]
+    sizes = "; ".join(f"{name}: {size}" for name, size in about["size"].items())
+    return Table(
+        values,
+        notes=(f"{sizes}.", *notes),
+        formats=about["form"].to_dict(),
+        summaries=frozenset({"chance"}),
+        best=rank.eq(rank.max()) & rank.notna(),
+        beneath=beneath,
         long=len(values) > 40,
     )
 
@@ -303,29 +260,4 @@ def _contaminated(found: pd.DataFrame) -> str:
     return (
         "Contamination: documents of a task that share a 13-gram of words with the training text of a domain, whose "
         f"expert may know them, of those documents that have 13 words: {'; '.join(told)}."
-    )
-
-
-def suites(data: RunData) -> Table:
-    """Test perplexity on each source of a suite, and below it bits per byte, which compare across tokenizers. Lower is
-    better. No model learned from these texts or was adapted to them, and nothing was chosen on them.
-
-    Texts that a training domain holds are left out. Experts are those of the training domains, by rules that need no
-    dev text and no clusters; an oracle is the best expert or domain token of the test text itself. Bold: the lowest of
-    a row that is no oracle.
-    """
-    run, found = data.run, data.suites.of_seed(data.run.seed)
-    names = [f"{suite}: {name}" for suite, sources in (run.config.evaluation.suites or {}).items() for name in sources]
-    shown = {}
-    for system in (one for row in table_rows(run).values() for one in row_systems(row, run)):
-        of = found.of(system, run.suites).set_axis(names)
-        if of["perplexity"].notna().any():
-            shown[system.label + " (oracle)" * (system.method == "naive")] = of
-    values = pd.DataFrame({label: of["perplexity"] for label, of in shown.items()})
-    frame = pd.concat([next(iter(shown.values()))["tokens"].rename("Tokens"), values], axis=1)
-    return Table(
-        frame,
-        best=lowest(values[[label for label in values if not label.endswith("(oracle)")]], axis=1),
-        beneath=pd.DataFrame({label: of["bits_per_byte"].map("{:.3f}".format) for label, of in shown.items()}),
-        long=len(values) > 40,
     )

@@ -49,7 +49,7 @@ def claims(data: RunData) -> Mapping[str, str]:
 
 
 def index(data: RunData) -> Mapping[str, str]:
-    """The run on one page: which model is best, verdicts on the paper's claims, figures, time and cost by stage,
+    """The run on one page: which model is best, verdicts on the paper's claims, figures, time and memory by rule,
     settings, versions. Its tables and figures are in the other categories of the menu.
     """
     run, found, judged = data.run, ranking(data), judged_claims(data)
@@ -68,7 +68,7 @@ def index(data: RunData) -> Mapping[str, str]:
         claims={verdict: [one for one in judged if one.verdict == verdict] for verdict in get_args(Verdict)},
         groups=_groups(run),
         cards={model.name: model.label for model in run.planned},
-        cost=data.cost,
+        cost=part_of_page(Table(data.cost, formats=dict.fromkeys(data.cost, "{:,.1f}") | {"Jobs": "{:,.0f}"})),
         scale=data.scale_note,
         settings=json.dumps(kept(run.config), indent=1, ensure_ascii=False),
         digest=config_fingerprint(run.config),
