@@ -4,7 +4,7 @@ claims.toml has a row for each; one row stands for the claims about every mixtur
 """
 
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import product
@@ -13,7 +13,8 @@ from string import Formatter
 from typing import Any
 
 from demix.report import needs, systems
-from demix.report.claims import named
+from demix.report.claims import judges
+from demix.report.claims.judges import paired
 from demix.report.needs import Need, missing
 from demix.report.read import Domains, paired_either_way
 from demix.report.run_data import RunData
@@ -38,23 +39,28 @@ class Row:
     def said(self, data: RunData) -> str:
         """What is claimed, with the source."""
         fields = {field for _, field, *_ in Formatter().parse(self.statement) if field}
-        words = {field: self.mixture.label if self.mixture and field == "mixture" else "" for field in fields}
-        words |= {field: named.WORDS[field](data) for field in fields & named.WORDS.keys()}
+        words = {"mixture": self.mixture.label if self.mixture else ""}
+        words |= {field: judges.WORDS[field](data) for field in fields & judges.WORDS.keys()}
         return self.statement.format(**words) + (f" ({self.source})." if self.source else ".")
 
     def judged(self, data: RunData) -> Claim:
         """The claim, judged on one seed."""
         parts = [part for one in self.compare for part in self._parts(data, **one)]
-        parts += getattr(named, self.judge)(data) if self.judge else ()
+        parts += getattr(judges, self.judge)(data) if self.judge else ()
         return Claim(self.name, self.said(data), tuple(parts))
 
     def _parts(
-        self, data: RunData, first: str = "", second: str = "", on: Sequence[str] = ("training",), **how: Any
+        self,
+        data: RunData,
+        first: str = "",
+        second: str = "",
+        pairs: str = "",
+        on: Sequence[str] = ("training",),
+        **how: Any,
     ) -> Iterator[Part]:
         """The comparisons of one entry of `compare`."""
-        if finds := how.pop("pairs", ""):
-            found = list(getattr(named, finds)(data))
-        else:
+        found: Iterable[tuple[ByDomain, ByDomain]] = paired(pairs, data) if pairs else ()
+        if not pairs:
             firsts = [self.mixture] if self.mixture else _named(first, data.run)
             found = list(product(firsts, _named(second, data.run)))
         for domains in (one for one in data.kinds if one.kind in on):
@@ -78,7 +84,7 @@ def _compared(
     **how: Any,
 ) -> Part:
     """The comparison of two systems, by test perplexities and the intervals of their differences."""
-    oracles = named.ORACLES if domains.kind == "novel" else {}
+    oracles = judges.ORACLES if domains.kind == "novel" else {}
     (label, values), (other, others) = (
         (
             given or (oracles.get(system, system.label) if isinstance(system, System) else ""),
@@ -107,7 +113,7 @@ def rows(run: Run) -> list[Row]:
     found: list[Row] = []
     for row in (row for row in _rows() if not missing(row["needs"], run)):
         # A name with a field stands for the claims about all mixtures.
-        mixtures: Sequence[System | None] = named.mixtures(run) if "{" in row["name"] else [None]
+        mixtures: Sequence[System | None] = judges.mixtures(run) if "{" in row["name"] else [None]
         found += [Row(**row | {"name": row["name"].format(one=one), "mixture": one}) for one in mixtures]
     return found
 

@@ -1,0 +1,200 @@
+"""What claims.toml names: the table whose rows its queries pair, comparisons of what no pair decides, and words."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from demix.files.database import ask
+from demix.report.cells import adapting
+from demix.report.run_data import RunData, affinities
+from demix.report.systems import (
+    DOMAIN_TOKEN,
+    NAIVE,
+    ByDomain,
+    baselines,
+    before_adding,
+    before_removal,
+    families,
+    one_clusters,
+    training_flops,
+    tried_top_k,
+    without_choice,
+    without_domain,
+    without_expert,
+)
+from demix.report.verdict import Part, compare
+from demix.run.run import Run
+from demix.run.systems import System, added, by_distance, merged_whole, routed_weights, trained_systems
+
+# On a novel domain the single expert or token is chosen on the test data.
+ORACLES = {NAIVE: "best expert (oracle)", DOMAIN_TOKEN: "best domain token (oracle)"}
+
+
+def mixtures(run: Run) -> list[System]:
+    """Each mixture of the run that sums over all earlier text and does not know the domain.
+
+    None of a row with another optimizer than the dense model, whose recipe would be judged instead of its experts.
+    """
+    dense = run.rows["dense"].settings.optimizer
+    tempered = (one for one in trained_systems(run) if one.weights.startswith("tempered"))
+    return [one for one in tempered if run.rows[one.model].settings.optimizer == dense]
+
+
+@cache
+def known_families(run: Run) -> tuple[pd.DataFrame, list[System]]:
+    """The families of a run with what queries pair them by, and the system of each line.
+
+    `rule` is empty for the rule of the family's paper, with `k` where only so many experts are mixed; `distance` is
+    that of experts of domains by the clusters nearest to them, `tempered` that of `k` experts.
+    """
+    rows: list[dict[str, Any]] = []
+    systems: list[System] = []
+    singles, routed, tempered = one_clusters(run).values(), routed_weights(run), run.config.evaluation.weights
+    for name, family in families(run).items():
+        model, system = family.model, family.system
+        flops, update = training_flops(model, run)
+        settings, layer = model.base.settings, family.architecture.routed
+        about = {
+            "row": name,
+            "scope": model.kind.expert_scope if model.kind.has_experts else "",
+            "token_routed": model.kind.routed,
+            "made": family.made,
+            "experts": family.experts,
+            "tokens": family.tokens,
+            "begun": family.begun,
+            "single": system in singles,
+            # Models that begin alike: with as many tokens of the same parent.
+            "origin": json.dumps([settings.parent_row, settings.seed_tokens, model.base.initial, model.base.options]),
+            "parent": model.parent,
+            "seed_tokens": settings.seed_tokens,
+            "flops": flops,
+            "flops_of_update": update,
+            "merges": settings.parent_row if model.mixes else None,
+            "trained": settings.trained,
+            "top_k": layer.top_k if layer else None,
+        }
+        found = [("", None, system)]
+        for k in tried_top_k(run, family.experts):
+            label = f"{model.base.label} (tempered), top-{k}"
+            if routed:
+                # All other weights compute all experts before they leave some out.
+                found.append(("", k, replace(system, label=f"{system.label}, top-{k}", top_k=k)))
+            if "tempered" in tempered and model.kind.has_experts:
+                few = replace(system, method="uniform", weights="tempered", label=label, top_k=k)
+                found.append(("tempered", k, few))
+        if routed and model.routing and not family.clustering:
+            found.append(("distance", None, by_distance(model, routed)))
+        rows += [about | {"id": len(systems) + place, "rule": one[0], "k": one[1]} for place, one in enumerate(found)]
+        systems += [one[2] for one in found]
+    return pd.DataFrame(rows).astype({"k": "Int64", "top_k": "Int64"}), systems
+
+
+NAMED = """
+with families as (from every where rule = '' and k is null),
+single as (from families where single),
+-- Several balanced clusters beside which the run has a model of one cluster.
+several as (
+    from families where made = 'k-means' and scope = 'model' and experts > 1
+        and (tokens, begun) in (select (tokens, begun) from single)
+)
+"""
+
+
+def paired(query: str, data: RunData) -> list[tuple[System, System]]:
+    """The systems whose ids a query of claims.toml selects."""
+    every, systems = known_families(data.run)
+    domains = pd.DataFrame({"domains": [len(data.training)]})
+    found = ask(NAMED + query, every=every, run=domains)
+    return [(systems[first], systems[second]) for first, second in found.itertuples(index=False)]
+
+
+WORDS: dict[str, Callable[[RunData], str]] = {
+    "dense": lambda data: "both dense baselines" if len(baselines(data.run)) > 1 else baselines(data.run)[0].label,
+    "on_all": lambda data: " and ".join(f"on the {domains.kind} domains" for domains in data.kinds),
+    "parent": lambda data: "the likeliest training expert" if data.averaged else "its parent",
+}
+
+
+def own_expert_best(data: RunData) -> Iterator[Part]:
+    """Whether each domain's own expert is the best on it."""
+    ratios = affinities(data.results, data.run)
+    ratios = ratios[(ratios["kind"] == "training") & (ratios["domain"] != ratios["expert"])].dropna()
+    yield _best(ratios.groupby("domain")["ratio"].min(), "", "domain")
+
+
+def own_cluster_best(data: RunData) -> Iterator[Part]:
+    """Whether each cluster's own expert is the best on the cluster's test documents, one part per model."""
+    for system, _ in paired("select id, id from several", data):
+        model = families(data.run)[system.model].model
+        ratios = data.clusters.over_own(model.row, data.seed, model.domains)
+        others = ratios.mask(np.eye(len(ratios), dtype=bool)).min(axis=1).dropna()
+        yield _best(others, f"{model.label}: ", "cluster")
+
+
+def _best(ratios: pd.Series, of: str, over: str) -> Part:
+    """Whether own experts are best, by the ratios of the best other expert's perplexity to theirs."""
+    label = f"{of}The best other expert's perplexity, as a multiple of the own expert's,"
+    return compare(label, ratios, "the own", pd.Series(1.0, ratios.index), higher=True, over=over)
+
+
+def overlap_correlates(data: RunData) -> Iterator[Part]:
+    found = data.relation_with_own
+    r, known = -found.pearson, np.isfinite(found.pearson)
+    sentence = (
+        f"Pearson r = {r:.2f} over {found.pairs} pairs of a domain and an expert, of the share of bigrams with minus "
+        f"the log perplexity ratio (p = {found.permutation_p:.2g} for Spearman's with whole domains permuted)."
+        if known
+        else "Overlap of bigrams and perplexities of single experts: no rows."
+    )
+    # One number over all pairs: there is no majority of domains.
+    yield Part(bool(r > 0), int(r > 0), int(known), sentence, bool(found.permutation_p < 0.05))
+
+
+def adapts(data: RunData) -> Iterator[Part]:
+    """The new experts against their parents, and the training domains before and after."""
+    before, after = (found["DEMix-DAPT: own domain"] for found in adapting(data))
+    yield compare("Adapted expert", after, WORDS["parent"](data), before)
+    own = (before_adding(data.run)[0], added(data.run)[0])
+    old, new = (data.results.perplexities(one, data.training) for one in own)
+    # Not a bit of them changes; sums in another order differ in the last digits.
+    yield compare("Training domains by their own experts after", new, "before", old, allowance=0.0002)
+
+
+def forgets(data: RunData) -> Iterator[Part]:
+    """The mean over the training domains after each Dense-DAPT, against that before."""
+    before, after = (found["Dense-DAPT: training domains"] for found in adapting(data))
+    label = "After Dense-DAPT, averaged over the training domains,"
+    yield compare(label, after, "before", before, higher=True, over="novel domain")
+
+
+def one_reduces(data: RunData) -> Iterator[Part]:
+    """Each novel domain's expert alone added to the training experts: the mean over the training domains."""
+    before, after = (found["One expert added: training domains"] for found in adapting(data))
+    label = "With one more expert, averaged over the training domains,"
+    yield compare(label, after, "training experts", before, over="added expert")
+
+
+def like_never_trained(data: RunData) -> Iterator[Part]:
+    """How far the model without the domain's expert is from one never trained on the domain, and from the whole one."""
+    systems = (before_removal(data.run), without_expert(data.run), without_domain)
+    whole, without, never = (data.results.perplexities(one, data.training) for one in systems)
+    label = "Difference in perplexity between −Expert and −Domain"
+    yield compare(label, (without - never).abs(), "that between −Expert and +Expert", (without - whole).abs())
+
+
+def merged_forget(data: RunData) -> Iterator[Part]:
+    """Whether leaving its expert out costs a domain as much in merged models as in DEMix, one part per merged model."""
+    run, domains = data.run, data.training
+
+    def costs(whole: System, without: ByDomain) -> pd.Series:
+        return data.own.perplexities(without, domains) / data.own.perplexities(whole, domains)
+
+    own = costs(before_removal(run), without_expert(run))
+    for whole in merged_whole(run).values():
+        label = f"Perplexity without the domain's expert over that with it: {whole.label}"
+        yield compare(label, costs(whole, without_choice(whole)), run.whole.label, own, higher=True)
