@@ -31,8 +31,6 @@ from demix.run.run import Run
 from demix.run.systems import clustered
 
 PERMUTATIONS = 9999
-# So many values are permuted at a time, a few copies of which are in memory.
-PERMUTED_AT_ONCE = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -70,57 +68,39 @@ def affinities(results: Results, run: Run) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["kind", "domain", "expert", "ratio"])
 
 
-def with_overlap(ratios: pd.DataFrame, overlap: pd.DataFrame) -> pd.DataFrame:
-    """`ratios` with the column overlap (0 to 1), NaN where no overlap was counted."""
-    return ratios.merge(overlap[["domain", "expert", "overlap"]], on=["domain", "expert"], how="left", validate="1:1")
+def relation(pairs: pd.DataFrame, kind: str, *, own: bool = False) -> Relation:
+    """The relation over the domains of a kind, of `pairs` with columns kind, domain, expert, ratio, overlap (0 to 1).
 
-
-def relations(pairs: pd.DataFrame) -> list[Relation]:
-    """One relation over the training domains, each without the domain's own expert, and one over the novel domains."""
-    return [_relation(str(kind), rows) for kind, rows in pairs.groupby("kind", sort=False)]
-
-
-def relation_with_own(pairs: pd.DataFrame) -> Relation:
-    """The relation over all pairs of the training domains, own experts included, as in section 5.2 of the paper."""
-    return _relation("training", pairs[pairs["kind"] == "training"], own=True)
-
-
-def _relation(kind: str, rows: pd.DataFrame, *, own: bool = False) -> Relation:
+    Training domains are without their own experts, or with them (`own`), as in section 5.2 of the paper.
+    """
     from scipy import stats
 
+    rows, square = pairs[pairs["kind"] == kind], kind == "training"
     names, experts = ([*rows[name].unique()] for name in ("domain", "expert"))
     ratio, shared = (
         rows.pivot(index="domain", columns="expert", values=name).reindex(index=names, columns=experts).to_numpy()
         for name in ("ratio", "overlap")
     )
-    ratio, square = np.log(ratio), kind == "training"
     used = ~np.eye(len(ratio), dtype=bool) if square and not own else np.ones(ratio.shape, bool)
     domains, count = len(ratio), int(used.sum())
     known = np.isfinite(ratio[used]) & np.isfinite(shared[used])
     if count < 3 or not known.all() or np.ptp(ratio[used]) == 0 or np.ptp(shared[used]) == 0:
         return Relation(kind, domains, int(known.sum()), *[float("nan")] * 3)
-    found = (rank(shared[used], ratio[used]).statistic for rank in (stats.spearmanr, stats.pearsonr))
-    # A permutation of whole domains reorders the ranks without changing them: ranks and their spread are computed once.
+    found = (rank(shared[used], np.log(ratio[used])).statistic for rank in (stats.spearmanr, stats.pearsonr))
+    # A permutation of whole domains reorders the ranks without changing them: they are computed once.
     ranks, others = np.zeros(ratio.shape), stats.rankdata(shared[used])
     ranks[used] = stats.rankdata(ratio[used])
-    reference = (others - others.mean()) / others.std() / ranks[used].std() / count
 
-    def permuted(orders: np.ndarray, axis: int = -1) -> np.ndarray:
-        """The correlation for each of `orders` [..., domains]."""
-        orders = np.moveaxis(orders, axis, -1).astype(int)
-        moved = ranks[orders[..., np.newaxis], orders[..., np.newaxis, :]] if square else ranks[orders]
-        return np.asarray(moved[..., used] @ reference)
+    def permuted(order: np.ndarray) -> float:
+        order = order.astype(int)
+        moved = ranks[np.ix_(order, order)] if square else ranks[order]
+        return float(np.corrcoef(others, moved[used])[0, 1])
 
     permutation_p = float("nan")
     if domains > 1:
+        orders = (np.arange(domains),)
         test = stats.permutation_test(
-            (np.arange(domains),),
-            permuted,
-            permutation_type="pairings",
-            vectorized=True,
-            n_resamples=PERMUTATIONS,
-            batch=min(1000, max(1, PERMUTED_AT_ONCE // ratio.size)),
-            rng=0,
+            orders, permuted, permutation_type="pairings", vectorized=False, n_resamples=PERMUTATIONS, rng=0
         )
         permutation_p = test.pvalue
     return Relation(kind, domains, count, *map(float, (*found, permutation_p)))
@@ -286,17 +266,8 @@ class RunData:
     @cached_property
     def pairs(self) -> pd.DataFrame:
         """Each training expert on each domain: perplexity ratio and overlap of bigrams (`demix.report.run_data`)."""
-        return with_overlap(affinities(self.own, self.run), self.rows("overlap"))
-
-    @cached_property
-    def relations(self) -> list[Relation]:
-        """How the ratios of `pairs` go with their overlap, by kind of domain."""
-        return relations(self.pairs)
-
-    @cached_property
-    def relation_with_own(self) -> Relation:
-        """The same over the training domains, own experts included."""
-        return relation_with_own(self.pairs)
+        overlap = self.rows("overlap")[["domain", "expert", "overlap"]]
+        return affinities(self.own, self.run).merge(overlap, on=["domain", "expert"], how="left", validate="1:1")
 
     @cached_property
     def parents(self) -> dict[str, Parent]:

@@ -286,7 +286,7 @@ def test_a_figure_shows_the_first_64_domains_and_experts(frozen: Run) -> None:
     numbers = np.random.default_rng(0).uniform(1, 2, (3, 66 * 66))
     about = {"model": "demix", "experts": "training", "weights": "history", "seed": 1, "split": "dev", "block": 0}
     pairs = pairs_of(names, ratio=numbers[0], overlap=numbers[1], prior=numbers[2], posterior=0.5, **about)
-    frames = {"pairs": pairs, "priors": pairs, "posteriors": pairs, "relations": run_data(frozen).relations}
+    frames = {"pairs": pairs, "priors": pairs, "posteriors": pairs}
     made = RunData(small_run(domains=domains(names)), frames)
     for name, columns in (
         ("figure2", ("domain", "expert")),

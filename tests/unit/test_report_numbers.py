@@ -25,7 +25,7 @@ from demix.report import report_items
 from demix.report.item import FigureItem, TableItem
 from demix.report.items import all_items
 from demix.report.ranking import ranking
-from demix.report.run_data import RunData, relation_with_own, relations
+from demix.report.run_data import RunData, relation
 from demix.run.run import Run
 from support.configs import changed, small_run
 from support.frozen import rows_of, run_data, with_models
@@ -584,7 +584,7 @@ def test_p_is_that_of_all_orders_of_the_domains() -> None:
     names, others = [f"d{number}" for number in range(5)], ~np.eye(5, dtype=bool)
     ratio, shared = np.random.default_rng(0).uniform(1, 4, (2, 5, 5))
     pairs = pairs_of(names, ratio=ratio.ravel(), overlap=shared.ravel())
-    (found,), with_own = relations(pairs), relation_with_own(pairs)
+    found, with_own = relation(pairs, "training"), relation(pairs, "training", own=True)
     moved = (ratio[np.ix_(order, order)] for order in map(list, itertools.permutations(range(5))))
     every = np.array([stats.spearmanr(one[others], shared[others]).statistic for one in moved])
     p = 2 * min((sign * every >= sign * every[0] - 1e-9).mean() for sign in (1, -1))

@@ -11,7 +11,7 @@ import pandas as pd
 
 from demix.files.database import ask
 from demix.report.cells import adapting
-from demix.report.run_data import RunData, affinities
+from demix.report.run_data import RunData, affinities, relation
 from demix.report.systems import (
     DOMAIN_TOKEN,
     NAIVE,
@@ -143,7 +143,7 @@ def _best(ratios: pd.Series, of: str, over: str) -> Part:
 
 
 def overlap_correlates(data: RunData) -> Iterator[Part]:
-    found = data.relation_with_own
+    found = relation(data.pairs, "training", own=True)
     r, known = -found.pearson, np.isfinite(found.pearson)
     sentence = (
         f"Pearson r = {r:.2f} over {found.pairs} pairs of a domain and an expert, of the share of bigrams with minus "

@@ -31,7 +31,7 @@ from demix.report.charts import (
     training_curves,
 )
 from demix.report.read import prior_table, read_metrics
-from demix.report.run_data import Relation, RunData
+from demix.report.run_data import Relation, RunData, relation
 from demix.report.systems import before_dense_dapt
 from demix.run.models import adapted
 from demix.run.run import Run
@@ -116,7 +116,7 @@ def figure2(data: RunData) -> tuple[Any, str]:
         most = max([0.1, *pairs["overlap"].dropna()])
         legend = alt.Legend(title="bigrams shared", titlePadding=8, format=".0%", tickCount=5)
         panels.append(map_of("overlap", "Bigram overlap", share_scale(SHARE_RANGE, most), legend, form=".0%"))
-        panels.append(alt.hconcat(*(_scatter(drawn, one) for one in data.relations), spacing=60))
+        panels.append(alt.hconcat(*(_scatter(drawn, relation(pairs, one.kind)) for one in data.kinds), spacing=60))
     chart = alt.vconcat(*panels, spacing=28).resolve_scale(color="independent")
     return chart, "" if pairs["ratio"].notna().any() else NOTHING
 
