@@ -11,7 +11,7 @@ from demix.config.models import KINDS
 from demix.report.cells import Measured, measured
 from demix.report.read import paired, paired_either_way, percent
 from demix.report.run_data import RunData
-from demix.report.systems import BALANCED, CACHED, all_training_flops, dense_adapted, families, training_flops
+from demix.report.systems import BALANCED, CACHED, all_training_flops, families, training_flops
 from demix.report.table import cell
 from demix.report.verdict import mean_interval
 from demix.run.models import Model
@@ -163,8 +163,8 @@ class Ranking:
 
     @property
     def remarks(self) -> list[str]:
-        """What one must know of the verdict: the next model, other seeds, n-grams, and models with more training."""
-        return [*self._nearest(), *self._seeds(), *self._more()]
+        """What one must know of the verdict: the next model, n-grams, and other seeds."""
+        return [*self._nearest(), *self._seeds()]
 
     def _nearest(self) -> Iterator[str]:
         best, other = self.best, self.next
@@ -187,24 +187,6 @@ class Ranking:
         lower = [mine < dense for mine, dense in means if not math.isnan(mine + dense)]
         if len(lower) > 1:
             yield f"It is below {self.dense.label} in {sum(lower)} of {len(lower)} seeds; numbers are the first seed's."
-
-    def _more(self) -> Iterator[str]:
-        for entry in {one.apart: one for one in reversed(self.entries) if one.apart and one.stands}.values():
-            measured = [(one.kind, entry.on[one.kind]) for one in self.data.kinds]
-            told = "; ".join(
-                f"{_beside(one.change)} {self.dense.label} on the {kind} domains{self._learned(entry, kind)}"
-                for kind, one in measured
-                if not math.isnan(one.change)
-            )
-            yield f"Apart, {entry.apart}: {entry.label}, {told}."
-
-    def _learned(self, entry: Entry, kind: str) -> str:
-        """How the experts that learned from the novel domains stand there to dense models that did so as well."""
-        if kind != "novel" or entry.system != added(self.data.run)[1]:
-            return ""
-        dapt = self.data.own.mean(dense_adapted(self.data.run), self.data.novel)
-        change = percent(dapt, entry.on[kind].mean)
-        return "" if math.isnan(change) else f", and {_beside(change)} Dense-DAPT, a dense model adapted to each"
 
 
 def _beside(change: float) -> str:
@@ -305,19 +287,6 @@ def main_table(ranking: Ranking) -> rich.table.Table:
     ]
     table.caption, table.caption_justify = "\n".join(notes), "left"
     return table
-
-
-def beside_ngrams(ranking: Ranking) -> list[str]:
-    """For each kind of domains which lines of the main table are not better than the best n-grams of the run."""
-    told = []
-    for domains in ranking.data.kinds:
-        best, kind = _best_ngrams(ranking, domains.kind), domains.kind
-        lines = [one for one in ranking.entries if not (one.counts or math.isnan(one.on[kind].mean))]
-        names = [one.label for one in lines if best and one.on[kind].mean >= best.on[kind].mean]
-        listed = "every other row" if len(names) == len(lines) else ", ".join(names) or "no row"
-        if best:
-            told.append(f"On {domains.said}, not better than {best.label} ({best.on[kind].mean:.2f}): {listed}")
-    return told
 
 
 def _best_ngrams(ranking: Ranking, kind: str) -> Entry | None:

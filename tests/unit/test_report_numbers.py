@@ -695,14 +695,6 @@ def test_a_model_counts_once_by_whatever_rules_it_predicts(frozen: Run) -> None:
     assert counted(results.query("model != 'btm'")) == counted(results) - 1
 
 
-def test_what_learned_from_novel_domains_is_compared_with_dense_models_that_did(frozen: Run) -> None:
-    adapted = {f"dense-dapt-{name}": 75.0 for name in frozen.novel}
-    remarks = ranking(run_data(frozen, results=lined(frozen, **adapted))).remarks
-    (told,) = [remark for remark in remarks if "all experts" in remark]
-    assert "15.4% above Dense (Balanced)" in told
-    assert "100.0% above Dense-DAPT" in told
-
-
 def test_a_run_without_dense_has_no_changes(frozen: Run, tmp_path: Path) -> None:
     results = lined(frozen).query("model != 'dense'")
     main, _ = first_page(run_data(frozen, results=results), tmp_path)

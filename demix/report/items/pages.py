@@ -12,7 +12,7 @@ from demix.report import left_out_notes, report_items
 from demix.report.charts import inline, ranked
 from demix.report.claims import claims as judged_claims
 from demix.report.item import FigureItem, Group, paragraphs
-from demix.report.ranking import Entry, Ranking, beside_ngrams, ranking
+from demix.report.ranking import Entry, Ranking, ranking
 from demix.report.run_data import RunData
 from demix.report.table import Table, as_markdown, part_of_page, render
 from demix.report.verdict import Verdict
@@ -62,7 +62,6 @@ def index(data: RunData) -> Mapping[str, str]:
         remarks=[*found.remarks, data.partly_known],
         dots={name: inline(ranked(found, narrow=name == "narrow")) for name in ("broad", "narrow")},
         main=_shown(found, found.main),
-        counts=beside_ngrams(found),
         claims_title=CLAIMS_TITLE,
         rest=_shown(found, [one for one in found.entries if one not in found.main]),
         claims={verdict: [one for one in judged if one.verdict == verdict] for verdict in get_args(Verdict)},
