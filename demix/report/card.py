@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
+from huggingface_hub import EvalResult, ModelCardData
 
 from demix.config.models import DENSE_EXPERT, KINDS
 from demix.config.training import Execution
@@ -22,17 +22,14 @@ from demix.model.usual import usual_of, write_usual
 from demix.report.read import domains_of, partly_known, read_results
 from demix.report.systems import BALANCED, dense_adapted
 from demix.report.table import as_markdown, markdown_rows, render, render_markdown
-from demix.run.models import left_out, one_more
 from demix.run.run import Run
 from demix.settings import names_of
 
 # The headings of the sets of experts, by the name of a set in the results.
-OWN_LEFT_OUT = "own left out"
 SETS = {
     "all": "All experts, also those that learned from the novel domains",
     "training": "Only the training domains' experts",
     "dense": "The model",
-    OWN_LEFT_OUT: "The domain's own expert left out",
 }
 MASKED_TASK, TEXT_TASK = "fill-mask", "text-generation"
 # Of methods that a model has, the last stands for it.
@@ -46,15 +43,14 @@ def planned(model: str, run: Run) -> tuple[str, int]:
 
 
 def results_of(run: Run, model: str) -> pd.DataFrame:
-    """The model's rows of the paper's tables: one row per domain, set of experts (column `set`) and method."""
+    """The model's rows of the paper's tables: one row per domain, set of experts (`SETS`) and method."""
     rows, (row, seed) = read_results(run.folder / "results.parquet").rows, planned(model, run)
-    rows = rows[(rows["model"] == row) & (rows["seed"] == seed)].query(
+    rows = rows[(rows["model"] == row) & (rows["seed"] == seed) & rows["experts"].isin([*SETS])].query(
         "split == 'test' and variant == '' and top_k.isna() and weights in ['', 'history', 'tempered']"
     )
     rows = rows.assign(method=rows["method"].where(rows["weights"] != "tempered", "tempered"))
     # The best that a masked model has, whose experts no text weights.
-    rows = rows[rows["method"].isin([*METHODS, *(["fitted"] if masked(rows) else [])])]
-    return rows.assign(set=rows["experts"].where(rows["experts"] != rows["domain"].map(left_out), OWN_LEFT_OUT))
+    return rows[rows["method"].isin([*METHODS, *(["fitted"] if masked(rows) else [])])]
 
 
 def dense_beside(results: pd.DataFrame, run: Run, model: str) -> pd.DataFrame:
@@ -66,15 +62,10 @@ def dense_beside(results: pd.DataFrame, run: Run, model: str) -> pd.DataFrame:
     name = run.folder_of(BALANCED.model, planned(model, run)[1])
     rows = results_of(run, name).assign(method=BALANCED.label)
     beside = [rows if name != model and masked(rows) == masked(results) else rows.iloc[:0]]
-    for domain in run.novel if results["set"].map(_learned).any() else ():
+    for domain in run.novel if (results["experts"] == "all").any() else ():
         one = dense_adapted(run)(domain)
         beside.append(results_of(run, one.model).query("domain == @domain").assign(method=one.label))
     return pd.concat(beside)
-
-
-def _learned(experts: str) -> bool:
-    """Whether a set of experts has some that learned from a novel domain."""
-    return experts == "all" or experts.startswith(one_more(""))
 
 
 def masked(results: pd.DataFrame) -> bool:
@@ -82,26 +73,24 @@ def masked(results: pd.DataFrame) -> bool:
     return "scorer" in results and bool(results["scorer"].str.startswith("masked").any())
 
 
-def model_index(results: pd.DataFrame) -> list[dict[str, Any]]:
-    """The hub's `model-index`: the model with all its experts, one entry per domain."""
-    sets = [name for name in SETS if name in set(results["set"])]
-    rows = results[results["set"] == sets[0]] if sets else results
+def evaluations(results: pd.DataFrame) -> list[EvalResult]:
+    """The hub's results of the model with all its experts, one for each domain."""
+    rows = results[results["experts"] == next((name for name in SETS if name in {*results["experts"]}), "")]
     rows = rows[rows["method"].isin(_methods(rows)[-1:])]
-    figures = [(str(row.domain), str(row.method), float(row.perplexity)) for row in rows.itertuples()]
-    return index_entries(figures, MASKED_TASK if masked(results) else TEXT_TASK)
+    return [_evaluation(row.domain, row.method, row.perplexity, masked(results)) for row in rows.itertuples()]
 
 
-def index_entries(figures: list[tuple[str, str, float]], task: str = TEXT_TASK) -> list[dict[str, Any]]:
-    """The entries of `model-index` for perplexities on test splits: (domain, method, perplexity)."""
-    name = "masked perplexity" if task == MASKED_TASK else "perplexity"
-    return [
-        {
-            "task": {"type": task},
-            "dataset": {"name": domain, "type": domain, "split": "test"},
-            "metrics": [{"type": "perplexity", "name": f"{name}, {method}", "value": round(perplexity, 4)}],
-        }
-        for domain, method, perplexity in figures
-    ]
+def _evaluation(domain: str, method: str, perplexity: float, masked: bool = False) -> EvalResult:
+    """The perplexity of a method on the test split of a domain."""
+    return EvalResult(
+        task_type=MASKED_TASK if masked else TEXT_TASK,
+        dataset_type=domain,
+        dataset_name=domain,
+        dataset_split="test",
+        metric_type="perplexity",
+        metric_name=f"{'masked ' * masked}perplexity, {method}",
+        metric_value=round(float(perplexity), 4),
+    )
 
 
 def _methods(rows: pd.DataFrame) -> list[str]:
@@ -115,11 +104,11 @@ def result_tables(
 ) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     """A table for each set of experts, `dense` beside: heading, heads of columns, rows."""
     tables = []
-    for name, own in sorted(results.groupby("set", sort=False), key=lambda one: one[0] not in SETS):
-        added = str(name).replace(one_more(""), "The training domains' experts and that of ", 1)
+    for name in (name for name in SETS if name in {*results["experts"]}):
+        own = results[results["experts"] == name]
         *others, best = _methods(own)
-        beside = dense[dense["domain"].isin(own["domain"])]
-        beside = beside[_learned(str(name)) | (beside["method"] == BALANCED.label)]
+        compared = (name == "all") | (dense["method"] == BALANCED.label)
+        beside = dense[compared & dense["domain"].isin(own["domain"])]
         leading, rows = [*beside["method"].unique(), best], pd.concat([own, beside])
         shown = rows["perplexity"].map("{:.2f}".format) + rows["oracle"].map({True: "*", False: ""})
         cells = rows.assign(shown=shown).pivot(index="domain", columns="method", values="shown")
@@ -131,10 +120,10 @@ def result_tables(
         cells = cells.assign(**{count: about[count].map("{:,}".format) for count in ("documents", "pieces", "tokens")})
         table = rows.pivot(index="domain", columns="method", values="perplexity")
         for kind in domains_of(run):
-            if set(kind.names) <= set(table.index):
+            if {*kind.names} <= {*table.index}:
                 means = table.loc[kind.names].mean(skipna=False).map("{:.2f}".format).replace("nan", "–")
                 cells.loc[f"mean of the {kind.said}"] = means.reindex(cells.columns).fillna("")
-        tables.append((SETS.get(str(name), as_markdown(added)), ("domain", *cells), [*cells.itertuples(name=None)]))
+        tables.append((SETS[name], ("domain", *cells), [*cells.itertuples(name=None)]))
     return tables
 
 
@@ -183,7 +172,7 @@ def model_card(run: Run, model: str) -> str:
         "model",
         model,
         ["mixture-of-experts"] * (len(experts) > 1) + [MASKED_TASK] * masked(results),
-        model_index(results),
+        evaluations(results),
         about=about | {key: _settings(about.get(key) or {}) for key in ("training", "adaptation")},
         label=next((one.label for one in run.planned if one.name == model), ""),
         run=run.name,
@@ -234,7 +223,7 @@ def exported_card(directory: Path, expert: str | None) -> str:
         "expert",
         f"{place.name}-{expert}",
         [format_of(directory).name],
-        index_entries([(expert, "this expert alone", usual.perplexity)] if usual else []),
+        [_evaluation(expert, "this expert alone", usual.perplexity)] if usual else [],
         about=about,
         expert=expert,
         model=place.name,
@@ -278,15 +267,14 @@ def merged_card(directory: Path, weights: Mapping[str, float], name: str) -> str
     )
 
 
-def _card(what: str, name: str, tags: list[str], index: list[dict[str, Any]], **values: Any) -> str:
-    """A card from pages/card.md, with YAML front matter, where `model-index` stands if there are results for it."""
-    front: dict[str, Any] = {
-        "library_name": "transformers" if any(name in tags for name in FORMATS) else "demix",
-        "license": "other",
-        "tags": ["demix", *tags, *([] if MASKED_TASK in tags else [TEXT_TASK])],
-    }
-    if index:
-        front["model-index"] = [{"name": name, "results": index}]
+def _card(what: str, name: str, tags: list[str], index: list[EvalResult], **values: Any) -> str:
+    """A card from pages/card.md, with the front matter of the hub, where `model-index` is `index`, if not empty."""
+    front = ModelCardData(
+        library_name="transformers" if any(name in tags for name in FORMATS) else "demix",
+        license="other",
+        tags=["demix", *tags, *([] if MASKED_TASK in tags else [TEXT_TASK])],
+        **({"model_name": name, "eval_results": index} if index else {}),
+    )
     about = values["about"]
     return render_markdown(
         "card",
@@ -295,7 +283,7 @@ def _card(what: str, name: str, tags: list[str], index: list[dict[str, Any]], **
         number="{:,}".format,
         what=what,
         name=name,
-        front=yaml.safe_dump(front, sort_keys=False, allow_unicode=True).rstrip(),
+        front=front.to_yaml(),
         kind=KINDS.get(about["kind"]),
         shared=", ".join(map(as_markdown, about.get("data_sha256") or {})),
         **values,

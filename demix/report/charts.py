@@ -108,7 +108,6 @@ def finite(value: Any) -> float | None:
     return float(f"{float(value):.6g}") if value is not None and np.isfinite(value) else None
 
 
-PNG_SCALE = 2.0
 VERSION = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
 
 
@@ -131,7 +130,7 @@ def renumbered(svg: str) -> str:
 
 
 def write_chart(name: str, chart: alt.TopLevelMixin, output_dir: Path) -> None:
-    """Write a chart as `<name>.json`, `.html`, `.svg`, `.pdf` and `.png` into `output_dir`.
+    """Write a chart as `<name>.json`, `.html`, `.svg` and `.pdf` into `output_dir`.
 
     The JSON is Vega-Lite, data included. The HTML page is self-contained. It shows the numbers under the pointer and
     can save the figure.
@@ -146,10 +145,8 @@ def write_chart(name: str, chart: alt.TopLevelMixin, output_dir: Path) -> None:
     write_text(output_dir / f"{name}.html", page)
     svg = svg_of(text)
     write_text(output_dir / f"{name}.svg", svg)
-    pictures = {"pdf": vl_convert.svg_to_pdf(svg), "png": vl_convert.svg_to_png(svg, scale=PNG_SCALE)}
-    for suffix, picture in pictures.items():
-        with replacing(output_dir / f"{name}.{suffix}") as temporary:
-            temporary.write_bytes(picture)
+    with replacing(output_dir / f"{name}.pdf") as temporary:
+        temporary.write_bytes(vl_convert.svg_to_pdf(svg))
 
 
 def inline(chart: alt.TopLevelMixin) -> str:

@@ -113,7 +113,7 @@ class FigureItem(Item):
 
     category: str = "Figures"
     folder: str = "figures"
-    formats: Formats = (("json", ""), ("html", "Interactive"), ("svg", "SVG"), ("pdf", "PDF"), ("png", ""))
+    formats: Formats = (("json", ""), ("html", "Interactive"), ("svg", "SVG"), ("pdf", "PDF"))
 
     def drawn(self, data: "RunData") -> Any:
         """The whole chart, with the look that all figures share."""

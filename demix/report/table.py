@@ -266,32 +266,27 @@ def terminal(table: Table) -> "rich.table.Table":
 
 def latex(table: Table) -> str:
     """`table` for LaTeX with booktabs; a long one as a longtable."""
-    caption = _typeset(" ".join([f"{table.title}. {table.caption}", *table.notes]))
-    layout = "l" + "".join("l" if is_text else "r" for is_text in table.columns.values())
-    head = "\\toprule\n" + " & ".join(["", *map(_typeset, table.columns)]) + " \\\\\n\\midrule\n"
-    rows = "".join(
-        ("\\midrule\n" if line.summary and not table.long else "")
-        + " & ".join([_typeset(line.label), *map(_latex_cell, line.cells)])
-        + " \\\\\n"
-        for line in table.lines()
+    rule = "" if table.long else "\\midrule\n"
+    lines = list(table.lines())
+    shown = pd.DataFrame(
+        [[_latex_cell(cell) for cell in line.cells] for line in lines],
+        [rule * line.summary + _typeset(line.label) for line in lines],
+        [*map(_typeset, table.columns)],
     )
-    label = f"\\label{{tab:demix-{table.name}}}"
-    if table.long:
-        # The whole caption stands on the first page alone.
-        text = (
-            f"% needs \\usepackage{{booktabs,longtable}}\n{{\\small\n\\begin{{longtable}}{{{layout}}}\n"
-            f"\\caption{{{caption}}} {label} \\\\\n{head}\\endfirsthead\n"
-            f"\\caption[]{{{_typeset(table.title)}, continued}} \\\\\n{head}\\endhead\n"
-            f"\\midrule\n\\multicolumn{{{len(layout)}}}{{r}}{{Continued on next page}} \\\\\n\\midrule\n\\endfoot\n"
-            f"\\bottomrule\n\\endlastfoot\n{rows}\\end{{longtable}}\n}}\n"
-        )
-    else:
-        text = (
-            "% needs \\usepackage{booktabs}\n\\begin{table}\n\\centering\n\\small\n"
-            f"\\caption{{{caption}}}\n{label}\n"
-            f"\\begin{{tabular}}{{{layout}}}\n{head}{rows}\\bottomrule\n\\end{{tabular}}\n\\end{{table}}\n"
-        )
-    return text.replace("−", "$-$").replace("–", "--")
+    caption = _typeset(" ".join([f"{table.title}. {table.caption}", *table.notes]))
+    text = shown.style.to_latex(
+        hrules=True,
+        column_format="l" + "".join("l" if is_text else "r" for is_text in table.columns.values()),
+        position_float=None if table.long else "centering",
+        environment="longtable" if table.long else None,
+        caption=caption,
+        label=f"tab:demix-{table.name}",
+    )
+    # Further pages have the title alone, and a float forgets the size of type around it.
+    text = text.replace(rf"\caption[]{{{caption}}}", rf"\caption[]{{{_typeset(table.title)}, continued}}")
+    text = f"{{\\small\n{text}}}\n" if table.long else text.replace("\\centering\n", "\\centering\n\\small\n")
+    packages = "booktabs,longtable" if table.long else "booktabs"
+    return f"% needs \\usepackage{{{packages}}}\n{text}".replace("−", "$-$").replace("–", "--")
 
 
 def _latex_cell(cell: Cell) -> str:

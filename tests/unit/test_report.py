@@ -2,7 +2,6 @@
 
 import json
 import re
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,10 +52,7 @@ def test_other_programs_open_a_figure(name: str, report: Path) -> None:
     folder = report / "figures"
     assert "vega-lite/v6" in json.loads((folder / f"{name}.json").read_text())["$schema"]
     assert ElementTree.parse(folder / f"{name}.svg").getroot().tag == "{http://www.w3.org/2000/svg}svg"
-    png = (folder / f"{name}.png").read_bytes()
-    assert png.startswith(b"\x89PNG\r\n\x1a\n")
     assert (folder / f"{name}.pdf").read_bytes().startswith(b"%PDF-")
-    assert min(struct.unpack(">II", png[16:24])) > 300
 
 
 def test_a_table_is_the_same_in_each_format(frozen: Run, report: Path) -> None:
@@ -268,7 +264,6 @@ def test_a_figure_without_a_point_is_drawn_all_the_same(frozen: Run, tmp_path: P
     item.write(run_data(frozen, results=results), tmp_path)
     svg = ElementTree.parse(tmp_path / item.files["svg"]).getroot()
     assert all(0 < float(svg.attrib[side]) < 2000 for side in ("width", "height"))
-    assert (tmp_path / item.files["png"]).read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_text_without_an_interval_has_a_dash_beneath(frozen: Run) -> None:
@@ -304,6 +299,7 @@ def test_the_first_page_leads_to_all_pages(report: Path) -> None:
     links = {link.partition("#")[0] for link in re.findall(r'href="([^"]+)"', page)}
     there = {path.relative_to(report).as_posix() for path in report.rglob("*.*")}
     assert {link for link in links if not link.startswith("cards/")} == there - {"index.html", "claims.md"}
+    assert (REPOSITORY / "docs" / "pipeline.svg").read_text() in page
     assert {link for link in links if link.startswith("cards/")} >= {"cards/demix.html", "cards/dense.html"}
     claims = re.findall(r'<tbody id="(\w+)"', (report / "claims.html").read_text())
     assert {*re.findall(r'href="claims.html#(\w+)"', page)} == {*claims}
