@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 
 from demix.config.counts import parameters
-from demix.progress import so_many
 from demix.report.read import Bounds, Domains, Results, mean_of, paired, percent
 from demix.report.run_data import RunData
 from demix.report.systems import ByDomain, before_adding, before_dense_dapt, dense_adapted, one_added, released
@@ -36,16 +35,6 @@ MEAN_NOTE = (
     "Below a number is its 95% interval, from resampling test documents, where every domain has one. Of a change it is "
     "from the same resamples of both systems. Significant: the whole interval of the domain's difference is below zero."
 )
-
-
-def ends_lower(dense: pd.Series, demix: pd.Series) -> str:
-    """Which of Dense-DAPT and DEMix-DAPT ends at the lower mean perplexity, in words; one value per novel domain."""
-    both = pd.DataFrame({"Dense-DAPT": dense, "DEMix-DAPT": demix}).dropna()
-    if both.empty:
-        return "there are no rows of both"
-    (lower, low), (higher, high) = both.mean().sort_values().items()
-    count = int((both[lower] < both[higher]).sum())
-    return f"{lower} ends lower for {count} of {so_many(len(both), 'domain')} (mean {low:.1f}, {higher} {high:.1f})"
 
 
 def lowest(frame: pd.DataFrame, axis: int) -> pd.DataFrame:

@@ -4,7 +4,7 @@ import itertools
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -302,7 +302,11 @@ SHARE_LEGEND = alt.Legend(title="share", format=".0%", titlePadding=8)
 
 def posterior_figure(data: RunData, kind: str, domains: list[str]) -> tuple[alt.ConcatChart, str]:
     """Figures 7 (`kind` training) and 8 (novel): the posterior over training experts after each block of a domain."""
-    experts, rows, panels = data.training, posteriors_on_dev(data, BLOCKS_SHOWN), []
+    experts, panels = data.training, []
+    rows = data.rows("posteriors").query(
+        "model == 'demix' and experts == 'training' and weights == 'history' and split == 'dev' and seed == seed.min()"
+    )
+    rows = rows[rows["expert"].isin(experts) & (rows["block"] < BLOCKS_SHOWN)]
     for index, domain in enumerate(domains[:MOST_SHOWN]):
         found = rows[rows["domain"] == domain]
         blocks = int(found["block"].max()) + 1 if len(found) else 1
@@ -314,7 +318,25 @@ def posterior_figure(data: RunData, kind: str, domains: list[str]) -> tuple[alt.
         )
         # Blocks that begin between two pixels would show seams.
         width = max(1, TRACE_WIDTH // blocks) * blocks
-        panels.append(panel(_stretches(found), domain, experts, index, width=width, x=x, x2="end:Q"))
+        first, rows_shown = index % TRACE_COLUMNS == 0, experts[:MOST_SHOWN]
+        stretches = _stretches(found[found["expert"].isin(rows_shown)])
+        y = alt.Y(
+            "expert:N",
+            sort=rows_shown,
+            title="expert" if first else None,
+            scale=alt.Scale(domain=rows_shown),
+            axis=alt.Axis(labels=first, ticks=first),
+        )
+        color = alt.Color("value:Q", scale=share_scale(), legend=PROBABILITY_LEGEND)
+        chart = alt.Chart(data_of(stretches)).mark_rect(stroke="white", strokeWidth=0)
+        panels.append(
+            chart.encode(x=x, x2="end:Q", y=y, color=color).properties(
+                width=width,
+                height=14 * len(rows_shown),
+                title=small_heading(domain),
+                view=alt.ViewBackground(stroke="#cccccc", fill=CELL_RANGE[0]),
+            )
+        )
     shown = which_shown(domains=domains, experts=experts)
     said = [f"Shown: {shown}."] * bool(shown) + ["This run has none of these numbers."] * rows[
         rows["kind"] == kind
@@ -328,15 +350,6 @@ def which_shown(**named: list[str]) -> str:
     return ", ".join(f"the first {MOST_SHOWN} of {len(names)} {what}" for what, names in more.items())
 
 
-def posteriors_on_dev(data: RunData, blocks: int) -> pd.DataFrame:
-    """The posteriors over the training experts of `demix` (`history`) after the first `blocks` of dev, of the run's
-    first seed."""
-    rows = data.rows("posteriors").query(
-        "model == 'demix' and experts == 'training' and weights == 'history' and split == 'dev' and seed == seed.min()"
-    )
-    return rows[rows["expert"].isin(data.training) & (rows["block"] < blocks)]
-
-
 def _stretches(found: pd.DataFrame) -> pd.DataFrame:
     """One row per expert and stretch of blocks whose posteriors print alike; those that print 0.00 are left out."""
     shown = found.assign(value=found["posterior"].round(2)).query("value > 0").sort_values(["expert", "block"])
@@ -347,68 +360,26 @@ def _stretches(found: pd.DataFrame) -> pd.DataFrame:
     return stretches.assign(end=stretches["end"] + 1)
 
 
-def panel(
-    values: pd.DataFrame,
-    domain: str,
-    experts: list[str],
-    index: int,
-    *,
-    width: int = TRACE_WIDTH,
-    gap: int = 0,
-    **x: Any,
-) -> alt.Chart:
-    """The `index`-th of several small heat maps: probabilities of experts (rows), against what `x` encodes."""
-    first, experts = index % TRACE_COLUMNS == 0, experts[:MOST_SHOWN]
-    chart: alt.Chart = (
-        alt.Chart(data_of(values[values["expert"].isin(experts)]))
-        .mark_rect(stroke="white", strokeWidth=gap)
-        .encode(
-            y=alt.Y(
-                "expert:N",
-                sort=experts,
-                title="expert" if first else None,
-                scale=alt.Scale(domain=experts),
-                axis=alt.Axis(labels=first, ticks=first),
-            ),
-            color=alt.Color("value:Q", scale=share_scale(), legend=PROBABILITY_LEGEND),
-            **x,
-        )
-        .properties(
-            width=width,
-            height=14 * len(experts),
-            title=small_heading(domain),
-            view=alt.ViewBackground(stroke="#cccccc", fill=CELL_RANGE[0]),
-        )
-    )
-    return chart
-
-
-def cells_of(table: pd.DataFrame, kind: str) -> pd.DataFrame:
-    """The cells of a table of domains (rows) and experts (columns) as `heat_maps` takes them."""
-    cells = table.rename_axis(index="domain", columns="expert").stack(future_stack=True).rename("value").reset_index()
-    return cells.assign(kind=kind)[["kind", "domain", "expert", "value"]]
-
-
 def heat_maps(
-    cells: pd.DataFrame,
-    halves: dict[str, tuple[list[str], str]],
-    experts: list[str],
+    tables: Mapping[str, pd.DataFrame],
     scale: alt.Scale,
     *,
     legend: alt.Legend,
+    heading: str = "{}",
     form: str = ".2f",
     over: str = "expert",
 ) -> alt.HConcatChart:
-    """Heat maps of domains (rows) and experts (columns), one per kind of domain, side by side.
+    """A heat map of each table of domains (rows) and experts (columns), side by side, headed by its name.
 
-    `cells` have kind, domain, expert and value. `halves` gives each kind its rows and its heading. `over` is the title
-    of the columns. The first `MOST_SHOWN` of the domains of a kind and of the experts are shown.
+    `over` is the title of the columns. The first `MOST_SHOWN` of rows and columns are shown, and “–” for NaN.
     """
-    panels, columns = [], experts[:MOST_SHOWN]
-    for kind, (names, heading) in halves.items():
-        domains, shown = names[:MOST_SHOWN], which_shown(rows=names, columns=experts)
-        values = cells[(cells["kind"] == kind) & cells["domain"].isin(domains) & cells["expert"].isin(columns)]
-        base = alt.Chart(data_of(values)).encode(
+    panels = []
+    for name, table in tables.items():
+        shown = which_shown(rows=[*table.index], columns=[*table.columns])
+        table = table.iloc[:MOST_SHOWN, :MOST_SHOWN].rename_axis(index="domain", columns="expert")
+        domains, columns = [*table.index], [*table.columns]
+        values = table.stack(future_stack=True).rename("value").reset_index().assign(kind=name)
+        base = alt.Chart(data_of(values[["kind", "domain", "expert", "value"]])).encode(
             x=alt.X(
                 "expert:N", sort=columns, title=over, scale=alt.Scale(domain=columns), axis=alt.Axis(labelAngle=-40)
             ),
@@ -429,7 +400,7 @@ def heat_maps(
             (squares + text).properties(
                 width=CELL_WIDTH * len(columns),
                 height=CELL_HEIGHT * len(domains),
-                title=heading_of(heading + (f" ({shown})" if shown else "")),
+                title=heading_of(heading.format(name) + f" ({shown})" * bool(shown)),
             )
         )
     return alt.hconcat(*panels, spacing=24)

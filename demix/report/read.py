@@ -196,13 +196,6 @@ def paired_either_way(bounds: Bounds, one: ByDomain, other: System, domains: Ite
     return max(found, turned, key=len)
 
 
-def prior_table(priors: pd.DataFrame, model: str, training: list[str], domains: list[str]) -> pd.DataFrame:
-    """Cached priors (`history`) of the training experts of `model`: one row per domain, one column per expert."""
-    rows = priors.query("model == @model and experts == 'training' and weights == 'history'")
-    table = rows.pivot(index="domain", columns="expert", values="prior")
-    return table.reindex(index=domains, columns=training).astype("float64")
-
-
 _SYSTEM = ("model", "experts", "method", "weights")
 _EXPERT = ("model", "experts", "weights", "domain", "expert", "seed")
 _VARIANT = ("top_k", "variant", "decay", "dev_blocks", "context", "temperature", "expert", "domain", "split", "seed")

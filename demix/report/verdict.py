@@ -80,11 +80,6 @@ class Claim:
         """The deciding numbers in sentences."""
         return " ".join(text for part in self.parts for text in (part.sentence, part.seeds) if text)
 
-    @property
-    def shown(self) -> bool | None:
-        """True if shown, False if not, mixed or weak, None if rows to judge by are missing."""
-        return None if self.verdict == "cannot be judged" else self.verdict == "shown"
-
     def among(self, others: Sequence["Claim"]) -> "Claim":
         """This claim beside the same claim in other seeds."""
         by_part = zip(self.parts, *(other.parts for other in others), strict=True)

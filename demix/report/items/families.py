@@ -14,7 +14,6 @@ from demix.report.charts import (
     CELL_RANGE,
     COLOURS,
     SHARE_LEGEND,
-    cells_of,
     coloured,
     dashed,
     data_of,
@@ -243,19 +242,14 @@ def cluster_experts(data: RunData) -> tuple[Any, str]:
     scale = alt.Scale(type="log", domain=[finite(ends[0]), 1, finite(ends[1])], range=colours, interpolate="rgb")
     legend = alt.Legend(title=["perplexity ratio", "(log scale)"], titlePadding=8, format=".2f", tickCount=5)
     own = alt.concat(
-        *(
-            heat_maps(cells_of(table, row), {row: (list(table.index), row)}, list(table.columns), scale, legend=legend)
-            for row, table in ratios.items()
-        ),
+        *(heat_maps({row: table}, scale, legend=legend) for row, table in ratios.items()),
         title=heading_of("Test perplexity on a cluster (row) over that of its own expert"),
         **GRID,
     )
     divided = alt.concat(
         *(
             heat_maps(
-                cells_of(known.shares(clustering, data.training, names), clustering),
-                {clustering: (data.training, clustering)},
-                list(names),
+                {clustering: known.shares(clustering, data.training, names)},
                 share_scale(),
                 legend=SHARE_LEGEND,
                 form=".0%",

@@ -10,14 +10,12 @@ import numpy as np
 import pandas as pd
 
 from demix.progress import so_many
-from demix.report.cells import ends_lower
 from demix.report.charts import (
     CELL_RANGE,
     COLOURS,
     MOST_SHOWN,
     POINTS,
     PROBABILITY_LEGEND,
-    cells_of,
     coloured,
     dashed,
     data_of,
@@ -30,7 +28,7 @@ from demix.report.charts import (
     token_axis,
     training_curves,
 )
-from demix.report.read import prior_table, read_metrics
+from demix.report.read import read_metrics
 from demix.report.run_data import Relation, RunData, relation
 from demix.report.systems import before_dense_dapt
 from demix.run.models import adapted
@@ -98,9 +96,8 @@ def figure2(data: RunData) -> tuple[Any, str]:
 
     def map_of(column: str, heading: str, scale: alt.Scale, legend: alt.Legend, **more: str) -> alt.HConcatChart:
         """A heat map of a column of `pairs` for each kind of domains."""
-        halves = {one.kind: (one.names, f"{heading}, {one.kind} domains") for one in data.kinds}
-        cells = drawn[["kind", "domain", "expert", column]].rename(columns={column: "value"})
-        return heat_maps(cells, halves, data.training, scale, legend=legend, **more)
+        tables = {one.kind: _wide(pairs, column, one.names, data.training) for one in data.kinds}
+        return heat_maps(tables, scale, legend=legend, heading=f"{heading}, {{}} domains", **more)
 
     top = max([1.1, *pairs["ratio"].dropna()])
     ticks = [float(f"{x:.6g}") for x in np.geomspace(1, top, 5)]
@@ -153,14 +150,20 @@ def figure4(data: RunData) -> tuple[Any, str]:
     a block weighs λ times as much as the next.
     """
     settings = data.run.config.evaluation
-    priors = data.rows("priors").query("seed == @data.run.seed")
-    tables = {one.kind: prior_table(priors, "demix", data.training, one.names) for one in data.kinds}
-    cells = pd.concat([cells_of(table, kind) for kind, table in tables.items()])
-    halves = {domains.kind: (domains.names, f"{domains.heading} domains") for domains in data.kinds}
-    maps = heat_maps(cells, halves, data.training, share_scale(), legend=PROBABILITY_LEGEND)
+    priors = data.rows("priors").query(
+        "seed == @data.run.seed and model == 'demix' and experts == 'training' and weights == 'history'"
+    )
+    tables = {one.kind: _wide(priors, "prior", one.names, data.training) for one in data.kinds}
+    maps = heat_maps(tables, share_scale(), legend=PROBABILITY_LEGEND, heading="Cached prior, {} domains")
     said = f"Here these are {settings.dev_blocks} blocks and λ = {settings.decay:g}"
     said += f", the last block alone {1 - settings.decay:.2f}." if settings.decay < 1 else "."
-    return alt.vconcat(maps), said if cells["value"].notna().any() else NOTHING
+    return alt.vconcat(maps), said if any(table.notna().to_numpy().any() for table in tables.values()) else NOTHING
+
+
+def _wide(rows: pd.DataFrame, column: str, domains: list[str], experts: list[str]) -> pd.DataFrame:
+    """A column of `rows` by domain (rows) and expert (columns), NaN where there is none."""
+    table = rows[rows["domain"].isin(domains)].pivot(index="domain", columns="expert", values=column)
+    return table.reindex(index=domains, columns=experts).astype("float64")
 
 
 def figure7(data: RunData) -> tuple[Any, str]:
@@ -191,14 +194,10 @@ def figure6(data: RunData) -> tuple[Any, str]:
     part have one scale; the number at the end of a line is its last value. The model kept is the best on dev.
     """
     run, curves = data.run, _curves(data.metrics, data.run)
-    last = curves.drop_duplicates(["domain", "kind"], keep="last").set_index("domain")
-    own, old = (ends_lower(*(last.loc[last["kind"] == kind, part] for kind in reversed(KINDS))) for part in PARTS)
     whole = run.receiver.kind.expert_scope == "model"
     begun = "the average of all experts, by posterior" if whole else "a copy of one expert"
-    return alt.vconcat(*(_small_multiples(curves, part, run.novel) for part in PARTS), spacing=24), (
-        f"Here DEMix-DAPT began with {begun}, Dense-DAPT with {before_dense_dapt(run).label}. On the domain adapted "
-        f"to, {own}; on the training domains, {old}."
-    )
+    chart = alt.vconcat(*(_small_multiples(curves, part, run.novel) for part in PARTS), spacing=24)
+    return chart, f"Here DEMix-DAPT began with {begun}, Dense-DAPT with {before_dense_dapt(run).label}."
 
 
 def _small_multiples(curves: pd.DataFrame, part: str, novel: tuple[str, ...]) -> alt.ConcatChart:

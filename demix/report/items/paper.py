@@ -7,13 +7,11 @@ import pandas as pd
 from demix.files import read_json
 from demix.progress import so_many
 from demix.report.cells import (
-    ADAPTATIONS,
     adapting,
     by_domain,
     by_system,
     changed_bytes,
     compared,
-    ends_lower,
     lowest,
     seed_note,
 )
@@ -177,10 +175,6 @@ def table13(data: RunData) -> Table:
     """
     run, novel, trained = data.run, data.novel, len(data.training)
     before, after = adapting(data)
-    own, old = (
-        ends_lower(*(after[f"{kind}: {part}"] for kind in ADAPTATIONS[:2]))
-        for part in ("own domain", "training domains")
-    )
     frame, label = percent(before, after), f"Mean of {len(novel)}"
     for rows in (frame, before, after):
         rows.loc[label] = [mean_of(rows[column]) for column in rows]
@@ -196,7 +190,6 @@ def table13(data: RunData) -> Table:
     return Table(
         frame,
         notes=(
-            f"On the domain adapted to, {own}; on the training domains, {old}.",
             f"Dense-DAPT starts from {before_dense_dapt(run).label} and is compared with it.",
             f"DEMix-DAPT's expert {began} On training domains it is each domain's own expert before and after the "
             "experts were added, the same by construction: no file of theirs is written.",
