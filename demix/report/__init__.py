@@ -5,9 +5,8 @@ Importing this package is cheap: pandas, altair and jinja2 are loaded by the fun
 
 from pathlib import Path
 
-from demix.progress import so_many
 from demix.report.item import Item
-from demix.report.items import ITEMS, all_items
+from demix.report.items import ITEMS
 from demix.report.needs import TOLD, missing
 from demix.run.run import Run
 
@@ -22,28 +21,11 @@ def report_files(run: Run) -> tuple[str, ...]:
     return tuple(file for item in report_items(run) for file in item.files.values())
 
 
-def left_out(run: Run) -> dict[str, str]:
-    """What the report of a run has no table, figure or claim of: their names, each with what the run lacks."""
-    from demix.report.claims import needs_of_claims
-
-    needs = {name: item.needs for name, item in all_items().items()} | needs_of_claims()
-    return {name: need.name for name, wanted in needs.items() if (need := missing(wanted, run))}
-
-
 def left_out_notes(run: Run) -> list[str]:
-    """One line for each thing that a run lacks: what the report leaves out for want of it."""
-    absent, items, notes = left_out(run), all_items(), []
-    for need in TOLD:
-        names = [name for name, lacks in absent.items() if lacks == need.name]
-        told = [items[name].title.partition(":")[0] for name in names if name in items]
-        claims = len(names) - len(told)
-        told = [title if title[-1].isdigit() else f"“{title}”" for title in told]
-        told += [so_many(claims, "claim")] * bool(claims)
-        if told:
-            *others, last = told
-            listed = f"{', '.join(others)} and {last}" if others else last
-            notes.append(f"This run has no {need.name}: the report leaves out {listed}.")
-    return notes
+    """What a run lacks, for want of which the report leaves something out, in one sentence; none for a whole run."""
+    lacking = [need.name for need in TOLD if not need.met(run)]
+    told = f"This run has no {', no '.join(lacking)}: the report leaves out the tables, figures and claims of it."
+    return [told] if lacking else []
 
 
 def write_report(run: Run, output: Path) -> None:

@@ -9,14 +9,10 @@ from demix.run.run import Run
 
 @dataclass(frozen=True)
 class Need:
-    """What a run may lack: its name, and whether a run has it.
-
-    Of a need that is not `told` nothing is said where a run lacks it: few runs are meant to have it.
-    """
+    """What a run may lack: its name, and whether a run has it."""
 
     name: str
     met: Callable[[Run], bool]
-    told: bool = True
 
 
 def _causal(run: Run) -> dict[str, Row]:
@@ -47,15 +43,15 @@ SECOND_TRAINING = Need("second training domain", lambda run: len(run.training) >
 WITHOUT_DOMAIN = Need("model trained without a domain", lambda run: bool(run.config.removal.retrain_without))
 DENSE_UNBALANCED = Need("model dense_unbalanced", lambda run: "dense_unbalanced" in _causal(run))
 DOMAIN_TOKEN = Need("model domain_token", lambda run: "domain_token" in _causal(run))
-FAMILIES = Need("several families", _several_families, told=False)
-BUDGETS = Need("dense model of another budget", _dense_budgets, told=False)
-CLUSTERS = Need("model that learns from clusters", _from_clusters, told=False)
-MERGED_REMOVAL = Need("merged model that loses experts", lambda run: bool(run.config.removal.merged), told=False)
-TASKS = Need("task", lambda run: bool(run.config.tasks), told=False)
-HARNESS = Need("task of the harness", lambda run: bool(run.config.lm_eval), told=False)
-SUITES = Need("suite", lambda run: bool(run.suites), told=False)
-ANY_TASK = Need("task or suite", lambda run: any(need.met(run) for need in (TASKS, HARNESS, SUITES)), told=False)
-# In the order in which a report tells of them.
+FAMILIES = Need("several families", _several_families)
+BUDGETS = Need("dense model of another budget", _dense_budgets)
+CLUSTERS = Need("model that learns from clusters", _from_clusters)
+MERGED_REMOVAL = Need("merged model that loses experts", lambda run: bool(run.config.removal.merged))
+TASKS = Need("task", lambda run: bool(run.config.tasks))
+HARNESS = Need("task of the harness", lambda run: bool(run.config.lm_eval))
+SUITES = Need("suite", lambda run: bool(run.suites))
+ANY_TASK = Need("task or suite", lambda run: any(need.met(run) for need in (TASKS, HARNESS, SUITES)))
+# Of these a report says that a run lacks them; few runs are meant to have the others.
 TOLD = (NOVEL, SECOND_TRAINING, WITHOUT_DOMAIN, DENSE_UNBALANCED, DOMAIN_TOKEN)
 
 

@@ -59,11 +59,6 @@ def scale_note(results: Results, run: Run) -> str:
         f"a vocabulary of {run.types:,}",
         f"{run.config.training.tokens:,} training tokens a model",
     ]
-    for column, noun in (("tokens", "test tokens a domain"), ("documents", "test documents a domain")):
-        numbers = results.rows.loc[results.rows["split"] == "test", column]
-        if len(numbers):
-            low, high = int(numbers.min()), int(numbers.max())
-            parts.append(f"{low:,} {noun}" if low == high else f"{low:,} to {high:,} {noun}")
     return (
         "Differs from the paper in data, budget and scale, and in decoder and optimizer where its config says so. "
         f"This run ({run.name}): "

@@ -118,11 +118,6 @@ def rows(run: Run) -> list[Row]:
     return found
 
 
-def needs_of_claims() -> dict[str, tuple[Need, ...]]:
-    """What the claims need of a run, by name."""
-    return {row["name"]: row["needs"] for row in _rows()}
-
-
 @lru_cache(maxsize=1)
 def claims(data: RunData) -> list[Claim]:
     """The claims judged on a run: on its own seed, and on whether its other seeds say the same."""
