@@ -273,7 +273,8 @@ def _card(what: str, name: str, tags: list[str], index: list[EvalResult], **valu
         library_name="transformers" if any(name in tags for name in FORMATS) else "demix",
         license="other",
         tags=["demix", *tags, *([] if MASKED_TASK in tags else [TEXT_TASK])],
-        **({"model_name": name, "eval_results": index} if index else {}),
+        model_name=name if index else None,
+        eval_results=index or None,
     )
     about = values["about"]
     return render_markdown(

@@ -78,7 +78,7 @@ def known_families(run: Run) -> tuple[pd.DataFrame, list[System]]:
             "trained": settings.trained,
             "top_k": layer.top_k if layer else None,
         }
-        found = [("", None, system)]
+        found: list[tuple[str, int | None, System]] = [("", None, system)]
         for k in tried_top_k(run, family.experts):
             label = f"{model.base.label} (tempered), top-{k}"
             if routed:
