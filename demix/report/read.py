@@ -14,6 +14,8 @@ from demix.evaluate.columns import COLUMNS, DIFFERENCES, HARNESS, POSTERIORS, PR
 from demix.files import is_made, read_json, read_json_lines, read_parquet
 from demix.files.database import ask
 from demix.progress import so_many
+from demix.report import needs
+from demix.report.needs import Need
 from demix.report.systems import ByDomain
 from demix.run.models import Model
 from demix.run.run import Run
@@ -199,19 +201,33 @@ def paired_either_way(bounds: Bounds, one: ByDomain, other: System, domains: Ite
 _SYSTEM = ("model", "experts", "method", "weights")
 _EXPERT = ("model", "experts", "weights", "domain", "expert", "seed")
 _VARIANT = ("top_k", "variant", "decay", "dev_blocks", "context", "temperature", "expert", "domain", "split", "seed")
-# By kind of file: the columns that a file has, and those that no two of its rows have alike.
-_FILES: dict[str, tuple[Collection[str], tuple[str, ...]]] = {
-    "results": (COLUMNS, (*_SYSTEM, *_VARIANT)),
-    "priors": (PRIORS, _EXPERT),
-    "posteriors": (POSTERIORS, (*_EXPERT, "decay", "split", "block")),
-    "differences": (DIFFERENCES, (*_SYSTEM, "against", "domain", "seed")),
-    "overlap": (("domain", "expert", "overlap", "train_tokens", "test_bigrams"), ("domain", "expert")),
-    "tasks": (TASKS, ()),
-    "harness": ((*TASKS, *HARNESS), ()),
-    "contamination": (
-        ("task", "domain", "documents", "long_documents", "found_documents", "ngrams", "found_ngrams"),
-        (),
+
+
+@dataclass(frozen=True)
+class RowsFile:
+    """A kind of Parquet file: its path below a run's folder ({}: of each training domain), the columns that it has,
+    those that no two of its rows have alike (none: rows may be alike), and what a run needs to have it."""
+
+    path: str
+    columns: Collection[str]
+    key: tuple[str, ...] = ()
+    need: Need | None = None
+
+
+_FOUND = ("task", "domain", "documents", "long_documents", "found_documents", "ngrams", "found_ngrams")
+FILES = {
+    "results": RowsFile("results.parquet", COLUMNS, (*_SYSTEM, *_VARIANT)),
+    "priors": RowsFile("priors.parquet", PRIORS, _EXPERT),
+    "posteriors": RowsFile("posteriors.parquet", POSTERIORS, (*_EXPERT, "decay", "split", "block")),
+    "differences": RowsFile("differences.parquet", DIFFERENCES, (*_SYSTEM, "against", "domain", "seed")),
+    "overlap": RowsFile(
+        "corpus/overlap.parquet",
+        ("domain", "expert", "overlap", "train_tokens", "test_bigrams"),
+        ("domain", "expert"),
     ),
+    "tasks": RowsFile("tasks.parquet", TASKS, need=needs.TASKS),
+    "harness": RowsFile("tasks.parquet", (*TASKS, *HARNESS), need=needs.HARNESS),
+    "contamination": RowsFile("harness/contamination/{}.parquet", _FOUND, need=needs.HARNESS),
 }
 
 
@@ -220,12 +236,11 @@ def read_rows(path: str | Path, kind: str) -> pd.DataFrame:
 
     Raises DemixError if a column is missing or a row is doubled.
     """
-    columns, key = _FILES[kind]
-    table = read_parquet(path)
-    if missing := [name for name in columns if name not in table.column_names]:
+    file, table = FILES[kind], read_parquet(path)
+    if missing := [name for name in file.columns if name not in table.column_names]:
         raise DemixError(path, f"has no column {', '.join(missing)}", "rerun the evaluation with this version of demix")
     rows = table.to_pandas()
-    if key and (doubled := rows.duplicated([*key])).any():
+    if file.key and (doubled := rows.duplicated([*file.key])).any():
         domain = rows.loc[doubled, "domain"].iloc[0]
         cause = f"holds rows of {domain} twice: the evaluation of one domain lies in the place of another's"
         raise DemixError(path, cause, f"delete {Path(path).parent / 'evaluations'} and the file, then rerun")

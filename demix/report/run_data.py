@@ -12,9 +12,10 @@ import pandas as pd
 from demix.files import check_sealed, read_json, read_parquet
 from demix.query.ask import Answers
 from demix.query.views import AskedRun
-from demix.report.needs import HARNESS, SUITES, TASKS, Need
+from demix.report.needs import SUITES
 from demix.report.paper import scale_note
 from demix.report.read import (
+    FILES,
     Bounds,
     Domains,
     Parent,
@@ -189,18 +190,6 @@ def cost_by_rule(run: Run) -> pd.DataFrame:
         return found.read_pandas().set_index("rule")
 
 
-# By kind of rows: the path below a run's folder ({}: of each training domain), and what a run needs to have it.
-FILES: dict[str, tuple[str, Need | None]] = {
-    "priors": ("priors.parquet", None),
-    "differences": ("differences.parquet", None),
-    "overlap": ("corpus/overlap.parquet", None),
-    "posteriors": ("posteriors.parquet", None),
-    "tasks": ("tasks.parquet", TASKS),
-    "harness": ("tasks.parquet", HARNESS),
-    "contamination": ("harness/contamination/{}.parquet", HARNESS),
-}
-
-
 @dataclass(frozen=True, eq=False)
 class RunData:
     """A run as tables, figures and claims read it.
@@ -217,9 +206,9 @@ class RunData:
     def rows(self, kind: str) -> pd.DataFrame:
         """The rows of a kind of file (`FILES`); none where the run is not to have such a file."""
         if kind not in vars(self):
-            where, need = FILES[kind]
-            names = self.run.training if need is None or need.met(self.run) else ()
-            paths = dict.fromkeys(self.run.folder / where.format(name) for name in names)
+            file = FILES[kind]
+            names = self.run.training if file.need is None or file.need.met(self.run) else ()
+            paths = dict.fromkeys(self.run.folder / file.path.format(name) for name in names)
             parts = [read_rows(path, kind) for path in paths]
             vars(self)[kind] = pd.concat(parts, ignore_index=True) if len(parts) > 1 else (*parts, pd.DataFrame())[0]
         found: pd.DataFrame = vars(self)[kind]
@@ -314,11 +303,10 @@ class RunData:
         # The curves are drawn long after the tables; a damaged file must be refused before anything is written.
         for path in sorted(self.metrics.glob("*.jsonl")):
             check_sealed(path)
-        for name in ("results", *FILES, "parents", "partly_known", "cost", "clusters", "suites"):
-            if name in FILES:
-                self.rows(name)
-            elif name != "suites" or SUITES.met(self.run):
-                getattr(self, name)
+        for name in ("results", "parents", "partly_known", "cost", "clusters", *["suites"] * SUITES.met(self.run)):
+            getattr(self, name)
+        for kind in (kind for kind in FILES if kind != "results"):
+            self.rows(kind)
         return self
 
     @cached_property

@@ -153,8 +153,8 @@ def _speeds(line: Runs, dense: Runs) -> Iterator[tuple[str, float, float, float,
 
 def by_clusters(data: RunData) -> tuple[Any, str]:
     """As Figures 5, 6 and 13 of the c-BTM paper: mean test perplexity by the number of clusters (made by k-means,
-    balanced or not, or at random), and by the tokens of training where these differ. Experts of domains (BTM) stand at
-    the number of domains.
+    balanced or not, or at random). Lines are of equal tokens of training. Experts of domains (BTM) are at the number of
+    domains.
     """
     points = by_clusters_points(data)
     several = points["tokens"].nunique() > 1
@@ -165,16 +165,31 @@ def by_clusters(data: RunData) -> tuple[Any, str]:
     starts = (
         of_several[["series", "tokens"]].drop_duplicates().merge(points[single].drop(columns="series"), on="tokens")
     )
-    parts = [_panels(points, pd.concat([starts, of_several]), "clusters", data)]
-    budgets = points.groupby(["made", "clusters", "kind"])["tokens"].transform("nunique") > 1
-    if budgets.any():
-        grown = points[budgets]
-        made = grown["made"] + ", K = " + grown["clusters"].astype(str)
-        grown = grown.assign(series=made.where(grown["made"] != ONE, ONE))
-        parts.append(_panels(grown, grown, "tokens", data))
+    joined, series = pd.concat([starts, of_several]), list(dict.fromkeys(points["series"]))
+    legend = alt.Legend(title=None, symbolSize=200, symbolType="stroke")
+
+    def base(rows: pd.DataFrame) -> alt.Chart:
+        chart: alt.Chart = alt.Chart(data_of(rows[["series", "row", "clusters", "perplexity"]])).encode(
+            x=alt.X(
+                "clusters:Q",
+                title="clusters",
+                scale=alt.Scale(type="log", base=2, nice=False, padding=16),
+                axis=alt.Axis(values=sorted(set(points["clusters"])), format=".3~s", grid=False),
+            ),
+            y=alt.Y("perplexity:Q", title="test perplexity", scale=alt.Scale(zero=False)),
+            color=coloured("series", series, legend, sort=series),
+            tooltip=["row:N", "series:N", "clusters:Q", "perplexity:Q"],
+        )
+        return chart
+
+    by_dash, panels = dashed("series", series, legend, sort=series), []
+    for domains in data.kinds:
+        of_kind, own = (rows[rows["kind"] == domains.heading] for rows in (points, joined))
+        line = base(own).mark_line(strokeWidth=2).encode(strokeDash=by_dash)
+        drawn = line + base(of_kind).mark_point(size=60, filled=True, opacity=1)
+        panels.append(drawn.properties(width=340, height=260, title=heading_of(f"{domains.heading} domains")))
     labels = " or ".join(one.label for one in one_clusters(data.run).values())
-    chart = alt.vconcat(*parts, spacing=28).resolve_scale(color="independent", strokeDash="independent")
-    return chart, f"One cluster is {labels}, which learns from all text."
+    return alt.vconcat(alt.hconcat(*panels, spacing=30)), f"One cluster is {labels}, which learns from all text."
 
 
 def by_clusters_points(data: RunData) -> pd.DataFrame:
@@ -196,36 +211,6 @@ def by_clusters_points(data: RunData) -> pd.DataFrame:
             perplexity = data.own.mean(family.system, domains.names)
             points.append((made, family.experts, family.tokens, domains.heading, perplexity, family.model.label))
     return pd.DataFrame(points, columns=["made", "clusters", "tokens", "kind", "perplexity", "row"]).dropna()
-
-
-def _panels(points: pd.DataFrame, joined: pd.DataFrame, over: str, data: RunData) -> alt.HConcatChart:
-    """Perplexity over `over` (clusters or tokens): points, and lines through `joined`, a panel for each kind."""
-    series = list(dict.fromkeys(points["series"]))
-    legend = alt.Legend(title=None, symbolSize=200, symbolType="stroke")
-
-    def base(rows: pd.DataFrame) -> alt.Chart:
-        chart: alt.Chart = alt.Chart(data_of(rows[["series", "row", over, "perplexity"]])).encode(
-            x=alt.X(
-                f"{over}:Q",
-                title=over,
-                scale=alt.Scale(type="log", base=2, nice=False, padding=16),
-                axis=alt.Axis(values=sorted(set(points[over])), format=".3~s", grid=False),
-            ),
-            y=alt.Y("perplexity:Q", title="test perplexity", scale=alt.Scale(zero=False)),
-            color=coloured("series", series, legend, sort=series),
-            tooltip=["row:N", "series:N", f"{over}:Q", "perplexity:Q"],
-        )
-        return chart
-
-    by_dash = dashed("series", series, legend, sort=series)
-    panels = []
-    for domains in data.kinds:
-        of_kind, own = (rows[rows["kind"] == domains.heading] for rows in (points, joined))
-        line = base(own).mark_line(strokeWidth=2).encode(strokeDash=by_dash)
-        dots = base(of_kind).mark_point(size=60, filled=True, opacity=1)
-        heading = heading_of(f"{domains.heading} domains")
-        panels.append((line + dots).properties(width=340, height=260, title=heading))
-    return alt.hconcat(*panels, spacing=30)
 
 
 def cluster_experts(data: RunData) -> tuple[Any, str]:
