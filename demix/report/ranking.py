@@ -26,8 +26,8 @@ EQUAL = 0.01
 class Entry:
     """A line of the main table. `on` has what was measured by kind of domains.
 
-    `passes` is the number of experts that predict each token. `stands` is True for the one way to predict that stands
-    for its model in the verdict. `apart` says why the system is not at equal FLOPs of training; it is empty for one
+    `passes` is the number of experts that predict each token. `representative` is True for the one way to predict by
+    which the verdict knows the model. `apart` says why the system is not at equal FLOPs of training; it is empty for one
     that is. `family` is the same for models of one kind; each baseline, a model without experts, is one by itself, but
     for `counts`, n-grams, whose training takes no FLOPs.
     """
@@ -35,7 +35,7 @@ class Entry:
     system: System
     on: dict[str, Measured]
     passes: int
-    stands: bool
+    representative: bool
     apart: str
     family: str
     baseline: bool
@@ -63,7 +63,7 @@ class Entry:
     @property
     def fair(self) -> bool:
         """Whether it may be called the best: at equal FLOPs, and nothing of it chosen on test text."""
-        return self.stands and not (self.apart or self.oracle)
+        return self.representative and not (self.apart or self.oracle)
 
     @property
     def first(self) -> Measured:
@@ -111,7 +111,7 @@ class Ranking:
         """
         shown, seen, demix = [], set(), KINDS["demix"].label
         for entry in self.entries:
-            first = entry.family not in seen and (entry.fair or (entry.baseline and entry.stands))
+            first = entry.family not in seen and (entry.fair or (entry.baseline and entry.representative))
             if first or (entry.fair and entry.family == demix) or entry.system == CACHED or entry is self.next:
                 shown.append(entry)
             if first:
@@ -217,7 +217,7 @@ def _entry(system: System, data: RunData) -> Entry:
         system,
         {one.kind: measured(data.own, data.bounds, system, BALANCED, one.names) for one in data.kinds},
         passes=1 if system.method in ("dense", "naive") else len(experts),
-        stands=system in (adapted, *counts, standing(run).get(system.model)),
+        representative=system in (adapted, *counts, representatives(run).get(system.model)),
         apart=more or (_unequal(model, data) if model else ""),
         family=family,
         baseline=baseline,
@@ -225,7 +225,7 @@ def _entry(system: System, data: RunData) -> Entry:
     )
 
 
-def standing(run: Run) -> dict[str, System]:
+def representatives(run: Run) -> dict[str, System]:
     """The way to predict that stands for each row: one that is known before any test text is scored.
 
     It is `tempered`, which does not know the domain, where the run has it, else the rule of the family's paper.

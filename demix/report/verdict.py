@@ -23,7 +23,7 @@ UNCHANGED = 1e-4
 class Part:
     """One comparison: whether the mean agrees, the number of agreeing domains, of all domains, and a sentence.
 
-    `borne` is False if the mean difference cannot be told from none. `cells` say the same as the sentence for a table:
+    `significant` is False if the mean difference cannot be told from none. `cells` say the same as the sentence for a table:
     what is compared, the change, its 95% interval, and the domains that agree; empty for another kind of comparison.
     `seeds` says in a sentence whether other seeds point the same way.
     """
@@ -32,7 +32,7 @@ class Part:
     agreeing: int
     domains: int
     sentence: str
-    borne: bool = True
+    significant: bool = True
     cells: tuple[str, ...] = ()
     seeds: str = ""
 
@@ -40,7 +40,7 @@ class Part:
     def verdict(self) -> Verdict:
         if not self.domains:
             return "cannot be judged"
-        if not self.borne:
+        if not self.significant:
             return "weak"
         majority = 2 * self.agreeing > self.domains
         if self.mean_agrees and majority:
@@ -53,7 +53,7 @@ class Part:
         if len(said) < 2:
             return self
         told = f"The mean points the same way in {sum(said)} of {len(said)} seeds."
-        return replace(self, seeds=told, borne=self.borne and all(said))
+        return replace(self, seeds=told, significant=self.significant and all(said))
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,9 @@ def compare(
     value, other = both["value"].mean(), both["other"].mean()
     interval = mean_interval(both["value"] - both["other"], bounds)
     edge = allowance * other
-    borne = abs(value - other - edge) > UNCHANGED * other and not (interval and interval[0] <= edge <= interval[1])
+    significant = abs(value - other - edge) > UNCHANGED * other and not (
+        interval and interval[0] <= edge <= interval[1]
+    )
     agreeing = int(holds(both["value"], both["other"]).sum())
     how = f"at most {100 * allowance:g}% higher" if allowance else "higher" if higher else "lower"
     compared = f"{label} {value:.2f} against {other_label} {other:.2f}"
@@ -129,7 +131,7 @@ def compare(
         low, high = (f"{bound:+.2f}".replace("-", "−") for bound in interval)
         sentence += f" The 95% interval of the mean difference is {low} to {high}."
         cells = (*cells[:2], " to ".join(as_percent(bound / other) for bound in interval), cells[3])
-    return Part(bool(holds(value, other)), agreeing, len(both), sentence, bool(borne), cells)
+    return Part(bool(holds(value, other)), agreeing, len(both), sentence, bool(significant), cells)
 
 
 def mean_interval(difference: pd.Series, bounds: pd.DataFrame | None) -> tuple[float, float] | None:

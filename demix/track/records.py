@@ -15,7 +15,7 @@ from demix.errors import DemixError
 from demix.files import check_sealed, digest, is_made, read_json, sha256_file
 from demix.launch.pace import elapsed
 from demix.report import report_files
-from demix.report.ranking import standing
+from demix.report.ranking import representatives
 from demix.report.read import Results, domains_of, read_metrics, read_results, read_rows
 from demix.run.models import AdaptationJob, Model
 from demix.run.run import Run, kept
@@ -152,7 +152,7 @@ def _card(run: Run, model: str) -> Path:
 
 def _trainings(run: Run, results: Results) -> Iterator[Record]:
     """One record per metrics file: a model, each of its experts that was trained by itself, or an adaptation."""
-    systems = standing(run)
+    systems = representatives(run)
     for model in run.trained:
         for part in (part for part in model.trainings if part.part):
             if is_made(run.folder / "metrics" / f"{part.place}.jsonl"):
@@ -167,7 +167,7 @@ def _trainings(run: Run, results: Results) -> Iterator[Record]:
 
 
 def _tested(system: System, results: Results, run: Run) -> Iterator[Point]:
-    """Mean test perplexities on the domains of each kind, of the system that stands for a model (`standing`)."""
+    """Mean test perplexities on the domains of each kind, of the system that represents a model (`representatives`)."""
     time = int(1000 * Path(str(results.path)).stat().st_mtime)
     for domains in domains_of(run):
         if (mean := results.mean(system, domains.names)) == mean:
