@@ -27,8 +27,8 @@ class Entry:
     """A line of the main table. `on` has what was measured by kind of domains.
 
     `passes` is the number of experts that predict each token. `representative` is True for the one way to predict by
-    which the verdict knows the model. `apart` says why the system is not at equal FLOPs of training; it is empty for one
-    that is. `family` is the same for models of one kind; each baseline, a model without experts, is one by itself, but
+    which the verdict knows the model. `apart` says why the system is not at equal FLOPs of training; empty for one that
+    is. `family` is the same for models of one kind; each baseline, a model without experts, is one by itself, but
     for `counts`, n-grams, whose training takes no FLOPs.
     """
 

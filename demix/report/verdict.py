@@ -23,9 +23,9 @@ UNCHANGED = 1e-4
 class Part:
     """One comparison: whether the mean agrees, the number of agreeing domains, of all domains, and a sentence.
 
-    `significant` is False if the mean difference cannot be told from none. `cells` say the same as the sentence for a table:
-    what is compared, the change, its 95% interval, and the domains that agree; empty for another kind of comparison.
-    `seeds` says in a sentence whether other seeds point the same way.
+    `significant` is False if the mean difference cannot be told from none. `cells` say the same as the sentence for a
+    table: what is compared, the change, its 95% interval, and the domains that agree; empty for another kind of
+    comparison. `seeds` says in a sentence whether other seeds point the same way.
     """
 
     mean_agrees: bool
@@ -113,9 +113,8 @@ def compare(
     value, other = both["value"].mean(), both["other"].mean()
     interval = mean_interval(both["value"] - both["other"], bounds)
     edge = allowance * other
-    significant = abs(value - other - edge) > UNCHANGED * other and not (
-        interval and interval[0] <= edge <= interval[1]
-    )
+    within = interval is not None and interval[0] <= edge <= interval[1]
+    significant = abs(value - other - edge) > UNCHANGED * other and not within
     agreeing = int(holds(both["value"], both["other"]).sum())
     how = f"at most {100 * allowance:g}% higher" if allowance else "higher" if higher else "lower"
     compared = f"{label} {value:.2f} against {other_label} {other:.2f}"
