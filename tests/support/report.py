@@ -132,7 +132,7 @@ def shown(name: str, data: RunData) -> Shown:
 def first_page(data: RunData, folder: Path) -> list[Shown]:
     """The lines of the main table that matter, and its other lines, on the first page of a report of `data`."""
     all_items()["index"].write(data, folder)
-    return read_page(folder / "index.html")
+    return read_page(folder / "index.html")[:2]
 
 
 def drawn_as(path: Path, *columns: str) -> pd.DataFrame:
