@@ -1,20 +1,14 @@
 """How MLflow is reached, and what a training's metrics are there."""
 
 import hashlib
-import logging
 import os
 import re
-import shlex
-import shutil
 import sqlite3
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import psutil
 
 from demix.errors import DemixError
 from demix.files import exclusive, remove_leftovers, replacing
@@ -23,8 +17,6 @@ from demix.launch.pace import elapsed
 if TYPE_CHECKING:
     from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
-
-log = logging.getLogger(__name__)
 
 SQLITE = "sqlite:///"
 # Databases store rows but no files: artifacts need a folder. An MLflow server stores both.
@@ -35,14 +27,12 @@ PATIENCE_SECONDS = 900.0
 DRIVERS = {"psycopg2": "psycopg2-binary", "psycopg": "'psycopg[binary]'", "MySQLdb": "mysqlclient"}
 # SQLite waits so long for a lock: another writer may end in time.
 SECONDS_FOR_A_LOCK = 30.0
-# File locks are unreliable or slow on these.
-NETWORK = re.compile("nfs|lustre|gpfs|beegfs|cifs|smb|afs|ceph|glusterfs|sshfs|panfs|orangefs|wekafs|9p")
 RUN, CONFIG, KEY, HASH = "demix.run", "demix.config", "demix.key", "demix.sha256"
 # The name and the value of a metric, the step, and the time in milliseconds since 1970.
 Point = tuple[str, float, int, int]
 
 
-def alone(uri: str, seconds: float | None = None) -> AbstractContextManager[None]:
+def locked(uri: str, seconds: float | None = None) -> AbstractContextManager[None]:
     """Wait for other processes that write to a SQLite `uri`. Other databases and servers handle concurrent writers."""
     if not uri.startswith(SQLITE):
         return nullcontext()
@@ -58,9 +48,6 @@ def opened(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     if uri.startswith(SQLITE):
-        if kind := on_network(uri):
-            cause = "%s: SQLite on a network file system (%s) may be damaged by a second writer; put tracking.uri on a"
-            log.warning(f"{cause} local disk, or name a server", _sqlite_path(uri).parent, kind)
         _try_sqlite(uri)
         # A process that was killed between its rename and its end leaves an empty folder beside a finished database.
         remove_leftovers(_sqlite_path(uri))
@@ -94,18 +81,6 @@ def _try_sqlite(uri: str) -> None:
         raise DemixError(uri, f"cannot be opened ({error})", cure) from error
 
 
-def on_network(uri: str) -> str:
-    """The type of the network file system that a SQLite `uri` lies on; empty for all else."""
-    kind = file_system(_sqlite_path(uri).parent) if uri.startswith(SQLITE) else ""
-    return kind if NETWORK.search(kind) else ""
-
-
-def file_system(folder: Path) -> str:
-    """The type of the file system of `folder`, from the mount table."""
-    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
-    return next(mounts[place] for place in (folder.resolve(), *folder.resolve().parents) if place in mounts)
-
-
 def _sqlite_path(uri: str) -> Path:
     return Path(uri.removeprefix(SQLITE).partition("?")[0]).resolve()
 
@@ -114,9 +89,6 @@ def experiment_of(client: "MlflowClient", uri: str, name: str, results: Path) ->
     """The id of an experiment, which is made where it is missing: beside SQLite or `results` go its artifacts."""
     found = client.get_experiment_by_name(name)
     if found is not None:
-        if found.lifecycle_stage == "deleted":
-            restore = f"mlflow experiments restore --experiment-id {shlex.quote(found.experiment_id)}"
-            raise DemixError(f"experiment {name}", f"was deleted in {uri}", f"run `{restore}` or choose another name")
         return found.experiment_id
     location = None
     if re.split(r"[:+]", uri)[0] in DATABASES:
@@ -131,32 +103,42 @@ def runs_with(client: "MlflowClient", experiment_id: str, tags: Mapping[str, str
     return client.search_runs([experiment_id], wanted, max_results=50_000)
 
 
-@cache
 def origin() -> dict[str, str]:
     """Tags of the code that sends the run; not hashed, so that a new commit replaces nothing."""
-    tags = {"mlflow.source.name": "demix track", "mlflow.source.type": "LOCAL"}
-    checkout, git = Path(__file__).parents[2], shutil.which("git")
+    from mlflow.utils.git_utils import get_git_commit
+
+    checkout = Path(__file__).parents[2]
     # An installed demix may lie inside the repository of another project.
-    if git and (checkout / ".git").exists():
-        for tag, *question in (("commit", "rev-parse", "HEAD"), ("dirty", "status", "--porcelain", "-uno")):
-            asked = subprocess.run([git, "-C", checkout, *question], capture_output=True, text=True, check=False)
-            answer = asked.stdout.strip()
-            tags[f"mlflow.source.git.{tag}"] = answer if tag == "commit" else str(bool(answer)).lower()
-    return tags
+    commit = get_git_commit(str(checkout)) if (checkout / ".git").exists() else None
+    tags = {"mlflow.source.name": "demix track", "mlflow.source.type": "LOCAL"}
+    return tags | ({"mlflow.source.git.commit": commit} if commit else {})
 
 
-def points(rows: Sequence[Mapping[str, Any]], begun: float) -> list[Point]:
-    """The numbers in the rows of a metrics file of a training that began at `begun`, in seconds since 1970."""
+def points(rows: Sequence[Mapping[str, Any]], begun: int) -> list[Point]:
+    """The numbers in the rows of a metrics file of a training that began at `begun`, in milliseconds since 1970."""
     return [
-        (named(key), float(value), int(row.get("step", 0)), int(1000 * (begun + seconds)))
+        (named(key), float(value), int(row.get("step", 0)), begun + int(1000 * seconds))
         for row, seconds in zip(rows, elapsed(rows), strict=True)
         for key, value in row.items()
         if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
     ]
 
 
+def can_continue(
+    client: "MlflowClient", run: "Run", points: Collection[Point], params: Mapping[str, str] | None = None
+) -> bool:
+    """Whether an MLflow run was not sent whole, and has only metrics and params that are in `points` and `params`."""
+    if HASH in run.data.tags or not run.data.params.items() <= (params or {}).items():
+        return False
+    histories = (client.get_metric_history(run.info.run_id, key) for key in run.data.metrics)
+    return {(one.key, one.value, one.step, one.timestamp) for one in chain(*histories)} <= {*points}
+
+
 def log_points(client: "MlflowClient", run_id: str, points: Sequence[Point], **more: Any) -> None:
-    """Add `points` to the metrics of an MLflow run, with `more` of what a batch of MLflow takes, which it divides."""
+    """Add `points` to the metrics of an MLflow run, with `more` arguments of MLflow's `log_batch`.
+
+    MLflow sends batches that its server accepts, and stores no point twice.
+    """
     from mlflow.entities import Metric
 
     client.log_batch(run_id, [Metric(key, value, time, step) for key, value, step, time in points], **more)
