@@ -7,7 +7,6 @@ one that is longer than the model's context is cut into consecutive blocks, as i
 a method names. Bad input raises `DemixError`, whose text is one line.
 """
 
-import html
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -89,11 +88,6 @@ class TokenScores:
         return "".join(self.tokens)
 
     @property
-    def perplexity(self) -> float:
-        """The perplexity per token under the mixture."""
-        return float(np.exp(-self.mixture.mean()))
-
-    @property
     def table(self) -> "pd.DataFrame":
         """A row for each token: the token, log p under the mixture, and under each expert log p and its weight."""
         import pandas as pd
@@ -167,10 +161,7 @@ class TextFigures(OwnText):
         return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
     def _repr_html_(self) -> str:
-        from demix.evaluate.told import headline, remarks
-
-        said = [f"<p>{html.escape(line)}</p>" for line in (headline(self), *remarks(self)) if line]
-        return _shown(self.table) + "".join(said)
+        return _shown(self.table)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,11 +180,6 @@ class OpenedModel:
     _tokenizer_file: Path = field(repr=False)
     _trunks: list[GPT] = field(repr=False)
     _device: torch.device = field(repr=False)
-
-    @property
-    def context(self) -> int:
-        """The number of tokens of a block."""
-        return self._trunks[0].architecture.context
 
     def score(
         self,

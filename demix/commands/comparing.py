@@ -10,7 +10,7 @@ from demix.commands.options import terminal
 app = typer.Typer()
 
 
-@app.command()
+@app.command(rich_help_panel="Results")
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="The runs' folders, results/<run>: first the base, then others.")],
     html: Annotated[Path | None, typer.Option(help="A page to write, with the tables and figures.")] = None,

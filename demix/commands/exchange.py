@@ -11,7 +11,7 @@ from demix.errors import DemixError
 app = typer.Typer()
 
 
-@app.command()
+@app.command(rich_help_panel="Use")
 def export(
     model: Annotated[Path, typer.Argument(help="A model directory.")],
     output: Annotated[Path, typer.Option(help="The directory to write.")],
@@ -40,7 +40,7 @@ def export(
     print(f"wrote {output}; its README.md says how to load it")
 
 
-@app.command("import")
+@app.command("import", rich_help_panel="Train")
 def import_(
     checkpoint: Annotated[
         str,

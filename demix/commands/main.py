@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -18,19 +18,12 @@ from demix.launch.usage import note_usage
 
 # The modules with the commands for people.
 PEOPLE = ("configs", "people", "standard", "questions", "comparing", "exchange")
-# The groups in which `demix --help` shows the commands.
-GROUPS = {
-    "Data": ("init", "config", "plan"),
-    "Train": ("experts", "merge", "import"),
-    "Use": ("eval", "generate", "serve", "lm-eval", "export"),
-    "Results": ("summary", "sql", "compare", "stages"),
-}
 
 
 def command_line(asked: str = "") -> typer.Typer:
-    """The command `asked` alone, be it a stage, or all commands for people where none of these has this name.
+    """Only the command `asked`, which may be a stage, or all commands for people where none of these has this name.
 
-    A command alone starts in less time: the modules after its own are not imported, and typer reads one signature.
+    One command starts in less time: the modules after its own are not imported, and typer reads one signature.
     """
     app = typer.Typer(
         no_args_is_help=True,
@@ -42,7 +35,7 @@ def command_line(asked: str = "") -> typer.Typer:
     if asked in STAGES:
         add_stage(app, asked)
         return app
-    app.command("stages")(list_stages)
+    app.command("stages", rich_help_panel="Results")(list_stages)
     for module in PEOPLE:
         found = import_module(f"demix.commands.{module}").app
         app.registered_groups += found.registered_groups
@@ -51,10 +44,6 @@ def command_line(asked: str = "") -> typer.Typer:
                 app.registered_commands = [command]
                 return app
         app.registered_commands += found.registered_commands
-    shown: list[Any] = [*app.registered_commands, *app.registered_groups]
-    for command in shown:
-        name = command.name or command.callback.__name__
-        command.rich_help_panel = next(panel for panel, names in GROUPS.items() if name in names)
     return app
 
 

@@ -30,7 +30,7 @@ from demix.run.run import Run
 from demix.settings import settings_from
 from demix.train.adapt import Adaptation, adapt
 
-# Long documents are cut, so that one file can be parted into train, dev and test.
+# Long documents are cut, so that one file can be split into train, dev and test.
 PIECE_WORDS = 250
 # The most tokens, by the number of experts, where nothing says how many the model was trained on.
 TOKENS = 10_000_000
@@ -60,27 +60,25 @@ def add_domain(
     output: Path,
     field: str = "text",
     tokens: int | None = None,
-    rate: float | None = None,
     learning_rate: float | None = None,
 ) -> Added:
     """Write a copy of `model` to `output` that has one more expert: DEMix-DAPT on `texts` (paper, section 6).
 
-    To a dense model it is the second expert, beside that which the model was.
+    A dense model becomes the expert `dense`, and the new expert the second one.
 
-    The text is anonymized, cut into pieces of PIECE_WORDS words and parted into train, dev and test. The expert starts
+    The text is anonymized, cut into chunks of PIECE_WORDS words and split into train, dev and test. The expert starts
     as a copy of the one with the highest posterior on dev; of whole models, as their average by posterior. `tokens`
-    (most tokens of training), `rate` (peak learning rate as a fraction of the model's) and `learning_rate` (the peak
-    itself) override the settings of `adaptation_of`. Raises DemixError, and leaves no `output`, for a name that is
-    taken, a domain-token model, and text that is too short.
+    (most tokens of training) and `learning_rate` (the peak) override the settings of `adaptation_of`. Raises
+    DemixError, and leaves no `output`, for a name that is in use, a domain-token model, and text that is too short.
     """
     refuse_used(output)
     refuse_name(model, domain)
-    refuse_masked(model, "says nothing of a text that is not masked")
+    refuse_masked(model, "does not score text that is not masked")
     described, experts = describe(model), expert_names(model)
     if described.domain_tokens:
         raise DemixError(model, "is a domain-token model, which no expert can join", "choose another model")
     tokenizer, _ = tokenizer_of(model)
-    adaptation = adaptation_of(model, tokens, rate, learning_rate)
+    adaptation = adaptation_of(model, tokens, learning_rate)
     with scratch(output) as folder:
         shards, test = _tokens(domain, texts, tokenizer, field, folder)
         scoring = Scoring(dev_blocks=PARENT_BLOCKS, threads=adaptation.threads)
@@ -107,19 +105,13 @@ def add_domain(
     return Added(begun, adaptation.learning_rate, before, after)
 
 
-def adaptation_of(
-    model: Path, tokens: int | None, rate: float | None, learning_rate: float | None = None
-) -> Adaptation:
+def adaptation_of(model: Path, tokens: int | None = None, learning_rate: float | None = None) -> Adaptation:
     """The settings of adaptations to `model`: those of its run, else those of an expert that was added, else defaults.
 
     A sweep of learning rates is left out, and so is a bound of passes where `tokens` is given. A model that demix has
-    not trained gets `LEARNING_RATE` where no `learning_rate` is given. Raises DemixError for a `rate` of a model whose
-    learning rate nobody knows.
+    not trained gets `LEARNING_RATE` where no `learning_rate` is given.
     """
     trained = describe(model).content.get("training") or {}
-    if rate and (learning_rate or not trained):
-        known = "the learning rate is given, too" if learning_rate else f"{model} does not say its learning rate"
-        raise DemixError("--rate", f"is a fraction of the model's, and {known}", "use --learning-rate alone")
     given: dict[str, Any] = {"learning_rate_factor": RateFactors().demix}
     for name in expert_names(model):
         given |= read_json(model / "experts" / f"{name}.json").get("adaptation") or {}
@@ -134,7 +126,6 @@ def adaptation_of(
         given = {"tokens": share, "passes": PASSES} | given
     given |= {"seed": trained.get("seed", 1), "threads": trained.get("threads", 1), "sweep": None}
     given |= {"tokens": tokens, "passes": None} if tokens else {}
-    given |= {"learning_rate_factor": rate} if rate else {}
     if learning_rate or not trained:
         given |= {"learning_rate": learning_rate or given.get("learning_rate") or LEARNING_RATE}
     return settings_from(Adaptation, given)

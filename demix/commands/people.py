@@ -1,7 +1,6 @@
 """The commands for people, which the workflow does not run."""
 
 import logging
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from demix.errors import DemixError
 app = typer.Typer()
 
 
-@app.command()
+@app.command(rich_help_panel="Data")
 def plan(
     file: Annotated[Path, typer.Argument(help="A config file.")],
     ranks: Annotated[
@@ -59,7 +58,7 @@ def plan(
         print("demix plan --full prints tables of data, models, memory, hours and jobs.")
 
 
-@app.command()
+@app.command(rich_help_panel="Results")
 def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")]) -> None:
     """Print which model of a finished run is best, its main table, and where to find the other results.
 
@@ -84,13 +83,11 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
     print(f"Tables, figures, claims: {run / 'report'} (start with index.html)")
     print(f"One page with all of it: snakemake --configfile {shlex.quote(f'{run}/config.json')} --report report.html")
     uri = whole.config.tracking.uri
-    # The line is pasted: the shell reads it first, then make, to which $ begins a variable or a command.
-    show = "make ui" if uri == "sqlite:///results/mlflow.db" else f"make ui URI={shlex.quote(uri.replace('$', '$$'))}"
-    show = show if uri.isprintable() else "in the store that the key tracking.uri of config.json names"
-    print(f"Runs and curves: {uri if re.fullmatch(r'https?://[A-Za-z0-9.:/_~-]+', uri) else show}")
+    show = "make ui" if uri == "sqlite:///results/mlflow.db" else "the MLflow store of the config's key tracking.uri"
+    print(f"Runs and curves: {show}")
 
 
-@app.command("eval")
+@app.command("eval", rich_help_panel="Use")
 def evaluate_own(
     model: Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")],
     texts: Annotated[
@@ -140,18 +137,11 @@ def evaluate_own(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(rich_help_panel="Train")
 def merge(
     model: Annotated[Path, typer.Argument(help="A model directory.")],
     output: Annotated[Path, typer.Option(help="The directory to write.")],
     weights: Annotated[str | None, typer.Option(help="Weights by expert, such as parliament=0.5,novels=0.5.")] = None,
-    priors: Annotated[
-        Path | None, typer.Option(help="evaluations/<domain>.priors.parquet, whose cached prior gives the weights.")
-    ] = None,
-    domain: Annotated[str | None, typer.Option(help="The domain of the cached prior.")] = None,
-    experts: Annotated[
-        str, typer.Option(help="The set of experts that were mixed: training, all or minus-<domain>.")
-    ] = ("training"),
     routed: Annotated[
         bool, typer.Option("--routed", help="No average: of all experts each token chooses two, in every layer.")
     ] = False,
@@ -165,30 +155,25 @@ def merge(
 ) -> None:
     """Merge experts without training: average them into one dense model, or let tokens choose among all of them.
 
-    The weights of an average are given by hand or come from a cached prior.
-
     Example: demix merge results/sample/models/demix --weights novels=0.5,politics=0.5 --output merged
     """
-    from demix.model.merge import merge_experts, parse_weights, prior_weights
+    from demix.model.merge import merge_experts, parse_weights
     from demix.model.merge_routed import dev_shards, merge_routed
     from demix.report.card import merged_card
 
-    if (weights, priors, domain) != (None, None, None) if routed else tokens is not None:
-        cause = "is given with weights, which make an average" if routed else "is for --routed alone"
-        raise DemixError("--routed" if routed else "--tokens", cause, "leave one of them out")
+    if routed is (weights is not None):
+        raise DemixError("--weights", "or --routed must be given, and not both", "give weights, or --routed")
+    if tokens is not None and not routed:
+        raise DemixError("--tokens", "is only for --routed", "leave one of them out")
+    chosen = parse_weights(weights) if weights is not None else {}
+    card = merged_card(model, chosen, output.resolve().name)
     if routed:
-        merge_routed(model, dev_shards(model, tokens), output, merged_card(model, {}, output.resolve().name))
-        return
-    if weights is not None and priors is None:
-        chosen = parse_weights(weights)
-    elif weights is None and priors is not None and domain is not None:
-        chosen = prior_weights(priors, model.resolve().name, domain, experts)
+        merge_routed(model, dev_shards(model, tokens), output, card)
     else:
-        raise DemixError("merge", "needs weights from one place", "give --weights, or --priors FILE with --domain NAME")
-    merge_experts(model, chosen, output, merged_card(model, chosen, output.resolve().name))
+        merge_experts(model, chosen, output, card)
 
 
-@app.command()
+@app.command(rich_help_panel="Use")
 def generate(
     model: Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
@@ -239,7 +224,7 @@ def generate(
         terminal().print(posterior_table(mixture.experts, decoder.posterior.log_weights[0]))
 
 
-@app.command("serve")
+@app.command("serve", rich_help_panel="Use")
 def serve_model(
     model: Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")],
     host: Annotated[
@@ -272,7 +257,7 @@ def serve_model(
 
 
 experts = typer.Typer(no_args_is_help=True, help="List, verify, train, add or remove the experts of a model directory.")
-app.add_typer(experts, name="experts")
+app.add_typer(experts, name="experts", rich_help_panel="Train")
 Model = Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")]
 
 
@@ -327,15 +312,12 @@ def experts_train(
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of training; by default as in the model's run.")
     ] = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            min=1e-6, help="Peak learning rate, as a fraction of the model's; by default as in the model's run."
-        ),
-    ] = None,
     learning_rate: Annotated[
         float | None,
-        typer.Option(min=1e-12, help="Peak learning rate; for a model that demix has not trained by default 1e-4."),
+        typer.Option(
+            min=1e-12,
+            help="Peak learning rate; by default as in the model's run, or 1e-4 where demix has not trained the model.",
+        ),
     ] = None,
 ) -> None:
     """Train an expert for a new domain on text files, and print what it is worth on text held out of training.
@@ -349,7 +331,7 @@ def experts_train(
 
     # Reading the text logs the steps of a data stage, which are noise here.
     logging.getLogger("demix").setLevel(logging.WARNING)
-    added = add_domain(model, domain, text, output, field, tokens, rate, learning_rate)
+    added = add_domain(model, domain, text, output, field, tokens, learning_rate)
     before, after = added.before, added.after
     table = Table(title=f"{before.tokens:,} tokens of {domain}, held out of training: perplexity", title_justify="left")
     for head in ("", "before", "after"):

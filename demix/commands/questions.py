@@ -1,9 +1,8 @@
-"""The command that asks finished runs, or runs under way, in SQL."""
+"""The command that queries runs in SQL, finished or not."""
 
 import os
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -16,7 +15,7 @@ from demix.errors import DemixError, printable
 app = typer.Typer()
 
 
-@app.command()
+@app.command(rich_help_panel="Results")
 def sql(
     asked: Annotated[
         list[str] | None,
@@ -46,48 +45,38 @@ def sql(
         if output and output.resolve().is_relative_to(run.folder.resolve()):
             raise DemixError(output, f"lies in the run {run.name}", "name a file outside of it")
     if form == "parquet" and not output and sys.stdout.isatty():
-        raise DemixError("--format parquet", "is nothing for a terminal", "give --output FILE, or a pipe")
+        raise DemixError("--format parquet", "cannot be printed to a terminal", "give --output FILE, or a pipe")
 
     # Codes in a text must not control a terminal.
     shown: Any = sys.stdout
     if sys.stdout.isatty():
         shown = SimpleNamespace(write=lambda text: sys.stdout.write(printable(text)))
-
-    def answered(query: str) -> None:
-        with answers.ask(query) as reader:
-            if output:
-                write_file(reader, form, output)
-            elif form == "parquet":
-                write_parquet(reader, sys.stdout.buffer)
-            elif form == "table":
-                show(reader, terminal())
-            else:
-                write_text(reader, form, shown)
-
-    def answer(query: str) -> None:
-        # Python learns of Ctrl-C in its main thread, once that is not in DuckDB.
-        with ThreadPoolExecutor(1) as pool:
-            task = pool.submit(answered, query)
-            try:
-                task.result()
-            except KeyboardInterrupt:
-                answers.interrupt()
-                raise
-
     with Answers(runs) as answers:
         if tables:
             terminal().print(columns_table(answers.described()))
-        elif query is None and sys.stdin.isatty():
+            return
+        if query is None and sys.stdin.isatty():
             raise DemixError("QUERY", "is missing", 'give one SELECT: demix sql RUN "select …", or list the --tables')
-        else:
-            answer(sys.stdin.read() if query is None else query)
+        try:
+            with answers.ask(sys.stdin.read() if query is None else query) as reader:
+                if output:
+                    write_file(reader, form, output)
+                elif form == "parquet":
+                    write_parquet(reader, sys.stdout.buffer)
+                elif form == "table":
+                    show(reader, terminal())
+                else:
+                    write_text(reader, form, shown)
+        except RuntimeError as error:
+            # What DuckDB raises for Ctrl-C.
+            raise KeyboardInterrupt from error
 
 
 def parted(asked: list[str]) -> tuple[list[Path], str | None]:
     """The folders of runs and the query among the arguments.
 
-    The last argument is the query if it has a space or a bracket and is no folder: a name that is spelt wrong is
-    then told from a query.
+    The last argument is the query if it has a space or a bracket and is not a folder, so that a misspelt name is an
+    unknown run.
     """
     if asked and re.search(r"[\s(]|^$", asked[-1]) and not os.path.isdir(asked[-1]):
         return [Path(name) for name in asked[:-1]], asked[-1]

@@ -36,7 +36,6 @@ STAGES = {
     "assign": ("data.cluster.assign", "clusterer documents"),
     "cluster-shards": ("data.cluster.cluster_shards", "clusterer tokens"),
     "overlap": ("data.overlap.overlap", "shards"),
-    "sweep": ("commands.training.sweep", "kind shards"),
     "choose-rate": ("train.sweep.choose_rate", "metrics"),
     "train": ("commands.training.train", "kind shards"),
     "seed": ("commands.training.seed", "kind shards"),

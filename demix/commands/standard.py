@@ -11,7 +11,7 @@ from demix.errors import DemixError, printable
 app = typer.Typer()
 
 
-@app.command("lm-eval")
+@app.command("lm-eval", rich_help_panel="Use")
 def lm_eval(
     model: Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")],
     tasks: Annotated[

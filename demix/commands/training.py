@@ -39,9 +39,9 @@ def train(
     kind: str,
     shards: list[Path],
     settings: Training,
-    output: Path,
     metrics: Path,
     checkpoints: Path,
+    output: Path | None = None,
     ranks: int = 1,
     how: Execution | None = None,
     cluster: Cluster | None = None,
@@ -59,11 +59,12 @@ def train(
     `learning_rate_from`, the output of choose-rate, if given. `branch` is the output of seed, the state of a dense
     training with which this one begins; `schedule` continues the parent's or restarts with fresh moments. `keep` are
     numbers of updates after which the state is kept for `seed`. With `expert` the expert of this domain or cluster is
-    trained alone, which is a whole model, with its share of the tokens. `live` is where metrics go while training: JSON
-    with uri, experiment, run and config.
+    trained by itself as a whole model, with its share of the tokens. `live` is where metrics go while training: JSON
+    with uri, experiment, run and config. Without `output` only the metrics are kept, as of a trial of a sweep, and
+    divergence is not an error.
     """
     if wrong := [step for step in keep if not step.isdecimal() or not int(step)]:
-        raise DemixError("--keep", f"has {wrong[0]}, no number of updates", "write 61,122")
+        raise DemixError("--keep", f"has {wrong[0]}, which is not a number of updates", "write 61,122")
     given, steps = _given(settings, how, learning_rate_from), tuple(map(int, keep))
     training = ModelTraining(kind, given, shards, branch=branch, schedule=schedule, keep=steps)
     if expert:
@@ -95,21 +96,6 @@ def seed(
     # Ranks that a launcher has started train, because there was no state to take.
     if "WORLD_SIZE" in os.environ or not take_seed(training.identity, step, kept, output):
         _train(training, Places(output, None, checkpoints), _Launch(ranks, cluster))
-
-
-def sweep(
-    kind: str,
-    shards: list[Path],
-    settings: Training,
-    metrics: Path,
-    checkpoints: Path,
-    ranks: int = 1,
-    how: Execution | None = None,
-    cluster: Cluster | None = None,
-) -> None:
-    """Train a model with one learning rate of a sweep. Only the metrics are kept; divergence is not an error."""
-    training = ModelTraining(kind, _given(settings, how), shards)
-    _train(training, Places(None, metrics, checkpoints), _Launch(ranks, cluster))
 
 
 def adapt(

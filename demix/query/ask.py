@@ -150,10 +150,6 @@ class Answers:
     def __exit__(self, *_: object) -> None:
         self._connection.close()
 
-    def interrupt(self) -> None:
-        """End the query that another thread asks; it raises DemixError there."""
-        self._connection.interrupt()
-
     def described(self) -> Iterator[tuple[str, str, str]]:
         """Name, contents and columns of each table, or what is wrong with it."""
         for name, view in VIEWS.items():

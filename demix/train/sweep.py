@@ -27,14 +27,14 @@ class Trial:
 
 
 def read_trial(path: Path) -> Trial:
-    """The run whose metrics are in <learning rate>.jsonl, as `demix sweep` leaves them."""
+    """The run whose metrics are in <learning rate>.jsonl, as `demix train` writes them without `--output`."""
     rows = read_json_lines(path)
     try:
         rate = float(path.stem)
         stopped = [row["diverged"] for row in rows if "diverged" in row]
         losses = [row["loss"] for row in rows if "loss" in row]
     except (ValueError, TypeError) as error:
-        raise DemixError(path, f"is no metrics file of a sweep ({error})", "run the sweep again") from None
+        raise DemixError(path, f"is not the metrics file of a trial ({error})", "run the sweep again") from None
     if stopped or not all(map(math.isfinite, losses)):
         return Trial(rate, (), stopped[0] if stopped else "a loss is not finite")
     if not losses:

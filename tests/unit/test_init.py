@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import tarfile
-from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +18,6 @@ import zstandard
 from rich.console import Console
 
 import snakemake_logger_plugin_demix as display
-from demix.commands import main as cli
 from demix.config.keys import read_keys
 from demix.data.init import outline
 from demix.run.check import completed_run, load_run
@@ -112,25 +110,6 @@ def test_init_writes_a_valid_config_of_any_files(texts: Path) -> None:
     assert Path(schema).samefile(REPOSITORY / "workflow" / "schemas" / "config.schema.yaml")
 
 
-def test_init_names_a_run_that_is_not_there(texts: Path) -> None:
-    def named(file: str, *more: str) -> str:
-        # The name is that of the file behind standard output.
-        with open(file, "w") as output, redirect_stdout(output):
-            cli.command_line("init")(["init", "a.parquet", "b.json", *more], standalone_mode=False)
-        return load_run(file).config.run
-
-    assert named("über uns.yaml") == "ber-uns"
-    Path("results/mine").mkdir(parents=True)
-    Path("results/mine-2").mkdir()
-    assert named("printed") == "mine-3"
-    assert named("other.yml", "--run", "mine") == "mine"
-    # As long as the name of a run may be, with and without a number.
-    long = named(f"{'a' * 150}.yaml")
-    Path("results", long).mkdir()
-    assert named(f"{'a' * 150}.yaml") == f"{long}-2"
-    refusal("init", "a.parquet", "b.json", "--run", "../mine", of="--run ../mine")
-
-
 @pytest.mark.parametrize(
     ("domains", "words", "layers", "updates", "rate"),
     [(3, 2_000, 2, 520, 4e-3), (10, 2_000, 2, 156, 8e-3), (2, 120_000, 3, 3906, 8e-3), (10, 21_000, 3, 781, 8e-3)],
@@ -170,29 +149,6 @@ def test_domains_have_new_names_that_files_can_hold(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "warned"),
-    [
-        ("", None),
-        ("tokens: 200000, ", None),
-        ("tokens: 300000, ", "adaptation.tokens"),
-        ("tokens: 284400, passes: 50, ", "adaptation.passes"),
-        ("tokens: 100000000, passes: 10, ", None),
-    ],
-)
-def test_config_warns_of_more_than_ten_passes(
-    given: str, warned: str | None, texts: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of the passes that are made, however many tokens are asked for, over 15,800 words of 1.5 tokens."""
-    (texts / "more" / "1.txt").write_text(" ".join(f"w{number}" for number in range(19_600)))
-    text = demix("init", "a.parquet", "b.json", "--novel", "more/*.txt").stdout
-    (texts / "mine.yaml").write_text(text.replace("adaptation: {", f"adaptation: {{{given}"))
-    caplog.clear()
-    succeeds("config", "mine.yaml")
-    assert len(caplog.messages) == (warned is not None)
-    assert f"config key {warned}: " in caplog.text or not warned
-
-
-@pytest.mark.parametrize(
     ("words", "subject"),
     [
         (["büro 1.txt"], "training domains"),
@@ -204,6 +160,7 @@ def test_config_warns_of_more_than_ten_passes(
         (["büro 1.txt", "two.jsonl", "--field", "answer"], "two.jsonl"),
         (["büro 1.txt", "utf16.txt"], "utf16.txt"),
         (["büro 1.txt", "latin.txt"], "latin.txt"),
+        (["büro 1.txt", "a.parquet", "--run", "../mine"], "--run ../mine"),
     ],
 )
 def test_init_refuses_texts_that_are_no_domains(words: list[str], subject: str, texts: Path) -> None:

@@ -44,7 +44,7 @@ def texts(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_a_domain_is_added_to_a_copy_and_better_than_before(model: Path, texts: list[Path], tmp_path: Path) -> None:
     before, output = contents(model), tmp_path / "grown"
     given = [word for text in texts for word in ("--text", text)]
-    done = succeeds("experts", "train", model, "fantasy", *given, "--output", output, "--rate", 0.9)
+    done = succeeds("experts", "train", model, "fantasy", *given, "--output", output, "--learning-rate", 0.02)
     assert contents(model) == before
     after = contents(output)
     new = {"experts/fantasy.json", "experts/fantasy.safetensors", "usual.json"}
@@ -54,7 +54,7 @@ def test_a_domain_is_added_to_a_copy_and_better_than_before(model: Path, texts: 
     assert [path.name for path in tmp_path.iterdir()] == ["grown"]
 
     lineage = read_json(output / "experts" / "fantasy.json")
-    assert (lineage["adaptation"]["learning_rate_factor"], lineage["adaptation"]["tokens"]) == (0.9, ADAPT.tokens)
+    assert (lineage["adaptation"]["learning_rate"], lineage["adaptation"]["tokens"]) == (0.02, ADAPT.tokens)
     assert lineage["parent"] == max(lineage["priors"], key=lineage["priors"].__getitem__)
     cells = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in done.output.splitlines() if "│" in line]
     (_, best, own), (_, mixed, mixed_after) = ((name, float(a), float(b)) for name, a, b in cells)
@@ -64,15 +64,15 @@ def test_a_domain_is_added_to_a_copy_and_better_than_before(model: Path, texts: 
 
 
 def test_the_settings_are_those_of_earlier_adaptations_or_follow_the_training(model: Path, tmp_path: Path) -> None:
-    assert adaptation_of(model, None, None) == ADAPT
+    assert adaptation_of(model) == ADAPT
     changed = adaptation_of(model, 999, 0.25)
-    assert changed == ADAPT.replace(tokens=999, learning_rate_factor=0.25)
+    assert changed == ADAPT.replace(tokens=999, learning_rate=0.25)
     path = shutil.copytree(model, tmp_path / "copy") / "experts" / "licenses.json"
     write_json(path, {key: value for key, value in read_json(path).items() if key not in ("adaptation", "seal")})
-    given = adaptation_of(tmp_path / "copy", None, None)
+    given = adaptation_of(tmp_path / "copy")
     assert (given.tokens, given.passes) == (TRAIN.tokens // len(TRAINING), 4)
     assert given.learning_rate_factor == 1.0, "the best of docs/experiments/adaptation.md"
-    given = adaptation_of(tmp_path / "copy", 999, None)
+    given = adaptation_of(tmp_path / "copy", 999)
     assert (given.tokens, given.passes) == (999, None)
 
 
@@ -94,21 +94,19 @@ def test_interrupted_it_leaves_nothing(model: Path, texts: list[Path], tmp_path:
 
 
 def test_what_cannot_be_trained_is_refused(model: Path, texts: list[Path], tmp_path: Path) -> None:
-    short, bare = tmp_path / "short.txt", untrained(model, tmp_path / "bare")
+    short = tmp_path / "short.txt"
     short.write_text("too short to part")
-    for subject, of, domain, text, more in (
-        ("expert licenses", model, "licenses", texts[0], ()),
-        ("expert dense", model, "dense", texts[0], ()),
-        ("expert Two Words", model, "Two Words", texts[0], ()),
-        ("none.txt", model, "fantasy", tmp_path / "none.txt", ()),
-        ("fantasy.words", model, "fantasy", short, ()),
-        ("--rate", model, "fantasy", texts[0], ("--rate", 0.5, "--learning-rate", 0.1)),
-        ("--rate", bare, "fantasy", texts[0], ("--rate", 0.5)),
+    for subject, domain, text in (
+        ("expert licenses", "licenses", texts[0]),
+        ("expert dense", "dense", texts[0]),
+        ("expert Two Words", "Two Words", texts[0]),
+        ("none.txt", "fantasy", tmp_path / "none.txt"),
+        ("fantasy.words", "fantasy", short),
     ):
-        words = ("experts", "train", of, domain, "--text", text, "--output", tmp_path / "grown", *more)
+        words = ("experts", "train", model, domain, "--text", text, "--output", tmp_path / "grown")
         with refused(subject):
             raise demix(*words).exception
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "short.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["short.txt"]
 
 
 def untrained(model: Path, copy: Path) -> Path:

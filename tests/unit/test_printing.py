@@ -1,8 +1,6 @@
 """Commands: what they import before their work begins, and where their text goes."""
 
-import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -44,29 +42,15 @@ def test_the_version_is_that_of_the_package() -> None:
     assert demix("--version").output == f"demix {tomllib.loads(text)['project']['version']}\n"
 
 
-@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
-@pytest.mark.parametrize("text", ["$(shell touch made)", "';touch made;'", '`touch made` $$ ${HOME} a#b \\ "c" %2F'])
-def test_a_printed_command_runs_nothing_that_a_file_holds(frozen: Run, text: str, tmp_path: Path) -> None:
-    """The line is pasted into a shell; a make with the Makefile's variables says what it got."""
+def test_a_printed_command_runs_nothing_that_a_file_holds(frozen: Run, tmp_path: Path) -> None:
+    """The line is pasted into a shell. The address of the store is not printed, which anybody may have written."""
     run = copied(frozen, tmp_path / "a $(touch made) 'b'").folder
-    written_by_hand(run, tracking={"uri": f"sqlite:///{text}"})
-    lines = demix("summary", run).output.splitlines()
-    page, ui = (next(line for line in lines if line.startswith(begin)) for begin in ("One page", "Runs and curves"))
-    variables = [line for line in MAKEFILE.read_text().splitlines() if line.startswith(("URI", "export URI"))]
-    recipe = ["ui:", "\t@printf '%s' \"$$URI\""]
-    (tmp_path / "Makefile").write_text("\n".join([*variables, *recipe, ""]))
-    # A make above this one would have the inner make say which folder it enters.
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
-    }
-    command = ui.partition(": ")[2]
-    got = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert got.stdout == f"sqlite:///{text}"
-    assert shlex.split(page.partition(": ")[2])[:3] == ["snakemake", "--configfile", str(run / "config.json")]
-    assert "$(URI)" not in MAKEFILE.read_text()
-    assert not list(tmp_path.glob("**/made"))
     written_by_hand(run, tracking={"uri": "http://x\x1b[2J`a`\n$(b)"})
-    assert "\x1b" not in demix("summary", run).output
+    lines = demix("summary", run).output.splitlines()
+    page = next(line for line in lines if line.startswith("One page"))
+    assert shlex.split(page.partition(": ")[2])[:3] == ["snakemake", "--configfile", str(run / "config.json")]
+    assert "\x1b" not in "".join(lines)
+    assert "$(URI)" not in MAKEFILE.read_text()
 
 
 def test_an_interrupted_rank_is_not_taken_for_a_finished_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -498,11 +498,11 @@ def test_what_cannot_be_merged_is_refused(models: Path, tokens: Path, tmp_path: 
         ((folder / "other", *dev), "dev.arrow"),
         ((folder / "other",), "tokens/licenses/dev.arrow"),
         ((broken, *dev), "licenses.safetensors"),
-        ((model, "--weights", "licenses=1"), "--routed"),
+        ((model, "--weights", "licenses=1"), "--weights"),
     ):
         refusal("merge", *words, "--routed", "--output", out, of=of)
         assert not out.exists()
-    refusal("merge", model, *dev, "--output", out, of="--tokens")
+    refusal("merge", model, *dev, "--weights", "licenses=1", "--output", out, of="--tokens")
     with refused(merged):
         merge_routed(model, dev_shards(model), merged)
 

@@ -24,7 +24,7 @@ rule sweep:
         settings=lambda wildcards: RULES.trial_settings(RULES.models[wildcards.model], float(wildcards.rate)),
         checkpoints=below_run("checkpoints/sweep/{model}/{rate}"),
     shell:
-        "demix sweep {params.kind} {params.tokens} --settings {params.settings:q} --metrics {output}"
+        "demix train {params.kind} {params.tokens} --settings {params.settings:q} --metrics {output}"
         " --checkpoints {params.checkpoints} {resources.options} 2> {log}"
 
 
