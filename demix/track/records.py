@@ -158,7 +158,7 @@ def _learned(run: Run, kind: str, name: str, described: Path, **settings: str) -
     rows, ended = [*read_metrics(metrics)], _changed(metrics)
     begun = ended - int(1000 * max(elapsed(rows), default=0.0))
     model = read_json(described) | {"uri": described.parent.resolve().as_uri()} if is_made(described) else {}
-    files = [(metrics, ""), (_card(run, name), ""), (described, "model")]
+    files = [(metrics, "."), (_card(run, name), "."), (described, "model")]
     artifacts = tuple((path, folder) for path, folder in files if is_made(path))
     params = flatten(settings | {"model": model})
     return Record(f"{kind}/{name}", kind, begun, ended, params, tuple(points(rows, begun)), artifacts)

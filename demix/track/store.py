@@ -124,7 +124,7 @@ def _write(
     metrics = record.since(run.info.start_time)
     log_points(client, run_id, metrics, params=params, tags=[RunTag(*tag) for tag in tags.items()])
     for path, folder in record.artifacts:
-        client.log_artifact(run_id, str(path), folder or None)
+        client.log_artifact(run_id, str(path), None if folder == "." else folder)
     if record.table:
         client.log_text(run_id, record.table, TABLE)
     client.set_terminated(run_id, "FINISHED", end_time=record.ended)

@@ -236,9 +236,8 @@ def test_a_tutorial_runs(page: str, tmp_path: Path) -> None:
     assert [name for name in named if not (folder / name).exists()] == []
 
 
-def test_pages_are_short_and_links_lead_somewhere() -> None:
-    """Links of the pages outside of the site: `make docs` ends with an error where a link of the site is broken."""
-    assert [page.name for page in DOCS if page.read_text().count("\n") > 150] == []
+def test_links_of_pages_outside_of_the_site_lead_somewhere() -> None:
+    """`make docs` ends with an error where a link of the site is broken."""
     for page in DOCS[:2]:
         for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             assert link.startswith("http") or (page.parent / link).exists(), (page.name, link)
