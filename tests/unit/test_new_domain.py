@@ -42,9 +42,9 @@ def texts(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_a_domain_is_added_to_a_copy_and_better_than_before(model: Path, texts: list[Path], tmp_path: Path) -> None:
-    before, output = contents(model), tmp_path / "grown"
+    before, output, rate = contents(model), tmp_path / "grown", 0.9 * TRAIN.learning_rate
     given = [word for text in texts for word in ("--text", text)]
-    done = succeeds("experts", "train", model, "fantasy", *given, "--output", output, "--learning-rate", 0.02)
+    done = succeeds("experts", "train", model, "fantasy", *given, "--output", output, "--learning-rate", rate)
     assert contents(model) == before
     after = contents(output)
     new = {"experts/fantasy.json", "experts/fantasy.safetensors", "usual.json"}
@@ -54,7 +54,7 @@ def test_a_domain_is_added_to_a_copy_and_better_than_before(model: Path, texts: 
     assert [path.name for path in tmp_path.iterdir()] == ["grown"]
 
     lineage = read_json(output / "experts" / "fantasy.json")
-    assert (lineage["adaptation"]["learning_rate"], lineage["adaptation"]["tokens"]) == (0.02, ADAPT.tokens)
+    assert (lineage["adaptation"]["learning_rate"], lineage["adaptation"]["tokens"]) == (rate, ADAPT.tokens)
     assert lineage["parent"] == max(lineage["priors"], key=lineage["priors"].__getitem__)
     cells = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in done.output.splitlines() if "│" in line]
     (_, best, own), (_, mixed, mixed_after) = ((name, float(a), float(b)) for name, a, b in cells)
