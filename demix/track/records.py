@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from demix.errors import DemixError
 from demix.files import check_sealed, is_made, read_json, sha256_file
 from demix.launch.pace import elapsed
 from demix.report import report_files
@@ -104,15 +105,22 @@ def _dev_curves(learned: Iterable[Record]) -> Iterator[Point]:
 
 
 def _pipeline(run: Run, learned: Sequence[Record], metrics: tuple[Point, ...]) -> Record:
-    """The parent run: the whole run, the tables, the report and the corpus cards."""
+    """The parent run: the whole run, the tables, the report and the corpus cards.
+
+    Raises DemixError if a part of the report is missing.
+    """
     checked = [run.folder / "config.json", *run.folder.glob("*.parquet")]
     checked += [path for name in run.domains if is_made(path := run.folder / "corpus" / name / "card.json")]
     for path in checked:
         check_sealed(path)
     # The report is for other software: its files have no checksums.
-    report = [run.folder / "report" / name for name in report_files(run)]
-    report += [_card(run, model.name) for model in run.planned]
-    files = [*checked, *filter(is_made, report)]
+    folder = run.folder / "report"
+    report = [folder / name for name in report_files(run)]
+    shown = [path for path in report if is_made(path)]
+    if shown and len(shown) < len(report):
+        missing = next(path for path in report if path not in shown)
+        raise DemixError(missing, "is missing", f"make it again: demix report {run.folder} --output {folder}")
+    files = [*checked, *shown, *(path for model in run.planned if is_made(path := _card(run, model.name)))]
     artifacts = tuple(sorted((path, path.parent.relative_to(run.folder).as_posix()) for path in files))
     ended = _changed(run.folder / "results.parquet")
     begun = min((record.begun for record in learned), default=ended)

@@ -34,7 +34,7 @@ READ = {
     "card": ("config.json", "results.parquet", "models/demix/model.json", "corpus/licenses/card.json"),
     "track": (
         *("config.json", *PARQUET, "metrics/dense.jsonl", "metrics/demix-dapt-fantasy.jsonl"),
-        *("corpus/licenses/card.json", "models/demix/model.json", "models/demix/experts/licenses.json"),
+        *("corpus/licenses/card.json", "models/demix/model.json"),
         *("models/demix/experts/fantasy.json", "models/dense-dapt-fantasy/model.json", "report/claims.md"),
         *("report/tables/table3.html", "report/figures/figure2.png", "report/cards/demix.md"),
     ),
