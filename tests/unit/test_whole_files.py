@@ -36,7 +36,7 @@ READ = {
         *("config.json", *PARQUET, "metrics/dense.jsonl", "metrics/demix-dapt-fantasy.jsonl"),
         *("corpus/licenses/card.json", "models/demix/model.json"),
         *("models/demix/experts/fantasy.json", "models/dense-dapt-fantasy/model.json", "report/claims.md"),
-        *("report/tables/table3.html", "report/figures/figure2.png", "report/cards/demix.md"),
+        *("report/tables/table3.html", "report/figures/figure2.svg", "report/cards/demix.md"),
     ),
 }
 # The report's files may hold any text. MLflow gets descriptions of data and weights as they are.
