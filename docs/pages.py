@@ -42,15 +42,19 @@ V100_PEAK = 125
 
 # Rows of README's first table: label, and the system by model entry, method and mixing rule; * marks an oracle.
 SYSTEMS = {
-    "5-grams, pooled, same tokens (modified Kneser-Ney)": ("ngram5", "dense", ""),
     "5-grams by domain, tempered": ("ngram5_domains", "uniform", "tempered"),
-    "Paper's recipe: Dense (Balanced)": ("dense_paper", "dense", ""),
-    "Paper's recipe: DEMix, tempered": ("demix_paper", "uniform", "tempered"),
+    "5-grams of all text by domain, tempered": ("ngram5_all_domains", "uniform", "tempered"),
     "Dense (Balanced)": ("dense", "dense", ""),
     "+ domain token": ("domain_token", "naive", ""),
     "DEMix, cached prior": ("demix", "cached", "history"),
     "DEMix, tempered": ("demix", "uniform", "tempered"),
     "DEMix after a dense warm start, tempered": ("demix_seeded", "uniform", "tempered"),
+    "Dense + unigram cache": ("dense_cache", "dense", ""),
+    "Dense + 5-grams": ("dense_ngrams", "dense", ""),
+    "DEMix after a warm start + 5-grams": ("demix_ngrams", "dense", ""),
+    "DEMix after a warm start, 5-grams in each expert": ("demix_pairs", "uniform", "tempered"),
+    "Dense + 5-grams of all text": ("dense_ngrams_all", "dense", ""),
+    "DEMix after a warm start + 5-grams of all text": ("demix_ngrams_all", "dense", ""),
 }
 MEANS = """
     select avg(perplexity) filter (kind = 'training'), avg(perplexity) filter (kind = 'novel'), bool_or(oracle)

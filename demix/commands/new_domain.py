@@ -13,7 +13,8 @@ from demix.config.evaluation import DECAY
 from demix.config.models import DENSE_EXPERT
 from demix.config.training import taken
 from demix.data.anonymize import anonymize_documents
-from demix.data.corpus import Splitting, mark_duplicates, split
+from demix.data.corpus import Splitting, split
+from demix.data.dedup import mark_duplicates
 from demix.data.shards import tokenize
 from demix.errors import DemixError, StoppedError
 from demix.evaluate.choice import choose_parent
@@ -30,8 +31,8 @@ from demix.run.run import Run
 from demix.settings import settings_from
 from demix.train.adapt import Adaptation, adapt
 
-# Long documents are cut, so that one file can be split into train, dev and test.
-PIECE_WORDS = 250
+# A file is cut into documents of so many words, which go to train, dev and test.
+DOCUMENT_WORDS = 250
 # The most tokens, by the number of experts, where nothing says how many the model was trained on.
 TOKENS = 10_000_000
 # The peak learning rate where nothing says with which the model was trained.
@@ -66,7 +67,7 @@ def add_domain(
 
     A dense model becomes the expert `dense`, and the new expert the second one.
 
-    The text is anonymized, cut into chunks of PIECE_WORDS words and split into train, dev and test. The expert starts
+    The text is anonymized, cut into documents of 250 words and divided into train, dev and test. The expert starts
     as a copy of the one with the highest posterior on dev; of whole models, as their average by posterior. `tokens`
     (most tokens of training) and `learning_rate` (the peak) override the settings of `adaptation_of`. Raises
     DemixError, and leaves no `output`, for a name that is in use, a domain-token model, and text that is too short.
@@ -137,7 +138,7 @@ def _tokens(
     """The token shards of train and dev of `texts` below `folder`, and the documents of test."""
     documents, owners, parts = (folder / f"{name}.parquet" for name in ("documents", "owners", "raw"))
     raw_text(texts, field, domain, parts)
-    anonymize_documents(parts, documents, documents.with_suffix(".json"), piece_words=PIECE_WORDS)
+    anonymize_documents(parts, documents, documents.with_suffix(".json"), document_words=DOCUMENT_WORDS)
     mark_duplicates({domain: [documents]}, owners)
     words = max(1, math.ceil(HELD_OUT * read_json(documents.with_suffix(".json"))["words"]))
     splitting = Splitting(words=Budget(dev=words, test=words), training=True, seed=1)

@@ -27,6 +27,8 @@ def domain_name(name: str) -> str:
 DomainName = Annotated[Text, AfterValidator(domain_name)]
 Scalar = Text | Switch | Integer | Number
 Range = Annotated[dict[Literal["min", "max"], Text | Number], Field(min_length=1)]
+# Of a source whose documents stay whole.
+UNCUT = {"document_words": None, "piece_words": None}
 # One job writes a file for each domain of a source, and a process holds so many open.
 MOST_SHARING = 400
 # What the paths of a kind of source begin with, and how an error says it.
@@ -73,11 +75,15 @@ class SourceSection(Settings):
         default=None,
         description="Stop reading after this many words, divided evenly among the parts; null reads everything.",
     )
+    document_words: Positive | None = Field(
+        default=None,
+        description="Cut files or records that are longer than this many words into documents of this length, once "
+        "they are anonymized, such as a book or a mailbox that is one file. Each has a split of its own.",
+    )
     piece_words: Positive | None = Field(
         default=None,
-        description="Cut documents that are longer than this many words, such as books, into pieces of this length, "
-        "once they are anonymized. The pieces of one document may fall in different splits; intervals treat them "
-        "together.",
+        description="Cut documents that are longer than this many words into pieces of this length, "
+        "once they are anonymized. All pieces of a document go to one split; intervals treat them together.",
     )
     parts: Positive = Field(
         default=1,
@@ -159,8 +165,8 @@ class SharedSource(Settings):
     """A corpus of several domains. Each of its parts is read once for all of them."""
 
     source: SourceSection = Field(
-        description="Where the corpus comes from, with the keys of a domain's source. `words` and `piece_words` hold "
-        "for each domain by itself."
+        description="Where the corpus comes from, with the keys of a domain's source. `words`, `document_words` and "
+        "`piece_words` hold for each domain by itself."
     )
     by: Text = Field(
         description="Field that says which domain a document belongs to, such as meta.pile_set_name. A dot leads into "
@@ -179,6 +185,12 @@ class Budget(Settings):
     )
     dev: Positive = Field(default=1_000_000, description="Words of the dev split.")
     test: Positive = Field(default=1_000_000, description="Words of the test split.")
+    per_document: Positive | None = Field(
+        default=None,
+        description="Largest number of words of a document in dev and test: its first chunks (`source.piece_words`), "
+        "at least one. The rest of the document is in no split. Dev and test of long documents then have more "
+        "documents; null uses whole documents.",
+    )
 
 
 class SplitRecipe(Settings):

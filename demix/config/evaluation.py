@@ -1,18 +1,22 @@
 """The section `evaluation` of a config: what is scored and how experts are mixed."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from demix.config.domains import DomainName, DomainSection
 from demix.config.mixing import DEFAULTS, FAMILIES, parsed_weights
-from demix.settings import DistinctItems, Integer, Number, Positive, Settings, Text, absent
+from demix.settings import DistinctItems, Integer, Items, Number, Positive, Settings, Text, absent
 
+# The member of a system that is a cache of the text.
+CACHE = "cache"
 # Default lambda of the updating and cached priors (Eq. 7).
 DECAY = 0.3
 
 Decay = Annotated[Number, Field(gt=0, le=1)]
 NGramOrder = Annotated[Integer, Field(ge=1, le=8)]
+# N-grams that count all text of the run.
+AllText = Annotated[Text, Field(pattern="^[1-8]_all$")]
 # The text whose distance to the centres of clusters weights experts; `demix.data.cluster` defines each.
 Context = Literal["document", "block", "document_half"]
 _LEAST, _MOST = FAMILIES["cluster"].parameters["temperature"]
@@ -104,10 +108,41 @@ class MixingRecipe(DevBlocks):
     )
 
 
+class CombinedSystem(Settings):
+    """A system that mixes probabilities of several models, from their score tables: a cheap rival, or experts of pairs.
+
+    Either `columns` or `pairs` is given.
+    """
+
+    columns: dict[Text, WeightsName | None] = Field(
+        default_factory=dict,
+        description="Models, each with the rule that mixes its experts, null for a model without, such as {dense: "
+        "null, ngram5: null}. A model is an entry of `models`, n-grams (ngram5, ngram5_domains) or `cache`, decayed "
+        "unigrams of the text so far.",
+    )
+    pairs: Items[Text] = Field(
+        default=(),
+        description="Two models with the same experts, such as [demix, ngram5_domains]: each expert is a mixture of "
+        "both. `weights` mixes these experts.",
+    )
+    weights: WeightsName = Field(default="tempered", description="The rule that mixes the experts of `pairs`.")
+    label: Text = Field(default="", description="Name in tables.")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if (len(self.columns) < 2) == (len(self.pairs) != 2) or (self.columns and self.pairs):
+            raise ValueError("mixes nothing", "give two or more columns, or two models as pairs")
+        return self
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models whose score tables the system reads."""
+        return tuple(name for name in (*self.columns, *self.pairs) if name != CACHE)
+
+
 class EvaluationSection(ScoringRecipe, MixingRecipe):
     """What is scored and how experts are mixed."""
 
-    # Without a default, so that the configs of earlier runs stay as they are.
     contexts: DistinctItems[Annotated[Integer, Field(ge=2, le=131_072)]] = Field(
         default_factory=absent,
         min_length=1,
@@ -122,11 +157,16 @@ class EvaluationSection(ScoringRecipe, MixingRecipe):
         "routed, and what merged_routed makes) are scored once more with each k that is not theirs, without training. "
         "Gates sum to 1 where they do in training. The table of families has a column for each.",
     )
-    ngrams: DistinctItems[NGramOrder] = Field(
+    ngrams: DistinctItems[NGramOrder | AllText] = Field(
         default_factory=absent,
         description="Orders n of n-gram baselines (modified Kneser-Ney), such as [3, 5]; without the key there are "
         "none. Of each order there is one of all training text and one per training domain, mixed as experts are. They "
-        "count as many tokens as the row dense learns from, the first of each domain.",
+        "count as many tokens as the model dense learns from, the first of each domain; 5_all counts all of train.",
+    )
+    systems: dict[DomainName, CombinedSystem | None] = Field(
+        default_factory=dict,
+        description="Systems that mix columns of any models in fixed proportions, chosen on the dev splits of the "
+        "training domains. Tables, figures and claims show them like models. null leaves out a system of the base.",
     )
     suites: dict[DomainName, dict[DomainName, DomainSection]] = Field(
         default_factory=absent,
@@ -134,3 +174,13 @@ class EvaluationSection(ScoringRecipe, MixingRecipe):
         "no model learns from them, no choice and no mean reads them. All of a source's text is its test split, up to "
         "`words.test`; the other budgets say nothing here. The report has a table of them.",
     )
+
+    @property
+    def mixed(self) -> dict[str, CombinedSystem]:
+        """The systems without those that are left out."""
+        return {name: one for name, one in self.systems.items() if one}
+
+    @property
+    def combined(self) -> set[str]:
+        """The models whose score tables some of the systems read."""
+        return {name for one in self.mixed.values() for name in one.models}

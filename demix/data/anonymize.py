@@ -95,16 +95,22 @@ def _spans(text: str) -> list[Span]:
 
 
 def anonymize_documents(
-    input: Path, output: Path, counts: Path, *, enabled: bool = True, piece_words: int | None = None
+    input: Path,
+    output: Path,
+    counts: Path,
+    *,
+    enabled: bool = True,
+    document_words: int | None = None,
+    piece_words: int | None = None,
 ) -> None:
     """Normalise and, unless `enabled` is false, anonymize the raw documents in `input`.
 
-    Documents of more than `piece_words` words are then cut into pieces of this length, which are documents from here
-    on. Writes Parquet with `id` (hexadecimal sha256 of the final text), `text`, `n_words` (words parted by white
-    space), `origin` (the id of the whole document, its own where it was not cut) and `metadata`, and the
-    JSON `counts`: documents, words written, rules applied, documents rejected ("empty": without a word, "not_utf8": no
-    text, left out when they were read), replacements by category. Source ids, which may hold personal data, go no
-    further.
+    Documents of more than `document_words` words are then cut into documents of this length, and documents of more than
+    `piece_words` words into pieces of this length. Writes Parquet with `id` (hexadecimal sha256 of the final text),
+    `text`, `n_words` (words parted by white space), `origin` (the id of the document that a piece was cut from, else
+    its own) and `metadata`, and the JSON `counts`: documents, words written, rules applied, documents rejected
+    ("empty": without a word, "not_utf8": no text, left out when they were read), replacements by category. Source ids,
+    which may hold personal data, go no further.
     """
     normalised: Counter[str] = Counter(invalid_bytes=0, surrogates=0, nul=0, line_ends=0)
     replacements: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
@@ -124,12 +130,13 @@ def anonymize_documents(
             columns = (batch.column(name).to_pylist() for name in ("text", "metadata"))
             for text, metadata in zip(*columns, strict=True):
                 cleaned = clean(text)
-                origin = _sha256(cleaned)
-                for piece in [cleaned] if piece_words is None else cut(cleaned, piece_words):
-                    words = len(piece.split())
-                    totals.update(documents=1, words=words, empty=not words)
-                    if words:
-                        rows.append((_sha256(piece), piece, words, origin, _clean_metadata(metadata, clean)))
+                for document in [cleaned] if document_words is None else cut(cleaned, document_words):
+                    origin = _sha256(document)
+                    for piece in [document] if piece_words is None else cut(document, piece_words):
+                        words = len(piece.split())
+                        totals.update(documents=1, words=words, empty=not words)
+                        if words:
+                            rows.append((_sha256(piece), piece, words, origin, _clean_metadata(metadata, clean)))
             if rows:
                 typed = zip(zip(*rows, strict=True), SCHEMA.types, strict=True)
                 yield pa.record_batch([pa.array(column, type_) for column, type_ in typed], schema=SCHEMA)

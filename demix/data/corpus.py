@@ -6,7 +6,7 @@ Texts go through files, each of a stretch of the order: memory holds one stretch
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -36,21 +36,38 @@ SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("n_words"
 STRETCH_BYTES = 16 << 20
 MOST_STRETCHES = 256
 
-# `row` counts the documents of a domain in the order of its files. Of equal texts the first one is kept.
+# `row` counts the chunks of a domain in the order of its files; a document that was not cut is one chunk. Of equal
+# texts the first one is kept. `document` counts source documents in the order of a hash of their content, `within` has
+# the words of a document before a chunk.
 _KEPT = """
 create table kept as
-select row, words, row_number() over (order by unhex(sha256($seed || '|' || lower(hex(id))))) as place
-from (select id, min(row) as row, any_value(words) as words from documents group by id)
-where (id in (from owned)) = $training
+select row, words, dense_rank() over (order by place) as document,
+    (sum(words) over (partition by place order by row))::bigint - words as within
+from (
+    select min(row) as row, any_value(words) as words,
+        unhex(sha256($seed || '|' || lower(hex(arg_min(origin, row))))) as place
+    from documents where (id in (from owned)) = $training group by id
+)
 """
-# `before` has the words of all documents before one.
-_ORDERED = """
+# What a document of dev or test gives: its first chunks, up to `per_document` words, at least one.
+_GIVEN = "(within = 0 or $per_document is null or within + words <= $per_document)"
+# The last document of a split that begins after document `$after` and ends with the document that fills its words.
+_LAST = f"""
+select coalesce(max(document), $after) from (
+    select document, sum(sum(words)) over (order by document) - sum(words) as before
+    from kept where document > $after and {_GIVEN} group by document
+) where before < $words
+"""
+# The chunks of all splits in order, where dev and test end with document `$last`; `before` has the words before one.
+_ORDERED = f"""
 create or replace table ordered as
-select row, words, row_number() over by_place - 1 as rank, (sum(words) over by_place)::bigint - words as before
-from kept where row not in (from near)
-window by_place as (order by place rows unbounded preceding)
+select row, words, document, row_number() over in_order - 1 as rank,
+    (sum(words) over in_order)::bigint - words as before
+from kept where row not in (from near) and (document > $last or {_GIVEN})
+window in_order as (order by document, row rows unbounded preceding)
 """
-# The documents and words up to the one that fills a budget, which itself counts.
+# The chunks and words up to a document, and up to the chunk that fills a budget, which itself counts.
+_UP_TO = "select count(*), coalesce(sum(words), 0)::bigint from ordered where document <= $last"
 _UNTIL = "select count(*), coalesce(sum(words), 0)::bigint from ordered where $words is null or before < $words"
 # The rank of each document, in the order of the files; -1 outside of the splits to be written.
 _RANKS = """
@@ -58,38 +75,11 @@ select coalesce(rank, -1) as rank
 from range($documents) files(row) left join (from ordered where rank >= $low and rank < $high) using (row)
 order by row
 """
-# Held-out texts that stand there twice, in the own train split, or with another training domain.
-_TWICE = """
-select (select count(*) - count(distinct id) from held_out)
-    + (select count(*) from trained semi join held_out using (id))
+# Held-out texts that occur twice or that another training domain has, and chunks of train whose document is held out.
+_LEAKED = """
+select (select count(*) - count(distinct id) from held_out) + (select count(*) from trained)
     + (select count(*) from others)
-"""
-# The documents that the pieces of a held-out split are of, and those of them that have pieces in train, too.
-_ORIGINS = """
-select count(distinct origin), count(distinct origin) filter (origin in (select origin from trained))
-from held_out where split = $split
-"""
-
-# Ids that are grouped and sorted at once.
-RANGE_ROWS = 500_000
-OWNERS_SCHEMA = pa.schema([("id", pa.string()), ("domain", pa.string())])
-
-# The last digits of a hash and a domain are the domain. A text that one domain alone holds needs no hash.
-_OWNERS = """
-select lower(hex(id)) as id, if(
-    min(domain) = max(domain),
-    min(domain)::varchar,
-    list_min(
-        list_transform(split(string_agg(domain, '|'), '|'), lambda one: sha256(one || '|' || lower(hex(id))) || one)
-    )[65:]
-) as domain
-from held where held.id >= $low and held.id < $high group by held.id order by held.id
-"""
-_SHARED = """
-with held as (select distinct id, domain from held)
-select one.domain, other.domain, count(*)
-from held one join held other on one.id = other.id and one.domain < other.domain
-group by all order by all
+    + (select count(*) from (select origin from held_out group by origin having count(distinct split) > 1))
 """
 
 _log = logging.getLogger(__name__)
@@ -123,12 +113,15 @@ def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting
 
     `documents` are those of the domain's parts, as `anonymize_documents` writes them, with their counts (`.json`)
     beside them. Texts that occur twice are kept once; a training domain keeps those that `owners` gives it, a novel
-    domain those that no training domain holds. In order of sha256(seed | id), dev is filled until it has its words,
-    then test, then train. With `near_duplicates`, texts of which more than this share of 13-grams occurs in dev or test
+    domain those that no training domain holds. In order of sha256(seed | origin), dev is filled until it has its words,
+    then test, then train: all chunks of a source document (those of one `origin`) are in one split. A document of dev
+    or test gives its first chunks, up to `words.per_document` words, and the rest of it is in no split. With
+    `near_duplicates`, texts of which more than this share of 13-grams occurs in dev or test
     stay out of train.
     Each Parquet has the columns `id`, `text`, `n_words`, `origin`, and with `metadata` that of the documents, in that
-    order. Pieces of one document (those of one `origin`) may fall in different splits.
-    Budgets that leave nothing for train are made smaller, with a warning: dev and test then take half of all words.
+    order.
+    Budgets that leave nothing for train are made smaller, with a warning: dev and test then have half of what all
+    documents could give to them.
     In the card, the documents of the counts = those in the splits + rejected + duplicates.
     With `test_only` all that is kept is test, up to its words. Raises DemixError where dev and test cannot be filled
     with a document left over, or test alone has none.
@@ -146,7 +139,7 @@ def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting
         work = _Work(domain, documents, folder, schema, tables, _left_out(totals["rejected"]))
         said["duplicates"] = _deduplicate(work, owners, splitting)
         if splitting.test_only:
-            edges = {"test": _Edges(0, *_one(tables, _UNTIL, words=words.test))}
+            edges = _held_out_edges(work, words, ("test",))
             if not edges["test"].end:
                 cause = f"has no text that training text does not hold{work.left_out}"
                 raise DemixError(domain, cause, "give its source other text")
@@ -162,14 +155,16 @@ def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting
                 edges = _edges(work, budget) or _refused(work, words)
                 _write(work, edges, {"train": outputs["train"]})
             (totals["rejected"]["near_duplicates"],) = _one(tables, "select count(*) from near")
-            said["origins"], exact = _held_in_train(tables, domain, outputs["train"], held_out, owners)
-        (kept,) = _one(tables, "select count(*) from ordered")
-    totals["rejected"]["beyond_budget"] = kept - max(one.end for one in edges.values())
+            said["origins"] = _held_out_documents(tables, domain, outputs["train"], held_out, owners)
+        kept, ordered = _one(tables, "select (select count(*) from kept), (select count(*) from ordered)")
+        (near,) = _one(tables, "select count(*) from near")
+    totals["rejected"]["rest_of_held_out"] = kept - near - ordered
+    totals["rejected"]["beyond_budget"] = ordered - max(one.end for one in edges.values())
     said["budgets"] = {"test": words.test}
     if not splitting.test_only:
         if budget.train is not None and edges["train"].words < budget.train:
             _log.warning("%s: train has %d of the %d words of its budget", domain, edges["train"].words, budget.train)
-        leakage = {"exact_duplicates": exact, "ngrams": leaked(outputs["train"], held_out)}
+        leakage = {"ngrams": leaked(outputs["train"], held_out)}
         said |= {"budgets": words.as_dict(), "leakage": leakage}
     said["documents"] = {name: edges[name].end - edges[name].start for name in outputs}
     write_json(card, said | {"words": {name: edges[name].words for name in outputs}} | totals)
@@ -216,9 +211,9 @@ def _one(tables: duckdb.DuckDBPyConnection, query: str, **values: Any) -> tuple[
 def _deduplicate(work: _Work, owners: Path, splitting: Splitting) -> dict[str, int]:
     """Make the tables of the documents that the domain keeps, and count those that it does not."""
     tables = work.tables
-    tables.execute("create table documents (id blob, words bigint, row bigint)")
-    insert = "insert into documents select unhex(id), n_words, row from batches"
-    run_on(tables, insert, work.read(["id", "n_words"], "read"))
+    tables.execute("create table documents (id blob, words bigint, origin blob, row bigint)")
+    insert = "insert into documents select unhex(id), n_words, unhex(origin), row from batches"
+    run_on(tables, insert, work.read(["id", "n_words", "origin"], "read"))
     tables.execute("create table owned (id blob)")
     own = f" where domain = '{work.domain}'" if splitting.training else ""
     run_on(tables, f"insert into owned select unhex(id) from batches{own}", read_batches(owners, ["id", "domain"]))
@@ -226,34 +221,35 @@ def _deduplicate(work: _Work, owners: Path, splitting: Splitting) -> dict[str, i
     counts = "select (select count(*) from documents), (select count(distinct id) from documents), count(*) from kept"
     documents, distinct, kept = _one(tables, counts)
     tables.execute("drop table documents; drop table owned; create table near (row bigint)")
-    tables.execute(_ORDERED)
     return {"within": documents - distinct, "across": distinct - kept}
 
 
 def _fitting(work: _Work, budget: Budget) -> Budget:
-    """The budget, or a smaller one if dev and test would leave nothing for train: they then take half of all words.
+    """The budget, or a smaller one if dev and test would leave nothing for train: half of what they could be given.
 
     Each keeps a word at least, as a budget must. Raises DemixError where they cannot be filled even so.
     """
     if _edges(work, budget):
         return budget
-    (words,) = _one(work.tables, "select coalesce(sum(words), 0)::bigint from ordered")
+    all_given = f"select coalesce(sum(words), 0)::bigint from kept where {_GIVEN}"
+    (words,) = _one(work.tables, all_given, per_document=budget.per_document)
     dev, test = (-(-wanted * words // (2 * (budget.dev + budget.test))) for wanted in (budget.dev, budget.test))
-    smaller = Budget(train=budget.train, dev=min(max(1, dev), budget.dev), test=min(max(1, test), budget.test))
+    smaller = budget.replace(dev=min(max(1, dev), budget.dev), test=min(max(1, test), budget.test))
     edges = _edges(work, smaller) or _refused(work, budget)
-    taken = f"{edges['dev'].words} and {edges['test'].words} of {sum(split.words for split in edges.values())} words"
-    said = "%s: dev (%d) and test (%d) leave no document for train; they take %s"
-    _log.warning(said, work.domain, budget.dev, budget.test, taken)
+    given = f"{edges['dev'].words} and {edges['test'].words} of {sum(split.words for split in edges.values())} words"
+    said = "%s: dev (%d) and test (%d) leave no document for train; they have %s"
+    _log.warning(said, work.domain, budget.dev, budget.test, given)
     return smaller
 
 
 def _refused(work: _Work, budget: Budget) -> NoReturn:
-    documents, words = _one(work.tables, "select count(*), coalesce(sum(words), 0)::bigint from ordered")
+    total = "select count(distinct document), coalesce(sum(words), 0)::bigint from kept"
+    documents, words = _one(work.tables, total)
     raise DemixError(
         f"{work.domain}.words",
         f"dev ({budget.dev}) and test ({budget.test}) leave no document for train out of {documents} documents with "
         f"{words} words{work.left_out}",
-        "lower them or add text",
+        "lower them or add documents: each belongs to one split",
     )
 
 
@@ -272,15 +268,28 @@ def _left_out(counts: Mapping[str, int]) -> str:
     return f"; left out: {said}{cure}" if said else ""
 
 
-def _edges(work: _Work, budget: Budget) -> dict[str, _Edges]:
-    """The edges of the splits; none if nothing is left for train. A split ends with the document that fills it."""
+def _held_out_edges(work: _Work, budget: Budget, names: tuple[str, ...]) -> dict[str, _Edges]:
+    """Order the chunks of all splits, and give the edges of dev and test, each of which ends with a whole document."""
+    last: dict[str, int] = {}
+    after, given = 0, {"per_document": budget.per_document}
+    for name in names:
+        (after,) = _one(work.tables, _LAST, after=after, words=getattr(budget, name), **given)
+        last[name] = after
+    work.tables.execute(_ORDERED, {"last": after, **given})
     edges, rank, words = {}, 0, 0
-    for name in ("dev", "test", "train"):
-        wanted = getattr(budget, name)
-        end, total = _one(work.tables, _UNTIL, words=None if wanted is None else words + wanted)
+    for name in names:
+        end, total = _one(work.tables, _UP_TO, last=last[name])
         edges[name] = _Edges(rank, end, total - words)
         rank, words = end, total
-    return edges if edges["train"].start < edges["train"].end else {}
+    return edges
+
+
+def _edges(work: _Work, budget: Budget) -> dict[str, _Edges]:
+    """The edges of the splits; none if nothing is left for train. Train ends with the chunk that fills it."""
+    edges = _held_out_edges(work, budget, ("dev", "test"))
+    rank, words = edges["test"].end, edges["dev"].words + edges["test"].words
+    end, total = _one(work.tables, _UNTIL, words=None if budget.train is None else words + budget.train)
+    return edges | {"train": _Edges(rank, end, total - words)} if rank < end else {}
 
 
 def _leave_out_near(work: _Work, edges: dict[str, _Edges], most: float, held_out: list[Path]) -> None:
@@ -293,7 +302,6 @@ def _leave_out_near(work: _Work, edges: dict[str, _Edges], most: float, held_out
     outside = f"(from ordered where rank >= {edges['test'].end})"
     near = f"insert into near select row from batches semi join {outside} using (row)"
     run_on(work.tables, near, found)
-    work.tables.execute(_ORDERED)
 
 
 def _write(work: _Work, edges: dict[str, _Edges], outputs: dict[str, Path]) -> None:
@@ -357,86 +365,21 @@ def _sorted(paths: list[Path], firsts: np.ndarray, start: int, end: int) -> Iter
             yield from found.combine_chunks().to_batches()
 
 
-def _held_in_train(
+def _held_out_documents(
     tables: duckdb.DuckDBPyConnection, domain: str, train: Path, held_out: dict[str, Path], owners: Path
-) -> tuple[dict[str, int], int]:
-    """How many documents the pieces of dev and test are of, and how many of these have pieces in train too.
-
-    Returned besides are the held-out texts that training texts hold too: none, or a bug.
-    """
+) -> dict[str, int]:
+    """The numbers of source documents of dev and test, of which no training split has a text: that would be a bug."""
     tables.execute("create table held_out (split varchar, id varchar, origin varchar)")
     for name, path in held_out.items():
         run_on(tables, f"insert into held_out select '{name}', * from batches", read_batches(path, ["id", "origin"]))
-    tables.execute("create table trained (id varchar, origin varchar); create table others (id varchar)")
-    common = "from batches where id in (select id from held_out)"
-    known = f"insert into trained {common} or origin in (select origin from held_out)"
+    tables.execute("create table trained (id varchar); create table others (id varchar)")
+    same = "id in (select id from held_out)"
+    known = f"insert into trained select id from batches where {same} or origin in (select origin from held_out)"
     run_on(tables, known, read_batches(train, ["id", "origin"]))
-    foreign = f"insert into others select id {common} and domain != '{domain}'"
+    foreign = f"insert into others select id from batches where {same} and domain != '{domain}'"
     run_on(tables, foreign, read_batches(owners, ["id", "domain"]))
-    (exact,) = _one(tables, _TWICE)
-    if exact:
-        raise RuntimeError(f"{domain}: {exact} texts of dev and test are in a training split")
-    origins: dict[str, int] = {}
-    for name in held_out:
-        origins[name], origins[f"{name}_in_train"] = _one(tables, _ORIGINS, split=name)
-    return origins, exact
-
-
-def deduplicate(documents: list[Path], output: Path) -> None:
-    """Assign each text that several training domains hold to one of them (documents/<domain>/<part>.parquet)."""
-    made_once(output, [output], documents, {}, partial(mark_duplicates, _parts_by_domain(documents), output))
-
-
-def novel_duplicates(documents: list[Path], output: Path) -> None:
-    """Count the texts that novel domains share with one another (documents/<domain>/<part>.parquet)."""
-    count_shared(_parts_by_domain(documents), output)
-
-
-def _parts_by_domain(documents: Sequence[Path]) -> dict[str, list[Path]]:
-    """The files documents/<domain>/<part>.parquet, grouped by domain."""
-    names = dict.fromkeys(path.parent.name for path in documents)
-    return {name: [path for path in documents if path.parent.name == name] for name in names}
-
-
-def mark_duplicates(inputs: dict[str, list[Path]], output: Path) -> None:
-    """Decide which training domain keeps each text: Parquet `id`, `domain`, one row per distinct id, sorted by id.
-
-    Of the domains that hold a text the one with the smallest sha256 of domain and id keeps it, so that neither the
-    order of the domains nor that of their documents and parts matters.
-    """
-    with database(output) as tables:
-        _hold(tables, inputs)
-        write_batches(output, OWNERS_SCHEMA, _owners(tables), use_dictionary=["domain"])
-
-
-def _owners(tables: duckdb.DuckDBPyConnection) -> Iterator[pa.RecordBatch]:
-    """The owners of a range of ids after the other: in memory, they are grouped and sorted in half of the time."""
-    (rows,) = tables.sql("select count(*) from held").fetchall()[0]
-    parts = 1 + rows // RANGE_ROWS
-    edges = [((number << 256) // parts).to_bytes(32) for number in range(parts)]
-    for low, high in pairwise([*edges, b"\xff" * 33]):
-        found = tables.sql(_OWNERS, params={"low": low, "high": high}).to_arrow_reader(1 << 16)
-        yield from (batch.cast(OWNERS_SCHEMA) for batch in found)
-
-
-def count_shared(inputs: dict[str, list[Path]], output: Path) -> None:
-    """Write how many texts each two domains share as JSON `{"shared": {"a": {"b": number}}}`, a before b, no zeros.
-
-    For the novel domains, whose duplicates among one another are reported and not dropped.
-    """
-    table: dict[str, dict[str, int]] = {}
-    with database(output) as tables:
-        _hold(tables, inputs)
-        for one, other, number in tables.sql(_SHARED).fetchall():
-            table.setdefault(one, {})[other] = number
-    write_json(output, {"shared": table})
-
-
-def _hold(tables: duckdb.DuckDBPyConnection, inputs: dict[str, list[Path]]) -> None:
-    """Make the table `held`: one row per document and domain that holds it."""
-    names = ", ".join(f"'{domain}'" for domain in sorted(inputs))
-    tables.execute(f"create type domain as enum ({names}); create table held (id blob, domain domain)")
-    for domain, paths in inputs.items():
-        batches = (batch for path in paths for batch in read_batches(path, ["id"]))
-        query = f"insert into held select unhex(id), '{domain}' from batches"
-        run_on(tables, query, counted(batches, f"{domain}: documents", paths))
+    (leaks,) = _one(tables, _LEAKED)
+    if leaks:
+        raise RuntimeError(f"{domain}: {leaks} texts of dev and test, or of their documents, are in a training split")
+    counts = "select count(distinct origin) from held_out where split = $split"
+    return {name: _one(tables, counts, split=name)[0] for name in held_out}

@@ -53,11 +53,12 @@ class Domain:
         return sum(self.documents.values())
 
     @property
-    def piece_words(self) -> int | None:
-        """The length of pieces, where documents must be cut."""
-        # Few documents cannot be divided into splits, and one that is long fills a split beyond its budget.
-        few = len(self.documents) < 50 or 20 * max(self.documents.values()) > self.words
-        return min(max(self.words // 50, 50), 250) if few else None
+    def cut(self) -> dict[str, int]:
+        """The key of the source that cuts few files into many documents, or long documents into pieces."""
+        length = min(max(self.words // 50, 50), 250)
+        if len(self.documents) < 50:
+            return {"document_words": length}
+        return {"piece_words": length} if 20 * max(self.documents.values()) > self.words else {}
 
     @property
     def lines(self) -> list[str]:
@@ -68,11 +69,13 @@ class Domain:
         said += [f"left out: {self.omitted.not_utf8:,} not in UTF-8: {TO_UTF8}"] if self.omitted.not_utf8 else []
         said += filter(None, [left_out(self.omitted.files)])
         held_out = _rounded(min(self.words // 10, 15_000))
-        source = {**self.source} | ({"piece_words": self.piece_words} if self.piece_words else {})
+        budget = {"dev": held_out, "test": held_out}
+        # Dev and test then have ten documents or more.
+        budget |= {"per_document": held_out // 10} if "piece_words" in self.cut else {}
         return [
             f"    {inline(self.name)}:  # {'; '.join(said)}",
-            f"      source: {inline(source)}",
-            f"      words: {{dev: {held_out}, test: {held_out}}}",
+            f"      source: {inline({**self.source} | self.cut)}",
+            f"      words: {inline(budget)}",
         ]
 
 

@@ -2,19 +2,27 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from demix.data.anonymize import anonymize_documents
 from demix.data.shared import made_once
 from demix.data.sources import Source, discard, download, pinned
 
 
-def anonymize(raw: Path, output: Path, counts: Path, enabled: bool = True, piece_words: int | None = None) -> None:
+def anonymize(
+    raw: Path,
+    output: Path,
+    counts: Path,
+    enabled: bool = True,
+    document_words: int | None = None,
+    piece_words: int | None = None,
+) -> None:
     """Normalise one part of a domain's raw text, replace personal data by dummy tokens, cut long documents.
 
-    With `enabled` false nothing is replaced. `piece_words` is that of `anonymize_documents`.
+    With `enabled` false nothing is replaced. `document_words` and `piece_words` are those of `anonymize_documents`.
     """
-    how = {"enabled": enabled, "piece_words": piece_words}
-    make = partial(anonymize_documents, raw, output, counts, enabled=enabled, piece_words=piece_words)
+    how: dict[str, Any] = {"enabled": enabled, "document_words": document_words, "piece_words": piece_words}
+    make = partial(anonymize_documents, raw, output, counts, **how)
     made_once(output, [output, counts], [raw], how, make, passing=True)
 
 
@@ -26,13 +34,15 @@ def read(
     The raw text on its way, `raw`, is private and removed at the end.
     """
 
+    document, piece = settings.document_words, settings.piece_words
+
     def make() -> None:
         download(settings, domain, raw, part)
-        anonymize_documents(raw, output, counts, enabled=enabled, piece_words=settings.piece_words)
+        anonymize_documents(raw, output, counts, enabled=enabled, document_words=document, piece_words=piece)
 
     if (inputs := pinned(settings, part)) is None:
         download(settings, domain, raw, part)
-        anonymize(raw, output, counts, enabled, settings.piece_words)
+        anonymize(raw, output, counts, enabled, document, piece)
     else:
         values = {"source": settings.as_dict(), "part": part, "enabled": enabled}
         made_once(output, [output, counts], inputs, values, make)

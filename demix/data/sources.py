@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from demix.config.addresses import COMMIT, LOG_IN, STORES, local, refuse_not_utf8, refuse_secrets
-from demix.config.domains import SourceSection
+from demix.config.domains import UNCUT, SourceSection
 from demix.config.files import left_out
 from demix.data import readers
 from demix.data.hub import hub_rows
@@ -129,7 +129,7 @@ def divided(output: Path, source: Source, part: int, where: Mapping[str, Any] | 
     """
     files = (pinned(source, part) or []) if source.kind == "files" else []
     stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.exists()]
-    given = source.as_dict() | {"piece_words": None, "where": source.where if where is None else where}
+    given = source.as_dict() | UNCUT | {"where": source.where if where is None else where}
     digest = fingerprint([given, part, stamps])
     return output.with_name(f".{output.stem}.{digest[:16]}.divided")
 

@@ -19,7 +19,7 @@ from demix.evaluate.score_tables import (
     write_tokens,
 )
 from demix.model.ngram import KneserNey
-from demix.run.systems import ngram_folders
+from demix.run.systems import MOST_NGRAM_TOKENS, ngram_folders
 from demix.settings import Positive
 
 log = logging.getLogger(__name__)
@@ -28,11 +28,12 @@ log = logging.getLogger(__name__)
 class NGramScoring(ScoredTokens):
     """Of which tokens n-gram models learn, and which they score.
 
-    `train_tokens` are the first tokens of each training domain that are counted. Blocks have `length` tokens.
+    `train_tokens` are the first tokens of each training domain that are counted; None counts all. Blocks have `length`
+    tokens.
     """
 
     order: NGramOrder
-    train_tokens: Positive
+    train_tokens: Positive | None
     length: Positive
 
 
@@ -40,10 +41,10 @@ def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path, manifes
     """Learn from the shards tokens/<domain>/train.arrow among `paths`, and score the others, dev.arrow and test.arrow.
 
     Writes two folders of score tables below `output`, in the form of those of models. In ngram<order> one model of all
-    training text, whose column is called dense, has scored the test splits. In ngram<order>_domains one model of each
-    training domain has scored all splits. As under any model, the context of a token ends where its block begins, with
-    the token before it. `manifest` gets the digests of the tables, last. Raises DemixError if shards have different
-    tokenizers or a split is empty.
+    training text has scored all splits, in a column called dense. ngram<order>_domains has a column for the model of
+    each training domain. As under any model, the context of a token ends where its block begins, with the token before
+    it. `manifest` gets the digests of the tables, last. Raises DemixError if shards have different tokenizers or a
+    split is empty.
     """
     shards = {(path.parent.name, path.stem): TokenShard.open(path, verify=True) for path in paths}
     first, *others = shards.values()
@@ -52,11 +53,15 @@ def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path, manifes
             cause = f"was made with another tokenizer than {first.path}"
             raise DemixError(shard.path, cause, "tokenize all domains again")
     learned = {domain: _stream(shard, scoring) for (domain, split), shard in shards.items() if split == "train"}
+    if (tokens := sum(map(len, learned.values()))) > MOST_NGRAM_TOKENS:
+        cause = f"would count {tokens:,} tokens, and at most {MOST_NGRAM_TOKENS:,} fit in memory"
+        raise DemixError("config key evaluation.ngrams", cause, "leave out those of all text")
     scored = {".".join(place): shard for place, shard in shards.items() if place[1] != "train"}
-    tested = {name: shard for name, shard in scored.items() if name.endswith(".test")}
-    pooled, by_domain = (output / folder for folder in ngram_folders(scoring.order))
+    pooled, by_domain = (
+        output / folder for folder in ngram_folders(f"{scoring.order}{'' if scoring.train_tokens else '_all'}")
+    )
     for column, streams, folder, some in (
-        (DENSE_EXPERT, [*learned.values()], pooled, tested),
+        (DENSE_EXPERT, [*learned.values()], pooled, scored),
         *((domain, [stream], by_domain, scored) for domain, stream in learned.items()),
     ):
         model = KneserNey.fit(streams, scoring.order, first.vocab_size)
@@ -65,8 +70,8 @@ def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path, manifes
         log.info("%s: %s learned from %d tokens, scored %d splits", folder.name, column, tokens, len(some))
     written: list[tuple[Path, Sequence[str]]] = []
     # The table of tokens tells that all columns are there, so it comes last.
-    for folder, some, columns in ((pooled, tested, (DENSE_EXPERT,)), (by_domain, scored, (*learned,))):
-        for name, shard in some.items():
+    for folder, columns in ((pooled, (DENSE_EXPERT,)), (by_domain, (*learned,))):
+        for name, shard in scored.items():
             ids = shard.read(0, count_to_score(shard, scoring, scoring.length))
             write_tokens(folder / name, ids, shard.offsets, scoring.length, shard.origins, columns)
             written.append((folder / name, columns))
@@ -76,7 +81,7 @@ def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path, manifes
 
 def _stream(shard: TokenShard, scoring: NGramScoring) -> np.ndarray:
     """The tokens to learn from, after the end of a text, as a first block follows it."""
-    return np.append(np.int64(shard.end_of_text), shard.read(0, min(len(shard), scoring.train_tokens)))
+    return np.append(np.int64(shard.end_of_text), shard.read(0, min(len(shard), scoring.train_tokens or len(shard))))
 
 
 def _score(

@@ -136,17 +136,20 @@ def write_tokens(
         write_batches(path, schema, (rows(*group).cast(schema) for group in groups))
 
 
-def write_digests(path: Path, tables: Iterable[tuple[Path, Sequence[str]]]) -> None:
+def write_digests(
+    path: Path, tables: Iterable[tuple[Path, Sequence[str]]], about: Mapping[str, Any] | None = None
+) -> None:
     """Write the digests of score tables, each a folder with the columns that a job has written there.
 
-    The table of the tokens stands for the columns that it tells of.
+    The table of the tokens stands for the columns that it tells of. `about` has more to say of the job.
     """
     files = [
         place / f"{name}.parquet"
         for place, columns in tables
         for name in (["tokens"] if {*columns} <= {*_told(place / "tokens.parquet")[0]} else columns)
     ]
-    write_json(path, {"files": {os.path.relpath(file, path.parent): sha256_file(file) for file in files}})
+    digests = {os.path.relpath(file, path.parent): sha256_file(file) for file in files}
+    write_json(path, {"files": digests, **(about or {})})
 
 
 def _told(path: Path) -> tuple[list[str], str]:

@@ -260,4 +260,4 @@ class ScoringCosts:
         """Bytes of the score tables of the n-grams of one order, of all training text and of each training domain."""
         of_split = (self._tokens(split, self.run.context) for split in ("dev", "test"))
         dev, test = (sum(map(tokens.__getitem__, self.run.domains)) for tokens in of_split)
-        return score_table_bytes(1, test) + score_table_bytes(len(self.run.training), dev + test)
+        return score_table_bytes(1, dev + test) + score_table_bytes(len(self.run.training), dev + test)

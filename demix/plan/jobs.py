@@ -73,6 +73,7 @@ def count_jobs(run: Run) -> dict[str, int]:
         "merge_routed": len(run.routed_merges),
         "score": len(scoring_jobs(run)),
         "score_ngrams": len(config.evaluation.ngrams or ()),
+        "combine": len(config.evaluation.mixed),
         "route": near,
         "route_novel": len(run.novel) * near,
         "choose_mixing": len(chosen_on_dev(run)),

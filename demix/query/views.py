@@ -186,7 +186,6 @@ def _card(part: Part) -> Iterator[dict[str, Any]]:
             "words": card["words"].get(split),
             "budget": card.get("budgets", {}).get(split),
             "origins": origins.get(split),
-            "origins_in_train": origins.get(f"{split}_in_train"),
             "leakage": leakage.get("ngrams", {}).get(split),
         }
 

@@ -19,7 +19,7 @@ from demix.model.manifest import parent_of, read_description, read_lineage
 from demix.model.merge import learned_of, refuse_weights
 from demix.model.merge_routed import BLOCKS, learned_anchored
 from demix.model.usual import usual_of, write_usual
-from demix.report.read import domains_of, partly_known, read_results
+from demix.report.read import domains_of, read_results
 from demix.report.systems import BALANCED, dense_adapted
 from demix.report.table import as_markdown, markdown_rows, render, render_markdown
 from demix.run.run import Run
@@ -181,7 +181,6 @@ def model_card(run: Run, model: str) -> str:
         results=result_tables(results, dense_beside(results, run, model), run),
         masked=masked(results),
         tempered="tempered" in set(results["method"]),
-        known=partly_known(run, domains_of(run)[0]),
         parent=parent,
         data=_data(run, sources),
         later=later,
@@ -314,8 +313,8 @@ def _data(run: Run, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any] | No
         domain, known = run.domains[name], card["leakage"]["ngrams"]
         kind, licence = "training" if name in run.training else "novel", domain.licence or "not stated"
         words = (f"{card['words'][split]:,}" for split in ("train", "dev", "test"))
-        cut = "{test_in_train:,} of {test:,}".format(**card["origins"])
-        rows.append((name, kind, licence, *words, f"{known['test']:.1%}", cut, read[name][:12]))
+        documents = f"{card['origins']['test']:,}"
+        rows.append((name, kind, licence, *words, f"{known['test']:.1%}", documents, read[name][:12]))
         counts = (f"{card['replacements'].get(key, 0):,}" if domain.anonymize else "–" for key in categories)
         replaced.append((name, *counts))
     lengths = sorted({card["leakage"]["ngrams"]["length"] for card in cards.values()})

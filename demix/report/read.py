@@ -62,21 +62,6 @@ def domains_of(run: Run) -> list[Domains]:
     return [domains for domains in kinds if domains.names]
 
 
-def partly_known(run: Run, domains: Domains) -> str:
-    """How many test documents of `domains` have other pieces in train, in a sentence; empty where none has."""
-    cards = {name: read_json(run.folder / "corpus" / name / "card.json")["origins"] for name in domains.names}
-    counts = {name: (card["test_in_train"], card["test"]) for name, card in cards.items() if card["test_in_train"]}
-    counts = dict(sorted(counts.items(), key=lambda one: one[1][0] / one[1][1], reverse=True))
-    several = ", ".join(f"{name} {known:,} of {every:,}" for name, (known, every) in counts.items())
-    every = sum(card["test"] for card in cards.values())
-    return (
-        f"Of {every:,} test documents of the {domains.said}, {sum(known for known, _ in counts.values()):,} have other "
-        f"pieces in train ({several}): numbers there are for documents that are known in part, not for new ones."
-        if counts
-        else ""
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class Results:
     """The rows of `results.parquet`, and what the tables show of them.

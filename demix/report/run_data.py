@@ -22,7 +22,6 @@ from demix.report.read import (
     Results,
     bounds_of,
     domains_of,
-    partly_known,
     read_parents,
     read_results,
     read_rows,
@@ -289,11 +288,6 @@ class RunData:
         return cost_by_rule(self.run)
 
     @cached_property
-    def partly_known(self) -> str:
-        """How many test documents of the training domains have other pieces in train."""
-        return partly_known(self.run, self.kinds[0])
-
-    @cached_property
     def scale_note(self) -> str:
         """The differences between this run and the paper in data, budget and scale."""
         return scale_note(self.results, self.run)
@@ -303,7 +297,7 @@ class RunData:
         # The curves are drawn long after the tables; a damaged file must be refused before anything is written.
         for path in sorted(self.metrics.glob("*.jsonl")):
             check_sealed(path)
-        for name in ("results", "parents", "partly_known", "cost", "clusters", *["suites"] * SUITES.met(self.run)):
+        for name in ("results", "parents", "cost", "clusters", *["suites"] * SUITES.met(self.run)):
             getattr(self, name)
         for kind in (kind for kind in FILES if kind != "results"):
             self.rows(kind)

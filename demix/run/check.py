@@ -5,20 +5,19 @@ from pathlib import Path
 from typing import Any
 
 from demix.config.config import Config
+from demix.config.evaluation import CACHE
 from demix.config.keys import located, read_keys
 from demix.config.mixing import parsed_weights
 from demix.config.training import Execution, TrainingRecipe
 from demix.errors import DemixError, nearest
+from demix.progress import so_many
 from demix.run import placement
 from demix.run.contexts import check_contexts
 from demix.run.harness import harness_files, harnessed
 from demix.run.models import Merged, Model
 from demix.run.run import Run, refuse_other_domains, refuse_other_format
-from demix.run.systems import ngram_folders, ngram_tokens
+from demix.run.systems import MOST_NGRAM_TOKENS, columns_of, ngram_folders, ngram_tokens
 from demix.settings import names_of, written
-
-# The tokens of all training domains whose n-grams are counted at once: order 5 takes 16 GB for as many, order 8 24 GB.
-MOST_NGRAM_TOKENS = 100_000_000
 
 
 def load_run(path: str | Path, **instead: Any) -> Run:
@@ -72,6 +71,7 @@ def checked(config: Config) -> Run:
     check_contexts(run)
     _ = harnessed(run), harness_files(run)
     _check_ngrams(run)
+    _check_systems(run)
     return run
 
 
@@ -227,7 +227,7 @@ def _check_weights(run: Run) -> None:
 def _check_ngrams(run: Run) -> None:
     """Refuse n-grams of more tokens than fit in memory, and a row with their name."""
     orders, tokens = run.config.evaluation.ngrams or (), ngram_tokens(run)
-    if orders and tokens > MOST_NGRAM_TOKENS:
+    if any(isinstance(order, int) for order in orders) and tokens > MOST_NGRAM_TOKENS:
         cause = f"would count {tokens:,} tokens, and at most {MOST_NGRAM_TOKENS:,} fit in memory"
         raise DemixError("config key evaluation.ngrams", cause, "leave out evaluation.ngrams")
     for order in orders:
@@ -235,3 +235,21 @@ def _check_ngrams(run: Run) -> None:
             if folder in run.rows:
                 cause = f"is a name that n-grams of order {order} have"
                 raise DemixError(f"config key models.{folder}", cause, "rename the row")
+
+
+def _check_systems(run: Run) -> None:
+    """Refuse a system of unknown models, without a rule where one is needed, and a system with the name of a model."""
+    for name, system in run.config.evaluation.mixed.items():
+        key = f"config key evaluation.systems.{name}"
+        if name in run.rows or columns_of(run, name):
+            raise DemixError(key, "is the name of a model", "rename the system")
+        for model in system.models:
+            if not (columns := columns_of(run, model)):
+                known = [*run.rows, *(one for n in run.config.evaluation.ngrams or () for one in ngram_folders(n))]
+                cause = f"mixes {model}, which is no causal model of this run"
+                raise DemixError(key, cause, f"use some of {', '.join(known)}, {CACHE}")
+            if model in system.columns and (len(columns) > 1) == (system.columns[model] is None):
+                cause = f"mixes {model}, which has {so_many(len(columns), 'expert')}"
+                raise DemixError(key, cause, "give a rule (tempered) to a model with experts, and null to another")
+        if system.pairs and len({columns_of(run, model) for model in system.pairs}) > 1:
+            raise DemixError(key, "has pairs of models with different experts", "name two models of the same domains")

@@ -8,6 +8,7 @@ from demix.run.systems import (
     System,
     by_distance,
     clustered,
+    combined_systems,
     ngram_systems,
     paper_systems,
     routed_weights,
@@ -69,6 +70,7 @@ def compared(run: Run, domain: str) -> tuple[System, ...]:
         System("", trained_without(domain), "training", "cached", "history"),
         *more,
         *ngram_systems(run),
+        *combined_systems(run),
     )
 
 

@@ -88,6 +88,8 @@ class RunRules(StageSettings):
             for folder in ngram_folders(order)
             for domain in self.run.domains
         }
+        systems = self.run.config.evaluation.mixed
+        found |= {(name, domain, ""): f"systems/{name}" for name in systems for domain in self.run.domains}
         for job in self.scoring.values():
             for part in job.parts:
                 added = () if part.shared else part.columns
@@ -104,6 +106,13 @@ class RunRules(StageSettings):
         keys = [(model, domain, name) for domain in domains for name in ("", *names)]
         found = dict.fromkeys(self._scored_by[key] for key in keys if not key[2] or key in self._scored_by)
         return [f"{self.folder}/scores/{name}.json" for name in found]
+
+    def combined_inputs(self, name: str) -> list[str]:
+        """The score tables that a system mixes, and the rules that were chosen for its members with experts."""
+        system = self.run.config.evaluation.mixed[name]
+        tables = dict.fromkeys(chain(*(self.scores(one, self.run.domains) for one in system.models)))
+        rules = [one for one, weights in system.columns.items() if weights == "tempered"]
+        return [*tables, *(f"{self.folder}/models/{one}/mixing.json" for one in rules)]
 
     def scoring_inputs(self, name: str) -> dict[str, list[str]]:
         """The files that a job reads which scores: models, tokens, and the tables that it adds columns to."""
@@ -181,9 +190,10 @@ class RunRules(StageSettings):
         return "--enabled" if self.run.texts[domain].anonymize else "--no-enabled"
 
     def pieces(self, domain: str) -> str:
-        """The option of a command that cuts the documents of a domain."""
-        words = self.run.texts[domain].source.piece_words
-        return f"--piece-words {words}" if words else ""
+        """The options of a command that cut the documents of a domain."""
+        source = self.run.texts[domain].source
+        lengths = {"--document-words": source.document_words, "--piece-words": source.piece_words}
+        return " ".join(f"{option} {words}" for option, words in lengths.items() if words)
 
     def read_files(self, domain: str, part: int) -> list[str]:
         """The local files of a domain's source, and the pass over a shared source, which leaves the domain's text."""

@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from demix.config.adaptation import AdaptationRecipe
-from demix.config.evaluation import MixingRecipe, ScoredTokens, ScoringRecipe
+from demix.config.domains import UNCUT
+from demix.config.evaluation import CACHE, MixingRecipe, ScoredTokens, ScoringRecipe
 from demix.config.training import TrainingRecipe, taken
 from demix.files import fingerprint, write_json
 from demix.run.compared import balanced_pairs, compared
@@ -17,7 +18,7 @@ from demix.run.harness import harness_settings, harness_tasks, harnessed
 from demix.run.models import Model, left_out, trained_without
 from demix.run.run import Run, kept
 from demix.run.scoring import ScoringJob, scoring_jobs
-from demix.run.systems import bases, classified, evaluated, merged_whole, ngram_tokens
+from demix.run.systems import bases, classified, columns_of, evaluated, merged_whole, ngram_tokens
 from demix.settings import written
 
 # The bytes of the longest argument that Linux passes to a program, less the NUL at its end.
@@ -92,7 +93,7 @@ class StageSettings:
         """How a source that domains share is divided, whichever domains there are."""
         shared = self.run.config.sources[source]
         # Pieces are cut when a domain's text is anonymized.
-        return {"source": written(shared.source) | {"piece_words": None}, "by": shared.by}
+        return {"source": written(shared.source) | UNCUT, "by": shared.by}
 
     def scoring_settings(self, name: str) -> str:
         """The settings of a job that scores, as JSON."""
@@ -112,15 +113,28 @@ class StageSettings:
             seed=self.run.seed,
         )
 
-    def ngram_settings(self, order: int) -> str:
+    def ngram_settings(self, order: str) -> str:
         """The settings of the job that scores n-grams, as JSON."""
-        tokens = max(1, ngram_tokens(self.run) // len(self.run.training))
+        number, _, counts_all = order.partition("_")
+        tokens = None if counts_all else max(1, ngram_tokens(self.run) // len(self.run.training))
         scored = taken(ScoredTokens, self.run.config.evaluation)
-        return self.as_json(scored, order=order, train_tokens=tokens, length=self.run.context)
+        return self.as_json(scored, order=int(number), train_tokens=tokens, length=self.run.context)
+
+    def combination_settings(self, name: str) -> str:
+        """The settings of the job that writes the tables of a system that mixes columns of models, as JSON."""
+        system = self.run.config.evaluation.mixed[name]
+        rules = {one: "" if weights is None else str(weights) for one, weights in system.columns.items()}
+        members = [
+            {} if one == CACHE else {"folder": one, "columns": columns_of(self.run, one), "weights": rules.get(one, "")}
+            for one in (*system.columns, *system.pairs)
+        ]
+        return self.as_json(
+            members=members, paired=bool(system.pairs), training=self.run.training, length=self.run.context
+        )
 
     def source_settings(self, domain: str, whole: bool = False) -> str:
         """The settings of a domain's source, as JSON; `whole` leaves documents uncut."""
-        return self.given(written(self.run.texts[domain].source) | ({"piece_words": None} if whole else {}))
+        return self.given(written(self.run.texts[domain].source) | (UNCUT if whole else {}))
 
     def split_settings(self, domain: str) -> str:
         """The settings with which a domain's documents are split, as JSON."""

@@ -11,6 +11,9 @@ from demix.run.models import MERGED, Merged, Model, folder_at, left_out, one_mor
 from demix.run.rows import Row
 from demix.run.run import Run
 
+# The tokens of all training domains whose n-grams are counted at once: order 5 takes 16 GB for as many, order 8 24 GB.
+MOST_NGRAM_TOKENS = 100_000_000
+
 
 @dataclass(frozen=True)
 class ExpertSet:
@@ -187,10 +190,42 @@ def ngram_systems(run: Run) -> tuple[System, ...]:
     found: list[System] = []
     for order in run.config.evaluation.ngrams or ():
         pooled, by_domain = ngram_folders(order)
-        found.append(System(f"{order}-grams (modified Kneser-Ney)", pooled, DENSE_EXPERT, "dense"))
-        own = by_domain, KINDS["demix"], f"{order}-grams by domain"
+        number, _, counts_all = str(order).partition("_")
+        text = " of all text" if counts_all else ""
+        found.append(System(f"{number}-grams{text} (modified Kneser-Ney)", pooled, DENSE_EXPERT, "dense"))
+        own = by_domain, KINDS["demix"], f"{number}-grams{text} by domain"
         found += systems_of(*own) + stream_systems(*own, run)
     return tuple(found)
+
+
+def combined_systems(run: Run) -> tuple[System, ...]:
+    """The systems of `evaluation.systems`."""
+    return tuple(
+        System(one.label or name, name, "training", "uniform", str(one.weights))
+        if one.pairs
+        else System(one.label or name, name, DENSE_EXPERT, "dense")
+        for name, one in run.config.evaluation.mixed.items()
+    )
+
+
+def columns_of(run: Run, folder: str) -> tuple[str, ...]:
+    """The score columns of a model of the run's own seed or of n-grams; none for another name."""
+    for order in run.config.evaluation.ngrams or ():
+        if folder in ngram_folders(order):
+            return (DENSE_EXPERT,) if folder == ngram_folders(order)[0] else run.training
+    whole = (one for one in run.own if one.name == folder and not (one.removed or one.masked))
+    return next((one.columns for one in whole), ())
+
+
+def _combined_tables(run: Run) -> Iterator[Evaluated]:
+    """The score tables of `combined_systems`."""
+    for name, one in run.config.evaluation.mixed.items():
+        if not one.pairs:
+            yield Evaluated(name, name, run.seed, (DENSE_EXPERT,))
+            continue
+        columns = columns_of(run, one.pairs[0])
+        some = ExpertSet("training", columns, methods=("uniform",), weights=(one.weights,))
+        yield Evaluated(name, name, run.seed, columns, (some,))
 
 
 def _ngram_tables(run: Run) -> Iterator[Evaluated]:
@@ -254,7 +289,7 @@ def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
         tokens = [table for model, table in tables if model.kind.domain_tokens]
         mixed = [table for model, table in tables if table.sets and not model.kind.domain_tokens]
         found += [*single, *tokens, *mixed]
-    found += _ngram_tables(run)
+    found += [*_ngram_tables(run), *_combined_tables(run)]
     found += [
         Evaluated(one.model.row, one.of(domain), one.model.seed, MERGED, merged=one.weights)
         for one in run.merged
@@ -310,7 +345,12 @@ def chosen_on_dev(run: Run) -> dict[str, tuple[str, ...]]:
         return {}
     models = [model for model in run.trained if model.kind.has_experts and not (model.removed or model.masked)]
     ngrams = [ngram_folders(order)[1] for order in run.config.evaluation.ngrams or ()]
-    return {model.name: model.columns for model in models} | dict.fromkeys(ngrams, run.training)
+    pairs = {
+        name: columns_of(run, one.pairs[0])
+        for name, one in run.config.evaluation.mixed.items()
+        if one.pairs and one.weights == "tempered"
+    }
+    return {model.name: model.columns for model in models} | dict.fromkeys(ngrams, run.training) | pairs
 
 
 @dataclass(frozen=True)
@@ -442,4 +482,4 @@ def main_systems(run: Run) -> list[tuple[System, System]]:
         for variant in (system, system.with_weights("released"))
     ]
     lines += [(system, system) for system in systems if system.weights not in ("", "history")]
-    return lines + [(system, system) for system in ngram_lines(run)]
+    return lines + [(system, system) for system in (*ngram_lines(run), *combined_systems(run))]

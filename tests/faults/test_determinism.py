@@ -85,7 +85,8 @@ PIPELINE = """
 import sys
 from pathlib import Path
 from demix.data.anonymize import anonymize_documents
-from demix.data.corpus import Budget, Splitting, mark_duplicates, split
+from demix.data.corpus import Budget, Splitting, split
+from demix.data.dedup import mark_duplicates
 from demix.data.shards import tokenize
 from demix.data.sources import Source, download
 from demix.data.tokenizer import train_tokenizer

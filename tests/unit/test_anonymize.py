@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import time
 import tomllib
 from collections import Counter
@@ -255,6 +256,10 @@ def test_documents(tmp_path):
     assert [row["id"] for row in rows] == [sha256(text) for text, _ in pieces]
     assert [json.loads(row["metadata"]).get("a") for row in rows] == [None, None, None, 1, 1]
     assert (counts["documents"], counts["words"], counts["rejected"]["empty"]) == (6, 10, 1)
+    # Documents of two words are cut into pieces of one.
+    rows, _ = documents(tmp_path, ROWS, document_words=2, piece_words=1)
+    parts = [(piece, text) for text, _ in pieces for piece in re.findall(r"\S+\s*", text)]
+    assert [(row["text"], row["origin"]) for row in rows] == [(piece, sha256(text)) for piece, text in parts]
     rows, counts = documents(tmp_path, ROWS, enabled=False)
     assert (rows[0]["text"], counts["replacements"]) == ("Write to ann@x.example\nnow.", NONE)
 

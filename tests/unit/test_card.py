@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from demix.files import read_json, write_json
+from demix.files import read_json
 from demix.model.usual import usual_of
 from demix.report.card import model_card
 from demix.run.run import Run
@@ -90,14 +90,6 @@ def test_data_and_lineage_are_those_of_the_files(frozen: Run) -> None:
     about = read_json(models / "model.json")
     shared, expert = about["shared_parameters"], about["expert_parameters"]
     assert all(f"{value:,}" in card for value in (about["tokens"], shared, expert, shared + 5 * expert))
-
-
-def test_documents_with_pieces_in_train_are_counted_the_most_known_domain_first(frozen_copy: Run) -> None:
-    for name, known in {"parliament": 3, "scripture": 0, "licenses": 6}.items():
-        path = frozen_copy.folder / "corpus" / name / "card.json"
-        write_json(path, read_json(path) | {"origins": {"test": 7, "test_in_train": known}})
-    card = model_card(frozen_copy, "demix")
-    assert re.search(r"\b21 test documents.*\b9 have .*licenses 6 of 7, parliament 3 of 7\)", card)
 
 
 def test_what_others_wrote_stays_text(frozen: Run) -> None:

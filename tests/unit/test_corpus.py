@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from itertools import chain
+from itertools import accumulate, chain
 
 import pandas as pd
 import pyarrow as pa
@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from demix.data import corpus, leakage
 from demix.data.anonymize import SCHEMA
-from demix.data.corpus import SPLITS, Budget, Splitting, count_shared, left_out, mark_duplicates, split
+from demix.data.corpus import SPLITS, Budget, Splitting, left_out, split
+from demix.data.dedup import count_shared, mark_duplicates
 from demix.data.leakage import contamination, grams_of
 from demix.evaluate.harness import DOCUMENTS
 from demix.files import read_json, write_json, write_parquet
@@ -28,12 +29,17 @@ def _id(text):
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _document(text):
+    """What the chunks of a document have in common: a first word of one letter. Other texts are whole documents."""
+    return text[:1] if len(text.split()[0]) == 1 else text
+
+
 def _clean(folder, domain, texts, empty=0, metadata=None):
     """What anonymize_documents writes for `texts`, with `empty` more documents rejected."""
     path = folder / "clean" / f"{domain}.parquet"
     path.parent.mkdir(exist_ok=True)
     columns = [[_id(text) for text in texts], texts, [len(text.split()) for text in texts]]
-    columns.append([_id(text[:1]) for text in texts])
+    columns.append([_id(_document(text)) for text in texts])
     columns.append(metadata or ["{}"] * len(texts))
     pq.write_table(pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA), path)
     counts = {"documents": len(texts) + empty, "rejected": {"empty": empty}, "replacements": REPLACED}
@@ -83,19 +89,38 @@ def test_each_text_has_one_owner_that_holds_it(tmp_path, a, b, c):
     assert turned == owners
 
 
+def _words(texts):
+    return sum(len(text.split()) for text in texts)
+
+
+def _given(document, budget):
+    """The first chunks of a document, as many as dev and test may have."""
+    most = math.inf if budget.per_document is None else budget.per_document
+    ends = list(accumulate(len(text.split()) for text in document))
+    return [text for number, (text, end) in enumerate(zip(document, ends, strict=True)) if not number or end <= most]
+
+
+def _documents(texts, seed):
+    """The chunks of each document, in the order in which documents go to splits."""
+    documents = {}
+    for text in dict.fromkeys(texts):
+        documents.setdefault(_id(_document(text)), []).append(text)
+    return [
+        documents[key] for key in sorted(documents, key=lambda one: hashlib.sha256(f"{seed}|{one}".encode()).digest())
+    ]
+
+
 def _expected(texts, budget, seed):
     """The splits as a plain loop fills them."""
-    order = sorted(dict.fromkeys(texts), key=lambda text: hashlib.sha256(f"{seed}|{_id(text)}".encode()).digest())
-    splits = {}
-    for name in ("dev", "test", "train"):
-        wanted = getattr(budget, name)
-        taken = []
-        while order and (wanted is None or sum(len(text.split()) for text in taken) < wanted):
-            taken.append(order.pop(0))
-        if wanted is not None and name != "train" and sum(len(text.split()) for text in taken) < wanted:
-            return None
-        splits[name] = taken
-    return splits if splits["train"] else None
+    order, splits = _documents(texts, seed), {}
+    for name in ("dev", "test"):
+        splits[name] = []
+        while order and _words(splits[name]) < getattr(budget, name):
+            splits[name] += _given(order.pop(0), budget)
+    rest = list(chain.from_iterable(order))
+    while rest and budget.train is not None and _words(rest[:-1]) >= budget.train:
+        rest.pop()
+    return splits | {"train": rest} if rest else None
 
 
 @MANY
@@ -103,7 +128,13 @@ def _expected(texts, budget, seed):
     TEXTS,
     TEXTS,
     st.booleans(),
-    st.builds(Budget, train=st.none() | st.integers(1, 12), dev=st.integers(1, 9), test=st.integers(1, 9)),
+    st.builds(
+        Budget,
+        train=st.none() | st.integers(1, 12),
+        dev=st.integers(1, 9),
+        test=st.integers(1, 9),
+        per_document=st.none() | st.integers(1, 6),
+    ),
     st.integers(0, 3),
     st.sampled_from([1, 12, 64 << 20]),
     st.sampled_from([None, 0.5]),
@@ -117,10 +148,11 @@ def test_splits_follow_the_hash_order_and_lose_nothing(
     mine = [text for text in texts if (owners[_id(text)] == "a" if training else _id(text) not in owners)]
     expected = _expected(mine, budget, seed)
     if expected is None:
-        # Dev and test then take half of the words.
-        words, asked = sum(len(text.split()) for text in set(mine)), budget.dev + budget.test
+        # Dev and test then have half of what they could.
+        words = _words(chain.from_iterable(_given(one, budget) for one in _documents(mine, seed)))
+        asked = budget.dev + budget.test
         dev, test = (min(wanted, math.ceil(wanted * words / (2 * asked))) for wanted in (budget.dev, budget.test))
-        expected = _expected(mine, Budget(train=budget.train, dev=dev, test=test), seed) if mine else None
+        expected = _expected(mine, budget.replace(dev=dev, test=test), seed) if mine else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "STRETCH_BYTES", stretch_bytes)
         if expected is None:
@@ -130,19 +162,17 @@ def test_splits_follow_the_hash_order_and_lose_nothing(
         rows, card = _split(tmp_path, "a", training, budget, seed, near_duplicates=near)
     assert {name: [row["text"] for row in rows[name]] for name in SPLITS} == expected
     for row in chain.from_iterable(rows.values()):
-        ids = {"id": _id(row["text"]), "origin": _id(row["text"][:1])}
+        ids = {"id": _id(row["text"]), "origin": _id(_document(row["text"]))}
         assert row == ids | {"text": row["text"], "n_words": len(row["text"].split())}
     assert card["documents"] == {name: len(rows[name]) for name in SPLITS}
     assert card["words"] == {name: sum(row["n_words"] for row in rows[name]) for name in SPLITS}
     origins = {name: {row["origin"] for row in rows[name]} for name in SPLITS}
-    counts = {name: len(origins[name]) for name in ("dev", "test")}
-    assert card["origins"] == counts | {
-        f"{name}_in_train": len(origins[name] & origins["train"]) for name in ("dev", "test")
-    }
+    assert card["origins"] == {name: len(origins[name]) for name in ("dev", "test")}
+    assert not origins["dev"] & origins["test"]
+    assert not (origins["dev"] | origins["test"]) & origins["train"]
     assert card["duplicates"] == {"within": len(texts) - len(set(texts)), "across": len(set(texts)) - len(set(mine))}
     accounted = (card[key].values() for key in ("documents", "rejected", "duplicates"))
     assert sum(map(sum, accounted)) == len(texts)
-    assert card["leakage"]["exact_duplicates"] == 0
     assert [*(tmp_path / "corpus" / "a").glob(".*")] == []
 
 
@@ -154,7 +184,9 @@ def test_the_card_counts_what_is_left_out(tmp_path, caplog):
     path = _clean(tmp_path, "a", [*TEXT, TEXT[0]], empty=2)
     rows, card = _split(tmp_path, "a", budget=Budget(train=20, dev=10, test=10))
     assert card["domain"] == "a"
-    assert card["rejected"] == {"empty": 2, "near_duplicates": 0, "beyond_budget": 40 - sum(card["documents"].values())}
+    assert card["rejected"] == {"empty": 2, "near_duplicates": 0, "rest_of_held_out": 0} | {
+        "beyond_budget": 40 - sum(card["documents"].values())
+    }
     assert card["duplicates"] == {"within": 1, "across": 0}
     assert (card["replacements"], card["normalised"]) == (REPLACED, NORMALISED)
     for name, wanted in (("train", 20), ("dev", 10), ("test", 10)):

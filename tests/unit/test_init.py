@@ -84,22 +84,24 @@ def test_init_writes_a_valid_config_of_any_files(texts: Path) -> None:
     assert {run.learning_rate_factor(one) for one in run.planned if not one.kind.has_experts} == {0.1}
     config = run.config.values
     sources = {
-        name: {key: value for key, value in domain["source"].items() if key in ("path", "text", "json", "piece_words")}
+        name: {
+            key: value for key, value in domain["source"].items() if key in ("path", "text", "json", "document_words")
+        }
         for domains in config["domains"].values()
         for name, domain in domains.items()
     }
-    usual = {"text": "text", "json": "lines", "piece_words": None}
+    usual = {"text": "text", "json": "lines", "document_words": None}
     assert sources == {
-        "buro_1": usual | {"path": "Büro [1].txt", "piece_words": 50},
-        "buro_1_2": usual | {"path": "büro 1.txt", "piece_words": 50},
+        "buro_1": usual | {"path": "Büro [1].txt", "document_words": 50},
+        "buro_1_2": usual | {"path": "büro 1.txt", "document_words": 50},
         "2024": usual | {"path": "2024.jsonl.zst", "text": "body"},
         "tokens_text": usual | {"path": "tokens.csv"},
         "a": usual | {"path": "a.parquet"},
         "b": usual | {"path": "b.json", "json": "values"},
         "c": usual | {"path": "c.tar.gz"},
-        "letters": usual | {"path": "letters/", "piece_words": 50},
-        "src": usual | {"path": "src/*.py", "piece_words": 50},
-        "more": usual | {"path": "more/*.txt", "piece_words": 50},
+        "letters": usual | {"path": "letters/", "document_words": 50},
+        "src": usual | {"path": "src/*.py", "document_words": 50},
+        "more": usual | {"path": "more/*.txt", "document_words": 50},
     }
     assert list(config["domains"]["novel"]) == ["more"]
     assert {one["words"]["dev"] for one in config["domains"]["training"].values()} == {180}

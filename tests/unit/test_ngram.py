@@ -119,8 +119,12 @@ def test_the_contexts_of_scores_begin_one_token_before_the_block(tokens: Path, t
     scoring = NGramScoring(order=order, train_tokens=learned_tokens, length=length, dev_blocks=5, test_tokens=61)
     score_ngrams(_shards(tokens), scoring, tmp_path)
     assert {path.parent.name for path in tmp_path.glob("ngram4/*/dense.parquet")} == {
-        f"{domain}.test" for domain in TRAINING + NOVEL
+        f"{domain}.{split}" for domain in TRAINING + NOVEL for split in ("dev", "test")
     }
+    # All text is more.
+    score_ngrams(_shards(tokens), scoring.replace(train_tokens=None), tmp_path)
+    both = [read_scores(tmp_path / folder / "licenses.test", ["dense"]).scores for folder in ("ngram4_all", "ngram4")]
+    assert both[0].sum() > both[1].sum()
     streams = {}
     for domain in TRAINING:
         shard = TokenShard.open(tokens / "tokens" / domain / "train.arrow")
@@ -129,7 +133,7 @@ def test_the_contexts_of_scores_begin_one_token_before_the_block(tokens: Path, t
         shard = TokenShard.open(tokens / "tokens" / domain / f"{split}.arrow")
         text = [shard.end_of_text, *shard.read(0, count).tolist()]
         tables = [("ngram4_domains", column, [stream]) for column, stream in streams.items()]
-        tables += [("ngram4", "dense", [*streams.values()])] if split == "test" else []
+        tables.append(("ngram4", "dense", [*streams.values()]))
         for folder, column, learned in tables:
             defined = Defined(learned, order, shard.vocab_size)
             table = read_scores(tmp_path / folder / f"{domain}.{split}", [column])
@@ -158,7 +162,7 @@ def _shards(run: Path) -> list[Path]:
 
 def test_ngrams_learn_as_many_tokens_as_dense_and_are_mixed_as_experts() -> None:
     run = tiny(evaluation={"ngrams": [5, 2]}, models={"dense": {"tokens": 24576}})
-    settings = json.loads(RunRules(run).ngram_settings(5))
+    settings = json.loads(RunRules(run).ngram_settings("5"))
     assert settings == {"order": 5, "train_tokens": 8192, "length": 32, "dev_blocks": 10, "test_tokens": 1000}
     *_, pooled, by_domain = evaluated(run, "fantasy")
     assert (pooled.folder, pooled.columns, pooled.splits) == ("ngram2", ("dense",), ("test",))
@@ -168,3 +172,7 @@ def test_ngrams_learn_as_many_tokens_as_dense_and_are_mixed_as_experts() -> None
     plain = changed(run, evaluation={"weights": ["history"]})
     assert [system.method for system in ngram_lines(plain)] == ["dense", "cached"] * 2
     assert bases(run).keys() == {"dense_unbalanced", "dense", "demix_cached"}
+    every = tiny(evaluation={"ngrams": ["5_all"]})
+    settings = json.loads(RunRules(every).ngram_settings("5_all"))
+    assert (settings["order"], settings["train_tokens"]) == (5, None)
+    assert [one.folder for one in evaluated(every, "fantasy")[-2:]] == ["ngram5_all", "ngram5_all_domains"]

@@ -227,9 +227,11 @@ def test_the_hardware_is_that_of_the_config() -> None:
 
 
 def test_the_cost_of_scoring_counts_every_text_under_every_column() -> None:
-    rules, costs = scoring_jobs(SAMPLE), ScoringCosts(SAMPLE, HARDWARE["cpu"])
+    # Every split has as many tokens.
+    run = changed(SAMPLE, evaluation={"test_tokens": 5120})
+    rules, costs = scoring_jobs(run), ScoringCosts(run, HARDWARE["cpu"])
     jobs = {(job.name, part.folder): costs.of_part(part)[1] for job in rules for part in job.parts if part.shared}
-    dev, test = 60 * 128, 15360
+    dev, test = 60 * 128, 5120
     # Eight domains under eight experts; a domain under its own token alone, and new ones under all eight.
     known, new = (jobs[f"demix_seeded/{texts}", "demix_seeded"] for texts in ("training", "wiki"))
     assert known == 8 * new == 8 * (dev + test) * (8 * 4 + 18)
@@ -241,8 +243,8 @@ def test_the_cost_of_scoring_counts_every_text_under_every_column() -> None:
     assert [added[f"adapted-{name}"] for name in ("wiki", "code")] == [
         (n + k) * (dev + test) * 4 + 9 * test * (4 + 18) for n, k in ((8, 1), (9, 2))
     ]
-    # Of two orders of n-grams one model of all text scores test, and one of each training domain all splits.
-    of_ngrams = 2 * 16 * (test * (4 + 18) + (dev + test) * (8 * 4 + 18))
+    # Of two orders of n-grams one model of all text, and one of each training domain.
+    of_ngrams = 2 * 16 * (dev + test) * ((4 + 18) + (8 * 4 + 18))
     assert costs.of_all[1] == sum(costs.of_job(job)[1] for job in rules) + of_ngrams
 
 

@@ -10,7 +10,7 @@ rule score:
     log:
         f"{RUN}/logs/score/{{job}}.log",
     wildcard_constraints:
-        job=r"(?!ngram[0-9]+\.)[a-z0-9_@/-]+",
+        job=r"(?!ngram[0-9]+(_all)?\.|systems/)[a-z0-9_@/-]+",
     priority: lambda wildcards: RULES.scoring[wildcards.job].priority
     threads: CONFIG.threads
     resources:
@@ -33,12 +33,31 @@ rule score_ngrams:
     log:
         f"{RUN}/logs/score_ngrams/{{order}}.log",
     wildcard_constraints:
-        order="[0-9]+",
+        order="[0-9]+(_all)?",
     resources:
         **RULES.site("evaluate"),
     params:
-        settings=lambda wildcards: RULES.ngram_settings(int(wildcards.order)),
+        settings=lambda wildcards: RULES.ngram_settings(wildcards.order),
         folder=below_run("scores"),
     shell:
         "demix score-ngrams {input.tokens} --settings {params.settings:q} --output {params.folder} --manifest {output}"
         " 2> {log}"
+
+
+# Mixtures of columns of several models, from their tables.
+rule combine:
+    input:
+        lambda wildcards: RULES.combined_inputs(wildcards.system),
+        tokens=RULES.tokens(DOMAINS, "dev", "test"),
+    output:
+        f"{RUN}/scores/systems/{{system}}.json",
+    log:
+        f"{RUN}/logs/combine/{{system}}.log",
+    resources:
+        **RULES.site("evaluate"),
+    params:
+        settings=lambda wildcards: RULES.combination_settings(wildcards.system),
+        scores=below_run("scores"),
+    shell:
+        "demix combine {wildcards.system} {input.tokens} --scores {params.scores} --settings {params.settings:q}"
+        " --manifest {output} 2> {log}"

@@ -59,7 +59,7 @@ def index(data: RunData) -> Mapping[str, str]:
         paragraphs=[],
         notes=left_out_notes(run),
         ranking=found,
-        remarks=[*found.remarks, data.partly_known],
+        remarks=found.remarks,
         dots={name: inline(ranked(found, narrow=name == "narrow")) for name in ("broad", "narrow")},
         main=_shown(found, found.main),
         claims_title=CLAIMS_TITLE,

@@ -1,0 +1,135 @@
+"""Systems that mix columns of several models: a dense model with n-grams, experts that are pairs, a cache of the text.
+
+All come from score tables on the same tokens, so that no model runs. Proportions are chosen once for all texts, on the
+dev splits of the training domains: such a system does not know the domain of a text, as `tempered` does not.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from demix.config.models import DENSE_EXPERT
+from demix.data.shards import TokenShard
+from demix.evaluate.choice import mixing_of
+from demix.evaluate.score_tables import (
+    scored_tokens,
+    stream_scores,
+    tokens_sha256,
+    write_digests,
+    write_scores,
+    write_tokens,
+)
+from demix.mix.logs import logsumexp
+from demix.mix.mixtures import log_mixtures
+from demix.mix.priors import fitted_log_prior
+from demix.mix.rules import Chunk, State, WeightsRule, weights_rule
+from demix.settings import Items, Positive, Settings, Switch, Text
+
+# The decays of the unigram caches that a system with a cache mixes.
+CACHE_DECAYS = (0.98, 0.995, 0.999, 0.9998)
+
+
+class Member(Settings):
+    """A model of a system: the folder and the `columns` of its score tables, and the rule `weights` that mixes them.
+
+    With `weights` empty there is one column. Without columns the member is the cache of the text.
+    """
+
+    folder: Text = ""
+    columns: Items[Text] = ()
+    weights: Text = ""
+
+
+class Combination(Settings):
+    """What a system mixes. With `paired` the columns of the same name of two members are mixed, and remain columns.
+
+    `training` are the domains on whose dev splits the proportions are chosen. Blocks have `length` tokens.
+    """
+
+    members: Items[Member]
+    paired: Switch = False
+    training: Items[Text]
+    length: Positive
+
+
+def combine(name: str, paths: list[Path], scores: Path, combination: Combination, manifest: Path) -> None:
+    """Write the score tables of the system `name` on the splits tokens/<domain>/<split>.arrow of `paths`.
+
+    `scores` has the score tables of the members, by folder, beside the folder models/ with their mixing.json. A system
+    has one column, dense, whose probabilities are sums of those of the members in fixed proportions, and a paired one a
+    column for each pair, in the same proportions. These have the lowest loss on dev (`fitted_log_prior`); of a pair,
+    on the dev split of the domain with its name. `manifest` gets the proportions and the digests of the tables, last.
+    """
+    shards = {f"{path.parent.name}.{path.stem}": TokenShard.open(path, verify=True) for path in paths}
+    members, first = [*combination.members], next(one for one in combination.members if one.folder)
+    columns, judged = {DENSE_EXPERT: members}, [(members, domain) for domain in combination.training]
+    if combination.paired:
+        columns = {name: [one.replace(columns=(name,), weights="") for one in members] for name in first.columns}
+        judged = [(pair, column) for column, pair in columns.items()]
+    types = next(iter(shards.values())).vocab_size
+    dev = np.concatenate([rows for some, domain in judged for rows in log_p(scores, some, f"{domain}.dev", types)])
+    proportions = fitted_log_prior(dev[:, None], np.ones((len(dev), 1), bool))
+    for place, shard in shards.items():
+        ids = shard.read(0, scored_tokens(scores / first.folder / place))
+        for column, some in columns.items():
+            pieces = (logsumexp(rows + proportions) for rows in log_p(scores, some, place, types))
+            write_scores(scores / name / place / f"{column}.parquet", pieces, {"tokens_sha256": tokens_sha256(ids)})
+        write_tokens(scores / name / place, ids, shard.offsets, combination.length, shard.origins, [*columns])
+    about = {"proportions": np.exp(proportions).tolist(), "members": [one.as_dict() for one in members]}
+    write_digests(manifest, [(scores / name / place, [*columns]) for place in shards], about)
+
+
+def log_p(scores: Path, members: Sequence[Member], place: str, types: int) -> Iterator[np.ndarray]:
+    """log p [N, K] of the next N tokens of a split under each of the members; a cache has a column for each decay."""
+    cache, states = UnigramCache(types), dict[int, State]()
+    tables = [stream_scores(scores / one.folder / place, one.columns) for one in members if one.folder]
+    rules = [one.weights and _rule(scores, one) for one in members if one.folder]
+    for chunks in zip(*tables, strict=True):
+        found = []
+        for number, (chunk, rule) in enumerate(zip(chunks, rules, strict=True)):
+            mixed = chunk.scores[..., 0]
+            if rule:
+                prior = np.full(chunk.scores.shape[2], -np.log(chunk.scores.shape[2]))
+                state = states[number] if number in states else rule.begin(prior)
+                given = Chunk(chunk.scores, chunk.mask, {}, chunk.documents)
+                evidence, states[number] = rule.evidence(given, state)
+                priors = np.broadcast_to(prior, (len(evidence), 1, len(prior)))
+                mixed = log_mixtures(chunk.scores, priors, evidence, rule.uniform_start)[:, 0]
+            found.append(mixed[chunk.mask][:, None])
+        if len(tables) < len(members):
+            found.append(cache.log_p(chunks[0].tokens))
+        yield np.concatenate(found, axis=1)
+
+
+def _rule(scores: Path, member: Member) -> WeightsRule:
+    """The rule of a member's experts; the parameters of `tempered` may be those that were chosen for the model."""
+    if member.weights == "tempered":
+        return mixing_of(scores.parent / "models" / member.folder)
+    return weights_rule(member.weights)
+
+
+class UnigramCache:
+    """Unigrams of the text so far (Kuhn and De Mori 1990): a token counts γ^d after d tokens, for each of K decays γ.
+
+    All are smoothed by a count of 1 that the `types` of the tokenizer share, so that each token has a probability.
+    """
+
+    def __init__(self, types: int, decays: Sequence[float] = CACHE_DECAYS) -> None:
+        self._decays, self._types = np.array(decays), types
+        # By token the decayed counts and the place at which they were taken; the sum of all counts; the next place.
+        self._counts: dict[int, tuple[np.ndarray, int]] = {}
+        self._total, self._place = np.zeros(len(decays)), 0
+
+    def log_p(self, tokens: np.ndarray) -> np.ndarray:
+        """log p [N, K] of the next tokens [N], each counted once it is predicted."""
+        found = np.empty((len(tokens), len(self._decays)))
+        nothing = np.zeros(len(self._decays)), 0
+        for row, token in enumerate(tokens.tolist()):
+            counted, at = self._counts.get(token, nothing)
+            counted = counted * self._decays ** (self._place - at)
+            found[row] = np.log((counted + 1 / self._types) / (self._total + 1))
+            self._counts[token] = counted + 1, self._place
+            self._total = (self._total + 1) * self._decays
+            self._place += 1
+        return found
