@@ -12,10 +12,11 @@ from demix.plan.domains import WORD_BYTES, plan_domains
 from demix.plan.flops import HARDWARE
 from demix.plan.numbers import decimal, short
 from demix.run.contexts import asked_contexts
+from demix.run.evaluated import chosen_on_dev, fitted, routed
 from demix.run.harness import harnessed
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
-from demix.run.systems import chosen_on_dev, classified, fitted, routed
+from demix.run.systems import classified
 
 # Seconds of a core in which a job starts: 0.6 without torch and 2.2 with it (benchmarks/starts.py at 37803530), and 1.0
 # of snakemake's (8% of those of the demo, for 110 jobs).

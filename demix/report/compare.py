@@ -33,8 +33,9 @@ from demix.evaluate.intervals import FEWEST_TOKENS, block_tokens, bounds, resamp
 from demix.files import digest, is_made, read_json, seed_for
 from demix.progress import progress
 from demix.report.read import domains_of, percent, read_results
+from demix.run.evaluated import evaluated
 from demix.run.run import Run, kept
-from demix.run.systems import Evaluated, System, evaluated, main_systems
+from demix.run.systems import Evaluated, System, main_systems
 
 PERPLEXITY, BITS = "perplexity", "bits_per_byte"
 # Why a pair of runs has no interval, or no difference at all.

@@ -16,7 +16,14 @@ from demix.report.table import cell
 from demix.report.verdict import mean_interval
 from demix.run.models import Model
 from demix.run.run import Run
-from demix.run.systems import System, added, main_systems, ngram_lines, row_systems, table_rows
+from demix.run.systems import (
+    System,
+    added,
+    main_systems,
+    ngram_lines,
+    row_systems,
+    table_rows,
+)
 
 # Rows are at equal FLOPs of training within a hundredth: an update more or less, or another decoder of the same sizes.
 EQUAL = 0.01

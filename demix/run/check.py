@@ -13,10 +13,11 @@ from demix.errors import DemixError, nearest
 from demix.progress import so_many
 from demix.run import placement
 from demix.run.contexts import check_contexts
+from demix.run.evaluated import columns_of
 from demix.run.harness import harness_files, harnessed
 from demix.run.models import Merged, Model
 from demix.run.run import Run, refuse_other_domains, refuse_other_format
-from demix.run.systems import MOST_NGRAM_TOKENS, columns_of, ngram_folders, ngram_tokens
+from demix.run.systems import MOST_NGRAM_TOKENS, ngram_folders, ngram_tokens
 from demix.settings import names_of, written
 
 

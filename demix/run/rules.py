@@ -14,20 +14,18 @@ from demix.config.models import RowSettings
 from demix.config.training import Execution
 from demix.launch.arguments import SHELL_FUNCTION
 from demix.run.contexts import asked_contexts, context_tables
+from demix.run.evaluated import chosen_on_dev, evaluated, routed
 from demix.run.harness import harness_routings, harnessed
 from demix.run.models import Model, trained_without
 from demix.run.run import config_fingerprint
 from demix.run.scoring import ScoringPart
 from demix.run.stage_settings import StageSettings
 from demix.run.systems import (
-    chosen_on_dev,
     classified,
     classified_by,
     clustered,
-    evaluated,
     merged_whole,
     ngram_folders,
-    routed,
 )
 from demix.settings import names_of, written
 

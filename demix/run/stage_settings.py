@@ -14,11 +14,12 @@ from demix.config.training import TrainingRecipe, taken
 from demix.files import fingerprint, write_json
 from demix.run.compared import balanced_pairs, compared
 from demix.run.contexts import POSITION_BINS, context_tables
+from demix.run.evaluated import columns_of, evaluated
 from demix.run.harness import harness_settings, harness_tasks, harnessed
 from demix.run.models import Model, left_out, trained_without
 from demix.run.run import Run, kept
 from demix.run.scoring import ScoringJob, scoring_jobs
-from demix.run.systems import bases, classified, columns_of, evaluated, merged_whole, ngram_tokens
+from demix.run.systems import bases, classified, merged_whole, ngram_tokens
 from demix.settings import written
 
 # The bytes of the longest argument that Linux passes to a program, less the NUL at its end.

@@ -1,13 +1,10 @@
 """What a run evaluates and compares, derived from its models: sets of experts, score tables, systems."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 
-from demix.config.mixing import METHODS, UNWEIGHTED, parsed_weights
+from demix.config.mixing import METHODS, parsed_weights
 from demix.config.models import DENSE_EXPERT, KINDS, PAPER, Kind
-from demix.run.harness import harness_routings
-from demix.run.models import MERGED, Merged, Model, folder_at, left_out, one_more
+from demix.run.models import Merged, Model
 from demix.run.rows import Row
 from demix.run.run import Run
 
@@ -208,151 +205,6 @@ def combined_systems(run: Run) -> tuple[System, ...]:
     )
 
 
-def columns_of(run: Run, folder: str) -> tuple[str, ...]:
-    """The score columns of a model of the run's own seed or of n-grams; none for another name."""
-    for order in run.config.evaluation.ngrams or ():
-        if folder in ngram_folders(order):
-            return (DENSE_EXPERT,) if folder == ngram_folders(order)[0] else run.training
-    whole = (one for one in run.own if one.name == folder and not (one.removed or one.masked))
-    return next((one.columns for one in whole), ())
-
-
-def _combined_tables(run: Run) -> Iterator[Evaluated]:
-    """The score tables of `combined_systems`."""
-    for name, one in run.config.evaluation.mixed.items():
-        if not one.pairs:
-            yield Evaluated(name, name, run.seed, (DENSE_EXPERT,))
-            continue
-        columns = columns_of(run, one.pairs[0])
-        some = ExpertSet("training", columns, methods=("uniform",), weights=(one.weights,))
-        yield Evaluated(name, name, run.seed, columns, (some,))
-
-
-def _ngram_tables(run: Run) -> Iterator[Evaluated]:
-    """The score tables of `ngram_systems`."""
-    for order in run.config.evaluation.ngrams or ():
-        pooled, by_domain = ngram_folders(order)
-        yield Evaluated(pooled, pooled, run.seed, (DENSE_EXPERT,))
-        some = ExpertSet("training", run.training, routing=run.receiver.routing)
-        yield Evaluated(by_domain, by_domain, run.seed, run.training, (some,))
-
-
-@cache
-def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
-    """The score tables and sets of experts to evaluate on `domain`, the run's own seed first.
-
-    Within a seed, models of one column come first, then models with domain tokens, then models with experts. N-grams,
-    merged models, those with another number of chosen experts, and those without the domain's expert come last.
-    """
-    if domain in run.suites:
-        return _of_suites(run)
-    training, novel, receiver, whole = run.training, run.novel, run.receiver, run.whole
-
-    def sets(model: Model) -> Iterator[ExpertSet]:
-        if model.removed:
-            yield ExpertSet("training", model.columns, methods=("cached",))
-            return
-        if model.kind.domain_tokens:
-            # A novel domain has no token of its own.
-            yield ExpertSet("training", training, methods=("naive",))
-            return
-        own = model.seed == run.seed
-        if model.masked:
-            # None of these methods goes with weights by history, so that no rule reads the text.
-            yield ExpertSet("training", model.columns, methods=UNWEIGHTED, weights=("history",), alone=own)
-            return
-        adds = model == receiver and bool(novel)
-        if adds:
-            yield ExpertSet("all", training + novel, alone=True)
-            for name in novel if domain in training else (domain,):
-                yield ExpertSet(one_more(name), (*training, name), methods=("cached",), weights=("history",))
-        variants = own and model.name == "demix"
-        yield ExpertSet("training", model.columns, alone=own and not adds, variants=variants, routing=model.routing)
-        if model == whole and domain in training and len(training) > 1:
-            rest = tuple(expert for expert in training if expert != domain)
-            yield ExpertSet(left_out(domain), rest, methods=("cached",), routing=model.routing)
-
-    def table_of(model: Model) -> Evaluated:
-        if model.kind.domain_tokens and domain in training:
-            # The tables show a training domain under its own token alone.
-            own = ExpertSet("training", (domain,), methods=("naive",))
-            return Evaluated(model.row, model.name, model.seed, own.experts, (own,))
-        columns = training + novel if model == receiver else model.columns
-        own_sets = tuple(sets(model)) if model.kind.has_experts or model.kind.domain_tokens else ()
-        return Evaluated(model.row, model.name, model.seed, columns, own_sets)
-
-    found = []
-    models = [model for model in run.planned if domain in model.scored]
-    for seed in (run.seed, *run.config.further_seeds):
-        tables = [(model, table_of(model)) for model in models if model.seed == seed]
-        single = [table for _, table in tables if not table.sets]
-        tokens = [table for model, table in tables if model.kind.domain_tokens]
-        mixed = [table for model, table in tables if table.sets and not model.kind.domain_tokens]
-        found += [*single, *tokens, *mixed]
-    found += [*_ngram_tables(run), *_combined_tables(run)]
-    found += [
-        Evaluated(one.model.row, one.of(domain), one.model.seed, MERGED, merged=one.weights)
-        for one in run.merged
-        if domain in one.model.scored
-    ]
-    chosen = other_top_k(run)
-    found += [
-        replace(table, folder=folder_at(table.folder, top_k=k), top_k=k)
-        for table in found
-        for k in chosen.get(table.folder, ())
-    ]
-    found += [
-        Evaluated(
-            whole.model, folder_at(folder, without=domain), run.seed, MERGED, merged=whole.weights, without=domain
-        )
-        for folder, whole in merged_whole(run).items()
-        if domain in training
-    ]
-    return tuple(found)
-
-
-def suite_models(run: Run) -> tuple[Model, ...]:
-    """The models that are scored on the suites, of the run's own seed; none in a run without suites."""
-    return tuple(model for model in run.own if not model.masked) if run.suites else ()
-
-
-def _of_suites(run: Run) -> tuple[Evaluated, ...]:
-    """What is evaluated on a domain of a suite: what neither its dev split nor the distance of its text decides."""
-    found = []
-    for model in suite_models(run):
-        methods = ("naive",) if model.kind.domain_tokens else ("naive", "average", "uniform", "updating")
-        experts = model.kind.has_experts or model.kind.domain_tokens
-        sets = (ExpertSet("training", model.columns, methods=methods),) if experts else ()
-        found.append(Evaluated(model.row, model.name, model.seed, model.columns, sets, test_only=True))
-    return tuple(found)
-
-
-@cache
-def routed(run: Run) -> tuple[str, ...]:
-    """The clusterings whose distances weight experts in the evaluation."""
-    if not any(parsed_weights(weights).rules.routed for weights in run.config.evaluation.weights):
-        return ()
-    sets = (some for domain in run.domains for table in evaluated(run, domain) for some in table.sets)
-    return tuple(dict.fromkeys(some.routing for some in sets if some.routing))
-
-
-def chosen_on_dev(run: Run) -> dict[str, tuple[str, ...]]:
-    """The experts of each model with a mixing.json, by its folder.
-
-    These are the models mixed by `tempered` with parameters that the config leaves open, n-grams of domains last.
-    """
-    if "tempered" not in run.config.evaluation.weights:
-        return {}
-    models = [model for model in run.trained if model.kind.has_experts and not (model.removed or model.masked)]
-    ngrams = [ngram_folders(order)[1] for order in run.config.evaluation.ngrams or ()]
-    pairs = {
-        name: columns_of(run, one.pairs[0])
-        for name, one in run.config.evaluation.mixed.items()
-        if one.pairs and one.weights == "tempered"
-    }
-    return {model.name: model.columns for model in models} | dict.fromkeys(ngrams, run.training) | pairs
-
-
 @dataclass(frozen=True)
 class Routers:
     """A model of the run's own seed whose tokens choose `top_k` of so many `experts` in a layer: its folder's name."""
@@ -403,12 +255,6 @@ def classified(run: Run) -> tuple[Model, ...]:
 def classified_by(run: Run) -> tuple[str, ...]:
     """The clusterings whose distances weight experts in the classification of tasks."""
     return tuple(dict.fromkeys(model.routing for model in classified(run) if model.routing))
-
-
-def fitted(run: Run) -> tuple[str, ...]:
-    """The clusterings that some model learns from, or whose distances weight experts."""
-    used = [*run.learned_clusterings, *routed(run), *classified_by(run), *harness_routings(run).values()]
-    return tuple(dict.fromkeys(used))
 
 
 # The systems that differences.parquet subtracts, by their names in its column `against`.

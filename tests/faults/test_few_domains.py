@@ -11,8 +11,9 @@ from demix.evaluate.columns import join
 from demix.evaluate.domain import Evaluation, evaluate_domain
 from demix.report import report_files
 from demix.run.compared import compared
+from demix.run.evaluated import evaluated
 from demix.run.run import Run
-from demix.run.systems import bases, evaluated
+from demix.run.systems import bases
 from demix.settings import settings_from
 from support.cli import succeeds
 from support.frozen import with_models

@@ -20,9 +20,9 @@ from demix.data.tokenizer import Tokenizer
 from demix.evaluate.routing import beside_of
 from demix.files import read_json, read_parquet, write_json
 from demix.model.directory import expert_names, tokenizer_of
+from demix.run.evaluated import evaluated
 from demix.run.rules import RunRules
 from demix.run.scoring import scoring_jobs
-from demix.run.systems import evaluated
 from support.cli import said
 from support.entries import tiny
 from support.errors import refused

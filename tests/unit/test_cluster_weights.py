@@ -18,8 +18,9 @@ from demix.mix.rules import DISTANCES, Chunk, Cluster, History, ReleasedCluster
 from demix.report.read import read_results
 from demix.run.check import load_run
 from demix.run.compared import compared
+from demix.run.evaluated import evaluated
 from demix.run.rules import RunRules
-from demix.run.systems import bases, evaluated
+from demix.run.systems import bases
 from support.configs import domains, small_run
 from support.errors import refused
 from support.mixing import as_blocks, log_mixture, log_weights, mix, updating_priors, window

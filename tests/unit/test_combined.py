@@ -14,7 +14,8 @@ from demix.evaluate.score_tables import ScoreTable, read_scores
 from demix.files import read_json
 from demix.mix.mixtures import Mixture
 from demix.mix.rules import Tempered
-from demix.run.systems import chosen_on_dev, columns_of, combined_systems, evaluated
+from demix.run.evaluated import chosen_on_dev, columns_of, evaluated
+from demix.run.systems import combined_systems
 from support.entries import tiny
 from support.errors import refused
 from support.tokens import NOVEL, TRAINING

@@ -34,8 +34,8 @@ from demix.report.compare import (
     compare,
 )
 from demix.report.compared import tables, write_page
+from demix.run.evaluated import evaluated
 from demix.run.run import Run, config_fingerprint, read_run_config
-from demix.run.systems import evaluated
 from support.cli import demix, succeeds
 from support.configs import with_keys, written_by_hand
 from support.errors import refused

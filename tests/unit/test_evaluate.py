@@ -21,8 +21,8 @@ from demix.files import read_json, seed_for, write_json
 from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import Switching, Tempered
 from demix.run.compared import compared
+from demix.run.evaluated import evaluated as evaluated_tables
 from demix.run.systems import bases
-from demix.run.systems import evaluated as evaluated_tables
 from support.configs import changed, domains, small_run
 from support.errors import refused
 from support.mixing import mix

@@ -6,9 +6,9 @@ import pytest
 
 from demix.plan.jobs import count_jobs
 from demix.run.check import completed_run
+from demix.run.evaluated import evaluated
 from demix.run.run import Run
 from demix.run.scoring import ScoringPart, scoring_jobs
-from demix.run.systems import evaluated
 from support.errors import refused
 
 

@@ -36,7 +36,7 @@ from demix.model.filling import fillings, masked_inputs
 from demix.model.gpt import GPT, MASKED
 from demix.model.scoring import FOLDS, log_probabilities, masked_log_probabilities
 from demix.plan.flops import scoring_flops
-from demix.run.systems import evaluated
+from demix.run.evaluated import evaluated
 from demix.train.adapt import adapt
 from demix.train.optimizers import group_of
 from support.checkpoints import all_tensors

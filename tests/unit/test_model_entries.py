@@ -23,10 +23,11 @@ from demix.report.run_data import RunData
 from demix.report.systems import all_training_flops
 from demix.run.check import completed_run
 from demix.run.compared import compared
+from demix.run.evaluated import chosen_on_dev, evaluated
 from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import ScoringPart, scoring_jobs
-from demix.run.systems import chosen_on_dev, evaluated, main_systems, other_top_k, table_rows
+from demix.run.systems import main_systems, other_top_k, table_rows
 from support.cli import succeeds
 from support.configs import small
 from support.entries import TINY, tiny, trained

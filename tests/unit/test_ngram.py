@@ -15,8 +15,9 @@ from demix.data.tokenizer import train_tokenizer
 from demix.evaluate.ngrams import NGramScoring, score_ngrams
 from demix.evaluate.score_tables import read_scores
 from demix.model.ngram import FALLBACK, KneserNey, discounts_of
+from demix.run.evaluated import evaluated
 from demix.run.rules import RunRules
-from demix.run.systems import bases, evaluated, ngram_lines
+from demix.run.systems import bases, ngram_lines
 from support.configs import changed
 from support.entries import tiny
 from support.errors import refused

@@ -11,11 +11,11 @@ from demix.config.models import KINDS, ModelRow
 from demix.errors import DemixError
 from demix.plan.jobs import count_jobs
 from demix.run.check import completed_run
+from demix.run.evaluated import evaluated
 from demix.run.placement import place
 from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
-from demix.run.systems import evaluated
 from demix.settings import names_of, settings_from
 from demix.train.stage import ModelTraining, Training
 from support.configs import small

@@ -18,8 +18,8 @@ from demix.evaluate.domain import Evaluation, evaluate_domain
 from demix.files import read_json, read_parquet, write_json, write_parquet
 from demix.report import report_files
 from demix.run.check import completed_run
+from demix.run.evaluated import evaluated
 from demix.run.run import Run, config_fingerprint
-from demix.run.systems import evaluated
 from support.cli import demix
 from support.configs import domains, small, small_run
 from support.errors import refused

@@ -12,12 +12,13 @@ from demix.plan.cost import plan_training
 from demix.plan.flops import HARDWARE
 from demix.run.check import completed_run, load_run
 from demix.run.compared import compared
+from demix.run.evaluated import evaluated
 from demix.run.models import Model
 from demix.run.placement import place_experts, ranks_without
 from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
-from demix.run.systems import bases, evaluated
+from demix.run.systems import bases
 from demix.settings import written
 from support.configs import TEXT, domains, small, small_run
 

@@ -1,6 +1,6 @@
 # Arithmetic on the score tables: mixtures, tables, figures, tracking.
 from demix.report import report_files, report_items
-from demix.run.systems import chosen_on_dev
+from demix.run.evaluated import chosen_on_dev
 
 
 rule choose_mixing:
