@@ -14,6 +14,7 @@ from demix.report.run_data import RunData
 from demix.report.systems import BALANCED, CACHED, all_training_flops, families, training_flops
 from demix.report.table import cell
 from demix.report.verdict import mean_interval
+from demix.run.evaluated import columns_of
 from demix.run.models import Model
 from demix.run.run import Run
 from demix.run.systems import (
@@ -36,7 +37,7 @@ class Entry:
     `passes` is the number of experts that predict each token. `representative` is True for the one way to predict by
     which the verdict knows the model. `apart` says why the system is not at equal FLOPs of training; empty for one that
     is. `family` is the same for models of one kind; each baseline, a model without experts, is one by itself, but
-    for `counts`, n-grams, whose training takes no FLOPs.
+    for `counts`, n-grams, whose training takes no FLOPs. `mixed` systems are no models, but mix columns of several.
     """
 
     system: System
@@ -46,7 +47,8 @@ class Entry:
     apart: str
     family: str
     baseline: bool
-    counts: bool
+    counts: bool = False
+    mixed: bool = False
 
     @property
     def label(self) -> str:
@@ -73,6 +75,11 @@ class Entry:
         return self.representative and not (self.apart or self.oracle)
 
     @property
+    def model(self) -> bool:
+        """Whether it is a model that may be called the best."""
+        return self.fair and not (self.counts or self.mixed)
+
+    @property
     def first(self) -> Measured:
         """What was measured on the training domains."""
         return next(iter(self.on.values()))
@@ -91,7 +98,7 @@ class Ranking:
     @property
     def models(self) -> int:
         """The number of models, however many lines each has, of which one may be called the best."""
-        return len({entry.system.model for entry in self.entries if entry.fair and not entry.counts})
+        return len({entry.system.model for entry in self.entries if entry.model})
 
     @property
     def dense(self) -> Entry:
@@ -101,11 +108,11 @@ class Ranking:
     @property
     def best(self) -> Entry:
         """The best model at equal FLOPs of training."""
-        return next(entry for entry in self.entries if entry.fair and not entry.counts)
+        return next(entry for entry in self.entries if entry.model)
 
     @property
     def next(self) -> Entry | None:
-        """The best line of another model than `best`; n-grams are one."""
+        """The best line of another model than `best`, n-grams and mixtures with them included."""
         others = (one for one in self.entries if one.fair and one.system.model != self.best.system.model)
         return next(others, None)
 
@@ -159,6 +166,8 @@ class Ranking:
         if math.isnan(dense.first.mean):
             return f"This run has no numbers of {dense.label}, with which models are compared."
         begin = f"Of {self.models} models at equal training FLOPs"
+        if (rival := self.next) and rival.first.mean < best.first.mean:
+            begin = f"{rival.label} has {rival.first.mean:.2f} on the {training.said}, and no model is below. {begin}"
         if best.system.model == dense.system.model:
             nearest = self.next
             more = f"; the next, {nearest.label}, is {_beside(nearest.first.change)} it" if nearest else ""
@@ -179,7 +188,6 @@ class Ranking:
             return
         kind = self.data.kinds[0].kind
         if other.first.mean < best.first.mean:
-            yield f"{other.label} are lower still ({other.first.mean:.2f} against {best.first.mean:.2f})."
             return
         said = {True: ", significantly", False: ", not significantly", None: ""}
         sure, change = said[self.significantly(best, other, kind)], percent(best.first.mean, other.first.mean)
@@ -215,6 +223,20 @@ def ranking(data: RunData) -> Ranking:
 
 def _entry(system: System, data: RunData) -> Entry:
     run, adapted, counts = data.run, added(data.run)[1], ngram_lines(data.run)
+    on = {one.kind: measured(data.own, data.bounds, system, BALANCED, one.names) for one in data.kinds}
+    if mixed := run.config.evaluation.mixed.get(system.model):
+        trained = [one for one in run.own if one.name in mixed.models]
+        apart = _unequal(trained[0], data) if len(trained) == 1 else f"with {len(trained)} trained models"
+        return Entry(
+            system,
+            on,
+            passes=sum(len(columns_of(run, name)) for name in mixed.models),
+            representative=True,
+            apart=apart,
+            family=system.label,
+            baseline=not any(one.kind.has_experts or one.kind.routed for one in trained),
+            mixed=True,
+        )
     model = next((one for one in run.own if one.name == system.model), None)
     experts = run.domains if system.experts == "all" else model.experts if model else run.training
     baseline = model is None or not (model.kind.has_experts or model.kind.routed)
@@ -222,7 +244,7 @@ def _entry(system: System, data: RunData) -> Entry:
     more = "since its added experts learned from the novel domains" if system.experts == adapted.experts else ""
     return Entry(
         system,
-        {one.kind: measured(data.own, data.bounds, system, BALANCED, one.names) for one in data.kinds},
+        on,
         passes=1 if system.method in ("dense", "naive") else len(experts),
         representative=system in (adapted, *counts, representatives(run).get(system.model)),
         apart=more or (_unequal(model, data) if model else ""),
@@ -284,7 +306,7 @@ def main_table(ranking: Ranking) -> rich.table.Table:
         table.add_row(entry.label + " ◀" * best, *cells, str(entry.passes), style="bold" if best else "")
     notes = [
         f"change: from {ranking.dense.label}; passes: models or experts run for each token",
-        "◀ best at equal FLOPs of training, oracles and n-grams left out",
+        "◀ best model at equal FLOPs of training; oracles, n-grams and mixtures with them are no models",
     ]
     notes += ["* oracle: the best expert or token, chosen on the test data"] if data.novel else []
     notes += [

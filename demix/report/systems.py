@@ -17,6 +17,7 @@ from demix.run.systems import (
     added,
     bases,
     by_distance,
+    combined_systems,
     merged_label,
     ngram_systems,
     paper_systems,
@@ -118,7 +119,7 @@ def in_domain(run: Run) -> Iterator[System]:
 
 def systems_on(domain: str, kind: str, run: Run) -> list[System]:
     """The systems of all tables that are evaluated on `domain`, whose kind is `kind`."""
-    systems = [*trained_systems(run), *ngram_systems(run)]
+    systems = [*trained_systems(run), *ngram_systems(run), *combined_systems(run)]
     dense = [system for system in systems if system.method == "dense"]
     naive = [system for system in systems if system.method == "naive"]
     mixed = [system for system in systems if system.method not in ("dense", "naive")]
