@@ -49,6 +49,7 @@ CLUSTERS = Need("model that learns from clusters", _from_clusters)
 MERGED_REMOVAL = Need("merged model that loses experts", lambda run: bool(run.config.removal.merged))
 TASKS = Need("task", lambda run: bool(run.config.tasks))
 HARNESS = Need("task of the harness", lambda run: bool(run.config.lm_eval))
+RIVALS = Need("mixture with n-grams", lambda run: bool(run.config.evaluation.mixed))
 SUITES = Need("suite", lambda run: bool(run.suites))
 ANY_TASK = Need("task or suite", lambda run: any(need.met(run) for need in (TASKS, HARNESS, SUITES)))
 # Of these a report says that a run lacks them; few runs are meant to have the others.

@@ -99,6 +99,25 @@ def released(system: ByDomain) -> ByDomain:
     return lambda domain: system(domain).with_weights("released")
 
 
+def _mixed(run: Run) -> Iterator[tuple[System, bool, frozenset[str]]]:
+    """The systems that mix columns of models: whether some model has experts, and the n-grams and caches beside it."""
+    trained = {one.name: one.kind.has_experts or one.kind.routed for one in run.own}
+    for system, one in zip(combined_systems(run), run.config.evaluation.mixed.values(), strict=True):
+        names = {*one.columns, *one.pairs}
+        yield system, any(trained.get(name) for name in names), frozenset(names - trained.keys())
+
+
+def rivals(run: Run) -> list[System]:
+    """The mixtures of dense models with what counts: n-grams, a cache of the text."""
+    return [system for system, experts, counts in _mixed(run) if counts and not experts]
+
+
+def with_same_counts(run: Run) -> list[tuple[System, System]]:
+    """The mixtures of experts with what counts, each beside that of a dense model with the same."""
+    dense = {counts: system for system, experts, counts in _mixed(run) if counts and not experts}
+    return [(system, dense[counts]) for system, experts, counts in _mixed(run) if experts and counts in dense]
+
+
 def baselines(run: Run) -> list[System]:
     """The dense baselines that a run has."""
     return [base for base in (DENSE, BALANCED) if base in bases(run).values()]

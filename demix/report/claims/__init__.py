@@ -59,8 +59,10 @@ class Row:
         **how: Any,
     ) -> Iterator[Part]:
         """The comparisons of one entry of `compare`."""
-        found: Iterable[tuple[ByDomain, ByDomain]] = paired(pairs, data) if pairs else ()
-        if not pairs:
+        found: Iterable[tuple[ByDomain, ByDomain]]
+        if pairs:
+            found = getattr(systems, pairs)(data.run) if pairs.isidentifier() else paired(pairs, data)
+        else:
             firsts = [self.mixture] if self.mixture else _named(first, data.run)
             found = list(product(firsts, _named(second, data.run)))
         for domains in (one for one in data.kinds if one.kind in on):
