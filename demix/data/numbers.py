@@ -6,7 +6,6 @@ to either side of it: time is linear in the text.
 
 import re
 from collections.abc import Iterator
-from string import digits as DIGITS
 
 import regex
 
@@ -51,7 +50,6 @@ _ANY_ISSUER = regex.compile(r"[2-6][0-9]{11,18}|0604[0-9]{8,15}")
 _SSN = regex.compile(rf"{_FREE}(?!000|666|9)[0-9]{{3}}([{_DASH}])(?!00)[0-9]{{2}}\1(?!0000)[0-9]{{4}}{_END}")
 _SSN_LOOSE = regex.compile(rf"(?!000|666|9)[0-9]{{3}}([{_BLANK}.{_DASH}]?)(?!00)[0-9]{{2}}\1(?!0000)[0-9]{{4}}{_END}")
 
-_ZIP = regex.compile(r"[0-9]{5}-[0-9]{4}(?![0-9])")
 # With an area code, between separators of one kind.
 _AMERICAN = regex.compile(rf"(?:1[{_BLANK}.{_DASH}])?[2-9][0-9]{{2}}([{_BLANK}.{_DASH}])[2-9][0-9]{{2}}\1[0-9]{{4}}")
 _PLUS = regex.compile(rf"(?r)(?<![^\W_]|[)+~]|\w_)(?<!\w-)(?<!{TOKEN}-?)(?:\(\+|\+\(?)")
@@ -172,16 +170,11 @@ def _opens_with(text: str, start: int, end: int) -> bool:
 def _near_a_word(text: str, start: int, end: int) -> bool:
     """Whether a number in the groups of some country has a word about telephones near it on its line."""
     shown = text[start:end]
-    # Seven digits are a local number, or anything. None without an area code has two kinds of separators.
-    kinds = len(set(shown).difference(DIGITS))
-    if not 9 <= len(shown) <= 20 or (shown[0] != "0" and ")" not in shown and kinds > 1):
-        return False
-    if not _HOME.match(text, start) or _any_at(text, end, _ROW, _DUMP, _CUT_AFTER):
+    # Seven digits are a local number, or anything.
+    if len(shown) < 9 or not _HOME.match(text, start) or _any_at(text, end, _ROW, _DUMP, _CUT_AFTER):
         return False
     before, after = text[max(start - 48, 0) : start].rsplit("\n", 1)[-1], text[end : end + 40].split("\n", 1)[0]
     if not (cues.NEAR.search(before) or cues.NEAR.search(after)):
-        return False
-    if _any_at(text, start, _DATE, _YEARS, _HOST, _ZIP):
         return False
     return is_written_at_home("(" + shown if ")" in shown else shown, bare=True)
 
@@ -204,12 +197,10 @@ def _from_home(text: str, start: int, end: int, groups: list[tuple[int, int]]) -
     american = _AMERICAN.fullmatch(text, start, end)
     if not (opened or trunk or american) or not 1 < len(groups) < 7:
         return None
-    # Eight digits in pairs are also a date, a time, a row of bytes.
-    even = not opened and not text.startswith("0800", start) and len(set(text[start:end]) - set(DIGITS)) == 1
     first = start - opened
-    if _whole(text, groups, 9 if even else 8, 14) != end or not _HOME.match(text, first):
+    if _whole(text, groups, 8, 14) != end or not _HOME.match(text, first):
         return None
-    if _any_at(text, end, _ROW, _CUT_AFTER, _JOINED) or _ZIP.fullmatch(text, start, end):
+    if _any_at(text, end, _ROW, _CUT_AFTER, _JOINED):
         return None
     return (first, end) if american or is_written_at_home(text[first:end]) else None
 
