@@ -22,8 +22,6 @@ from demix.settings import Items, Settings, Text
 
 # Of a field with more values, or with longer ones, the further values are counted together: they may name people.
 MAX_VALUES, MAX_VALUE_LENGTH, OTHERS = 1000, 100, "other values"
-# The values of no domain that a line names.
-MAX_LISTED = 5
 
 
 class Sharing(Settings):
@@ -160,12 +158,9 @@ def write_source_card(counts: Sequence[Path], sharing: Sharing, output: Path) ->
 def untaken(cards: Iterable[Path]) -> list[str]:
     """One line for each source of these cards that has documents of no domain."""
     lines = []
-    for card in map(read_json, cards):
-        counts = card["untaken"] | ({f"without {card['by']}": card["without"]} if card["without"] else {})
-        named = [f"{value} {number:,}" for value, number in counts.items()]
-        if more := len(named[MAX_LISTED:]):
-            named[MAX_LISTED:] = [f"{more} more"]
-        if named:
-            of_none = f"{sum(counts.values()):,} of {card['documents']:,} documents are of no domain"
-            lines.append(f"{card['source']}: {of_none}: {', '.join(named)}")
+    for path in cards:
+        card = read_json(path)
+        if number := sum(card["untaken"].values()) + card["without"]:
+            of_all = f"{number:,} of {card['documents']:,} documents are of no domain"
+            lines.append(f"{card['source']}: {of_all}; {path} counts them by {card['by']}")
     return lines

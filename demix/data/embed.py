@@ -220,8 +220,7 @@ class Prefixes:
         return points
 
     def _rows(self, numbers: np.ndarray) -> np.ndarray:
-        rows: np.ndarray = self._embedding.components[numbers]
-        rows = rows * self._embedding.idf[numbers, None]
+        rows: np.ndarray = self._embedding.components[numbers] * self._embedding.idf[numbers, None]
         return rows
 
     @staticmethod

@@ -332,13 +332,12 @@ def _least(
     """
     kept: dict[int, _Record] = {}
     seen: set[int] = set()
-    counts: Counter[str] = Counter(not_utf8=0, empty=0, duplicate=0, used=0)
+    counts: Counter[str] = Counter(not_utf8=0, empty=0)
     for one in _read(name, task, source, output, counts):
         key = seed_for(task.seed, "task", one.text, one.label, json.dumps(one.choices))
-        again = key in seen
+        known = key in seen
         seen.add(key)
-        if again or one.text in before:
-            counts["duplicate" if again else "used"] += 1
+        if known or one.text in before:
             continue
         if not one.choices:
             values.add(one.label)
@@ -347,13 +346,12 @@ def _least(
         kept[key] = one
         if count is not None and len(kept) > 2 * count + 1000:
             kept = {key: kept[key] for key in heapq.nsmallest(count, kept)}
-    said = "{not_utf8} not UTF-8, {empty} without text, {duplicate} there before, {used} used by another part"
-    wrong = counts["not_utf8"] + counts["empty"]
+    said, wrong = "{not_utf8} not UTF-8, {empty} without text".format(**counts), counts.total()
     if wrong > LEFT_OUT * (wrong + len(seen)):
-        cause = f"leaves out {wrong} of {wrong + len(seen)} examples ({said.format(**counts)})"
+        cause = f"leaves out {wrong} of {wrong + len(seen)} examples ({said})"
         raise DemixError(f"tasks.{name}", cause, f"fix the file, or convert it ({TO_UTF8})")
-    if counts.total():
-        _log.warning("%s: left out %s", name, said.format(**counts))
+    if wrong:
+        _log.warning("%s: left out %s", name, said)
     return [kept[key] for key in sorted(kept)[:count]]
 
 
