@@ -192,7 +192,7 @@ def _from_abroad(text: str, start: int, end: int, groups: list[tuple[int, int]])
 
 def _from_home(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:
     """A number in the groups of a country, if the run holds nothing else."""
-    opened = text[start - 1 : start] == "("
+    opened = _opens_with(text, start, end)
     trunk = text[start] in "08" and not text.startswith("0", start + 1)
     american = _AMERICAN.fullmatch(text, start, end)
     if not (opened or trunk or american) or not 1 < len(groups) < 7:
