@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from demix.data.tokenizer import Tokenizer
-    from demix.query.views import AskedRun
+    from demix.query.views import QueryRun
 
 Text = str | Path
 
@@ -272,7 +272,7 @@ class OpenedRun:
     """A run, from `demix.open_run`. Files are read when they are asked for."""
 
     folder: Path
-    _run: "AskedRun" = field(repr=False)
+    _run: "QueryRun" = field(repr=False)
 
     @property
     def results(self) -> "pd.DataFrame":

@@ -21,7 +21,7 @@ import pyarrow.fs
 from demix.errors import DemixError
 from demix.files import REMAKE, parquet_reader
 from demix.files.database import connected
-from demix.query.views import VIEWS, AskedRun, Part, View
+from demix.query.views import VIEWS, Part, QueryRun, View
 from demix.run.run import Run
 
 BATCH_ROWS = 2048
@@ -29,7 +29,7 @@ HINT = "fix the query; `demix sql --tables` lists tables and columns"
 RESULTS = Path("results")
 
 
-def named_runs(folders: Sequence[Path]) -> list[AskedRun]:
+def named_runs(folders: Sequence[Path]) -> list[QueryRun]:
     """The runs in `folders`, or without any the only one below results/.
 
     The column `run` holds the folder's name, or its path as it is given where several folders have that name. Raises
@@ -42,12 +42,12 @@ def named_runs(folders: Sequence[Path]) -> list[AskedRun]:
             raise DemixError("RUN", f"is not named, and {told}", "name a run's folder, results/<run>")
     places = [folder.resolve() for folder in folders]
     names = [place.name for place in places]
-    runs = list[AskedRun]()
+    runs = list[QueryRun]()
     for folder, place in zip(folders, places, strict=True):
         if places.count(place) > 1:
             raise DemixError(folder, "is named twice", "name each run once")
         name = place.name if names.count(place.name) == 1 else str(folder)
-        runs.append(AskedRun(name, Run.read(folder)))
+        runs.append(QueryRun(name, Run.read(folder)))
     return runs
 
 
@@ -57,7 +57,7 @@ class _Dataset(ds.Dataset):  # type: ignore[misc]
     What goes wrong while a file is read is kept in `failures`, because DuckDB keeps only the text.
     """
 
-    def __init__(self, name: str, view: View, runs: Sequence[AskedRun], failures: list[DemixError]) -> None:
+    def __init__(self, name: str, view: View, runs: Sequence[QueryRun], failures: list[DemixError]) -> None:
         # No dataset of Arrow's own is behind this one.
         self._name, self._view, self._runs, self._failures = name, view, runs, failures
 
@@ -130,7 +130,7 @@ class _Dataset(ds.Dataset):  # type: ignore[misc]
 class Answers:
     """A connection with the views of some runs. Use it as a context manager, so that it is closed."""
 
-    def __init__(self, runs: Sequence[AskedRun]) -> None:
+    def __init__(self, runs: Sequence[QueryRun]) -> None:
         self._failures: list[DemixError] = []
         self._broken: dict[str, DemixError] = {}
         self.tables: dict[str, pa.Schema] = {}

@@ -28,7 +28,7 @@ TYPES = {"text": pa.string(), "int": pa.int64(), "real": pa.float64(), "float": 
 
 
 @dataclass(frozen=True)
-class AskedRun:
+class QueryRun:
     """A run that is asked, with its name in the column `run`."""
 
     name: str
@@ -47,7 +47,7 @@ class Part:
     Parts of one path are read together.
     """
 
-    run: AskedRun
+    run: QueryRun
     path: Path
     same: Mapping[str, str | int]
 
@@ -78,7 +78,7 @@ class View:
         """How a path becomes rows."""
         return READERS[self.rows] if self.rows in READERS else _rows(MADE[self.rows])
 
-    def parts(self, run: AskedRun) -> Iterator[Part]:
+    def parts(self, run: QueryRun) -> Iterator[Part]:
         """The parts of a run. A file that the run must have is one, also if it is missing."""
         for pattern in self.files:
             name = re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^/]+)", re.escape(pattern)))

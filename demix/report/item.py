@@ -84,12 +84,11 @@ class Item(ABC):
 
 @dataclass(frozen=True)
 class TableItem(Item):
-    """A table; its function returns the numbers and notes. The figure named by `above`, if any, stands above it."""
+    """A table; its function returns the numbers and notes."""
 
     category: str = "Tables"
     folder: str = "tables"
     formats: Formats = (("html", "HTML"), ("md", ""), ("tex", "LaTeX"))
-    above: "FigureItem | None" = None
 
     def made(self, data: "RunData") -> "Table":
         """The table, beside the paper's numbers where the paper has such a table, without lines that have no number."""
@@ -100,11 +99,9 @@ class TableItem(Item):
         return beside_paper(table.filled(), data.run)
 
     def write(self, data: "RunData", output: Path) -> None:
-        from demix.report.charts import inline
         from demix.report.table import write_table
 
-        drawing = inline(self.above.drawn(data)) if self.above else ""
-        write_table(self.made(data).noted(data.scale_note), output / self.folder, drawing)
+        write_table(self.made(data).noted(data.scale_note), output / self.folder)
 
 
 @dataclass(frozen=True)

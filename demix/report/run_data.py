@@ -11,7 +11,7 @@ import pandas as pd
 
 from demix.files import check_sealed, read_json, read_parquet
 from demix.query.ask import Answers
-from demix.query.views import AskedRun
+from demix.query.views import QueryRun
 from demix.report.needs import SUITES
 from demix.report.paper import scale_note
 from demix.report.read import (
@@ -185,7 +185,7 @@ def cost_by_rule(run: Run) -> pd.DataFrame:
     """
     if not any(run.folder.glob("benchmarks/**/*.tsv")):
         return pd.DataFrame()
-    with Answers([AskedRun(run.name, run)]) as answers, answers.ask(COST) as found:
+    with Answers([QueryRun(run.name, run)]) as answers, answers.ask(COST) as found:
         return found.read_pandas().set_index("rule")
 
 

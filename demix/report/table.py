@@ -187,15 +187,11 @@ _TYPESET |= {"“": "``", "”": "''", "’": "'", "…": r"\ldots{}", "^": r"\t
 WIDE = 7
 
 
-def write_table(table: Table, output_dir: Path, drawing: str = "") -> None:
-    """Write `<name>.html`, `.md` and `.tex` into `output_dir`; `drawing`, an SVG, leads the page."""
-    for suffix, text in (("html", page(table, drawing)), ("md", markdown(table)), ("tex", latex(table))):
+def write_table(table: Table, output_dir: Path) -> None:
+    """Write `<name>.html`, `.md` and `.tex` into `output_dir`."""
+    page = render("table", paragraphs=[table.caption], **part_of_page(table))
+    for suffix, text in (("html", page), ("md", markdown(table)), ("tex", latex(table))):
         write_text(output_dir / f"{table.name}.{suffix}", text)
-
-
-def page(table: Table, drawing: str = "") -> str:
-    """`table` as a page of its own."""
-    return render("table", paragraphs=[table.caption], drawing=drawing, **part_of_page(table))
 
 
 def part_of_page(table: Table) -> dict[str, Any]:

@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from demix.progress import so_many
-
 Verdict = Literal["shown", "weak", "mixed", "not shown", "cannot be judged"]
 # Parameters that adaptation does not change give the same scores up to the order of sums.
 UNCHANGED = 1e-4
@@ -21,19 +19,18 @@ UNCHANGED = 1e-4
 
 @dataclass(frozen=True)
 class Part:
-    """One comparison: whether the mean agrees, the number of agreeing domains, of all domains, and a sentence.
+    """One comparison: whether the mean agrees, the number of agreeing domains, of all domains, and cells of a table.
 
-    `significant` is False if the mean difference cannot be told from none. `cells` say the same as the sentence for a
-    table: what is compared, the change, its 95% interval, and the domains that agree; empty for another kind of
-    comparison. `seeds` says in a sentence whether other seeds point the same way.
+    The `cells` are what is compared, the change, its 95% interval, and the domains that agree (of these significant);
+    one sentence for another kind of comparison. `significant` is False if the mean difference cannot be told from none.
+    `seeds` says in a sentence whether other seeds point the same way.
     """
 
     mean_agrees: bool
     agreeing: int
     domains: int
-    sentence: str
+    cells: tuple[str, ...]
     significant: bool = True
-    cells: tuple[str, ...] = ()
     seeds: str = ""
 
     @property
@@ -77,8 +74,8 @@ class Claim:
 
     @property
     def numbers(self) -> str:
-        """The deciding numbers in sentences."""
-        return " ".join(text for part in self.parts for text in (part.sentence, part.seeds) if text)
+        """The deciding numbers in words."""
+        return " ".join(text for part in self.parts for text in ("; ".join(part.cells) + ".", part.seeds) if text)
 
     def among(self, others: Sequence["Claim"]) -> "Claim":
         """This claim beside the same claim in other seeds."""
@@ -95,15 +92,14 @@ def compare(
     higher: bool = False,
     allowance: float = 0.0,
     bounds: pd.DataFrame | None = None,
-    over: str = "domain",
 ) -> Part:
     """Whether `values` are below `others` (or above, or at most a fraction `allowance` above), where both exist.
 
-    `bounds` are the bounds of the differences, as `read.paired` returns them. `over` names one of what is counted.
+    `bounds` are the bounds of the differences, as `read.paired` returns them.
     """
     both = pd.DataFrame({"value": values, "other": others}).dropna()
     if both.empty:
-        return Part(False, 0, 0, f"{label} against {other_label}: no rows.")
+        return Part(False, 0, 0, (f"{label} against {other_label}: no rows",))
 
     def holds(value: Any, other: Any) -> Any:
         if allowance:
@@ -117,20 +113,17 @@ def compare(
     significant = abs(value - other - edge) > UNCHANGED * other and not within
     agreeing = int(holds(both["value"], both["other"]).sum())
     how = f"at most {100 * allowance:g}% higher" if allowance else "higher" if higher else "lower"
-    compared = f"{label} {value:.2f} against {other_label} {other:.2f}"
-    change, few = as_percent(value / other - 1), f"{agreeing} of {len(both)}"
-    sentence = f"{compared} ({change}), {how} on {agreeing} of {so_many(len(both), over)}"
-    cells = (f"{compared}: {how}", change, "–", few)
+    agreed = f"{agreeing} of {len(both)}"
     if bounds is not None and len(bounds) and not allowance:
         sure = int(((bounds["low"] > 0) if higher else (bounds["high"] < 0)).sum())
-        sentence += f" (significant on {sure} of {len(bounds)})"
-        cells = (*cells[:3], f"{few} ({sure} of {len(bounds)})")
-    sentence += "."
-    if interval:
-        low, high = (f"{bound:+.2f}".replace("-", "−") for bound in interval)
-        sentence += f" The 95% interval of the mean difference is {low} to {high}."
-        cells = (*cells[:2], " to ".join(as_percent(bound / other) for bound in interval), cells[3])
-    return Part(bool(holds(value, other)), agreeing, len(both), sentence, bool(significant), cells)
+        agreed += f" ({sure} of {len(bounds)})"
+    cells = (
+        f"{label} {value:.2f} against {other_label} {other:.2f}: {how}",
+        as_percent(value / other - 1),
+        " to ".join(as_percent(bound / other) for bound in interval) if interval else "–",
+        agreed,
+    )
+    return Part(bool(holds(value, other)), agreeing, len(both), cells, bool(significant))
 
 
 def mean_interval(difference: pd.Series, bounds: pd.DataFrame | None) -> tuple[float, float] | None:

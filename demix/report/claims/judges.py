@@ -124,7 +124,7 @@ def own_expert_best(data: RunData) -> Iterator[Part]:
     """Whether each domain's own expert is the best on it."""
     ratios = affinities(data.results, data.run)
     ratios = ratios[(ratios["kind"] == "training") & (ratios["domain"] != ratios["expert"])].dropna()
-    yield _best(ratios.groupby("domain")["ratio"].min(), "", "domain")
+    yield _best(ratios.groupby("domain")["ratio"].min(), "")
 
 
 def own_cluster_best(data: RunData) -> Iterator[Part]:
@@ -133,13 +133,13 @@ def own_cluster_best(data: RunData) -> Iterator[Part]:
         model = families(data.run)[system.model].model
         ratios = data.clusters.over_own(model.row, data.seed, model.domains)
         others = ratios.mask(np.eye(len(ratios), dtype=bool)).min(axis=1).dropna()
-        yield _best(others, f"{model.label}: ", "cluster")
+        yield _best(others, f"{model.label}: ")
 
 
-def _best(ratios: pd.Series, of: str, over: str) -> Part:
+def _best(ratios: pd.Series, of: str) -> Part:
     """Whether own experts are best, by the ratios of the best other expert's perplexity to theirs."""
     label = f"{of}The best other expert's perplexity, as a multiple of the own expert's,"
-    return compare(label, ratios, "the own", pd.Series(1.0, ratios.index), higher=True, over=over)
+    return compare(label, ratios, "the own", pd.Series(1.0, ratios.index), higher=True)
 
 
 def overlap_correlates(data: RunData) -> Iterator[Part]:
@@ -147,12 +147,12 @@ def overlap_correlates(data: RunData) -> Iterator[Part]:
     r, known = -found.pearson, np.isfinite(found.pearson)
     sentence = (
         f"Pearson r = {r:.2f} over {found.pairs} pairs of a domain and an expert, of the share of bigrams with minus "
-        f"the log perplexity ratio (p = {found.permutation_p:.2g} for Spearman's with whole domains permuted)."
+        f"the log perplexity ratio (p = {found.permutation_p:.2g} for Spearman's with whole domains permuted)"
         if known
-        else "Overlap of bigrams and perplexities of single experts: no rows."
+        else "Overlap of bigrams and perplexities of single experts: no rows"
     )
     # One number over all pairs: there is no majority of domains.
-    yield Part(bool(r > 0), int(r > 0), int(known), sentence, bool(found.permutation_p < 0.05))
+    yield Part(bool(r > 0), int(r > 0), int(known), (sentence,), bool(found.permutation_p < 0.05))
 
 
 def adapts(data: RunData) -> Iterator[Part]:
@@ -169,14 +169,14 @@ def forgets(data: RunData) -> Iterator[Part]:
     """The mean over the training domains after each Dense-DAPT, against that before."""
     before, after = (found["Dense-DAPT: training domains"] for found in adapting(data))
     label = "After Dense-DAPT, averaged over the training domains,"
-    yield compare(label, after, "before", before, higher=True, over="novel domain")
+    yield compare(label, after, "before", before, higher=True)
 
 
 def one_reduces(data: RunData) -> Iterator[Part]:
     """Each novel domain's expert alone added to the training experts: the mean over the training domains."""
     before, after = (found["One expert added: training domains"] for found in adapting(data))
     label = "With one more expert, averaged over the training domains,"
-    yield compare(label, after, "training experts", before, over="added expert")
+    yield compare(label, after, "training experts", before)
 
 
 def like_never_trained(data: RunData) -> Iterator[Part]:

@@ -33,7 +33,8 @@ def claims(data: RunData) -> Mapping[str, str]:
     disagree), and nothing contradicts the claim. Significant: domains whose whole interval agrees. Intervals are of the
     difference on the same test documents, of one training. A domain of fewer than 20 documents has an interval within
     them, from resampling blocks of their text. Such an interval is narrower than one over documents: it can make a
-    claim weak, but never shows one. Numbers are those of the run's first seed.
+    claim weak, but never shows one. Numbers are those of the run's first seed. Beside a comparison are the change, its
+    95% interval, and the domains that agree (of these significant).
     """
     judged, (_, rule) = judged_claims(data), paragraphs(claims)
     notes = [*left_out_notes(data.run), data.scale_note]
