@@ -16,8 +16,6 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import pandas as pd
-
 from demix.api import open_run
 from demix.config.architecture import PRESETS
 from demix.config.config import Config
@@ -26,7 +24,7 @@ from demix.plan.domains import TEXT_BYTES, TOKENS_PER_WORD, WORD_BYTES
 from demix.plan.flops import HARDWARE, PAPER_TFLOPS, hours, update_flops
 from demix.plan.jobs import in_one_line
 from demix.plan.numbers import decimal, folded, short
-from demix.report.cells import adaptation_table
+from demix.report.cells import adapting, changed_bytes
 from demix.report.run_data import RunData
 from demix.run.check import load_run
 from demix.run.run import Run
@@ -86,10 +84,12 @@ def sample_means() -> str:
 
 def sample_adaptation() -> str:
     """Means over novel domains before and after the adaptation to each, and the bytes that change."""
-    frame: pd.DataFrame = adaptation_table(RunData(Run.read(SAMPLE))).frame
-    rows = []
+    run, rows = Run.read(SAMPLE), []
+    both = adapting(RunData(run))
     for label, name in ADAPTED.items():
-        own_before, own_after, old_before, old_after, changed = frame.loc[name]
+        own_before, own_after = (found[f"{name}: own domain"].mean() for found in both)
+        old_before, old_after = (found[f"{name}: training domains"].mean() for found in both)
+        changed = changed_bytes(run)[name]
         cells = [f"{own_before:.1f} → {own_after:.1f}", f"{old_before:.1f} → {old_after:.1f}", f"{changed:,.0f}"]
         rows.append([label, *cells])
     heads = ["adapting to one novel domain (means over 8)", "that domain, before and after", "8 training domains"]

@@ -65,10 +65,8 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
     Example: demix summary results/sample
     """
     from demix.report import left_out_notes
-    from demix.report.cells import adaptation_table
     from demix.report.ranking import main_table, ranking
     from demix.report.run_data import RunData
-    from demix.report.table import terminal as printed
     from demix.run.run import Run
 
     whole = Run.read(run)
@@ -76,8 +74,6 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
     found = ranking(data)
     console.print(found.verdict, *found.remarks, "", sep="\n", highlight=False)
     console.print(main_table(found))
-    if whole.novel:
-        console.print(printed(adaptation_table(data)))
     for line in left_out_notes(whole):
         print(line)
     print(f"Tables, figures, claims: {run / 'report'} (start with index.html)")

@@ -230,25 +230,3 @@ def changed_bytes(run: Run) -> dict[str, int]:
     whole = sum(parameters(dense.architecture, types))
     _, expert = parameters(receiver.architecture, types, expert_scope=receiver.kind.expert_scope)
     return dict(zip(ADAPTATIONS, (4 * whole, 4 * expert, 4 * expert), strict=True))
-
-
-def adaptation_table(data: RunData) -> Table:
-    """What adaptation to one domain gains there, and what it costs: forgetting and bytes; means over novel domains."""
-    before, after = adapting(data)
-    training, novel = (domains.counted for domains in data.kinds)
-    frame = pd.DataFrame({
-        f"{name}, {when}": [mean_of(found[f"{kind}: {part}"]) for kind in ADAPTATIONS]
-        for part, name in (("own domain", novel), ("training domains", training))
-        for when, found in (("before", before), ("after", after))
-    }, index=list(ADAPTATIONS))  # fmt: skip
-    frame["bytes changed"] = changed_bytes(data.run)
-    return Table(
-        frame,
-        "On the domain adapted to and on the training domains, averaged over the novel domains. Dense-DAPT makes a "
-        f"model of {before_dense_dapt(data.run).label} for each domain, DEMix-DAPT one more expert, and leaves "
-        "each training domain to its own expert, the same before and after by construction. One expert added: the "
-        "mixture of the training experts and the new one with a cached prior.",
-        formats={"bytes changed": "{:,.0f}"},
-        name="adaptation",
-        title="Adapting to one novel domain: mean test perplexity before and after (lower is better)",
-    )

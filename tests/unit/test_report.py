@@ -318,7 +318,7 @@ def test_the_first_page_has_the_time_of_each_rule(frozen: Run, report: Path) -> 
         assert not found.wrong(pd.DataFrame({"Jobs": len(paths), "Minutes": seconds / 60}, [rule]))
 
 
-def test_the_terminal_has_means_marks_oracles_and_what_adaptation_changes(frozen: Run) -> None:
+def test_the_terminal_has_means_and_marks_oracles(frozen: Run) -> None:
     done = succeeds("summary", frozen.folder)
     results = rows_of(frozen).query(
         "seed == 1 and split == 'test' and variant == '' and experts in ('training', 'dense')"
@@ -331,7 +331,3 @@ def test_the_terminal_has_means_marks_oracles_and_what_adaptation_changes(frozen
     assert f"{token['training'] / dense['training'] - 1:+.1%}".replace("-", "−") in line
     changes = re.findall(r"^│ (.*?) +│ +([\d.]+)†? +│", done.stdout, re.MULTILINE)
     assert sum(label.endswith("◀") for label, _ in changes) == 1
-    about = json.loads((frozen.folder / "models" / "demix" / "model.json").read_text())
-    assert f"{4 * about['expert_parameters']:,}" in done.stdout
-    dense = json.loads((frozen.folder / "models" / "dense" / "model.json").read_text())
-    assert f"{4 * (dense['shared_parameters'] + dense['expert_parameters']):,}" in done.stdout
