@@ -96,7 +96,7 @@ def speed() -> list[dict]:
     with TemporaryDirectory() as folder:
         for domain in DOMAINS:
             raw = Path(folder, domain, "documents.parquet")
-            download(Source(kind="files", path=str(SAMPLE / f"{domain}.jsonl.zst")), domain, raw)
+            download(Source(path=str(SAMPLE / f"{domain}.jsonl.zst")), domain, raw)
             texts = pq.read_table(raw)["text"].to_pylist()
             size = sum(len(text.encode()) for text in texts) / 1e6
             start = time.process_time()

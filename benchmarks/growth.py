@@ -84,7 +84,7 @@ def write_config(folder: Path, domains: tuple[str, ...]) -> None:
     for name in (*domains, *NOVEL):
         (folder / f"{name}.jsonl").write_text('{"text": "a b c"}\n')
     kinds = {
-        kind: {name: {"source": {"kind": "files", "path": f"{name}.jsonl"}} for name in some}
+        kind: {name: {"source": {"path": f"{name}.jsonl"}} for name in some}
         for kind, some in (("training", domains), ("novel", NOVEL))
     }
     keys = {

@@ -94,7 +94,7 @@ def main(path: Path | None) -> None:
         texts = []
         for domain in DOMAINS:
             raw = folder / domain / "documents.parquet"
-            download(Source(kind="files", path=str(SAMPLE / f"{domain}.jsonl.zst")), domain, raw)
+            download(Source(path=str(SAMPLE / f"{domain}.jsonl.zst")), domain, raw)
             texts += pq.read_table(raw)["text"].to_pylist()
         gpt2_tokenizer(folder / "gpt2.json")
         rows = encoding(texts, folder / "gpt2.json")

@@ -5,11 +5,10 @@ default, and a description with the unit. The sections of the config and the set
 which share fields by inheritance. A wrong value raises an error that names its key.
 """
 
-import copy
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Self, TypeVar
 
 # pydantic would look for plug-ins of its own in every package that is installed, which takes a tenth of a second.
@@ -58,9 +57,14 @@ def _distinct(items: tuple[Any, ...]) -> tuple[Any, ...]:
     return items
 
 
+def _number(value: Any) -> Any:
+    # YAML reads 1e-3 as text.
+    return float(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", value) else value
+
+
 # Strict types refuse 1.0e6 as a count, true as a number and .nan as a learning rate.
 Integer = Annotated[int, Strict()]
-Number = Annotated[float, Strict(), AllowInfNan(False)]
+Number = Annotated[float, Strict(), AllowInfNan(False), BeforeValidator(_number)]
 Text = Annotated[str, Strict()]
 Switch = Annotated[bool, Strict()]
 Positive = Annotated[Integer, Field(ge=1)]
@@ -120,13 +124,13 @@ def names_of(kind: type[Settings]) -> tuple[str, ...]:
     return tuple(kind.model_fields)
 
 
-def partial(name: str, kind: type[Settings], /, **more: Any) -> type[Any]:
-    """Make a class called `name` with all settings of `kind` and those in `more` (types by name), none required.
+def partial(name: str, /, *kinds: type[Settings], **more: Any) -> type[Any]:
+    """Make a class called `name` with all settings of `kinds` and those in `more` (types by name), none required.
 
     No setting of the class has a default, because a missing key overrides nothing.
     """
     fields: dict[str, Any] = {key: (hint, Field(default_factory=omitted)) for key, hint in more.items()}
-    for key, info in kind.model_fields.items():
+    for key, info in (field for kind in kinds for field in kind.model_fields.items()):
         about = Field(description=info.description)
         hint: Any = Annotated.__class_getitem__((info.annotation, *info.metadata, about))  # type: ignore[attr-defined]
         fields.setdefault(key, (hint, Field(default_factory=omitted)))
@@ -158,38 +162,11 @@ def settings_from(kind: type[S], values: Mapping[str, Any] | str, subject: str =
         if not isinstance(key, str):
             raise DemixError(f"{subject}.{key}".replace(" .", " "), "is no name of a setting", "write names as text")
     try:
-        _refuse_huge(values, subject)
         return kind.model_validate(values)
     except RecursionError:
         raise DemixError(subject, "is nested too deeply", f"give the fields of {kind.__name__}") from None
     except ValidationError as error:
-        numbers = _with_numbers(error, values)
-        if numbers != values:
-            return settings_from(kind, numbers, subject)
         raise _readable(error, kind.model_json_schema(), values, subject) from None
-
-
-def _with_numbers(error: ValidationError, values: Mapping[str, Any]) -> Any:
-    """The values with what stands there as text where `error` asks for a number: YAML reads 1e-3 as text."""
-    found = copy.deepcopy(values)
-    for fault in error.errors(include_url=False):
-        place, value = _reached(fault["loc"], values)
-        if fault["type"] == "float_type" and re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", str(value)):
-            holder: Any = found
-            for part in place[:-1]:
-                holder = holder[part]
-            holder[place[-1]] = float(value)
-    return found
-
-
-def _refuse_huge(values: Any, subject: str) -> None:
-    """Raise DemixError for a whole number of more than 64 bits, which no file holds and Python may refuse to write."""
-    for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
-        place = f"{subject}.{key}".replace(" .", " ")
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise DemixError(place, "is a whole number of more than 64 bits", "give a smaller number")
-        if isinstance(value, Mapping | list | tuple):
-            _refuse_huge(value, place)
 
 
 def _readable(error: ValidationError, schema: dict[str, Any], values: Any, subject: str) -> DemixError:
@@ -198,24 +175,27 @@ def _readable(error: ValidationError, schema: dict[str, Any], values: Any, subje
     # pydantic also reports a tuple of wrong items as too short.
     below = {fault["loc"][:end] for fault in faults for end in range(len(fault["loc"]))}
     fault = min((fault for fault in faults if fault["loc"] not in below), key=_order)
-    place, value = _reached(fault["loc"], values)
+    place, value, part = _reached(schema, fault["loc"], values)
     cause, cure = None, None
     match fault["type"]:
         case "extra_forbidden" | "invalid_key":
-            holder = _part(schema, place[:-1])
-            choices = [resolved(schema, choice) for choice in (holder, *holder.get("anyOf", ()))]
-            known = [name for choice in choices for name in choice.get("properties", {})]
+            known = [name for choice in _choices(schema, part) for name in choice.get("properties", {})]
             cause, cure = "is not known", nearest(place[-1], known, "leave it out")
+            kinds = _kinds(schema, _reached(schema, place[:-1], values)[2])
+            if fitting := [kind for kind, of in kinds.items() if place[-1] in of]:
+                cause = f"is not a key of kind {fault['loc'][-2]}"
+                cure = f"use kind: {' or '.join(fitting)}, or leave it out"
         case "missing":
-            place = (*place, fault["loc"][-1])
-            cause, cure = (
-                "is missing",
-                f"add it: {_part(schema, place).get('description', allowed(_part(schema, place)))}",
-            )
+            place, part = (*place, fault["loc"][-1]), _inside(schema, part, fault["loc"][-1])
+            cause, cure = "is missing", f"add it: {part.get('description', allowed(part))}"
+        case "union_tag_not_found" | "union_tag_invalid":
+            place, tag = (*place, "kind"), fault["ctx"].get("tag")
+            cause = "is missing" if tag is None else f"is {tag}"
+            cure = f"use one of {', '.join(_kinds(schema, part))}"
         case "value_error":
             cause, cure = (*fault["ctx"]["error"].args, None, None)[:2]
     if cause is None or cure is None:
-        cause, cure = f"is {value!r:.200}", f"allowed is {allowed(_part(schema, place))}"
+        cause, cure = f"is {value!r:.200}", f"allowed is {allowed(part)}"
     # A subject that ends in a space, such as "config key ", takes the key without a dot.
     return DemixError(f"{subject}.{'.'.join(map(str, place))}".replace(" .", " "), cause, cure)
 
@@ -231,36 +211,51 @@ def _order(fault: ErrorDetails) -> tuple[list[str], int]:
     return place, -1
 
 
-def _reached(location: tuple[int | str, ...], values: Any) -> tuple[tuple[int | str, ...], Any]:
-    """The keys of a fault's location that exist in `values`, and the value at their end.
+def _reached(
+    schema: dict[str, Any], location: tuple[int | str, ...], values: Any
+) -> tuple[tuple[int | str, ...], Any, dict[str, Any]]:
+    """The keys of a fault's location that exist in `values`, and the value and the subschema at their end.
 
-    pydantic writes the names of types among them.
+    pydantic writes the names of types among them, and of unions the kinds.
     """
-    place: list[int | str] = []
-    for part in location:
+    place, found = list[int | str](), schema
+    for step in location:
         try:
-            values = values[part]
+            values = values[step]
         except (KeyError, IndexError, TypeError):
-            continue
-        place.append(part)
-    return tuple(place), values
+            if step not in _kinds(schema, found):
+                continue
+        else:
+            place.append(step)
+        found = _inside(schema, found, step)
+    return tuple(place), values, found
 
 
-def _part(schema: dict[str, Any], place: Sequence[int | str]) -> dict[str, Any]:
-    """The subschema that a JSON schema has for one place."""
-    found = schema
-    for step in place:
-        found = next(part for choice in (found, *found.get("anyOf", ())) if (part := _child(schema, choice, step)))
-    return found
+def _inside(schema: dict[str, Any], part: dict[str, Any], step: int | str) -> dict[str, Any]:
+    """The subschema of a key, an item or a kind in another one; the other where there is none."""
+    parts = (_child(schema, choice, step) for choice in _choices(schema, part))
+    return next(filter(None, parts), part)
+
+
+def _choices(schema: dict[str, Any], part: dict[str, Any]) -> list[dict[str, Any]]:
+    """A subschema and those that it allows a choice of."""
+    return [part, *(resolved(schema, choice) for choice in part.get("anyOf", ()))]
+
+
+def _kinds(schema: dict[str, Any], part: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The properties of each kind of a union that a subschema allows."""
+    unions = [choice["discriminator"]["mapping"] for choice in _choices(schema, part) if "discriminator" in choice]
+    return {kind: resolved(schema, {"$ref": of})["properties"] for union in unions for kind, of in union.items()}
 
 
 def _child(schema: dict[str, Any], part: dict[str, Any], step: int | str) -> dict[str, Any] | None:
-    part = resolved(schema, part)
-    children = part.get("properties", {})
-    if isinstance(step, int) and "items" in part:
-        return resolved(schema, part["items"])
-    child = children.get(step, part.get("additionalProperties") or None)
-    return None if child in (None, True) else resolved(schema, child)
+    if isinstance(step, int):
+        child = part.get("items")
+    else:
+        kinds = part.get("discriminator", {}).get("mapping", {})
+        child = {"$ref": kinds[step]} if step in kinds else part.get("properties", {}).get(step)
+        child = child or part.get("additionalProperties")
+    return resolved(schema, child) if isinstance(child, dict) else None
 
 
 def resolved(schema: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
@@ -272,7 +267,7 @@ def allowed(part: dict[str, Any]) -> str:
     """The type and bounds that a subschema requires, in words."""
     if "anyOf" in part:
         return " or ".join(dict.fromkeys(allowed(choice) for choice in part["anyOf"]))
-    if "$ref" in part:
+    if "$ref" in part or "oneOf" in part:
         return "object"
     if "enum" in part:
         return f"one of {', '.join(str(value) for value in part['enum'])}"

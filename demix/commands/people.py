@@ -32,7 +32,7 @@ def plan(
     ] = False,
     full: Annotated[
         bool,
-        typer.Option("--full", help="Print the tables too: data, models, memory, hours and jobs."),
+        typer.Option("--full", help="Print the tables too: models, memory and hours."),
     ] = False,
 ) -> None:
     """Estimate time, disk and GPU-hours of a config, and what does not fit. Fetches nothing.
@@ -40,7 +40,7 @@ def plan(
     Example: demix plan config/sample.yaml
     """
     from demix.plan.jobs import here_line, in_one_line, runs_here, usual_hardware, write_sbatch_files
-    from demix.plan.tables import domains_table, jobs_table, too_large, training_tables
+    from demix.plan.tables import too_large, training_tables
     from demix.run.check import load_run
 
     run, console = load_run(file), terminal()
@@ -52,10 +52,9 @@ def plan(
     for path in write_sbatch_files(run, ranks) if dry_run else ():
         print(path)
     if full:
-        for table in (domains_table(run), *tables, jobs_table(run)):
-            console.print(table)
+        console.print(*tables)
     else:
-        print("demix plan --full prints tables of data, models, memory, hours and jobs.")
+        print("demix plan --full prints tables of models, memory and hours.")
 
 
 @app.command(rich_help_panel="Results")

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from demix.config.models import RowName
-from demix.config.training import PRESET, Execution, OptimizerRecipe, Preset, Ranks, Sequences
+from demix.config.models import EntryName
+from demix.config.training import Execution, OptimizerRecipe, Ranks, Sequences
 from demix.settings import DistinctItems, Number, Positive, Settings, Text, absent, omitted
 
 Factor = Annotated[Number, Field(gt=0)]
@@ -23,8 +23,8 @@ class FactorSweep(Settings):
     )
 
 
-class AdaptationRecipe(Execution, OptimizerRecipe):
-    """The settings of the section `adaptation` that one adaptation takes."""
+class AdaptationLengths(Settings):
+    """How much one adaptation learns from, and when it stops."""
 
     tokens: Positive = Field(
         default_factory=absent,
@@ -37,10 +37,6 @@ class AdaptationRecipe(Execution, OptimizerRecipe):
         f"text; null sets no bound. Without this key {PASSES} where `tokens` is absent, too, and else null.",
     )
     sequences: Sequences = Field(default=16, description="Sequences in one optimizer step.")
-    learning_rate_factor: Factor = Field(
-        description="Peak learning rate, as a fraction of the peak learning rate that the adapted model was trained "
-        "with.",
-    )
     sweep: FactorSweep | None = Field(
         default=None,
         description="Adapt to each domain with each of these factors, and keep the adaptation of the lowest loss on "
@@ -61,6 +57,15 @@ class AdaptationRecipe(Execution, OptimizerRecipe):
     )
 
 
+class AdaptationRecipe(AdaptationLengths, Execution, OptimizerRecipe):
+    """The settings of one adaptation."""
+
+    learning_rate_factor: Factor = Field(
+        description="Peak learning rate, as a fraction of the peak learning rate that the adapted model was trained "
+        "with.",
+    )
+
+
 class RateFactors(Settings):
     """The learning-rate factor of each kind of adaptation."""
 
@@ -69,59 +74,42 @@ class RateFactors(Settings):
     dense: Factor = Field(default=0.1, description="Factor of Dense-DAPT.")
 
 
-class AdaptationSection(AdaptationRecipe):
-    """DEMix-DAPT and Dense-DAPT on each novel domain."""
+class AdaptationSection(AdaptationLengths):
+    """DEMix-DAPT and Dense-DAPT on each novel domain, each by the optimizer of the model that is adapted."""
 
-    preset: Preset | None = Field(default_factory=absent, description=PRESET)
-    learning_rate_factor: Factor | RateFactors = Field(  # type: ignore[assignment]
+    learning_rate_factor: Factor | RateFactors = Field(
         default=RateFactors(),
         description="Peak learning rate, as a fraction of the peak learning rate that the adapted model was trained "
         "with: one number (the paper: 0.1), or one for each kind of adaptation.",
     )
     dense: Literal["dense", "dense_unbalanced"] = Field(
         default="dense",
-        description="The row of `models` that Dense-DAPT starts from. The paper does not say which; its Table 13 may "
+        description="The entry of `models` that Dense-DAPT starts from. The paper does not say which; its Table 13 may "
         "mean Dense (dense_unbalanced).",
     )
-    model: RowName = Field(
-        default="demix", description="The row of `models` whose model gets the novel domains' experts."
+    model: EntryName = Field(
+        default="demix", description="The entry of `models` whose model gets the novel domains' experts."
     )
     ranks: Ranks = Field(default=1, description="Processes that adapt one model together; at most `sequences`.")
-
-
-class AuditRecipe(Settings):
-    """Audit of memorization: how much of a removed domain's documents the models can still continue."""
-
-    prompts: Positive = Field(
-        default=20,
-        description="Number of documents of the train split to continue from a prompt of 50 tokens, and as many of "
-        "the test split for comparison.",
-    )
 
 
 class RemovalSection(Settings):
     """Removal of domains from a trained model."""
 
-    model: RowName = Field(default="demix", description="The row of `models` from whose model domains are removed.")
+    model: EntryName = Field(default="demix", description="The entry of `models` from whose model domains are removed.")
     retrain_without: DistinctItems[Text] = Field(
         default=(),
-        description="Training domains to retrain without. For each of these domains, one more DEMix model is "
-        "trained for as many steps without the domain (-Domain).",
+        description="Training domains to retrain without. For each of these domains, one more DEMix model is trained "
+        "for as many steps without the domain (-Domain).",
     )
     replacement: Text | None = Field(
         default=None,
         description="The novel domain that takes the removed domain's place in the retraining. null puts nothing "
-        "there: every other domain has as many tokens as in `model`, and the retraining an equal part fewer in all. A "
-        "row that goes on with its parent's schedule is then refused.",
+        "there: every other domain has as many tokens as in `model`, and the retraining an equal part fewer in all. "
+        "An entry that goes on with its parent's schedule is then refused.",
     )
-    merged: DistinctItems[RowName] = Field(
+    merged: DistinctItems[EntryName] = Field(
         default=(),
-        description="Rows whose merged model is scored on each training domain with the domain's expert left out, "
-        "without training: rows with `merged_routed`, and rows that train merged experts (BTX).",
-    )
-    audit: AuditRecipe = Field(
-        default_factory=AuditRecipe,
-        description="Audit of memorization: how much of a removed domain's documents can still be continued with "
-        "the domain's expert, without that expert, and by the model that was trained without the "
-        "domain.",
+        description="Entries whose merged model is scored on each training domain with the domain's expert left out, "
+        "without training: entries with `merged_routed`, and entries that train merged experts (BTX).",
     )

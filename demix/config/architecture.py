@@ -69,81 +69,68 @@ class RopeScaling(Settings):
 
 
 class Options(Settings):
-    """What a decoder computes, apart from its sizes. A row of `models` may have options of its own.
+    """What a decoder computes, apart from its sizes. An entry of `models` may have options of its own.
 
-    A key that is absent has the value of GPT-2 and GPT-3.
+    The first value of an option is the default, which is that of GPT-2 and GPT-3.
     """
 
     activation: Literal["gelu", "gelu_new", "relu", "silu", "relu2"] = Field(
         default="gelu",
-        description="Activation of the feedforward: gelu (exact, also where the key is absent), gelu_new (GPT-2's, by "
-        "tanh), relu (OPT's), silu (with gated: SwiGLU) or relu2 (ReLU squared).",
+        description="Activation of the feedforward: gelu (exact), gelu_new (GPT-2's, by tanh), relu (OPT's), silu "
+        "(with gated: SwiGLU) or relu2 (ReLU squared).",
     )
     position: Literal["learned", "sinusoidal", "alibi", "rope"] = Field(
         default="learned",
-        description="How a model knows the order of tokens: learned (a table of positions, also where the key is "
-        "absent), sinusoidal (a fixed table of sines and cosines), alibi (attention falls with the distance) or rope "
-        "(queries and keys are rotated by their position). Without learned positions blocks may be longer than those "
-        "of training.",
+        description="How a model knows the order of tokens: learned (a table of positions), sinusoidal (a fixed table "
+        "of sines and cosines), alibi (attention falls with the distance) or rope (queries and keys are rotated by "
+        "their position). Without learned positions blocks may be longer than those of training.",
     )
     attention: Literal["causal", "documents", "bidirectional"] = Field(
         default="causal",
-        description="What a position attends to: causal (itself and earlier ones of the block, also where the key is "
-        "absent), documents (those of its own document alone, with position rope or alibi) or bidirectional (all of "
-        "the block; with objective mlm only).",
+        description="What a position attends to: causal (itself and earlier ones of the block), documents (those of "
+        "its own document, with position rope or alibi) or bidirectional (all of the block; with objective mlm only).",
     )
     alibi: Literal["symmetric", "asymmetric"] = Field(
         default="symmetric",
-        description="How alibi counts later positions under bidirectional attention: symmetric (by their distance, "
-        "also where the key is absent) or asymmetric (by half a position less).",
+        description="How alibi counts later positions under bidirectional attention: symmetric (by their distance) or "
+        "asymmetric (by half a position less).",
     )
     head: Literal["tied", "clap", "untied", "roberta"] = Field(
         default="tied",
-        description="What scores the vocabulary: tied (the token embedding, also where the key is absent), clap (the "
-        "token embedding with rows of length 1, times a learned temperature), untied (an embedding of its own) or "
-        "roberta (the token embedding and a bias, after a linear map, GELU and a norm; with objective mlm only).",
-    )
-    clap_inputs: Literal["unit", "plain"] = Field(
-        default="unit",
-        description="What a model with head clap reads: unit (embeddings with rows of length 1, also where the key is "
-        "absent) or plain (embeddings as they are).",
-    )
-    embedding_scale: Switch = Field(
-        default=False,
-        description="Whether inputs are embeddings times the root of the width (Vaswani et al. 2017, section 3.4).",
+        description="What scores the vocabulary: tied (the token embedding), clap (the token embedding with rows of "
+        "length 1, times a learned temperature), untied (an embedding of its own) or roberta (the token embedding and "
+        "a bias, after a linear map, GELU and a norm; with objective mlm only).",
     )
     embedding_norm: Switch = Field(
         default=False, description="Whether a norm follows the sum of embeddings and positions (BERT)."
     )
     objective: Literal["clm", "mlm"] = Field(
         default="clm",
-        description="What is learned: clm (the next token, also where the key is absent) or mlm (masked tokens; with "
-        "attention bidirectional only).",
+        description="What is learned: clm (the next token) or mlm (masked tokens; with attention bidirectional only).",
     )
     mask: Literal["zeros", "learned"] = Field(
         default="zeros",
-        description="What a masked model reads in place of a hidden token: zeros (also where the key is absent) or "
-        "learned (an embedding of its own).",
+        description="What a masked model reads in place of a hidden token: zeros or learned (an embedding of its own).",
     )
     norm: Literal["layer", "rms"] = Field(
         default="layer",
-        description="Norms: layer (LayerNorm, also where the key is absent) or rms (RMSNorm: no mean, no bias).",
+        description="Norms: layer (LayerNorm) or rms (RMSNorm: no mean, no bias).",
     )
     norm_place: Literal["before", "after", "post"] = Field(
         default="before",
-        description="Where a block has its norms: before attention and feedforward (also where the key is absent), "
-        "after them, before the residual sum (OLMo 2), or post, after the residual sum (Vaswani et al. 2017, BERT): "
-        "no other norm then stands before the head.",
+        description="Where a block has its norms: before attention and feedforward, after them, before the residual "
+        "sum (OLMo 2), or post, after the residual sum (Vaswani et al. 2017, BERT): no other norm then stands before "
+        "the head.",
     )
     query_norm: Literal["none", "head", "all"] = Field(
         default="none",
-        description="RMSNorm of queries and keys: none (also where the key is absent), head (each head alone; Qwen 3) "
-        "or all (all heads together; OLMo 2).",
+        description="RMSNorm of queries and keys: none, head (each head by itself; Qwen 3) or all (all heads together; "
+        "OLMo 2).",
     )
     biases: Literal["all", "qkv", "none"] = Field(
         default="all",
-        description="Which linear maps have a bias: all (also where the key is absent), qkv (those of queries, keys "
-        "and values; Qwen 2) or none (Llama).",
+        description="Which linear maps have a bias: all, qkv (those of queries, keys and values; Qwen 2) or none "
+        "(Llama).",
     )
     gated: Switch = Field(
         default=False,
@@ -152,8 +139,8 @@ class Options(Settings):
     )
     residual: Literal["sequential", "parallel"] = Field(
         default="sequential",
-        description="What the feedforward of a block reads: the sum after attention (sequential, also where the key is "
-        "absent) or the block's input, as attention does (parallel; GPT-NeoX).",
+        description="What the feedforward of a block reads: the sum after attention (sequential) or the block's input, "
+        "as attention does (parallel; GPT-NeoX).",
     )
     inner: Positive | None = Field(
         default=None, le=1 << 20, description="Inner units of the feedforward; 4 times the width where it is absent."
@@ -247,9 +234,6 @@ class Architecture(Decoder):
             if getattr(self, key) == value and self.objective != "mlm":
                 cause = f"is {value}, and the objective is {self.objective}"
                 raise DemixError(f"architecture.{key}", cause, "leave it out: it is for masked models")
-        if self.clap_inputs == "plain" and self.head != "clap":
-            cause = f"is given to the head {self.head}"
-            raise DemixError("architecture.clap_inputs", cause, "leave it out: it is for head clap")
         if self.position == "sinusoidal" and self.width % 2:
             raise DemixError("architecture.position", f"is sinusoidal, and width is {self.width}", "use an even width")
         if self.routed and self.routed.every > self.layers:
@@ -317,9 +301,9 @@ DECODERS: dict[str, dict[str, Any]] = {
     "modern": _LLAMA | {"query_norm": "head"},
     "paper": {},
 }
-# The options that a row of `models` gives.
-RowArchitecture = partial(
-    "RowArchitecture",
+# The options that an entry of `models` gives.
+EntryArchitecture = partial(
+    "EntryArchitecture",
     Options,
     preset=Annotated[
         Literal[tuple(DECODERS)],
@@ -328,12 +312,12 @@ RowArchitecture = partial(
 )
 
 
-def row_section(section: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """The section `architecture` with the options of a row; where it names a preset, of the section the sizes alone."""
-    if "preset" not in row:
-        return {**section, **row}
+def with_options(section: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `architecture` with the `options` of an entry; beside a preset the section's sizes alone remain."""
+    if "preset" not in options:
+        return {**section, **options}
     sizes = PRESETS[section["preset"]].as_dict() if section.get("preset") in PRESETS else section
-    return {**{name: section.get(name, sizes[name]) for name in names_of(Sizes)}, **row}
+    return {**{name: section.get(name, sizes[name]) for name in names_of(Sizes)}, **options}
 
 
 def architecture_from(section: Mapping[str, Any]) -> Architecture:

@@ -24,9 +24,8 @@ from demix.config.domains import (
 from demix.config.evaluation import EvaluationSection
 from demix.config.harness import HarnessSection
 from demix.config.keys import located, read_keys
-from demix.config.models import ModelRow, RowName, paper_rows
+from demix.config.models import PAPER, EntryName, Models
 from demix.config.names import NAME, NAMED
-from demix.config.parents import completed_architecture, parents_of
 from demix.config.tasks import Task, TaskName, check_tasks
 from demix.config.tokenizer import TokenizerSection, completed_tokenizer
 from demix.config.training import Threads, TrainingSection, with_presets
@@ -44,24 +43,15 @@ ArchitectureSection = partial(
     "ArchitectureSection",
     Decoder,
     preset=Annotated[
-        Literal[(*PRESETS, *DECODERS, "parent")],
+        Literal[(*PRESETS, *DECODERS)],
         Field(
             description="One of the paper's four sizes (gpt3-small to gpt3-xl: 125M, 350M, 760M, 1.3B), or the options "
-            "of a decoder, for which the four sizes are given: of one of the field (llama, olmo2, qwen3, opt, pythia), "
-            "modern (Qwen 3's with Llama 2's rope and a head of its own, which the sample has) or paper (GPT-2's, as "
-            "the paper's models). parent: sizes and options of the model folder which is the `parent` of rows of "
-            "`models`; `context` may be another "
-            "where positions are not learned."
+            "of a decoder, for which the four sizes are given: of one of the field (llama, olmo2, qwen3, opt, "
+            "pythia), modern (Qwen 3's with Llama 2's rope and a head of its own, which the sample has) or paper "
+            "(GPT-2's, as the paper's models)."
         ),
     ],
 )
-
-
-# MLflow takes no other, and says so when a run is over.
-Experiment = Annotated[
-    Text,
-    Field(pattern=r"^[\s\S]{1,500}$", json_schema_extra={"patternErrorMessage": "of 1 to 500 characters"}),
-]
 
 
 class TrackingSection(Settings):
@@ -71,7 +61,6 @@ class TrackingSection(Settings):
         default="sqlite:///results/mlflow.db",
         description="MLflow tracking store: a SQLite or PostgreSQL URI, or the address of a server.",
     )
-    experiment: Experiment | None = Field(default=None, description="MLflow experiment; null means demix-<run>.")
 
 
 StageSite = partial("StageSite", Site)
@@ -83,9 +72,8 @@ class ClusterSection(Cluster):
     stages: dict[Literal["download", "anonymize", "corpus", "train", "adapt", "score", "evaluate"], StageSite] = Field(  # type: ignore[valid-type]
         default_factory=dict,
         description="Values of partition, account, qos, constraint, sbatch, minutes, memory_mb, gpus and gpu_type for "
-        "single stages, such as `{train: {minutes: 2880}}`. The stages are download, anonymize, corpus "
-        "(the rules deduplicate, split, tokenizer and tokenize), train (with the trials of a sweep), "
-        "adapt, score and evaluate.",
+        "single stages, such as `{train: {minutes: 2880}}`. The stages are download, anonymize, corpus (the rules "
+        "deduplicate, split, tokenizer and tokenize), train (with the trials of a sweep), adapt, score and evaluate.",
     )
 
     def of(self, stage: str) -> Cluster:
@@ -100,8 +88,8 @@ class Config(Settings):
 
     base: Text | None = Field(
         default_factory=absent,
-        description="Path of another config file, relative to this one. This file is merged into the other one, "
-        "nested keys included; where both set a key, this file wins.",
+        description="Path of another config file, relative to this one. This file is merged into the other one, nested "
+        "keys included; where both set a key, this file wins.",
     )
     run: Text = Field(
         pattern=NAME,
@@ -116,9 +104,9 @@ class Config(Settings):
     seed: Seed = Field(default=1, description="Seed of splits, initialisation and data order.")
     seeds: DistinctItems[Seed] = Field(
         default=(),
-        description="Further seeds with which the models are trained again; `seed` may be among them. A further "
-        "seed changes initialisation and data order, but neither splits nor tokenizer. Tables show the "
-        "spread over seeds. Adaptation and removal use `seed` alone.",
+        description="Further seeds with which the models are trained again; `seed` may be among them. A further seed "
+        "changes initialisation and data order, but neither splits nor tokenizer. Tables show the spread over seeds. "
+        "Adaptation and removal use `seed` alone.",
     )
     threads: Threads = Field(default=1)
     allow_branches: Switch = Field(
@@ -135,22 +123,22 @@ class Config(Settings):
     )
     tokenizer: TokenizerSection = Field(default_factory=TokenizerSection, description="How text becomes tokens.")
     architecture: ArchitectureSection = Field(  # type: ignore[valid-type]
-        description="Sizes of the models: a preset, or the four sizes, which override those of a preset."
+        description="Sizes and options of the models: a preset, or the four sizes, which override those of a preset. "
+        "The first value of an option is its default without a preset."
     )
     training: TrainingSection = Field(
-        description="Settings of the training of all models. A row of `models` overrides them for one model."
+        description="Settings of the training of all models. An entry of `models` overrides them for one model."
     )
-    models: dict[RowName, ModelRow | None] = Field(  # type: ignore[valid-type]
+    models: Models = Field(
         default_factory=dict,
-        description="The models by name. A row overrides values of `training` for one model. Four rows are there by "
-        "default: demix (which also applies to the models trained without a domain), dense (balanced: "
-        "every step holds the same number of tokens of each domain), dense_unbalanced (the paper's "
-        "Dense: data in proportion to the domains' sizes) and domain_token (dense and balanced, with a "
-        "domain token before each sequence). Where rows begin with the folder of a model, a default row does so, too, "
-        "and domain_token is left out. null leaves out dense_unbalanced or domain_token. A row of "
-        "another name adds a model of the `kind` that the row names.",
+        description="The models by name. An entry overrides values of `training` for one model. Four entries are there "
+        "by default: demix (which also applies to the models trained without a domain), dense (balanced: every step "
+        "holds the same number of tokens of each domain), dense_unbalanced (the paper's Dense: data in proportion to "
+        "the domains' sizes) and domain_token (dense and balanced, with a domain token before each sequence). null "
+        "leaves out dense_unbalanced or domain_token. An entry of another name adds a model of the `kind` that it "
+        "names.",
     )
-    clusterings: dict[RowName, Clustering] = Field(
+    clusterings: dict[EntryName, Clustering] = Field(
         default_factory=dict,
         description="Ways to divide the training domains' documents into clusters, by name (c-BTM).",
     )
@@ -204,7 +192,7 @@ class Config(Settings):
         if isinstance(whole.get("domains"), dict) and whole["domains"].get("novel", {}) is None:
             whole["domains"] = whole["domains"] | {"novel": {}}
         whole = written(settings_from(cls, whole, SUBJECT))
-        domains, adaptation, rows = whole["domains"], whole["adaptation"], whole["models"]
+        domains, adaptation, models = whole["domains"], whole["adaptation"], whole["models"]
         for kind, named in domains.items():
             domains[kind] = {
                 name: with_source(f"{SUBJECT}domains.{kind}.{name}", one, whole["sources"])
@@ -216,11 +204,9 @@ class Config(Settings):
         if "tokens" not in adaptation:
             share = max(1, whole["training"]["tokens"] // len(domains["training"]))
             whole["adaptation"] = {"passes": PASSES} | adaptation | {"tokens": share}
-        parents = parents_of(rows.values(), whole["run"])
-        whole["tokenizer"] = completed_tokenizer(whole["tokenizer"], parents)
-        whole["architecture"] = completed_architecture(whole["architecture"], parents)
-        # Tables show the rows that every run has before further rows.
-        whole["models"] = paper_rows(rows) | rows
+        whole["tokenizer"] = completed_tokenizer(whole["tokenizer"], whole["run"])
+        # Tables show the models that every run has before further ones.
+        whole["models"] = {name: models.get(name, {}) for name in PAPER} | models
         config = settings_from(cls, whole, SUBJECT)
         config._check()
         return config

@@ -31,26 +31,30 @@ Range = Annotated[dict[Literal["min", "max"], Text | Number], Field(min_length=1
 UNCUT = {"document_words": None, "piece_words": None}
 # One job writes a file for each domain of a source, and a process holds so many open.
 MOST_SHARING = 400
-# What the paths of a kind of source begin with, and how an error says it.
-BEGINS = {"url": "https?://", "store": rf"({'|'.join(STORES)})://[^/@*?\[]+(/|$)", "hub": "hf://"}
-SHOWN = {"url": "http:// or https://", "store": f"{':// or '.join(STORES)}:// and the name of a bucket"}
+# What the path of a data set of the Hugging Face hub begins with.
+DATA_SET = "hf://"
+# What the paths of a kind of source begin with. All others are files of this machine.
+_BEGINS = {"hub": DATA_SET, "store": rf"({'|'.join(STORES)})://[^/@*?\[]+(/|$)", "url": "[a-z][a-z0-9+.-]*://"}
+
+
+def kind_of(path: str) -> str:
+    """The kind of a source with this path: files, url, store (of objects) or hub."""
+    return next((kind for kind, begins in _BEGINS.items() if re.match(begins, path)), "files")
 
 
 class SourceSection(Settings):
     """The source of a domain's raw text, and which of its records are read."""
 
-    kind: Literal["files", "url", "store", "hub"] = Field(
-        description="files: local files. url: files fetched over HTTP(S); downloads are resumed and retried. store: "
-        "files of an object store, fetched by a package that you install (s3fs, gcsfs or adlfs) with the "
-        "credentials of the environment. hub: a Hugging Face data set, streamed without running code of the data set."
-    )
     path: Text | Annotated[Items[Text], Field(min_length=1)] = Field(
-        description="files: a path, a glob or a folder, or a list of them; a path that exists is that file, whatever "
+        description="A file, a glob or a folder, or a list of them; a path that exists is that file, whatever "
         "characters it has. Of a folder all files below it are read that have one of the formats; a line counts the "
-        "others. url: an address or a list of them. store: as files, but each begins with s3://, "
-        "gs:// or az:// and a bucket. hub: owner/name, or a local folder. Formats: "
-        ".jsonl .ndjson .json .csv .txt (one document per .txt file), plain, .gz or .zst; .parquet; and .zip .tar .tgz "
-        ".tar.gz .tar.zst archives of such files. A named file with another ending is one document of plain text."
+        "others. Or addresses of one kind: http:// and https:// of files, which are fetched, resumed and retried; "
+        "s3://, gs:// or az:// and a bucket, with globs and folders, fetched by a package that you install (s3fs, "
+        "gcsfs or adlfs) with the credentials of the environment; hf://owner/name, a data set of the Hugging Face "
+        "hub, streamed without running code of the data set (hf:// and a local folder is a copy of one). Formats: "
+        ".jsonl .ndjson .json .csv .txt (one document per .txt file), plain, .gz or .zst; .parquet; and .zip .tar "
+        ".tgz .tar.gz .tar.zst archives of such files. A named file with another ending is one document of plain "
+        "text."
     )
     text: Text = Field(
         default="text",
@@ -62,14 +66,13 @@ class SourceSection(Settings):
     )
     metadata: DistinctItems[Text] = Field(
         default=(),
-        description="Further fields to keep with each document, anonymized like the text. The documents and the "
-        "splits hold them as JSON in a column `metadata`.",
+        description="Further fields to keep with each document, anonymized like the text. The documents and the splits "
+        "hold them as JSON in a column `metadata`.",
     )
     where: dict[Text, Scalar | Annotated[Items[Scalar], Field(min_length=1)] | Range] = Field(
         default_factory=dict,
-        description="Read only records whose fields match all of these conditions. A condition is one value "
-        "(language: en), a list of values, or a range with min and max (inclusive; quote dates, which "
-        "are compared as text).",
+        description="Read only records whose fields match all of these conditions. A condition is one value (language: "
+        "en), a list of values, or a range with min and max (inclusive; quote dates, which are compared as text).",
     )
     words: Positive | None = Field(
         default=None,
@@ -89,7 +92,7 @@ class SourceSection(Settings):
         default=1,
         le=10_000,
         description="Number of parallel jobs that read and anonymize the source. Each job takes one in this many "
-        "files, or rows where there are fewer files than jobs. A url source has at most one part per "
+        "files, or rows where there are fewer files than jobs. A source of http(s) addresses has at most one part per "
         "address.",
     )
     members: Items[Text] = Field(
@@ -101,23 +104,20 @@ class SourceSection(Settings):
     json_holds: Literal["lines", "values"] = Field(
         alias="json",
         default="lines",
-        description="Content of a .json file: lines (one object per line), or values (one array or object whose "
-        "values are the records).",
+        description="Content of a .json file: lines (one object per line), or values (one array or object whose values "
+        "are the records).",
     )
     revision: Text | None = Field(
         default=None,
-        description="hub: branch, tag or commit (refs/convert/parquet where the repository has a loader script). A "
+        description="hf: branch, tag or commit (refs/convert/parquet where the repository has a loader script). A "
         "commit pins the data set. For a branch, the log names the commit.",
     )
     data_files: Items[Text] = Field(
         default=(),
-        description="hub: globs of files in the data set (.parquet; .jsonl, .json and .csv, also as .gz or .zst).",
+        description="hf: globs of files in the data set (.parquet; .jsonl, .json and .csv, also as .gz or .zst).",
     )
     sha256: dict[Text, Annotated[Text, Field(pattern="^[0-9a-f]{64}$")]] = Field(
-        default_factory=dict, description="Expected SHA-256 digests by file name (files, url and store)."
-    )
-    bytes: dict[Text, Annotated[Integer, Field(ge=0)]] = Field(
-        default_factory=dict, description="Expected sizes in bytes by file name (files, url and store)."
+        default_factory=dict, description="Expected SHA-256 digests by file name (not of hf)."
     )
     instructions: Text = Field(
         default="",
@@ -125,9 +125,19 @@ class SourceSection(Settings):
     )
 
     @property
-    def paths(self) -> tuple[str, ...]:
-        """The paths or addresses."""
+    def addresses(self) -> tuple[str, ...]:
+        """The paths or addresses of the config."""
         return (self.path,) if isinstance(self.path, str) else self.path
+
+    @property
+    def kind(self) -> str:
+        """The kind of the source, by its first path."""
+        return kind_of(self.addresses[0])
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths or addresses; of data sets of the hub owner/name, or a local folder."""
+        return tuple(path.removeprefix(DATA_SET) for path in self.addresses)
 
     @cached_property
     def listed(self) -> dict[str, list[str]]:
@@ -200,8 +210,8 @@ class SplitRecipe(Settings):
         default=None,
         ge=0,
         le=1,
-        description="Leave out of train the documents that share more than this fraction of their word 13-grams "
-        "with dev or test; null keeps all.",
+        description="Leave out of train the documents that share more than this fraction of their word 13-grams with "
+        "dev or test; null keeps all.",
     )
     words: Budget = Field(
         default_factory=Budget, description="Word budgets. Dev and test are filled first; train takes the rest."
@@ -335,23 +345,23 @@ def check_domains(domains: DomainsSection) -> None:
 
 def check_source(place: str, source: SourceSection) -> None:
     """Raise DemixError unless the keys of the source at `place` go together."""
-    for path in source.paths:
+    for path in source.addresses:
         if "://" in path:
             refuse_secrets(f"{place}.path", path, LOG_IN)
     if source.kind == "url" and source.parts > len(source.paths):
         cause = f"is {source.parts} for {len(source.paths)} addresses"
         raise DemixError(f"{place}.parts", cause, "set at most one part per address")
-    for path in source.paths if source.kind != "hub" else ():
-        kind = next((kind for kind, begins in BEGINS.items() if re.match(begins, path)), "files")
-        if kind != source.kind:
-            begin = f"begin each address with {SHOWN[source.kind]}, or " if source.kind in SHOWN else ""
-            cause = "is not an address" if begin else "is an address"
-            raise DemixError(f"{place}.path", cause, f"{begin}use kind: {kind}")
+    for path in source.addresses:
+        if kind_of(path) != source.kind:
+            raise DemixError(f"{place}.path", "has addresses of several kinds", "make each a domain of its own")
+        if source.kind == "url" and not re.match("https?://", path):
+            cure = "begin with http://, https://, hf://, or s3://, gs:// or az:// and the name of a bucket"
+            raise DemixError(f"{place}.path", "is an address of no known kind", cure)
     if source.kind != "hub":
         return
     if not source.data_files:
         raise DemixError(f"{place}.data_files", "is missing", 'name files of the data set, such as ["data/*.parquet"]')
-    if source.sha256 or source.bytes:
-        raise DemixError(f"{place}.sha256", "is for the kinds files, url and store", "pin a commit by revision instead")
+    if source.sha256:
+        raise DemixError(f"{place}.sha256", "is given to a data set of the hub", "pin a commit by revision instead")
     if not source.revision and not local(source.paths):
         raise DemixError(f"{place}.revision", "is missing", "pin a commit, or name a branch such as main")

@@ -1,17 +1,18 @@
-"""The rows of the section `models`: the kinds of models, and what one row may say."""
+"""The entries of the section `models`: the kinds of models, and the keys of an entry of each kind."""
 
+import operator
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from demix.config.architecture import RowArchitecture
+from demix.config.addresses import COMMIT, HUB, REPOSITORY
+from demix.config.architecture import EntryArchitecture
 from demix.config.names import refuse_name
-from demix.config.parents import HubParent
-from demix.config.training import TrainingSection
-from demix.settings import Integer, Number, Positive, Settings, Switch, Text, absent, partial
+from demix.config.training import RouterTraining, TrainingSection
+from demix.settings import Number, Positive, Settings, Switch, Text, absent, partial
 
 # The single expert of a model without domain experts.
 DENSE_EXPERT = "dense"
@@ -61,28 +62,13 @@ KINDS = {
         Kind("anchored", "FlexOlmo", "model", "by_domain", anchored=True),
     )
 }
-# The paper's models, which a run has unless a row is null.
+# The paper's models, which a run has unless an entry is null.
 PAPER = ("demix", "dense", "dense_unbalanced", "domain_token")
-# Rows that a config must keep: DEMix is the model under test, and the dense model is its baseline.
+# Entries that a config must keep: DEMix is the model under test, and the dense model is its baseline.
 KEPT = ("demix", "dense")
 
 
-def paper_rows(rows: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Mapping[str, Any] | None]:
-    """The paper's rows. Those that `rows` of models do not name begin with the model folder that `rows` begin with.
-
-    It is the first one in the order of the tables. A row with an architecture of its own does not count, since its
-    parent fits no other. No folder has domain tokens, so that a model with them is left out. Without a folder all begin
-    from scratch, as does a row that is named without a parent.
-    """
-    named = (row for name in dict.fromkeys((*PAPER, *rows)) if (row := rows.get(name)))
-    parents = (row["parent"] for row in named if row.get("parent") and not row.get("architecture"))
-    parent = next((one for one in parents if isinstance(one, Mapping) or "/" in one), None)
-    begin: dict[str, Any] = {"parent": parent} if parent else {}
-    left_out = [name for name in PAPER if parent and KINDS[name].domain_tokens]
-    return {name: rows.get(name, None if name in left_out else begin) for name in PAPER}
-
-
-def _row_name(name: str) -> str:
+def _entry_name(name: str) -> str:
     if not re.fullmatch("[a-z][a-z0-9_]*", name):
         raise ValueError(
             "is not a usable name of a model", "use lower-case letters, digits and _, and begin with a letter"
@@ -91,7 +77,7 @@ def _row_name(name: str) -> str:
     return name
 
 
-RowName = Annotated[Text, AfterValidator(_row_name)]
+EntryName = Annotated[Text, AfterValidator(_entry_name)]
 
 
 def _label(label: str) -> str:
@@ -101,121 +87,155 @@ def _label(label: str) -> str:
     return label
 
 
-class Branching(Settings):
-    """With which state of another model a row begins, and on what its experts train."""
+def _parent(parent: str) -> str:
+    if parent.startswith(HUB) and not re.fullmatch(f"{HUB}{REPOSITORY}@{COMMIT.pattern}", parent):
+        cure = f"write {HUB}owner/name@commit, as `demix import` prints it for a branch"
+        raise ValueError("is no model of the hub at a commit", cure)
+    return parent
 
-    parent: HubParent | Text = Field(
+
+class Parent(Settings):
+    """With which model an entry begins."""
+
+    parent: Annotated[Text, AfterValidator(_parent)] = Field(
         default_factory=absent,
-        description="A row of kind dense. The model begins with the state that this row's model had after "
-        "`seed_tokens` tokens (a seed phase): the dense feedforward is copied into every expert, and training "
-        "goes on. A branch has all its parent's settings; those of time and memory can differ, and dev_blocks. "
-        "Or the folder of a dense model, such as imported/gpt2 that `demix import` wrote: the model begins with "
-        "its parameters, and with a training of its own. Or `{hub: owner/name, revision: commit}`, such a model of the "
-        "Hugging Face hub, which the run imports once. For kind routed also a row of kind demix, branched or "
-        "anchored, whose experts become those of every layer, as `merged_routed` says: the row trains the merged "
-        "model on all domains for `tokens` more, as `match` counts them (Branch-Train-MiX, Sukhbaatar et al. 2024).",
+        description="An entry of kind dense. The model begins with the state that this entry's model had after "
+        "`seed_tokens` tokens (a dense warm start): the dense feedforward is copied into every expert, and training "
+        "goes on. A branch has all its parent's settings; those of time and memory can differ, and dev_blocks. Or the "
+        "folder of a dense model, such as imported/gpt2 that `demix import` wrote: the model begins with its "
+        "parameters, and with a training of its own. Or `hub:owner/name@commit`, such a model of the Hugging Face "
+        "hub, which the run imports once. For kind routed also an entry of kind demix, branched or anchored, whose "
+        "experts become those of every layer, as `merged_routed` says: the entry trains the merged model on all "
+        "domains for more tokens, with the FLOPs of `tokens` of a dense model (Branch-Train-MiX, Sukhbaatar et al. "
+        "2024).",
     )
-    seed_tokens: Integer = Field(
+    seed_tokens: Positive = Field(
         default_factory=absent,
-        ge=0,
-        description="Tokens of the seed phase, rounded down to whole steps. They are a part of the model's "
-        "`tokens`. 0 trains from scratch.",
+        description="Tokens of the dense warm start, rounded down to whole steps. They are a part of the model's "
+        "`tokens`.",
     )
+
+
+class Branch(Parent):
+    """How an entry goes on from the state of another one."""
+
     schedule: Literal["continue", "restart"] = Field(
         default_factory=absent,
-        description="What follows the seed phase. `continue`, which holds where the key is absent (but for kind "
-        "routed, where `restart` does): the parent's schedule and the optimizer's moments go on; a row of kind routed "
-        "then needs match: updates. `restart`: fresh moments, no warm-up but what the row or its preset says, and the "
-        "peak rate, which falls over the tokens that remain. Such a row can have tokens, "
-        "sequences, a learning rate and a warm-up of its own, and any kind but domain_token.",
+        description="What follows the dense warm start. `continue`, which holds where the key is absent: the parent's "
+        "schedule and the optimizer's moments go on. `restart`, as always for kinds routed and anchored: fresh "
+        "moments, no warm-up but what the entry or its preset says, and the peak rate, which falls over the tokens "
+        "that remain. Such an entry can have tokens, sequences, a learning rate and a warm-up of its own.",
     )
+
+
+class ExpertText(Settings):
+    """On what the experts of an entry train, and what is made of them."""
+
     data: Text = Field(
         default_factory=absent,
         description="The clustering (section `clusterings`) on whose clusters the experts train, one expert per "
         "cluster, with equal tokens. Without it the experts train on the domains.",
     )
-    averages: Switch = Field(
-        default_factory=absent,
-        description="Score averages of the parameters of a row of kind branched, too: one by equal weights, and "
-        "for each domain one by its cached prior. Each costs what one model costs.",
-    )
     merged_routed: Switch = Field(
         default_factory=absent,
-        description="Score the experts of a row of kind demix, branched or anchored as a token-routed model, too, "
+        description="Score the experts of an entry of kind demix, branched or anchored as a token-routed model, too, "
         "which is made without training: each token chooses two of their feedforwards in every layer, by a ridge "
-        "regression of the expert's domain (or cluster) on the token's state, over 40 blocks of dev text of "
-        "each. All other weights of experts of kind branched are averaged. Experts of kind anchored keep "
-        "the routers that they learned, and have the anchor beside them.",
+        "regression of the expert's domain (or cluster) on the token's state, over 40 blocks of dev text of each. All "
+        "other weights of experts of kind branched are averaged. Experts of kind anchored keep the routers that they "
+        "learned, and have the anchor beside them.",
+    )
+
+
+class Averaging(Settings):
+    """Whether the experts of an entry are averaged."""
+
+    averages: Switch = Field(
+        default_factory=absent,
+        description="Score averages of the parameters of an entry of kind branched, too: one by equal weights, and for "
+        "each domain one by its cached prior. Each costs what one model costs.",
     )
 
 
 class TokenRouting(Settings):
-    """The keys of a row whose tokens choose their experts."""
+    """The keys of an entry whose tokens choose their experts."""
 
     experts: Positive = Field(
         default_factory=absent,
         le=4096,
-        description="Experts of each routed feedforward of a row of kind routed; 8 without the key, or those of a "
+        description="Experts of each routed feedforward of an entry of kind routed; 8 without the key, or those of a "
         "parent that is merged.",
     )
     top_k: Positive = Field(
         default_factory=absent,
-        description="Experts that each token of a row of kind routed chooses: 1 (switch, as without the key), 2 "
+        description="Experts that each token of an entry of kind routed chooses: 1 (switch, as without the key), 2 "
         "(GShard's top-2, as without the key after a parent that is merged) or more.",
     )
     every: Positive = Field(
         default_factory=absent,
-        description="Every how many blocks one has a routed feedforward: 1 (as without the key) stands for all, 2 "
-        "for the second, the fourth and so on.",
+        description="Every how many blocks one has a routed feedforward: 1 (as without the key) stands for all, 2 for "
+        "the second, the fourth and so on.",
     )
     capacity: Number = Field(
         default_factory=absent,
         gt=0,
         # With as many as there are experts, each takes all tokens.
         le=4096,
-        description="Tokens of a sequence that an expert takes in training, as a multiple of T / experts: 1.25 "
-        "without the key for top_k 1, else 2. First choices come before second ones. Scoring has no such limit.",
+        description="Tokens of a sequence that an expert takes in training, as a multiple of T / experts: 1.25 without "
+        "the key for top_k 1, else 2. First choices come before second ones. Scoring has no such limit.",
     )
     balance: Number = Field(
         default_factory=absent,
         ge=0,
         description="Weight of the loss that balances the loads of the experts; 0.01 without the key.",
     )
-    match: Literal["flops", "updates"] = Field(
+
+
+class EntrySettings(TrainingSection, Branch, ExpertText, Averaging, TokenRouting, RouterTraining):
+    """The section `training` with the values of an entry, and what an entry alone can say."""
+
+    architecture: EntryArchitecture = Field(  # type: ignore[valid-type]
         default_factory=absent,
-        description="What a row of kind routed shares with a dense model of its `tokens`: `flops` of training (as "
-        "without the key), so that it has fewer updates and tokens, or `updates`.",
-    )
-
-
-class RowSettings(TrainingSection, TokenRouting, Branching):
-    """The section `training` with the values of a row, and what a row alone can say."""
-
-    @property
-    def parent_row(self) -> str | None:
-        """The row whose seed phase the model begins with; a model elsewhere is no row."""
-        return self.parent if isinstance(self.parent, str) else None
-
-    architecture: RowArchitecture = Field(  # type: ignore[valid-type]
-        default_factory=absent,
-        description="Options of the section `architecture` that this row has instead. A row with a `parent` has "
+        description="Options of the section `architecture` that this entry has instead. An entry with a `parent` has "
         "those of its parent.",
     )
 
 
-ModelRow = partial(
-    "ModelRow",
-    RowSettings,
-    kind=Annotated[
-        Literal[tuple(KINDS)],
-        Field(description="Kind of the model. A row that is named like a kind may omit this key."),
-    ],
-    label=Annotated[
-        Text,
-        AfterValidator(_label),
-        Field(
-            description="Name of the row in tables, figures, claims and cards, which is made of its settings without "
-            "this key, such as “DEMix, warm start 500k”. The paper's four rows have the paper's names."
-        ),
-    ],
-)
+_LABEL = Annotated[
+    Text,
+    AfterValidator(_label),
+    Field(
+        description="Name of the model in tables, figures, claims and cards: without this key that of the entry. The "
+        "paper's four entries have the paper's names."
+    ),
+]
+# The keys that entries of each kind may have beside those of the section `training`.
+_KEYS: dict[str, tuple[type[Settings], ...]] = {
+    "demix": (Branch, ExpertText),
+    "dense": (Branch,),
+    "dense_unbalanced": (Branch,),
+    "domain_token": (),
+    "branched": (Branch, ExpertText, Averaging),
+    # Trained with the FLOPs of `tokens` of a dense model.
+    "routed": (Parent, TokenRouting, RouterTraining),
+    "anchored": (Parent, ExpertText),
+}
+ENTRIES = {
+    kind: partial(
+        f"{kind}_entry", TrainingSection, *keys, kind=Literal[kind], label=_LABEL, architecture=EntryArchitecture
+    )
+    for kind, keys in _KEYS.items()
+}
+
+
+def _with_kinds(entries: Any) -> Any:
+    """The entries of a file, where one that is named like a kind is of this kind."""
+    if not isinstance(entries, dict):
+        return entries
+    return {
+        name: {"kind": name} | entry if name in KINDS and isinstance(entry, dict) else entry
+        for name, entry in entries.items()
+    }
+
+
+ModelEntry: Any = Annotated[reduce(operator.or_, ENTRIES.values()), Field(discriminator="kind")]
+Models = Annotated[dict[EntryName, ModelEntry | None], BeforeValidator(_with_kinds)]

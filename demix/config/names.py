@@ -1,4 +1,4 @@
-"""Names that stand in the paths of a run's files: of domains, tasks, clusterings and rows of `models`."""
+"""Names that stand in the paths of a run's files: of domains, tasks, clusterings and entries of `models`."""
 
 import re
 

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from demix.config.config import Config
+from demix.config.models import KINDS
 from demix.settings import allowed, resolved
 
 
@@ -84,11 +85,14 @@ def _keys(schema: dict[str, Any], part: dict[str, Any], above: str) -> Iterator[
             # The keys of a domain's source are those of a shared one.
             yield from (key for key in shared if not key[0].startswith("sources.<source>.source."))
         if path == "models":
-            row = f"any key of `training`, and {', '.join(_own_of_rows(schema))}"
-            yield f"{path}.<name>", {"type": row, "description": "One model; null leaves it out."}, False
+            keys = f"any key of `training`, and {', '.join(_own_of_entries(schema))}"
+            yield f"{path}.<name>", {"type": keys, "description": "One model; null leaves it out."}, False
 
 
-def _own_of_rows(schema: dict[str, Any]) -> list[str]:
-    """The keys that a model's row has beside those of `training`."""
-    rows, training = (schema["$defs"][name]["properties"] for name in ("ModelRow", "TrainingSection"))
-    return [f"`{name}` ({allowed(part)})" for name, part in rows.items() if name not in training]
+def _own_of_entries(schema: dict[str, Any]) -> list[str]:
+    """The keys that entries of `models` have beside those of `training`."""
+    training = schema["$defs"]["TrainingSection"]["properties"]
+    entries = [schema["$defs"][f"{kind}_entry"]["properties"] for kind in KINDS]
+    found = {name: part for entry in entries for name, part in entry.items() if name not in training}
+    found["kind"] = {"enum": [*KINDS]}
+    return [f"`{name}` ({allowed(part)})" for name, part in found.items()]

@@ -39,11 +39,6 @@ Template = Annotated[Text, AfterValidator(_template)]
 class Task(Settings):
     """A task: examples of a text with labels to choose from, and how they are asked."""
 
-    path: Text | None = Field(
-        default=None,
-        description="File of the examples (.jsonl and the other formats of `source.path`); short for "
-        "`test: {kind: files, path: …}`.",
-    )
     made: Literal["domains", "continuations"] | None = Field(
         default=None,
         description="Make the examples of the run's own held-out documents. domains: which training domain is this "
@@ -76,10 +71,9 @@ class Task(Settings):
     )
     template: Template | None = Field(
         default=None,
-        description="How a text is followed by its label. It ends with {label}. null: `{text} {label}`, or of "
-        "`made: continuations` `{text}{label}`.",
+        description="How a text is followed by its label. It ends with {label}. null: `{text} {label}`, or of `made: "
+        "continuations` `{text}{label}`.",
     )
-    separator: Text = Field(default="\n\n", description="What stands between demonstrations.")
     shots: Annotated[Integer, Field(ge=0)] = Field(
         default=0, description="Demonstrations (examples with their labels) before each text."
     )
@@ -139,11 +133,6 @@ class Task(Settings):
         """The fields of a text."""
         return (self.text,) if isinstance(self.text, str) else self.text
 
-    @property
-    def tested(self) -> SourceSection | None:
-        """The source of the examples that are tested; none for examples that are made."""
-        return SourceSection(kind="files", path=self.path) if self.path is not None else self.test
-
 
 class ExamplesRecipe(Task):
     """A task, the tokens of a block of the models (`length`) and the run's seed."""
@@ -192,12 +181,8 @@ def check_tasks(tasks: Mapping[str, Task], training: Collection[str]) -> None:
 
 def _check_examples(key: str, task: Task) -> None:
     """Raise DemixError unless the task at `key` has one source of its examples, and words that calibration needs."""
-    sources = sum(one is not None for one in (task.path, task.made, task.test))
-    if sources != 1:
-        cause = "has several of path, made and test" if sources else "has no examples"
-        raise DemixError(key, cause, "give one of path, made and test")
-    if task.path is not None and "://" in task.path:
-        raise DemixError(f"{key}.path", "is an address", "give test: {kind: url, path: …}")
+    if (task.made is None) == (task.test is None):
+        raise DemixError(key, "has both made and test" if task.made else "has no examples", "give made or test")
     if task.calibrated and task.shots and not task.form.removesuffix("{label}").split("{text}")[1].strip():
         cause = "needs words before the label, to which the demonstrations lead where the text is left out"
         raise DemixError(f"{key}.calibrated", cause, "put words between {text} and {label}, or use 0 shots")

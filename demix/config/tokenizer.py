@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from demix.config.addresses import refuse_unnamable
-from demix.config.parents import one_parent
+from demix.config.addresses import HUB, imported_folder, refuse_unnamable
 from demix.errors import DemixError
 from demix.files.json_files import read_unsealed
 from demix.settings import Integer, Positive, Settings, Text, absent
@@ -21,11 +20,10 @@ _FOREIGN = ("path", "end_of_text", "types")
 class TokenizerSection(Settings):
     """How text becomes tokens."""
 
-    kind: Literal["bpe", "gpt2", "file", "parent"] = Field(
+    kind: Literal["bpe", "gpt2", "file"] = Field(
         default="gpt2",
         description="gpt2: GPT-2's own vocabulary (50,257 types). bpe: a byte-level BPE trained on the training "
-        "domains. file: the byte-level BPE in the tokenizer.json at `path`. parent: that of the model folder which is "
-        "the `parent` of rows of `models`.",
+        "domains. file: the byte-level BPE in the tokenizer.json at `path`.",
     )
     vocab_size: Integer = Field(
         default=GPT2_TYPES,
@@ -40,45 +38,46 @@ class TokenizerSection(Settings):
     )
     path: Text | None = Field(
         default_factory=absent,
-        description="Of kind file: a tokenizer.json, in a folder of the hub or in one that `demix import` wrote.",
+        description="Of kind file: a tokenizer.json, in a folder of the hub or in one that `demix import` wrote; or "
+        "`hub:owner/name@commit`, the parent of models that the run imports.",
     )
     end_of_text: Annotated[Integer, Field(ge=0)] | Text | None = Field(
         default_factory=absent,
-        description="Of kinds file and parent: the token, or its id, that ends a document and stands before each. Not "
+        description="Of kind file: the token, or its id, that ends a document and stands before each. Not "
         "given: the eos token of tokenizer_config.json, config.json or generation_config.json beside the file.",
     )
     types: Annotated[Positive, Field(le=1 << 24)] | None = Field(
         default_factory=absent,
-        description="Of kinds file and parent: the rows of the embedding, which may be more than the tokenizer's ids. "
+        description="Of kind file: the rows of the embedding, which may be more than the tokenizer's ids. "
         "Not given: vocab_size of the config.json beside the file, or else the ids.",
     )
 
     @property
     def size(self) -> int:
         """The number of types."""
-        if self.kind in ("file", "parent"):
+        if self.kind == "file":
             return self.types or 0
         return GPT2_TYPES if self.kind == "gpt2" else self.vocab_size
 
 
-def completed_tokenizer(section: Mapping[str, Any], parents: Mapping[str, str]) -> dict[str, Any]:
-    """The section `tokenizer` of a config whose models begin with `parents`, with what the files of its tokenizer say.
+def completed_tokenizer(section: Mapping[str, Any], run: str) -> dict[str, Any]:
+    """The section `tokenizer` of the config of `run`, with what the files of its tokenizer say.
 
     Raises DemixError for keys that do not go together, and for a file that is missing or says nothing.
     """
-    found, cure = dict(section), "name a tokenizer.json, or import the model first"
-    if found["kind"] == "parent":
-        folder, cure = one_parent(parents, "tokenizer.kind")
-        found["path"] = f"{folder}/tokenizer.json"
-    elif found["kind"] != "file":
+    found = dict(section)
+    if found["kind"] != "file":
         if foreign := [key for key in _FOREIGN if found.get(key) is not None]:
             raise DemixError(f"{_KEY}.{foreign[0]}", f"is given to kind {found['kind']}", "use kind: file")
         return found
     if not found.get("path"):
         raise DemixError(f"{_KEY}.path", "is missing", "name the tokenizer.json")
+    if found["path"].startswith(HUB):
+        found["path"] = f"{imported_folder(found['path'], run)}/tokenizer.json"
     path = Path(refuse_unnamable(found["path"]))
     if found.get("types") is None or found.get("end_of_text") is None:
         if not path.is_file():
+            cure = "name a tokenizer.json, import the model first, or give types and end_of_text"
             raise DemixError(path, "is missing", cure)
         said = types_and_end(path, _content(path))
         found |= {key: value for key, value in said.items() if found.get(key) is None}

@@ -25,17 +25,20 @@ Ranks = Annotated[Positive, Field(le=100_000)]
 LearningRate = Annotated[Number, Field(gt=0, description="Peak learning rate.")]
 
 
+# The newest checkpoints of a training, which stay.
+KEPT_CHECKPOINTS = 2
+
+
 class Execution(Settings):
     """Settings that change only the time and memory of a training. Fingerprints leave these settings out."""
 
     checkpoint_every: Positive = Field(
         default=100, description="Steps between checkpoints. A killed run resumes from the newest checkpoint."
     )
-    keep_checkpoints: Positive = Field(default=2, description="Number of newest checkpoints that are kept.")
     micro_sequences: Positive | None = Field(
         default=None,
-        description="Sequences of each expert in one micro-batch of a rank; gradients accumulate over "
-        "micro-batches. null takes all sequences of a step at once.",
+        description="Sequences of each expert in one micro-batch of a rank; gradients accumulate over micro-batches. "
+        "null takes all sequences of a step at once.",
     )
     compile: Switch = Field(default=False, description="Compile the transformer blocks (torch.compile).")
     checkpoint_activations: Switch = Field(
@@ -125,8 +128,8 @@ class OptimizerRecipe(Settings):
     weight_decay: Number = Field(default=0.1, ge=0, description="Decoupled weight decay.")
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
         default="fp32",
-        description="Number format of the computation. Weights and optimizer state are fp32, except with fp64, "
-        "which serves exact comparisons. fp16 scales the loss.",
+        description="Number format of the computation. Weights and optimizer state are fp32, except with fp64, which "
+        "serves exact comparisons. fp16 scales the loss.",
     )
     optimizer: OptimizerSettings | None = Field(
         default_factory=absent,
@@ -183,8 +186,8 @@ class Sweep(Settings):
     tokens: Positive = Field(description="Training tokens of each job; the learning-rate schedule has the same length.")
 
 
-class TrainingRecipe(Execution, OptimizerRecipe):
-    """The settings of the section `training` that one training from scratch takes."""
+class TrainingSettings(Execution, OptimizerRecipe):
+    """How much one training learns from, and how fast."""
 
     tokens: Positive = Field(description="Total training tokens of one model.")
     sequences: Sequences = Field(description="Sequences of each domain in one optimizer step.")
@@ -194,16 +197,22 @@ class TrainingRecipe(Execution, OptimizerRecipe):
         ge=0,
         description="Blocks of each domain's dev split to evaluate at every checkpoint; 0 evaluates none.",
     )
+
+
+class RouterTraining(Settings):
+    """What is trained of a model whose tokens choose their experts."""
+
     trained: Literal["routers"] | None = Field(
         default_factory=absent,
-        description="In a row of kind routed that begins with routed experts (a parent of kind demix, branched or "
+        description="In an entry of kind routed that begins with routed experts (a parent of kind demix, branched or "
         "anchored, or a folder): `routers` trains the routers alone. Without the key everything is trained.",
     )
 
 
-# The sections of a config that may have a preset.
-SECTIONS = {"training", "adaptation"}
-Preset = Literal["modern", "paper"]
+class TrainingRecipe(TrainingSettings, RouterTraining):
+    """The settings of a model that its training uses."""
+
+
 # How models are trained, but for the learning rate and the lengths.
 TRAINING_PRESETS: dict[str, dict[str, Any]] = {
     "modern": {
@@ -244,15 +253,16 @@ PRESET = (
 
 
 def with_presets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a file whose `training`, `adaptation` and rows of `models` have the values of their presets.
+    """The keys of a file whose `training` and entries of `models` have the values of their presets.
 
     Keys beside a preset replace its own. A preset that is not known stays.
     """
-    found, rows = {**values}, values.get("models")
-    for name in SECTIONS & values.keys():
-        found[name] = _with_preset(values[name])
-    if isinstance(rows, dict):
-        found["models"] = {name: _with_preset(row) for name, row in rows.items()}
+    found, entries = (
+        {key: _with_preset(one) if key == "training" else one for key, one in values.items()},
+        values.get("models"),
+    )
+    if isinstance(entries, dict):
+        found["models"] = {name: _with_preset(entry) for name, entry in entries.items()}
     return found
 
 
@@ -263,10 +273,10 @@ def _with_preset(section: Any) -> Any:
     return TRAINING_PRESETS[preset] | {key: value for key, value in section.items() if key != "preset"}
 
 
-class TrainingSection(TrainingRecipe):
-    """Settings of the training of all models. A row of `models` overrides them for one model."""
+class TrainingSection(TrainingSettings):
+    """Settings of the training of all models. An entry of `models` overrides them for one model."""
 
-    preset: Preset | None = Field(default_factory=absent, description=PRESET)
+    preset: Literal["modern", "paper"] | None = Field(default_factory=absent, description=PRESET)
 
     ranks: Ranks = Field(
         default=1,

@@ -35,6 +35,8 @@ _TYPES |= {"answer": pa.int16(), "domain": pa.string(), "shortened": pa.bool_()}
 SCHEMA = pa.schema([pa.field(name, type_, False) for name, type_ in _TYPES.items()])
 # A template that leaves fewer tokens for the text has no use.
 MIN_TOKENS = 8
+# What stands between demonstrations.
+SEPARATOR = "\n\n"
 # Tokens that two texts may need more side by side than each by itself.
 _JOINT = 2
 # Of `made: continuations`: the choices of a task that does not say how many, and the tokens of each.
@@ -164,7 +166,7 @@ def fitted(name: str, task: Task, examples: Iterable[Example], tokenizer: Tokeni
     A text loses tokens at its end, or with `keep: end` at its start, and what is left of a character that was cut.
     Raises DemixError where the longest label leaves fewer than 8 tokens for a text.
     """
-    share = length // (task.shots + 1) - (_JOINT + len(tokenizer.encode(task.separator)) if task.shots else 0)
+    share = length // (task.shots + 1) - (_JOINT + len(tokenizer.encode(SEPARATOR)) if task.shots else 0)
     budget = min(share, task.tokens or share)
 
     def size(text: str, choices: Sequence[str]) -> int:
@@ -195,7 +197,7 @@ def _filled(
         context, labels = asked(task, one.text, one.choices)
         before.append(context + labels[one.answer])
     context, labels = asked(task, text, choices)
-    whole = task.separator.join([*before, context])
+    whole = SEPARATOR.join([*before, context])
     # Without a text there may be white space, which belongs to the label.
     context = whole.rstrip()
     return context, tuple(whole[len(context) :] + label for label in labels)
@@ -222,7 +224,7 @@ def _drawn(
             else:
                 yield from _continuations(split, documents[of], tokenizer, task, count)
         return
-    tested = task.tested
+    tested = task.test
     if tested is None:
         raise DemixError(f"tasks.{name}", "has no examples", "give one of path, made and test")
     wanted = None if task.examples is None else task.examples + (0 if task.train else task.pooled)

@@ -217,7 +217,7 @@ def _go_on(session: Any, one: _Fetched, timeout: float) -> Any:
         length = int(total) if total.isdecimal() else None
         if length is None and not (response.raw.chunked or one.size is not None or one.sha256):
             cause = "is sent without its length, so that a cut one would look whole"
-            raise DemixError(one.shown, cause, "give source.bytes or source.sha256")
+            raise DemixError(one.shown, cause, "give source.sha256")
         if one.size is not None and length not in (one.size, None):
             raise one.refused(f"has {length} bytes, not {one.size}")
         # read1 gives what has come, so that a stall loses nothing.

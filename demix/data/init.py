@@ -124,7 +124,7 @@ def outline(
         f"  learning_rate: {rate}  # docs/experiments/recipe.md says how it was chosen",
         f"  checkpoint_every: {max(10, updates // 10)}",
         "  dev_blocks: 8  # of each domain at every checkpoint: the learning curve",
-        f"adaptation: {{preset: modern, sequences: 4, evaluate_every: 10}}  # to each novel domain: at most {most}",
+        f"adaptation: {{sequences: 4, evaluate_every: 10}}  # to each novel domain: at most {most}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -196,4 +196,4 @@ def _source(text: str, field: str | None) -> dict[str, Any]:
         row, layout["json"] = next(read_rows(file, Reading((), values=True))), "values"
     if field and select_or_none(row.fields, field) is not None:
         layout["text"] = field
-    return {"kind": "files", "path": text} | layout
+    return {"path": text} | layout

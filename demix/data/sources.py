@@ -291,21 +291,20 @@ def _files(source: Source, domain: str, part: int, fetched: Path, others: Counte
 
 
 def _verify(path: Path, source: Source) -> None:
-    size, digest = source.bytes.get(path.name), source.sha256.get(path.name)
-    if size is None and digest is None:
+    digest = source.sha256.get(path.name)
+    if digest is None:
         return
     # requests loads for a tenth of a second.
     from demix.data.fetch import mismatch
 
-    if problem := mismatch(path, size, digest):
+    if problem := mismatch(path, None, digest):
         raise DemixError(path, problem, "fetch it again or change the config")
 
 
 def _check_names(source: Source, domain: str, names: set[str]) -> None:
-    for key in ("sha256", "bytes"):
-        for name in getattr(source, key):
-            if name not in names:
-                raise DemixError(f"{domain}.source.{key}.{name}", "names no file", f"files are {sorted(names)}"[:300])
+    for name in source.sha256:
+        if name not in names:
+            raise DemixError(f"{domain}.source.sha256.{name}", "names no file", f"files are {sorted(names)}"[:300])
 
 
 def _urls(source: Source, domain: str, part: int, fetched: Path, others: Counter[str]) -> Iterator[Row]:
@@ -345,7 +344,7 @@ def _fetched_rows(source: Source, addresses: Sequence[str], reading: Reading, fe
         path = fetched / hashlib.sha256(address.encode()).hexdigest()[:12] / name
         make_private(path.parent)
         try:
-            fetch(address, path, size=source.bytes.get(name), sha256=source.sha256.get(name))
+            fetch(address, path, sha256=source.sha256.get(name))
         except DemixError as error:
             raise error.but(cure=source.instructions) from None
         try:
@@ -358,7 +357,7 @@ def _fetched_rows(source: Source, addresses: Sequence[str], reading: Reading, fe
 
 
 def file_name(url: str) -> str:
-    """The name by which `sha256` and `bytes` know the file at an address. Raises DemixError for other addresses."""
+    """The name by which `sha256` knows the file at an address. Raises DemixError for other addresses."""
     refuse_secrets("an address in source.path", url, LOG_IN)
     parts = urlsplit(url)
     # A name in a store is no part of a URL: % and ? have no meaning.

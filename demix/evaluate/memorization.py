@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from demix.config.adaptation import AuditRecipe
 from demix.config.models import DENSE_EXPERT
 from demix.config.training import Threads
 from demix.data.order import seen_blocks
@@ -34,7 +33,7 @@ from demix.model.experts import load_without
 from demix.model.gpt import GPT
 from demix.model.merge import prior_weights
 from demix.progress import progress
-from demix.settings import Items, Text
+from demix.settings import Items, Positive, Settings, Text
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +55,16 @@ COLUMNS = {
 }
 
 
-class Audit(AuditRecipe):
+class Audit(Settings):
     """What an audit of a removed domain compares: models by their folders below models/, experts by name.
 
     `model` is the model with the experts `training`. `left_out` is the label, in the table of priors, of the same
     experts without that of the domain. `without_model` was trained without the domain and has the experts `without`.
-    `merged` are merged models, which lose the domain's expert too.
+    `merged` are merged models, which lose the domain's expert too. `prompts` documents of train are continued from
+    their first tokens, and as many of test.
     """
 
+    prompts: Positive = 20
     model: Text
     training: Items[Text]
     left_out: Text

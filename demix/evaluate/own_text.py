@@ -286,7 +286,7 @@ def raw_text(texts: Sequence[Path], field: str, domain: str, output: Path) -> No
     """
     for text in texts:
         _check_file(text)
-    if not download(Source(kind="files", path=tuple(map(str, texts)), text=field), domain, output):
+    if not download(Source(path=tuple(map(str, texts)), text=field), domain, output):
         left_out = read_parquet(output, columns=[]).schema.metadata[b"not_utf8"]
         told = NO_TEXT if left_out == b"0" else ("is not UTF-8", f"convert it, from Latin-1 by {TO_UTF8}")
         raise DemixError(", ".join(map(str, texts)), *told)

@@ -189,7 +189,7 @@ class _Export:
 
 def _with_plain_head(architecture: Architecture) -> Architecture:
     """The architecture in other formats: CLAP's rows of length 1 are embeddings, and its head is one of its own."""
-    plain = architecture.head == "clap" and architecture.clap_inputs == "unit" and architecture.objective == "clm"
+    plain = architecture.head == "clap" and architecture.objective == "clm"
     return architecture.replace(head="untied") if plain else architecture
 
 

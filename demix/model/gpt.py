@@ -119,7 +119,6 @@ class GPT(LanguageModel):
 
     def _embedded(self, inputs: Tensor, domains: Tensor | None, start: int, led: bool) -> Tensor:
         """What the first block reads: `inputs` [E, B, T] at positions from `start`, after a domain token if `led`."""
-        options = self.architecture
         x = self.token_embedding[inputs]
         if self.masked:
             # A number below 0 counts from the end of the vocabulary.
@@ -129,10 +128,8 @@ class GPT(LanguageModel):
             if domains is None or self.domain_embedding is None:
                 raise DemixError("domains", "a domain-token model was given no domain token", "pass one per sequence")
             x = torch.cat([self.domain_embedding[domains].unsqueeze(2), x], dim=2)
-        if options.head == "clap" and options.clap_inputs == "unit":
+        if self.architecture.head == "clap":
             x = F.normalize(x, dim=-1)
-        if options.embedding_scale:
-            x = x * math.sqrt(options.width)
         embedded: Tensor = self.embedding_norm(self.positions.added(x, start, self.position_embedding))
         return embedded
 

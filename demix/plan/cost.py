@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
-from demix.config.adaptation import AdaptationSection
 from demix.config.architecture import Architecture
 from demix.config.counts import Size, parameters, sizes
-from demix.config.models import RowSettings
+from demix.config.models import EntrySettings
 from demix.plan.domains import TOKENS_PER_WORD
 from demix.plan.flops import (
     Hardware,
@@ -35,15 +34,14 @@ class TrainingPlan:
     on one rank. `shared`: parameters outside the experts. `expert`: parameters of one of the `experts`. `flops`:
     floating-point operations per update, but for those of Muon's iterations. `state`: bytes of weights, gradients and
     optimizer per rank. `activations`: bytes of activations per rank. `least`: bytes of both by the settings that spare
-    most (see `too_large`). `checkpoint`: bytes of one checkpoint on disk, of which `checkpoints` are kept during the
-    training. `weights`: bytes of what the training adds to models. `jobs`: the number of jobs of the workflow's `rule`.
-    `tokens`: the most, since an adaptation may stop early. `begin` of the `steps` are those of a seed phase, which
-    another training does: `hours` leaves them out. `seed_flops` are those of such a step.
+    most (see `too_large`). `checkpoint`: bytes of one checkpoint on disk. `weights`: bytes of what the training adds to
+    models. `jobs`: the number of jobs of the workflow's `rule`. `tokens`: the most, since an adaptation may stop early.
+    `begin` of the `steps` are those of a seed phase, which another training does: `hours` leaves them out. `seed_flops`
+    are those of such a step.
     """
 
     name: str
     rule: str
-    domains: int
     tokens: int
     steps: int
     sequences: int
@@ -58,7 +56,6 @@ class TrainingPlan:
     activations: int
     least: int
     checkpoint: int
-    checkpoints: int
     weights: int
     hours: float
     jobs: int = 1
@@ -104,7 +101,7 @@ def plan_training(run: Run, ranks: int | None, hardware: Hardware) -> list[Train
     usable = min(ranks or section.ranks, section.sequences)
     tried = len(section.sweep.factors) if section.sweep else 1
     for adapted in run.adaptations:
-        one = plan(adapted.parent, section, section.tokens, usable, adapts=True)
+        one = plan(adapted.parent, run.adapting(adapted.parent), section.tokens, usable, adapts=True)
         plans.append(_times(tried, one, name=adapted.name, rule=adapted.rule))
     return plans
 
@@ -124,7 +121,7 @@ def _plan(
     run: Run,
     hardware: Hardware,
     model: Model,
-    settings: RowSettings | AdaptationSection,
+    settings: EntrySettings,
     tokens: int,
     ranks: int | None,
     *,
@@ -164,7 +161,6 @@ def _plan(
     return TrainingPlan(
         name=model.name,
         rule="",
-        domains=domains,
         tokens=steps * sequences * architecture.context,
         steps=steps,
         sequences=sequences,
@@ -179,7 +175,6 @@ def _plan(
         activations=kept(at_once, checkpointing=settings.checkpoint_activations),
         least=least + kept(experts_per_rank, checkpointing=True),
         checkpoint=checkpoint_bytes(own, own, moments) if adapts else whole,
-        checkpoints=settings.keep_checkpoints,
         weights=4 * (own if adapts else shared + experts * expert),
         hours=hours(flops, steps - begin, ranks, achieved_tflops(hardware, architecture, demix=kind.has_experts)),
         begin=begin,

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 from demix.config.counts import parameters
+from demix.config.training import KEPT_CHECKPOINTS
 from demix.files import write_text
 from demix.launch.job import TrainingJob
 from demix.plan.cost import ScoringCosts, TrainingPlan, named, plan_training
@@ -112,7 +113,7 @@ def in_one_line(run: Run, hardware: str, ranks: int | None = None) -> str:
     """
     device = HARDWARE[hardware]
     plans = plan_training(run, ranks, device)
-    disk = disk_bytes(run, plans) + sum(plan.jobs * plan.checkpoints * plan.checkpoint for plan in plans)
+    disk = disk_bytes(run, plans) + sum(plan.jobs * KEPT_CHECKPOINTS * plan.checkpoint for plan in plans)
     spent = sum(plan.rank_hours for plan in plans) + ScoringCosts(run, device).of_all[0]
     largest = max(plans, key=lambda plan: plan.ranks)
     nodes = 0 if runs_here(run) else run.config.cluster.of(largest.stage).nodes(largest.ranks)
@@ -151,7 +152,7 @@ def here_line(run: Run, ranks: int | None = None) -> str:
     """The time and the disk that a completed config takes on the cores of this machine, in one line."""
     cores, plans = len(os.sched_getaffinity(0)), plan_training(run, ranks, HARDWARE["cpu"])
     # A training removes its checkpoints when it ends, and a run on few cores trains few models at a time.
-    saved = max(plan.checkpoints * plan.checkpoint for plan in plans)
+    saved = max(KEPT_CHECKPOINTS * plan.checkpoint for plan in plans)
     disk = f"{short(disk_bytes(run, plans) + saved + REPORT_BYTES)}B of disk{_unknown(run)}"
     seconds = seconds_here(run, cores, ranks)
     units = (("days", 86400), ("hours", 3600), ("minutes", 60))

@@ -1,41 +1,14 @@
-"""What a config takes, as the tables that `demix plan --full` prints."""
-
-from collections.abc import Sequence
+"""The cost of a config, as the tables that `demix plan --full` prints."""
 
 from rich.table import Table
 
 from demix.errors import DemixError
 from demix.plan.cost import ScoringCosts, TrainingPlan, plan_training
-from demix.plan.domains import TEXT_BYTES, TOKENS_PER_WORD, plan_domains
 from demix.plan.flops import HARDWARE, Hardware
-from demix.plan.jobs import count_jobs
 from demix.plan.numbers import decimal, folded, short, significant
 from demix.run.run import Run
 
 ALIKE = "× 8: the numbers of each of eight that are alike"
-
-
-def domains_table(run: Run) -> Table:
-    """The text of all domains of a completed config, with totals."""
-    table = Table(
-        title=f"Data of {run.name}",
-        caption=f"disk: estimates at {TEXT_BYTES} bytes of compressed text and {TOKENS_PER_WORD} tokens a word",
-        show_footer=True,
-    )
-    plans = {plan.domain: plan for plan in plan_domains(run)}
-    sizes = [[plan.words, plan.kept, plan.passing] for plan in plans.values()]
-    totals = [short(sum(filter(None, column))) + "+" * (None in column) for column in zip(*sizes, strict=True)]
-    numbers = dict(zip(("words", "disk kept", "raw, passing"), totals, strict=True))
-    for head in ("domain", "source", "anonymized", *numbers, "licence"):
-        footer = numbers.get(head, "total" if head == "domain" else "")
-        table.add_column(head, footer, justify="right" if head in numbers else "left", no_wrap=head != "licence")
-    for domains in run.config.domains.kinds.values():
-        table.add_section()
-        for name, domain in domains.items():
-            plan, where = plans[name], f"{domain.shared or domain.source.kind} ×{domain.source.parts}"
-            cells = ("?" if size is None else short(size) for size in (plan.words, plan.kept, plan.passing))
-            table.add_row(name, where, "yes" if domain.anonymize else "no", *cells, domain.licence)
-    return table
 
 
 def training_tables(run: Run, ranks: int | None, hardware: str) -> tuple[Table, Table]:
@@ -62,12 +35,14 @@ def training_tables(run: Run, ranks: int | None, hardware: str) -> tuple[Table, 
         caption=f"{device.assumption}; activations: an estimate; {ALIKE}",
         show_footer=True,
     )
-    operations = sum((plan.steps - plan.begin) * plan.flops for plan in plans)
+    operations = sum(plan.updates * plan.flops for plan in plans)
     spent = device.units * (sum(plan.rank_hours for plan in plans) + scoring)
-    heads = ["model", "domains", "tokens", "steps", "sequences\na step", "shared", "an expert", "parameters\nin all"]
-    _columns(work, [*heads, "TFLOPs\nan update", "PFLOPs\nin all"], significant(operations / 1e15))
+    heads = ["model", "tokens", "steps", "sequences\na step", "shared", "an expert", "parameters\nin all"]
+    _columns(
+        work, [*heads, "TFLOPs\nan update", "PFLOPs\nin all"], ["total", *[""] * 7, significant(operations / 1e15)]
+    )
     heads = ["model", "ranks", "experts\na rank", "state\na rank", "activations\na rank", "a checkpoint", "hours"]
-    _columns(takes, [*heads, f"{device.unit}-hours"], decimal(spent))
+    _columns(takes, [*heads, f"{device.unit}-hours"], ["total", *[""] * 6, decimal(spent)])
     trainings = [plan for plan in plans if plan.stage == "train" and plan.rule != "sweep"]
     for part in (trainings, [plan for plan in plans if plan not in trainings]):
         for table, cells in ((work, _work), (takes, _takes)):
@@ -78,16 +53,15 @@ def training_tables(run: Run, ranks: int | None, hardware: str) -> tuple[Table, 
     return work, takes
 
 
-def _columns(table: Table, heads: Sequence[str], total: str) -> None:
-    """Columns of numbers after one of names, with a total below the last."""
-    for head in heads:
-        footer = {heads[0]: "total", heads[-1]: total}.get(head, "")
-        table.add_column(head, footer, justify="left" if head == heads[0] else "right")
+def _columns(table: Table, heads: list[str], totals: list[str]) -> None:
+    """Columns of numbers after one of names, with totals below."""
+    for head, total in zip(heads, totals, strict=True):
+        table.add_column(head, total, justify="left" if head == heads[0] else "right")
 
 
 def _work(plan: TrainingPlan, _: Hardware) -> list[str]:
     sizes = plan.shared, plan.expert, plan.shared + plan.experts * plan.expert
-    numbers = [str(plan.domains), short(plan.tokens), f"{plan.steps:,}", f"{plan.sequences:,}", *map(short, sizes)]
+    numbers = [short(plan.tokens), f"{plan.steps:,}", f"{plan.sequences:,}", *map(short, sizes)]
     return [*numbers, significant(plan.flops / 1e12), significant(plan.all_flops / 1e15)]
 
 
@@ -95,17 +69,6 @@ def _takes(plan: TrainingPlan, device: Hardware) -> list[str]:
     sizes = [f"{short(size)}B" for size in (plan.state, plan.activations, plan.checkpoint)]
     hours = [decimal(plan.hours), decimal(device.units * plan.rank_hours)]
     return [str(plan.ranks), str(plan.experts_per_rank), *sizes, *hours]
-
-
-def jobs_table(run: Run) -> Table:
-    """The jobs of each rule of a completed config, before any has run."""
-    counts = count_jobs(run)
-    table = Table(title=f"Jobs of {run.name}", caption="as `snakemake -n` counts them", show_footer=True)
-    table.add_column("rule", "total")
-    table.add_column("jobs", f"{sum(counts.values()):,}", justify="right")
-    for rule, jobs in counts.items():
-        table.add_row(rule, f"{jobs:,}")
-    return table
 
 
 def too_large(run: Run, ranks: int | None, hardware: str) -> list[str]:

@@ -61,7 +61,7 @@ def checked(config: Config) -> Run:
     _check_clusters(run)
     # Models are made without these domains.
     _check_removed_domains(run)
-    # The architecture is refused before the rows that change its options.
+    # The architecture is refused before the entries that change its options.
     _ = run.architecture, run.adaptations
     for model in run.own:
         _check_model(run, model)
@@ -86,19 +86,19 @@ def _check_clusters(run: Run) -> None:
 
 
 def _check_model(run: Run, model: Model) -> None:
-    """Refuse a row whose ranks do not fit its experts, or whose tokens make no step."""
+    """Refuse an entry whose ranks do not fit its experts, or whose tokens make no step."""
     settings, given = model.settings, written(run.config.models[model.name])
 
     def key(name: str) -> str:
         return f"config key {f'models.{model.name}' if name in given else 'training'}.{name}"
 
-    if model.in_parts:
-        _check_parts(model)
-    else:
-        try:
+    try:
+        if model.in_parts:
+            placement.place_experts(model.parts[0].domains, settings.sequences, settings.ranks)
+        else:
             placement.place(model.kind, model.domains, settings.sequences, settings.ranks)
-        except DemixError as error:
-            raise error.but(key(error.subject)) from None
+    except DemixError as error:
+        raise error.but(key(error.subject)) from None
     if settings.tokens < model.step_tokens:
         cause = f"is {settings.tokens}, less than the {model.step_tokens} tokens of one step of {model.name}"
         cure = f"raise it, or lower the tokens of a step: {len(model.domains)} domains × {settings.sequences} "
@@ -106,31 +106,20 @@ def _check_model(run: Run, model: Model) -> None:
         raise DemixError(key("tokens"), cause, cure)
     if model.parent and not model.mixes:
         _check_branch(run, model)
-    if model.sweeps and (model.mixes or model.base.initial):
-        cause = "is given to a row that begins with a model, and its trials would begin with none"
+    if model.sweeps and (model.in_parts or model.mixes or model.base.initial):
+        cause = "is given to a model of several trainings, or one that begins with a model: no trial is like them"
         raise DemixError(
-            f"config key models.{model.name}.sweep", cause, "give this row sweep: null and a learning_rate"
+            f"config key models.{model.name}.sweep", cause, "give this entry sweep: null and a learning_rate"
         )
     if settings.sweep and settings.sweep.tokens < model.step_tokens:
         cause = f"is {settings.sweep.tokens}, less than the {model.step_tokens} tokens of one step of {model.name}"
         raise DemixError("config key training.sweep.tokens", cause, "raise it")
 
 
-def _check_parts(model: Model) -> None:
-    """Refuse settings of a row whose experts are whole models that do not fit trainings of one expert each."""
-    settings, key = model.settings, f"config key models.{model.name}"
-    if model.sweeps:
-        raise DemixError(f"{key}.sweep", "has no single training to try rates on", "give this row sweep: null")
-    try:
-        placement.place_experts(model.parts[0].domains, settings.sequences, settings.ranks)
-    except DemixError as error:
-        raise error.but(f"{key}.{error.subject}") from None
-
-
 def _check_branch(run: Run, model: Model) -> None:
-    """Refuse settings of a row with a seed phase that would change its parent's schedule or data, unless it restarts.
+    """Refuse settings of a warm-started entry that would change its parent's schedule or data, unless it restarts.
 
-    A row that restarts must have tokens left for an update of its own.
+    An entry that restarts must have tokens left for an update of its own.
     """
     key, given, parents = (
         f"config key models.{model.name}",
@@ -146,10 +135,10 @@ def _check_branch(run: Run, model: Model) -> None:
     for name in own if not model.restarts else ():
         if name in given and given[name] != of_parent.get(name):
             cause = f"is {given[name]} where its parent {model.parent} has {of_parent.get(name)}"
-            raise DemixError(f"{key}.{name}", cause, "leave it, or the row's preset, out: a branch takes its parent's")
-    if 0 < model.settings.seed_tokens < model.parent_step_tokens:
+            raise DemixError(f"{key}.{name}", cause, "leave it, or the entry's preset, out: a branch has its parent's")
+    if model.settings.seed_tokens < model.parent_step_tokens:
         cause = f"is {model.settings.seed_tokens}, less than the {model.parent_step_tokens} tokens of one step"
-        raise DemixError(f"{key}.seed_tokens", cause, "raise it, or give 0")
+        raise DemixError(f"{key}.seed_tokens", cause, "raise it, or leave out parent")
 
 
 def _check_jobs(run: Run) -> None:
@@ -157,7 +146,7 @@ def _check_jobs(run: Run) -> None:
     adaptation = run.config.adaptation
     if run.novel and run.receiver.kind.anchored:
         cause = f"is {run.receiver.name} of kind anchored, and no expert of a novel domain learns beside its parent's"
-        raise DemixError("config key adaptation.model", cause, "name a row of kind demix or branched")
+        raise DemixError("config key adaptation.model", cause, "name an entry of kind demix or branched")
     try:
         placement.place_experts(["novel"], adaptation.sequences, adaptation.ranks)
     except DemixError as error:
@@ -195,7 +184,7 @@ def _check_removal(run: Run) -> None:
     whole = run.whole
     if whole.seed_step and not (whole.restarts or whole.in_parts):
         cause = f"is null, and {whole.name} goes on with the schedule of {whole.parent}, whose steps have every domain"
-        cure = "name a novel domain, or give the row schedule: restart"
+        cure = "name a novel domain, or give the entry schedule: restart"
         raise DemixError("config key removal.replacement", cause, cure)
 
 
@@ -203,11 +192,11 @@ def _check_merged_removal(run: Run) -> None:
     """Refuse to leave an expert out of what is no merged model of domains, or of one that has too few experts."""
     for name in run.config.removal.merged:
         row, key = run.rows.get(name), f"config key removal.merged: {name}"
-        made = row and ((row.mixes and row.settings.parent_row) or (row.settings.merged_routed and name))
+        made = row and ((row.mixes and row.settings.parent) or (row.settings.merged_routed and name))
         parent = next((one for one in run.own if one.name == made), None)
         if not row or not parent or parent.data:
-            cure = "name a row with merged_routed, or one that trains merged experts, whose experts are of domains"
-            raise DemixError(key, "is no row with a merged model of domains", cure)
+            cure = "name an entry with merged_routed, or one that trains merged experts, whose experts are of domains"
+            raise DemixError(key, "is no entry with a merged model of domains", cure)
         chosen = (row.architecture.routed if row.mixes else None) or parent.architecture.merged_routed(2).routed
         if chosen and len(Merged(parent, "routed").choices) - 1 < max(2, chosen.top_k):
             raise DemixError(key, "has too few experts to lose one", "leave it out, or add a training domain")
@@ -226,7 +215,7 @@ def _check_weights(run: Run) -> None:
 
 
 def _check_ngrams(run: Run) -> None:
-    """Refuse n-grams of more tokens than fit in memory, and a row with their name."""
+    """Refuse n-grams of more tokens than fit in memory, and an entry with their name."""
     orders, tokens = run.config.evaluation.ngrams or (), ngram_tokens(run)
     if any(isinstance(order, int) for order in orders) and tokens > MOST_NGRAM_TOKENS:
         cause = f"would count {tokens:,} tokens, and at most {MOST_NGRAM_TOKENS:,} fit in memory"
@@ -235,7 +224,7 @@ def _check_ngrams(run: Run) -> None:
         for folder in ngram_folders(order):
             if folder in run.rows:
                 cause = f"is a name that n-grams of order {order} have"
-                raise DemixError(f"config key models.{folder}", cause, "rename the row")
+                raise DemixError(f"config key models.{folder}", cause, "rename the entry")
 
 
 def _check_systems(run: Run) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from demix.config.architecture import Architecture
 from demix.config.config import Config
-from demix.config.models import DENSE_EXPERT, Kind, RowSettings
+from demix.config.models import DENSE_EXPERT, EntrySettings, Kind
 from demix.errors import DemixError, nearest
 from demix.run.placement import ranks_without
 from demix.run.rows import Row
@@ -61,7 +61,7 @@ class Model:
         return self.base.label if self.name == self.row else f"{self.base.label}, random seed {self.seed}"
 
     @property
-    def settings(self) -> RowSettings:
+    def settings(self) -> EntrySettings:
         """The config's section `training` with the row's own values."""
         return self.base.settings
 
@@ -135,7 +135,7 @@ class Model:
     @property
     def rates_from(self) -> str:
         """The row whose sweep chooses the model's learning rate: a branch goes on with the schedule of its parent."""
-        return (not self.base.mixes and self.settings.parent_row) or self.base.name
+        return (not self.base.mixes and self.settings.parent) or self.base.name
 
     @property
     def mixes(self) -> str:
@@ -284,7 +284,7 @@ def trained_models(config: Config, rows: dict[str, Row]) -> tuple[Model, ...]:
             splits=("dev", "test")
             if row.kind.has_experts or row.kind.domain_tokens or row.name in config.evaluation.combined
             else ("test",),
-            parent=row.settings.parent_row or "",
+            parent=row.settings.parent or "",
             routing=(row.settings.data or by_domain) if row.kind.has_experts and not row.masked else "",
         )
         for row in rows.values()
@@ -335,7 +335,7 @@ def _without(whole: Model, removed: str, replacement: str) -> Model:
     if not changes:
         return model
     sequences = whole.parent_step_tokens // whole.architecture.context
-    own = settings_from(RowSettings, written(settings) | changes)
+    own = settings_from(EntrySettings, written(settings) | changes)
     return replace(model, base=replace(whole.base, settings=own, seed_sequences=sequences))
 
 

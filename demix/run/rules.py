@@ -9,8 +9,7 @@ from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
-from demix.config.adaptation import AdaptationSection
-from demix.config.models import RowSettings
+from demix.config.models import EntrySettings
 from demix.config.training import Execution
 from demix.launch.arguments import SHELL_FUNCTION
 from demix.run.contexts import asked_contexts, context_tables
@@ -273,7 +272,7 @@ class RunRules(StageSettings):
     def task_inputs(self, task: str) -> list[str]:
         """The files that the examples of a task are read from, or made of. A changed file is read again."""
         given = self.run.config.tasks[task]
-        sources = given.sources | ({"test": given.tested} if given.tested else {})
+        sources = given.sources
         return [*self.task_documents(task), *(file for source in sources.values() for file in source.files)]
 
     def harness_mixing(self, model: str) -> list[str]:
@@ -331,7 +330,7 @@ class RunRules(StageSettings):
         given += [f" --branch {shlex.quote(str(Path(path).parent))}" for path in self.seed_of(model)[:1]]
         return "".join([*given, *([" --schedule restart"] if model.restarts and model.seed_step else [])])
 
-    def cores(self, settings: RowSettings | AdaptationSection) -> int:
+    def cores(self, settings: EntrySettings) -> int:
         """The cores that a training takes on this machine: those of all ranks, or one if the job only waits."""
         return 1 if self.run.submitted else self.run.config.threads * settings.ranks
 
@@ -352,7 +351,7 @@ class RunRules(StageSettings):
         """Whether the jobs of a stage run where snakemake does, for compute nodes without internet."""
         return stage == "download" and self.run.config.cluster.downloads == "login"
 
-    def run_options(self, stage: str, settings: RowSettings | AdaptationSection) -> str:
+    def run_options(self, stage: str, settings: EntrySettings) -> str:
         """The options of a command that say how a section of the config trains.
 
         These options are a resource of the rule and not params: Snakemake reruns a job whose params changed, but

@@ -10,7 +10,8 @@ from demix.config.architecture import Architecture, architecture_from
 from demix.config.clustering import cluster_names
 from demix.config.config import Config
 from demix.config.domains import DomainSection
-from demix.config.parents import HubParent
+from demix.config.models import EntrySettings
+from demix.config.training import Execution
 from demix.errors import DemixError, nearest, printable
 from demix.files import fingerprint, read_json, write_json
 from demix.files.json_files import read_unsealed
@@ -27,7 +28,7 @@ from demix.run.models import (
     trained_models,
 )
 from demix.run.rows import Row, rows_of
-from demix.settings import settings_from, written
+from demix.settings import names_of, settings_from, written
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +62,7 @@ class Run:
     @property
     def experiment(self) -> str:
         """The run's MLflow experiment: a copied folder under another name has one of its own."""
-        return self.config.tracking.experiment or f"demix-{self.folder.absolute().name}"
+        return f"demix-{self.folder.absolute().name}"
 
     @property
     def seed(self) -> int:
@@ -195,8 +196,8 @@ class Run:
         return {(parent, step): models[parent] for parent, step in sorted(begun) if step}
 
     @cached_property
-    def parents(self) -> dict[str, HubParent]:
-        """The models of the hub that rows begin with, by the names of their folders in the folder parents."""
+    def parents(self) -> dict[str, str]:
+        """The addresses of hub models that entries begin with, by the names of their folders in the folder parents."""
         return {Path(row.initial).name: row.hub for row in self.rows.values() if row.hub}
 
     def clusters(self, clustering: str) -> tuple[str, ...]:
@@ -230,6 +231,13 @@ class Run:
         """The row and the seed of the model in a folder of the run: the inverse of `folder_of`."""
         return row_of(folder, self.seed, self.config.further_seeds)
 
+    def adapting(self, parent: Model) -> EntrySettings:
+        """The settings with which a model is adapted, but for its lengths: those of its training, on one domain."""
+        section, training = self.config.adaptation, written(self.config.training)
+        own = {name: value for name, value in training.items() if name in names_of(Execution)}
+        lengths = {"sequences": section.sequences, "ranks": section.ranks}
+        return settings_from(EntrySettings, written(parent.settings) | own | lengths)
+
     def learning_rate_factor(self, parent: Model) -> float:
         """The learning rate of the adaptation of `parent`, as a fraction of that of the parent's training."""
         factor = self.config.adaptation.learning_rate_factor
@@ -239,7 +247,7 @@ class Run:
 
 
 # Every change that makes files of older runs unreadable raises this version.
-FORMAT = 7
+FORMAT = 8
 
 
 def kept(config: Config) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from demix.config.adaptation import AdaptationRecipe
 from demix.config.domains import UNCUT
 from demix.config.evaluation import CACHE, MixingRecipe, ScoredTokens, ScoringRecipe
-from demix.config.training import TrainingRecipe, taken
+from demix.config.training import OptimizerRecipe, TrainingRecipe, taken
 from demix.files import fingerprint, write_json
 from demix.run.compared import balanced_pairs, compared
 from demix.run.contexts import POSITION_BINS, context_tables
@@ -182,7 +182,6 @@ class StageSettings:
         """The settings of the audit of a removed domain, as JSON."""
         run, merged = self.run, list(merged_whole(self.run))
         return self.as_json(
-            written(run.config.removal.audit),
             {"merged": merged} if merged else {},
             model=run.whole.name,
             training=run.training,
@@ -241,6 +240,7 @@ class StageSettings:
     def adaptation_settings(self, parent: Model) -> str:
         """The settings of the adaptation of a model to a novel domain, as JSON."""
         return self.as_json(
+            taken(OptimizerRecipe, parent.settings),
             taken(AdaptationRecipe, self.run.config.adaptation),
             learning_rate_factor=self.run.learning_rate_factor(parent),
             seed=self.run.seed,

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from demix.config.training import KEPT_CHECKPOINTS
 from demix.errors import DemixError
 from demix.files import cannot_be_written, write_text
 from demix.model.device import compute_type
@@ -109,7 +110,7 @@ class Trainer:
         updates = {name: tensors.pop(name) for name in [*tensors] if name.startswith("optimizer/step/")}
         shared, experts = self.model.parted(tensors)
         made = State(step, shared | updates, experts, self.metrics.rows, dev_loss)
-        save_state(self.directory, made, self.world, self.optimization.keep_checkpoints, self.optimization.keep)
+        save_state(self.directory, made, self.world, KEPT_CHECKPOINTS, self.optimization.keep)
         self.saved = step
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:

@@ -108,7 +108,7 @@ def test_every_artefact_is_checked_by_who_reads_it(
 @pytest.mark.faults
 def test_raw_text_is_checked_when_it_is_anonymized(copied: Path, times: Times, chance: random.Random) -> None:
     raw = Path(RUN, "raw/licenses/0000.parquet")
-    source = {"kind": "files", "path": "resources/sample/licenses.jsonl.zst"}
+    source = {"path": "resources/sample/licenses.jsonl.zst"}
     assert said(["download", "licenses", "--settings", json.dumps(source), "--output", str(raw)]) is None
     anonymize = ["anonymize", str(raw), "--output", "documents.parquet", "--counts", "counts.json"]
     whole = raw.read_bytes()

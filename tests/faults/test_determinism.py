@@ -92,7 +92,7 @@ from demix.data.sources import Source, download
 from demix.data.tokenizer import train_tokenizer
 folder, sources = Path(sys.argv[1]), sys.argv[2]
 raw, documents, counts, owners = (folder / name for name in ("raw/r.parquet", "d/d.parquet", "d/d.json", "o.parquet"))
-download(Source(kind="files", path=f"{sources}/*.jsonl"), "d", raw)
+download(Source(path=f"{sources}/*.jsonl"), "d", raw)
 anonymize_documents(raw, documents, counts)
 mark_duplicates({"d": [documents]}, owners)
 split("d", [documents], owners, Splitting(words=Budget(train=None, dev=300, test=300), training=True, seed=1), folder)

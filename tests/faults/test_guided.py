@@ -50,7 +50,7 @@ def anonymizer(data):
 def readers(data):
     path, raw = folder / f"a.{FORMS[data[0] % len(FORMS)]}" if data else folder / "a.txt", folder / "raw.parquet"
     path.write_bytes(data[1:])
-    documents = download(Source(kind="files", path=str(path)), "d", raw)
+    documents = download(Source(path=str(path)), "d", raw)
     assert pq.read_metadata(raw).num_rows == documents
 
 
@@ -117,8 +117,8 @@ SEEDS = {
     "sealed_json": [json.dumps(value | {"seal": digest(value)}).encode() for value in VALUES],
     "sealed_lines": [lines(rows) for rows in ROWS],
     "safetensors": [b'\x08\0\0\0\0\0\0\0{"a":{}}', b"\x02\0\0\0\0\0\0\0{}"],
-    "settings": [b'{"kind": "files", "path": "x", "parts": 2, "where": {"a": 1}}'],
-    "configs": [b"run: a\ndomains: {training: {a: {source: {kind: files, path: x}}}}\nmodel: {heads: 2}\n"],
+    "settings": [b'{"path": "x", "parts": 2, "where": {"a": 1}}'],
+    "configs": [b"run: a\ndomains: {training: {a: {source: {path: x}}}}\nmodel: {heads: 2}\n"],
 }
 
 

@@ -74,7 +74,7 @@ def download(settings: dict[str, object]) -> list[str]:
 
 def source(name: str, content: Content, of: str = "", **keys: object) -> Attack:
     """A file as the source of a domain."""
-    command = download({"kind": "files", "path": name} | keys)
+    command = download({"path": name} | keys)
     return Attack(f"source {name!a}", write(name, content), command, of or name)
 
 

@@ -65,7 +65,7 @@ LOADERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "tokenizer": ("tokenizer.json", Tokenizer.load),
     "tokens": ("d/train.arrow", TokenShard.open),
     "scores": ("x.test/tokens.parquet", lambda path: read_scores(path.parent, ["tokens"])),
-    "source": ("a.parquet", lambda path: download(Source(kind="files", path=str(path)), "d", path.with_name("raw"))),
+    "source": ("a.parquet", lambda path: download(Source(path=str(path)), "d", path.with_name("raw"))),
 }
 
 
@@ -139,7 +139,7 @@ def parquet(path):
     read_parquet(path)
 
 def source(path):
-    download(Source(kind="files", path=str(path)), "d", path.with_name("raw") / "raw.parquet")
+    download(Source(path=str(path)), "d", path.with_name("raw") / "raw.parquet")
 
 def tokens(path):
     shard = TokenShard.open(path)
@@ -217,7 +217,7 @@ def test_markup_is_text_in_pages_cards_and_mlflow(
     domains = read_json(folder / "config.json")["domains"]
     for one in (one for kind in domains.values() for one in kind.values()):
         one |= {"licence": text, "source": one["source"] | {"instructions": text, "path": text}}
-    written_by_hand(folder, domains=domains, tracking={"uri": uri, "experiment": text})
+    written_by_hand(folder, domains=domains, tracking={"uri": uri})
     run = Run.read(folder)
     write_report(run, folder / "report")
     track(run, uri, text)

@@ -50,7 +50,7 @@ def plant(folder: Path, documents: int) -> Path:
     return place
 
 
-SOURCE = {"kind": "files", "id": "id", "metadata": ["author", "title"]}
+SOURCE = {"id": "id", "metadata": ["author", "title"]}
 
 
 def content(path: Path, tokenizer: Path | None) -> str:
@@ -118,7 +118,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_errors_quote_no_text(name: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(BROKEN[name] + "\n")
-    settings = json.dumps({"kind": "files", "path": str(tmp_path / "a.jsonl")})
+    settings = json.dumps({"path": str(tmp_path / "a.jsonl")})
     done = demix("download", "d", "--settings", settings, "--output", tmp_path / "raw/0000.parquet")
     assert "a.jsonl" in refused(done)
     assert traces(done.stderr) == []

@@ -168,7 +168,7 @@ def test_unreadable_inputs_are_named(tmp_path: Path) -> None:
     source, output = tmp_path / "a.jsonl", tmp_path / "raw" / "0000.parquet"
     source.write_text('{"text": "words"}\n')
     source.chmod(0o000)
-    settings = f'{{"kind": "files", "path": "{source}"}}'
+    settings = f'{{"path": "{source}"}}'
     line = refused(demix("download", "d", "--settings", settings, "--output", output, before=UNPRIVILEGED))
     assert str(source) in line
     assert [*output.parent.iterdir()] == []

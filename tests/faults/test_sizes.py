@@ -22,8 +22,8 @@ def test_300_domains_and_850_addresses_with_digests(tmp_path: Path) -> None:
     (tmp_path / "site" / NAMES[0]).write_bytes(TEXT)
     with serving_folder(tmp_path / "site") as site:
         digests = dict.fromkeys(NAMES, hashlib.sha256(TEXT).hexdigest())
-        many = {"kind": "url", "path": [f"{site}/{name}" for name in NAMES], "words": 1, "sha256": digests}
-        sources = {f"d{number:03}": {"kind": "files", "path": "one.jsonl"} for number in range(299)} | {"many": many}
+        many = {"path": [f"{site}/{name}" for name in NAMES], "words": 1, "sha256": digests}
+        sources = {f"d{number:03}": {"path": "one.jsonl"} for number in range(299)} | {"many": many}
         config = TINY | {"run": "large", "removal": {}}
         # More than one step of so many domains.
         config["training"] = config["training"] | {"tokens": 100_000}

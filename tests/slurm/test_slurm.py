@@ -119,7 +119,7 @@ def test_experts_that_are_whole_models_train_at_the_same_time_and_a_killed_one_g
 
 
 # An address where nobody listens.
-AWAY = {"kind": "url", "path": "http://127.0.0.1:9/a.txt"}
+AWAY = {"path": "http://127.0.0.1:9/a.txt"}
 
 
 @pytest.mark.parametrize(

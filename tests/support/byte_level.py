@@ -47,7 +47,7 @@ def sample(domain: str = "jargon") -> tuple[str, ...]:
     """The documents of a domain of the sample."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "documents.parquet"
-        download(Source(kind="files", path=str(SAMPLE / f"{domain}.jsonl.zst")), domain, path)
+        download(Source(path=str(SAMPLE / f"{domain}.jsonl.zst")), domain, path)
         return tuple(pq.read_table(path)["text"].to_pylist())
 
 

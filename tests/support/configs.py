@@ -8,7 +8,7 @@ from demix.config.config import Config
 from demix.files import read_json, write_json
 from demix.run.run import Run, write_run_config
 
-TEXT = {"source": {"kind": "files", "path": "text.jsonl"}}
+TEXT = {"source": {"path": "text.jsonl"}}
 
 
 def domains(training: Iterable[str], novel: Iterable[str] = ()) -> dict[str, Any]:

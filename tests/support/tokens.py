@@ -21,7 +21,7 @@ def write_tokens(run: Path) -> None:
     documents = {}
     for domain in TRAINING + NOVEL:
         raw, documents[domain] = run / "raw" / domain / "documents.parquet", run / "documents" / f"{domain}.parquet"
-        download(Source(kind="files", path=str(SAMPLE / f"{domain}.jsonl.zst")), domain, raw)
+        download(Source(path=str(SAMPLE / f"{domain}.jsonl.zst")), domain, raw)
         anonymize_documents(raw, documents[domain], documents[domain].with_suffix(".json"))
     mark_duplicates({domain: [documents[domain]] for domain in TRAINING}, run / "owners.parquet")
     for domain in TRAINING + NOVEL:

@@ -246,7 +246,7 @@ def test_settings_that_differ(base: Run, tmp_path: Path) -> None:
     changes = {"training": keys["training"] | {"learning_rate": 1e-3, "warmup": 0.1}, "seeds": []}
     run = renamed(base, tmp_path / "run", **changes, models=keys["models"] | {"big": {"kind": "dense"}})
     # No config may have a password, but a run of somebody else's may.
-    written_by_hand(run.folder, tracking={"uri": "postgresql://me:secret@host/demix", "experiment": None})
+    written_by_hand(run.folder, tracking={"uri": "postgresql://me:secret@host/demix"})
     found = compare([base.folder, run.folder]).settings
     assert found.to_dict("index") == {
         "seeds": {"frozen": "[1, 2]", "other": "[]"},

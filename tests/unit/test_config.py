@@ -107,7 +107,7 @@ def test_a_preset_is_its_values_and_keys_beside_it_come_first() -> None:
     recipe = {"preset": "paper", "learning_rate": 2e-3, "architecture": {"preset": "paper"}}
     modern = {
         "training": plain | {"preset": "modern", "clip": 7.0},
-        "adaptation": {"preset": "modern", "model": "demix"},
+        "adaptation": {"model": "demix"},
     }
     modern["architecture"] = config["architecture"] | {"preset": "modern", "inner": 24}
     modern["models"] = {"dense_paper": {"kind": "dense"} | recipe, "seeded": {"kind": "demix", **BRANCH}}
@@ -115,7 +115,6 @@ def test_a_preset_is_its_values_and_keys_beside_it_come_first() -> None:
     values, names = run.config.values, TRAINING_PRESETS["modern"].keys() - {"clip", "z_loss"}
     assert {key: values["training"][key] for key in names}.items() >= {"warmup": 0.04, "weight_decay": 0.0}.items()
     assert values["training"]["clip"] == 7.0
-    assert values["adaptation"]["clip"] == TRAINING_PRESETS["modern"]["clip"]
     assert (
         run.rows["seeded"].settings.optimizer == run.rows["dense"].settings.optimizer == run.config.training.optimizer
     )
@@ -133,19 +132,17 @@ def test_a_preset_stands_above_the_keys_of_the_base(tmp_path: Path) -> None:
     """Also where the base spells all keys, as what `--values` prints does; a preset of the paper is none."""
     values = completed_run(copy.deepcopy(SAMPLE)).config.values
     (tmp_path / "whole.yaml").write_text(yaml.safe_dump(values))
-    above = {"base": "whole.yaml", "training": {"preset": "paper"}, "adaptation": {"preset": None}}
+    above = {"base": "whole.yaml", "training": {"preset": "paper"}}
     found = Config.complete(above, tmp_path)
     plain = {key: value for key, value in SAMPLE["training"].items() if key != "preset"}
     paper = Config.complete(copy.deepcopy(SAMPLE) | {"training": plain})
     assert {"optimizer", "learning_rate_schedule"} <= values["training"].keys()
     assert taken(TrainingRecipe, found.training) == taken(TrainingRecipe, paper.training)
     assert not {"optimizer", "learning_rate_schedule", "z_loss", "preset"} & found.values["training"].keys()
-    assert "preset" not in found.values["adaptation"]
-    assert found.values["adaptation"] == values["adaptation"], "no preset, so that those of the base stay"
 
 
 def test_a_fingerprint_leaves_out_what_only_time_and_memory_depend_on() -> None:
-    left_out = {"checkpoint_every", "keep_checkpoints", "micro_sequences", "compile", "checkpoint_activations"}
+    left_out = {"checkpoint_every", "micro_sequences", "compile", "checkpoint_activations"}
     left_out |= {"shard_optimizer"}
     training = Training(seed=1, architecture={}, tokens=9, sequences=1, learning_rate=1e-3, threads=1)
     adaptation = Adaptation(seed=1, threads=1, tokens=9, passes=2, learning_rate_factor=1.0)
@@ -196,7 +193,7 @@ LONG = "a_name_of_" + "0123456789" * 6
 BTM = {"kind": "branched", "averages": True}
 SEED = {"kind": "demix", "parent": "dense", "seed_tokens": 500}
 BRANCHED = SEED | {"kind": "branched"}
-HUB = {"kind": "hub", "path": "owner/name", "data_files": ["*.parquet"], "revision": "main"}
+HUB = {"path": "hf://owner/name", "data_files": ["*.parquet"], "revision": "main"}
 FOREIGN = {"alibi": {"kind": "dense", "architecture": {"position": "alibi"}}}
 SWEEP = {"learning_rates": [0.5], "tokens": 500}
 NGRAMS = {"evaluation": {"ngrams": [3]}}
@@ -265,13 +262,12 @@ DOMAINS = [
     ({"domains": domains(("law",), ("tokens",))}, "domains.novel.tokens"),
     ({"domains": domains(("law",), ("ab\n",))}, "domains.novel.ab\n"),
     ({"domains": domains(("law",), (LONG,))}, f"domains.novel.{LONG}"),
-    (source(kind="ftp"), "domains.training.law.source.kind"),
-    (source(kind="url", path="text.jsonl"), "domains.training.law.source.path"),
-    (source(kind="url", path=["https://host/a.jsonl"], parts=2), "domains.training.law.source.parts"),
-    (source(kind="hub", path="owner/name", revision="0" * 40), "domains.training.law.source.data_files"),
+    (source(path="ftp://host/a.jsonl"), "domains.training.law.source.path"),
+    (source(path=["https://host/a.jsonl"], parts=2), "domains.training.law.source.parts"),
+    (source(path="hf://owner/name", revision="0" * 40), "domains.training.law.source.data_files"),
     (text(source=HUB), "domains.training.law.source.revision"),
     (text(source=HUB | {"revision": None}), "domains.training.law.source.revision"),
-    (text(source=HUB | {"revision": "0" * 40, "bytes": {"a": 1}}), "domains.training.law.source.sha256"),
+    (text(source=HUB | {"revision": "0" * 40, "sha256": {"a": "0" * 64}}), "domains.training.law.source.sha256"),
     (source(sha256={"a": "xyz"}), "domains.training.law.source.sha256.a"),
     (source(where={"license": None}), "domains.training.law.source.where.license"),
     ({"removal": {"retrain_without": ["lwa"]}}, "removal.retrain_without"),
@@ -334,20 +330,20 @@ MODELS = [
 ]
 OTHER_TEXT = [
     (task(), "tasks.t"),
-    (task(path="a", template="{label}: {text}"), "tasks.t.template"),
-    (task(path="a", seeds=[1, 2]), "tasks.t.seeds"),
-    (task(path="a", choices=3), "tasks.t.choices"),
-    (task(path="a", labels={"a": "b", "c": "b"}), "tasks.t.labels"),
-    (task(path="a", labels={"a": "b"}), "tasks.t.labels"),
-    (task(path="a", labels={str(number): "x" for number in range(100_000)}), "tasks.t.labels"),
-    (task(path="a", shots=1, calibrated=True), "tasks.t.calibrated"),
-    (task(path="https://me:word@there/x.jsonl"), "tasks.t.path"),
+    (task(test={"path": "a"}, template="{label}: {text}"), "tasks.t.template"),
+    (task(test={"path": "a"}, seeds=[1, 2]), "tasks.t.seeds"),
+    (task(test={"path": "a"}, choices=3), "tasks.t.choices"),
+    (task(test={"path": "a"}, labels={"a": "b", "c": "b"}), "tasks.t.labels"),
+    (task(test={"path": "a"}, labels={"a": "b"}), "tasks.t.labels"),
+    (task(test={"path": "a"}, labels={str(number): "x" for number in range(100_000)}), "tasks.t.labels"),
+    (task(test={"path": "a"}, shots=1, calibrated=True), "tasks.t.calibrated"),
+    (task(test={"path": "https://me:word@there/x.jsonl"}), "tasks.t.test.path"),
     (task(test=HUB), "tasks.t.test.revision"),
-    ({"tasks": {"X y": {"path": "a"}}}, "tasks.X y"),
+    ({"tasks": {"X y": {"test": {"path": "a"}}}}, "tasks.X y"),
     (suite(words={"train": 9}), "evaluation.suites.a.b"),
     (suite(near_duplicates=0.5), "evaluation.suites.a.b"),
     (suite(source=HUB), "evaluation.suites.a.b.source.revision"),
-    (suite(source={"kind": "url", "path": "x"}), "evaluation.suites.a.b.source.path"),
+    (suite(source={"path": "ftp://x"}), "evaluation.suites.a.b.source.path"),
     ({"evaluation": {"suites": {"a": {"b": {}}}}}, "evaluation.suites.a.b.source"),
     ({"evaluation": {"suites": {"A": {"b": TEXT}}}}, "evaluation.suites.A"),
     ({"evaluation": {"suites": {"a": {"b_c": TEXT}, "a_b": {"c": TEXT}}}}, "evaluation.suites.a_b.c"),
@@ -399,7 +395,7 @@ def test_names_and_values_that_only_resemble_refused_ones_are_accepted() -> None
     rows = {name: {"kind": "dense"} for name in names} | {"btm": BTM}
     rows |= {"same": SEED | {"z_loss": None, "optimizer": None}}
     rows |= {"flat": SEED | {"kind": "anchored", "weight_decay": 0.0}}
-    rows |= {"again": SEED | {"parent": "alibi", "architecture": {"preset": "paper", "position": "alibi"}}, **FOREIGN}
+    rows |= {"again": SEED | {"parent": "alibi"}, **FOREIGN}
     run = completed_run(small(seeds=[1, 2], models=rows))
     assert run.rows.keys() >= {*rows}
     assert run.rows["again"].architecture == run.rows["alibi"].architecture
@@ -419,31 +415,14 @@ ALIKE = {"kind": "demix", "learning_rate": 5e-4}
 
 
 def labels(**models: Any) -> dict[str, str]:
-    run = small_run(models=models, clusterings={"k2": {"clusters": 2}, "r2": {"clusters": 2, "method": "random"}})
+    run = small_run(models=models)
     return {name: row.label for name, row in run.rows.items() if name in models}
 
 
-@pytest.mark.parametrize(
-    ("row", "label"),
-    [
-        ({"kind": "demix", "parent": "dense", "seed_tokens": 500}, "DEMix, warm start 500"),
-        ({"kind": "branched", "data": "k2"}, "c-BTM, 2 clusters"),
-        ({"kind": "branched", "data": "r2"}, "c-BTM, 2 random clusters"),
-        ({"kind": "demix", "data": "k2"}, "DEMix, 2 clusters"),
-        ({"kind": "routed", "top_k": 2}, "Token-routed, top-2"),
-        ({"kind": "branched", "parent": "imported/gpt2"}, "BTM, from gpt2"),
-        ({"kind": "demix", "tokens": 2000}, "DEMix, 2k tokens"),
-        ({"kind": "dense", "architecture": {"position": "alibi"}}, "Dense (Balanced), position alibi"),
-    ],
-)
-def test_a_label_is_made_of_what_a_model_entry_says(row: dict[str, Any], label: str) -> None:
-    assert labels(x=row) == {"x": label}
-
-
-def test_no_two_models_have_one_label() -> None:
-    assert labels(one=ALIKE, two=ALIKE) == {"one": "DEMix, one", "two": "DEMix, two"}
+def test_a_model_without_a_label_has_the_name_of_its_entry() -> None:
+    assert labels(one=ALIKE, two=ALIKE | {"label": "Mine"}) == {"one": "one", "two": "Mine"}
     # The paper's names are those of the paper's models, of runs without them, too.
-    assert labels(dense_unbalanced=None, plain={"kind": "dense_unbalanced"}) == {"plain": "Dense, plain"}
+    assert labels(dense_unbalanced=None, dense={}, branched={}) == {"dense": "Dense (Balanced)", "branched": "BTM"}
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def _noise(path: Path, megabytes: int) -> Path:
 
 
 def _download(source: Path, output: Path) -> list[str]:
-    return ["download", "d", "--settings", json.dumps({"kind": "files", "path": str(source)}), "--output", str(output)]
+    return ["download", "d", "--settings", json.dumps({"path": str(source)}), "--output", str(output)]
 
 
 def test_a_full_disk_leaves_nothing_and_a_rerun_is_clean(tmp_path, mounted):
@@ -62,7 +62,7 @@ def test_a_disk_that_fills_up_while_fetching(tmp_path, mounted):
     disk = mounted("size=2m")
     _noise(tmp_path / "a.jsonl", 4)
     with serving_folder(tmp_path) as address:
-        settings = json.dumps({"kind": "url", "path": f"{address}/a.jsonl"})
+        settings = json.dumps({"path": f"{address}/a.jsonl"})
         output = disk / "d" / "0000.parquet"
         command = ["download", "d", "--settings", settings, "--output", str(output)]
         assert "a.jsonl" in str(said(command))

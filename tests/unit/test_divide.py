@@ -39,7 +39,6 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def same_as_by_where(folder: Path, source: dict[str, Any], domains: dict[str, list[Any]], by: str) -> dict[str, Any]:
     """Compare all files of `divide` with those of `download` by `where`; returns the counts of part 0."""
-    source = {"kind": "files"} | source
     division = settings_from(Division, {"source": source, "by": by, "domains": domains})
     for part in range(source.get("parts", 1)):
         divide("corpus", division, folder / "raw", folder / "counts" / f"{part:04d}.json", part)
@@ -114,7 +113,7 @@ def test_parquet_csv_and_what_datatrove_writes_are_divided(tmp_path):
 def test_the_commands_give_the_documents_of_a_domain_that_reads_alone(tmp_path):
     rows = [{"text": f"Write to me{number}@example.org", "set": "ab"[number % 2]} for number in range(8)]
     write_lines(tmp_path / "a.jsonl.gz", rows)
-    source = {"kind": "files", "path": f"{tmp_path}/a.jsonl.gz"}
+    source = {"path": f"{tmp_path}/a.jsonl.gz"}
     settings = json.dumps({"source": source, "by": "set", "domains": {"a": "a", "b": ["b"]}})
     shared = tmp_path / "shared"
     divided = ("divide", "corpus", "--settings", settings, "--raw", shared / "raw", "--output", shared / "counts.json")
@@ -149,7 +148,7 @@ def test_the_commands_give_the_documents_of_a_domain_that_reads_alone(tmp_path):
 )
 def test_names_of_other_folders_and_values_of_two_domains_are_refused(name, domains, subject, tmp_path):
     write_lines(tmp_path / "a.jsonl.gz", ROWS)
-    source = {"kind": "files", "path": f"{tmp_path}/a.jsonl.gz"}
+    source = {"path": f"{tmp_path}/a.jsonl.gz"}
     settings = json.dumps({"source": source, "by": "set", "domains": domains})
     raw = tmp_path / "one" / "two" / "raw"
     refusal("divide", name, "--settings", settings, "--raw", raw, "--output", tmp_path / "c.json", of=subject)
@@ -159,7 +158,7 @@ def test_names_of_other_folders_and_values_of_two_domains_are_refused(name, doma
 def counted(folder: Path, rows: list[dict[str, Any]], domains: dict[str, list[Any]], **options: Any) -> Path:
     """The counts of a source with these records."""
     write_lines(folder / "a.jsonl.gz", rows)
-    source = {"kind": "files", "path": f"{folder}/a.jsonl.gz"} | options
+    source = {"path": f"{folder}/a.jsonl.gz"} | options
     division = settings_from(Division, {"source": source, "by": "set", "domains": domains})
     divide("corpus", division, folder / "raw", folder / "counts.json")
     return folder / "counts.json"
@@ -201,7 +200,7 @@ def test_further_values_are_counted_together(tmp_path):
 
 
 FANTASY, LICENSES = "domains.novel.fantasy", "domains.training.licenses"
-PILE = {"source": {"kind": "files", "path": "resources/sample/*.jsonl.zst", "parts": 2}, "by": "meta.set"}
+PILE = {"source": {"path": "resources/sample/*.jsonl.zst", "parts": 2}, "by": "meta.set"}
 WORDS = TINY["domains"]["training"]["licenses"]["words"]
 # The tiny config with two of its domains in one source.
 SHARED = changed(
@@ -241,11 +240,11 @@ def test_a_domain_of_a_shared_source_has_the_source_with_its_condition(tmp_path)
         ({f"{FANTASY}.value": None}, f"{FANTASY}.value"),
         ({f"{FANTASY}.from": None}, f"{FANTASY}.value"),
         *(({f"{FANTASY}.value": value}, f"{FANTASY}.value") for value in (3, "3", ["a", "a"], [])),
-        ({f"{FANTASY}.source": {"kind": "files", "path": "a.txt"}}, f"{FANTASY}.source"),
+        ({f"{FANTASY}.source": {"path": "a.txt"}}, f"{FANTASY}.source"),
         ({"sources.pile.source.where": {"meta.set": "x"}}, "sources.pile.source.where"),
         ({"sources.pile.by": None}, "sources.pile.by"),
-        ({"sources.pile.source.kind": "url"}, "sources.pile.source.parts"),
-        ({"sources.Pile": {"source": {"kind": "files", "path": "a"}, "by": "b"}}, "sources.Pile"),
+        ({"sources.pile.source.path": "https://host/a"}, "sources.pile.source.parts"),
+        ({"sources.Pile": {"source": {"path": "a"}, "by": "b"}}, "sources.Pile"),
     ],
 )
 def test_wrong_keys_are_refused(changes, subject):

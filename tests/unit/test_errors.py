@@ -33,8 +33,8 @@ run: mine
 seed: 1
 domains:
   training:
-    law: {source: {kind: files, path: texts/law.txt}, words: {dev: 100}}
-    news: {source: {kind: files, path: texts/*.csv}}
+    law: {source: {path: texts/law.txt}, words: {dev: 100}}
+    news: {source: {path: texts/*.csv}}
 architecture: {layers: 1, width: 8, heads: 1, context: 16}
 training: {tokens: 4000, sequences: 2, learning_rate: 1.0e-3}
 """

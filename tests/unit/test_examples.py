@@ -34,9 +34,9 @@ def test_a_longer_text_keeps_what_fits(tokens: Path) -> None:
     tokenizer = Tokenizer.load(tokens / "tokenizer.json")
     long = "Zoë said – “naïve” – " * 60
     for task, part in (
-        (Task(path="x", shots=2), "start"),
-        (Task(path="x", keep="end"), "end"),
-        (Task(path="x"), "start"),
+        (Task(test={"path": "x"}, shots=2), "start"),
+        (Task(test={"path": "x"}, keep="end"), "end"),
+        (Task(test={"path": "x"}), "start"),
     ):
         (one,) = fitted("t", task, [Example("test", long, ("law", "other news"), 0)], tokenizer, 96)
         assert one.shortened
@@ -44,16 +44,18 @@ def test_a_longer_text_keeps_what_fits(tokens: Path) -> None:
         size = len(tokenizer.encode(one.text)) + len(tokenizer.encode(" other news"))
         share = 96 if not task.shots else 32 - 2 - len(tokenizer.encode("\n\n"))
         assert share - 6 <= size <= share
-    (same,) = fitted("t", Task(path="x"), [Example("test", "Short.", ("a", "b"), 0)], tokenizer, 96)
+    (same,) = fitted("t", Task(test={"path": "x"}), [Example("test", "Short.", ("a", "b"), 0)], tokenizer, 96)
     assert (same.text, same.shortened) == ("Short.", False)
     with refused("tasks.t.shots"):
-        list(fitted("t", Task(path="x", shots=8), [Example("test", long, ("a", "b"), 0)], tokenizer, 96))
+        list(fitted("t", Task(test={"path": "x"}, shots=8), [Example("test", long, ("a", "b"), 0)], tokenizer, 96))
     with refused("tasks.t.tokens"):
-        list(fitted("t", Task(path="x", tokens=4), [Example("test", long, ("a news", "b"), 0)], tokenizer, 96))
+        list(
+            fitted("t", Task(test={"path": "x"}, tokens=4), [Example("test", long, ("a news", "b"), 0)], tokenizer, 96)
+        )
 
 
 def test_prompts_hold_demonstrations_others_and_permutations() -> None:
-    task = Task(path="x", template="{text} Topic: {label}", shots=3, seeds=(1, 2), calibrated=True, separator="\n")
+    task = Task(test={"path": "x"}, template="{text} Topic: {label}", shots=3, seeds=(1, 2), calibrated=True)
     examples = [Example("test", f"t{n}", ("a", "b"), n % 2) for n in range(4)]
     examples += [Example("train", f"d{n}", ("a", "b"), n % 2) for n in range(12)]
     asked = list(prompts(task, examples))
@@ -61,25 +63,25 @@ def test_prompts_hold_demonstrations_others_and_permutations() -> None:
     for seed in (1, 2):
         some = [prompt for prompt in asked if prompt.seed == seed]
         tests = [prompt for prompt in some if prompt.split == "test"]
-        *before, last = tests[0].context.split("\n")
+        *before, last = tests[0].context.split("\n\n")
         drawn[seed] = before
         assert last == "t0 Topic:"
         assert tests[0].choices == (" a", " b")
-        assert [prompt.context.split("\n")[:-1] for prompt in tests] == [before] * 4
+        assert [prompt.context.split("\n\n")[:-1] for prompt in tests] == [before] * 4
         others = [prompt for prompt in some if prompt.split == "validation"]
-        judged = [prompt.context.split("\n")[-1].split()[0] for prompt in others]
+        judged = [prompt.context.split("\n\n")[-1].split()[0] for prompt in others]
         assert len({*judged}) == 8
         assert not {*judged} & {line.split()[0] for line in before}
         turned = [prompt for prompt in some if prompt.split == "permutation"]
         assert len(turned) == 3
         for number, prompt in enumerate(turned):
-            *rest, last = prompt.context.split("\n")
+            *rest, last = prompt.context.split("\n\n")
             assert rest == [*before[number + 1 :], *before[:number]]
             assert before[number] == last + prompt.choices[prompt.answer]
         cues = {prompt.example: prompt for prompt in some if prompt.split == "cue"}
         assert {prompt.cue for prompt in tests} == {0}, "one cue serves all"
-        assert cues[0].context == "\n".join([*before, " Topic:"])
-        assert cues[turned[0].cue].context == "\n".join([*before[1:], " Topic:"])
+        assert cues[0].context == "\n\n".join([*before, " Topic:"])
+        assert cues[turned[0].cue].context == "\n\n".join([*before[1:], " Topic:"])
         for line in before:
             text, answer = line.split(" Topic: ")
             assert answer == "ab"[int(text[1:]) % 2]
@@ -90,7 +92,7 @@ def test_prompts_hold_demonstrations_others_and_permutations() -> None:
 def test_examples_of_one_file_are_tested_or_drawn_from(tokens: Path, tmp_path: Path) -> None:
     rows = [{"text": f"text {n}", "label": ("law", "code")[n % 2]} for n in range(40)]
     path = write_lines(tmp_path / "topics.jsonl", rows)
-    found = read_task(tokens, tmp_path, path=path, shots=2, seeds=[1, 2], examples=None)
+    found = read_task(tokens, tmp_path, test={"path": path}, shots=2, seeds=[1, 2], examples=None)
     kept = {split: {one.text for one in found if one.split == split} for split in ("test", "train")}
     assert (len(kept["test"]), len(kept["train"])) == (20, 20)
     assert not kept["test"] & kept["train"]
@@ -98,10 +100,12 @@ def test_examples_of_one_file_are_tested_or_drawn_from(tokens: Path, tmp_path: P
     assert all(one.choices == ("code", "law") and one.choices[one.answer] == labels[one.text] for one in found)
     # The order of the file is none of the examples'.
     write_lines(tmp_path / "topics.jsonl", rows[::-1])
-    assert read_task(tokens, tmp_path, path=path, shots=2, seeds=[1, 2], examples=None) == found
-    assert len([one for one in read_task(tokens, tmp_path, path=path, examples=7) if one.split == "test"]) == 7
+    assert read_task(tokens, tmp_path, test={"path": path}, shots=2, seeds=[1, 2], examples=None) == found
+    assert (
+        len([one for one in read_task(tokens, tmp_path, test={"path": path}, examples=7) if one.split == "test"]) == 7
+    )
     with refused("tasks.topics"):
-        read_task(tokens, tmp_path, path=path, shots=2, seeds=[1, 2, 3, 4, 5])
+        read_task(tokens, tmp_path, test={"path": path}, shots=2, seeds=[1, 2, 3, 4, 5])
 
 
 def test_examples_of_a_data_set_have_fields_words_and_splits(tokens: Path, tmp_path: Path) -> None:
@@ -116,7 +120,7 @@ def test_examples_of_a_data_set_have_fields_words_and_splits(tokens: Path, tmp_p
         pq.write_table(pa.table(rows), tmp_path / "set" / "data" / f"{split}-0.parquet")
 
     def source(split: str) -> dict[str, object]:
-        return {"kind": "hub", "path": str(tmp_path / "set"), "data_files": [f"data/{split}-*.parquet"]}
+        return {"path": f"hf://{tmp_path}/set", "data_files": [f"data/{split}-*.parquet"]}
 
     found = read_task(
         tokens,
@@ -153,7 +157,7 @@ def test_a_label_is_looked_for_among_the_choices_first(
     tokens: Path, tmp_path: Path, choices: list, label: object, answer: int
 ) -> None:
     rows = [{"text": f"q {n}", "options": choices, "label": label} for n in range(10)]
-    found = read_task(tokens, tmp_path, path=write_lines(tmp_path / "x.jsonl", rows), choices="options")
+    found = read_task(tokens, tmp_path, test={"path": write_lines(tmp_path / "x.jsonl", rows)}, choices="options")
     assert {one.answer for one in found} == {answer}
 
 
@@ -179,7 +183,7 @@ def test_records_that_are_no_examples_are_refused(
 ) -> None:
     path = write_lines(tmp_path / "x.jsonl", [{"text": f"text {n}"} | row for n in range(30)])
     with pytest.raises(DemixError) as error:
-        read_task(tokens, tmp_path, path=path, **given)
+        read_task(tokens, tmp_path, test={"path": path}, **given)
     assert subject in error.value.subject
 
 
@@ -190,28 +194,28 @@ def test_examples_that_are_left_out_are_counted_and_end_the_job(
     lines = [json.dumps(row).encode() for row in rows] + [json.dumps(rows[0]).encode()]
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"\n".join([*lines, b'{"text": " ", "label": "law"}']))
-    assert len(read_task(tokens, tmp_path, path=str(path), examples=None)) == 198
+    assert len(read_task(tokens, tmp_path, test={"path": str(path)}, examples=None)) == 198
     assert "left out" in caplog.text
     latin = '{"text": "éééééééééé %d", "label": "code"}'
     path.write_bytes(b"\n".join([*lines, *((latin % n).encode("latin-1") for n in range(50))]))
     with refused("tasks.topics"):
-        read_task(tokens, tmp_path, path=str(path))
+        read_task(tokens, tmp_path, test={"path": str(path)})
     path = write_lines(tmp_path / "y.jsonl", [{"text": f"text {n}", "label": f"id {n}"} for n in range(1001)])
     with refused("tasks.topics"):
-        read_task(tokens, tmp_path, path=path)
+        read_task(tokens, tmp_path, test={"path": path})
 
 
 def test_labels_are_all_of_a_source_whatever_is_drawn(tokens: Path, tmp_path: Path) -> None:
     rows = [{"text": f"text {n}", "label": "rare" if n == 7 else ("law", "code")[n % 2]} for n in range(900)]
-    found = read_task(tokens, tmp_path, path=write_lines(tmp_path / "x.jsonl", rows), examples=10)
+    found = read_task(tokens, tmp_path, test={"path": write_lines(tmp_path / "x.jsonl", rows)}, examples=10)
     assert {one.choices for one in found} == {("code", "law", "rare")}
 
 
 def test_no_tested_text_is_a_demonstration(tokens: Path, tmp_path: Path) -> None:
     rows = [{"text": f"text {n}", "label": ("law", "code")[n % 2]} for n in range(60)]
     path = write_lines(tmp_path / "x.jsonl", rows)
-    source = {"kind": "files", "path": path}
-    found = read_task(tokens, tmp_path, path=path, train=source, validation=source, shots=2, examples=20)
+    source = {"path": path}
+    found = read_task(tokens, tmp_path, test={"path": path}, train=source, validation=source, shots=2, examples=20)
     parts = [{one.text for one in found if one.split == split} for split in ("test", "train", "validation")]
     assert [len(some) for some in parts] == [20, 40, 0]
     assert not parts[0] & parts[1]
@@ -231,7 +235,11 @@ def test_a_run_is_classified_as_by_hand(tokens: Path, tmp_path: Path) -> None:
         for domain in TRAINING
         for text in read_parquet(tokens / "corpus" / domain / "test.parquet").column("text").to_pylist()[:12]
     ]
-    task = {"path": write_lines(tmp_path / "x.jsonl", rows), "template": "{text}\nThis is {label}", "tokens": 60}
+    task = {
+        "test": {"path": write_lines(tmp_path / "x.jsonl", rows)},
+        "template": "{text}\nThis is {label}",
+        "tokens": 60,
+    }
     tasks = {"plain": task, "bare": task | {"calibrated": True}}
     models = {"demix": TRAINING, "dense": ("dense",)}
     train = [tokens / "corpus" / domain / "train.parquet" for domain in TRAINING]
@@ -286,14 +294,14 @@ def test_a_run_is_classified_as_by_hand(tokens: Path, tmp_path: Path) -> None:
 def test_few_examples_besides_tests_are_refused_or_judge_no_expert(tokens: Path, tmp_path: Path) -> None:
     rows = [Example("test", "t", ("a", "b"), 0), *[Example("train", f"d{n}", ("a", "b"), 1) for n in range(7)]]
     with refused("tasks.x"):
-        check_enough("x", Task(path="x", shots=8), rows)
-    check_enough("x", Task(path="x", shots=7), rows)
-    assert "validation" not in {prompt.split for prompt in prompts(Task(path="x"), rows)}
+        check_enough("x", Task(test={"path": "x"}, shots=8), rows)
+    check_enough("x", Task(test={"path": "x"}, shots=7), rows)
+    assert "validation" not in {prompt.split for prompt in prompts(Task(test={"path": "x"}), rows)}
 
 
 EXPERTS = ("law", "news", "code")
 WORDS = ("law", "a story in the news", "naïve code")
-TASK = Task(path="x.jsonl", template="{text} It is {label}", shots=2, seeds=(1, 2), calibrated=True)
+TASK = Task(test={"path": "x.jsonl"}, template="{text} It is {label}", shots=2, seeds=(1, 2), calibrated=True)
 TEXTS = (
     "The house divided.",
     "Zoë’s café – 東京",

@@ -32,7 +32,7 @@ NEW = DATA[::-1]
 HALF = len(DATA) // 2
 SHA256 = hashlib.sha256(DATA).hexdigest()
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-HUB = {"kind": "hub", "path": "owner/name", "revision": "main", "data_files": ["*.parquet"]}
+HUB = {"path": "hf://owner/name", "revision": "main", "data_files": ["*.parquet"]}
 
 
 @pytest.fixture
@@ -267,12 +267,12 @@ def test_a_source_of_addresses_is_read_in_parts_up_to_its_words(serve, tmp_path)
     site = serve(lambda handler, number: handler.send(lines(f"of {handler.path}")))
     urls = tuple(f"{site.address}/{name}.jsonl" for name in "abc")
     for part_of in range(2):
-        download(Source(kind="url", path=urls, parts=2), "d", tmp_path / "d" / f"{part_of}.parquet", part_of)
+        download(Source(path=urls, parts=2), "d", tmp_path / "d" / f"{part_of}.parquet", part_of)
     texts = [pq.read_table(tmp_path / "d" / f"{part_of}.parquet")["text"].to_pylist() for part_of in range(2)]
     assert texts == [["of /a.jsonl", "of /c.jsonl"], ["of /b.jsonl"]]
     assert sorted(path.name for path in (tmp_path / "d").iterdir()) == ["0.parquet", "1.parquet"]
     site.requests.clear()
-    assert download(Source(kind="url", path=urls, words=3), "d", tmp_path / "d" / "0.parquet") == 2
+    assert download(Source(path=urls, words=3), "d", tmp_path / "d" / "0.parquet") == 2
     assert len(site.requests) == 2, "the last address is left alone"
 
 
@@ -283,9 +283,7 @@ def test_a_failed_source_keeps_what_it_fetched_but_for_a_damaged_file(serve, tmp
         handler.send(data[:-9] if number == 3 else data, 404 if number == 2 else 200)
 
     site, output = serve(answer), tmp_path / "d" / "0.parquet"
-    source = Source(
-        kind="url", path=tuple(f"{site.address}/{name}.jsonl.gz" for name in "ab"), instructions="ask the owner"
-    )
+    source = Source(path=tuple(f"{site.address}/{name}.jsonl.gz" for name in "ab"), instructions="ask the owner")
     for requests in (2, 3):
         with refused("b.jsonl.gz") as caught:
             download(source, "d", output)
@@ -301,7 +299,7 @@ def test_a_failed_source_keeps_what_it_fetched_but_for_a_damaged_file(serve, tmp
 @pytest.mark.parametrize("url", ["ftp://host/a.jsonl", "file:///etc/passwd", "http://host/", "http://host/.."])
 def test_an_address_that_names_no_file_is_refused(tmp_path, url):
     with refused(url):
-        download(Source(kind="url", path=url), "d", tmp_path / "d" / "0.parquet")
+        download(Source(path=url), "d", tmp_path / "d" / "0.parquet")
 
 
 KEYS = """token access_token accessToken private_token api_key apikey apiKey key password sig Signature X-Amz-Signature
@@ -343,11 +341,11 @@ def test_credentials_in_addresses_are_known(address, secret):
 def test_an_address_with_a_credential_is_refused_everywhere_and_not_shown(address, tmp_path):
     path = "domains.training.licenses.source.path"
     for use, subject in (
-        (lambda: completed_run(with_sources(licenses={"kind": "url", "path": address})), path),
-        (lambda: completed_run(with_sources(licenses={"kind": "url", "path": ["https://host/a", address]})), path),
+        (lambda: completed_run(with_sources(licenses={"path": address})), path),
+        (lambda: completed_run(with_sources(licenses={"path": ["https://host/a", address]})), path),
         (lambda: completed_run(TINY | {"tracking": {"uri": address}}), "tracking.uri"),
-        (lambda: completed_run(with_sources(licenses={"kind": "url", "path": [address, 5]})), f"{path}.1"),
-        (lambda: download(Source(kind="url", path=address), "d", tmp_path / "0.parquet"), "an address in source.path"),
+        (lambda: completed_run(with_sources(licenses={"path": [address, 5]})), f"{path}.1"),
+        (lambda: download(Source(path=address), "d", tmp_path / "0.parquet"), "an address in source.path"),
     ):
         with refused(subject) as caught:
             use()
@@ -385,10 +383,10 @@ def test_what_pin_prints_pins_every_source(hub):
     for name in ("fortunes", "licenses"):
         Path(f"{name}.jsonl").write_text(name)
     config = with_sources(
-        parliament={"kind": "url", "path": [f"{hub}/a.jsonl", f"{hub}/b.jsonl"]},
+        parliament={"path": [f"{hub}/a.jsonl", f"{hub}/b.jsonl"]},
         scripture=HUB,
-        licenses={"kind": "files", "path": "*.jsonl"},
-        fantasy={"kind": "files", "path": "licenses.jsonl"},
+        licenses={"path": "*.jsonl"},
+        fantasy={"path": "licenses.jsonl"},
     )
     Path("config.yaml").write_text(yaml.safe_dump(config))
     printed = demix("config", "--pin", "config.yaml").stdout
@@ -408,9 +406,9 @@ def test_what_pin_prints_pins_every_source(hub):
 
 def test_pin_names_what_it_cannot_read_beside_the_rest(hub, caplog):
     config = with_sources(
-        parliament={"kind": "url", "path": f"{hub}/none.jsonl"},
+        parliament={"path": f"{hub}/none.jsonl"},
         scripture=HUB,
-        licenses={"kind": "files", "path": "none.jsonl", "instructions": "ask its owner"},
+        licenses={"path": "none.jsonl", "instructions": "ask its owner"},
         fantasy=HUB | {"path": "owner/none"},
     )
     Path("config.yaml").write_text(yaml.safe_dump(config))
@@ -427,7 +425,7 @@ def test_without_a_network_pin_ends_at_once(kind, nobody, tmp_path, monkeypatch)
     """Before each source tries by itself, for minutes."""
     monkeypatch.setenv("HF_ENDPOINT", nobody)
     monkeypatch.chdir(tmp_path)
-    url = {"kind": "url", "path": f"{nobody}/a.jsonl"}
+    url = {"path": f"{nobody}/a.jsonl"}
     one, other = (HUB, url) if kind == "hub" else (url, HUB)
     Path("config.yaml").write_text(yaml.safe_dump(with_sources(parliament=one, scripture=other, fantasy=other)))
     refusal("config", "--pin", "config.yaml", of=nobody if kind == "hub" else url["path"])

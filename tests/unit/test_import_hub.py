@@ -232,7 +232,7 @@ def test_what_cannot_come_in_is_refused_before_weights_are_fetched(hub: Hub, mon
 def test_the_job_of_a_run_imports_the_parent_of_its_rows(hub: Hub) -> None:
     own = {
         "run": "own",
-        "models": {"demix": {"parent": {"hub": "owner/name", "revision": COMMIT}}},
+        "models": {"demix": {"parent": f"hub:owner/name@{COMMIT}"}},
         "cluster": {"setup": [f"export HF_ENDPOINT={hub.address} HF_HUB_OFFLINE=0"]},
     }
     Path("config.yaml").write_text(yaml.safe_dump(TINY | own))

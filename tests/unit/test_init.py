@@ -28,10 +28,9 @@ TWO = """run: mine
 domains:
   training:
     law:
-      source: {kind: files, path: mine/law.txt}
+      source: {path: mine/law.txt}
     news:
       source:
-        kind: files
         path: [mine/*.csv, mine/news.txt]
 architecture: {layers: 1, width: 8, heads: 1, context: 16}
 training: {tokens: 4000, sequences: 2, learning_rate: 1.0e-3}
@@ -178,10 +177,10 @@ def test_init_refuses_texts_that_are_no_domains(words: list[str], subject: str, 
     ("old", "new", "subject"),
     [
         ("run: mine", "run: mine\nrun: other", "mine.yaml, line 2"),
-        ("kind: files\n", "kind: file\n", "mine.yaml, line 8, config key domains.training.news.source.kind"),
-        (", learning_rate: 1.0e-3", "", "mine.yaml, line 11, config key training.learning_rate"),
-        ("1.0e-3", "1e", "mine.yaml, line 11, config key training.learning_rate"),
-        ("run: mine", "base: below.yaml", "below.yaml, line 13"),
+        ("path: [", "paths: [", "mine.yaml, line 8, config key domains.training.news.source.paths"),
+        (", learning_rate: 1.0e-3", "", "mine.yaml, line 10, config key training.learning_rate"),
+        ("1.0e-3", "1e", "mine.yaml, line 10, config key training.learning_rate"),
+        ("run: mine", "base: below.yaml", "below.yaml, line 12"),
     ],
 )
 def test_config_names_the_line(

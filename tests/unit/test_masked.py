@@ -366,16 +366,6 @@ def test_sines_are_those_of_transformers_in_the_order_of_the_paper() -> None:
     torch.testing.assert_close(sines(ids), learned(ids), rtol=0, atol=1e-5)
 
 
-@torch.no_grad()
-def test_inputs_may_be_scaled_and_the_head_clap_may_read_plain_ones() -> None:
-    ids = torch.randint(50, (1, 2, 9), generator=torch.Generator().manual_seed(0))
-    for options, factor in (({"embedding_scale": True}, 32**0.5), ({"head": "clap", "clap_inputs": "plain"}, 1)):
-        model, plain = model_of(architecture=SMALL.replace(**options)), model_of()
-        plain.load_state_dict(model.state_dict(), strict=False)
-        plain.token_embedding.mul_(factor)
-        torch.testing.assert_close(model(ids), plain(ids), rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("options", [{}, {"norm": "rms", "mask": "zeros"}, {"position": "sinusoidal"}])
 def test_parameters_and_flops_are_those_of_the_model(options: dict) -> None:
     sizes, types, T = ROBERTA.replace(**options), 48, 40

@@ -29,7 +29,6 @@ from demix.run.run import Run
 from demix.run.scoring import ScoringPart, scoring_jobs
 from demix.run.systems import main_systems, other_top_k, table_rows
 from support.cli import succeeds
-from support.configs import small
 from support.entries import TINY, tiny, trained
 from support.errors import refused
 
@@ -42,14 +41,13 @@ SEEDED = {"kind": "demix", "parent": "dense", "seed_tokens": 6000}
 BRANCHED = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
 SWITCH = {"kind": "routed", "experts": 4}
 UPCYCLED = {"kind": "routed", "experts": 4, "top_k": 2, "every": 2, "parent": "dense", "seed_tokens": 6000}
-CONTINUED = UPCYCLED | {"schedule": "continue", "match": "updates"}
 AVERAGED = ({"averages": True}, {})
 BTX = {"kind": "routed", "parent": "seeded", "tokens": 6000}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-HUB = {"hub": "owner/name", "revision": COMMIT}
+HUB = f"hub:owner/name@{COMMIT}"
 IMPORTED = f"results/tiny/parents/owner--name-{COMMIT[:12]}"
 FOLDER = {"parent": "imported/gpt2"}
-TYPES = {"kind": "parent", "types": 512, "end_of_text": 0}
+TYPES = {"kind": "file", "path": HUB, "types": 512, "end_of_text": 0}
 WIDTH, TOKENS = TINY["architecture"]["width"], TINY["training"]["tokens"]
 
 
@@ -74,22 +72,6 @@ def test_a_preset_is_its_options_and_keys_beside_it_come_first(preset: str) -> N
     assert architecture_from({"preset": "gpt3-xl", "context": 2048}).context == 2048
 
 
-def test_the_section_may_be_that_of_the_parent(tmp_path: Path) -> None:
-    parent = Architecture(layers=2, width=24, heads=4, context=16, **DECODERS["qwen3"])
-    write_json(tmp_path / "model.json", {"architecture": parent.described})
-    models = {"demix": {"parent": str(tmp_path)}, "dense": {}}
-    asked = small(models=models) | {"architecture": {"preset": "parent", "context": 8}}
-    section = Config.complete(asked).values["architecture"]
-    assert section == parent.described | {"context": 8}, "the run's file says it whole"
-    for content, subject in (({"architecture": {"layers": 1}}, "architecture.width"), ({}, "model.json")):
-        write_json(tmp_path / "model.json", content)
-        with refused(subject, f"{tmp_path}/model.json: {subject}"):
-            Config.complete(asked)
-    (tmp_path / "model.json").unlink()
-    with refused("model.json"):
-        Config.complete(asked)
-
-
 def test_an_entry_has_options_of_its_own_and_others_stay_as_they_are() -> None:
     plain, run = tiny(), tiny({"demix": ALIBI, "far": {"kind": "dense"} | ALIBI})
     assert run.config.values["architecture"] == plain.config.values["architecture"] == TINY["architecture"]
@@ -106,7 +88,7 @@ def test_an_entry_has_options_of_its_own_and_others_stay_as_they_are() -> None:
 
 
 def test_an_entry_overrides_the_section_and_a_branch_has_its_parents_options() -> None:
-    branches = {"seeded": SEEDED, "up": UPCYCLED, "same": BRANCHED | {"architecture": {"head": "tied"}}}
+    branches = {"seeded": SEEDED, "up": UPCYCLED, "same": BRANCHED}
     learned = {"dense": {"architecture": {"position": "learned"}}}
     run = tiny(learned | branches, architecture=ALIBI["architecture"])
     positions = {model.name: model.architecture.position for model in run.trained}
@@ -120,42 +102,22 @@ def test_entries_begin_with_the_folder_to_which_a_model_of_the_hub_is_imported()
     models["up"] |= {"top_k": 2}
     run = tiny(models, tokenizer=TYPES)
     begun = {row.name: row.initial for row in run.rows.values() if row.initial}
-    assert begun == dict.fromkeys([*models, "dense", "dense_unbalanced"], IMPORTED)
+    assert begun == dict.fromkeys(models, IMPORTED)
     assert run.config.tokenizer.path == f"{IMPORTED}/tokenizer.json"
     assert run.rows["up"].settings.schedule is None, "there is no schedule of a parent to restart"
     assert RunRules(run).seed_of(run.own[0]) == [f"{IMPORTED}/model.json"]
-    assert {name: one.address for name, one in run.parents.items()} == {Path(IMPORTED).name: f"hub:owner/name@{COMMIT}"}
+    assert run.parents == {Path(IMPORTED).name: HUB}
     assert count_jobs(run)["import_parent"] == 1
     # The run's own file says the same.
     assert Run(Config.complete(run.config.values), run.folder).parents == run.parents
-
-
-@pytest.mark.parametrize(
-    ("models", "followers"),
-    [
-        ({"demix": FOLDER}, "dense dense_unbalanced"),
-        ({"mine": {"kind": "branched"} | FOLDER}, "demix dense dense_unbalanced"),
-        ({"other": {"kind": "dense", "parent": "imported/other"}, "dense": FOLDER}, "demix dense_unbalanced"),
-        ({"demix": FOLDER, "dense": {}, "dense_unbalanced": None}, ""),
-        ({"mine": {"kind": "demix"} | FOLDER | ALIBI}, ""),
-        ({"mine": SEEDED}, ""),
-    ],
-)
-def test_the_papers_entries_begin_as_what_stands_beside_them(models: dict[str, Any], followers: str) -> None:
-    run = tiny(models)
-    begun = {name for name, row in run.rows.items() if name not in models and row.initial == FOLDER["parent"]}
-    assert begun == {*followers.split()}
-    folders = [row for row in models.values() if row and row.get("parent") == FOLDER["parent"]]
-    assert ("domain_token" in run.rows) == (not folders or "architecture" in folders[0])
-    assert Config.complete(run.config.values).models == run.config.models
 
 
 def test_a_config_is_told_with_what_each_model_begins(tmp_path: Path) -> None:
     models = {"demix": FOLDER, "domain_token": {}, "mine": SEEDED, "up": SWITCH | {"parent": HUB, "top_k": 2}}
     (tmp_path / "config.yaml").write_text(json.dumps(TINY | {"models": models | {"btx": BTX | {"parent": "mine"}}}))
     done = succeeds("config", tmp_path / "config.yaml")
-    begun = {"demix": "imported/gpt2", "dense_unbalanced": "imported/gpt2", "without-licenses": "imported/gpt2"}
-    begun |= {"domain_token": "scratch", "mine": "dense", "up": f"hub:owner/name@{COMMIT}", "btx": "mine"}
+    begun = {"demix": "imported/gpt2", "dense_unbalanced": "scratch", "without-licenses": "imported/gpt2"}
+    begun |= {"domain_token": "scratch", "mine": "dense", "up": HUB, "btx": "mine"}
     for name, begin in begun.items():
         (line,) = [
             line
@@ -163,20 +125,6 @@ def test_a_config_is_told_with_what_each_model_begins(tmp_path: Path) -> None:
             if line.startswith("  models") and name in line.split(": ")[-1].split(", ")
         ]
         assert begin in line.rpartition(": ")[0], line
-
-
-def test_what_files_of_a_parent_say_needs_the_import_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    models = {"demix": {"parent": HUB}}
-    config = TINY | {"models": models, "architecture": {"preset": "parent"}, "tokenizer": TYPES}
-    with refused(f"{IMPORTED}/tokenizer.json"):
-        tiny(models, tokenizer={"kind": "parent"})
-    with refused(f"{IMPORTED}/model.json"):
-        completed_run(config)
-    Path(IMPORTED).mkdir(parents=True)
-    sizes = {"layers": 3, "width": 24, "heads": 2, "context": 16}
-    write_json(Path(IMPORTED) / "model.json", {"architecture": sizes})
-    assert completed_run(config).config.values["architecture"].items() >= sizes.items()
 
 
 def added(run: Run, before: Run) -> list[tuple[str, str]]:
@@ -232,25 +180,20 @@ def test_a_routed_model_is_made_of_an_entry_of_demix_scored_and_evaluated_once()
 
 
 def test_a_token_routed_entry_is_one_column_for_the_flops_of_a_dense_model() -> None:
-    """Or, where it says so, for its updates, and with its schedule."""
-    models = {"switch": SWITCH, "upcycled": UPCYCLED, "same": SWITCH | {"match": "updates"}, "continued": CONTINUED}
-    config = tiny(models)
-    switch, up, same, continued, dense_model = (trained(config, name) for name in (*models, "dense"))
+    config = tiny({"switch": SWITCH, "upcycled": UPCYCLED})
+    switch, up = (trained(config, name) for name in ("switch", "upcycled"))
     assert switch.experts == switch.columns == ("dense",)
     tables = [table for table in evaluated(config, "parliament") if table.model in ("switch", "upcycled")]
     assert [(table.columns, table.sets) for table in tables] == [(("dense",), ())] * 2
     layers, context, types = 2, 32, config.types
     dense = 96 * layers * WIDTH**2 * (1 + context / 6 / WIDTH + types / 16 / layers / WIDTH)
-    assert same.settings.tokens == TOKENS
     assert switch.settings.tokens == int(TOKENS * dense / (dense + 4 * 2 * 2 * WIDTH * 4))
     more = 4 * 1 * (16 * WIDTH**2 + 2 * WIDTH * 4)
     assert up.settings.tokens == 6000 + int((TOKENS - 6000) * dense / (dense + more))
-    assert (up.restarts, up.settings.warmup, continued.restarts) == (True, 0, False)
-    for key in ("tokens", "warmup", "learning_rate", "sequences"):
-        assert getattr(continued.settings, key) == getattr(dense_model.settings, key)
-    assert RunRules(config).beginning(up) == f"{RunRules(config).beginning(continued)} --schedule restart"
+    assert (up.restarts, up.settings.warmup) == (True, 0)
+    assert RunRules(config).beginning(up).endswith(" --schedule restart")
     plans = {plan.name: plan.steps for plan in plan_training(config, None, HARDWARE["cpu"])}
-    assert plans["continued"] == plans["dense"] > plans["upcycled"]
+    assert plans["dense"] > plans["upcycled"]
     routed = {"experts": 4, "top_k": 1, "every": 1, "capacity": 1.25, "balance": 0.01}
     assert options(config, "switch") == TINY["architecture"] | {"routed": routed}
     assert options(config, "upcycled")["routed"]["capacity"] == 2.0
@@ -387,7 +330,6 @@ ARCHITECTURES: list[tuple[dict[str, Any], str]] = [
     ({"position": "rope", "rope_scaling": {"kind": "yarn", "factor": 2.0}}, "rope_scaling.kind"),
     ({"epsilon": 0.0}, "epsilon"),
     ({"preset": "gemma"}, "preset"),
-    ({"preset": "parent"}, "preset"),
     ({"attention": "bidirectional"}, "attention"),
     ({"objective": "mlm"}, "attention"),
     ({"alibi": "symmetric"}, "alibi"),
@@ -395,7 +337,6 @@ ARCHITECTURES: list[tuple[dict[str, Any], str]] = [
     ({"position": "rotary"}, "position"),
     ({"mask": "learned"}, "mask"),
     ({"head": "roberta"}, "head"),
-    ({"clap_inputs": "plain"}, "clap_inputs"),
     ({"position": "sinusoidal", "width": 33, "heads": 3}, "position"),
 ]
 SECTIONS: list[tuple[dict[str, Any], str]] = [
@@ -409,8 +350,8 @@ SECTIONS: list[tuple[dict[str, Any], str]] = [
     (of_x(kind="branched", averages=True, architecture=MASKED), "models.x.averages"),
     (of_x(kind="demix", averages=True), "models.x.averages"),
     (of_x(kind="demix", top_k=2), "models.x.top_k"),
-    (of_x(**SEEDED | ALIBI), "models.x.architecture.position"),
-    (of_x(**UPCYCLED | ALIBI), "models.x.architecture.position"),
+    (of_x(**SEEDED | ALIBI), "models.x.architecture"),
+    (of_x(**UPCYCLED | ALIBI), "models.x.architecture"),
     (of_x(kind="routed", experts=0), "models.x.experts"),
     (of_x(kind="routed", top_k=9), "models.x.top_k"),
     (of_x(kind="routed", every=3), "models.x.every"),
@@ -420,7 +361,6 @@ SECTIONS: list[tuple[dict[str, Any], str]] = [
     (of_x(kind="routed", averages=True), "models.x.averages"),
     (of_x(kind="routed", parent="dense", seed_tokens=6000), "models.x.top_k"),
     (of_x(**UPCYCLED | {"schedule": "continue"}), "models.x.schedule"),
-    (of_x(**CONTINUED | {"tokens": 9000}), "models.x.tokens"),
     (of_x(**UPCYCLED | {"trained": "routers"}), "models.x.trained"),
     (of_x(**BTX | {"seed_tokens": 6000}), "models.x.seed_tokens"),
     (of_x(**BTX | {"parent": "btm", "seed_tokens": 6000}), "models.x.seed_tokens"),
@@ -429,12 +369,12 @@ SECTIONS: list[tuple[dict[str, Any], str]] = [
     (of_x(**BTX | {"experts": 4}), "models.x.experts"),
     (of_x(**BTX | {"every": 2}), "models.x.every"),
     (of_x(**BTX | {"top_k": 1}), "models.x.top_k"),
-    (of_x(**BTX | ALIBI), "models.x.architecture.position"),
+    (of_x(**BTX | ALIBI), "models.x.architecture"),
     (of_x(**BTX | {"parent": "nothing", "seed_tokens": 6000}), "models.x.parent"),
     ({"models": {**MASKED_ROW["models"], "x": BTX | {"parent": "masked"}}}, "models.x.parent"),
     (of_x(kind="demix", schedule="restart"), "models.x.schedule"),
     (of_x(kind="demix", schedule="restart", parent="a/b"), "models.x.schedule"),
-    (of_x(**RESTART | {"seed_tokens": 0}), "models.x.schedule"),
+    (of_x(**RESTART | {"seed_tokens": 0}), "models.x.seed_tokens"),
     (of_x(**RESTART | {"kind": "domain_token"}), "models.x.parent"),
     (of_x(**RESTART | SWEEP), "models.x.sweep"),
     (of_x(**RESTART | {"tokens": 6143}), "models.x.tokens"),
@@ -445,11 +385,10 @@ SECTIONS: list[tuple[dict[str, Any], str]] = [
     (of_x(kind="anchored", weight_decay=0.0), "models.x.parent"),
     (of_x(**FLEXOLMO | {"top_k": 2}), "models.x.top_k"),
     (of_x(**FLEXOLMO | {"averages": True}), "models.x.averages"),
-    (of_x(kind="demix", parent=HUB | {"revision": "main"}), "models.x.parent.revision"),
-    (of_x(kind="demix", parent={"hub": "owner/name"}), "models.x.parent.revision"),
-    (of_x(kind="demix", parent=HUB | {"hub": "a/b/c"}), "models.x.parent.hub"),
-    (of_x(kind="demix", parent=HUB | {"path": "x"}), "models.x.parent.path"),
-    (of_x(kind="demix", parent=5), "models.x.parent"),
+    *(
+        (of_x(kind="demix", parent=parent), "models.x.parent")
+        for parent in ("hub:owner/name@main", "hub:owner/name", f"hub:a/b/c@{COMMIT}", 5)
+    ),
     *(
         (MASKED_ROW | {section: TINY.get(section, {}) | {key: model}}, f"{section}.{key}")
         for model, section, key in (

@@ -26,10 +26,8 @@ from demix.plan.flops import (
     LOGITS_ROWS,
     achieved_tflops,
     activation_bytes,
-    checkpoint_bytes,
     hours,
     scoring_flops,
-    training_state_bytes,
     update_flops,
 )
 from demix.plan.jobs import in_one_line, runs_here, seconds_here, usual_hardware
@@ -93,7 +91,7 @@ def test_the_command_prints_the_papers_numbers() -> None:
     done = succeeds("plan", CONFIGS / "paper-1.3b.yaml", "--ranks", 128, "--hardware", "v100", "--full")
     assert "│" not in demix("plan", CONFIGS / "paper-1.3b.yaml").stdout
     cells = {cell.strip() for line in done.stdout.splitlines() for cell in line.split("│")}
-    assert cells >= {*PAPER["paper-1.3b"].domains, "508M", "806M", "23250.34", "77.9G", "5,900", "demix-dapt-* × 8"}
+    assert cells >= {"508M", "806M", "23250.34", "77.9G", "5,900", "demix-dapt-* × 8"}
 
 
 @pytest.mark.parametrize(("layers", "width", "fits"), [(32, 4096, True), (40, 5120, False)])
@@ -125,7 +123,7 @@ def test_what_fits_by_a_setting_needs_no_more() -> None:
     assert [line.split()[0] for line in lines] == ["btm-dapt-*", "dense-dapt-*"]
     assert too_large(BTM, None, "a100") == too_large(LARGE_BTM, None, "cpu") == []
     for key in ("shard_optimizer", "checkpoint_activations"):
-        assert too_large(changed(BTM, adaptation={key: True}), None, "v100") == []
+        assert too_large(changed(BTM, training={key: True}), None, "v100") == []
 
 
 def test_a_rank_holds_the_experts_of_several_domains() -> None:
@@ -207,7 +205,7 @@ def test_the_plan_of_a_domain(tmp_path: Path) -> None:
     assert (plan.words, plan.kept) == (None, None)
     for number in range(2):
         (tmp_path / f"{number}.txt").write_text("words " * 16)
-    local = whole.replace(source={"kind": "files", "path": f"{tmp_path}/*.txt"})
+    local = whole.replace(source={"path": f"{tmp_path}/*.txt"})
     assert [plan_domain("d", local, 2, sharing).words for sharing in (1, 2)] == [30, 15]
 
 
@@ -393,18 +391,3 @@ def test_activations_are_what_backward_keeps() -> None:
     layer = activation_bytes(small, 0, 1, 2, checkpointing=False) / (12 * 1024 * 768)
     assert layer == 34 - 2
     assert activation_bytes(small, 0, 1, 2, checkpointing=True) == 1024 * 768 * (12 * 2 + 32)
-
-
-def test_training_state_is_what_the_optimizer_holds() -> None:
-    model = GPT(Architecture(layers=2, width=16, heads=2, context=8), 40, EIGHT).initialise(1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.zeros(8, 1, 8, dtype=torch.int64)).sum().backward()
-    optimizer.step()
-    moments = sum(state[key].nbytes for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq"))
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    gradients = sum(parameter.grad.nbytes for parameter in model.parameters())
-    count = sum(parameter.numel() for parameter in model.parameters())
-    assert training_state_bytes(count) == weights + gradients + moments
-    assert training_state_bytes(0, count) == weights
-    assert checkpoint_bytes(count) == weights + moments
-    assert checkpoint_bytes(count, count) == 2 * weights + moments

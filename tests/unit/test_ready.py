@@ -43,7 +43,7 @@ def config(address: str = "", source: dict[str, Any] | None = None, **cluster: A
     """The sample's run, with this cluster, and with another source of `wiki`, such as an address."""
     domains = SAMPLE.config.values["domains"]
     if address or source:
-        domains["novel"]["wiki"]["source"] = source or {"kind": "url", "path": [address]}
+        domains["novel"]["wiki"]["source"] = source or {"path": [address]}
     return changed(SAMPLE, cluster=cluster, domains=domains)
 
 
@@ -69,7 +69,7 @@ def test_partitions_are_those_of_the_cluster(commands):
 
 
 def test_addresses_of_text_that_no_other_run_has_are_asked_for(server, nobody, tmp_path):
-    source = {"kind": "url", "path": f"{nobody}/a.txt", "sha256": {"a.txt": "0" * 64}}
+    source = {"path": f"{nobody}/a.txt", "sha256": {"a.txt": "0" * 64}}
     run = replace(config(source=source), folder=tmp_path / "results" / "mine")
     moving = replace(config(f"{nobody}/a.txt"), folder=run.folder)
     check_downloads(moving, ["code"])
@@ -86,7 +86,7 @@ def test_addresses_of_text_that_no_other_run_has_are_asked_for(server, nobody, t
 
 
 def test_a_data_set_of_the_hub_is_its_endpoint(server, nobody, monkeypatch):
-    source = {"kind": "hub", "path": "owner/name", "revision": "0" * 40, "data_files": ["*.parquet"]}
+    source = {"path": "hf://owner/name", "revision": "0" * 40, "data_files": ["*.parquet"]}
     # Which pages an endpoint has is its own affair.
     monkeypatch.setenv("HF_ENDPOINT", f"{server}/404")
     check_downloads(config(source=source), ["wiki"])

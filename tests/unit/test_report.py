@@ -112,8 +112,8 @@ TWO = domains(("law", "news"))
             set(),
         ),
         ({"models": {"x": {"kind": "dense", "architecture": {"position": "alibi"}}}}, set()),
-        ({"tasks": {"x": {"path": "x.jsonl"}}}, {"tasks"}),
-        (CLUSTERED | {"tasks": {"x": {"path": "x.jsonl"}}}, OF_CLUSTERS | {"tasks"}),
+        ({"tasks": {"x": {"test": {"path": "x.jsonl"}}}}, {"tasks"}),
+        (CLUSTERED | {"tasks": {"x": {"test": {"path": "x.jsonl"}}}}, OF_CLUSTERS | {"tasks"}),
         ({"lm_eval": {"tasks": ["lambada"]}}, {"tasks"}),
     ],
 )

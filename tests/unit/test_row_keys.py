@@ -1,4 +1,4 @@
-"""Each kind of model with each key of a row: planned, or refused in one line that names the row and a key."""
+"""Each kind of model with each key of an entry: planned, or refused in one line that names the entry and a key."""
 
 from collections.abc import Iterator
 from itertools import chain, product
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from demix.config.models import KINDS, ModelRow
+from demix.config.models import ENTRIES, KINDS, TokenRouting
 from demix.errors import DemixError
 from demix.plan.jobs import count_jobs
 from demix.run.check import completed_run
@@ -33,7 +33,6 @@ KEYS: dict[str, Any] = {
     "every": 2,
     "capacity": 1.5,
     "balance": 0.1,
-    "match": "updates",
     "warmup": 0.5,
     "clip": 2.0,
     "weight_decay": 0.5,
@@ -43,7 +42,6 @@ KEYS: dict[str, Any] = {
     "z_loss": 0.1,
     "dropout": 0.1,
     "checkpoint_every": 7,
-    "keep_checkpoints": 3,
     "micro_sequences": 1,
     "compile": True,
     "checkpoint_activations": True,
@@ -97,7 +95,7 @@ WIRING = (
 def rows() -> Iterator[tuple[str, dict[str, Any]]]:
     """Rows with names: each kind with each beginning, and with the keys of `WIRING`; other keys in pairs with both."""
     kinds, beginnings = [*KINDS], [*BEGINNINGS]
-    cases = [*product(kinds, beginnings, ("", *WIRING))]
+    cases = [*product(kinds, beginnings, ("", *WIRING)), *product(["routed"], ["scratch"], names_of(TokenRouting))]
     for turn, key in enumerate(key for key in KEYS if key not in WIRING):
         for number in range(max(len(kinds), len(beginnings))):
             cases.append((kinds[number % len(kinds)], beginnings[(number + turn) % len(beginnings)], key))
@@ -128,7 +126,9 @@ def accepted() -> Run:
             found[name] = row
     assert [name for name, subject in subjects.items() if not subject.startswith(f"config key models.{name}.")] == []
     assert {row["kind"] for row in found.values()} == {*KINDS}
-    assert {*chain.from_iterable(found.values())} == {*names_of(ModelRow)}, "each key is of use in some row"
+    assert {*chain.from_iterable(found.values())} == {*chain.from_iterable(map(names_of, ENTRIES.values()))}, (
+        "each key is of use in some entry"
+    )
     return run_of(found)
 
 

@@ -30,8 +30,8 @@ def rules(**sections: Any) -> RunRules:
     return RunRules(completed_run(config))
 
 
-def source(path: str | list[str], kind: str = "files") -> SourceSection:
-    return settings_from(SourceSection, {"kind": kind, "path": path}, "source")
+def source(path: str | list[str]) -> SourceSection:
+    return settings_from(SourceSection, {"path": path}, "source")
 
 
 def row(one: RunRules, name: str) -> Model:
@@ -154,7 +154,7 @@ def test_local_files_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         Path(name).touch()
     assert source("*.txt").files == ["a.txt", "b.txt"]
     assert source(["b.txt", "missing.txt", "*.txt"]).files == ["a.txt", "b.txt"]
-    assert source("*.txt", "url").files == []
+    assert source("https://host/a.txt").files == []
     for name in ("{x}.txt", "{x, .+}.txt", os.fsdecode(b"\xff.txt")):
         Path(name).touch()
         with pytest.raises(DemixError):

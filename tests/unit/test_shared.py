@@ -40,7 +40,7 @@ def prepare(name: str, *, seed: int = 1, dev: int = 30, size: int = 300, enabled
     for domain in DOMAINS:
         reading.read(
             domain,
-            Source(kind="files", path=f"{domain}.jsonl"),
+            Source(path=f"{domain}.jsonl"),
             run / f"raw/{domain}/0000.parquet",
             run / f"documents/{domain}/0000.parquet",
             run / f"documents/{domain}/0000.json",
@@ -195,7 +195,7 @@ def test_raw_text_that_was_fetched_again_is_anonymized_once() -> None:
     for name in ("one", "two"):
         run = Path("results") / name
         raw, output = run / "raw/law/0000.parquet", run / "documents/law/0000.parquet"
-        reading.download(Source(kind="files", path="law.jsonl"), "law", raw)
+        reading.download(Source(path="law.jsonl"), "law", raw)
         reading.anonymize(raw, output, output.with_suffix(".json"))
         # Or Snakemake refuses the documents as older than what they are made of.
         assert raw.stat().st_mtime_ns <= output.stat().st_mtime_ns
@@ -231,15 +231,15 @@ def test_what_a_source_is_pinned_by() -> None:
     digest, many = "0" * 64, ("https://a.example/x.txt", "https://a.example/y.txt")
     Path("local").mkdir()
     for source, part, files in (
-        (Source(kind="files", path="*.jsonl"), 0, [Path("law.jsonl"), Path("news.jsonl")]),
-        (Source(kind="files", path="*.jsonl", parts=2), 1, [Path("news.jsonl")]),
-        (Source(kind="files", path="law.jsonl", parts=2), 1, [Path("law.jsonl")]),
-        (Source(kind="url", path=many, sha256={"x.txt": digest}), 0, None),
-        (Source(kind="url", path=many, sha256=dict.fromkeys(("x.txt", "y.txt"), digest)), 0, []),
-        (Source(kind="hub", path="a/b"), 0, None),
-        (Source(kind="hub", path="a/b", revision="main"), 0, None),
-        (Source(kind="hub", path="a/b", revision="0" * 40), 0, []),
-        (Source(kind="hub", path="local", revision="0" * 40), 0, None),
+        (Source(path="*.jsonl"), 0, [Path("law.jsonl"), Path("news.jsonl")]),
+        (Source(path="*.jsonl", parts=2), 1, [Path("news.jsonl")]),
+        (Source(path="law.jsonl", parts=2), 1, [Path("law.jsonl")]),
+        (Source(path=many, sha256={"x.txt": digest}), 0, None),
+        (Source(path=many, sha256=dict.fromkeys(("x.txt", "y.txt"), digest)), 0, []),
+        (Source(path="hf://a/b"), 0, None),
+        (Source(path="hf://a/b", revision="main"), 0, None),
+        (Source(path="hf://a/b", revision="0" * 40), 0, []),
+        (Source(path="hf://local", revision="0" * 40), 0, None),
     ):
         assert pinned(source, part) == files, source
 

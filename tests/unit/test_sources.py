@@ -50,7 +50,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress
 
 def read(folder: Path, *paths: object, part: int = 0, **options: Any) -> list[dict[str, Any]]:
     """The raw documents of a part of a source of local files."""
-    source = settings_from(Source, {"kind": "files", "path": [*map(str, paths)]} | options)
+    source = settings_from(Source, {"path": [*map(str, paths)]} | options)
     output = folder / "raw" / "d" / f"{part:04d}.parquet"
     count = download(source, "d", output, part)
     rows = pq.read_table(output).to_pylist()
@@ -315,14 +315,14 @@ def test_what_is_written_is_private_the_same_every_time_and_whole_or_not_at_all(
     # A folder that others have files in keeps its mode.
     path.write_bytes(lines(ROWS))
     os.chmod(tmp_path, 0o755)
-    download(Source(kind="files", path=str(path)), "d", tmp_path / "documents.parquet")
+    download(Source(path=str(path)), "d", tmp_path / "documents.parquet")
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
 
 
 def test_read_makes_what_download_and_anonymize_make_and_leaves_no_raw_text(tmp_path):
     source = tmp_path / "a.jsonl"
     source.write_bytes(lines([{"text": f"{name}@example.org wrote {name} words. " * 9} for name in "abc"]))
-    settings = ["--settings", json.dumps({"kind": "files", "path": str(source), "piece_words": 20})]
+    settings = ["--settings", json.dumps({"path": str(source), "piece_words": 20})]
     raw, old, new = (tmp_path / name / "0000.parquet" for name in ("raw/d", "old", "new"))
     assert said(["download", "d", *settings, "--output", str(raw)]) is None
     apart = ["--output", str(old), "--counts", str(old.with_suffix(".json")), "--piece-words", "20"]
@@ -337,14 +337,13 @@ def test_read_makes_what_download_and_anonymize_make_and_leaves_no_raw_text(tmp_
     assert new.read_bytes() != old.read_bytes()
 
 
-def test_sizes_and_digests_of_local_files(tmp_path):
+def test_digests_of_local_files(tmp_path):
     path, data = tmp_path / "a.jsonl", lines(ROWS)
     path.write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()
-    assert len(read(tmp_path, path, sha256={"a.jsonl": digest}, bytes={"a.jsonl": len(data)})) == 3
+    assert len(read(tmp_path, path, sha256={"a.jsonl": digest})) == 3
     for wrong, subject in (
         ({"sha256": {"a.jsonl": "0" * 64}}, "a.jsonl"),
-        ({"bytes": {"a.jsonl": 9}}, "a.jsonl"),
         ({"sha256": {"b.jsonl": digest}}, "d.source.sha256.b.jsonl"),
     ):
         with refused(subject):
@@ -610,7 +609,7 @@ def test_a_folder_is_all_files_below_it_that_can_be_read(tmp_path):
         found = [text for part in range(parts) for text in texts(tmp_path, f"{folder}/", part=part, parts=parts)]
         assert sorted(found) == wanted
     # What a run reads is listed once, also where files come later.
-    source = settings_from(Source, {"kind": "files", "path": str(folder), "parts": 2})
+    source = settings_from(Source, {"path": str(folder), "parts": 2})
     assert [Path(file).name for file in source.files_of(0)] == ["1.txt", "c4-0.json.gz"]
     (folder / "0.txt").write_text("later")
     assert [Path(file).name for file in source.files_of(1)] == ["c4-1.json.gz"]
@@ -686,7 +685,7 @@ def data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def of_hub(folder: Path, files: str = "data/*.parquet", **options: Any) -> list[str]:
-    return texts(folder.parent, folder, kind="hub", data_files=[files], **options)
+    return texts(folder.parent, f"hf://{folder}", data_files=[files], **options)
 
 
 @pytest.mark.parametrize("files", ["data/*.parquet", "data/*.jsonl.gz"])
@@ -735,7 +734,7 @@ def test_what_a_data_set_lacks_is_refused(data_set):
         with refused(f"data set {data_set}"):
             of_hub(data_set)
     with refused("data set demix/none"):
-        texts(data_set, "demix/none", kind="hub", revision="main", data_files=["*.parquet"])
+        texts(data_set, "hf://demix/none", revision="main", data_files=["*.parquet"])
 
 
 PAPER = {

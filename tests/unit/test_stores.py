@@ -178,8 +178,8 @@ def test_a_path_a_glob_and_a_folder_name_files(files, path, found):
 @pytest.mark.parametrize(("parts", "words"), [(1, 6), (2, None), (5, 6)])
 def test_the_raw_text_is_that_of_the_same_local_files(files, store, parts, words, tmp_path):
     for part in range(parts):
-        here = Source(kind="files", path=f"{files}", parts=parts, words=words)
-        there = Source(kind="store", path="s3://corpus/texts", parts=parts, words=words)
+        here = Source(path=f"{files}", parts=parts, words=words)
+        there = Source(path="s3://corpus/texts", parts=parts, words=words)
         output = tmp_path / "raw" / f"{part}.parquet"
         assert download(there, "d", output, part) == download(here, "d", tmp_path / "here" / output.name, part)
         assert output.read_bytes() == (tmp_path / "here" / output.name).read_bytes()
@@ -190,14 +190,14 @@ def test_the_raw_text_is_that_of_the_same_local_files(files, store, parts, words
 
 
 def test_domains_of_a_shared_source_have_what_they_read_alone(files, store, tmp_path):
-    source = {"kind": "store", "path": ["s3://corpus/texts/*.gz", "s3://corpus/texts/more"], "parts": 2}
+    source = {"path": ["s3://corpus/texts/*.gz", "s3://corpus/texts/more"], "parts": 2}
     division = settings_from(Division, {"source": source, "by": "set", "domains": {"one": "a", "two": ["b"]}})
     for part in range(2):
         divide("corpus", division, tmp_path / "raw", tmp_path / "counts.json", part)
     assert len(store.fetched) == 3, "each file is fetched once for both domains"
     store.refuse_keys()
     s3fs.S3FileSystem.clear_instance_cache()
-    local = {"kind": "files", "path": [f"{files}/*.gz", f"{files}/more"], "parts": 2}
+    local = {"path": [f"{files}/*.gz", f"{files}/more"], "parts": 2}
     for name, value in (("one", "a"), ("two", ["b"])):
         for part in range(2):
             outputs = [tmp_path / folder / name / f"{part:04d}.parquet" for folder in ("raw", "local/raw")]
@@ -208,14 +208,10 @@ def test_domains_of_a_shared_source_have_what_they_read_alone(files, store, tmp_
 
 def test_a_name_in_a_store_is_no_part_of_a_url(store, tmp_path):
     store.put({"a%20b?c#d::e.jsonl": lines("a"), "e/..": lines("b")})
-    assert (
-        download(
-            Source(kind="store", path="s3://corpus/a%*", bytes={"a%20b?c#d::e.jsonl": 34}), "d", tmp_path / "d" / "0"
-        )
-        == 1
-    )
+    digests = {"a%20b?c#d::e.jsonl": hashlib.sha256(lines("a")).hexdigest()}
+    assert download(Source(path="s3://corpus/a%*", sha256=digests), "d", tmp_path / "d" / "0") == 1
     with refused("s3://corpus/e/.."):
-        download(Source(kind="store", path="s3://corpus/e/*"), "d", tmp_path / "e" / "0")
+        download(Source(path="s3://corpus/e/*"), "d", tmp_path / "e" / "0")
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["0"]
 
 
@@ -223,9 +219,9 @@ def test_an_error_names_the_object(store, tmp_path):
     store.put({"a/lang=en/e.jsonl": b"", "b/lang=e%2Fn/o.jsonl": b'{"body": "b"}\n'})
     for path, place in (("a", "lang=en/e.jsonl"), ("b", "lang=e%2Fn/o.jsonl, row 1")):
         with refused(f"s3://corpus/{path}/{place}"):
-            download(Source(kind="store", path=f"s3://corpus/{path}"), "d", tmp_path / "d" / "0")
+            download(Source(path=f"s3://corpus/{path}"), "d", tmp_path / "d" / "0")
     store.put({"b/lang=e%2Fn/o[1].jsonl": lines("a"), "b/lang=de/o.jsonl": lines("b"), "b/o.md": b""})
-    there = Source(kind="store", path=("s3://corpus/b/lang=de", "s3://corpus/b/lang=e%2Fn/o[1].jsonl"))
+    there = Source(path=("s3://corpus/b/lang=de", "s3://corpus/b/lang=e%2Fn/o[1].jsonl"))
     assert download(there, "d", tmp_path / "d" / "0") == 2
 
 
@@ -263,24 +259,24 @@ def test_wrong_bytes_are_not_kept(store, tmp_path, wrong):
 
 
 def test_digests_pin_the_files_and_their_list(files, store, tmp_path):
-    source = Source(kind="store", path="s3://corpus/texts/*.jsonl.*")
+    source = Source(path="s3://corpus/texts/*.jsonl.*")
     assert pinned(source, 0) is None
     found = pins(source, tmp_path)
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files.glob("*.jsonl.*")}
     assert found == {"sha256": digests}
-    source = Source(kind="store", path=source.path, **found)
+    source = Source(path=source.path, **found)
     assert (pinned(source, 0), pins(source, tmp_path)) == ([], {})
     assert download(source, "d", tmp_path / "raw" / "0.parquet") == 4
     store.put({"texts/new.jsonl.gz": b""})
     with refused("d.source.sha256"):
         download(source, "d", tmp_path / "raw" / "0.parquet")
     with refused("d.source.sha256.b.jsonl.zst"):
-        download(Source(kind="store", path="s3://corpus/texts/a*", **found), "d", tmp_path / "raw" / "0.parquet")
+        download(Source(path="s3://corpus/texts/a*", **found), "d", tmp_path / "raw" / "0.parquet")
 
 
 def failed(path: str, folder: Path, **keys: Any) -> str:
     """The line of `demix download`, which names the path; nothing of the source is written, and no credential."""
-    settings = json.dumps({"kind": "store", "path": path} | keys)
+    settings = json.dumps({"path": path} | keys)
     output = folder / "raw" / "0000.parquet"
     line = refusal("download", "d", "--settings", settings, "--output", output, of=path)
     assert [path for path in folder.rglob("*") if path.is_file()] == []
@@ -325,7 +321,7 @@ def test_a_listing_that_fails_within_a_glob_is_no_empty_folder(store):
 
 
 def test_no_credential_gets_into_a_file_or_a_log(files, tmp_path, caplog, capfd):
-    settings = json.dumps({"kind": "store", "path": "s3://corpus/texts"})
+    settings = json.dumps({"path": "s3://corpus/texts"})
     run = tmp_path / "results" / "mine"
     outputs = ("--output", run / "d" / "0000.parquet", "--counts", run / "d" / "0000.json")
     with caplog.at_level("DEBUG"):
@@ -345,7 +341,7 @@ def test_a_missing_library_is_named_with_its_command(tmp_path, monkeypatch):
 
 
 def with_store(**keys: Any) -> dict[str, Any]:
-    source = {"kind": "store", "path": "s3://corpus/*.jsonl"} | keys
+    source = {"path": "s3://corpus/*.jsonl"} | keys
     domain = {"source": source, "words": {"dev": 10, "test": 10}}
     return {"training": {"law": domain, "news": domain}, "novel": {}}
 
@@ -358,25 +354,21 @@ def test_a_plan_asks_no_store(store, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "path", "other"),
+    "path",
     [
-        ("store", "s3:///a.jsonl", ""),
-        ("store", "s3://b*/a.jsonl", ""),
-        ("store", "b/a.jsonl", "files"),
-        ("store", "https://host/a.jsonl", "url"),
-        ("store", "hf://datasets/o/n/a.jsonl", "hub"),
-        ("url", "s3://corpus/a.jsonl", "store"),
-        ("files", "s3://corpus/a.jsonl", "store"),
-        ("files", ["a.jsonl", "http://host/a.jsonl"], "url"),
-        ("store", f"s3://{KEY}:{SECRET}@corpus/a.jsonl", ""),
-        ("store", "s3://hunter2@corpus/a.jsonl", ""),
-        ("store", "az://corpus/a.jsonl?sig=hunter2", ""),
+        "s3:///a.jsonl",
+        "s3://b*/a.jsonl",
+        "ftp://host/a.jsonl",
+        ["s3://corpus/a.jsonl", "https://host/a.jsonl"],
+        ["a.jsonl", "http://host/a.jsonl"],
+        f"s3://{KEY}:{SECRET}@corpus/a.jsonl",
+        "s3://hunter2@corpus/a.jsonl",
+        "az://corpus/a.jsonl?sig=hunter2",
     ],
 )
-def test_wrong_addresses_are_refused_with_the_kind_that_takes_them(kind, path, other):
+def test_wrong_addresses_are_refused(path):
     with refused("key.path") as caught:
-        check_source("key", SourceSection(kind=kind, path=path))
-    assert not other or f"kind: {other}" in caught.value.cure
+        check_source("key", SourceSection(path=path))
     assert "hunter2" not in str(caught.value).lower()
 
 

@@ -28,7 +28,7 @@ from support.report import table_of
 from support.scored import write_table
 
 TRAINING = ("law", "news", "code")
-SOURCE = {"source": {"kind": "files", "path": "c4.jsonl"}}
+SOURCE = {"source": {"path": "c4.jsonl"}}
 SUITES: dict[str, Any] = {"paloma": {"c4": SOURCE, "songs": SOURCE}, "own": {"mail": SOURCE}}
 WEIGHTS = ("history", "released", "tempered(0.5,0.9)", "switching")
 RUN = small_run(domains=domains(TRAINING, ("songs",)), evaluation={"weights": ["history"], "suites": SUITES})

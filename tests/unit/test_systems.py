@@ -95,7 +95,7 @@ def test_a_row_with_a_seed_phase_follows_its_parent() -> None:
     assert (seeded.parent, seeded.seed_step, seeded.rates_from) == ("dense", 500 // 48, "dense")
     assert by_name["seeded-seed9"].parent == "dense-seed9", "each seed branches off from its own dense model"
     assert (by_name["dense"].parent, by_name["dense"].seed_step) == ("", 0)
-    models |= {"late": SEEDED, "never": SEEDED | {"seed_tokens": 0}}
+    models |= {"late": SEEDED}
     again = run_of(models=models, training=SETTINGS)
     assert {place: model.name for place, model in again.seeds.items()} == {
         ("dense", 10): "dense",
@@ -242,7 +242,7 @@ def test_a_model_without_a_domain_may_begin_anew_from_its_parents_state() -> Non
     assert (model.seed_step, model.parent_step_tokens) == (whole.seed_step, 32) == (15, 32), "the parent's own steps"
     assert model.first_step == 20, "480 tokens in updates of 24"
     assert model.updates - model.first_step == whole.updates - whole.first_step == 16
-    scratch = removing({"model": "scratch"}, models={"scratch": SEEDED | {"seed_tokens": 0}})
+    scratch = removing({"model": "demix"})
     assert without(scratch).updates == scratch.whole.updates
 
 

@@ -31,7 +31,7 @@ from support.tasks import LABELS, made_up
 
 E = 4
 EXPERTS = tuple(f"e{number}" for number in range(E))
-TASK = Task(path="x.jsonl", shots=8)
+TASK = Task(test={"path": "x.jsonl"}, shots=8)
 GIVEN = Classification(
     tasks={},
     models=(),

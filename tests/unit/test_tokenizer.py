@@ -527,8 +527,7 @@ def test_the_stage_reads_a_file(tmp_path: Path) -> None:
 
 def section(**tokenizer: Any) -> TokenizerSection:
     """The section `tokenizer` of a small config, completed."""
-    models = tokenizer.pop("models", {})
-    return Config.complete(small(tokenizer=tokenizer, models=models)).tokenizer
+    return Config.complete(small(tokenizer=tokenizer)).tokenizer
 
 
 def test_a_config_says_what_the_files_of_a_tokenizer_say(tmp_path: Path) -> None:
@@ -545,16 +544,11 @@ def test_a_config_says_what_the_files_of_a_tokenizer_say(tmp_path: Path) -> None
     # A model's folder has the tokenizer that was made of such files.
     (tmp_path / "model").mkdir()
     take_tokenizer(source, tmp_path / "model" / "tokenizer.json")
-    rows = {"mine": {"kind": "demix", "parent": f"{tmp_path}/model/"}, "domain_token": None}
-    found = section(kind="parent", models=rows)
-    assert found.path == f"{tmp_path}/model/tokenizer.json"
+    found = section(kind="file", path=f"{tmp_path}/model/tokenizer.json")
     assert (found.end_of_text, found.size) == (1500, 1600)
     assert section(kind="bpe", vocab_size=300).size == 300
     assert section(kind="gpt2", vocab_size=300).size == 50257
     assert section(kind="bpe", vocab_size=300, path=None).size == 300
-
-
-TWO = {name: {"kind": "demix", "parent": f"models/{name}"} for name in ("a", "b")}
 
 
 @pytest.mark.parametrize(
@@ -566,8 +560,6 @@ TWO = {name: {"kind": "demix", "parent": f"models/{name}"} for name in ("a", "b"
         ({"kind": "file", "path": "tokenizer.json", "types": 0}, "tokenizer.types"),
         ({"kind": "bpe", "path": "tokenizer.json"}, "tokenizer.path"),
         ({"types": 60000}, "tokenizer.types"),
-        ({"kind": "parent"}, "tokenizer.kind"),
-        ({"kind": "parent", "models": TWO}, "tokenizer.kind"),
         ({"kind": "file", "path": "added.json"}, "added.json"),
         ({"kind": "file", "path": "model.json"}, "model.json"),
         ({"kind": "file", "path": "demix.json"}, "tokenizer.types"),

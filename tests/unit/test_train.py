@@ -184,7 +184,7 @@ def test_early_stopping_keeps_the_best_parameters(stopped_at: int | None, tokens
 @pytest.mark.parametrize(("kind", "dropout"), [("demix", RATE), ("dense", None), ("domain_token", None)])
 def test_the_best_checkpoint_on_dev_is_kept(kind: str, dropout: float | None, tokens: Path, tmp_path: Path) -> None:
     """Losses on dev drop no unit."""
-    training = TRAIN.replace(learning_rate=0.05, dev_blocks=3, checkpoint_every=3, keep_checkpoints=1, dropout=dropout)
+    training = TRAIN.replace(learning_rate=0.05, dev_blocks=3, checkpoint_every=3, dropout=dropout)
     train_into(tmp_path, kind, [*shard_paths(tokens), *shard_paths(tokens, split="dev")], training)
     evaluated = {row["step"]: row for row in rows(tmp_path) if "dev_loss" in row}
     assert list(evaluated) == [3, 6, 9, 12, 15, 18, 21, 24]
@@ -212,7 +212,7 @@ def test_losses_on_dev_and_kept_states_change_no_weight(tokens: Path, tmp_path: 
     shards = [*shard_paths(tokens), *shard_paths(tokens, split="dev")]
 
     def trained(name: str, keep: tuple[int, ...] = (), **changes: Any) -> Path:
-        training = TRAIN.replace(keep_checkpoints=1, **changes)
+        training = TRAIN.replace(**changes)
         return train_into(tmp_path / name, "demix", shards, training, keep=keep)
 
     plain, measured = trained("plain"), trained("measured", dev_blocks=2, checkpoint_every=7)

@@ -222,7 +222,7 @@ def run_with(kind: str | None, ranks: int = 1, shard: bool = False) -> Run:
     optimizer: dict[str, Any] = {"shard_optimizer": shard} | ({"optimizer": {"kind": kind}} if kind else {})
     training = {"tokens": 16 * 8 * 10, "sequences": 4} | optimizer
     models = MODELS if ranks == 1 else {}
-    return small_run(architecture=LLAMA, training=training, models=models, adaptation={"tokens": 64} | optimizer)
+    return small_run(architecture=LLAMA, training=training, models=models, adaptation={"tokens": 64})
 
 
 @cache

@@ -78,7 +78,7 @@ TRAINING, NOVEL = list(TINY["domains"]["training"]), list(TINY["domains"]["novel
 
 def domain(name: str) -> Keys:
     return {
-        "source": {"kind": "files", "path": f"resources/sample/{name}.jsonl.zst"},
+        "source": {"path": f"resources/sample/{name}.jsonl.zst"},
         "words": {"train": 10000, "dev": 2000, "test": 2000},
     }
 
@@ -88,7 +88,7 @@ SWEEP = {"learning_rates": [50.0, 3e-3, 1e-3], "tokens": 7680}
 HARNESS = {"tasks": ["choice", "rolling"], "include_path": "tasks", "models": ["demix"], "limit": 2}
 # Text of a training domain, and other text.
 TEXTS = [f"resources/sample/{name}.jsonl.zst" for name in ("licenses", "packages")]
-SUITES = {"paloma": {"known": {"source": {"kind": "files", "path": TEXTS}, "words": {"test": 1500}}}}
+SUITES = {"paloma": {"known": {"source": {"path": TEXTS}, "words": {"test": 1500}}}}
 # A row of each kind, mixed in every way, asked tasks, scored on a suite: all that joins in one run.
 JOINED: Keys = {
     "domains.novel.fortunes": None,
@@ -144,9 +144,7 @@ RETRAINED |= {f"{rule} {name}" for rule in ("split", "tokenize") for name in TRA
 
 CHANGES: dict[str, tuple[Keys, set[str]]] = {
     "nothing": ({}, set()),
-    "the experiment's name": ({"tracking.experiment": "other"}, TOLD),
     "the seeds that it has": ({"seeds": [1]}, TOLD),
-    "more prompts of the audit": ({"removal.audit": {"prompts": 7}}, AUDITED | TOLD),
     "another decay": ({"evaluation.decay": 0.5}, MIXED),
     "another decay of the grid": ({"evaluation.decays": [0.2]}, MIXED),
     "another prior of the grid": ({"evaluation.prior_blocks": [3]}, MIXED),

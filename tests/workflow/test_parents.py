@@ -24,14 +24,10 @@ CONFIG = {
     "run": "own",
     "tracking": {"uri": "sqlite:///results/own/mlflow.db"},
     "domains": {
-        kind: {
-            name: {"source": {"kind": "files", "path": f"resources/sample/{name}.jsonl.zst"}, "words": WORDS}
-            for name in names
-        }
+        kind: {name: {"source": {"path": f"resources/sample/{name}.jsonl.zst"}, "words": WORDS} for name in names}
         for kind, names in {"training": ("licenses", "scripture"), "novel": ("fantasy",)}.items()
     },
-    "tokenizer": {"kind": "parent"},
-    "architecture": {"preset": "parent", "context": CONTEXT},
+    "tokenizer": {"kind": "file", "path": f"{PARENT}/tokenizer.json"},
     "training": {"tokens": 2048, "sequences": 2, "learning_rate": 3e-3, "clip": 1.0},
     "models": {
         "demix": {"parent": PARENT},
@@ -76,12 +72,10 @@ def write_llama(folder: Path) -> None:
 def test_experts_of_a_llama_go_out_as_a_llama(tmp_path: Path) -> None:
     write_llama(tmp_path / "hub" / "llama")
     succeeds("import", tmp_path / "hub" / "llama", "--output", tmp_path / PARENT, "--verify")
-    ran(tmp_path, write_config(tmp_path, CONFIG))
-    run = tmp_path / "results" / "own"
     parent = read_json(tmp_path / PARENT / "model.json")["architecture"]
-    config = read_json(run / "config.json")
-    assert config["architecture"] == parent | {"context": CONTEXT}
-    assert config["tokenizer"]["types"] == TYPES
+    ran(tmp_path, write_config(tmp_path, CONFIG | {"architecture": parent | {"context": CONTEXT}}))
+    run = tmp_path / "results" / "own"
+    assert read_json(run / "config.json")["tokenizer"]["types"] == TYPES
     results = pd.read_parquet(run / "results.parquet").query("split == 'test'")
     assert {"demix", "dense", "btm", "dense-dapt-fantasy"} <= {*results["model"]}
     assert np.isfinite(results["perplexity"]).all()

@@ -28,7 +28,7 @@ from support.dry_run import (
     write_config,
 )
 
-SOURCE = {"kind": "files", "path": "resources/sample/novels.jsonl.zst"}
+SOURCE = {"path": "resources/sample/novels.jsonl.zst"}
 # Domains that share a source, a suite, a row with a sweep and one with a seed phase.
 STAGES = ("download", "anonymize", "corpus", "train", "adapt", "score", "evaluate")
 WIDE = TINY | {
@@ -92,7 +92,7 @@ def test_the_plan_counts_the_jobs_of_each_rule_and_they_ask_for_what_their_stage
 # A wildcard of no rule, a wildcard of some, what a shell would run, and what JSON and YAML write in another way.
 TEXT = "{x} {domain} \"a\" 'b' $(touch run) `touch run`\nü %s \\ {{y}}"
 TEXTS = {"text": TEXT, "id": TEXT, "metadata": [TEXT], "where": {TEXT: TEXT}, "members": [TEXT], "instructions": TEXT}
-ANY_TASK = {"label": TEXT, "choices": TEXT, "separator": TEXT, "text": [TEXT]}
+ANY_TASK = {"label": TEXT, "choices": TEXT, "text": [TEXT]}
 ANY_TASK |= {"template": TEXT + "{text}" + TEXT + "{label}"}
 
 
@@ -102,18 +102,17 @@ def any_texts() -> dict:
         kind: {name: one | {"source": one["source"] | TEXTS, "licence": TEXT} for name, one in some.items()}
         for kind, some in TINY["domains"].items()
     }
-    missing = TEXTS | {"kind": "files", "path": f"no/{TEXT}/*.jsonl", "bytes": {TEXT: 1}, "sha256": {TEXT: "0" * 64}}
-    hub = TEXTS | {"kind": "hub", "path": TEXT, "revision": TEXT, "data_files": [TEXT]}
+    missing = TEXTS | {"path": f"no/{TEXT}/*.jsonl", "sha256": {TEXT: "0" * 64}}
+    hub = TEXTS | {"path": f"hf://{TEXT}", "revision": TEXT, "data_files": [TEXT]}
     domains["novel"] |= {"missing": {"source": missing}, "hub": {"source": hub}}
     tasks = {
-        "path": ANY_TASK | {"path": TEXT},
-        "labels": {"path": "a.jsonl", "labels": {TEXT: TEXT, "b": "c"}},
+        "file": ANY_TASK | {"test": {"path": TEXT}},
+        "labels": {"test": {"path": "a.jsonl"}, "labels": {TEXT: TEXT, "b": "c"}},
         "sources": {"test": missing, "train": hub},
     }
     return TINY | {
         "domains": domains,
         "tasks": tasks,
-        "tracking": TINY["tracking"] | {"experiment": TEXT},
         "allow_branches": True,
     }
 
@@ -129,7 +128,7 @@ def test_any_text_of_a_config_is_planned_and_kept_as_it_is(tmp_path: Path) -> No
         for name, one in some.items():
             recorded = kept["domains"][kind][name]["source"]
             assert {key: recorded[key] for key in one["source"]} == one["source"]
-    assert {key: kept["tasks"]["path"][key] for key in ANY_TASK} == ANY_TASK
+    assert {key: kept["tasks"]["file"][key] for key in ANY_TASK} == ANY_TASK
     assert not [*tmp_path.rglob("run")]
 
 
@@ -151,7 +150,7 @@ def failed(folder: Path, command: list[str], path: str = ENVIRONMENT["PATH"]) ->
 
 
 # An address where nobody listens.
-AWAY = {"kind": "url", "path": "http://127.0.0.1:9/a.txt"}
+AWAY = {"path": "http://127.0.0.1:9/a.txt"}
 CLUSTER = dict.fromkeys(CLIENTS, "exit") | {"sbatch": "touch submitted; exit 1", "sinfo": "echo all"}
 
 

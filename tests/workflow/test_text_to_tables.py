@@ -22,7 +22,7 @@ LENGTH, TOKENS, TYPES = 32, 640, 300
 CONFIG = TINY | {
     "domains": {
         kind: {
-            name: {"source": {"kind": "files", "path": f"resources/sample/{name}.jsonl.zst"}}
+            name: {"source": {"path": f"resources/sample/{name}.jsonl.zst"}}
             | {"words": {"train": 6000, "dev": 800, "test": 800}}
             for name in names
         }

@@ -23,7 +23,7 @@ CARD = "results/tiny/sources/corpus/card.json"
 
 def config_of(names: tuple[str, ...], **changes: Any) -> dict[str, Any]:
     """The tiny config, whose domains are `names` of one source of local files."""
-    source = {"kind": "files", "path": "texts", "parts": 2} | changes
+    source = {"path": "texts", "parts": 2} | changes
     domains = {
         kind: {
             name: {"from": "corpus", "value": name.upper(), "words": {"dev": 20, "test": 20}}

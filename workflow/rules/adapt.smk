@@ -17,10 +17,10 @@ rule adapt:
     # One job scores both adaptations of a domain.
     priority: 70
     localrule: THIS.submitted
-    threads: RULES.cores(CONFIG.adaptation)
+    threads: RULES.cores(THIS.adapting(THIS.receiver))
     resources:
         **RULES.site("adapt"),
-        options=f"{RULES.run_options('adapt', CONFIG.adaptation)} {RULES.live}",
+        options=f"{RULES.run_options('adapt', THIS.adapting(THIS.receiver))} {RULES.live}",
     params:
         settings=lambda wildcards: RULES.adaptation_settings(RULES.models[RECEIVER]),
         known=f"--training {','.join(TRAINING)} --scores {RUN}/scores/{RECEIVER}",

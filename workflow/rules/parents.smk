@@ -1,4 +1,4 @@
-# Models of the Hugging Face hub that rows of `models` begin with, imported once.
+# Models of the Hugging Face hub that entries of `models` begin with, imported once.
 
 
 rule import_parent:
@@ -13,7 +13,7 @@ rule import_parent:
     resources:
         **RULES.site("download"),
     params:
-        address=lambda wildcards: THIS.parents[wildcards.parent].address,
+        address=lambda wildcards: THIS.parents[wildcards.parent],
         folder=below_run("parents/{parent}"),
         context=THIS.context,
     shell:

@@ -69,12 +69,12 @@ def known_families(run: Run) -> tuple[pd.DataFrame, list[System]]:
             "begun": family.begun,
             "single": system in singles,
             # Models that begin alike: with as many tokens of the same parent.
-            "origin": json.dumps([settings.parent_row, settings.seed_tokens, model.base.initial, model.base.options]),
+            "origin": json.dumps([settings.parent, settings.seed_tokens, model.base.initial, model.base.options]),
             "parent": model.parent,
             "seed_tokens": settings.seed_tokens,
             "flops": flops,
             "flops_of_update": update,
-            "merges": settings.parent_row if model.mixes else None,
+            "merges": settings.parent if model.mixes else None,
             "trained": settings.trained,
             "top_k": layer.top_k if layer else None,
         }
