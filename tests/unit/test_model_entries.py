@@ -112,21 +112,6 @@ def test_entries_begin_with_the_folder_to_which_a_model_of_the_hub_is_imported()
     assert Run(Config.complete(run.config.values), run.folder).parents == run.parents
 
 
-def test_a_config_is_told_with_what_each_model_begins(tmp_path: Path) -> None:
-    models = {"demix": FOLDER, "domain_token": {}, "mine": SEEDED, "up": SWITCH | {"parent": HUB, "top_k": 2}}
-    (tmp_path / "config.yaml").write_text(json.dumps(TINY | {"models": models | {"btx": BTX | {"parent": "mine"}}}))
-    done = succeeds("config", tmp_path / "config.yaml")
-    begun = {"demix": "imported/gpt2", "dense_unbalanced": "scratch", "without-licenses": "imported/gpt2"}
-    begun |= {"domain_token": "scratch", "mine": "dense", "up": HUB, "btx": "mine"}
-    for name, begin in begun.items():
-        (line,) = [
-            line
-            for line in done.output.splitlines()
-            if line.startswith("  models") and name in line.split(": ")[-1].split(", ")
-        ]
-        assert begin in line.rpartition(": ")[0], line
-
-
 def added(run: Run, before: Run) -> list[tuple[str, str]]:
     """The folder and domain of each table that is evaluated of `run` and not `before`, each of which is scored once."""
     found: list[tuple[str, str]] = []
