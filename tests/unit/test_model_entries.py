@@ -28,7 +28,6 @@ from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import ScoringPart, scoring_jobs
 from demix.run.systems import main_systems, other_top_k, table_rows
-from support.cli import succeeds
 from support.entries import TINY, tiny, trained
 from support.errors import refused
 
