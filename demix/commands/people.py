@@ -365,7 +365,7 @@ def experts_add(
 
 @experts.command("remove")
 def experts_remove(model: Model, name: Annotated[str, typer.Argument(help="The expert to remove.")]) -> None:
-    """Delete an expert's files; of a merged model whose tokens choose among experts, leave it out of every layer.
+    """Delete an expert's files.
 
     Example: demix experts remove with-letters letters
     """

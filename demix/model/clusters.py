@@ -4,7 +4,6 @@ They are those of the model's run. `demix card` copies them to the folder `clust
 where it is copied.
 """
 
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,8 @@ from demix.data.cluster import Clusterer, Contexts, context_distances
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.files import check_sha256, read_json, replacing, write_json
+from demix.files import read_json, replacing, write_json
+from demix.model.directory import copy_checked
 from demix.model.manifest import read_lineage, read_routed
 from demix.run.run import Run
 
@@ -96,8 +96,7 @@ def copy_clusters(source: Path, directory: Path) -> None:
     with replacing(folder, directory=True) as temporary:
         manifest = read_json(found.folder / DESCRIPTION)
         for name, expected in manifest["files"].items():
-            shutil.copyfile(found.folder / name, temporary / name)
-            check_sha256(temporary / name, expected)
+            copy_checked(found.folder / name, temporary / name, expected)
         about = {"clustering": found.name, "context": found.context, "temperature": found.temperature}
         for name, content in ((ROUTING, about), (DESCRIPTION, manifest)):
             write_json(temporary / name, content)

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError, nearest
-from demix.files import digest, opened, read_json, replacing, sha256_file, write_json
+from demix.files import check_sha256, digest, opened, read_json, replacing, sha256_file, write_json
 from demix.model.gpt import GPT
 from demix.model.manifest import (
     NO_NAME,
@@ -41,6 +41,7 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 TRAIN_AGAIN = "train the model again: `snakemake -f` its model.json, or get the file again"
 OWN_TOKENIZER = "use the tokenizer that the model was trained with, or train the model again"
 CPU = torch.device("cpu")
+SHARED = "shared.safetensors"
 TOKENIZER = "tokenizer.json"
 
 Tensors = dict[str, torch.Tensor]
@@ -72,9 +73,8 @@ def save_files(model: GPT, directory: Path, description: dict[str, Any], lineage
 
 def save_shared(model: GPT, directory: Path) -> str:
     """Write `shared.safetensors` below `directory`, and give its sha256."""
-    shared = directory / "shared.safetensors"
-    _save({name: tensor.detach() for name, tensor in model.shared_tensors().items()}, shared)
-    return sha256_file(shared)
+    _save({name: tensor.detach() for name, tensor in model.shared_tensors().items()}, directory / SHARED)
+    return sha256_file(directory / SHARED)
 
 
 def save_expert(model: GPT, expert: str, directory: Path, lineage: dict[str, Any], name: str | None = None) -> None:
@@ -98,12 +98,20 @@ def save_manifest(model: GPT, directory: Path, experts: Iterable[str], descripti
             "architecture": model.architecture.described,
             "vocab_size": model.vocab_size,
             "domain_tokens": list(model.domain_tokens),
-            "shared_sha256": sha256_file(directory / "shared.safetensors"),
+            "shared_sha256": sha256_file(directory / SHARED),
             "experts": {name: digest(read_json(expert_files(directory, name)[0])) for name in experts},
         }
         | ({} if model.expert_scope == "feedforward" else {"expert_scope": model.expert_scope})
         | ({} if model.architecture.attention != "documents" else {"end_of_text": model.end_of_text}),
     )
+
+
+def copy_checked(source: Path, path: Path, sha256: str) -> None:
+    """Copy the file `source` to `path`, at once. Raises DemixError unless its bytes have the given sha256."""
+    with replacing(path) as temporary:
+        shutil.copyfile(source, temporary)
+        # The file may have changed since it was checked.
+        check_sha256(temporary, sha256)
 
 
 def describe(directory: Path, *needed: str) -> ModelManifest:
@@ -246,7 +254,7 @@ def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) ->
 def load_shared(directory: Path) -> Tensors:
     """The tensors that the experts of the model in `directory` share. Raises DemixError as `load_weights` does."""
     sha256 = describe(directory).shared_sha256
-    return load_weights(directory / "shared.safetensors", sha256, _wanted(directory)[0])
+    return load_weights(directory / SHARED, sha256, _wanted(directory)[0])
 
 
 def load_expert(directory: Path, expert: str) -> Tensors:
@@ -260,6 +268,20 @@ def _wanted(directory: Path) -> tuple[Tensors, Tensors]:
     model = blueprint(directory, ("any",))
     shared, experts = model.parted(dict(model.named_parameters()))
     return shared, experts["any"]
+
+
+def copy_expert(source: Path, expert: str, directory: Path, name: str | None = None) -> str:
+    """Copy an expert of the model `source` to that in `directory`; returns the digest of its description.
+
+    The description is written last. Raises DemixError as `load_expert` does.
+    """
+    lineage = expert_lineage(source, expert)
+    load_expert(source, expert)
+    description, weights = expert_files(directory, name or expert)
+    copy_checked(expert_files(source, expert)[1], weights, lineage.sha256)
+    content = lineage.content | {"name": name or expert}
+    write_json(description, content)
+    return digest(content)
 
 
 def check_values(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -1,29 +1,23 @@
 """The experts of a model directory: listing them, finding faults, adding and removing one.
 
-The experts among which the tokens of a merged model choose have no files of their own. Their feedforwards and their
-rows of the routers are stacked in every layer: those of an expert leave, and all other rows stay. No router is solved
-or trained again.
+The experts among which the tokens of a merged model choose have no files of their own: their feedforwards and their
+rows of the routers are stacked in every layer.
 """
 
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from demix.config.architecture import Architecture
-from demix.config.counts import parameters
 from demix.config.models import DENSE_EXPERT
 from demix.data.cluster import Clusterer
 from demix.errors import DemixError, nearest
-from demix.files import check_sha256, digest, exclusive, read_json, replacing, write_json
+from demix.files import digest, exclusive, read_json, write_json
 from demix.model import clusters
 from demix.model.directory import (
+    SHARED,
     blueprint,
+    copy_expert,
     describe,
     expert_files,
     expert_lineage,
@@ -31,22 +25,17 @@ from demix.model.directory import (
     load_expert,
     load_shared,
     refuse_other_tokenizer,
-    save_expert,
     unknown_expert,
     whole_models,
 )
 from demix.model.gpt import GPT
 from demix.model.manifest import (
     NO_NAME,
-    PENDING,
     ExpertManifest,
-    ModelManifest,
-    RecordedChoice,
-    finish_change,
     is_expert_name,
     read_lineage,
 )
-from demix.model.merge import learned_of, single
+from demix.model.merge import single
 from demix.model.usual import usual_of, write_usual
 
 # `tokens` is a file beside the columns of a score table, `dense` the one expert of a dense model.
@@ -124,7 +113,7 @@ def find_faults(directory: Path) -> list[DemixError]:
         faults.append(_raised(lambda: refuse_other_tokenizer(directory, tokenizer, digest(read_json(tokenizer)))))
     if (clusterer := directory / clusters.NAME).exists():
         faults.append(_raised(lambda: Clusterer.open(clusterer)))
-    known = {directory / name for name in ("model.json", "shared.safetensors", "experts", LOCK, *BESIDE)}
+    known = {directory / name for name in ("model.json", SHARED, "experts", LOCK, *BESIDE)}
     known |= {directory / "experts" / f"{name}{suffix}" for name in names for suffix in (".json", ".safetensors")}
     faults += [
         _stray(path) for path in sorted([*directory.glob("*"), *directory.glob("experts/*")]) if path not in known
@@ -156,25 +145,18 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
         raise DemixError(source, "is no expert of a model", "give OTHER_MODEL/experts/NAME.safetensors")
     other, name = source.parent.parent, name or source.stem
     refuse_name(directory, name)
-    if _is_merged(directory):
-        cure = "add the expert to the model that was merged, and merge that"
-        raise DemixError(directory, "has stacked its experts in every layer", cure)
-    lineage = expert_lineage(other, source.stem)
+    refuse_merged(directory)
+    own = digest(expert_lineage(other, source.stem).content | {"name": name})
     refuse_other_shared(directory, other, source)
     load_expert(other, source.stem)
     usual = usual_of(other).get(source.stem)
-    description, weights = expert_files(directory, name)
     with changing(directory):
         refuse_name(directory, name)
-        with replacing(weights) as temporary:
-            shutil.copyfile(source, temporary)
-            # The file may have changed since the checks above.
-            check_sha256(temporary, lineage.sha256)
-        content, manifest = lineage.content | {"name": name}, describe(directory).content
-        if manifest.get("experts", {}).pop(name, digest(content)) != digest(content):
+        manifest = describe(directory).content
+        if manifest.get("experts", {}).pop(name, own) != own:
             # The model was written with another expert of this name, which has been removed.
             write_json(directory / "model.json", manifest)
-        write_json(description, content)
+        copy_expert(other, source.stem, directory, name)
         _forget(directory, name)
         if usual is not None:
             write_usual(directory, usual_of(directory) | {name: usual})
@@ -204,14 +186,9 @@ def remove_expert(directory: Path, name: str) -> None:
     """Remove an expert from the model in `directory`.
 
     Raises DemixError if the model has no such expert, and if the expert is the last one. The description is removed
-    first, so that a listed expert never lacks its weights. Of a merged model whose tokens choose their experts an
-    expert is left out (`_remove_choice`).
+    first, so that a listed expert never lacks its weights.
     """
-    if _is_merged(directory):
-        with changing(directory):
-            _remove_choice(directory, name)
-            _forget(directory, DENSE_EXPERT)
-        return
+    refuse_merged(directory)
     description, weights = expert_files(directory, name)
     with changing(directory):
         names = expert_names(directory)
@@ -224,9 +201,11 @@ def remove_expert(directory: Path, name: str) -> None:
         _forget(directory, name)
 
 
-def _is_merged(directory: Path) -> bool:
-    """Whether tokens of the model in `directory` choose among experts that have no files of their own."""
-    return bool(describe(directory).architecture.routed) and not whole_models(directory)
+def refuse_merged(directory: Path) -> None:
+    """Raise DemixError if tokens of the model in `directory` choose among experts that have no files of their own."""
+    if describe(directory).architecture.routed and not whole_models(directory):
+        cure = "change the experts of the model that was merged, and merge that again"
+        raise DemixError(directory, "has stacked its experts in every layer", cure)
 
 
 def _forget(directory: Path, name: str) -> None:
@@ -250,99 +229,27 @@ def _raised(check: Callable[[], object]) -> DemixError | None:
     return None
 
 
-class Choice(NamedTuple):
-    """An expert among which tokens choose: what its model records of it, and its rows of all stacked tensors."""
+def load_without(directory: Path, name: str) -> GPT:
+    """The merged model in `directory` whose layers lack the expert `name`; its files stay as they are.
 
-    recorded: RecordedChoice
-    rows: dict[str, Tensor]
-
-
-def read_choices(directory: Path) -> dict[str, Choice]:
-    """The experts among which the tokens of the model in `directory` choose, in the order of the router's rows.
-
-    Raises DemixError for a damaged model, and for one that does not say whose experts these are.
+    The expert's rows leave the routers, and the softmax is over the rows that are left: no router is solved or trained
+    again. What shared weights have learned from the expert's domain stays, as do averages of branches. Raises
+    DemixError for a model that does not say whose experts its tokens choose among, if it has no such expert, and if
+    fewer than two experts would be left, or fewer than a token chooses.
     """
     described = describe(directory)
     routed = described.architecture.routed
-    recorded = {one.expert: one for one in expert_lineage(directory, DENSE_EXPERT).choices} if routed else {}
-    if not routed or (len(recorded), 1) != (routed.experts, routed.every):
+    names = [one.expert for one in expert_lineage(directory, DENSE_EXPERT).choices] if routed else []
+    if not routed or (len({*names}), 1) != (routed.experts, routed.every):
         cause = "is no model that was merged of experts among which its tokens choose"
         raise DemixError(directory, cause, "use one that `demix merge --routed` or a row of BTX made")
-    if described.kind == "merged" and not all(one.learned.content for one in recorded.values()):
-        raise DemixError(directory, "does not say what each of its experts has learned from", "merge it again")
-    stacked = load_expert(directory, DENSE_EXPERT)
-    return {
-        expert: Choice(one, {name: tensor[number] for name, tensor in stacked.items()})
-        for number, (expert, one) in enumerate(recorded.items())
-    }
-
-
-def _remove_choice(directory: Path, name: str) -> None:
-    """Leave the expert `name` out of every layer of the merged model in `directory`.
-
-    The expert's rows leave the routers, and the softmax is over the rows that are left. What shared weights have
-    learned from the expert's domain stays, as do averages of branches.
-
-    Raises DemixError if the model has no such expert, and if fewer than two experts would be left, or fewer than a
-    token chooses.
-    """
-    _write(directory, _rest(directory, name))
-
-
-def load_without(directory: Path, name: str) -> GPT:
-    """The merged model in `directory` as `_remove_choice` leaves it, whose files stay as they are.
-
-    Raises DemixError as `_remove_choice` does.
-    """
-    return _with_choices(directory, _rest(directory, name))
-
-
-def _rest(directory: Path, name: str) -> dict[str, Choice]:
-    """The experts of the merged model in `directory` but `name`."""
-    own = read_choices(directory)
-    gone = _named(directory, own, name)
-    routed = describe(directory).architecture.routed
-    top_k = routed.top_k if routed else 0
-    if len(own) - 1 < max(2, top_k):
-        cause = f"is one of {len(own)} experts, among which each token chooses {top_k}"
-        raise DemixError(f"expert {name}", cause, "keep it, or delete the model's folder")
-    return {expert: one for expert, one in own.items() if one is not gone}
-
-
-def _named(directory: Path, choices: Mapping[str, Choice], name: str) -> Choice:
-    if name not in choices:
+    if name not in names:
         cause = f"is none among which tokens of {directory} choose"
-        raise DemixError(f"expert {name}", cause, nearest(name, choices, "give the name of one"))
-    return choices[name]
-
-
-def _with_choices(directory: Path, choices: Mapping[str, Choice]) -> GPT:
-    """The merged model in `directory` with the experts `choices`."""
-    described, rows = describe(directory), [one.rows for one in choices.values()]
-    own = {name: torch.stack([of_expert[name] for of_expert in rows]) for name in rows[0]}
-    return single(_architecture(described, len(rows)), described, load_shared(directory), own)
-
-
-def _architecture(described: ModelManifest, experts: int) -> Architecture:
-    """The architecture of the merged model that is so `described`, with so many experts."""
-    architecture = described.architecture
-    routed = architecture.merged_routed(experts).routed if described.kind == "merged" else architecture.routed
-    assert routed is not None
-    return architecture.replace(routed=routed.replace(experts=experts))
-
-
-def _write(directory: Path, choices: Mapping[str, Choice]) -> None:
-    """Make `choices` the experts of the merged model in `directory`; the caller holds its lock."""
-    described, lineage = describe(directory), expert_lineage(directory, DENSE_EXPERT).content
-    model = _with_choices(directory, choices)
-    own = parameters(model.architecture, model.vocab_size)[1]
-    manifest = described.content | {"architecture": model.architecture.described, "expert_parameters": own}
-    lineage["choices"] = [one.recorded.content | {"expert": name} for name, one in choices.items()]
-    if described.kind == "merged":
-        lineage |= learned_of([one.recorded.learned for one in choices.values()])
-    # A kill before the folder has its name leaves the model as it was; after that `finish_change` ends the change.
-    with replacing(directory / PENDING, directory=True) as folder:
-        save_expert(model, DENSE_EXPERT, folder, lineage)
-        manifest["experts"] = {DENSE_EXPERT: digest(read_json(expert_files(folder, DENSE_EXPERT)[0]))}
-        write_json(folder / "model.json", manifest)
-    finish_change(directory)
+        raise DemixError(f"expert {name}", cause, nearest(name, names, "give the name of one"))
+    if len(names) - 1 < max(2, routed.top_k):
+        cause = f"is one of {len(names)} experts, among which each token chooses {routed.top_k}"
+        raise DemixError(f"expert {name}", cause, "keep it")
+    rows = [number for number, one in enumerate(names) if one != name]
+    own = {key: tensor[rows] for key, tensor in load_expert(directory, DENSE_EXPERT).items()}
+    fewer = described.architecture.replace(routed=routed.replace(experts=len(rows)))
+    return single(fewer, described, load_shared(directory), own)

@@ -6,9 +6,7 @@ has a form and a bound. A description may hold more keys than those declared her
 
 import os
 import re
-import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -25,8 +23,6 @@ T = TypeVar("T", bound=Settings)
 
 # A description has a few lines for each domain.
 MOST_BYTES = 4 << 20
-# The folder with all files that a change of a merged model replaces, in that of the model.
-PENDING = ".change"
 
 NO_NAME = ("is no usable name of an expert", "use lower-case letters, digits and _, at most 200")
 
@@ -50,51 +46,41 @@ Share = Annotated[Number, Field(ge=0, le=1)]
 Values = dict[Text, Any]
 
 
-class Recorded(OpenSettings):
-    """A file in a model directory, which may hold more keys than those declared."""
-
-    _file: dict[str, Any] = PrivateAttr(default_factory=dict)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _remember(cls, values: Any, make: ModelWrapValidatorHandler[Self]) -> Self:
-        made = make(values)
-        if isinstance(values, Mapping):
-            made._file.update(values)
-        return made
-
-    @property
-    def content(self) -> dict[str, Any]:
-        """The file as it is written, a copy."""
-        return {**self._file}
-
-
-class Trained(Recorded):
+class Trained(OpenSettings):
     """The settings of a training that later stages need."""
 
     learning_rate: Annotated[Number, Field(gt=0, le=1e6)]
     seed: Count
 
 
-class Learned(Recorded):
-    """What a model or an expert has learned from; `seeds` are the tokens of states that it began with, by sha256.
+class Manifest(OpenSettings):
+    """What the description of a model and that of an expert have in common: a file that may hold more keys.
 
-    `tokens` counts those of `seeds` too. Steps and tokens are None where nobody knows: of an imported model.
+    `seeds` are the tokens of states that the training began with, by sha256; `tokens` counts them, too. Steps and
+    tokens are None where nobody knows: of an imported model.
     """
 
     steps: Count | None = None
     tokens: Count | None = None
     data_sha256: dict[ExpertName, Digest] = Field(default_factory=dict)
     seeds: dict[Digest, Count] = Field(default_factory=dict)
-
-
-class Manifest(Learned):
-    """What the description of a model and that of an expert have in common."""
-
     shared_sha256: Digest
     tokenizer_sha256: Digest | None = None
     parent_sha256: Digest | None = None
     adaptation: Values = Field(default_factory=dict)
+    _file: Values = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _remember(cls, values: Any, make: ModelWrapValidatorHandler[Self]) -> Self:
+        made = make(values)
+        made._file.update(values)
+        return made
+
+    @property
+    def content(self) -> Values:
+        """The file as it is written, a copy."""
+        return {**self._file}
 
 
 class Branched(OpenSettings):
@@ -158,7 +144,7 @@ class Origin(OpenSettings):
     sha256: Digest
 
 
-class RecordedChoice(Recorded):
+class RecordedChoice(OpenSettings):
     """An expert among which tokens choose, and the hash of the tokens from which its router was solved, if it was.
 
     An anchor has the name of a dense model's expert.
@@ -167,7 +153,6 @@ class RecordedChoice(Recorded):
     expert: ExpertName
     sha256: Digest
     data_sha256: Digest | None
-    learned: Learned = Field(default_factory=Learned)
 
 
 class ExpertManifest(Manifest):
@@ -212,17 +197,6 @@ class Routed(OpenSettings):
     temperature: Temperature
 
 
-def finish_change(directory: Path) -> None:
-    """Put the files of a change of the merged model in `directory` in their places, where a process did not end it."""
-    pending = directory / PENDING
-    if pending.is_dir():
-        for name in ("experts/dense.safetensors", "experts/dense.json", "model.json"):
-            # Another process may be doing the same.
-            with suppress(FileNotFoundError):
-                os.replace(pending / name, directory / name)
-        shutil.rmtree(pending, ignore_errors=True)
-
-
 def read_routed(path: Path) -> Routed:
     """The content of `clusterer/routing.json`. Raises DemixError if the file is missing or damaged."""
     return _stated(path, Routed, "weights by distance", "get the model again")
@@ -250,7 +224,6 @@ def read_description(path: Path, *needed: str) -> ModelManifest:
 
     Raises DemixError if the file is missing, damaged or describes no model.
     """
-    finish_change(path.parent)
     if not os.path.lexists(path):
         models = [*path.parent.parent.glob("*/model.json"), *path.parent.glob("models/*/model.json")]
         cure = nearest(path.parent, sorted(model.parent for model in models), "train the model first")
@@ -262,7 +235,6 @@ def read_description(path: Path, *needed: str) -> ModelManifest:
 
 def read_lineage(path: Path, *needed: str) -> ExpertManifest:
     """The content of `experts/<name>.json`, as `read_description` reads that of `model.json`."""
-    finish_change(path.parent.parent)
     return _stated(path, ExpertManifest, "an expert", "train or adapt it again, or get it again", needed)
 
 

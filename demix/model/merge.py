@@ -11,28 +11,26 @@ import torch
 from demix.config.architecture import Architecture
 from demix.config.models import DENSE_EXPERT
 from demix.errors import DemixError, nearest
-from demix.files import read_json_lines, read_parquet, refuse_used, replacing, write_json_lines
+from demix.files import read_json_lines, read_parquet, refuse_used, replacing, write_json, write_json_lines
 from demix.model.directory import (
+    SHARED,
     Tensors,
     blueprint,
+    copy_checked,
+    copy_expert,
     copy_tokenizer,
     describe,
-    expert_files,
     expert_lineage,
     expert_names,
     load_expert,
-    load_model,
     load_shared,
     refuse_routed,
-    save_expert,
-    save_manifest,
     save_model,
-    save_shared,
     tokenizer_path,
     whole_models,
 )
 from demix.model.gpt import GPT
-from demix.model.manifest import ExpertManifest, Learned, ModelManifest
+from demix.model.manifest import ExpertManifest, ModelManifest
 
 # What each branch counts for itself.
 OWN = ("tokens", "tokens_branch", "data_sha256", "experts")
@@ -112,16 +110,17 @@ def join_branches(branches: Sequence[Path], output: Path) -> None:
         "data_sha256": {name: sha256 for one in descriptions for name, sha256 in one["data_sha256"].items()},
     }
     whole |= {"tokens_branch": branched} if "tokens_branch" in first else {}
+    digests: dict[str, str] = {}
     with replacing(output, directory=True) as temporary:
-        model = load_model(branches[0])
-        save_shared(model, temporary)
+        load_shared(branches[0])
+        copy_checked(branches[0] / SHARED, temporary / SHARED, first["shared_sha256"])
         copy_tokenizer(tokenizer_path(branches[0]), temporary, first.get("tokenizer_sha256"))
         for branch in branches:
             for name in expert_names(branch):
-                if expert_files(temporary, name)[0].exists():
+                if name in digests:
                     raise DemixError(branch, f"has an expert {name}, as a branch before it", "name each branch once")
-                save_expert(load_model(branch, (name,)), name, temporary, expert_lineage(branch, name).content)
-        save_manifest(model, temporary, expert_names(temporary), whole)
+                digests[name] = copy_expert(branch, name, temporary)
+        write_json(temporary / "model.json", whole | {"experts": digests})
 
 
 def join_metrics(metrics: Sequence[Path], output: Path) -> None:
@@ -157,7 +156,7 @@ def parents_of(directory: Path, weights: Mapping[str, float]) -> dict[str, Exper
     return {name: expert_lineage(directory, name) for name, weight in weights.items() if weight}
 
 
-def learned_of(experts: Collection[Learned]) -> dict[str, Any]:
+def learned_of(experts: Collection[ExpertManifest]) -> dict[str, Any]:
     """The steps, tokens and data of several `experts` together, and the tokens of their seeds by sha256.
 
     A seed that several of them began with counts once.

@@ -41,8 +41,6 @@ BLOCKS = 40
 TO_CHOOSE = 10
 PENALTIES = (1e-4, 1e-3, 1e-2)
 FACTORS = (1.0, 3.0, 5.0, 10.0, 20.0)
-# What the lineage of an expert says of what it has learned from.
-LEARNED = ("steps", "tokens", "data_sha256", "seeds")
 # Σxxᵀ [layers, D, D] and Σx [layers, D] of the states x of one expert's text.
 Moments = tuple[Tensor, Tensor]
 
@@ -92,7 +90,6 @@ def merge_routed(
             "expert": expert,
             "sha256": parents[expert].sha256,
             "data_sha256": None if anchored else read_json(path.with_suffix(".json"))["sha256"],
-            "learned": {key: value for key, value in parents[expert].content.items() if key in LEARNED},
         }
         for expert, path in shards.items()
     ]
@@ -143,9 +140,7 @@ def _anchored(directory: Path, experts: Iterable[str]) -> tuple[GPT, dict[str, A
     choices = len(next(iter(stacked.values())))
     merged = single(described.architecture.merged_routed(choices), described, shared, stacked)
     parent = described.parent.state_sha256 if isinstance(described.parent, Branched) else None
-    # What the anchor has learned from is among the seeds of each expert.
-    nothing = {"steps": 0, "tokens": 0, "data_sha256": {}, "seeds": {}}
-    return merged, {"choices": [{"expert": DENSE_EXPERT, "sha256": parent, "data_sha256": None, "learned": nothing}]}
+    return merged, {"choices": [{"expert": DENSE_EXPERT, "sha256": parent, "data_sha256": None}]}
 
 
 def learned_anchored(directory: Path) -> bool:

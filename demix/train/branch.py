@@ -17,11 +17,11 @@ from demix.config.models import DENSE_EXPERT
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.files import digest, fingerprint, linked, read_json, replacing, write_json
-from demix.model.directory import describe, expert_lineage, load_model, load_verified, refuse_other_tokenizer
+from demix.model.directory import SHARED, describe, expert_lineage, load_model, load_verified, refuse_other_tokenizer
 from demix.model.gpt import GPT
 from demix.model.manifest import SeedManifest, read_seed_manifest, tokens_learned
 from demix.model.merge_routed import BLOCKS, moments
-from demix.train.state import SHARED, State, expert_file, load_state, step_folder
+from demix.train.state import State, expert_file, load_state, step_folder
 
 MANIFEST, EXPERT = "manifest.json", expert_file(DENSE_EXPERT)
 # A branch may measure its loss on dev more or less often than its parent.

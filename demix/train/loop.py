@@ -121,7 +121,6 @@ def _evaluate_and_save(trainer: Trainer, step: int, trained: bool, evaluate: Eva
     """
     best, optimization, metrics = trainer.best, trainer.optimization, trainer.metrics
     last, due = step == optimization.end, trained and step % optimization.checkpoint_every == 0
-    dev_loss = None
     if last:
         # Until the results are written, a training that is killed goes on from here.
         trainer.save(step)
@@ -134,7 +133,7 @@ def _evaluate_and_save(trainer: Trainer, step: int, trained: bool, evaluate: Eva
             best.note(step, dev_loss)
     ends = last or (best is not None and best.ends)
     if due or ends or step in optimization.keep:
-        trainer.save(step, None if best else dev_loss)
+        trainer.save(step)
     return ends
 
 

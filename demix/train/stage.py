@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +18,7 @@ from demix.errors import DemixError
 from demix.files import fingerprint, read_json, sha256_file, write_json_lines
 from demix.launch.job import Places
 from demix.model.device import set_threads
-from demix.model.directory import copy_tokenizer, save_expert, save_manifest, save_shared
+from demix.model.directory import SHARED, copy_tokenizer, save_expert, save_manifest, save_shared
 from demix.model.gpt import GPT
 from demix.run.placement import Placement, place
 from demix.settings import Integer, Number, Seed, Switch, Text, names_of
@@ -200,7 +199,7 @@ def train_model(training: ModelTraining, places: Places) -> None:
                 keep_seed(state / step_folder(until), places.output, training.identity)
             if places.metrics is not None:
                 write_json_lines(places.metrics, rows)
-            remove_states(state, training.keep, rows[-1].get("dev_loss", math.inf))
+            remove_states(state, training.keep)
 
 
 def _begun(training: ModelTraining, model: GPT, world: World) -> State | None:
@@ -251,7 +250,7 @@ def _write_model(training: ModelTraining, model: GPT, tokens: int, output: Path,
         above = (folder / "tokenizer.json" for folder in training.shards[0].resolve().parents[2:5:2])
         copy_tokenizer(next((path for path in above if path.is_file()), None), output, tokenizer_sha256)
     world.wait()
-    shared_sha256 = sha256_file(output / "shared.safetensors")
+    shared_sha256 = sha256_file(output / SHARED)
     origin: dict[str, Any] = {"parent": None, "tokenizer_sha256": tokenizer_sha256, "shared_sha256": shared_sha256}
     if seed is not None:
         origin |= {"parent": DENSE_EXPERT, "seeds": {seed.origin["state_sha256"]: begun}}

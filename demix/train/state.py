@@ -2,11 +2,10 @@
 
 import json
 import logging
-import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ import torch
 from demix.errors import DemixError
 from demix.files import MisplacedError, exclusive, fsync, read_json, sha256_file, write_json
 from demix.launch.parents import is_job
-from demix.model.directory import load_verified, save_tensors
+from demix.model.directory import SHARED, load_verified, save_tensors
 from demix.train.parallel import World
 
 log = logging.getLogger(__name__)
 
-SHARED = "shared.safetensors"
 # A row of metrics, for an update or an evaluation.
 Row = dict[str, Any]
 
@@ -41,14 +39,12 @@ class State:
     """The part of a run's state after `step` updates that one rank holds.
 
     `shared` are the tensors that are equal on all ranks. `experts` are the tensors of each expert on this rank.
-    `dev_loss` is the loss on dev after `step` updates, if it was measured.
     """
 
     step: int
     shared: dict[str, torch.Tensor]
     experts: dict[str, dict[str, torch.Tensor]]
     metrics: list[Row]
-    dev_loss: float | None = None
 
 
 @contextmanager
@@ -71,7 +67,7 @@ def save_state(directory: Path, state: State, world: World, keep: int, steps: Se
     """Write the checkpoint `directory/step-<step>/`. All ranks must call this function, and each writes its part.
 
     The manifest with the sha256 of all files is written last; then the folder gets its name. Older checkpoints are
-    removed, except the newest `keep`, the one with the lowest loss on dev, and those of `steps`.
+    removed, except the newest `keep` and those of `steps`.
     """
     path = directory / step_folder(state.step)
     temporary = path.with_name(f".{path.name}.partial")
@@ -90,7 +86,7 @@ def save_state(directory: Path, state: State, world: World, keep: int, steps: Se
         world.wait()
         if world.rank == 0:
             sha256 = {file.name: sha256_file(file) for file in sorted(temporary.iterdir())}
-            manifest = {"step": state.step, "dev_loss": state.dev_loss, "sha256": sha256}
+            manifest = {"step": state.step, "sha256": sha256}
             write_json(temporary / "manifest.json", manifest, at=path / "manifest.json")
             fsync(temporary)
             if path.exists():
@@ -132,20 +128,18 @@ def tell_done() -> None:
         write_json(done, {"files": {str(path.relative_to(Path(done).parent)): path.stat().st_size for path in files}})
 
 
-def remove_states(directory: Path, steps: Sequence[int] = (), dev_loss: float = math.inf) -> None:
-    """Remove the checkpoints of a finished run, except those of `steps` and the one with the lowest loss on dev.
+def remove_states(directory: Path, steps: Sequence[int] = ()) -> None:
+    """Remove the checkpoints of a finished run, except those of `steps`.
 
-    The latter stays only if that loss is below `dev_loss`, the loss of the finished model. Call this after all results
-    are written. The process that waits for a SLURM job (`demix.launch.slurm`) is notified before anything is removed.
+    Call this after all results are written. The process that waits for a SLURM job (`demix.launch.slurm`) is notified
+    before anything is removed.
     """
     tell_done()
-    lowest, best = _best(directory)
-    kept = [path for path in _steps(directory) if (path == best and lowest < dev_loss) or _step(path) in steps]
     for path in _steps(directory):
-        if path not in kept:
+        if _step(path) not in steps:
             shutil.rmtree(path)
     (directory / "metrics.jsonl").unlink(missing_ok=True)
-    if not kept:
+    if not _steps(directory):
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -153,7 +147,7 @@ def load_state(path: Path, experts: tuple[str, ...]) -> State:
     """The checkpoint in the folder `path` with the named experts. Raises DemixError if it is missing or damaged."""
     manifest = read_json(path / "manifest.json")
     try:
-        sha256, step, dev_loss = manifest["sha256"], int(manifest["step"]), manifest["dev_loss"]
+        sha256, step = manifest["sha256"], int(manifest["step"])
         files = [SHARED, *map(expert_file, experts)]
         shared, *own = [load_verified(path / file, sha256[file]) for file in files]
         if sha256_file(path / "metrics.jsonl") != sha256["metrics.jsonl"]:
@@ -161,7 +155,7 @@ def load_state(path: Path, experts: tuple[str, ...]) -> State:
         metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise DemixError(path, f"is no checkpoint ({error!r})", "delete it") from None
-    return State(step, shared, dict(zip(experts, own, strict=True)), metrics, dev_loss)
+    return State(step, shared, dict(zip(experts, own, strict=True)), metrics)
 
 
 def lines_of(rows: Iterable[Row]) -> str:
@@ -178,28 +172,16 @@ def _steps(directory: Path) -> list[Path]:
     return sorted(path.parent for path in directory.glob("step-*/manifest.json"))
 
 
-def _best(directory: Path) -> tuple[float, Path | None]:
-    """The lowest loss on dev of a checkpoint, and its folder; infinity and None where none is known."""
-    measured: list[tuple[float, Path]] = []
-    for path in _steps(directory):
-        # A damaged manifest says nothing.
-        with suppress(DemixError):
-            loss = read_json(path / "manifest.json").get("dev_loss")
-            measured += [] if loss is None else [(loss, path)]
-    return min(measured, default=(math.inf, None))
-
-
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
 def _remove_old(directory: Path, newest: Path, keep: int, kept: Sequence[int]) -> None:
-    """Remove all checkpoints except `newest`, the `keep` - 1 before it, those of the steps `kept`, and the best."""
-    (_, best), steps = _best(directory), [p for p in _steps(directory) if p == newest or _step(p) not in kept]
+    """Remove all checkpoints except `newest`, the `keep` - 1 before it, and those of the steps `kept`."""
+    steps = [path for path in _steps(directory) if path == newest or _step(path) not in kept]
     place = steps.index(newest)
     # The resumed run skipped every checkpoint after the newest, so these are damaged.
     for old in steps[: max(0, place - keep + 1)] + steps[place + 1 :]:
-        if old != best:
-            shutil.rmtree(old)
+        shutil.rmtree(old)
     for partial in directory.glob(".*.partial"):
         shutil.rmtree(partial, ignore_errors=True)

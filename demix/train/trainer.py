@@ -94,11 +94,8 @@ class Trainer:
             raise DivergedError(step + 1, *diverged, self.metrics.rows)
         return norm
 
-    def save(self, step: int, dev_loss: float | None = None) -> None:
-        """Write a checkpoint of the state after `step` updates, unless it is on disk already.
-
-        `dev_loss` is the model's loss on dev, if it was measured.
-        """
+    def save(self, step: int) -> None:
+        """Write a checkpoint of the state after `step` updates, unless it is on disk already."""
         if step == self.saved:
             return
         tensors = {f"parameter/{name}": p.detach() for name, p in self.trained.items()}
@@ -109,7 +106,7 @@ class Trainer:
         # Adam counts its updates once for all experts.
         updates = {name: tensors.pop(name) for name in [*tensors] if name.startswith("optimizer/step/")}
         shared, experts = self.model.parted(tensors)
-        made = State(step, shared | updates, experts, self.metrics.rows, dev_loss)
+        made = State(step, shared | updates, experts, self.metrics.rows)
         save_state(self.directory, made, self.world, KEPT_CHECKPOINTS, self.optimization.keep)
         self.saved = step
 

@@ -14,41 +14,33 @@ from demix.train.parallel import World
 from support.errors import refused
 
 
-def saved(step: int, dev_loss: float | None = None, experts: tuple[str, ...] = ("x",)) -> state.State:
+def saved(step: int, experts: tuple[str, ...] = ("x",)) -> state.State:
     tensors = {name: {"b": torch.full((3,), float(step) + place_of)} for place_of, name in enumerate(experts)}
-    return state.State(step, {"a": torch.full((2,), float(step))}, tensors, [{"step": step, "tokens": 9}], dev_loss)
+    return state.State(step, {"a": torch.full((2,), float(step))}, tensors, [{"step": step, "tokens": 9}])
 
 
 def numbers_in(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in folder.iterdir())
 
 
-losses = st.one_of(st.none(), st.sampled_from([1.0, 2.0, 3.0]))
-
-
 @settings(max_examples=15, deadline=None)
-@given(st.lists(losses, min_size=1, max_size=7), st.integers(1, 3), st.sets(st.integers(1, 7)), st.data())
-def test_the_newest_the_best_and_those_asked_for_are_kept(tmp_path_factory, dev, keep, steps, data) -> None:
+@given(st.integers(1, 7), st.integers(1, 3), st.sets(st.integers(1, 7)))
+def test_the_newest_and_those_asked_for_are_kept(tmp_path_factory, last, keep, steps) -> None:
     folder = tmp_path_factory.mktemp("checkpoints")
-    kept: dict[int, float | None] = {}
-    for step, loss in enumerate(dev, start=1):
-        state.save_state(folder, saved(step, loss), World(), keep, sorted(steps))
-        kept[step] = loss
-        measured = {n: loss for n, loss in kept.items() if loss is not None}
-        best = min(measured, key=lambda n: (measured[n], n), default=None)
-        newest = sorted(n for n in kept if n not in steps or n == step)[-keep:]
-        kept = {n: loss for n, loss in kept.items() if n in (*newest, best) or n in steps}
-        assert numbers_in(folder) == sorted(kept)
+    kept: list[int] = []
+    for step in range(1, last + 1):
+        state.save_state(folder, saved(step), World(), keep, sorted(steps))
+        kept.append(step)
+        newest = [n for n in kept if n not in steps or n == step][-keep:]
+        kept = [n for n in kept if n in newest or n in steps]
+        assert numbers_in(folder) == kept
     found = state.newest_state(folder, ("x",), World())
-    assert (found.step, found.dev_loss) == (len(dev), dev[-1])
-    assert found.metrics == [{"step": len(dev), "tokens": 9}]
-    assert found.shared["a"].tolist() == [len(dev)] * 2
-    assert found.experts["x"]["b"].tolist() == [len(dev)] * 3
-    finished = data.draw(st.sampled_from([0.5, 1.0, 2.5]))
-    measured = {n: loss for n, loss in kept.items() if loss is not None}
-    best = min(measured, key=lambda n: (measured[n], n), default=None)
-    state.remove_states(folder, sorted(steps), finished)
-    left = {n for n in kept if n in steps} | ({best} if best and measured[best] < finished else set())
+    assert found.step == last
+    assert found.metrics == [{"step": last, "tokens": 9}]
+    assert found.shared["a"].tolist() == [last] * 2
+    assert found.experts["x"]["b"].tolist() == [last] * 3
+    state.remove_states(folder, sorted(steps))
+    left = {n for n in kept if n in steps}
     assert (numbers_in(folder) if folder.exists() else []) == sorted(left)
     assert folder.exists() == bool(left)
 
@@ -56,13 +48,13 @@ def test_the_newest_the_best_and_those_asked_for_are_kept(tmp_path_factory, dev,
 def test_a_checkpoint_has_a_file_for_each_expert_and_their_digests(tmp_path: Path) -> None:
     (tmp_path / ".step-00000012.partial").mkdir()
     (tmp_path / ".step-00000012.partial" / "of a killed process").touch()
-    state.save_state(tmp_path, saved(12, 2.5, ("x", "y")), World(), 1)
+    state.save_state(tmp_path, saved(12, ("x", "y")), World(), 1)
     assert state.step_folder(12) == "step-00000012"
     folder = tmp_path / "step-00000012"
     files = {"shared.safetensors", "expert-x.safetensors", "expert-y.safetensors", "metrics.jsonl"}
     assert {path.name for path in folder.iterdir()} == files | {"manifest.json"}
     manifest = read_json(folder / "manifest.json")
-    assert manifest == {"step": 12, "dev_loss": 2.5, "sha256": {name: sha256_file(folder / name) for name in files}}
+    assert manifest == {"step": 12, "sha256": {name: sha256_file(folder / name) for name in files}}
     found = state.load_state(folder, ("y", "x"))
     assert {name: tensors["b"].tolist() for name, tensors in found.experts.items()} == {"y": [13] * 3, "x": [12] * 3}
     with refused("step-00000012"):
@@ -70,7 +62,7 @@ def test_a_checkpoint_has_a_file_for_each_expert_and_their_digests(tmp_path: Pat
     (folder / "metrics.jsonl").write_text("{}\n")
     with refused("metrics.jsonl"):
         state.load_state(folder, ())
-    for lacking in ("sha256", "step", "dev_loss"):
+    for lacking in ("sha256", "step"):
         write_json(folder / "manifest.json", {key: value for key, value in manifest.items() if key != lacking})
         with refused("step-00000012"):
             state.load_state(folder, ())
@@ -148,10 +140,6 @@ def test_all_ranks_go_back_to_the_checkpoint_that_each_of_them_has(tmp_path: Pat
     (tmp_path / "step-00000010").rename(tmp_path / "step-00000020")
     with refused("step-00000020/manifest.json"):
         state.newest_state(tmp_path, ("x",), World())
-    # A manifest that cannot be read has no loss.
-    (tmp_path / "step-00000020" / "manifest.json").write_text("{")
-    state.save_state(tmp_path, saved(7, 1.0), World(), 1)
-    assert state._best(tmp_path)[1].name == "step-00000007"
 
 
 def test_a_job_of_slurm_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard, blocks
 from demix.errors import StoppedError
-from demix.files import read_json, seed_for
+from demix.files import seed_for
 from demix.model.directory import load_model
 from demix.model.gpt import GPT
 from demix.model.import_hf import import_hf
@@ -182,21 +182,13 @@ def test_early_stopping_keeps_the_best_parameters(stopped_at: int | None, tokens
 
 
 @pytest.mark.parametrize(("kind", "dropout"), [("demix", RATE), ("dense", None), ("domain_token", None)])
-def test_the_best_checkpoint_on_dev_is_kept(kind: str, dropout: float | None, tokens: Path, tmp_path: Path) -> None:
+def test_losses_on_dev_are_those_of_scoring(kind: str, dropout: float | None, tokens: Path, tmp_path: Path) -> None:
     """Losses on dev drop no unit."""
     training = TRAIN.replace(learning_rate=0.05, dev_blocks=3, checkpoint_every=3, dropout=dropout)
     train_into(tmp_path, kind, [*shard_paths(tokens), *shard_paths(tokens, split="dev")], training)
     evaluated = {row["step"]: row for row in rows(tmp_path) if "dev_loss" in row}
     assert list(evaluated) == [3, 6, 9, 12, 15, 18, 21, 24]
-    # The last is the model itself, beside which only a better one is kept.
-    measured = {step: row["dev_loss"] for step, row in evaluated.items()}
-    last = measured.pop(24)
-    best = min(measured, key=measured.__getitem__)
-    kept = {int(path.name[5:]): path for path in tmp_path.glob("checkpoints/*/step-*")}
-    assert [*kept] == [best] * (measured[best] < last)
-    assert (kind != "demix") or kept
-    for path in kept.values():
-        assert read_json(path / "manifest.json")["dev_loss"] == measured[best]
+    assert not [*tmp_path.glob("checkpoints/*/step-*")]
     for row in evaluated.values():
         assert row["dev_loss"] == pytest.approx(np.mean([row[f"dev_loss/{domain}"] for domain in TRAINING]))
     model = load_model(tmp_path / "model", TRAINING if kind == "demix" else None)
@@ -219,10 +211,7 @@ def test_losses_on_dev_and_kept_states_change_no_weight(tokens: Path, tmp_path: 
     kept = trained("kept", (2, 5, 24))
     assert tensors(plain) == tensors(measured) == tensors(kept)
     assert len(tensors(plain)) == 1 + len(TRAINING)
-    losses = [row["dev_loss"] for row in rows(measured) if "dev_loss" in row]
-    assert len(losses) > 2
-    # The finished model is the best, so that no other state needs to stay.
-    assert min(losses) == losses[-1]
+    assert len([row for row in rows(measured) if "dev_loss" in row]) > 2
     assert not [*(measured / "checkpoints").iterdir()]
     states = sorted(path.name for path in kept.glob("checkpoints/*/step-*"))
     assert states == ["step-00000002", "step-00000005", "step-00000024"]
