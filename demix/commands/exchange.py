@@ -79,6 +79,6 @@ def import_(
     if done:
         print(
             f"logits of {done.tokens} tokens differ by up to {done.difference:.1e} from those of transformers, "
-            f"which reach {done.largest:.3g}; {done.texts} texts have the ids of tokenizers"
+            f"which reach {done.largest:.3g}; the ids are those of tokenizers"
         )
     print(f"wrote {output}; try it: demix eval {output} TEXT")

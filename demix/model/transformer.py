@@ -19,11 +19,6 @@ from demix.files import seed_for
 from demix.model.moe import RouterLoss, feedforward
 from demix.model.positions import CosSin
 
-# Up to so many positions a CPU trains in bf16 by whole matrices of scores. Torch's own kernel, which holds a part of
-# them at a time, takes twice as long for 256.
-WHOLE_POSITIONS = 512
-# Not more scores than these exist at once, 256 MB in each layer with their softmax.
-WHOLE_SCORES = 1 << 26
 # What `Dropout.masks` returns.
 Masks = tuple[Tensor, float]
 
@@ -159,7 +154,9 @@ class Attention(nn.Module):
         causal = self.causal and bias is None and not (past and past.seen)
         if past:
             k, v = past.extended(k, v)
-        mixed = attend(q, k, v, bias, causal)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=self.key_heads < self.heads
+        )
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(E, B, T, self.heads * self.head_dim))
         return out
 
@@ -185,13 +182,13 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned_without_cat(x, cos, sin)
+        return _turned(x, cos, sin)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned_without_cat(incoming, cos, -sin), None, None
+        return _turned(incoming, cos, -sin), None, None
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -199,46 +196,6 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second, rest = torch.split(x, [pairs, pairs, x.shape[-1] - 2 * pairs], -1)
     turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
     return torch.cat([*turned, rest], -1)
-
-
-def _turned_without_cat(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The same bits as `_turned` without its `cat`, a fifth of its time on a CPU; no autograd through it."""
-    pairs, turned = cos.shape[-1], torch.empty_like(x, memory_format=torch.contiguous_format)
-    first, second, rest = torch.split(x, [pairs, pairs, x.shape[-1] - 2 * pairs], -1)
-    parts = torch.split(turned, [pairs, pairs, rest.shape[-1]], -1)
-    torch.mul(first, cos, out=parts[0]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=parts[1]).addcmul_(first, sin)
-    parts[2].copy_(rest)
-    return turned
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
-    """Attention of queries [N, H, T, U] to keys and values [N, K, T or more, U]: [N, H, T, U].
-
-    `causal` is only for a `bias` of None.
-    """
-    T, grouped = q.shape[2], k.shape[1] < q.shape[1]
-    trained = torch.is_grad_enabled() and q.device.type == "cpu" and q.dtype == torch.bfloat16
-    if not trained or T > WHOLE_POSITIONS or q.shape[0] * q.shape[1] * T * T > WHOLE_SCORES:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=grouped)
-    k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
-    return attend_whole(q, k, v, bias, causal)
-
-
-def attend_whole(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
-    """What `F.scaled_dot_product_attention` returns for `q`, `k`, `v` [N, H, T, U], by products of whole matrices.
-
-    Scores are rounded to the type of `q`, and so are the weights of positions.
-    """
-    N, H, T, U = q.shape
-    if bias is None:
-        bias = q.new_full((T, T), -torch.inf).triu(1) if causal else q.new_zeros(T, T)
-    else:
-        if bias.dtype == torch.bool:
-            bias = q.new_zeros(bias.shape).masked_fill_(~bias, -torch.inf)
-        bias = bias.expand(N, H, T, T).flatten(0, 1)
-    scores = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=U**-0.5)  # [N*H, T, T]
-    return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view(N, H, T, U)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from demix.config.architecture import DECODERS, PRESETS, Architecture, RopeScali
 from demix.config.counts import parameters, sizes, training_flops_per_token
 from demix.mix.mixtures import Mixture
 from demix.mix.rules import History
-from demix.model import transformer
 from demix.model.continuations import Continuation, MixedModel, continuation_log_probabilities, text_log_probabilities
 from demix.model.directory import (
     describe,
@@ -357,20 +356,6 @@ def test_no_more_logits_than_a_chunk_exist(loss_of: Callable, dtype: torch.dtype
     with Seen() as chunked:
         loss_of(model.log_probabilities(states.to(dtype), targets), factors).backward()
     assert chunked.numbers < 0.9 * factors.numel() * TYPES
-
-
-@pytest.mark.parametrize("too_many", [False, True])
-def test_training_in_bf16_holds_whole_matrices_of_scores_up_to_a_bound(
-    too_many: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, scores = (
-        GPT(Architecture(layers=1, width=8, heads=2, context=64), 50, ("a", "b")).initialise(1),
-        2 * 3 * 2 * 64 * 64,
-    )
-    monkeypatch.setattr(transformer, "WHOLE_SCORES", scores - too_many)
-    with Seen() as seen:
-        model(torch.zeros(2, 3, 64, dtype=torch.long), dtype=torch.bfloat16)
-    assert (seen.numbers < scores) == too_many
 
 
 def test_only_the_gradients_that_are_needed_cost_matrix_products() -> None:

@@ -26,7 +26,6 @@ from demix.data.shards import TokenShard, blocks, tokenize, write_spans
 from demix.data.tokenizer import END_OF_TEXT, Tokenizer, byte_lengths, gpt2_tokenizer, take_tokenizer, train_tokenizer
 from demix.files import read_json, write_json
 from demix.model.import_hf import imported_tokenizer
-from demix.model.verified import texts_of_all_kinds
 from support.byte_level import NORMALISED, PLAIN, SPECIAL, definition, sample, write_folder
 from support.cli import succeeds
 from support.configs import small
@@ -204,6 +203,16 @@ def test_any_text_gets_the_ids_of_the_library(taken: tuple[str, Path, Tokenizer]
     assert tokenizer.fast is not None
     for token in PLAIN.get(kind, ()):
         assert theirs.token_to_id(token) in tokenizer.encode(f"a{token}b")
+
+
+def texts_of_all_kinds() -> list[str]:
+    """Characters of every block of Unicode that has some, all spaces, and numbers of any length."""
+    groups = (map(chr, range(low, low + 256)) for low in range(0, 0x20000, 256))
+    written = ["".join(one for one in group if unicodedata.category(one) not in ("Cn", "Cs", "Co")) for group in groups]
+    spaces = [" ", "\t", "\n", "\r\n", "\u00a0", "\u2003", "\u3000", "\u200b", "\x85", "\u2028"]
+    runs = [f"a{one * count}b{other}c{one}" for one in spaces for other in spaces for count in (1, 2, 5)]
+    numbers = [f"x{'1234567890' * 2:.{count}} {'٣' * count}" for count in range(1, 20)]
+    return [*(" ".join([group[::2], group[1::2], group]) for group in written if group), *runs, *numbers]
 
 
 def test_every_block_of_unicode_gets_the_ids_of_the_library(taken: tuple[str, Path, Tokenizer]) -> None:

@@ -5,14 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from demix.config.architecture import architecture_from
 from demix.data.shards import TokenShard, blocks
 from demix.model.directory import describe, load_model
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
-from demix.model.transformer import attend_whole
 from support.errors import refused
 from support.models import model_of
 from support.training import TRAIN, shard_paths, train_into
@@ -69,14 +67,6 @@ def test_a_domain_token_stands_before_every_document() -> None:
     with torch.no_grad():
         first, second = (model(ids, torch.full((1, 2), number)) for number in (0, 1))
     assert ((first - second).abs().amax((0, 1, 3)) > 1e-6).all()
-
-
-def test_whole_matrices_take_the_mask_of_documents() -> None:
-    q, k, v = torch.randn(3, 2, 4, 9, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    numbers = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2])
-    mask = (numbers[:, None] == numbers).tril().expand(2, 1, 9, 9)
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    torch.testing.assert_close(attend_whole(q, k, v, mask, causal=False), expected)
 
 
 def test_positions_that_count_from_the_block_are_refused() -> None:
