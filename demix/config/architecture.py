@@ -98,8 +98,8 @@ class Options(Settings):
     head: Literal["tied", "clap", "untied", "roberta"] = Field(
         default="tied",
         description="What scores the vocabulary: tied (the token embedding), clap (the token embedding with rows of "
-        "length 1, times a learned temperature), untied (an embedding of its own) or roberta (the token embedding and "
-        "a bias, after a linear map, GELU and a norm; with objective mlm only).",
+        "length 1, which inputs have too, times a learned temperature), untied (an embedding of its own) or roberta "
+        "(the token embedding and a bias, after a linear map, GELU and a norm; with objective mlm only).",
     )
     embedding_norm: Switch = Field(
         default=False, description="Whether a norm follows the sum of embeddings and positions (BERT)."

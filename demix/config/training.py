@@ -140,11 +140,6 @@ class OptimizerRecipe(Settings):
         default_factory=absent,
         description="How the learning rate falls after the warm-up. Without the key linearly to zero.",
     )
-    z_loss: Annotated[Number, Field(ge=0, le=1)] | None = Field(
-        default_factory=absent,
-        description="Weight of log²Z in a token's loss, where Z is what normalises its probabilities, which keeps "
-        "logits from drifting (Chowdhery et al. 2022, PaLM, section 5). Without the key 0. Metrics leave it out.",
-    )
     dropout: Annotated[Number, Field(ge=0, lt=1)] | None = Field(
         default_factory=absent,
         description="Share of the units that attention and feedforwards add to the residual stream which training "
@@ -233,7 +228,6 @@ TRAINING_PRESETS: dict[str, dict[str, Any]] = {
             "iterations": 5,
         },
         "learning_rate_schedule": {"kind": "wsd", "share": 0.5, "end": 0.0},
-        "z_loss": None,
     },
     "paper": {
         "warmup": 0.08,
@@ -241,11 +235,10 @@ TRAINING_PRESETS: dict[str, dict[str, Any]] = {
         "weight_decay": 0.1,
         "optimizer": None,
         "learning_rate_schedule": None,
-        "z_loss": None,
     },
 }
 PRESET = (
-    "Values of warmup, clip, weight_decay, optimizer, learning_rate_schedule and z_loss under one name, which keys "
+    "Values of warmup, clip, weight_decay, optimizer and learning_rate_schedule under one name, which keys "
     "beside it replace; null is no preset. modern: Muon for the matrices of blocks, AdamW with a large rate for "
     "embeddings, no weight decay, no clipping, and a rate that falls in the second half of the steps (`demix config "
     "--values` prints all). paper: what these keys are without a preset."

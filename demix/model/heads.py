@@ -44,16 +44,15 @@ class LanguageModel(Transformer):
         states, weight = self.head(self, hidden)
         return states @ weight.T.to(hidden.dtype)
 
-    def log_probabilities(self, hidden: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+    def log_probabilities(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """log p(target) in nats, at least fp32, for `hidden` [E, B, T, D] and `targets` [E or 1, B, T]: [E, B, T].
 
-        The gradients of what is returned are those of log p - z_loss·log²Z, where Z is the sum of exp of the logits.
         At most `ROWS_AT_ONCE` rows of the [tokens x vocabulary] logits exist at a time, in forward and in backward.
         """
         E, B, T, D = hidden.shape
         states, weight = self.head(self, hidden.reshape(-1, D))
         wanted = targets.expand(E, B, T).reshape(-1)
-        return target_log_probabilities(states, weight, wanted, z_loss).view(E, B, T)
+        return target_log_probabilities(states, weight, wanted).view(E, B, T)
 
 
 class Tied:
@@ -105,15 +104,14 @@ class Roberta(Tied):
 HEADS = {"tied": Tied, "untied": Untied, "clap": Clap, "roberta": Roberta}
 
 
-def target_log_probabilities(states: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+def target_log_probabilities(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """log softmax(states @ weight.T)[target], at least fp32, for states [N, D], weight [V, D] and targets [N]: [N].
 
-    The gradients of what is returned are those of log p - z_loss·log²Z, where Z is the sum of exp of the logits.
     At most `ROWS_AT_ONCE` rows of logits exist at a time, in forward and in backward.
     """
     if torch.is_grad_enabled():
-        differentiable: Callable[[Tensor, Tensor, Tensor, float], Tensor] = _LogProbabilities.apply
-        return differentiable(states, weight, targets, z_loss)
+        differentiable: Callable[[Tensor, Tensor, Tensor], Tensor] = _LogProbabilities.apply
+        return differentiable(states, weight, targets)
     return _log_probabilities(states, weight, targets)[0]
 
 
@@ -126,15 +124,14 @@ class _LogProbabilities(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
-        log_p, *ctx.gradients = _log_probabilities(states, weight, targets, ctx.needs_input_grad[:2], z_loss=z_loss)
+    def forward(ctx: Any, states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        log_p, *ctx.gradients = _log_probabilities(states, weight, targets, ctx.needs_input_grad[:2])
         ctx.save_for_backward(states, weight, targets)
-        ctx.z_loss = z_loss
         return log_p
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         # They are scaled in place, so a second backward computes them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is not None and bool((incoming == incoming[:1]).all()):
@@ -144,8 +141,8 @@ class _LogProbabilities(torch.autograd.Function):
         else:
             states, weight, targets = ctx.saved_tensors
             needed, factors = ctx.needs_input_grad[:2], incoming.neg()
-            _, for_states, for_weight = _log_probabilities(states, weight, targets, needed, factors, ctx.z_loss)
-        return for_states, for_weight, None, None
+            _, for_states, for_weight = _log_probabilities(states, weight, targets, needed, factors)
+        return for_states, for_weight, None
 
 
 def _log_probabilities(
@@ -154,11 +151,8 @@ def _log_probabilities(
     targets: Tensor,
     needed: tuple[bool, ...] = (False, False),
     factors: Tensor | None = None,
-    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """log p [N], and gradients for states and weight where `needed`.
-
-    They are those of the sum of z_loss·log²Z - log p, times `factors` [N].
+    """log p [N], and gradients for states and weight where `needed`: those of the sum of -log p, times `factors` [N].
 
     Without gradients, products of half-precision numbers are summed and kept in fp32: in 8 bits of bf16, a logit of 16
     would be off by up to 0.06 nats.
@@ -187,7 +181,7 @@ def _log_probabilities(
         else:
             torch.mm(chunk, cast.T, out=logits)
         normalise = _normalise_in_cache if on_cpu else _normalise_padded
-        log_p[place] = normalise(logits, targets[place], len(weight), any(needed), factor, z_loss)
+        log_p[place] = normalise(logits, targets[place], len(weight), any(needed), factor)
         if for_states is not None:
             torch.mm(logits, cast, out=for_states[place])
         if for_weight is not None and weight.dtype == states.dtype:
@@ -198,7 +192,7 @@ def _log_probabilities(
 
 
 def _normalise_in_cache(
-    logits: Tensor, targets: Tensor, vocabulary: int, needed: bool, factors: Tensor | None, z_loss: float
+    logits: Tensor, targets: Tensor, vocabulary: int, needed: bool, factors: Tensor | None
 ) -> Tensor:
     """log p [N] of the targets, at least fp32, on a CPU: as many `logits` [N, V] at once as fit into its cache.
 
@@ -221,10 +215,8 @@ def _normalise_in_cache(
         largest = exactly.amax(1, keepdim=True)
         total = exactly.sub_(largest).exp_().sum(1, keepdim=True)
         log_p[place] = (of_target - largest - total.log()).squeeze(1)
-        # With respect to the logits the gradient of -log p is softmax minus one-hot, that of log Z is softmax.
+        # With respect to the logits the gradient of -log p is softmax minus one-hot.
         exactly.div_(total)
-        if z_loss:
-            exactly.mul_(1 + 2 * z_loss * (largest + total.log()))
         exactly.scatter_add_(1, target, torch.full_like(of_target, -1.0))
         if factors is not None:
             exactly.mul_(factors[place, None])
@@ -233,9 +225,7 @@ def _normalise_in_cache(
     return log_p
 
 
-def _normalise_padded(
-    logits: Tensor, targets: Tensor, vocabulary: int, needed: bool, factors: Tensor | None, z_loss: float
-) -> Tensor:
+def _normalise_padded(logits: Tensor, targets: Tensor, vocabulary: int, needed: bool, factors: Tensor | None) -> Tensor:
     """`_normalise_in_cache` on a GPU, in few passes. Columns of `logits` beyond the vocabulary get no probability."""
     target = targets[:, None]
     logits[:, vocabulary:] = -torch.inf
@@ -243,15 +233,13 @@ def _normalise_padded(
     log_p = log_q.gather(1, target)
     if not needed:
         return log_p.squeeze(1)
-    # The gradient is (1 + 2·z_loss·log Z)·softmax - one-hot, times the factor.
-    more = 2 * z_loss * (logits.gather(1, target) - log_p)
-    of_target = torch.expm1(log_p) + more * log_p.exp()
-    if factors is not None:
-        of_target *= factors[:, None]
-    if z_loss or factors is not None:
-        logits.copy_(log_q.exp_().mul_((1 + more) * (1 if factors is None else factors[:, None])))
-    else:
+    # The gradient is softmax - one-hot, times the factor.
+    of_target = torch.expm1(log_p)
+    if factors is None:
         torch.exp(log_q, out=logits)
+    else:
+        of_target *= factors[:, None]
+        logits.copy_(log_q.exp_().mul_(factors[:, None]))
     logits.scatter_(1, target, of_target.to(logits.dtype))
     return log_p.squeeze(1)
 

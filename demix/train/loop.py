@@ -192,7 +192,7 @@ def _backward(trainer: Trainer, batches: Batches, step: int, domains: int) -> li
         hidden = model(part.inputs, told, trainer.dtype, auxiliary=auxiliary, dropout=dropout)
         if part.places is not None:
             hidden = hidden.take_along_dim(part.places[..., None], 2)
-        losses = -model.log_probabilities(hidden, part.targets, optimization.z_loss or 0.0)  # [E, B, T or M]
+        losses = -model.log_probabilities(hidden, part.targets)  # [E, B, T or M]
         counts = torch.full_like(part.domains, losses.shape[-1], dtype=torch.float64)  # [E, B]
         loss = losses.sum() * (scale / (batches.targets or batches.tokens))
         for each in auxiliary:

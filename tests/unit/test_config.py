@@ -112,7 +112,7 @@ def test_a_preset_is_its_values_and_keys_beside_it_come_first() -> None:
     modern["architecture"] = config["architecture"] | {"preset": "modern", "inner": 24}
     modern["models"] = {"dense_paper": {"kind": "dense"} | recipe, "seeded": {"kind": "demix", **BRANCH}}
     run = completed_run(config | modern)
-    values, names = run.config.values, TRAINING_PRESETS["modern"].keys() - {"clip", "z_loss"}
+    values, names = run.config.values, TRAINING_PRESETS["modern"].keys() - {"clip"}
     assert {key: values["training"][key] for key in names}.items() >= {"warmup": 0.04, "weight_decay": 0.0}.items()
     assert values["training"]["clip"] == 7.0
     assert (
@@ -138,7 +138,7 @@ def test_a_preset_stands_above_the_keys_of_the_base(tmp_path: Path) -> None:
     paper = Config.complete(copy.deepcopy(SAMPLE) | {"training": plain})
     assert {"optimizer", "learning_rate_schedule"} <= values["training"].keys()
     assert taken(TrainingRecipe, found.training) == taken(TrainingRecipe, paper.training)
-    assert not {"optimizer", "learning_rate_schedule", "z_loss", "preset"} & found.values["training"].keys()
+    assert not {"optimizer", "learning_rate_schedule", "preset"} & found.values["training"].keys()
 
 
 def test_a_fingerprint_leaves_out_what_only_time_and_memory_depend_on() -> None:
@@ -156,7 +156,6 @@ def test_a_fingerprint_leaves_out_what_only_time_and_memory_depend_on() -> None:
     other |= {
         "optimizer": OptimizerSettings(kind="muon"),
         "learning_rate_schedule": RateSchedule(kind="wsd"),
-        "z_loss": 0.1,
     }
     other |= {"learning_rate": 0.5, "trained": "routers", "dropout": 0.1}
     for settings in (training, adaptation):
@@ -306,7 +305,7 @@ MODELS = [
     ({"models": {"mine": SEED | {"parent": "yours"}, "yours": SEED}}, "models.mine.parent"),
     (row(**SEED | {"seed_tokens": 1001}), "models.mine.seed_tokens"),
     (row(**SEED | {"seed_tokens": 9}), "models.mine.seed_tokens"),
-    (row(**SEED | {"z_loss": 0.1}), "models.mine.z_loss"),
+    (row(**SEED | {"dropout": 0.1}), "models.mine.dropout"),
     (row(**SEED | {"learning_rate": 0.1}), "models.mine.learning_rate"),
     (row(**SEED | {"kind": "anchored"}), "models.mine.weight_decay"),
     (
@@ -393,7 +392,7 @@ def test_two_escapes_of_json_are_one_character_and_half_of_one_is_refused(tmp_pa
 def test_names_and_values_that_only_resemble_refused_ones_are_accepted() -> None:
     names = ("dense_seed3", "without_news", "btm__posterior", "others", "ab" * 8 + "c" * 19)
     rows = {name: {"kind": "dense"} for name in names} | {"btm": BTM}
-    rows |= {"same": SEED | {"z_loss": None, "optimizer": None}}
+    rows |= {"same": SEED | {"dropout": None, "optimizer": None}}
     rows |= {"flat": SEED | {"kind": "anchored", "weight_decay": 0.0}}
     rows |= {"again": SEED | {"parent": "alibi"}, **FOREIGN}
     run = completed_run(small(seeds=[1, 2], models=rows))

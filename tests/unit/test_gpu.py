@@ -36,7 +36,7 @@ CASES = {
     "dense, unbalanced": ("dense_unbalanced", {}, {}),
     "domain token": ("domain_token", {}, {}),
     "routed": ("routed", ROUTED, {}),
-    "Llama's decoder": ("demix", LLAMA, {"z_loss": 0.01}),
+    "Llama's decoder": ("demix", LLAMA, {}),
     "ALiBi and CLAP": ("demix", VARIED, {}),
     "masked": ("demix", MASKED, {}),
     "RoBERTa's decoder": ("demix", {"preset": "roberta", "position": "sinusoidal"}, {}),

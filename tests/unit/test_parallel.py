@@ -71,7 +71,6 @@ EXACT = Training(
 MUON = {
     "optimizer": OptimizerSettings(kind="muon", matrices=5.0, decay="matrices"),
     "learning_rate_schedule": RateSchedule(kind="wsd", end=0.1),
-    "z_loss": 0.01,
 }
 LLAMA = {"preset": "llama", "key_heads": 1, "inner": 40, "query_norm": "all", "rope_theta": 100.0}
 # What each value of a column of CASES stands for: keys of the architecture or of the settings, among others.

@@ -40,7 +40,7 @@ PAIR = {"experts": 2, "top_k": 2, "every": 1, "capacity": 2.0, "balance": 0.0}
 FOUR = {"experts": 4, "top_k": 2, "every": 2, "capacity": 4.0, "balance": 0.1}
 UPCYCLED = TRAIN.replace(architecture=SIZES | {"routed": FOUR})
 ANCHORED = TRAIN.replace(architecture=SIZES | {"routed": PAIR}, weight_decay=0.0)
-MUON = TRAIN.replace(optimizer=OptimizerSettings(kind="muon", matrices=3.0), z_loss=1e-3)
+MUON = TRAIN.replace(optimizer=OptimizerSettings(kind="muon", matrices=3.0))
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,6 @@ KEYS: dict[str, Any] = {
     "precision": "fp16",
     "optimizer": {"kind": "muon"},
     "learning_rate_schedule": {"kind": "cosine"},
-    "z_loss": 0.1,
     "dropout": 0.1,
     "checkpoint_every": 7,
     "micro_sequences": 1,

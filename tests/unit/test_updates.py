@@ -176,9 +176,8 @@ def test_groups_have_their_rates_and_their_decay() -> None:
 def test_absent_keys_are_in_no_fingerprint_and_no_rules_settings() -> None:
     plain = settings_from(TrainingRecipe, {"tokens": 1, "sequences": 1, "learning_rate": 1.0})
     for told in (fingerprinted(plain), taken(TrainingRecipe, plain)):
-        assert not {"optimizer", "learning_rate_schedule", "z_loss", "dropout"} & {*told}
-    given = {"optimizer": {"kind": "muon", "matrices": 5}, "learning_rate_schedule": {"kind": "wsd"}, "z_loss": 0.1}
-    given |= {"dropout": 0.1}
+        assert not {"optimizer", "learning_rate_schedule", "dropout"} & {*told}
+    given = {"optimizer": {"kind": "muon", "matrices": 5}, "learning_rate_schedule": {"kind": "wsd"}, "dropout": 0.1}
     other = settings_from(TrainingRecipe, {"tokens": 1, "sequences": 1, "learning_rate": 1.0, **given})
     assert fingerprinted(other)["optimizer"]["matrices"] == 5
     assert fingerprinted(other)["dropout"] == 0.1
@@ -195,7 +194,6 @@ def test_absent_keys_are_in_no_fingerprint_and_no_rules_settings() -> None:
         ({"optimizer": {"kind": "muon", "beta1": 1.0}}, "optimizer.beta1"),
         ({"learning_rate_schedule": {"kind": "cosine", "share": 0.5}}, "learning_rate_schedule.share"),
         ({"learning_rate_schedule": {"kind": "wsd", "stretch": 1.1}}, "learning_rate_schedule.stretch"),
-        ({"z_loss": -1.0}, "z_loss"),
         ({"dropout": 1.0}, "dropout"),
     ],
 )
