@@ -152,6 +152,7 @@ def merge(
 
     Example: demix merge results/sample/models/demix --weights novels=0.5,politics=0.5 --output merged
     """
+    from demix.files import refuse_used
     from demix.model.merge import merge_experts, parse_weights
     from demix.model.merge_routed import dev_shards, merge_routed
     from demix.report.card import merged_card
@@ -162,6 +163,7 @@ def merge(
         raise DemixError("--tokens", "is only for --routed", "leave one of them out")
     chosen = parse_weights(weights) if weights is not None else {}
     card = merged_card(model, chosen, output.resolve().name)
+    refuse_used(output)
     if routed:
         merge_routed(model, dev_shards(model, tokens), output, card)
     else:

@@ -85,10 +85,10 @@ class Options(Settings):
         "of sines and cosines), alibi (attention falls with the distance) or rope (queries and keys are rotated by "
         "their position). Without learned positions blocks may be longer than those of training.",
     )
-    attention: Literal["causal", "documents", "bidirectional"] = Field(
+    attention: Literal["causal", "bidirectional"] = Field(
         default="causal",
-        description="What a position attends to: causal (itself and earlier ones of the block), documents (those of "
-        "its own document, with position rope or alibi) or bidirectional (all of the block; with objective mlm only).",
+        description="What a position attends to: causal (itself and earlier ones of the block) or bidirectional (all of "
+        "the block; with objective mlm only).",
     )
     alibi: Literal["symmetric", "asymmetric"] = Field(
         default="symmetric",
@@ -222,12 +222,8 @@ class Architecture(Decoder):
         super().model_post_init(context)
         if (self.attention == "bidirectional") != (self.objective == "mlm"):
             cause = f"is {self.attention}, and the objective is {self.objective}"
-            cure = "use bidirectional with mlm, and causal or documents with clm"
+            cure = "use bidirectional with mlm, and causal with clm"
             raise DemixError("architecture.attention", cause, cure)
-        # Documents that begin within a block would have positions that they never have alone.
-        if self.attention == "documents" and self.position not in ("rope", "alibi"):
-            cause = f"is documents, and position {self.position} counts from the beginning of a block"
-            raise DemixError("architecture.attention", cause, "use position rope or alibi")
         if self.alibi != "symmetric":
             _check_alibi(self.position, self.attention)
         for key, value in (("mask", "learned"), ("head", "roberta")):

@@ -144,4 +144,4 @@ def average_experts(
     weights = dict.fromkeys(experts, 1 / len(experts))
     if scores is not None:
         weights = choose_parent(scores, domain, experts, blocks=blocks, decay=decay)["priors"]
-    merge_experts(model, weights, output, again=True)
+    merge_experts(model, weights, output)

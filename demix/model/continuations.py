@@ -25,7 +25,7 @@ from demix.model.clusters import clusters_of
 from demix.model.decode import Decoder, log_prior_of, named_prior, weights_of
 from demix.model.gpt import GPT
 from demix.model.heads import ROWS_AT_ONCE
-from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, columns_of, trunk_log_probabilities
+from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, columns_of, refuse_not_finite, trunk_log_probabilities
 
 # Scores of whole texts that are in memory at once, 8 bytes each.
 MOST_SCORES = 1 << 24
@@ -212,7 +212,9 @@ def continuation_log_probabilities(
     order = sorted({*wanted} - found.keys(), key=lambda one: (-len(one.context), one.context, one.tokens))
     for one in _batches(order, mixture, batch):
         passed = [one.passed(trunk) for trunk in mixture.trunks]
-        log_p, log_g = mixture.mixed(_finite(passed), one.targets, one.inputs[:, 0])
+        scores = torch.cat([scores for scores, _ in passed])
+        refuse_not_finite(mixture.experts, scores.flatten(1).numpy())
+        log_p, log_g = mixture.mixed(scores, one.targets, one.inputs[:, 0])
         totals = log_p.masked_fill(~one.asked, 0).sum(1).tolist()
         likeliest = _likeliest(mixture.trunks, passed, log_g[one.asked])
         same = torch.split(likeliest == one.targets[one.asked], [len(each.tokens) for each in one.wanted])
@@ -268,14 +270,6 @@ class _Batch:
         hidden = model(inputs[None, :, s:], dtype=dtype, past=past)
         scores.append(model.log_probabilities(hidden, targets[None, :, s:]))
         return torch.cat(scores, 2).double().cpu(), hidden[:, self.asked[:, s:].to(device)]
-
-
-def _finite(passed: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The scores [E, R, N] of the passes of all trunks. Raises DemixError where one is not finite."""
-    scores = torch.cat([scores for scores, _ in passed])
-    if not bool(scores.isfinite().all()):
-        raise DemixError("model", "gives tokens no probability", "train it again, or leave its experts out")
-    return scores
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 
+from demix.config.architecture import Architecture
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError, nearest
 from demix.files import check_sha256, digest, opened, read_json, replacing, sha256_file, write_json
@@ -101,8 +102,7 @@ def save_manifest(model: GPT, directory: Path, experts: Iterable[str], descripti
             "shared_sha256": sha256_file(directory / SHARED),
             "experts": {name: digest(read_json(expert_files(directory, name)[0])) for name in experts},
         }
-        | ({} if model.expert_scope == "feedforward" else {"expert_scope": model.expert_scope})
-        | ({} if model.architecture.attention != "documents" else {"end_of_text": model.end_of_text}),
+        | ({} if model.expert_scope == "feedforward" else {"expert_scope": model.expert_scope}),
     )
 
 
@@ -194,22 +194,26 @@ def expert_names(directory: Path) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in (Path(directory) / "experts").glob("[!.]*.json")))
 
 
-def blueprint(directory: Path, experts: tuple[str, ...]) -> GPT:
-    """The model that `model.json` describes, with `experts`, on the meta device: it has shapes but no values."""
-    described = describe(directory)
-    try:
-        with torch.device("meta"):
-            return GPT(
-                described.architecture,
-                described.vocab_size,
-                experts,
-                described.domain_tokens,
-                described.expert_scope,
-                described.end_of_text,
-            )
-    except RuntimeError as error:
-        path = Path(directory) / "model.json"
-        raise DemixError(path, f"does not describe a model ({error})", "train the model again") from None
+def assembled(
+    architecture: Architecture,
+    about: GPT | ModelManifest,
+    shared: Tensors,
+    own: Mapping[str, Tensors],
+    expert_scope: str = "feedforward",
+) -> GPT:
+    """The model of the experts with the tensors `own`, which have the tensors `shared`, and the vocabulary of `about`.
+
+    An expert's own tensors have no axis of experts.
+    """
+    model = _empty(architecture, about, tuple(own), expert_scope)
+    model.load_state_dict(model.stacked(shared, own), assign=True)
+    return model
+
+
+def _empty(architecture: Architecture, about: GPT | ModelManifest, experts: tuple[str, ...], expert_scope: str) -> GPT:
+    """A model on the meta device: it has shapes but no values."""
+    with torch.device("meta"):
+        return GPT(architecture, about.vocab_size, experts, about.domain_tokens, expert_scope)
 
 
 def load_experts(
@@ -239,33 +243,37 @@ def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) ->
     DemixError, which names the file.
     """
     directory = Path(directory)
+    described = describe(directory)
     experts = expert_names(directory) if experts is None else tuple(experts)
     if not experts:
         raise DemixError(directory / "experts", "holds no expert", "train the model first")
-    model = blueprint(directory, experts)
     own = {expert: load_expert(directory, expert) for expert in experts}
-    try:
-        model.load_state_dict(model.stacked(load_shared(directory), own), assign=True)
-    except (RuntimeError, KeyError) as error:
-        raise DemixError(directory, f"does not fit its model.json ({error})", "train the model again") from None
-    return model
+    return assembled(described.architecture, described, load_shared(directory), own, described.expert_scope)
 
 
 def load_shared(directory: Path) -> Tensors:
     """The tensors that the experts of the model in `directory` share. Raises DemixError as `load_weights` does."""
     sha256 = describe(directory).shared_sha256
-    return load_weights(directory / SHARED, sha256, _wanted(directory)[0])
+    return load_weights(directory / SHARED, sha256, wanted_tensors(directory)[0])
 
 
 def load_expert(directory: Path, expert: str) -> Tensors:
     """The tensors that an expert of the model in `directory` owns. Raises DemixError as `load_weights` does."""
     lineage = expert_lineage(directory, expert)
-    return load_weights(expert_files(directory, expert)[1], lineage.sha256, _wanted(directory)[1])
+    return load_weights(expert_files(directory, expert)[1], lineage.sha256, wanted_tensors(directory)[1])
 
 
-def _wanted(directory: Path) -> tuple[Tensors, Tensors]:
-    """The tensors, without values, that the experts of the model in `directory` share, and those that each owns."""
-    model = blueprint(directory, ("any",))
+def wanted_tensors(directory: Path) -> tuple[Tensors, Tensors]:
+    """The tensors, without values, that the experts of the model in `directory` share, and those that each owns.
+
+    Raises DemixError if model.json describes no model.
+    """
+    described = describe(directory)
+    try:
+        model = _empty(described.architecture, described, ("any",), described.expert_scope)
+    except RuntimeError as error:
+        path = Path(directory) / "model.json"
+        raise DemixError(path, f"does not describe a model ({error})", "train the model again") from None
     shared, experts = model.parted(dict(model.named_parameters()))
     return shared, experts["any"]
 

@@ -16,7 +16,7 @@ from demix.files import digest, exclusive, read_json, write_json
 from demix.model import clusters
 from demix.model.directory import (
     SHARED,
-    blueprint,
+    assembled,
     copy_expert,
     describe,
     expert_files,
@@ -26,6 +26,7 @@ from demix.model.directory import (
     load_shared,
     refuse_other_tokenizer,
     unknown_expert,
+    wanted_tensors,
     whole_models,
 )
 from demix.model.gpt import GPT
@@ -35,7 +36,6 @@ from demix.model.manifest import (
     is_expert_name,
     read_lineage,
 )
-from demix.model.merge import single
 from demix.model.usual import usual_of, write_usual
 
 # `tokens` is a file beside the columns of a score table, `dense` the one expert of a dense model.
@@ -101,7 +101,7 @@ def _parents(lineage: ExpertManifest) -> str | None:
 def find_faults(directory: Path) -> list[DemixError]:
     """All faults of a model directory, at most one per file. Every byte is read."""
     try:
-        blueprint(directory, ("any",))
+        wanted_tensors(directory)
     except DemixError as error:
         return [error]
     faults = [_raised(lambda: load_shared(directory))]
@@ -252,4 +252,4 @@ def load_without(directory: Path, name: str) -> GPT:
     rows = [number for number, one in enumerate(names) if one != name]
     own = {key: tensor[rows] for key, tensor in load_expert(directory, DENSE_EXPERT).items()}
     fewer = described.architecture.replace(routed=routed.replace(experts=len(rows)))
-    return single(fewer, described, load_shared(directory), own)
+    return assembled(fewer, described, load_shared(directory), {DENSE_EXPERT: own})

@@ -33,8 +33,7 @@ class GPT(LanguageModel):
     `experts` names the stacked experts in order. `domain_tokens` names the domains that can be the first input position
     (the domain-token baseline; paper, section 4.2). A domain token is an input and never a target. `expert_scope` says
     which tensors belong to one expert: those of its feedforwards (`feedforward`), or all tensors (`model`). A model of
-    scope `model` holds one expert. `end_of_text` is the token before each document, by default the last of the
-    vocabulary; attention within documents alone depends on it.
+    scope `model` holds one expert.
     """
 
     def __init__(
@@ -44,7 +43,6 @@ class GPT(LanguageModel):
         experts: tuple[str, ...],
         domain_tokens: tuple[str, ...] = (),
         expert_scope: str = "feedforward",
-        end_of_text: int | None = None,
     ):
         if expert_scope not in SCOPES:
             raise DemixError(f"expert_scope {expert_scope}", "is not known", f"use one of {', '.join(SCOPES)}")
@@ -56,7 +54,6 @@ class GPT(LanguageModel):
         super().__init__(architecture, vocab_size, len(experts))
         self.experts, self.domain_tokens = tuple(experts), tuple(domain_tokens)
         self.expert_scope = expert_scope
-        self.end_of_text = vocab_size - 1 if end_of_text is None else end_of_text
         self.masked = architecture.objective == "mlm"
         self.positions = POSITIONS[architecture.position](architecture)
         self.position_embedding = self.positions.table(architecture.context + bool(domain_tokens))
@@ -112,8 +109,7 @@ class GPT(LanguageModel):
         self._check_inputs(inputs, start + led + inputs.shape[-1], past)
         x = self._embedded(inputs, domains, start, led)  # [E or 1, B, T (+ 1), D]
         x, T = x.to(dtype or x.dtype), x.shape[2]
-        documents = self._documents(inputs, led, past) if self.architecture.attention == "documents" else None
-        bias = self.positions.bias(start, T, x, documents)
+        bias = self.positions.bias(start, T, x)
         x = self.through_blocks(x, bias, self.positions.cos_sin(start, T, x), past, auxiliary, dropout)
         return x[:, :, 1:] if led else x
 
@@ -150,22 +146,6 @@ class GPT(LanguageModel):
                 cause = f"have ids from {least} to {most}, and the vocabulary has {self.vocab_size}"
                 raise DemixError("inputs", cause, "give ids of the model's own tokenizer")
 
-    def _documents(self, inputs: Tensor, led: bool, past: list[KeyValues] | None) -> Tensor:
-        """The numbers of the documents of what is in `past` and of `inputs` [E or 1, B, T]: [E or 1, B, seen + T].
-
-        The document of an input is that of the token which it predicts. A domain token that has `led` is of all
-        documents, and has the number -1.
-        """
-        numbers = (inputs == self.end_of_text).cumsum(-1)
-        if led:
-            numbers = F.pad(numbers, (1, 0), value=-1)
-        if past:
-            before = past[0].documents
-            if before is not None:
-                numbers = torch.cat([before, before[..., -1:] + numbers], -1)
-            past[0].documents = numbers
-        return numbers
-
     def no_past(self, positions: int | None = None) -> list[KeyValues]:
         """An empty key-value cache for each layer, with room for so many inputs, by default for a whole context."""
         room = (positions or self.architecture.context) + bool(self.domain_tokens)
@@ -186,7 +166,7 @@ class GPT(LanguageModel):
     def only(self, expert: str) -> "GPT":
         """This model with the named one of its stacked experts alone, in the same memory."""
         with torch.device("meta"):
-            single = GPT(self.architecture, self.vocab_size, (expert,), end_of_text=self.end_of_text)
+            single = GPT(self.architecture, self.vocab_size, (expert,))
         number = self.experts.index(expert)
         experts = {name: tensor.detach()[number : number + 1] for name, tensor in self.expert_tensors().items()}
         single.load_state_dict(self.shared_tensors() | experts, assign=True)

@@ -129,7 +129,6 @@ class ModelManifest(Manifest):
     vocab_size: Annotated[Integer, Field(ge=1, le=1 << 24)]
     domain_tokens: Annotated[Items[ExpertName], Field(max_length=10_000)]
     expert_scope: Literal["feedforward", "model"] = "feedforward"
-    end_of_text: Count | None = None
     kind: ModelName = "dense"
     shared_parameters: Count = 0
     expert_parameters: Count = 0

@@ -6,16 +6,13 @@ from pathlib import Path
 from statistics import fmean, harmonic_mean
 from typing import Any
 
-import torch
-
-from demix.config.architecture import Architecture
 from demix.config.models import DENSE_EXPERT
 from demix.errors import DemixError, nearest
-from demix.files import read_json_lines, read_parquet, refuse_used, replacing, write_json, write_json_lines
+from demix.files import read_json_lines, read_parquet, replacing, write_json, write_json_lines
 from demix.model.directory import (
     SHARED,
     Tensors,
-    blueprint,
+    assembled,
     copy_checked,
     copy_expert,
     copy_tokenizer,
@@ -30,22 +27,18 @@ from demix.model.directory import (
     whole_models,
 )
 from demix.model.gpt import GPT
-from demix.model.manifest import ExpertManifest, ModelManifest
+from demix.model.manifest import ExpertManifest
 
 # What each branch counts for itself.
 OWN = ("tokens", "tokens_branch", "data_sha256", "experts")
 
 
-def merge_experts(
-    directory: Path, weights: dict[str, float], output: Path, card: str | None = None, *, again: bool = False
-) -> None:
+def merge_experts(directory: Path, weights: dict[str, float], output: Path, card: str | None = None) -> None:
     """Write a model to `output` whose one expert `dense` is the average of the experts of `directory` by `weights`.
 
     The tokens are those of `learned_of`. README.md holds `card` (`demix.report.card.merged_card`). Raises DemixError as
-    `averaged` does, and for an `output` that is not empty, unless it may be made `again`.
+    `averaged` does.
     """
-    if not again:
-        refuse_used(output)
     model, described = averaged(directory, weights), describe(directory)
     parents = parents_of(directory, weights)
     learned = learned_of(parents.values())
@@ -69,7 +62,7 @@ def averaged(directory: Path, weights: Mapping[str, float], name: str = DENSE_EX
     """
     refuse_routed(directory, "have no average")
     refuse_weights(weights)
-    parents, model = parents_of(directory, weights), blueprint(directory, (name,))
+    parents, described = parents_of(directory, weights), describe(directory)
     own: Tensors = {}
     total: Tensors = {}
     # Neither the order of the experts nor their names change a bit.
@@ -79,16 +72,8 @@ def averaged(directory: Path, weights: Mapping[str, float], name: str = DENSE_EX
             part = weights[expert] * tensor.double()
             total[key] = total[key].add_(part) if key in total else part
     average = {key: total[key].to(tensor.dtype) for key, tensor in own.items()}
-    model.load_state_dict(model.stacked(load_shared(directory), {name: average}), assign=True)
-    return model
-
-
-def single(architecture: Architecture, about: GPT | ModelManifest, shared: Tensors, own: Tensors) -> GPT:
-    """The model of one expert `dense` with the tensors `own` and `shared`, and with the vocabulary of `about`."""
-    with torch.device("meta"):
-        model = GPT(architecture, about.vocab_size, (DENSE_EXPERT,), end_of_text=about.end_of_text)
-    model.load_state_dict(model.stacked(shared, {DENSE_EXPERT: own}), assign=True)
-    return model
+    shared, scope = load_shared(directory), described.expert_scope
+    return assembled(described.architecture, described, shared, {name: average}, scope)
 
 
 def join_branches(branches: Sequence[Path], output: Path) -> None:

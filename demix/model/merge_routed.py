@@ -13,10 +13,11 @@ from demix.config.counts import parameters
 from demix.config.models import DENSE_EXPERT
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
-from demix.files import read_json, refuse_used
+from demix.files import read_json
 from demix.model.device import own_device, set_threads
 from demix.model.directory import (
     Tensors,
+    assembled,
     describe,
     expert_files,
     expert_lineage,
@@ -32,7 +33,7 @@ from demix.model.directory import (
 )
 from demix.model.gpt import GPT, seeing
 from demix.model.manifest import Branched, run_of
-from demix.model.merge import averaged, learned_by, learned_of, single
+from demix.model.merge import averaged, learned_by, learned_of
 from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, log_probabilities
 
 # Blocks of each domain's dev split from which routers are solved. The blocks behind these choose among the
@@ -54,9 +55,7 @@ def dev_shards(directory: Path, tokens: Path | None = None) -> dict[str, Path]:
     return {expert: folder / expert / "dev.arrow" for expert in expert_names(directory)}
 
 
-def merge_routed(
-    directory: Path, shards: Mapping[str, Path], output: Path, card: str | None = None, *, again: bool = False
-) -> None:
+def merge_routed(directory: Path, shards: Mapping[str, Path], output: Path, card: str | None = None) -> None:
     """Write a model to `output` in every layer of which each token chooses two of the experts in `directory`.
 
     `shards` are the dev tokens by expert, in the order that the merged layers have. A layer's feedforwards are those of
@@ -66,11 +65,9 @@ def merge_routed(
     `TO_CHOOSE` blocks behind them. The tokenizer is copied. README.md holds `card`. Experts that learned beside an
     anchor are merged with it, and no text is read (`_anchored`).
 
-    Raises DemixError unless the experts are several ones, for tokens that are missing, empty or of another tokenizer,
-    and for an `output` that is not empty, unless it may be made `again`.
+    Raises DemixError unless the experts are several ones, and for tokens that are missing, empty or of another
+    tokenizer.
     """
-    if not again:
-        refuse_used(output)
     _refuse_unmergeable(directory, shards)
     anchored, described = learned_anchored(directory), describe(directory)
     model, lineage = (_anchored if anchored else _by_ridge)(directory, shards)
@@ -108,7 +105,8 @@ def _by_ridge(directory: Path, shards: Mapping[str, Path]) -> tuple[GPT, dict[st
     routers = {choice: routers_of(kept, *choice) for choice in product(PENALTIES, FACTORS)}
     blank = model.token_embedding.new_zeros(len(shards), model.architecture.width)
     own |= {f"blocks.{number}.feedforward.router": blank.clone() for number in range(model.architecture.layers)}
-    merged = single(model.architecture.merged_routed(len(shards)), model, dict(model.shared_tensors()), own)
+    routed = model.architecture.merged_routed(len(shards))
+    merged = assembled(routed, model, dict(model.shared_tensors()), {DENSE_EXPERT: own})
     chosen = _least_loss(merged.requires_grad_(False), routers, texts)
     _set_routers(merged, routers[chosen])
     return merged, {"choices": [], "router": dict(zip(("penalty", "factor"), chosen, strict=True))}
@@ -138,7 +136,7 @@ def _anchored(directory: Path, experts: Iterable[str]) -> tuple[GPT, dict[str, A
     described = describe(directory)
     stacked = {name: torch.cat(stack) for name, stack in stacks.items()}
     choices = len(next(iter(stacked.values())))
-    merged = single(described.architecture.merged_routed(choices), described, shared, stacked)
+    merged = assembled(described.architecture.merged_routed(choices), described, shared, {DENSE_EXPERT: stacked})
     parent = described.parent.state_sha256 if isinstance(described.parent, Branched) else None
     return merged, {"choices": [{"expert": DENSE_EXPERT, "sha256": parent, "data_sha256": None}]}
 
@@ -157,12 +155,10 @@ def joint(directory: Path, experts: tuple[str, ...]) -> GPT:
     if not whole_models(directory):
         return load_model(directory, experts)
     average, described = averaged(directory, dict.fromkeys(experts, 1 / len(experts))), describe(directory)
-    with torch.device("meta"):
-        model = GPT(described.architecture, described.vocab_size, experts, end_of_text=described.end_of_text)
-    own = {expert: {n: t for n, t in load_expert(directory, expert).items() if model.owned(n)} for expert in experts}
-    shared = {name: parameter.detach() for name, parameter in average.named_parameters() if not model.owned(name)}
-    model.load_state_dict(model.stacked(shared, own), assign=True)
-    return model
+    parts = {expert: load_expert(directory, expert).items() for expert in experts}
+    own = {expert: {name: part for name, part in parts[expert] if ".feedforward." in name} for expert in experts}
+    shared = {name: part.detach() for name, part in average.named_parameters() if ".feedforward." not in name}
+    return assembled(described.architecture, described, shared, own)
 
 
 @torch.no_grad()
@@ -279,4 +275,4 @@ def merge_shards(model: Path, shards: list[Path], output: Path, threads: int = 1
     `shards` are the tokens/<domain>/dev.arrow of each expert to merge, in order.
     """
     set_threads(threads)
-    merge_routed(model, {path.parent.name: path for path in shards}, output, again=True)
+    merge_routed(model, {path.parent.name: path for path in shards}, output)

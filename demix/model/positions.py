@@ -36,26 +36,12 @@ class Positions:
         """The cosines and sines, of the type of `x`, of T positions from `start`; None where nothing is rotated."""
         return None
 
-    def bias(self, before: int, T: int, x: Tensor, documents: Tensor | None = None) -> Tensor | None:
+    def bias(self, before: int, T: int, x: Tensor) -> Tensor | None:
         """What is added to the attention scores of T new positions to the `before` ones and to the new ones.
 
         Of the type of `x`, or a mask: bool [T, before + T], true where a position attends. None where attention without
         a mask does the same: for T positions at the start of a text, and for a single one, which attends to all.
-
-        `documents` [E or 1, B, before + T] are the numbers of the documents of all these positions. What is returned is
-        then [E or 1, B, H or 1, T, before + T], and keeps a position from those of other documents. All positions
-        attend to one with a number below 0.
         """
-        bias = self._bias(before, T, x)
-        if documents is None:
-            return bias
-        one = (documents[..., before:, None] == documents[..., None, :]) | (documents < 0).unsqueeze(-2)
-        if bias is None or bias.dtype == torch.bool:
-            return one.tril(before).unsqueeze(2)
-        return bias.masked_fill(~one.unsqueeze(2), -torch.inf)
-
-    def _bias(self, before: int, T: int, x: Tensor) -> Tensor | None:
-        """`bias` where documents count for nothing."""
         if not before or T == 1:
             return None
         return torch.ones(T, before + T, dtype=torch.bool, device=x.device).tril(before)
@@ -83,7 +69,7 @@ class Sinusoidal(Positions):
 class Alibi(Positions):
     """Attention falls with the distance, in each head with a slope of its own."""
 
-    def _bias(self, before: int, T: int, x: Tensor) -> Tensor:
+    def bias(self, before: int, T: int, x: Tensor) -> Tensor:
         """-m_h·(i - j) [1, H, T, before + T] for position i and an earlier one j; -inf for a later one.
 
         Where attention is bidirectional, -m_h·(j - i) for a later one, to which `asymmetric` adds m_h/2.

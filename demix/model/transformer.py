@@ -92,13 +92,11 @@ class KeyValues:
     """The key-value cache of one layer, so that decoding computes each position once.
 
     `keys` and `values` are [E * B, K, positions, U]. The first `seen` positions are filled. In the first layer E
-    is 1, because all experts have the same inputs there, and `documents` [1, B, seen] has the numbers of the positions'
-    documents where attention stays within these.
+    is 1, because all experts have the same inputs there.
     """
 
     def __init__(self, positions: int):
         self.positions, self.seen = positions, 0
-        self.documents: Tensor | None = None
 
     def extended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add `keys` and `values` [E * B, K, T, U] of T new positions; returns those of all positions so far."""
@@ -118,7 +116,6 @@ class KeyValues:
         other = KeyValues(positions or self.positions)
         filled = (cached[:, :, : self.seen] for cached in (self.keys, self.values))
         other.extended(*(part.view(-1, count, *part.shape[1:])[:, sequences].flatten(0, 1) for part in filled))
-        other.documents = None if self.documents is None else self.documents[:, sequences]
         return other
 
 
@@ -142,8 +139,6 @@ class Attention(nn.Module):
         `bias` and `cos_sin` come from `Positions`, for the same T and what was in `past` before.
         """
         E, B, T, _ = x.shape
-        if bias is not None and bias.dim() == 5:
-            bias = bias.expand(E, *bias.shape[1:]).flatten(0, 1)
         qkv = self.qkv(x).view(E * B, T, self.heads + 2 * self.key_heads, self.head_dim)
         q, k, v = torch.split(qkv, [self.heads, self.key_heads, self.key_heads], 2)  # [E*B, T, H or K, U]
         q, k = self.q_norm(q), self.k_norm(k)

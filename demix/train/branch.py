@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demix.config.architecture import USUAL, Routed, architecture_from
+from demix.config.architecture import Routed, architecture_from
 from demix.config.models import DENSE_EXPERT
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
@@ -186,9 +186,6 @@ def _initial_model(directory: Path, identity: Mapping[str, Any]) -> InitialModel
     if given and own.routed:
         # Experts that are routed already stay as many. How a token chooses among them may change.
         begun = own.replace(routed=Routed(**given | {key: getattr(own.routed, key) for key in _EXPERTS}))
-    if own.attention == "documents":
-        # An imported parent does not say so: other software has no name for it.
-        begun = begun.replace(attention=parents.get("attention", USUAL["attention"]))
     # A model without a table of positions has blocks of any length.
     architecture = begun.described | ({} if own.position == "learned" else {"context": parents["context"]})
     if parents != architecture:

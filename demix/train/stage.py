@@ -229,7 +229,7 @@ def _initial(training: ModelTraining, architecture: Architecture, shard: TokenSh
     scope = "feedforward" if kind.expert_scope == "none" else kind.expert_scope
     own = tuple(training.experts[number] for number in placement.experts)
     domain_tokens = training.domains if kind.domain_tokens else ()
-    return GPT(architecture, shard.vocab_size, own, domain_tokens, scope, shard.end_of_text)
+    return GPT(architecture, shard.vocab_size, own, domain_tokens, scope)
 
 
 def _write_model(training: ModelTraining, model: GPT, tokens: int, output: Path, world: World) -> None:

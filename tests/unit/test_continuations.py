@@ -169,7 +169,7 @@ def test_a_model_that_gives_no_probability_is_refused() -> None:
     model = model_of(THREE)
     with torch.no_grad():
         model.blocks[1].feedforward.down[1, 0, 0] = float("nan")
-    with refused("model"):
+    with refused(f"expert {THREE[1]}"):
         continuation_log_probabilities(
             mixture_of("history", "uniform", None, None, [model]), [Continuation((1,), (2,))]
         )

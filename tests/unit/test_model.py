@@ -147,20 +147,16 @@ def test_each_expert_is_a_model_of_its_own_however_it_is_read(options: dict[str,
 @settings(max_examples=60, deadline=None)
 @given(
     name=st.sampled_from(sorted(CASES)),
-    documents=st.booleans(),
     end=st.integers(0, VOCAB - 1),
     ids=st.lists(st.integers(0, VOCAB - 1) | st.none(), min_size=3, max_size=40),
     lengths=st.lists(st.integers(1, 17), min_size=40, max_size=40),
 )
-@example(name="llama", documents=True, end=3, ids=[1, 2, None, 4, 5, None, 6], lengths=[4, *[1] * 39])
+@example(name="llama", end=3, ids=[1, 2, None, 4, 5, None, 6], lengths=[4, *[1] * 39])
 def test_decoding_and_continuing_give_what_scoring_gives(
-    name: str, documents: bool, end: int, ids: list[int | None], lengths: list[int]
+    name: str, end: int, ids: list[int | None], lengths: list[int]
 ) -> None:
     """However a text is cut, wherever documents end in it (None), and each expert alone as all of them at once."""
-    options = CASES[name]
-    if documents and options.get("position") in ("rope", "alibi"):
-        options = options | {"attention": "documents"}
-    model = model_with(options, experts=2, end_of_text=end)
+    model = model_with(CASES[name], experts=2)
     text = [end if token is None else token for token in ids]
     scored, read = scored_in_blocks(model, text), torch.tensor([text])
     mixture = MixedModel([model], Mixture(History(), np.zeros(len(scored))))

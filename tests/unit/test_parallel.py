@@ -88,7 +88,6 @@ COLUMNS: dict[str, dict[str, Any]] = {
     },
     "attention": {
         "causal": {},
-        "documents": {"attention": "documents"},
         "masked": {"attention": "bidirectional", "objective": "mlm"},
     },
     "optimizer": {"adamw": {}, "muon": MUON},
@@ -104,18 +103,18 @@ CASES = [
     Case(*line.split())
     for line in """
 demix            pairs    clap    causal    muon  fp64 all kept  sharded some scratch
-demix            pairs    llama   documents adamw fp32 one again sharded none seed
+demix            pairs    llama   causal    adamw fp32 one again sharded none seed
 dense_unbalanced each     roberta masked    muon  fp32 one kept  whole   none scratch
 routed           triples  gpt2    masked    adamw fp64 all again whole   some seed
-dense            halves   llama   documents muon  fp64 all kept  whole   some seed
+dense            halves   llama   causal    muon  fp64 all kept  whole   some seed
 routed           halves   gpt2    causal    muon  fp32 one again sharded none scratch
 dense            each     clap    causal    adamw fp64 all again whole   none seed
-routed           triples  clap    documents adamw fp32 one kept  sharded some scratch
+routed           triples  clap    causal    adamw fp32 one kept  sharded some scratch
 demix            halves   roberta masked    adamw fp64 one again sharded some seed
 domain_token     triples  llama   causal    muon  fp32 all kept  sharded none scratch
 demix            each     gpt2    causal    muon  fp32 all kept  sharded some seed
 routed           pairs    roberta masked    muon  fp32 all kept  whole   some seed
-routed           each     llama   documents muon  fp32 all again whole   none scratch
+routed           each     llama   causal    muon  fp32 all again whole   none scratch
 demix            halves   clap    masked    adamw fp32 all kept  whole   some scratch
 dense_unbalanced pairs    gpt2    masked    adamw fp32 one kept  sharded none scratch
 demix            triples  roberta masked    muon  fp64 one again whole   some scratch
@@ -126,9 +125,7 @@ demix            halves   llama   masked    adamw fp32 all kept  whole   some sc
 
 def possible(names: dict[str, str]) -> bool:
     """Whether these values of columns can stand together."""
-    if names.get("architecture") == "roberta":
-        return names.get("attention", "masked") == "masked"
-    return names.get("attention") != "documents" or names.get("architecture") != "gpt2"
+    return names.get("architecture") != "roberta" or names.get("attention", "masked") == "masked"
 
 
 def test_every_pair_of_values_stands_in_a_case() -> None:

@@ -501,8 +501,7 @@ def test_what_cannot_be_merged_is_refused(models: Path, tokens: Path, tmp_path: 
         refusal("merge", *words, "--routed", "--output", out, of=of)
         assert not out.exists()
     refusal("merge", model, *dev, "--weights", "licenses=1", "--output", out, of="--tokens")
-    with refused(merged):
-        merge_routed(model, dev_shards(model), merged)
+    refusal("merge", model, "--routed", "--output", merged, of=merged)
 
 
 def test_whole_models_share_their_mean_beside_their_feedforwards(models: Path, tmp_path: Path) -> None:
