@@ -27,7 +27,7 @@ from demix.model.device import set_threads
 from demix.model.directory import CPU, load_experts, tokenizer_of
 from demix.model.gpt import GPT
 from demix.model.manifest import run_of, tempered_of
-from demix.model.merge import parse_weights, prior_weights, sum_of
+from demix.model.merge import parse_weights, prior_weights
 
 # Products of one token with a matrix of this many numbers take about a millisecond of one core.
 ALONE = 2**22
@@ -44,8 +44,6 @@ class Decoder:
     @torch.no_grad()
     def __init__(self, trunks: Sequence[GPT], before: Tensor, posterior: Stream):
         refuse_other_models(trunks)
-        if posterior.length != trunks[0].architecture.context:
-            raise DemixError("posterior", "has a block length other than the model's context", "use the context")
         self.trunks, self.posterior = trunks, posterior
         self._predicted: Tensor
         self._see(before[:, None], before[:, None][:, :0], new_block=True)
@@ -141,16 +139,9 @@ def continuation(
     A character comes with the token that holds its last UTF-8 byte. When a token is yielded, `decoder.posterior` has
     seen it.
     """
-    drawn = generate(
-        decoder,
-        tokens,
-        temperature=temperature,
-        top_p=top_p,
-        generator=torch.Generator().manual_seed(seed),
-        end=tokenizer.end_of_text,
-    )
-    spell = speller(tokenizer)
-    for chosen, scores, log_weights in drawn:
+    spell, generator = speller(tokenizer), torch.Generator().manual_seed(seed)
+    how = {"temperature": temperature, "top_p": top_p}
+    for chosen, scores, log_weights in generate(decoder, tokens, generator=generator, end=tokenizer.end_of_text, **how):
         yield Drawn(spell(int(chosen)), int(chosen), scores, log_weights)
 
 
@@ -192,7 +183,7 @@ def log_prior_of(experts: Sequence[str], weights: dict[str, float]) -> np.ndarra
             raise DemixError(f"prior of {name}", "names no expert of this model", cure)
         if not 0 <= weight < math.inf:
             raise DemixError(f"prior of {name}", f"is {weight}", "give a number of at least 0")
-    total = sum_of(weights)
+    total = sum(weights.values())
     if not 0 < total < math.inf:
         raise DemixError("prior", f"has weights that sum to {total}", "give one a weight above 0, none too large")
     with np.errstate(divide="ignore"):

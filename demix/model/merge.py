@@ -1,6 +1,5 @@
 """One model of several: the average of experts, as in Branch-Train-Merge, and branches that join."""
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, harmonic_mean
@@ -207,17 +206,9 @@ def refuse_weights(weights: Mapping[str, float]) -> None:
     for name, weight in weights.items():
         if not weight >= 0:
             raise DemixError(f"weight of {name}", f"is {weight}", "give 0 or more")
-    total = sum_of(weights)
+    total = sum(weights.values())
     if not abs(total - 1) <= 1e-6:
         raise DemixError("weights", f"sum to {total:.9g}", "give weights that sum to 1")
-
-
-def sum_of(weights: Mapping[str, float]) -> float:
-    """The sum of `weights`, infinite where it is more than a float holds."""
-    try:
-        return math.fsum(weights.values())
-    except OverflowError:
-        return math.inf
 
 
 def join_trained(branches: list[Path], metrics_of: Sequence[str], output: Path, metrics: Path) -> None:
