@@ -111,15 +111,14 @@ def adapt(
     how: Execution | None = None,
     cluster: Cluster | None = None,
     live: str = "",
-    init: str = "",
 ) -> None:
     """Adapt a model to a novel domain: add an expert (DEMix-DAPT), or train a dense model further (Dense-DAPT).
 
     `shards` are train.arrow and dev.arrow of the novel domain; for a dense model, then the training domains' dev.
     `scores` is the folder of score tables of a model with experts, which choose the parent, and `training` are that
     model's training domains. `output` is for the files of the expert, by default the model's folder, or the adapted
-    model. An expert begins as its likeliest parent, or with `init` average as the average of all experts by posterior,
-    which experts that are whole models do by default. `live` is that of `train`.
+    model. An expert begins as its likeliest parent, and one that is a whole model as the average of all experts by
+    posterior. `live` is that of `train`.
     """
     if len(shards) < 2:
         raise DemixError(shards[0], "is the only shard", "give train.arrow and dev.arrow of the novel domain")
@@ -135,11 +134,11 @@ def adapt(
         # The first tables choose the parent. Forgetting is measured against the losses of the second tables.
         read = [scores / f"{domain}.dev" / f"{name}.parquet" for name in training]
         read += [scores / f"{name}.dev" / f"{name}.parquet" for name in training]
-        about = ["demix", training, *filter(None, [init]), [sha256_file(path) for path in read if path.exists()]]
+        about = ["demix", training, [sha256_file(path) for path in read if path.exists()]]
         # A missing table must be reported before any rank starts.
         chosen = choose_parent(scores, domain, training, blocks=PARENT_BLOCKS, decay=DECAY)
         unchanged = own_dev_losses(scores, training, adaptation.forgetting_blocks)
-        work = partial(adapting.adapt, model, pair, adaptation, chosen=chosen, unchanged=unchanged, init=init)
+        work = partial(adapting.adapt, model, pair, adaptation, chosen=chosen, unchanged=unchanged)
     described = describe(model)
     about += [fingerprinted(adaptation), described.shared_sha256, sorted(places.results)]
     steps = adaptation.steps(described.architecture.context)

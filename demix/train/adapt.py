@@ -43,9 +43,6 @@ from demix.train.trainer import DivergedError
 
 log = logging.getLogger(__name__)
 
-# What a new expert begins with.
-INITS = ("parent", "average")
-
 
 class Adaptation(AdaptationRecipe):
     """How a model is adapted to one novel domain.
@@ -80,7 +77,6 @@ def adapt(
     *,
     chosen: Mapping[str, Any] | None = None,
     unchanged: Mapping[str, float] = MappingProxyType({}),
-    init: str = "",
     training: Sequence[Path] = (),
 ) -> None:
     """Adapt the model in `directory` to the novel domain of `shards`, its train and dev tokens (paper, section 6).
@@ -103,7 +99,7 @@ def adapt(
         measured = {domain: (dev, adaptation.dev_blocks)}
         measured |= {one.path.parent.name: (one, adaptation.forgetting_blocks) for one in others}
         evaluate = dev_losses(measured, world, itemgetter(0), known=unchanged)
-        begin, origin = _dense(directory) if chosen is None else _new_expert(directory, domain, chosen, init)
+        begin, origin = _dense(directory) if chosen is None else _new_expert(directory, domain, chosen)
         adapting = _Adapting(directory, shards, origin, places.checkpoints, begin, evaluate, world)
         found, states = adapting.best(adaptation)
         if world.rank:
@@ -133,21 +129,17 @@ def _dense(directory: Path) -> tuple[_Begin, dict[str, Any]]:
     return lambda: load_model(directory, (DENSE_EXPERT,)), origin
 
 
-def _new_expert(directory: Path, domain: str, chosen: Mapping[str, Any], init: str) -> tuple[_Begin, dict[str, Any]]:
+def _new_expert(directory: Path, domain: str, chosen: Mapping[str, Any]) -> tuple[_Begin, dict[str, Any]]:
     """What the expert of a novel domain begins with, and what its lineage says of that.
 
-    With `init` parent these are the likeliest parent's own tensors. With average they are the average of all experts,
-    weighted by their posterior on the domain's dev split (Gururangan et al. 2023, section 2.4), which is what experts
-    that are whole models begin with by default.
+    These are the likeliest parent's own tensors. Experts that are whole models begin with the average of all experts,
+    weighted by their posterior on the domain's dev split (Gururangan et al. 2023, section 2.4).
     """
-    if init not in ("", *INITS):
-        raise DemixError(f"--init {init}", "is not known", f"use {' or '.join(INITS)}")
     refuse_routed(directory, "no expert of a domain can join")
-    init = init or ("average" if whole_models(directory) else "parent")
-    parent = chosen["parent"]
-    log.info("%s: %s, likeliest expert %s (posterior %.3f)", domain, init, parent, chosen["parent_prior"])
+    average, parent = whole_models(directory), chosen["parent"]
+    log.info("%s: likeliest expert %s (posterior %.3f)", domain, parent, chosen["parent_prior"])
     origin = {**chosen}
-    if init == "average":
+    if average:
         parents = parents_of(directory, chosen["priors"])
         origin |= {"parent": None, "parents": origins_of(chosen["priors"], parents)}
         # That of one parent. The weights say it of all.
@@ -156,8 +148,7 @@ def _new_expert(directory: Path, domain: str, chosen: Mapping[str, Any], init: s
         origin |= {"parent_sha256": expert_lineage(directory, parent).sha256}
 
     def begin() -> GPT:
-        own = init == "parent"
-        model = load_model(directory, (parent,)) if own else averaged(directory, chosen["priors"], parent)
+        model = averaged(directory, chosen["priors"], parent) if average else load_model(directory, (parent,))
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(model.owned(name))
         return model

@@ -1,6 +1,5 @@
 """Adaptation changes one file of a model of experts, or writes a dense model of its own."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from demix.model.merge import averaged, join_branches
 from demix.model.scoring import log_probabilities
 from demix.report.read import Parent, read_parents
 from demix.train.adapt import adapt
-from support.cli import demix, succeeds
+from support.cli import succeeds
 from support.contents import contents
 from support.errors import refused
 from support.tokens import NOVEL, TRAINING
@@ -213,24 +212,3 @@ def test_an_added_expert_begins_as_the_average_by_posterior(run: Path, tokens: P
     added = load_file(tmp_path / "added" / "experts" / "fantasy.safetensors")
     for key, value in by_numpy(model, chosen["priors"]).items():
         assert not np.array_equal(added[key], value.astype(added[key].dtype)), key
-
-
-def test_a_copy_of_the_parent_can_be_asked_for(run: Path, tokens: Path, tmp_path: Path) -> None:
-    settings, at = json.dumps(SHORT.as_dict()), places(tmp_path)
-    words = [
-        "adapt",
-        run / "model",
-        *novel_shards(tokens),
-        "--training",
-        ",".join(TRAINING),
-        "--scores",
-        run / "scores",
-    ]
-    words += ["--settings", settings, "--output", at.output, "--metrics", at.metrics, "--checkpoints", at.checkpoints]
-    succeeds(*words, "--init", "parent")
-    lineage = read_json(at.output / "experts" / "fantasy.json")
-    parent = read_json(run / "model" / "experts" / f"{lineage['parent']}.json")
-    assert lineage["parent_sha256"] == parent["sha256"]
-    assert "parents" not in lineage
-    with refused("--init best"):
-        raise demix(*words, "--init", "best").exception
