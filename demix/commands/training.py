@@ -102,9 +102,9 @@ def adapt(
     model: Path,
     shards: list[Path],
     settings: adapting.Adaptation,
+    output: Path,
     metrics: Path,
     checkpoints: Path,
-    output: Path | None = None,
     scores: Path | None = None,
     training: Sequence[str] = (),
     ranks: int = 1,
@@ -116,13 +116,13 @@ def adapt(
 
     `shards` are train.arrow and dev.arrow of the novel domain; for a dense model, then the training domains' dev.
     `scores` is the folder of score tables of a model with experts, which choose the parent, and `training` are that
-    model's training domains. `output` is for the files of the expert, by default the model's folder, or the adapted
-    model. An expert begins as its likeliest parent, and one that is a whole model as the average of all experts by
-    posterior. `live` is that of `train`.
+    model's training domains. `output` is for the files of the expert, or the adapted model. An expert begins as its
+    likeliest parent, and one that is a whole model as the average of all experts by posterior. `live` is that of
+    `train`.
     """
     if len(shards) < 2:
         raise DemixError(shards[0], "is the only shard", "give train.arrow and dev.arrow of the novel domain")
-    launch, places = _Launch(ranks, cluster, live), Places(output or (model if scores else None), metrics, checkpoints)
+    launch, places = _Launch(ranks, cluster, live), Places(output, metrics, checkpoints)
     pair, rest, adaptation, domain = (shards[0], shards[1]), shards[2:], _given(settings, how), shards[0].parent.name
     place_experts([domain], adaptation.sequences, world_size(ranks))
     if scores is None:

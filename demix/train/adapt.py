@@ -82,17 +82,15 @@ def adapt(
     """Adapt the model in `directory` to the novel domain of `shards`, its train and dev tokens (paper, section 6).
 
     With `chosen`, of `demix.evaluate.choice.choose_parent`, this is DEMix-DAPT: a new expert (`_new_expert`) is trained
-    alone, and no other file of the model changes. The files of the expert go below the output of `places`, by default
-    `directory`. `chosen` goes into the lineage, but for an average, which has no single parent. `unchanged` are the
-    training domains' losses on dev in nats per token, by domain: these domains keep their experts, so that these losses
-    hold at every step.
+    alone, and no other file of the model changes. The files of the expert go below the output of `places`. `chosen`
+    goes into the lineage, but for an average, which has no single parent. `unchanged` are the training domains' losses
+    on dev in nats per token, by domain: these domains keep their experts, so that these losses hold at every step.
 
     Else this is Dense-DAPT: all parameters of the dense model are trained further, and the adapted model is written to
     the output. `training` are the dev tokens of the training domains, which measure forgetting.
     """
-    if chosen is None and places.output is None:
-        raise DemixError("--output", "is missing", "name a folder for the adapted model")
-    output, domain = places.output or directory, shards[0].parent.name
+    output, domain = places.output, shards[0].parent.name
+    assert output is not None
     set_threads(adaptation.threads)
     with joined() as world:
         _, dev, *others = open_shards([*shards, *training], world)
