@@ -50,7 +50,7 @@ def format_of(directory: Path) -> Format:
     DemixError for a domain-token model (no other software has a domain token as first input), and for options of
     `architecture` that no format has: it names one of them, and the format that lacks the fewest.
     """
-    described = describe(directory, "kind")
+    described = describe(directory)
     if described.domain_tokens:
         raise DemixError(directory, "is a domain-token model, which no other format can hold", "export another model")
     architecture = _with_plain_head(described.architecture)

@@ -52,7 +52,10 @@ class LanguageModel(Transformer):
         E, B, T, D = hidden.shape
         states, weight = self.head(self, hidden.reshape(-1, D))
         wanted = targets.expand(E, B, T).reshape(-1)
-        return target_log_probabilities(states, weight, wanted).view(E, B, T)
+        if not torch.is_grad_enabled():
+            return _log_probabilities(states, weight, wanted)[0].view(E, B, T)
+        differentiable: Callable[[Tensor, Tensor, Tensor], Tensor] = _LogProbabilities.apply
+        return differentiable(states, weight, wanted).view(E, B, T)
 
 
 class Tied:
@@ -102,17 +105,6 @@ class Roberta(Tied):
 
 
 HEADS = {"tied": Tied, "untied": Untied, "clap": Clap, "roberta": Roberta}
-
-
-def target_log_probabilities(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """log softmax(states @ weight.T)[target], at least fp32, for states [N, D], weight [V, D] and targets [N]: [N].
-
-    At most `ROWS_AT_ONCE` rows of logits exist at a time, in forward and in backward.
-    """
-    if torch.is_grad_enabled():
-        differentiable: Callable[[Tensor, Tensor, Tensor], Tensor] = _LogProbabilities.apply
-        return differentiable(states, weight, targets)
-    return _log_probabilities(states, weight, targets)[0]
 
 
 class _LogProbabilities(torch.autograd.Function):

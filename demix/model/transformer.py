@@ -108,12 +108,12 @@ class KeyValues:
         self.values[:, :, start : self.seen] = values
         return self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
 
-    def of(self, sequences: Tensor, count: int, positions: int | None = None) -> "KeyValues":
+    def of(self, sequences: Tensor, count: int) -> "KeyValues":
         """A copy for other sequences, each with the past of one of these: `sequences` [R] are numbers below `count` B.
 
-        A sequence may be there several times. The copy has room for `positions`, by default for as many as this one.
+        A sequence may be there several times. The copy has room for as many positions as this one.
         """
-        other = KeyValues(positions or self.positions)
+        other = KeyValues(self.positions)
         filled = (cached[:, :, : self.seen] for cached in (self.keys, self.values))
         other.extended(*(part.view(-1, count, *part.shape[1:])[:, sequences].flatten(0, 1) for part in filled))
         return other
