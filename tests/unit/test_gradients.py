@@ -44,5 +44,5 @@ def test_the_softmax_of_a_gpu_is_that_of_a_cpu(needed: bool, weighted: bool) -> 
 def test_a_gradient_of_bf16_keeps_the_digits_of_a_likely_target() -> None:
     logits, target = torch.tensor([[9.0, 0.0, 0.0]]).bfloat16(), torch.tensor([0])
     exact = logits.double().softmax(1)[0, 0].item() - 1
-    heads._normalise_padded(logits, target, 3, True, None, 0.0)
+    heads._normalise_padded(logits, target, 3, True, None)
     assert logits[0, 0].item() == pytest.approx(exact, rel=2**-8)
