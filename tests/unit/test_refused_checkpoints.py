@@ -247,7 +247,6 @@ def test_what_changes_nothing_is_passed_over(tokens: Path, tmp_path: Path) -> No
     save_file(load_file(shard) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}, shard)
     verified = import_hf(hf, tmp_path / "in", verify=True)
     assert verified is not None
-    assert verified.texts > 500
     export_hf(tmp_path / "in", "dense", None, tmp_path / "out")
     json.loads((tmp_path / "out" / "tokenizer.json").read_text("utf-8"))
 
