@@ -87,8 +87,8 @@ class Options(Settings):
     )
     attention: Literal["causal", "bidirectional"] = Field(
         default="causal",
-        description="What a position attends to: causal (itself and earlier ones of the block) or bidirectional (all of "
-        "the block; with objective mlm only).",
+        description="What a position attends to: causal (itself and earlier ones of the block) or bidirectional (all "
+        "of the block; with objective mlm only).",
     )
     alibi: Literal["symmetric", "asymmetric"] = Field(
         default="symmetric",
