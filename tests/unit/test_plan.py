@@ -241,8 +241,8 @@ def test_the_cost_of_scoring_counts_every_text_under_every_column() -> None:
     assert [added[f"adapted-{name}"] for name in ("wiki", "code")] == [
         (n + k) * (dev + test) * 4 + 9 * test * (4 + 18) for n, k in ((8, 1), (9, 2))
     ]
-    # Of two orders of n-grams one model of all text, and one of each training domain.
-    of_ngrams = 2 * 16 * (dev + test) * ((4 + 18) + (8 * 4 + 18))
+    # Of three orders of n-grams one model of all text, and one of each training domain.
+    of_ngrams = 3 * 16 * (dev + test) * ((4 + 18) + (8 * 4 + 18))
     assert costs.of_all[1] == sum(costs.of_job(job)[1] for job in rules) + of_ngrams
 
 
