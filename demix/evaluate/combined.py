@@ -75,7 +75,7 @@ def combine(name: str, paths: list[Path], scores: Path, combination: Combination
         for column, some in columns.items():
             pieces = (logsumexp(rows + proportions) for rows in log_p(scores, some, place, types))
             write_scores(scores / name / place / f"{column}.parquet", pieces, {"tokens_sha256": tokens_sha256(ids)})
-        write_tokens(scores / name / place, ids, shard.offsets, combination.length, shard.origins, [*columns])
+        write_tokens(scores / name / place, ids, shard.offsets, combination.length, shard.origins)
     about = {"proportions": np.exp(proportions).tolist(), "members": [one.as_dict() for one in members]}
     write_digests(manifest, [(scores / name / place, [*columns]) for place in shards], about)
 

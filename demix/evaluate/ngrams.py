@@ -69,11 +69,10 @@ def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path, manifes
         tokens = sum(map(len, streams)) - len(streams)
         log.info("%s: %s learned from %d tokens, scored %d splits", folder.name, column, tokens, len(some))
     written: list[tuple[Path, Sequence[str]]] = []
-    # The table of tokens tells that all columns are there, so it comes last.
     for folder, columns in ((pooled, (DENSE_EXPERT,)), (by_domain, (*learned,))):
         for name, shard in scored.items():
             ids = shard.read(0, count_to_score(shard, scoring, scoring.length))
-            write_tokens(folder / name, ids, shard.offsets, scoring.length, shard.origins, columns)
+            write_tokens(folder / name, ids, shard.offsets, scoring.length, shard.origins)
             written.append((folder / name, columns))
     if manifest is not None:
         write_digests(manifest, written)

@@ -155,13 +155,11 @@ def _score_all(works: list[_Work], scoring: Scoring) -> list[tuple[Path, Sequenc
             scorer = _Scorer(replace(work, experts=experts), scoring)
             for path in work.shards:
                 scorer.score(path, shards[path])
-        # The table of tokens tells that all columns are there, so it comes last.
         for path in work.shards:
-            shard, columns = shards[path], work.experts or (path.parent.name,)
+            shard, place = shards[path], work.output / f"{path.parent.name}.{path.stem}"
             ids = shard.read(0, count_to_score(shard, scoring, scorer.length))
-            place = work.output / f"{path.parent.name}.{path.stem}"
-            write_tokens(place, ids, shard.offsets, scorer.length, shard.origins, columns)
-            written.append((place, columns))
+            write_tokens(place, ids, shard.offsets, scorer.length, shard.origins)
+            written.append((place, work.experts or (path.parent.name,)))
     return written
 
 

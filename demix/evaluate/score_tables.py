@@ -1,7 +1,6 @@
 """Score tables on disk: `<expert>.parquet` and `tokens.parquet` in `scores/<model>/<domain>.<split>/`."""
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,15 +16,13 @@ from demix.config.evaluation import ScoredTokens
 from demix.config.models import DENSE_EXPERT
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
-from demix.files import digest, read_parquet, sha256_file, write_json
+from demix.files import read_parquet, sha256_file, write_json, write_parquet
 from demix.files.batches import read_batches, regrouped, write_batches
 from demix.model.manifest import read_description, read_lineage
 
 # The approximate size of a row group: small in memory under all experts, and quick to score again after a kill.
 ROW_GROUP_TOKENS = 1 << 16
 ROUNDING = 1e-3
-# What the metadata of tokens.parquet tell of the columns that were scored with it: their names, and a digest.
-COLUMNS, COLUMNS_TOLD = b"columns", b"columns_sha256"
 # The workflow knows the tables by the manifests of the jobs that write them.
 SCORE_AGAIN = "score the domain again, by `snakemake -R score` (undamaged columns stay as they are) or score_ngrams"
 
@@ -89,51 +86,28 @@ def row_groups(tokens: int, length: int) -> list[tuple[int, int]]:
 
 
 def write_tokens(
-    directory: Path,
-    tokens: np.ndarray,
-    offsets: np.ndarray,
-    length: int,
-    origins: np.ndarray | None = None,
-    columns: Sequence[str] = (),
+    directory: Path, tokens: np.ndarray, offsets: np.ndarray, length: int, origins: np.ndarray | None = None
 ) -> None:
     """Write tokens.parquet, which all score columns of a split share: token ids, block and document numbers, origins.
 
-    Documents begin at `offsets`. Those with equal numbers in `origins`, by default none, are pieces of one. `columns`
-    are score columns that are there. The file names them and has a digest of their bytes, so that whoever reads columns
-    knows by this file whether one has changed. Where a file already holds these rows, its names stay, and its digest is
-    computed again if `columns` has one of them. A file that would stay the same is not written again.
+    Documents begin at `offsets`. Those with equal numbers in `origins`, by default none, are pieces of one. A file that
+    would stay the same is not written again, because other jobs may be reading it.
     """
-    path, groups = directory / "tokens.parquet", row_groups(len(tokens), length)
-    origins = np.arange(len(offsets)) if origins is None else origins
-    types = (pa.from_numpy_dtype(tokens.dtype), pa.int32(), pa.int32(), pa.int64())
-    plain = pa.schema(zip(("token", "block", "document", "origin"), types, strict=True), {"length": str(length)})
-
-    def rows(start: int, stop: int) -> pa.RecordBatch:
-        places = np.arange(start, stop)
-        documents = np.searchsorted(offsets, places, side="right") - 1
-        blocks, numbers = ((places // length).astype(np.int32), documents.astype(np.int32))
-        found = (tokens[start:stop], blocks, numbers, origins[documents])
-        return pa.record_batch([pa.array(column) for column in found], schema=plain)
-
-    def holds() -> bool:
-        before = _footer(path)
-        if (before.rows, before.about.get(b"length")) != (len(tokens), plain.metadata[b"length"]):
-            return False
-        found = regrouped(read_batches(path, plain.names), [stop - start for start, stop in groups])
-        return all(batch.equals(rows(*group)) for batch, group in zip(found, groups, strict=True))
-
-    names, before = [*columns], ""
-    # A file that is missing, damaged or of other tokens is written again.
+    path, places = directory / "tokens.parquet", np.arange(len(tokens))
+    documents = np.searchsorted(offsets, places, side="right") - 1
+    columns = {
+        "token": tokens,
+        "block": (places // length).astype(np.int32),
+        "document": documents.astype(np.int32),
+        "origin": documents if origins is None else origins[documents],
+    }
+    table = pa.table(columns).replace_schema_metadata({"length": str(length)})
+    # A file that is missing or damaged is written again.
     with suppress(DemixError):
-        if holds():
-            names, before = _told(path)
-            if not {*names} & {*columns}:
-                return
-    now = _digest(directory, names)
-    if not before or now != before:
-        told = {COLUMNS: json.dumps(names), COLUMNS_TOLD: now} if names else {}
-        schema = plain.with_metadata({b"length": str(length).encode()} | told)
-        write_batches(path, schema, (rows(*group).cast(schema) for group in groups))
+        before = read_parquet(path)
+        if before.equals(table) and before.schema.metadata.get(b"length") == str(length).encode():
+            return
+    write_parquet(table, path, row_group_size=row_groups(len(tokens), length)[0][1])
 
 
 def write_digests(
@@ -141,30 +115,11 @@ def write_digests(
 ) -> None:
     """Write the digests of score tables, each a folder with the columns that a job has written there.
 
-    The table of the tokens stands for the columns that it tells of. `about` has more to say of the job.
+    `about` has more to say of the job.
     """
-    files = [
-        place / f"{name}.parquet"
-        for place, columns in tables
-        for name in (["tokens"] if {*columns} <= {*_told(place / "tokens.parquet")[0]} else columns)
-    ]
+    files = [place / f"{name}.parquet" for place, columns in tables for name in (*columns, "tokens")]
     digests = {os.path.relpath(file, path.parent): sha256_file(file) for file in files}
     write_json(path, {"files": digests, **(about or {})})
-
-
-def _told(path: Path) -> tuple[list[str], str]:
-    """The score columns that a table of tokens names, and their digest; none where it names none.
-
-    Raises DemixError where it is missing or damaged.
-    """
-    footer = _footer(path)
-    return [*map(str, footer.told(COLUMNS, list, b"[]"))], footer.about.get(COLUMNS_TOLD, b"").decode()
-
-
-def _digest(directory: Path, names: Sequence[str]) -> str:
-    """A digest of the score columns `names` of a split, of which some may be missing."""
-    paths = [directory / f"{name}.parquet" for name in names]
-    return digest({path.stem: sha256_file(path) for path in paths if path.exists()})
 
 
 def write_scores(path: Path, pieces: Iterable[np.ndarray], metadata: dict[str, str]) -> None:
@@ -208,16 +163,15 @@ def stream_scores(
 ) -> Iterator[Blocks]:
     """The columns of `experts` in the order of the text: an even number of blocks at a time, about `at_once` tokens.
 
-    The columns of `beside` come with the scores of the same tokens. Raises DemixError if the columns have other bytes
-    than those that tokens.parquet names, if two columns were scored with different shared weights, if a value is no
-    log p or, after the last block, if a file belongs to other tokens than those of tokens.parquet.
+    The columns of `beside` come with the scores of the same tokens. Raises DemixError if two columns were scored with
+    different shared weights, if a value is no log p or, after the last block, if a file belongs to other tokens than
+    those of tokens.parquet.
     """
     beside, path = beside or {}, directory / "tokens.parquet"
     paths = [directory / f"{expert}.parquet" for expert in experts]
     tokens, *files = (_footer(one) for one in (path, *paths, *(table.path for table in beside.values())))
     _check_structure(tokens, files, len(paths))
-    _check_digest(directory, experts)
-    length = tokens.told(b"length", int)
+    length = tokens.number(b"length")
     # The released scorer works on pairs of blocks, so the number of blocks is even.
     size = 2 * length * max(1, at_once // (2 * length))
     sources = [(one, ["log_probability"]) for one in paths]
@@ -255,19 +209,6 @@ def _check_structure(tokens: "_Footer", files: "Sequence[_Footer]", columns: int
         for key in (b"shared_sha256", b"precision", b"folds"):
             if one.about.get(key) != files[0].about.get(key):
                 raise DemixError(one.path, f"was scored with another {key.decode()} than {files[0].path}", SCORE_AGAIN)
-
-
-def _check_digest(directory: Path, experts: Sequence[str]) -> None:
-    """Raise DemixError if the columns that tokens.parquet names, some of `experts` among them, are not as it says.
-
-    A column of the same tokens and weights may still be another one: of another precision, or of a job that was killed
-    before it wrote the table of the tokens. The column of an expert that was added is named by no table of tokens.
-    """
-    path = directory / "tokens.parquet"
-    names, told = _told(path)
-    if {*names} & {*experts} and _digest(directory, names) != told:
-        cause = f"has the digest of other bytes than its columns ({', '.join(names)}) have"
-        raise DemixError(path, cause, SCORE_AGAIN)
 
 
 def _refuse_impossible(path: Path, piece: np.ndarray, row: int, cure: str) -> None:
@@ -324,7 +265,7 @@ def scored_tokens(directory: Path) -> int:
 
 def scored_folds(directory: Path, experts: Sequence[str]) -> int:
     """The number of passes in which a masked model filled in the tokens of each block; 0 for a causal model."""
-    return int(_footer(directory / f"{experts[0]}.parquet").told(b"folds", int, b"0"))
+    return _footer(directory / f"{experts[0]}.parquet").number(b"folds", b"0")
 
 
 def refuse_evidence(subject: object, folds: int, asked: str) -> None:
@@ -347,13 +288,12 @@ class _Footer:
     def tokens_sha256(self) -> str:
         return self.about.get(b"tokens_sha256", b"").decode()
 
-    def told(self, key: bytes, kind: type, default: bytes = b"") -> Any:
-        """The value of a key, of a type of JSON's."""
+    def number(self, key: bytes, default: bytes = b"") -> int:
+        """The value of a key, a whole number."""
         said = self.about.get(key, default)
-        with suppress(ValueError):
-            if isinstance(value := json.loads(said), kind):
-                return value
-        raise DemixError(self.path, f"says of its {key.decode()} what no stage writes ({said!r:.40})", SCORE_AGAIN)
+        if not said.isdigit():
+            raise DemixError(self.path, f"says of its {key.decode()} what no stage writes ({said!r:.40})", SCORE_AGAIN)
+        return int(said)
 
 
 def _footer(path: Path) -> _Footer:

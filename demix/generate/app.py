@@ -11,7 +11,7 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -41,7 +41,6 @@ from demix.generate.completions import (
     Part,
     by_expert_of,
     completed,
-    log_probabilities_of,
     prompts_of,
     tokens_of,
 )
@@ -63,22 +62,6 @@ MAX_JUDGED = 1 << 16
 RULES = ("tempered", "switching(0.01)", "history", "released")
 # Those that it offers where the model's run has a clustering of its experts.
 BY_CLUSTER = ("cluster", "cluster+history")
-EXAMPLE = """\
-And it came to pass in those days, that he went out into a mountain to pray, and continued all night in prayer. And \
-when it was day, he called unto him his disciples.
-
-def mean(values):
-    total = 0.0
-    for value in values:
-        total += value
-    return total
-
-I thank the Minister for his answer. Will the Government now publish the figures before the House rises, and tell us \
-what the measure is expected to cost?"""
-# Requests that wait while another one is computed.
-MAX_WAITING = 16
-# From the arrival of a request to its last token.
-SECONDS = 300.0
 OFFERED = (
     "this server completes texts and has no chat: ask for POST /v1/completions or GET /v1/models, or open the page at /"
 )
@@ -130,7 +113,6 @@ class Page:
             "weights": rules,
             # These rules see earlier blocks, so that an updating prior would count the evidence of these twice.
             "all_text": [rule for rule in rules if "updating" in parsed_weights(rule).rules.refused],
-            "example": EXAMPLE,
             "heads": HEADS,
             "note": FILES_NOTE,
             "most_judged": MAX_JUDGED,
@@ -172,16 +154,15 @@ class Completions:
     """The answers to requests for completions, computed one at a time; others wait. None goes on once it `stops`."""
 
     def __init__(self, model: Opened, stops: Callable[[], bool]):
-        self.model, self.stops = model, stops
-        self.waiting, self._free = 0, asyncio.Semaphore(1)
+        self.model, self.stops, self._free = model, stops, asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, ends_at = Request(scope, receive), asyncio.get_running_loop().time() + SECONDS
+        request = Request(scope, receive)
         asked = await run_in_threadpool(Completion.asked_for, self.model, await request.body())
-        async with self._turn(ends_at):
+        async with self._free:
             if await request.is_disconnected():
                 raise ClientDisconnect
-            parts = self._parts(asked, ends_at)
+            parts = self._parts(asked)
             if asked.request.stream:
                 events = asked.events(parts)
                 await StreamingResponse(events, media_type="text/event-stream")(scope, receive, send)
@@ -191,33 +172,13 @@ class Completions:
                 found[index].append(part)
                 if await request.is_disconnected():
                     raise ClientDisconnect
-        await (await run_in_threadpool(asked.whole, found))(scope, receive, send)
+        await JSONResponse(asked.whole(found))(scope, receive, send)
 
-    @asynccontextmanager
-    async def _turn(self, ends_at: float) -> AsyncIterator[None]:
-        if self.waiting >= MAX_WAITING:
-            raise HTTPException(429, f"{MAX_WAITING} other requests are waiting; try again later")
-        self.waiting += 1
-        try:
-            async with asyncio.timeout_at(ends_at):
-                await self._free.acquire()
-        except TimeoutError:
-            raise HTTPException(503, f"other requests took more than {SECONDS:g} s; try again later") from None
-        finally:
-            self.waiting -= 1
-        try:
-            yield
-        finally:
-            self._free.release()
-
-    async def _parts(self, asked: "Completion", ends_at: float) -> AsyncIterator[tuple[int, Part]]:
-        clock = asyncio.get_running_loop().time
+    async def _parts(self, asked: "Completion") -> AsyncIterator[tuple[int, Part]]:
         for index, prompt in enumerate(asked.prompts):
             async for part in iterate_in_threadpool(completed(self.model, asked.mixture, asked.request, prompt)):
                 if self.stops():
                     raise HTTPException(503, "the server is being stopped")
-                if clock() > ends_at:
-                    raise HTTPException(400, f"the request took more than {SECONDS:g} s; ask for less")
                 yield index, part
 
 
@@ -241,10 +202,10 @@ class Completion:
         mixture = model.mixture(asked.experts, asked.weights, asked.prior)
         return cls(model, asked, mixture, prompts_of(model, asked), about | {"model": model.name})
 
-    def whole(self, found: Sequence[Sequence[Part]]) -> Response:
+    def whole(self, found: Sequence[Sequence[Part]]) -> dict[str, Any]:
         """The answer as one object, whose parts are given by prompt."""
         choices = [self._choice(index, parts) for index, parts in enumerate(found)]
-        return JSONResponse(self.about | {"choices": choices, "usage": self._usage(sum(map(len, found)))})
+        return self.about | {"choices": choices, "usage": self._usage(sum(map(len, found)))}
 
     async def events(self, parts: AsyncIterator[tuple[int, Part]]) -> AsyncIterator[bytes]:
         """The answer as server-sent events. An error is the last of them."""
@@ -252,7 +213,7 @@ class Completion:
         try:
             async for index, part in parts:
                 drawn += 1
-                if part.text or part.finish or asked.logprobs is not None or asked.by_expert:
+                if part.text or part.finish or asked.by_expert:
                     yield _event(self.about | {"choices": [self._choice(index, [part])]})
             if asked.stream_options.include_usage:
                 yield _event(self.about | {"choices": [], "usage": self._usage(drawn)})
@@ -261,10 +222,9 @@ class Completion:
             yield b"data: " + bytes(refusal(error).body) + b"\n\n"
 
     def _choice(self, index: int, parts: Sequence[Part]) -> dict[str, Any]:
-        asked, text = self.request, "".join(part.text for part in parts)
-        logs = None if asked.logprobs is None else log_probabilities_of(self.model.tokenizer, parts)
-        choice = {"index": index, "text": text, "logprobs": logs, "finish_reason": parts[-1].finish}
-        return choice | ({"by_expert": [part.by_expert for part in parts]} if asked.by_expert else {})
+        text = "".join(part.text for part in parts)
+        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": parts[-1].finish}
+        return choice | ({"by_expert": [part.by_expert for part in parts]} if self.request.by_expert else {})
 
     def _usage(self, drawn: int) -> dict[str, int]:
         """The numbers of tokens, of which so many were `drawn`."""

@@ -28,14 +28,12 @@ from demix.settings import DistinctItems, Integer, Items, Number, Settings, Swit
 MAX_TOKENS = 4096
 MAX_PROMPTS = 32
 MAX_STOPS = 16
-MAX_LOGPROBS = 5
 
 
 class StreamOptions(Settings):
     """What a stream has besides the text."""
 
     include_usage: Switch = False
-    include_obfuscation: Literal[False] = False
 
 
 class CompletionRequest(Settings):
@@ -55,8 +53,7 @@ class CompletionRequest(Settings):
     temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[Number, Field(ge=0, le=1)] = 1.0
     seed: Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Text | Items[Text] = ()
-    logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    stop: Text | Annotated[Items[Text], Field(max_length=MAX_STOPS)] = ()
     stream: Switch = False
     stream_options: StreamOptions = StreamOptions()
     user: Text = ""
@@ -142,8 +139,6 @@ def prompts_of(model: Opened, asked: CompletionRequest) -> list[list[int]]:
     texts = [given] if alone else given
     if not 1 <= len(texts) <= MAX_PROMPTS:
         raise DemixError("request.prompt", f"has {len(texts)} texts", f"send 1 to {MAX_PROMPTS}")
-    if len(asked.stops) > MAX_STOPS:
-        raise DemixError("request.stop", f"has {len(asked.stops)} strings", f"send at most {MAX_STOPS}")
     prompts = [tokens_of(model.tokenizer, one) for one in texts]
     for name, most in (("prompt", max(map(len, prompts))), ("max_tokens", asked.max_tokens)):
         if most > model.max_tokens:
@@ -165,28 +160,13 @@ def tokens_of(tokenizer: Tokenizer, text: Any) -> list[int]:
     return [*text]
 
 
-def name_of(tokenizer: Tokenizer, token: int) -> str:
-    """The text of a token, or its bytes where these are no text, as OpenAI writes them; each token's own."""
-    piece = tokenizer.vocabulary.pieces[token]
-    try:
-        return piece.decode() or f"token_id:{token}"
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
-
-
 @dataclass
 class Part:
-    """The next token of a completion: its log p, and the text that it ends.
+    """The next token of a completion: the text that it ends, and what `by_expert_of` says of it, where it is asked for.
 
-    `likeliest` has the log p of the likeliest tokens there and of the token itself, where they are asked for. `offset`
-    tells where in the whole text the token begins. `finish` says of the last part why it is the last. `by_expert` is
-    what `by_expert_of` says of the token.
+    `finish` says of the last part why it is the last.
     """
 
-    token: int
-    log_p: float
-    offset: int
-    likeliest: dict[int, float]
     text: str = ""
     finish: Literal["stop", "length"] | None = None
     by_expert: dict[str, Any] | None = None
@@ -197,7 +177,7 @@ def completed(model: Opened, mixture: MixedModel, asked: CompletionRequest, prom
 
     A prompt stands after `<|endoftext|>`, with which it may begin itself. Prompt and completion are one text, in blocks
     as in scoring (docs/explanation/demix-layers.md). A stop string is not part of a completion, but its tokens are
-    listed. `<|endoftext|>` ends a completion and has no text.
+    counted. `<|endoftext|>` ends a completion and has no text.
     """
     end, spell, text, sent = model.tokenizer.end_of_text, speller(model.tokenizer), "", 0
     decoder, generator = mixture.decoder(torch.tensor([end])), torch.Generator()
@@ -207,11 +187,8 @@ def completed(model: Opened, mixture: MixedModel, asked: CompletionRequest, prom
     else:
         generator.manual_seed(asked.seed)
     for left in reversed(range(asked.max_tokens)):
-        log_p = decoder.next_log_probabilities()
-        token = int(choose(log_p, asked.temperature, asked.top_p, generator))
-        top = log_p[0].topk(asked.logprobs or 0)
-        likeliest = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)) | {token: float(log_p[0, token])}
-        part = Part(token, float(log_p[0, token]), len(text), likeliest)
+        token = int(choose(decoder.next_log_probabilities(), asked.temperature, asked.top_p, generator))
+        part = Part()
         text += "" if token == end else spell(token)
         text += spell(None) if token == end or not left else ""
         stops = [place for stop in asked.stops if (place := text.find(stop)) >= 0]
@@ -251,17 +228,3 @@ def by_expert_of(scores: torch.Tensor, log_g: np.ndarray, after: np.ndarray) -> 
         "weights": (np.exp(np.concatenate([log_g[0], after])), 4),
     }
     return {name: (values.round(digits) + 0.0).tolist() for name, (values, digits) in numbers.items()}
-
-
-def log_probabilities_of(tokenizer: Tokenizer, parts: Sequence[Part]) -> dict[str, Any]:
-    """The `logprobs` of OpenAI's format for parts of a completion."""
-
-    def named(top: dict[int, float]) -> dict[str, float]:
-        return {name_of(tokenizer, token): value for token, value in top.items()}
-
-    return {
-        "tokens": [name_of(tokenizer, part.token) for part in parts],
-        "token_logprobs": [part.log_p for part in parts],
-        "top_logprobs": [named(part.likeliest) for part in parts],
-        "text_offset": [part.offset for part in parts],
-    }

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -46,9 +45,8 @@ def refusal(error: Exception) -> Response:
     if isinstance(error, DemixError):
         return refused(str(error).removeprefix("--"), 400)
     if isinstance(error, HTTPException):
-        headers = error.headers or {}
-        response = refused("; use ".join([error.detail, *headers.values()]), error.status_code)
-        response.headers.update(headers)
+        response = refused(error.detail, error.status_code)
+        response.headers.update(error.headers or {})
         return response
     if isinstance(error, ClientDisconnect):
         return refused("the sender has left, or was too slow", 408)
@@ -126,28 +124,10 @@ class Connection(H11Protocol):
         if self.cycle is not before:
             self._unset_keepalive_if_required()
 
-    def timeout_keep_alive_handler(self) -> None:
-        """Close a connection, with an error where a part of a head has come."""
-        if self.conn.trailing_data[0]:
-            self._refuse(f"the head of a request may take {HEAD_SECONDS} s", 408)
-        else:
-            super().timeout_keep_alive_handler()
-
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no request, while h11's error, which says why, is being handled."""
-        error = sys.exception()
-        self._refuse(f"this is no request of HTTP/1.1: {error or msg}", getattr(error, "error_status_hint", 400))
-
-    def _refuse(self, line: str, status: int) -> None:
-        answer = refused(line, status, close=True)
-        # An answer may have begun.
+        """Refuse what is no request; an answer may have begun."""
         with suppress(h11.LocalProtocolError):
-            for event in (
-                h11.Response(status_code=status, headers=answer.raw_headers),
-                h11.Data(data=bytes(answer.body)),
-                h11.EndOfMessage(),
-            ):
-                self.transport.write(self.conn.send(event) or b"")
+            super().send_400_response(msg)
         self.transport.close()
 
 

@@ -38,5 +38,5 @@ def client_of(address: str, key: str = "none") -> openai.OpenAI:
 
 def asked(address: str, prompt: object = PROMPT, model: str = "demix", **more: object) -> openai.types.Completion:
     """The answer to the openai client; what it does not know itself goes into the body as it is."""
-    body = {name: more.pop(name) for name in ("experts", "weights", "more") if name in more}
+    body = {name: more.pop(name) for name in ("experts", "weights", "by_expert", "more") if name in more}
     return client_of(address).completions.create(model=model, prompt=prompt, extra_body=body, **more)

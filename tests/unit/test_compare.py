@@ -19,7 +19,7 @@ from demix.data.tokenizer import byte_lengths
 from demix.evaluate.columns import join
 from demix.evaluate.domain import Evaluation, evaluate_domain
 from demix.evaluate.score_tables import write_scores
-from demix.files import read_parquet, write_json, write_parquet
+from demix.files import write_json
 from demix.report.compare import (
     BITS,
     FEW,
@@ -55,11 +55,7 @@ def relearned(run: Run, folder: Path, effect: int, name: str = "other") -> Run:
     """A copy of a run whose experts predict some documents better and some worse, evaluated by the stage."""
     made = renamed(run, folder, name)
     for path in sorted(folder.glob("scores/*/*/*.parquet")):
-        if path.stem == "tokens":
-            tokens = read_parquet(path)
-            # It tells of the columns of before.
-            write_parquet(tokens.replace_schema_metadata({b"length": tokens.schema.metadata[b"length"]}), path)
-        else:
+        if path.stem != "tokens":
             documents = pd.read_parquet(path.with_name("tokens.parquet"))["document"].to_numpy()
             file = pq.ParquetFile(path)
             own = np.random.default_rng([effect, *path.stem.encode(), *path.parent.name.encode()])

@@ -12,7 +12,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from demix.generate.app import EXAMPLE, MAX_JUDGED, RULES
+from demix.generate.app import MAX_JUDGED, RULES
 from demix.generate.completions import MAX_TOKENS
 from demix.generate.server import MAX_BYTES
 from demix.run.run import Run
@@ -127,8 +127,8 @@ def test_the_page_in_a_browser(server: Playground, browser: webdriver.Chrome) ->
     def text_of(selector: str) -> str:
         return browser.execute_script("return document.querySelector(arguments[0]).textContent", selector)
 
-    wait = WebDriverWait(browser, 30)
-    wait.until(lambda _: text_of("#tokens") == EXAMPLE)
+    wait, example = WebDriverWait(browser, 30), find("#text")[0].get_property("defaultValue")
+    wait.until(lambda _: text_of("#tokens") == example)
     find("#text")[0].clear()
     find("#text")[0].send_keys(TEXT)
     wait.until(lambda _: text_of("#tokens") == TEXT)
@@ -151,7 +151,7 @@ def test_the_page_in_a_browser(server: Playground, browser: webdriver.Chrome) ->
     assert find("#text")[0].get_property("value").startswith(TEXT)
 
     find("#example")[0].click()
-    wait.until(lambda _: text_of("#tokens") == EXAMPLE)
+    wait.until(lambda _: text_of("#tokens") == example)
     weights = Select(find("#weights")[0])
     assert [option.get_attribute("value") for option in weights.options] == list(RULES)
     before = text_of("#count")
@@ -220,8 +220,9 @@ def test_files_are_judged_and_compared_in_a_browser(
         found = evaluated(judging, text)
         return [find(f"#{name}")[0].text for name in ("answer", "doubt")] == [found["headline"], found["doubt"]]
 
-    wait.until(lambda _: says(EXAMPLE))
-    assert find("#text")[0].get_property("value") == EXAMPLE
+    example = find("#text")[0].get_property("defaultValue")
+    wait.until(lambda _: says(example))
+    assert find("#text")[0].get_property("value") == example
 
     texts = {"a.txt": SEA, "b.md": "the court said no", "c.txt": ""}
     paths = [tmp_path / name for name in (*texts, "d.png")]
@@ -258,7 +259,7 @@ def test_files_are_judged_and_compared_in_a_browser(
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         find("#example")[0].click()
-        wait.until(lambda _: says(EXAMPLE))
+        wait.until(lambda _: says(example))
         faults = Axe().run(browser)["violations"]
         assert [(fault["id"], fault["nodes"][0]["html"]) for fault in faults] == []
     severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]

@@ -104,7 +104,7 @@ def test_a_killed_job_goes_on_from_its_last_piece_and_leaves_the_same_bytes(
         (module.__name__, "trunk_log_probabilities", 2),
         # Dev is done, test is scored and its columns are not yet in their place.
         (module.__name__, "write_scores", 1),
-        # The last: all columns are in their place, and no table of tokens tells so.
+        # The last: all columns are in their place, and the table of tokens is not.
         (module.__name__, "write_tokens", 1),
     )
     for place, name, at in moments:
@@ -264,29 +264,6 @@ def test_tokens_of_before_that_differ_or_are_damaged_are_written_anew(tokens: Pa
         tables.write_tokens(tmp_path, ids, shard.offsets, length)
         assert pq.read_table(path)["token"].to_pylist() == ids.tolist()
         assert path.read_bytes() != content
-
-
-def test_the_table_of_tokens_tells_whether_a_column_changed(tokens: Path, model: Path, tmp_path: Path) -> None:
-    paths, (first, second, added) = shards_of(tokens)[:1], EXPERTS
-    place = tmp_path / f"{NOVEL[0]}.dev"
-
-    def after(experts: tuple[str, ...], scoring: Scoring = SCORING) -> bytes:
-        score(model, experts, paths, scoring, tmp_path)
-        return (place / "tokens.parquet").read_bytes()
-
-    both = after((first, second))
-    told = json.loads(pq.read_schema(place / "tokens.parquet").metadata[tables.COLUMNS])
-    assert told == [first, second]
-    assert after((added,)) == both, "it is told of by a file of its own"
-    assert after((first, second)) == both
-    other = after((second,), SCORING.replace(precision="bf16"))
-    assert other != both
-    assert after((first, second)) == both, "the same bytes again"
-    (place / "tokens.parquet").unlink()
-    assert after((first, second)) == both
-    (place / f"{second}.parquet").unlink()
-    (place / "tokens.parquet").unlink()
-    assert after((first,)) != both
 
 
 def test_blocks_from_a_place_on_are_those_of_the_whole(tokens: Path) -> None:
