@@ -47,9 +47,7 @@ def lm_eval(
         int, typer.Option(min=0, max=2**32 - 1, help="Seed of demonstrations and of sampled texts.")
     ] = 1234,
     output: Annotated[Path | None, typer.Option(help="The JSON file to write what the harness returns to.")] = None,
-    log_samples: Annotated[
-        bool, typer.Option("--log-samples", help="Write the answers to all documents too: <output>.<task>.jsonl.")
-    ] = False,
+    log_samples: Annotated[bool, typer.Option("--log-samples", help="Write the answers to all documents too.")] = False,
     tokenizer: Tokens = None,
 ) -> None:
     """Evaluate a mixture of experts on tasks of EleutherAI's lm-evaluation-harness, and print the harness's table.

@@ -25,7 +25,7 @@ from demix.config.training import Threads
 from demix.data import hub
 from demix.errors import DemixError, nearest
 from demix.evaluate.columns import HARNESS, TASKS, table_schema
-from demix.files import read_parquet, replacing, write_parquet
+from demix.files import read_parquet, write_parquet, write_text
 from demix.files.batches import write_batches
 from demix.model.device import set_threads, within_memory
 from demix.settings import DistinctItems, Seed, Text
@@ -33,8 +33,6 @@ from demix.settings import DistinctItems, Seed, Text
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 # The harness's own.
 SEED = 1234
-# Bytes of a task's name in that of a file, which has 255 at most.
-MOST_BYTES = 150
 QUIET = hub.QUIET | {
     "HF_UPDATE_DOWNLOAD_COUNTS": "0",
     "PIP_DISABLE_PIP_VERSION_CHECK": "1",
@@ -118,6 +116,8 @@ class KnownTasks:
                     for task, made in self.manager.load([name])["tasks"].items()
                 }
             for task, (version, documents) in found.items():
+                if not documents:
+                    raise DemixError(f"task {task}", "has no documents", "fix its data, or leave the task out")
                 text = json.dumps(documents, sort_keys=True, ensure_ascii=False, default=str)
                 yield task, version, documents, hashlib.sha256(text.encode()).hexdigest()
 
@@ -156,25 +156,11 @@ def evaluate_tasks(
 
 
 def write_results(results: dict[str, Any], output: Path) -> None:
-    """Write what the harness returned to the JSON file `output`, its samples to <output>.<task>.jsonl beside it.
-
-    Raises DemixError for the name of a task that cannot be part of a file's name.
-    """
+    """Write what the harness returned to the JSON file `output`."""
     from lm_eval.utils import handle_non_serializable
 
-    def text(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, indent=indent, default=handle_non_serializable, ensure_ascii=False) + "\n"
-
-    answers: dict[str, Any] = results.get("samples", {})
-    for task in answers:
-        if "/" in task or "\0" in task or len(task.encode()) > MOST_BYTES:
-            cause = "has a name that cannot be part of a file's name"
-            raise DemixError(f"task {task:.80}", cause, "rename the task, or leave out --log-samples")
-    written = {output: text({name: value for name, value in results.items() if name != "samples"}, 2)}
-    written |= {output.with_suffix(f".{task}.jsonl"): "".join(map(text, found)) for task, found in answers.items()}
-    for path, content in written.items():
-        with replacing(path) as temporary:
-            temporary.write_text(content)
+    text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
+    write_text(output, text + "\n")
 
 
 def tables_of(results: dict[str, Any]) -> list[str]:

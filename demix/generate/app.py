@@ -204,19 +204,18 @@ class Completion:
 
     def whole(self, found: Sequence[Sequence[Part]]) -> dict[str, Any]:
         """The answer as one object, whose parts are given by prompt."""
+        read, drawn = sum(map(len, self.prompts)), sum(map(len, found))
+        usage = {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
         choices = [self._choice(index, parts) for index, parts in enumerate(found)]
-        return self.about | {"choices": choices, "usage": self._usage(sum(map(len, found)))}
+        return self.about | {"choices": choices, "usage": usage}
 
     async def events(self, parts: AsyncIterator[tuple[int, Part]]) -> AsyncIterator[bytes]:
         """The answer as server-sent events. An error is the last of them."""
-        asked, drawn = self.request, 0
         try:
             async for index, part in parts:
-                drawn += 1
-                if part.text or part.finish or asked.by_expert:
-                    yield _event(self.about | {"choices": [self._choice(index, [part])]})
-            if asked.stream_options.include_usage:
-                yield _event(self.about | {"choices": [], "usage": self._usage(drawn)})
+                if part.text or part.finish or self.request.by_expert:
+                    value = self.about | {"choices": [self._choice(index, [part])]}
+                    yield f"data: {json.dumps(value, allow_nan=False)}\n\n".encode()
             yield b"data: [DONE]\n\n"
         except (DemixError, HTTPException) as error:
             yield b"data: " + bytes(refusal(error).body) + b"\n\n"
@@ -225,15 +224,6 @@ class Completion:
         text = "".join(part.text for part in parts)
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": parts[-1].finish}
         return choice | ({"by_expert": [part.by_expert for part in parts]} if self.request.by_expert else {})
-
-    def _usage(self, drawn: int) -> dict[str, int]:
-        """The numbers of tokens, of which so many were `drawn`."""
-        given = sum(map(len, self.prompts))
-        return {"prompt_tokens": given, "completion_tokens": drawn, "total_tokens": given + drawn}
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(value, allow_nan=False)}\n\n".encode()
 
 
 def content_policy(page: str) -> str:

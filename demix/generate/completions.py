@@ -30,12 +30,6 @@ MAX_PROMPTS = 32
 MAX_STOPS = 16
 
 
-class StreamOptions(Settings):
-    """What a stream has besides the text."""
-
-    include_usage: Switch = False
-
-
 class CompletionRequest(Settings):
     """The body of a request to /v1/completions: names and ranges are OpenAI's, but for the four in the second line.
 
@@ -55,7 +49,6 @@ class CompletionRequest(Settings):
     seed: Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Text | Annotated[Items[Text], Field(max_length=MAX_STOPS)] = ()
     stream: Switch = False
-    stream_options: StreamOptions = StreamOptions()
     user: Text = ""
     best_of: Annotated[Integer, Field(ge=1, le=1)] = 1
     n: Annotated[Integer, Field(ge=1, le=1)] = 1

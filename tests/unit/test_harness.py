@@ -15,10 +15,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from demix.config.harness import HarnessTasks
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.evaluate.harness import KnownTasks, evaluate_tasks, write_results
 from demix.files import read_parquet, write_parquet
 from demix.model.directory import load_model
 from demix.report import report_files
@@ -120,12 +118,9 @@ def evaluated(place: Path, tmp_path: Path, *options: object, model: Path | None 
     named = ("--include-path", place / "tasks", "--output", output, "--log-samples", *options)
     done = succeeds("lm-eval", model or place / "models" / "demix", "--tasks", ",".join(TASKS), *named)
     assert done.stdout.startswith("| Tasks")
-    assert set(json.loads(output.read_text())["results"]) == set(TASKS)
-    return {name: answers(tmp_path / f"out.{name}.jsonl") for name in TASKS}
-
-
-def answers(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    results = json.loads(output.read_text())
+    assert set(results["results"]) == set(TASKS)
+    return results["samples"]
 
 
 def numbers(sample: dict) -> list[float]:
@@ -265,7 +260,6 @@ def test_tasks_are_found_by_name_pattern_and_file(place: Path, tmp_path: Path, m
     assert results["config"]["weights"] == {"rule": "tempered", "beta": 0.1, "gamma": 0.99}
     assert results["config"]["prior"] == dict.fromkeys(("code", "law", "news"), pytest.approx(1 / 3))
     assert "samples" not in results
-    assert not list(tmp_path.glob("*.jsonl"))
     assert get_model("demix").__name__ == "DemixLM"
 
 
@@ -329,8 +323,8 @@ def test_a_local_task_asks_nothing_of_the_network(place: Path, tmp_path: Path) -
 
 
 MARKUP = "<script>alert(1)<script>"
-# Names of tasks, and what of a path each would be.
-PATHS = ("../../outside", "/tmp/outside", f"{MARKUP}/a", "n" * 151)
+# Names of tasks that would be paths, markup and code for the terminal.
+NAMED = ("../../outside", "/tmp/outside", MARKUP, "\x1b[2Jclear")
 
 
 def test_a_name_of_a_task_is_no_path_and_no_code_for_the_terminal(place: Path, tmp_path: Path) -> None:
@@ -338,22 +332,15 @@ def test_a_name_of_a_task_is_no_path_and_no_code_for_the_terminal(place: Path, t
     for folder in (tasks, output.parent):
         folder.mkdir()
     text = (place / "tasks" / "choice.yaml").read_text()
-    for number, name in enumerate((*PATHS, MARKUP, "\x1b[2Jclear")):
+    for number, name in enumerate(NAMED):
         (tasks / f"{number}.yaml").write_text(text.replace("task: choice", f"task: {json.dumps(name)}"))
-    for name in (*PATHS, str(tasks / "0.yaml")):
-        asked = KnownTasks.of(HarnessTasks(tasks=(name,), include_path=str(tasks)))
-        results = evaluate_tasks({"pretrained": str(model)}, asked, samples=True)
-        assert len(results["results"]) == 1
-        with pytest.raises(DemixError):
-            write_results(results, output)
-    assert [*output.parent.iterdir()] == []
-    assert not Path("/tmp/outside").exists()
-    named = ("--include-path", tasks, "--output", output, "--log-samples")
-    shown = succeeds("lm-eval", model, "--tasks", f"\x1b[2Jclear,{MARKUP}", *named)
+    named = ("--include-path", tasks, "--output", output, "--log-samples", "--limit", 1)
+    shown = succeeds("lm-eval", model, "--tasks", ",".join(NAMED), *named)
     assert "\x1b" not in shown.stdout
     assert "\\x1b[2Jclear" in shown.stdout
     assert MARKUP in shown.stdout
-    assert len([*output.parent.iterdir()]) == 3
+    assert [*output.parent.iterdir()] == [output]
+    assert json.loads(output.read_text())["samples"].keys() == {*NAMED}
 
 
 def test_rows_are_the_values_of_the_harness_with_its_versions(place: Path, tmp_path: Path) -> None:
@@ -410,6 +397,16 @@ def test_other_documents_than_those_of_the_run_are_refused(place: Path, tmp_path
     output.unlink()
     with refused("documents.parquet"):
         scored(tmp_path / "run", output, {"model": "dense"})
+    assert not output.exists()
+
+
+def test_a_task_without_documents_is_one_line(place: Path, tmp_path: Path) -> None:
+    text = (place / "tasks" / "word.yaml").read_text()
+    (tmp_path / "word.yaml").write_text(f"{text}process_docs: !function chosen.none\n")
+    (tmp_path / "chosen.py").write_text("def none(documents):\n    return documents.select([])\n")
+    given, output = {"tasks": ["word"], "include_path": str(tmp_path)}, tmp_path / "documents.parquet"
+    with refused("task word"):
+        done("harness-documents", "--output", output, given=given)
     assert not output.exists()
 
 
