@@ -17,7 +17,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ import numpy as np
 import pandas as pd
 
 from demix.config.evaluation import MixingRecipe
-from demix.config.mixing import parsed_weights
 from demix.config.training import taken
 from demix.errors import DemixError, masked
 from demix.evaluate.domain import Evaluation, system_losses
@@ -203,20 +201,14 @@ def _sample(run: ComparedRun, kind: str, domain: str) -> Sample:
     """The losses of the main table's systems by document, mixed again from the score tables, and their resamples."""
     rows = run.own[run.own["domain"] == domain].set_index(list(SYSTEM))
     (sha256,) = rows["tokens_sha256"].unique() if len(rows) else ("",)
-    # The parameters of `switching` were chosen on dev by a search that need not be done again.
-    alphas = rows["alpha"].dropna().items() if "alpha" in rows else ()
-    chosen = {key: f"switching({float(alpha)!r})" for key, alpha in alphas if key[3] == "switching"}
-    tables, scores = _tables(run.of, domain, chosen), run.of.folder / "scores"
-    if not all(is_made(path) for path in _needed(run.of, domain, tables)):
+    wanted, scores = {system.key for _, system in main_systems(run.of)}, run.of.folder / "scores"
+    tables = _tables(run.of, domain, {key[:2] for key in wanted})
+    if not all(is_made(scores / table.folder / f"{domain}.test" / "tokens.parquet") for table in tables):
         return Sample(sha256, NO_SCORES)
     recipe: dict[str, Any] = taken(MixingRecipe, run.of.config.evaluation) | {"top_k": (), "temperatures": ()}
     recipe["routing_context"] = recipe["routing_context"][:1]
-    if chosen:
-        recipe["weights"] = tuple(name for name in recipe["weights"] if name != "switching")
     about: dict[str, Any] = {"kind": kind, "tables": tables, "compared": (), "against": (), "seed": run.of.seed}
     scored, lost = system_losses(scores, domain, Evaluation(**recipe, **about))
-    lost |= {key: lost[*key[:3], name] for key, name in chosen.items() if (*key[:3], name) in lost}
-    wanted = {system.key for _, system in main_systems(run.of)}
     known = {key: float(number) for key, number in rows["nll"].items() if key in wanted}
     same = all(key in lost and np.isclose(lost[key].nll.sum(), nll) for key, nll in known.items())
     if scored.sha256 != sha256 or not same:
@@ -232,32 +224,16 @@ def _sample(run: ComparedRun, kind: str, domain: str) -> Sample:
     return Sample(sha256, "", scored.tokens, scored.origins, nats, by_system, block)
 
 
-def _tables(run: Run, domain: str, chosen: dict[Any, str]) -> tuple[Evaluated, ...]:
-    """The score tables of the main table's systems, with their sets of experts; `chosen` names rules by system."""
-    wanted, tables = {system.key for _, system in main_systems(run)}, []
-    for table in (one for one in evaluated(run, domain) if one.seed == run.seed):
-        sets = []
-        for some in table.sets:
-            own = table.model, some.label
-            methods = tuple(name for name in some.methods if (*own, name) in {key[:3] for key in wanted})
-            named = tuple(chosen.get((*own, "fitted", name), name) for name in run.config.evaluation.weights)
-            if methods:
-                sets.append(replace(some, methods=methods, weights=named, alone=False, variants=False))
-        dense = not (table.sets or table.top_k or table.without) and (table.model, "dense", "dense", "") in wanted
-        if sets or dense:
-            tables.append(replace(table, sets=tuple(sets)))
+def _tables(run: Run, domain: str, wanted: set[tuple[str, str]]) -> tuple[Evaluated, ...]:
+    """The score tables of the run's own seed with those of their sets of experts whose model and label are wanted."""
+    tables = []
+    for table in evaluated(run, domain):
+        if table.seed == run.seed and not table.told_apart:
+            named = [some for some in table.sets if (table.model, some.label) in wanted]
+            sets = tuple(replace(some, alone=False, variants=False) for some in named)
+            if sets or (table.model, "dense") in wanted:
+                tables.append(replace(table, sets=sets))
     return tuple(tables)
-
-
-def _needed(run: Run, domain: str, tables: Sequence[Evaluated]) -> Iterator[Path]:
-    """The files of scores and distances that `tables` are mixed from."""
-    for table in tables:
-        for split, name in product(table.splits, (*table.columns, "tokens")):
-            yield run.folder / "scores" / table.folder / f"{domain}.{split}" / f"{name}.parquet"
-    if any(parsed_weights(name).rules.routed for name in run.config.evaluation.weights):
-        context = run.config.evaluation.routing_context[0]
-        for routing in {some.routing for table in tables for some in table.sets if some.routing}:
-            yield run.folder / "routing" / routing / context / f"{domain}.test.parquet"
 
 
 def _why(runs: Sequence[ComparedRun], domain: str) -> str:
