@@ -13,10 +13,10 @@ app = typer.Typer()
 @app.command(rich_help_panel="Results")
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="The runs' folders, results/<run>: first the base, then others.")],
-    html: Annotated[Path | None, typer.Option(help="A page to write, with the tables and figures.")] = None,
+    html: Annotated[Path | None, typer.Option(help="A page to write, with all tables.")] = None,
     format: Annotated[Literal["table", "markdown", "json"], typer.Option(help="How to print.")] = "table",
 ) -> None:
-    """Print runs side by side: settings that differ, the main table with intervals, the last values of curves.
+    """Print runs side by side: settings that differ, and the main table with intervals.
 
     Example: demix compare results/sample results/families
     """

@@ -85,9 +85,9 @@ class Comparison:
     """Runs, the first of them the base, and what they are compared in.
 
     `settings`: one row per key that differs, one column per run, values as JSON, "–" for a key that a run lacks.
-    `systems`: one row per measure, kind of domains, system and run, with columns value (mean over domains), low and
-    high (its own interval), spread (standard deviation over seeds), and change, change_low, change_high (in percent of
-    the base) and why (the reason why something is missing). What does not exist is NaN.
+    `systems`: one row per measure, kind of domains, system and run, with columns value (mean over domains), spread
+    (standard deviation over seeds), and change, change_low, change_high (in percent of the base) and why (the reason
+    why something is missing). What does not exist is NaN.
     `by_domain`: one row per domain, system and run but the first, with the columns nats, low and high.
     `domains` are those that are compared, by kind, and `left_out` those that not all runs have. `blocks` are the tokens
     of the blocks that were resampled in domains of few documents.
@@ -126,7 +126,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
             systems += _rows(runs, kind, names, measure)
         for system in _systems(runs):
             by_domain += _domain_rows(runs, kind, names, system)
-    columns = ["measure", "kind", "system", "oracle", "run", "value", "low", "high", "spread"]
+    columns = ["measure", "kind", "system", "oracle", "run", "value", "spread"]
     frame = pd.DataFrame(systems, columns=[*columns, "change", "change_low", "change_high", "why"])
     # A measure that no run has been evaluated by is none.
     frame = frame[frame.groupby(["measure", "kind"])["value"].transform("count") > 0]
@@ -263,8 +263,6 @@ def _rows(runs: Sequence[ComparedRun], kind: str, domains: list[str], measure: s
             known = not np.isnan(values[run.name])
             if known and measure == PERPLEXITY:
                 row["spread"] = pd.Series(means[run.name][system.key]).std()
-                if not any(_why([run], name) for name in domains):
-                    row["low"], row["high"] = bounds(_resampled(run, domains, system))
             if run is not base:
                 row["why"] = NOT_BOTH
             if run is not base and known and not np.isnan(values[base.name]):

@@ -1,11 +1,9 @@
-"""A comparison of runs as tables, as Markdown, as JSON, and as one page with figures."""
+"""A comparison of runs as tables, as Markdown, as JSON, and as one page."""
 
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-import altair as alt
 import numpy as np
 import pandas as pd
 
@@ -13,8 +11,7 @@ from demix.files import write_text
 from demix.files.json_files import without_nan
 from demix.progress import so_many
 from demix.report.cells import WITHIN_NOTE, numbered
-from demix.report.charts import coloured, dots, finish, inline
-from demix.report.compare import BITS, OTHER_TOKENIZER, PERPLEXITY, Comparison
+from demix.report.compare import BITS, PERPLEXITY, Comparison
 from demix.report.table import Table, cell, markdown, part_of_page, render
 from demix.run.run import config_fingerprint
 
@@ -165,43 +162,7 @@ def as_json(compared: Comparison) -> str:
 
 
 def write_page(compared: Comparison, path: str | Path) -> None:
-    """Write all tables and figures as one self-contained page, completely or not at all."""
+    """Write all tables as one self-contained page, completely or not at all."""
     shown = [part_of_page(table) for table in [*tables(compared), _by_domain(compared)]]
-    # Which runs they are and what they differ in stands first.
-    listed, settings, *main, by_domain = shown
-    parts = [listed, settings, inline(_dots(compared)), *main, by_domain]
     title = f"Runs compared: {', '.join(run.name for run in compared.runs)}"
-    write_text(path, render("comparison", title=title, paragraphs=[], notes=[], parts=parts))
-
-
-def _by_run(compared: Comparison) -> alt.Color:
-    names = [run.name for run in compared.runs]
-    return coloured("run", names, alt.Legend(title="run", orient="top"), sort=names)
-
-
-def _dots(compared: Comparison) -> alt.TopLevelMixin:
-    """The means by system and run, and the change from the first run, each with its 95% interval."""
-    # Perplexities of another tokenizer stand on no common scale.
-    measure = BITS if (compared.systems["measure"] == BITS).any() else PERPLEXITY
-    rows = compared.systems[(compared.systems["measure"] == measure) & (compared.systems["why"] != OTHER_TOKENIZER)]
-    names = [run.name for run in compared.runs]
-    systems = list(dict.fromkeys(rows["system"]))
-    panels: list[Any] = []
-    for kind, domains in compared.domains.items():
-        for value, low, high, title in (
-            ("value", "low", "high", f"{MEASURES[measure]}, {so_many(len(domains), f'{kind} domain')}"),
-            ("change", "change_low", "change_high", f"change in %, {kind} domains"),
-        ):
-            records = rows.loc[(rows["kind"] == kind) & rows[value].notna(), ["system", "run", value, low, high]]
-            records = records.set_axis(["system", "run", "value", "low", "high"], axis=1)
-            by_run: dict[str, Any] = {
-                "color": _by_run(compared),
-                "yOffset": alt.YOffset("run:N", scale=alt.Scale(domain=names)),
-            }
-            panels.append(dots(records, systems, title, labels=not panels, zero=value == "change", **by_run))
-    return finish(
-        alt.concat(*panels, columns=4, spacing=16) if panels else alt.concat(alt.Chart().mark_point()),
-        "Systems by run",
-        f"Mean {MEASURES[measure]} over domains (lower is better) and its change from the first run. Lines are 95% "
-        "intervals from resampling documents; where a run has none, only its dot is drawn.",
-    )
+    write_text(path, render("comparison", title=title, paragraphs=[], notes=[], parts=shown))
