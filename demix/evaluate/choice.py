@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,10 @@ ALPHAS = (0.001, 0.003, 0.01, 0.03, 0.06, 0.1, 0.2, 0.35, 0.6, 1.0)
 DEFAULT = Tempered(*DEFAULTS["tempered"])
 
 
-@dataclass(frozen=True)
-class TriedRule:
-    """A rule, and the nats per token that the choice minimises."""
+def tempered_on_dev(dev: Mapping[str, ScoreTable]) -> dict[Tempered, float]:
+    """The grid of `tempered` with the nats per token of each rule, the best first.
 
-    rule: Tempered
-    nats: float
-
-
-def tempered_on_dev(dev: Mapping[str, ScoreTable]) -> list[TriedRule]:
-    """The grid of `tempered`, best first; `dev` holds the table of each training domain's dev split.
+    `dev` holds the table of each training domain's dev split.
 
     Nats per token are the mean over domains of the loss of all experts and of the loss without the domain's own expert,
     both under a uniform prior. The second stands for novel domains. Where no expert has the name of the domain, the
@@ -54,31 +48,15 @@ def tempered_on_dev(dev: Mapping[str, ScoreTable]) -> list[TriedRule]:
         return -2 * float(np.mean([log_p / part.tokens for log_p, part in zip(mixed, parts, strict=True)]))
 
     if min(len(table.experts) for table in dev.values()) <= 2:
-        return []
-    grid = [TriedRule(rule, nats(rule)) for rule in (Tempered(beta, gamma) for beta in BETAS for gamma in GAMMAS)]
-    return sorted(grid, key=lambda tried: tried.nats)
+        return {}
+    grid = {rule: nats(rule) for rule in (Tempered(beta, gamma) for beta in BETAS for gamma in GAMMAS)}
+    return dict(sorted(grid.items(), key=lambda tried: tried[1]))
 
 
 def switching_on_dev(dev: ScoreTable, log_prior: np.ndarray) -> Switching:
     """The rule `switching` with the α that gives a domain's dev split the lowest loss under the prior `log_prior`."""
     rules = [Switching(alpha) for alpha in ALPHAS]
     return max(rules, key=lambda rule: Mixture(rule, log_prior).table(dev.scores, dev.mask).sum())
-
-
-def write_mixing(path: Path, dev: Mapping[str, ScoreTable]) -> None:
-    """Choose the parameters of `tempered` for a model on its training domains, and write its mixing.json."""
-    grid = tempered_on_dev(dev)
-    chosen = grid[0].rule if grid else DEFAULT
-    write_json(
-        path,
-        {
-            **asdict(chosen),
-            "experts": list(next(iter(dev.values())).experts),
-            "domains": {domain: table.sha256 for domain, table in dev.items()},
-            "grid": [asdict(tried.rule) | {"nats_per_token": tried.nats} for tried in grid],
-        },
-        sort_keys=False,
-    )
 
 
 def mixing_of(model: Path) -> Tempered:
@@ -120,9 +98,16 @@ def own_dev_losses(scores: Path, experts: Sequence[str], blocks: int) -> dict[st
 def choose_mixing(scores: Path, domains: Sequence[str], experts: Sequence[str], output: Path) -> None:
     """Choose the parameters of the rule tempered for a model, on the dev splits of its training domains.
 
-    `scores` is the model's folder of score tables.
+    `scores` is the model's folder of score tables, `output` its mixing.json.
     """
-    write_mixing(output, {domain: read_scores(scores / f"{domain}.dev", experts) for domain in domains})
+    dev = {domain: read_scores(scores / f"{domain}.dev", experts) for domain in domains}
+    grid = tempered_on_dev(dev)
+    content = asdict(next(iter(grid), DEFAULT)) | {
+        "experts": list(experts),
+        "domains": {domain: table.sha256 for domain, table in dev.items()},
+        "grid": [asdict(rule) | {"nats_per_token": nats} for rule, nats in grid.items()],
+    }
+    write_json(output, content, sort_keys=False)
 
 
 def average_experts(

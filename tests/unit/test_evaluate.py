@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.special import logsumexp
 
 from demix.data.tokenizer import Tokenizer, byte_lengths
-from demix.evaluate.choice import switching_on_dev, tempered_on_dev, write_mixing
+from demix.evaluate.choice import choose_mixing, switching_on_dev, tempered_on_dev
 from demix.evaluate.columns import COLUMNS, join
 from demix.evaluate.domain import Evaluation, evaluate_domain
 from demix.evaluate.intervals import bounds, resampled_blocks, resampled_sums, stretch_tokens
@@ -141,12 +141,12 @@ def test_rows_beyond_the_paper_are_those_of_the_formulas(tmp_path: Path, domain:
     scores = tmp_path / "scores"
     write_run(scores, domain)
     chosen = {name: read_scores(scores / "demix" / f"{domain}.dev", TRAINING) for name in ("law", "news")}
-    write_mixing(tmp_path / "models" / "demix" / "mixing.json", chosen)
+    choose_mixing(scores / "demix", [*chosen], TRAINING, tmp_path / "models" / "demix" / "mixing.json")
     evaluate_domain(scores, domain, evaluation(domain), output(tmp_path / domain), np.full(300, 3))
     found = rows(tmp_path, domain).query("model == 'demix' and experts == 'training' and top_k.isna()")
     test, dev = (read_scores(scores / "demix" / f"{domain}.{split}", TRAINING) for split in ("test", "dev"))
     known = {"log_prior": fitted_log_prior(dev.scores, dev.mask)}
-    best, alpha = tempered_on_dev(chosen)[0].rule, switching_on_dev(dev, known["log_prior"])
+    best, alpha = next(iter(tempered_on_dev(chosen))), switching_on_dev(dev, known["log_prior"])
     best_of_blocks = np.take_along_axis(
         test.scores, test.scores.sum(axis=1, keepdims=True).argmax(axis=2)[..., None], 2
     )

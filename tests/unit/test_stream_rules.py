@@ -165,18 +165,18 @@ def test_tempered_is_chosen_over_the_grid_with_and_without_the_own_expert() -> N
     # No expert has the name of the second domain, so that the best one, code, counts as its own.
     dev = {"law": table_of(experts, generator, "law"), "songs": table_of(experts, generator, "code")}
     grid = tempered_on_dev(dev)
-    assert {(tried.rule.beta, tried.rule.gamma) for tried in grid} == {(b, g) for b in BETAS for g in GAMMAS}
-    assert [tried.nats for tried in grid] == sorted(tried.nats for tried in grid)
-    for tried in (grid[0], grid[30], grid[-1]):
+    assert {(rule.beta, rule.gamma) for rule in grid} == {(b, g) for b in BETAS for g in GAMMAS}
+    assert [*grid.values()] == sorted(grid.values())
+    for rule in ([*grid][place] for place in (0, 30, -1)):
         expected = 0.0
         for domain, own in (("law", "law"), ("songs", "code")):
             rest = dev[domain].select([expert for expert in experts if expert != own])
             for part in (dev[domain], rest):
                 rows = part.scores.reshape(-1, len(part.experts))
-                log_g = slow_weights(rows, tried.rule, np.zeros(len(part.experts)))
+                log_g = slow_weights(rows, rule, np.zeros(len(part.experts)))
                 expected -= log_mixture(log_g, rows).mean() / 2
-        assert tried.nats == pytest.approx(expected, rel=1e-12)
-    assert tempered_on_dev({"law": dev["law"].select(("law", "news"))}) == []
+        assert grid[rule] == pytest.approx(expected, rel=1e-12)
+    assert tempered_on_dev({"law": dev["law"].select(("law", "news"))}) == {}
 
 
 def test_switching_is_chosen_on_dev() -> None:
