@@ -153,7 +153,7 @@ class TextFigures(OwnText):
     def __str__(self) -> str:
         from rich.console import Console
 
-        from demix.evaluate.told import answer
+        from demix.evaluate.own_summary import answer
 
         console = Console(file=io.StringIO(), width=150, markup=False, emoji=False, color_system=None)
         for part in answer(self):
@@ -250,14 +250,13 @@ class OpenedModel:
         pieces = tuple(one.piece for one in drawn)
         return TokenScores(self.experts, pieces, ids, log_p, np.exp(log_g), logsumexp(log_g + log_p))
 
-    def eval(self, text: Text, *, dev: Text | None = None, field: str = "text") -> TextFigures:
+    def eval(self, text: Text, *, field: str = "text") -> TextFigures:
         """What `demix eval` prints of a text, or of a file of documents in any format that the command reads.
 
-        `dev` is other text of the same kind, which adds the mixtures that are told the domain. `field` holds the text
-        in a file of records. As in training and scoring, and unlike in `score`, each document begins with an
-        `<|endoftext|>` that is a token of the text.
+        `field` holds the text in a file of records. As in training and scoring, and unlike in `score`, each document
+        begins with an `<|endoftext|>` that is a token of the text.
         """
-        return TextFigures(**vars(self._judge.told(dev, field).result(text, self._judge.read(text, field))))
+        return TextFigures(**vars(self._judge.result(text, self._judge.read(text, field))))
 
     @cached_property
     def _judge(self) -> Judge:

@@ -93,9 +93,6 @@ def evaluate_own(
             "standard input. Of several files, a table with a line for each.",
         ),
     ],
-    dev: Annotated[
-        Path | None, typer.Option(help="Other text of the same kind, from which the cached prior is computed.")
-    ] = None,
     tokenizer: Tokens = None,
     field: Annotated[str, typer.Option(help="The field that holds the text, in a file of records.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -109,12 +106,12 @@ def evaluate_own(
     from pydantic_core import to_jsonable_python
 
     from demix.evaluate.own_text import OwnText, Unread, evaluate_texts
-    from demix.evaluate.told import FILES_NOTE, answer, files_table, without_dense
+    from demix.evaluate.own_summary import FILES_NOTE, answer, files_table, without_dense
     from demix.files.json_files import without_nan
 
     # Reading the text logs the steps of a data stage, which are noise here.
     logging.getLogger("demix").setLevel(logging.WARNING)
-    found = list(evaluate_texts(model, texts, tokenizer, dev, field))
+    found = list(evaluate_texts(model, texts, tokenizer, field))
     alone = len(found) == 1 and not texts[0].is_dir()
     if as_json:
         told = without_nan(to_jsonable_python(found))

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,12 +23,11 @@ from demix.data.sources import Source, download
 from demix.data.text import SURROGATE
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.evaluate.choice import mixing_of, switching_on_dev
+from demix.evaluate.choice import mixing_of
 from demix.evaluate.score_tables import ScoreTable
 from demix.files import read_parquet
 from demix.files.kinds import TEXT, check_file_kind
 from demix.mix.mixtures import Mixture
-from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import Cluster, History, PriorAlone, Tempered
 from demix.model.clusters import clusters_of, has_clusters
 from demix.model.directory import CPU, expert_files, load_experts, refuse_masked, tokenizer_of
@@ -40,8 +39,6 @@ from demix.progress import progress
 from demix.run.models import adapted as adapted_to
 from demix.run.run import Run
 
-# The number of dev blocks that the paper uses for the cached prior.
-DEV_BLOCKS = 100
 # In the sample, the best expert needs more than this many times its usual bits per byte on 2% of the test documents of
 # the domains that its model has learned, and on 57% of those of other domains.
 UNLIKE = 1.25
@@ -115,18 +112,16 @@ class Unread:
     cure: str
 
 
-def evaluate_text(
-    model: Path, text: Path, tokenizer: Path | None = None, dev: Path | None = None, field: str = "text"
-) -> OwnText:
+def evaluate_text(model: Path, text: Path, tokenizer: Path | None = None, field: str = "text") -> OwnText:
     """The figures of one text; see `evaluate_texts`."""
-    (found,) = evaluate_texts(model, [text], tokenizer, dev, field)
+    (found,) = evaluate_texts(model, [text], tokenizer, field)
     if isinstance(found, Unread):
         raise DemixError(found.text, found.cause, found.cure)
     return found
 
 
 def evaluate_texts(
-    model: Path, texts: Sequence[Path], tokenizer: Path | None = None, dev: Path | None = None, field: str = "text"
+    model: Path, texts: Sequence[Path], tokenizer: Path | None = None, field: str = "text"
 ) -> Iterator[OwnText | Unread]:
     """Perplexity and bits per byte of each of `texts` under each expert of `model` and each method that mixes them.
 
@@ -137,16 +132,15 @@ def evaluate_texts(
     and the decay DECAY. `field` holds the text in a file of records.
 
     Of a folder all files are read, and a stream (a pipe, or `-`, standard input) like a file of plain text, within the
-    bound of one document. With `dev`, a text from the same domain, the mixtures include the cached and fitted priors of
-    its first DEV_BLOCKS blocks, and `switching`. Raises DemixError if the tokenizer is not the model's, or if the only
-    text is missing or cannot be read. One of several is then `Unread`.
+    bound of one document. Raises DemixError if the tokenizer is not the model's, or if the only text is missing or
+    cannot be read. One of several is then `Unread`.
     """
     refuse_masked(model, "says nothing of a text that is not masked")
     place, encoder = tokenizer_of(model, tokenizer)
     files = files_of(texts)
     for file in files:
         refuse_not_utf8(file)
-    judge = Judge.of(model, load_experts(model), place, encoder).told(dev, field)
+    judge = Judge.of(model, load_experts(model), place, encoder)
     for text in files:
         try:
             shard = judge.read(text, field)
@@ -160,7 +154,7 @@ def evaluate_texts(
 
 @dataclass(frozen=True)
 class Judge:
-    """A model that is opened, and what its figures of a text take: the dense model of its run, and a text of dev.
+    """A model that is opened, and what its figures of a text are compared with: the dense model of its run.
 
     A text is a file, a stream, or a string, which is one document.
     """
@@ -172,7 +166,6 @@ class Judge:
     dense: list[GPT] | None
     usual: Mapping[str, Usual]
     tempered: Tempered
-    dev: ScoreTable | None = None
 
     @classmethod
     def of(
@@ -186,20 +179,13 @@ class Judge:
         dense = load_experts(place, device=device) if place else None
         return cls(model, tokenizer, encoder, trunks, dense, usual_of(model), mixing_of(model))
 
-    def told(self, dev: Path | str | None, field: str = "text") -> Self:
-        """This with the mixtures that are told the domain by `dev`, other text of the same kind; None tells nothing."""
-        if dev is None or len(columns_of(self.trunks)) < 2:
-            return self
-        limit = DEV_BLOCKS * self.trunks[0].architecture.context
-        return replace(self, dev=_scored(self.trunks, self.read(dev, field), _named(dev).name, limit))
-
     def read(self, text: Path | str, field: str = "text") -> TokenShard:
         """The tokens of a text. Raises DemixError where it cannot be read or is empty."""
         return _tokenized(text, self.tokenizer, field)
 
     def mixed(self, shard: TokenShard, table: ScoreTable) -> dict[str, np.ndarray]:
         """log p [B, T] of a text under each mixture, by name."""
-        scores, mask, names, dev = table.scores, table.mask, table.experts, self.dev
+        scores, mask, names = table.scores, table.mask, table.experts
         uniform = np.full(len(names), -np.log(len(names)))
         mixtures = {TEMPERED: Mixture(self.tempered, uniform), "average": Mixture(PriorAlone(), uniform)}
         mixtures |= {"uniform": Mixture(History(), uniform), "updating": Mixture(History(), uniform, DECAY)}
@@ -208,12 +194,6 @@ class Judge:
             rule, far = Cluster(clusters.temperature), np.zeros_like(scores)
             far[mask] = clusters.distances(names, self.encoder, shard, scores.shape[1])
             mixed["cluster (uniform prior)"] = Mixture(rule, uniform).table(scores, mask, far)
-        if dev is not None:
-            cached = History().cached_log_prior(dev.scores, dev.mask, decay=DECAY, blocks=DEV_BLOCKS)
-            fitted = fitted_log_prior(dev.scores, dev.mask)
-            told = {"cached": Mixture(History(), cached), "fitted": Mixture(PriorAlone(), fitted)}
-            told["switching (fitted prior)"] = Mixture(switching_on_dev(dev, fitted), fitted)
-            mixed |= {name: one.table(scores, mask) for name, one in told.items()}
         return mixed
 
     def result(self, text: Path | str, shard: TokenShard) -> OwnText:
@@ -375,9 +355,9 @@ def _check_file(file: Path) -> None:
         raise DemixError(file, "is no file" if file.exists() else "is missing", "give the name of a file of text")
 
 
-def _scored(trunks: Sequence[GPT], shard: TokenShard, name: str, limit: int | None = None) -> ScoreTable:
-    """The scores of a text, of its first `limit` tokens (None: all). `name` is for the progress bar."""
-    inputs, targets, mask = blocks(shard, trunks[0].architecture.context, limit)
+def _scored(trunks: Sequence[GPT], shard: TokenShard, name: str) -> ScoreTable:
+    """The scores of a text. `name` is for the progress bar."""
+    inputs, targets, mask = blocks(shard, trunks[0].architecture.context)
     with progress(f"{name}: tokens", len(trunks) * int(mask.sum())) as advance:
         log_p = trunk_log_probabilities(trunks, inputs, targets, mask, advance=advance)
     scores = np.zeros((*mask.shape, len(log_p)))

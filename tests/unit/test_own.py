@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 
 from demix.data.tokenizer import Tokenizer
-from demix.evaluate.choice import switching_on_dev
-from demix.evaluate.own_text import DECAY, DEV_BLOCKS, evaluate_texts
+from demix.evaluate.own_text import DECAY, evaluate_texts
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.files import read_json, write_json
-from demix.mix.priors import fitted_log_prior
-from demix.mix.rules import History, Tempered
+from demix.mix.rules import Tempered
 from demix.model.directory import tokenizer_of
 from demix.model.manifest import Usual
 from demix.model.usual import write_usual
@@ -47,13 +45,10 @@ def asked(model: Path, text: Path, *more: object) -> dict:
 
 def test_the_numbers_are_those_of_the_pipeline(model: Path, tokens: Path, tmp_path: Path) -> None:
     corpus = tokens / "corpus" / "fantasy"
-    found = asked(model, corpus / "test.parquet", "--dev", corpus / "dev.parquet")
+    found = asked(model, corpus / "test.parquet")
     experts = tuple(sorted(TRAINING))
-    shards = [tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("dev", "test")]
-    score(
-        model, experts, shards, Scoring(dev_blocks=DEV_BLOCKS, test_tokens=None, precision="fp32", threads=1), tmp_path
-    )
-    dev, test = (read_scores(tmp_path / f"fantasy.{split}", experts) for split in ("dev", "test"))
+    score(model, experts, [tokens / "tokens" / "fantasy" / "test.arrow"], Scoring(threads=1), tmp_path)
+    test = read_scores(tmp_path / "fantasy.test", experts)
     assert (found["tokens"], found["documents"], found["blocks"]) == (test.tokens, test.documents, len(test.mask))
 
     def perplexity(log_p: np.ndarray) -> float:
@@ -64,18 +59,9 @@ def test_the_numbers_are_those_of_the_pipeline(model: Path, tokens: Path, tmp_pa
         assert line["perplexity"] == pytest.approx(perplexity(test.scores[..., number]), rel=1e-6)
         nats = math.log(line["perplexity"]) * test.tokens
         assert line["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["bytes"])
-    log_prior = History().cached_log_prior(dev.scores, dev.mask, decay=DECAY, blocks=DEV_BLOCKS)
     by_name = {line["name"]: line["perplexity"] for line in found["mixtures"]}
-    for method in ("average", "uniform", "updating", "cached"):
-        mixed = mix(test.scores, test.mask, method, decay=DECAY, log_prior=log_prior)
-        assert by_name[method] == pytest.approx(perplexity(mixed), rel=1e-6), method
-    fitted = fitted_log_prior(dev.scores, dev.mask)
-    rule = switching_on_dev(dev, fitted)
-    mixtures = {
-        "tempered (uniform prior)": mix(test.scores, test.mask, "uniform", Tempered(0.1, 0.99)),
-        "fitted": mix(test.scores, test.mask, "fitted", "", log_prior=fitted),
-        "switching (fitted prior)": mix(test.scores, test.mask, "fitted", rule, log_prior=fitted),
-    }
+    mixtures = {name: mix(test.scores, test.mask, name, decay=DECAY) for name in ("average", "uniform", "updating")}
+    mixtures["tempered (uniform prior)"] = mix(test.scores, test.mask, "uniform", Tempered(0.1, 0.99))
     for name, mixed in mixtures.items():
         assert by_name[name] == pytest.approx(perplexity(mixed), rel=1e-6), name
     best = min(found["experts"], key=lambda line: line["perplexity"])
@@ -91,7 +77,6 @@ def test_any_file_of_text_is_one_document(model: Path, tmp_path: Path) -> None:
         path.write_text(text, encoding="utf-8")
         found = asked(model, path)
         assert (found["documents"], found["bytes"]) == (1, len(text.encode()))
-    assert "cached" not in {line["name"] for line in found["mixtures"]}
 
 
 def test_a_model_of_one_expert_has_no_mixtures(model: Path, tmp_path: Path) -> None:
