@@ -76,7 +76,7 @@ def remarks(result: OwnText) -> list[str]:
 
 
 def without_dense(result: OwnText) -> str:
-    """A line where several experts have no dense model to compare with, as in a folder that was copied; else nothing."""
+    """A line where several experts have no dense model to compare with, as in a copied folder; else nothing."""
     if len(result.experts) < 2 or DENSE_OF_RUN in result.by_mixture:
         return ""
     return f"No dense model is compared: {result.model} lies in no run that has one of its recipe."

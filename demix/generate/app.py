@@ -31,8 +31,8 @@ from starlette.types import Receive, Scope, Send
 
 from demix.config.mixing import parsed_weights
 from demix.errors import DemixError
-from demix.evaluate.own_text import Judge
 from demix.evaluate.own_summary import FILES_NOTE, HEADS, cells, doubt, headline
+from demix.evaluate.own_text import Judge
 from demix.files.json_files import without_nan
 from demix.generate.completions import (
     MAX_TOKENS,
