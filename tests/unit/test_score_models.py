@@ -125,29 +125,6 @@ def test_only_the_model_that_changed_is_computed_again(
     assert passes == [("dense", 32)]
 
 
-@pytest.mark.parametrize("at", [2, 5, 6])
-def test_a_kill_loses_no_model_that_is_scored(
-    models: Path, shards: list[Path], tmp_path: Path, passes: Passes, monkeypatch: pytest.MonkeyPatch, at: int
-) -> None:
-    output, compute = tmp_path / "killed" / "scores", module.trunk_log_probabilities
-    score_models(models, shards, SCORING, tmp_path / "whole" / "scores")
-    whole = list(passes)
-    passes.clear()
-
-    def killed(*arguments: Any) -> Any:
-        if len(passes) == at:
-            raise KeyboardInterrupt
-        return compute(*arguments)
-
-    monkeypatch.setattr(module, "trunk_log_probabilities", killed)
-    with pytest.raises(KeyboardInterrupt):
-        score_models(models, shards, SCORING, output)
-    monkeypatch.setattr(module, "trunk_log_probabilities", compute)
-    score_models(models, shards, SCORING, output)
-    assert passes == whole
-    assert tables(output) == tables(tmp_path / "whole" / "scores")
-
-
 def test_what_is_missing_or_wrong_ends_the_job_in_one_line_that_names_the_model(
     models: Path, shards: list[Path], tmp_path: Path, passes: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
