@@ -240,8 +240,8 @@ def serve_model(
 
     Example: demix serve results/sample/models/demix --port 8501
     """
-    from demix.generate.app import place_of, serve
     from demix.generate.completions import opened
+    from demix.generate.server import place_of, serve
 
     # As in `eval`.
     logging.getLogger("demix").setLevel(logging.WARNING)

@@ -1,25 +1,72 @@
-"""The bounds of the server: whom it waits for, what it takes, and errors in OpenAI's form."""
+"""What `demix serve` opens: a page at / and completions as OpenAI's API at /v1."""
 
 import asyncio
+import base64
+import hashlib
 import json
-from collections.abc import Sequence
+import math
+import os
+import re
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from typing import Annotated, Any, Self, TypeVar
 
 import h11
+import numpy as np
+import torch
 import uvicorn
+from pydantic import Field
 from starlette.applications import Starlette
+from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from demix.config.mixing import parsed_weights
 from demix.errors import DemixError
-from demix.launch.guarded import Guarded
-from demix.settings import Settings, settings_from
+from demix.evaluate.own_summary import FILES_NOTE, HEADS, cells, doubt, headline
+from demix.evaluate.own_text import Judge
+from demix.files.json_files import without_nan
+from demix.generate.completions import (
+    MAX_TOKENS,
+    CompletionRequest,
+    Opened,
+    Part,
+    by_expert_of,
+    completed,
+    prompts_of,
+    tokens_of,
+)
+from demix.launch.guarded import LOOPBACK, Guarded
+from demix.model.clusters import has_clusters
+from demix.model.continuations import MixedModel
+from demix.model.decode import decoded
+from demix.model.directory import tokenizer_of
+from demix.settings import Items, Settings, Text, settings_from
 
+PAGE = Path(__file__).with_name("page.html")
+KEY = "DEMIX_API_KEY"
+# The characters of a text that are judged.
+MAX_JUDGED = 1 << 16
+# The rules that the page offers. The first is that of `demix eval`, whose sentence the page shows. A change of experts
+# once in 100 tokens follows a text that changes its domain sooner: over twelve texts of three dev documents of the
+# sample (100 tokens each) the right expert has 80% of the weight at 5.71 nats per token, with `tempered` 56% at 5.80.
+RULES = ("tempered", "switching(0.01)", "history", "released")
+# Those that it offers where the model's run has a clustering of its experts.
+BY_CLUSTER = ("cluster", "cluster+history")
+OFFERED = (
+    "this server completes texts and has no chat: ask for POST /v1/completions or GET /v1/models, or open the page at /"
+)
 CONNECTIONS = 64
 MAX_BYTES = 2 << 20
 # From the start of a connection, or the end of its last answer, to the end of a request's head.
@@ -32,6 +79,89 @@ MAX_LINE = 500
 T = TypeVar("T", bound=Settings)
 
 
+class TextRequest(Settings):
+    """A request to tell whose domain a text is."""
+
+    text: Annotated[Text, Field(max_length=MAX_JUDGED)]
+
+
+class MixRequest(Settings):
+    """A request to mix: a text, the experts in the mixture, and how.
+
+    `weights` names the rule of the weights (`demix.model.decode.weights_of`), and `prior` is "" (the rule's default),
+    updating, uniform or a domain.
+    """
+
+    text: Text
+    experts: Items[Text]
+    weights: Text
+    prior: Text
+
+
+@dataclass
+class Page:
+    """What the page is answered about a model; `last` are the text of the last request, its tokens and their scores."""
+
+    model: Opened
+    lock: Lock = field(default_factory=Lock)
+    last: tuple[str, list[int], torch.Tensor] | None = None
+
+    @cached_property
+    def judge(self) -> Judge:
+        """What `demix eval` judges a text by. The dense model of the run is loaded for the first text."""
+        model, device = self.model, self.model.trunks[0].token_embedding.device
+        path, _ = tokenizer_of(model.directory, model.tokenizer_file)
+        return Judge.of(model.directory, model.trunks, path, model.tokenizer, device)
+
+    def facts(self) -> dict[str, Any]:
+        """The facts about the model that the page shows."""
+        rules = RULES + (BY_CLUSTER if has_clusters(self.model.directory) else ())
+        return {
+            "name": str(self.model.directory),
+            "model": self.model.name,
+            "experts": self.model.experts,
+            "context": self.model.trunks[0].architecture.context,
+            "domains": self.model.domains,
+            "weights": rules,
+            # These rules see earlier blocks, so that an updating prior would count the evidence of these twice.
+            "all_text": [rule for rule in rules if "updating" in parsed_weights(rule).rules.refused],
+            "heads": HEADS,
+            "note": FILES_NOTE,
+            "most_judged": MAX_JUDGED,
+        }
+
+    def judged(self, asked: TextRequest) -> dict[str, Any]:
+        """What `demix eval` says of a text: sentences, its line in a table of texts, and the experts, best first."""
+        with self.lock:
+            result = self.judge.result(asked.text, self.judge.read(asked.text))
+        ranked = [{"name": line.name, "nats": math.log(line.perplexity)} for line in result.ranked]
+        told = {"headline": headline(result), "doubt": doubt(result), "line": cells(result), "ranked": ranked}
+        return dict(without_nan(told))
+
+    def analysed(self, asked: MixRequest) -> dict[str, Any]:
+        """What the experts say of each token of a text (`by_expert_of`), and the tokens (`pieces`).
+
+        `left_out` is the number of tokens beyond MAX_TOKENS. A request with the same text as the request before, but
+        another mixture, needs no forward pass.
+        """
+        model, end = self.model, torch.tensor([self.model.tokenizer.end_of_text])
+        mixture = model.mixture(asked.experts, asked.weights, asked.prior)
+        posterior = mixture.begin(end.numpy())
+        with self.lock:
+            if self.last is None or self.last[0] != asked.text:
+                ids = tokens_of(model.tokenizer, asked.text)
+                decoder = mixture.decoder(end)
+                first = torch.tensor([ids[:MAX_TOKENS]], dtype=torch.long)
+                self.last = asked.text, ids, decoder.read(first)[0]
+            _, every, scores = self.last
+        ids = every[:MAX_TOKENS]
+        log_g = posterior.observe(scores.numpy(), np.array([ids], np.int64))
+        pieces = list(decoded(model.tokenizer, ids))
+        return {"pieces": pieces, "left_out": len(every) - len(ids)} | by_expert_of(
+            scores, log_g, posterior.log_weights
+        )
+
+
 def refused(line: str, status: int, close: bool = False) -> Response:
     """An error in OpenAI's form, which may `close` the connection."""
     kind = "invalid_request_error" if status < 500 else "server_error"
@@ -40,8 +170,8 @@ def refused(line: str, status: int, close: bool = False) -> Response:
     return JSONResponse({"error": error}, status, {"connection": "close"} if close else None)
 
 
-def refusal(error: Exception) -> Response:
-    """The answer to a request that ended in `error`."""
+def refusal(request: Request | None, error: Exception) -> Response:
+    """The answer to a `request` that ended in `error`."""
     if isinstance(error, DemixError):
         return refused(str(error).removeprefix("--"), 400)
     if isinstance(error, HTTPException):
@@ -51,10 +181,6 @@ def refusal(error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return refused("the sender has left, or was too slow", 408)
     return refused("something went wrong; see the terminal", 500)
-
-
-async def _answered(request: Request, error: Exception) -> Response:
-    return refusal(error)
 
 
 def request_of(kind: type[T], body: bytes) -> T:
@@ -78,16 +204,140 @@ def without_null(value: Any) -> Any:
     return value
 
 
-def application(routes: Sequence[BaseRoute], offered: str, key: str) -> Guarded:
-    """An application of `routes` whose requests have at most MAX_BYTES (`demix.launch.guarded.Guarded`).
+class Completions:
+    """The answers to requests for completions, computed one at a time; others wait. None goes on once it `stops`."""
 
-    The error for any other request says what is `offered`.
+    def __init__(self, model: Opened, stops: Callable[[], bool]):
+        self.model, self.stops, self._free = model, stops, asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        asked = await run_in_threadpool(Completion.asked_for, self.model, await request.body())
+        async with self._free:
+            if await request.is_disconnected():
+                raise ClientDisconnect
+            parts = self._parts(asked)
+            if asked.request.stream:
+                events = asked.events(parts)
+                await StreamingResponse(events, media_type="text/event-stream")(scope, receive, send)
+                return
+            found: list[list[Part]] = [[] for _ in asked.prompts]
+            async for index, part in parts:
+                found[index].append(part)
+                if await request.is_disconnected():
+                    raise ClientDisconnect
+        await JSONResponse(asked.whole(found))(scope, receive, send)
+
+    async def _parts(self, asked: "Completion") -> AsyncIterator[tuple[int, Part]]:
+        for index, prompt in enumerate(asked.prompts):
+            async for part in iterate_in_threadpool(completed(self.model, asked.mixture, asked.request, prompt)):
+                if self.stops():
+                    raise HTTPException(503, "the server is being stopped")
+                yield index, part
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A request for completions that is understood, and the answers to it in OpenAI's form, each with `about`."""
+
+    model: Opened
+    request: CompletionRequest
+    mixture: MixedModel
+    prompts: list[list[int]]
+    about: dict[str, Any]
+
+    @classmethod
+    def asked_for(cls, model: Opened, body: bytes) -> Self:
+        """The request in `body`. Raises DemixError or HTTPException for what `model` does not answer."""
+        asked = request_of(CompletionRequest, body)
+        if asked.model != model.name:
+            raise HTTPException(404, f"the model {asked.model!r:.80} is not served here; ask for {model.name}")
+        about = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
+        mixture = model.mixture(asked.experts, asked.weights, asked.prior)
+        return cls(model, asked, mixture, prompts_of(model, asked), about | {"model": model.name})
+
+    def whole(self, found: Sequence[Sequence[Part]]) -> dict[str, Any]:
+        """The answer as one object, whose parts are given by prompt."""
+        read, drawn = sum(map(len, self.prompts)), sum(map(len, found))
+        usage = {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
+        choices = [self._choice(index, parts) for index, parts in enumerate(found)]
+        return self.about | {"choices": choices, "usage": usage}
+
+    async def events(self, parts: AsyncIterator[tuple[int, Part]]) -> AsyncIterator[bytes]:
+        """The answer as server-sent events. An error is the last of them."""
+        try:
+            async for index, part in parts:
+                if part.text or part.finish or self.request.by_expert:
+                    value = self.about | {"choices": [self._choice(index, [part])]}
+                    yield f"data: {json.dumps(value, allow_nan=False)}\n\n".encode()
+            yield b"data: [DONE]\n\n"
+        except (DemixError, HTTPException) as error:
+            yield b"data: " + bytes(refusal(None, error).body) + b"\n\n"
+
+    def _choice(self, index: int, parts: Sequence[Part]) -> dict[str, Any]:
+        text = "".join(part.text for part in parts)
+        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": parts[-1].finish}
+        return choice | ({"by_expert": [part.by_expert for part in parts]} if self.request.by_expert else {})
+
+
+def content_policy(page: str) -> str:
+    """The Content-Security-Policy: only the page's own script and style run (by hash), and only this server answers."""
+
+    def hashes(tag: str) -> str:
+        parts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digests = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts)
+        return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+    return (
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; img-src data:;"
+        " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def served(model: Opened, key: str, stops: Callable[[], bool]) -> Guarded:
+    """The application that serves `model`: to requests with the `key`, or without a key to this machine only.
+
+    `stops` says whether the server is about to end.
     """
+    html, page = PAGE.read_text(), Page(model)
+    made = int((model.directory / "model.json").stat().st_mtime)
+    card = {"id": model.name, "object": "model", "created": made, "owned_by": "demix"}
+    headers = {
+        "Content-Security-Policy": content_policy(html),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Cache-Control": "no-store",
+    }
+
+    async def root(request: Request) -> Response:
+        return Response(html, headers=headers, media_type="text/html")
+
+    def route(path: str, answer: Callable[..., dict[str, Any]], kind: type[Any] | None = None) -> Route:
+        """A path that gives an `answer`: to GET, or to a request of a `kind` that is posted."""
+
+        def answered(body: bytes) -> Response:
+            asked = () if kind is None else (request_of(kind, body),)
+            return JSONResponse(answer(*asked), headers=headers)
+
+        async def endpoint(request: Request) -> Response:
+            return await run_in_threadpool(answered, await request.body())
+
+        return Route(path, endpoint, methods=["POST" if kind else "GET"])
+
+    routes = [
+        Route("/", root),
+        route("/model", page.facts),
+        route("/analyse", page.analysed, MixRequest),
+        route("/eval", page.judged, TextRequest),
+        route("/v1/models", lambda: {"object": "list", "data": [card]}),
+        Route("/v1/completions", Completions(model, stops), methods=["POST"]),
+    ]
 
     async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
-        raise HTTPException(404, f"{scope['path']!r:.80} is not served here; {offered}")
+        raise HTTPException(404, f"{scope['path']!r:.80} is not served here; {OFFERED}")
 
-    handlers: Any = dict.fromkeys((DemixError, HTTPException, ClientDisconnect, Exception), _answered)
+    handlers: Any = dict.fromkeys((DemixError, HTTPException, ClientDisconnect, Exception), refusal)
     starlette = Starlette(routes=routes, exception_handlers=handlers)
     starlette.router.redirect_slashes, starlette.router.default = False, nothing
     return Guarded(starlette, MAX_BYTES, CONNECTIONS, SENDER_SECONDS, key, refused)
@@ -141,3 +391,35 @@ def config_of(app: ASGIApp) -> uvicorn.Config:
     quiet: Any = {"log_config": None, "log_level": "error", "access_log": False, "server_header": False}
     bounds: Any = {"timeout_keep_alive": HEAD_SECONDS, "timeout_graceful_shutdown": 10}
     return uvicorn.Config(app, http=Connection, ws="none", lifespan="off", proxy_headers=False, **quiet, **bounds)
+
+
+def place_of(host: str, port: int) -> socket.socket:
+    """A socket at a host and port, of which 0 is a free one.
+
+    Raises DemixError where it cannot be had, and for a host other than loopback without a key in the environment.
+    """
+    if in_url(host) not in LOOPBACK and not os.environ.get(KEY):
+        cure = f"set {KEY} to a key that requests must bear, or leave --host out"
+        raise DemixError(f"--host {host}", "may be reached from other machines", cure)
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        cause = f"cannot be used ({error.strerror})"
+        raise DemixError(f"{in_url(host)}:{port}", cause, "give another host or port") from None
+
+
+def server_of(model: Opened, key: str) -> uvicorn.Server:
+    """The server of `model`, as `served` answers."""
+    server = uvicorn.Server(config_of(served(model, key, lambda: server.should_exit)))
+    return server
+
+
+def serve(model: Opened, place: socket.socket) -> None:
+    """Answer requests at `place` until Ctrl-C, with the key of the environment. The first line has the addresses."""
+    host, port, *_ = place.getsockname()
+    address = f"http://{in_url(host)}:{port}"
+    print(f"{model.directory}: page {address}/, completions {address}/v1 (no chat); stop it with Ctrl-C", flush=True)
+    # The server ends by itself where a signal is ignored, as in a background job of a shell.
+    with suppress(KeyboardInterrupt):
+        server_of(model, os.environ.get(KEY, "")).run(sockets=[place])
+    print(f"{address}: stopped")

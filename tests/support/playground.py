@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from demix.generate.app import server_of
 from demix.generate.completions import Opened, opened
+from demix.generate.server import server_of
 from support.serving import running
 
 

@@ -7,8 +7,8 @@ from threading import Thread
 import openai
 import uvicorn
 
-from demix.generate.app import place_of, server_of
 from demix.generate.completions import Opened
+from demix.generate.server import place_of, server_of
 
 PROMPT = "Zoë’s naïve café – 東京 is where the committee of the House met."
 

@@ -14,8 +14,8 @@ from scipy.special import logsumexp
 
 import demix
 from demix.files import read_json
-from demix.generate.app import MixRequest, Page
 from demix.generate.completions import opened
+from demix.generate.server import MixRequest, Page
 from demix.model.export import export_hf
 from demix.run.run import Run
 from support.cli import demix as command

@@ -14,8 +14,8 @@ from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.own_text import evaluate_text
 from demix.files import read_json, write_json, write_json_lines
-from demix.generate.app import Page
 from demix.generate.completions import opened
+from demix.generate.server import Page
 from demix.model.clusters import copy_clusters
 from demix.model.continuations import Continuation, continuation_log_probabilities, mixture_of
 from demix.model.decode import generate, log_prior_of, weights_of

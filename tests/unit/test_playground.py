@@ -12,9 +12,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from demix.generate.app import MAX_JUDGED, RULES
 from demix.generate.completions import MAX_TOKENS
-from demix.generate.server import MAX_BYTES
+from demix.generate.server import MAX_BYTES, MAX_JUDGED, RULES
 from demix.run.run import Run
 from support.cli import demix
 from support.decoding import write_run

@@ -22,9 +22,8 @@ import demix as package
 from demix.config.architecture import Routed
 from demix.data.tokenizer import Tokenizer
 from demix.generate import server
-from demix.generate.app import KEY, place_of
 from demix.generate.completions import MAX_PROMPTS, MAX_TOKENS, opened
-from demix.generate.server import CONNECTIONS, MAX_BYTES
+from demix.generate.server import CONNECTIONS, KEY, MAX_BYTES, place_of
 from support.cli import refusal
 from support.decoding import LENGTH, write_run
 from support.disturbed import until
