@@ -105,8 +105,7 @@ def evaluate_own(
 
     from pydantic_core import to_jsonable_python
 
-    from demix.evaluate.own_summary import FILES_NOTE, answer, files_table, without_dense
-    from demix.evaluate.own_text import OwnText, Unread, evaluate_texts
+    from demix.evaluate.own_text import OwnText, Unread, answer, answers, evaluate_texts
     from demix.files.json_files import without_nan
 
     # Reading the text logs the steps of a data stage, which are noise here.
@@ -117,9 +116,7 @@ def evaluate_own(
         told = without_nan(to_jsonable_python(found))
         print(json.dumps(told[0] if alone else told, indent=2, ensure_ascii=False, allow_nan=False))
     else:
-        read = [one for one in found if isinstance(one, OwnText)]
-        parts = answer(read[0]) if alone and read else [files_table(found), FILES_NOTE, *map(without_dense, read[:1])]
-        for part in filter(None, parts):
+        for part in answer(found[0]) if alone and isinstance(found[0], OwnText) else answers(found):
             terminal().print(part)
     # Beside texts a folder may hold other things.
     unread = [one for one in found if isinstance(one, Unread) and Path(one.text) in texts]
