@@ -135,14 +135,13 @@ def evaluate_tasks(
 
     import demix.evaluate.harness_model  # noqa: F401, it registers the name `demix`
 
-    run = {name: value for name, value in model.items() if name in ("batch_size", "device")}
     cure = "check the task's YAML file and its data, and the network if it reads any"
     refused = _refused_as(",".join(tasks.asked.tasks), "cannot be evaluated", cure)
     # What the harness prints on the way is no result.
     with redirect_stdout(sys.stderr), refused, within_memory("--batch-size", "give a smaller one"):
         results: dict[str, Any] = simple_evaluate(
             "demix",
-            model_args={"seed": seed} | {name: model[name] for name in model.keys() - run.keys()},
+            model_args={"seed": seed, **model},
             tasks=tasks.names,
             task_manager=tasks.manager,
             num_fewshot=tasks.asked.shots,
@@ -150,7 +149,6 @@ def evaluate_tasks(
             gen_kwargs=drawing or None,
             log_samples=samples,
             **dict.fromkeys(SEEDS, seed),
-            **run,
         )
     return results
 
