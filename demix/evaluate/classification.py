@@ -2,10 +2,10 @@
 
 Sources: Gururangan et al. 2023, section 5.1 and appendix A.7; Holtzman et al. 2021 for calibration. The log-probability
 of a label is the sum over its tokens of log Σ_j g[t, j]·p_j(token), and the likeliest label is chosen. A routing gives
-the weights g. Where they come from the text alone, the tokens of the label that came before count as text too.
+the weights g. Where they come only from the text, the tokens of the label that came before count as text too.
 
 The released code mixes whole labels: each expert's log-probabilities of the labels go through a softmax over labels,
-and Σ_j g[j]·softmax_j(label) chooses. A row beside each routing whose weights are the same for all tokens does so.
+and Σ_j g[j]·softmax_j(label) chooses. A row next to each routing whose weights are the same for all tokens does so.
 """
 
 import hashlib
@@ -127,7 +127,7 @@ class TaskRouting:
     """A way to weight experts: a row of tasks.parquet.
 
     `log_priors` are the log weights [E] by the seed and number of a test example; `rule` adds the evidence of the text.
-    `reads` says what else it is told: the test labels, or the domain. `top_k` are the numbers of experts to keep, each
+    `reads` says what else it is given: the test labels, or the domain. `top_k` are the numbers of experts to keep, each
     a row of its own; None keeps all. A `released` one mixes labels as the released code does.
     """
 
@@ -142,7 +142,7 @@ class TaskRouting:
 
     @property
     def mixes(self) -> bool:
-        """Whether it prefers some experts, in a way of its own, by what it is told of a test but the domain."""
+        """Whether it prefers some experts, in a way of its own, by what it is given of a test but the domain."""
         return self.name not in ("dense", "average", "own expert") and not (self.expert or self.released)
 
 
@@ -178,13 +178,13 @@ def classify(
                 "shots": task.shots, "calibrated": task.calibrated, "seed": model.seed,
             }  # fmt: skip
             for routing in routings(task, experts, scored, given, near, tempered) if model.mixes else (ALONE,):
-                told = {"routing": routing.name, "temperature": routing.temperature}
-                told |= {"reads": routing.reads, "expert": routing.expert}
+                how = {"routing": routing.name, "temperature": routing.temperature}
+                how |= {"reads": routing.reads, "expert": routing.expert}
                 if weights is not None and routing.mixes:
                     means = zip(experts, mean_weights(scored, routing).tolist(), strict=True)
-                    weighted += [about | told | {"expert": expert, "weight": weight} for expert, weight in means]
+                    weighted += [about | how | {"expert": expert, "weight": weight} for expert, weight in means]
                 for top_k, right in zip(routing.top_k, answers(scored, routing, task), strict=True):
-                    rows.append(about | told | {"top_k": top_k} | judged(right, chance(asked), given.seed))
+                    rows.append(about | how | {"top_k": top_k} | judged(right, chance(asked), given.seed))
     for path in harness:
         rows += read_parquet(path).to_pylist()
     write_parquet(pa.Table.from_pylist(rows, table_schema(TASKS | HARNESS if harness else TASKS)), output)
@@ -217,7 +217,7 @@ def routings(
 ) -> Iterator[TaskRouting]:
     """All routings of a model with `experts`, each mixture also with each `top_k` that leaves an expert out.
 
-    `near` has the distances [E] of each context to the experts' clusters, where they have some. `tempered` stands for
+    `near` has the distances [E] of each context to the experts' clusters, where they have some. `tempered` is
     the rule of this name that leaves its parameters open; other open parameters are the usual ones.
     """
     uniform = np.zeros(len(experts))
@@ -230,9 +230,9 @@ def routings(
             rule = tempered if weights == "tempered" else weights_rule(parsed)
             mixtures.append(TaskRouting(str(weights), lambda one: uniform, rule))
     if near is not None:
-        hot, beside = given.temperature, near
+        hot, by_context = given.temperature, near
         for name, rule in (("cluster", PriorAlone()), ("cluster+history", History())):
-            mixtures.append(TaskRouting(name, lambda one: -beside[one.prompt.context] / hot, rule, temperature=hot))
+            mixtures.append(TaskRouting(name, lambda one: -by_context[one.prompt.context] / hot, rule, temperature=hot))
     for name, split, reads in (("fixed, 8 + 8", "validation", "8 more labels"), ("fixed, 8", "permutation", "")):
         if any(one.prompt.split == split for one in scored):
             by_seed = performance(scored, split, task, experts)
@@ -251,8 +251,8 @@ def routings(
     tests = [one.prompt for one in scored if one.prompt.split == "test"]
     only = np.where(np.eye(len(experts)), 0.0, -np.inf)
     if all(prompt.domain in experts for prompt in tests):
-        told = "test labels" if task.made == "domains" else "the domain"
-        yield TaskRouting("own expert", lambda one: only[experts.index(one.prompt.domain)], reads=told)
+        given_too = "test labels" if task.made == "domains" else "the domain"
+        yield TaskRouting("own expert", lambda one: only[experts.index(one.prompt.domain)], reads=given_too)
     for name, row in zip(experts, only, strict=True):
         yield TaskRouting("one expert", lambda one, row=row: row, expert=name)  # type: ignore[misc]
 
@@ -301,7 +301,7 @@ def weights_of(one: Scored, routing: TaskRouting) -> np.ndarray:
 def mean_weights(scored: Sequence[Scored], routing: TaskRouting) -> np.ndarray:
     """The mean weight [E] of each expert over all tests, with which the first token of a label is predicted.
 
-    That is the weight by the context alone (Gururangan et al. 2023, appendix A.7).
+    That is the weight by the context (Gururangan et al. 2023, appendix A.7).
     """
     tests = [replace(one, labels=one.labels[:1]) for one in scored if one.prompt.split == "test"]
     means: np.ndarray = np.mean([np.exp(weights_of(one, routing)[0]) for one in tests], axis=0)
@@ -372,7 +372,7 @@ def resampled_means(right: np.ndarray, seed: int) -> np.ndarray:
 
 
 def _by_expert(scored: Sequence[Scored], split: str, seed: int, experts: Sequence[str]) -> np.ndarray:
-    """Whether each expert alone is right on each prompt of a split and seed, [N, E]."""
+    """Whether each single expert is right on each prompt of a split and seed, [N, E]."""
     some = [one for one in scored if (one.prompt.split, one.prompt.seed) == (split, seed)]
     if not some:
         raise DemixError(f"split {split}", f"has no prompt of seed {seed}", "score the task again")

@@ -23,7 +23,7 @@ SYSTEM = {
 # results.parquet. `variant` is empty in the rows of the tables; others say what varies in theirs: decay and dev_blocks
 # (a whole grid, the config's own value too), dev_choice (an expert chosen on dev, not by the test's oracle) and
 # released_scorer (the published code of a paper, by `scorer` too: paper or released). The `scorer` of masked language
-# models says so, and their rows compare with one another alone. `chosen_on` is the split on which `naive` chose an
+# models says so, and their rows compare only with one another. `chosen_on` is the split on which `naive` chose an
 # expert for a novel domain. `beta`, `gamma` and `alpha` are the parameters of `tempered` and `switching`. `routing` is
 # the clustering whose distances weight the experts, `context` the text that is measured (document, block or
 # document_half) and `temperature` what squared distances are divided by; the variant routing is the whole grid of
@@ -126,7 +126,7 @@ ROUTED_TASK = {
     "seed": pa.int32(),
 }
 # tasks.parquet: the accuracy of one model on one task by one routing. `expert` is that of `one expert`; `reads` says
-# what the routing is told besides texts; `judged` that the 95% interval excludes chance.
+# what the routing is given besides texts; `judged` that the 95% interval excludes chance.
 TASKS = ROUTED_TASK | {
     "n_experts": pa.int32(),
     "temperature": pa.float64(),

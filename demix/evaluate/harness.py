@@ -101,7 +101,7 @@ class KnownTasks:
             if not found[name]:
                 _check_yaml(folder)
                 cure = nearest(name, manager.all_tasks, "`lm-eval ls tasks` lists the harness's own")
-                raise DemixError(f"task {name}", "is none of the harness or of include_path", cure)
+                raise DemixError(f"task {name}", "is neither in the harness nor in include_path", cure)
         return cls(asked, manager, list(dict.fromkeys(chain(*found.values()))))
 
     def documents(self, cure: str) -> Iterator[tuple[str, str, list[Any], str]]:

@@ -1,6 +1,6 @@
 """The models of demix as a model of EleutherAI's lm-evaluation-harness: importing this registers the name `demix`.
 
-Before every text stands one `<|endoftext|>`, as in generation. Token by token, the posterior over the experts follows
+One `<|endoftext|>` precedes every text, as in generation. Token by token, the posterior over the experts follows
 the text of a request, over the context and the continuation.
 """
 
@@ -37,7 +37,7 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
     `pretrained` is the directory. `seed` is that of sampled texts. `batch_size` is the number of continuations of a
     forward pass, by default, and for `auto`, as many as `demix.model.scoring` takes; texts are generated one by one.
     `device` is as in `demix.model.device.device_named`. `experts` (separated by commas, by default all), `weights`,
-    `prior` and `tokenizer` are as in `demix generate`. `top_k` mixes the likeliest experts of each token alone.
+    `prior` and `tokenizer` are as in `demix generate`. `top_k` mixes only the likeliest experts of each token.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """The id of `<|endoftext|>`, which stands before every text."""
+        """The id of `<|endoftext|>`, which precedes every text."""
         return self._tokenizer.end_of_text
 
     @property
@@ -84,7 +84,7 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
         return self._mixture.context
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes beside the results: digests, the experts and how they were mixed."""
+        """What the harness adds to the results: digests, the experts and how they were mixed."""
         return self._info
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **more: Any) -> list[int]:

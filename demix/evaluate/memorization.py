@@ -98,7 +98,7 @@ def audit_domain(domain: str, models: Path, tokens: Path, priors: Path, audit: A
 def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Audit) -> list[dict[str, Any]]:
     """A row for each system, split (train; test, which none has seen) and document.
 
-    Systems: `own`, the domain's expert alone; `mixture`, all experts; `minus`, the same without it; `without`, the
+    Systems: `own`, only the domain's expert; `mixture`, all experts; `minus`, the same without it; `without`, the
     model trained without the domain; mixtures with the domain's cached prior; `merged` and `merged_minus`, a merged
     model with and without the expert. A prompt of 50 tokens is continued greedily: `matched` is how many of the next 50
     are the document's before the first that is not, `share` the part of all 50 that are. `nll` is that of the

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 UNLIKE = 1.25
 DENSE_OF_RUN, TEMPERED = "dense model of the run", "tempered (uniform prior)"
 # Of 84 texts of no domain that the sample's experts know, the best expert of the first 200 tokens is that of the whole
-# text in 89%, of the first 50 in 60%. (Of texts of the domains that they know, 25 tokens tell the domain in 96%.)
+# text in 89%, of the first 50 in 60%. (Of texts of the domains that they know, 25 tokens name the domain in 96%.)
 FEW_TOKENS = 200
 NO_TEXT = ("holds no text", "name a file that contains text")
 
@@ -63,7 +63,7 @@ class Line:
 
 @dataclass(frozen=True)
 class ExpertLine(Line):
-    """The figures of one expert alone, and its weights in mixtures.
+    """The figures of a single expert, and its weights in mixtures.
 
     `behind` are the nats per token that the expert needs beyond those of the best expert (0 for the best). `usual` are
     the expert's figures on its own domain (`demix.model.usual`), None where they are unknown. `weight` is the mean of
@@ -237,7 +237,7 @@ class Judge:
 
 
 def _dense_of(model: Path) -> Path | None:
-    """The dense model of the same run and seed as `model`, which differs from it in the experts alone.
+    """The dense model of the same run and seed as `model`, which differs from it only in the experts.
 
     It is the first with the architecture, the optimizer and the beginning of the model. None where the run has no such
     dense model, for a model in no run, and for that model itself.
@@ -271,8 +271,8 @@ def raw_text(texts: Sequence[Path], field: str, domain: str, output: Path) -> No
         _check_file(text)
     if not download(Source(path=tuple(map(str, texts)), text=field), domain, output):
         left_out = read_parquet(output, columns=[]).schema.metadata[b"not_utf8"]
-        told = NO_TEXT if left_out == b"0" else ("is not UTF-8", f"convert it, from Latin-1 by {TO_UTF8}")
-        raise DemixError(", ".join(map(str, texts)), *told)
+        fault = NO_TEXT if left_out == b"0" else ("is not UTF-8", f"convert it, from Latin-1 by {TO_UTF8}")
+        raise DemixError(", ".join(map(str, texts)), *fault)
 
 
 def files_of(texts: Sequence[Path]) -> list[Path]:
@@ -305,7 +305,7 @@ def whole_text(text: str | Path) -> str:
 
 
 def _named(text: Path | str) -> Path:
-    """What stands for a text where it is named. Raises DemixError for what is neither a string nor a path."""
+    """The name of a text as a path. Raises DemixError for what is neither a string nor a path."""
     if not isinstance(text, str | Path):
         raise DemixError("text", f"is of the type {type(text).__name__}", "give a string, or a Path for a file")
     return Path("text") if isinstance(text, str) else text
@@ -415,7 +415,7 @@ def headline(result: OwnText) -> str:
 
 
 def _against(dense: float, mixed: float) -> str:
-    """How the dense model's perplexity stands to the mixture's, at the two decimals printed."""
+    """How the dense model's perplexity compares with the mixture's, at the two decimals printed."""
     less = round(dense, 2) - round(mixed, 2)
     return "as good as the mixture" if not less else f"{'better' if less < 0 else 'worse'} than the mixture"
 

@@ -47,7 +47,7 @@ class Plan:
                         yield mixture, ""
                         if parsed.family == "cluster":
                             yield replace(mixture, rule=released_rule(mixture.rule)), "released_scorer"
-                # The prior alone: equal weights have no likeliest experts.
+                # Only the prior: equal weights have no likeliest experts.
                 if method == "fitted" or (method == "average" and top_k is None):
                     yield self._mixture(method, top_k=top_k), ""
         if "average" in self.some.methods:

@@ -150,8 +150,8 @@ def _score_all(works: list[_Work], scoring: Scoring) -> list[tuple[Path, Sequenc
     written: list[tuple[Path, Sequence[str]]] = []
     for work in works:
         # Each column is a file of its own, so experts that are whole models are never in memory together.
-        alone = whole_models(work.directory) and work.experts
-        for experts in [(expert,) for expert in work.experts] if alone else [work.experts]:
+        apart = whole_models(work.directory) and work.experts
+        for experts in [(expert,) for expert in work.experts] if apart else [work.experts]:
             scorer = _Scorer(replace(work, experts=experts), scoring)
             for path in work.shards:
                 scorer.score(path, shards[path])
@@ -210,7 +210,7 @@ class _Scorer:
         """Score a split, unless all columns are there."""
         domain, split = path.parent.name, path.stem
         columns = self.work.experts or (domain,)
-        place, told = self.work.output / f"{domain}.{split}", f"{self.work.output.name} on {domain} {split}"
+        place, label = self.work.output / f"{domain}.{split}", f"{self.work.output.name} on {domain} {split}"
         ids = shard.read(0, count_to_score(shard, self.scoring, self.length))
         sha256 = tokens_sha256(ids)
         fingerprint = self._fingerprint(columns, sha256)
@@ -218,9 +218,9 @@ class _Scorer:
         # No two jobs write the same column, so the name of a job's first column makes its folder unique.
         folder = place / f".{columns[0]}.pieces"
         if all(_is_whole(file, len(ids), own) for file, own in files.values()):
-            log.info("%s: %d columns were already scored", told, len(columns))
+            log.info("%s: %d columns were already scored", label, len(columns))
         else:
-            pieces = self._score_pieces(shard, columns, folder, len(ids), fingerprint, told)
+            pieces = self._score_pieces(shard, columns, folder, len(ids), fingerprint, label)
             for column, (file, own) in files.items():
                 metadata = {
                     "tokens_sha256": sha256,
@@ -240,7 +240,7 @@ class _Scorer:
         return digest([model, columns, sha256, settings, _device(own_device())])
 
     def _score_pieces(
-        self, shard: TokenShard, columns: tuple[str, ...], folder: Path, count: int, fingerprint: str, told: str
+        self, shard: TokenShard, columns: tuple[str, ...], folder: Path, count: int, fingerprint: str, label: str
     ) -> list[Path]:
         """The files in `folder` with the scores of each row group of a split; those that are missing are written."""
         groups = {folder / f"{start}.parquet": (start, stop) for start, stop in row_groups(count, self.length)}
@@ -249,7 +249,7 @@ class _Scorer:
         }
         dtype, domains = compute_type(self.scoring.precision), columns if self.domain_tokens else None
         amount = len(self.trunks) * sum(stop - start for start, stop in missing.values())
-        with progress(f"{told}: tokens", amount) as advance:
+        with progress(f"{label}: tokens", amount) as advance:
             for piece, (start, stop) in missing.items():
                 cut = blocks(shard, self.length, stop, start)
                 try:
@@ -258,9 +258,9 @@ class _Scorer:
                     raise error.but(f"{self.work.directory}: {error.subject}") from None
                 table = pa.table(dict(zip(columns, scored.astype(np.float32), strict=True)))
                 write_parquet(table.replace_schema_metadata({"fingerprint": fingerprint}), piece)
-        log.info("%s: %d tokens under %d experts", told, count, len(columns))
+        log.info("%s: %d tokens under %d experts", label, count, len(columns))
         if len(missing) < len(groups):
-            log.info("%s: %d of %d pieces were already scored", told, len(groups) - len(missing), len(groups))
+            log.info("%s: %d of %d pieces were already scored", label, len(groups) - len(missing), len(groups))
         return [*groups]
 
 

@@ -246,9 +246,9 @@ def refuse_other_model(directory: Path, experts: Iterable[str], model: Path) -> 
         names = [name for name in (expert, DENSE_EXPERT) if (model / "experts" / f"{name}.json").exists()]
         own = read_lineage(model / "experts" / f"{names[0]}.json").sha256 if names else None
         path = directory / f"{expert}.parquet"
-        told = _footer(path).about
+        found = _footer(path).about
         for key, expected in (("shared_sha256", shared), ("expert_sha256", own)):
-            if expected is not None and told.get(key.encode(), b"").decode() != expected:
+            if expected is not None and found.get(key.encode(), b"").decode() != expected:
                 cause = f"was scored with other weights ({key}) than {model} has"
                 raise DemixError(path, cause, SCORE_AGAIN)
 
@@ -275,7 +275,7 @@ def refuse_evidence(subject: object, folds: int, asked: str) -> None:
     """
     if folds:
         cause = f"holds masked log-probabilities ({folds} folds), by which {asked} would see what is to be predicted"
-        raise DemixError(subject, cause, "mix masked models by average or fitted alone")
+        raise DemixError(subject, cause, "mix masked models by average or fitted")
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,8 @@ def opened(
 def prompts_of(model: Opened, asked: CompletionRequest) -> list[list[int]]:
     """The tokens of each prompt of a request. Raises DemixError for what is no prompt of this model."""
     given = asked.prompt
-    alone = isinstance(given, str) or (len(given) > 0 and all(type(one) is int for one in given))
-    texts = [given] if alone else given
+    single = isinstance(given, str) or (len(given) > 0 and all(type(one) is int for one in given))
+    texts = [given] if single else given
     if not 1 <= len(texts) <= MAX_PROMPTS:
         raise DemixError("request.prompt", f"has {len(texts)} texts", f"send 1 to {MAX_PROMPTS}")
     prompts = [tokens_of(model.tokenizer, one) for one in texts]
@@ -168,7 +168,7 @@ class Part:
 def completed(model: Opened, mixture: MixedModel, asked: CompletionRequest, prompt: Sequence[int]) -> Iterator[Part]:
     """Complete one prompt, part by part.
 
-    A prompt stands after `<|endoftext|>`, with which it may begin itself. Prompt and completion are one text, in blocks
+    A prompt follows `<|endoftext|>`, with which it may begin itself. Prompt and completion are one text, in blocks
     as in scoring (docs/explanation/demix-layers.md). A stop string is not part of a completion, but its tokens are
     counted. `<|endoftext|>` ends a completion and has no text.
     """

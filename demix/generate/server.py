@@ -79,7 +79,7 @@ T = TypeVar("T", bound=Settings)
 
 
 class TextRequest(Settings):
-    """A request to tell whose domain a text is."""
+    """A request for the domain that a text is most like."""
 
     text: Annotated[Text, Field(max_length=MAX_JUDGED)]
 
@@ -134,8 +134,8 @@ class Page:
         with self.lock:
             result = self.judge.result(asked.text, self.judge.read(asked.text))
         ranked = [{"name": line.name, "nats": math.log(line.perplexity)} for line in result.ranked]
-        told = {"headline": headline(result), "doubt": doubt(result), "line": cells(result), "ranked": ranked}
-        return dict(without_nan(told))
+        found = {"headline": headline(result), "doubt": doubt(result), "line": cells(result), "ranked": ranked}
+        return dict(without_nan(found))
 
     def analysed(self, asked: MixRequest) -> dict[str, Any]:
         """What the experts say of each token of a text (`by_expert_of`), and the tokens (`pieces`).
@@ -183,7 +183,7 @@ def refusal(request: Request | None, error: Exception) -> Response:
 
 
 def request_of(kind: type[T], body: bytes) -> T:
-    """The request that a body in JSON holds, in which null stands for a key that is not there.
+    """The request that a body in JSON holds, in which null is as good as no key.
 
     Raises DemixError for all else.
     """

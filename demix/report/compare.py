@@ -4,7 +4,7 @@ What is compared is the number of the main table: the plain mean over domains of
 run's own seed. The mean is over those domains that are of one kind in all runs. A difference is the change of this mean
 from the first run to another, in percent of the first run's.
 
-Its 95% interval is a paired bootstrap over documents. In each domain the documents are drawn anew, those of one origin
+Its 95% interval is a paired bootstrap over documents. In each domain the documents are drawn again, those of one origin
 together, or blocks of the text where documents are few (`demix.evaluate.intervals`), and both runs take the same draws;
 domains are drawn independently of each other. Each resample gives the perplexities of all domains, their means and so
 the change, whose 2.5% and 97.5% quantiles are the bounds. By domain, the difference is in nats per token, as in
@@ -45,7 +45,7 @@ MAX_SHOWN = 60
 # Why a pair of runs has no interval, or no difference at all.
 OTHER_TOKENIZER, OTHER_TOKENS, OTHER_DOCUMENTS = "other tokenizer", "other tokens", "other documents"
 NOT_BOTH = "not in both"
-NO_SCORES, OTHER_SCORES, FEW = "no score tables", "scored anew", f"under {FEWEST_TOKENS} tokens"
+NO_SCORES, OTHER_SCORES, FEW = "no score tables", "scored again", f"under {FEWEST_TOKENS} tokens"
 SYSTEM = ("model", "experts", "method", "weights")
 _MISSING = object()
 
