@@ -62,7 +62,7 @@ def assert_generated(model: Path, address: str, **more: Any) -> None:
         made = opened.generate(PROMPT, tokens=3 * LENGTH, seed=4, **{"top_p": 1.0} | how, **more)
         (choice,) = found.choices
         # Bytes at the end that are no character are one here, and not yet one there.
-        assert choice.text.removesuffix("\ufffd") == made.text.removesuffix("\ufffd")
+        assert choice.text in (made.text, f"{made.text}\ufffd")
         assert found.usage.completion_tokens == len(made.tokens) == 3 * LENGTH
         nats, by_expert, weights = (
             np.concatenate([one[name] for one in choice.by_expert]) for name in ("nats", "expert_nats", "weights")
