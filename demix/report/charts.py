@@ -217,15 +217,22 @@ def dots(
     zero: bool,
     width: int = 190,
     step: int = 9,
+    limit: int = 0,
     **more: Any,
 ) -> Any:
     """One panel: the value of each record with a line from low to high, in the line of its system.
 
     `systems` are in order, named at the left with `labels`. With `zero` a line stands at 0. A panel is `width` wide and
-    a line `step` high, in pixels. `more` are encodings.
+    a line `step` high, in pixels, and names at most `limit` wide (0: as they are). `more` are encodings.
     """
     chart = alt.Chart(data_of(records)).encode(
-        y=alt.Y("system:N", title=None, scale=alt.Scale(domain=list(systems)), axis=alt.Axis(labels=labels)), **more
+        y=alt.Y(
+            "system:N",
+            title=None,
+            scale=alt.Scale(domain=list(systems)),
+            axis=alt.Axis(labels=labels, labelLimit=limit),
+        ),
+        **more,
     )
     low, value = (
         alt.X(f"{name}:Q", title=title, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
@@ -256,6 +263,8 @@ def ranked(ranking: Ranking, *, narrow: bool = False) -> alt.TopLevelMixin:
             zero=True,
             color=line_colour(),
             width=120 if narrow else 420,
+            # Beside longer names a telephone has no room for dots.
+            limit=150 if narrow else 0,
             step=20,
         )
         for number, domains in enumerate(kinds)
