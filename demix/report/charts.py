@@ -206,90 +206,50 @@ def training_curves(metrics_dir: str | Path, run: Run, key: str = "loss", domain
 
 # Changes beyond it, in percent, would press all others into a corner.
 MOST = 30
-
-
-def dots(
-    records: list[dict[str, Any]] | pd.DataFrame,
-    systems: Sequence[str],
-    title: str | list[str],
-    *,
-    labels: bool,
-    zero: bool,
-    width: int = 190,
-    step: int = 9,
-    limit: int = 0,
-    **more: Any,
-) -> Any:
-    """One panel: the value of each record with a line from low to high, in the line of its system.
-
-    `systems` are in order, named at the left with `labels`. With `zero` a line stands at 0. A panel is `width` wide and
-    a line `step` high, in pixels, and names at most `limit` wide (0: as they are). `more` are encodings.
-    """
-    chart = alt.Chart(data_of(records)).encode(
-        y=alt.Y(
-            "system:N",
-            title=None,
-            scale=alt.Scale(domain=list(systems)),
-            axis=alt.Axis(labels=labels, labelLimit=limit),
-        ),
-        **more,
-    )
-    low, value = (
-        alt.X(f"{name}:Q", title=title, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
-        for name in ("low", "value")
-    )
-    # The dots have names for screen readers. Lines have none: without intervals, theirs would be an image without text.
-    rule = chart.mark_rule(strokeWidth=1.5, aria=False).encode(x=low, x2="high:Q")
-    layers: list[Any] = [rule, chart.mark_point(filled=True, size=30, opacity=1).encode(x=value)]
-    if zero:
-        at_zero = alt.Chart(data_of([{"zero": 0}])).mark_rule(color="#888888")
-        layers.insert(0, at_zero.encode(x="zero:Q"))
-    return alt.layer(*layers).properties(width=width, height=alt.Step(step))
+# The width of names, in pixels, beside which a telephone has room for dots.
+NARROW = 150
 
 
 def ranked(ranking: Ranking, *, narrow: bool = False) -> alt.TopLevelMixin:
-    """The changes of the lines that matter from Dense (Balanced), a panel for each kind of domains.
+    """The changes of the lines that matter from Dense (Balanced), with intervals, a panel for each kind of domains.
 
-    The panels stand side by side, or with `narrow`, for a telephone, one below the other.
+    Those whose mean change exceeds `MOST` are left out. Models with experts are coloured, baselines grey. The panels
+    are side by side, or with `narrow`, for a telephone, one below the other.
     """
-    shown, left_out = within_the_axis(ranking)
-    kinds = ranking.data.kinds
-    panels = [
-        dots(
-            [_record(one, domains) for one in shown if not one.oracle_on(domains.kind)],
-            [one.label for one in shown],
-            ["change in %,", domains.said] if narrow else f"change from {ranking.dense.label} in %, {domains.said}",
-            labels=narrow or not number,
-            zero=True,
-            color=line_colour(),
-            width=120 if narrow else 420,
-            # Beside longer names a telephone has no room for dots.
-            limit=150 if narrow else 0,
-            step=20,
+    shown = [one for one in ranking.main if not any(each.change > MOST for each in one.on.values())]
+    beyond = [one for one in ranking.main if one not in shown]
+    left_out = "".join(f" Beyond the axis: {one.label} ({one.first.change:+.0f}%)." for one in beyond)
+    left_out += " Left out: the oracle of a novel domain." * any(one.oracle for one in shown)
+    colours = alt.Scale(domain=["experts", "baseline"], range=[COLOURS[0], "#767676"])
+    at_zero = alt.Chart(data_of([{"zero": 0}])).mark_rule(color="#888888").encode(x="zero:Q")
+    panels = []
+    for number, domains in enumerate(ranking.data.kinds):
+        named = alt.Axis(labels=narrow or not number, labelLimit=NARROW if narrow else 0)
+        chart = alt.Chart(data_of([_record(one, domains) for one in shown if not one.oracle_on(domains.kind)])).encode(
+            y=alt.Y("system:N", title=None, scale=alt.Scale(domain=[one.label for one in shown]), axis=named),
+            color=alt.Color("what:N", scale=colours, legend=None),
         )
-        for number, domains in enumerate(kinds)
-    ]
+        said = f"change from {ranking.dense.label} in %, {domains.said}"
+        low, value = (
+            alt.X(
+                f"{name}:Q",
+                title=["change in %,", domains.said] if narrow else said,
+                scale=alt.Scale(zero=False),
+                axis=alt.Axis(tickCount=5),
+            )
+            for name in ("low", "value")
+        )
+        # The dots have names for screen readers. Lines have none: without intervals, theirs would be an image without
+        # text.
+        rule = chart.mark_rule(strokeWidth=1.5, aria=False).encode(x=low, x2="high:Q")
+        layers = alt.layer(at_zero, rule, chart.mark_point(filled=True, size=30, opacity=1).encode(x=value))
+        panels.append(layers.properties(width=120 if narrow else 420, height=alt.Step(20)))
     return finish(
         (alt.vconcat if narrow else alt.hconcat)(*panels, spacing=24),
         "Change, with 95% interval" if narrow else "Change from the dense model, with 95% interval",
         "Left of the line is better. Lines are 95% intervals of the change, from resampling the same test documents."
         f"{left_out}",
         characters=48 if narrow else 150,
-    )
-
-
-def within_the_axis(ranking: Ranking) -> tuple[list[Entry], str]:
-    """The lines that matter but those whose mean change exceeds MOST, and the sentences that name what is left out."""
-    shown = [one for one in ranking.main if not any(each.change > MOST for each in one.on.values())]
-    beyond = [one for one in ranking.main if one not in shown]
-    left_out = "".join(f" Beyond the axis: {one.label} ({one.first.change:+.0f}%)." for one in beyond)
-    return shown, left_out + " Left out: the oracle of a novel domain." * any(one.oracle for one in shown)
-
-
-def line_colour() -> alt.Color:
-    """Models with experts are coloured, baselines grey."""
-    return alt.Color(
-        "what:N", scale=alt.Scale(domain=["experts", "baseline"], range=[COLOURS[0], "#767676"]), legend=None
     )
 
 
