@@ -103,7 +103,7 @@ def _taking(source: Source, domain: str, output: Path, more: dict[str, Any]) -> 
     sources.make_private(output.parent)
     left = sources.divided(output, source, int(output.stem), source.where | more)
     omitted, share, words = Omitted(), sources.share_of(source), 0
-    with rows_writer(left, sources.SCHEMA, private=True, at=output, footer=omitted.footer) as write:
+    with rows_writer(left, sources.SCHEMA, private=True, footer=omitted.footer) as write:
 
         def take(row: Row) -> bool:
             nonlocal words

@@ -17,11 +17,9 @@ from demix.files.digests import check_inside, check_sha256, fingerprint, opened,
 from demix.files.json_files import digest, read_json, read_json_lines, write_json, write_json_lines
 from demix.files.locks import exclusive
 from demix.files.parquet import check_sealed, parquet_reader, parquet_writer, read_parquet, write_parquet
-from demix.files.places import MisplacedError
 
 __all__ = [
     "REMAKE",
-    "MisplacedError",
     "cannot_be_written",
     "check_inside",
     "check_sealed",

@@ -90,15 +90,11 @@ def rows_writer(
     schema: pa.Schema,
     *,
     private: bool = False,
-    at: Path | None = None,
     footer: Callable[[], dict[str, str]] = dict,
 ) -> Iterator[Callable[[tuple[Any, ...]], None]]:
-    """Yield a function that takes one row: `write_rows` where several files are written at once.
-
-    `at` is the path to which the file is going to be renamed.
-    """
+    """Yield a function that writes one row: `write_rows` where several files are written at once."""
     pending, size = list[tuple[Any, ...]](), 0
-    with parquet_writer(path, schema, private=private, at=at) as writer:
+    with parquet_writer(path, schema, private=private) as writer:
 
         def write_pending() -> None:
             nonlocal size

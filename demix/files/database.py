@@ -1,6 +1,6 @@
 """DuckDB for what is relational: joins, sorts and sums over rows that may be more than memory holds.
 
-Our own functions read and write files, and check seals and places (`demix.files.parquet`); DuckDB sees Arrow and pandas
+Our own functions read and write files, and check seals (`demix.files.parquet`); DuckDB sees Arrow and pandas
 alone. No database reads a file, fetches anything or installs an extension.
 """
 

@@ -1,8 +1,7 @@
 """JSON and JSON lines with a visible seal, which is checked when the files are read.
 
 The last key of an object is `seal`: the sha256 of the canonical JSON of all other keys. JSON lines end in a line
-`{"rows": n, "seal": …}`, whose seal is that of the list of all rows. A file of a run also has the key `place` (see
-`demix.files.places`) beside the seal: in JSON lines, `{"place": …}` is sealed as if it were a last row.
+`{"rows": n, "seal": …}`, whose seal is that of the list of all rows.
 
 Canonical JSON has sorted keys, no white space and escapes for all characters that are not ASCII. Its numbers are
 written as by Python's `repr`, NaN and infinities as `NaN` and `Infinity`. White space, line ends, the order of keys and
@@ -22,9 +21,10 @@ from demix.errors import DemixError
 from demix.files.atomic import REMAKE, write_text
 from demix.files.digests import opened
 from demix.files.kinds import HEAD, TEXT, check_kind
-from demix.files.places import PLACE, place_of, refuse_misplaced
 
 SEAL = "seal"
+# A sealed key that runs of this format may have, and that says where the file lies.
+PLACE = "place"
 # The largest tokenizer has some 20 MiB. No file of demix has more than ten levels of lists and objects.
 MOST_BYTES = 64 << 20
 MOST_LEVELS = 100
@@ -48,27 +48,23 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_json(
-    path: str | Path, value: Mapping[str, Any], *, sort_keys: bool = True, at: str | Path | None = None
-) -> None:
-    """Write `value` as indented JSON with its place and seal, completely or not at all.
+def write_json(path: str | Path, value: Mapping[str, Any], *, sort_keys: bool = True) -> None:
+    """Write `value` as indented JSON with its seal, completely or not at all.
 
-    `at` is the path to which the file is going to be renamed. Raises ValueError for NaN, infinities, and the keys
-    `place` and `seal`.
+    Raises ValueError for NaN, infinities, and the keys `place` and `seal`.
     """
     # The seal is that of the value as it will be read: keys become strings, tuples become lists.
     plain = json.loads(json.dumps(value, sort_keys=sort_keys, allow_nan=False))
     if taken := {PLACE, SEAL} & plain.keys():
         raise ValueError(f"{path}: the key {min(taken)} is taken")
-    plain |= _said(at or path)
     write_text(path, json.dumps(plain | {SEAL: digest(plain)}, indent=2) + "\n")
 
 
 def read_json(path: str | Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """The object in `path` without its place and seal.
+    """The object in `path` without its seal.
 
-    Raises DemixError if the file is missing, damaged, misplaced, no regular file or larger than `most_bytes`, and if
-    its seal is missing or wrong. The object itself raises DemixError where a key is asked for that it or an
+    Raises DemixError if the file is missing, damaged, no regular file or larger than `most_bytes`, and if its seal is
+    missing or wrong. The object itself raises DemixError where a key is asked for that it or an
     object in it lacks.
     """
     value = read_unsealed(path, most_bytes)
@@ -76,7 +72,7 @@ def read_json(path: str | Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     if seal is None:
         raise DemixError(path, f"{UNKNOWN} (it has no seal)", REMAKE)
     _check(path, value, seal)
-    refuse_misplaced(path, value.pop(PLACE, None))
+    value.pop(PLACE, None)
     return value
 
 
@@ -95,33 +91,27 @@ def read_unsealed(path: str | Path, most_bytes: int = MOST_BYTES) -> dict[str, A
 def write_json_lines(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write `rows` as JSON lines, completely or not at all. NaN is allowed.
 
-    A last line holds the number of rows, the place of the file and the seal.
+    A last line holds the number of rows and the seal.
     """
-    plain, said = [json.loads(json.dumps(row)) for row in rows], _said(path)
-    lines = [*plain, {"rows": len(plain), **said, SEAL: digest([*plain, said] if said else plain)}]
+    plain = [json.loads(json.dumps(row)) for row in rows]
+    lines = [*plain, {"rows": len(plain), SEAL: digest(plain)}]
     write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
     """The rows in `path` without the line that seals them.
 
-    Raises DemixError if a row is missing, damaged or added, and if the file is misplaced.
+    Raises DemixError if a row is missing, damaged or added.
     """
     rows = _objects(path, lines=True)
     end = rows.pop() if rows else {}
-    said = {key: end.pop(key) for key in (PLACE,) if key in end}
+    place = [{PLACE: end.pop(PLACE)}] if PLACE in end else []
     if set(end) != {"rows", SEAL}:
         raise DemixError(path, f"{UNKNOWN} (its last line is no seal)", REMAKE)
     if end["rows"] != len(rows):
         raise DemixError(path, f"is damaged (it holds {len(rows)} rows of {end['rows']})", REMAKE)
-    _check(path, [*rows, said] if said else rows, end[SEAL])
-    refuse_misplaced(path, said.get(PLACE))
+    _check(path, rows + place, end[SEAL])
     return rows
-
-
-def _said(path: str | Path) -> dict[str, str]:
-    """What a file that is read at `path` says of itself."""
-    return {} if (place := place_of(path)) is None else {PLACE: place}
 
 
 def _objects(path: str | Path, *, lines: bool, most_bytes: int = -1) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +19,6 @@ from demix.errors import DemixError
 from demix.files.atomic import REMAKE, replacing
 from demix.files.digests import opened
 from demix.files.json_files import read_json, read_json_lines
-from demix.files.places import PLACE, place_of, refuse_misplaced
 
 
 def write_parquet(table: pa.Table, path: str | Path, **options: Any) -> None:
@@ -30,19 +29,17 @@ def write_parquet(table: pa.Table, path: str | Path, **options: Any) -> None:
 
 @contextmanager
 def parquet_writer(
-    path: str | Path, schema: pa.Schema, *, private: bool = False, at: Path | None = None, **options: Any
+    path: str | Path, schema: pa.Schema, *, private: bool = False, **options: Any
 ) -> Iterator[pq.ParquetWriter]:
     """Yield a writer of zstd Parquet with page checksums; the file appears sealed and complete, or not at all.
 
-    With `private` only the owner can read the file, from its first byte on. `at` is the path to which the file is going
-    to be renamed. `options` are those of pq.ParquetWriter.
+    With `private` only the owner can read the file, from its first byte on. `options` are those of pq.ParquetWriter.
     """
     with replacing(path) as temporary:
         temporary.touch(0o600 if private else 0o666)
         with pq.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True, **options) as writer:
             yield writer
-            place = place_of(at or path)
-            writer.add_key_value_metadata({KEY: BLANK} | ({} if place is None else {PLACE: place}))
+            writer.add_key_value_metadata({KEY: BLANK})
         seal_parquet(temporary)
 
 
@@ -54,16 +51,14 @@ def read_parquet(path: str | Path, columns: list[str] | None = None) -> pa.Table
 
 @contextmanager
 def parquet_reader(path: str | Path) -> Iterator[pq.ParquetFile]:
-    """Yield a Parquet file that an earlier stage made, with its seal and its place checked.
+    """Yield a Parquet file that an earlier stage made, with its seal checked.
 
-    Page checksums are checked while the file is read. Raises DemixError if the file is missing, misplaced or damaged,
-    also when the damage shows only inside the `with` block.
+    Page checksums are checked while the file is read. Raises DemixError if the file is missing or damaged, also when
+    the damage shows only inside the `with` block.
     """
     try:
         check_parquet(path)
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            said = (file.metadata.metadata or {}).get(PLACE.encode())
-            refuse_misplaced(path, said and said.decode())
             yield file
     except FileNotFoundError:
         raise DemixError(path, "is missing", "run the stage that makes it") from None
@@ -155,17 +150,10 @@ def _digest(path: Path, place: int) -> bytes:
     """The digest of a file, computed as if `BLANK` stood at the offset `place`."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
-        for piece in _pieces(stream, place):
+        while piece := stream.read(min(_PIECE, place - stream.tell())):
             digest.update(piece)
         stream.seek(len(BLANK), 1)
         digest.update(BLANK.encode())
-        for piece in _pieces(stream, None):
+        while piece := stream.read(_PIECE):
             digest.update(piece)
     return digest.hexdigest().encode()
-
-
-def _pieces(stream: BinaryIO, count: int | None) -> Iterator[bytes]:
-    """The next `count` bytes of a stream in pieces; None reads to the end."""
-    while piece := stream.read(_PIECE if count is None else min(_PIECE, count)):
-        count = None if count is None else count - len(piece)
-        yield piece

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from demix.errors import DemixError
-from demix.files import exclusive, linked, read_json, read_json_lines, replacing, write_json, write_json_lines
+from demix.files import exclusive, linked, read_json, replacing, write_json
 from demix.launch.controller import FINAL, JOB, SECONDS_BETWEEN_POLLS, ask, jobs_in, listed, pause, show
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.outcome import MishapError, failure, progress_line
@@ -200,14 +200,8 @@ def collect(job: TrainingJob) -> None:
         # A JSON file promises that the files it describes are there.
         for path in sorted(files, key=lambda path: (path.suffix == ".json", path.name == "model.json", path)):
             target = place / path.relative_to(source) if source.is_dir() else place
-            # Written anew, a description says that it belongs to its place in the run.
-            if target.suffix == ".json":
-                write_json(target, read_json(path), sort_keys=False)
-            elif target.suffix == ".jsonl":
-                write_json_lines(target, read_json_lines(path))
-            else:
-                with replacing(target) as temporary:
-                    linked(path, temporary)
+            with replacing(target) as temporary:
+                linked(path, temporary)
 
 
 class _InterruptedError(BaseException):

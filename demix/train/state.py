@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from demix.errors import DemixError
-from demix.files import MisplacedError, exclusive, fsync, read_json, sha256_file, write_json
+from demix.files import exclusive, fsync, read_json, sha256_file, write_json
 from demix.launch.parents import is_job
 from demix.model.directory import SHARED, load_verified, save_tensors
 from demix.train.parallel import World
@@ -87,7 +87,7 @@ def save_state(directory: Path, state: State, world: World, keep: int, steps: Se
         if world.rank == 0:
             sha256 = {file.name: sha256_file(file) for file in sorted(temporary.iterdir())}
             manifest = {"step": state.step, "sha256": sha256}
-            write_json(temporary / "manifest.json", manifest, at=path / "manifest.json")
+            write_json(temporary / "manifest.json", manifest)
             fsync(temporary)
             if path.exists():
                 # A readable checkpoint would have been resumed from, so this one could not be read.
@@ -105,15 +105,12 @@ def newest_state(directory: Path, experts: tuple[str, ...], world: World) -> Sta
     """The newest complete checkpoint below `directory` with the named experts; None if there is none.
 
     A checkpoint without a manifest was never finished and is ignored. A checkpoint whose bytes changed is skipped with
-    a warning. All ranks choose the same checkpoint. A checkpoint of another training or step raises MisplacedError:
-    what is skipped is deleted later, and this one may be the only copy.
+    a warning. All ranks choose the same checkpoint.
     """
     for path in reversed(_steps(directory)):
         state = None
         try:
             state = load_state(path, experts)
-        except MisplacedError:
-            raise
         except DemixError as error:
             log.warning("%s; going back to the checkpoint before", error)
         if world.sum([state is None])[0] == 0:

@@ -14,7 +14,7 @@ from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import read_json, sha256_file, write_json, write_parquet
 from demix.model.directory import describe, expert_names, load_model, save_expert
-from demix.model.experts import add_expert, changing, find_faults, remove_expert
+from demix.model.experts import add_expert, changing, expert_fault, find_faults, remove_expert
 from demix.model.merge import merge_experts, prior_weights
 from support.cli import demix, refusal, succeeds
 from support.contents import contents
@@ -54,6 +54,17 @@ def test_the_list_shows_lineage_and_what_is_wrong(model: Path) -> None:
     assert rows["deeds"][:2] == ["law", "?"]
     assert rows["deeds"][-1] == rows["code"][-1] != rows["news"][-1]
     assert isinstance(demix("experts", "list", model / "nothing").exception, DemixError)
+
+
+def test_experts_of_a_model_cannot_be_swapped(model: Path, tmp_path: Path) -> None:
+    for kind in ("json", "safetensors"):
+        one, other, aside = (model / "experts" / f"{name}.{kind}" for name in ("law", "news", "aside"))
+        one.rename(aside)
+        other.rename(one)
+        aside.rename(other)
+    with refused("experts/law.json"):
+        load_model(model, ("law",))
+    assert expert_fault(model, "law") is not None
 
 
 def change_json(path: Path, **more: object) -> None:
