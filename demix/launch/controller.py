@@ -1,23 +1,18 @@
 """Queries to SLURM's controller (squeue, scontrol), never to the accounting database, which may be down."""
 
 import logging
-import os
 import re
 import subprocess
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
-from tempfile import gettempdir
 
 from demix.errors import DemixError
-from demix.files import exclusive, fingerprint, write_text
 
 log = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_POLLS = 2.0
 # A controller serves a whole site, so that a job that stays as it is is asked for less and less often.
-MOST_BETWEEN_POLLS, SHARE_OF_STATE = 30.0, 1 / 30
+MAX_BETWEEN_POLLS, SHARE_OF_STATE = 60.0, 1 / 30
 # After this many seconds without an answer demix gives up waiting, but the job goes on.
 MOST_SILENCE = 6 * 3600.0
 # A job in one of these states has ended, unless SLURM is about to queue it again. In other states it may still run.
@@ -45,41 +40,9 @@ def show(job_id: str) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
 
 
-def listed(job_id: str, seconds: float) -> str:
-    """A job's line of what squeue told of all jobs of this user, at most so many `seconds` ago; "" if it has none.
-
-    The processes of a machine share this answer, so that many of them ask no more often than one. Where they cannot
-    share it, there is no line.
-    """
-    place = Path(gettempdir(), f"demix-{os.getuid()}")
-    cluster = fingerprint([os.environ.get(name) for name in ("SLURM_CONF", "SLURM_CLUSTERS")])
-    answer = place / f"squeue-{cluster}"
-    command = ["squeue", "--noheader", "--user", str(os.getuid()), "--format", f"{JOB}%r %N"]
-    with suppress(OSError, subprocess.SubprocessError, DemixError):
-        place.mkdir(mode=0o700, exist_ok=True)
-        # Anybody may write where the folder is.
-        if place.lstat().st_uid != os.getuid():
-            return ""
-        if _age(answer) > seconds:
-            with exclusive(place / f"{answer.name}.lock", "asks SLURM", patience=10.0):
-                if _age(answer) > seconds:
-                    done = subprocess.run(command, capture_output=True, errors="replace", timeout=60, check=True)
-                    write_text(answer, done.stdout)
-        return next((" ".join(row) for row in jobs_in(answer.read_text()) if row[0] == job_id), "")
-    return ""
-
-
-def _age(path: Path) -> float:
-    """The seconds since a file was written; infinite if it is not there."""
-    try:
-        return abs(time.time() - path.stat().st_mtime)
-    except FileNotFoundError:
-        return float("inf")
-
-
 def pause(seconds: float) -> float:
     """The seconds until a job is asked for again that has been in its state for so many `seconds`."""
-    return max(SECONDS_BETWEEN_POLLS, min(MOST_BETWEEN_POLLS, SHARE_OF_STATE * seconds))
+    return max(SECONDS_BETWEEN_POLLS, min(MAX_BETWEEN_POLLS, SHARE_OF_STATE * seconds))
 
 
 def ask(command: Sequence[str], holds: str = "") -> str:

@@ -93,11 +93,6 @@ class Cluster(Site):
         description="How often one run submits a training job again that broke down: because a rank was killed, or "
         "by an error that is none of demix's own. The new job goes on from the last checkpoint.",
     )
-    on_interrupt: Literal["leave", "cancel"] = Field(
-        default="leave",
-        description="What happens to running training jobs when snakemake is interrupted: leave (a later run finds "
-        "the jobs and waits for them) or cancel.",
-    )
     downloads: Literal["compute", "login"] = Field(
         default="compute",
         description="Where downloads run: compute (as jobs) or login (where snakemake runs, for compute nodes "

@@ -9,7 +9,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from demix.errors import DemixError
 from demix.files import exclusive, linked, read_json, replacing, write_json
-from demix.launch.controller import FINAL, JOB, SECONDS_BETWEEN_POLLS, ask, jobs_in, listed, pause, show
+from demix.launch.controller import FINAL, JOB, SECONDS_BETWEEN_POLLS, ask, jobs_in, pause, show
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.outcome import MishapError, failure, progress_line
 from demix.launch.parents import is_job, orphaned, terminate, when_ended
@@ -38,9 +37,8 @@ def run(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], Non
     """Have `job` done by a SLURM job, whose ranks call `entry` with the command, and put the results in place.
 
     The results of a finished job are collected, and a job that is already submitted is waited for. Otherwise a new job
-    is submitted, which goes on from the last checkpoint. Raises DemixError that names the first failure. When SIGINT,
-    SIGTERM or SIGHUP arrives, or the process that started this one ends, `cluster.on_interrupt` decides whether the
-    SLURM job is left running or cancelled.
+    is submitted, which goes on from the last checkpoint. Raises DemixError that names the first failure, and when
+    SIGINT, SIGTERM or SIGHUP arrives, or the process that started this one ends; the SLURM job then keeps running.
     """
     # Only sbatch heeds this variable: squeue and scontrol would ask another cluster.
     if clusters := os.environ.get("SBATCH_CLUSTERS"):
@@ -62,7 +60,8 @@ def run(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], Non
             try:
                 _wait(job, job_id)
             except _InterruptedError as interrupted:
-                error = _interruption(job_id, cluster, str(interrupted))
+                cure = f"rerun to wait for it, or `scancel {job_id}`"
+                error = DemixError(f"job {job_id}", f"was left running ({interrupted})", cure)
                 # An interrupted snakemake shows no logs of its jobs.
                 _print_line(job, str(error))
                 raise error from None
@@ -134,13 +133,9 @@ def _wait(job: TrainingJob, job_id: str) -> None:
 
     Raises DemixError when the job has ended without results.
     """
-    last_printed, printed, final, line_before = 0.0, "", 0, ""
-    before, since, shown = "", time.monotonic(), dict[str, str]()
+    last_printed, printed, final, before, since = 0.0, "", 0, "", time.monotonic()
     while True:
-        # An end is asked for by itself, and so is a job that is not among those listed.
-        line_now = "" if final else listed(job_id, pause(time.monotonic() - since) / 2)
-        if not line_now or line_now != line_before:
-            shown, line_before = show(job_id), line_now
+        shown = show(job_id)
         state = shown.get("JobState", "gone")
         if state != before:
             before, since = state, time.monotonic()
@@ -206,20 +201,6 @@ def collect(job: TrainingJob) -> None:
 
 class _InterruptedError(BaseException):
     """A signal arrived, or the process that waited for this one has ended."""
-
-
-def _interruption(job_id: str, cluster: Cluster, cause: str) -> DemixError:
-    if cluster.on_interrupt == "cancel":
-        try:
-            subprocess.run(["scancel", job_id], check=True, capture_output=True, timeout=30)
-        except (subprocess.SubprocessError, OSError):
-            return DemixError(
-                f"job {job_id}", f"could not be cancelled ({cause})", f"it may still run: `scancel {job_id}`"
-            )
-        return DemixError(
-            f"job {job_id}", f"was cancelled ({cause})", "rerun: training goes on from the last checkpoint"
-        )
-    return DemixError(f"job {job_id}", f"was left running ({cause})", f"rerun to wait for it, or `scancel {job_id}`")
 
 
 @contextmanager

@@ -108,15 +108,14 @@ def test_a_killed_snakemake(training: Make, undisturbed: list[float], late: bool
     assert_as_undisturbed(disturbed, undisturbed, 1)
 
 
-@pytest.mark.parametrize(("then", "starts"), [("leave", 1), ("cancel", 2)])
-def test_interrupted(training: Make, undisturbed: list[float], then: str, starts: int) -> None:
-    disturbed = training(on_interrupt=then)
+def test_interrupted(training: Make, undisturbed: list[float]) -> None:
+    disturbed = training()
     process = disturbed.start_and_wait()
     # As Ctrl-C: to the whole group.
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait() != 0
     assert disturbed.start().wait() == 0, printed(disturbed.folder)
-    assert_as_undisturbed(disturbed, undisturbed, starts)
+    assert_as_undisturbed(disturbed, undisturbed, 1)
 
 
 def test_a_node_that_disappears(training: Make, long: list[float]) -> None:
