@@ -57,7 +57,7 @@ def count_jobs(run: Run) -> dict[str, int]:
         "divide": sum(passes),
         "source_card": len(passes),
         "import_parent": len(run.parents),
-        **dict.fromkeys(("deduplicate", "tokenizer", "overlap", "results", "run_config", "report", "card", "track"), 1),
+        **dict.fromkeys(("deduplicate", "tokenizer", "overlap", "run_config", "report", "card", "track"), 1),
         "novel_duplicates": int(bool(run.novel)),
         **dict.fromkeys(("split", "tokenize"), number),
         **dict.fromkeys(("hold_out", "tokenize_suite"), suites),
@@ -76,11 +76,10 @@ def count_jobs(run: Run) -> dict[str, int]:
         "score": len(scoring_jobs(run)),
         "score_ngrams": len(config.evaluation.ngrams or ()),
         "combine": len(config.evaluation.mixed),
-        "route": near,
-        "route_novel": len(run.novel) * near,
+        "route": number * near,
         "choose_mixing": len(chosen_on_dev(run)),
         "evaluate": number + suites,
-        "suites": int(bool(suites)),
+        "table": 4 + bool(suites) + bool(run.without),
         "contexts": number if asked_contexts(run) else 0,
         "examples": len(config.tasks),
         "fewshot": len(asked) * len(config.tasks),
@@ -89,7 +88,6 @@ def count_jobs(run: Run) -> dict[str, int]:
         "harness": len(harness),
         "classify": int(bool(asked or harness)),
         "audit_domain": len(run.without),
-        "audit": int(bool(run.without)),
     }
     return {rule: jobs for rule, jobs in counts.items() if jobs}
 

@@ -28,6 +28,23 @@ from demix.run.systems import (
 )
 from demix.settings import names_of, written
 
+# The rules of each stage of the config's section `cluster`; all other rules run where snakemake does, for seconds.
+STAGES = {
+    "download": ("divide", "download", "read", "import_parent", "harness_documents"),
+    "anonymize": ("anonymize",),
+    "corpus": (
+        *("deduplicate", "novel_duplicates", "split", "hold_out", "tokenizer", "tokenize", "tokenize_suite", "overlap"),
+        *("fit_clusters", "assign", "cluster_shards", "join", "contamination"),
+    ),
+    "train": ("sweep", "seed", "train", "train_expert"),
+    "adapt": ("adapt", "adapt_dense"),
+    "score": ("score", "merge_routed", "fewshot", "harness", "audit_domain"),
+    "evaluate": (
+        *("score_ngrams", "combine", "average", "average_by_domain", "route", "choose_mixing", "evaluate", "contexts", "classify"),
+    ),
+}
+STAGE_OF = {rule: stage for stage, rules in STAGES.items() for rule in rules}
+
 
 @dataclass(frozen=True)
 class RunRules(StageSettings):
@@ -143,6 +160,13 @@ class RunRules(StageSettings):
         """The score tables that the evaluation of a domain reads."""
         tables = evaluated(self.run, domain)
         return list(dict.fromkeys(chain(*(self.scores(one.folder, [domain], one.columns) for one in tables))))
+
+    def joined(self, table: str) -> list[str]:
+        """The files of single domains that a table of the run joins."""
+        removed = [model.removed for model in self.run.without]
+        domains = {"suites": self.run.suites, "audit": removed}.get(table, self.run.domains)
+        kind = "" if table in ("results", "suites") else f".{table}"
+        return [f"{self.folder}/evaluations/{domain}{kind}.parquet" for domain in domains]
 
     def context_scores(self, domain: str) -> list[str]:
         """The score tables that the evaluation of a domain by position reads."""
@@ -334,8 +358,27 @@ class RunRules(StageSettings):
         """The cores that a training takes on this machine: those of all ranks, or one if the job only waits."""
         return 1 if self.run.submitted else self.run.config.threads * settings.ranks
 
-    def site(self, stage: str) -> dict[str, str | int]:
-        """The resources that a job of a stage requests from the cluster. Without a cluster they have no effect."""
+    def stage(self, rule: str) -> str | None:
+        """The stage of a rule; None for one that runs where snakemake does."""
+        if rule == "examples":
+            fetches = any(task.fetches for task in self.run.config.tasks.values())
+            return "download" if fetches else "corpus"
+        return STAGE_OF.get(rule)
+
+    def is_local(self, rule: str) -> bool:
+        """Whether jobs of a rule run where snakemake does.
+
+        So do downloads for compute nodes without internet, and the processes that wait for a training's SLURM job.
+        """
+        stage = self.stage(rule)
+        on_login = stage == "download" and self.run.config.cluster.downloads == "login"
+        return stage is None or on_login or (stage in ("train", "adapt") and self.run.submitted)
+
+    def site(self, rule: str) -> dict[str, str | int]:
+        """The resources that a job of a rule requests from the cluster. Without a cluster they have no effect."""
+        stage = self.stage(rule)
+        if stage is None:
+            return {}
         site = self.run.config.cluster.of(stage)
         names = {"slurm_partition": "partition", "slurm_account": "account", "qos": "qos", "constraint": "constraint"}
         asked = {resource: getattr(site, key) for resource, key in names.items()} | {
@@ -346,10 +389,6 @@ class RunRules(StageSettings):
         if stage == "score" and site.gpus:
             asked |= {"gpu": site.gpus, "gpu_model": site.gpu_type}
         return {resource: value for resource, value in asked.items() if value}
-
-    def on_login(self, stage: str) -> bool:
-        """Whether the jobs of a stage run where snakemake does, for compute nodes without internet."""
-        return stage == "download" and self.run.config.cluster.downloads == "login"
 
     def run_options(self, stage: str, settings: EntrySettings) -> str:
         """The options of a command that say how a section of the config trains.

@@ -218,11 +218,6 @@ class Run:
         on_dev = [one for one in models if one.settings.dev_blocks or one.name in merged]
         return tuple(dict.fromkeys(found + [(one.data, "dev") for one in on_dev]))
 
-    @property
-    def examples_stage(self) -> str:
-        """The stage whose resources the jobs request that make the examples of tasks."""
-        return "download" if any(task.fetches for task in self.config.tasks.values()) else "corpus"
-
     def folder_of(self, row: str, seed: int) -> str:
         """The folder of the model of a row with `seed`."""
         return folder_of(row, seed, self.seed)

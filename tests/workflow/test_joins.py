@@ -117,8 +117,9 @@ JOINED: Keys = {
 
 # What follows wherever a number of the tables may have changed.
 TOLD = {"report", "card", "track", "run_config"}
-AUDITED = {"audit_domain licenses", "audit"}
-MIXED = {f"evaluate {name}" for name in TRAINING + NOVEL} | {"results"} | AUDITED | TOLD
+AUDITED = {"audit_domain licenses", "table audit"}
+MIXED = {f"evaluate {name}" for name in TRAINING + NOVEL} | AUDITED | TOLD
+MIXED |= {f"table {name}" for name in ("results", "priors", "differences", "posteriors")}
 # Further models are scored in jobs of several models, which keep the tables that are there.
 SCORED = {f"score others-{texts}" for texts in ("training", "fantasy", "fortunes")} | MIXED
 NGRAMS = {"score_ngrams 3", "choose_mixing ngram3_domains"}
@@ -126,7 +127,7 @@ ADAPTED = {f"{rule} {name}" for rule in ("adapt", "adapt_dense") for name in NOV
 ADAPTED |= {"score adapted-fantasy", "score adapted-fortunes"}
 PAPER = ("demix", "dense", "dense_unbalanced", "domain_token")
 SUITE = {f"{rule} paloma_known" for rule in ("hold_out", "tokenize_suite", "evaluate")}
-SUITE |= {"score suites-paloma_known", "read paloma_known 0000", "suites"}
+SUITE |= {"score suites-paloma_known", "read paloma_known 0000", "table suites"}
 ASKED = {"harness_documents", "harness demix", "classify"} | {f"contamination {name}" for name in TRAINING}
 JARGON = {f"{rule} jargon" for rule in ("split", "tokenize", "adapt", "adapt_dense")}
 JARGON |= {f"score {job}" for job in ("demix/jargon", "others-jargon", "adapted-jargon")}

@@ -16,10 +16,8 @@ rule adapt:
         f"{RUN}/logs/adapt/{{novel}}.log",
     # One job scores both adaptations of a domain.
     priority: 70
-    localrule: THIS.submitted
     threads: RULES.cores(THIS.adapting(THIS.receiver))
     resources:
-        **RULES.site("adapt"),
         options=f"{RULES.run_options('adapt', THIS.adapting(THIS.receiver))} {RULES.live}",
     params:
         settings=lambda wildcards: RULES.adaptation_settings(RULES.models[RECEIVER]),

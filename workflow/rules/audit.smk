@@ -9,8 +9,6 @@ rule audit_domain:
     log:
         f"{RUN}/logs/audit/{{training}}.log",
     threads: CONFIG.threads
-    resources:
-        **RULES.site("score"),
     params:
         settings=lambda wildcards: RULES.audit_settings(wildcards.training),
         models=below_run("models"),
@@ -18,15 +16,3 @@ rule audit_domain:
     shell:
         "demix audit {wildcards.training} --models {params.models} --tokens {params.tokens} --priors {input.priors}"
         " --settings {params.settings:q} --output {output} 2> {log}"
-
-
-rule audit:
-    input:
-        [f"{RUN}/evaluations/{model.removed}.audit.parquet" for model in THIS.without],
-    output:
-        f"{RUN}/audit.parquet",
-    log:
-        f"{RUN}/logs/audit.log",
-    localrule: True
-    shell:
-        "demix join {input} --output {output} 2> {log}"

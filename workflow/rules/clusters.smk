@@ -13,8 +13,6 @@ rule fit_clusters:
     log:
         f"{RUN}/logs/fit_clusters/{{clustering}}.log",
     priority: 90
-    resources:
-        **RULES.site("corpus"),
     params:
         settings=lambda wildcards: RULES.as_json(written(CONFIG.clusterings[wildcards.clustering])),
         seed=THIS.seed,
@@ -34,8 +32,6 @@ rule assign:
     log:
         f"{RUN}/logs/assign/{{clustering}}.log",
     priority: 90
-    resources:
-        **RULES.site("corpus"),
     params:
         clusterer=below_run("clusters/{clustering}"),
         folder=below_run("clusters/{clustering}/assigned"),
@@ -53,8 +49,6 @@ rule cluster_shards:
     log:
         f"{RUN}/logs/cluster_shards/{{clustering}}.{{split}}.log",
     priority: 90
-    resources:
-        **RULES.site("corpus"),
     params:
         clusterer=below_run("clusters/{clustering}"),
         length=THIS.context,

@@ -1,4 +1,6 @@
+import atexit
 import re
+import sys
 from pathlib import Path
 
 from demix.errors import DemixError
@@ -40,6 +42,17 @@ wildcard_constraints:
 def below_run(place):
     """A folder of the run as a parameter, with its wildcards filled in."""
     return lambda wildcards: f"{RUN}/{place}".rstrip("/").format(**wildcards)
+
+
+def tell_results():
+    """Print what `demix summary` prints."""
+    from demix.commands.people import summary
+
+    try:
+        summary(Path(RUN))
+    except DemixError as error:
+        # A run that has ended well stays one.
+        print(f"demix summary {RUN}: {error}", file=sys.stderr)
 
 
 def captioned(item):

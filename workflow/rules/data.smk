@@ -11,9 +11,7 @@ rule divide:
         f"{RUN}/logs/divide/{{source}}.{{part}}.log",
     wildcard_constraints:
         source=one_of(THIS.shared),
-    localrule: RULES.on_login("download")
     resources:
-        **RULES.site("download"),
         # A resource and not params: another domain reads the source by itself, and the text of the others stays.
         settings=lambda wildcards: RULES.division_settings(wildcards.source),
     params:
@@ -36,7 +34,6 @@ rule source_card:
         source=one_of(THIS.shared),
     # A value that no document has ends the run before it trains.
     priority: 120
-    localrule: True
     params:
         settings=lambda wildcards: RULES.sharing(wildcards.source),
     shell:
@@ -53,9 +50,6 @@ if THIS.submitted:
             temp(f"{RUN}/raw/{{domain}}/{{part}}.parquet"),
         log:
             f"{RUN}/logs/download/{{domain}}.{{part}}.log",
-        localrule: RULES.on_login("download")
-        resources:
-            **RULES.site("download"),
         params:
             settings=lambda wildcards: RULES.source_settings(wildcards.domain, whole=True),
             part=lambda wildcards: int(wildcards.part),
@@ -71,8 +65,6 @@ if THIS.submitted:
             counts=f"{RUN}/documents/{{domain}}/{{part}}.json",
         log:
             f"{RUN}/logs/anonymize/{{domain}}.{{part}}.log",
-        resources:
-            **RULES.site("anonymize"),
         params:
             rules=lambda wildcards: RULES.anonymizing(wildcards.domain),
             pieces=lambda wildcards: RULES.pieces(wildcards.domain),
@@ -90,9 +82,6 @@ else:
             counts=f"{RUN}/documents/{{domain}}/{{part}}.json",
         log:
             f"{RUN}/logs/read/{{domain}}.{{part}}.log",
-        localrule: RULES.on_login("download")
-        resources:
-            **RULES.site("download"),
         params:
             settings=lambda wildcards: RULES.source_settings(wildcards.domain),
             part=lambda wildcards: int(wildcards.part),
@@ -111,8 +100,6 @@ rule deduplicate:
         f"{RUN}/corpus/owners.parquet",
     log:
         f"{RUN}/logs/deduplicate.log",
-    resources:
-        **RULES.site("corpus"),
     shell:
         "demix deduplicate {input} --output {output} 2> {log}"
 
@@ -125,8 +112,6 @@ rule novel_duplicates:
         f"{RUN}/corpus/shared.json",
     log:
         f"{RUN}/logs/novel_duplicates.log",
-    resources:
-        **RULES.site("corpus"),
     shell:
         "demix novel-duplicates {input} --output {output} 2> {log}"
 
@@ -143,8 +128,6 @@ rule split:
         f"{RUN}/logs/split/{{domain}}.log",
     wildcard_constraints:
         domain=one_of(DOMAINS),
-    resources:
-        **RULES.site("corpus"),
     params:
         settings=lambda wildcards: RULES.split_settings(wildcards.domain),
         folder=below_run("corpus/{domain}"),
@@ -160,8 +143,6 @@ rule tokenizer:
         f"{RUN}/tokenizer.json",
     log:
         f"{RUN}/logs/tokenizer.log",
-    resources:
-        **RULES.site("corpus"),
     params:
         settings=lambda wildcards: RULES.as_json(written(CONFIG.tokenizer)),
     shell:
@@ -182,8 +163,6 @@ rule tokenize:
         f"{RUN}/logs/tokenize/{{domain}}.log",
     wildcard_constraints:
         domain=one_of(DOMAINS),
-    resources:
-        **RULES.site("corpus"),
     params:
         folder=below_run("tokens/{domain}"),
     shell:
@@ -224,7 +203,5 @@ rule overlap:
         f"{RUN}/corpus/overlap.parquet",
     log:
         f"{RUN}/logs/overlap.log",
-    resources:
-        **RULES.site("corpus"),
     shell:
         "demix overlap {input} --output {output} 2> {log}"

@@ -9,8 +9,6 @@ rule average:
         f"{RUN}/models/{{model}}-uniform/model.json",
     log:
         f"{RUN}/logs/average/{{model}}-uniform.log",
-    resources:
-        **RULES.site("evaluate"),
     params:
         model=below_run("models/{model}"),
         experts=lambda wildcards: ",".join(RULES.models[wildcards.model].experts),
@@ -27,8 +25,6 @@ rule average_by_domain:
         temp(directory(f"{RUN}/models/{{model}}-average-{{domain}}")),
     log:
         f"{RUN}/logs/average/{{model}}-average-{{domain}}.log",
-    resources:
-        **RULES.site("evaluate"),
     params:
         model=below_run("models/{model}"),
         experts=lambda wildcards: ",".join(RULES.models[wildcards.model].experts),
@@ -49,8 +45,6 @@ rule merge_routed:
     log:
         f"{RUN}/logs/merge_routed/{{model}}-routed.log",
     threads: CONFIG.threads
-    resources:
-        **RULES.site("score"),
     params:
         model=below_run("models/{model}"),
         tokens=lambda wildcards: RULES.learned_tokens(RULES.models[wildcards.model], "dev"),

@@ -9,9 +9,6 @@ rule import_parent:
         f"{RUN}/logs/import_parent/{{parent}}.log",
     wildcard_constraints:
         parent=one_of(THIS.parents),
-    localrule: RULES.on_login("download")
-    resources:
-        **RULES.site("download"),
     params:
         address=lambda wildcards: THIS.parents[wildcards.parent],
         folder=below_run("parents/{parent}"),

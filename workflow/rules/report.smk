@@ -10,8 +10,6 @@ rule choose_mixing:
         f"{RUN}/models/{{model}}/mixing.json",
     log:
         f"{RUN}/logs/choose_mixing/{{model}}.log",
-    resources:
-        **RULES.site("evaluate"),
     params:
         folder=below_run("scores/{model}"),
         domains=",".join(TRAINING),
@@ -35,8 +33,6 @@ rule evaluate:
         losses=f"{RUN}/evaluations/{{domain}}.losses.parquet",
     log:
         f"{RUN}/logs/evaluate/{{domain}}.log",
-    resources:
-        **RULES.site("evaluate"),
     params:
         settings=lambda wildcards: RULES.evaluation_settings(wildcards.domain),
         scores=below_run("scores"),
@@ -53,8 +49,6 @@ rule contexts:
         f"{RUN}/evaluations/{{domain}}.contexts.parquet",
     log:
         f"{RUN}/logs/contexts/{{domain}}.log",
-    resources:
-        **RULES.site("evaluate"),
     params:
         settings=lambda wildcards: RULES.context_settings(wildcards.domain),
         scores=below_run("scores"),
@@ -63,34 +57,16 @@ rule contexts:
         " --output {output} 2> {log}"
 
 
-rule results:
+# The tables of single domains as one.
+rule table:
     input:
-        results=expand(f"{RUN}/evaluations/{{domain}}.parquet", domain=DOMAINS),
-        priors=expand(f"{RUN}/evaluations/{{domain}}.priors.parquet", domain=DOMAINS),
-        differences=expand(f"{RUN}/evaluations/{{domain}}.differences.parquet", domain=DOMAINS),
-        posteriors=expand(f"{RUN}/evaluations/{{domain}}.posteriors.parquet", domain=DOMAINS),
+        lambda wildcards: RULES.joined(wildcards.table),
     output:
-        results=f"{RUN}/results.parquet",
-        priors=f"{RUN}/priors.parquet",
-        differences=f"{RUN}/differences.parquet",
-        posteriors=f"{RUN}/posteriors.parquet",
+        f"{RUN}/{{table}}.parquet",
     log:
-        f"{RUN}/logs/results.log",
-    localrule: True
-    shell:
-        "(demix join {input.results} --output {output.results} && demix join {input.priors} --output {output.priors}"
-        " && demix join {input.differences} --output {output.differences}"
-        " && demix join {input.posteriors} --output {output.posteriors}) 2> {log}"
-
-
-rule suites:
-    input:
-        expand(f"{RUN}/evaluations/{{suite}}.parquet", suite=THIS.suites),
-    output:
-        f"{RUN}/suites.parquet",
-    log:
-        f"{RUN}/logs/suites.log",
-    localrule: True
+        f"{RUN}/logs/table/{{table}}.log",
+    wildcard_constraints:
+        table="results|priors|differences|posteriors|suites|audit",
     shell:
         "demix join {input} --output {output} 2> {log}"
 
@@ -102,7 +78,6 @@ rule run_config:
         f"{RUN}/logs/run_config.log",
     # Commands know a run by this file.
     priority: 200
-    localrule: True
     params:
         settings=lambda wildcards: RULES.kept,
     shell:
@@ -117,7 +92,6 @@ rule report:
         *[file for item in report_items(THIS) for file in captioned(item)],
     log:
         f"{RUN}/logs/report.log",
-    localrule: True
     params:
         run=below_run(""),
         folder=below_run("report"),
@@ -135,7 +109,6 @@ rule card:
         expand(f"{RUN}/report/cards/{{model}}.{{kind}}", model=RULES.models, kind=["md", "html"]),
     log:
         f"{RUN}/logs/card.log",
-    localrule: True
     params:
         run=below_run(""),
         folder=below_run("report/cards"),
@@ -155,7 +128,6 @@ rule track:
         f"{RUN}/tracked.json",
     log:
         f"{RUN}/logs/track.log",
-    localrule: True
     params:
         run=below_run(""),
     shell:

@@ -1,18 +1,15 @@
-# How far each context is from the centres of a clustering: once for all models, temperatures and top-k. All training domains
-# in one job, and each novel domain by itself, so that a domain that is appended routes no other.
+# How far each context is from the centres of a clustering: once for all models, temperatures and top-k.
 rule route:
     input:
         clusterer=rules.fit_clusters.output,
-        tokens=RULES.tokens(TRAINING, "dev", "test"),
+        tokens=RULES.tokens(["{domain}"], "dev", "test"),
         tokenizer=f"{RUN}/tokenizer.json",
     output:
-        RULES.routing("{clustering}", "{context}", TRAINING),
+        RULES.routing("{clustering}", "{context}", ["{domain}"]),
     log:
-        f"{RUN}/logs/route/{{clustering}}.{{context}}.log",
+        f"{RUN}/logs/route/{{clustering}}.{{context}}.{{domain}}.log",
     wildcard_constraints:
         context="|".join(CONFIG.evaluation.routing_context),
-    resources:
-        **RULES.site("evaluate"),
     params:
         settings=lambda wildcards: RULES.routing_settings(wildcards.context),
         clusterer=below_run("clusters/{clustering}"),
@@ -20,14 +17,3 @@ rule route:
     shell:
         "demix route {params.clusterer} {input.tokens} --tokenizer {input.tokenizer}"
         " --settings {params.settings:q} --output {params.folder} 2> {log}"
-
-
-use rule route as route_novel with:
-    input:
-        clusterer=rules.fit_clusters.output,
-        tokens=RULES.tokens(["{novel}"], "dev", "test"),
-        tokenizer=f"{RUN}/tokenizer.json",
-    output:
-        RULES.routing("{clustering}", "{context}", ["{novel}"]),
-    log:
-        f"{RUN}/logs/route/{{clustering}}.{{context}}.{{novel}}.log",

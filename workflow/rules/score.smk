@@ -13,8 +13,6 @@ rule score:
         job=r"(?!ngram[0-9]+(_all)?\.|systems/)[a-z0-9_@/-]+",
     priority: lambda wildcards: RULES.scoring[wildcards.job].priority
     threads: CONFIG.threads
-    resources:
-        **RULES.site("score"),
     params:
         settings=lambda wildcards: RULES.scoring_settings(wildcards.job),
         models=below_run("models"),
@@ -34,8 +32,6 @@ rule score_ngrams:
         f"{RUN}/logs/score_ngrams/{{order}}.log",
     wildcard_constraints:
         order="[0-9]+(_all)?",
-    resources:
-        **RULES.site("evaluate"),
     params:
         settings=lambda wildcards: RULES.ngram_settings(wildcards.order),
         folder=below_run("scores"),
@@ -53,8 +49,6 @@ rule combine:
         f"{RUN}/scores/systems/{{system}}.json",
     log:
         f"{RUN}/logs/combine/{{system}}.log",
-    resources:
-        **RULES.site("evaluate"),
     params:
         settings=lambda wildcards: RULES.combination_settings(wildcards.system),
         scores=below_run("scores"),

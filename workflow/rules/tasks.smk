@@ -10,9 +10,6 @@ rule examples:
         f"{RUN}/examples/{{task}}.parquet",
     log:
         f"{RUN}/logs/examples/{{task}}.log",
-    localrule: RULES.on_login(THIS.examples_stage)
-    resources:
-        **RULES.site(THIS.examples_stage),
     params:
         settings=lambda wildcards: RULES.example_settings(wildcards.task),
         documents=lambda wildcards: RULES.task_documents(wildcards.task),
@@ -32,8 +29,6 @@ rule fewshot:
     log:
         f"{RUN}/logs/fewshot/{{model}}/{{task}}.log",
     threads: CONFIG.threads
-    resources:
-        **RULES.site("score"),
     params:
         settings=lambda wildcards: RULES.fewshot_settings(wildcards.task),
         model=below_run("models/{model}"),
@@ -53,9 +48,7 @@ rule harness_documents:
     log:
         f"{RUN}/logs/harness_documents.log",
     priority: 150
-    localrule: RULES.on_login("download")
     resources:
-        **RULES.site("download"),
         options="--offline" if not CONFIG.lm_eval or CONFIG.lm_eval.offline else "--no-offline",
     params:
         settings=lambda wildcards: RULES.harness_tasks,
@@ -72,8 +65,6 @@ rule contamination:
         f"{RUN}/harness/contamination/{{training}}.parquet",
     log:
         f"{RUN}/logs/contamination/{{training}}.log",
-    resources:
-        **RULES.site("corpus"),
     shell:
         "demix contamination {input.documents} {input.train} --output {output} 2> {log}"
 
@@ -92,8 +83,6 @@ rule harness:
     log:
         f"{RUN}/logs/harness/{{model}}.log",
     threads: CONFIG.threads
-    resources:
-        **RULES.site("score"),
     params:
         settings=lambda wildcards: RULES.harness_settings(wildcards.model),
         # No option has it: a change of the context reruns the job, since config.json is ancient.
@@ -112,8 +101,6 @@ rule classify:
         weights=RULES.task_weights,
     log:
         f"{RUN}/logs/classify.log",
-    resources:
-        **RULES.site("evaluate"),
     params:
         settings=lambda wildcards: RULES.classify_settings,
         run=below_run(""),

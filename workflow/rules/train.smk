@@ -13,10 +13,8 @@ rule sweep:
         model=one_of(model.name for model in THIS.swept),
         rate="[0-9.e+-]+",
     priority: 110
-    localrule: THIS.submitted
     threads: lambda wildcards: RULES.cores(RULES.models[wildcards.model].settings)
     resources:
-        **RULES.site("train"),
         options=lambda wildcards: RULES.run_options("train", RULES.models[wildcards.model].settings),
     params:
         kind=lambda wildcards: RULES.models[wildcards.model].kind.name,
@@ -37,7 +35,6 @@ rule choose_rate:
         f"{RUN}/logs/choose_rate/{{model}}.log",
     wildcard_constraints:
         model=one_of(model.name for model in THIS.swept),
-    localrule: True
     shell:
         "demix choose-rate {input} --output {output} 2> {log}"
 
@@ -57,10 +54,8 @@ rule seed:
     wildcard_constraints:
         step="[0-9]+",
     priority: 90
-    localrule: THIS.submitted
     threads: lambda wildcards: RULES.cores(RULES.models[wildcards.model].settings)
     resources:
-        **RULES.site("train"),
         options=lambda wildcards: RULES.run_options("train", RULES.models[wildcards.model].settings),
     params:
         kind=lambda wildcards: RULES.models[wildcards.model].kind.name,
@@ -89,10 +84,8 @@ rule train:
     wildcard_constraints:
         model=one_of(model.name for model in THIS.trained if not model.in_parts),
     priority: lambda wildcards: RULES.priority(RULES.models[wildcards.model])
-    localrule: THIS.submitted
     threads: lambda wildcards: RULES.cores(RULES.models[wildcards.model].settings)
     resources:
-        **RULES.site("train"),
         options=lambda wildcards: RULES.train_options(RULES.models[wildcards.model]),
     params:
         kind=lambda wildcards: RULES.models[wildcards.model].kind.name,
@@ -134,8 +127,6 @@ rule join:
         f"{RUN}/logs/join/{{model}}.log",
     wildcard_constraints:
         model=one_of(model.name for model in THIS.joined),
-    resources:
-        **RULES.site("corpus"),
     params:
         branches=lambda wildcards, input: [str(Path(file).parent) for file in input.experts],
         metrics=lambda wildcards, input: ",".join(input.metrics),
