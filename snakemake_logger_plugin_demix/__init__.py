@@ -4,14 +4,10 @@ A terminal gets a live display; other output gets one line every few seconds. Er
 them. The first error is repeated at the end, where later output does not hide the error.
 """
 
-import csv
 import re
 import signal
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from logging import WARNING, LogRecord
 from pathlib import Path
@@ -29,13 +25,8 @@ from snakemake_interface_logger_plugins.common import LogEvent
 
 from demix.progress import clock
 
-# Seconds per job of each rule in the sample on one slow core, for rules without benchmark files. Only ratios matter.
-COSTS = (
-    (r"train", 150.0),
-    (r"adapt", 12.0),
-    (r"score$", 22.0),
-    (r"", 1.0),
-)
+# Seconds per job of the longest rules in the sample on one slow core, where others need one. Only ratios matter.
+COSTS = {"train": 150.0, "train_expert": 150.0, "adapt": 12.0, "adapt_dense": 12.0, "score": 22.0}
 SECONDS_BETWEEN_LINES = 15.0
 # The progress that `demix.progress` writes: done/total.
 DONE = re.compile(r" (\d+)/([1-9]\d*)(  |$)")
@@ -60,40 +51,6 @@ class Job:
         """The fraction of the job that is done by its log; 0 without progress in the log."""
         done = DONE.search(self.last_line())
         return min(1.0, int(done[1]) / int(done[2])) if done else 0.0
-
-
-def costs(rules: Iterable[str], results: Path = Path("results")) -> dict[str, float]:
-    """The seconds per job of each rule: measured in the last run below `results`, or else from `COSTS`.
-
-    Seconds from `COSTS` are scaled by the ratio of measured seconds to `COSTS` over all measured rules, since machine
-    and config may differ from those behind `COSTS`.
-    """
-    usual = {rule: next(seconds for pattern, seconds in COSTS if re.match(pattern, rule)) for rule in rules}
-    found = measured(usual, results)
-    scale = sum(found.values()) / sum(usual[rule] for rule in found) if found else 1.0
-    return {rule: found.get(rule, scale * seconds) for rule, seconds in usual.items()}
-
-
-def measured(rules: Iterable[str], results: Path) -> dict[str, float]:
-    """The mean seconds of the jobs of each rule in the last run below `results`, from its benchmark files.
-
-    A rule without a readable file is left out. A file belongs to the rule whose name begins the file's path
-    (`benchmarks/adapt-dense/law.tsv`: adapt_dense); of several such rules, to the one with the longest name.
-    """
-    files = sorted(results.glob("*/benchmarks/**/*.tsv"), key=lambda path: path.stat().st_mtime)
-    run = files[-1].relative_to(results).parts[0] if files else ""
-    seconds: dict[str, list[float]] = defaultdict(list)
-    for path in files:
-        place, _, *parts = path.relative_to(results).with_suffix("").parts
-        name = re.sub(r"\W", "_", "_".join(parts)) + "_"
-        fitting = [rule for rule in rules if name.startswith(f"{rule}_")]
-        # A killed job may leave an incomplete file.
-        with suppress(ValueError, KeyError, TypeError):
-            if place == run and fitting:
-                with open(path, encoding="utf-8", newline="") as stream:
-                    rows = [float(row["s"]) for row in csv.DictReader(stream, delimiter="\t")]
-                seconds[max(fitting, key=len)] += rows
-    return {rule: sum(some) / len(some) for rule, some in seconds.items() if sum(some) > 0}
 
 
 def unread_config_in_one_line(record: LogRecord) -> bool:
@@ -127,7 +84,6 @@ class LogHandler(LogHandlerBase):
         self.setFormatter(DefaultFormatter(show_failed_logs=True))
         self.jobs: dict[int, Job] = {}
         self.first_failed: Job | None = None
-        self.costs: dict[str, float] = {}
         self.finished = self.total = 0
         self.cost_done = self.cost_total = 0.0
         self.begun = time.monotonic()
@@ -162,9 +118,8 @@ class LogHandler(LogHandlerBase):
         match event:
             case LogEvent.RUN_INFO if not (self.common_settings.dryrun and self.total):
                 stats = {rule: count for rule, count in fields["stats"].items() if rule != "total"}
-                self.costs = costs(stats)
                 self.total = sum(stats.values())
-                self.cost_total = sum(self.costs[rule] * n for rule, n in stats.items())
+                self.cost_total = sum(COSTS.get(rule, 1.0) * n for rule, n in stats.items())
                 if self.common_settings.dryrun:
                     self.console.print(Text(self.format(record)))
                 elif self.live is None:
@@ -172,7 +127,7 @@ class LogHandler(LogHandlerBase):
             case LogEvent.JOB_INFO:
                 label = " ".join([fields["rule_name"], *dict(fields["wildcards"] or {}).values()])
                 log = Path(str(fields["log"][0])) if fields["log"] else None
-                self.jobs[fields["jobid"]] = Job(label, self.costs.get(fields["rule_name"], 1.0), log)
+                self.jobs[fields["jobid"]] = Job(label, COSTS.get(fields["rule_name"], 1.0), log)
             case LogEvent.JOB_FINISHED:
                 if job := self.jobs.pop(fields["job_id"], None):
                     self.finished += 1

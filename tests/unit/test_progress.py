@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,51 +126,18 @@ def test_on_a_terminal_bars_come_and_go_and_the_error_is_last(tmp_path: Path) ->
     assert shown[-1].startswith("demix: error: ")
 
 
-def benchmark(path: Path, *seconds: float, age: float = 0.0) -> None:
-    """A benchmark file as `demix.launch.usage` writes it, last changed `age` seconds ago."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = "".join(f"{number}\t1.5\t390.67\n" for number in seconds)
-    path.write_text(f"s\tcpu_time\tmax_rss\n{rows}")
-    os.utime(path, (time.time() - age,) * 2)
-
-
-def test_the_weights_are_the_seconds_of_the_last_run(tmp_path: Path) -> None:
-    usual = {"train": 150.0, "adapt": 12.0, "adapt_dense": 12.0, "score": 22.0}
-    others = {"report": 1.0, "tokenizer": 1.0}
-    assert logger.costs([*usual, *others], tmp_path) == usual | others
-    last, before = tmp_path / "last" / "benchmarks", tmp_path / "before" / "benchmarks"
-    benchmark(before / "train" / "demix.tsv", 999.0, age=100)
-    benchmark(before / "report.tsv", 999.0, age=300)
-    benchmark(last / "train" / "demix.tsv", 400.0, age=200)
-    benchmark(last / "train" / "dense.tsv", 100.0)
-    benchmark(last / "train" / "btm" / "law.tsv", 100.0)
-    benchmark(last / "adapt" / "wiki.tsv", 10.0, 20.0)
-    benchmark(last / "adapt-dense" / "wiki.tsv", 30.0)
-    benchmark(last / "score" / "demix" / "wiki.tsv", 7.0)
-    benchmark(last / "tokenizer.tsv")
-    (last / "report.tsv").write_text("h:m:s\n1\n")
-    measured = {"train": 200.0, "adapt": 15.0, "adapt_dense": 30.0, "score": 7.0}
-    # What did not run is scaled by what the others took in all.
-    scale = sum(measured.values()) / sum(usual.values())
-    scaled = {rule: seconds * scale for rule, seconds in others.items()}
-    assert logger.costs([*usual, *others], tmp_path) == pytest.approx(measured | scaled)
-
-
 def emit(handler: logger.LogHandler, event: LogEvent | None = None, **values: object) -> None:
     handler.emit(logging.makeLogRecord(({"event": event} if event else {}) | values))
 
 
-def test_the_display_counts_with_these_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_display_weights_jobs_by_their_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    benchmark(tmp_path / "results" / "a" / "benchmarks" / "report.tsv", 30.0)
-    benchmark(tmp_path / "results" / "a" / "benchmarks" / "card.tsv", 10.0)
     handler = logger.LogHandler(SimpleNamespace(dryrun=False), None)
     monkeypatch.setattr(handler, "_start", lambda: None)
-    emit(handler, LogEvent.RUN_INFO, stats={"report": 1, "card": 1, "total": 2})
-    emit(handler, LogEvent.JOB_INFO, rule_name="report", jobid=1, wildcards={}, log=[])
+    emit(handler, LogEvent.RUN_INFO, stats={"score": 1, "report": 11, "total": 12})
+    emit(handler, LogEvent.JOB_INFO, rule_name="score", jobid=1, wildcards={}, log=[])
     emit(handler, LogEvent.JOB_FINISHED, job_id=1)
-    assert handler._summary().startswith(" 75% done, 1 of 2 jobs")
+    assert handler._summary().startswith(" 67% done, 1 of 12 jobs")
 
 
 def test_a_dry_run_has_its_table_of_jobs_once(
