@@ -70,8 +70,6 @@ CONNECTIONS = 64
 MAX_BYTES = 2 << 20
 # From the start of a connection, or the end of its last answer, to the end of a request's head.
 HEAD_SECONDS = 10
-# A request waits so long in all for the other side to send or to take bytes.
-SENDER_SECONDS = 60.0
 # An error may quote the request, so its line is cut to this length.
 MAX_LINE = 500
 
@@ -339,7 +337,7 @@ def served(model: Opened, key: str, stops: Callable[[], bool]) -> Guarded:
     handlers: Any = dict.fromkeys((DemixError, HTTPException, ClientDisconnect, Exception), refusal)
     starlette = Starlette(routes=routes, exception_handlers=handlers)
     starlette.router.redirect_slashes, starlette.router.default = False, nothing
-    return Guarded(starlette, MAX_BYTES, CONNECTIONS, SENDER_SECONDS, key, refused)
+    return Guarded(starlette, MAX_BYTES, key, refused)
 
 
 class Connection(H11Protocol):

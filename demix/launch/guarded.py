@@ -1,6 +1,5 @@
 """What bounds the requests to a server on this machine."""
 
-import asyncio
 import hmac
 from collections.abc import Callable
 
@@ -13,26 +12,18 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 class Guarded:
-    """An application that serves its own pages alone, and at most so many request bodies of at most `most` bytes.
+    """An application that serves only its own pages, and bodies of requests of at most `most` bytes.
 
     The answer is 403 to a request for another host or by a page of another origin, whatever the path. With a `key`, the
-    answer is 401 to a request that does not bear it, and the key stands for host and origin, which no other page can
-    know. The answer is 413 to a body of more bytes, with or without a Content-Length. At most `bodies` requests with a
-    body are under way at a time; others wait. Such a request ends after `seconds` of waiting for its sender. `refused`
-    makes the answer of a line and a status.
+    answer is 401 to a request without it, and the key replaces host and origin, because no other page can know it. The
+    answer is 413 to a body of more bytes, with or without a Content-Length. `refused` makes the answer of a line and a
+    status.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        most: int,
-        bodies: int,
-        seconds: float,
-        key: str = "",
-        refused: Callable[[str, int], Response] = PlainTextResponse,
+        self, app: ASGIApp, most: int, key: str = "", refused: Callable[[str, int], Response] = PlainTextResponse
     ):
-        self.app, self.most, self.seconds, self.key, self.refused = app, most, seconds, key, refused
-        self.places = asyncio.Semaphore(bodies)
+        self.app, self.most, self.key, self.refused = app, most, key, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -58,47 +49,31 @@ class Guarded:
         length = int(headers.get(b"content-length", "0"))
         if length > self.most:
             await self.refused(self._too_much, 413)(scope, receive, send)
-        elif length or b"transfer-encoding" in headers:
-            async with self.places:
-                await self._with_body(scope, receive, send)
         else:
-            await self.app(scope, receive, send)
+            await self._with_body(scope, receive, send)
 
     @property
     def _too_much(self) -> str:
         return f"a request has at most {self.most} bytes"
 
     async def _with_body(self, scope: Scope, receive: Receive, send: Send) -> None:
-        left, received, whole, refused = self.seconds, 0, False, False
-        clock = asyncio.get_running_loop().time
+        received, refused = 0, False
 
         async def counted() -> Message:
-            nonlocal left, received, whole
-            if whole:
-                return await receive()
-            start = clock()
-            try:
-                async with asyncio.timeout(left):
-                    message = await receive()
-            except TimeoutError:
-                message = {"type": "http.disconnect"}
-            left -= clock() - start
-            whole = not message.get("more_body", False)
+            nonlocal received
+            message = await receive()
             received += len(message.get("body", b""))
             if received > self.most:
                 raise HTTPException(413, self._too_much)
             return message
 
         async def answered(message: Message) -> None:
-            nonlocal left, refused
+            nonlocal refused
             # An application may turn the exception into an internal error (500), which must not reach the client.
             if received > self.most and message["type"] == "http.response.start":
                 refused = True
                 await self.refused(self._too_much, 413)(scope, receive, send)
             elif not refused:
-                start = clock()
-                async with asyncio.timeout(left):
-                    await send(message)
-                left -= clock() - start
+                await send(message)
 
         await self.app(scope, counted, answered)

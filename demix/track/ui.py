@@ -5,12 +5,9 @@ from mlflow.server.fastapi_app import app as mlflow_app
 from demix.launch.guarded import Guarded
 
 # MLflow holds a whole request in memory. The largest requests of `track` are a figure and a table.
-MOST_BYTES = 256 << 20
-MOST_BODIES = 4
-# A request with a body waits so long in all for the other side to send or to take bytes.
-SECONDS = 60.0
+MAX_BYTES = 256 << 20
 
 
 def app() -> Guarded:
     """What `mlflow server` serves."""
-    return Guarded(mlflow_app, MOST_BYTES, MOST_BODIES, SECONDS)
+    return Guarded(mlflow_app, MAX_BYTES)

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support import expected_conditions
 from selenium.webdriver.support.ui import WebDriverWait
 from starlette.middleware.exceptions import ExceptionMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -78,62 +78,15 @@ def answered(guarded: Guarded, *parts: bytes, method: str = "GET", path: str = "
 )
 @pytest.mark.parametrize(("method", "path"), [("POST", "/api/search"), ("GET", "/health"), ("OPTIONS", "/")])
 def test_other_hosts_and_origins_are_refused(headers: dict[str, str], expected: int, method: str, path: str) -> None:
-    assert answered(Guarded(echo, 10, 1, 60), method=method, path=path, **headers) == expected
+    assert answered(Guarded(echo, 10), method=method, path=path, **headers) == expected
 
 
 def test_requests_are_of_bounded_size() -> None:
     # As in MLflow's server, an exception of a request is an answer.
-    guarded = Guarded(ExceptionMiddleware(echo), 10, 1, 60)
+    guarded = Guarded(ExceptionMiddleware(echo), 10)
     assert answered(guarded, content_length="11") == 413
     assert answered(guarded, b"a" * 10, transfer_encoding="chunked") == 200
     assert answered(guarded, b"a" * 6, b"b" * 5, transfer_encoding="chunked") == 413
-
-
-async def meets(bodies: int, *, stays: bool = False) -> tuple[int, list[int]]:
-    """The most bodies that an application saw at a time, and the statuses, of three requests with a body in two parts.
-
-    The second part comes once all requests that may be under way are, or never if it `stays` away.
-    """
-    under_way, most, statuses = 0, 0, []
-    released = asyncio.Event()
-
-    async def application(scope: Scope, receive: Receive, send: Send) -> None:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
-        if under_way == bodies:
-            released.set()
-        with suppress(ClientDisconnect):
-            await echo(scope, receive, send)
-        under_way -= 1
-
-    async def one() -> None:
-        parts = [{"type": "http.request", "body": b"a", "more_body": True}]
-
-        async def receive() -> Message:
-            if parts:
-                return parts.pop()
-            await (asyncio.Event() if stays else released).wait()
-            return {"type": "http.request", "body": b"b"}
-
-        async def send(message: Message) -> None:
-            statuses.extend([message["status"]] if "status" in message else [])
-
-        headers = [(b"host", b"127.0.0.1:5000"), (b"transfer-encoding", b"chunked")]
-        scope = {"type": "http", "method": "POST", "path": "/", "server": ("127.0.0.1", PORT), "headers": headers}
-        await guarded(scope, receive, send)
-
-    guarded = Guarded(application, 10, bodies, 0.2 if stays else 60)
-    await asyncio.wait_for(asyncio.gather(*(one() for _ in range(3))), 30)
-    return most, statuses
-
-
-def test_a_bounded_number_of_bodies_is_held_at_once() -> None:
-    assert asyncio.run(meets(2)) == (2, [200] * 3)
-
-
-def test_a_body_that_never_ends_makes_place_for_the_next() -> None:
-    assert asyncio.run(meets(1, stays=True)) == (1, [])
 
 
 @pytest.fixture(scope="module")
