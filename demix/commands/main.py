@@ -11,10 +11,8 @@ import typer
 
 from demix.commands.stages import STAGES, add_stage, list_stages
 from demix.errors import DemixError, masked, printable
-from demix.launch.arguments import expanded
 from demix.launch.local import end_rank
-from demix.launch.parents import end_with_snakemake
-from demix.launch.usage import note_usage
+from demix.launch.snakemake import end_with_snakemake, expanded, note_usage
 
 # The modules with the commands for people.
 PEOPLE = ("configs", "people", "standard", "questions", "comparing", "exchange")

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from demix.errors import DemixError
 from demix.launch.job import Cluster, Places, TrainingJob
-from demix.launch.notes import Failure, first_failure, key_of_failure
-from demix.launch.parents import when_ended
+from demix.launch.progress import Failure, first_failure, key_of_failure
 from demix.launch.slurm import collect, is_finished, remove_finished, run
+from demix.launch.snakemake import when_ended
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

@@ -20,9 +20,8 @@ from demix.errors import DemixError
 from demix.files import exclusive, linked, read_json, replacing, write_json
 from demix.launch.controller import FINAL, JOB, SECONDS_BETWEEN_POLLS, ask, jobs_in, pause, show
 from demix.launch.job import Cluster, TrainingJob
-from demix.launch.outcome import MishapError, failure, progress_line
-from demix.launch.parents import is_job, orphaned, terminate, when_ended
-from demix.launch.rank import Rank
+from demix.launch.progress import MishapError, failure, progress_line
+from demix.launch.snakemake import is_job, orphaned, terminate, when_ended
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ def run(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], Non
 def submit(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], None]) -> str:
     """Submit a SLURM job that does `job`; returns the SLURM job's id."""
     # submitit takes a second to import, and a job that is found needs none of it.
-    from demix.launch.sbatch import executor_of, outside_jobs
+    from demix.launch.sbatch import Rank, executor_of, outside_jobs
 
     remove_finished(job)
     executor = executor_of(job, cluster)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from demix.config.models import EntrySettings
 from demix.config.training import Execution
-from demix.launch.arguments import SHELL_FUNCTION
+from demix.launch.snakemake import SHELL_FUNCTION
 from demix.run.contexts import asked_contexts, context_tables
 from demix.run.evaluated import chosen_on_dev, evaluated, routed
 from demix.run.harness import harness_routings, harnessed
@@ -54,7 +54,7 @@ class RunRules(StageSettings):
     def shell_prefix(self) -> str:
         """What the shell of each job runs before the command: the lines of the site, and what commands need.
 
-        A job ends with the snakemake that started the job's shell (`demix.launch.parents`).
+        A job ends with the snakemake that started the job's shell (`demix.launch.snakemake`).
         """
         setup = ["set -e", *self.run.config.cluster.setup, "set -euo pipefail", SHELL_FUNCTION]
         lines = [line.replace("{", "{{").replace("}", "}}") for line in setup]

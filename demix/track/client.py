@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from demix.errors import DemixError
 from demix.files import exclusive, remove_leftovers, replacing
-from demix.launch.pace import elapsed
+from demix.launch.progress import elapsed
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

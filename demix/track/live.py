@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from demix.errors import DemixError, StoppedError
-from demix.launch.pace import elapsed, newest_metrics
+from demix.launch.progress import elapsed, newest_metrics
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

@@ -11,7 +11,7 @@ import pandas as pd
 
 from demix.errors import DemixError
 from demix.files import check_sealed, is_made, read_json, sha256_file
-from demix.launch.pace import elapsed
+from demix.launch.progress import elapsed
 from demix.report import report_files
 from demix.report.ranking import representatives
 from demix.report.read import Results, domains_of, read_metrics, read_results, read_rows

@@ -14,7 +14,7 @@ import torch
 
 from demix.errors import DemixError
 from demix.files import exclusive, fsync, read_json, sha256_file, write_json
-from demix.launch.parents import is_job
+from demix.launch.snakemake import is_job
 from demix.model.directory import SHARED, load_verified, save_tensors
 from demix.train.parallel import World
 

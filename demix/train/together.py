@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from demix.errors import DemixError
-from demix.launch.notes import Failure, key_of_failure
+from demix.launch.progress import Failure, key_of_failure
 
 FOR_EVER = timedelta(days=3650)
 # After a rank has failed, it has so many seconds to report its error, before the others end.

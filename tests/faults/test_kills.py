@@ -97,7 +97,7 @@ PARENT = '''
 import os, subprocess, sys
 child = """
 import os, signal
-from demix.launch.parents import end_with_snakemake
+from demix.launch.snakemake import end_with_snakemake
 end_with_snakemake()
 print(os.getpid(), flush=True)
 signal.pause()
@@ -116,7 +116,7 @@ def test_a_job_ends_when_its_snakemake_is_killed() -> None:
 
 
 def test_a_job_by_hand_outlives_who_started_it() -> None:
-    code = "from demix.launch.parents import end_with_snakemake, is_job; end_with_snakemake(); print(is_job.is_set())"
+    code = "from demix.launch.snakemake import end_with_snakemake, is_job; end_with_snakemake(); print(is_job.is_set())"
     environment = {key: value for key, value in os.environ.items() if key != "DEMIX_SNAKEMAKE"}
     for more, shown in (({}, "False\n"), ({"DEMIX_SNAKEMAKE": str(os.getpid())}, "True\n")):
         assert subprocess.check_output([sys.executable, "-c", code], text=True, env=environment | more) == shown

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 from snakemake import io
 
-from demix.launch.arguments import SHELL_FUNCTION, expanded
-from demix.launch.parents import VARIABLE
-from demix.launch.patches import read_once
+from demix.launch.snakemake import SHELL_FUNCTION, VARIABLE, expanded, read_once
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -52,7 +50,7 @@ def test_a_job_that_ends_well_notes_what_it_used(tmp_path: Path, config: str, va
 def test_a_command_of_three_megabytes_arrives_whole(tmp_path: Path) -> None:
     """Each argument as it was, in order; the last is a text of two lines."""
     names = [f"results/a/documents/law/{number:0100d}.parquet" for number in range(24_000)]
-    stand_in = f"#!{sys.executable}\nimport sys\nfrom demix.launch.arguments import expanded\n"
+    stand_in = f"#!{sys.executable}\nimport sys\nfrom demix.launch.snakemake import expanded\n"
     (tmp_path / "demix").write_text(stand_in + "print(repr(expanded(sys.argv[1:])))")
     (tmp_path / "demix").chmod(0o755)
 

@@ -18,8 +18,7 @@ from snakemake_interface_logger_plugins.common import LogEvent
 import snakemake_logger_plugin_demix as logger
 from demix import progress as module
 from demix.launch.job import TrainingJob
-from demix.launch.outcome import progress_line
-from demix.launch.pace import seconds_left, speed
+from demix.launch.progress import progress_line, seconds_left, speed
 from demix.progress import clock, followed, progress
 from support.disturbed import until
 from support.dry_run import ENVIRONMENT

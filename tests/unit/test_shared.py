@@ -15,7 +15,7 @@ from demix.data.shards import tokenize_splits
 from demix.data.sources import Source, pinned
 from demix.data.tokenizer import make_tokenizer
 from demix.files import check_sealed, read_json, sha256_file, write_json
-from demix.launch.patches import keep_shared_times
+from demix.launch.snakemake import keep_shared_times
 from support.dry_run import REPOSITORY
 
 DOMAINS = ("law", "news")

@@ -9,7 +9,7 @@ from demix.errors import DemixError
 from demix.files import read_json, write_json
 from demix.launch import controller, slurm
 from demix.launch.job import Cluster, TrainingJob
-from demix.launch.outcome import MishapError
+from demix.launch.progress import MishapError
 from demix.settings import settings_from
 from demix.train.state import tell_done
 from support.errors import refused

@@ -10,7 +10,7 @@ import yaml
 
 from demix.data.ready import CLIENTS
 from demix.files import read_json
-from demix.launch.arguments import SHELL_FUNCTION
+from demix.launch.snakemake import SHELL_FUNCTION
 from demix.plan.jobs import count_jobs
 from demix.run.check import load_run
 from support.dry_run import (

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from demix.errors import DemixError
-from demix.launch.patches import patch_snakemake
+from demix.launch.snakemake import patch_snakemake
 from demix.run.check import run_of_files
 from demix.run.rules import RunRules
 from demix.settings import written
