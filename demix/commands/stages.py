@@ -28,7 +28,6 @@ STAGES = {
     "divide": ("data.divide.divide", "name"),
     "source-card": ("data.divide.write_source_card", "counts"),
     "deduplicate": ("data.dedup.deduplicate", "documents"),
-    "novel-duplicates": ("data.dedup.novel_duplicates", "documents"),
     "split": ("data.corpus.split_once", "domain documents"),
     "tokenizer": ("data.tokenizer.make_tokenizer", "documents"),
     "tokenize": ("data.shards.tokenize_splits", "documents"),

@@ -1,4 +1,4 @@
-"""Texts that several domains hold: which training domain keeps each, and how many novel domains share."""
+"""Texts that several domains hold: which training domain keeps each."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -9,7 +9,6 @@ import duckdb
 import pyarrow as pa
 
 from demix.data.shared import made_once
-from demix.files import write_json
 from demix.files.batches import counted, read_batches, write_batches
 from demix.files.database import database, run_on
 
@@ -28,22 +27,11 @@ select lower(hex(id)) as id, if(
 ) as domain
 from held where held.id >= $low and held.id < $high group by held.id order by held.id
 """
-_SHARED = """
-with held as (select distinct id, domain from held)
-select one.domain, other.domain, count(*)
-from held one join held other on one.id = other.id and one.domain < other.domain
-group by all order by all
-"""
 
 
 def deduplicate(documents: list[Path], output: Path) -> None:
     """Assign each text that several training domains hold to one of them (documents/<domain>/<part>.parquet)."""
     made_once(output, [output], documents, {}, partial(mark_duplicates, _parts_by_domain(documents), output))
-
-
-def novel_duplicates(documents: list[Path], output: Path) -> None:
-    """Count the texts that novel domains share with one another (documents/<domain>/<part>.parquet)."""
-    count_shared(_parts_by_domain(documents), output)
 
 
 def _parts_by_domain(documents: Sequence[Path]) -> dict[str, list[Path]]:
@@ -71,19 +59,6 @@ def _owners(tables: duckdb.DuckDBPyConnection) -> Iterator[pa.RecordBatch]:
     for low, high in pairwise([*edges, b"\xff" * 33]):
         found = tables.sql(_OWNERS, params={"low": low, "high": high}).to_arrow_reader(1 << 16)
         yield from (batch.cast(OWNERS_SCHEMA) for batch in found)
-
-
-def count_shared(inputs: dict[str, list[Path]], output: Path) -> None:
-    """Write how many texts each two domains share as JSON `{"shared": {"a": {"b": number}}}`, a before b, no zeros.
-
-    For the novel domains, whose duplicates among one another are reported and not dropped.
-    """
-    table: dict[str, dict[str, int]] = {}
-    with database(output) as tables:
-        _hold(tables, inputs)
-        for one, other, number in tables.sql(_SHARED).fetchall():
-            table.setdefault(one, {})[other] = number
-    write_json(output, {"shared": table})
 
 
 def _hold(tables: duckdb.DuckDBPyConnection, inputs: dict[str, list[Path]]) -> None:

@@ -58,7 +58,6 @@ def count_jobs(run: Run) -> dict[str, int]:
         "source_card": len(passes),
         "import_parent": len(run.parents),
         **dict.fromkeys(("deduplicate", "tokenizer", "overlap", "run_config", "report", "card", "track"), 1),
-        "novel_duplicates": int(bool(run.novel)),
         **dict.fromkeys(("split", "tokenize"), number),
         **dict.fromkeys(("hold_out", "tokenize_suite"), suites),
         "fit_clusters": len(fitted(run)),
@@ -70,8 +69,7 @@ def count_jobs(run: Run) -> dict[str, int]:
         "seed": len(run.seeds),
         **Counter(one.rule for one in run.adaptations),
         "join": len(run.joined),
-        "average": sum(one.rule == "average" for one in run.merged),
-        "average_by_domain": number * sum(one.by_domain for one in run.merged),
+        "average": sum(number if one.by_domain else 1 for one in run.merged if not one.token_routed),
         "merge_routed": len(run.routed_merges),
         "score": len(scoring_jobs(run)),
         "score_ngrams": len(config.evaluation.ngrams or ()),
@@ -101,7 +99,8 @@ def disk_bytes(run: Run, plans: list[TrainingPlan]) -> int:
     size = sum((domain.kept or 0) + (domain.passing or 0) for domain in plan_domains(run))
     size += sum(plan.weights for plan in plans) + sum(by_name[parent].checkpoint for parent, _ in run.seeds)
     size += ScoringCosts(run, HARDWARE["cpu"]).of_all[1]
-    return size + sum(4 * sum(parameters(one.architecture, run.types)) for one in run.routed_merges)
+    copies = {one: len(run.domains) if one.by_domain else 1 for one in (*run.routed_merges, *run.merged)}
+    return size + sum(4 * number * sum(parameters(one.architecture, run.types)) for one, number in copies.items())
 
 
 def in_one_line(run: Run, hardware: str, ranks: int | None = None) -> str:

@@ -405,7 +405,7 @@ class Merged:
     @property
     def rule(self) -> str:
         """The rule of the workflow that makes it."""
-        return "merge_routed" if self.token_routed else "average_by_domain" if self.by_domain else "average"
+        return "merge_routed" if self.token_routed else "average"
 
     @property
     def by_domain(self) -> bool:

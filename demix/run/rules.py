@@ -17,7 +17,6 @@ from demix.run.evaluated import chosen_on_dev, evaluated, routed
 from demix.run.harness import harness_routings, harnessed
 from demix.run.models import Model, trained_without
 from demix.run.run import config_fingerprint
-from demix.run.scoring import ScoringPart
 from demix.run.stage_settings import StageSettings
 from demix.run.systems import (
     classified,
@@ -33,15 +32,13 @@ STAGES = {
     "download": ("divide", "download", "read", "import_parent", "harness_documents"),
     "anonymize": ("anonymize",),
     "corpus": (
-        *("deduplicate", "novel_duplicates", "split", "hold_out", "tokenizer", "tokenize", "tokenize_suite", "overlap"),
+        *("deduplicate", "split", "hold_out", "tokenizer", "tokenize", "tokenize_suite", "overlap"),
         *("fit_clusters", "assign", "cluster_shards", "join", "contamination"),
     ),
     "train": ("sweep", "seed", "train", "train_expert"),
     "adapt": ("adapt", "adapt_dense"),
     "score": ("score", "merge_routed", "fewshot", "harness", "audit_domain"),
-    "evaluate": (
-        *("score_ngrams", "combine", "average", "average_by_domain", "route", "choose_mixing", "evaluate", "contexts", "classify"),
-    ),
+    "evaluate": ("score_ngrams", "combine", "average", "route", "choose_mixing", "evaluate", "contexts", "classify"),
 }
 STAGE_OF = {rule: stage for stage, rules in STAGES.items() for rule in rules}
 
@@ -131,7 +128,7 @@ class RunRules(StageSettings):
     def scoring_inputs(self, name: str) -> dict[str, list[str]]:
         """The files that a job reads which scores: models, tokens, and the tables that it adds columns to."""
         parts = self.scoring[name].parts
-        models = [file for part in parts for file in self._scored_model(part)]
+        models = [file for part in parts for file in self.model(part.model, part.experts)]
         old = [file for part in parts if not part.shared for file in self.scores(part.model, part.domains)]
         return {
             "model": list(dict.fromkeys(models)),
@@ -139,17 +136,15 @@ class RunRules(StageSettings):
             "old": list(dict.fromkeys(old)),
         }
 
-    @cached_property
-    def _fleeting(self) -> set[str]:
-        """The merged models that are removed once they are scored: as folders, which the workflow knows them by."""
-        return {one.of(domain) for one in self.run.merged if one.by_domain for domain in self.run.domains}
+    def prior_scores(self, model: str, domain: str) -> list[str]:
+        """The scores whose cached prior weights the experts in an average; none without a domain, by equal weights."""
+        return self.scores(model, [domain]) if domain else []
 
-    def _scored_model(self, part: ScoringPart) -> list[str]:
-        return (
-            [f"{self.folder}/models/{part.model}"]
-            if part.model in self._fleeting
-            else self.model(part.model, part.experts)
-        )
+    def prior_options(self, model: str, domain: str) -> str:
+        """The options of an average that name this prior."""
+        evaluation, scores = self.run.config.evaluation, f"{self.folder}/scores/{model}"
+        prior = f"--scores {scores} --decay {evaluation.decay} --blocks {evaluation.dev_blocks} --domain {domain}"
+        return prior if domain else ""
 
     def routing(self, clustering: str, context: str, domains: Iterable[str]) -> list[str]:
         """The routing tables of a clustering on `domains`."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from demix.config.models import DENSE_EXPERT
@@ -51,19 +52,15 @@ class ScoringPart:
 
 @dataclass(frozen=True)
 class ScoringJob:
-    """A job that scores texts under the models of `parts`; scores/<name>.json has the digests of its tables.
-
-    With `added` the job scores what an adaptation made.
-    """
+    """A job that scores texts under the models of `parts`; scores/<name>.json has the digests of its tables."""
 
     name: str
     parts: tuple[ScoringPart, ...]
     priority: int = 0
-    added: bool = False
 
 
-def scoring_jobs(run: Run, *, apart: bool = False) -> tuple[ScoringJob, ...]:
-    """All jobs that score, in the order of the workflow; `apart` asks for those of a cluster on any machine.
+def scoring_jobs(run: Run) -> tuple[ScoringJob, ...]:
+    """All jobs that score, in the order of the workflow.
 
     On a cluster each model and domain is a job of its own, and an adapted expert on all earlier domains. On one machine
     the model that receives the experts of novel domains, for whose scores adaptation waits, has a job for all training
@@ -73,7 +70,7 @@ def scoring_jobs(run: Run, *, apart: bool = False) -> tuple[ScoringJob, ...]:
     """
     joined: dict[str, list[ScoringJob]] = {}
     for together, job in (*_of_trained(run), *_of_adapted(run), *_of_merged(run), *_of_suites(run), *_left_out(run)):
-        joined.setdefault(job.name if apart or run.submitted else together, []).append(job)
+        joined.setdefault(job.name if run.submitted else together, []).append(job)
     jobs = []
     for name, some in joined.items():
         # The parts of all domains of a model are one.
@@ -82,7 +79,7 @@ def scoring_jobs(run: Run, *, apart: bool = False) -> tuple[ScoringJob, ...]:
             alike = replace(part, domains=())
             parts[alike] = parts.get(alike, ()) + part.domains
         whole = tuple(replace(alike, domains=domains) for alike, domains in parts.items())
-        jobs.append(ScoringJob(name, whole, max(job.priority for job in some), some[0].added))
+        jobs.append(ScoringJob(name, whole, max(job.priority for job in some)))
     return tuple(jobs)
 
 
@@ -137,8 +134,8 @@ def _of_adapted(run: Run) -> _Jobs:
         on = replace(into, experts=so_far, columns=so_far, domains=(name,))
         made = ScoringPart(adapted(row, name), dense, dense, (*training, name), ("test",))
         for job, part in ((f"{receiver.name}/adapted-{name}", into), (f"{receiver.name}/adapted-on-{name}", on)):
-            yield f"adapted-{name}", ScoringJob(job, (part,), 60, added=True)
-        yield f"adapted-{name}", ScoringJob(made.model, (made,), 0 if run.submitted else 60, added=True)
+            yield f"adapted-{name}", ScoringJob(job, (part,), 60)
+        yield f"adapted-{name}", ScoringJob(made.model, (made,), 0 if run.submitted else 60)
 
 
 def _of_suites(run: Run) -> _Jobs:
@@ -153,15 +150,11 @@ def _of_suites(run: Run) -> _Jobs:
 def _of_merged(run: Run) -> _Jobs:
     domains = (*run.training, *run.novel)
     for merged in run.merged:
-        part = ScoringPart(merged.place, MERGED, MERGED, (), ("test",))
-        for top_k in (0, *other_top_k(run).get(merged.place, ())):
-            if not merged.by_domain:
-                yield from _each(run, replace(part, top_k=top_k), domains)
-                continue
-            # Each of these models is made for one domain, and removed once it is scored there.
-            for domain in domains:
-                made = replace(part, model=merged.of(domain), domains=(domain,), top_k=top_k)
-                yield made.folder, ScoringJob(made.folder, (made,))
+        # The average by a prior waits for the scores of its experts.
+        together = "averages" if merged.by_domain else "others"
+        for domain, top_k in product(domains, (0, *other_top_k(run).get(merged.place, ()))):
+            part = ScoringPart(merged.of(domain), MERGED, MERGED, (), ("test",), top_k=top_k)
+            yield from _each(run, part, [domain], together)
 
 
 def _left_out(run: Run) -> _Jobs:

@@ -33,7 +33,6 @@ SCORE = f'score {RUN}/models {RUN}/tokens/fantasy/|"model": "dense"'
 READERS = {
     "split licenses": ("documents/licenses/0000.parquet", "documents/licenses/0000.json", "corpus/owners.parquet"),
     "deduplicate ": ("documents/licenses/0000.parquet",),
-    "novel-duplicates ": ("documents/fantasy/0000.parquet",),
     "tokenizer ": ("corpus/licenses/train.parquet",),
     "tokenize |licenses/dev": ("corpus/licenses/dev.parquet", "tokenizer.json"),
     "train dense |models/dense ": [f"tokens/licenses/train.{kind}" for kind in ("arrow", "documents.arrow", "json")],

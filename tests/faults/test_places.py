@@ -17,7 +17,6 @@ RUN = "results/tiny"
 STAGES = {
     "read": "read licenses",
     "deduplicate": "deduplicate ",
-    "novel-duplicates": "novel-duplicates ",
     "split": "split licenses",
     "tokenizer": "tokenizer ",
     "tokenize": "tokenize |licenses/dev",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from demix.data import corpus, leakage
 from demix.data.anonymize import SCHEMA
 from demix.data.corpus import SPLITS, Budget, Splitting, left_out, split
-from demix.data.dedup import count_shared, mark_duplicates
+from demix.data.dedup import mark_duplicates
 from demix.data.leakage import contamination, grams_of
 from demix.evaluate.harness import DOCUMENTS
 from demix.files import read_json, write_json, write_parquet
@@ -305,10 +305,6 @@ def test_parts_make_no_difference(tmp_path):
     rows, card = _split(tmp_path, "a", documents=parts)
     assert rows == whole[0]
     assert card == {**whole[1], "replacements": {"EMAIL": 9}, "normalised": {"nul": 3}}
-    # Novel domains own nothing, and are compared with one another.
-    paths = {name: [_clean(tmp_path, name, some)] for name, some in {"x": TEXT, "y": TEXT[:3] * 2, "z": ["q"]}.items()}
-    count_shared(paths, tmp_path / "shared.json")
-    assert read_json(tmp_path / "shared.json") == {"shared": {"x": {"y": 3}}}
 
 
 def test_a_held_out_text_that_another_domain_trains_on_is_found(tmp_path):

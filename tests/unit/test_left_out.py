@@ -17,21 +17,21 @@ def removing(run: Run, *merged: str, **more: Any) -> Run:
     return completed_run(run.config.values | {"removal": run.config.values["removal"] | {"merged": merged}} | more)
 
 
-def parts(run: Run, *, apart: bool = False) -> list[ScoringPart]:
-    return [part for job in scoring_jobs(run, apart=apart) for part in job.parts]
+def parts(run: Run) -> list[ScoringPart]:
+    return [part for job in scoring_jobs(run) for part in job.parts]
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_each_training_domain_is_scored_without_its_expert_once(frozen: Run, apart: bool) -> None:
-    run, before = removing(frozen, "demix", "btx"), removing(frozen)
-    new = [part for part in parts(run, apart=apart) if part not in parts(before, apart=apart)]
+@pytest.mark.parametrize("launch", ["local", "slurm"])
+def test_each_training_domain_is_scored_without_its_expert_once(frozen: Run, launch: str) -> None:
+    run, before = (removing(frozen, *rows, cluster={"launch": launch}) for rows in (("demix", "btx"), ()))
+    new = [part for part in parts(run) if part not in parts(before)]
     assert sorted((part.folder, part.domains, part.without, part.splits) for part in new) == sorted(
         (f"{folder}@minus-{name}", (name,), name, ("test",))
         for folder in ("demix-routed", "btx")
         for name in run.training
     )
     assert all(part.settings["without"] == part.without for part in new)
-    assert len(parts(run, apart=apart)) == len(parts(before, apart=apart)) + len(new)
+    assert len(parts(run)) == len(parts(before)) + len(new)
     assert {*count_jobs(run)} == {*count_jobs(before)}
 
 

@@ -158,7 +158,7 @@ def test_each_accepted_row_is_a_training_of_its_updates(accepted: Run) -> None:
 
 
 def test_each_accepted_row_is_scored_and_planned(accepted: Run) -> None:
-    scored = {part.model for job in scoring_jobs(accepted, apart=True) for part in job.parts}
+    scored = {part.model for job in scoring_jobs(accepted) for part in job.parts}
     assert {model.name for model in accepted.trained} <= scored
     for domain in accepted.domains:
         assert {table.model for table in evaluated(accepted, domain)} >= {*accepted.rows}

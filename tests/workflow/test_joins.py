@@ -131,7 +131,7 @@ SUITE |= {"score suites-paloma_known", "read paloma_known 0000", "table suites"}
 ASKED = {"harness_documents", "harness demix", "classify"} | {f"contamination {name}" for name in TRAINING}
 JARGON = {f"{rule} jargon" for rule in ("split", "tokenize", "adapt", "adapt_dense")}
 JARGON |= {f"score {job}" for job in ("demix/jargon", "others-jargon", "adapted-jargon")}
-JARGON |= {"read jargon 0000", "evaluate jargon", "novel_duplicates", "overlap"} | NGRAMS
+JARGON |= {"read jargon 0000", "evaluate jargon", "overlap"} | NGRAMS
 SEED2 = {f"train {name}-seed2" for name in PAPER} | {"choose_mixing demix-seed2"}
 # All that depends on the text of the training domains.
 RETRAINED = {f"train {name}" for name in (*PAPER, "without-licenses")} | {"choose_mixing demix"}
@@ -160,7 +160,7 @@ CHANGES: dict[str, tuple[Keys, set[str]]] = {
     "a novel domain": ({"domains.novel.jargon": domain("jargon")}, JARGON | MIXED),
     "a novel domain less": (
         {"domains.novel.fortunes": None},
-        {"novel_duplicates", "overlap"} | NGRAMS | MIXED - {"evaluate fortunes"},
+        {"overlap"} | NGRAMS | MIXED - {"evaluate fortunes"},
     ),
     "a training domain": (
         {"domains.training.packages": domain("packages")},

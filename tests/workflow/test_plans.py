@@ -48,9 +48,7 @@ NONE = ("", 0, 0, False)
 ASKING = {
     "score_ngrams": "evaluate",
     **dict.fromkeys(("download", "read", "divide", "import_parent", "harness_documents"), "download"),
-    **dict.fromkeys(
-        ("deduplicate", "novel_dup", "tokenize", "overlap", "split", "hold_out", "fit_", "assign"), "corpus"
-    ),
+    **dict.fromkeys(("deduplicate", "tokenize", "overlap", "split", "hold_out", "fit_", "assign"), "corpus"),
     **dict.fromkeys(("cluster_", "join", "contamination", "examples"), "corpus"),
     "anonymize": "anonymize",
     **dict.fromkeys(("train", "sweep", "seed"), "train"),

@@ -104,18 +104,6 @@ rule deduplicate:
         "demix deduplicate {input} --output {output} 2> {log}"
 
 
-# The numbers are only reported: novel domains may share texts with one another.
-rule novel_duplicates:
-    input:
-        RULES.parts(NOVEL, "parquet"),
-    output:
-        f"{RUN}/corpus/shared.json",
-    log:
-        f"{RUN}/logs/novel_duplicates.log",
-    shell:
-        "demix novel-duplicates {input} --output {output} 2> {log}"
-
-
 rule split:
     input:
         documents=lambda wildcards: RULES.parts([wildcards.domain], "parquet"),

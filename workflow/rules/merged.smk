@@ -5,34 +5,21 @@
 rule average:
     input:
         lambda wildcards: RULES.model(wildcards.model),
+        lambda wildcards: RULES.prior_scores(wildcards.model, wildcards.average.partition("-")[2]),
     output:
-        f"{RUN}/models/{{model}}-uniform/model.json",
+        f"{RUN}/models/{{model}}-{{average}}/model.json",
     log:
-        f"{RUN}/logs/average/{{model}}-uniform.log",
+        f"{RUN}/logs/average/{{model}}-{{average}}.log",
+    wildcard_constraints:
+        model=one_of(one.model.name for one in THIS.merged if not one.token_routed),
+        average="uniform|average-[a-z0-9_]+",
     params:
         model=below_run("models/{model}"),
         experts=lambda wildcards: ",".join(RULES.models[wildcards.model].experts),
-        output=below_run("models/{model}-uniform"),
+        prior=lambda wildcards: RULES.prior_options(wildcards.model, wildcards.average.partition("-")[2]),
+        output=below_run("models/{model}-{average}"),
     shell:
-        "demix average-experts {params.model} --experts {params.experts} --output {params.output} 2> {log}"
-
-
-rule average_by_domain:
-    input:
-        lambda wildcards: RULES.model(wildcards.model),
-        lambda wildcards: RULES.scores(wildcards.model, [wildcards.domain]),
-    output:
-        temp(directory(f"{RUN}/models/{{model}}-average-{{domain}}")),
-    log:
-        f"{RUN}/logs/average/{{model}}-average-{{domain}}.log",
-    params:
-        model=below_run("models/{model}"),
-        experts=lambda wildcards: ",".join(RULES.models[wildcards.model].experts),
-        scores=below_run("scores/{model}"),
-        prior=f"--decay {CONFIG.evaluation.decay} --blocks {CONFIG.evaluation.dev_blocks}",
-    shell:
-        "demix average-experts {params.model} --experts {params.experts} --scores {params.scores} {params.prior}"
-        " --domain {wildcards.domain} --output {output} 2> {log}"
+        "demix average-experts {params.model} --experts {params.experts} {params.prior} --output {params.output} 2> {log}"
 
 
 # Experts that are feedforwards as those among which tokens choose. The dev split of each expert's text makes the router.
