@@ -81,18 +81,6 @@ class Cluster(Site):
         description="Seconds between the signal at which a training job saves its state and the job's time limit. "
         "One step and one checkpoint must fit into this time.",
     )
-    requeues: Integer = Field(
-        default=100,
-        ge=0,
-        description="How often a training job may be queued again before it fails. A job is queued again after its "
-        "time limit, after preemption and after the loss of a node.",
-    )
-    retries: Integer = Field(
-        default=2,
-        ge=0,
-        description="How often one run submits a training job again that broke down: because a rank was killed, or "
-        "by an error that is none of demix's own. The new job goes on from the last checkpoint.",
-    )
     downloads: Literal["compute", "login"] = Field(
         default="compute",
         description="Where downloads run: compute (as jobs) or login (where snakemake runs, for compute nodes "

@@ -23,6 +23,8 @@ from demix.launch.progress import START, noting
 
 log = logging.getLogger(__name__)
 
+# A job is queued again after its time limit, after preemption and after the loss of a node, so many times at most.
+REQUEUES = 1000
 # After the first rank has ended, the other ranks have this many seconds to report their errors.
 SECONDS_FOR_THE_OTHERS = 30
 
@@ -33,8 +35,8 @@ class Rank:
     submitit pickles this object, and calls `checkpoint` if a signal arrives before the training has begun.
     """
 
-    def __init__(self, job: TrainingJob, entry: Callable[[Sequence[str]], None], requeues: int):
-        self.entry, self.fingerprint, self.requeues = entry, job.fingerprint, requeues
+    def __init__(self, job: TrainingJob, entry: Callable[[Sequence[str]], None]):
+        self.entry, self.fingerprint = entry, job.fingerprint
         self.finished, self.done, self.jobs = job.finished.resolve(), job.done.resolve(), job.jobs.resolve()
         self.outputs = {option: str(self.finished / option.strip("-")) for option in job.outputs}
         self.command, self.folder = job.command, os.getcwd()
@@ -50,10 +52,8 @@ class Rank:
         if rank == 0:
             print(f"{START} {restarts} of job {job_id}", file=sys.stderr, flush=True)
         with noting(self.jobs / f"{job_id}.{restarts}.notes", rank):
-            if restarts > self.requeues:
-                cure = (
-                    "raise cluster.requeues or cluster.minutes, then rerun: training goes on from the last checkpoint"
-                )
+            if restarts > REQUEUES:
+                cure = "raise cluster.minutes, then rerun: training goes on from the last checkpoint"
                 raise DemixError(f"job {job_id}", f"was queued again {restarts} times", cure)
             distributed = submitit.helpers.TorchDistributedEnvironment()
             _resolve(distributed.master_addr)
@@ -141,7 +141,7 @@ def executor_of(job: TrainingJob, cluster: Cluster) -> SlurmExecutor:
     """What submits `job`. Raises DemixError where there is no SLURM."""
     job.jobs.mkdir(parents=True, exist_ok=True)
     try:
-        executor = _Executor(folder=job.jobs.resolve(), max_num_timeout=cluster.requeues)
+        executor = _Executor(folder=job.jobs.resolve(), max_num_timeout=REQUEUES)
     except RuntimeError:
         raise DemixError(
             "cluster.launch", "is slurm, but there is no srun here", "use local, or log in to the cluster"

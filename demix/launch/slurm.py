@@ -30,6 +30,8 @@ SECONDS_BETWEEN_LINES = 15.0
 # A final state counts only after this many polls in a row, because SLURM may queue the job again, and a shared file
 # system may show the results late.
 POLLS, POLLS_FOR_RESULTS = 6, 30
+# How often one run submits a job again that broke down: a rank was killed, or had an error that is none of demix's own.
+RETRIES = 2
 
 
 def run(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], None]) -> None:
@@ -45,7 +47,7 @@ def run(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], Non
     # A process whose snakemake was killed ends a few seconds later, and may hold the lock until then.
     alone = exclusive(job.checkpoints / "waiting.lock", "waits for this training", patience=30.0)
     with alone, _interruptible():
-        for retries_left in reversed(range(cluster.retries + 1)):
+        for retries_left in reversed(range(RETRIES + 1)):
             if is_finished(job):
                 break
             job_id = find(job)
@@ -82,7 +84,7 @@ def submit(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], 
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         with outside_jobs():
-            job_id = executor.submit(Rank(job, entry, cluster.requeues)).job_id
+            job_id = executor.submit(Rank(job, entry)).job_id
         write_json(job.jobs / "job.json", {"job": job_id, "name": job.name, "fingerprint": job.fingerprint})
     except DemixError:
         raise

@@ -88,14 +88,6 @@ def test_a_time_limit_of_a_minute(training: Make, long: list[float]) -> None:
     assert len(disturbed.starts()) > 1
 
 
-def test_a_bound_on_requeues(training: Make) -> None:
-    disturbed = training(requeues=0)
-    process = disturbed.start_and_wait()
-    subprocess.run(["scontrol", "requeue", disturbed.job()], check=True)
-    assert process.wait() != 0
-    assert "cluster.requeues" in printed(disturbed.folder)
-
-
 @pytest.mark.parametrize("late", [False, True], ids=["while it runs", "when it has finished"])
 def test_a_killed_snakemake(training: Make, undisturbed: list[float], late: bool) -> None:
     disturbed = training()

@@ -254,11 +254,11 @@ def test_a_job_that_breaks_down_is_submitted_again_as_often_as_allowed(
     monkeypatch.setattr(slurm, "submit", submit)
     commands["scontrol"].prints("JobId=@ JobState=NODE_FAIL")
     with pytest.raises(MishapError):
-        slurm.run(job, Cluster(retries=2), print)
+        slurm.run(job, Cluster(), print)
     assert len(submitted) == 3
-    slurm.run(job, Cluster(retries=0), print)
+    slurm.run(job, Cluster(), print)
     assert len(submitted) == 4
     assert (job.outputs["--output"] / "model.json").exists()
     # What is finished is collected and not done again.
-    slurm.run(job, Cluster(retries=0), print)
+    slurm.run(job, Cluster(), print)
     assert len(submitted) == 4
