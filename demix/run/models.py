@@ -220,14 +220,6 @@ def folder_of(row: str, seed: int, first: int) -> str:
     return row if seed == first else f"{row}-seed{seed}"
 
 
-def row_of(folder: str, first: int, further: Iterable[int]) -> tuple[str, int]:
-    """The row and the seed of the model in a folder: the inverse of `folder_of` for the run's seeds."""
-    for seed in further:
-        if folder.endswith(f"-seed{seed}"):
-            return folder.removesuffix(f"-seed{seed}"), seed
-    return folder, first
-
-
 def left_out(domain: str) -> str:
     """The label of the set of all experts but that of `domain`."""
     return f"minus-{domain}"

@@ -24,7 +24,6 @@ from demix.run.models import (
     folder_of,
     merged_models,
     row_named,
-    row_of,
     trained_models,
 )
 from demix.run.rows import Row, rows_of
@@ -224,7 +223,10 @@ class Run:
 
     def row_of(self, folder: str) -> tuple[str, int]:
         """The row and the seed of the model in a folder of the run: the inverse of `folder_of`."""
-        return row_of(folder, self.seed, self.config.further_seeds)
+        for seed in self.config.further_seeds:
+            if folder.endswith(f"-seed{seed}"):
+                return folder.removesuffix(f"-seed{seed}"), seed
+        return folder, self.seed
 
     def adapting(self, parent: Model) -> EntrySettings:
         """The settings with which a model is adapted, but for its lengths: those of its training, on one domain."""
