@@ -353,6 +353,11 @@ class RunRules(StageSettings):
         """The cores that a training takes on this machine: those of all ranks, or one if the job only waits."""
         return 1 if self.run.submitted else self.run.config.threads * settings.ranks
 
+    def log(self, rule: str, wildcards: Iterable[str]) -> str:
+        """The log of a rule's jobs, with their wildcards."""
+        names = ".".join(f"{{{name}}}" for name in sorted(wildcards))
+        return f"{self.folder}/logs/{rule}{'/' if names else ''}{names}.log"
+
     def stage(self, rule: str) -> str | None:
         """The stage of a rule; None for one that runs where snakemake does."""
         if rule == "examples":

@@ -12,8 +12,6 @@ rule adapt:
     output:
         manifest=f"{RUN}/models/{RECEIVER}/experts/{{novel}}.json",
         metrics=f"{RUN}/metrics/{RECEIVER}-dapt-{{novel}}.jsonl",
-    log:
-        f"{RUN}/logs/adapt/{{novel}}.log",
     # One job scores both adaptations of a domain.
     priority: 70
     threads: RULES.cores(THIS.adapting(THIS.receiver))
@@ -39,8 +37,6 @@ use rule adapt as adapt_dense with:
     output:
         manifest=f"{RUN}/models/{DENSE}-dapt-{{novel}}/model.json",
         metrics=f"{RUN}/metrics/{DENSE}-dapt-{{novel}}.jsonl",
-    log:
-        f"{RUN}/logs/adapt-dense/{{novel}}.log",
     priority: 40
     params:
         settings=lambda wildcards: RULES.adaptation_settings(RULES.models[DENSE]),

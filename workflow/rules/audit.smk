@@ -6,8 +6,6 @@ rule audit_domain:
         priors=f"{RUN}/evaluations/{{training}}.priors.parquet",
     output:
         f"{RUN}/evaluations/{{training}}.audit.parquet",
-    log:
-        f"{RUN}/logs/audit/{{training}}.log",
     threads: CONFIG.threads
     params:
         settings=lambda wildcards: RULES.audit_settings(wildcards.training),

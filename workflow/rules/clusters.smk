@@ -10,8 +10,6 @@ rule fit_clusters:
             f"{RUN}/clusters/{{clustering}}/{name}"
             for name in ("clusterer.json", "clusterer.safetensors", "terms.parquet")
         ],
-    log:
-        f"{RUN}/logs/fit_clusters/{{clustering}}.log",
     priority: 90
     params:
         settings=lambda wildcards: RULES.as_json(written(CONFIG.clusterings[wildcards.clustering])),
@@ -29,8 +27,6 @@ rule assign:
         expand(
             f"{RUN}/clusters/{{{{clustering}}}}/assigned/{{domain}}.{{split}}.parquet", domain=TRAINING, split=SPLITS
         ),
-    log:
-        f"{RUN}/logs/assign/{{clustering}}.log",
     priority: 90
     params:
         clusterer=below_run("clusters/{clustering}"),
@@ -46,8 +42,6 @@ rule cluster_shards:
         tokens=RULES.tokens(TRAINING, "{split}"),
     output:
         f"{RUN}/clusters/{{clustering}}/shards/{{split}}.json",
-    log:
-        f"{RUN}/logs/cluster_shards/{{clustering}}.{{split}}.log",
     priority: 90
     params:
         clusterer=below_run("clusters/{clustering}"),

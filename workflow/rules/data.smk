@@ -7,8 +7,6 @@ rule divide:
         lambda wildcards: CONFIG.sources[wildcards.source].source.files_of(int(wildcards.part)),
     output:
         f"{RUN}/sources/{{source}}/{{part}}.json",
-    log:
-        f"{RUN}/logs/divide/{{source}}.{{part}}.log",
     wildcard_constraints:
         source=one_of(THIS.shared),
     resources:
@@ -28,8 +26,6 @@ rule source_card:
         lambda wildcards: RULES.counted(wildcards.source),
     output:
         f"{RUN}/sources/{{source}}/card.json",
-    log:
-        f"{RUN}/logs/source_card/{{source}}.log",
     wildcard_constraints:
         source=one_of(THIS.shared),
     # A value that no document has ends the run before it trains.
@@ -48,8 +44,6 @@ if THIS.submitted:
             lambda wildcards: RULES.read_files(wildcards.domain, int(wildcards.part)),
         output:
             temp(f"{RUN}/raw/{{domain}}/{{part}}.parquet"),
-        log:
-            f"{RUN}/logs/download/{{domain}}.{{part}}.log",
         params:
             settings=lambda wildcards: RULES.source_settings(wildcards.domain, whole=True),
             part=lambda wildcards: int(wildcards.part),
@@ -63,8 +57,6 @@ if THIS.submitted:
         output:
             documents=f"{RUN}/documents/{{domain}}/{{part}}.parquet",
             counts=f"{RUN}/documents/{{domain}}/{{part}}.json",
-        log:
-            f"{RUN}/logs/anonymize/{{domain}}.{{part}}.log",
         params:
             rules=lambda wildcards: RULES.anonymizing(wildcards.domain),
             pieces=lambda wildcards: RULES.pieces(wildcards.domain),
@@ -80,8 +72,6 @@ else:
         output:
             documents=f"{RUN}/documents/{{domain}}/{{part}}.parquet",
             counts=f"{RUN}/documents/{{domain}}/{{part}}.json",
-        log:
-            f"{RUN}/logs/read/{{domain}}.{{part}}.log",
         params:
             settings=lambda wildcards: RULES.source_settings(wildcards.domain),
             part=lambda wildcards: int(wildcards.part),
@@ -98,8 +88,6 @@ rule deduplicate:
         RULES.parts(TRAINING, "parquet"),
     output:
         f"{RUN}/corpus/owners.parquet",
-    log:
-        f"{RUN}/logs/deduplicate.log",
     shell:
         "demix deduplicate {input} --output {output} 2> {log}"
 
@@ -112,8 +100,6 @@ rule split:
     output:
         expand(f"{RUN}/corpus/{{{{domain}}}}/{{split}}.parquet", split=SPLITS),
         f"{RUN}/corpus/{{domain}}/card.json",
-    log:
-        f"{RUN}/logs/split/{{domain}}.log",
     wildcard_constraints:
         domain=one_of(DOMAINS),
     params:
@@ -129,8 +115,6 @@ rule tokenizer:
         CONFIG.tokenizer.path or expand(f"{RUN}/corpus/{{domain}}/train.parquet", domain=TRAINING),
     output:
         f"{RUN}/tokenizer.json",
-    log:
-        f"{RUN}/logs/tokenizer.log",
     params:
         settings=lambda wildcards: RULES.as_json(written(CONFIG.tokenizer)),
     shell:
@@ -147,8 +131,6 @@ rule tokenize:
             split=SPLITS,
             kind=["arrow", "documents.arrow", "json"],
         ),
-    log:
-        f"{RUN}/logs/tokenize/{{domain}}.log",
     wildcard_constraints:
         domain=one_of(DOMAINS),
     params:
@@ -162,8 +144,6 @@ use rule split as hold_out with:
     output:
         f"{RUN}/corpus/{{domain}}/test.parquet",
         f"{RUN}/corpus/{{domain}}/card.json",
-    log:
-        f"{RUN}/logs/hold_out/{{domain}}.log",
     wildcard_constraints:
         domain=one_of(THIS.suites),
     params:
@@ -176,8 +156,6 @@ use rule tokenize as tokenize_suite with:
         tokenizer=f"{RUN}/tokenizer.json",
     output:
         expand(f"{RUN}/tokens/{{{{domain}}}}/test.{{kind}}", kind=["arrow", "documents.arrow", "json"]),
-    log:
-        f"{RUN}/logs/tokenize_suite/{{domain}}.log",
     wildcard_constraints:
         domain=one_of(THIS.suites),
 
@@ -189,7 +167,5 @@ rule overlap:
         RULES.tokens(DOMAINS, "test"),
     output:
         f"{RUN}/corpus/overlap.parquet",
-    log:
-        f"{RUN}/logs/overlap.log",
     shell:
         "demix overlap {input} --output {output} 2> {log}"

@@ -8,8 +8,6 @@ rule average:
         lambda wildcards: RULES.prior_scores(wildcards.model, wildcards.average.partition("-")[2]),
     output:
         f"{RUN}/models/{{model}}-{{average}}/model.json",
-    log:
-        f"{RUN}/logs/average/{{model}}-{{average}}.log",
     wildcard_constraints:
         model=one_of(one.model.name for one in THIS.merged if not one.token_routed),
         average="uniform|average-[a-z0-9_]+",
@@ -29,8 +27,6 @@ rule merge_routed:
         tokens=lambda wildcards: RULES.learned_files(RULES.models[wildcards.model], "dev"),
     output:
         f"{RUN}/models/{{model}}-routed/model.json",
-    log:
-        f"{RUN}/logs/merge_routed/{{model}}-routed.log",
     threads: CONFIG.threads
     params:
         model=below_run("models/{model}"),

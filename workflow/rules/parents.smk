@@ -5,8 +5,6 @@ rule import_parent:
     output:
         f"{RUN}/parents/{{parent}}/model.json",
         f"{RUN}/parents/{{parent}}/tokenizer.json",
-    log:
-        f"{RUN}/logs/import_parent/{{parent}}.log",
     wildcard_constraints:
         parent=one_of(THIS.parents),
     params:

@@ -8,8 +8,6 @@ rule choose_mixing:
         lambda wildcards: RULES.scores(wildcards.model, TRAINING),
     output:
         f"{RUN}/models/{{model}}/mixing.json",
-    log:
-        f"{RUN}/logs/choose_mixing/{{model}}.log",
     params:
         folder=below_run("scores/{model}"),
         domains=",".join(TRAINING),
@@ -31,8 +29,6 @@ rule evaluate:
         differences=f"{RUN}/evaluations/{{domain}}.differences.parquet",
         posteriors=f"{RUN}/evaluations/{{domain}}.posteriors.parquet",
         losses=f"{RUN}/evaluations/{{domain}}.losses.parquet",
-    log:
-        f"{RUN}/logs/evaluate/{{domain}}.log",
     params:
         settings=lambda wildcards: RULES.evaluation_settings(wildcards.domain),
         scores=below_run("scores"),
@@ -47,8 +43,6 @@ rule contexts:
         lambda wildcards: RULES.context_scores(wildcards.domain),
     output:
         f"{RUN}/evaluations/{{domain}}.contexts.parquet",
-    log:
-        f"{RUN}/logs/contexts/{{domain}}.log",
     params:
         settings=lambda wildcards: RULES.context_settings(wildcards.domain),
         scores=below_run("scores"),
@@ -63,8 +57,6 @@ rule table:
         lambda wildcards: RULES.joined(wildcards.table),
     output:
         f"{RUN}/{{table}}.parquet",
-    log:
-        f"{RUN}/logs/table/{{table}}.log",
     wildcard_constraints:
         table="results|priors|differences|posteriors|suites|audit",
     shell:
@@ -74,8 +66,6 @@ rule table:
 rule run_config:
     output:
         f"{RUN}/config.json",
-    log:
-        f"{RUN}/logs/run_config.log",
     # Commands know a run by this file.
     priority: 200
     params:
@@ -90,8 +80,6 @@ rule report:
         config=f"{RUN}/config.json",
     output:
         *[file for item in report_items(THIS) for file in captioned(item)],
-    log:
-        f"{RUN}/logs/report.log",
     params:
         run=below_run(""),
         folder=below_run("report"),
@@ -107,8 +95,6 @@ rule card:
         config=f"{RUN}/config.json",
     output:
         expand(f"{RUN}/report/cards/{{model}}.{{kind}}", model=RULES.models, kind=["md", "html"]),
-    log:
-        f"{RUN}/logs/card.log",
     params:
         run=below_run(""),
         folder=below_run("report/cards"),
@@ -126,8 +112,6 @@ rule track:
         config=f"{RUN}/config.json",
     output:
         f"{RUN}/tracked.json",
-    log:
-        f"{RUN}/logs/track.log",
     params:
         run=below_run(""),
     shell:

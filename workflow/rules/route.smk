@@ -6,8 +6,6 @@ rule route:
         tokenizer=f"{RUN}/tokenizer.json",
     output:
         RULES.routing("{clustering}", "{context}", ["{domain}"]),
-    log:
-        f"{RUN}/logs/route/{{clustering}}.{{context}}.{{domain}}.log",
     wildcard_constraints:
         context="|".join(CONFIG.evaluation.routing_context),
     params:

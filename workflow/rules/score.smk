@@ -7,8 +7,6 @@ rule score:
         unpack(lambda wildcards: RULES.scoring_inputs(wildcards.job)),
     output:
         f"{RUN}/scores/{{job}}.json",
-    log:
-        f"{RUN}/logs/score/{{job}}.log",
     wildcard_constraints:
         job=r"(?!ngram[0-9]+(_all)?\.|systems/)[a-z0-9_@/-]+",
     priority: lambda wildcards: RULES.scoring[wildcards.job].priority
@@ -28,8 +26,6 @@ rule score_ngrams:
         tokens=[*RULES.tokens(TRAINING, "train"), *RULES.tokens(DOMAINS, "dev", "test")],
     output:
         f"{RUN}/scores/ngram{{order}}.json",
-    log:
-        f"{RUN}/logs/score_ngrams/{{order}}.log",
     wildcard_constraints:
         order="[0-9]+(_all)?",
     params:

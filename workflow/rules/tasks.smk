@@ -8,8 +8,6 @@ rule examples:
         tokenizer=f"{RUN}/tokenizer.json",
     output:
         f"{RUN}/examples/{{task}}.parquet",
-    log:
-        f"{RUN}/logs/examples/{{task}}.log",
     params:
         settings=lambda wildcards: RULES.example_settings(wildcards.task),
         documents=lambda wildcards: RULES.task_documents(wildcards.task),
@@ -26,8 +24,6 @@ rule fewshot:
         tokenizer=f"{RUN}/tokenizer.json",
     output:
         f"{RUN}/tasks/{{model}}/{{task}}.parquet",
-    log:
-        f"{RUN}/logs/fewshot/{{model}}/{{task}}.log",
     threads: CONFIG.threads
     params:
         settings=lambda wildcards: RULES.fewshot_settings(wildcards.task),
@@ -45,8 +41,6 @@ rule harness_documents:
         harness_files(THIS),
     output:
         f"{RUN}/harness/documents.parquet",
-    log:
-        f"{RUN}/logs/harness_documents.log",
     priority: 150
     resources:
         options="--offline" if not CONFIG.lm_eval or CONFIG.lm_eval.offline else "--no-offline",
@@ -63,8 +57,6 @@ rule contamination:
         train=f"{RUN}/corpus/{{training}}/train.parquet",
     output:
         f"{RUN}/harness/contamination/{{training}}.parquet",
-    log:
-        f"{RUN}/logs/contamination/{{training}}.log",
     shell:
         "demix contamination {input.documents} {input.train} --output {output} 2> {log}"
 
@@ -80,8 +72,6 @@ rule harness:
         tokenizer=f"{RUN}/tokenizer.json",
     output:
         f"{RUN}/harness/models/{{model}}.parquet",
-    log:
-        f"{RUN}/logs/harness/{{model}}.log",
     threads: CONFIG.threads
     params:
         settings=lambda wildcards: RULES.harness_settings(wildcards.model),
@@ -99,8 +89,6 @@ rule classify:
     output:
         tasks=f"{RUN}/tasks.parquet",
         weights=RULES.task_weights,
-    log:
-        f"{RUN}/logs/classify.log",
     params:
         settings=lambda wildcards: RULES.classify_settings,
         run=below_run(""),

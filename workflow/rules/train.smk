@@ -7,8 +7,6 @@ rule sweep:
         lambda wildcards: RULES.train_files(RULES.models[wildcards.model], dev=False),
     output:
         f"{RUN}/metrics/sweep/{{model}}/{{rate}}.jsonl",
-    log:
-        f"{RUN}/logs/sweep/{{model}}.{{rate}}.log",
     wildcard_constraints:
         model=one_of(model.name for model in THIS.swept),
         rate="[0-9.e+-]+",
@@ -31,8 +29,6 @@ rule choose_rate:
         lambda wildcards: RULES.trials(RULES.models[wildcards.model]),
     output:
         f"{RUN}/sweep/{{model}}.json",
-    log:
-        f"{RUN}/logs/choose_rate/{{model}}.log",
     wildcard_constraints:
         model=one_of(model.name for model in THIS.swept),
     shell:
@@ -49,8 +45,6 @@ rule seed:
         tokens=lambda wildcards: RULES.train_files(RULES.models[wildcards.model]),
     output:
         f"{RUN}/seeds/{{model}}/step-{{step}}/manifest.json",
-    log:
-        f"{RUN}/logs/seed/{{model}}.{{step}}.log",
     wildcard_constraints:
         step="[0-9]+",
     priority: 90
@@ -79,8 +73,6 @@ rule train:
     output:
         manifest=f"{RUN}/models/{{model}}/model.json",
         metrics=f"{RUN}/metrics/{{model}}.jsonl",
-    log:
-        f"{RUN}/logs/train/{{model}}.log",
     wildcard_constraints:
         model=one_of(model.name for model in THIS.trained if not model.in_parts),
     priority: lambda wildcards: RULES.priority(RULES.models[wildcards.model])
@@ -105,8 +97,6 @@ use rule train as train_expert with:
     output:
         manifest=f"{RUN}/branches/{{model}}/{{expert}}/model.json",
         metrics=f"{RUN}/metrics/{{model}}/{{expert}}.jsonl",
-    log:
-        f"{RUN}/logs/train/{{model}}/{{expert}}.log",
     wildcard_constraints:
         model=one_of(model.name for model in THIS.joined),
     params:
@@ -123,8 +113,6 @@ rule join:
     output:
         manifest=f"{RUN}/models/{{model}}/model.json",
         metrics=f"{RUN}/metrics/{{model}}.jsonl",
-    log:
-        f"{RUN}/logs/join/{{model}}.log",
     wildcard_constraints:
         model=one_of(model.name for model in THIS.joined),
     params:
