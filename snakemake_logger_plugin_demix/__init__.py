@@ -102,17 +102,17 @@ class LogHandler(LogHandlerBase):
         """Show one event of the workflow."""
         # Snakemake writes the fields of an event into the record as attributes that the type does not declare.
         fields: dict[str, Any] = vars(record)
-        event, told = fields.get("event"), str(record.msg)
+        event, text = fields.get("event"), str(record.msg)
         # Snakemake's scheduler handles SIGTERM itself.
         scheduler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
         self.interrupted = self.interrupted or getattr(scheduler, "_user_kill", None) is not None
-        if not self.waiting and any(said in told for said in OF_A_SIGNAL):
+        if not self.waiting and any(said in text for said in OF_A_SIGNAL):
             self.interrupted = self.waiting = True
             running = ", ".join(job.label for job in self.jobs.values()) or "nothing"
             self.console.print(Text(f"Interrupted: no job begins any more; waiting for {running}"), soft_wrap=True)
         # A signal to all running jobs ends them, which is no error of theirs.
         if self.interrupted and (
-            event in (LogEvent.JOB_ERROR, LogEvent.GROUP_ERROR) or any(said in told for said in OF_ENDED_JOBS)
+            event in (LogEvent.JOB_ERROR, LogEvent.GROUP_ERROR) or any(said in text for said in OF_ENDED_JOBS)
         ):
             return
         match event:
@@ -136,7 +136,7 @@ class LogHandler(LogHandlerBase):
                 failed = self.jobs.pop(fields.get("jobid", -1), None)
                 self.first_failed = self.first_failed or failed
                 self.console.print(Text(self.format(record), style="red"), soft_wrap=True)
-            case None if record.levelno >= WARNING or "Nothing to be done" in told:
+            case None if record.levelno >= WARNING or "Nothing to be done" in text:
                 self.console.print(Text(self.format(record)), soft_wrap=True)
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ class LogHandler(LogHandlerBase):
     def _summary(self) -> str:
         share, elapsed = self._share(), time.monotonic() - self.begun
         done = f"{share:4.0%} done, {self.finished} of {self.total} jobs, {clock(elapsed)}"
-        # A short run starts processes before all else, and its share of the whole does not show how long these take.
+        # A short run first starts processes, and its share of the whole does not show how long that lasts.
         if share < (0.1 if elapsed < 120 else 0.01) or self.finished == self.total:
             return done
         return f"{done} so far, about {clock(elapsed / share * (1 - share))} left"

@@ -22,16 +22,16 @@ from demix.files.atomic import scratch
 if TYPE_CHECKING:
     import pandas as pd
 
-# The interpreter, its libraries and the batches that are read and written take about 300 MB besides.
+# The interpreter, its libraries and the batches that are read and written need about 300 MB more.
 MEMORY_MB = 300
-# What `ask` may take: the results of 1,024 domains take more than MEMORY_MB.
+# The limit of `ask`: the results of 1,024 domains need more than MEMORY_MB.
 ASKED_BYTES = 4_000_000_000
 # DuckDB's own advice is 125 MB or more for each thread.
 THREAD_MB = 125
 
 
 def memory_mb() -> int:
-    """Memory that a database may take: a part of what SLURM gives the job (`cluster.memory_mb`), or MEMORY_MB."""
+    """The limit of a database: a part of what SLURM gives the job (`cluster.memory_mb`), or MEMORY_MB."""
     return max(MEMORY_MB, int(os.environ.get("SLURM_MEM_PER_NODE", "0")) // 8)
 
 
@@ -44,7 +44,7 @@ def threads() -> int:
 def connected(
     folder: Path | None = None, memory: int | None = None, cores: int | None = None
 ) -> duckdb.DuckDBPyConnection:
-    """A new database in memory, of `memory` bytes or `memory_mb()`; `folder` takes what memory does not hold.
+    """A new database in memory, of `memory` bytes or `memory_mb()`; it spills to `folder`.
 
     It uses `cores` cores, or `threads()`.
     """
@@ -83,7 +83,7 @@ def ask(query: str, **tables: "pd.DataFrame") -> "pd.DataFrame":
 
 @contextmanager
 def database(output: Path) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Yield an empty database for use while `output` is made; it spills to a temporary folder beside `output`.
+    """Yield an empty database for use while `output` is made; it spills to a temporary folder next to `output`.
 
     Raises DemixError that names `output` when memory or the disk do not suffice.
     """
@@ -97,7 +97,7 @@ def database(output: Path) -> Iterator[duckdb.DuckDBPyConnection]:
             if isinstance(error, duckdb.IOException) or "offload" in said:
                 full = isinstance(error, duckdb.OutOfMemoryException) or "No space left" in said
                 raise OSError(errno.ENOSPC if full else errno.EIO, said) from error
-            raise DemixError(output, f"takes more memory ({said})", "raise cluster.memory_mb") from None
+            raise DemixError(output, f"needs more memory ({said})", "raise cluster.memory_mb") from None
 
 
 def run_on(tables: duckdb.DuckDBPyConnection, query: str, batches: Iterable[pa.RecordBatch]) -> None:

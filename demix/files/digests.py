@@ -23,7 +23,7 @@ def opened(path: str | Path) -> BufferedReader:
 def check_inside(path: Path, folder: Path) -> None:
     """Raise DemixError if the file `path` of a `folder` that came from elsewhere is a link to a file outside of it.
 
-    The files of a snapshot in the cache of the hub are links to blobs beside the snapshots.
+    The files of a snapshot in the cache of the hub are links to blobs next to the snapshots.
     """
     # Unlike Path.resolve, it does not fail on links in a circle.
     target, root = (Path(os.path.realpath(place)) for place in (path, folder))

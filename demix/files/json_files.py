@@ -26,8 +26,8 @@ SEAL = "seal"
 # A sealed key that runs of this format may have, and that says where the file lies.
 PLACE = "place"
 # The largest tokenizer has some 20 MiB. No file of demix has more than ten levels of lists and objects.
-MOST_BYTES = 64 << 20
-MOST_LEVELS = 100
+MAX_BYTES = 64 << 20
+MAX_LEVELS = 100
 _MAKE = "run the stage that makes it"
 # Cures for a file that no stage of demix makes, in place of those for its own.
 _ELSEWHERE = {REMAKE: "fix it, or get it again", _MAKE: "put it there, or fix the path"}
@@ -60,12 +60,11 @@ def write_json(path: str | Path, value: Mapping[str, Any], *, sort_keys: bool = 
     write_text(path, json.dumps(plain | {SEAL: digest(plain)}, indent=2) + "\n")
 
 
-def read_json(path: str | Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+def read_json(path: str | Path, most_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """The object in `path` without its seal.
 
     Raises DemixError if the file is missing, damaged, no regular file or larger than `most_bytes`, and if its seal is
-    missing or wrong. The object itself raises DemixError where a key is asked for that it or an
-    object in it lacks.
+    missing or wrong. The object raises DemixError for a key that it or an object in it lacks.
     """
     value = read_unsealed(path, most_bytes)
     seal = value.pop(SEAL, None)
@@ -76,7 +75,7 @@ def read_json(path: str | Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     return value
 
 
-def read_unsealed(path: str | Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+def read_unsealed(path: str | Path, most_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """The object in `path`, which other software may have written, with its seal unchecked.
 
     Raises DemixError if the file holds no JSON object, as a pointer of Git LFS does.
@@ -126,8 +125,8 @@ def _objects(path: str | Path, *, lines: bool, most_bytes: int = -1) -> list[dic
         text = content.decode("utf-8-sig")
         parts = [line for line in text.split("\n") if line.strip()] if lines else [text]
         values = [json.loads(part, object_pairs_hook=partial(_Object, path)) for part in parts]
-        if is_deep(values, MOST_LEVELS):
-            raise ValueError(f"it has more than {MOST_LEVELS} levels")
+        if is_deep(values, MAX_LEVELS):
+            raise ValueError(f"it has more than {MAX_LEVELS} levels")
     except FileNotFoundError:
         raise DemixError(path, "is missing", _MAKE) from None
     except (ValueError, RecursionError) as error:

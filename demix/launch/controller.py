@@ -11,16 +11,16 @@ from demix.errors import DemixError
 log = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_POLLS = 2.0
-# A controller serves a whole site, so that a job that stays as it is is asked for less and less often.
+# A controller serves a whole site, so the longer a job stays in its state, the longer the pause between two questions.
 MAX_BETWEEN_POLLS, SHARE_OF_STATE = 60.0, 1 / 30
 # After this many seconds without an answer demix gives up waiting, but the job goes on.
-MOST_SILENCE = 6 * 3600.0
+MAX_SILENCE = 6 * 3600.0
 # A job in one of these states has ended, unless SLURM is about to queue it again. In other states it may still run.
 FINAL = {
     *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE"),
     *("OUT_OF_MEMORY", "REVOKED", "LAUNCH_FAILED", "gone"),
 }
-# What squeue is asked for begins with a mark, because a site or a federation adds lines of its own.
+# The lines that squeue prints begin with a mark, because a site or a federation adds lines of its own.
 JOB = "demix-job %A %T "
 
 
@@ -41,7 +41,7 @@ def show(job_id: str) -> dict[str, str]:
 
 
 def pause(seconds: float) -> float:
-    """The seconds until a job is asked for again that has been in its state for so many `seconds`."""
+    """The seconds until the next question about a job that has been in its state for so many `seconds`."""
     return max(SECONDS_BETWEEN_POLLS, min(MAX_BETWEEN_POLLS, SHARE_OF_STATE * seconds))
 
 
@@ -69,6 +69,6 @@ def ask(command: Sequence[str], holds: str = "") -> str:
         if silent_since is None:
             silent_since = time.monotonic()
             log.warning("%s: %s; repeating the query until SLURM answers", command[0], message)
-        if time.monotonic() - silent_since > MOST_SILENCE:
+        if time.monotonic() - silent_since > MAX_SILENCE:
             raise DemixError(command[0], f"has not answered for hours ({message})", "rerun when SLURM is back")
         time.sleep(SECONDS_BETWEEN_POLLS)

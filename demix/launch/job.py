@@ -123,7 +123,7 @@ class Places:
 
 
 def fingerprint_of(about: Sequence[object], shards: Sequence[Path] = ()) -> str:
-    """The fingerprint of a training: of demix's version, of what `about` tells, and of the data of `shards`."""
+    """The fingerprint of a training: of demix's version, of `about`, and of the data of `shards`."""
     data = {str(path): read_json(path.with_suffix(".json"))["sha256"] for path in shards}
     return fingerprint([version("demix"), *about, *([data] if shards else [])])
 
@@ -167,7 +167,7 @@ class TrainingJob:
 
     @property
     def done(self) -> Path:
-        """The file that says that all results beside it are complete."""
+        """The file that says that all results next to it are complete."""
         return self.finished / "done.json"
 
     @property

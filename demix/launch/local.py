@@ -190,7 +190,7 @@ def end_rank() -> None:
     """End this process with status 0 if `launch` started it as a rank that is done; other processes do nothing here.
 
     The interpreter is not taken down: threads of the ranks' process group may still run, and could then abort the
-    process, which the launcher would take for a failed rank.
+    process, and the launcher would report a failed rank.
     """
     if "DEMIX_LAUNCHER" in os.environ:
         sys.stderr.flush()

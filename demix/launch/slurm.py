@@ -1,6 +1,6 @@
 """Training as a SLURM job of one or more nodes, through submitit: submitting, finding, waiting, collecting results.
 
-Files decide what a job does, and the controller (squeue, scontrol) tells the job's state. The accounting database is
+Files decide what a job does, and the controller (squeue, scontrol) knows the job's state. The accounting database is
 never asked, because it may be down. A job leaves its results below its checkpoints, and the process that waits for the
 job puts the results in place.
 """
@@ -45,8 +45,8 @@ def run(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], Non
     if clusters := os.environ.get("SBATCH_CLUSTERS"):
         os.environ["SLURM_CLUSTERS"] = clusters
     # A process whose snakemake was killed ends a few seconds later, and may hold the lock until then.
-    alone = exclusive(job.checkpoints / "waiting.lock", "waits for this training", patience=30.0)
-    with alone, _interruptible():
+    lock = exclusive(job.checkpoints / "waiting.lock", "waits for this training", patience=30.0)
+    with lock, _interruptible():
         for retries_left in reversed(range(RETRIES + 1)):
             if is_finished(job):
                 break
@@ -75,7 +75,7 @@ def run(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], Non
 
 def submit(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], None]) -> str:
     """Submit a SLURM job that does `job`; returns the SLURM job's id."""
-    # submitit takes a second to import, and a job that is found needs none of it.
+    # submitit needs a second to import, and waiting for a job that is found needs none of it.
     from demix.launch.sbatch import Rank, executor_of, outside_jobs
 
     remove_finished(job)

@@ -90,7 +90,7 @@ def _wait(pid: int) -> None:
 
 
 def note_usage() -> None:
-    """In a job of snakemake, write what this process has used to benchmarks/<job>.tsv beside logs/<job>.log.
+    """In a job of snakemake, write what this process has used to benchmarks/<job>.tsv, as its log is logs/<job>.log.
 
     Seconds since the process began (`s`), seconds of processors with those of its own processes that have ended
     (`cpu_time`), and the MiB that the largest of these processes had in memory (`max_rss`). Nothing is written where
@@ -133,7 +133,7 @@ def patch_snakemake() -> None:
 def end_at_errors() -> None:
     """Let an error in finding out how a file is made end Snakemake, of a file that is there already, too.
 
-    Snakemake by itself warns and takes such a file as it is: the run ends well, with old results.
+    Snakemake by itself warns and keeps such a file as it is: the run ends well, with old results.
     """
     # This module cannot be the first of Snakemake's that is imported, and neither can those below.
     from snakemake import dag

@@ -1,4 +1,4 @@
-"""Tasks of the lm-evaluation-harness in a run: which models do them, and what a job of each reads and is told."""
+"""Tasks of the lm-evaluation-harness in a run: which models do them, and what a job of each reads."""
 
 import os
 from glob import escape, glob
@@ -63,7 +63,7 @@ def harness_tasks(run: Run) -> dict[str, Any]:
 
 
 def harness_settings(run: Run, model: Model) -> dict[str, Any]:
-    """What the job of a model is told.
+    """The settings of the job of a model.
 
     Rules by distance have their temperature in their names: the model's folder does not say it.
     """

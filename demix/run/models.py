@@ -144,7 +144,7 @@ class Model:
 
     @property
     def sweeps(self) -> bool:
-        """Whether the model has a sweep of its own; further seeds, branches and removals take that of another."""
+        """Whether the model has a sweep of its own; further seeds, branches and removals use that of another."""
         return self.name == self.rates_from and bool(self.settings.sweep)
 
     @property
@@ -159,7 +159,7 @@ class Model:
 
     @property
     def restarts(self) -> bool:
-        """Whether the model takes its parent's parameters alone, with settings and a schedule of its own."""
+        """Whether the model begins with only its parent's parameters, with settings and a schedule of its own."""
         return bool(self.parent and self.settings.schedule == "restart")
 
     @property

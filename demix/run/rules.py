@@ -252,7 +252,7 @@ class RunRules(StageSettings):
 
     @property
     def tracked(self) -> list[str]:
-        """What the tracking reads besides the report, and the report reads too: results, tasks, metrics, models."""
+        """What both the tracking and the report read: results, tasks, metrics, models."""
         run = self.run
         tables = ["results", *["suites"] * bool(run.suites)]
         named = [*(one.name for one in run.trained), *(one.name for one in run.adaptations)]
@@ -350,7 +350,7 @@ class RunRules(StageSettings):
         return "".join([*given, *([" --schedule restart"] if model.restarts and model.seed_step else [])])
 
     def cores(self, settings: EntrySettings) -> int:
-        """The cores that a training takes on this machine: those of all ranks, or one if the job only waits."""
+        """The cores that a training needs on this machine: those of all ranks, or one if the job only waits."""
         return 1 if self.run.submitted else self.run.config.threads * settings.ranks
 
     def log(self, rule: str, wildcards: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ class ScoringPart:
     """The texts that a job scores under one model.
 
     The job reads the files of `experts` and makes one score table for each of `columns`. With `shared` the job also
-    makes the table of the tokens, which tells of these columns; otherwise that table already exists. With `own` each
+    makes the table of the tokens of these columns; otherwise that table already exists. With `own` each
     domain has one column, its own domain token. `expert_scope` is that of the model's kind: with `model` nothing of one
     column's work is another's. `context` is the length of the blocks, and `top_k` the number of experts that a token
     chooses in a layer, 0 for those of training. `without` is an expert that no token chooses.
@@ -83,7 +83,7 @@ def scoring_jobs(run: Run) -> tuple[ScoringJob, ...]:
     return tuple(jobs)
 
 
-# A job of one machine that has others' work besides, by its name, with the job that a cluster has in its place.
+# The name of the job on one machine that scores this and more, and the job that a cluster has instead.
 _Jobs = Iterator[tuple[str, ScoringJob]]
 
 

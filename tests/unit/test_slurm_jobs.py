@@ -52,7 +52,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Fake]
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(slurm, "SECONDS_BETWEEN_POLLS", 0.0)
     monkeypatch.setattr(controller, "SECONDS_BETWEEN_POLLS", 0.0)
-    monkeypatch.setattr(controller, "MOST_SILENCE", 5.0)
+    monkeypatch.setattr(controller, "MAX_SILENCE", 5.0)
     return {name: Fake(folder / name) for name in ("squeue", "scontrol")}
 
 

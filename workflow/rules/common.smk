@@ -44,7 +44,7 @@ def below_run(place):
     return lambda wildcards: f"{RUN}/{place}".rstrip("/").format(**wildcards)
 
 
-def tell_results():
+def print_summary():
     """Print what `demix summary` prints."""
     from demix.commands.people import summary
 
@@ -60,7 +60,7 @@ def captioned(item):
     caption = Path.cwd() / ".snakemake" / "captions" / f"{item.name}.rst"
 
     def category(wildcards):
-        # Snakemake takes a caption from a file alone. It asks for this when a report is made, before it reads the file.
+        # Snakemake reads a caption only from a file. It asks for this when a report is made, before it reads the file.
         caption.parent.mkdir(parents=True, exist_ok=True)
         caption.write_text(item.caption, encoding="utf-8")
         return item.category

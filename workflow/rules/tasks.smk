@@ -35,7 +35,7 @@ rule fewshot:
         " --settings {params.settings:q} --output {params.folder} 2> {log}"
 
 
-# Early: a task without data is told at the beginning of a run, and not after its trainings.
+# Early: a task without data ends a run at its beginning, and not after its trainings.
 rule harness_documents:
     input:
         harness_files(THIS),
