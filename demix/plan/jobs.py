@@ -57,7 +57,7 @@ def count_jobs(run: Run) -> dict[str, int]:
         "divide": sum(passes),
         "source_card": len(passes),
         "import_parent": len(run.parents),
-        **dict.fromkeys(("deduplicate", "tokenizer", "overlap", "run_config", "report", "card", "track"), 1),
+        **dict.fromkeys(("deduplicate", "tokenizer", "overlap", "run_config", "report", "track"), 1),
         **dict.fromkeys(("split", "tokenize"), number),
         **dict.fromkeys(("hold_out", "tokenize_suite"), suites),
         "fit_clusters": len(fitted(run)),

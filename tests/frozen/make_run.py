@@ -80,5 +80,5 @@ if __name__ == "__main__":
         os.chdir(folder)
         write_texts(Path("texts"))
         write_tasks(Path())
-        ran(Path(), HERE / "config.yaml", "--omit-from", "report", "card", "track")
+        ran(Path(), HERE / "config.yaml", "--omit-from", "report", "track")
         pack(Path("results/frozen"))

@@ -116,7 +116,7 @@ JOINED: Keys = {
 }
 
 # What follows wherever a number of the tables may have changed.
-TOLD = {"report", "card", "track", "run_config"}
+TOLD = {"report", "track", "run_config"}
 AUDITED = {"audit_domain licenses", "table audit"}
 MIXED = {f"evaluate {name}" for name in TRAINING + NOVEL} | AUDITED | TOLD
 MIXED |= {f"table {name}" for name in ("results", "priors", "differences", "posteriors")}

@@ -1,5 +1,5 @@
 # Arithmetic on the score tables: mixtures, tables, figures, tracking.
-from demix.report import report_files, report_items
+from demix.report import report_items
 from demix.run.evaluated import chosen_on_dev
 
 
@@ -79,36 +79,22 @@ rule report:
         RULES.reported,
         config=f"{RUN}/config.json",
     output:
-        *[file for item in report_items(THIS) for file in captioned(item)],
-    params:
-        run=below_run(""),
-        folder=below_run("report"),
-    shell:
-        "demix report {params.run} --output {params.folder} 2> {log}"
-
-
-rule card:
-    input:
-        f"{RUN}/results.parquet",
-        RULES.manifests,
-        expand(f"{RUN}/corpus/{{domain}}/card.json", domain=DOMAINS),
-        config=f"{RUN}/config.json",
-    output:
+        [file for item in report_items(THIS) for file in captioned(item)],
         expand(f"{RUN}/report/cards/{{model}}.{{kind}}", model=RULES.models, kind=["md", "html"]),
     params:
         run=below_run(""),
-        folder=below_run("report/cards"),
+        folder=below_run("report"),
         models=list(RULES.models),
     shell:
-        "demix card {params.run} {params.models} --output {params.folder} 2> {log}"
+        "(demix report {params.run} --output {params.folder}"
+        " && demix card {params.run} {params.models} --output {params.folder}/cards) 2> {log}"
 
 
 rule track:
     input:
         RULES.tracked,
         expand(f"{RUN}/corpus/{{domain}}/card.json", domain=DOMAINS),
-        [f"{RUN}/report/{name}" for name in report_files(THIS)],
-        rules.card.output,
+        rules.report.output,
         config=f"{RUN}/config.json",
     output:
         f"{RUN}/tracked.json",
