@@ -43,8 +43,6 @@ rule combine:
         tokens=RULES.tokens(DOMAINS, "dev", "test"),
     output:
         f"{RUN}/scores/systems/{{system}}.json",
-    log:
-        f"{RUN}/logs/combine/{{system}}.log",
     params:
         settings=lambda wildcards: RULES.combination_settings(wildcards.system),
         scores=below_run("scores"),
