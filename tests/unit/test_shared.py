@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from demix.config.tokenizer import TokenizerSection
-from demix.data import corpus, reading
+from demix.data import corpus, dedup, reading
 from demix.data.shards import tokenize_splits
 from demix.data.sources import Source, pinned
 from demix.data.tokenizer import make_tokenizer
@@ -47,7 +47,7 @@ def prepare(name: str, *, seed: int = 1, dev: int = 30, size: int = 300, enabled
             enabled=enabled,
         )
     documents = {domain: run / f"documents/{domain}/0000.parquet" for domain in DOMAINS}
-    corpus.deduplicate([*documents.values()], run / "corpus/owners.parquet")
+    dedup.deduplicate([*documents.values()], run / "corpus/owners.parquet")
     for domain, path in documents.items():
         splitting = corpus.Splitting(words=corpus.Budget(dev=dev, test=30), training=True, seed=seed)
         corpus.split_once(domain, [path], run / "corpus/owners.parquet", splitting, run / "corpus" / domain)
@@ -216,7 +216,7 @@ def test_without_hard_links_a_run_has_copies(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_only_the_files_of_the_job_are_there_afterwards() -> None:
     prepare("one")
-    corpus.deduplicate([Path("results/one/documents/law/0000.parquet")], Path("owners.parquet"))
+    dedup.deduplicate([Path("results/one/documents/law/0000.parquet")], Path("owners.parquet"))
     assert Path("owners.parquet").stat().st_nlink == 1, "files outside of a run are simply made"
     assert not [*Path().glob("**/.made/owners*")]
     # Of a longer text before.
