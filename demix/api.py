@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from demix.errors import DemixError, nearest
-from demix.evaluate.own_text import NO_TEXT, Judge, OwnText, answer, whole_text
+from demix.evaluate.own_summary import answer
+from demix.evaluate.own_text import NO_TEXT, Judge, OwnText, whole_text
 from demix.mix.logs import logsumexp
 from demix.model.continuations import MixedModel, mixture_of, text_scores
 from demix.model.decode import continuation, decoded, open_model, refuse_outside

@@ -20,8 +20,8 @@ def compare(
 
     Example: demix compare results/sample results/families
     """
-    from demix.report.compare import as_json, as_markdown, tables, write_page
     from demix.report.compare import compare as run
+    from demix.report.compared import as_json, as_markdown, tables, write_page
     from demix.report.table import terminal as printed
 
     compared = run(runs)

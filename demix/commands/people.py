@@ -105,7 +105,8 @@ def evaluate_own(
 
     from pydantic_core import to_jsonable_python
 
-    from demix.evaluate.own_text import OwnText, Unread, answer, answers, evaluate_texts
+    from demix.evaluate.own_summary import answer, answers
+    from demix.evaluate.own_text import OwnText, Unread, evaluate_texts
     from demix.files.json_files import without_nan
 
     # Reading the text logs the steps of a data stage, which are noise here.

@@ -34,7 +34,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from demix.config.mixing import parsed_weights
 from demix.errors import DemixError
-from demix.evaluate.own_text import FILES_NOTE, HEADS, Judge, cells, doubt, headline
+from demix.evaluate.own_summary import FILES_NOTE, HEADS, cells, doubt, headline
+from demix.evaluate.own_text import Judge
 from demix.files.json_files import without_nan
 from demix.generate.completions import (
     MAX_TOKENS,

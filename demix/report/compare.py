@@ -1,4 +1,4 @@
-"""Runs side by side: settings that differ, and the main table with paired intervals, as tables, JSON and a page.
+"""Runs side by side: settings that differ, and the main table with paired intervals.
 
 What is compared is the number of the main table: the plain mean over domains of each domain's test perplexity, of the
 run's own seed. The mean is over those domains that are of one kind in all runs. A difference is the change of this mean
@@ -14,7 +14,7 @@ A pair has no interval, and the reason in its place, where the two runs did not 
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,20 +28,14 @@ from demix.config.training import taken
 from demix.errors import DemixError, masked
 from demix.evaluate.domain import Evaluation, system_losses
 from demix.evaluate.intervals import FEWEST_TOKENS, block_tokens, bounds, resampled
-from demix.files import digest, is_made, read_json, seed_for, write_text
-from demix.files.json_files import without_nan
-from demix.progress import progress, so_many
-from demix.report.cells import WITHIN_NOTE, numbered
+from demix.files import digest, is_made, read_json, seed_for
+from demix.progress import progress
 from demix.report.read import domains_of, percent, read_results
-from demix.report.table import Table, cell, markdown, part_of_page, render
 from demix.run.evaluated import evaluated
-from demix.run.run import Run, config_fingerprint, kept
+from demix.run.run import Run, kept
 from demix.run.systems import Evaluated, System, main_systems
 
 PERPLEXITY, BITS = "perplexity", "bits_per_byte"
-MEASURES = {PERPLEXITY: "test perplexity", BITS: "bits per byte"}
-# The characters of a setting's value that a table shows.
-MAX_SHOWN = 60
 # Why a pair of runs has no interval, or no difference at all.
 OTHER_TOKENIZER, OTHER_TOKENS, OTHER_DOCUMENTS = "other tokenizer", "other tokens", "other documents"
 NOT_BOTH = "not in both"
@@ -310,151 +304,3 @@ def _domain_rows(
                 low, high = bounds(second.resampled[system.key] - first.resampled[system.key])
                 row = {"kind": kind, "domain": domain, "system": system.label, "run": run.name}
                 yield row | {"nats": second.nats[system.key] - first.nats[system.key], "low": low, "high": high}
-
-
-def tables(compared: Comparison) -> list[Table]:
-    """The runs, the settings that differ, and the main table by kind of domains."""
-    groups = compared.systems.groupby(["measure", "kind"], sort=False)
-    return [
-        _runs_table(compared),
-        _settings_table(compared),
-        *(_systems_table(compared, str(measure), str(kind), rows) for (measure, kind), rows in groups),
-    ]
-
-
-def _runs_table(compared: Comparison) -> Table:
-    rows = {
-        run.name: {
-            "Folder": str(run.of.folder),
-            "Name": run.of.name,
-            "Settings": config_fingerprint(run.of.config),
-            "Seed": str(run.of.seed),
-            "Seeds": ", ".join(str(seed) for seed in sorted(run.results["seed"].unique())),
-        }
-        for run in compared.runs
-    }
-    return Table(
-        pd.DataFrame.from_dict(rows, orient="index"),
-        f"All are compared with {compared.runs[0].name}.",
-        notes=(
-            "Name and Settings, a digest of all settings but the name, are the tags demix.run and demix.config of the "
-            "run in MLflow.",
-            *_without_means(compared),
-        ),
-        name="runs",
-        title="Runs",
-    )
-
-
-def _without_means(compared: Comparison) -> list[str]:
-    """Why there is no table of means, as a note."""
-    if len(compared.systems):
-        return []
-    if compared.domains:
-        return ["No perplexities are compared: no run has results on all domains that the runs share."]
-    return [
-        "No perplexities are compared, since no domain is of the same kind, training or novel, in all runs. They have "
-        f"{', '.join(compared.left_out)}."
-    ]
-
-
-def _settings_table(compared: Comparison) -> Table:
-    frame = compared.settings.map(lambda text: text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…")
-    return Table(
-        frame,
-        "All defaults are filled in; “–” where a run has no such key." if len(frame) else "None but the name.",
-        name="settings",
-        title="Settings that differ",
-    )
-
-
-def _systems_table(compared: Comparison, measure: str, kind: str, rows: pd.DataFrame) -> Table:
-    names, domains = [run.name for run in compared.runs], compared.domains[kind]
-    rows = rows.assign(
-        label=rows["system"] + np.where(rows["oracle"], " *", ""),
-        spreads=[f"± {spread:.2f}" if pd.notna(spread) else "" for spread in rows["spread"]],
-        intervals=[
-            f"[{cell(low, '{:+.2f}')}, {cell(high, '{:+.2f}')}]" if pd.notna(low) else why
-            for low, high, why in zip(rows["change_low"], rows["change_high"], rows["why"], strict=True)
-        ],
-    )
-
-    def wide(values: str, changes: str) -> pd.DataFrame:
-        """A row for each system: `values` of each run, then `changes` of each but the first."""
-        by_run = [rows.pivot(index="label", columns="run", values=one) for one in (values, changes)]
-        parts = [by_run[0][names], by_run[1][names[1:]].add_suffix(", change in %")]
-        return pd.concat(parts, axis=1).loc[rows["label"].unique()].rename_axis(index=None)
-
-    beneath = wide("spreads", "intervals")
-    notes = [
-        "A change is that of the mean over domains, from the first run’s, with its 95% interval from resampling the "
-        "test documents, the same ones for both runs, or why there is none. It says what other text could give, not "
-        "what another training could." if measure == PERPLEXITY
-        else "Runs of different tokenizers have other tokens, so that no interval pairs them. For runs of the same "
-        "tokenizer see perplexity.",
-        *_within(compared, domains),
-        *(["* oracle: the best single token or expert, chosen on the test data."] if kind == "novel" else []),
-        *(["Of a run with several seeds its own is shown, with ± the standard deviation over all."]
-          if rows["spreads"].ne("").any() else []),
-        *([f"Left out, since not all runs have them as the same kind: {', '.join(compared.left_out)}."]
-          if compared.left_out else []),
-    ]  # fmt: skip
-    return Table(
-        wide("value", "change"),
-        f"Mean over {', '.join(domains)}. Lower is better.",
-        notes=tuple(notes),
-        formats=dict.fromkeys(names, "{:.2f}" if measure == PERPLEXITY else "{:.4f}") | {", change in %": "{:+.2f}"},
-        beneath=beneath,
-        name=f"{measure}_{kind}",
-        title=f"Mean {MEASURES[measure]}, {so_many(len(domains), f'{kind} domain')}",
-    )
-
-
-def _within(compared: Comparison, domains: Iterable[str]) -> list[str]:
-    """What was resampled on those of `domains` that have few documents, as a note."""
-    few = [f"{name} ({compared.blocks[name]:,} tokens)" for name in domains if name in compared.blocks]
-    return [f"Within documents, by resampling blocks of their text: {', '.join(few)}. {WITHIN_NOTE}"] if few else []
-
-
-def _by_domain_table(compared: Comparison) -> Table:
-    names = {"domain": "Domain", "kind": "Kind", "system": "System", "run": "Run", "nats": "Nats per token"}
-    frame = compared.by_domain.rename(columns=names | {"low": "Low", "high": "High"})
-    return Table(
-        numbered(frame[[*names.values(), "Low", "High"]]),
-        f"The loss of a run less that of {compared.runs[0].name}, in nats per token of the domain’s test documents, "
-        "and the bounds of its 95% interval. Negative is better.",
-        notes=("Only where both runs scored the same documents.", *_within(compared, compared.blocks)),
-        formats=dict.fromkeys(("Nats per token", "Low", "High"), "{:+.4f}"),
-        long=True,
-        name="by_domain",
-        title="Differences by domain",
-    )
-
-
-def as_markdown(compared: Comparison) -> str:
-    """All tables as Markdown."""
-    return "\n".join(markdown(table) for table in tables(compared))
-
-
-def as_json(compared: Comparison) -> str:
-    """What is compared as JSON: the runs, and the rows of each table by the names of `Comparison`."""
-    runs = [
-        {
-            "run": run.name, "folder": str(run.of.folder), "name": run.of.name,
-            "settings": config_fingerprint(run.of.config), "seed": run.of.seed,
-        }
-        for run in compared.runs
-    ]  # fmt: skip
-    frames = {name: getattr(compared, name) for name in ("systems", "by_domain")}
-    found = {"runs": runs, "settings": compared.settings.to_dict("index"), "domains": compared.domains}
-    found |= {"left_out": compared.left_out, "blocks": compared.blocks} | {
-        name: frame.to_dict("records") for name, frame in frames.items()
-    }
-    return json.dumps(without_nan(found), indent=2, ensure_ascii=False, allow_nan=False)
-
-
-def write_page(compared: Comparison, path: str | Path) -> None:
-    """Write all tables as one self-contained page, completely or not at all."""
-    shown = [part_of_page(table) for table in [*tables(compared), _by_domain_table(compared)]]
-    title = f"Runs compared: {', '.join(run.name for run in compared.runs)}"
-    write_text(path, render("comparison", title=title, paragraphs=[], notes=[], parts=shown))

@@ -31,9 +31,8 @@ from demix.report.compare import (
     PERPLEXITY,
     Comparison,
     compare,
-    tables,
-    write_page,
 )
+from demix.report.compared import tables, write_page
 from demix.run.evaluated import evaluated
 from demix.run.run import Run, config_fingerprint, read_run_config
 from support.cli import demix, succeeds

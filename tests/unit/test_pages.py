@@ -15,7 +15,8 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from demix.report import write_report
 from demix.report.card import card_page, model_card
-from demix.report.compare import compare, write_page
+from demix.report.compare import compare
+from demix.report.compared import write_page
 from demix.report.table import Table, part_of_page, render, write_table
 from demix.run.run import Run
 from support.frozen import with_models
