@@ -76,7 +76,7 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
 
 LINES = {
     "config typo.yaml": "typo.yaml, line 5, config key domains.training.law.words.dve: is not known; did you mean dev? "
-    "known are train, dev, test",
+    "known are train, dev, test, per_document",
     "config typed.yaml": "typed.yaml, line 2, config key seed: is 'one'; allowed is integer ≥ 0 ≤ 2147483647",
     "config twice.yaml": "twice.yaml, line 6: names the key domains.training.law again, which is on line 5 too; "
     "give each key one name, and name it once",
