@@ -1,8 +1,8 @@
 """What a program may build on: a model, and a run, from Python (`demix.load`, `demix.open_run`).
 
 The names that `demix` lists, and their attributes without a leading underscore, change as semantic versioning has it:
-all else in demix is internal. A text is a string, or a `Path` for a file. It stands alone after `<|endoftext|>`, and
-one that is longer than the model's context is cut into consecutive blocks, as in scoring
+all else in demix is internal. A text is a string, or a `Path` for a file. It is a text of its own after
+`<|endoftext|>`, and one that is longer than the model's context is cut into consecutive blocks, as in scoring
 (docs/explanation/demix-layers.md). Axes: N tokens of a text, E experts, V types. Numbers are those of the command that
 a method names. Bad input raises `DemixError`, whose text is one line.
 """
@@ -233,7 +233,7 @@ class OpenedModel:
     ) -> TokenScores:
         """Continue a text by at most `tokens` tokens, as `demix generate`: `str` of the answer is the continuation.
 
-        `temperature` 0 takes the likeliest token; sampling is from the likeliest tokens that together have the
+        `temperature` 0 chooses the likeliest token; sampling is from the likeliest tokens that together have the
         probability `top_p`. The log-probabilities are those of the experts and the mixture, before temperature and
         `top_p`.
         """
@@ -296,7 +296,7 @@ class OpenedRun:
 
         known = {item.name: item for item in report_items(self._run.of) if isinstance(item, FigureItem)}
         if name not in known:
-            raise DemixError(f"figure {name}", "is none of this run", nearest(name, known, "run the workflow"))
+            raise DemixError(f"figure {name}", "is not in this run", nearest(name, known, "run the workflow"))
         chart: alt.TopLevelMixin = known[name].drawn(RunData(self._run.of))
         return chart
 

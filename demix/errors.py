@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterable
 
 # An error may quote a value or a name of any length.
-MOST_CHARACTERS = 4000
+MAX_CHARACTERS = 4000
 # The names that a message lists of those that are known.
-MOST_NAMES = 5
+MAX_NAMES = 5
 _USER = re.compile(r"(?<=://)[^/\s'\"]*@")
 _QUERY = re.compile(r"[?#][^\s?'\"<>]*=[^\s'\"<>]*")
 
@@ -27,7 +27,7 @@ class DemixError(Exception):
     def __init__(self, subject: object, cause: str, cure: str):
         self.subject, self.cause, self.cure = str(subject), cause, cure
         line = masked(" ".join(f"{subject}: {cause}; {cure}".split()))
-        super().__init__(printable(line if len(line) <= MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]} …"))
+        super().__init__(printable(line if len(line) <= MAX_CHARACTERS else f"{line[:MAX_CHARACTERS]} …"))
 
     def but(self, subject: object = None, cure: str | None = None) -> "DemixError":
         """This error with another subject or cure, where one is given."""
@@ -42,9 +42,9 @@ def nearest(name: object, names: Iterable[object], otherwise: str) -> str:
     """The cure for an unknown name: the nearest of `names` if one is near, then five of them; `otherwise` for none."""
     known = list(map(str, names))
     near = difflib.get_close_matches(str(name), known, n=1)
-    if len(known) > MOST_NAMES:
-        listed = ", ".join(difflib.get_close_matches(str(name), known, n=MOST_NAMES, cutoff=0.0))
-        listed += f" and {len(known) - MOST_NAMES} more"
+    if len(known) > MAX_NAMES:
+        listed = ", ".join(difflib.get_close_matches(str(name), known, n=MAX_NAMES, cutoff=0.0))
+        listed += f" and {len(known) - MAX_NAMES} more"
     else:
         listed = ", ".join(known)
     return (f"did you mean {near[0]}? " if near else "") + f"known are {listed}" if known else otherwise

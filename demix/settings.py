@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Self, TypeVar
 
-# pydantic would look for plug-ins of its own in every package that is installed, which takes a tenth of a second.
+# pydantic would look for plug-ins of its own in every package that is installed, which needs a tenth of a second.
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 from pydantic import (
@@ -86,7 +86,7 @@ def omitted() -> Any:
 class Settings(BaseModel):
     """The base of all classes of settings: frozen, strict about keys, and built when it is first used.
 
-    A command uses few of the classes, whose checks take half a second to build in all.
+    A command uses few of the classes, whose checks need half a second to build in all.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_default=False)
@@ -114,7 +114,7 @@ class Settings(BaseModel):
 
 
 class OpenSettings(Settings):
-    """Settings that may stand beside keys that nothing here declares, which are left out."""
+    """Settings that may occur with keys that nothing here declares, which are left out."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -138,7 +138,7 @@ def partial(name: str, /, *kinds: type[Settings], **more: Any) -> type[Any]:
 
 
 def written(given: Any) -> dict[str, Any]:
-    """Settings as they stand in a file, with the defaults of those that were not given."""
+    """Settings as they are in a file, with the defaults of those that were not given."""
     found: dict[str, Any] = given.model_dump(mode="json", by_alias=True, warnings=False)
     return found
 
@@ -160,7 +160,7 @@ def settings_from(kind: type[S], values: Mapping[str, Any] | str, subject: str =
         raise DemixError(subject, f"is {type(values).__name__}, not a mapping", f"give the fields of {kind.__name__}")
     for key in values:
         if not isinstance(key, str):
-            raise DemixError(f"{subject}.{key}".replace(" .", " "), "is no name of a setting", "write names as text")
+            raise DemixError(f"{subject}.{key}".replace(" .", " "), "is not a setting's name", "write names as text")
     try:
         return kind.model_validate(values)
     except RecursionError:
@@ -196,7 +196,7 @@ def _readable(error: ValidationError, schema: dict[str, Any], values: Any, subje
             cause, cure = (*fault["ctx"]["error"].args, None, None)[:2]
     if cause is None or cure is None:
         cause, cure = f"is {value!r:.200}", f"allowed is {allowed(part)}"
-    # A subject that ends in a space, such as "config key ", takes the key without a dot.
+    # A subject that ends in a space, such as "config key ", is joined to the key without a dot.
     return DemixError(f"{subject}.{'.'.join(map(str, place))}".replace(" .", " "), cause, cure)
 
 

@@ -110,7 +110,7 @@ class LogHandler(LogHandlerBase):
             self.interrupted = self.waiting = True
             running = ", ".join(job.label for job in self.jobs.values()) or "nothing"
             self.console.print(Text(f"Interrupted: no job begins any more; waiting for {running}"), soft_wrap=True)
-        # A signal to all running jobs ends them, which is no error of theirs.
+        # A signal to all running jobs ends them, which is not an error of theirs.
         if self.interrupted and (
             event in (LogEvent.JOB_ERROR, LogEvent.GROUP_ERROR) or any(said in text for said in OF_ENDED_JOBS)
         ):

@@ -1,4 +1,4 @@
-"""The commands that hand models to other software, and that take models from it."""
+"""The commands that hand models to other software, and that import models."""
 
 from pathlib import Path
 from typing import Annotated, Literal

@@ -74,7 +74,7 @@ def main() -> None:
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
-    # Modules are no garbage: looking for some among what torch loads takes a quarter of a second of a start.
+    # Modules are not garbage: looking for some among what torch loads needs a quarter of a second of a start.
     gc.set_threshold(100_000)
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[_StandardError()])
     end_with_snakemake()

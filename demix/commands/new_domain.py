@@ -11,7 +11,7 @@ from demix.config.adaptation import PARENT_BLOCKS, PASSES, AdaptationRecipe, Rat
 from demix.config.domains import Budget
 from demix.config.evaluation import DECAY
 from demix.config.models import DENSE_EXPERT
-from demix.config.training import OptimizerRecipe, taken
+from demix.config.training import OptimizerRecipe, selected
 from demix.data.anonymize import anonymize_documents
 from demix.data.corpus import Splitting, split
 from demix.data.dedup import mark_duplicates
@@ -119,9 +119,9 @@ def adaptation_of(model: Path, tokens: int | None = None, learning_rate: float |
     if whole := Run.of_model(model):
         row = whole.row_of(model.resolve().name)[0]
         parent = next((one for one in whole.planned if one.name == row), None)
-        given = taken(AdaptationRecipe, whole.config.adaptation)
+        given = selected(AdaptationRecipe, whole.config.adaptation)
         if parent is not None:
-            given |= taken(OptimizerRecipe, parent.settings)
+            given |= selected(OptimizerRecipe, parent.settings)
             given["learning_rate_factor"] = whole.learning_rate_factor(parent)
     if "tokens" not in given:
         share = max(1, trained.get("tokens", TOKENS) // len(expert_names(model)))

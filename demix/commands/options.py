@@ -21,7 +21,7 @@ WeightsRule = Annotated[
     typer.Option(
         "--weights",
         help="Rule for the experts' weights: tempered, switching, history, released, cluster, cluster+history or "
-        "average (the prior alone). tempered takes the parameters that were chosen for the model; others are given as "
+        "average (only the prior). tempered uses the parameters that were chosen for the model; others are given as "
         "in tempered(0.2,0.98), switching(0.2) or cluster(0.3).",
     ),
 ]

@@ -112,14 +112,14 @@ def evaluate_own(
     # Reading the text logs the steps of a data stage, which are noise here.
     logging.getLogger("demix").setLevel(logging.WARNING)
     found = list(evaluate_texts(model, texts, tokenizer, field))
-    alone = len(found) == 1 and not texts[0].is_dir()
+    single = len(found) == 1 and not texts[0].is_dir()
     if as_json:
-        told = without_nan(to_jsonable_python(found))
-        print(json.dumps(told[0] if alone else told, indent=2, ensure_ascii=False, allow_nan=False))
+        printed = without_nan(to_jsonable_python(found))
+        print(json.dumps(printed[0] if single else printed, indent=2, ensure_ascii=False, allow_nan=False))
     else:
-        for part in answer(found[0]) if alone and isinstance(found[0], OwnText) else answers(found):
+        for part in answer(found[0]) if single and isinstance(found[0], OwnText) else answers(found):
             terminal().print(part)
-    # Beside texts a folder may hold other things.
+    # A folder may hold other things than texts.
     unread = [one for one in found if isinstance(one, Unread) and Path(one.text) in texts]
     for one in unread:
         logging.getLogger("demix").error("%s: %s; %s", one.text, one.cause, one.cure)
@@ -176,7 +176,7 @@ def generate(
     prior: Prior = "",
     tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to add.")] = 100,
     temperature: Annotated[
-        float, typer.Option(min=0, max=100, help="Temperature of sampling; 0 takes the likeliest token.")
+        float, typer.Option(min=0, max=100, help="Temperature of sampling; 0 chooses the likeliest token.")
     ] = 0.8,
     top_p: Annotated[
         float,
@@ -195,7 +195,7 @@ def generate(
     from demix.data.text import SURROGATE
     from demix.generate.terminal import continued, filled, posterior_table
     from demix.model.continuations import mixture_of
-    from demix.model.decode import continuation, open_model, read_alone
+    from demix.model.decode import continuation, open_model, use_one_thread
     from demix.model.directory import describe
 
     if SURROGATE.search(prompt):
@@ -208,7 +208,7 @@ def generate(
             terminal().print(table)
         return
     trunks, encoder = open_model(model, names, tokenizer)
-    read_alone(trunks)
+    use_one_thread(trunks)
     mixture = mixture_of(model, trunks, encoder, weights, prior)
     decoder = mixture.after(encoder, prompt)
     continued(prompt, continuation(decoder, encoder, tokens, temperature, top_p, seed))
@@ -222,7 +222,7 @@ def serve_model(
     host: Annotated[
         str, typer.Option(help="Where to listen. Any but this machine's loopback needs a key in DEMIX_API_KEY.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free port.")] = 8502,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free port.")] = 8502,
     experts: Annotated[
         str | None, typer.Option(help="The experts to mix, separated by commas; by default all.")
     ] = None,
@@ -332,7 +332,7 @@ def experts_train(
     table.add_row("best single expert (an oracle), then its own", f"{before.ranked[0].perplexity:.2f}", f"{own:.2f}")
     values = [{line.name: f"{line.perplexity:.2f}" for line in found.mixtures} for found in (before, after)]
     for name in ("tempered (uniform prior)", DENSE_OF_RUN):
-        # A copied model has no dense model beside it, and that of a run is the same before and after.
+        # A copied model has no dense model with it, and that of a run is the same before and after.
         if name in values[0]:
             table.add_row(name, values[0][name], (values[0] | values[1])[name])
     terminal().print(table)

@@ -86,6 +86,8 @@ def lm_eval(
 def _check_output(output: Path | None, log_samples: bool) -> None:
     """Raise DemixError where what is to be written has no place."""
     if log_samples and output is None:
-        raise DemixError("--log-samples", "needs a file to write beside", "give --output FILE.json")
+        raise DemixError("--log-samples", "needs an output file", "give --output FILE.json")
     if output is not None and (output.is_dir() or not output.resolve().parent.is_dir()):
-        raise DemixError(f"--output {output}", "is no place for a file", "name a file in a folder that exists")
+        raise DemixError(
+            f"--output {output}", "is not a file that can be written", "name a file in a folder that exists"
+        )

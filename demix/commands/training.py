@@ -20,7 +20,7 @@ from demix.model.directory import describe
 from demix.run.placement import place, place_experts
 from demix.track.live import streaming
 from demix.train import adapt as adapting
-from demix.train.branch import take_seed
+from demix.train.branch import move_seed
 from demix.train.stage import ModelTraining, Training, train_model
 from demix.train.sweep import chosen_rate
 
@@ -68,7 +68,7 @@ def train(
     given, steps = _given(settings, how, learning_rate_from), tuple(map(int, keep))
     training = ModelTraining(kind, given, shards, branch=branch, schedule=schedule, keep=steps)
     if expert:
-        training = training.alone(expert)
+        training = training.of_expert(expert)
     _train(training, Places(output, metrics, checkpoints), _Launch(ranks, cluster, live))
 
 
@@ -93,8 +93,8 @@ def seed(
     training = ModelTraining(kind, _given(settings, how, learning_rate_from), shards, until=step)
     if not 0 < step <= training.steps:
         raise DemixError(f"--step {step}", f"is not one of the {training.steps} updates of the training", "change it")
-    # Ranks that a launcher has started train, because there was no state to take.
-    if "WORLD_SIZE" in os.environ or not take_seed(training.identity, step, kept, output):
+    # Ranks that a launcher has started train, because there was no state to move.
+    if "WORLD_SIZE" in os.environ or not move_seed(training.identity, step, kept, output):
         _train(training, Places(output, None, checkpoints), _Launch(ranks, cluster))
 
 

@@ -104,7 +104,7 @@ class RemovalSection(Settings):
     )
     replacement: Text | None = Field(
         default=None,
-        description="The novel domain that takes the removed domain's place in the retraining. null puts nothing "
+        description="The novel domain that replaces the removed domain in the retraining. null puts nothing "
         "there: every other domain has as many tokens as in `model`, and the retraining an equal part fewer in all. "
         "An entry that goes on with its parent's schedule is then refused.",
     )

@@ -14,7 +14,7 @@ _SECRET = re.compile(
 )
 # Between the words of accessToken and AWSAccessKeyId.
 _INSIDE = re.compile("(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-# What Snakemake takes for a wildcard, and no rule can write in another way.
+# What Snakemake treats as a wildcard, and no rule can write in another way.
 _WILDCARD = re.compile(r"\{\s*[.\w]+\s*[,}]")
 COMMIT = re.compile("[0-9a-f]{40}")
 # The object stores that an address may begin with, each with the package that reads it.
@@ -34,8 +34,8 @@ LOG_IN_ELSEWHERE = (
 def secret_in(address: str) -> str | None:
     """What credential an address holds, in words without its value; None if it holds none.
 
-    A user name alone is a credential of http(s) and of object stores, where a token may stand in its place, but not of
-    a database. Raises ValueError for what is no address.
+    A user name without a password is a credential of http(s) and of object stores, where it may be a token, but not of
+    a database. Raises ValueError for what is not an address.
     """
     parts = urlsplit(address)
     if parts.password:
@@ -54,18 +54,18 @@ def refuse_secrets(subject: str, address: str, cure: str) -> None:
     """Raise DemixError that names `subject`, not the address, if an address holds credentials or cannot be read."""
     try:
         found = secret_in(address)
-        # Reading a port that is no number fails, as what follows a password with a slash in it.
+        # Reading a port that is not a number fails, as what follows a password with a slash in it.
         _ = urlsplit(address).port
     except ValueError:
-        raise DemixError(subject, "is no address", "write http(s)://host/…/file.suffix") from None
+        raise DemixError(subject, "is not an address", "write http(s)://host/…/file.suffix") from None
     if found:
         raise DemixError(subject, f"holds {found}, which logs and records would show", cure)
 
 
 def refuse_unnamable(path: str) -> str:
-    """`path`, an input of a rule. Raises DemixError for what Snakemake takes for a wildcard, and what is not UTF-8."""
+    """`path`, an input of a rule. Raises DemixError for what Snakemake treats as a wildcard, and what is not UTF-8."""
     if _WILDCARD.search(path):
-        raise DemixError(path, "holds braces, which Snakemake takes for a wildcard", "rename the file or folder")
+        raise DemixError(path, "holds braces, which Snakemake treats as a wildcard", "rename the file or folder")
     refuse_not_utf8(path)
     return path
 

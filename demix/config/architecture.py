@@ -33,7 +33,7 @@ class Routed(Settings):
         return number % self.every == self.every - 1
 
     def places(self, positions: int) -> int:
-        """The tokens of a sequence of T positions that an expert takes in training: ⌊capacity·⌈T/experts⌉⌋."""
+        """The tokens of a sequence of T positions that an expert processes in training: ⌊capacity·⌈T/experts⌉⌋."""
         return math.floor(self.capacity * -(-positions // self.experts))
 
 
@@ -119,7 +119,7 @@ class Options(Settings):
     norm_place: Literal["before", "after", "post"] = Field(
         default="before",
         description="Where a block has its norms: before attention and feedforward, after them, before the residual "
-        "sum (OLMo 2), or post, after the residual sum (Vaswani et al. 2017, BERT): no other norm then stands before "
+        "sum (OLMo 2), or post, after the residual sum (Vaswani et al. 2017, BERT): no other norm then precedes "
         "the head.",
     )
     query_norm: Literal["none", "head", "all"] = Field(
@@ -181,7 +181,7 @@ class Decoder(Options, Sizes):
                 cause = f"is given to position {self.position}"
                 raise DemixError(f"architecture.{key}", cause, "leave it out, or use position rope")
         if self.position == "rope" and (self.rotated % 2 or not self.rotated):
-            cause = f"leaves {self.rotated} of a head's {self.unit} units to rotate, which are no pairs"
+            cause = f"leaves {self.rotated} of a head's {self.unit} units to rotate, an odd number"
             raise DemixError("architecture.rope_share", cause, "choose one with an even number of units")
         if self.norm_place != "before" and self.residual == "parallel":
             cause = f"is {self.norm_place}, and residual is parallel, which no norm follows"
@@ -309,7 +309,7 @@ EntryArchitecture = partial(
 
 
 def with_options(section: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The section `architecture` with the `options` of an entry; beside a preset the section's sizes alone remain."""
+    """The section `architecture` with the `options` of an entry; next to a preset the section's sizes only remain."""
     if "preset" not in options:
         return {**section, **options}
     sizes = PRESETS[section["preset"]].as_dict() if section.get("preset") in PRESETS else section
@@ -320,7 +320,7 @@ def architecture_from(section: Mapping[str, Any]) -> Architecture:
     """The architecture that the config section `architecture` describes.
 
     The section names a preset, such as `{preset: gpt3-small}`, with optional overrides, or gives all four sizes. The
-    presets in `DECODERS` have options alone.
+    presets in `DECODERS` have only options.
     """
     sizes = dict(section)
     if preset := sizes.pop("preset", None):
@@ -334,7 +334,7 @@ def architecture_from(section: Mapping[str, Any]) -> Architecture:
 
 
 def _check_alibi(position: str, attention: str) -> None:
-    """Raise DemixError unless the option `alibi` has a meaning beside these options."""
+    """Raise DemixError unless the option `alibi` has a meaning with these options."""
     if position != "alibi" or attention != "bidirectional":
         cause = f"is given to position {position} and attention {attention}"
         raise DemixError("architecture.alibi", cause, "leave it out: it is for position alibi, attention bidirectional")

@@ -34,8 +34,8 @@ from demix.files.json_files import SEAL
 from demix.launch.job import Cluster, Site
 from demix.settings import DistinctItems, Seed, Settings, Switch, Text, absent, partial, settings_from, written
 
-# The keys of a run's config.json that are no keys of a config.
-BESIDE = ("format", SEAL)
+# The keys of a run's config.json that are not keys of a config.
+NOT_CONFIG = ("format", SEAL)
 SUBJECT = "config key "
 
 # `demix.config.architecture.architecture_from` fills in the sizes of a preset.
@@ -98,7 +98,7 @@ class Config(Settings):
     )
     overwrite: Switch = Field(
         default_factory=absent,
-        description="Let the run take the place of one with none of its domains, whose folder has the same name. "
+        description="Let the run replace one with none of its domains, whose folder has the same name. "
         "Without this key (or with false) the workflow stops before it changes a file there.",
     )
     seed: Seed = Field(default=1, description="Seed of splits, initialisation and data order.")
@@ -106,17 +106,17 @@ class Config(Settings):
         default=(),
         description="Further seeds with which the models are trained again; `seed` may be among them. A further seed "
         "changes initialisation and data order, but neither splits nor tokenizer. Tables show the spread over seeds. "
-        "Adaptation and removal use `seed` alone.",
+        "Adaptation and removal use only `seed`.",
     )
     threads: Threads = Field(default=1)
     allow_branches: Switch = Field(
         default=False,
-        description="Accept sources of kind hub whose revision is no commit. Branches and tags can move, and the text "
+        description="Accept hub sources whose revision is not a commit. Branches and tags can move, and the text "
         "of the run with them. `demix config --pin CONFIG` prints the commits.",
     )
     sources: dict[DomainName, SharedSource] = Field(
         default_factory=dict,
-        description="Corpora that several domains share, by name. A domain takes its documents by `from` and `value`.",
+        description="Corpora that several domains share, by name. A domain gets its documents by `from` and `value`.",
     )
     domains: DomainsSection = Field(
         description="The text domains by name, in the order in which tables and figures show them."
@@ -147,7 +147,7 @@ class Config(Settings):
     )
     tasks: dict[TaskName, Task] = Field(
         default_factory=dict,
-        description="Tasks of classification by name: texts with labels, on which the accuracy of mixtures is taken. A "
+        description="Classification tasks by name: texts with labels, on which the accuracy of mixtures is measured. A "
         "run has none by default.",
     )
     lm_eval: HarnessSection | None = Field(
@@ -187,7 +187,7 @@ class Config(Settings):
         names the nearest known one.
         """
         # The config.json of a run is accepted as a config too.
-        whole = with_base({key: value for key, value in values.items() if key not in BESIDE}, folder)
+        whole = with_base({key: value for key, value in values.items() if key not in NOT_CONFIG}, folder)
         # `novel:` with nothing below it is null in YAML.
         if isinstance(whole.get("domains"), dict) and whole["domains"].get("novel", {}) is None:
             whole["domains"] = whole["domains"] | {"novel": {}}
@@ -227,7 +227,7 @@ class Config(Settings):
         check_sources(self.sources, self.domains)
         self._check_suites()
         for key, source in self.moving.items() if not self.allow_branches else ():
-            cause = f"is {source.revision}, which is no commit: its text can change"
+            cause = f"is {source.revision}, which is not a commit: its text can change"
             cure = "put in what `demix config --pin CONFIG` prints, or set allow_branches: true"
             raise DemixError(f"config key {key}.revision", cause, cure)
         check_tasks(self.tasks, self.domains.training)
@@ -266,7 +266,7 @@ class Config(Settings):
 
     @property
     def of_text(self) -> dict[str, SourceSection]:
-        """The sources of all text by their config keys; one that domains share stands there once."""
+        """The sources of all text by their config keys; one that domains share is listed once."""
         return {f"sources.{name}.source": shared.source for name, shared in self.sources.items()} | {
             f"{key}.source": domain.source for key, domain in self.texts.items() if domain.shared is None
         }
@@ -303,7 +303,7 @@ def with_base(config: dict[str, Any], folder: Path, above: tuple[Path, ...] = ()
     """`config`, merged into the file that its key `base` names, nested keys included.
 
     The path of the base is relative to `folder`. Where both set a key, `config` wins. A base may have a base of its
-    own, relative to the folder of that base's file. A preset of training is its values where it stands.
+    own, relative to the folder of that base's file. A preset of training is its values where it is named.
     """
     base, own = config.get("base"), with_presets({key: value for key, value in config.items() if key != "base"})
     if base is None:

@@ -16,7 +16,7 @@ def training_flops_per_token(architecture: Architecture, vocab_size: int, length
     computed again. V is rounded up to a multiple of 8, as in the paper's Table 2. A token passes through one expert per
     layer: DEMix costs as much as a dense model. Without activation checkpointing the layers cost three quarters of the
     formula's value. Each of the m routed layers adds the router and k - 1 more experts of a token. A masked model has
-    logits of its targets alone, and so is the linear map of its head.
+    logits of only its targets, and so is the linear map of its head.
     """
     vocabulary = -(-vocab_size // 8) * 8
     # Of a block's tokens, these have logits.
@@ -58,7 +58,7 @@ def routing_flops(architecture: Architecture) -> int:
 
 
 def stacked_maps(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """The rows of the linear maps that stand one below the other in a parameter of a block, by the end of its name."""
+    """The rows of the linear maps that are one below the other in a parameter of a block, by the end of its name."""
     queries, keys = (number * architecture.unit for number in (architecture.heads, architecture.key_value_heads))
     up = (architecture.inner_width,) * (architecture.maps - 1)
     return {"attention.qkv.weight": (queries, keys, keys), "feedforward.up": up}
@@ -89,7 +89,7 @@ def _attention(architecture: Architecture) -> list[Size]:
 def parameters(
     architecture: Architecture, vocab_size: int, domain_tokens: int = 0, expert_scope: str = "feedforward"
 ) -> tuple[int, int]:
-    """Count the parameters that all experts of a model share, and those that each expert owns alone (`sizes`)."""
+    """Count the parameters that all experts of a model share, and those that only one expert owns (`sizes`)."""
     shared, own = sizes(architecture, vocab_size, domain_tokens, expert_scope)
     return sum(size.parameters for size in shared), sum(size.parameters for size in own)
 
@@ -97,11 +97,11 @@ def parameters(
 def sizes(
     architecture: Architecture, vocab_size: int, domain_tokens: int = 0, expert_scope: str = "feedforward"
 ) -> tuple[list[Size], list[Size]]:
-    """The sizes of the tensors that all experts of a model share, and of those that each expert owns alone.
+    """The sizes of the tensors that all experts of a model share, and of those that only one expert owns.
 
     An expert owns the feedforward of every layer, biases included; with `expert_scope` "model" an expert owns
     everything. The shared parameters are the embeddings (one where the head is tied), learned positions, attention,
-    norms, the scale of CLAP, the learned mask, and what RoBERTa's head has beside the token embedding. `domain_tokens`
+    norms, the scale of CLAP, the learned mask, and what RoBERTa's head adds to the token embedding. `domain_tokens`
     > 0 adds the extra position and the input embeddings of the domain-token baseline. A routed feedforward counts with
     all its experts and its router.
     """

@@ -30,7 +30,7 @@ Range = Annotated[dict[Literal["min", "max"], Text | Number], Field(min_length=1
 # Of a source whose documents stay whole.
 UNCUT = {"document_words": None, "piece_words": None}
 # One job writes a file for each domain of a source, and a process holds so many open.
-MOST_SHARING = 400
+MAX_SHARING = 400
 # What the path of a data set of the Hugging Face hub begins with.
 DATA_SET = "hf://"
 # What the paths of a kind of source begin with. All others are files of this machine.
@@ -58,7 +58,7 @@ class SourceSection(Settings):
     )
     text: Text = Field(
         default="text",
-        description="Field that holds the text (not used for .txt). A dot leads into a nested field. [] takes every "
+        description="Field that holds the text (not used for .txt). A dot leads into a nested field. [] reads every "
         "item of a list and joins the texts of the items by newlines: full_text[].paragraphs[].",
     )
     id: Text | None = Field(
@@ -91,14 +91,14 @@ class SourceSection(Settings):
     parts: Positive = Field(
         default=1,
         le=10_000,
-        description="Number of parallel jobs that read and anonymize the source. Each job takes one in this many "
+        description="Number of parallel jobs that read and anonymize the source. Each job reads one in this many "
         "files, or rows where there are fewer files than jobs. A source of http(s) addresses has at most one part per "
         "address.",
     )
     members: Items[Text] = Field(
         default=("*",),
         min_length=1,
-        description="Members of archives to read, as globs in which * also matches /. `*` alone reads the members that "
+        description="Members of archives to read, as globs in which * also matches /. `*` reads the members that "
         "would be read of a folder.",
     )
     json_holds: Literal["lines", "values"] = Field(
@@ -146,7 +146,7 @@ class SourceSection(Settings):
 
     @cached_property
     def others(self) -> Counter[str]:
-        """The endings of the files in the folders of `listed` that are no data."""
+        """The endings of the files in the folders of `listed` that are not data."""
         return Counter()
 
     @cached_property
@@ -187,11 +187,11 @@ class SharedSource(Settings):
 class Budget(Settings):
     """Words of each split, where white space separates words.
 
-    With `train` null the train split takes all words that dev and test leave.
+    With `train` null the train split gets all words that dev and test leave.
     """
 
     train: Positive | None = Field(
-        default=None, description="Largest number of words of the train split; null takes all."
+        default=None, description="Largest number of words of the train split; null means all."
     )
     dev: Positive = Field(default=1_000_000, description="Words of the dev split.")
     test: Positive = Field(default=1_000_000, description="Words of the test split.")
@@ -204,7 +204,7 @@ class Budget(Settings):
 
 
 class SplitRecipe(Settings):
-    """The settings of a domain that splitting takes."""
+    """The settings of a domain that splitting uses."""
 
     near_duplicates: Number | None = Field(
         default=None,
@@ -214,7 +214,7 @@ class SplitRecipe(Settings):
         "dev or test; null keeps all.",
     )
     words: Budget = Field(
-        default_factory=Budget, description="Word budgets. Dev and test are filled first; train takes the rest."
+        default_factory=Budget, description="Word budgets. Dev and test are filled first; train gets the rest."
     )
 
 
@@ -229,7 +229,7 @@ class DomainSection(SplitRecipe):
         alias="from",
         default_factory=absent,
         description="Name of one of `sources`: a corpus that several domains share. The domain has the documents that "
-        "`where: {<by>: <value>}` would take.",
+        "`where: {<by>: <value>}` would select.",
     )
     value: Scalar | Annotated[Items[Scalar], Field(min_length=1)] | None = Field(
         default_factory=absent,
@@ -292,14 +292,14 @@ def with_source(key: str, domain: dict[str, Any], sources: Mapping[str, Any]) ->
             raise DemixError(f"{key}.source", "is missing", cure)
         return domain
     if name not in sources:
-        raise DemixError(f"{key}.from", f"is {name!r}, which is no source", nearest(name, sources, "add it to sources"))
+        raise DemixError(f"{key}.from", f"is {name!r}, not a source", nearest(name, sources, "add it to sources"))
     shared, value = sources[name], domain.get("value")
     if value is None:
         raise DemixError(f"{key}.value", "is missing", f"give a value of the field {shared['by']}, or a list of values")
     source = shared["source"] | {"where": shared["source"]["where"] | {shared["by"]: value}}
     # A completed config, such as the one that a run keeps, has both.
     if domain.get("source", source) != source:
-        raise DemixError(f"{key}.source", f"is given beside from: {name}", "leave out one of the two")
+        raise DemixError(f"{key}.source", f"is given together with from: {name}", "leave out one of the two")
     return domain | {"source": source}
 
 
@@ -313,22 +313,22 @@ def check_sources(sources: Mapping[str, SharedSource], domains: DomainsSection) 
             cause = f"names {shared.by}, by which the domains part the documents"
             raise DemixError(f"{key}.source.where", cause, "leave it out there")
         sharing = domains.sharing(name)
-        if len(sharing) > MOST_SHARING:
+        if len(sharing) > MAX_SHARING:
             cause = f"has {len(sharing)} domains"
-            raise DemixError(key, cause, f"give a source at most {MOST_SHARING}, and the rest another one")
+            raise DemixError(key, cause, f"give a source at most {MAX_SHARING}, and the rest another one")
         check_values(sharing, places)
 
 
 def check_values(domains: Mapping[str, Sequence[Scalar]], places: Mapping[str, str]) -> None:
     """Raise DemixError for a value that two domains have, or one twice. `places` are the config keys of domains."""
-    taken = dict[Scalar, str]()
+    used = dict[Scalar, str]()
     for domain, values in domains.items():
         for value in values:
-            if other := taken.get(value) or taken.get(str(value)):
+            if other := used.get(value) or used.get(str(value)):
                 cause = f"names {value!r}, which {other} has too" if other != domain else f"names {value!r} twice"
                 subject = f"config key {places[domain]}.value" if domain in places else f"domains.{domain}"
                 raise DemixError(subject, cause, "give a value to one domain")
-            taken[value] = taken[str(value)] = domain
+            used[value] = used[str(value)] = domain
 
 
 def check_domains(domains: DomainsSection) -> None:

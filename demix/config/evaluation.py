@@ -47,12 +47,12 @@ class ScoredTokens(DevBlocks):
     )
 
     def limit(self, split: str, length: int) -> int | None:
-        """The maximum number of tokens of `split` to score, with blocks of `length` tokens; None stands for all."""
+        """The maximum number of tokens of `split` to score, with blocks of `length` tokens; None means all."""
         return self.dev_blocks * length if split == "dev" else self.test_tokens
 
 
 class ScoringRecipe(ScoredTokens):
-    """The settings of the section `evaluation` that scoring takes."""
+    """The settings of the section `evaluation` that scoring uses."""
 
     precision: Literal["fp32", "bf16"] = Field(
         default="fp32",
@@ -61,7 +61,7 @@ class ScoringRecipe(ScoredTokens):
 
 
 class MixingRecipe(DevBlocks):
-    """The settings of the section `evaluation` that mixing takes."""
+    """The settings of the section `evaluation` that mixing uses."""
 
     decay: Decay = Field(default=DECAY, description="Lambda of the updating and cached priors (Eq. 7).")
     decays: DistinctItems[Decay] = Field(
@@ -72,7 +72,7 @@ class MixingRecipe(DevBlocks):
     prior_blocks: DistinctItems[Positive] = Field(
         default=(1, 5, 10, 50, 100),
         description="Further numbers of dev blocks from which to compute the cached prior, at most `dev_blocks`. "
-        "Where 100 blocks are asked for, the scorer released with the paper takes 202; score 202 blocks "
+        "Where 100 blocks are asked for, the scorer released with the paper uses 202; score 202 blocks "
         "to compare with the paper's numbers.",
     )
     weights: DistinctItems[WeightsName] = Field(
@@ -97,10 +97,10 @@ class MixingRecipe(DevBlocks):
     routing_context: DistinctItems[Context] = Field(
         default=("document",),
         min_length=1,
-        description="The text whose distance is taken: document (since its beginning, across blocks), block (what "
-        "the model sees) or document_half (as document, but from the middle of the document on the first half alone, "
+        description="The text whose distance is used: document (since its beginning, across blocks), block (what "
+        "the model sees) or document_half (as document, but from the middle of the document on only the first half, "
         "so that the weights stay fixed, as in an evaluation of c-BTM). The tables use the first; a further one is "
-        "evaluated besides.",
+        "also evaluated.",
     )
     top_k: DistinctItems[Positive] = Field(
         default=(),

@@ -10,8 +10,8 @@ from demix.errors import DemixError
 FORMATS = (".jsonl", ".ndjson", ".json", ".txt", ".csv")
 COMPRESSIONS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd"}
 # The endings that a line names.
-MOST_TOLD = 5
-# JSON about the data beside it, which the Hugging Face hub and its libraries write; that of datatrove is in LOGS.
+MAX_LISTED = 5
+# JSON about the data next to it, which the Hugging Face hub and its libraries write; that of datatrove is in LOGS.
 DESCRIPTIONS, LOGS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"), "logs"
 
 
@@ -32,7 +32,7 @@ def readable(name: str) -> bool:
 def hidden(path: str) -> bool:
     """Whether a path in a folder or archive has a step that begins with `.` or `_`, such as `__MACOSX` or `.git`.
 
-    As for other tools, what is there is no data.
+    As for other tools, what is there is not data.
     """
     return any(step.startswith((".", "_")) for step in PurePosixPath(path).parts)
 
@@ -40,8 +40,8 @@ def hidden(path: str) -> bool:
 def is_data(path: str, others: Counter[str]) -> bool:
     """Whether a file is data, by its path in the folder, archive or bucket that is to be read.
 
-    It is of a known format, and no description of the data beside it. If it is none and not `hidden`, its ending is
-    added to `others`.
+    It is of a known format, and not a description of the data next to it. If it is not such a file and not `hidden`,
+    its ending is added to `others`.
     """
     *folders, name = PurePosixPath(path).parts
     if hidden(path):
@@ -76,6 +76,6 @@ def _unlisted(error: OSError) -> None:
 
 def left_out(others: Counter[str]) -> str:
     """The files that are not read, in words; empty if there are none."""
-    shown = [f"{number:,} {ending}" for ending, number in (+others).most_common(MOST_TOLD)]
-    more = ["…"] if len(+others) > MOST_TOLD else []
-    return f"files that are not read, since they are no data: {', '.join([*shown, *more])}" if shown else ""
+    shown = [f"{number:,} {ending}" for ending, number in (+others).most_common(MAX_LISTED)]
+    more = ["…"] if len(+others) > MAX_LISTED else []
+    return f"files that are not read, since they are not data: {', '.join([*shown, *more])}" if shown else ""

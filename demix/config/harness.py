@@ -14,7 +14,7 @@ def _weights(name: str) -> str:
     return name
 
 
-# The prior alone has a name of its own there, as for `demix lm-eval`.
+# The rule of only the prior has a name of its own there, as for `demix lm-eval`.
 HarnessWeights = Annotated[Text, AfterValidator(_weights)]
 
 
@@ -31,7 +31,7 @@ class HarnessTasks(Settings):
         default=None, description="Demonstrations before each document; null means those of the task."
     )
     limit: Annotated[Number, Field(gt=0)] | None = Field(
-        default=None, description="Documents of each task; below 1, their share of its documents; null takes all."
+        default=None, description="Documents of each task; below 1, their share of its documents; null means all."
     )
 
 
@@ -50,6 +50,6 @@ class HarnessSection(HarnessTasks):
     )
     offline: Switch = Field(
         default=True,
-        description="Take the tasks' data from local files and the cache of Hugging Face's datasets alone. With false "
+        description="Read the tasks' data only from local files and the cache of Hugging Face's datasets. With false "
         "one job fetches what the cache lacks, on the machine where downloads run. Changing this key reruns nothing.",
     )

@@ -1,4 +1,4 @@
-"""YAML files of settings: no key stands twice in one, and the line of each key is known."""
+"""YAML files of settings: no key occurs twice in one, and the line of each key is known."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from demix.errors import DemixError
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML, and JSON, which writes some characters as two escapes that are one to its own readers alone."""
+    """Reads YAML, and JSON, which writes some characters as two escapes that only its own readers read as one."""
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         found = super().construct_scalar(node)
@@ -20,11 +20,11 @@ class _Loader(yaml.SafeLoader):
 def read_keys(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """The mapping in the YAML or JSON file `path`, and the line of each key, by keys such as `training.tokens`.
 
-    Raises DemixError where the file is missing, is no YAML, or names a key twice, of which YAML's readers, and
-    Snakemake with them, silently take the last.
+    Raises DemixError where the file is missing, is not YAML, or names a key twice, of which YAML's readers, and
+    Snakemake with them, silently use the last.
     """
     try:
-        # YAML takes JSON but for tabs, which JSON has only between its words.
+        # YAML reads JSON but for tabs, which JSON has only between its words.
         text = path.read_text(encoding="utf-8")
         loader = _Loader(text.replace("\t", " ") if text.lstrip().startswith("{") else text)
         node = loader.get_single_node()

@@ -3,18 +3,18 @@
 import re
 from dataclasses import dataclass
 
-# `naive` is not listed, because it takes a single expert. Apart from `average`, a method is named by its prior.
+# `naive` is not listed, because it uses a single expert. Apart from `average`, a method is named by its prior.
 METHODS = ("average", "uniform", "updating", "cached", "fitted")
 
 
-# What goes with experts that no text may weight, those of masked language models: an expert alone, equal weights, and
+# What goes with experts that no text may weight, those of masked language models: a single expert, equal weights, and
 # weights that are fitted on dev and kept.
 UNWEIGHTED = ("naive", "average", "fitted")
 
 
 @dataclass(frozen=True)
 class Family:
-    """Rules for the weights of experts that differ in `parameters` alone (docs/explanation/mixing.md, "Rules").
+    """Rules for the weights of experts that differ only in `parameters` (docs/explanation/mixing.md, "Rules").
 
     `parameters` are names with the bounds of their values. Parameters that a config leaves open are chosen on dev.
     `evaluated` are the methods of the tables, and `refused` those that do not go with the rules. Rules that are

@@ -22,13 +22,14 @@ DENSE_EXPERT = "dense"
 class Kind:
     """How models of one kind are built, and what they learn from.
 
-    `label` is the paper's name of the kind. `expert_scope` says which tensors belong to a domain's expert alone:
+    `label` is the paper's name of the kind. `expert_scope` says which tensors belong only to a domain's expert:
     `feedforward` (DEMix layers), `model` (Branch-Train-Merge: each expert is a whole model, trained by itself), or
     `none` for a model whose single expert is called `dense`. `batches` says how a step is drawn: `by_domain` (a group
     of sequences for each domain's expert), `mixed` (the same sequences as one group) or `proportional` (in proportion
-    to the domains' sizes). With `domain_tokens` the token of its domain stands before each sequence. With `routed` the
-    tokens choose among experts in some feedforwards (`TokenRouting`). Experts that are `anchored` stand beside the
-    feedforwards of a parent, and learn alone: all tensors of the parent stay as they are (FlexOlmo, Shi et al. 2025).
+    to the domains' sizes). With `domain_tokens` the token of its domain precedes each sequence. With `routed` the
+    tokens choose among experts in some feedforwards (`TokenRouting`). Experts that are `anchored` are next to the
+    feedforwards of a parent, and only they learn: all tensors of the parent stay as they are (FlexOlmo, Shi et al.
+    2025).
     """
 
     name: str
@@ -90,7 +91,7 @@ def _label(label: str) -> str:
 def _parent(parent: str) -> str:
     if parent.startswith(HUB) and not re.fullmatch(f"{HUB}{REPOSITORY}@{COMMIT.pattern}", parent):
         cure = f"write {HUB}owner/name@commit, as `demix import` prints it for a branch"
-        raise ValueError("is no model of the hub at a commit", cure)
+        raise ValueError("is not a model of the hub at a commit", cure)
     return parent
 
 
@@ -142,7 +143,7 @@ class ExpertText(Settings):
         "which is made without training: each token chooses two of their feedforwards in every layer, by a ridge "
         "regression of the expert's domain (or cluster) on the token's state, over 40 blocks of dev text of each. All "
         "other weights of experts of kind branched are averaged. Experts of kind anchored keep the routers that they "
-        "learned, and have the anchor beside them.",
+        "learned, and have the anchor next to them.",
     )
 
 
@@ -172,15 +173,15 @@ class TokenRouting(Settings):
     )
     every: Positive = Field(
         default_factory=absent,
-        description="Every how many blocks one has a routed feedforward: 1 (as without the key) stands for all, 2 for "
+        description="Every how many blocks one has a routed feedforward: 1 (as without the key) means all, 2 for "
         "the second, the fourth and so on.",
     )
     capacity: Number = Field(
         default_factory=absent,
         gt=0,
-        # With as many as there are experts, each takes all tokens.
+        # With as many as there are experts, each processes all tokens.
         le=4096,
-        description="Tokens of a sequence that an expert takes in training, as a multiple of T / experts: 1.25 without "
+        description="Tokens of a sequence that an expert processes, as a multiple of T / experts: 1.25 without "
         "the key for top_k 1, else 2. First choices come before second ones. Scoring has no such limit.",
     )
     balance: Number = Field(
@@ -191,7 +192,7 @@ class TokenRouting(Settings):
 
 
 class EntrySettings(TrainingSection, Branch, ExpertText, Averaging, TokenRouting, RouterTraining):
-    """The section `training` with the values of an entry, and what an entry alone can say."""
+    """The section `training` with the values of an entry, and what an entry only can say."""
 
     architecture: EntryArchitecture = Field(  # type: ignore[valid-type]
         default_factory=absent,
@@ -208,7 +209,7 @@ _LABEL = Annotated[
         "paper's four entries have the paper's names."
     ),
 ]
-# The keys that entries of each kind may have beside those of the section `training`.
+# The keys that entries of each kind may have next to those of the section `training`.
 _KEYS: dict[str, tuple[type[Settings], ...]] = {
     "demix": (Branch, ExpertText),
     "dense": (Branch,),

@@ -1,21 +1,21 @@
-"""Names that stand in the paths of a run's files: of domains, tasks, clusterings and entries of `models`."""
+"""Names in the paths of a run's files: of domains, tasks, clusterings and entries of `models`."""
 
 import re
 
 # The pattern of a run's name, and the pattern in words.
-# Names of folders, experiments and jobs hold it; a file system takes 255 bytes.
+# Names of folders, experiments and jobs hold it; a file system allows 255 bytes.
 NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 NAMED = "of at most 100 letters, digits, dots, _ and -, the first a letter or digit"
 # Names of files are made of two names and more, and have at most 255 bytes.
 LONGEST = 64
-# What ends in 20 times the same, Snakemake takes for the name of a file that is made of itself without end.
+# What ends in 20 times the same, Snakemake treats as the name of a file that is made of itself without end.
 REPEATED = re.compile(r"(.+?)\1{19,}$")
 
 
 def refuse_name(name: str) -> None:
-    """Raise ValueError of a cause and a cure for a name too long for files, or that Snakemake takes for a loop."""
+    """Raise ValueError of a cause and a cure for a name too long for files, or that Snakemake treats as a loop."""
     if len(name) > LONGEST:
         raise ValueError(f"has a name of {len(name)} characters", f"use at most {LONGEST}, as names of files hold it")
     if found := REPEATED.search(name):
-        cause = f"has a name that ends in {found[1]!r} over and over, which Snakemake takes for a loop"
+        cause = f"has a name that ends in {found[1]!r} over and over, which Snakemake treats as a loop"
         raise ValueError(cause, "use another name")

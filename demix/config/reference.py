@@ -51,7 +51,7 @@ def editor_schema() -> str:
 def _short(part: Any) -> Any:
     """A JSON schema without titles, which repeat the keys, and with null as a further type, not as a choice.
 
-    No key is required, because what a file lacks may stand in its base.
+    No key is required, because what a file lacks may be in its base.
     """
     if isinstance(part, list):
         return [_short(item) for item in part]
@@ -90,7 +90,7 @@ def _keys(schema: dict[str, Any], part: dict[str, Any], above: str) -> Iterator[
 
 
 def _own_of_entries(schema: dict[str, Any]) -> list[str]:
-    """The keys that entries of `models` have beside those of `training`."""
+    """The keys that entries of `models` have next to those of `training`."""
     training = schema["$defs"]["TrainingSection"]["properties"]
     entries = [schema["$defs"][f"{kind}_entry"]["properties"] for kind in KINDS]
     found = {name: part for entry in entries for name, part in entry.items() if name not in training}

@@ -14,7 +14,7 @@ from demix.settings import DistinctItems, Integer, Items, Positive, Seed, Settin
 # Other examples with labels on which the accuracy of each expert is measured (Gururangan et al. 2023, A.7).
 OTHERS = 8
 # Each example is asked once for each of its labels.
-MOST_LABELS = 1000
+MAX_LABELS = 1000
 # The largest fraction of the examples of a source that may have no text, or text that is not UTF-8.
 LEFT_OUT = 0.01
 
@@ -48,11 +48,11 @@ class Task(Settings):
     test: SourceSection | None = Field(default=None, description="Source of the examples that are tested.")
     train: SourceSection | None = Field(
         default=None,
-        description="Source of the demonstrations. null takes them from the tested source: these are not tested.",
+        description="Source of the demonstrations. null draws them from the tested source: these are not tested.",
     )
     validation: SourceSection | None = Field(
         default=None,
-        description="Source of the examples on which experts are judged for routing by accuracy. null takes further "
+        description="Source of the examples on which experts are judged for routing by accuracy. null draws further "
         "ones of those that demonstrations come from.",
     )
     text: Text | Annotated[Items[Text], Field(min_length=1)] = Field(
@@ -66,7 +66,7 @@ class Task(Settings):
     )
     labels: dict[Text, Text] = Field(
         default_factory=dict,
-        description='The words that stand for the values of `label`, such as `{"0": World, "1": Sports}`. Empty: '
+        description='The words for the values of `label`, such as `{"0": World, "1": Sports}`. Empty: '
         "all values of the field. Of `made: domains`, words for domains; the others' are their names.",
     )
     template: Template | None = Field(
@@ -94,7 +94,7 @@ class Task(Settings):
     )
     calibrated: Switch = Field(
         default=False,
-        description="Take from the log-probability of a label that of the label without the text (Holtzman et al. "
+        description="Subtract from the log-probability of a label that of the label without the text (Holtzman et al. "
         "2021), so that frequent labels are not the likeliest of all texts.",
     )
 
@@ -114,7 +114,7 @@ class Task(Settings):
         return len(self.seeds) * (self.shots + OTHERS)
 
     def words_of(self, domains: Iterable[str]) -> list[str]:
-        """The words that stand for `domains` in a task of `made: domains`: those of `labels`, else their names."""
+        """The words for `domains` in a task of `made: domains`: those of `labels`, else their names."""
         return [self.labels.get(name, name.replace("_", " ")) for name in domains]
 
     @property
@@ -142,7 +142,7 @@ class ExamplesRecipe(Task):
 
 
 def refuse_equal(key: str, words: list[str]) -> None:
-    """Raise DemixError for a word that stands for two labels."""
+    """Raise DemixError for a word that two labels have."""
     if len(set(words)) < len(words):
         raise DemixError(key, f"gives two labels the word {max(words, key=words.count)}", "give each its own")
 
@@ -150,9 +150,9 @@ def refuse_equal(key: str, words: list[str]) -> None:
 def refuse_count(key: str, labels: int) -> None:
     """Raise DemixError unless there are labels to choose from, and few enough to ask for each of them."""
     if labels < 2:
-        raise DemixError(key, "has one label alone", "give two or more")
-    if labels > MOST_LABELS:
-        raise DemixError(key, f"has more than {MOST_LABELS} labels", "give fewer, or own choices to each example")
+        raise DemixError(key, "has only one label", "give two or more")
+    if labels > MAX_LABELS:
+        raise DemixError(key, f"has more than {MAX_LABELS} labels", "give fewer, or own choices to each example")
 
 
 def check_tasks(tasks: Mapping[str, Task], training: Collection[str]) -> None:
@@ -163,11 +163,11 @@ def check_tasks(tasks: Mapping[str, Task], training: Collection[str]) -> None:
         _check_choices(key, task)
         if task.made == "domains":
             if foreign := [label for label in task.labels if label not in training]:
-                raise DemixError(f"{key}.labels.{foreign[0]}", "is no training domain", "name training domains")
+                raise DemixError(f"{key}.labels.{foreign[0]}", "is not a training domain", "name training domains")
             if len(training) < 2:
                 raise DemixError(key, "needs two training domains", "leave the task out")
         elif task.made and task.labels:
-            raise DemixError(f"{key}.labels", "is given beside made: continuations", "leave it out")
+            raise DemixError(f"{key}.labels", "is given together with made: continuations", "leave it out")
         if not task.shots and len(task.seeds) > 1:
             cause = f"has {len(task.seeds)} seeds, which draw demonstrations, for 0 shots"
             raise DemixError(f"{key}.seeds", cause, "give one seed, or shots")
@@ -187,14 +187,14 @@ def _check_examples(key: str, task: Task) -> None:
         cause = "needs words before the label, to which the demonstrations lead where the text is left out"
         raise DemixError(f"{key}.calibrated", cause, "put words between {text} and {label}, or use 0 shots")
     for split in task.sources if task.made else ():
-        raise DemixError(f"{key}.{split}", "is given beside made", "leave it out: the dev splits are used")
+        raise DemixError(f"{key}.{split}", "is given together with made", "leave it out: the dev splits are used")
 
 
 def _check_choices(key: str, task: Task) -> None:
     """Raise DemixError unless `choices` of the task at `key` is a field, or a number of made continuations."""
     if isinstance(task.choices, int) != (task.made == "continuations") and task.choices is not None:
         cause = f"is {task.choices!r}"
-        raise DemixError(f"{key}.choices", cause, "name a field, or give a number beside made: continuations")
+        raise DemixError(f"{key}.choices", cause, "name a field, or give a number with made: continuations")
     if isinstance(task.choices, int):
         if task.choices < 2:
             raise DemixError(f"{key}.choices", f"is {task.choices}", "give at least 2")

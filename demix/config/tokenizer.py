@@ -1,4 +1,4 @@
-"""The section `tokenizer`: how text becomes tokens, and what files beside a tokenizer of another family say of it."""
+"""The section `tokenizer`: how text becomes tokens, and what files next to a tokenizer of another family say of it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,13 +43,13 @@ class TokenizerSection(Settings):
     )
     end_of_text: Annotated[Integer, Field(ge=0)] | Text | None = Field(
         default_factory=absent,
-        description="Of kind file: the token, or its id, that ends a document and stands before each. Not "
-        "given: the eos token of tokenizer_config.json, config.json or generation_config.json beside the file.",
+        description="Of kind file: the token, or its id, that ends a document and precedes each. Not "
+        "given: the eos token of tokenizer_config.json, config.json or generation_config.json next to the file.",
     )
     types: Annotated[Positive, Field(le=1 << 24)] | None = Field(
         default_factory=absent,
         description="Of kind file: the rows of the embedding, which may be more than the tokenizer's ids. "
-        "Not given: vocab_size of the config.json beside the file, or else the ids.",
+        "Not given: vocab_size of the config.json next to the file, or else the ids.",
     )
 
     @property
@@ -85,7 +85,7 @@ def completed_tokenizer(section: Mapping[str, Any], run: str) -> dict[str, Any]:
 
 
 def types_and_end(path: Path, content: Mapping[str, Any]) -> dict[str, int | str]:
-    """What a tokenizer.json of this `content` at `path` and the files beside it say: `types` and `end_of_text`.
+    """What a tokenizer.json of this `content` at `path` and the files next to it say: `types` and `end_of_text`.
 
     `end_of_text` is a token or an id. Raises DemixError where none is named.
     """
@@ -103,7 +103,7 @@ def types_and_end(path: Path, content: Mapping[str, Any]) -> dict[str, int | str
 
 
 def _end(path: Path, tokens: Mapping[str, Any]) -> int | str:
-    """The token or the id that ends a text, by the files beside a tokenizer.json."""
+    """The token or the id that ends a text, by the files next to a tokenizer.json."""
     for file, key in (
         ("tokenizer_config.json", "eos_token"),
         ("config.json", "eos_token_id"),
@@ -118,7 +118,7 @@ def _end(path: Path, tokens: Mapping[str, Any]) -> int | str:
     if "<|endoftext|>" in tokens:
         return "<|endoftext|>"
     cure = "name it: tokenizer.end_of_text in a config, eos_token_id in its config.json"
-    raise DemixError(path, "has no file beside it that names the token which ends a text", cure)
+    raise DemixError(path, "has no file next to it that names the token which ends a text", cure)
 
 
 def _content(path: Path, required: bool = True) -> dict[str, Any]:

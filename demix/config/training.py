@@ -1,7 +1,7 @@
-"""The section `training`, and what of it and of other sections a stage takes.
+"""The section `training`, and the settings that a stage uses of it and of other sections.
 
-A stage inherits the settings that it takes: `TrainingRecipe` is the part of the section `training` that
-`demix.train.stage.Training` takes. `Execution` holds the settings that change nothing but time and memory.
+A stage inherits the settings that it uses: `TrainingRecipe` is the part of the section `training` that
+`demix.train.stage.Training` uses. `Execution` holds the settings that change nothing but time and memory.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ class Execution(Settings):
     micro_sequences: Positive | None = Field(
         default=None,
         description="Sequences of each expert in one micro-batch of a rank; gradients accumulate over micro-batches. "
-        "null takes all sequences of a step at once.",
+        "null means all sequences of a step at once.",
     )
     compile: Switch = Field(default=False, description="Compile the transformer blocks (torch.compile).")
     checkpoint_activations: Switch = Field(
@@ -72,7 +72,7 @@ class OptimizerSettings(Settings):
     epsilon: Number = Field(default=1e-7, gt=0, le=1, description="What AdamW adds to the root of the mean square.")
     decay: Literal["all", "matrices"] = Field(
         default="all",
-        description="What weight decay reaches: all parameters, or the matrices of blocks alone (no norms, biases and "
+        description="What weight decay reaches: all parameters, or only the matrices of blocks (no norms, biases and "
         "embeddings).",
     )
     matrices: Ratio = Field(default=1.0, description="Learning rate of the matrices of blocks.")
@@ -162,8 +162,8 @@ def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _without_nulls(value) if isinstance(value, Mapping) else value for key, value in given.items()}
 
 
-def taken(recipe: type, section: Any) -> dict[str, Any]:
-    """The values, as written, that the stage with the settings `recipe` takes of a config's section.
+def selected(recipe: type, section: Any) -> dict[str, Any]:
+    """The values, as written, that the stage with the settings `recipe` uses of a config's section.
 
     The settings of `Execution` are left out, because a change of any value that is returned reruns the stage. So are
     keys that the section is without.
@@ -200,7 +200,7 @@ class RouterTraining(Settings):
     trained: Literal["routers"] | None = Field(
         default_factory=absent,
         description="In an entry of kind routed that begins with routed experts (a parent of kind demix, branched or "
-        "anchored, or a folder): `routers` trains the routers alone. Without the key everything is trained.",
+        "anchored, or a folder): `routers` trains only the routers. Without the key everything is trained.",
     )
 
 
@@ -238,8 +238,8 @@ TRAINING_PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 PRESET = (
-    "Values of warmup, clip, weight_decay, optimizer and learning_rate_schedule under one name, which keys "
-    "beside it replace; null is no preset. modern: Muon for the matrices of blocks, AdamW with a large rate for "
+    "Values of warmup, clip, weight_decay, optimizer and learning_rate_schedule under one name, which "
+    "other keys replace; null means no preset. modern: Muon for the matrices of blocks, AdamW with a large rate for "
     "embeddings, no weight decay, no clipping, and a rate that falls in the second half of the steps (`demix config "
     "--values` prints all). paper: what these keys are without a preset."
 )
@@ -248,7 +248,7 @@ PRESET = (
 def with_presets(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a file whose `training` and entries of `models` have the values of their presets.
 
-    Keys beside a preset replace its own. A preset that is not known stays.
+    Other keys replace those of a preset. A preset that is not known stays.
     """
     found, entries = (
         {key: _with_preset(one) if key == "training" else one for key, one in values.items()},

@@ -41,16 +41,16 @@ def balanced_labels(costs: np.ndarray) -> np.ndarray:
     # Paths that would win less than this only turn rounding into more rounding.
     tolerance = 1e-12 * float(np.abs(costs).max(initial=0))
     while True:
-        # A cluster may also give or take a document within the bounds, where the whole gets cheaper by that.
-        giving, taking = sizes > least, sizes < most
+        # A cluster may also give or receive a document within the bounds, where the whole gets cheaper by that.
+        giving, receiving = sizes > least, sizes < most
         if feasible := least <= sizes.min() and sizes.max() <= most:
             pass
         elif sizes.max() > most:
             giving = sizes > most
-            taking = sizes < least if sizes.min() < least else taking
+            receiving = sizes < least if sizes.min() < least else receiving
         else:
-            taking = sizes < least
-        path, cost = moves.cheapest(giving, taking, tolerance)
+            receiving = sizes < least
+        path, cost = moves.cheapest(giving, receiving, tolerance)
         if feasible and cost >= -tolerance:
             return labels
         moves.move(path)
@@ -101,8 +101,8 @@ class _Moves:
             self.cost[cluster] = differences[best, np.arange(len(best))]
             self.document[cluster] = members[best]
 
-    def cheapest(self, giving: np.ndarray, taking: np.ndarray, tolerance: float) -> tuple[list[int], float]:
-        """The cheapest path of clusters from one that is `giving` [K] to one that is `taking` [K], and its cost.
+    def cheapest(self, giving: np.ndarray, receiving: np.ndarray, tolerance: float) -> tuple[list[int], float]:
+        """The cheapest path of clusters from one that is `giving` [K] to one that is `receiving` [K], and its cost.
 
         By Bellman and Ford: costs may be negative, but no cycle of them is. Without such a path the cost is infinite.
         """
@@ -116,8 +116,8 @@ class _Moves:
                 break
             distance[shorter] = through[best, np.arange(len(best))][shorter]
             before[shorter] = best[shorter]
-        path = [int(np.where(taking, distance, np.inf).argmin())]
-        cost = float(distance[path[0]]) if taking[path[0]] else np.inf
+        path = [int(np.where(receiving, distance, np.inf).argmin())]
+        cost = float(distance[path[0]]) if receiving[path[0]] else np.inf
         while before[path[0]] >= 0:
             path.insert(0, int(before[path[0]]))
         return path, cost
@@ -153,7 +153,7 @@ def kmeans(
 
 
 def means(points: np.ndarray, labels: np.ndarray, clusters: int, costs: np.ndarray) -> np.ndarray:
-    """The mean [K, D] of the points of each cluster; an empty one takes the point of the largest of `costs` [N]."""
+    """The mean [K, D] of the points of each cluster; an empty one gets the point of the largest of `costs` [N]."""
     members = csr_array((np.ones(len(points)), labels, np.arange(len(points) + 1)), shape=(len(points), clusters))
     sums, sizes = members.T @ points, np.bincount(labels, minlength=clusters).astype(float)
     empty = np.flatnonzero(sizes == 0)

@@ -189,7 +189,7 @@ def _last_key(documents: Iterable[Path], seed: int, count: int) -> tuple[int, in
 def _distinct(points: np.ndarray, count: int) -> np.ndarray:
     """The first `count` points that differ from all before them; fewer where there are no more."""
     found: dict[bytes, int] = {}
-    # Where a point is zero, its sign is no difference.
+    # Where a point is zero, its sign makes no difference.
     for number, point in enumerate(points + 0.0):
         found.setdefault(point.tobytes(), number)
     return points[[*found.values()][:count]]

@@ -34,7 +34,7 @@ SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("n_words"
 
 # Text held in memory while sorting, until there are as many stretches as files that a process may hold open.
 STRETCH_BYTES = 16 << 20
-MOST_STRETCHES = 256
+MAX_STRETCHES = 256
 
 # `row` counts the chunks of a domain in the order of its files; a document that was not cut is one chunk. Of equal
 # texts the first one is kept. `document` counts source documents in the order of a hash of their content, `within` has
@@ -112,7 +112,7 @@ def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting
     """Write `train.parquet`, `dev.parquet` and `test.parquet` of `domain` below `output`, and the corpus card.
 
     `documents` are those of the domain's parts, as `anonymize_documents` writes them, with their counts (`.json`)
-    beside them. Texts that occur twice are kept once; a training domain keeps those that `owners` gives it, a novel
+    next to them. Texts that occur twice are kept once; a training domain keeps those that `owners` gives it, a novel
     domain those that no training domain holds. In order of sha256(seed | origin), dev is filled until it has its words,
     then test, then train: all chunks of a source document (those of one `origin`) are in one split. A document of dev
     or test gives its first chunks, up to `words.per_document` words, and the rest of it is in no split. With
@@ -124,7 +124,7 @@ def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting
     documents could give to them.
     In the card, the documents of the counts = those in the splits + rejected + duplicates.
     With `test_only` all that is kept is test, up to its words. Raises DemixError where dev and test cannot be filled
-    with a document left over, or test alone has none.
+    with a document left over, or only test has none.
     """
     outputs = {name: output / f"{name}.parquet" for name in _splits_of(splitting)}
     held_out = {name: path for name, path in outputs.items() if name != "train"}
@@ -254,7 +254,7 @@ def _refused(work: _Work, budget: Budget) -> NoReturn:
 
 
 def left_out(cards: Iterable[Path]) -> list[str]:
-    """One line for each domain of these corpus cards that lacks documents or bytes because they are no text."""
+    """One line for each domain of these corpus cards that lacks documents or bytes because they are not text."""
     found = ((card["domain"], _left_out(card["rejected"] | card["normalised"])) for card in map(read_json, cards))
     return [domain + said.replace(";", ":", 1) for domain, said in found if said]
 
@@ -312,7 +312,7 @@ def _write(work: _Work, edges: dict[str, _Edges], outputs: dict[str, Path]) -> N
     low, high = min(edges[name].start for name in outputs), max(edges[name].end for name in outputs)
     documents, size = _sizes(work.documents)
     # Ranks are by hash: stretches of as many documents each have about as many bytes.
-    number = min(1 + size * (high - low) // (documents * STRETCH_BYTES), MOST_STRETCHES)
+    number = min(1 + size * (high - low) // (documents * STRETCH_BYTES), MAX_STRETCHES)
     firsts = np.linspace(low, high, number + 1).astype(np.int64)
     paths = [work.folder / f"stretch.{number}" for number in range(number)]
     ranks = work.folder / "ranks"

@@ -16,7 +16,7 @@ from demix.files.database import database, run_on
 RANGE_ROWS = 500_000
 OWNERS_SCHEMA = pa.schema([("id", pa.string()), ("domain", pa.string())])
 
-# The last digits of a hash and a domain are the domain. A text that one domain alone holds needs no hash.
+# The last digits of a hash and a domain are the domain. A text that only one domain holds needs no hash.
 _OWNERS = """
 select lower(hex(id)) as id, if(
     min(domain) = max(domain),

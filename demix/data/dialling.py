@@ -29,7 +29,7 @@ def is_written_at_home(text: str, bare: bool = False) -> bool:
     """Whether the whole of `text` is a number with its trunk prefix or area code, in the groups of its country.
 
     With `bare` also numbers that have neither, whose groups say little. Any separators may part the groups.
-    Text of more than 24 characters is no number.
+    Text of more than 24 characters is not a number.
     """
     plain = re.sub("[^0-9()]+", " ", text)
     groups = _groups(plain) if len(text) <= 24 else []

@@ -62,7 +62,7 @@ def divide(name: str, division: Division, raw: Path, output: Path, part: int = 0
     fetched = raw / f".{name}.{part:04d}.fetched"
     with ExitStack() as stack:
         take = {
-            domain: stack.enter_context(_taking(source, domain, raw / domain / f"{part:04d}.parquet", {by: value}))
+            domain: stack.enter_context(_divided(source, domain, raw / domain / f"{part:04d}.parquet", {by: value}))
             for domain, value in division.domains.items()
         }
         # A reader gives the fields that are asked for.
@@ -98,7 +98,7 @@ def divide(name: str, division: Division, raw: Path, output: Path, part: int = 0
 
 
 @contextmanager
-def _taking(source: Source, domain: str, output: Path, more: dict[str, Any]) -> Iterator[Callable[[Row], bool]]:
+def _divided(source: Source, domain: str, output: Path, more: dict[str, Any]) -> Iterator[Callable[[Row], bool]]:
     """Yield a function that writes a document of a domain, and returns whether the domain has its share of words."""
     sources.make_private(output.parent)
     left = sources.divided(output, source, int(output.stem), source.where | more)

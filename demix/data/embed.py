@@ -112,7 +112,7 @@ def fit_embedding(
     NUMBER, or none without `numbers`. Raises DemixError that names `subject` (the key of the clustering in the config)
     for fewer terms or documents than dimensions.
     """
-    # Takes a second to import; only fitting needs it.
+    # Needs a second to import; only fitting needs it.
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS, CountVectorizer, TfidfTransformer
 

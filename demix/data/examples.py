@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from demix.config.domains import SourceSection
-from demix.config.tasks import LEFT_OUT, MOST_LABELS, OTHERS, ExamplesRecipe, Task, refuse_count, refuse_equal
+from demix.config.tasks import LEFT_OUT, MAX_LABELS, OTHERS, ExamplesRecipe, Task, refuse_count, refuse_equal
 from demix.data.readers import TO_UTF8
 from demix.data.sources import Omitted, Source, records
 from demix.data.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ _TYPES |= {"answer": pa.int16(), "domain": pa.string(), "shortened": pa.bool_()}
 SCHEMA = pa.schema([pa.field(name, type_, False) for name, type_ in _TYPES.items()])
 # A template that leaves fewer tokens for the text has no use.
 MIN_TOKENS = 8
-# What stands between demonstrations.
+# The text between demonstrations.
 SEPARATOR = "\n\n"
 # Tokens that two texts may need more side by side than each by itself.
 _JOINT = 2
@@ -93,7 +93,7 @@ def write_examples(
 
     `documents` are corpus/<domain>/test.parquet and dev.parquet, for a task that is made of them. A text is shortened
     to `tokens` of the settings, by default to its share of a block. Raises DemixError for a task without enough
-    examples, with a label that is no choice, and for a template that leaves no room for texts.
+    examples, with a label that is not a choice, and for a template that leaves no room for texts.
     """
     encoder, files = Tokenizer.load(tokenizer), dict[str, dict[str, Path]]()
     for path in documents:
@@ -272,7 +272,7 @@ class _Record(NamedTuple):
             found.add(self.number)
         if len(found) != 1:
             listed = ", ".join(map(repr, known))[:200]
-            cause = f"has the label {self.label!r:.80}, which is none of {listed}"
+            cause = f"has the label {self.label!r:.80}, which is not one of {listed}"
             if found:
                 cause = f"has the label {self.label}, which is one of its choices ({listed}) and the number of another"
             raise DemixError(f"tasks.{name}: {self.place}", cause, "fix label, labels or choices")
@@ -314,7 +314,7 @@ def _read(name: str, task: Task, section: SourceSection, output: Path, counts: C
 def _as_label(place: str, field: str | None, value: Any) -> str:
     """A label of JSON as a text: numbers, true and false as JSON writes them."""
     if not isinstance(value, str | int | float):
-        raise DemixError(place, f"has the label {value!r:.80} in {field}, which is no text", "fix the example")
+        raise DemixError(place, f"has the label {value!r:.80} in {field}, which is not text", "fix the example")
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -343,7 +343,7 @@ def _least(
             continue
         if not one.choices:
             values.add(one.label)
-            if len(values) > MOST_LABELS:
+            if len(values) > MAX_LABELS:
                 refuse_count(f"tasks.{name}", len(values))
         kept[key] = one
         if count is not None and len(kept) > 2 * count + 1000:
@@ -367,7 +367,7 @@ def _of_domains(
 ) -> Iterator[Example]:
     """Which domain a text is of: as many examples of each domain, `count` at most, domains in turn.
 
-    `files` are the corpus files of one split by domain, `words` stand for the domains in this order.
+    `files` are the corpus files of one split by domain, `words` name the domains in this order.
     """
     names = list(files)
     most = None if count is None else -(-count // len(names))

@@ -89,7 +89,7 @@ class _Fetched:
         self.address, self.path, self.size, self.sha256 = address, path, size, sha256
         self.partial, self.note = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.etag")
         parts = urlsplit(address)
-        # Without user, password and query, which may be secret. A name in a store is no part of a URL.
+        # Without user, password and query, which may be secret. A name in a store is not part of a URL.
         plain = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         self.scheme = parts.scheme
         self.shown = address if self.scheme in STORES else plain

@@ -185,7 +185,7 @@ def _source(text: str, field: str | None) -> dict[str, Any]:
     """The source of a text, with the keys `json` and `text` where the first record of its first file calls for them."""
     files = files_at(text, others := Counter[str]())
     if not files:
-        cause = f"is no file, and no folder of files that can be read{'; ' * bool(others)}{left_out(others)}"
+        cause = f"is not a file, and not a folder of files that can be read{'; ' * bool(others)}{left_out(others)}"
         raise DemixError(text, cause, "correct the name, or name files of plain text by a glob in quotes")
     file, layout = Path(min(files)), dict[str, str]()
     try:

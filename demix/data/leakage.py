@@ -1,6 +1,6 @@
 """How much of held-out text, and of what tasks ask, occurs in training text: 13-grams of words, by 64-bit hashes.
 
-Only hashes that divide by `Grams.one_in` (a power of two, 1 for up to `MOST_GRAMS` held-out words) are looked at on
+Only hashes that divide by `Grams.one_in` (a power of two, 1 for up to `MAX_GRAMS` held-out words) are looked at on
 both sides, so that memory has a bound: 8 bytes a held-out 13-gram, and as much again for the table before it.
 """
 
@@ -16,7 +16,7 @@ from demix.data.text import word_starts
 from demix.files.batches import read_batches, write_rows
 
 LENGTH = 13
-MOST_GRAMS = 1 << 24
+MAX_GRAMS = 1 << 24
 # Of contamination.
 _COUNTS = ("documents", "long_documents", "found_documents", "ngrams", "found_ngrams", "one_in")
 SCHEMA = pa.schema([("task", pa.string()), ("domain", pa.string()), *((name, pa.int64()) for name in _COUNTS)])
@@ -56,7 +56,7 @@ class Grams:
 def grams_of(texts: pa.Array, one_in: int = 1) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The hashes (uint64) of all 13-grams of words of a column of texts and the number of the text that each is in.
 
-    Piece by piece. Words are told apart by their length and their first 64 bytes.
+    Piece by piece. Words are distinguished by their length and their first 64 bytes.
     """
     data, starts, ends, first = word_starts(texts)
     padded = np.concatenate([data, np.zeros(8, np.uint8)])
@@ -104,7 +104,7 @@ def _mixed(hashes: np.ndarray) -> np.ndarray:
 def sampling(words: int) -> int:
     """One in how many 13-grams is looked at where the held-out texts have so many words."""
     one_in = 1
-    while words > MOST_GRAMS * one_in:
+    while words > MAX_GRAMS * one_in:
         one_in *= 2
     return one_in
 

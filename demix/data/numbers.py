@@ -24,15 +24,15 @@ _FREE = rf"(?<![^\W_]|\+|\w_)(?<![\w)][./{_DASH}])(?<![0-9]:)(?<!{TOKEN}[./{_DAS
 _END = rf"(?![^\W_]|_\w)(?![./{_DASH}]?+(?:(?<=[./{_DASH}])[0-9]|{TOKEN}))"
 
 _DART = regex.compile(r"(?<![0-9A-Za-z])[0-9]{10}-[0-9A-Fa-f]{53}(?![0-9A-Za-z])")
-# A number in a row of numbers (a table, a list of pages) is no phone.
-_ALONE = rf"(?<!(?:[0-9]|{NUMBER_TOKEN})(?:[ \u00a0]|,))"
+# A number in a row of numbers (a table, a list of pages) is not a phone.
+_LONE = rf"(?<!(?:[0-9]|{NUMBER_TOKEN})(?:[ \u00a0]|,))"
 _ROW = regex.compile(rf"[ \u00a0,](?:[0-9]|{NUMBER_TOKEN})")
 _NOT_IN_A_ROW = f"(?!{_ROW.pattern})"
 _CARD = regex.compile(
     rf"{_FREE}(?:[0-9]{{12,19}}+"
     rf"|[0-9]{{4}}([{_BLANK}{_DASH}])[0-9]{{4}}\1[0-9]{{4}}\1[0-9]{{1,4}}+(?:\1[0-9]{{1,3}}+)?"
     rf"|[0-9]{{4}}([{_BLANK}{_DASH}])[0-9]{{6}}\2[0-9]{{4,5}}+"
-    rf"|{_ALONE}(?:[0-9]{{4}}([{_BLANK}{_DASH}])[0-9]{{4}}\3[0-9]{{4,5}}+|[0-9]{{6}}[{_BLANK}{_DASH}][0-9]{{6,13}}+)"
+    rf"|{_LONE}(?:[0-9]{{4}}([{_BLANK}{_DASH}])[0-9]{{4}}\3[0-9]{{4,5}}+|[0-9]{{6}}[{_BLANK}{_DASH}][0-9]{{6,13}}+)"
     rf"{_NOT_IN_A_ROW}){_END}"
 )
 # Prefixes and lengths of issuers (ISO/IEC 7812): Visa, Mastercard, Mir, American Express, Diners, JCB, Discover,
@@ -53,11 +53,11 @@ _SSN_LOOSE = regex.compile(rf"(?!000|666|9)[0-9]{{3}}([{_BLANK}.{_DASH}]?)(?!00)
 # With an area code, between separators of one kind.
 _AMERICAN = regex.compile(rf"(?:1[{_BLANK}.{_DASH}])?[2-9][0-9]{{2}}([{_BLANK}.{_DASH}])[2-9][0-9]{{2}}\1[0-9]{{4}}")
 _PLUS = regex.compile(rf"(?r)(?<![^\W_]|[)+~]|\w_)(?<!\w-)(?<!{TOKEN}-?)(?:\(\+|\+\(?)")
-_ABROAD = regex.compile(rf"{_FREE}{_ALONE}(?:00|011|0011|010)(?:[{_BLANK}{_DASH}()]{{0,2}}[1-9])")
+_ABROAD = regex.compile(rf"{_FREE}{_LONE}(?:00|011|0011|010)(?:[{_BLANK}{_DASH}()]{{0,2}}[1-9])")
 _JOINED = regex.compile(rf"[{_DASH}]\w")
 # Between two numbers of a run: a slash between spaces, or a parenthesis that does not close.
 _GAP = re.compile(r"(?<=[0-9)]) / (?=[0-9(])| \((?=[^()]*\Z)")
-_HOME = regex.compile(rf"{_FREE}{_ALONE}\(?(?=[0-9])")
+_HOME = regex.compile(rf"{_FREE}{_LONE}\(?(?=[0-9])")
 # Where a number next to it was replaced, what is left of a run is judged as a part of that run, as before.
 _CUT_BEFORE = regex.compile(rf"(?r){NUMBER_TOKEN}[{_BETWEEN}]{{0,3}}+")
 _CUT_AFTER = regex.compile(rf"[{_BETWEEN}]{{0,3}}+{NUMBER_TOKEN}")
@@ -97,7 +97,7 @@ def _in_run(text: str, start: int, end: int) -> Iterator[Span]:
 
 
 def _identifiers(text: str, first: int, last: int) -> Iterator[Span]:
-    """What is no telephone number, from the group of digits at [first, last) on."""
+    """What is not a telephone number, from the group of digits at [first, last) on."""
     length = last - first
     if length == 10 and text.startswith("-", last) and (match := _DART.match(text, first)):
         yield (*match.span(), "DART")
@@ -132,7 +132,7 @@ def _after_a_plus(text: str, start: int, end: int, groups: list[tuple[int, int]]
         return None
     if (plus := _PLUS.match(text, max(start - 64, 0), start)) is None:
         return None
-    # A trunk prefix in parentheses is no part of the fifteen digits of E.164.
+    # A trunk prefix in parentheses is not one of the fifteen digits of E.164.
     last = _whole(text, groups, 8, 15 + ("(0" in text[start : start + 6]))
     if last is None or (_DECIMAL.fullmatch(text, start, last) and not is_international(_digits(text, start, last))):
         return None

@@ -1,4 +1,4 @@
-"""The order in which training draws the blocks of a domain. It depends on the seed and the domain alone."""
+"""The order in which training draws the blocks of a domain. It depends only on the seed and the domain."""
 
 from functools import lru_cache
 

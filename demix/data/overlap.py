@@ -1,9 +1,9 @@
 """How much the text of one domain is made of another's, in bigrams: pairs of neighbouring tokens.
 
-The paper sets the affinity of experts (its Figure 2) beside the bigrams that domains share. Its formula was not at hand
-when this was written, so this one is our own: the share of the bigrams of a domain's test split, each counted as often
-as it occurs, that also occur in the text that an expert was trained on. It has the direction of Figure 2 (an expert
-reads a domain) and is not symmetric.
+The paper compares the affinity of experts (its Figure 2) with the bigrams that domains share. Its formula was not at
+hand when this was written, so this one is our own: the share of the bigrams of a domain's test split, each counted as
+often as it occurs, that also occur in the text that an expert was trained on. It has the direction of Figure 2 (an
+expert reads a domain) and is not symmetric.
 """
 
 from collections.abc import Iterable

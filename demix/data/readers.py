@@ -179,7 +179,7 @@ def _other_text(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) 
     """The one document of a file whose name does not say what it is. Raises DemixError for what is plainly no text."""
     head = stream.peek(1 << 10)
     if b"\0" in head:
-        raise DemixError(path, "is no text", "name a file of text")
+        raise DemixError(path, "is not text", "name a file of text")
     if head.lstrip().startswith(b'{"') or path.suffix.lower() == ".tsv":
         raise DemixError(path, "holds records", "rename it to .jsonl, or convert it to that or to .csv")
     yield from _text(stream, path, reading)

@@ -43,7 +43,7 @@ def check_site(run: Run) -> None:
 def check_downloads(run: Run, domains: Iterable[str]) -> None:
     """Raise DemixError where nobody answers this machine at the first address of `domains`, which it downloads.
 
-    A domain is left out whose text may be taken from another run, which needs no network. Lines of `cluster.setup` may
+    A domain is left out whose text another run may have, which needs no network. Lines of `cluster.setup` may
     change the network of jobs: with such lines nothing is checked.
     """
     if not run.config.cluster.setup:

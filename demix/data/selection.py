@@ -1,11 +1,11 @@
-"""Which of a record's fields become text, and which records are taken."""
+"""Which of a record's fields become text, and which records are used."""
 
 import re
 from typing import Any
 
 
 def select(fields: dict[str, Any], path: str) -> Any:
-    """The value at `path` in a record: a field's name, or names joined by dots, where `[]` stands for every item.
+    """The value at `path` in a record: a field's name, or names joined by dots, where `[]` represents every item.
 
     `full_text[].paragraphs[]` gives the list of all paragraphs of all sections. A null on the way gives None, or no
     item. Raises LookupError with the step that the record lacks.
@@ -41,7 +41,7 @@ def select_or_none(fields: dict[str, Any], path: str) -> Any:
 def as_text(value: Any) -> str:
     """`value` as the text of a document: a list's items are joined by newlines, null is the empty text.
 
-    Raises TypeError with the name of a type that is no text.
+    Raises TypeError with the name of a type that is not text.
     """
     if isinstance(value, list):
         return "\n".join(map(as_text, value))

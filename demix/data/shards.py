@@ -30,7 +30,7 @@ CHECK_EVERY = 256
 # Bytes of text between two renewals of the encoder: bounds its memory whatever the text.
 RENEW_EVERY = 64 << 20
 _PIECE = 8 << 20
-_MOST_ORIGIN = (1 << 63) - 1
+_MAX_ORIGIN = (1 << 63) - 1
 
 _log = logging.getLogger(__name__)
 
@@ -85,13 +85,13 @@ class TokenShard:
 
     @staticmethod
     def open(path: str | Path, verify: bool = False) -> "TokenShard":
-        """Map the shard at `path`; `verify` compares the sha256 of its files with the manifest beside it.
+        """Map the shard at `path`; `verify` compares the sha256 of its files with the manifest next to it.
 
         Without `verify` no token is read. Raises DemixError naming the file that is missing, damaged, or not the
         manifest's.
         """
         path = Path(path)
-        documents, manifest_path = _beside(path)
+        documents, manifest_path = _side_files(path)
         manifest = read_json(manifest_path)
         if "spans" in manifest:
             return _open_spans(path, manifest, verify)
@@ -105,7 +105,7 @@ class TokenShard:
             metadata = [_metadata(manifest, part) for part in (*range(len(files)), "documents")]
             (vocab_size, end_of_text), tokenizer_sha256 = _types(manifest), str(manifest["tokenizer_sha256"])
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise DemixError(manifest_path, f"is no manifest of tokens ({error!r})", REMAKE) from None
+            raise DemixError(manifest_path, f"is not a manifest of tokens ({error!r})", REMAKE) from None
         batches = []
         for (file, rows, sha256), expected in zip(listed, metadata, strict=True):
             batch = _map(file)
@@ -114,7 +114,7 @@ class TokenShard:
             if verify and sha256_file(file) != sha256:
                 raise DemixError(file, f"is damaged: its sha256 is not the one in {manifest_path.name}", REMAKE)
             batches.append(batch)
-        # Not `to_numpy`, which takes a quarter of a second to import pandas.
+        # Not `to_numpy`, which needs a quarter of a second to import pandas.
         *files, offsets, sizes, origins = (np.from_dlpack(column) for batch in batches for column in batch.columns)
         return TokenShard(path, tuple(files), offsets, sizes, origins, end_of_text, vocab_size, tokenizer_sha256)
 
@@ -158,9 +158,9 @@ def tokenize_splits(documents: list[Path], tokenizer: Path, output: Path) -> Non
 def tokenize(tokenizer: Path, documents: Path, output: Path, *, file_tokens: int = FILE_TOKENS) -> None:
     """Encode the column `text` of the Parquet `documents` into the shard `output` (`<split>.arrow`).
 
-    After `file_tokens` tokens the next file begins: `<split>.1.arrow`, `<split>.2.arrow` and so on. Beside them come
+    After `file_tokens` tokens the next file begins: `<split>.1.arrow`, `<split>.2.arrow` and so on. With them come
     `<split>.documents.arrow` (`offset`: the place of each document's first id in the split, `bytes`: the size of its
-    text in UTF-8, `origin`: the first 63 bits of its column `origin`, its number where there is no such column) and,
+    text in UTF-8, `origin`: the first 63 bits of its column `origin`, its number where there is none) and,
     last, the manifest `<split>.json`, whose `sha256` is that of all token ids in a row. A sample of the documents is
     encoded by the exact encoder too; where ids differ, all are, with a warning.
     """
@@ -186,7 +186,7 @@ def _write_flat(
 
     `manifest` has the counts, the digests of tokens and tokenizer, and what `_said` says.
     """
-    documents_path, manifest_path = _beside(output)
+    documents_path, manifest_path = _side_files(output)
     files = []
     for number, start in enumerate(range(0, max(1, manifest["tokens"]), file_tokens)):
         path = output.with_suffix(f".{number}.arrow") if number else output
@@ -227,7 +227,7 @@ def write_spans(
         "tokenizer_sha256": shards[0].tokenizer_sha256,
         **_said(vocab_size, end_of_text),
         "sources": [
-            {"path": os.path.relpath(path, output.parent), "sha256": read_json(_beside(path)[1])["sha256"]}
+            {"path": os.path.relpath(path, output.parent), "sha256": read_json(_side_files(path)[1])["sha256"]}
             for path in sources
         ],
     }
@@ -238,12 +238,12 @@ def write_spans(
     batch = pa.record_batch([pa.array(values, type_) for values, type_ in columns], schema=schema)
     with replacing(output) as temporary, pa.ipc.new_file(str(temporary), schema) as writer:
         writer.write_batch(batch)
-    write_json(_beside(output)[1], manifest | {"spans": output.name, "spans_sha256": sha256_file(output)})
+    write_json(_side_files(output)[1], manifest | {"spans": output.name, "spans_sha256": sha256_file(output)})
 
 
 def _open_spans(path: Path, manifest: dict[str, Any], verify: bool) -> TokenShard:
     """The shard whose `manifest` says that it is made of spans."""
-    manifest_path = _beside(path)[1]
+    manifest_path = _side_files(path)[1]
     try:
         sources = [(path.parent / entry["path"], entry["sha256"]) for entry in manifest["sources"]]
         tokens, metadata = manifest["tokens"], _metadata(manifest, "spans")
@@ -252,10 +252,10 @@ def _open_spans(path: Path, manifest: dict[str, Any], verify: bool) -> TokenShar
         if not sources:
             raise ValueError("no sources")
     except (KeyError, TypeError, ValueError) as error:
-        raise DemixError(manifest_path, f"is no manifest of tokens ({error!r})", REMAKE) from None
+        raise DemixError(manifest_path, f"is not a manifest of tokens ({error!r})", REMAKE) from None
     shards = tuple(TokenShard.open(source) for source, _ in sources)
     for source, wanted in sources:
-        if read_json(_beside(source)[1])["sha256"] != wanted:
+        if read_json(_side_files(source)[1])["sha256"] != wanted:
             raise DemixError(path, f"is made of spans of other tokens than {source} has now", REMAKE)
     batch = _map(path)
     if batch.schema.metadata != metadata:
@@ -308,7 +308,7 @@ def blocks(
 def cut(
     ids: Sequence[int] | np.ndarray, length: int, before: int, padding: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut `ids` into blocks as `blocks` does; `before` stands before the first of them."""
+    """Cut `ids` into blocks as `blocks` does; `before` precedes the first of them."""
     count = -(-len(ids) // length)
     sequence = np.full(count * length + 1, padding, np.int64)
     sequence[0], sequence[1 : len(ids) + 1] = before, ids
@@ -317,12 +317,12 @@ def cut(
     return sequence[:-1].reshape(shape), sequence[1:].reshape(shape), mask.reshape(shape)
 
 
-def _beside(path: Path) -> tuple[Path, Path]:
+def _side_files(path: Path) -> tuple[Path, Path]:
     return path.with_suffix(".documents.arrow"), path.with_suffix(".json")
 
 
 def _metadata(manifest: dict[str, Any], part: int | str) -> dict[bytes, bytes]:
-    """What a file says of its split and of its part in it, so that files of different splits are told apart."""
+    """What a file says of its split and of its part in it, so that files of different splits are distinguished."""
     values = {key: manifest[key] for key in ("sha256", "documents", "tokenizer_sha256", "vocab_size")} | {"part": part}
     return {key.encode(): str(value).encode() for key, value in values.items()}
 
@@ -334,7 +334,7 @@ def _said(vocab_size: int, end_of_text: int) -> dict[str, int]:
 
 
 def _types(manifest: dict[str, Any]) -> tuple[int, int]:
-    """The types and the id that ends a document, as a manifest says. Raises ValueError for an id that is no type."""
+    """The types and the id that ends a document, as a manifest says. Raises ValueError for an id that is not a type."""
     vocab_size = int(manifest["vocab_size"])
     end_of_text = int(manifest.get("end_of_text", vocab_size - 1))
     if not 0 <= end_of_text < vocab_size:
@@ -378,7 +378,7 @@ def _encode(
             if "origin" in batch.schema.names:
                 # The sign bit stays clear, so that no reader needs unsigned numbers.
                 hashes = batch.column("origin").to_pylist()
-                origins = np.array([int(origin[:16], 16) & _MOST_ORIGIN for origin in hashes], np.int64)
+                origins = np.array([int(origin[:16], 16) & _MAX_ORIGIN for origin in hashes], np.int64)
             for name, column in (("token", tokens), ("offset", total + begin), ("bytes", sizes), ("origin", origins)):
                 files[name].write(column.data)
             digest.update(tokens.data)
@@ -414,7 +414,7 @@ def _map_flat(path: Path) -> mmap.mmap:
 
 
 class _Sink(io.BufferedWriter):
-    """A file that takes a buffer in pieces and gives back the pages of `maps` that were read for each."""
+    """A file that accepts a buffer in pieces and gives back the pages of `maps` that were read for each."""
 
     def __init__(self, path: Path, maps: list[mmap.mmap]) -> None:
         super().__init__(io.FileIO(path, "w"))

@@ -36,14 +36,14 @@ def made_once(
     *,
     passing: bool = False,
 ) -> None:
-    """Make `files` by `make`, or take them from another run that made the same.
+    """Make `files` by `make`, or use those of another run that made the same.
 
     `output` is the file or folder by which the job is known. Where it is not below `results/<run>/`, `make` is simply
     called. Names of `files` may be globs. The files must depend on nothing but `output`, the bytes of `inputs`, their
     paths without the run's name, `settings` (JSON), and the code of `demix.data` and `demix.files`.
 
-    A taken file is a hard link with the time of the first run, or a copy where the file system has no hard links. None
-    is taken that would be older than `inputs`, which Snakemake refuses. Inputs that are `passing` are removed after the
+    Such a file is a hard link with the time of the first run, or a copy where the file system has no hard links. None
+    is used that would be older than `inputs`, which Snakemake refuses. Inputs that are `passing` are removed after the
     job: they get the time of the files instead.
     """
     # Of inputs that are missing, `make` says what to do.
@@ -60,7 +60,7 @@ def made_once(
     key = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
     newest = 0 if passing else max((path.stat().st_mtime_ns for path in inputs), default=0)
     for other in sorted(run.parent.glob(f"*/{NOTES}/{note.name}")):
-        if digests := _taken(other, key, run, files, newest):
+        if digests := _reused(other, key, run, files, newest):
             write_json(note, {"key": key, "files": digests})
             oldest = min((run / name).stat().st_mtime_ns for name in digests)
             for path in inputs if passing else ():
@@ -68,7 +68,7 @@ def made_once(
             return
     make()
     if before != [_stamp(path) for path in inputs]:
-        _log.warning("%s: what it was made of changed meanwhile, so that no other run takes it", output)
+        _log.warning("%s: what it was made of changed meanwhile, so that no other run uses it", output)
     else:
         write_json(note, {"key": key, "files": {_within(run, one): sha256_file(one) for one in _found(files)}})
 
@@ -99,7 +99,7 @@ def _found(files: Sequence[Path]) -> list[Path]:
     return [found for path in files for found in sorted(path.parent.glob(path.name))]
 
 
-def _taken(note: Path, key: str, run: Path, files: Sequence[Path], newest: int) -> dict[str, str]:
+def _reused(note: Path, key: str, run: Path, files: Sequence[Path], newest: int) -> dict[str, str]:
     """Put the files that another run noted in place; returns their digests.
 
     Returns nothing if the files are other ones, older than `newest` (ns) or not whole. Nothing here ends the job, which
@@ -115,11 +115,11 @@ def _taken(note: Path, key: str, run: Path, files: Sequence[Path], newest: int) 
             ready = {run / name: folder / str(number) for number, name in enumerate(digests)}
             for (name, digest), (path, temporary) in zip(digests.items(), ready.items(), strict=True):
                 if not any(path.parent == each.parent and fnmatch.fnmatch(path.name, each.name) for each in files):
-                    raise DemixError(note, f"names {name}, which is no file of this job", REMAKE)
+                    raise DemixError(note, f"names {name}, which is not a file of this job", REMAKE)
                 if (owner / name).stat().st_mtime_ns < newest:
                     return {}
                 linked(owner / name, temporary)
-                # Of the link, so that no other file can take the place of the one that was read.
+                # Of the link, so that no other file can replace the one that was read.
                 if sha256_file(temporary) != digest:
                     raise DemixError(owner / name, "is damaged: it differs from its recorded sha256", REMAKE)
                 fsync(temporary)
@@ -131,7 +131,7 @@ def _taken(note: Path, key: str, run: Path, files: Sequence[Path], newest: int) 
             for parent in {path.parent for path in ready}:
                 fsync(parent)
     except (DemixError, OSError) as error:
-        _log.warning("%s: not taken for %s, which makes its own: %s", owner, run, error)
+        _log.warning("%s: not used for %s, which makes its own: %s", owner, run, error)
         return {}
-    _log.info("%s: taken from %s, which made the same", ", ".join(digests), owner)
+    _log.info("%s: used from %s, which made the same", ", ".join(digests), owner)
     return digests

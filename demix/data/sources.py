@@ -45,8 +45,8 @@ _log = logging.getLogger(__name__)
 class Omitted:
     """What was replaced or left out while a source was read.
 
-    Bytes that are not UTF-8 (`invalid_bytes`) and lone surrogates were replaced, documents that are no text
-    (`not_utf8`) left out. `files` has the endings of the files that are no data.
+    Bytes that are not UTF-8 (`invalid_bytes`) and lone surrogates were replaced, documents that are not text
+    (`not_utf8`) left out. `files` has the endings of the files that are not data.
     """
 
     surrogates: int = 0
@@ -55,11 +55,11 @@ class Omitted:
     files: Counter[str] = field(default_factory=Counter)
 
     def footer(self) -> dict[str, str]:
-        """What a file of raw text says of bytes that are no text."""
+        """What a file of raw text says of bytes that are not text."""
         return {name: str(getattr(self, name)) for name in ("surrogates", "invalid_bytes", "not_utf8")}
 
     def warn(self, name: str) -> None:
-        """Log a warning that bytes of the source `name` are no text, and one of files that are no data."""
+        """Log a warning that bytes of the source `name` are not text, and one of files that are not data."""
         if self.invalid_bytes or self.not_utf8:
             said = (
                 "%s: %d bytes that are not UTF-8 became U+FFFD, and %d documents were left out as no text (Latin-1: %s)"
@@ -77,7 +77,7 @@ class Source(SourceSection):
     """
 
     def reading(self, part: int, parts: int, others: Counter[str]) -> Reading:
-        """The settings of a reader, which adds the endings of files that are no data to `others`."""
+        """The settings of a reader, which adds the endings of files that are not data to `others`."""
         wanted = [self.text, *([self.id] if self.id else []), *self.metadata, *self.where]
         return Reading(tuple(dict.fromkeys(wanted)), self.members, self.json_holds == "values", part, parts, others)
 
@@ -135,7 +135,7 @@ def divided(output: Path, source: Source, part: int, where: Mapping[str, Any] | 
 
 
 def _clean(output: Path) -> None:
-    """Remove what was fetched for `output`, and what passes left for it and nobody took."""
+    """Remove what was fetched for `output`, and what passes left for it and nobody used."""
     shutil.rmtree(_fetched(output), ignore_errors=True)
     for left in output.parent.glob(f".{glob.escape(output.stem)}.*.divided"):
         left.unlink(missing_ok=True)
@@ -183,7 +183,7 @@ def valid(documents: Iterable[tuple[str, str, str]], omitted: Omitted) -> Iterat
         except UnicodeEncodeError:
             pass
         found = [len(INVALID.findall(value)) for value in document]
-        # NUL alone is removed later; with bytes that are not UTF-8 it is a sign of UTF-16 and of what was never text.
+        # NUL only is removed later; with bytes that are not UTF-8 it is a sign of UTF-16 and of what was never text.
         if found[1] and found[1] + document[1].count("\0") > max(MAX_INVALID, len(document[1]) / 100):
             omitted.not_utf8 += 1
             continue
@@ -218,7 +218,7 @@ def _documents(rows: Iterator[Row], source: Source, domain: str) -> Iterator[tup
     if not kept and source.parts == 1:
         cause = f"keeps none of {seen} documents" if seen else "has no documents to choose from"
         raise DemixError(f"{domain}.source.where", cause, f"fix {source.where or 'the source'}")
-    _log.info("%s: took %d of %d documents", domain, kept, seen)
+    _log.info("%s: selected %d of %d documents", domain, kept, seen)
 
 
 def check_depth(row: Row) -> None:
@@ -360,10 +360,10 @@ def file_name(url: str) -> str:
     """The name by which `sha256` knows the file at an address. Raises DemixError for other addresses."""
     refuse_secrets("an address in source.path", url, LOG_IN)
     parts = urlsplit(url)
-    # A name in a store is no part of a URL: % and ? have no meaning.
+    # A name in a store is not part of a URL: % and ? have no meaning.
     name = url.rpartition("/")[2] if parts.scheme in STORES else PurePosixPath(unquote(parts.path)).name
     if parts.scheme not in ("http", "https", *STORES) or name in ("", ".", ".."):
-        raise DemixError(url, "is no address of a file", "give http(s)://host/…/file.suffix")
+        raise DemixError(url, "is not the address of a file", "give http(s)://host/…/file.suffix")
     return name
 
 

@@ -112,7 +112,7 @@ class Tokenizer:
         try:
             return np.array(self.encoding.encode(text, add_special_tokens=False).ids, np.uint32)
         except BaseException as error:
-            # A panic of Rust's is no Exception.
+            # A panic of Rust's is not an Exception.
             if type(error).__name__ != "PanicException":
                 raise
             cause = f"has a regular expression that gives up on the text {text!r:.40} ({error})"
@@ -204,7 +204,7 @@ def _read(path: str | Path) -> tuple[Vocabulary, str]:
 
 
 def _unreadable(path: str | Path, error: Exception) -> DemixError:
-    cause = f"is no tokenizer of this project ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+    cause = f"is not a tokenizer of this project ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     return DemixError(path, cause, REMAKE)
 
 
@@ -261,20 +261,20 @@ def make_tokenizer(documents: list[Path], settings: TokenizerSection, output: Pa
     if settings.kind == "gpt2":
         gpt2_tokenizer(output)
     elif settings.kind in ("file", "parent"):
-        take_tokenizer(Path(settings.path or ""), output, settings.end_of_text, settings.types)
+        convert_tokenizer(Path(settings.path or ""), output, settings.end_of_text, settings.types)
     else:
         make = partial(train_tokenizer, documents, settings.vocab_size, output, settings.words)
         made_once(output, [output], documents, settings.as_dict(), make)
 
 
-def take_tokenizer(
+def convert_tokenizer(
     source: Path, output: Path, end_of_text: int | str | None = None, types: int | None = None
 ) -> Tokenizer:
     """Write the byte-level BPE of the tokenizer.json `source` as the sealed `output`, and return it.
 
     `end_of_text` is the token or the id that ends a document, `types` are the rows of a model's embedding; what is not
     given, the files next to `source` say. A file that demix wrote stays what it is. Raises DemixError, and leaves no
-    `output`, for what is no such tokenizer.
+    `output`, for what is not such a tokenizer.
     """
     content = read_unsealed(source)
     if SEAL in content:
@@ -289,14 +289,14 @@ def take_tokenizer(
 def write_definition(
     source: Path, content: Mapping[str, Any], output: Path, end_of_text: int | str, types: int
 ) -> Tokenizer:
-    """Write the definition `content`, which is that of `source`, as `take_tokenizer` does."""
+    """Write the definition `content`, which is that of `source`, as `convert_tokenizer` does."""
     try:
         end = _id_of(content, end_of_text)
         foreign_vocabulary(content, end, types)
         own = _as_own(content, end, types)
     except ValueError as error:
         cause, cure = (*error.args, _CURE)[:2]
-        raise DemixError(source, f"is no tokenizer that demix can use ({cause})", cure) from None
+        raise DemixError(source, f"is not a tokenizer that demix can use ({cause})", cure) from None
     write_json(output, own or {**content, OWN: {"end_of_text": end, "types": types}}, sort_keys=False)
     try:
         tokenizer = Tokenizer.load(output)

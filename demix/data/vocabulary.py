@@ -56,7 +56,7 @@ def own_vocabulary(content: Mapping[str, Any]) -> Vocabulary:
 
 
 def foreign_vocabulary(content: Mapping[str, Any], end_of_text: int, types: int) -> Vocabulary:
-    """The vocabulary of the definition of any byte-level BPE. Raises ValueError that says why it is none.
+    """The vocabulary of the definition of any byte-level BPE. Raises ValueError that says why it is not one.
 
     An id has the bytes of its token in the table of GPT-2, an added token those of its text. Text is encoded whole, but
     for its normal form: with a normaliser NFC the bytes of a text's ids are those of the text in NFC.
@@ -66,7 +66,7 @@ def foreign_vocabulary(content: Mapping[str, Any], end_of_text: int, types: int)
     _check_model(content)
     tokens, added = tokens_of(content)
     pieces = [b""] * types
-    taken: dict[int, str] = {}
+    by_id: dict[int, str] = {}
     ids = tokens | {one["content"]: one["id"] for one in added}
     last, most = max(ids.items(), key=lambda item: item[1])
     if most >= types:
@@ -75,14 +75,14 @@ def foreign_vocabulary(content: Mapping[str, Any], end_of_text: int, types: int)
             "remove the tokens beyond the rows from it, or resize the model's embedding before it is saved",
         )
     for token, number in ids.items():
-        if (other := taken.setdefault(number, token)) != token:
+        if (other := by_id.setdefault(number, token)) != token:
             raise ValueError(f"the tokens {other!r:.40} and {token!r:.40} have the id {number:,}")
     names = {one["content"] for one in added}
-    for number, token in taken.items():
+    for number, token in by_id.items():
         pieces[number] = token.encode() if token in names else to_bytes(token)
     if missing := byte_of_character().keys() - tokens.keys():
         raise ValueError(f"its vocabulary lacks {len(missing)} of the 256 bytes")
-    if end_of_text not in taken:
+    if end_of_text not in by_id:
         raise ValueError(f"no token has the id {end_of_text!r:.40}, which ends a text", NO_END)
     kept = [one for one in added if not one.get("special") and one["id"] != end_of_text]
     for one in kept:
@@ -106,7 +106,7 @@ def tokens_of(content: Mapping[str, Any]) -> tuple[dict[str, int], list[dict[str
         raise ValueError("it has no vocabulary")
     for one in added:
         if not isinstance(one, dict) or not isinstance(one.get("content"), str) or not one["content"]:
-            raise ValueError(f"{one!r:.40} is no added token")
+            raise ValueError(f"{one!r:.40} is not an added token")
         if tokens.get(one["content"], one.get("id")) != one.get("id"):
             raise ValueError(f"the token {one['content']!r:.40} has two ids")
     for token, number in (*tokens.items(), *((one["content"], one.get("id")) for one in added)):
@@ -119,9 +119,9 @@ def _check_model(content: Mapping[str, Any]) -> None:
     """Raise ValueError unless a definition is that of a byte-level BPE which keeps all of a text."""
     model = content.get("model")
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
-        raise ValueError("it is no byte-level BPE")
+        raise ValueError("it is not a byte-level BPE")
     if model.get("byte_fallback"):
-        raise ValueError("it is no byte-level BPE: its bytes are what characters fall back to, as SentencePiece's")
+        raise ValueError("it is not a byte-level BPE: its bytes are what characters fall back to, as SentencePiece's")
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             raise ValueError(f"its model has {key}, which no byte-level BPE of demix has")
@@ -129,13 +129,13 @@ def _check_model(content: Mapping[str, Any]) -> None:
         raise ValueError("it has no list of merges")
     steps = steps_of(content, "pre_tokenizer")
     if not steps or steps[-1].get("type") != "ByteLevel":
-        raise ValueError("it is no byte-level BPE: its pre-tokenizer does not end with ByteLevel")
+        raise ValueError("it is not a byte-level BPE: its pre-tokenizer does not end with ByteLevel")
     if any(step.get("add_prefix_space") for step in steps):
         raise ValueError("it puts a space before each text (add_prefix_space)")
     for step in steps[:-1]:
         # What these remove from a text: punctuation, what a pattern matches, what it does not match.
-        taken = step.get("behavior") == "Removed" and not (step["type"] == "Split" and step.get("invert") is True)
-        if step.get("type") not in ("Split", "Digits", "Punctuation") or taken:
+        by_id = step.get("behavior") == "Removed" and not (step["type"] == "Split" and step.get("invert") is True)
+        if step.get("type") not in ("Split", "Digits", "Punctuation") or by_id:
             raise ValueError(f"its pre-tokenizer {step.get('type')!r:.40} may lose or change some text")
     for step in steps_of(content, "normalizer"):
         if step.get("type") != "NFC":
@@ -170,7 +170,7 @@ def _steps(part: Any, items: str) -> list[dict[str, Any]]:
 
 @cache
 def byte_of_character() -> dict[str, int]:
-    """GPT-2's table: printable bytes stand for themselves, the others for the characters from U+0100 on."""
+    """GPT-2's table: printable bytes mean themselves, the others the characters from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

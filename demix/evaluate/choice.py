@@ -1,6 +1,6 @@
 """What is chosen on dev splits: parameters of mixing rules, and the parent of an added expert (paper, section 6).
 
-`tempered` is chosen by model, `switching` by domain. No text of a novel domain takes part in the choice for a model, so
+`tempered` is chosen by model, `switching` by domain. No text of a novel domain is used in the choice for a model, so
 `tempered` does not know the domain of a text.
 """
 
@@ -33,7 +33,7 @@ def tempered_on_dev(dev: Mapping[str, ScoreTable]) -> dict[Tempered, float]:
     `dev` holds the table of each training domain's dev split.
 
     Nats per token are the mean over domains of the loss of all experts and of the loss without the domain's own expert,
-    both under a uniform prior. The second stands for novel domains. Where no expert has the name of the domain, the
+    both under a uniform prior. The second represents novel domains. Where no expert has the name of the domain, the
     expert of the lowest loss on it is left out. With two experts or fewer the grid is empty.
     """
     parts = []
@@ -69,7 +69,7 @@ def choose_parent(scores: Path, domain: str, experts: Sequence[str], *, blocks: 
 
     Returns parent, its posterior, and for comparison the expert of lowest dev loss, with all posteriors and
     losses (nats per token) by expert. `scores` is scores/<model>; `blocks` of dev and `decay` (lambda) make the
-    posterior. For a masked model, which has no such posterior, the fitted prior of these blocks takes its place.
+    posterior. For a masked model, which has no such posterior, the fitted prior of these blocks replaces it.
     """
     table = read_scores(scores / f"{domain}.dev", experts)
     if table.folds:

@@ -36,7 +36,7 @@ from demix.settings import DistinctItems, Positive, Settings
 
 
 class Asked(Settings):
-    """A model whose accuracy is taken: its row and seed in tables, and the clustering of its experts, if any."""
+    """A model whose accuracy is measured: its row and seed in tables, and the clustering of its experts, if any."""
 
     model: str
     folder: str
@@ -177,7 +177,7 @@ def classify(
                 "task": name, "model": model.model, "n_experts": len(experts), "clustering": model.routing,
                 "shots": task.shots, "calibrated": task.calibrated, "seed": model.seed,
             }  # fmt: skip
-            for routing in routings(task, experts, scored, given, near, tempered) if model.mixes else (ALONE,):
+            for routing in routings(task, experts, scored, given, near, tempered) if model.mixes else (DENSE,):
                 how = {"routing": routing.name, "temperature": routing.temperature}
                 how |= {"reads": routing.reads, "expert": routing.expert}
                 if weights is not None and routing.mixes:
@@ -193,7 +193,7 @@ def classify(
 
 
 # The one column of a model without experts.
-ALONE = TaskRouting("dense", lambda one: np.zeros(1))
+DENSE = TaskRouting("dense", lambda one: np.zeros(1))
 
 
 def distances_of(folder: Path, asked: Iterable[Prompt]) -> tuple[tuple[str, ...], dict[str, np.ndarray]]:

@@ -28,7 +28,7 @@ SYSTEM = {
 # the clustering whose distances weight the experts, `context` the text that is measured (document, block or
 # document_half) and `temperature` what squared distances are divided by; the variant routing is the whole grid of
 # contexts, temperatures and top-k, and dev_temperature has the temperature and top-k chosen on dev. The methods
-# best_block and best_token are no mixtures but floors, in hindsight. `documents` counts documents of origin, `pieces`
+# best_block and best_token are not mixtures but floors, in hindsight. `documents` counts documents of origin, `pieces`
 # what was scored of them: equal where none was cut. Bounds are of the 95% interval over documents of origin, or, below
 # 20 of them, over blocks of their text; null below 400 tokens.
 COLUMNS = SYSTEM | {
@@ -126,7 +126,7 @@ ROUTED_TASK = {
     "seed": pa.int32(),
 }
 # tasks.parquet: the accuracy of one model on one task by one routing. `expert` is that of `one expert`; `reads` says
-# what the routing is given besides texts; `judged` that the 95% interval excludes chance.
+# what the routing is given in addition to texts; `judged` that the 95% interval excludes chance.
 TASKS = ROUTED_TASK | {
     "n_experts": pa.int32(),
     "temperature": pa.float64(),

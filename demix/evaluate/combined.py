@@ -56,7 +56,7 @@ class Combination(Settings):
 def combine(name: str, paths: list[Path], scores: Path, combination: Combination, manifest: Path) -> None:
     """Write the score tables of the system `name` on the splits tokens/<domain>/<split>.arrow of `paths`.
 
-    `scores` has the score tables of the members, by folder, beside the folder models/ with their mixing.json. A system
+    `scores` has the score tables of the members, by folder, next to the folder models/ with their mixing.json. A system
     has one column, dense, whose probabilities are sums of those of the members in fixed proportions, and a paired one a
     column for each pair, in the same proportions. These have the lowest loss on dev (`fitted_log_prior`); of a pair,
     on the dev split of the domain with its name. `manifest` gets the proportions and the digests of the tables, last.

@@ -18,7 +18,7 @@ from demix.evaluate.columns import COLUMNS, DIFFERENCES, LOSSES, POSTERIORS, PRI
 from demix.evaluate.intervals import bounds, resampled
 from demix.evaluate.losses import DocumentLosses, PlannedMixture, dev_priors, document_losses
 from demix.evaluate.planned import Plan
-from demix.evaluate.routing import beside_of, best_on_dev
+from demix.evaluate.routing import best_on_dev, side_tables_of
 from demix.evaluate.score_tables import ScoreTable, read_scores, refuse_other_model
 from demix.files import seed_for, write_parquet
 from demix.mix.mixtures import FLOORS
@@ -63,8 +63,8 @@ def evaluate_domain(
 ) -> None:
     """Evaluate every model on the test split of `domain`, in one pass over each model's score table.
 
-    Writes the results to `output`, <name>.parquet, and beside it <name>.priors.parquet, differences, posteriors and
-    losses. `scores` is the run's folder scores/, with models/<model>/mixing.json beside it. `byte_lengths` are the
+    Writes the results to `output`, <name>.parquet, and next to it <name>.priors.parquet, differences, posteriors and
+    losses. `scores` is the run's folder scores/, with models/<model>/mixing.json next to it. `byte_lengths` are the
     lengths in bytes of the tokenizer's ids. `demix.evaluate.columns` and docs/explanation/mixing.md explain the rows.
     Raises DemixError if the models were scored on different tokens.
     """
@@ -141,8 +141,10 @@ def _of_table(
         if tried := Plan(evaluation, some, scored).routed_grid(evaluation.routing_context[0]):
             entries += best_on_dev(folders["dev"], table.columns, tried, log_priors)
     traced = next((_traced(evaluation, some) for some in planned if some.variants), None)
-    totals = document_losses(test, table.columns, mixtures, log_priors, byte_lengths, traced, beside_of(test, mixtures))
-    rows = [] if table.several else [_alone(table, _about(evaluation, domain, table), totals)]
+    totals = document_losses(
+        test, table.columns, mixtures, log_priors, byte_lengths, traced, side_tables_of(test, mixtures)
+    )
+    rows = [] if table.several else [_single(table, _about(evaluation, domain, table), totals)]
     priors: list[dict[str, Any]] = []
     for some, entries in planned.items():
         about = _about(evaluation, domain, table, some)
@@ -160,7 +162,7 @@ def _of_table(
     return _Evaluated(totals, _losses(domain, table, totals), rows, priors, posteriors)
 
 
-def _alone(table: Evaluated, about: dict[str, Any], totals: DocumentLosses) -> Row:
+def _single(table: Evaluated, about: dict[str, Any], totals: DocumentLosses) -> Row:
     """The row of a table of one column."""
     (column,) = table.columns
     about |= {"n_experts": 1, "experts": column, "method": "dense", "top_k": table.top_k or None}
@@ -219,7 +221,7 @@ def _expert_rows(
             if dev:
                 best = some.experts[int(dev.select(some.experts).scores.sum(axis=(0, 1)).argmax())]
                 yield _row(naive, totals, best, expert=best, variant="dev_choice", chosen_on="dev")
-        if some.alone:
+        if some.singles:
             for expert in some.experts:
                 yield _row(about | {"method": "expert"}, totals, expert, expert=expert)
 
@@ -265,7 +267,7 @@ def _trace(mixture: PlannedMixture, posteriors: np.ndarray, about: dict[str, Any
 
 def _losses(domain: str, table: Evaluated, totals: DocumentLosses) -> pa.Table:
     """The losses by document [D] under each column of one model's score table, in long form."""
-    model = table.folder if table.told_apart else table.model
+    model = table.folder if table.named_by_folder else table.model
     about = {"domain": domain, "model": model, "seed": table.seed}
     about |= {"document": totals.numbers, "origin": totals.origins, "tokens": totals.tokens}
     return pa.concat_tables(
@@ -274,7 +276,7 @@ def _losses(domain: str, table: Evaluated, totals: DocumentLosses) -> pa.Table:
 
 
 def _table(values: Mapping[str, Any], columns: Mapping[str, pa.DataType]) -> pa.Table:
-    """A table of arrays; what is no array is the same in each row."""
+    """A table of arrays; what is not an array is the same in each row."""
     frame = pd.DataFrame({name: values[name] for name in columns})
     return pa.Table.from_pandas(frame, table_schema(columns), preserve_index=False)
 
@@ -336,7 +338,7 @@ def _comparisons(evaluation: Evaluation) -> Iterator[tuple[tuple[str, ...], str,
 def evaluate(domain: str, scores: Path, settings: Evaluation, output: Path, tokenizer: Path | None = None) -> None:
     """Mix the score tables of one domain by every method. Runs no forward pass.
 
-    `scores` is the run's folder of score tables; the bytes per token are those of `tokenizer`. Beside `output`,
+    `scores` is the run's folder of score tables; the bytes per token are those of `tokenizer`. Next to `output`,
     <name>.parquet, the files <name>.priors.parquet, differences, posteriors and losses are written.
     """
     evaluate_domain(scores, domain, settings, output, None if tokenizer is None else byte_lengths(tokenizer))

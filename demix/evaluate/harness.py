@@ -78,11 +78,11 @@ class KnownTasks:
         """The tasks, groups, tags, patterns of these and paths of YAML files that `asked` names.
 
         The harness reads the files of its own 15,000 tasks for a minute, which is for nothing where all are in the
-        folder. Raises DemixError where the harness is missing, for a folder that is none, and for unknown tasks.
+        folder. Raises DemixError where the harness is missing, for what is not a folder, and for unknown tasks.
         """
         folder = asked.include_path
         if folder is not None and not Path(folder).is_dir():
-            raise DemixError(f"include_path {folder}", "is no folder", "name the folder of the tasks' YAML files")
+            raise DemixError(f"include_path {folder}", "is not a folder", "name the folder of the tasks' YAML files")
         if importlib.util.find_spec("lm_eval") is None:
             raise DemixError("lm-eval", "is not installed", "pip install 'demix[lm-eval]'")
         for name, value in QUIET.items():
@@ -137,7 +137,7 @@ def evaluate_tasks(
 
     cure = "check the task's YAML file and its data, and the network if it reads any"
     refused = _refused_as(",".join(tasks.asked.tasks), "cannot be evaluated", cure)
-    # What the harness prints on the way is no result.
+    # What the harness prints on the way is not a result.
     with redirect_stdout(sys.stderr), refused, within_memory("--batch-size", "give a smaller one"):
         results: dict[str, Any] = simple_evaluate(
             "demix",

@@ -35,7 +35,7 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
     """A mixture of the experts of a model directory, for the tasks of the harness.
 
     `pretrained` is the directory. `seed` is that of sampled texts. `batch_size` is the number of continuations of a
-    forward pass, by default, and for `auto`, as many as `demix.model.scoring` takes; texts are generated one by one.
+    forward pass, by default, and for `auto`, as many as in `demix.model.scoring`; texts are generated one by one.
     `device` is as in `demix.model.device.device_named`. `experts` (separated by commas, by default all), `weights`,
     `prior` and `tokenizer` are as in `demix generate`. `top_k` mixes only the likeliest experts of each token.
     """

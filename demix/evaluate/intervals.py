@@ -14,7 +14,7 @@ RESAMPLES = 2000
 # The fewest documents to draw, and the fewest blocks of a text where there are fewer documents.
 FEWEST = 20
 # A text of fewer tokens has fewer than FEWEST blocks.
-FEWEST_TOKENS = FEWEST**2
+MIN_TOKENS = FEWEST**2
 # Blocks may begin at every stretch, and have so many: blocks that overlap make steadier intervals than blocks side by
 # side.
 STRETCHES = 4
@@ -32,7 +32,7 @@ def stretch_tokens(tokens: int) -> int:
 
 def block_tokens(documents: int, tokens: int) -> int:
     """The tokens of a block where blocks are drawn; 0 where whole documents are drawn, or the text is too short."""
-    return STRETCHES * stretch_tokens(tokens) if documents < FEWEST and tokens >= FEWEST_TOKENS else 0
+    return STRETCHES * stretch_tokens(tokens) if documents < FEWEST and tokens >= MIN_TOKENS else 0
 
 
 def resampled(sums: np.ndarray, origins: np.ndarray, by_stretch: np.ndarray, seed: int) -> np.ndarray | None:
@@ -44,7 +44,7 @@ def resampled(sums: np.ndarray, origins: np.ndarray, by_stretch: np.ndarray, see
     whole = clustered(sums, origins)
     if whole.shape[1] >= FEWEST:
         return resampled_sums(whole, seed)
-    return resampled_blocks(by_stretch, seed) if sums[0].sum() >= FEWEST_TOKENS else None
+    return resampled_blocks(by_stretch, seed) if sums[0].sum() >= MIN_TOKENS else None
 
 
 def resampled_blocks(by_stretch: np.ndarray, seed: int, resamples: int = RESAMPLES) -> np.ndarray:

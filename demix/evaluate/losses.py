@@ -11,9 +11,9 @@ from demix.config.evaluation import DECAY
 from demix.errors import DemixError
 from demix.evaluate.intervals import stretch_tokens
 from demix.evaluate.score_tables import (
-    Beside,
     Blocks,
     ScoreTable,
+    SideTable,
     refuse_evidence,
     scored_folds,
     scored_sha256,
@@ -102,25 +102,25 @@ def document_losses(
     priors: dict[PlannedMixture, np.ndarray] | None = None,
     byte_lengths: np.ndarray | None = None,
     traced: PlannedMixture | None = None,
-    beside: Mapping[str, Beside] | None = None,
+    side: Mapping[str, SideTable] | None = None,
 ) -> DocumentLosses:
     """Sum the scores of `experts` in `directory` and the log p of all `mixtures` of them, document by document.
 
     `priors` holds the log prior of each `cached` or `fitted` mixture. A mixture with a method of `FLOORS` is the best
     expert in hindsight. `traced` is one whose method is `updating`; `byte_lengths` are those of the tokenizer's ids;
-    `beside` is what the weights rules read besides scores; that of a context has the distances to the clusters of
+    `side` is what the weights rules read in addition to scores; that of a context has the distances to the clusters of
     experts. The table is streamed, so memory grows with the number of documents and mixtures, not with the number of
     tokens. Raises DemixError where the text weights the experts of a masked model.
     """
-    mixer = _Mixer(experts, mixtures, priors or {}, beside or {}, traced)
-    if told := next((mixture for mixture in mixer.mixtures if mixture.by_text), None):
-        refuse_evidence(directory, scored_folds(directory, experts), f"{told.method} with weights {told.weights}")
+    mixer = _Mixer(experts, mixtures, priors or {}, side or {}, traced)
+    if by_text := next((mixture for mixture in mixer.mixtures if mixture.by_text), None):
+        refuse_evidence(directory, scored_folds(directory, experts), f"{by_text.method} with weights {by_text.weights}")
     length = stretch_tokens(count := scored_tokens(directory))
     names: list[str | PlannedMixture] = [*experts, *mixer.mixtures]
     stretches = np.zeros((len(names), -(-count // length)))
     pieces, byte_count, read = [], 0, 0
     what, files = f"{directory.parent.name} on {directory.name}: tokens", [directory / "tokens.parquet"]
-    stream = stream_scores(directory, experts, beside=beside)
+    stream = stream_scores(directory, experts, side=side)
     for chunk in counted(stream, what, files, lambda chunk: len(chunk.documents)):
         within = slice(read // length, -(-(read + len(chunk.documents)) // length))
         cuts = [
@@ -180,10 +180,10 @@ class _Mixer:
         experts: Sequence[str],
         mixtures: Sequence[PlannedMixture],
         priors: Mapping[PlannedMixture, np.ndarray],
-        beside: Mapping[str, Beside],
+        side: Mapping[str, SideTable],
         traced: PlannedMixture | None,
     ) -> None:
-        self._experts, self._beside, self._traced = experts, beside, traced
+        self._experts, self._side, self._traced = experts, side, traced
         self._groups: dict[_Group, dict[int | None, list[PlannedMixture]]] = {}
         # By experts and rule, the mixtures whose priors follow the text, and the priors after the blocks so far.
         self._updating: dict[tuple[tuple[str, ...], WeightsRule], list[PlannedMixture]] = {}
@@ -213,12 +213,12 @@ class _Mixer:
         log_priors = self._log_priors(parts, chunk.mask)
         self._seen += len(chunk.mask)
         for group, by_top_k in self._groups.items():
-            part, rule, others = parts[group.experts], group.rule, chunk.beside
+            part, rule, others = parts[group.experts], group.rule, chunk.side
             if group not in self._states:
                 first = next(iter(by_top_k.values()))[0]
                 self._states[group] = rule.begin(log_priors[first][0])
-            if group.context in self._beside:
-                known = self._beside[group.context].columns
+            if group.context in self._side:
+                known = self._side[group.context].columns
                 others = {DISTANCES: _columns(others[group.context], known, group.experts)}
             given = Chunk(part, chunk.mask, others, chunk.documents)
             evidence, self._states[group] = rule.evidence(given, self._states[group])

@@ -19,7 +19,7 @@ from demix.evaluate.score_tables import (
     write_tokens,
 )
 from demix.model.ngram import KneserNey
-from demix.run.systems import MOST_NGRAM_TOKENS, ngram_folders
+from demix.run.systems import MAX_NGRAM_TOKENS, ngram_folders
 from demix.settings import Positive
 
 log = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path, manifes
             cause = f"was made with another tokenizer than {first.path}"
             raise DemixError(shard.path, cause, "tokenize all domains again")
     learned = {domain: _stream(shard, scoring) for (domain, split), shard in shards.items() if split == "train"}
-    if (tokens := sum(map(len, learned.values()))) > MOST_NGRAM_TOKENS:
-        cause = f"would count {tokens:,} tokens, and at most {MOST_NGRAM_TOKENS:,} fit in memory"
+    if (tokens := sum(map(len, learned.values()))) > MAX_NGRAM_TOKENS:
+        cause = f"would count {tokens:,} tokens, and at most {MAX_NGRAM_TOKENS:,} fit in memory"
         raise DemixError("config key evaluation.ngrams", cause, "leave out those of all text")
     scored = {".".join(place): shard for place, shard in shards.items() if place[1] != "train"}
     pooled, by_domain = (

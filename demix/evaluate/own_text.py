@@ -352,7 +352,7 @@ def _tokenized(text: Path | str, tokenizer: Path, field: str) -> TokenShard:
 def _check_file(file: Path) -> None:
     """Raise DemixError unless `file` is a file."""
     if not file.is_file():
-        raise DemixError(file, "is no file" if file.exists() else "is missing", "give the name of a file of text")
+        raise DemixError(file, "is not a file" if file.exists() else "is missing", "give the name of a file of text")
 
 
 def _scored(trunks: Sequence[GPT], shard: TokenShard, name: str) -> ScoreTable:

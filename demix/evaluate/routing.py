@@ -19,7 +19,7 @@ from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate.losses import PlannedMixture, document_losses
-from demix.evaluate.score_tables import Beside, count_to_score, row_groups
+from demix.evaluate.score_tables import SideTable, count_to_score, row_groups
 from demix.files import digest, parquet_reader, read_json
 from demix.files.batches import regrouped, write_batches
 from demix.model.clusters import refuse_other_clusters
@@ -65,8 +65,8 @@ def route(folder: Path, shards: Sequence[Path], tokenizer: Path, routing: Routin
         log.info("%s %s: %d tokens, %d clusters", domain, split, total, len(clusterer.names))
 
 
-def beside_of(table: Path, mixtures: Iterable[PlannedMixture]) -> dict[str, Beside]:
-    """The distances that `mixtures` read beside the score table scores/<model>/<domain>.<split>, by context.
+def side_tables_of(table: Path, mixtures: Iterable[PlannedMixture]) -> dict[str, SideTable]:
+    """The distances that `mixtures` read in addition to the score table scores/<model>/<domain>.<split>, by context.
 
     Raises DemixError for a routing table of another clusterer than that of the run, for experts of the clusters of
     another one, and for experts without a centre.
@@ -84,7 +84,7 @@ def beside_of(table: Path, mixtures: Iterable[PlannedMixture]) -> dict[str, Besi
         for name in experts:
             if name not in names:
                 raise DemixError(path, f"has no column of {name}", f"choose experts among {', '.join(names)}")
-        found[context] = Beside(path, experts)
+        found[context] = SideTable(path, experts)
     return found
 
 
@@ -95,6 +95,6 @@ def best_on_dev(
     found: dict[tuple[str, str | int], list[PlannedMixture]] = {}
     for mixture in tried:
         found.setdefault((mixture.method, mixture.weights), []).append(mixture)
-    losses = document_losses(dev, columns, tried, log_priors, beside=beside_of(dev, tried)).mixtures
+    losses = document_losses(dev, columns, tried, log_priors, side=side_tables_of(dev, tried)).mixtures
     best = [min(some, key=lambda one: losses[one].sum()) for some in found.values() if len(some) > 1]
     return [(mixture, "dev_temperature") for mixture in best]

@@ -128,7 +128,7 @@ def score_models(
         if absent := [place for place in wanted if place not in places]:
             domain, split = absent[0]
             cure = f"give tokens/{domain}/{split}.arrow"
-            raise DemixError(f"model {one.model}", f"is to be scored on {domain} {split}, which is no argument", cure)
+            raise DemixError(f"model {one.model}", f"is to be scored on {domain} {split}, not an argument", cure)
         changed = one.context, one.top_k, one.without
         own = [places[place] for place in wanted]
         works.append(_Work(models / one.model, one.experts, own, output / folder_at(one.model, *changed), *changed))

@@ -59,7 +59,7 @@ class Blocks:
 
     `scores` [B, T, E] are float64 log p in nats, 0 at padding; their memory layout is [B, E, T]. `mask` [B, T] is False
     at padding. `tokens` [N] and `documents` [N] are the ids and the non-decreasing document numbers of the N tokens
-    that are not padding; `origins` [N] are equal for the pieces of one document. `beside` has other values of each
+    that are not padding; `origins` [N] are equal for the pieces of one document. `side` has other values of each
     token by name, [B, T, C], 0 at padding, in the layout of `scores`.
     """
 
@@ -68,11 +68,11 @@ class Blocks:
     tokens: np.ndarray
     documents: np.ndarray
     origins: np.ndarray
-    beside: Mapping[str, np.ndarray] = field(default_factory=dict)
+    side: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Beside:
+class SideTable:
     """C columns of a Parquet file with one row per scored token. The file's footer holds their `tokens_sha256`."""
 
     path: Path
@@ -125,7 +125,7 @@ def write_digests(
 def write_scores(path: Path, pieces: Iterable[np.ndarray], metadata: dict[str, str]) -> None:
     """Write the column of one expert: float32 log p of each token, in nats. Each piece becomes a row group.
 
-    Raises DemixError for a value that is no log p.
+    Raises DemixError for a value that is not a log p.
     """
     schema = pa.schema({"log_probability": pa.float32()}, metadata)
 
@@ -159,23 +159,23 @@ def stream_scores(
     directory: Path,
     experts: Sequence[str],
     at_once: int = 1 << 14,
-    beside: Mapping[str, Beside] | None = None,
+    side: Mapping[str, SideTable] | None = None,
 ) -> Iterator[Blocks]:
     """The columns of `experts` in the order of the text: an even number of blocks at a time, about `at_once` tokens.
 
-    The columns of `beside` come with the scores of the same tokens. Raises DemixError if two columns were scored with
-    different shared weights, if a value is no log p or, after the last block, if a file belongs to other tokens than
+    The columns of `side` come with the scores of the same tokens. Raises DemixError if two columns were scored with
+    different shared weights, if a value is not a log p or, after the last block, if a file belongs to other tokens than
     those of tokens.parquet.
     """
-    beside, path = beside or {}, directory / "tokens.parquet"
+    side, path = side or {}, directory / "tokens.parquet"
     paths = [directory / f"{expert}.parquet" for expert in experts]
-    tokens, *files = (_footer(one) for one in (path, *paths, *(table.path for table in beside.values())))
+    tokens, *files = (_footer(one) for one in (path, *paths, *(table.path for table in side.values())))
     _check_structure(tokens, files, len(paths))
     length = tokens.number(b"length")
     # The released scorer works on pairs of blocks, so the number of blocks is even.
     size = 2 * length * max(1, at_once // (2 * length))
     sources = [(one, ["log_probability"]) for one in paths]
-    sources += [(table.path, list(table.columns)) for table in beside.values()]
+    sources += [(table.path, list(table.columns)) for table in side.values()]
     digest, row = hashlib.sha256(), 0
     for (ids, documents, origins), *pieces in zip(
         _pieces(path, ["token", "document", "origin"], size),
@@ -189,7 +189,7 @@ def stream_scores(
         blocks = -(-len(ids) // length)
         mask = (np.arange(blocks * length) < len(ids)).reshape(blocks, length)
         scores = _in_blocks([piece for (piece,) in pieces[: len(paths)]], blocks, length)
-        more = zip(beside, pieces[len(paths) :], strict=True)
+        more = zip(side, pieces[len(paths) :], strict=True)
         others = {name: _in_blocks(piece, blocks, length) for name, piece in more}
         yield Blocks(scores, mask, ids, documents, origins, others)
     for one in files:
@@ -212,14 +212,15 @@ def _check_structure(tokens: "_Footer", files: "Sequence[_Footer]", columns: int
 
 
 def _refuse_impossible(path: Path, piece: np.ndarray, row: int, cure: str) -> None:
-    """Raise DemixError for the first of the values [N], which are rows `row` and following of `path`, that is no log p.
+    """Raise DemixError for the first of the values [N], which are rows `row` and following of `path`, that is not a log
+    p.
 
     A log p is finite, and above 0 by no more than the rounding error of float32.
     """
     possible = (piece <= ROUNDING) & (piece > -np.inf)
     if not possible.all():
         first = int(possible.argmin())
-        raise DemixError(path, f"holds {piece[first]:g} in row {row + first}, which is no log p", cure)
+        raise DemixError(path, f"holds {piece[first]:g} in row {row + first}, which is not a log p", cure)
 
 
 def _in_blocks(columns: Sequence[np.ndarray], blocks: int, length: int) -> np.ndarray:

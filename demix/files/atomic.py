@@ -42,7 +42,7 @@ def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def scratch(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path` for use while `path` is made. The folder is removed at the end.
+    """Yield a temporary folder next to `path` for use while `path` is made. The folder is removed at the end.
 
     Raises DemixError that names `path` if the folder cannot be made or written to, as on a full disk.
     """
@@ -60,14 +60,14 @@ def scratch(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def _reserved(path: Path) -> Iterator[Path]:
-    """Yield a new folder beside `path`, which this process has locked. Remove it, and those of killed processes."""
+    """Yield a new folder next to `path`, which this process has locked. Remove it, and those of killed processes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path)
     while True:
         folder = Path(mkdtemp(dir=path.parent, prefix=f"{_before(path)}{os.getpid()}.", suffix=".partial"))
         with _locked(folder) as found:
-            # Another process may have taken the new folder for a leftover before it was locked.
-            if found is _Lock.TAKEN or not folder.exists():
+            # Another process may have treated the new folder as a leftover before it was locked.
+            if found is _Lock.BUSY or not folder.exists():
                 continue
             try:
                 yield folder
@@ -77,7 +77,7 @@ def _reserved(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove the folders that processes of this node left beside `path` when they were killed.
+    """Remove the folders that processes of this node left next to `path` when they were killed.
 
     A lock tells the folder of a live process also where this process cannot see the other, as in a container.
     """
@@ -91,7 +91,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def _before(path: Path) -> str:
-    """The beginning of the names of this node's temporary folders beside `path`."""
+    """The beginning of the names of this node's temporary folders next to `path`."""
     return f".{path.name}.{os.uname().nodename}."
 
 
@@ -99,7 +99,7 @@ class _Lock(enum.Enum):
     """Whether this process has the lock of a file or folder."""
 
     HELD = "this process holds it"
-    TAKEN = "another process holds it, or has removed the file"
+    BUSY = "another process holds it, or has removed the file"
     NONE = "the file system has no locks"
 
 
@@ -113,7 +113,7 @@ def _locked(path: Path) -> Iterator[_Lock]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             found = _Lock.HELD
         except (BlockingIOError, FileNotFoundError):
-            found = _Lock.TAKEN
+            found = _Lock.BUSY
         except OSError:
             found = _Lock.NONE
         yield found
@@ -157,9 +157,9 @@ def is_made(path: Path) -> bool:
     for place in (path, *path.parents):
         if os.path.lexists(place):
             if place == path:
-                raise DemixError(path, "is empty" if path.is_file() else "is no file", REMAKE)
+                raise DemixError(path, "is empty" if path.is_file() else "is not a file", REMAKE)
             if not place.is_dir():
-                raise DemixError(place, "is no folder", REMAKE)
+                raise DemixError(place, "is not a folder", REMAKE)
             break
     return False
 

@@ -26,7 +26,7 @@ def read_batches(
     The seal is checked first, page checksums while reading. Raises DemixError if the file is missing or damaged.
     """
     with parquet_reader(path) as file:
-        # `write_rows` bounds the bytes of a row group. A number of rows alone would not bound the bytes of a batch.
+        # `write_rows` bounds the bytes of a row group. A number of rows would not bound the bytes of a batch.
         for group in range(file.num_row_groups):
             yield from file.iter_batches(batch_size=rows, row_groups=[group], columns=columns)
 

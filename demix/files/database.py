@@ -1,7 +1,7 @@
 """DuckDB for what is relational: joins, sorts and sums over rows that may be more than memory holds.
 
 Our own functions read and write files, and check seals (`demix.files.parquet`); DuckDB sees Arrow and pandas
-alone. No database reads a file, fetches anything or installs an extension.
+only. No database reads a file, fetches anything or installs an extension.
 """
 
 import errno
@@ -101,7 +101,7 @@ def database(output: Path) -> Iterator[duckdb.DuckDBPyConnection]:
 
 
 def run_on(tables: duckdb.DuckDBPyConnection, query: str, batches: Iterable[pa.RecordBatch]) -> None:
-    """Run `query`, in which the table `batches` stands for the rows of `batches`. Without a batch nothing runs.
+    """Run `query`, in which the table `batches` represents the rows of `batches`. Without a batch nothing runs.
 
     An error in reading a batch ends the query and keeps its type.
     """

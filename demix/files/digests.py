@@ -16,7 +16,7 @@ def opened(path: str | Path) -> BufferedReader:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise DemixError(path, "is no regular file", "put the file itself there")
+        raise DemixError(path, "is not a regular file", "put the file itself there")
     return open(descriptor, "rb")
 
 

@@ -40,7 +40,7 @@ def digest(value: Any) -> str:
 
 
 def without_nan(value: Any) -> Any:
-    """`value` with None in place of NaN and infinities, which are no JSON."""
+    """`value` with None in place of NaN and infinities, which are not JSON."""
     if isinstance(value, dict):
         return {key: without_nan(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -55,8 +55,8 @@ def write_json(path: str | Path, value: Mapping[str, Any], *, sort_keys: bool = 
     """
     # The seal is that of the value as it will be read: keys become strings, tuples become lists.
     plain = json.loads(json.dumps(value, sort_keys=sort_keys, allow_nan=False))
-    if taken := {PLACE, SEAL} & plain.keys():
-        raise ValueError(f"{path}: the key {min(taken)} is taken")
+    if reserved := {PLACE, SEAL} & plain.keys():
+        raise ValueError(f"{path}: the key {min(reserved)} is in use")
     write_text(path, json.dumps(plain | {SEAL: digest(plain)}, indent=2) + "\n")
 
 
@@ -106,7 +106,7 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
     end = rows.pop() if rows else {}
     place = [{PLACE: end.pop(PLACE)}] if PLACE in end else []
     if set(end) != {"rows", SEAL}:
-        raise DemixError(path, f"{UNKNOWN} (its last line is no seal)", REMAKE)
+        raise DemixError(path, f"{UNKNOWN} (its last line is not a checksum)", REMAKE)
     if end["rows"] != len(rows):
         raise DemixError(path, f"is damaged (it holds {len(rows)} rows of {end['rows']})", REMAKE)
     _check(path, rows + place, end[SEAL])
@@ -132,7 +132,7 @@ def _objects(path: str | Path, *, lines: bool, most_bytes: int = -1) -> list[dic
     except (ValueError, RecursionError) as error:
         raise DemixError(path, f"is damaged ({error})", REMAKE) from None
     if not all(isinstance(value, dict) for value in values):
-        raise DemixError(path, f"is damaged ({'a line' if lines else 'it'} is no JSON object)", REMAKE)
+        raise DemixError(path, f"is damaged ({'a line' if lines else 'it'} is not a JSON object)", REMAKE)
     return values
 
 
@@ -164,7 +164,7 @@ class _Object(dict[str, Any]):
         super().__init__(pairs)
         self._path = path
         if len(self) < len(pairs):
-            raise ValueError("a key stands twice in an object")
+            raise ValueError("a key occurs twice in an object")
 
     def __missing__(self, key: str) -> Any:
         raise _MissingError(self._path, f"{UNKNOWN} (it has no {key})", REMAKE)

@@ -19,7 +19,7 @@ def exclusive(lock: Path, doing: str, patience: float = 0.0) -> Iterator[None]:
     the message by what the holder does. A held lock file contains the node and the process id of its holder. The
     operating system releases the lock when the process ends in any way.
     """
-    # Importing filelock takes 0.1 s, and few commands hold a lock.
+    # Importing filelock needs 0.1 s, and few commands hold a lock.
     from filelock import FileLock, Timeout
 
     file_lock = FileLock(lock, timeout=patience, poll_interval=0.5, fallback_to_soft=False)

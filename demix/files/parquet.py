@@ -138,7 +138,7 @@ def _place(path: Path) -> int | None:
         footer = stream.read(size - 8 - start)
     at = footer.rfind(_MARK)
     if at < 0:
-        # The search is over the keys alone, because the footer's statistics quote texts of the file.
+        # The search is only over the keys, because the footer's statistics quote texts of the file.
         keys = pq.read_metadata(path).metadata or {}
         if any(half in key for key in keys for half in _HALVES):
             raise ValueError("its bytes changed: the digest that was written with them is damaged")
@@ -147,7 +147,7 @@ def _place(path: Path) -> int | None:
 
 
 def _digest(path: Path, place: int) -> bytes:
-    """The digest of a file, computed as if `BLANK` stood at the offset `place`."""
+    """The digest of a file, computed as if `BLANK` were at the offset `place`."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
         while piece := stream.read(min(_PIECE, place - stream.tell())):

@@ -17,14 +17,14 @@ from demix.errors import DemixError
 from demix.files import read_parquet
 from demix.mix.logs import logsumexp
 from demix.model.continuations import MixedModel, mixture_of
-from demix.model.decode import choose, open_model, read_alone, speller
+from demix.model.decode import choose, open_model, speller, use_one_thread
 from demix.model.device import device_named
 from demix.model.gpt import GPT
 from demix.model.manifest import run_of
 from demix.model.scoring import columns_of
 from demix.settings import DistinctItems, Integer, Items, Number, Settings, Switch, Text
 
-# Of a prompt and of a completion, each, in tokens; a model with a longer context takes as many as that has.
+# Of a prompt and of a completion, each, in tokens; a model with a longer context may have as many as that.
 MAX_TOKENS = 4096
 MAX_PROMPTS = 32
 MAX_STOPS = 16
@@ -33,7 +33,7 @@ MAX_STOPS = 16
 class CompletionRequest(Settings):
     """The body of a request to /v1/completions: names and ranges are OpenAI's, but for the four in the second line.
 
-    `by_expert` adds to each token what the experts say of it (`by_expert_of`). Those from `best_of` on are taken with
+    `by_expert` adds to each token what the experts say of it (`by_expert_of`). Those from `best_of` on are chosen with
     the one value that changes nothing.
     """
 
@@ -119,14 +119,14 @@ def opened(
 ) -> Opened:
     """Open the model in `directory` for requests. Raises DemixError where the rule or the prior does not fit it."""
     trunks, encoder = open_model(directory, experts, tokenizer, device_named(device))
-    read_alone(trunks)
+    use_one_thread(trunks)
     model = Opened(directory, trunks, encoder, tokenizer, weights, prior, top_k)
     model.mixture().begin(np.array([encoder.end_of_text]))
     return model
 
 
 def prompts_of(model: Opened, asked: CompletionRequest) -> list[list[int]]:
-    """The tokens of each prompt of a request. Raises DemixError for what is no prompt of this model."""
+    """The tokens of each prompt of a request. Raises DemixError for what is not a prompt of this model."""
     given = asked.prompt
     single = isinstance(given, str) or (len(given) > 0 and all(type(one) is int for one in given))
     texts = [given] if single else given

@@ -191,7 +191,7 @@ def request_of(kind: type[T], body: bytes) -> T:
     except (ValueError, RecursionError):
         raise DemixError("request", "is not JSON", "send a JSON object") from None
     if not isinstance(values, dict):
-        raise DemixError("request", "is no JSON object", "send one")
+        raise DemixError("request", "is not a JSON object", "send one")
     return settings_from(kind, values, "request")
 
 
@@ -342,7 +342,7 @@ def served(model: Opened, key: str, stops: Callable[[], bool]) -> Guarded:
 
 
 class Connection(H11Protocol):
-    """A connection of uvicorn's that ends where the head of a request takes more than HEAD_SECONDS.
+    """A connection of uvicorn's that ends where the head of a request needs more than HEAD_SECONDS.
 
     Beyond CONNECTIONS at a time the one that has waited longest for a head is closed; where none waits for a head, the
     answer is 503.
@@ -361,7 +361,7 @@ class Connection(H11Protocol):
             self.app: ASGIApp = refused(f"{CONNECTIONS} other requests are under way; try again later", 503, close=True)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes, which stop the clock of uvicorn's own method whether or not they end a head."""
+        """Receive bytes, which stop the clock of uvicorn's own method whether or not they end a head."""
         self.conn.receive_data(data)
         self.handle_events()
 
@@ -373,7 +373,7 @@ class Connection(H11Protocol):
             self._unset_keepalive_if_required()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no request; an answer may have begun."""
+        """Refuse what is not a request; an answer may have begun."""
         with suppress(h11.LocalProtocolError):
             super().send_400_response(msg)
         self.transport.close()

@@ -45,7 +45,7 @@ class Guarded:
             line = "the key is missing or wrong: send it as Authorization: Bearer KEY"
             await self.refused(line, 401)(scope, receive, send)
             return
-        # The server in front refuses a length that is no number.
+        # The server in front refuses a length that is not a number.
         length = int(headers.get(b"content-length", "0"))
         if length > self.most:
             await self.refused(self._too_much, 413)(scope, receive, send)

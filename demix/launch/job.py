@@ -100,7 +100,7 @@ class Cluster(Site):
 class Places:
     """Where a training writes: the model directory or seed `output`, the file `metrics`, and below `checkpoints`.
 
-    None stands for a result that is not kept.
+    None means a result that is not kept.
     """
 
     output: Path | None

@@ -98,7 +98,7 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> None:
     are ended, and a DemixError names the rank that failed first and the cause. SIGTERM, SIGUSR2 and SIGINT are
     forwarded to all ranks. If this process dies, all ranks end.
     """
-    # Importing torch takes a second, and `--help` must not wait for the import.
+    # Importing torch needs a second, and `--help` must not wait for the import.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     logs.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> None:
             for rank in range(ranks):
                 environment = {
                     "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "DEMIX_LAUNCHER": os.getpid(),
-                    # The ranks meet at the store above, because a port that is free now may be taken later.
+                    # The ranks meet at the store above, because a port that is free now may be in use later.
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True",
                 }  # fmt: skip
                 with open(logs / f"rank-{rank}.log", "ab") as log:
@@ -189,7 +189,7 @@ def end_with_launcher() -> None:
 def end_rank() -> None:
     """End this process with status 0 if `launch` started it as a rank that is done; other processes do nothing here.
 
-    The interpreter is not taken down: threads of the ranks' process group may still run, and could then abort the
+    The interpreter is not shut down: threads of the ranks' process group may still run, and could then abort the
     process, and the launcher would report a failed rank.
     """
     if "DEMIX_LAUNCHER" in os.environ:

@@ -23,7 +23,7 @@ from demix.progress import clock
 
 Row = Mapping[str, Any]
 
-# Rows of metrics from which the speed of a training is taken.
+# Rows of metrics from which the speed of a training is computed.
 MAX_ROWS = 20
 # The line of the first rank's log that marks each start of a SLURM job.
 START = "demix: start"
@@ -56,7 +56,7 @@ def last_rows(checkpoints: Path, since: float) -> list[dict[str, Any]]:
 
 
 def elapsed(rows: Iterable[Row]) -> list[float]:
-    """The seconds that a training had taken at each row of its metrics, by their tokens and tokens per second."""
+    """The seconds since a training began at each row of its metrics, by their tokens and tokens per second."""
     seconds, tokens, after = 0.0, 0, []
     for row in rows:
         if speed := row.get("tokens_per_second"):
@@ -67,7 +67,7 @@ def elapsed(rows: Iterable[Row]) -> list[float]:
 
 
 def speed(updates: Sequence[Row]) -> float:
-    """The tokens per second of several updates of one size: these tokens by the seconds that they took."""
+    """The tokens per second of several updates of one size: these tokens by their seconds."""
     return float(len(updates) / sum(1 / row["tokens_per_second"] for row in updates))
 
 
@@ -173,7 +173,7 @@ def progress_line(job: TrainingJob, job_id: str, shown: Mapping[str, str]) -> st
 
 
 class MishapError(DemixError):
-    """A job ended by a cause that may not recur: a killed rank, or an error that is none of demix's own."""
+    """A job ended by a cause that may not recur: a killed rank, or an error that is not one of demix's own."""
 
 
 def failure(job: TrainingJob, job_id: str, state: str, restarts: int) -> DemixError:

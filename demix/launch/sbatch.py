@@ -100,7 +100,7 @@ def _requeue(job_id: str) -> None:
         log.info("job %s is %s: the job is not queued again from here", job_id, state)
 
 
-# Variables that an enclosing job sets, which the new job must not take for its own, and those of them that name the
+# Variables that an enclosing job sets, which the new job must not treat as its own, and those of them that name the
 # site or the user. A user sets those of sbatch, SBATCH_*.
 OF_THE_SITE = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 OF_A_JOB = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "PMI_", "PMIX_")
@@ -108,7 +108,7 @@ OF_A_JOB = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "PMI_", "PMIX_")
 
 @contextmanager
 def outside_jobs() -> Iterator[None]:
-    """Take from the environment what an enclosing job, if there is one, has set there."""
+    """Remove from the environment what an enclosing job, if there is one, has set there."""
     inherited = {
         name: os.environ.pop(name)
         for name in list(os.environ if "SLURM_JOB_ID" in os.environ else ())
@@ -121,7 +121,7 @@ def outside_jobs() -> Iterator[None]:
 
 
 class _Executor(SlurmExecutor):
-    """submitit's, whose options stand on sbatch's command line, where they win over the user's variables SBATCH_*."""
+    """submitit's, whose options are on sbatch's command line, where they win over the user's variables SBATCH_*."""
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         lines = submission_file_path.read_text().splitlines()

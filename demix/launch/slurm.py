@@ -30,7 +30,8 @@ SECONDS_BETWEEN_LINES = 15.0
 # A final state counts only after this many polls in a row, because SLURM may queue the job again, and a shared file
 # system may show the results late.
 POLLS, POLLS_FOR_RESULTS = 6, 30
-# How often one run submits a job again that broke down: a rank was killed, or had an error that is none of demix's own.
+# How often one run submits a job again that broke down: a rank was killed, or had an error that is not one of demix's
+# own.
 RETRIES = 2
 
 
@@ -180,7 +181,7 @@ def remove_finished(job: TrainingJob) -> None:
 def remove_collected(checkpoints: Path) -> None:
     """Remove the results of trainings below `checkpoints` that are in place, where the weights have a second name.
 
-    Call this when Snakemake has taken note of them. Results that nobody has collected yet stay.
+    Call this when Snakemake has recorded them. Results that nobody has collected yet stay.
     """
     for finished in [*checkpoints.rglob("finished-*")]:
         weights = [path.stat().st_nlink for path in finished.rglob("*.safetensors")]

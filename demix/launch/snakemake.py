@@ -2,7 +2,7 @@
 
 A job ends when its snakemake has ended. The time and memory of a job are what the kernel counts: Snakemake's own
 `benchmark:` looks at the processes of a job twice a second for 15 seconds, then twice a minute. It saw 474 to 832 MiB
-of 12 jobs that each had 901 MiB for a moment. Its looks at a job with 1 GB and torch took 0.6 seconds of a core.
+of 12 jobs that each had 901 MiB for a moment. Its looks at a job with 1 GB and torch cost 0.6 seconds of a core.
 `note_usage` sees the whole peak, and needs 0.6 milliseconds.
 """
 
@@ -32,7 +32,8 @@ SHELL_FUNCTION = (
 
 
 def expanded(arguments: list[str]) -> list[str]:
-    """The arguments of a command: those given, or for @FILE alone those in the file, each ended by a null character."""
+    """The arguments of a command: those given, or for a single @FILE those in the file, each ended by a null
+    character."""
     if len(arguments) != 1 or not arguments[0].startswith("@"):
         return arguments
     return os.fsdecode(Path(arguments[0][1:]).read_bytes()).split("\0")[:-1]
@@ -94,7 +95,7 @@ def note_usage() -> None:
 
     Seconds since the process began (`s`), seconds of processors with those of its own processes that have ended
     (`cpu_time`), and the MiB that the largest of these processes had in memory (`max_rss`). Nothing is written where
-    standard error is no such log, or by a system without /proc.
+    standard error is not such a log, or by a system without /proc.
     """
     if not is_job.is_set():
         return

@@ -1,4 +1,4 @@
-"""Sums of exponentials, and of decaying terms. scipy has both in modules that take a second of every start to load."""
+"""Sums of exponentials, and of decaying terms. scipy has both in modules that need a second of every start to load."""
 
 import numpy as np
 

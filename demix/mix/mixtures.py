@@ -58,8 +58,8 @@ class Mixture:
         self, scores: np.ndarray, mask: np.ndarray, distances: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
         log_priors = self.log_priors(scores, mask)
-        beside = {} if distances is None else {DISTANCES: distances}
-        return log_priors, self.rule.evidence(Chunk(scores, mask, beside), self.rule.begin(log_priors[0]))[0]
+        side = {} if distances is None else {DISTANCES: distances}
+        return log_priors, self.rule.evidence(Chunk(scores, mask, side), self.rule.begin(log_priors[0]))[0]
 
 
 def floor(scores: np.ndarray, method: str) -> np.ndarray:
@@ -155,7 +155,7 @@ class Stream:
     """The weights of the E experts of a mixture on B growing texts, cut into blocks of `length` tokens.
 
     `log_weights` [B, E] float64 are log g, the weights that predict the next token (paper, Eq. 5-6). A rule that reads
-    distances takes them from `distances`, one function for each text, whose first call is given the token before the
+    distances reads them from `distances`, one function for each text, whose first call is given the token before the
     text, `before` [B].
     """
 
@@ -184,7 +184,7 @@ class Stream:
         return self.length - self.seen % self.length
 
     def observe(self, scores: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Take log p [E, B, N] of the next `tokens` [B, N]; returns log g [B, N, E], which predicted each token."""
+        """Read log p [E, B, N] of the next `tokens` [B, N]; returns log g [B, N, E], which predicted each token."""
         rows = np.asarray(scores, np.float64).transpose(1, 2, 0)
         used = [self.log_weights[:, None][:, :0]]
         while rows.shape[1]:

@@ -23,7 +23,7 @@ First = tuple[np.ndarray | None, int]
 FITTED = 1e-9
 # Of all priors of the least loss, half of this times the sum of their squares chooses the one nearest to equal weights.
 _EVEN = FITTED / 10
-# The part of a token's probability that a step may take.
+# The part of a token's probability that a step may remove.
 _LOST = 0.99
 # The rounding of means over tokens.
 _ROUNDING = 1e-12
@@ -59,7 +59,7 @@ def released_log_priors(scores: np.ndarray, mask: np.ndarray, first: First = (No
     """log prior [B + 1, E] at the start of each block and after the last one, as in the paper's published code.
 
     Blocks form batches of two with one prior. The posterior of a block is the weights at its last position, which
-    depend on the prior and the second-to-last token alone. The posterior of a batch is the mean of its blocks'
+    depend only on the prior and the second-to-last token. The posterior of a batch is the mean of its blocks'
     posteriors, and the prior is the `ewm(alpha=0.3, adjust=False)` of the batches' posteriors. The number of blocks
     before these is even.
     """

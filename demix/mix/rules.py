@@ -18,11 +18,11 @@ from demix.errors import DemixError
 from demix.mix.logs import decaying_sums, log_softmax
 from demix.mix.priors import Decay, First, released_log_priors, updating_log_priors
 
-# What a rule that weights experts by their clusters reads beside the scores: squared distances [B, T, E].
+# What a rule that weights experts by their clusters reads in addition to the scores: squared distances [B, T, E].
 DISTANCES = "distances"
-# What a rule keeps of the text before a chunk. Rules whose evidence starts anew in each block keep nothing.
+# What a rule keeps of the text before a chunk. Rules whose evidence starts again in each block keep nothing.
 State = tuple[np.ndarray, ...]
-# Stretches of a chunk that `Switching` scans side by side; with some 128 the scan of 10M tokens takes least time.
+# Stretches of a chunk that `Switching` scans side by side; with some 128 the scan of 10M tokens needs least time.
 _STRETCHES = 128
 _SMALLEST = float(np.finfo(np.float64).tiny)
 # The 8th power of a smaller number, and with it a product of 8 probabilities, may underflow.
@@ -36,13 +36,13 @@ class Chunk:
     """Consecutive blocks of a text, the input of a rule: B blocks, T positions, E experts.
 
     `scores` [B, T, E] are float64 log p(token) in nats, 0 at padding. `mask` [B, T] is False at the padding of the last
-    block. `beside` has the values [B, T, C] that `demix.evaluate.score_tables.stream_scores` streamed with the scores,
+    block. `side` has the values [B, T, C] that `demix.evaluate.score_tables.stream_scores` streamed with the scores,
     by name. `documents` [N] are the document numbers of the N tokens that are not padding; None says one document.
     """
 
     scores: np.ndarray
     mask: np.ndarray
-    beside: Mapping[str, np.ndarray] = field(default_factory=dict)
+    side: Mapping[str, np.ndarray] = field(default_factory=dict)
     documents: np.ndarray | None = None
 
 
@@ -67,7 +67,7 @@ class WeightsRule(ABC):
         """L [B, T, E] before each token of a chunk, and the state after it. `state` is that after the chunk before."""
 
     def block_evidence(self, scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """Evidence [B, E] of each block alone, after its last token. It turns the block's prior into a posterior.
+        """Evidence [B, E] of each block by itself, after its last token. It turns the block's prior into a posterior.
 
         A rule that sees earlier blocks raises DemixError: an updating or cached prior would count their evidence twice.
         """
@@ -146,7 +146,7 @@ class Window(WeightsRule):
 
 @dataclass(frozen=True)
 class Released(Window):
-    """The rule of the paper's published code: the last token alone, and equal weights at the start of a block."""
+    """The rule of the paper's published code: only the last token, and equal weights at the start of a block."""
 
     uniform_start: ClassVar[bool] = True
     tokens: int = 1
@@ -159,7 +159,7 @@ class ReleasedScorer(Released):
     scorer: ClassVar[str] = "released"
 
     def log_priors(self, scores: np.ndarray, mask: np.ndarray, decay: Decay, first: First = (None, 0)) -> np.ndarray:
-        """See `released_log_priors`; any `decay` stands for its own."""
+        """See `released_log_priors`; any `decay` means its own."""
         return released_log_priors(scores, mask, first)
 
     def blocks_read(self, dev_blocks: int) -> int:
@@ -196,7 +196,7 @@ class Switching(WeightsRule):
     """The weights are the posterior of a hidden chain of experts ("fixed share", Herbster and Warmuth 1998).
 
     At each token the chain keeps its expert with probability 1 - α, and else draws one from the prior π: g[1] = π, and
-    g[t+1, j] = (1 - α)·g[t, j]·exp ℓ[t, j] / Σ_i g[t, i]·exp ℓ[t, i] + α·π[j]. α = 1 is the prior alone. α = 0 is the
+    g[t+1, j] = (1 - α)·g[t, j]·exp ℓ[t, j] / Σ_i g[t, i]·exp ℓ[t, i] + α·π[j]. α = 1 is only the prior. α = 0 is the
     sum of all scores so far.
     """
 
@@ -265,7 +265,7 @@ class Switching(WeightsRule):
     def _transfers(self, steps: np.ndarray, prior: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Of each of C stretches, whose likelihoods are `steps` [L, E, C]: a matrix [E, E], and logarithms [E].
 
-        Row j of the matrix has the weights after the stretch of the chain that began with expert j alone, up to a
+        Row j of the matrix has the weights after the stretch of the chain that began with only expert j, up to a
         factor. The logarithm of the probability of the stretch under this chain has the factor as its other part.
         """
         _, experts, stretches = steps.shape
@@ -305,7 +305,7 @@ class ReleasedCluster(Cluster):
 
     L[t, j] = -(d²[t-1, j])² / temperature: the text that is measured lacks the token before t, which is the model's
     input. After `<|endoftext|>`, the first token of each document, that text is empty: there t has a row of its own,
-    which is that of the empty text. The first token of all has no row before its own, and takes that.
+    which is that of the empty text. The first token of all has no row before its own, and has that.
     """
 
     scorer: ClassVar[str] = "released"
@@ -344,7 +344,7 @@ CLASSES: dict[str, type[WeightsRule]] = {
 
 
 def weights_rule(weights: str | int | Weights | WeightsRule) -> WeightsRule:
-    """The rule that a value of `evaluation.weights` stands for; "" is the prior alone, a rule stands for itself.
+    """The rule that a value of `evaluation.weights` names; "" is only the prior, a rule names itself.
 
     Raises DemixError for an unknown value, and for one that leaves parameters open.
     """
@@ -368,11 +368,11 @@ def released_rule(rule: WeightsRule) -> WeightsRule:
 
 
 def _distances(chunk: Chunk) -> np.ndarray:
-    """The squared distances [B, T, E] beside the scores. Raises DemixError where there are none."""
-    if DISTANCES not in chunk.beside:
+    """The squared distances [B, T, E] with the scores. Raises DemixError where there are none."""
+    if DISTANCES not in chunk.side:
         cause = "need the distances of the text to the experts' clusters"
         raise DemixError("weights cluster", cause, "score under a model whose run has routing tables")
-    return chunk.beside[DISTANCES]
+    return chunk.side[DISTANCES]
 
 
 def _before(sums: np.ndarray) -> np.ndarray:

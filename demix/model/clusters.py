@@ -44,7 +44,7 @@ class Clusters:
         return Contexts(self.open(), tokenizer, self.context, length)
 
     def distances(self, experts: Sequence[str], tokenizer: Tokenizer, shard: TokenShard, length: int) -> np.ndarray:
-        """The squared distances [N, E] of what stands before each token of a shard to the clusters of `experts`."""
+        """The squared distances [N, E] of the text before each token of a shard to the clusters of `experts`."""
         clusterer = self.open()
         columns = [clusterer.names.index(name) for name in experts]
         return np.concatenate(list(context_distances(clusterer, tokenizer, shard, self.context, length, None)))[
@@ -86,9 +86,9 @@ def refuse_other_clusters(directory: Path, folder: Path, experts: Iterable[str])
 
 
 def copy_clusters(source: Path, directory: Path) -> None:
-    """Copy the clusterer of the model `source` into the model directory `directory`, which can then be used alone.
+    """Copy the clusterer of the model `source` into the model directory `directory`, which can then be used by itself.
 
-    Its context and temperature are written beside it. Without a clusterer nothing is copied.
+    Its context and temperature are written next to it. Without a clusterer nothing is copied.
     """
     found, folder = _found(source), Path(directory) / NAME
     if found is None or not (found.folder / DESCRIPTION).is_file() or found.folder.resolve() == folder.resolve():

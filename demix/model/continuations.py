@@ -28,9 +28,9 @@ from demix.model.heads import ROWS_AT_ONCE
 from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, columns_of, refuse_not_finite, trunk_log_probabilities
 
 # Scores of whole texts that are in memory at once, 8 bytes each.
-MOST_SCORES = 1 << 24
+MAX_SCORES = 1 << 24
 # The keys and values of the contexts that continuations share, a copy for each continuation.
-MOST_CACHED_BYTES = 1 << 30
+MAX_CACHED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class MixedModel:
         return Decoder(self.trunks, before, self.begin(before.cpu().numpy()))
 
     def after(self, tokenizer: Tokenizer, text: str) -> Decoder:
-        """The decoder of one text that begins with `text`, which stands after `end_of_text`."""
+        """The decoder of one text that begins with `text`, which follows `end_of_text`."""
         decoder = self.decoder(torch.tensor([tokenizer.end_of_text]))
         decoder.read(torch.from_numpy(tokenizer.encode(text).astype(np.int64))[None])
         return decoder
@@ -107,7 +107,7 @@ def mixture_of(
     if experts is not None:
         if unknown := [name for name in experts if name not in names]:
             cure = nearest(unknown[0], names, "name experts of the model")
-            raise DemixError("experts", f"{unknown[0]!r:.40} is no expert of this model", cure)
+            raise DemixError("experts", f"{unknown[0]!r:.40} is not an expert of this model", cure)
         known = dict(zip(names, np.exp(log_prior).tolist(), strict=True))
         log_prior = log_prior_of(names, {name: known[name] for name in experts})
     contexts = None
@@ -145,7 +145,7 @@ def text_log_probabilities(
     end_of_text: int,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> list[float]:
-    """log p in nats of each text, which stands alone after `end_of_text`.
+    """log p in nats of each text by itself, which follows `end_of_text`.
 
     A text is cut into consecutive blocks as in scoring (docs/explanation/demix-layers.md), and the posterior goes on
     from block to block. `advance` is called with the number of tokens that were scored since its last call, once for
@@ -171,7 +171,7 @@ def text_scores(
     lengths = [len(text) for text in texts]
     order = sorted(np.flatnonzero(lengths).tolist(), key=lengths.__getitem__)
     before = torch.tensor([end_of_text])
-    most = max(1, MOST_SCORES // len(mixture.experts))
+    most = max(1, MAX_SCORES // len(mixture.experts))
     # At most half of what is scored together is padding.
     alike = groupby(order, lambda number: min(mixture.context, lengths[number]).bit_length())
     for numbers in (part for _, same in alike for part in _parts([*same], lengths, most)):
@@ -301,7 +301,7 @@ def _mixed_next(model: GPT, hidden: Tensor, log_g: Tensor) -> Tensor:
 def _batches(order: Sequence[Continuation], mixture: MixedModel, batch: int | None) -> Iterator[_Batch]:
     """`order` in batches of `batch` continuations, or of `EXPERT_TOKENS_AT_ONCE`. Contexts come in order of length."""
     experts, sizes = len(mixture.experts), mixture.trunks[0].architecture
-    cached = MOST_CACHED_BYTES // (8 * experts * sizes.layers * sizes.key_value_heads * sizes.unit)
+    cached = MAX_CACHED_BYTES // (8 * experts * sizes.layers * sizes.key_value_heads * sizes.unit)
     chosen: list[Continuation] = []
     contexts = longest = 0
     for one in order:

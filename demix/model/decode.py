@@ -29,8 +29,8 @@ from demix.model.gpt import GPT
 from demix.model.manifest import run_of, tempered_of
 from demix.model.merge import parse_weights, prior_weights
 
-# Products of one token with a matrix of this many numbers take about a millisecond of one core.
-ALONE = 2**22
+# Products of one token with a matrix of this many numbers need about a millisecond of one core.
+ONE_THREAD = 2**22
 
 
 class Decoder:
@@ -111,7 +111,7 @@ def generate(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Sample up to `tokens` more tokens for each text of `decoder`.
 
-    Yields (tokens [B, 1], log p, log g) for each position; `Decoder.read` returns the last two. `temperature` 0 takes
+    Yields (tokens [B, 1], log p, log g) for each position; `Decoder.read` returns the last two. `temperature` 0 chooses
     the likeliest token. `generator` is a CPU generator. Where there is one text, the token `end` ends it and is not
     yielded.
     """
@@ -192,9 +192,9 @@ def log_prior_of(experts: Sequence[str], weights: dict[str, float]) -> np.ndarra
 
 
 def weights_of(name: str, directory: Path) -> Weights:
-    """The rule for the experts' weights that `name` stands for, with the parameters of the model in `directory`.
+    """The rule for the experts' weights that `name` means, with the parameters of the model in `directory`.
 
-    `name` is a value of `evaluation.weights` other than a number of tokens, or `average`: the prior alone, which text
+    `name` is a value of `evaluation.weights` other than a number of tokens, or `average`: only the prior, which text
     does not change (`switching(1)`, docs/explanation/mixing.md). Where it leaves parameters open, those of
     `tempered` come from the model's mixing.json, and the temperature of rules by distance from `clusters_of`; a model
     without that file, and `switching`, have those of `DEFAULTS`.
@@ -213,7 +213,7 @@ def weights_of(name: str, directory: Path) -> Weights:
 def named_prior(
     name: str, directory: Path, experts: Sequence[str], weights: Weights
 ) -> tuple[np.ndarray, float | None]:
-    """The prior that `name` stands for, over `experts` of the model in `directory`: (log prior [E], decay).
+    """The prior that `name` means, over `experts` of the model in `directory`: (log prior [E], decay).
 
     `name` is `updating`, `uniform`, weights such as law=2,news=1, a domain whose prior is in the run of the model, or
     the path of an evaluation's <domain>.priors.parquet. The prior of a domain is `cached`, or `fitted` where `weights`
@@ -257,13 +257,13 @@ def open_model(
     return [trunk.requires_grad_(False) for trunk in trunks], encoder
 
 
-def read_alone(trunks: Sequence[GPT]) -> None:
-    """Let this process compute with one thread if the largest matrix of a model is small (`ALONE`).
+def use_one_thread(trunks: Sequence[GPT]) -> None:
+    """Let this process compute with one thread if the largest matrix of a model is small (`ONE_THREAD`).
 
     For a single token, two threads then gain at most a millisecond in each product, and lose some 30 of them where
     another process works on their cores, since each waits for the other.
     """
-    if max(parameter.numel() for trunk in trunks for parameter in trunk.parameters()) <= ALONE:
+    if max(parameter.numel() for trunk in trunks for parameter in trunk.parameters()) <= ONE_THREAD:
         set_threads(1)
 
 

@@ -14,7 +14,7 @@ from demix.errors import DemixError
 
 # The type of activations. Weights and optimizer state are fp32, except with fp64, which serves exact comparisons.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-LACKING_CURE = "set training.precision to fp16, evaluation.precision to fp32, or take other GPUs"
+LACKING_CURE = "set training.precision to fp16, evaluation.precision to fp32, or use other GPUs"
 
 # Options of glibc's mallopt (malloc.h).
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
@@ -77,7 +77,7 @@ def within_memory(name: str, cure: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         said = str(error).splitlines()[0]
-        # Torch has a class for the lack of a GPU's memory alone.
+        # Torch has a class only for the lack of a GPU's memory.
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said:
             wanted = re.search(r"allocate ([\d.]+ \w+)", said)
             more = f": {wanted[1]} more" if wanted else ""

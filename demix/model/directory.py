@@ -38,7 +38,7 @@ from demix.model.manifest import (
 # Training moves a weight by at most about the learning rate at each step, so no training reaches this.
 LARGEST_WEIGHT = 1e6
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# Snakemake knows a model by its manifest alone.
+# Snakemake knows a model only by its manifest.
 TRAIN_AGAIN = "train the model again: `snakemake -f` its model.json, or get the file again"
 OWN_TOKENIZER = "use the tokenizer that the model was trained with, or train the model again"
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ def save_shared(model: GPT, directory: Path) -> str:
 
 
 def save_expert(model: GPT, expert: str, directory: Path, lineage: dict[str, Any], name: str | None = None) -> None:
-    """Write expert `expert` of `model` as `experts/<name>.safetensors` below `directory`, with its lineage beside it.
+    """Write expert `expert` of `model` as `experts/<name>.safetensors` below `directory`, with its lineage next to it.
 
     The `lineage` has the sha256 of the shared weights that the expert belongs to (`shared_sha256`).
     """
@@ -182,7 +182,7 @@ def check_same_tokenizer(subject: Path, sha256: str | None, model: str, own: str
 
 
 def expert_files(directory: Path, name: str) -> tuple[Path, Path]:
-    """The paths of an expert's description and weights. Raises DemixError for a name that is no expert's name."""
+    """The paths of an expert's description and weights. Raises DemixError for an invalid name."""
     path = Path(directory) / "experts" / f"{name}.json"
     if not is_expert_name(name):
         raise DemixError(path, *NO_NAME)
@@ -322,7 +322,7 @@ def load_weights(path: Path, sha256: str, wanted: Tensors) -> Tensors:
 def load_verified(path: Path, sha256: str) -> Tensors:
     """The tensors of a safetensors file whose bytes have the given sha256. The file is read once.
 
-    Raises DemixError if the file is missing, has another sha256 or is no safetensors file.
+    Raises DemixError if the file is missing, has another sha256 or is not a safetensors file.
     """
     try:
         with opened(path) as stream:

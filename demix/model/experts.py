@@ -38,12 +38,12 @@ from demix.model.manifest import (
 )
 from demix.model.usual import usual_of, write_usual
 
-# `tokens` is a file beside the columns of a score table, `dense` the one expert of a dense model.
+# `tokens` is a file next to the columns of a score table, `dense` the one expert of a dense model.
 RESERVED = ("tokens", "dense")
 LOCK = ".lock"
-# What a model directory may hold beside its weights.
-BESIDE = ("tokenizer.json", "mixing.json", "usual.json", "README.md", "imported", clusters.NAME)
-# Copying an expert takes seconds.
+# What a model directory may hold in addition to its weights.
+OTHER_FILES = ("tokenizer.json", "mixing.json", "usual.json", "README.md", "imported", clusters.NAME)
+# Copying an expert needs seconds.
 LOCK_SECONDS = 60.0
 
 
@@ -67,7 +67,7 @@ class Expert:
 
 
 def read_experts(directory: Path) -> list[Expert]:
-    """All experts of a model directory, with every byte checked. Raises DemixError if the directory is no model."""
+    """All experts of a model directory, with every byte checked. Raises DemixError if the directory is not a model."""
     return [_read_expert(directory, name) for name in expert_names(directory)]
 
 
@@ -113,7 +113,7 @@ def find_faults(directory: Path) -> list[DemixError]:
         faults.append(_raised(lambda: refuse_other_tokenizer(directory, tokenizer, digest(read_json(tokenizer)))))
     if (clusterer := directory / clusters.NAME).exists():
         faults.append(_raised(lambda: Clusterer.open(clusterer)))
-    known = {directory / name for name in ("model.json", SHARED, "experts", LOCK, *BESIDE)}
+    known = {directory / name for name in ("model.json", SHARED, "experts", LOCK, *OTHER_FILES)}
     known |= {directory / "experts" / f"{name}{suffix}" for name in names for suffix in (".json", ".safetensors")}
     faults += [
         _stray(path) for path in sorted([*directory.glob("*"), *directory.glob("experts/*")]) if path not in known
@@ -125,8 +125,8 @@ def _stray(path: Path) -> DemixError:
     if path.name.endswith(".partial"):
         return DemixError(path, "was never finished", "delete it, unless a job is writing it now")
     if path.parent.name == "experts" and path.suffix == ".safetensors":
-        return DemixError(path, "has no description beside it", "add it again, or delete it")
-    return DemixError(path, "is no part of a model", "move it elsewhere")
+        return DemixError(path, "has no description next to it", "add it again, or delete it")
+    return DemixError(path, "is not part of a model", "move it elsewhere")
 
 
 def expert_fault(directory: Path, name: str) -> DemixError | None:
@@ -138,11 +138,11 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
     """Copy OTHER_MODEL/experts/NAME.safetensors to the model in `directory`; returns the name of the expert.
 
     Raises DemixError if the two models differ in more than their experts (shared weights, architecture, tokenizer), if
-    the file is damaged, and if the name is taken, reserved or invalid. The description is written last, so that an
+    the file is damaged, and if the name is in use, reserved or invalid. The description is written last, so that an
     interrupted copy leaves no expert. One process at a time changes the experts of a model.
     """
     if source.suffix != ".safetensors" or source.parent.name != "experts":
-        raise DemixError(source, "is no expert of a model", "give OTHER_MODEL/experts/NAME.safetensors")
+        raise DemixError(source, "is not an expert of a model", "give OTHER_MODEL/experts/NAME.safetensors")
     other, name = source.parent.parent, name or source.stem
     refuse_name(directory, name)
     refuse_merged(directory)
@@ -241,10 +241,10 @@ def load_without(directory: Path, name: str) -> GPT:
     routed = described.architecture.routed
     names = [one.expert for one in expert_lineage(directory, DENSE_EXPERT).choices] if routed else []
     if not routed or (len({*names}), 1) != (routed.experts, routed.every):
-        cause = "is no model that was merged of experts among which its tokens choose"
+        cause = "is not a model that was merged of experts among which its tokens choose"
         raise DemixError(directory, cause, "use one that `demix merge --routed` or a row of BTX made")
     if name not in names:
-        cause = f"is none among which tokens of {directory} choose"
+        cause = f"is not one that tokens of {directory} choose among"
         raise DemixError(f"expert {name}", cause, nearest(name, names, "give the name of one"))
     if len(names) - 1 < max(2, routed.top_k):
         cause = f"is one of {len(names)} experts, among which each token chooses {routed.top_k}"

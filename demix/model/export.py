@@ -28,7 +28,7 @@ from demix.model.format import Format
 from demix.model.formats import FORMATS
 from demix.model.gpt import GPT
 from demix.model.import_hf import KEPT, KEPT_IN
-from demix.model.manifest import MOST_BYTES, tempered_of
+from demix.model.manifest import MAX_BYTES, tempered_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -37,7 +37,7 @@ _USE = """
 ## In transformers
 
 `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` runs `modeling_demix.py` of this folder, which
-needs transformers alone. Its logits are the log of the probabilities that the {experts} experts give together, weighted
+needs only transformers. Its logits are the log of the probabilities that the {experts} experts give together, weighted
 at each token by the text so far: tempered({beta:g},{gamma:g}), with equal priors. A text begins with `{start}`. Each
 token passes through every expert.
 """
@@ -133,7 +133,7 @@ class _Export:
         self.directory, self.output, self.dtype = directory, output.resolve(), dtype
         refuse_used(self.output)
         self.form, self.encoder = format_of(directory), tokenizer_of(directory, tokenizer)[1]
-        # The files beside the weights of the checkpoint that the model was imported from.
+        # The files next to the weights of the checkpoint that the model was imported from.
         self.came = {name: path for name in KEPT if (path := directory / KEPT_IN / name).is_file()}
         for path in self.came.values():
             check_inside(path, directory)
@@ -159,8 +159,8 @@ class _Export:
         """The config.json of one expert of `model`."""
         ends = dict.fromkeys(("bos_token_id", "eos_token_id"), self.encoder.end_of_text + self.form.shift)
         if "config.json" in self.came:
-            told = read_unsealed(self.came["config.json"], MOST_BYTES)
-            ends = {key: told[key] for key in _IDS if key in told}
+            source_config = read_unsealed(self.came["config.json"], MAX_BYTES)
+            ends = {key: source_config[key] for key in _IDS if key in source_config}
         made = self.form.config(_with_plain_head(model.architecture), model.vocab_size)
         return made | ends | {"dtype": self.dtype}
 

@@ -14,7 +14,7 @@ MASK = "<mask>"
 
 
 class Filling(NamedTuple):
-    """A token that may stand in place of a mask, its probability in the mixture, and that under each expert [E]."""
+    """A token that may replace a mask, its probability in the mixture, and that under each expert [E]."""
 
     text: str
     probability: float

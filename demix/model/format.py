@@ -28,7 +28,7 @@ HARMLESS = re.compile(
     "|is_llama_config|label2id|output_attentions|output_hidden_states|prefix|pretraining_tp|problem_type"
     "|reorder_and_upcast_attn|return_dict|task_specific_params|tf_legacy_loss|tokenizer_class|torch_dtype|torchscript"
     "|transformers.js_config|transformers_version|use_bfloat16|use_cache"
-    # How texts are drawn: version 4 of transformers wrote it beside the model.
+    # How texts are drawn: version 4 of transformers wrote it next to the model.
     "|bad_words_ids|begin_suppress_tokens|diversity_penalty|do_sample|early_stopping|encoder_no_repeat_ngram_size"
     "|exponential_decay_length_penalty|length_penalty|max_length|min_length|no_repeat_ngram_size|num_beam_groups"
     "|num_beams|num_return_sequences|output_scores|remove_invalid_values|repetition_penalty|return_dict_in_generate"
@@ -57,7 +57,7 @@ OPTIONS = [name for name in USUAL if name not in ("attention", "alibi")]
 class Key:
     """A key of config.json that is the option `ours`: one of `Architecture` (`routed.…`: of `Routed`), or of `Others`.
 
-    Import takes `default` where the key is absent, and nothing where the value is null. `values` has ours by theirs
+    Import uses `default` where the key is absent, and nothing where the value is null. `values` has ours by theirs
     where the two differ. Export writes the key `always`, or if the option is not what it is by the sizes (`unusual`),
     or `never`. A key that is not `read` is only written. Several keys may be one option; they must then agree.
     """
@@ -95,7 +95,7 @@ class Rope(Settings):
     original_max_position_embeddings: Positive | None = None
 
     def options(self, theta: float | None, positions: int) -> dict[str, Any]:
-        """The options of rope; `theta` and `positions` are those beside it in config.json."""
+        """The options of rope; `theta` and `positions` are those with it in config.json."""
         options = {"rope_theta": self.rope_theta or theta or USUAL["rope_theta"]}
         kind = self.rope_type or self.type or "default"
         if kind == "default":
@@ -108,7 +108,7 @@ class Rope(Settings):
 
 
 class Others(Settings):
-    """What config.json says beside the architecture, and the largest number of positions.
+    """What config.json says in addition to the architecture, and the largest number of positions.
 
     Attention sees `window` positions, where they are not all.
     """
@@ -130,7 +130,7 @@ ROPES = {name: Key(name, written="never") for name in ("rope_scaling", "rope_par
 
 
 def rope_keys(architecture: Architecture, theta: str, **more: float) -> dict[str, Any]:
-    """The keys of rope in a config.json, with `more` parameters. Theta stands under the key `theta`, too."""
+    """The keys of rope in a config.json, with `more` parameters. Theta is under the key `theta`, too."""
     scaling: dict[str, Any] = {}
     if given := architecture.rope_scaling:
         scaling = {"rope_type": given.kind, "factor": given.factor}
@@ -138,7 +138,7 @@ def rope_keys(architecture: Architecture, theta: str, **more: float) -> dict[str
             scaling |= {"low_freq_factor": given.low, "high_freq_factor": given.high}
             scaling["original_max_position_embeddings"] = given.context
     parameters = {"rope_type": "default", **scaling, "rope_theta": architecture.rope_theta, **more}
-    # Software that knows the older keys alone would take a theta of 10,000, and no scaling, where they are absent.
+    # Software that knows only the older keys would use a theta of 10,000, and no scaling, where they are absent.
     return {"rope_parameters": parameters, theta: architecture.rope_theta, "rope_scaling": scaling or None}
 
 
@@ -222,7 +222,7 @@ class Format:
     `outside` and `block` are the modules outside and inside of the blocks, ours by theirs; the names of the latter
     begin with `blocks`. A module in a tuple is one of several that ours joins along the first axis (gate and up
     projection: `feedforward.up`). `changes` has for one of our modules what makes its tensors of those on disk, and
-    the inverse. Names of tensors may lack `prefix` on disk; tensors with an ending in `buffers` are no parameters.
+    the inverse. Names of tensors may lack `prefix` on disk; tensors with an ending in `buffers` are not parameters.
 
     With `heads_divide_width`, the heads divide the width even where they have a width of their own. A family that is
     `export_only` can be exported and not imported. Ids of tokens are higher by `shift` than ours.
@@ -257,18 +257,18 @@ class Format:
         return {*(name for name, key in self.keys.items() if key.read), *self.must, *self.ignored}
 
     def read(self, config: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], Others]:
-        """The fields of `Architecture` but `context` by the keys of the config.json at `path`, and what is beside them.
+        """The fields of `Architecture` but `context` by the keys of the config.json at `path`, and the other keys.
 
         Raises DemixError that names the key with a value that the family or demix does not have.
         """
         for name, value in self.must.items():
             found = config.get(name, value)
             if not _is_as_it_must(found, value):
-                cause = f"is {found!r:.80}, and demix computes {self.title} with {value!r} alone"
+                cause = f"is {found!r:.80}, and demix computes {self.title} only with {value!r}"
                 raise DemixError(f"{path}: {name}", cause, "import another model")
         options = self._given(config, path)
-        beside = {name: options.pop(name) for name in names_of(Others) if name in options}
-        others = self.checked(Others, beside, path)
+        rest = {name: options.pop(name) for name in names_of(Others) if name in options}
+        others = self.checked(Others, rest, path)
         options |= {name: value for name, value in self.fixed.items() if value is not ANY}
         if self.fixed.get("position") == "rope":
             share = others.rope.partial_rotary_factor
@@ -351,7 +351,7 @@ class Format:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": end_of_text,
             "eos_token": end_of_text,
-            # Training takes the literal text of this token in a document for ordinary text.
+            # Training treats the literal text of this token in a document as ordinary text.
             "split_special_tokens": True,
         }
 

@@ -97,10 +97,10 @@ class GPT(LanguageModel):
         A masked model reads zeros or `mask_embedding` in place of the embedding of MASKED. Each of its states predicts
         the token at its own place, and each state of a causal model predicts the next token.
 
-        `domains` [E, B] are the domain tokens before the sequences. Only domain-token models take them, and no state is
+        `domains` [E, B] are the domain tokens before the sequences. Only domain-token models have them, and no state is
         returned for their position. `dtype` is the type to compute in (by default the type of the parameters). `past`
         holds one entry per layer, from `no_past`: `inputs` follow the positions that it holds and are added to it, and
-        no domain token stands before them then. It needs gradients to be off. A training pass gives the list
+        no domain token precedes them then. It needs gradients to be off. A training pass gives the list
         `auxiliary`, to which layers that train a router append their losses, and in which experts that tokens choose
         have a capacity; and it may give a `dropout`.
         """
@@ -130,7 +130,7 @@ class GPT(LanguageModel):
         return embedded
 
     def _check_inputs(self, inputs: Tensor, positions: int, past: list[KeyValues] | None) -> None:
-        """Raise DemixError for `inputs` that are no ids, and for more `positions` than the table or `past` has.
+        """Raise DemixError for `inputs` that are not ids, and for more `positions` than the table or `past` has.
 
         Ids of training come from shards, and a GPU would have to be waited for to look at them.
         """
@@ -164,7 +164,7 @@ class GPT(LanguageModel):
         return {name: p for name, p in self.named_parameters() if not self.owned(name)}
 
     def only(self, expert: str) -> "GPT":
-        """This model with the named one of its stacked experts alone, in the same memory."""
+        """This model with only the named one of its stacked experts, in the same memory."""
         with torch.device("meta"):
             single = GPT(self.architecture, self.vocab_size, (expert,))
         number = self.experts.index(expert)

@@ -17,9 +17,9 @@ from demix.model.transformer import Linear, Transformer, norm_of
 
 # How many rows of logits over the vocabulary exist at once. Few rows are fastest on a CPU; a GPU needs more.
 ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
-# A GPU multiplies matrices fast whose sides are multiples of so many numbers. GPT-2's vocabulary, 50,257, is none.
+# A GPU multiplies matrices fast whose sides are multiples of so many numbers. GPT-2's vocabulary, 50,257, is not.
 ALIGNED = 64
-# Of how many logits in these rows a CPU takes the softmax at once: as many as fit into its cache.
+# Of how many logits in these rows a CPU computes the softmax at once: as many as fit into its cache.
 NORMALISED_AT_ONCE = 1 << 20
 
 
@@ -160,7 +160,7 @@ def _log_probabilities(
     if not on_cpu:
         cast = F.pad(cast, (0, 0, 0, -len(cast) % ALIGNED))
         if not any(needed):
-            # The softmax has a buffer of its own, in fp32 like the logits here: half the rows take no more memory.
+            # The softmax has a buffer of its own, in fp32 like the logits here: half the rows need no more memory.
             rows //= 2
     # All chunks share these buffers, because allocating a buffer costs as much as filling it.
     product = states.new_empty((min(rows, len(states)), len(cast)), dtype=exact if wide else states.dtype)

@@ -28,22 +28,22 @@ from demix.model.directory import check_values, save_files
 from demix.model.format import BY_SIZES, HARMLESS, NEUTRAL, Format, Others, follows
 from demix.model.formats import FORMATS
 from demix.model.gpt import GPT
-from demix.model.manifest import MOST_BYTES
+from demix.model.manifest import MAX_BYTES
 from demix.model.verified import Verified, refuse_without_transformers, verify_import
 from demix.settings import OpenSettings, Text, settings_from
 
-# Without learned positions a model takes blocks of any length, and a cache of all positions would not fit into memory.
+# Without learned positions a model reads blocks of any length, and a cache of all positions would not fit into memory.
 USUAL_CONTEXT = 2048
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
-# What an export gives back as it came: the files beside the weights that say how the model is used.
+# What an export gives back as it came: the files next to the weights that say how the model is used.
 KEPT = (
     "added_tokens.json", "chat_template.jinja", "config.json", "generation_config.json", "merges.txt",
     "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
 )  # fmt: skip
 # The folder of these files in the model directory.
 KEPT_IN = "imported"
-_MOST_KEPT_BYTES = 64 << 20
+_MAX_KEPT_BYTES = 64 << 20
 FileName = Annotated[Text, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,199}\.safetensors$")]
 # Where a tensor lies: the file, and the open file.
 Places = Mapping[str, tuple[Path, Any]]
@@ -100,7 +100,7 @@ def import_hf(
 def import_hub(address: str, output: Path, context: int | None = None, verify: bool = False) -> Verified | None:
     """Write the model `hub:owner/name@commit` to `output`, as `import_hf` does that of a folder.
 
-    Only config.json, the tokenizer's files and safetensors are fetched. They wait in a folder beside `output`, from
+    Only config.json, the tokenizer's files and safetensors are fetched. They wait in a folder next to `output`, from
     which a later call goes on, until the model is written. Raises DemixError for what names no commit, for files that
     are absent, damaged or out of reach, and as `import_hf` does.
     """
@@ -131,7 +131,7 @@ def import_hub(address: str, output: Path, context: int | None = None, verify: b
 
 def read_config(path: Path) -> tuple[Format, dict[str, Any], Others]:
     """The format that a config.json names, and what the file says (`Format.read`). Each of its keys must be known."""
-    content = read_unsealed(path, MOST_BYTES)
+    content = read_unsealed(path, MAX_BYTES)
     name = content.get("model_type", "missing")
     form = FORMATS.get(name) if isinstance(name, str) else None
     if form is None or form.export_only:
@@ -184,12 +184,12 @@ def _weight_files(folder: Path) -> tuple[list[Path], str]:
 
 def weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor, by model.safetensors.index.json at `index`."""
-    return settings_from(Index, read_unsealed(index, MOST_BYTES), f"{index}: ").weight_map
+    return settings_from(Index, read_unsealed(index, MAX_BYTES), f"{index}: ").weight_map
 
 
 @contextmanager
 def _opened(weights: Sequence[Path]) -> Iterator[Places]:
-    """Where each tensor of a checkpoint lies, while the files are open. A name may stand in only one of them."""
+    """Where each tensor of a checkpoint lies, while the files are open. A name may be in only one of them."""
     places: dict[str, tuple[Path, Any]] = {}
     with ExitStack() as stack:
         for path in weights:
@@ -272,9 +272,9 @@ def _keep_files(folder: Path, output: Path) -> None:
         if not (folder / name).is_file():
             continue
         with opened(folder / name) as stream:
-            content = stream.read(_MOST_KEPT_BYTES + 1).removeprefix(codecs.BOM_UTF8)
-        if len(content) > _MOST_KEPT_BYTES:
-            raise DemixError(folder / name, f"has more than {_MOST_KEPT_BYTES:,} bytes", "get it again")
+            content = stream.read(_MAX_KEPT_BYTES + 1).removeprefix(codecs.BOM_UTF8)
+        if len(content) > _MAX_KEPT_BYTES:
+            raise DemixError(folder / name, f"has more than {_MAX_KEPT_BYTES:,} bytes", "get it again")
         output.mkdir(exist_ok=True)
         (output / name).write_bytes(content)
 

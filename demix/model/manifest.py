@@ -22,9 +22,9 @@ from demix.settings import Integer, Items, Number, OpenSettings, Settings, Text,
 T = TypeVar("T", bound=Settings)
 
 # A description has a few lines for each domain.
-MOST_BYTES = 4 << 20
+MAX_BYTES = 4 << 20
 
-NO_NAME = ("is no usable name of an expert", "use lower-case letters, digits and _, at most 200")
+NO_NAME = ("is not a usable name of an expert", "use lower-case letters, digits and _, at most 200")
 
 
 def _expert_name(name: str) -> str:
@@ -228,7 +228,7 @@ def read_description(path: Path, *needed: str) -> ModelManifest:
         cure = nearest(path.parent, sorted(model.parent for model in models), "train the model first")
         if (path.parent / "config.json").exists() and (path.parent / "model.safetensors").exists():
             cure = f"of a folder of Hugging Face make one: demix import {path.parent} --output FOLDER"
-        raise DemixError(path, "is missing, so its folder is none of a model", cure)
+        raise DemixError(path, "is missing, so its folder is not a model", cure)
     return _stated(path, ModelManifest, "a model", "train the model again, or get it again", needed)
 
 
@@ -249,7 +249,7 @@ def tokens_learned(description: Mapping[str, Any]) -> int | None:
     None if they are not known: of an imported model, and of what was made of one.
     """
     tokens, parent = description.get("tokens"), description.get("parent")
-    # An adapted model counts the tokens of its adaptation alone.
+    # An adapted model counts only the tokens of its adaptation.
     if tokens is None or isinstance(parent, str):
         return None
     before = parent.get("tokens") if parent and not parent["step"] else 0
@@ -262,7 +262,7 @@ def read_seed_manifest(path: Path) -> SeedManifest:
 
 
 def _stated(path: Path, form: type[T], what: str, cure: str, needed: tuple[str, ...] = ()) -> T:
-    content = read_json(path, MOST_BYTES)
+    content = read_json(path, MAX_BYTES)
     try:
         stated = settings_from(form, content, "")
         for key in needed:

@@ -111,7 +111,7 @@ def join_metrics(metrics: Sequence[Path], output: Path) -> None:
     """Write the metrics of several trainings with the same steps as those of one, in `output`.
 
     Tokens are the sum over the trainings, those of a seed phase once. A loss is the mean over the trainings, and the
-    tokens per second are those of one process that takes the trainings in turn. Norms of gradients stay with their
+    tokens per second are those of one process that does the trainings in turn. Norms of gradients stay with their
     trainings. Raises DemixError if the steps differ.
     """
     parts = [read_json_lines(path) for path in metrics]
@@ -156,7 +156,7 @@ def learned_of(experts: Collection[ExpertManifest]) -> dict[str, Any]:
 
 
 def learned_by(learned: Mapping[str, Any]) -> dict[str, Any]:
-    """What `learned_of` says of whole models, as the description of a model that was made of these alone."""
+    """What `learned_of` says of whole models, as the description of a model that was made of only these."""
     seeded, own = sum(learned["seeds"].values()), {key: learned[key] for key in ("steps", "tokens", "data_sha256")}
     return own | {"tokens_seed": seeded, "tokens_branch": own["tokens"] - seeded}
 
@@ -177,7 +177,7 @@ def parse_weights(text: str, option: str = "--weights") -> dict[str, float]:
             weights[name] = float(number)
         except ValueError:
             cure = "give each expert once, as in parliament=0.5,novels=0.5"
-            raise DemixError(f"{option} {text}", f"{part.strip()!r} is no weight", cure) from None
+            raise DemixError(f"{option} {text}", f"{part.strip()!r} is not a weight", cure) from None
     return weights
 
 

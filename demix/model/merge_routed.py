@@ -62,7 +62,7 @@ def merge_routed(directory: Path, shards: Mapping[str, Path], output: Path, card
     the experts as they are, and all other weights those of `joint`. Its router tells the domain of a token from the
     layer's normed input by ridge regression (`solved`), over the first `BLOCKS` blocks of each domain, which pass
     through the domain's own expert. Penalty and factor are those with the least mean loss of the merged model on
-    `TO_CHOOSE` blocks behind them. The tokenizer is copied. README.md holds `card`. Experts that learned beside an
+    `TO_CHOOSE` blocks behind them. The tokenizer is copied. README.md holds `card`. Experts that learned next to an
     anchor are merged with it, and no text is read (`_anchored`).
 
     Raises DemixError unless the experts are several ones, and for tokens that are missing, empty or of another
@@ -142,7 +142,7 @@ def _anchored(directory: Path, experts: Iterable[str]) -> tuple[GPT, dict[str, A
 
 
 def learned_anchored(directory: Path) -> bool:
-    """Whether the experts in `directory` are whole models, each with an anchor beside its own feedforwards."""
+    """Whether the experts in `directory` are whole models, each with an anchor next to its own feedforwards."""
     return whole_models(directory) and bool(describe(directory).architecture.routed)
 
 

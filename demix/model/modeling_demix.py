@@ -1,6 +1,6 @@
 """A mixture of experts of demix as a model of transformers 5: logits are log-probabilities of the mixture.
 
-`demix export --mixture` writes this file beside the weights. It needs transformers alone.
+`demix export --mixture` writes this file next to the weights. It needs only transformers.
 
 Names of tensor axes: E experts, B sequences, T positions, P positions in the cache, D width, V vocabulary.
 """
@@ -86,7 +86,7 @@ class DemixForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return dict(self._tied_weights_keys)
 
     def _adjust_bias(self, *_: Any) -> None:
-        """What is tied are no heads whose bias would have to fit. transformers would cut the biases of GPT-2."""
+        """Tied heads have no bias that would have to fit. transformers would cut the biases of GPT-2."""
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -134,7 +134,7 @@ class DemixForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """What is added to attention [B, 1, T, P + T]: a token sees the earlier ones of its block and itself."""
         index = torch.arange(real.shape[1], device=real.device)
         seen = real[:, None] & (block[:, None] == block[:, -T:, None]) & (index <= index[-T:, None])
-        # Padding sees itself, since a softmax over nothing is no number.
+        # Padding sees itself, since a softmax over nothing is not a number.
         seen = seen | (index == index[-T:, None])
         bias = torch.zeros(seen.shape, dtype=self.dtype, device=real.device)
         return bias.masked_fill(~seen, torch.finfo(self.dtype).min)[:, None]

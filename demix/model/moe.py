@@ -44,7 +44,7 @@ def feedforward(architecture: Architecture, layer: int, experts: int) -> "Expert
 class Experts(nn.Module):
     """Feedforwards whose weights are stacked: `up` [E, F, D] and `down` [E, D, F], with biases [E, F] and [E, D].
 
-    A gated feedforward has an `up` of [E, 2F, D], the rows of the units that the activation takes first.
+    A gated feedforward has an `up` of [E, 2F, D], the rows of the units that go through the activation first.
     """
 
     up: nn.Parameter
@@ -110,7 +110,7 @@ class DEMixLayer(Experts):
     def _without_gradients(self, x: Tensor) -> Tensor:
         """Map `x` [E or 1, N, D] to [E, N, D], some rows of one expert at a time, whose inner states stay in the cache.
 
-        To allocate the inner states of all experts takes as long as to fill them.
+        To allocate the inner states of all experts needs as long as to fill them.
         """
         E, (_, N, D) = len(self.up), x.shape
         output, rows = x.new_empty(E, N, D), ROWS_AT_ONCE if x.device.type == "cpu" else max(1, N)
@@ -140,7 +140,7 @@ class MoELayer(Experts):
         self.router = nn.Parameter(torch.empty(1, routed.experts, architecture.width))
 
     def forward(self, x: Tensor, auxiliary: list[RouterLoss] | None = None) -> Tensor:
-        """Map `x` [1, B, T, D] to [1, B, T, D]; 0 for a token of which no expert takes a choice.
+        """Map `x` [1, B, T, D] to [1, B, T, D]; 0 for a token that no expert processes.
 
         With `auxiliary` this is a training pass: experts have a capacity, and the loss of balance is added to the list.
         Without it no expert has one. A capacity would let later tokens change whether an earlier one's second choice
@@ -180,8 +180,8 @@ class MoELayer(Experts):
         order = rows.argsort(stable=True)
         place = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
         ends = F.one_hot(rows, experts + 1)[:, :experts].sum(0).cumsum(0)
-        taken: Callable[[Tensor, Tensor, Tensor, int], Tensor] = _Rows.apply
-        out = taken(self.by_rows(taken(x, order, place, k), ends), place, order, 1)
+        gathered: Callable[[Tensor, Tensor, Tensor, int], Tensor] = _Rows.apply
+        out = gathered(self.by_rows(gathered(x, order, place, k), ends), place, order, 1)
         return (out.view(-1, k, x.shape[-1]) * gates[..., None].to(x.dtype)).sum(1)
 
 
@@ -213,9 +213,9 @@ class _Rows(torch.autograd.Function):
 def _operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make the decorated function of tensors, which changes none of its inputs, the operator `demix::<name>`.
 
-    The compiler takes it as a whole: it can follow no loop over segments whose lengths it cannot know, and it copies a
+    The compiler treats it as a whole: it can follow no loop over segments whose lengths it cannot know, and it copies a
     tensor whenever a part of it is written. `fake` returns empty tensors of the shapes and types that the function
-    returns. `torch.library.custom_op` does the same, but it imports torch's compiler at the first call, which takes
+    returns. `torch.library.custom_op` does the same, but it imports torch's compiler at the first call, which needs
     over a second of the start of each training.
     """
 
@@ -239,7 +239,7 @@ def _expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor 
     """The rows of `x` [N, in] by their experts' `weight` [E, out, in] and `bias` [E, out] or none: [N, out].
 
     Rows of expert e end at ends[e], those of E experts with as many rows each where `ends` is None. Behind those of the
-    last expert stand dropped rows, whose output is 0. The code loops over experts, because torch.bmm is slower on a CPU
+    last expert are dropped rows, whose output is 0. The code loops over experts, because torch.bmm is slower on a CPU
     from 128 rows an expert. Each expert's output and gradients are written to their place in one tensor, and its weight
     is cast when it is used, so that no cast copy of all weights exists.
     """
@@ -320,7 +320,7 @@ def _bounds(ends: Tensor | None, x: Tensor, weight: Tensor) -> list[int]:
 def _in_one_product(x: Tensor, weight: Tensor) -> bool:
     """Whether `F.grouped_mm` multiplies all segments at once: on a GPU, of bf16 in rows of whole 16 bytes.
 
-    On a CPU it takes 5 to 35% longer than one product for each segment (fp32 and bf16, widths 128 to 768, 1,024 to
+    On a CPU it needs 5 to 35% longer than one product for each segment (fp32 and bf16, widths 128 to 768, 1,024 to
     4,096 rows, 8 experts).
     """
     whole = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
@@ -339,7 +339,7 @@ def router_scores(x: Tensor, router: Tensor) -> Tensor:
 
 
 def within_capacity(chosen: Tensor, experts: int, places: int) -> Tensor:
-    """Which choices an expert takes that has `places` for the tokens of a sequence: bool like `chosen` [B, T, k].
+    """Which choices an expert processes that has `places` for the tokens of a sequence: bool like `chosen` [B, T, k].
 
     The first choices of all tokens come before all second ones, and earlier positions before later ones (GShard,
     Algorithm 1).
@@ -363,15 +363,19 @@ def balance_losses(scores: Tensor, first: Tensor) -> Tensor:
 def router_metrics(counts: list[float]) -> dict[str, float]:
     """The metrics of routers from the sum of the `counts` of all routed layers and sequences of a step.
 
-    `router_dropped` is the share of choices that no expert took, `router_entropy` the mean entropy of a token's scores
-    in nats, `router_balance` the mean loss of balance before its weight, `router_load/<e>` the share of choices, taken
-    or dropped, that fell on expert e.
+    `router_dropped` is the share of choices that no expert processed, `router_entropy` the mean entropy of a token's
+    scores in nats, `router_balance` the mean loss of balance before its weight, `router_load/<e>` the share of choices,
+    processed or dropped, that fell on expert e.
     """
     tokens, entropy, balance, dropped, *loads = counts
     chosen = sum(loads)
     named = {f"router_load/{expert}": load / chosen for expert, load in enumerate(loads)}
-    told = {"router_dropped": dropped / chosen, "router_entropy": entropy / tokens, "router_balance": balance / tokens}
-    return told | named
+    metrics = {
+        "router_dropped": dropped / chosen,
+        "router_entropy": entropy / tokens,
+        "router_balance": balance / tokens,
+    }
+    return metrics | named
 
 
 def _router_loss(scores: Tensor, chosen: Tensor, kept: Tensor, weight: float) -> RouterLoss:

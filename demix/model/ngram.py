@@ -10,7 +10,7 @@ D(0) = 0, D(1) = D1, D(2) = D2, and D(c) = D3 for more. With n_k the number of n
     D1 = 1 − 2·Y·n2/n1,    D2 = 2 − 3·Y·n3/n2,    D3 = 3 − 4·Y·n4/n3.
 
 Of the highest order c counts occurrences; below, c(g) is the number of different tokens before g. Each order has
-discounts of its own. Below the order 1 stands the uniform distribution over the vocabulary. A context that never came
+discounts of its own. Below order 1 is the uniform distribution over the vocabulary. A context that never came
 before another token leaves all to h'.
 """
 
@@ -21,7 +21,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-# What `lmplz --discount_fallback` of KenLM takes where counts of counts give no discounts.
+# What `lmplz --discount_fallback` of KenLM uses where counts of counts give no discounts.
 FALLBACK = (0.5, 1.0, 1.5)
 
 
@@ -107,7 +107,7 @@ class KneserNey:
 def discounts_of(counts: np.ndarray) -> tuple[float, ...]:
     """D1, D2 and D3 of the `counts` of the n-grams of one order.
 
-    Where n1, n2 or n3 is 0, as in little text, or where a discount is not above 0 or is more than it is taken from,
+    Where n1, n2 or n3 is 0, as in little text, or where a discount is not above 0 or is more than the count,
     they are those of `FALLBACK`.
     """
     of_one, *more = (int(np.count_nonzero(counts == number)) for number in (1, 2, 3, 4))

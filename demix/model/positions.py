@@ -127,7 +127,8 @@ POSITIONS = {"learned": Learned, "sinusoidal": Sinusoidal, "alibi": Alibi, "rope
 def alibi_slopes(heads: int) -> list[float]:
     """The slope m_h of each of n `heads`: 2^(-8h/n), h = 1 ... n (Press et al. 2022, "Train Short, Test Long").
 
-    Where n is no power of two they are those of the power of two below it, then every other slope of twice that power.
+    Where n is not a power of two they are those of the power of two below it, then every other slope of twice that
+    power.
     """
     power = 1 << heads.bit_length() - 1
     own, between = ([2 ** (-8 * h / number) for h in range(1, number + 1)] for number in (power, 2 * power))

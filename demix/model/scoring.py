@@ -15,8 +15,8 @@ from demix.model.heads import ROWS_AT_ONCE
 # Tokens x experts in one forward pass: enough to keep a core busy, little enough to stay in its cache.
 EXPERT_TOKENS_AT_ONCE = 8192
 # The most on a GPU. More keeps no GPU busier, and with a bound, GPUs with memory to spare compute the same last bits.
-MOST_ON_GPU = 1 << 17
-# The part of a GPU's free memory that a pass may take: torch rounds sizes up, and other processes come and go.
+MAX_ON_GPU = 1 << 17
+# The part of a GPU's free memory that a pass may use: torch rounds sizes up, and other processes come and go.
 SHARE_OF_FREE = 0.5
 # Numbers of the width of the model for each token and expert in a block: the states before and after it, their norm,
 # and the output of the feedforward.
@@ -31,7 +31,7 @@ def columns_of(trunks: Sequence[GPT]) -> tuple[str, ...]:
 def expert_tokens_at_once(model: GPT, dtype: torch.dtype | None = None, free: int | None = None) -> int:
     """Tokens x experts in one forward pass of `model` with activations of `dtype`: a power of two.
 
-    On a CPU what stays in its cache. On a GPU what fits into `free` bytes, by default those that are free now, beside
+    On a CPU what stays in its cache. On a GPU what fits into `free` bytes, by default those that are free now, next to
     the logits. Powers of two are the same where the free memory differs a little.
     """
     device = model.token_embedding.device
@@ -51,7 +51,7 @@ def expert_tokens_at_once(model: GPT, dtype: torch.dtype | None = None, free: in
     # Embeddings have the type of the parameters.
     each = numbers * computed.itemsize + sizes.width * model.token_embedding.dtype.itemsize
     room = SHARE_OF_FREE * (free_memory(device) if free is None else free) - logits
-    return min(MOST_ON_GPU, 1 << max(0, int(room // each).bit_length() - 1)) if room >= each else 1
+    return min(MAX_ON_GPU, 1 << max(0, int(room // each).bit_length() - 1)) if room >= each else 1
 
 
 def trunk_log_probabilities(
@@ -129,7 +129,7 @@ def log_probabilities(
 def folds_of(tokens: int, number: int, folds: int = FOLDS) -> np.ndarray:
     """The fold of each token of a block with this `number` in its split: [tokens] int, of sizes that differ by 1.
 
-    A random permutation, which depends on the number alone, so that all models fill in the same tokens together.
+    A random permutation, which depends only on the number, so that all models fill in the same tokens together.
     """
     order = np.random.Generator(np.random.PCG64(seed_for(0, "folds", number))).permutation(tokens)
     found = np.empty(tokens, np.int64)

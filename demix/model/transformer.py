@@ -145,7 +145,7 @@ class Attention(nn.Module):
         if cos_sin is not None:
             q, k = rotated(q, cos_sin), rotated(k, cos_sin)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [E*B, H or K, T, U]
-        # Without a bias, a new position that stands alone attends to all before it.
+        # Without a bias, a single new position attends to all before it.
         causal = self.causal and bias is None and not (past and past.seen)
         if past:
             k, v = past.extended(k, v)
@@ -195,7 +195,8 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Drops the share `rate` of the units that attention and feedforward of each block add, at each position anew.
+    """Drops the share `rate` of the units that attention and feedforward of each block add, independently at each
+    position.
 
     These are the places of OPT's dropout (`OPTDecoderLayer` of transformers): after the last map of attention, and
     after that of the feedforward. The weights of positions and the embeddings stay whole. `seeds`, E lists of B

@@ -15,7 +15,7 @@ from demix.model.gpt import GPT
 
 # Of the largest logit. In fp32 the families differ by less than 1e-6 for three layers, and rounding grows with depth;
 # another epsilon, theta or name of a tensor moves logits by 1e-2 and more.
-MOST_DIFFERENCE = 1e-3
+MAX_DIFFERENCE = 1e-3
 TEXT = """It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of
 a wife. However little known the feelings or views of such a man may be on his first entering a neighbourhood, this
 truth is so well fixed in the minds of the surrounding families, that he is considered as the rightful property of some
@@ -42,7 +42,7 @@ def verify_import(folder: Path, configs: Path, model: GPT, encoder: Tokenizer) -
 
     `configs` is a folder with the checkpoint's config.json in plain UTF-8. Raises DemixError if a text gets other ids
     than the library tokenizers gives it, if transformers does not load the checkpoint, and if logits differ by more
-    than MOST_DIFFERENCE of the largest.
+    than MAX_DIFFERENCE of the largest.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -67,7 +67,7 @@ def verify_import(folder: Path, configs: Path, model: GPT, encoder: Tokenizer) -
         wanted = theirs(ids, use_cache=False).logits[0]
         found = model.logits(model(ids[None]))[0, 0]
     verified = Verified(float((found - wanted).abs().max()), float(wanted.abs().max()), ids.shape[1])
-    if not verified.difference <= MOST_DIFFERENCE * verified.largest:
+    if not verified.difference <= MAX_DIFFERENCE * verified.largest:
         cause = f"has logits that differ by up to {verified.difference:.2g} from those of transformers"
         cause += f", which reach {verified.largest:.2g}"
         raise DemixError(folder, cause, "report it, with its config.json")

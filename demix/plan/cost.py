@@ -200,7 +200,7 @@ def _fullest(shared: list[int], expert: list[int], ranks: int, replicas: int) ->
 
 @dataclass(frozen=True)
 class ScoringCosts:
-    """What scoring takes under the models of a completed config: hours of one rank, and bytes of score tables."""
+    """The cost of scoring under the models of a completed config: hours of one rank, and bytes of score tables."""
 
     run: Run
     device: Hardware

@@ -11,7 +11,7 @@ from demix.run.run import Run
 WORD_BYTES = 6.4
 TEXT_BYTES = 2.6
 TOKENS_PER_WORD = 1.5
-# A local file of one of these endings is plain text; in another one, text takes so many times its bytes.
+# A local file of one of these endings is plain text; in another one, text has so many times its bytes.
 PLAIN = (".txt", ".json", ".jsonl", ".csv", ".tar")
 PACKED = 2.5
 

@@ -69,7 +69,7 @@ def activation_bytes(
     A layer of GPT-3 keeps 16 values per token and unit of width: 4 inputs of norms and of maps, queries, keys, values
     and what they mix, and 8 inside the feedforward. Korthikanti et al. 2022 ("Reducing Activation Recomputation in
     Large Transformer Models", section 4.1) count 34 bytes in 16 bits; here the scores are absent, since attention is
-    fused, and the two masks of one byte each are there with `dropout` alone. With activation `checkpointing` only the
+    fused, and the two masks of one byte each are there only with `dropout`. With activation `checkpointing` only the
     inputs of all layers are kept, and the values of one layer at a time. One chunk of logits exists at a time, in fp32
     and in the type of the values. A routed layer keeps for each expert beyond a token's first its input and the inside
     of one feedforward more. A gated feedforward keeps 4 values for each inner unit: two of its maps, the activation's

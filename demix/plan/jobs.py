@@ -1,4 +1,4 @@
-"""The jobs of a run, before anything is submitted, and what all of them take together."""
+"""The jobs of a run, before anything is submitted, and the cost of all of them."""
 
 import os
 from collections import Counter
@@ -22,11 +22,11 @@ from demix.run.systems import classified
 # Seconds of a core in which a job starts: 0.6 without torch and 2.2 with it (benchmarks/starts.py at 37803530), and 1.0
 # of snakemake's (8% of those of the demo, for 110 jobs).
 START, START_WITH_TORCH = 1.6, 3.2
-# Seconds of a core that an update takes besides its FLOPs: more than in a run of three small files or in the demo, less
-# than the 0.08 of config/families.yaml.
+# Seconds of a core that an update needs in addition to its FLOPs: more than in a run of three small files or in the
+# demo, less than the 0.08 of config/families.yaml.
 UPDATE = 0.01
 # Seconds in which nothing else runs: of snakemake's start, the report (10) and tracking (6). Bytes of the last two.
-ALONE, REPORT_BYTES = 21.0, 10_000_000
+OVERHEAD_SECONDS, REPORT_BYTES = 21.0, 10_000_000
 # Bytes a second of one of two shared cores (AMD EPYC with AVX-512 bf16), as CPU time, ±30%: text of documents of 200
 # bytes that is anonymized (6 MB), split (12) and tokenized (30; benchmarks/corpus.py --cut 200 at 37803530), and score
 # tables that are evaluated (benchmarks/mix.py --tokens 150000).
@@ -104,7 +104,7 @@ def disk_bytes(run: Run, plans: list[TrainingPlan]) -> int:
 
 
 def in_one_line(run: Run, hardware: str, ranks: int | None = None) -> str:
-    """What a completed config takes in all: hours of GPUs or cores, disk, and days on what its largest job has.
+    """The cost of a completed config in all: hours of GPUs or cores, disk, and days on what its largest job has.
 
     The disk is the most that is there at once: with the checkpoints of all trainings.
     """
@@ -116,11 +116,11 @@ def in_one_line(run: Run, hardware: str, ranks: int | None = None) -> str:
     nodes = 0 if runs_here(run) else run.config.cluster.of(largest.stage).nodes(largest.ranks)
     each = device.units * largest.ranks // (nodes or 1)
     days = spent / largest.ranks / 24
-    takes = f"{decimal(device.units * spent)} {device.unit}-hours ({hardware}) of training and scoring"
+    costs = f"{decimal(device.units * spent)} {device.unit}-hours ({hardware}) of training and scoring"
     lasts = f"{decimal(days)} days" if days >= 1 else f"{decimal(24 * days)} hours"
     where = f"{nodes} node{'s' * (nodes > 1)} with " if nodes else ""
     size = f"at most {disk / 1e9:,.1f} GB of disk{_unknown(run)}"
-    return f"{run.name} needs {takes}, {size}, {lasts} on {where}{each} {device.unit}{'s' * (each > 1)}"
+    return f"{run.name} needs {costs}, {size}, {lasts} on {where}{each} {device.unit}{'s' * (each > 1)}"
 
 
 def _unknown(run: Run) -> str:
@@ -129,9 +129,9 @@ def _unknown(run: Run) -> str:
 
 
 def seconds_here(run: Run, cores: int, ranks: int | None = None) -> float:
-    """Seconds that a run of a completed config takes on `cores` cores. Text of unknown size is left out.
+    """Seconds that a run of a completed config needs on `cores` cores. Text of unknown size is left out.
 
-    The jobs take as long as they do side by side, and at least as long as the longest training.
+    The jobs need as long as they do side by side, and at least as long as the longest training.
     """
     device = HARDWARE["cpu"]
     plans = plan_training(run, ranks, device)
@@ -141,12 +141,12 @@ def seconds_here(run: Run, cores: int, ranks: int | None = None) -> float:
     starts = sum(jobs * (START_WITH_TORCH if rule in rules else START) for rule, jobs in count_jobs(run).items())
     text = sum(WORD_BYTES * (domain.read or 0) for domain in plan_domains(run))
     work = sum(trainings) + 3600 * device.units * hours + starts + text / TEXT_RATE + tables / TABLES_RATE
-    longest = max(took / min(cores, plan.ranks * device.units) for took, plan in zip(trainings, plans, strict=True))
-    return ALONE + max(work / cores, longest)
+    longest = max(hours / min(cores, plan.ranks * device.units) for hours, plan in zip(trainings, plans, strict=True))
+    return OVERHEAD_SECONDS + max(work / cores, longest)
 
 
 def here_line(run: Run, ranks: int | None = None) -> str:
-    """The time and the disk that a completed config takes on the cores of this machine, in one line."""
+    """The time and the disk that a completed config needs on the cores of this machine, in one line."""
     cores, plans = len(os.sched_getaffinity(0)), plan_training(run, ranks, HARDWARE["cpu"])
     # A training removes its checkpoints when it ends, and a run on few cores trains few models at a time.
     saved = max(KEPT_CHECKPOINTS * plan.checkpoint for plan in plans)
@@ -160,7 +160,7 @@ def here_line(run: Run, ranks: int | None = None) -> str:
 
 def write_sbatch_files(run: Run, ranks: int | None = None) -> list[Path]:
     """Write the sbatch script of each training below results/<run>/sbatch/, without submitting any."""
-    # submitit takes half a second to import, which other plans need not wait for.
+    # submitit needs half a second to import, which other plans need not wait for.
     from demix.launch.sbatch import sbatch_text
 
     known = {named(part): part.place for one in run.trained for part in one.trainings}

@@ -30,7 +30,7 @@ def training_tables(run: Run, ranks: int | None, hardware: str) -> tuple[Table, 
         f"begins with it, and once in the total; {ALIKE}",
         show_footer=True,
     )
-    takes = Table(
+    costs = Table(
         title=f"Memory and time of {run.name} on {hardware}",
         caption=f"{device.assumption}; activations: an estimate; {ALIKE}",
         show_footer=True,
@@ -42,15 +42,15 @@ def training_tables(run: Run, ranks: int | None, hardware: str) -> tuple[Table, 
         work, [*heads, "TFLOPs\nan update", "PFLOPs\nin all"], ["total", *[""] * 7, significant(operations / 1e15)]
     )
     heads = ["model", "ranks", "experts\na rank", "state\na rank", "activations\na rank", "a checkpoint", "hours"]
-    _columns(takes, [*heads, f"{device.unit}-hours"], ["total", *[""] * 6, decimal(spent)])
+    _columns(costs, [*heads, f"{device.unit}-hours"], ["total", *[""] * 6, decimal(spent)])
     trainings = [plan for plan in plans if plan.stage == "train" and plan.rule != "sweep"]
     for part in (trainings, [plan for plan in plans if plan not in trainings]):
-        for table, cells in ((work, _work), (takes, _takes)):
+        for table, cells in ((work, _work), (costs, _costs)):
             table.add_section()
             for row in folded((plan.name, *cells(plan, device)) for plan in part):
                 table.add_row(*row)
-    takes.add_row("scoring", *[""] * 5, decimal(scoring), decimal(device.units * scoring))
-    return work, takes
+    costs.add_row("scoring", *[""] * 5, decimal(scoring), decimal(device.units * scoring))
+    return work, costs
 
 
 def _columns(table: Table, heads: list[str], totals: list[str]) -> None:
@@ -65,7 +65,7 @@ def _work(plan: TrainingPlan, _: Hardware) -> list[str]:
     return [*numbers, significant(plan.flops / 1e12), significant(plan.all_flops / 1e15)]
 
 
-def _takes(plan: TrainingPlan, device: Hardware) -> list[str]:
+def _costs(plan: TrainingPlan, device: Hardware) -> list[str]:
     sizes = [f"{short(size)}B" for size in (plan.state, plan.activations, plan.checkpoint)]
     hours = [decimal(plan.hours), decimal(device.units * plan.rank_hours)]
     return [str(plan.ranks), str(plan.experts_per_rank), *sizes, *hours]

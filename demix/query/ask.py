@@ -33,13 +33,13 @@ def named_runs(folders: Sequence[Path]) -> list[QueryRun]:
     """The runs in `folders`, or without any the only one below results/.
 
     The column `run` holds the folder's name, or its path as it is given where several folders have that name. Raises
-    DemixError for a folder that holds no run, one that is named twice, and where there is no single run to take.
+    DemixError for a folder that holds no run, one that is named twice, and where there is no single run to use.
     """
     if not folders:
         folders = sorted(path.parent for path in RESULTS.glob("*/config.json"))
         if len(folders) != 1:
-            told = f"there are {', '.join(map(str, folders))}" if folders else f"{RESULTS} holds none"
-            raise DemixError("RUN", f"is not named, and {told}", "name a run's folder, results/<run>")
+            found = f"there are {', '.join(map(str, folders))}" if folders else f"{RESULTS} holds none"
+            raise DemixError("RUN", f"is not named, and {found}", "name a run's folder, results/<run>")
     places = [folder.resolve() for folder in folders]
     names = [place.name for place in places]
     runs = list[QueryRun]()
@@ -158,7 +158,7 @@ class Answers:
 
     @contextmanager
     def ask(self, query: str) -> Iterator[pa.RecordBatchReader]:
-        """Yield the rows that a query selects, read as they are taken.
+        """Yield the rows that a query selects, read one by one.
 
         Raises DemixError, also inside the `with` block: for anything but one SELECT, for a query that is wrong, for
         a file that is missing or damaged, and for lack of memory.
@@ -168,7 +168,7 @@ class Answers:
             self._check(query)
             yield self._connection.sql(query).to_arrow_reader(BATCH_ROWS)
         except (duckdb.Error, pa.ArrowException, OSError) as error:
-            # What fails while rows are taken has no number of the system's.
+            # What fails while rows are read has no number of the system's.
             if getattr(error, "errno", None) is not None:
                 raise
             raise (self._failures or [_explained(str(error), self.tables)])[0] from None
@@ -181,7 +181,7 @@ class Answers:
             raise DemixError("query", f"is {len(statements)} statements", "ask one SELECT at a time")
         if statements[0].type != duckdb.StatementType.SELECT:
             kind = statements[0].type.name
-            raise DemixError("query", f"is no SELECT but {kind}", "ask one SELECT: it can change nothing")
+            raise DemixError("query", f"is not a SELECT but {kind}", "ask one SELECT: it can change nothing")
         for name in self._connection.get_table_names(query):
             if name in self._broken:
                 raise self._broken[name]
@@ -196,7 +196,7 @@ def _explained(text: str, tables: Mapping[str, object]) -> DemixError:
     if message.startswith("Out of Memory"):
         more = "Ask for less: fewer columns, a part of the rows (where), sums in place of sorts"
     if message.startswith("Permission"):
-        more = "A query reads the tables of the named runs alone"
+        more = "A query reads only the tables of the named runs"
     code, _, marks = f"LINE {place}".partition("\n")
     at = code[marks.find("^") :][: min(marks.count("^"), 40)]
     return DemixError(f"query, at {at}" if at else "query", cause.rstrip("!."), more.strip().rstrip(".") or HINT)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 FORMATS = {"table": "", "csv": ".csv", "json": ".json", "markdown": ".md", "parquet": ".parquet"}
 # What a terminal shows of an answer: rows, and characters of a cell.
-MOST_ROWS = 100
-MOST_CHARACTERS = 100
+MAX_ROWS = 100
+MAX_CHARACTERS = 100
 _CONTROLS = str.maketrans({"\n": "\\n", "\r": "\\r", "\t": "\\t"})
 
 Row = tuple[Any, ...]
@@ -79,9 +79,9 @@ def show(reader: pa.RecordBatchReader, console: "Console") -> None:
     """Print rows as a table, in a terminal the first ones; rows that are too wide for a table line by line."""
     from rich.table import Table
 
-    most = MOST_ROWS if console.is_terminal else None
-    taken = [*itertools.islice(_rows(reader), most and most + 1)]
-    rows = [[_short(_cell(value)) for value in row] for row in taken[:most]]
+    most = MAX_ROWS if console.is_terminal else None
+    first = [*itertools.islice(_rows(reader), most and most + 1)]
+    rows = [[_short(_cell(value)) for value in row] for row in first[:most]]
     names, wide = reader.schema.names, max(map(len, reader.schema.names), default=0)
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     if sum(widths) + 3 * len(widths) <= console.width or len(names) <= console.width // 12:
@@ -96,7 +96,7 @@ def show(reader: pa.RecordBatchReader, console: "Console") -> None:
             console.print(f"row {number}", style="bold")
             for name, cell in zip(names, row, strict=True):
                 console.print(f"  {name:{wide}}  {cell}")
-    if most and len(taken) > most:
+    if most and len(first) > most:
         console.print(f"The first {most} rows. A limit, sums or --output FILE show others.")
     else:
         console.print(f"{len(rows):,} row{'' if len(rows) == 1 else 's'}")
@@ -132,7 +132,7 @@ def _cell(value: Any) -> str:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 1]}…"
+    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 1]}…"
 
 
 def columns_table(tables: Iterable[tuple[str, str, str]]) -> Any:

@@ -164,15 +164,15 @@ def _documents(parts: Sequence[Part], columns: Sequence[str]) -> Iterator[pa.Tab
 
 
 def _main(part: Part) -> Iterator[dict[str, Any]]:
-    """The rows of results that the main table takes its means of, but for oracles."""
-    run, told = part.run.of, ("top_k", "variant", "split", "oracle", "seed")
+    """The rows of results that the means of the main table are of, but for oracles."""
+    run, plain_columns = part.run.of, ("top_k", "variant", "split", "oracle", "seed")
     labels = {system.key: system.label for _, system in main_systems(run)}
     plain = (None, "", "test", False, run.seed)
     for row in read_parquet(
-        part.path, [*told, *(name for name in VIEWS["main"].types if name != "system")]
+        part.path, [*plain_columns, *(name for name in VIEWS["main"].types if name != "system")]
     ).to_pylist():
         label = labels.get((row["model"], row["experts"], row["method"], row["weights"]))
-        if label and tuple(row[name] for name in told) == plain:
+        if label and tuple(row[name] for name in plain_columns) == plain:
             yield row | {"system": label}
 
 

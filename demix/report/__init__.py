@@ -7,7 +7,7 @@ from pathlib import Path
 
 from demix.report.item import Item
 from demix.report.items import ITEMS
-from demix.report.needs import TOLD, missing
+from demix.report.needs import STATED, missing
 from demix.run.run import Run
 
 
@@ -23,9 +23,9 @@ def report_files(run: Run) -> tuple[str, ...]:
 
 def left_out_notes(run: Run) -> list[str]:
     """What a run lacks, for want of which the report leaves something out, in one sentence; none for a whole run."""
-    lacking = [need.name for need in TOLD if not need.met(run)]
-    told = f"This run has no {', no '.join(lacking)}: the report leaves out the tables, figures and claims of it."
-    return [told] if lacking else []
+    lacking = [need.name for need in STATED if not need.met(run)]
+    sentence = f"This run has no {', no '.join(lacking)}: the report leaves out the tables, figures and claims of it."
+    return [sentence] if lacking else []
 
 
 def write_report(run: Run, output: Path) -> None:
@@ -34,7 +34,7 @@ def write_report(run: Run, output: Path) -> None:
     The report reads results.parquet, priors.parquet, differences.parquet, posteriors.parquet, corpus/overlap.parquet,
     the cards of the corpora, the models' descriptions, tasks.parquet and benchmarks/ (if they exist),
     metrics/*.jsonl, the lineages of the experts, clusters/ and the losses by document of models that learn from
-    clusters, and the losses by position where the config asks for lengths of blocks. "–" stands for what the run did
+    clusters, and the losses by position where the config asks for lengths of blocks. "–" means what the run did
     not make: a domain that no model was trained without.
 
     Raises DemixError if a file is missing or damaged or lacks a column, or if the rows of one domain were scored on

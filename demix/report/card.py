@@ -32,7 +32,7 @@ SETS = {
     "dense": "The model",
 }
 MASKED_TASK, TEXT_TASK = "fill-mask", "text-generation"
-# Of methods that a model has, the last stands for it.
+# Of methods that a model has, the last represents it.
 METHODS = ("dense", "naive", "average", "uniform", "updating", "cached", "tempered")
 
 
@@ -53,7 +53,7 @@ def results_of(run: Run, model: str) -> pd.DataFrame:
     return rows[rows["method"].isin([*METHODS, *(["fitted"] if masked(rows) else [])])]
 
 
-def dense_beside(results: pd.DataFrame, run: Run, model: str) -> pd.DataFrame:
+def dense_rows(results: pd.DataFrame, run: Run, model: str) -> pd.DataFrame:
     """The rows of dense models to compare with the `results` of `model`, with their labels for methods.
 
     These are that of the model's seed, none for itself, and on each domain that the model was adapted to the one that
@@ -61,11 +61,11 @@ def dense_beside(results: pd.DataFrame, run: Run, model: str) -> pd.DataFrame:
     """
     name = run.folder_of(BALANCED.model, planned(model, run)[1])
     rows = results_of(run, name).assign(method=BALANCED.label)
-    beside = [rows if name != model and masked(rows) == masked(results) else rows.iloc[:0]]
+    dense_rows_of = [rows if name != model and masked(rows) == masked(results) else rows.iloc[:0]]
     for domain in run.novel if (results["experts"] == "all").any() else ():
         one = dense_adapted(run)(domain)
-        beside.append(results_of(run, one.model).query("domain == @domain").assign(method=one.label))
-    return pd.concat(beside)
+        dense_rows_of.append(results_of(run, one.model).query("domain == @domain").assign(method=one.label))
+    return pd.concat(dense_rows_of)
 
 
 def masked(results: pd.DataFrame) -> bool:
@@ -102,14 +102,14 @@ def _methods(rows: pd.DataFrame) -> list[str]:
 def result_tables(
     results: pd.DataFrame, dense: pd.DataFrame, run: Run
 ) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
-    """A table for each set of experts, `dense` beside: heading, heads of columns, rows."""
+    """A table for each set of experts, with `dense`: heading, heads of columns, rows."""
     tables = []
     for name in (name for name in SETS if name in {*results["experts"]}):
         own = results[results["experts"] == name]
         *others, best = _methods(own)
         compared = (name == "all") | (dense["method"] == BALANCED.label)
-        beside = dense[compared & dense["domain"].isin(own["domain"])]
-        leading, rows = [*beside["method"].unique(), best], pd.concat([own, beside])
+        dense_rows_of = dense[compared & dense["domain"].isin(own["domain"])]
+        leading, rows = [*dense_rows_of["method"].unique(), best], pd.concat([own, dense_rows_of])
         shown = rows["perplexity"].map("{:.2f}".format) + rows["oracle"].map({True: "*", False: ""})
         cells = rows.assign(shown=shown).pivot(index="domain", columns="method", values="shown")
         cells = cells.reindex(index=rows["domain"].unique(), columns=[*leading, *others]).fillna("–")
@@ -178,7 +178,7 @@ def model_card(run: Run, model: str) -> str:
         run=run.name,
         seed=planned(model, run)[1],
         experts=len(experts),
-        results=result_tables(results, dense_beside(results, run, model), run),
+        results=result_tables(results, dense_rows(results, run, model), run),
         masked=masked(results),
         tempered="tempered" in set(results["method"]),
         parent=parent,
@@ -202,7 +202,7 @@ def exported_card(directory: Path, expert: str | None) -> str:
     """The card of one expert of the model in `directory`, exported as a model of its own; None is for their mixture.
 
     A model of one expert and a mixture keep the model's card; a mixture of a model without one has "". An expert has
-    the figures of its own domain alone, if it was scored there, and counts its own tokens. Raises DemixError as
+    the figures of only its own domain, if it was scored there, and counts its own tokens. Raises DemixError as
     `model_card` does.
     """
     place, run = directory.resolve(), Run.of_model(directory)
@@ -222,7 +222,7 @@ def exported_card(directory: Path, expert: str | None) -> str:
         "expert",
         f"{place.name}-{expert}",
         [format_of(directory).name],
-        [_evaluation(expert, "this expert alone", usual.perplexity)] if usual else [],
+        [_evaluation(expert, "this expert by itself", usual.perplexity)] if usual else [],
         about=about,
         expert=expert,
         model=place.name,
@@ -238,7 +238,7 @@ def merged_card(directory: Path, weights: Mapping[str, float], name: str) -> str
 
     Without weights it is a model whose tokens choose among these experts.
     """
-    # A folder that is no model is refused before an expert is missed in it.
+    # A folder that is not a model is refused before an expert is missed in it.
     describe(directory)
     if weights:
         refuse_weights(weights)

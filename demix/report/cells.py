@@ -62,7 +62,7 @@ class Measured:
 
 
 def measured(results: Results, bounds: Bounds, system: System, base: System, domains: list[str]) -> Measured:
-    """`system` on `domains` beside `base`, with the intervals of their differences in `bounds`."""
+    """`system` on `domains` compared with `base`, with the intervals of their differences in `bounds`."""
     own, other = (results.perplexities(one, domains) for one in (system, base))
     known, mean, of_base = paired(bounds, system, base, domains), mean_of(own), mean_of(other)
     interval = mean_interval(own - other, known)
@@ -78,12 +78,12 @@ def measured(results: Results, bounds: Bounds, system: System, base: System, dom
 
 
 def compared(data: RunData, lines: Mapping[str, tuple[System, System]], kinds: Iterable[Domains]) -> Table:
-    """A row for each label of `lines`, of a system beside the one that it is compared with.
+    """A row for each label of `lines`, of a system and the one that it is compared with.
 
     The columns of each of `kinds` are the mean perplexity over its domains, the change in percent, and the number of
-    domains where perplexity is lower. Below stands the 95% interval over documents or, with several seeds, the standard
-    deviation of a seed's mean and of a seed's change. A system beside itself has no change. Merged models are made of
-    the run's own seed alone.
+    domains where perplexity is lower. Below is the 95% interval over documents or, with several seeds, the standard
+    deviation of a seed's mean and of a seed's change. A system compared with itself has no change. Merged models are
+    made of only the run's own seed.
     """
     rows: dict[str, dict[str, Any]] = {label: {} for label in lines}
     beneath: dict[str, dict[str, str]] = {label: {} for label in lines}
@@ -98,8 +98,8 @@ def compared(data: RunData, lines: Mapping[str, tuple[System, System]], kinds: I
             changes = percent(np.array([one.mean(base, domains.names) for one in seeds]), np.array(means))
             rows[label][f"{name}, %"] = one.change
             beneath[label][f"{name}, %"] = _below("{:+.1f} to {:+.1f}", one.interval, changes)
-            told = f" ({one.significant} significant)" if one.known and len(seeds) == 1 else ""
-            rows[label][f"{name}, lower"] = (f"{one.lower} of {one.both}" if one.both else "") + told
+            note = f" ({one.significant} significant)" if one.known and len(seeds) == 1 else ""
+            rows[label][f"{name}, lower"] = (f"{one.lower} of {one.both}" if one.both else "") + note
     frame, several = pd.DataFrame.from_dict(rows, orient="index"), len(data.results.by_seed)
     spread = f"Means over {several} seeds, ± the standard deviation of a seed's mean, or of the change within a seed."
     return Table(
@@ -147,7 +147,7 @@ def by_system(results: Results, systems: Mapping[str, System], domains: list[str
 def _each(
     results: Results, systems: Mapping[str, ByDomain], domains: list[str]
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Perplexities by domain (rows) and system, what stands below them, and the documents and pieces of each domain."""
+    """Perplexities by domain (rows) and system, what is below them, and the documents and pieces of each domain."""
     found = {label: results.of(system, domains) for label, system in systems.items()}
     perplexities = pd.DataFrame({label: one["perplexity"] for label, one in found.items()}, index=domains)
     beneath = pd.DataFrame({label: [*map(_second_line, one.itertuples())] for label, one in found.items()}, domains)
@@ -159,7 +159,7 @@ def _each(
 
 
 def _second_line(row: Any) -> str:
-    """What stands below a perplexity of `evaluations`: the spread over seeds, or the interval over documents."""
+    """What is below a perplexity of `evaluations`: the spread over seeds, or the interval over documents."""
     if pd.isna(row.perplexity):
         return ""
     if row.seeds > 1:
@@ -202,7 +202,7 @@ def adapting(data: RunData) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Test perplexities before and after the adaptation to each novel domain: one row per domain.
 
     The columns are Dense-DAPT, DEMix-DAPT and the mixture with one expert added, each on the training domains (the
-    mean) and on the domain adapted to. Before an expert was adapted stands the training expert of highest posterior.
+    mean) and on the domain adapted to. Before an expert was adapted, the training expert of highest posterior is shown.
     """
     run, results = data.run, data.own
     (naive, cached), (all_naive, _) = before_adding(run), added(run)

@@ -83,7 +83,7 @@ def _cycled(names: list[str], values: Sequence[Any]) -> alt.Scale:
 
 
 def _balanced(text: str, width: int) -> list[str]:
-    """`text` in as few lines as `width` characters allow, of about equal length: no word stands alone on the last."""
+    """`text` in as few lines as `width` characters allow, of about equal length: no single word is on the last."""
     lines = len(_wrapped(text, width))
     return next(found for limit in range(len(text) // lines, width + 1) if len(found := _wrapped(text, limit)) == lines)
 
@@ -206,7 +206,7 @@ def training_curves(metrics_dir: str | Path, run: Run, key: str = "loss", domain
 
 # Changes beyond it, in percent, would press all others into a corner.
 MOST = 30
-# The width of names, in pixels, beside which a telephone has room for dots.
+# The width of names, in pixels, next to which a telephone has room for dots.
 NARROW = 150
 
 
@@ -263,8 +263,8 @@ def _record(entry: Entry, domains: Domains) -> dict[str, Any]:
 CELL_WIDTH, CELL_HEIGHT = 50, 26
 TRACE_COLUMNS, TRACE_WIDTH = 4, 240
 BLOCKS_SHOWN = 100
-# So many domains and so many experts a figure shows at most: more are no cells that an eye could tell apart.
-MOST_SHOWN = 64
+# So many domains and so many experts a figure shows at most: an eye could not distinguish more cells.
+MAX_SHOWN = 64
 PROBABILITY_LEGEND = alt.Legend(title="probability", values=[0, 0.25, 0.5, 0.75, 1], format=".2f")
 SHARE_LEGEND = alt.Legend(title="share", format=".0%", titlePadding=8)
 
@@ -276,7 +276,7 @@ def posterior_figure(data: RunData, kind: str, domains: list[str]) -> tuple[alt.
         "model == 'demix' and experts == 'training' and weights == 'history' and split == 'dev' and seed == seed.min()"
     )
     rows = rows[rows["expert"].isin(experts) & (rows["block"] < BLOCKS_SHOWN)]
-    for index, domain in enumerate(domains[:MOST_SHOWN]):
+    for index, domain in enumerate(domains[:MAX_SHOWN]):
         found = rows[rows["domain"] == domain]
         blocks = int(found["block"].max()) + 1 if len(found) else 1
         x = alt.X(
@@ -287,7 +287,7 @@ def posterior_figure(data: RunData, kind: str, domains: list[str]) -> tuple[alt.
         )
         # Blocks that begin between two pixels would show seams.
         width = max(1, TRACE_WIDTH // blocks) * blocks
-        first, rows_shown = index % TRACE_COLUMNS == 0, experts[:MOST_SHOWN]
+        first, rows_shown = index % TRACE_COLUMNS == 0, experts[:MAX_SHOWN]
         stretches = _stretches(found[found["expert"].isin(rows_shown)])
         y = alt.Y(
             "expert:N",
@@ -315,8 +315,8 @@ def posterior_figure(data: RunData, kind: str, domains: list[str]) -> tuple[alt.
 
 def which_shown(**named: list[str]) -> str:
     """Which of several lists of names a figure shows, in words; empty where it shows all of them."""
-    more = {what: names for what, names in named.items() if len(names) > MOST_SHOWN}
-    return ", ".join(f"the first {MOST_SHOWN} of {len(names)} {what}" for what, names in more.items())
+    more = {what: names for what, names in named.items() if len(names) > MAX_SHOWN}
+    return ", ".join(f"the first {MAX_SHOWN} of {len(names)} {what}" for what, names in more.items())
 
 
 def _stretches(found: pd.DataFrame) -> pd.DataFrame:
@@ -340,12 +340,12 @@ def heat_maps(
 ) -> alt.HConcatChart:
     """A heat map of each table of domains (rows) and experts (columns), side by side, headed by its name.
 
-    `over` is the title of the columns. The first `MOST_SHOWN` of rows and columns are shown, and “–” for NaN.
+    `over` is the title of the columns. The first `MAX_SHOWN` of rows and columns are shown, and “–” for NaN.
     """
     panels = []
     for name, table in tables.items():
         shown = which_shown(rows=[*table.index], columns=[*table.columns])
-        table = table.iloc[:MOST_SHOWN, :MOST_SHOWN].rename_axis(index="domain", columns="expert")
+        table = table.iloc[:MAX_SHOWN, :MAX_SHOWN].rename_axis(index="domain", columns="expert")
         domains, columns = [*table.index], [*table.columns]
         values = table.stack(future_stack=True).rename("value").reset_index().assign(kind=name)
         base = alt.Chart(data_of(values[["kind", "domain", "expert", "value"]])).encode(

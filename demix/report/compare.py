@@ -5,7 +5,7 @@ run's own seed. The mean is over those domains that are of one kind in all runs.
 from the first run to another, in percent of the first run's.
 
 Its 95% interval is a paired bootstrap over documents. In each domain the documents are drawn again, those of one origin
-together, or blocks of the text where documents are few (`demix.evaluate.intervals`), and both runs take the same draws;
+together, or blocks of the text where documents are few (`demix.evaluate.intervals`), and both runs use the same draws;
 domains are drawn independently of each other. Each resample gives the perplexities of all domains, their means and so
 the change, whose 2.5% and 97.5% quantiles are the bounds. By domain, the difference is in nats per token, as in
 differences.parquet: (loss of the run − loss of the first run) / tokens.
@@ -24,10 +24,10 @@ import numpy as np
 import pandas as pd
 
 from demix.config.evaluation import MixingRecipe
-from demix.config.training import taken
+from demix.config.training import selected
 from demix.errors import DemixError, masked
 from demix.evaluate.domain import Evaluation, system_losses
-from demix.evaluate.intervals import FEWEST_TOKENS, block_tokens, bounds, resampled
+from demix.evaluate.intervals import MIN_TOKENS, block_tokens, bounds, resampled
 from demix.files import digest, is_made, read_json, seed_for
 from demix.progress import progress
 from demix.report.read import domains_of, percent, read_results
@@ -39,7 +39,7 @@ PERPLEXITY, BITS = "perplexity", "bits_per_byte"
 # Why a pair of runs has no interval, or no difference at all.
 OTHER_TOKENIZER, OTHER_TOKENS, OTHER_DOCUMENTS = "other tokenizer", "other tokens", "other documents"
 NOT_BOTH = "not in both"
-NO_SCORES, OTHER_SCORES, FEW = "no score tables", "scored again", f"under {FEWEST_TOKENS} tokens"
+NO_SCORES, OTHER_SCORES, FEW = "no score tables", "scored again", f"under {MIN_TOKENS} tokens"
 SYSTEM = ("model", "experts", "method", "weights")
 _MISSING = object()
 
@@ -128,7 +128,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
             by_domain += _domain_rows(runs, kind, names, system)
     columns = ["measure", "kind", "system", "oracle", "run", "value", "spread"]
     frame = pd.DataFrame(systems, columns=[*columns, "change", "change_low", "change_high", "why"])
-    # A measure that no run has been evaluated by is none.
+    # A measure that no run has been evaluated by is left out.
     frame = frame[frame.groupby(["measure", "kind"])["value"].transform("count") > 0]
     return Comparison(
         runs, _settings(runs), frame,
@@ -205,7 +205,7 @@ def _sample(run: ComparedRun, kind: str, domain: str) -> Sample:
     tables = _tables(run.of, domain, {key[:2] for key in wanted})
     if not all(is_made(scores / table.folder / f"{domain}.test" / "tokens.parquet") for table in tables):
         return Sample(sha256, NO_SCORES)
-    recipe: dict[str, Any] = taken(MixingRecipe, run.of.config.evaluation) | {"top_k": (), "temperatures": ()}
+    recipe: dict[str, Any] = selected(MixingRecipe, run.of.config.evaluation) | {"top_k": (), "temperatures": ()}
     recipe["routing_context"] = recipe["routing_context"][:1]
     about: dict[str, Any] = {"kind": kind, "tables": tables, "compared": (), "against": (), "seed": run.of.seed}
     scored, lost = system_losses(scores, domain, Evaluation(**recipe, **about))
@@ -228,9 +228,9 @@ def _tables(run: Run, domain: str, wanted: set[tuple[str, str]]) -> tuple[Evalua
     """The score tables of the run's own seed with those of their sets of experts whose model and label are wanted."""
     tables = []
     for table in evaluated(run, domain):
-        if table.seed == run.seed and not table.told_apart:
+        if table.seed == run.seed and not table.named_by_folder:
             named = [some for some in table.sets if (table.model, some.label) in wanted]
-            sets = tuple(replace(some, alone=False, variants=False) for some in named)
+            sets = tuple(replace(some, singles=False, variants=False) for some in named)
             if sets or (table.model, "dense") in wanted:
                 tables.append(replace(table, sets=sets))
     return tuple(tables)

@@ -91,12 +91,12 @@ class TableItem(Item):
     formats: Formats = (("html", "HTML"), ("md", ""), ("tex", "LaTeX"))
 
     def made(self, data: "RunData") -> "Table":
-        """The table, beside the paper's numbers where the paper has such a table, without lines that have no number."""
-        from demix.report.paper import beside_paper
+        """The table, with the paper's numbers where the paper has such a table, without lines that have no number."""
+        from demix.report.paper import with_paper
 
         caption, *notes = paragraphs(self.make)
         table = replace(self.make(data), name=self.name, title=self.title, caption=caption).noted(*notes)
-        return beside_paper(table.filled(), data.run)
+        return with_paper(table.filled(), data.run)
 
     def write(self, data: "RunData", output: Path) -> None:
         from demix.report.table import write_table

@@ -53,7 +53,7 @@ RIVALS = Need("mixture with n-grams", lambda run: bool(run.config.evaluation.mix
 SUITES = Need("suite", lambda run: bool(run.suites))
 ANY_TASK = Need("task or suite", lambda run: any(need.met(run) for need in (TASKS, HARNESS, SUITES)))
 # Of these a report says that a run lacks them; few runs are meant to have the others.
-TOLD = (NOVEL, SECOND_TRAINING, WITHOUT_DOMAIN, DENSE_UNBALANCED, DOMAIN_TOKEN)
+STATED = (NOVEL, SECOND_TRAINING, WITHOUT_DOMAIN, DENSE_UNBALANCED, DOMAIN_TOKEN)
 
 
 def missing(needs: Iterable[Need], run: Run) -> Need | None:

@@ -69,10 +69,10 @@ def scale_note(results: Results, run: Run) -> str:
     )
 
 
-def beside_paper(table: Table, run: Run) -> Table:
+def with_paper(table: Table, run: Run) -> Table:
     """`table` with what the paper prints in the table of the same name, for the run's size or the smallest there is.
 
-    The paper's numbers stand in columns beside the same systems, or in rows below the run's own.
+    The paper's numbers are in columns next to the same systems, or in rows below the run's own.
     """
     preset, printed = size_of(run), _printed().get(table.name, {})
     if not printed:

@@ -37,7 +37,7 @@ class Entry:
     `passes` is the number of experts that predict each token. `representative` is True for the one way to predict by
     which the verdict knows the model. `apart` says why the system is not at equal FLOPs of training; empty for one that
     is. `family` is the same for models of one kind; each baseline, a model without experts, is one by itself, but
-    for `counts`, n-grams, whose training takes no FLOPs. `mixed` systems are no models, but mix columns of several.
+    for `counts`, n-grams, whose training needs no FLOPs. `mixed` systems are not models, but mix columns of several.
     """
 
     system: System
@@ -89,7 +89,7 @@ class Entry:
 class Ranking:
     """The lines of the main table that a run has, in order: the lowest mean on the training domains first.
 
-    Oracles follow what is none.
+    Oracles come last.
     """
 
     entries: tuple[Entry, ...]
@@ -121,7 +121,8 @@ class Ranking:
         """The lines that matter: dense models and domain tokens, the best n-grams, each DEMix, the paper's also by its
         own rule, the best of each other family, and the next to the best of all.
 
-        So what one DEMix has more than another, as a seed phase, is not told by lines that differ in the rule as well.
+        So what one DEMix has more than another, as a seed phase, cannot be said by lines that differ in the rule as
+        well.
         """
         shown, seen, demix = [], set(), KINDS["demix"].label
         for entry in self.entries:
@@ -170,11 +171,11 @@ class Ranking:
             begin = f"{rival.label} has {rival.first.mean:.2f} on the {training.said}, and no model is below. {begin}"
         if best.system.model == dense.system.model:
             nearest = self.next
-            more = f"; the next, {nearest.label}, is {_beside(nearest.first.change)} it" if nearest else ""
+            more = f"; the next, {nearest.label}, is {_against(nearest.first.change)} it" if nearest else ""
             return f"{begin}, none is below {dense.label} on the {training.said}{more}."
-        parts = [f"{_beside(best.first.change)} {dense.label} on the {training.said}{_significant(best.first)}"]
+        parts = [f"{_against(best.first.change)} {dense.label} on the {training.said}{_significant(best.first)}"]
         measured = [(best.on[one.kind], one.said) for one in others if not math.isnan(best.on[one.kind].change)]
-        parts += [f"{_beside(one.change)} on the {said}{_significant(one)}" for one, said in measured]
+        parts += [f"{_against(one.change)} on the {said}{_significant(one)}" for one, said in measured]
         return f"{begin}, {best.label} is best: {'; '.join(parts)}."
 
     @property
@@ -204,7 +205,7 @@ class Ranking:
             yield f"It is below {self.dense.label} in {sum(lower)} of {len(lower)} seeds; numbers are the first seed's."
 
 
-def _beside(change: float) -> str:
+def _against(change: float) -> str:
     """The change in words: "7.6% below"."""
     return f"{abs(change):.1f}% {'below' if change < 0 else 'above'}"
 
@@ -255,7 +256,7 @@ def _entry(system: System, data: RunData) -> Entry:
 
 
 def representatives(run: Run) -> dict[str, System]:
-    """The way to predict that stands for each row: one that is known before any test text is scored.
+    """The way to predict that represents each entry: one that is known before any test text is scored.
 
     It is `tempered`, which does not know the domain, where the run has it, else the rule of the family's paper.
     """
@@ -272,7 +273,7 @@ def _unequal(model: Model, data: RunData) -> str:
     run = data.run
     pair = (model, next(one for one in run.own if one.name == BALANCED.model))
     if pair[0].base.initial == pair[1].base.initial != "":
-        # What their parent took is the same, and need not be known.
+        # What their parent needed is the same, and need not be known.
         mine, others = (training_flops(one, run)[0] for one in pair)
     else:
         mine, others = (all_training_flops(one, run, data.tokens_before) for one in pair)
@@ -306,7 +307,7 @@ def main_table(ranking: Ranking) -> rich.table.Table:
         table.add_row(entry.label + " ◀" * best, *cells, str(entry.passes), style="bold" if best else "")
     notes = [
         f"change: from {ranking.dense.label}; passes: models or experts run for each token",
-        "◀ best model at equal FLOPs of training; oracles, n-grams and mixtures with them are no models",
+        "◀ best model at equal FLOPs of training; oracles, n-grams and mixtures with them are not models",
     ]
     notes += ["* oracle: the best expert or token, chosen on the test data"] if data.novel else []
     notes += [

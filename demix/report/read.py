@@ -66,8 +66,8 @@ def domains_of(run: Run) -> list[Domains]:
 class Results:
     """The rows of `results.parquet`, and what the tables show of them.
 
-    Raises DemixError unless all rows of a domain's split were scored on the same tokens. Each seed is checked alone:
-    runs of different seeds split their domains differently.
+    Raises DemixError unless all rows of a domain's split were scored on the same tokens. Each seed is checked by
+    itself: runs of different seeds split their domains differently.
     """
 
     rows: pd.DataFrame
@@ -135,8 +135,8 @@ class Results:
 
     def expert_perplexities(self, model: str, domain: str, experts: Iterable[str], label: str = "all") -> pd.Series:
         """Test perplexity on `domain` of each single expert of `model`; `label` names the expert set's rows."""
-        names, alone = list(experts), System("", model, label, "expert")
-        return self._looked_up(((alone, name, domain) for name in names), names)["perplexity"]
+        names, single = list(experts), System("", model, label, "expert")
+        return self._looked_up(((single, name, domain) for name in names), names)["perplexity"]
 
     def _looked_up(self, keys: Iterable[tuple[System, str, str]], labels: Iterable[str]) -> pd.DataFrame:
         """The evaluations of (system, expert, domain), under `labels`; NaN where there is none."""
@@ -261,12 +261,12 @@ def tokens_before(run: Run) -> dict[str, int | None]:
 
 
 def parent_notes(run: Run, before: dict[str, int | None]) -> list[str]:
-    """What stands below a table with the tokens of rows; `before` is that of `tokens_before`."""
+    """What is below a table with the tokens of rows; `before` is that of `tokens_before`."""
     return ["Tokens of the model in a folder that a row began with count, too, and those of merged experts."] * any(
         before.values()
     ) + [
         f"Tokens of the parent {model.mixes or model.base.initial} of {model.row} are not known; the row's own "
-        f"training took {model.settings.tokens:,}."
+        f"training used {model.settings.tokens:,}."
         for model in _from_folders(run)
         if before[model.row] is None
     ]

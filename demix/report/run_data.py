@@ -193,7 +193,7 @@ def cost_by_rule(run: Run) -> pd.DataFrame:
 class RunData:
     """A run as tables, figures and claims read it.
 
-    `given` holds values to take instead of those of the run's files, by the names of properties.
+    `given` holds values to use instead of those of the run's files, by the names of properties.
     """
 
     run: Run
@@ -242,7 +242,7 @@ class RunData:
     def own(self) -> Results:
         """The results of the run's own seed.
 
-        Experts are added, removed and varied for this seed alone: tables of them must not mix in other seeds.
+        Experts are added, removed and varied only for this seed: tables of them must not mix in other seeds.
         """
         return self.results.of_seed(self.run.seed)
 
@@ -309,7 +309,7 @@ class RunData:
         return self.run.seed
 
     def of_seed(self, seed: int) -> "RunData":
-        """The same with the results of one seed alone. Only the run's own seed has differences."""
+        """The same with the results of only one seed. Only the run's own seed has differences."""
         if seed == self.run.seed and [*self.results.by_seed] == [seed]:
             return self
         shared = {"overlap": self.rows("overlap"), "parents": self.parents, "clusters": self.clusters}

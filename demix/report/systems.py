@@ -1,4 +1,4 @@
-"""The systems that tables, figures and claims show, by what they stand for, and the families of models."""
+"""The systems that tables, figures and claims show, by what they represent, and the families of models."""
 
 import json
 import math
@@ -100,7 +100,7 @@ def released(system: ByDomain) -> ByDomain:
 
 
 def _mixed(run: Run) -> Iterator[tuple[System, bool, frozenset[str]]]:
-    """The systems that mix columns of models: whether some model has experts, and the n-grams and caches beside it."""
+    """The systems that mix columns of models: whether some model has experts, and the n-grams and caches next to it."""
     trained = {one.name: one.kind.has_experts or one.kind.routed for one in run.own}
     for system, one in zip(combined_systems(run), run.config.evaluation.mixed.values(), strict=True):
         names = {*one.columns, *one.pairs}
@@ -113,7 +113,7 @@ def rivals(run: Run) -> list[System]:
 
 
 def with_same_counts(run: Run) -> list[tuple[System, System]]:
-    """The mixtures of experts with what counts, each beside that of a dense model with the same."""
+    """The mixtures of experts with what counts, each next to that of a dense model with the same."""
     dense = {counts: system for system, experts, counts in _mixed(run) if counts and not experts}
     return [(system, dense[counts]) for system, experts, counts in _mixed(run) if experts and counts in dense]
 
@@ -163,7 +163,7 @@ _BUDGET = ("tokens", "parent", "averages", "merged_routed", "dev_blocks", "ranks
 
 @dataclass(frozen=True)
 class Family:
-    """A row of `models` of the run's own seed, and the system that stands for it.
+    """A row of `models` of the run's own seed, and the system that represents it.
 
     `experts` is the number of its training experts, 1 for a dense model. `clustering` is None for experts of domains.
     `architecture` is that of the model that predicts text: of a merged-routed one another than that which was trained.
@@ -281,7 +281,7 @@ def one_clusters(run: Run) -> dict[tuple[int, str], System]:
 
 
 def lines(run: Run) -> list[list[Family]]:
-    """The families in lines: those of a line differ in their budget alone, and begin alike. The smallest budget first.
+    """The families in lines: those of a line differ only in their budget, and begin alike. The smallest budget first.
 
     They may also differ in what changes no training.
     """
@@ -295,7 +295,7 @@ def lines(run: Run) -> list[list[Family]]:
 
 
 def training_flops(model: Model, run: Run) -> tuple[float, float]:
-    """The FLOPs of all updates of a model, those that its seed phase stands for included, and of its last update.
+    """The FLOPs of all updates of a model, those that its seed phase represents included, and of its last update.
 
     The parent of a seed phase is a dense model.
     """

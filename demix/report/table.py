@@ -195,7 +195,7 @@ def write_table(table: Table, output_dir: Path) -> None:
 
 
 def part_of_page(table: Table) -> dict[str, Any]:
-    """`table` as the templates of pages take it; averages are in one group with the lines above them."""
+    """`table` as the templates of pages read it; averages are in one group with the lines above them."""
     groups: list[list[Line]] = [[]]
     for line in table.lines():
         if groups[-1] and groups[-1][-1].summary and not line.summary:
@@ -243,7 +243,7 @@ def markdown_rows(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def terminal(table: Table) -> "rich.table.Table":
-    """`table` for a terminal; the second line of a cell stands behind the first."""
+    """`table` for a terminal; the second line of a cell follows the first."""
     import rich.table
 
     shown = rich.table.Table(title=table.title, title_justify="left", caption="\n".join((table.caption, *table.notes)))
@@ -278,7 +278,7 @@ def latex(table: Table) -> str:
         caption=caption,
         label=f"tab:demix-{table.name}",
     )
-    # Further pages have the title alone, and a float forgets the size of type around it.
+    # Further pages have the title only, and a float forgets the size of type around it.
     text = text.replace(rf"\caption[]{{{caption}}}", rf"\caption[]{{{_typeset(table.title)}, continued}}")
     text = f"{{\\small\n{text}}}\n" if table.long else text.replace("\\centering\n", "\\centering\n\\small\n")
     packages = "booktabs,longtable" if table.long else "booktabs"

@@ -22,7 +22,7 @@ class Part:
     """One comparison: whether the mean agrees, the number of agreeing domains, of all domains, and cells of a table.
 
     The `cells` are what is compared, the change, its 95% interval, and the domains that agree (of these significant);
-    one sentence for another kind of comparison. `significant` is False if the mean difference cannot be told from none.
+    one sentence for another kind of comparison. `significant` is False if the mean difference is not significant.
     `seeds` says in a sentence whether other seeds point the same way.
     """
 
@@ -45,12 +45,13 @@ class Part:
         return "mixed" if self.mean_agrees or majority else "not shown"
 
     def among(self, others: Sequence["Part"]) -> "Part":
-        """This part beside the same part in other seeds: weak unless the mean says the same in all that have it."""
+        """This part together with the same part in other seeds: weak unless the mean says the same in all that have
+        it."""
         said = [other.mean_agrees == self.mean_agrees for other in (self, *others) if other.domains]
         if len(said) < 2:
             return self
-        told = f"The mean points the same way in {sum(said)} of {len(said)} seeds."
-        return replace(self, seeds=told, significant=self.significant and all(said))
+        agreement = f"The mean points the same way in {sum(said)} of {len(said)} seeds."
+        return replace(self, seeds=agreement, significant=self.significant and all(said))
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Claim:
         return " ".join(text for part in self.parts for text in ("; ".join(part.cells) + ".", part.seeds) if text)
 
     def among(self, others: Sequence["Claim"]) -> "Claim":
-        """This claim beside the same claim in other seeds."""
+        """This claim together with the same claim in other seeds."""
         by_part = zip(self.parts, *(other.parts for other in others), strict=True)
         return replace(self, parts=tuple(part.among(same) for part, *same in by_part))
 

@@ -17,7 +17,7 @@ from demix.run.evaluated import columns_of
 from demix.run.harness import harness_files, harnessed
 from demix.run.models import Merged, Model
 from demix.run.run import Run, refuse_other_domains, refuse_other_format
-from demix.run.systems import MOST_NGRAM_TOKENS, ngram_folders, ngram_tokens
+from demix.run.systems import MAX_NGRAM_TOKENS, ngram_folders, ngram_tokens
 from demix.settings import names_of, written
 
 
@@ -38,8 +38,8 @@ def completed_run(values: Mapping[str, Any], folder: Path = Path()) -> Run:
 def run_of_files(values: Mapping[str, Any], files: Sequence[Path]) -> Run:
     """The run of the keys of a config, checked, which Snakemake has merged from `files`.
 
-    Raises DemixError that names the line of a key, for a key that stands twice in a file, of which Snakemake silently
-    took the last, and for a folder that holds another run.
+    Raises DemixError that names the line of a key, for a key that occurs twice in a file, of which Snakemake silently
+    used the last, and for a folder that holds another run.
     """
     places = {}
     try:
@@ -145,7 +145,7 @@ def _check_jobs(run: Run) -> None:
     """Refuse ranks and a model that no adaptation can have, and a grace that leaves a job no time."""
     adaptation = run.config.adaptation
     if run.novel and run.receiver.kind.anchored:
-        cause = f"is {run.receiver.name} of kind anchored, and no expert of a novel domain learns beside its parent's"
+        cause = f"is {run.receiver.name} of kind anchored, and no expert of a novel domain learns next to its parent's"
         raise DemixError("config key adaptation.model", cause, "name an entry of kind demix or branched")
     try:
         placement.place_experts(["novel"], adaptation.sequences, adaptation.ranks)
@@ -159,16 +159,16 @@ def _check_jobs(run: Run) -> None:
 
 
 def _check_removed_domains(run: Run) -> None:
-    """Refuse to remove what is no training domain, the only one without a replacement, and one that is not novel."""
+    """Refuse to remove what is not a training domain, the only one without a replacement, and one that is not novel."""
     removal, key = run.config.removal, "config key removal"
     for name in removal.retrain_without:
         if name not in run.training:
-            cause = f"{name} is no training domain"
+            cause = f"{name} is not a training domain"
             raise DemixError(f"{key}.retrain_without", cause, nearest(name, run.training, ""))
     if not removal.retrain_without:
         return
     if removal.replacement is not None and removal.replacement not in run.novel:
-        cause = f"is {removal.replacement!r}, which is no novel domain"
+        cause = f"is {removal.replacement!r}, which is not a novel domain"
         cure = nearest(removal.replacement, run.novel, "add a novel domain first")
         raise DemixError(f"{key}.replacement", cause, cure)
     if removal.replacement is None and len(run.training) < 2:
@@ -189,14 +189,14 @@ def _check_removal(run: Run) -> None:
 
 
 def _check_merged_removal(run: Run) -> None:
-    """Refuse to leave an expert out of what is no merged model of domains, or of one that has too few experts."""
+    """Refuse to leave an expert out of what is not a merged model of domains, or of one that has too few experts."""
     for name in run.config.removal.merged:
         row, key = run.rows.get(name), f"config key removal.merged: {name}"
         made = row and ((row.mixes and row.settings.parent) or (row.settings.merged_routed and name))
         parent = next((one for one in run.own if one.name == made), None)
         if not row or not parent or parent.data:
             cure = "name an entry with merged_routed, or one that trains merged experts, whose experts are of domains"
-            raise DemixError(key, "is no entry with a merged model of domains", cure)
+            raise DemixError(key, "is not an entry with a merged model of domains", cure)
         chosen = (row.architecture.routed if row.mixes else None) or parent.architecture.merged_routed(2).routed
         if chosen and len(Merged(parent, "routed").choices) - 1 < max(2, chosen.top_k):
             raise DemixError(key, "has too few experts to lose one", "leave it out, or add a training domain")
@@ -217,8 +217,8 @@ def _check_weights(run: Run) -> None:
 def _check_ngrams(run: Run) -> None:
     """Refuse n-grams of more tokens than fit in memory, and an entry with their name."""
     orders, tokens = run.config.evaluation.ngrams or (), ngram_tokens(run)
-    if any(isinstance(order, int) for order in orders) and tokens > MOST_NGRAM_TOKENS:
-        cause = f"would count {tokens:,} tokens, and at most {MOST_NGRAM_TOKENS:,} fit in memory"
+    if any(isinstance(order, int) for order in orders) and tokens > MAX_NGRAM_TOKENS:
+        cause = f"would count {tokens:,} tokens, and at most {MAX_NGRAM_TOKENS:,} fit in memory"
         raise DemixError("config key evaluation.ngrams", cause, "leave out evaluation.ngrams")
     for order in orders:
         for folder in ngram_folders(order):
@@ -236,7 +236,7 @@ def _check_systems(run: Run) -> None:
         for model in system.models:
             if not (columns := columns_of(run, model)):
                 known = [*run.rows, *(one for n in run.config.evaluation.ngrams or () for one in ngram_folders(n))]
-                cause = f"mixes {model}, which is no causal model of this run"
+                cause = f"mixes {model}, which is not a causal model of this run"
                 raise DemixError(key, cause, f"use some of {', '.join(known)}, {CACHE}")
             if model in system.columns and (len(columns) > 1) == (system.columns[model] is None):
                 cause = f"mixes {model}, which has {so_many(len(columns), 'expert')}"

@@ -22,7 +22,7 @@ def balanced_pairs(run: Run) -> tuple[tuple[System, System], ...]:
     """Each row that learns from clusters, and the row of as many balanced clusters that it is compared with.
 
     Both are weighted by distance. The second is the first row of whole models that learns as many tokens from balanced
-    clusters of k-means; it is in no pair of its own. There are none where no weights go by distance alone. In
+    clusters of k-means; it is in no pair of its own. There are none where no weights go only by distance. In
     differences.parquet the second is `against` by the name of its row.
     """
     weights, known = routed_weights(run), run.config.clusterings
@@ -75,7 +75,7 @@ def compared(run: Run, domain: str) -> tuple[System, ...]:
 
 
 def variant_rows(run: Run) -> dict[str, str]:
-    """The causal rows that differ from the row named like their kind in options alone, and the names of those rows."""
+    """The causal rows that differ from the entry named like their kind only in options, and the names of those rows."""
     rows = {name: row for name, row in run.rows.items() if not row.masked}
     rest = {name: _rest(row) for name, row in rows.items()}
     return {

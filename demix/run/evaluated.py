@@ -70,22 +70,22 @@ def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
         own = model.seed == run.seed
         if model.masked:
             # None of these methods goes with weights by history, so that no rule reads the text.
-            yield ExpertSet("training", model.columns, methods=UNWEIGHTED, weights=("history",), alone=own)
+            yield ExpertSet("training", model.columns, methods=UNWEIGHTED, weights=("history",), singles=own)
             return
         adds = model == receiver and bool(novel)
         if adds:
-            yield ExpertSet("all", training + novel, alone=True)
+            yield ExpertSet("all", training + novel, singles=True)
             for name in novel if domain in training else (domain,):
                 yield ExpertSet(one_more(name), (*training, name), methods=("cached",), weights=("history",))
         variants = own and model.name == "demix"
-        yield ExpertSet("training", model.columns, alone=own and not adds, variants=variants, routing=model.routing)
+        yield ExpertSet("training", model.columns, singles=own and not adds, variants=variants, routing=model.routing)
         if model == whole and domain in training and len(training) > 1:
             rest = tuple(expert for expert in training if expert != domain)
             yield ExpertSet(left_out(domain), rest, methods=("cached",), routing=model.routing)
 
     def table_of(model: Model) -> Evaluated:
         if model.kind.domain_tokens and domain in training:
-            # The tables show a training domain under its own token alone.
+            # The tables show a training domain only under its own token.
             own = ExpertSet("training", (domain,), methods=("naive",))
             return Evaluated(model.row, model.name, model.seed, own.experts, (own,))
         columns = training + novel if model == receiver else model.columns

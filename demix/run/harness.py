@@ -8,7 +8,7 @@ from typing import Any
 from demix.config.addresses import refuse_unnamable
 from demix.config.harness import HarnessTasks
 from demix.config.mixing import Weights, parsed_weights
-from demix.config.training import taken
+from demix.config.training import selected
 from demix.errors import DemixError, nearest
 from demix.run.models import Model
 from demix.run.run import Run
@@ -17,7 +17,7 @@ from demix.run.run import Run
 def harnessed(run: Run) -> tuple[Model, ...]:
     """The models that do the tasks of `lm_eval`, of the run's own seed; none without this section.
 
-    Raises DemixError for one that is no such model, and for weights by clusters of a model without any.
+    Raises DemixError for one that is not such a model, and for weights by clusters of a model without any.
     """
     asked, key = run.config.lm_eval, "config key lm_eval"
     if not asked:
@@ -25,7 +25,9 @@ def harnessed(run: Run) -> tuple[Model, ...]:
     able = {model.name: model for model in run.own if model.continues}
     for name in asked.models:
         if name not in able:
-            raise DemixError(f"{key}.models", f"{name} is no row that does tasks", nearest(name, able, "leave it out"))
+            raise DemixError(
+                f"{key}.models", f"{name} is not an entry that does tasks", nearest(name, able, "leave it out")
+            )
     found = tuple(able[name] for name in asked.models or able)
     for weights, parsed in _rules(run).items():
         for model in found if parsed.rules.routed else ():
@@ -59,7 +61,7 @@ def harness_files(run: Run) -> list[str]:
 
 def harness_tasks(run: Run) -> dict[str, Any]:
     """The settings of the section that say what is asked."""
-    return taken(HarnessTasks, run.config.lm_eval) if run.config.lm_eval else {}
+    return selected(HarnessTasks, run.config.lm_eval) if run.config.lm_eval else {}
 
 
 def harness_settings(run: Run, model: Model) -> dict[str, Any]:
@@ -76,6 +78,6 @@ def harness_settings(run: Run, model: Model) -> dict[str, Any]:
 
 
 def _rules(run: Run) -> dict[str, Weights]:
-    """The rules of `lm_eval.weights` by name; `average` has none, and is the prior alone."""
+    """The rules of `lm_eval.weights` by name; `average` has none, and is only the prior."""
     named = run.config.lm_eval.weights if run.config.lm_eval else ()
     return {name: Weights("average") if name == "average" else parsed_weights(name) for name in named}

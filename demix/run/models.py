@@ -174,7 +174,7 @@ class Model:
 
     @property
     def first_step(self) -> int:
-        """The number of updates, from the model's steps, that its seed phase stands for."""
+        """The number of updates, from the model's steps, that its seed phase represents."""
         return -(-self.seed_step * self.parent_step_tokens // self.step_tokens)
 
     @property
@@ -243,7 +243,7 @@ def adapted(row: str, domain: str) -> str:
 def made_of(model: str, weights: str) -> str:
     """The folder of what is made of the experts of a model by `weights` (`Merged`).
 
-    {domain} stands for the domain of a prior.
+    {domain} represents the domain of a prior.
     """
     return f"{model}-{'average-{domain}' if weights == 'posterior' else weights}"
 
@@ -251,7 +251,7 @@ def made_of(model: str, weights: str) -> str:
 def folder_at(model: str, context: int = 0, top_k: int = 0, without: str = "") -> str:
     """The folder of a model's score tables in blocks of `context` tokens, which choose `top_k` experts in each layer.
 
-    0 stands for what the model has from training. The tokens do not choose the expert `without`, if one is named.
+    0 means what the model has from training. The tokens do not choose the expert `without`, if one is named.
     """
     of_tokens = (f"@{context}" if context else "") + (f"@top-{top_k}" if top_k else "")
     return model + of_tokens + (f"@{left_out(without)}" if without else "")
@@ -363,7 +363,7 @@ def row_named(models: Iterable[Model], name: str, key: str, *, experts: bool = T
         if model.name == name:
             return model
     cure = nearest(name, (model.name for model in fitting), "add a row to models")
-    raise DemixError(f"config key {key}", f"is {name}, which is no such row of models", cure)
+    raise DemixError(f"config key {key}", f"is {name}, which is not a model entry of that type", cure)
 
 
 # The experts of a merged model, which is a single model.
@@ -377,8 +377,8 @@ class Merged:
     """A model made of the experts of `model`, by `weights`.
 
     It is their average with equal weights (uniform) or by the cached prior of a domain (posterior), or its tokens
-    choose among them in every layer (routed). `place` is its folder below models/ and scores/, in which {domain} stands
-    for the domain of the prior.
+    choose among them in every layer (routed). `place` is its folder below models/ and scores/, in which {domain}
+    represents the domain of the prior.
     """
 
     model: Model

@@ -17,7 +17,7 @@ from demix.settings import names_of, settings_from, written
 # The kinds of models whose experts become those of every layer.
 MERGEABLE = ("demix", "branched", "anchored")
 _SIZES = ("experts", "top_k", "every", "capacity", "balance")
-# Of an entry of kind anchored: a parent's feedforward and an expert beside it, through which every token passes.
+# Of an entry of kind anchored: a parent's feedforward and an expert next to it, through which every token passes.
 _PAIR = {"experts": 2, "top_k": 2, "every": 1, "capacity": 2.0, "balance": 0.0}
 
 
@@ -136,7 +136,9 @@ def _routed(key: str, own: dict[str, Any], mixed: int) -> dict[str, Any]:
     """
     for size in ("experts", "every") if mixed else ():
         if size in own:
-            raise DemixError(f"{key}.{size}", "is given beside a parent whose experts are merged", "leave it out")
+            raise DemixError(
+                f"{key}.{size}", "is given together with a parent whose experts are merged", "leave it out"
+            )
     few = {"experts": mixed or 8, "top_k": 2 if mixed else 1}
     sizes: dict[str, Any] = few | {"every": 1, "balance": 0.01, **own}
     begins = {} if mixed else _restarts(own)
@@ -167,7 +169,7 @@ def _row(config: Config, given: _Given, others: Mapping[str, _Given]) -> Row:
         if own.get("schedule") == "restart":
             values |= {"warmup": 0.0}
             sequences = domains * values["sequences"]
-            # The entry's own rate takes the place of the one that its parent's sweep chooses.
+            # The entry's own rate replaces the one that its parent's sweep chooses.
             values |= {"sweep": None} if "learning_rate" in own else {}
         values |= own
     section = _section(config, values)
@@ -237,13 +239,13 @@ def _matched_tokens(architecture: Architecture, types: int, values: Mapping[str,
 
 
 def _check_masked(row: Row) -> None:
-    """Raise DemixError unless an entry, which is a masked language model, stands apart from causal ones."""
+    """Raise DemixError unless an entry, which is a masked language model, is independent of causal ones."""
     key = f"config key models.{row.name}"
     if row.name in PAPER:
         cause = "is mlm, and other entries are compared with this one by the text that it predicts"
         raise DemixError(f"{key}.architecture.objective", cause, "add an entry of another name, or leave this out")
     if row.kind.domain_tokens:
-        cause = f"is {row.kind.name}, whose token stands before a text to go on with"
+        cause = f"is {row.kind.name}, whose token precedes a text to go on with"
         raise DemixError(f"{key}.kind", cause, "use dense")
     for merged in ("averages", "merged_routed"):
         if getattr(row.settings, merged):
@@ -258,7 +260,7 @@ def _check_data(name: str, data: str, config: Config) -> None:
     """Raise DemixError unless the entry `name` can learn from the clustering `data`."""
     key, known = f"config key models.{name}.data", config.clusterings
     if data not in known:
-        raise DemixError(key, f"{data} is no clustering", nearest(data, known, "add it to clusterings"))
+        raise DemixError(key, f"{data} is not a clustering", nearest(data, known, "add it to clusterings"))
     if known[data].method == "metadata":
         raise DemixError(key, f"is {data}, whose clusters are the domains", "leave it out")
     if name in PAPER:
@@ -270,7 +272,7 @@ def _check_state(given: _Given, others: Mapping[str, _Given]) -> None:
     key, kind, settings = f"config key models.{given.name}", given.kind, given.settings
     parent, seed_tokens = settings.parent, settings.seed_tokens
     if kind.anchored and not (parent or given.initial):
-        cause = "is missing, and experts of kind anchored learn beside a model that stays as it is"
+        cause = "is missing, and experts of kind anchored learn next to a model that stays as it is"
         raise DemixError(f"{key}.parent", cause, "name an entry of kind dense and seed_tokens, or a model's folder")
     if settings.schedule is not None and parent is None:
         cause = "is given to an entry that begins with no state of another entry"
@@ -283,12 +285,12 @@ def _check_state(given: _Given, others: Mapping[str, _Given]) -> None:
     if parent and _mixes(given, others):
         if seed_tokens is not None:
             named = f"{parent} of kind {others[parent].kind.name}"
-            cause = f"is given beside the parent {named}, whose whole training comes before"
+            cause = f"is given together with the parent {named}, whose whole training comes before"
             raise DemixError(f"{key}.seed_tokens", cause, "leave it out")
         return
     if (parent is None) != (seed_tokens is None):
         missing, there = ("parent", "seed_tokens") if parent is None else ("seed_tokens", "parent")
-        raise DemixError(f"{key}.{missing}", f"is missing beside {there}", "give both, or neither")
+        raise DemixError(f"{key}.{missing}", f"is missing next to {there}", "give both, or neither")
     if parent is not None:
         _check_parent(given, others)
 

@@ -90,7 +90,7 @@ class Run:
 
     @cached_property
     def suites(self) -> dict[str, DomainSection]:
-        """The sections of the domains of `evaluation.suites`, which are scored and are no domains of the run."""
+        """The sections of the domains of `evaluation.suites`, which are scored and are not domains of the run."""
         return self.config.suites
 
     @cached_property

@@ -10,7 +10,7 @@ from typing import Any
 from demix.config.adaptation import AdaptationRecipe
 from demix.config.domains import UNCUT
 from demix.config.evaluation import CACHE, MixingRecipe, ScoredTokens, ScoringRecipe
-from demix.config.training import OptimizerRecipe, TrainingRecipe, taken
+from demix.config.training import OptimizerRecipe, TrainingRecipe, selected
 from demix.files import fingerprint, write_json
 from demix.run.compared import balanced_pairs, compared
 from demix.run.contexts import POSITION_BINS, context_tables
@@ -48,7 +48,7 @@ class StageSettings:
         return str(self.run.folder)
 
     def as_json(self, *parts: Mapping[str, Any], **more: Any) -> str:
-        """The part of the config that a stage uses, as one argument. A change to it reruns that stage alone."""
+        """The part of the config that a stage uses, as one argument. A change to it reruns only that stage."""
         merged = {key: value for part in (*parts, more) for key, value in part.items()}
         return self.argument(json.dumps(merged, sort_keys=True))
 
@@ -100,7 +100,7 @@ class StageSettings:
         """The settings of a job that scores, as JSON."""
         models = [part.settings for part in self.scoring[name].parts]
         return self.as_json(
-            taken(ScoringRecipe, self.run.config.evaluation), models=models, threads=self.run.config.threads
+            selected(ScoringRecipe, self.run.config.evaluation), models=models, threads=self.run.config.threads
         )
 
     def context_settings(self, domain: str) -> str:
@@ -118,7 +118,7 @@ class StageSettings:
         """The settings of the job that scores n-grams, as JSON."""
         number, _, counts_all = order.partition("_")
         tokens = None if counts_all else max(1, ngram_tokens(self.run) // len(self.run.training))
-        scored = taken(ScoredTokens, self.run.config.evaluation)
+        scored = selected(ScoredTokens, self.run.config.evaluation)
         return self.as_json(scored, order=int(number), train_tokens=tokens, length=self.run.context)
 
     def combination_settings(self, name: str) -> str:
@@ -161,14 +161,14 @@ class StageSettings:
 
     def routing_settings(self, context: str) -> str:
         """The settings with which contexts are routed, as JSON."""
-        scored = taken(ScoredTokens, self.run.config.evaluation)
+        scored = selected(ScoredTokens, self.run.config.evaluation)
         return self.as_json(scored, length=self.run.context, context=context)
 
     def evaluation_settings(self, domain: str) -> str:
         """The settings of the evaluation of a domain, as JSON."""
         run, pairs = self.run, balanced_pairs(self.run)
         return self.as_json(
-            taken(MixingRecipe, run.config.evaluation),
+            selected(MixingRecipe, run.config.evaluation),
             kind=run.kind_of(domain),
             tables=[asdict(table) for table in evaluated(run, domain)],
             compared=[system.key for system in compared(run, domain)] if domain in run.domains else [],
@@ -203,7 +203,7 @@ class StageSettings:
 
     @property
     def classify_settings(self) -> str:
-        """The settings of the classification, as JSON. A run of the harness's tasks alone has no tasks."""
+        """The settings of the classification, as JSON. A run with only the harness's tasks has no tasks."""
         evaluation = self.run.config.evaluation
         tasks = {name: written(task) for name, task in self.run.config.tasks.items()}
         return self.as_json(
@@ -230,7 +230,7 @@ class StageSettings:
         Settings that change only time and memory are left out, because a change of the JSON reruns the training.
         """
         more = {"seed": model.seed, "threads": self.run.config.threads, "architecture": model.base.section}
-        return self.as_json(taken(TrainingRecipe, model.settings), **(more | changes))
+        return self.as_json(selected(TrainingRecipe, model.settings), **(more | changes))
 
     def trial_settings(self, model: Model, rate: float) -> str:
         """The settings of a trial, which differs from the training in tokens and rate, and is not evaluated on dev."""
@@ -240,8 +240,8 @@ class StageSettings:
     def adaptation_settings(self, parent: Model) -> str:
         """The settings of the adaptation of a model to a novel domain, as JSON."""
         return self.as_json(
-            taken(OptimizerRecipe, parent.settings),
-            taken(AdaptationRecipe, self.run.config.adaptation),
+            selected(OptimizerRecipe, parent.settings),
+            selected(AdaptationRecipe, self.run.config.adaptation),
             learning_rate_factor=self.run.learning_rate_factor(parent),
             seed=self.run.seed,
             threads=self.run.config.threads,

@@ -8,16 +8,16 @@ from demix.run.models import Merged, Model
 from demix.run.rows import Row
 from demix.run.run import Run
 
-# The tokens of all training domains whose n-grams are counted at once: order 5 takes 16 GB for as many, order 8 24 GB.
-MOST_NGRAM_TOKENS = 100_000_000
+# The tokens of all training domains whose n-grams are counted at once: order 5 needs 16 GB for as many, order 8 24 GB.
+MAX_NGRAM_TOKENS = 100_000_000
 
 
 @dataclass(frozen=True)
 class ExpertSet:
     """Experts of a model that are mixed together by `methods`; results show the set under `label`.
 
-    The method `naive` takes the expert of the domain, or the best one. `weights` are the rules of weights, all of the
-    config's where none is named. With `alone` each expert also gets a row of its own. With `variants` the grids of
+    The method `naive` uses the expert of the domain, or the best one. `weights` are the rules of weights, all of the
+    config's where none is named. With `singles` each expert also gets a row of its own. With `variants` the grids of
     settings, the released scorer and the posterior of every block are evaluated too. `routing` is the clustering that
     has a cluster for each of the experts, if there is one.
     """
@@ -26,7 +26,7 @@ class ExpertSet:
     experts: tuple[str, ...]
     methods: tuple[str, ...] = ("naive", *METHODS)
     weights: tuple[str | int, ...] = ()
-    alone: bool = False
+    singles: bool = False
     variants: bool = False
     routing: str = ""
 
@@ -53,7 +53,7 @@ class Evaluated:
     test_only: bool = False
 
     @property
-    def told_apart(self) -> bool:
+    def named_by_folder(self) -> bool:
         """Whether another table has the same model and column, so that losses go by the folder's name."""
         return bool(self.merged or self.top_k or self.without)
 
@@ -94,13 +94,13 @@ class System:
 
     @property
     def by_distance(self) -> bool:
-        """Whether the distance of the text to the experts' clusters alone weights the experts."""
+        """Whether only the distance of the text to the experts' clusters weights the experts."""
         return self.weights.split("(")[0] == "cluster"
 
     def released_scorer(self) -> "System":
-        """The same mixture by the scorer of released code: of c-BTM's for weights by distance alone, else of DEMix's.
+        """The same mixture by the scorer of released code: of c-BTM's for weights only by distance, else of DEMix's.
 
-        For a uniform prior the latter is its rule of weights alone.
+        For a uniform prior the latter is only its rule of weights.
         """
         scored = replace(self, label=f"{self.label}, released scorer", variant="released_scorer")
         if self.by_distance:
@@ -244,7 +244,8 @@ def other_top_k(run: Run) -> dict[str, tuple[int, ...]]:
 
 
 def classified(run: Run) -> tuple[Model, ...]:
-    """The models whose accuracy on tasks is taken: those trained with the run's own seed on all domains, as they are.
+    """The models whose accuracy on tasks is measured: those trained with the run's own seed on all domains, as they
+    are.
 
     None for a run without tasks.
     """
@@ -271,7 +272,7 @@ def bases(run: Run) -> dict[str, System]:
 
 
 def routed_weights(run: Run) -> str:
-    """The first of `evaluation.weights` by the distance to clusters alone; empty if there is none."""
+    """The first of `evaluation.weights` only by the distance to clusters; empty if there is none."""
     named = map(str, run.config.evaluation.weights)
     return next((weights for weights in named if weights.split("(")[0] == "cluster"), "")
 

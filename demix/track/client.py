@@ -49,7 +49,7 @@ def opened(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     if uri.startswith(SQLITE):
         _try_sqlite(uri)
-        # A process that was killed between its rename and its end leaves an empty folder beside a finished database.
+        # A process that was killed between its rename and its end leaves an empty folder next to a finished database.
         remove_leftovers(_sqlite_path(uri))
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
@@ -86,7 +86,7 @@ def _sqlite_path(uri: str) -> Path:
 
 
 def experiment_of(client: "MlflowClient", uri: str, name: str, results: Path) -> str:
-    """The id of an experiment, which is made where it is missing: beside SQLite or `results` go its artifacts."""
+    """The id of an experiment, which is made where it is missing: its artifacts go next to SQLite or `results`."""
     found = client.get_experiment_by_name(name)
     if found is not None:
         return found.experiment_id

@@ -49,7 +49,7 @@ def streaming(tracking: str, kind: str, checkpoints: Path, metrics: Path | None)
     sender = None
     if tracking and metrics is not None and os.environ.get("RANK", "0") == "0":
         training = json.dumps([tracking, kind, str(checkpoints), str(metrics), time.time()])
-        # With -P no file of the user's folder takes the place of a module.
+        # With -P no file of the user's folder replaces a module.
         command = [sys.executable, "-P", "-W", "ignore", "-m", __name__, training, str(SECONDS_BEFORE_BATCHES)]
         with suppress(OSError):
             # Ctrl-C must reach only the training, which sends its status on standard input.

@@ -187,7 +187,7 @@ def _evaluations(run: Run, results: Results) -> Iterator[Record]:
         masked = "scorer" in rows and rows["scorer"].str.startswith("masked").any()
         measure = "masked_perplexity" if masked else "perplexity"
         by = ["split", "method", "weights", "expert", "top_k"]
-        # `naive` chooses another expert in each domain: the expert is no part of the method's name.
+        # `naive` chooses another expert in each domain: the expert is not part of the method's name.
         by_name = rows.assign(expert=rows["expert"].where(rows["method"] == "expert", ""))
         for (split, method, weights, expert, top_k), group in by_name.groupby(by, sort=True, dropna=False):
             parts = [method, expert, weights, "" if pd.isna(top_k) else f"top{top_k:.0f}"]

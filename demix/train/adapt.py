@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 class Adaptation(AdaptationRecipe):
     """How a model is adapted to one novel domain.
 
-    `learning_rate` is the peak where it is no fraction of the model's.
+    `learning_rate` is the peak where it is not a fraction of the model's.
     """
 
     tokens: Positive
@@ -82,7 +82,7 @@ def adapt(
     """Adapt the model in `directory` to the novel domain of `shards`, its train and dev tokens (paper, section 6).
 
     With `chosen`, of `demix.evaluate.choice.choose_parent`, this is DEMix-DAPT: a new expert (`_new_expert`) is trained
-    alone, and no other file of the model changes. The files of the expert go below the output of `places`. `chosen`
+    only, and no other file of the model changes. The files of the expert go below the output of `places`. `chosen`
     goes into the lineage, but for an average, which has no single parent. `unchanged` are the training domains' losses
     on dev in nats per token, by domain: these domains keep their experts, so that these losses hold at every step.
 

@@ -56,7 +56,7 @@ class Batches:
     """The batches of a run: `draw` returns this rank's part of any step (from 0).
 
     `tokens` is the number of tokens per step over all ranks. The loop divides a step's sum of losses by `targets`, the
-    number of targets over all ranks; None stands for `tokens`.
+    number of targets over all ranks; None means `tokens`.
     """
 
     draw: Callable[[int], Batch]
@@ -121,7 +121,7 @@ def batches_of(
 
 def open_shards(paths: Sequence[Path], world: World) -> list[TokenShard]:
     """Open token shards. One rank verifies the sha256 of each. Raises DemixError where their tokenizers differ."""
-    shards = [TokenShard.open(path, verify=world.takes(number)) for number, path in enumerate(paths)]
+    shards = [TokenShard.open(path, verify=world.owns(number)) for number, path in enumerate(paths)]
     for path, shard in zip(paths, shards, strict=True):
         if shard.tokenizer_sha256 != shards[0].tokenizer_sha256:
             raise DemixError(path, f"was made with another tokenizer than {paths[0]}", "tokenize all domains again")

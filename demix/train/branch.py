@@ -27,7 +27,8 @@ MANIFEST, EXPERT = "manifest.json", expert_file(DENSE_EXPERT)
 # A branch may measure its loss on dev more or less often than its parent.
 FREE = {"dev_blocks"}
 
-# How the names of means of gradients and of their squares begin in a state; experts that begin alone have them divided.
+# How the names of means of gradients and of their squares begin in a state; experts that begin by themselves have them
+# divided.
 MOMENTS = ("optimizer/exp_avg", "optimizer/momentum")
 
 # What a training does with the schedule of the parent whose state it begins with.
@@ -40,7 +41,7 @@ ROW = 10.0
 class SeedState:
     """A kept state of a dense training: the folder seeds/<model>/step-<n> and its manifest.
 
-    With `restart` the training that begins with the state has a schedule of its own, and takes no moments.
+    With `restart` the training that begins with the state has a schedule of its own, and uses no moments.
     """
 
     directory: Path
@@ -122,7 +123,7 @@ def keep_seed(checkpoint: Path, output: Path, identity: Mapping[str, Any]) -> No
         write_json(temporary / MANIFEST, manifest)
 
 
-def take_seed(identity: Mapping[str, Any], step: int, kept: Path, output: Path) -> bool:
+def move_seed(identity: Mapping[str, Any], step: int, kept: Path, output: Path) -> bool:
     """Move the state after `step` updates that the training of this `identity` kept below `kept` to `output`.
 
     Returns whether there was one.
@@ -149,7 +150,7 @@ def read_seed(directory: Path, identity: Mapping[str, Any], schedule: str = "con
     """The seed in the folder seeds/<model>/step-<n> for a training of this `identity`, which goes on from there.
 
     `directory` may be that of a dense model, or of one with routed experts, too. With the schedule `continue` the
-    learning rates and the order of the data are the parent's; `restart` takes its parameters alone. Raises DemixError
+    learning rates and the order of the data are the parent's; `restart` uses only its parameters. Raises DemixError
     if the manifest is missing or damaged, and if the parent was trained with another tokenizer or architecture, or, for
     `continue`, with other settings.
     """
@@ -208,7 +209,7 @@ def branched(state: State, experts: Sequence[str], scope: str = "feedforward") -
     """The state of a dense model as that of a model with `experts`, each a copy of what it owns by `scope`.
 
     An expert of scope `model` is a copy of the whole model, with the moments as they are: its loss is the mean over its
-    own domain alone. Of scope `feedforward` an expert is a copy of the dense feedforwards, and shared tensors stay as
+    own domain only. Of scope `feedforward` an expert is a copy of the dense feedforwards, and shared tensors stay as
     they are. The moments of such an expert, Adam's and Muon's, are divided by E, the number of experts, since the loss
     is the mean over all domains (docs/explanation/warm-start.md, Moments).
     """
@@ -247,7 +248,7 @@ def upcycled(state: State, model: GPT) -> State:
 
 
 def freeze_except(model: GPT, first: State, learns: Callable[[str], bool]) -> None:
-    """Leave the parameters of `model` whose names `learns` takes to be trained; all begin as in the state `first`."""
+    """Leave the parameters of `model` to be trained whose names fit `learns`; all begin as in the state `first`."""
     begun = model.stacked(first.shared, first.experts)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -261,8 +262,8 @@ def anchored(model: GPT, first: State, public: Mapping[str, TokenShard]) -> Stat
     `model` has one expert of a domain, and two feedforwards in every layer, both those of a parent in the state
     `first` (FlexOlmo, Shi et al. 2025, arXiv 2507.07024). The first of the two, the anchor, stays as it is, as long as
     no weight decays. Rows of routers begin with mean states: of the domain's text, and of that of all domains of
-    `public` for the anchor. The anchor's is taken from both rows, which changes no gate, and leaves the anchor the row
-    0 in all pairs. Returns `first` with these rows.
+    `public` for the anchor. The anchor's is subtracted from both rows, which changes no gate, and leaves the anchor the
+    row 0 in all pairs. Returns `first` with these rows.
     """
     (domain,) = model.experts
     freeze_except(model, first, lambda name: ".feedforward." in name)

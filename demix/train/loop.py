@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 MEMORY_CURE = (
     "set micro_sequences to 1 and checkpoint_activations, with more ranks shard_optimizer, or use more ranks; "
-    "`demix plan` says what a rank takes"
+    "`demix plan` says what a rank needs"
 )
 
 # Returns the loss on dev, equal on all ranks, and named losses for the metrics (nats per token).
@@ -47,12 +47,12 @@ def dev_losses(
 ) -> Evaluation:
     """The evaluation on the first blocks, so many, of dev splits by domain: `whole` makes the loss of all of theirs.
 
-    A rank evaluates the domains that are `mine`; by default the ranks take turns. `known` losses are added as they are.
+    A rank evaluates the domains that are `mine`; by default the ranks alternate. `known` losses are added as they are.
     """
 
     def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
         own = [
-            dev_loss(model, *which, name) if (mine(model, name) if mine else world.takes(number)) else 0.0
+            dev_loss(model, *which, name) if (mine(model, name) if mine else world.owns(number)) else 0.0
             for number, (name, which) in enumerate(measured.items())
         ]
         losses = world.sum(own)
@@ -188,8 +188,8 @@ def _backward(trainer: Trainer, batches: Batches, step: int, domains: int) -> li
         if start + micro >= sequences:
             sync.begin()
         auxiliary: list[RouterLoss] = []
-        told = part.domains if model.domain_tokens else None
-        hidden = model(part.inputs, told, trainer.dtype, auxiliary=auxiliary, dropout=dropout)
+        prefix = part.domains if model.domain_tokens else None
+        hidden = model(part.inputs, prefix, trainer.dtype, auxiliary=auxiliary, dropout=dropout)
         if part.places is not None:
             hidden = hidden.take_along_dim(part.places[..., None], 2)
         losses = -model.log_probabilities(hidden, part.targets)  # [E, B, T or M]

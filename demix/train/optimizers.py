@@ -14,7 +14,7 @@ from demix.run.placement import owners_of
 from demix.train.schedule import Optimization
 from demix.train.state import Row
 
-# The weights of linear maps in blocks. A router is no such map: it has a row for each expert.
+# The weights of linear maps in blocks. A router is not such a map: it has a row for each expert.
 _MATRICES = ("attention.qkv.weight", "attention.out.weight", "feedforward.up", "feedforward.down")
 # Of Muon's iteration a·X + b·XXᵀX + c·(XXᵀ)²X, which brings singular values from 0 to 1 to between 0.7 and 1.2.
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -40,9 +40,9 @@ def group_of(name: str) -> Group:
 class Optimizers:
     """One optimizer for each group of the named `parameters`, all with the same schedule.
 
-    `holders` says which ranks have a parameter beside this one, if any. One of these ranks updates a matrix with Muon,
-    and with `shard_optimizer` any parameter, keeps its moments, and sends it to the others. This is stage 1 of ZeRO
-    (Rajbhandari et al. 2020, section 5.1), by whole parameters. `architecture` is that of the model.
+    `holders` says which ranks have a parameter in addition to this one, if any. One of these ranks updates a matrix
+    with Muon, and with `shard_optimizer` any parameter, keeps its moments, and sends it to the others. This is stage 1
+    of ZeRO (Rajbhandari et al. 2020, section 5.1), by whole parameters. `architecture` is that of the model.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Optimizers:
 class AdamW:
     """`torch.optim.AdamW` (Loshchilov and Hutter 2019) with fused updates, by default with the paper's constants.
 
-    The class of torch imports torch's compiler, which takes over a second of the start of each training. `state` holds
+    The class of torch imports torch's compiler, which needs over a second of the start of each training. `state` holds
     for each parameter after its first update `step`, the number of its updates, and the means `exp_avg` and
     `exp_avg_sq`.
     """
@@ -185,7 +185,7 @@ class Muon:
     It updates matrices [..., rows, columns], each of a stack by itself, by their momentum without its singular values,
     as `torch.optim.Muon` does: Nesterov momentum, orthogonalised, times the square root of rows/columns where there are
     more rows, times the learning rate. `state` holds for each parameter after its first update the mean of its
-    gradients, `momentum`. `maps` has the rows of each matrix where several stand one below the other in a parameter.
+    gradients, `momentum`. `maps` has the rows of each matrix where several are one below the other in a parameter.
     """
 
     means = ("momentum",)
@@ -231,7 +231,7 @@ class Muon:
 def orthogonalised(matrices: Tensor, iterations: int) -> Tensor:
     """`matrices` [..., rows, columns] with all singular values near 1, by so many Newton-Schulz iterations.
 
-    A GPU computes in bf16 what is no float64, as `torch.optim.Muon` does.
+    A GPU computes in bf16 what is not float64, as `torch.optim.Muon` does.
     """
     half = matrices.is_cuda and matrices.dtype != torch.float64
     tall = matrices.shape[-2] > matrices.shape[-1]
@@ -287,13 +287,13 @@ class LossScale:
             self.factor = factor
 
     def grow(self) -> None:
-        """Take note of an update without overflow."""
+        """Record an update without overflow."""
         self.unscathed += 1
         if self.dynamic and self.unscathed == GROW_AFTER:
             self.factor, self.unscathed = self.factor * 2.0, 0
 
     def shrink(self) -> tuple[str, str] | None:
-        """Take note of gradients that are not finite. Returns cause and cure where no smaller scale would help."""
+        """Record gradients that are not finite. Returns cause and cure where no smaller scale would help."""
         if not self.dynamic:
             return "the gradient is not finite", "lower the learning rate"
         self.factor, self.unscathed = self.factor * 0.5, 0

@@ -39,8 +39,8 @@ _Register = Callable[[Callable[[Tensor], None]], object]
 class World:
     """The processes (ranks) that train one model together, seen from one rank.
 
-    `groups` holds the group of all ranks and the group of the ranks with the same experts as this rank. None stands for
-    a group of one rank. `writes_experts` is true on the first of the ranks with the same experts.
+    `groups` holds the group of all ranks and the group of the ranks with the same experts as this rank. None represents
+        a group of one rank. `writes_experts` is true on the first of the ranks with the same experts.
     """
 
     rank: int = 0
@@ -54,7 +54,7 @@ class World:
         if self.size == 1:
             return self
         own = None
-        # Every rank must take part in the creation of every group, in the same order.
+        # Every rank must participate in the creation of every group, in the same order.
         for ranks in sorted({place.ranks for place in places}):
             group = dist.group.WORLD
             if len(ranks) < self.size:
@@ -72,8 +72,8 @@ class World:
         dist.all_reduce(numbers)
         return numbers.tolist()
 
-    def takes(self, number: int) -> bool:
-        """Whether this rank does the work of this `number`, of works that the ranks take in turn."""
+    def owns(self, number: int) -> bool:
+        """Whether this rank does the work of this `number`, of works that the ranks do in turn."""
         return number % self.size == self.rank
 
     def wait(self) -> None:
@@ -99,8 +99,10 @@ def joined() -> Iterator[World]:
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if not os.environ.keys() & {"DEMIX_LAUNCHER", "DEMIX_FINGERPRINT"}:
         # A variable that some other program left would make this process wait for ranks that nobody starts.
-        told = "rank %d of WORLD_SIZE=%d waits at %s for the others, %d minutes at most; without any, unset WORLD_SIZE"
-        log.warning(told, rank, size, place, TIMEOUT.total_seconds() / 60)
+        message = (
+            "rank %d of WORLD_SIZE=%d waits at %s for the others, %d minutes at most; without any, unset WORLD_SIZE"
+        )
+        log.warning(message, rank, size, place, TIMEOUT.total_seconds() / 60)
     end_with_launcher()
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
@@ -136,7 +138,7 @@ class GradientSync:
     """Sums gradients over the ranks that share a parameter, while backward still computes other gradients.
 
     After the first backward of a step gradients that other ranks need are views into flat buckets. All ranks send the
-    buckets in the same fixed order. Gradients of parameters that this rank alone has stay where backward writes them.
+    buckets in the same fixed order. Gradients of parameters that only this rank has stay where backward writes them.
     `sent` counts the bytes given to all-reduce in this step.
     """
 
@@ -144,14 +146,14 @@ class GradientSync:
         self.world, self.sent = world, 0
         self.buckets: list[_Bucket] = []
         self._parameters = list(parameters.values())
-        self._alone: list[nn.Parameter] = []
+        self._unshared: list[nn.Parameter] = []
         self._pending: list[dist.Work] = []
         self._next, self._armed = 0, False
         # Backward reaches the last layers first, so their gradients go into the first buckets.
         for expert, group in enumerate(world.groups):
             chosen = [p for name, p in parameters.items() if is_expert(name) == expert]
             if group is None:
-                self._alone += chosen
+                self._unshared += chosen
                 continue
             for members in _bucketed(chosen[::-1]):
                 bucket = _Bucket(members, group, world.writes_experts if expert else world.rank == 0)
@@ -175,7 +177,7 @@ class GradientSync:
     def finish(self) -> None:
         """Send the remaining buckets, and wait until every gradient is the sum over its ranks."""
         # The loss does not depend on a parameter without a gradient.
-        for parameter in self._alone:
+        for parameter in self._unshared:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         for bucket in self.buckets[self._next :]:
@@ -194,14 +196,14 @@ class GradientSync:
         Returns the norm before clipping, equal on all ranks. Each expert counts once in the norm, however many
         ranks hold it. If the norm is not finite, the gradients stay as they are.
         """
-        alone = [parameter.grad for parameter in self._alone if parameter.grad is not None]
+        unshared = [parameter.grad for parameter in self._unshared if parameter.grad is not None]
         counted = [bucket.flat for bucket in self.buckets if bucket.counts]
-        square = _square([*counted, *(gradient.flatten() for gradient in alone)])
+        square = _square([*counted, *(gradient.flatten() for gradient in unshared)])
         norm: float = self.world.sum([square])[0] ** 0.5 / scale
         if norm == norm and norm != float("inf"):
             factor = min(1.0, most / (norm + 1e-6)) / scale
             if factor != 1.0:
-                for gradient in [*(bucket.flat for bucket in self.buckets), *alone]:
+                for gradient in [*(bucket.flat for bucket in self.buckets), *unshared]:
                     gradient.mul_(factor)
         return norm
 

@@ -104,7 +104,7 @@ class ModelTraining:
         """The optimizer updates of the whole training."""
         return self.settings.steps(len(self.domains) * self.share)
 
-    def alone(self, domain: str) -> "ModelTraining":
+    def of_expert(self, domain: str) -> "ModelTraining":
         """The training of the expert of one domain, which is a whole model, with its share of the tokens."""
         if self.row.expert_scope != "model" or domain not in self.domains:
             cause = f"is not an expert of kind {self.kind} that trains by itself, with tokens of its own"
@@ -174,7 +174,7 @@ def train_model(training: ModelTraining, places: Places) -> None:
         model = _initial(training, architecture, opened[0], placement).initialise(settings.seed)
         state = places.checkpoints / fingerprint(training.identity)
         if not state.exists() and any(places.checkpoints.glob("*/step-*")):
-            log.info("%s: holds states of other settings, data or tokenizers, which are left alone", places.checkpoints)
+            log.info("%s: holds states of other settings, data or tokenizers, which stay", places.checkpoints)
         log.info(
             "%s: %d steps of %d domains, %d sequences each, on %d ranks",
             training.kind, steps, len(domains), settings.sequences, world.size,
@@ -212,7 +212,7 @@ def _begun(training: ModelTraining, model: GPT, world: World) -> State | None:
         freeze_except(model, first, lambda name: name.endswith(".router"))
     if training.row.anchored:
         if first is None:
-            cause = "learns beside a parent, and this training begins with none"
+            cause = "learns next to a parent, and this training begins with none"
             raise DemixError(f"kind {training.kind}", cause, "give --branch with a dense model or the seed of one")
         read = open_shards(training.public, world)
         first = anchored(model, first, {shard.path.parent.name: shard for shard in read})

@@ -30,7 +30,7 @@ def step_folder(step: int) -> str:
 
 
 def expert_file(name: str) -> str:
-    """The name of the file with the state of an expert, beside `SHARED`."""
+    """The name of the file with the state of an expert, next to `SHARED`."""
     return f"expert-{name}.safetensors"
 
 
@@ -151,7 +151,7 @@ def load_state(path: Path, experts: tuple[str, ...]) -> State:
             raise DemixError(path / "metrics.jsonl", "differs from its recorded sha256", "delete this checkpoint")
         metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     except (KeyError, TypeError, ValueError, OSError) as error:
-        raise DemixError(path, f"is no checkpoint ({error!r})", "delete it") from None
+        raise DemixError(path, f"is not a checkpoint ({error!r})", "delete it") from None
     return State(step, shared, dict(zip(experts, own, strict=True)), metrics)
 
 

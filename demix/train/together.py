@@ -55,7 +55,7 @@ def ending_together(rank: int, size: int) -> Iterator[None]:
         own = json.dumps(asdict(Failure.of(rank, error))).encode()
         with suppress(dist.DistError):
             first = store.compare_set(key, "", own.decode())
-            # Connections that are cut are no cause.
+            # Connections that are cut are not a cause.
             if first != own and not isinstance(error, DemixError):
                 end(first)
         raise

@@ -156,7 +156,7 @@ class Best:
         return (last or step % self.stopping.every == 0) and step not in self.losses
 
     def note(self, step: int, loss: float) -> None:
-        """Take note of the loss after `step` updates."""
+        """Record the loss after `step` updates."""
         self.losses[step] = loss
         if not self.since:
             self.parameters = {name: p.detach().clone() for name, p in self.trained.items()}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from demix.config.evaluation import MixingRecipe
-from demix.config.training import taken
+from demix.config.training import selected
 from demix.evaluate.columns import join
 from demix.evaluate.domain import Evaluation, evaluate_domain
 from demix.report import report_files
@@ -39,7 +39,7 @@ def evaluate(run: Run, domain: str, kind: str) -> Path:
         "against": [(name, *system.key) for name, system in bases(run).items()],
         "seed": run.seed,
     }
-    evaluation = settings_from(Evaluation, taken(MixingRecipe, run.config.evaluation) | about)
+    evaluation = settings_from(Evaluation, selected(MixingRecipe, run.config.evaluation) | about)
     output = run.folder / "made" / f"{domain}.parquet"
     evaluate_domain(scores, domain, evaluation, output)
     return output

@@ -16,7 +16,7 @@ from demix.launch.job import Places
 from demix.train import adapt, stage
 from demix.train.adapt import Adaptation
 from demix.train.batches import Batch, Batches, batches_of
-from demix.train.branch import take_seed
+from demix.train.branch import move_seed
 from demix.train.stage import ModelTraining, Training
 from support.tokens import TRAINING
 
@@ -83,7 +83,7 @@ def dense_with_seeds(
     seeds = {step: folder / "seeds" / "dense" / f"step-{step:08d}" for step in steps}
     for step, seed in seeds.items():
         identity = ModelTraining("dense", training, shards).identity
-        assert take_seed(identity, step, folder / "checkpoints", seed)
+        assert move_seed(identity, step, folder / "checkpoints", seed)
     return seeds
 
 

@@ -211,7 +211,7 @@ def dense(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_pair(dense: Path, tokens: Path, folder: Path, own: str = OWN) -> Path:
-    training = ModelTraining("anchored", RECIPE, shard_paths(tokens), branch=dense).alone(own)
+    training = ModelTraining("anchored", RECIPE, shard_paths(tokens), branch=dense).of_expert(own)
     stage.train_model(training, places(folder / own))
     return folder / own / "model"
 

@@ -44,7 +44,7 @@ CLAIMS = {
     "own_expert_best": ("method == 'expert' and expert != domain", "method == 'expert' and expert == domain"),
     "novel_against_best_expert": (NAIVE, CACHED),
     "novel_against_dense": (BOTH, CACHED),
-    "novel_untold_against_dense": (BOTH, UPDATING),
+    "novel_domain_agnostic_against_dense": (BOTH, UPDATING),
     "novel_against_domain_token": (TOKEN, f"{UPDATING} or {CACHED}"),
     "order_of_priors": (AVERAGE, UNIFORM, UPDATING, CACHED),
     "demix_dapt_against_dense_dapt": (ADAPTED, ADDED),

@@ -17,7 +17,7 @@ from demix.data import cluster
 from demix.data.cluster import Clusterer, assign, cluster_shards, context_distances, fit_clusters
 from demix.data.shards import TokenShard, tokenize
 from demix.data.tokenizer import Tokenizer
-from demix.evaluate.routing import beside_of
+from demix.evaluate.routing import side_tables_of
 from demix.files import read_json, read_parquet, write_json
 from demix.model.directory import expert_names, tokenizer_of
 from demix.run.evaluated import evaluated
@@ -285,7 +285,7 @@ def test_a_row_on_clusters_has_an_expert_for_each_with_an_equal_part_of_a_step()
     for domain in ("licenses", "fantasy"):
         (table,) = [table for table in evaluated(found, domain) if table.model == "cbtm_2"]
         (some,) = table.sets
-        assert (some.label, some.experts, some.alone) == ("training", ("c00", "c01"), True)
+        assert (some.label, some.experts, some.singles) == ("training", ("c00", "c01"), True)
 
 
 def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens, tmp_path):
@@ -319,7 +319,7 @@ def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens, tmp_pa
         cluster(method=method)
         run("route", folder, dev, "--tokenizer", tokens / "tokenizer.json", "--settings", contexts, "--output", routing)
         if method == "kmeans":
-            assert beside_of(table, [by_distance])
+            assert side_tables_of(table, [by_distance])
         else:
             with refused("c00.json"):
-                beside_of(table, [by_distance])
+                side_tables_of(table, [by_distance])

@@ -13,7 +13,7 @@ from selenium import webdriver
 from selenium.webdriver.support.ui import WebDriverWait
 
 from demix.config.evaluation import MixingRecipe
-from demix.config.training import taken
+from demix.config.training import selected
 from demix.data.tokenizer import byte_lengths
 from demix.evaluate.columns import join
 from demix.evaluate.domain import Evaluation, evaluate_domain
@@ -63,7 +63,7 @@ def relearned(run: Run, folder: Path, effect: int, name: str = "other") -> Run:
             told = file.metadata.metadata
             about = {name: told[name.encode()].decode() for name in WEIGHTS if name.encode() in told}
             write_scores(path, [scores.astype(np.float32)], about)
-    results, recipe = [], taken(MixingRecipe, made.config.evaluation)
+    results, recipe = [], selected(MixingRecipe, made.config.evaluation)
     for domain in made.domains:
         tables = tuple(table for table in evaluated(made, domain) if (folder / "scores" / table.folder).exists())
         evaluation = Evaluation(
@@ -218,7 +218,7 @@ def test_why_there_is_no_interval(base: Run, other: Run, tmp_path: Path, monkeyp
         assert {*rows["why"]} == {why}
         assert rows["change"].notna().all()
         assert rows["change_low"].isna().all()
-    monkeypatch.setattr("demix.evaluate.intervals.FEWEST_TOKENS", 10**6)
+    monkeypatch.setattr("demix.evaluate.intervals.MIN_TOKENS", 10**6)
     assert {*systems(compare([base.folder, other.folder]))["why"]} == {FEW}
 
 

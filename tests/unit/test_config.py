@@ -26,7 +26,7 @@ from demix.config.training import (
     RateSchedule,
     TrainingRecipe,
     fingerprinted,
-    taken,
+    selected,
 )
 from demix.files import fingerprint
 from demix.run.check import completed_run, load_run
@@ -140,7 +140,7 @@ def test_a_preset_stands_above_the_keys_of_the_base(tmp_path: Path) -> None:
     plain = {key: value for key, value in SAMPLE["training"].items() if key != "preset"}
     paper = Config.complete(copy.deepcopy(SAMPLE) | {"training": plain})
     assert {"optimizer", "learning_rate_schedule"} <= values["training"].keys()
-    assert taken(TrainingRecipe, found.training) == taken(TrainingRecipe, paper.training)
+    assert selected(TrainingRecipe, found.training) == selected(TrainingRecipe, paper.training)
     assert not {"optimizer", "learning_rate_schedule", "preset"} & found.values["training"].keys()
 
 

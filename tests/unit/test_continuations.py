@@ -102,7 +102,7 @@ def next_by(mixture: MixedModel, context: tuple[int, ...]) -> int:
 
 @pytest.mark.parametrize(("weights", "method", "decay", "top_k"), RULES)
 def test_whole_texts_have_the_probabilities_of_mix(weights, method, decay, top_k, monkeypatch) -> None:
-    monkeypatch.setattr(continuations, "MOST_SCORES", 150)
+    monkeypatch.setattr(continuations, "MAX_SCORES", 150)
     model = model_of(THREE)
     texts = [DRAWN[:n] for n in (37, 1, 16, 17, 3, 0, 90, 32)]
     done: list[int] = []

@@ -270,7 +270,7 @@ def test_the_share_of_held_out_grams_in_train(tmp_path, monkeypatch):
         assert card["leakage"]["ngrams"][name] == round(len(held & train) / len(held), 6) > 0
     assert (card["leakage"]["ngrams"]["length"], card["leakage"]["ngrams"]["one_in"]) == (13, 1)
     exact = card["leakage"]["ngrams"]["dev"]
-    monkeypatch.setattr(leakage, "MOST_GRAMS", 100)
+    monkeypatch.setattr(leakage, "MAX_GRAMS", 100)
     sampled = _split(tmp_path, "a", budget=budget)[1]["leakage"]["ngrams"]
     assert sampled["one_in"] == 4
     assert abs(sampled["dev"] - exact) < 0.1
@@ -359,7 +359,7 @@ def test_of_many_words_of_tasks_a_sample_is_looked_at(tmp_path, monkeypatch):
     train = [text for (text,) in documents[::2]]
     whole = _contaminated(tmp_path, {"one": documents}, train).iloc[0]
     assert (whole["found_documents"], whole["long_documents"]) == (30, 60)
-    monkeypatch.setattr(leakage, "MOST_GRAMS", 1000)
+    monkeypatch.setattr(leakage, "MAX_GRAMS", 1000)
     sampled = _contaminated(tmp_path, {"one": documents}, train).iloc[0]
     assert sampled["one_in"] == 4
     assert 0.1 < sampled["ngrams"] / whole["ngrams"] < 0.4

@@ -91,7 +91,7 @@ LINES = {
     "summary results/old": "results/old/config.json: belongs to a run of another version of demix (format {before}, "
     "not {format}); delete or rename results/old, then run the workflow again",
     "generate results/letters/models/min --prompt a": "results/letters/models/min/model.json: is missing, so its "
-    "folder is none of a model; did you mean {model}? known are {model}",
+    "folder is not a model; did you mean {model}? known are {model}",
     f"experts remove {MODEL} lwa": "{model}/experts/lwa.json: is missing, so the model has no such expert; "
     "did you mean law? known are law, news",
     f"generate damaged --tokenizer {ENCODER} --prompt a": "damaged/shared.safetensors: differs from its recorded "
@@ -145,7 +145,7 @@ def more_memory_than_there_is() -> None:
             more_memory_than_there_is,
             "training: needs more memory than there is: 1125899906842624 bytes more; set micro_sequences to 1 and "
             "checkpoint_activations, with more ranks shard_optimizer, or use more ranks; `demix plan` says what a rank "
-            "takes",
+            "needs",
         ),
     ],
 )

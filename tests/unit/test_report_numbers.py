@@ -723,7 +723,7 @@ PRINTED = json.loads((Path(demix.__file__).parent / "report" / "paper.json").rea
 SIZES = {"gpt3-small": "125M", "gpt3-medium": "350M", "gpt3-large": "760M", "gpt3-xl": "1.3B"}
 
 
-def beside_paper(name: str, frozen: Run, architecture: dict[str, Any]) -> pd.DataFrame:
+def with_paper(name: str, frozen: Run, architecture: dict[str, Any]) -> pd.DataFrame:
     """The cells of a table of the run, were it of another size."""
     run = Run(Config.complete(frozen.config.values | {"architecture": architecture}), frozen.folder)
     return table_of(name, run_data(run)).text()
@@ -731,7 +731,7 @@ def beside_paper(name: str, frozen: Run, architecture: dict[str, Any]) -> pd.Dat
 
 @pytest.mark.parametrize("entry", PRINTED, ids=lambda entry: f"{entry['table']}, {entry['preset']}")
 def test_every_printed_number_stands_beside_a_run_of_its_size(entry: dict[str, Any], frozen: Run) -> None:
-    cells = beside_paper(entry["table"], frozen, {"preset": entry["preset"], "context": 1024})
+    cells = with_paper(entry["table"], frozen, {"preset": entry["preset"], "context": 1024})
     label = f"Paper, {SIZES[entry['preset']]}"
     columns = (
         {label: entry["column"]}
@@ -757,5 +757,5 @@ def test_all_sizes_of_all_tables_are_printed() -> None:
 
 
 def test_another_size_stands_beside_the_smallest(frozen: Run) -> None:
-    cells = beside_paper("table5", frozen, {"preset": "gpt3-xl", "context": 1024, "layers": 3})
+    cells = with_paper("table5", frozen, {"preset": "gpt3-xl", "context": 1024, "layers": 3})
     assert [column for column in cells if column.startswith("Paper")] == ["Paper, 125M"]

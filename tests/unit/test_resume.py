@@ -64,8 +64,12 @@ TRAININGS: dict[str, Callable[[Path, Sequence[Path]], ModelTraining]] = {
     "seed": lambda run, shards: ModelTraining("demix", TRAIN, shards, branch=seed(run)),
     "restart": lambda run, shards: ModelTraining("demix", TRAIN, shards, branch=seed(run), schedule="restart"),
     "upcycled": lambda run, shards: ModelTraining("routed", UPCYCLED, shards, branch=seed(run)),
-    "whole model": lambda run, shards: ModelTraining("branched", TRAIN, shards, branch=seed(run)).alone("scripture"),
-    "pair": lambda run, shards: ModelTraining("anchored", ANCHORED, shards, branch=run / "model").alone("scripture"),
+    "whole model": lambda run, shards: ModelTraining("branched", TRAIN, shards, branch=seed(run)).of_expert(
+        "scripture"
+    ),
+    "pair": lambda run, shards: ModelTraining("anchored", ANCHORED, shards, branch=run / "model").of_expert(
+        "scripture"
+    ),
 }
 
 

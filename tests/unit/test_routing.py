@@ -13,7 +13,7 @@ from demix.data.cluster import Clusterer, Clustering, Contexts, context_distance
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate import score_tables
-from demix.evaluate.routing import Routing, beside_of, route
+from demix.evaluate.routing import Routing, route, side_tables_of
 from demix.evaluate.score_tables import tokens_sha256
 from demix.files import read_parquet
 from demix.mix.rules import Chunk, ReleasedCluster
@@ -110,16 +110,16 @@ def test_a_table_of_another_clusterer_or_place_is_refused(run: Path, tmp_path: P
     shutil.copytree(run / "routing", tmp_path / "routing")
     one = planned("uniform", ("c02", "c00"), routing="k4", context="block")
     dev, test = (tmp_path / "scores" / "cbtm" / f"fantasy.{split}" for split in ("dev", "test"))
-    beside = beside_of(dev, [one, replace(one, context="document"), replace(one, routing="")])
+    beside = side_tables_of(dev, [one, replace(one, context="document"), replace(one, routing="")])
     assert beside.keys() == {"block", "document"}
     assert {each.columns for each in beside.values()} == {one.experts}
     with refused("fantasy.dev.parquet"):
-        beside_of(dev, [replace(one, experts=("c00", "songs"))])
+        side_tables_of(dev, [replace(one, experts=("c00", "songs"))])
     place = tmp_path / "routing" / "k4" / "block" / "fantasy.dev.parquet"
     shutil.copy(tmp_path / "routing" / "k4" / "document" / "fantasy.dev.parquet", place)
     with refused("block/fantasy.dev.parquet"):
-        beside_of(dev, [one])
+        side_tables_of(dev, [one])
     documents = [run / "corpus" / domain / "train.parquet" for domain in TRAINING]
     fit_clusters(documents, Clustering(clusters=4, dimensions=6), tmp_path / "clusters" / "k4", 2)
     with refused("routing/k4/block/fantasy.test.parquet"):
-        beside_of(test, [one])
+        side_tables_of(test, [one])

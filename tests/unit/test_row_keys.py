@@ -151,7 +151,7 @@ def test_each_accepted_row_is_a_training_of_its_updates(accepted: Run) -> None:
         shards = [Path(path) for path in rules.train_inputs(model)]
         training = ModelTraining(model.kind.name, settings, shards)
         (part, *_) = model.parts
-        training = training.alone(part.part) if model.in_parts else training
+        training = training.of_expert(part.part) if model.in_parts else training
         assert training.steps == model.updates > model.first_step, model.name
         own = model.settings
         assert len(place(model.kind, part.domains, own.sequences, own.ranks)) == own.ranks, model.name

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from demix.evaluate.losses import PlannedMixture, document_losses
-from demix.evaluate.score_tables import Beside, stream_scores, tokens_sha256
+from demix.evaluate.score_tables import SideTable, stream_scores, tokens_sha256
 from demix.mix.rules import Chunk, State, WeightsRule
 from support.errors import refused
 from support.mixing import log_mixture, log_weights, mix, planned
@@ -46,7 +46,7 @@ class Near(WeightsRule):
     """Evidence that was computed elsewhere."""
 
     def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
-        return -chunk.beside["distances"], state
+        return -chunk.side["distances"], state
 
 
 @pytest.fixture
@@ -78,8 +78,8 @@ def test_a_new_rule_is_a_class(table, rule: WeightsRule) -> None:
     new += [PlannedMixture("cached", EXPERTS, rule, dev_blocks=blocks) for blocks in (1, 2)]
     fixed = dict(zip(new, np.log([[1 / 3, 1 / 3, 1 / 3], [0.7, 0.2, 0.1], [0.1, 0.3, 0.6]]), strict=True))
     priors = fixed | {replace(mixture, top_k=2): log_prior for mixture, log_prior in fixed.items()}
-    beside = {"distances": Beside(folder / "distances.parquet", EXPERTS)}
-    found = document_losses(folder, EXPERTS, [*priors, old], priors, beside=beside)
+    beside = {"distances": SideTable(folder / "distances.parquet", EXPERTS)}
+    found = document_losses(folder, EXPERTS, [*priors, old], priors, side=beside)
     # The whole text at once, as one block.
     text = Chunk(scores[None], np.ones((1, TOKENS), bool), {"distances": distances[None]})
     for mixture, log_prior in priors.items():
@@ -110,4 +110,4 @@ def test_columns_of_other_tokens_are_refused(table) -> None:
     for values, tokens in ((distances, "0" * 64), (distances[1:], sha256)):
         write_beside(path, values, tokens)
         with refused("distances.parquet"):
-            list(stream_scores(folder, EXPERTS, beside={"near": Beside(path, EXPERTS)}))
+            list(stream_scores(folder, EXPERTS, side={"near": SideTable(path, EXPERTS)}))

@@ -23,7 +23,14 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from demix.config.config import Config
 from demix.config.tokenizer import TokenizerSection
 from demix.data.shards import TokenShard, blocks, tokenize, write_spans
-from demix.data.tokenizer import END_OF_TEXT, Tokenizer, byte_lengths, gpt2_tokenizer, take_tokenizer, train_tokenizer
+from demix.data.tokenizer import (
+    END_OF_TEXT,
+    Tokenizer,
+    byte_lengths,
+    convert_tokenizer,
+    gpt2_tokenizer,
+    train_tokenizer,
+)
 from demix.files import read_json, write_json
 from demix.model.import_hf import imported_tokenizer
 from support.byte_level import NORMALISED, PLAIN, SPECIAL, definition, sample, write_folder
@@ -170,7 +177,7 @@ def test_much_text_is_sampled_by_its_content(tmp_path):
 def taken(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Tokenizer]:
     """A kind, its tokenizer.json and demix's tokenizer of it."""
     source = write_folder(tmp_path_factory.mktemp(request.param), request.param)
-    return request.param, source, take_tokenizer(source, source.with_name("taken.json"))
+    return request.param, source, convert_tokenizer(source, source.with_name("taken.json"))
 
 
 def encoder_of(kind: str) -> HuggingFaceTokenizer:
@@ -233,7 +240,7 @@ def test_what_ends_a_text_is_the_family_s_own(taken: tuple[str, Path, Tokenizer]
     lengths = byte_lengths(source.with_name("taken.json"))
     assert lengths[tokenizer.end_of_text] == 0
     assert len(lengths) == tokenizer.vocab_size
-    again = take_tokenizer(source.with_name("taken.json"), source.with_name("again.json"))
+    again = convert_tokenizer(source.with_name("taken.json"), source.with_name("again.json"))
     assert again.sha256 == tokenizer.sha256
 
 
@@ -257,34 +264,34 @@ def test_the_files_beside_a_tokenizer_name_what_ends_a_text(tmp_path: Path) -> N
     theirs = HuggingFaceTokenizer.from_str(definition("llama3"))
     end, begin, turn = (theirs.token_to_id(token) for token in SPECIAL["llama3"])
     source = write_folder(tmp_path, "llama3", [("config.json", {"eos_token_id": turn, "vocab_size": 1600})])
-    tokenizer = take_tokenizer(source, tmp_path / "t.json")
+    tokenizer = convert_tokenizer(source, tmp_path / "t.json")
     assert (tokenizer.end_of_text, tokenizer.vocab_size) == (end, 1600)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|begin_of_text|>"}}))
-    assert take_tokenizer(source, tmp_path / "t.json").end_of_text == begin
+    assert convert_tokenizer(source, tmp_path / "t.json").end_of_text == begin
     (tmp_path / "tokenizer_config.json").unlink()
-    assert take_tokenizer(source, tmp_path / "t.json").end_of_text == turn
+    assert convert_tokenizer(source, tmp_path / "t.json").end_of_text == turn
     (tmp_path / "config.json").unlink()
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, turn]}))
-    assert take_tokenizer(source, tmp_path / "t.json").end_of_text == end
+    assert convert_tokenizer(source, tmp_path / "t.json").end_of_text == end
     for named in ("<|begin_of_text|>", begin):
-        assert take_tokenizer(source, tmp_path / "t.json", named).end_of_text == begin
+        assert convert_tokenizer(source, tmp_path / "t.json", named).end_of_text == begin
     (tmp_path / "generation_config.json").unlink()
     for named, types in ((None, None), ("<end>", 1600)):
         with refused(source):
-            take_tokenizer(source, tmp_path / "u.json", named, types)
+            convert_tokenizer(source, tmp_path / "u.json", named, types)
     assert not (tmp_path / "u.json").exists()
 
 
 def test_an_embedding_may_have_more_rows_than_there_are_ids(tmp_path: Path) -> None:
     source = write_folder(tmp_path, "qwen3")
-    tokenizer, padded = (take_tokenizer(source, tmp_path / "t.json", types=types) for types in (None, 1600))
+    tokenizer, padded = (convert_tokenizer(source, tmp_path / "t.json", types=types) for types in (None, 1600))
     assert (tokenizer.vocab_size, padded.vocab_size) == (1505, 1600)
     assert padded.end_of_text == tokenizer.end_of_text == 1500
     assert padded.sha256 != tokenizer.sha256
     assert padded.vocabulary.byte_lengths[1505:].sum() == 0
     assert padded.decode([*padded.encode("ab"), 1599]) == "ab"
     with refused(source):
-        take_tokenizer(source, tmp_path / "u.json", types=1504)
+        convert_tokenizer(source, tmp_path / "u.json", types=1504)
 
 
 def tokenized(texts: list[str], folder: Path) -> TokenShard:
@@ -301,7 +308,7 @@ def documents_of(shard: TokenShard) -> list[list[int]]:
 
 
 def test_a_shard_begins_documents_with_the_family_s_own_end(tmp_path: Path) -> None:
-    tokenizer = take_tokenizer(write_folder(tmp_path, "qwen3"), tmp_path / "t.json", types=1600)
+    tokenizer = convert_tokenizer(write_folder(tmp_path, "qwen3"), tmp_path / "t.json", types=1600)
     texts = [*sample()[:3], "", "a<|endoftext|>b<think>"]
     shard = tokenized(texts, tmp_path)
     assert read_json(tmp_path / "dev.json")["end_of_text"] == 1500
@@ -331,7 +338,7 @@ def test_rules_that_gigatoken_does_not_follow_are_encoded_by_tokenizers(
         first = {"type": "Digits", "individual_digits": True}
         content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [first, content["pre_tokenizer"]]}
     source.write_text(json.dumps(content))
-    assert take_tokenizer(source, tmp_path / "t.json").fast is None
+    assert convert_tokenizer(source, tmp_path / "t.json").fast is None
     theirs, texts = HuggingFaceTokenizer.from_str(json.dumps(content)), [*sample()[:3], "12345 a1"]
     assert documents_of(tokenized(texts, tmp_path)) == [each.ids for each in theirs.encode_batch(texts)]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -341,8 +348,8 @@ def test_rules_that_gigatoken_does_not_follow_are_encoded_by_tokenizers(
 def test_one_document_in_256_that_differs_from_tokenizers_has_all_encoded_by_it(
     place: int, differ: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own = take_tokenizer(write_folder(tmp_path / "qwen", "qwen3"), tmp_path / "t.json")
-    other = take_tokenizer(write_folder(tmp_path / "llama", "llama3"), tmp_path / "u.json").vocabulary.encoding
+    own = convert_tokenizer(write_folder(tmp_path / "qwen", "qwen3"), tmp_path / "t.json")
+    other = convert_tokenizer(write_folder(tmp_path / "llama", "llama3"), tmp_path / "u.json").vocabulary.encoding
     wrong = replace(own, vocabulary=replace(own.vocabulary, encoding=other))
     monkeypatch.setattr(Tokenizer, "load", staticmethod(lambda path: wrong))
     texts = [*["a"] * place, *["1234 <think>"] * 2]
@@ -408,7 +415,7 @@ def test_what_is_no_byte_level_bpe_is_refused_and_leaves_nothing(number: int, tm
     HOSTILE[number](content)
     source.write_text(json.dumps(content))
     with refused(source):
-        take_tokenizer(source, tmp_path / "t.json")
+        convert_tokenizer(source, tmp_path / "t.json")
     assert not (tmp_path / "t.json").exists()
 
 
@@ -416,7 +423,7 @@ def test_a_pattern_that_gives_up_on_a_text_is_an_error(tmp_path: Path) -> None:
     source, content = write_folder(tmp_path, "qwen3"), json.loads(definition("qwen3"))
     content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(x+x+)+y"
     source.write_text(json.dumps(content))
-    tokenizer = take_tokenizer(source, tmp_path / "t.json")
+    tokenizer = convert_tokenizer(source, tmp_path / "t.json")
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
         with refused("tokenizer"):
             encode("x" * 40)
@@ -427,11 +434,11 @@ def test_what_is_no_definition_is_refused_and_leaves_nothing(tmp_path: Path) -> 
     for text in ("", "[]", "{", '{"model": ' * 2000):
         source.write_text(text)
         with refused(source):
-            take_tokenizer(source, tmp_path / "t.json")
+            convert_tokenizer(source, tmp_path / "t.json")
     with source.open("wb") as file:
         file.truncate((64 << 20) + 1)
     with refused(source):
-        take_tokenizer(source, tmp_path / "t.json")
+        convert_tokenizer(source, tmp_path / "t.json")
     assert not (tmp_path / "t.json").exists()
 
 
@@ -439,7 +446,7 @@ def test_what_is_no_definition_is_refused_and_leaves_nothing(tmp_path: Path) -> 
     "about", [{}, {"end_of_text": 1500}, {"end_of_text": 9999, "types": 1600}, {"end_of_text": 0, "types": 9}, 5, []]
 )
 def test_a_damaged_file_of_a_run_is_refused(about: object, tmp_path: Path) -> None:
-    take_tokenizer(write_folder(tmp_path, "qwen3"), tmp_path / "t.json")
+    convert_tokenizer(write_folder(tmp_path, "qwen3"), tmp_path / "t.json")
     write_json(tmp_path / "u.json", read_json(tmp_path / "t.json") | {"demix": about})
     for read in (Tokenizer.load, byte_lengths):
         with refused("u.json"):
@@ -453,10 +460,10 @@ def test_a_tokenizer_of_demix_stays_its_own(tmp_path: Path) -> None:
     own = Tokenizer.load(tmp_path / "own.json")
     (tmp_path / "bare.json").write_text(own.definition)
     for name in ("own", "bare"):
-        taken = take_tokenizer(tmp_path / f"{name}.json", tmp_path / "t.json")
+        taken = convert_tokenizer(tmp_path / f"{name}.json", tmp_path / "t.json")
         assert taken.sha256 == own.sha256
         assert (tmp_path / "t.json").read_bytes() == (tmp_path / "own.json").read_bytes()
-    padded = take_tokenizer(tmp_path / "own.json", tmp_path / "t.json", types=500)
+    padded = convert_tokenizer(tmp_path / "own.json", tmp_path / "t.json", types=500)
     assert (padded.vocab_size, padded.end_of_text) == (500, own.end_of_text)
     for text in ("".join(ODD), *sample()[50:80]):
         assert padded.encode(text).tolist() == own.encode(text).tolist()
@@ -519,7 +526,7 @@ def test_merges_that_do_not_give_the_ids_in_their_order_give_those_of_tokenizers
     content["model"]["vocab"]["<|endoftext|>"], content["added_tokens"] = len(content["model"]["vocab"]), []
     CHANGED[number](content)
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    tokenizer = take_tokenizer(tmp_path / "tokenizer.json", tmp_path / "t.json")
+    tokenizer = convert_tokenizer(tmp_path / "tokenizer.json", tmp_path / "t.json")
     theirs = HuggingFaceTokenizer.from_str(json.dumps(content))
     for text in (*sample()[:30], "".join(ODD)):
         wanted = theirs.encode(text, add_special_tokens=False).ids
@@ -552,7 +559,7 @@ def test_a_config_says_what_the_files_of_a_tokenizer_say(tmp_path: Path) -> None
     assert section(kind="file", path="hub/later.json", types=9, end_of_text="<e>").size == 9
     # A model's folder has the tokenizer that was made of such files.
     (tmp_path / "model").mkdir()
-    take_tokenizer(source, tmp_path / "model" / "tokenizer.json")
+    convert_tokenizer(source, tmp_path / "model" / "tokenizer.json")
     found = section(kind="file", path=f"{tmp_path}/model/tokenizer.json")
     assert (found.end_of_text, found.size) == (1500, 1600)
     assert section(kind="bpe", vocab_size=300).size == 300

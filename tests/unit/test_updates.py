@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from demix.config.architecture import Architecture, Routed
-from demix.config.training import OptimizerSettings, TrainingRecipe, fingerprinted, taken
+from demix.config.training import OptimizerSettings, TrainingRecipe, fingerprinted, selected
 from demix.model.gpt import GPT
 from demix.plan.cost import TrainingPlan, plan_training
 from demix.plan.flops import HARDWARE
@@ -175,14 +175,14 @@ def test_groups_have_their_rates_and_their_decay() -> None:
 
 def test_absent_keys_are_in_no_fingerprint_and_no_rules_settings() -> None:
     plain = settings_from(TrainingRecipe, {"tokens": 1, "sequences": 1, "learning_rate": 1.0})
-    for told in (fingerprinted(plain), taken(TrainingRecipe, plain)):
+    for told in (fingerprinted(plain), selected(TrainingRecipe, plain)):
         assert not {"optimizer", "learning_rate_schedule", "dropout"} & {*told}
     given = {"optimizer": {"kind": "muon", "matrices": 5}, "learning_rate_schedule": {"kind": "wsd"}, "dropout": 0.1}
     other = settings_from(TrainingRecipe, {"tokens": 1, "sequences": 1, "learning_rate": 1.0, **given})
     assert fingerprinted(other)["optimizer"]["matrices"] == 5
     assert fingerprinted(other)["dropout"] == 0.1
     assert "stretch" not in fingerprinted(other)["learning_rate_schedule"]
-    again = settings_from(TrainingRecipe, json.loads(json.dumps(taken(TrainingRecipe, other))))
+    again = settings_from(TrainingRecipe, json.loads(json.dumps(selected(TrainingRecipe, other))))
     assert again == other
 
 

@@ -82,7 +82,7 @@ else:
             " --raw {params.raw} --output {output.documents} --counts {output.counts} 2> {log}"
 
 
-# Novel domains are no input: a new novel domain must not change the training domains.
+# Novel domains are not an input: a new novel domain must not change the training domains.
 rule deduplicate:
     input:
         RULES.parts(TRAINING, "parquet"),

@@ -16,7 +16,7 @@ rule examples:
         " --settings {params.settings:q} --output {output} 2> {log}"
 
 
-# A job for each task, so that one that is added to a finished run is scored alone.
+# A job for each task, so that one that is added to a finished run is scored by itself.
 rule fewshot:
     input:
         model=lambda wildcards: RULES.model(wildcards.model),

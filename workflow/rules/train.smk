@@ -1,5 +1,5 @@
 # Models trained from scratch. The output of a training is the model's manifest, which is written last and has the digests
-# of all other files. Checkpoints are no outputs: Snakemake would delete outputs before a killed job resumes.
+# of all other files. Checkpoints are not outputs: Snakemake would delete outputs before a killed job resumes.
 
 
 rule sweep:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from demix.model.format import Key, Modules
 from demix.model.formats.llama import LLAMA, MISTRAL, OLMO2, QWEN3
 
-# transformers takes `num_local_experts` for `num_experts`, and the other way round.
+# transformers reads `num_local_experts` as `num_experts`, and the other way round.
 CHOSEN = {
     "num_local_experts": Key("routed.experts", written="never"),
     "router_aux_loss_coef": Key("routed.balance", 0.001),
@@ -32,7 +32,7 @@ FORMATS = (
         keys=MISTRAL.keys
         | {
             "rms_norm_eps": Key("epsilon", 1e-5),
-            # What transformers takes without one.
+            # What transformers uses without one.
             "rope_theta": Key("rope_theta", 1_000_000.0, written="never"),
             "num_local_experts": Key("routed.experts", 8),
             "num_experts": Key("routed.experts", written="never"),

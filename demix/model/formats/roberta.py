@@ -14,7 +14,7 @@ from demix.data.vocabulary import tokens_of
 from demix.errors import DemixError
 from demix.model.format import ACTIVATIONS, ANY, Format, Key
 
-# The token that pads, which stands before the model's own, and the one that masks, which stands after them.
+# The token that pads, which precedes the model's own, and the one that masks, which follows them.
 PAD, MASK = "<pad>", "<mask>"
 # A logit that gives the tokens that demix's model does not have no probability, in half precision too.
 NEVER = -1e4
@@ -49,11 +49,11 @@ class _Roberta(Format):
         return super().config(architecture, vocab_size + 2) | positions
 
     def tokenizer(self, encoder: Tokenizer) -> tuple[str, dict[str, Any]]:
-        """As in `Format`. A text begins with the token that stands before documents, which fine-tuning reads."""
+        """As in `Format`. A text begins with the token that precedes documents, which fine-tuning reads."""
         content = json.loads(encoder.definition)
         tokens, added = tokens_of(content)
-        if taken := {PAD, MASK} & {*tokens, *(one["content"] for one in added)}:
-            raise DemixError("tokenizer", f"has the token {min(taken)}", "export a model with another tokenizer")
+        if reserved := {PAD, MASK} & {*tokens, *(one["content"] for one in added)}:
+            raise DemixError("tokenizer", f"has the token {min(reserved)}", "export a model with another tokenizer")
         mask, end = encoder.vocab_size + self.shift, encoder.decode([encoder.end_of_text])
         content["model"]["vocab"] = (
             {PAD: 0} | {token: number + self.shift for token, number in tokens.items()} | {MASK: mask}

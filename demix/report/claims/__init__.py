@@ -1,6 +1,6 @@
 """The claims of the papers and ours: which of them a run shows, with the numbers that decide.
 
-claims.toml has a row for each; one row stands for the claims about every mixture of the run beyond the paper.
+claims.toml has a row for each; one row represents the claims about every mixture of the run beyond the paper.
 """
 
 import tomllib
@@ -71,7 +71,7 @@ class Row:
 
 
 def _named(name: str, run: Run) -> list[ByDomain]:
-    """The systems that a name of `demix.report.systems` stands for."""
+    """The systems that a name of `demix.report.systems` means."""
     found = getattr(systems, name)
     found = found if isinstance(found, System) else found(run)
     return found if isinstance(found, list) else [found]
@@ -114,7 +114,7 @@ def rows(run: Run) -> list[Row]:
     """The claims about what the run has, in the order in which they are shown."""
     found: list[Row] = []
     for row in (row for row in _rows() if not missing(row["needs"], run)):
-        # A name with a field stands for the claims about all mixtures.
+        # A name with a field means the claims about all mixtures.
         mixtures: Sequence[System | None] = judges.mixtures(run) if "{" in row["name"] else [None]
         found += [Row(**row | {"name": row["name"].format(one=one), "mixture": one}) for one in mixtures]
     return found

@@ -97,7 +97,7 @@ def known_families(run: Run) -> tuple[pd.DataFrame, list[System]]:
 NAMED = """
 with families as (from every where rule = '' and k is null),
 single as (from families where single),
--- Several balanced clusters beside which the run has a model of one cluster.
+-- Several balanced clusters next to which the run has a model of one cluster.
 several as (
     from families where made = 'k-means' and scope = 'model' and experts > 1
         and (tokens, begun) in (select (tokens, begun) from single)
@@ -173,7 +173,7 @@ def forgets(data: RunData) -> Iterator[Part]:
 
 
 def one_reduces(data: RunData) -> Iterator[Part]:
-    """Each novel domain's expert alone added to the training experts: the mean over the training domains."""
+    """Only each novel domain's expert added to the training experts: the mean over the training domains."""
     before, after = (found["One expert added: training domains"] for found in adapting(data))
     label = "With one more expert, averaged over the training domains,"
     yield compare(label, after, "training experts", before)

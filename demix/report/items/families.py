@@ -75,8 +75,8 @@ def families(data: RunData) -> Table:
     if True in routed:
         notes.append(
             "Merged-routed: each token chooses two of a row's experts in every layer. The router is a ridge regression "
-            "of the domain on the token's state, over dev text; nothing is trained for it. What branches have besides "
-            "feedforwards is averaged. FlexOlmo's experts keep their routers and have their anchor beside them."
+            "of the domain on the token's state, over dev text; nothing is trained for it. All but the branches' "
+            "feedforwards is averaged. FlexOlmo's experts keep their routers and have their anchor next to them."
         )
     if routed:
         notes.append("Merged models are made of the run's own seed, and compared with the row of this seed.")
@@ -86,9 +86,9 @@ def families(data: RunData) -> Table:
 
 
 def speed_up(data: RunData) -> Table:
-    """The FLOPs of training that a row, and a dense model, take to one perplexity, and how many times as many the dense
-    one takes (c-BTM, Figure 12 and appendix A.3). Rows of several budgets are one line. Between two of its budgets the
-    logarithm of FLOPs is linear in perplexity.
+    """The FLOPs of training that an entry, and a dense model, need for one perplexity, and how many times as many the
+    dense one needs (c-BTM, Figure 12 and appendix A.3). Rows of several budgets are one line. Between two of its
+    budgets the logarithm of FLOPs is linear in perplexity.
 
     A line tells of the mean test perplexity of the row that it names. Nothing is said of perplexities that one of the
     two reaches at none of its budgets, or beyond them. FLOPs include those of the seed phase.
@@ -99,9 +99,11 @@ def speed_up(data: RunData) -> Table:
         for line in (line for line in every if not line[0].dense and _alike(line[0], dense[0])):
             for domains in data.kinds:
                 for label, *found in _speeds(*(_runs(data, one, domains) for one in (line, dense))):
-                    named = {f"{domains.heading}, {told}": value for told, value in zip(SPEED, found, strict=True)}
+                    named = {
+                        f"{domains.heading}, {measure}": value for measure, value in zip(SPEED, found, strict=True)
+                    }
                     rows.setdefault(label, {}).update(named)
-    columns = [f"{domains.heading}, {told}" for domains in data.kinds for told in SPEED]
+    columns = [f"{domains.heading}, {measure}" for domains in data.kinds for measure in SPEED]
     return Table(
         pd.DataFrame.from_dict(rows, orient="index").reindex(columns=columns),
         formats={"FLOPs": "{:.3g}", "FLOPs of dense": "{:.3g}", "speed-up": "{:.2f}×"},

@@ -13,7 +13,7 @@ from demix.progress import so_many
 from demix.report.charts import (
     CELL_RANGE,
     COLOURS,
-    MOST_SHOWN,
+    MAX_SHOWN,
     POINTS,
     PROBABILITY_LEGEND,
     coloured,
@@ -44,7 +44,7 @@ def training(data: RunData) -> tuple[Any, str]:
     """Mean loss of each model by the tokens trained on so far, on dev splits if the run measures it during training,
     else of the batches. The first 10% of the tokens and other seeds are left out.
     """
-    # The loss of masked tokens is no loss of next tokens.
+    # The loss of masked tokens is not a loss of next tokens.
     own = [model for model in data.run.trained if model.seed == data.run.seed and not model.masked]
     # A model trained without a domain is no better for what it need not predict.
     common = [name for name in data.training if all(name in model.domains for model in own)]
@@ -89,9 +89,9 @@ def figure2(data: RunData) -> tuple[Any, str]:
     bigrams of a domain's test split that occur in the expert's training text. Bottom: that ratio against this share,
     one point per pair of those above.
     """
-    pairs, experts = data.pairs, data.training[:MOST_SHOWN]
+    pairs, experts = data.pairs, data.training[:MAX_SHOWN]
     # Of domains and experts there may be many more than an eye could tell apart.
-    shown = [name for domains in data.kinds for name in domains.names[:MOST_SHOWN]]
+    shown = [name for domains in data.kinds for name in domains.names[:MAX_SHOWN]]
     drawn = pairs[pairs["domain"].isin(shown) & pairs["expert"].isin(experts)]
 
     def map_of(column: str, heading: str, scale: alt.Scale, legend: alt.Legend, **more: str) -> alt.HConcatChart:
@@ -123,13 +123,13 @@ def _scatter(pairs: pd.DataFrame, relation: Relation) -> alt.Chart:
     points = pairs[pairs["kind"] == relation.kind].dropna()
     if relation.kind == "training":
         points = points[points["domain"] != points["expert"]]
-    told = f"{relation.kind} domains" + (", own expert left out" if relation.kind == "training" else "")
+    heading = f"{relation.kind} domains" + (", own expert left out" if relation.kind == "training" else "")
     if np.isfinite(relation.spearman):
         correlation = f"{relation.spearman:+.2f}".replace("-", "−")
         pairs_of_domains = f"{so_many(relation.pairs, 'pair')} of {so_many(relation.domains, 'domain')}"
-        told += f": Spearman {correlation} over {pairs_of_domains}"
+        heading += f": Spearman {correlation} over {pairs_of_domains}"
     if np.isfinite(relation.permutation_p):
-        told += f" (p = {relation.permutation_p:.2g}, domains permuted)"
+        heading += f" (p = {relation.permutation_p:.2g}, domains permuted)"
     percents = alt.Axis(format=".0%", tickCount=6)
     chart: alt.Chart = (
         alt.Chart(data_of(points[["domain", "expert", "overlap", "ratio"]]))
@@ -139,7 +139,7 @@ def _scatter(pairs: pd.DataFrame, relation: Relation) -> alt.Chart:
             y=alt.Y("ratio:Q", title="perplexity ratio (log)", scale=alt.Scale(type="log", nice=False)),
             tooltip=["domain:N", "expert:N", "overlap:Q", "ratio:Q"],
         )
-        .properties(width=400, height=200, title=small_heading(textwrap.wrap(told, 70)))
+        .properties(width=400, height=200, title=small_heading(textwrap.wrap(heading, 70)))
     )
     return chart
 
@@ -156,7 +156,7 @@ def figure4(data: RunData) -> tuple[Any, str]:
     tables = {one.kind: _wide(priors, "prior", one.names, data.training) for one in data.kinds}
     maps = heat_maps(tables, share_scale(), legend=PROBABILITY_LEGEND, heading="Cached prior, {} domains")
     said = f"Here these are {settings.dev_blocks} blocks and λ = {settings.decay:g}"
-    said += f", the last block alone {1 - settings.decay:.2f}." if settings.decay < 1 else "."
+    said += f", the last block by itself {1 - settings.decay:.2f}." if settings.decay < 1 else "."
     return alt.vconcat(maps), said if any(table.notna().to_numpy().any() for table in tables.values()) else NOTHING
 
 

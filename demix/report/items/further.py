@@ -14,7 +14,7 @@ from demix.run.systems import BASES, row_systems, table_rows
 
 ABLATIONS = r"""
 with tried as (
-    -- Other settings of the systems that stand for models.
+    -- Other settings of the systems that represent models.
     select place, label || ': ' || case variant
             when 'decay' then format('{} prior, λ = {:g}', method, decay)
             when 'dev_blocks' then format('{} prior of {} dev blocks', method, dev_blocks::int)
@@ -102,8 +102,8 @@ def ablations(data: RunData) -> Table:
     from the same mixture as the other tables have it; as in Table 9 of the c-BTM paper. Lower is better.
 
     Rules of DEMix are compared with weights by all earlier tokens of the block (the paper's Eq. 5 and 6) under the same
-    prior, those with a fitted prior with a cached one, floors with a uniform one. Released: the previous token alone,
-    and equal weights at a block's start. Released scorer: in addition the posterior of a block is taken at its last
+    prior, those with a fitted prior with a cached one, floors with a uniform one. Released: only the previous token,
+    and equal weights at a block's start. Released scorer: in addition the posterior of a block is that at its last
     position and averaged over batches; its running mean decays by 0.7. That of clusters squares distances twice.
 
     Numbers are of the run's own seed. The lowest of several is read off the test data: no choice that a system could
@@ -252,12 +252,12 @@ def tasks(data: RunData) -> Table:
 
 def _contaminated(found: pd.DataFrame) -> str:
     """By task, how many of its documents the training text of each domain holds, in words."""
-    told = []
+    listed = []
     for task, rows in found.groupby("task", sort=False):
         held = rows[rows["found_documents"] > 0].sort_values("found_documents", ascending=False, kind="stable")
         named = [f"{row.domain} {row.found_documents:,}" for row in held.itertuples()]
-        told.append(f"{task} {', '.join(named) or 'none'} (of {rows['long_documents'].iloc[0]:,})")
+        listed.append(f"{task} {', '.join(named) or 'none'} (of {rows['long_documents'].iloc[0]:,})")
     return (
         "Contamination: documents of a task that share a 13-gram of words with the training text of a domain, whose "
-        f"expert may know them, of those documents that have 13 words: {'; '.join(told)}."
+        f"expert may know them, of those documents that have 13 words: {'; '.join(listed)}."
     )

@@ -33,7 +33,7 @@ def claims(data: RunData) -> Mapping[str, str]:
     disagree), and nothing contradicts the claim. Significant: domains whose whole interval agrees. Intervals are of the
     difference on the same test documents, of one training. A domain of fewer than 20 documents has an interval within
     them, from resampling blocks of their text. Such an interval is narrower than one over documents: it can make a
-    claim weak, but never shows one. Numbers are those of the run's first seed. Beside a comparison are the change, its
+    claim weak, but never shows one. Numbers are those of the run's first seed. With a comparison are the change, its
     95% interval, and the domains that agree (of these significant).
     """
     judged, (_, rule) = judged_claims(data), paragraphs(claims)
@@ -78,7 +78,7 @@ def index(data: RunData) -> Mapping[str, str]:
 
 
 def _shown(found: Ranking, entries: Sequence[Entry]) -> dict[str, Any]:
-    """Lines of the main table as the page takes them: however a reader sorts them, oracles follow what is none."""
+    """Lines of the main table as the page shows them: however a reader sorts them, oracles come last."""
     page = part_of_page(_table(found, entries))
     lines, oracles = [line for group in page["groups"] for line in group], {one.label for one in entries if one.oracle}
     groups = [[line for line in lines if (line.label in oracles) == oracle] for oracle in (False, True)]

@@ -135,7 +135,7 @@ def table6(data: RunData) -> Table:
 def table7(data: RunData) -> Table:
     """Test perplexity on a training domain with all experts (+Expert), with the domain's own expert left out (−Expert),
     and by a model never trained on the domain (−Domain). All three with a cached prior. Higher without the expert means
-    that leaving it out takes the domain away.
+    that leaving it out removes the domain.
     """
     run, domains = data.run, data.training
     systems: dict[str, ByDomain] = {
@@ -155,7 +155,7 @@ def table7(data: RunData) -> Table:
     how = (
         f"puts a replacement ({replacement}) in the domain's place and trains for the same steps"
         if replacement
-        else "trains on the other domains alone for the same steps, so that each has as many tokens as in +Expert, and "
+        else "trains only on the other domains for the same steps, so that each has as many tokens as in +Expert, and "
         f"the model 1/{len(domains)} fewer in all"
     )
     notes = [f"−Domain {how}; it is run for {trained} of the {len(domains)} domains.", *seed_note(run)]
