@@ -17,11 +17,15 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Each of the many processes of a run and of the tests would compile all of demix.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo families variants test test-all test-slurm faults mutants frozen pages lint style types docs ui
+.PHONY: demo paper-recipe families variants test test-all test-slurm faults mutants frozen pages lint style types docs ui
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
 	@trap 'exit 0' INT; snakemake --configfile config/sample.yaml --logger demix
+
+# The paper's recipe beside the models of the demo (docs/experiments/recipe.md).
+paper-recipe: $(VENV)/installed
+	@trap 'exit 0' INT; snakemake --configfile config/sample-paper.yaml --logger demix
 
 # DEMix, Branch-Train-Merge and c-BTM beside one another (docs/experiments/methods.md).
 families: $(VENV)/installed
