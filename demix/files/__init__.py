@@ -13,7 +13,7 @@ from demix.files.atomic import (
     scratch,
     write_text,
 )
-from demix.files.digests import check_inside, check_sha256, fingerprint, opened, seed_for, sha256_file
+from demix.files.digests import check_inside, check_sha256, copy_checked, fingerprint, opened, seed_for, sha256_file
 from demix.files.json_files import digest, read_json, read_json_lines, write_json, write_json_lines
 from demix.files.locks import exclusive
 from demix.files.parquet import check_sealed, parquet_reader, parquet_writer, read_parquet, write_parquet
@@ -24,6 +24,7 @@ __all__ = [
     "check_inside",
     "check_sealed",
     "check_sha256",
+    "copy_checked",
     "digest",
     "exclusive",
     "fingerprint",

@@ -3,12 +3,13 @@
 import hashlib
 import json
 import os
+import shutil
 import stat
 from io import BufferedReader
 from pathlib import Path
 
 from demix.errors import DemixError
-from demix.files.atomic import REMAKE
+from demix.files.atomic import REMAKE, replacing
 
 
 def opened(path: str | Path) -> BufferedReader:
@@ -48,6 +49,14 @@ def check_sha256(path: Path, sha256: str) -> None:
         raise DemixError(path, "is missing", "run the stage that makes it") from None
     if found != sha256:
         raise DemixError(path, "differs from its recorded sha256", REMAKE)
+
+
+def copy_checked(source: Path, path: Path, sha256: str) -> None:
+    """Copy the file `source` to `path`, at once. Raises DemixError unless its bytes have the given sha256."""
+    with replacing(path) as temporary:
+        shutil.copyfile(source, temporary)
+        # The file may have changed since it was checked.
+        check_sha256(temporary, sha256)
 
 
 def seed_for(seed: int, *names: object) -> int:

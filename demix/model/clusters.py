@@ -15,8 +15,7 @@ from demix.data.cluster import Clusterer, Contexts, context_distances
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.files import read_json, replacing, write_json
-from demix.model.directory import copy_checked
+from demix.files import copy_checked, read_json, replacing, write_json
 from demix.model.manifest import read_lineage, read_routed
 from demix.run.run import Run
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from demix.config.architecture import Architecture
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError, nearest
-from demix.files import check_sha256, digest, opened, read_json, replacing, sha256_file, write_json
+from demix.files import copy_checked, digest, opened, read_json, replacing, sha256_file, write_json
 from demix.model.gpt import GPT
 from demix.model.manifest import (
     NO_NAME,
@@ -104,14 +104,6 @@ def save_manifest(model: GPT, directory: Path, experts: Iterable[str], descripti
         }
         | ({} if model.expert_scope == "feedforward" else {"expert_scope": model.expert_scope}),
     )
-
-
-def copy_checked(source: Path, path: Path, sha256: str) -> None:
-    """Copy the file `source` to `path`, at once. Raises DemixError unless its bytes have the given sha256."""
-    with replacing(path) as temporary:
-        shutil.copyfile(source, temporary)
-        # The file may have changed since it was checked.
-        check_sha256(temporary, sha256)
 
 
 def describe(directory: Path, *needed: str) -> ModelManifest:

@@ -7,12 +7,11 @@ from typing import Any
 
 from demix.config.models import DENSE_EXPERT
 from demix.errors import DemixError, nearest
-from demix.files import read_json_lines, read_parquet, replacing, write_json, write_json_lines
+from demix.files import copy_checked, read_json_lines, read_parquet, replacing, write_json, write_json_lines
 from demix.model.directory import (
     SHARED,
     Tensors,
     assembled,
-    copy_checked,
     copy_expert,
     copy_tokenizer,
     describe,

@@ -35,6 +35,7 @@ WITHOUT = "model == 'demix' and method == 'cached' and weights == 'history' and 
 ADAPTED = "model.str.startswith('dense-dapt')"
 ROUTED = " or ".join(of(model, "dense") for model in ("switch", "upcycled"))
 BY_DOMAIN = " or ".join(of(model, "cached", "history") for model in ("demix", "demix_seeded", "btm", "flexolmo"))
+RIVALS = " or ".join(of(name, "dense") for name in ("rival", "remembers"))
 # Systems from the worst to the best: what a claim says.
 CLAIMS = {
     "balancing_helps": (UNBALANCED, DENSE),
@@ -55,6 +56,8 @@ CLAIMS = {
     "added_experts_against_dense_dapt": (ADAPTED, ALL),
     "added_experts_reduce": (CACHED, ALL),
     "demix_tempered_against_dense": (BOTH, of("demix", "uniform", "tempered")),
+    "demix_tempered_against_rivals": (RIVALS, of("demix", "uniform", "tempered")),
+    "experts_against_the_same_counts": (of("rival", "dense"), of("mixed", "dense")),
     "clusters_beat_one": (DENSE, f"{clustered('cbtm_2')} or {clustered('cbtm_3')}"),
     "random_clusters_are_worse": (clustered("cbtm_3_random"), f"{DENSE} or {clustered('cbtm_3')}"),
     "balance_helps_at_large_k": (clustered("cbtm_3_unbalanced"), clustered("cbtm_3")),
@@ -125,7 +128,7 @@ def test_harm_is_more_than_half_a_percent(name: str, frozen: Run) -> None:
 
 def test_all_claims_of_a_run_are_tested(frozen: Run) -> None:
     of_models = {name for name, row in frozen.rows.items() if row.kind.has_experts and not row.masked}
-    tempered = {f"{name}_tempered_against_dense" for name in of_models}
+    tempered = {f"{name}_tempered_against_{other}" for name in of_models for other in ("dense", "rivals")}
     assert verdicts(run_data(frozen)).keys() == {*CLAIMS, *HARMLESS, *OTHERS} | tempered
 
 
@@ -164,7 +167,7 @@ def test_a_model_with_another_optimizer_is_not_judged_by_the_dense_model(frozen:
     other = ({"learning_rate": 1e-3}, {"optimizer": {"kind": "muon", "momentum": 0.9}})
     runs = [changed(frozen, models={"demix_other": {"kind": "demix"} | keys}) for keys in other]
     judged = [{row.name for row in rows(run)} for run in runs]
-    assert judged[0] - judged[1] == {"demix_other_tempered_against_dense"}
+    assert judged[0] - judged[1] == {"demix_other_tempered_against_dense", "demix_other_tempered_against_rivals"}
 
 
 def test_seeds_that_disagree_make_a_claim_weak(frozen: Run) -> None:

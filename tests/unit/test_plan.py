@@ -237,7 +237,7 @@ def test_the_cost_of_scoring_counts_every_text_under_every_column() -> None:
     assert jobs["others-training", "without-licenses"] == (dev + test) * (8 * 4 + 18)
     # Beside tables that have the tokens: the first new expert on eight domains, the second on nine; and one, then two
     # new experts on the new domain. Dense-DAPT makes tables of its own.
-    added = {job.name: costs.of_job(job)[1] for job in rules if job.added}
+    added = {job.name: costs.of_job(job)[1] for job in rules}
     assert [added[f"adapted-{name}"] for name in ("wiki", "code")] == [
         (n + k) * (dev + test) * 4 + 9 * test * (4 + 18) for n, k in ((8, 1), (9, 2))
     ]

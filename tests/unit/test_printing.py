@@ -77,7 +77,7 @@ MIXING = (
 TORCH = (
     "score none none/test.arrow --settings {'threads':1} --output out",
     "adapt none none/law/train.arrow none/law/dev.arrow --training news --scores none --settings {}"
-    " --metrics out/metrics --checkpoints out/checkpoints",
+    " --metrics out/metrics --checkpoints out/checkpoints --output out/expert",
 )
 # What takes long to import and belongs to no start: other stages' libraries, and those of a few functions.
 HEAVY = {"mlflow", "pandas", "sklearn", "scipy.signal", "scipy.stats", "datasets", "transformers", "altair", "requests"}

@@ -105,7 +105,7 @@ def test_row_groups_are_those_of_score_tables(run: Path, tmp_path: Path, monkeyp
         assert np.array_equal(np.stack([column.to_numpy() for column in read_parquet(path)], axis=1), wanted)
 
 
-def test_a_table_of_another_clusterer_or_place_is_refused(run: Path, tmp_path: Path) -> None:
+def test_a_table_of_another_clusterer_is_refused(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run / "clusters", tmp_path / "clusters")
     shutil.copytree(run / "routing", tmp_path / "routing")
     one = planned("uniform", ("c02", "c00"), routing="k4", context="block")
@@ -115,10 +115,6 @@ def test_a_table_of_another_clusterer_or_place_is_refused(run: Path, tmp_path: P
     assert {each.columns for each in beside.values()} == {one.experts}
     with refused("fantasy.dev.parquet"):
         side_tables_of(dev, [replace(one, experts=("c00", "songs"))])
-    place = tmp_path / "routing" / "k4" / "block" / "fantasy.dev.parquet"
-    shutil.copy(tmp_path / "routing" / "k4" / "document" / "fantasy.dev.parquet", place)
-    with refused("block/fantasy.dev.parquet"):
-        side_tables_of(dev, [one])
     documents = [run / "corpus" / domain / "train.parquet" for domain in TRAINING]
     fit_clusters(documents, Clustering(clusters=4, dimensions=6), tmp_path / "clusters" / "k4", 2)
     with refused("routing/k4/block/fantasy.test.parquet"):

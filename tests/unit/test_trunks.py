@@ -54,7 +54,7 @@ def test_a_text_of_ones_own_is_predicted_alike(models: tuple[Path, Path], tmp_pa
     (tmp_path / "own.txt").write_text(TEXT)
     found = []
     for model in models:
-        result = succeeds("eval", model, tmp_path / "own.txt", "--dev", tmp_path / "own.txt", "--json")
+        result = succeeds("eval", model, tmp_path / "own.txt", "--json")
         found.append(json.loads(result.stdout))
     for part in ("mixtures", "experts"):
         for stacked, apart in zip(found[0][part], found[1][part], strict=True):
