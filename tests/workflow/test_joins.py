@@ -107,10 +107,11 @@ JOINED: Keys = {
     "evaluation.contexts": [32, 64],
     "evaluation.experts_top_k": [1, "all"],
     "evaluation.suites": SUITES,
+    "evaluation.systems": {"rival": {"columns": {"dense": None, "ngram3": None}}},
     "removal.merged": ["demix", "btx"],
     "tasks": {
         "domain": {"made": "domains", "examples": 12},
-        "topics": {"path": "topics.jsonl", "template": "{text} Topic: {label}"},
+        "topics": {"test": {"path": "topics.jsonl"}, "template": "{text} Topic: {label}"},
     },
     "lm_eval": HARNESS,
 }
