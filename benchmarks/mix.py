@@ -50,7 +50,7 @@ def mixtures(experts: tuple[str, ...]) -> list[PlannedMixture]:
         weights=("history", "released", 32, "tempered(0.1,0.99)"), top_k=(2,), decays=(0.1, 0.3, 0.5, 1.0),
         prior_blocks=(1, 5, 10, 50, 100),
     )  # fmt: skip
-    planned = Plan(evaluation, ExpertSet("training", experts, variants=True), DEV_BLOCKS).all
+    planned = Plan(evaluation, ExpertSet("training", experts, variants=True), DEV_BLOCKS).mixtures()
     return [mixture for mixture in dict.fromkeys(mixture for mixture, _ in planned) if mixture.method not in FLOORS]
 
 

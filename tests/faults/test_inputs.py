@@ -157,7 +157,7 @@ ATTACKS = [
     config("config key base", 'base: "a\\0b"\n'),
     config("c.yaml", 'run: a\nbase: "\\ud800"\n'),
     config("where", {"domains.novel.fantasy.source.where": {"n": {"max": HUGE}}}),
-    config("config key seed", f"seed: 0x{'f' * 5000}\nrun: a\n"),
+    config("config key", f"seed: 0x{'f' * 5000}\nrun: a\n"),
     task("choices against labels", labelled(*[2] * 60, opts=[1, 2, 3, 4]), choices="opts"),
     task("true among choices", labelled(*[True] * 60, opts=["a", "b"]), choices="opts"),
     task("one label", labelled(*["a"] * 90)),

@@ -179,7 +179,10 @@ def test_rows_of_the_first_page_sort_by_a_key_and_oracles_stay_last(browser: web
     wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, "div.dt-container"))
     summary = browser.find_element(By.XPATH, "//details[.//table]/summary")
     summary.send_keys(Keys.ENTER)
-    rows = "return [...document.querySelectorAll('details .dt-container tbody tr')].map(row => row.innerText)"
+    rows = (
+        "return [...document.querySelector('details .dt-container').querySelectorAll('tbody tr')]"
+        ".map(row => row.innerText)"
+    )
     for way in ("asc", "desc"):
         browser.find_elements(By.CSS_SELECTOR, "details .dt-container thead th")[1].click()
         sorted_so = f"details .dt-container thead th.dt-ordering-{way}"

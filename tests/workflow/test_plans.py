@@ -54,7 +54,7 @@ ASKING = {
     **dict.fromkeys(("train", "sweep", "seed"), "train"),
     "adapt": "adapt",
     **dict.fromkeys(("score", "fewshot", "harness", "audit_domain", "merge_"), "score"),
-    **dict.fromkeys(("average", "route", "evaluate", "choose_mixing", "contexts", "classify"), "evaluate"),
+    **dict.fromkeys(("average", "combine", "route", "evaluate", "choose_mixing", "contexts", "classify"), "evaluate"),
 }
 
 
