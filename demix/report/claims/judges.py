@@ -1,6 +1,5 @@
 """What claims.toml names: the table whose rows its queries pair, comparisons of what no pair decides, and words."""
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -69,7 +68,7 @@ def known_families(run: Run) -> tuple[pd.DataFrame, list[System]]:
             "begun": family.begun,
             "single": system in singles,
             # Models that begin alike: with as many tokens of the same parent.
-            "origin": json.dumps([settings.parent, settings.seed_tokens, model.base.initial, model.base.options]),
+            "origin": repr([settings.parent, settings.seed_tokens, model.base.initial, model.base.options]),
             "parent": model.parent,
             "seed_tokens": settings.seed_tokens,
             "flops": flops,
