@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/installed
 	@trap 'exit 0' INT; snakemake --configfile config/sample.yaml --logger demix
 
-# The paper's recipe beside the models of the demo (docs/experiments/recipe.md).
+# The paper's recipe and the demo's models, in one run (docs/experiments/recipe.md).
 paper-recipe: $(VENV)/installed
 	@trap 'exit 0' INT; snakemake --configfile config/sample-paper.yaml --logger demix
 

@@ -309,7 +309,7 @@ EntryArchitecture = partial(
 
 
 def with_options(section: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The section `architecture` with the `options` of an entry; next to a preset the section's sizes only remain."""
+    """The section `architecture` with the `options` of an entry; of the section a preset leaves only the sizes."""
     if "preset" not in options:
         return {**section, **options}
     sizes = PRESETS[section["preset"]].as_dict() if section.get("preset") in PRESETS else section

@@ -130,7 +130,7 @@ class CombinedSystem(Settings):
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
-        if (len(self.columns) < 2) == (len(self.pairs) != 2) or (self.columns and self.pairs):
+        if not ((len(self.columns) > 1 and not self.pairs) or (len(self.pairs) == 2 and not self.columns)):
             raise ValueError("mixes nothing", "give two or more columns, or two models as pairs")
         return self
 
@@ -181,6 +181,6 @@ class EvaluationSection(ScoringRecipe, MixingRecipe):
         return {name: one for name, one in self.systems.items() if one}
 
     @property
-    def combined(self) -> set[str]:
+    def mixed_models(self) -> set[str]:
         """The models whose score tables some of the systems read."""
         return {name for one in self.mixed.values() for name in one.models}

@@ -14,7 +14,7 @@ def _weights(name: str) -> str:
     return name
 
 
-# The rule of only the prior has a name of its own there, as for `demix lm-eval`.
+# There the mixture by the prior has a name of its own, `average`, as for `demix lm-eval`.
 HarnessWeights = Annotated[Text, AfterValidator(_weights)]
 
 

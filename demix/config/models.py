@@ -192,7 +192,7 @@ class TokenRouting(Settings):
 
 
 class EntrySettings(TrainingSection, Branch, ExpertText, Averaging, TokenRouting, RouterTraining):
-    """The section `training` with the values of an entry, and what an entry only can say."""
+    """The section `training` with the values of an entry, and the keys that only an entry has."""
 
     architecture: EntryArchitecture = Field(  # type: ignore[valid-type]
         default_factory=absent,

@@ -98,7 +98,6 @@ def anonymize_documents(
     input: Path,
     output: Path,
     counts: Path,
-    *,
     enabled: bool = True,
     document_words: int | None = None,
     piece_words: int | None = None,

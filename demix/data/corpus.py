@@ -116,15 +116,13 @@ def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting
     domain those that no training domain holds. In order of sha256(seed | origin), dev is filled until it has its words,
     then test, then train: all chunks of a source document (those of one `origin`) are in one split. A document of dev
     or test gives its first chunks, up to `words.per_document` words, and the rest of it is in no split. With
-    `near_duplicates`, texts of which more than this share of 13-grams occurs in dev or test
-    stay out of train.
+    `near_duplicates`, texts of which more than this share of 13-grams occurs in dev or test stay out of train.
     Each Parquet has the columns `id`, `text`, `n_words`, `origin`, and with `metadata` that of the documents, in that
-    order.
-    Budgets that leave nothing for train are made smaller, with a warning: dev and test then have half of what all
-    documents could give to them.
+    order. Budgets that leave nothing for train are made smaller, with a warning: dev and test then have half of what
+    all documents could give to them.
     In the card, the documents of the counts = those in the splits + rejected + duplicates.
-    With `test_only` all that is kept is test, up to its words. Raises DemixError where dev and test cannot be filled
-    with a document left over, or only test has none.
+    With `test_only` all that is kept is test, up to its words. Raises DemixError where dev and test leave no document
+    for train, and where the test split of `test_only` has no document.
     """
     outputs = {name: output / f"{name}.parquet" for name in _splits_of(splitting)}
     held_out = {name: path for name, path in outputs.items() if name != "train"}

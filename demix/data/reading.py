@@ -34,15 +34,15 @@ def read(
     The raw text on its way, `raw`, is private and removed at the end.
     """
 
-    document, piece = settings.document_words, settings.piece_words
+    how = enabled, settings.document_words, settings.piece_words
 
     def make() -> None:
         download(settings, domain, raw, part)
-        anonymize_documents(raw, output, counts, enabled=enabled, document_words=document, piece_words=piece)
+        anonymize_documents(raw, output, counts, *how)
 
     if (inputs := pinned(settings, part)) is None:
         download(settings, domain, raw, part)
-        anonymize(raw, output, counts, enabled, document, piece)
+        anonymize(raw, output, counts, *how)
     else:
         values = {"source": settings.as_dict(), "part": part, "enabled": enabled}
         made_once(output, [output, counts], inputs, values, make)

@@ -183,7 +183,7 @@ def valid(documents: Iterable[tuple[str, str, str]], omitted: Omitted) -> Iterat
         except UnicodeEncodeError:
             pass
         found = [len(INVALID.findall(value)) for value in document]
-        # NUL only is removed later; with bytes that are not UTF-8 it is a sign of UTF-16 and of what was never text.
+        # A later stage removes NUL; with bytes that are not UTF-8 it is a sign of UTF-16 and of what was never text.
         if found[1] and found[1] + document[1].count("\0") > max(MAX_INVALID, len(document[1]) / 100):
             omitted.not_utf8 += 1
             continue

@@ -84,16 +84,15 @@ def log_p(scores: Path, members: Sequence[Member], place: str, types: int) -> It
     """log p [N, K] of the next N tokens of a split under each of the members; a cache has a column for each decay."""
     cache, states = UnigramCache(types), dict[int, State]()
     tables = [stream_scores(scores / one.folder / place, one.columns) for one in members if one.folder]
-    rules = [one.weights and _rule(scores, one) for one in members if one.folder]
+    rules = [_rule(scores, one) if one.weights else None for one in members if one.folder]
     for chunks in zip(*tables, strict=True):
         found = []
         for number, (chunk, rule) in enumerate(zip(chunks, rules, strict=True)):
             mixed = chunk.scores[..., 0]
             if rule:
                 prior = np.full(chunk.scores.shape[2], -np.log(chunk.scores.shape[2]))
-                state = states[number] if number in states else rule.begin(prior)
                 given = Chunk(chunk.scores, chunk.mask, {}, chunk.documents)
-                evidence, states[number] = rule.evidence(given, state)
+                evidence, states[number] = rule.evidence(given, states.get(number, rule.begin(prior)))
                 priors = np.broadcast_to(prior, (len(evidence), 1, len(prior)))
                 mixed = log_mixtures(chunk.scores, priors, evidence, rule.uniform_start)[:, 0]
             found.append(mixed[chunk.mask][:, None])
@@ -115,11 +114,11 @@ class UnigramCache:
     All are smoothed by a count of 1 that the `types` of the tokenizer share, so that each token has a probability.
     """
 
-    def __init__(self, types: int, decays: Sequence[float] = CACHE_DECAYS) -> None:
-        self._decays, self._types = np.array(decays), types
+    def __init__(self, types: int) -> None:
+        self._decays, self._types = np.array(CACHE_DECAYS), types
         # By token the decayed counts and the place at which they were taken; the sum of all counts; the next place.
         self._counts: dict[int, tuple[np.ndarray, int]] = {}
-        self._total, self._place = np.zeros(len(decays)), 0
+        self._total, self._place = np.zeros(len(CACHE_DECAYS)), 0
 
     def log_p(self, tokens: np.ndarray) -> np.ndarray:
         """log p [N, K] of the next tokens [N], each counted once it is predicted."""

@@ -23,8 +23,6 @@ from demix.files.digests import opened
 from demix.files.kinds import HEAD, TEXT, check_kind
 
 SEAL = "seal"
-# A sealed key that runs of this format may have, and that says where the file lies.
-PLACE = "place"
 # The largest tokenizer has some 20 MiB. No file of demix has more than ten levels of lists and objects.
 MAX_BYTES = 64 << 20
 MAX_LEVELS = 100
@@ -51,12 +49,12 @@ def without_nan(value: Any) -> Any:
 def write_json(path: str | Path, value: Mapping[str, Any], *, sort_keys: bool = True) -> None:
     """Write `value` as indented JSON with its seal, completely or not at all.
 
-    Raises ValueError for NaN, infinities, and the keys `place` and `seal`.
+    Raises ValueError for NaN, infinities, and the key `seal`.
     """
     # The seal is that of the value as it will be read: keys become strings, tuples become lists.
     plain = json.loads(json.dumps(value, sort_keys=sort_keys, allow_nan=False))
-    if reserved := {PLACE, SEAL} & plain.keys():
-        raise ValueError(f"{path}: the key {min(reserved)} is in use")
+    if SEAL in plain:
+        raise ValueError(f"{path}: the key {SEAL} is in use")
     write_text(path, json.dumps(plain | {SEAL: digest(plain)}, indent=2) + "\n")
 
 
@@ -71,7 +69,6 @@ def read_json(path: str | Path, most_bytes: int = MAX_BYTES) -> dict[str, Any]:
     if seal is None:
         raise DemixError(path, f"{UNKNOWN} (it has no seal)", REMAKE)
     _check(path, value, seal)
-    value.pop(PLACE, None)
     return value
 
 
@@ -104,12 +101,11 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
     """
     rows = _objects(path, lines=True)
     end = rows.pop() if rows else {}
-    place = [{PLACE: end.pop(PLACE)}] if PLACE in end else []
     if set(end) != {"rows", SEAL}:
         raise DemixError(path, f"{UNKNOWN} (its last line is not a checksum)", REMAKE)
     if end["rows"] != len(rows):
         raise DemixError(path, f"is damaged (it holds {len(rows)} rows of {end['rows']})", REMAKE)
-    _check(path, rows + place, end[SEAL])
+    _check(path, rows, end[SEAL])
     return rows
 
 

@@ -17,7 +17,7 @@ from demix.run.evaluated import columns_of
 from demix.run.harness import harness_files, harnessed
 from demix.run.models import Merged, Model
 from demix.run.run import Run, refuse_other_domains, refuse_other_format
-from demix.run.systems import MAX_NGRAM_TOKENS, ngram_folders, ngram_tokens
+from demix.run.systems import MAX_NGRAM_TOKENS, ngram_folders
 from demix.settings import names_of, written
 
 
@@ -216,7 +216,7 @@ def _check_weights(run: Run) -> None:
 
 def _check_ngrams(run: Run) -> None:
     """Refuse n-grams of more tokens than fit in memory, and an entry with their name."""
-    orders, tokens = run.config.evaluation.ngrams or (), ngram_tokens(run)
+    orders, tokens = run.config.evaluation.ngrams or (), run.rows["dense"].settings.tokens
     if any(isinstance(order, int) for order in orders) and tokens > MAX_NGRAM_TOKENS:
         cause = f"would count {tokens:,} tokens, and at most {MAX_NGRAM_TOKENS:,} fit in memory"
         raise DemixError("config key evaluation.ngrams", cause, "leave out evaluation.ngrams")
@@ -241,5 +241,13 @@ def _check_systems(run: Run) -> None:
             if model in system.columns and (len(columns) > 1) == (system.columns[model] is None):
                 cause = f"mixes {model}, which has {so_many(len(columns), 'expert')}"
                 raise DemixError(key, cause, "give a rule (tempered) to a model with experts, and null to another")
-        if system.pairs and len({columns_of(run, model) for model in system.pairs}) > 1:
-            raise DemixError(key, "has pairs of models with different experts", "name two models of the same domains")
+        if system.pairs and {columns_of(run, model) for model in system.pairs} != {run.training}:
+            raise DemixError(key, "has pairs of models without an expert of each domain", "name two models with them")
+        if system.columns.get(CACHE) is not None:
+            raise DemixError(key, "gives a rule to the cache, which has no experts", "write cache: null")
+        rules = [system.weights] if system.pairs else [one for one in system.columns.values() if one]
+        chosen = {"tempered"} & {*run.config.evaluation.weights}
+        for weights, parsed in ((one, parsed_weights(one)) for one in rules if one not in chosen):
+            if parsed.rules.routed or parsed.open:
+                cause = f"mixes experts by {weights}, which has no distances or parameters here"
+                raise DemixError(key, cause, "use history or tempered(0.2,0.98), or add tempered to evaluation.weights")

@@ -75,7 +75,7 @@ def compared(run: Run, domain: str) -> tuple[System, ...]:
 
 
 def variant_rows(run: Run) -> dict[str, str]:
-    """The causal rows that differ from the entry named like their kind only in options, and the names of those rows."""
+    """The causal entries that differ only in options from the entry with the name of their kind, and that name."""
     rows = {name: row for name, row in run.rows.items() if not row.masked}
     rest = {name: _rest(row) for name, row in rows.items()}
     return {

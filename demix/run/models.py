@@ -274,7 +274,7 @@ def trained_models(config: Config, rows: dict[str, Row]) -> tuple[Model, ...]:
             (*training, *config.domains.novel),
             # Single columns are neither mixed nor chosen, so that nothing reads their scores on dev.
             splits=("dev", "test")
-            if row.kind.has_experts or row.kind.domain_tokens or row.name in config.evaluation.combined
+            if row.kind.has_experts or row.kind.domain_tokens or row.name in config.evaluation.mixed_models
             else ("test",),
             parent=row.settings.parent or "",
             routing=(row.settings.data or by_domain) if row.kind.has_experts and not row.masked else "",

@@ -19,7 +19,7 @@ from demix.run.harness import harness_settings, harness_tasks, harnessed
 from demix.run.models import Model, left_out, trained_without
 from demix.run.run import Run, kept
 from demix.run.scoring import ScoringJob, scoring_jobs
-from demix.run.systems import bases, classified, merged_whole, ngram_tokens
+from demix.run.systems import bases, classified, merged_whole
 from demix.settings import written
 
 # The bytes of the longest argument that Linux passes to a program, less the NUL at its end.
@@ -117,7 +117,8 @@ class StageSettings:
     def ngram_settings(self, order: str) -> str:
         """The settings of the job that scores n-grams, as JSON."""
         number, _, counts_all = order.partition("_")
-        tokens = None if counts_all else max(1, ngram_tokens(self.run) // len(self.run.training))
+        # As many tokens as the model dense learns from.
+        tokens = None if counts_all else max(1, self.run.rows["dense"].settings.tokens // len(self.run.training))
         scored = selected(ScoredTokens, self.run.config.evaluation)
         return self.as_json(scored, order=int(number), train_tokens=tokens, length=self.run.context)
 
@@ -129,9 +130,8 @@ class StageSettings:
             {} if one == CACHE else {"folder": one, "columns": columns_of(self.run, one), "weights": rules.get(one, "")}
             for one in (*system.columns, *system.pairs)
         ]
-        return self.as_json(
-            members=members, paired=bool(system.pairs), training=self.run.training, length=self.run.context
-        )
+        of_run = {"training": self.run.training, "length": self.run.context}
+        return self.as_json(of_run, members=members, paired=bool(system.pairs))
 
     def source_settings(self, domain: str, whole: bool = False) -> str:
         """The settings of a domain's source, as JSON; `whole` leaves documents uncut."""

@@ -177,11 +177,6 @@ def ngram_folders(order: object) -> tuple[str, str]:
     return f"ngram{order}", f"ngram{order}_domains"
 
 
-def ngram_tokens(run: Run) -> int:
-    """The tokens of all training domains that n-grams are counted in: as many as the row dense learns from."""
-    return run.rows["dense"].settings.tokens
-
-
 def ngram_systems(run: Run) -> tuple[System, ...]:
     """The systems of `evaluation.ngrams`: of each order one of all training text, then those of mixed domains."""
     found: list[System] = []
@@ -272,7 +267,7 @@ def bases(run: Run) -> dict[str, System]:
 
 
 def routed_weights(run: Run) -> str:
-    """The first of `evaluation.weights` only by the distance to clusters; empty if there is none."""
+    """The first of `evaluation.weights` that reads only the distance to clusters; empty if there is none."""
     named = map(str, run.config.evaluation.weights)
     return next((weights for weights in named if weights.split("(")[0] == "cluster"), "")
 

@@ -1,4 +1,4 @@
-"""MLflow's server for only this machine's browser; `make ui` starts it by `mlflow server --app-name demix`."""
+"""MLflow's server, for browsers of this machine; `make ui` starts it by `mlflow server --app-name demix`."""
 
 from mlflow.server.fastapi_app import app as mlflow_app
 

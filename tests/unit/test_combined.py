@@ -1,4 +1,4 @@
-"""Systems that mix columns of several models, beside plain sums of probabilities and scipy."""
+"""Systems that mix columns of several models, against plain sums of probabilities and scipy."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -48,6 +48,11 @@ def _column(scores: Path, place: str, column: str = "dense") -> np.ndarray:
     return table.scores[..., 0][table.mask]
 
 
+def _loss(part: float, one: np.ndarray, other: np.ndarray) -> float:
+    """Nats per token of a mixture of two columns of log p."""
+    return float(-np.log(part * np.exp(one) + (1 - part) * np.exp(other)).mean())
+
+
 def test_a_system_sums_probabilities_in_proportions_of_the_lowest_loss_on_dev(scores: Path, tokens: Path) -> None:
     rule = Tempered(0.2, 0.98)
     members = [
@@ -67,10 +72,7 @@ def test_a_system_sums_probabilities_in_proportions_of_the_lowest_loss_on_dev(sc
             *((_column(scores, f"ngram3/{domain}.dev"), mixed(f"{domain}.dev")) for domain in TRAINING), strict=True
         )
     )
-    best = minimize_scalar(
-        lambda part: -np.log(part * np.exp(one) + (1 - part) * np.exp(other)).mean(),
-        bounds=(0, 1), method="bounded", options={"xatol": 1e-9},
-    ).x  # fmt: skip
+    best = minimize_scalar(_loss, (0, 1), (0, 1), (one, other), method="bounded", options={"xatol": 1e-9}).x
     assert said["proportions"] == pytest.approx([best, 1 - best], abs=1e-4)
     assert 0.01 < best < 0.99
     for domain in TRAINING + NOVEL:
@@ -111,11 +113,7 @@ def test_pairs_are_mixed_with_one_proportion_each_on_its_own_domain(scores: Path
             assert _column(scores, f"pairs/{place}", domain) == pytest.approx(expected, abs=2e-6)
     own = [[_column(scores, f"ngram{order}_domains/{one}.dev", one) for one in TRAINING] for order in (1, 3)]
     one, other = map(np.concatenate, own)
-
-    def loss(part: float) -> float:
-        return float(-np.log(part * np.exp(one) + (1 - part) * np.exp(other)).mean())
-
-    assert loss(part) <= min(loss(part - 0.01), loss(part + 0.01))
+    assert _loss(part, one, other) <= min(_loss(part + step, one, other) for step in (-0.01, 0.01))
 
 
 def test_a_run_evaluates_systems_like_models() -> None:
@@ -135,6 +133,9 @@ def test_a_run_evaluates_systems_like_models() -> None:
         {"columns": {"demix": None, "ngram2": None}},
         {"columns": {"dense": None}},
         {"pairs": ["dense", "demix"]},
+        {"pairs": ["demix", "ngram2_domains"], "weights": "switching"},
+        {"columns": {"demix": "cluster", "ngram2": None}},
+        {"columns": {"dense": None, "cache": "tempered"}},
     ):
         with refused("evaluation.systems.rival"):
             tiny(evaluation={"ngrams": [2], "systems": {"rival": wrong}})
