@@ -67,13 +67,11 @@ test-lowest: $(VENV)/installed-dev
 test-slurm: $(VENV)/installed-dev
 	pytest -v tests/slurm -m slurm
 
-# Breaks everything on purpose, in 50 minutes on 2 cores. KILLS and FUZZ set how often. As root the tests also fill disks
+# Breaks everything on purpose, in 50 minutes on 2 cores. KILLS sets how often. As root the tests also fill disks
 # of their own; with Debian's faketime one run has another date. Properties of what reads texts get more made-up values.
 KILLS ?= 50
-FUZZ ?= 10000
 faults: $(VENV)/installed-dev
-	@$(VENV)/bin/pip install -q -e '.[dev,fuzz]'
-	pytest -v -n auto --dist worksteal tests/faults -m 'faults or not faults' --all-faults --kills $(KILLS) --fuzz $(FUZZ)
+	pytest -v -n auto --dist worksteal tests/faults -m 'faults or not faults' --all-faults --kills $(KILLS)
 	pytest -n auto $(addprefix tests/unit/test_,$(addsuffix .py,sources corpus anonymize json_files shards)) --hypothesis-profile many
 
 # Makes tests/frozen/run.tar.xz again, the run that tests read, after a change of the format of a run's files.

@@ -14,7 +14,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("faults")
     group.addoption("--all-faults", action="store_true", help="every case as often as the campaign has it")
     group.addoption("--kills", type=int, default=50, help="moments at which a run is killed")
-    group.addoption("--fuzz", type=int, default=10_000, help="cases of each fuzzed reader")
 
 
 @pytest.fixture

@@ -1,10 +1,7 @@
 """The same config on one machine gives the same bytes, whatever clock, locale, hashing, order of files or cores."""
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -79,42 +76,3 @@ def test_a_clock_that_was_set_back(copied: Path) -> None:
     age(copied, 400)
     assert run_tiny(copied, f"{RUN}/results.parquet").wait() == 0, printed(copied)
     assert sha256_file(results) == sha256
-
-
-PIPELINE = """
-import sys
-from pathlib import Path
-from demix.data.anonymize import anonymize_documents
-from demix.data.corpus import Budget, Splitting, split
-from demix.data.dedup import mark_duplicates
-from demix.data.shards import tokenize
-from demix.data.sources import Source, download
-from demix.data.tokenizer import train_tokenizer
-folder, sources = Path(sys.argv[1]), sys.argv[2]
-raw, documents, counts, owners = (folder / name for name in ("raw/r.parquet", "d/d.parquet", "d/d.json", "o.parquet"))
-download(Source(path=f"{sources}/*.jsonl"), "d", raw)
-anonymize_documents(raw, documents, counts)
-mark_duplicates({"d": [documents]}, owners)
-split("d", [documents], owners, Splitting(words=Budget(train=None, dev=300, test=300), training=True, seed=1), folder)
-train_tokenizer([folder / "train.parquet"], 400, folder / "tokenizer.json")
-for name in ("train", "dev", "test"):
-    tokenize(folder / "tokenizer.json", folder / f"{name}.parquet", folder / "tokens" / f"{name}.arrow")
-"""
-
-
-def test_the_data_stages_do_not_depend_on_what_is_around(tmp_path: Path) -> None:
-    """From files to tokens in one process, twice."""
-    found = []
-    names = [f"{number:02d}.jsonl" for number in range(12)]
-    for run, (order, around) in enumerate(((names, {"PYTHONHASHSEED": "0"}), (names[::-1], AROUND))):
-        sources, folder = tmp_path / f"sources{run}", tmp_path / f"run{run}"
-        sources.mkdir()
-        for name in order:
-            texts = (f"İstanbul ıssız {name} " + " ".join(f"w{(n * k) % 89}" for k in range(40)) for n in range(20))
-            (sources / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        command = [sys.executable, "-c", PIPELINE, str(folder), str(sources)]
-        subprocess.run(command, check=True, env=os.environ | around)
-        paths = [path for path in folder.rglob("*") if path.is_file()]
-        found.append({path.relative_to(folder).as_posix(): sha256_file(path) for path in paths})
-    assert found[0] == found[1]
-    assert len(found[0]) > 10

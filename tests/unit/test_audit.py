@@ -1,7 +1,6 @@
 """The audit of a removed domain, against whole forward passes."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from demix.train.batches import balanced_batches
 from support.cli import succeeds
 from support.decoding import LENGTH, next_tokens
 from support.mixing import log_weights
-from support.models import SMALL, randomise, save_model, write_trunks
+from support.models import SMALL, randomise, save_model
 from support.tokens import TRAINING
 
 DOMAIN = "licenses"
@@ -75,36 +74,6 @@ def made(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 def rows_of(models: Path, tokens: Path, prompts: int = 3, names: dict[str, str] = NAMES) -> list[dict]:
     audit = Audit(prompts=prompts, training=TRAINING, without=WITHOUT, threads=1, **names)
     return audit_rows(DOMAIN, models, tokens / "tokens" / DOMAIN, models / "priors.parquet", audit)
-
-
-def test_experts_that_are_whole_models_give_the_same_rows(
-    made: Callable[..., Path], tokens: Path, tmp_path: Path
-) -> None:
-    models = made()
-    for name in ("demix", UNTAUGHT):
-        write_trunks(models / name, tmp_path / name)
-    shutil.copy(models / "priors.parquet", tmp_path)
-    for stacked, apart in zip(rows_of(models, tokens), rows_of(tmp_path, tokens), strict=True):
-        assert apart.pop("nll") == pytest.approx(stacked.pop("nll"), rel=1e-6)
-        assert apart == stacked
-
-
-def test_models_and_labels_are_named_by_the_settings(made: Callable[..., Path], tokens: Path) -> None:
-    models = made()
-    rows = rows_of(models, tokens)
-    (models / "demix").rename(models / "demix_small")
-    (models / UNTAUGHT).rename(models / "untaught")
-    new = {"demix": "demix_small", UNTAUGHT: "untaught"}
-    priors = read_parquet(models / "priors.parquet").to_pylist()
-    for row in priors:
-        row |= {"model": new[row["model"]], "experts": "the rest" if row["experts"] in NAMES.values() else "training"}
-    write_parquet(pa.Table.from_pylist(priors), models / "priors.parquet")
-    names = {"model": "demix_small", "left_out": "the rest", "without_model": "untaught"}
-    renamed = rows_of(models, tokens, names=names)
-    assert {row["experts"] for row in renamed} == {"own", "training", "the rest"}
-    for before, after in zip(rows, renamed, strict=True):
-        assert after["model"] == new[before["model"]]
-        assert before | {"model": "", "experts": ""} == after | {"model": "", "experts": ""}
 
 
 def piece(tokens: Path, row: dict) -> torch.Tensor:

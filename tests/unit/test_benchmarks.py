@@ -1,6 +1,5 @@
 """The benchmarks start, and what they compare with is the plain arithmetic."""
 
-import json
 import os
 import subprocess
 import sys
@@ -22,15 +21,3 @@ def test_every_benchmark_starts(script: Path) -> None:
     assert done.returncode == 0, done.stderr
     if script.stem not in ("common", "peers"):
         assert "--json" in done.stdout
-
-
-def test_mixtures_are_those_of_the_plain_arithmetic(tmp_path: Path) -> None:
-    """On a table of a few blocks, by every mixture of the benchmark."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "mix.py"), "--tokens", "5000", "--experts", "3"]
-    command += ["--json", str(tmp_path / "rows.json")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (apart,) = [row for row in json.loads((tmp_path / "rows.json").read_text()) if "difference" in row["name"]]
-    # Its unit is 1e-12.
-    assert apart["ours"] < 1000

@@ -26,7 +26,7 @@ from demix.train import stage
 from demix.train.batches import balanced_batches
 from demix.train.stage import ModelTraining
 from support.cli import demix, said
-from support.entries import TINY, tiny, trained
+from support.entries import TINY, tiny
 from support.errors import refused
 from support.plain_training import adamw, plain_steps, rates
 from support.tokens import TRAINING
@@ -186,17 +186,6 @@ def test_a_job_trains_one_expert_with_its_share_of_the_tokens(
     assert [step for _, step in drawn] == [*range(8), *range(7, 12)]
     assert tensors(tmp_path / "job") == tensors(tmp_path / "alone") != {}
     assert rows(tmp_path / "job") == rows(tmp_path / "alone") != []
-
-
-BTM = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
-
-
-def test_a_model_without_a_domain_has_its_own_training_of_the_replacement_alone() -> None:
-    removal = {"retrain_without": ["licenses"], "replacement": "fantasy", "model": "btm"}
-    model = trained(tiny({"btm": BTM}, removal=removal), "without-licenses")
-    assert [part.folder for part in model.trainings] == ["branches/without-licenses/fantasy"]
-    others = {"branches/btm/parliament", "branches/btm/scripture", "branches/without-licenses/fantasy"}
-    assert {part.folder for part in model.parts} == others
 
 
 PAIR = {"experts": 2, "top_k": 2, "every": 1, "capacity": 2.0, "balance": 0.0}

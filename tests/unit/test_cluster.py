@@ -20,9 +20,7 @@ from demix.data.tokenizer import Tokenizer
 from demix.evaluate.routing import side_tables_of
 from demix.files import read_json, read_parquet, write_json
 from demix.model.directory import expert_names, tokenizer_of
-from demix.run.evaluated import evaluated
 from demix.run.rules import RunRules
-from demix.run.scoring import scoring_jobs
 from support.cli import said
 from support.entries import tiny
 from support.errors import refused
@@ -101,12 +99,6 @@ def test_a_sample_of_documents_does_not_depend_on_their_order(tokens, tmp_path, 
     assert first.sha256 != fit_clusters(shuffled, clustering, tmp_path / "third", 2).sha256
     manifest = read_json(tmp_path / "first" / "clusterer.json")
     assert sum(manifest["sizes"]) == manifest["documents"] == documents
-
-
-def test_a_domain_with_the_name_of_a_cluster_is_none(fitted):
-    clusterer = Clusterer.open(fitted["balanced"])
-    assert clusterer.names[0] == "c00"
-    assert clusterer.labels("c00", ["a", "b"], np.array([[1.0, 0, 2, 3], [3, 2, 1, 0]])).tolist() == [1, 3]
 
 
 def test_damaged_and_foreign_files_are_refused(fitted, tmp_path):
@@ -262,11 +254,8 @@ def run(*words: object) -> None:
 
 
 def test_a_row_on_clusters_has_an_expert_for_each_with_an_equal_part_of_a_step():
-    rows, clusterings = (
-        {"cbtm_2": BRANCH, "demix_2": {"kind": "demix", "data": "k2"}},
-        {"k2": K2, "by_domain": BY_DOMAIN},
-    )
-    found = tiny(rows, training={"sequences": 2}, clusterings=clusterings)
+    rows = {"cbtm_2": BRANCH, "demix_2": {"kind": "demix", "data": "k2"}}
+    found = tiny(rows, training={"sequences": 2}, clusterings={"k2": K2, "by_domain": BY_DOMAIN})
     models, rules = {model.name: model for model in found.planned}, RunRules(found)
     cbtm, on_clusters, domains = models["cbtm_2"], models["demix_2"], models["demix"]
     assert cbtm.experts == cbtm.columns == on_clusters.experts == ("c00", "c01") == found.clusters("k2")
@@ -280,12 +269,6 @@ def test_a_row_on_clusters_has_an_expert_for_each_with_an_equal_part_of_a_step()
     shard = "results/tiny/clusters/k2/shards/{}/train.arrow"
     assert rules.train_inputs(on_clusters) == [shard.format("c00"), shard.format("c01")]
     assert rules.train_inputs(cbtm.parts[1]) == [shard.format("c01")]
-    parts = {part.model: part for job in scoring_jobs(found) if job.name == "others-training" for part in job.parts}
-    assert parts["cbtm_2"].columns == ("c00", "c01")
-    for domain in ("licenses", "fantasy"):
-        (table,) = [table for table in evaluated(found, domain) if table.model == "cbtm_2"]
-        (some,) = table.sets
-        assert (some.label, some.experts, some.singles) == ("training", ("c00", "c01"), True)
 
 
 def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens, tmp_path):

@@ -22,7 +22,6 @@ from demix.run.evaluated import evaluated
 from demix.run.rules import RunRules
 from demix.run.systems import bases
 from support.configs import domains, small_run
-from support.errors import refused
 from support.mixing import as_blocks, log_mixture, log_weights, mix, updating_priors, window
 from support.scored import LENGTH, write_table
 
@@ -232,13 +231,6 @@ def test_the_grid_and_what_dev_chooses(scores: Path, tmp_path: Path) -> None:
     ((temperature, top_k, nll),) = zip(chosen.temperature, chosen.top_k, chosen.nll, strict=True)
     best = tried[min(tried)]
     assert (temperature, top_k, nll) == (*best[:2], pytest.approx(best[2]))
-
-
-def test_clusters_weight_models_that_have_a_clustering() -> None:
-    mixing = load_run(TINY).config.values["evaluation"] | {"weights": ["history", "cluster"]}
-    with refused("evaluation.weights"):
-        load_run(TINY, evaluation=mixing, clusterings={})
-    load_run(TINY, evaluation=mixing, clusterings={"by_domain": {"method": "metadata", "dimensions": 4}})
 
 
 def test_an_evaluation_reads_the_distances_that_its_models_need() -> None:

@@ -9,8 +9,6 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from selenium import webdriver
-from selenium.webdriver.support.ui import WebDriverWait
 
 from demix.config.evaluation import MixingRecipe
 from demix.config.training import selected
@@ -32,7 +30,7 @@ from demix.report.compare import (
     Comparison,
     compare,
 )
-from demix.report.compared import tables, write_page
+from demix.report.compared import tables
 from demix.run.evaluated import evaluated
 from demix.run.run import Run, config_fingerprint, read_run_config
 from support.cli import demix, succeeds
@@ -310,30 +308,6 @@ def test_the_page_stands_alone(base: Run, other: Run, tmp_path: Path, monkeypatc
     change, low, high = (f"{expected[name]:+.2f}".replace("-", "−") for name in CHANGE)
     assert re.findall(r"<td[^>]*>([^<]+)", row)[2] == change
     assert f"[{low}, {high}]" in row
-
-
-@pytest.mark.full
-@pytest.mark.browser
-def test_each_table_of_the_page_sorts_alone(both: Comparison, browser: webdriver.Chrome, tmp_path: Path) -> None:
-    write_page(both, tmp_path / "page.html")
-    browser.get((tmp_path / "page.html").as_uri())
-    WebDriverWait(browser, 30).until(lambda _: len(browser.find_elements("css selector", "div.dt-container")) > 4)
-    _, _, training, novel, *_ = browser.find_elements("css selector", "table")
-    before = novel.text
-    heading = training.find_elements("css selector", "thead th")[1]
-
-    def numbers() -> list[float]:
-        cells = training.find_elements("css selector", "tbody tr td:nth-of-type(1)")
-        return [float(cell.text.split()[0]) for cell in cells]
-
-    for turned in (False, True):
-        heading.click()
-        # The page sorts after it has handled the click.
-        WebDriverWait(browser, 30).until(
-            lambda _, turned=turned: numbers() == sorted(numbers(), reverse=turned), f"turned: {turned}"
-        )
-    assert novel.text == before
-    assert len(browser.find_elements("css selector", "[aria-sort]")) == 1
 
 
 def test_other_formats(base: Run, other: Run, both: Comparison) -> None:

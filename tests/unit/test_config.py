@@ -30,7 +30,6 @@ from demix.config.training import (
 )
 from demix.files import fingerprint
 from demix.run.check import completed_run, load_run
-from demix.run.run import Run
 from demix.run.systems import trained_systems
 from demix.settings import names_of, settings_from
 from demix.train.adapt import Adaptation
@@ -90,9 +89,6 @@ def test_what_stands_in_a_base_is_merged_and_what_names_it_wins(tmp_path: Path) 
         (STAGE | {"tokens": "10"}, "--settings.tokens"),
         (STAGE | {"tokens": 1e3}, "--settings.tokens"),
         (STAGE | {"seed": True}, "--settings.seed"),
-        (STAGE | {"compile": 1}, "--settings.compile"),
-        (STAGE | {"architecture": []}, "--settings.architecture"),
-        (STAGE | {"clip": "1"}, "--settings.clip"),
     ],
 )
 def test_settings_of_a_stage_are_refused_by_their_key(given: str | dict, subject: str) -> None:
@@ -108,10 +104,7 @@ def test_a_preset_is_its_values_and_keys_beside_it_come_first() -> None:
     config["evaluation"] = {key: value for key, value in config["evaluation"].items() if key != "systems"}
     plain = {key: value for key, value in config["training"].items() if key != "preset"}
     recipe = {"preset": "paper", "learning_rate": 2e-3, "architecture": {"preset": "paper"}}
-    modern = {
-        "training": plain | {"preset": "modern", "clip": 7.0},
-        "adaptation": {"model": "demix"},
-    }
+    modern = {"training": plain | {"preset": "modern", "clip": 7.0}, "adaptation": {"model": "demix"}}
     modern["architecture"] = config["architecture"] | {"preset": "modern", "inner": 24}
     modern["models"] = {"dense_paper": {"kind": "dense"} | recipe, "seeded": {"kind": "demix", **BRANCH}}
     run = completed_run(config | modern)
@@ -145,22 +138,13 @@ def test_a_preset_stands_above_the_keys_of_the_base(tmp_path: Path) -> None:
 
 
 def test_a_fingerprint_leaves_out_what_only_time_and_memory_depend_on() -> None:
-    left_out = {"checkpoint_every", "micro_sequences", "compile", "checkpoint_activations"}
-    left_out |= {"shard_optimizer"}
+    left_out = {"checkpoint_every", "micro_sequences", "compile", "checkpoint_activations", "shard_optimizer"}
     training = Training(seed=1, architecture={}, tokens=9, sequences=1, learning_rate=1e-3, threads=1)
     adaptation = Adaptation(seed=1, threads=1, tokens=9, passes=2, learning_rate_factor=1.0)
     other = {"micro_sequences": 2, "precision": "bf16", "architecture": {"layers": 1}, "compile": True}
-    other |= {
-        "checkpoint_activations": True,
-        "shard_optimizer": True,
-        "warmup": 0.5,
-        "sweep": FactorSweep(factors=(0.1,)),
-    }
-    other |= {
-        "optimizer": OptimizerSettings(kind="muon"),
-        "learning_rate_schedule": RateSchedule(kind="wsd"),
-    }
-    other |= {"learning_rate": 0.5, "trained": "routers", "dropout": 0.1}
+    other |= {"checkpoint_activations": True, "shard_optimizer": True, "warmup": 0.5, "dropout": 0.1}
+    other |= {"sweep": FactorSweep(factors=(0.1,)), "optimizer": OptimizerSettings(kind="muon")}
+    other |= {"learning_rate_schedule": RateSchedule(kind="wsd"), "learning_rate": 0.5, "trained": "routers"}
     for settings in (training, adaptation):
         assert left_out < set(names_of(type(settings)))
         for key in names_of(type(settings)):
@@ -181,13 +165,6 @@ def test_lock_file_and_environment_follow_the_requirements() -> None:
         assert "==" in text or (">=" in text and "<" in text), text
         requirement = Requirement(text)
         assert locked[canonicalize_name(requirement.name)] in requirement.specifier, text
-
-
-def test_the_image_has_the_locked_packages_and_their_python() -> None:
-    image, lock = ((REPOSITORY / name).read_text() for name in ("Dockerfile", "requirements.lock"))
-    python = re.search(r"for Python ([\d.]+) on Linux", lock)[1]
-    assert f"\nFROM python:{python}-slim" in image
-    assert "--require-hashes" in image
 
 
 NAN = float("nan")
@@ -231,7 +208,6 @@ def harness(**keys: Any) -> dict[str, Any]:
 
 
 VALUES = [
-    ({"seed": "one"}, "seed"),
     ({"run": "../elsewhere"}, "run"),
     ({"run": "r" * 101}, "run"),
     ({"training": {"learning_rate": NAN}}, "training.learning_rate"),
@@ -244,7 +220,6 @@ VALUES = [
     ({"clusterings": {"k": {"clusters": 10**12}}}, "clusterings.k.clusters"),
     ({"tracking": {"uri": "postgresql://me:secret@host/db"}}, "tracking.uri"),
     ({"cluster": {"minutes": 2, "grace_seconds": 120}}, "cluster.grace_seconds"),
-    ({"evaluation": {"decay": 1.5}}, "evaluation.decay"),
     ({"evaluation": {"weights": ["last"]}}, "evaluation.weights.0"),
     ({"evaluation": {"weights": ["switching(2)"]}}, "evaluation.weights.0"),
     ({"evaluation": {"weights": ["tempered(2,0.5,1)"]}}, "evaluation.weights.0"),
@@ -255,7 +230,6 @@ VALUES = [
     ({"adaptation": {"dense": "dense_unbalanced"}, "models": {"dense_unbalanced": None}}, "adaptation.dense"),
 ]
 DOMAINS = [
-    (text(words={"dev": -5}), "domains.training.law.words.dev"),
     ({"domains": {"training": {"law": {}, "news": TEXT}}}, "domains.training.law.source"),
     ({"domains": {"training": {"law": None}}}, "domains.training"),
     ({"domains": {"training": {"law": 3}}}, "domains.training.law"),
@@ -287,7 +261,6 @@ MODELS = [
     ({"models": {"x" * 20: {"kind": "dense"}}}, f"models.{'x' * 20}"),
     ({"models": {"demix": None}}, "models.demix"),
     ({"models": {"dense": {"kind": "demix"}}}, "models.dense.kind"),
-    ({"models": {"dense": {"preset": 3}}}, "models.dense.preset"),
     (row(), "models.mine.kind"),
     (row(kind="sparse"), "models.mine.kind"),
     (row(kind="demix", learning_rat=1), "models.mine.learning_rat"),
@@ -328,7 +301,6 @@ MODELS = [
     ({"models": {"demix": {"data": "k2"}}}, "models.demix.data"),
     ({"clusterings": {"k2": {"clusters": 2, "method": "spectral"}}}, "clusterings.k2.method"),
     ({"domains": domains(("law", "news"), ("c01",))}, "clusterings.k2"),
-    # Names that rules of other models have.
 ]
 OTHER_TEXT = [
     (task(), "tasks.t"),
@@ -449,9 +421,3 @@ def test_a_label_changes_neither_training_nor_names() -> None:
     assert one.rows["x"].settings == other.rows["x"].settings
     assert [model.name for model in one.planned] == [model.name for model in other.planned]
     assert "Mine (naive)" in {system.label for system in trained_systems(other)}
-
-
-@pytest.mark.parametrize("name", ["sample", "families"])
-def test_no_model_of_the_examples_is_named_by_its_key(name: str) -> None:
-    rows = Run(Config.read(REPOSITORY / "config" / f"{name}.yaml"), Path()).rows
-    assert not [row.label for row in rows.values() if row.name in row.label.split(", ")]

@@ -1,6 +1,5 @@
 """Blocks of other lengths than those of training: what is scored, summed by position, shown and refused."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ from demix.model.scoring import log_probabilities
 from demix.plan.cost import ScoringCosts
 from demix.plan.flops import HARDWARE, scoring_flops
 from demix.plan.jobs import count_jobs
-from demix.run.contexts import context_tables, contexts_of
-from demix.run.rules import RunRules
+from demix.run.contexts import contexts_of
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.settings import settings_from
@@ -53,45 +51,6 @@ def test_learned_positions_end_at_the_length_of_training() -> None:
         run_of([16, 64])
     with refused("config key evaluation.contexts"):
         run_of([16, 16])
-
-
-def test_a_config_without_the_key_stays_as_it_was() -> None:
-    plain, config = run_of(**ROWS), run_of([32, 64], **ROWS)
-    assert "contexts" not in plain.config.values["evaluation"]
-    rules, before = RunRules(config), RunRules(plain)
-    assert rules.evaluated_scores("fantasy") == before.evaluated_scores("fantasy")
-    known, now = ({(job.name, part) for job in scoring_jobs(one) for part in job.parts} for one in (plain, config))
-    assert known <= now
-    # Nothing waits for these, so that they are with the models for which nothing waits.
-    assert {(name, part.folder) for name, part in now - known} == {
-        *((f"others-{texts}", "far@64") for texts in ("training", *config.novel)),
-        ("others-training", "far_token@64"),
-    }
-
-
-@pytest.mark.parametrize("launch", ["local", "slurm"])
-def test_every_table_that_is_evaluated_by_position_is_made_once(launch: str) -> None:
-    config = run_of([16, 32, 64], launch, **ROWS)
-    rules = RunRules(config)
-    training, novel = config.training, config.novel
-    parts = {job.name: [part for part in job.parts if part.shared] for job in scoring_jobs(config)}
-    made = [(part.folder, domain) for some in parts.values() for part in some for domain in part.domains]
-    assert len(made) == len(set(made))
-    for domain in (*training, *novel):
-        read = [file.removeprefix(f"{rules.folder}/scores/")[: -len(".json")] for file in rules.context_scores(domain)]
-        scored = {part.folder for name in read for part in parts[name] if domain in part.domains}
-        assert {table.folder for table in context_tables(config, domain)} <= scored
-        tables = {(table.model, table.context): table for table in context_tables(config, domain)}
-        assert len(tables) == (14 if domain in training else 9)
-        assert tables["far", 64].folder == "far@64"
-        assert tables["far", 32].folder == tables["far", 16].prior == "far"
-        assert tables["dense", 16].columns == ("dense",)
-        assert not tables["dense", 16].prior
-        if domain in training:
-            assert tables["far_token", 64].columns == (domain,)
-    settings = json.loads(rules.context_settings("fantasy"))
-    assert settings["width"] == 4
-    settings_from(ContextEvaluation, settings)
 
 
 def test_the_plan_counts_jobs_and_costs_of_longer_blocks() -> None:

@@ -4,10 +4,8 @@ import ast
 import functools
 import json
 import re
-import runpy
 import shlex
 import shutil
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -241,24 +239,6 @@ def test_links_of_pages_outside_of_the_site_lead_somewhere() -> None:
     for page in DOCS[:2]:
         for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             assert link.startswith("http") or (page.parent / link).exists(), (page.name, link)
-
-
-def test_the_picture_of_the_report_is_drawn_by_a_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pages = runpy.run_path(str(REPOSITORY / "docs" / "pages.py"))
-    (tmp_path / "index.html").write_text("<p>8.2% below")
-    drawn = [tmp_path / name for name in ("a.png", "b.png")]
-    if shutil.which("chromium"):
-        for picture in drawn:
-            pages["photograph"](tmp_path / "index.html", picture)
-        first, second = (picture.read_bytes() for picture in drawn)
-        assert first == second
-        assert struct.unpack(">II", first[16:24]) == (1200, 1000)
-    monkeypatch.setenv("PATH", "")
-    pages["photograph"](tmp_path / "index.html", tmp_path / "none.png")
-    assert "needs chromium" in capsys.readouterr().out
-    assert not (tmp_path / "none.png").exists()
 
 
 def test_the_marked_numbers_of_pages_are_those_of_the_code() -> None:

@@ -25,7 +25,6 @@ from demix.model.export import export_hf
 from support.cli import refusal, succeeds
 from support.errors import refused
 from support.mixing import log_mixture, log_weights
-from support.models import write_trunks
 from support.tasks import SIZES, read_task, write_lines, write_prompted
 from support.tokens import TRAINING
 
@@ -322,15 +321,13 @@ TEXTS = (
 
 @pytest.fixture(scope="module")
 def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, the same with whole models, examples of a task, and its scores under both."""
+    """A model, examples of a task, and its scores."""
     folder = tmp_path_factory.mktemp("fewshot")
     tokenizer = Tokenizer.load(tokens / "tokenizer.json")
     write_prompted(folder / "demix", EXPERTS, tokenizer)
-    write_trunks(folder / "demix", folder / "btm")
     made = [Example("train" if number < 10 else "test", text, WORDS, number % 3) for number, text in enumerate(TEXTS)]
     write_examples_of(made, folder / "examples" / "topics.parquet")
-    for model in ("demix", "btm"):
-        scored(folder, model, tokens)
+    scored(folder, "demix", tokens)
     return folder
 
 
@@ -373,13 +370,6 @@ def test_every_token_has_the_log_probability_of_hugging_face(place: Path, tokens
                     logs = gpt(ids[:, :-1]).logits.log_softmax(-1).gather(2, ids[:, 1:, None])[0, :, 0].numpy()
                 assert label[:, column] == pytest.approx(logs[len(context) :], abs=1e-4)
                 assert one.context[:, column] == pytest.approx(logs[: len(context)], abs=1e-4)
-
-
-def test_experts_that_are_whole_models_score_alike(place: Path) -> None:
-    for one, other in zip(*(read(place, model)[1] for model in ("demix", "btm")), strict=True):
-        assert one.context == pytest.approx(other.context, abs=1e-5)
-        for label, same in zip(one.labels, other.labels, strict=True):
-            assert label == pytest.approx(same, abs=1e-5)
 
 
 def test_scores_of_other_examples_are_refused(place: Path, tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ def test_gpt2_is_read_evaluated_and_written_as_it_came(tmp_path: Path) -> None:
     assert same_tensors(tmp_path / "hf", tmp_path / "again")
     (tmp_path / "my.txt").write_text(REAL_TEXT * 5)
     done = succeeds("eval", directory, tmp_path / "my.txt", "--json")
-    assert [line["name"] for line in json.loads(done.stdout)["experts"]] == ["dense"]
+    found = json.loads(done.stdout)
+    assert ([line["name"] for line in found["experts"]], found["mixtures"]) == (["dense"], [])
 
 
 @pytest.mark.parametrize(

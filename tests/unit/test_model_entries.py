@@ -1,6 +1,5 @@
 """Entries of `models` in a config: options of their own, parents, and what is trained, made and scored of them."""
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -9,15 +8,13 @@ from typing import Any
 import pytest
 
 from demix.config.architecture import DECODERS, Architecture, architecture_from
-from demix.config.config import Config
 from demix.config.counts import parameters, training_flops_per_token
 from demix.config.evaluation import MixingRecipe
 from demix.evaluate.planned import Plan
 from demix.files import write_json
 from demix.model.manifest import tokens_learned
-from demix.plan.cost import ScoringCosts, plan_training
+from demix.plan.cost import plan_training
 from demix.plan.flops import HARDWARE
-from demix.plan.jobs import count_jobs, disk_bytes
 from demix.report.cells import changed_bytes
 from demix.report.run_data import RunData
 from demix.report.systems import all_training_flops
@@ -27,7 +24,7 @@ from demix.run.evaluated import chosen_on_dev, evaluated
 from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import ScoringPart, scoring_jobs
-from demix.run.systems import main_systems, other_top_k, table_rows
+from demix.run.systems import main_systems, table_rows
 from support.entries import TINY, tiny, trained
 from support.errors import refused
 
@@ -40,13 +37,8 @@ SEEDED = {"kind": "demix", "parent": "dense", "seed_tokens": 6000}
 BRANCHED = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
 SWITCH = {"kind": "routed", "experts": 4}
 UPCYCLED = {"kind": "routed", "experts": 4, "top_k": 2, "every": 2, "parent": "dense", "seed_tokens": 6000}
-AVERAGED = ({"averages": True}, {})
 BTX = {"kind": "routed", "parent": "seeded", "tokens": 6000}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-HUB = f"hub:owner/name@{COMMIT}"
-IMPORTED = f"results/tiny/parents/owner--name-{COMMIT[:12]}"
-FOLDER = {"parent": "imported/gpt2"}
-TYPES = {"kind": "file", "path": HUB, "types": 512, "end_of_text": 0}
 WIDTH, TOKENS = TINY["architecture"]["width"], TINY["training"]["tokens"]
 
 
@@ -94,73 +86,6 @@ def test_an_entry_overrides_the_section_and_a_branch_has_its_parents_options() -
     assert positions["demix"] == "alibi"
     assert {positions[name] for name in ("dense", *branches)} == {"learned"}
     assert options(run, "dense") == options(run, "same")
-
-
-def test_entries_begin_with_the_folder_to_which_a_model_of_the_hub_is_imported() -> None:
-    models = {"demix": {"parent": HUB}, "btm": {"kind": "branched", "parent": HUB}, "up": SWITCH | {"parent": HUB}}
-    models["up"] |= {"top_k": 2}
-    run = tiny(models, tokenizer=TYPES)
-    begun = {row.name: row.initial for row in run.rows.values() if row.initial}
-    assert begun == dict.fromkeys(models, IMPORTED)
-    assert run.config.tokenizer.path == f"{IMPORTED}/tokenizer.json"
-    assert run.rows["up"].settings.schedule is None, "there is no schedule of a parent to restart"
-    assert RunRules(run).seed_of(run.own[0]) == [f"{IMPORTED}/model.json"]
-    assert run.parents == {Path(IMPORTED).name: HUB}
-    assert count_jobs(run)["import_parent"] == 1
-    # The run's own file says the same.
-    assert Run(Config.complete(run.config.values), run.folder).parents == run.parents
-
-
-def added(run: Run, before: Run) -> list[tuple[str, str]]:
-    """The folder and domain of each table that is evaluated of `run` and not `before`, each of which is scored once."""
-    found: list[tuple[str, str]] = []
-    for domain in run.domains:
-        now, then = list(evaluated(run, domain)), list(evaluated(before, domain))
-        assert now[: len(then)] == then
-        tables = now[len(then) :]
-        assert all(table.merged or table.top_k for table in tables)
-        assert {(table.columns, table.splits, table.sets) for table in tables} <= {(("dense",), ("test",), ())}
-        found += [(table.folder, domain) for table in tables]
-    more, scored = {*parts(run)} - {*parts(before)}, []
-    assert not {*parts(before)} - {*parts(run)}
-    for part in more:
-        assert (part.columns, part.splits, part.experts) == (("dense",), ("test",), ("dense",))
-        scored += [(part.folder, name) for name in part.domains]
-    assert sorted(scored) == sorted(found)
-    return found
-
-
-def planned_disk(run: Run) -> int:
-    return disk_bytes(run, plan_training(run, None, HARDWARE["cpu"]))
-
-
-def test_each_average_is_made_scored_and_evaluated_once() -> None:
-    config, without = (tiny({"btm": BRANCHED | more, "other": BRANCHED}, seeds=[1, 2]) for more in AVERAGED)
-    assert [one.place for one in config.merged] == ["btm-uniform", "btm-average-{domain}"]
-    wanted = [(folder, domain) for domain in config.domains for folder in ("btm-average-" + domain, "btm-uniform")]
-    assert sorted(added(config, without)) == sorted(wanted)
-    made = {rule: jobs for rule, jobs in count_jobs(config).items() if rule in {one.rule for one in config.merged}}
-    assert made == {"average": 1 + len(config.domains)}
-    assert without.merged == ()
-
-
-def test_a_routed_model_is_made_of_an_entry_of_demix_scored_and_evaluated_once() -> None:
-    rows = {"demix": {}, "on_clusters": {"kind": "demix", "data": "k2"}}
-    asked = {name: row | {"merged_routed": True} for name, row in rows.items()}
-    config, before = (tiny(models, clusterings={"k2": {"clusters": 2}}, seeds=[1, 2]) for models in (asked, rows))
-    assert [one.place for one in config.merged] == ["demix-routed", "on_clusters-routed"]
-    assert [one.architecture.routed.experts for one in config.merged] == [3, 2]
-    wanted = [(f"{row}-routed", domain) for domain in config.domains for row in rows]
-    assert added(config, before) == wanted
-    # Trainings and their settings are as before.
-    for model, same in zip(config.trained, before.trained, strict=True):
-        assert RunRules(config).training_settings(model) == RunRules(before).training_settings(same)
-        assert RunRules(config).train_inputs(model) == RunRules(before).train_inputs(same)
-    tokens = RunRules(config).learned_tokens(config.merged[1].model, "dev")
-    assert tokens == [f"results/tiny/clusters/k2/shards/{cluster}/dev.arrow" for cluster in ("c00", "c01")]
-    shared, expert = parameters(config.architecture, config.types)
-    disk = planned_disk(config) - planned_disk(before)
-    assert disk > 4 * (2 * shared + 5 * expert)
 
 
 def test_a_token_routed_entry_is_one_column_for_the_flops_of_a_dense_model() -> None:
@@ -225,43 +150,6 @@ def test_costs_count_the_tokens_of_a_parent_in_a_folder_where_they_are_known(tmp
     assert tokens_learned({"tokens": 5, "parent": "dense"}) is None, "those of the adaptation alone"
 
 
-def test_branch_train_mix_begins_with_the_merged_experts_of_its_parent() -> None:
-    run = tiny({"seeded": SEEDED, "btx": BTX | {"trained": "routers"}}, seeds=[1, 2])
-    assert [merged.place for merged in run.routed_merges] == ["seeded-routed", "seeded-seed2-routed"]
-    assert not run.merged, "nothing asks for scores of what is not trained"
-    for name, folder in (("btx", "seeded-routed"), ("btx-seed2", "seeded-seed2-routed")):
-        model, rules = trained(run, name), RunRules(run)
-        assert rules.beginning(model) == f" --branch results/tiny/models/{folder}"
-        assert rules.seed_of(model)[0] == f"results/tiny/models/{folder}/model.json"
-        assert json.loads(rules.training_settings(model))["trained"] == "routers"
-        assert (model.architecture.routed.experts, model.architecture.routed.top_k) == (3, 2)
-    of = {"btm": BRANCHED | {"merged_routed": True}, "btx": BTX | {"parent": "btm"}}
-    for models in ({"seeded": SEEDED, "btx": BTX}, of):
-        run = tiny(models)
-        (model,) = [model for model in run.trained if model.mixes]
-        assert RunRules(run).beginning(model) == f" --branch results/tiny/models/{run.routed_merges[0].place}"
-        # As many steps as have the FLOPs of 6,000 tokens of a dense model.
-        plans = {plan.name: plan for plan in plan_training(run, None, HARDWARE["cpu"])}
-        assert plans["btx"].all_flops < plans["dense"].all_flops * 6000 / TOKENS
-    # The merged model and the one that is trained, each with a whole model's shared weights and three feedforwards.
-    disks = [planned_disk(one) for one in (run, tiny({"btm": BRANCHED}))]
-    assert disks[0] - disks[1] > 2 * 4 * sum(parameters(model.architecture, run.types))
-
-
-def test_other_numbers_of_chosen_experts_are_scored_of_the_runs_own_seed() -> None:
-    rows = {"demix": {"merged_routed": True}, "switch": SWITCH, "btx": BTX | {"parent": "demix"}}
-    run, before = (tiny(rows, seeds=[1, 2], evaluation=more) for more in ({"experts_top_k": [1, 3, "all", 9]}, {}))
-    numbers = {"switch": (3, 4), "btx": (1, 3), "demix-routed": (1, 3)}
-    assert other_top_k(run) == numbers
-    assert other_top_k(before) == {}
-    folders = [f"{folder}@top-{k}" for folder, some in numbers.items() for k in some]
-    assert added(run, before) == [(folder, domain) for domain in run.domains for folder in folders]
-    costs = ScoringCosts(run, HARDWARE["cpu"])
-    one, four = (next(part for part in parts(run) if (part.model, part.top_k) == ("switch", k)) for k in (0, 4))
-    each = [costs.of_part(dataclasses.replace(part, splits=("test",)))[0] for part in (one, four)]
-    assert each[1] > 1.5 * each[0]
-
-
 def test_no_rule_that_reads_the_text_mixes_a_masked_entry_and_no_table_of_others_has_it() -> None:
     rows = {"masked_dense": {"kind": "dense", "architecture": MASKED}, "masked": {"architecture": MASKED}}
     rows |= {"masked_k2": {"kind": "demix", "architecture": MASKED, "data": "k2"}}
@@ -299,6 +187,8 @@ ONE = {
     "removal": {},
     "domains": {"training": {"law": TINY["domains"]["training"]["licenses"]}},
 }
+TWO = ONE | {"removal": {"merged": ["demix"]}}
+TWO["domains"] = {"training": {name: TINY["domains"]["training"][name] for name in ("parliament", "scripture")}}
 LLAMA3 = {"kind": "llama3", "factor": 2.0, "low": 4.0, "high": 1.0}
 MASKED_ROW = {"models": {"masked": {"kind": "demix", "architecture": MASKED}, "x": SWITCH}}
 # What is changed in the tiny config, and the subject of the error: keys of `architecture` alone, then other sections.
@@ -363,9 +253,13 @@ SECTIONS: list[tuple[dict[str, Any], str]] = [
     (of_x(**RESTART | SWEEP), "models.x.sweep"),
     (of_x(**RESTART | {"tokens": 6143}), "models.x.tokens"),
     (of_x(**RESTART | {"seed_tokens": 383, "sequences": 1}), "models.x.seed_tokens"),
-    (of_x(**SEEDED | {"dropout": 0.1}), "models.x.dropout"),
     (of_x(**BRANCHED | {"ranks": 5}), "models.x.ranks"),
     (of_x(kind="branched", **SWEEP), "models.x.sweep"),
+    *(
+        (of_x(**SWITCH) | {"removal": TINY["removal"] | {"merged": [row]}}, f"removal.merged: {row}")
+        for row in ("x", "dense", "demix", "none")
+    ),
+    (TWO, "removal.merged: demix"),
     (of_x(kind="anchored", weight_decay=0.0), "models.x.parent"),
     (of_x(**FLEXOLMO | {"top_k": 2}), "models.x.top_k"),
     (of_x(**FLEXOLMO | {"averages": True}), "models.x.averages"),

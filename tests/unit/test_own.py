@@ -16,7 +16,6 @@ from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.files import read_json, write_json
 from demix.mix.rules import Tempered
-from demix.model.directory import tokenizer_of
 from demix.model.manifest import Usual
 from demix.model.usual import write_usual
 from demix.run.run import Run
@@ -77,16 +76,6 @@ def test_any_file_of_text_is_one_document(model: Path, tmp_path: Path) -> None:
         path.write_text(text, encoding="utf-8")
         found = asked(model, path)
         assert (found["documents"], found["bytes"]) == (1, len(text.encode()))
-
-
-def test_a_model_of_one_expert_has_no_mixtures(model: Path, tmp_path: Path) -> None:
-    path, tokenizer = tokenizer_of(model)
-    write_model(tmp_path / "dense", ("dense",), tokenizer.sha256, tokenizer.vocab_size)
-    text = tmp_path / "a.txt"
-    text.write_text("the sea was calm")
-    found = asked(tmp_path / "dense", text, "--tokenizer", path)
-    assert found["mixtures"] == []
-    assert [line["name"] for line in found["experts"]] == ["dense"]
 
 
 def test_the_terminal_shows_the_same_numbers(model: Path, tokens: Path) -> None:

@@ -1,7 +1,10 @@
 """The playground: what its page is answered, what is refused, and the page in a real browser."""
 
+import http.client
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +15,49 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from demix.generate.completions import MAX_TOKENS
-from demix.generate.server import MAX_BYTES, MAX_JUDGED, RULES
+from demix.generate.completions import MAX_TOKENS, Opened, opened
+from demix.generate.server import MAX_JUDGED, RULES, server_of
 from demix.run.run import Run
 from support.cli import demix
 from support.decoding import write_run
 from support.models import THREE
-from support.playground import Playground, ask, served
+from support.serving import running
 
 TEXT = "And the Lord said unto Noah: “naïve” <b>b</b> & <script>alert(1)</script>\n  two spaces"
+
+
+@dataclass
+class Playground:
+    """A playground that answers at a port."""
+
+    model: Opened
+    port: int
+
+
+@contextmanager
+def served(model: Path) -> Iterator[Playground]:
+    one = opened(model)
+    with running(server_of(one, "")) as port:
+        yield Playground(one, port)
+
+
+def ask(
+    server: Playground, method: str, path: str, body: object = None, **headers: str | None
+) -> tuple[int, str, http.client.HTTPMessage]:
+    """Status, text and headers of the answer to a request as the page sends it, but for `headers` (None: left out)."""
+    own = f"127.0.0.1:{server.port}"
+    sent = {"Host": own, "Origin": f"http://{own}", "Content-Type": "application/json"}
+    content = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    sent |= {"Content-Length": str(len(content))} if method == "POST" else {}
+    sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+    for name, value in sent.items():
+        if value is not None:
+            connection.putheader(name, value)
+    connection.endheaders(content)
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode(), answer.headers
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +126,6 @@ LINK = {"text": "a", "experts": ["law"], "weights": "tempered", "prior": "unifor
 REFUSALS = {
     "another host": ("GET", "/model", None, {"Host": "evil.example:8501"}, 403),
     "another origin": ("POST", "/analyse", LINK, {"Origin": "https://evil.example"}, 403),
-    "too much": ("POST", "/analyse", b" " * (MAX_BYTES + 1), {}, 413),
     "a key less": ("POST", "/analyse", {"text": "a"}, {}, 400),
     "a key more": ("POST", "/analyse", question(more=1), {}, 400),
     "half a character": ("POST", "/analyse", question(text="a\ud800"), {}, 400),
@@ -118,7 +154,7 @@ def test_what_is_refused_is_told_in_one_line(server: Playground, case: tuple) ->
 
 @pytest.mark.browser
 def test_the_page_in_a_browser(server: Playground, browser: webdriver.Chrome) -> None:
-    browser.get(server.address)
+    browser.get(f"http://127.0.0.1:{server.port}/")
 
     def find(selector: str) -> list:
         return browser.find_elements(By.CSS_SELECTOR, selector)
@@ -209,7 +245,7 @@ def test_the_sentence_and_the_picture_have_one_rule_and_one_unit(judging: Playgr
 def test_files_are_judged_and_compared_in_a_browser(
     judging: Playground, browser: webdriver.Chrome, tmp_path: Path
 ) -> None:
-    browser.get(judging.address)
+    browser.get(f"http://127.0.0.1:{judging.port}/")
     wait = WebDriverWait(browser, 30)
 
     def find(selector: str) -> list:

@@ -25,15 +25,11 @@ WEIGHTS = "model.safetensors"
 KEYS: dict[str, list[tuple[dict[str, Any], str]]] = {
     "gpt2": [
         ({"model_type": "gemma2"}, "model_type"),
-        ({"model_type": ["gpt2"]}, "model_type"),
         ({"activation_function": "relu"}, "activation_function"),
         ({"n_inner": 64}, WEIGHTS),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ({"tie_word_embeddings": False}, "hf"),
-        ({"attention_sinks": 4}, "attention_sinks"),
         ({"n_positions": 32}, WEIGHTS),
-        ({"n_layer": 4}, "hf"),
-        ({"n_layer": 1}, WEIGHTS),
         ({"n_head": 3}, "n_head"),
         ({"n_layer": 10**9}, "n_layer"),
     ],
@@ -44,7 +40,6 @@ KEYS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"rope_parameters": LLAMA3 | {"attention_factor": 1.5}}, "rope_parameters.attention_factor"),
         ({"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "mish"}, "hidden_act"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map"),
@@ -52,8 +47,6 @@ KEYS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"num_key_value_heads": 1}, WEIGHTS),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps"),
-        ({"num_hidden_layers": 4}, "hf"),
-        ({"model_type": "gemma3_text"}, "model_type"),
     ],
     "qwen3": [
         ({"use_sliding_window": True}, "use_sliding_window"),
@@ -87,7 +80,6 @@ TENSORS = {
     "integers": {"model.norm.weight": torch.ones(32, dtype=torch.int32)},
     "a number": {"model.norm.weight": torch.tensor(1.0)},
     "infinite": {"model.norm.weight": torch.full((32,), torch.inf)},
-    "no number": {"model.norm.weight": torch.full((32,), torch.nan)},
     "no number in a part": {"model.layers.1.mlp.up_proj.weight": torch.full((88, 32), torch.nan)},
     "another shape": {"model.layers.1.mlp.up_proj.weight": torch.ones(87, 32)},
 }
@@ -112,13 +104,7 @@ def test_damaged_files_are_refused(tokens: Path, tmp_path: Path) -> None:
         import_hf(hf, tmp_path / "in")
     path.write_bytes(content)
     model, merges = tokenizer["model"], tokenizer["model"]["merges"]
-    for damaged in (
-        "BPE",
-        ["BPE"],
-        model | {"merges": [["a"], *merges[1:]]},
-        model | {"merges": ["ab", *merges[1:]]},
-        model | {"merges": None},
-    ):
+    for damaged in (["BPE"], model | {"merges": [["a"], *merges[1:]]}, model | {"merges": ["ab", *merges[1:]]}):
         (hf / "tokenizer.json").write_text(json.dumps(tokenizer | {"model": damaged}))
         with refused("tokenizer.json"):
             import_hf(hf, tmp_path / "in")
@@ -140,10 +126,8 @@ def test_an_index_is_distrusted(tokens: Path, tmp_path: Path) -> None:
     key = f"weight_map.{name}"
     for weight_map, subject in (
         (others | {name: "../" + file}, key),
-        (others | {name: "/etc/passwd"}, key),
         (others | {name: "sub/" + file}, key),
         (others | {name: "pytorch_model.bin"}, key),
-        (others | {name: 5}, key),
         ({}, "weight_map"),
         (others | {name: "absent.safetensors"}, "absent.safetensors"),
     ):
@@ -266,7 +250,6 @@ OPTIONS: list[dict[str, Any]] = [
     {**ROPE, "routed": ROUTED["routed"] | {"renormalise": False}},
     ROBERTA | {"position": "alibi"},
     ROBERTA | {"head": "clap"},
-    ROBERTA | {"norm_place": "before"},
 ]
 
 

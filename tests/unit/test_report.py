@@ -12,7 +12,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from demix.files import read_json, write_json, write_json_lines, write_parquet
+from demix.files import read_json, write_json, write_parquet
 from demix.report import report_files, report_items, write_report
 from demix.report.item import FigureItem
 from demix.report.items import all_items
@@ -39,12 +39,6 @@ def test_files_of_the_same_run_are_the_same_bytes(frozen: Run, report: Path, tmp
     # What writes PDF orders the resources of a page at random.
     for path in (path for path in tmp_path.rglob("*.*") if path.suffix != ".pdf"):
         assert path.read_bytes() == (report / path.relative_to(tmp_path)).read_bytes(), path
-
-
-def test_every_element_has_a_heading_a_caption_and_a_place() -> None:
-    items = all_items().values()
-    assert all(item.heading and item.caption and item.category for item in items)
-    assert len({item.heading for item in items}) == len(items)
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -179,12 +173,6 @@ def test_a_damaged_file_is_refused_before_anything_is_written(
     with refused(name):
         write_report(frozen_copy, tmp_path / "report")
     assert not (tmp_path / "report").exists()
-
-
-def test_a_line_of_metrics_without_tokens_is_refused(frozen: Run, tmp_path: Path) -> None:
-    write_json_lines(tmp_path / "demix.jsonl", [{"step": 1, "tokens": 2, "loss": 3}, {"step": 2}])
-    with refused("demix.jsonl:2"):
-        drawn("training", run_data(frozen, metrics=tmp_path))
 
 
 def test_what_a_run_has_no_numbers_of_is_left_out(frozen: Run, tmp_path: Path) -> None:

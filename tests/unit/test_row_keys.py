@@ -67,10 +67,7 @@ BEGINNINGS: dict[str, dict[str, Any]] = {
     "masked": {"architecture": {"attention": "bidirectional", "objective": "mlm"}},
 }
 # What a row of a kind says with each key, so that the key alone decides.
-BESIDE = {
-    "anchored": {"weight_decay": 0.0},
-    "routed": {"top_k": 2},
-}
+BESIDE = {"anchored": {"weight_decay": 0.0}, "routed": {"top_k": 2}}
 SECTIONS: dict[str, Any] = {
     "architecture": {"layers": 2, "width": 8, "heads": 1, "context": 8},
     "training": {"sequences": 2},
@@ -79,16 +76,7 @@ SECTIONS: dict[str, Any] = {
 
 
 # The keys that change which files a training reads and makes, and which jobs there are.
-WIRING = (
-    "seed_tokens",
-    "schedule",
-    "data",
-    "averages",
-    "merged_routed",
-    "dev_blocks",
-    "sweep",
-    "trained",
-)
+WIRING = ("seed_tokens", "schedule", "data", "averages", "merged_routed", "dev_blocks", "sweep", "trained")
 
 
 def rows() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -6,7 +6,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -264,14 +263,6 @@ def test_tokens_of_before_that_differ_or_are_damaged_are_written_anew(tokens: Pa
         tables.write_tokens(tmp_path, ids, shard.offsets, length)
         assert pq.read_table(path)["token"].to_pylist() == ids.tolist()
         assert path.read_bytes() != content
-
-
-def test_blocks_from_a_place_on_are_those_of_the_whole(tokens: Path) -> None:
-    shard = TokenShard.open(shards_of(tokens)[0])
-    whole = blocks(shard, 32, 300)
-    for start, stop in pairwise((0, 64, 96, 300)):
-        for part, all_ in zip(blocks(shard, 32, stop, start), whole, strict=True):
-            np.testing.assert_array_equal(part, all_[start // 32 : -(-stop // 32)])
 
 
 def test_an_empty_split_is_refused(tokens: Path, model: Path, tmp_path: Path) -> None:

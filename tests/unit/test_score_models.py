@@ -1,6 +1,5 @@
 """One job that scores under several models: the bytes of single jobs, and no column that is there computed again."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from demix.evaluate.score import ScoredModel, Scoring, score, score_models
 from demix.model.directory import describe, load_model, save_expert, save_manifest
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities, trunk_log_probabilities
-from demix.settings import written
-from support.cli import said
 from support.errors import refused
 from support.models import save_model
 from support.tokens import NOVEL, TRAINING
@@ -144,11 +141,3 @@ def test_what_is_missing_or_wrong_ends_the_job_in_one_line_that_names_the_model(
     monkeypatch.setattr(passing, "log_probabilities", compute)
     with refused("models/plain: expert dense"):
         score_models(models, shards, SCORING, tmp_path / "scores")
-
-
-def test_the_command_scores_the_models_of_its_settings(models: Path, shards: list[Path], tmp_path: Path) -> None:
-    several = json.dumps(SETTINGS | {"models": [written(one) for one in MODELS]})
-    command = ["score", str(models), *map(str, shards), "--output", str(tmp_path / "scores"), "--settings"]
-    assert said([*command, several]) is None
-    assert {path.name for path in (tmp_path / "scores").iterdir()} == {"demix", "token", "token@16", "plain"}
-    assert "--settings.models" in str(said([*command, json.dumps(SETTINGS)]))

@@ -2,8 +2,6 @@
 
 import hashlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -174,13 +172,6 @@ def test_tokens_are_mapped_and_read_only(tmp_path, tokenizer):
     assert not tokens.flags.writeable
     with pytest.raises(ValueError, match="read-only"):
         tokens[0] = 1
-
-
-def test_opening_imports_no_pandas(tmp_path, tokenizer):
-    path = _tokenized(tmp_path, tokenizer)
-    code = "import sys; from demix.data.shards import TokenShard; TokenShard.open(sys.argv[1])"
-    code += "; sys.exit('pandas' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
 
 
 def test_a_renewed_encoder_gives_the_same_ids(tmp_path, tokenizer, monkeypatch):

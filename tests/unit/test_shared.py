@@ -15,7 +15,6 @@ from demix.data.shards import tokenize_splits
 from demix.data.sources import Source, pinned
 from demix.data.tokenizer import make_tokenizer
 from demix.files import check_sealed, read_json, sha256_file, write_json
-from demix.launch.snakemake import keep_shared_times
 from support.dry_run import REPOSITORY
 
 DOMAINS = ("law", "news")
@@ -253,26 +252,3 @@ def test_a_source_that_is_not_pinned_is_read_again(monkeypatch: pytest.MonkeyPat
     two, three = prepare("two"), prepare("three")
     assert read == 2 * [*DOMAINS]
     assert made_anew(two, three) == set()
-
-
-def test_snakemake_leaves_the_time_of_shared_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    from snakemake import io
-
-    monkeypatch.setattr(io._IOFile, "touch", io._IOFile.touch)
-    keep_shared_times()
-    run = Path("results/one")
-    for place, other, changes in (
-        ("corpus/law/train.parquet", "results/two", False),
-        ("tokenizer.json", "results/two", False),
-        ("tokens/law/dev.json", None, True),
-        ("scores/demix/law.dev/law.parquet", "results/two", True),
-    ):
-        path = run / place
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("text")
-        if other:
-            (Path(other) / place).parent.mkdir(parents=True, exist_ok=True)
-            os.link(path, Path(other) / place)
-        os.utime(path, (1e9, 1e9))
-        io.IOFile(str(path)).touch()
-        assert (path.stat().st_mtime > 1e9) == changes, place

@@ -26,12 +26,10 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_ba
 from werkzeug.serving import make_server
 
 from demix.config.domains import SourceSection, check_source
-from demix.data.divide import Division, divide
 from demix.data.fetch import fetch, stored
 from demix.data.pins import pins
 from demix.data.sources import Source, download, pinned
 from demix.run.check import completed_run
-from demix.settings import settings_from
 from support.cli import demix, refusal, succeeds
 from support.configs import small_run
 from support.errors import refused
@@ -187,23 +185,6 @@ def test_the_raw_text_is_that_of_the_same_local_files(files, store, parts, words
     assert len([*(tmp_path / "raw").iterdir()]) == parts, "nothing of what was fetched is left"
     if words and parts == 1:
         assert len(store.fetched) == 1, "later files are left alone"
-
-
-def test_domains_of_a_shared_source_have_what_they_read_alone(files, store, tmp_path):
-    source = {"path": ["s3://corpus/texts/*.gz", "s3://corpus/texts/more"], "parts": 2}
-    division = settings_from(Division, {"source": source, "by": "set", "domains": {"one": "a", "two": ["b"]}})
-    for part in range(2):
-        divide("corpus", division, tmp_path / "raw", tmp_path / "counts.json", part)
-    assert len(store.fetched) == 3, "each file is fetched once for both domains"
-    store.refuse_keys()
-    s3fs.S3FileSystem.clear_instance_cache()
-    local = {"path": [f"{files}/*.gz", f"{files}/more"], "parts": 2}
-    for name, value in (("one", "a"), ("two", ["b"])):
-        for part in range(2):
-            outputs = [tmp_path / folder / name / f"{part:04d}.parquet" for folder in ("raw", "local/raw")]
-            for given, output in zip((source, local), outputs, strict=True):
-                download(settings_from(Source, given | {"where": {"set": value}}), name, output, part)
-            assert outputs[0].read_bytes() == outputs[1].read_bytes()
 
 
 def test_a_name_in_a_store_is_no_part_of_a_url(store, tmp_path):

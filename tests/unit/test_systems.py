@@ -33,33 +33,13 @@ def run_of(**changes: Any) -> Run:
 
 
 def test_the_models_of_a_run() -> None:
-    models = run_of().planned
-    assert [model.name for model in models] == [
-        "demix",
-        "dense",
-        "dense_unbalanced",
-        "domain_token",
-        "without-law",
-        "demix-seed9",
-        "dense-seed9",
-        "dense_unbalanced-seed9",
-        "domain_token-seed9",
-        "dense-dapt-songs",
-        "dense-dapt-wiki",
-    ]
-    by_name = {model.name: model for model in models}
+    by_name = {model.name: model for model in run_of().planned}
     assert by_name["without-law"].experts == ("songs", "news", "code"), "the replacement stands in the domain's place"
     assert by_name["without-law"].scored == ("law",)
     assert (by_name["demix-seed9"].row, by_name["demix-seed9"].seed) == ("demix", 9)
     assert by_name["dense"].experts == by_name["dense"].columns == ("dense",)
     assert (by_name["domain_token"].experts, by_name["domain_token"].columns) == (("dense",), TRAINING)
     assert by_name["dense-dapt-wiki"].scored == (*TRAINING, "wiki")
-    assert [one.name for one in run_of().adaptations] == [
-        "demix-dapt-songs",
-        "dense-dapt-songs",
-        "demix-dapt-wiki",
-        "dense-dapt-wiki",
-    ]
     added, made, *_ = run_of().adaptations
     assert (added.model, added.expert, made.model, made.expert) == ("demix", "songs", "dense-dapt-songs", "dense")
 
@@ -124,17 +104,6 @@ def test_each_added_expert_is_mixed_with_the_training_experts_alone() -> None:
     assert {("demix", "plus-wiki", "cached", "history"), ("demix", "training", "average", "")} <= keys
 
 
-def test_dense_dapt_starts_from_the_row_that_the_config_names() -> None:
-    rows = run_of(adaptation={"dense": "dense_unbalanced"})
-    made = [one for one in rows.adaptations if not one.adds_expert]
-    assert [(one.name, one.parent.name) for one in made] == [
-        (f"dense_unbalanced-dapt-{name}", "dense_unbalanced") for name in NOVEL
-    ]
-    assert {model.name for model in rows.planned} >= {one.name for one in made}
-    models = {part.model for job in scoring_jobs(rows) for part in job.parts}
-    assert models >= {f"dense_unbalanced-dapt-{name}" for name in NOVEL}
-
-
 @pytest.mark.parametrize(("given", "factors"), [(0.3, [0.3, 0.3]), ({"demix": 1.0, "dense": 0.1}, [1.0, 0.1])])
 def test_each_kind_of_adaptation_has_its_learning_rate(given: Any, factors: list[float]) -> None:
     rows = run_of(adaptation={"learning_rate_factor": given})
@@ -157,28 +126,6 @@ def test_a_row_can_be_left_out() -> None:
     assert {model.base.name for model in rows.trained} == {"demix", "dense"}
     assert "dense_unbalanced" not in bases(rows)
     assert not {"domain_token", "dense_unbalanced"} & {table.model for table in evaluated(rows, "law")}
-
-
-def test_every_score_table_that_is_evaluated_is_made_by_one_job() -> None:
-    """Each column of each split on each domain is the output of exactly one rule, whatever the rows."""
-    small = run_of(models={"small": {"kind": "demix"}, "domain_token": None}, adaptation={"model": "small"})
-    for rows in (run_of(), small, run_of(cluster={"launch": "slurm"})):
-        made: list[tuple[str, ...]] = []
-        for job in scoring_jobs(rows):
-            for part in job.parts:
-                made += [
-                    (part.model, domain, split, column)
-                    for domain in part.domains
-                    for split in part.splits
-                    for column in (*((domain,) if part.own else part.columns), *["tokens"] * part.shared)
-                ]
-        # The choice of a parent reads these.
-        assert ("demix", "wiki", "dev", "tokens") in made
-        assert len(made) == len(set(made))
-        for domain in (*TRAINING, *NOVEL):
-            for table in evaluated(rows, domain):
-                for split in table.splits:
-                    assert {(table.folder, domain, split, name) for name in (*table.columns, "tokens")} <= set(made)
 
 
 def test_a_novel_domain_that_is_appended_changes_no_job_of_before() -> None:

@@ -22,7 +22,6 @@ from demix.model.gpt import GPT
 from demix.model.import_hf import import_hf
 from demix.model.scoring import log_probabilities
 from demix.model.transformer import Dropout
-from demix.plan.flops import activation_bytes
 from demix.train import loop, optimizers
 from demix.train.batches import Batch, balanced_batches, batches_of
 from demix.train.loop import train
@@ -264,12 +263,3 @@ def test_the_places_are_those_of_opt(tokens: Path, tmp_path: Path, monkeypatch: 
     for ours, name in pairs.items():
         gradient = model.get_parameter(ours).grad
         assert farthest(gradient.view_as(theirs.get_parameter(name)), theirs.get_parameter(name).grad) < 1e-4, name
-
-
-def test_a_plan_counts_the_masks() -> None:
-    for checkpointing, layers in ((False, 2), (True, 1)):
-        plain, with_masks = (
-            activation_bytes(ARCHITECTURE, 400, 3, 2, checkpointing=checkpointing, dropout=on) for on in (False, True)
-        )
-        tokens = 3 * ARCHITECTURE.context
-        assert with_masks - plain == 2 * tokens * ARCHITECTURE.width * layers, "a byte for each unit at two places"

@@ -1,6 +1,5 @@
 """A model whose experts are whole models says what the same experts say over shared layers."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,9 +11,7 @@ from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.mix.mixtures import Mixture, Stream
 from demix.mix.rules import History
-from demix.model.decode import Decoder, generate
-from demix.model.directory import load_experts
-from support.cli import succeeds
+from demix.model.decode import Decoder
 from support.decoding import LENGTH, whole, write_run
 from support.models import THREE, count_whole_models, model_of, randomise, write_trunks
 from support.tokens import NOVEL
@@ -48,32 +45,6 @@ def test_they_are_scored_alike(
     assert not list(tmp_path.glob("*/*/.*"))
     np.testing.assert_allclose(tables[1].scores, tables[0].scores, rtol=1e-5)
     assert not np.allclose(tables[0].scores[..., 0], tables[0].scores[..., 1], atol=0.1)
-
-
-def test_a_text_of_ones_own_is_predicted_alike(models: tuple[Path, Path], tmp_path: Path) -> None:
-    (tmp_path / "own.txt").write_text(TEXT)
-    found = []
-    for model in models:
-        result = succeeds("eval", model, tmp_path / "own.txt", "--json")
-        found.append(json.loads(result.stdout))
-    for part in ("mixtures", "experts"):
-        for stacked, apart in zip(found[0][part], found[1][part], strict=True):
-            assert stacked["name"] == apart["name"]
-            assert apart["perplexity"] == pytest.approx(stacked["perplexity"], rel=1e-5)
-
-
-def test_texts_are_decoded_alike(models: tuple[Path, Path]) -> None:
-    """Two texts at once, over several blocks, read and then drawn."""
-    given = torch.randint(0, 50, (2, LENGTH + 5), generator=torch.Generator().manual_seed(0))
-    found = []
-    for model in models:
-        trunks = [trunk.requires_grad_(False) for trunk in load_experts(model, THREE)]
-        decoder = Decoder(trunks, given[:, 0], Stream(Mixture(History(), np.log([0.1, 0.2, 0.7]), 0.3), LENGTH, 2))
-        read = decoder.read(given)
-        drawn = [*generate(decoder, 2 * LENGTH, generator=torch.Generator().manual_seed(1))]
-        found.append([*read, *(part for parts in drawn for part in parts), decoder.next_log_probabilities()])
-    for stacked, apart in zip(*found, strict=True):
-        np.testing.assert_allclose(apart, stacked, rtol=1e-5)
 
 
 def test_each_trunk_reads_with_its_own_weights() -> None:

@@ -1,0 +1,110 @@
+"""Bytes of any kind where files and texts come in: what is wrong with them is said in one line.
+
+Properties of readers, splits, anonymizer, token shards and sealed JSON on made-up values are in tests/unit.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from demix.data.anonymize import anonymize, normalise
+from demix.data.sources import Source, download
+from demix.errors import DemixError
+from demix.files import digest, read_json, read_json_lines, sha256_file
+from demix.model.directory import load_verified
+from demix.run.check import completed_run
+from demix.settings import settings_from
+
+FORMS = ("jsonl", "csv", "tsv", "txt", "json", "jsonl.gz", "jsonl.zst", "zip", "tar", "tgz")
+READ = (
+    *(b'{"text": "a", "id": 1}\n', b'text,id\n"a",1\n', b"text\tid\na\t1\n", b"words\n", b'[{"text": "a"}]'),
+    *(b"\x1f\x8b\x08\0", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"a.txt" + b"\0" * 507, b"\x1f\x8b\x08\0"),
+)
+VALUES = ({}, {"a": [1, 2.5, None, "x"]}, {"a": {"b": "ü"}})
+ROWS = ([], [{"step": 1, "loss": 2.5}], [{"a": float("nan")}, {"b": []}])
+
+
+def lines(rows: list[dict]) -> bytes:
+    """JSON lines with the seal that belongs to them."""
+    return b"".join(json.dumps(row).encode() + b"\n" for row in [*rows, {"rows": len(rows), "seal": digest(rows)}])
+
+
+def anonymized(data: bytes, _: Path) -> None:
+    once, _ = anonymize(normalise(data.decode("utf-8", "replace"))[0])
+    again, more = anonymize(once)
+    assert again == once
+    assert not any(more.values())
+
+
+def documents(data: bytes, folder: Path) -> None:
+    path, raw = folder / f"a.{FORMS[data[0] % len(FORMS)]}" if data else folder / "a.txt", folder / "raw.parquet"
+    path.write_bytes(data[1:])
+    assert download(Source(path=str(path)), "d", raw) == pq.read_metadata(raw).num_rows
+
+
+def written(data: bytes, folder: Path) -> Path:
+    (folder / "a").write_bytes(data)
+    return folder / "a"
+
+
+def config(data: bytes, _: Path) -> None:
+    try:
+        found = yaml.safe_load(data.decode("utf-8", "replace"))
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return
+    completed_run(found if isinstance(found, dict) else {"run": found})
+
+
+# What reads bytes, and bytes that lead far into it.
+READERS: dict[str, tuple[Callable[[bytes, Path], object], list[bytes]]] = {
+    "anonymizer": (
+        anonymized,
+        [b"a@b.org @user_1 +44 20 7946 0958", b"4111 1111 1111 1111 219-09-9998", "@[123456:7:Zoë]".encode()],
+    ),
+    "sources": (documents, [bytes([form]) + some for form, some in enumerate(READ)]),
+    "json": (
+        lambda data, folder: read_json(written(data, folder)),
+        [json.dumps(value | {"seal": digest(value)}).encode() for value in VALUES],
+    ),
+    "lines": (lambda data, folder: read_json_lines(written(data, folder)), [lines(rows) for rows in ROWS]),
+    "safetensors": (
+        lambda data, folder: load_verified(path := written(data, folder), sha256_file(path)),
+        [b'\x08\0\0\0\0\0\0\0{"a":{}}', b"\x02\0\0\0\0\0\0\0{}"],
+    ),
+    "settings": (
+        lambda data, _: settings_from(Source, data.decode("utf-8", "replace")),
+        [b'{"path": "x", "parts": 2, "where": {"a": 1}}'],
+    ),
+    "config": (config, [b"run: a\ndomains: {training: {a: {source: {path: x}}}}\nmodel: {heads: 2}\n"]),
+}
+
+
+def mangled(seeds: list[bytes], chance: random.Random) -> bytes:
+    """One of `seeds`, of which some parts are left out, of another seed, or made up."""
+    data = bytearray(chance.choice(seeds))
+    for _ in range(chance.randrange(8)):
+        other, at = chance.choice([chance.choice(seeds), chance.randbytes(8)]), chance.randrange(len(data) + 1)
+        start = chance.randrange(len(other))
+        data[at : at + chance.randrange(9)] = other[start : start + chance.randrange(9)]
+    return bytes(data)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_wrong_with_bytes_is_said_in_one_line(
+    reader: str, tmp_path: Path, times: Callable[[int, int], int], chance: random.Random
+) -> None:
+    read, seeds = READERS[reader]
+    for _ in range(times(100, 10_000)):
+        data, said = mangled(seeds, chance), "one line"
+        try:
+            read(data, tmp_path)
+        except DemixError as error:
+            said = str(error)
+        except Exception as error:
+            raise AssertionError(data) from error
+        assert len(said.splitlines()) == 1, data
