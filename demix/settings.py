@@ -93,7 +93,7 @@ class Settings(BaseModel):
 
     def replace(self, **changes: Any) -> Self:
         """The same settings with other values, which are checked."""
-        values = {name: getattr(self, name) for name in type(self).model_fields}
+        values = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self).model_validate(values | changes, by_alias=False, by_name=True)
 
     def as_dict(self) -> dict[str, Any]:

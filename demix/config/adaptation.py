@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from demix.config.models import EntryName
+from demix.config.names import EntryName
 from demix.config.training import Execution, OptimizerRecipe, Ranks, Sequences
 from demix.settings import DistinctItems, Number, Positive, Settings, Text, absent, omitted
 
@@ -100,13 +100,11 @@ class RemovalSection(Settings):
     retrain_without: DistinctItems[Text] = Field(
         default=(),
         description="Training domains to retrain without. For each of these domains, one more DEMix model is trained "
-        "for as many steps without the domain (-Domain).",
+        "for as many steps with `replacement` in the place of the domain (-Domain).",
     )
     replacement: Text | None = Field(
         default=None,
-        description="The novel domain that replaces the removed domain in the retraining. null puts nothing "
-        "there: every other domain has as many tokens as in `model`, and the retraining an equal part fewer in all. "
-        "An entry that goes on with its parent's schedule is then refused.",
+        description="The novel domain that replaces a removed domain in the retraining.",
     )
     merged: DistinctItems[EntryName] = Field(
         default=(),

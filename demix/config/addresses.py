@@ -86,12 +86,6 @@ def hub_model(address: str) -> tuple[str, str]:
     return repository, revision
 
 
-def imported_folder(address: str, run: str) -> str:
-    """The folder that a run imports the model of the hub at `address`, `hub:owner/name@commit`, to."""
-    repository, commit = address.removeprefix(HUB).split("@")
-    return f"results/{run}/parents/{repository.replace('/', '--')}-{commit[:12]}"
-
-
 def local(paths: Iterable[str]) -> bool:
     """Whether the data sets of a hub source are folders of this machine."""
     return all(Path(path).is_dir() for path in paths)

@@ -24,9 +24,9 @@ from demix.config.domains import (
 from demix.config.evaluation import EvaluationSection
 from demix.config.harness import HarnessSection
 from demix.config.keys import located, read_keys
-from demix.config.models import PAPER, EntryName, Models
-from demix.config.names import NAME, NAMED
-from demix.config.tasks import Task, TaskName, check_tasks
+from demix.config.models import PAPER, Models
+from demix.config.names import NAME, NAMED, EntryName
+from demix.config.tasks import Task, check_tasks
 from demix.config.tokenizer import TokenizerSection, completed_tokenizer
 from demix.config.training import Threads, TrainingSection, with_presets
 from demix.errors import DemixError
@@ -96,11 +96,6 @@ class Config(Settings):
         json_schema_extra={"patternErrorMessage": NAMED},
         description="Name of the run. All files of the run are below results/<run>/.",
     )
-    overwrite: Switch = Field(
-        default_factory=absent,
-        description="Let the run replace one with none of its domains, whose folder has the same name. "
-        "Without this key (or with false) the workflow stops before it changes a file there.",
-    )
     seed: Seed = Field(default=1, description="Seed of splits, initialisation and data order.")
     seeds: DistinctItems[Seed] = Field(
         default=(),
@@ -145,7 +140,7 @@ class Config(Settings):
     evaluation: EvaluationSection = Field(
         default_factory=EvaluationSection, description="What is scored and how experts are mixed."
     )
-    tasks: dict[TaskName, Task] = Field(
+    tasks: dict[EntryName, Task] = Field(
         default_factory=dict,
         description="Classification tasks by name: texts with labels, on which the accuracy of mixtures is measured. A "
         "run has none by default.",
@@ -204,7 +199,7 @@ class Config(Settings):
         if "tokens" not in adaptation:
             share = max(1, whole["training"]["tokens"] // len(domains["training"]))
             whole["adaptation"] = {"passes": PASSES} | adaptation | {"tokens": share}
-        whole["tokenizer"] = completed_tokenizer(whole["tokenizer"], whole["run"])
+        whole["tokenizer"] = completed_tokenizer(whole["tokenizer"])
         # Tables show the models that every run has before further ones.
         whole["models"] = {name: models.get(name, {}) for name in PAPER} | models
         config = settings_from(cls, whole, SUBJECT)

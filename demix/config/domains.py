@@ -150,25 +150,16 @@ class SourceSection(Settings):
         return Counter()
 
     @cached_property
-    def files(self) -> list[str]:
-        """The local files of a source of this kind. Missing files are left out; `demix download` refuses them.
+    def names(self) -> list[str]:
+        """The local files in the order in which they are read, but for missing ones, which `demix download` refuses.
 
         Raises DemixError for a name that no rule can hold.
         """
-        return [refuse_unnamable(file) for file in self.names]
-
-    @cached_property
-    def names(self) -> list[str]:
-        """The local files, whatever their names, in the order in which they are read."""
-        return sorted({file for files in self.listed.values() for file in files})
+        return sorted({refuse_unnamable(file) for files in self.listed.values() for file in files})
 
     def share(self, part: int) -> list[str]:
         """The local files of a part: whole ones where there are enough, else all of them, each for its share."""
         return self.names[part :: self.parts] if len(self.names) >= self.parts else self.names
-
-    def files_of(self, part: int) -> list[str]:
-        """The local files of a part. Raises DemixError for a name that no rule can hold."""
-        return [refuse_unnamable(file) for file in self.share(part)]
 
 
 class SharedSource(Settings):

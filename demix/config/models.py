@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from demix.config.addresses import COMMIT, HUB, REPOSITORY
 from demix.config.architecture import EntryArchitecture
-from demix.config.names import refuse_name
+from demix.config.names import EntryName
 from demix.config.training import RouterTraining, TrainingSection
 from demix.settings import Number, Positive, Settings, Switch, Text, absent, partial
 
@@ -69,18 +68,6 @@ PAPER = ("demix", "dense", "dense_unbalanced", "domain_token")
 KEPT = ("demix", "dense")
 
 
-def _entry_name(name: str) -> str:
-    if not re.fullmatch("[a-z][a-z0-9_]*", name):
-        raise ValueError(
-            "is not a usable name of a model", "use lower-case letters, digits and _, and begin with a letter"
-        )
-    refuse_name(name)
-    return name
-
-
-EntryName = Annotated[Text, AfterValidator(_entry_name)]
-
-
 def _label(label: str) -> str:
     if not re.fullmatch(r"[^\W_][\w ,.+:/'’×%–-]{0,59}", label):
         cure = "use up to 60 letters, digits, blanks and , . + : / ' × % -, and begin with a letter or a digit"
@@ -88,27 +75,19 @@ def _label(label: str) -> str:
     return label
 
 
-def _parent(parent: str) -> str:
-    if parent.startswith(HUB) and not re.fullmatch(f"{HUB}{REPOSITORY}@{COMMIT.pattern}", parent):
-        cure = f"write {HUB}owner/name@commit, as `demix import` prints it for a branch"
-        raise ValueError("is not a model of the hub at a commit", cure)
-    return parent
-
-
 class Parent(Settings):
     """With which model an entry begins."""
 
-    parent: Annotated[Text, AfterValidator(_parent)] = Field(
+    parent: Text = Field(
         default_factory=absent,
         description="An entry of kind dense. The model begins with the state that this entry's model had after "
         "`seed_tokens` tokens (a dense warm start): the dense feedforward is copied into every expert, and training "
         "goes on. A branch has all its parent's settings; those of time and memory can differ, and dev_blocks. Or the "
         "folder of a dense model, such as imported/gpt2 that `demix import` wrote: the model begins with its "
-        "parameters, and with a training of its own. Or `hub:owner/name@commit`, such a model of the Hugging Face "
-        "hub, which the run imports once. For kind routed also an entry of kind demix, branched or anchored, whose "
-        "experts become those of every layer, as `merged_routed` says: the entry trains the merged model on all "
-        "domains for more tokens, with the FLOPs of `tokens` of a dense model (Branch-Train-MiX, Sukhbaatar et al. "
-        "2024).",
+        "parameters, and with a training of its own. For kind routed also an entry of kind demix, branched or "
+        "anchored, whose experts become those of every layer, as `merged_routed` says: the entry trains the merged "
+        "model on all domains for more tokens, with the FLOPs of `tokens` of a dense model (Branch-Train-MiX, "
+        "Sukhbaatar et al. 2024).",
     )
     seed_tokens: Positive = Field(
         default_factory=absent,

@@ -1,6 +1,11 @@
 """Names in the paths of a run's files: of domains, tasks, clusterings and entries of `models`."""
 
 import re
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from demix.settings import Text
 
 # The pattern of a run's name, and the pattern in words.
 # Names of folders, experiments and jobs hold it; a file system allows 255 bytes.
@@ -19,3 +24,15 @@ def refuse_name(name: str) -> None:
     if found := REPEATED.search(name):
         cause = f"has a name that ends in {found[1]!r} over and over, which Snakemake treats as a loop"
         raise ValueError(cause, "use another name")
+
+
+def _entry_name(name: str) -> str:
+    """A name below a key. Raises ValueError of a cause and a cure for one that a path cannot hold."""
+    if not re.fullmatch("[a-z][a-z0-9_]*", name):
+        raise ValueError("is not a usable name", "use lower-case letters, digits and _, and begin with a letter")
+    refuse_name(name)
+    return name
+
+
+# Of an entry of `models`, a clustering or a task.
+EntryName = Annotated[Text, AfterValidator(_entry_name)]

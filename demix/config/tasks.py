@@ -1,13 +1,11 @@
 """The section `tasks`: texts with labels, and how a model is asked which label belongs to a text."""
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from demix.config.domains import SourceSection, check_source
-from demix.config.names import refuse_name
 from demix.errors import DemixError
 from demix.settings import DistinctItems, Integer, Items, Positive, Seed, Settings, Switch, Text
 
@@ -19,20 +17,12 @@ MAX_LABELS = 1000
 LEFT_OUT = 0.01
 
 
-def _task_name(name: str) -> str:
-    if not re.fullmatch("[a-z][a-z0-9_]*", name):
-        raise ValueError("is not a usable name of a task", "use lower-case letters, digits and _, and begin with one")
-    refuse_name(name)
-    return name
-
-
 def _template(template: str) -> str:
     if template.count("{text}") != 1 or not template.endswith("{label}") or template.count("{label}") != 1:
         raise ValueError("does not hold {text} once and end with {label}", 'write such as "{text} Topic: {label}"')
     return template
 
 
-TaskName = Annotated[Text, AfterValidator(_task_name)]
 Template = Annotated[Text, AfterValidator(_template)]
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from demix.config.addresses import HUB, imported_folder, refuse_unnamable
+from demix.config.addresses import refuse_unnamable
 from demix.errors import DemixError
 from demix.files.json_files import read_unsealed
 from demix.settings import Integer, Positive, Settings, Text, absent
@@ -38,8 +38,7 @@ class TokenizerSection(Settings):
     )
     path: Text | None = Field(
         default_factory=absent,
-        description="Of kind file: a tokenizer.json, in a folder of the hub or in one that `demix import` wrote; or "
-        "`hub:owner/name@commit`, the parent of models that the run imports.",
+        description="Of kind file: a tokenizer.json, in a folder of the hub or in one that `demix import` wrote.",
     )
     end_of_text: Annotated[Integer, Field(ge=0)] | Text | None = Field(
         default_factory=absent,
@@ -60,8 +59,8 @@ class TokenizerSection(Settings):
         return GPT2_TYPES if self.kind == "gpt2" else self.vocab_size
 
 
-def completed_tokenizer(section: Mapping[str, Any], run: str) -> dict[str, Any]:
-    """The section `tokenizer` of the config of `run`, with what the files of its tokenizer say.
+def completed_tokenizer(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `tokenizer` of a config, with what the files of its tokenizer say.
 
     Raises DemixError for keys that do not go together, and for a file that is missing or says nothing.
     """
@@ -72,8 +71,6 @@ def completed_tokenizer(section: Mapping[str, Any], run: str) -> dict[str, Any]:
         return found
     if not found.get("path"):
         raise DemixError(f"{_KEY}.path", "is missing", "name the tokenizer.json")
-    if found["path"].startswith(HUB):
-        found["path"] = f"{imported_folder(found['path'], run)}/tokenizer.json"
     path = Path(refuse_unnamable(found["path"]))
     if found.get("types") is None or found.get("end_of_text") is None:
         if not path.is_file():

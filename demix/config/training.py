@@ -4,7 +4,7 @@ A stage inherits the settings that it uses: `TrainingRecipe` is the part of the 
 `demix.train.stage.Training` uses. `Execution` holds the settings that change nothing but time and memory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -149,17 +149,13 @@ class OptimizerRecipe(Settings):
 
 def fingerprinted(given: Any) -> dict[str, Any]:
     """The settings that identify a training or an adaptation: all but those of `Execution`."""
-    return {key: value for key, value in stated(given).items() if key not in names_of(Execution)}
+    return stated(given, names_of(Execution))
 
 
-def stated(given: Any) -> dict[str, Any]:
-    """Settings as a mapping, without keys that say nothing."""
-    return _without_nulls(given.as_dict())
-
-
-def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
-    given = {key: value for key, value in values.items() if value is not None}
-    return {key: _without_nulls(value) if isinstance(value, Mapping) else value for key, value in given.items()}
+def stated(given: Any, without: Iterable[str] = ()) -> dict[str, Any]:
+    """Settings as a mapping, but for those named in `without`, and without keys that say nothing."""
+    found: dict[str, Any] = given.model_dump(exclude_none=True, exclude=set(without), warnings=False)
+    return found
 
 
 def selected(recipe: type, section: Any) -> dict[str, Any]:

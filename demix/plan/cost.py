@@ -21,7 +21,7 @@ from demix.plan.flops import (
     update_flops,
 )
 from demix.run.models import Model
-from demix.run.placement import owners_of, place_experts, ranks_without
+from demix.run.placement import owners_of, place_experts
 from demix.run.run import Run
 from demix.run.scoring import ScoringJob, ScoringPart, scoring_jobs
 
@@ -91,8 +91,7 @@ def plan_training(run: Run, ranks: int | None, hardware: Hardware) -> list[Train
     plan, section = partial(_plan, run, hardware), run.config.adaptation
     plans = []
     for model in (part for one in run.trained for part in one.trainings):
-        usable = ranks_without(len(run.training), ranks) if ranks and model.fewer else ranks
-        one = plan(model, model.settings, model.settings.tokens // model.share, usable, begin=model.first_step)
+        one = plan(model, model.settings, model.settings.tokens // model.share, ranks, begin=model.first_step)
         plans.append(replace(one, name=named(model), rule="train_expert" if model.part else "train"))
     for model in run.swept:
         if sweep := model.settings.sweep:

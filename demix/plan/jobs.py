@@ -56,7 +56,6 @@ def count_jobs(run: Run) -> dict[str, int]:
         **(dict.fromkeys(("download", "anonymize"), parts) if run.submitted else {"read": parts}),
         "divide": sum(passes),
         "source_card": len(passes),
-        "import_parent": len(run.parents),
         **dict.fromkeys(("deduplicate", "tokenizer", "overlap", "run_config", "report", "track"), 1),
         **dict.fromkeys(("split", "tokenize"), number),
         **dict.fromkeys(("hold_out", "tokenize_suite"), suites),

@@ -48,8 +48,7 @@ def run_of_files(values: Mapping[str, Any], files: Sequence[Path]) -> Run:
         # The path in `base` is relative to the config file.
         run = completed_run(values, files[-1].parent if files else Path())
         refuse_other_format(run.folder)
-        if not run.config.overwrite:
-            refuse_other_domains(run.folder, run.config)
+        refuse_other_domains(run.folder, run.config)
     except DemixError as error:
         raise located(error, places) from None
     return run
@@ -66,7 +65,6 @@ def checked(config: Config) -> Run:
     for model in run.own:
         _check_model(run, model)
     _check_jobs(run)
-    _check_removal(run)
     _check_merged_removal(run)
     _check_weights(run)
     check_contexts(run)
@@ -159,33 +157,16 @@ def _check_jobs(run: Run) -> None:
 
 
 def _check_removed_domains(run: Run) -> None:
-    """Refuse to remove what is not a training domain, the only one without a replacement, and one that is not novel."""
+    """Refuse to remove what is not a training domain, and to replace it by what is not a novel one."""
     removal, key = run.config.removal, "config key removal"
     for name in removal.retrain_without:
         if name not in run.training:
             cause = f"{name} is not a training domain"
             raise DemixError(f"{key}.retrain_without", cause, nearest(name, run.training, ""))
-    if not removal.retrain_without:
-        return
-    if removal.replacement is not None and removal.replacement not in run.novel:
-        cause = f"is {removal.replacement!r}, which is not a novel domain"
-        cure = nearest(removal.replacement, run.novel, "add a novel domain first")
+    if removal.retrain_without and removal.replacement not in run.novel:
+        cause = f"is {removal.replacement or 'null'}, which is not a novel domain"
+        cure = nearest(removal.replacement or "", run.novel, "add a novel domain first")
         raise DemixError(f"{key}.replacement", cause, cure)
-    if removal.replacement is None and len(run.training) < 2:
-        cause = "is null, and no other domain is left to train on"
-        raise DemixError(f"{key}.replacement", cause, "name a novel domain, or leave out retrain_without")
-
-
-def _check_removal(run: Run) -> None:
-    """Refuse to remove a domain without a replacement from a model that goes on with its parent's schedule."""
-    removal = run.config.removal
-    if not removal.retrain_without or removal.replacement is not None:
-        return
-    whole = run.whole
-    if whole.seed_step and not (whole.restarts or whole.in_parts):
-        cause = f"is null, and {whole.name} goes on with the schedule of {whole.parent}, whose steps have every domain"
-        cure = "name a novel domain, or give the entry schedule: restart"
-        raise DemixError("config key removal.replacement", cause, cure)
 
 
 def _check_merged_removal(run: Run) -> None:

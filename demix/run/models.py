@@ -5,15 +5,12 @@ Only this module makes and parses names of models.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from demix.config.architecture import Architecture
 from demix.config.config import Config
 from demix.config.models import DENSE_EXPERT, EntrySettings, Kind
 from demix.errors import DemixError, nearest
-from demix.run.placement import ranks_without
 from demix.run.rows import Row
-from demix.settings import settings_from, written
 
 
 @dataclass(frozen=True)
@@ -22,7 +19,7 @@ class Model:
 
     `row` is the model's name in results, the same for every seed. `base` is the row of the config's `models` that
     configures the training. `domains` are the domains that the model learns from, in order. `removed` is the domain
-    that the model is trained without, and `replacement` the novel domain in its place, if there is one. `parent` is the
+    that the model is trained without, and `replacement` the novel domain in its place. `parent` is the
     folder of the model that this one goes on from: with a seed phase (docs/explanation/warm-start.md), or adapted to
     the novel domain `adapted_to`. `scored` are the domains that the model is scored on, `splits` the splits of these
     domains. A model whose experts are whole models has one training per expert (`parts`), in the folder
@@ -126,11 +123,6 @@ class Model:
     def columns(self) -> tuple[str, ...]:
         """The columns of the model's score tables: its experts, or its domain tokens."""
         return self.domains if self.kind.domain_tokens else self.experts
-
-    @property
-    def fewer(self) -> bool:
-        """Whether nothing is in the place of the domain that the model is trained without."""
-        return bool(self.removed and not self.replacement)
 
     @property
     def rates_from(self) -> str:
@@ -297,38 +289,17 @@ def trained_models(config: Config, rows: dict[str, Row]) -> tuple[Model, ...]:
 
 
 def _without(whole: Model, removed: str, replacement: str) -> Model:
-    """The model that is trained as `whole` without the domain `removed`, and with `replacement`, if any, in its place.
-
-    With nothing in the place of the domain, the model has as many updates of its own as
-    `whole`, so that each of the other domains has as many tokens as there, and the model an equal part fewer in all.
-    """
-
-    def kept(name: str) -> str:
-        return replacement if name == removed else name
-
-    settings = whole.settings
-    model = replace(
+    """The model that is trained as `whole` without the domain `removed`, and with `replacement` in its place."""
+    return replace(
         whole,
         name=trained_without(removed),
         row=trained_without(removed),
-        domains=tuple(filter(None, map(kept, whole.domains))),
+        domains=tuple(replacement if name == removed else name for name in whole.domains),
         scored=(removed,),
         removed=removed,
         routing="",
         replacement=replacement,
     )
-    changes: dict[str, Any] = {}
-    if model.fewer and model.domains:
-        # Updates of fewer sequences begin after at least the tokens of the seed. What fits no model is refused later.
-        begun = -(-whole.seed_step * whole.parent_step_tokens // model.step_tokens)
-        changes["tokens"] = max(1, begun + whole.updates - whole.first_step) * model.step_tokens
-        if not whole.in_parts:
-            changes["ranks"] = ranks_without(len(whole.domains), settings.ranks)
-    if not changes:
-        return model
-    sequences = whole.parent_step_tokens // whole.architecture.context
-    own = settings_from(EntrySettings, written(settings) | changes)
-    return replace(model, base=replace(whole.base, settings=own, seed_sequences=sequences))
 
 
 def adaptations_of(config: Config, models: Iterable[Model]) -> tuple[AdaptationJob, ...]:
@@ -393,11 +364,6 @@ class Merged:
     def token_routed(self) -> bool:
         """Whether its tokens choose among the experts; otherwise it is an average of them."""
         return self.weights == "routed"
-
-    @property
-    def rule(self) -> str:
-        """The rule of the workflow that makes it."""
-        return "merge_routed" if self.token_routed else "average"
 
     @property
     def by_domain(self) -> bool:

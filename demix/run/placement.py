@@ -59,14 +59,6 @@ def place_experts(domains: Sequence[str], sequences: int, ranks: int) -> tuple[P
     return tuple(found)
 
 
-def ranks_without(count: int, ranks: int) -> int:
-    """The ranks for one domain fewer than the `count` that `ranks` fit: as many of each domain, or of fewer ranks."""
-    fewer = count - 1
-    if ranks % count == 0:
-        return ranks // count * fewer
-    return max(number for number in range(1, min(ranks, fewer) + 1) if fewer % number == 0)
-
-
 def _listed(numbers: Sequence[int]) -> str:
     names = [str(number) for number in numbers[:12]] + (["..."] if len(numbers) > 12 else [])
     return (", ".join(names[:-1]) + " or " + names[-1] if len(names) > 1 else names[0]) + " ranks"

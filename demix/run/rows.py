@@ -1,11 +1,11 @@
 """The entries of a run's models: what each is trained with, and which entries are refused."""
 
 import dataclasses
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from demix.config.addresses import HUB, imported_folder, refuse_unnamable
+from demix.config.addresses import HUB, refuse_unnamable
 from demix.config.architecture import Architecture, Options, architecture_from, with_options
 from demix.config.clustering import cluster_names
 from demix.config.config import Config
@@ -26,11 +26,11 @@ class Row:
     """An entry of the config's `models`, with all that follows for its training.
 
     `settings` are those of the section `training` with the entry's own values. A warm-started entry has its parent's,
-    and `parent` and `seed_tokens` among them; an entry that begins with a model elsewhere has its folder as `initial`,
-    and its address at the `hub` where it is imported from there. An entry that `mixes` begins with the merged experts
-    of its parent and with a training of its own. `learned` are the domains or clusters that the entry learns from.
-    `sequences` of each of these make a step, and `seed_sequences` in all made one of the parent where that is another
-    number. `section` is what the config says of the architecture, as written. `label` is the entry's name in tables.
+    and `parent` and `seed_tokens` among them; an entry that begins with a model elsewhere has its folder as `initial`.
+    An entry that `mixes` begins with the merged experts of its parent and with a training of its own. `learned` are the
+    domains or clusters that the entry learns from. `sequences` of each of these make a step, and `seed_sequences` in
+    all made one of the parent where that is another number. `section` is what the config says of the architecture, as
+    written. `label` is the entry's name in tables.
     """
 
     name: str
@@ -41,7 +41,6 @@ class Row:
     architecture: Architecture
     initial: str = ""
     seed_sequences: int = 0
-    hub: str = ""
     mixes: bool = False
     label: str = ""
 
@@ -56,157 +55,125 @@ class Row:
         return {name: getattr(self.architecture, name) for name in names_of(Options)}
 
 
-@dataclass(frozen=True)
-class _Given:
-    """What the config says of an entry: its own values, as written, and the section `training` with these values."""
-
-    name: str
-    kind: Kind
-    own: dict[str, Any]
-    settings: EntrySettings
-    initial: str
-    hub: str
-    label: str
-
-
 def rows_of(config: Config) -> dict[str, Row]:
     """The entries of a config's `models`, the paper's four first.
 
     Raises DemixError where demix or dense is left out, for a parent that does not fit, and for a label that two entries
     have.
     """
-    given = {name: found for name in config.models if (found := _given(config, name))}
-    _check_labels(given)
-    return {name: _row(config, one, given) for name, one in given.items()}
+    rows: dict[str, Row] = {}
+    for name in config.models:
+        if config.models[name] is None and name in KEPT:
+            raise DemixError(
+                f"config key models.{name}", "is null", "keep this entry: other models are compared with it"
+            )
+    named = [name for name, entry in config.models.items() if entry is not None]
+    for name in named:
+        _row(config, name, rows)
+    _check_labels(rows)
+    return {name: rows[name] for name in named}
 
 
-def _check_labels(entries: Mapping[str, _Given]) -> None:
+def _check_labels(rows: Mapping[str, Row]) -> None:
     """Raise DemixError for a label that is given to an entry of the paper, and for one that another entry has."""
     paper = {name: KINDS[name].label for name in PAPER}
-    for name, entry in entries.items():
+    for name, row in rows.items():
         key = f"config key models.{name}.label"
-        others = {other: one.label for other, one in entries.items()} | paper
+        others = {other: one.label for other, one in rows.items()} | paper
         if name in PAPER:
-            if entry.label != paper[name]:
+            if row.label != paper[name]:
                 raise DemixError(key, "is given to an entry of the paper, which has the paper's name", "leave it out")
-        elif same := [other for other, label in others.items() if label == entry.label and other != name]:
-            raise DemixError(key, f"is {entry.label}, which the entry {same[0]} is called, too", "choose another")
+        elif same := [other for other, label in others.items() if label == row.label and other != name]:
+            raise DemixError(key, f"is {row.label}, which the entry {same[0]} is called, too", "choose another")
 
 
-def _given(config: Config, name: str) -> _Given | None:
-    """What the config says of the entry `name`; nothing where it leaves the entry out."""
-    key, entry = f"config key models.{name}", config.models[name]
-    if entry is None:
-        if name in KEPT:
-            raise DemixError(key, "is null", "keep this entry: other models are compared with it")
-        return None
-    own = written(entry)
+def _row(config: Config, name: str, rows: dict[str, Row]) -> Row:
+    """The entry `name`, which is added to `rows` after the entry that it begins with."""
+    if name in rows:
+        return rows[name]
+    key, own, domains = f"config key models.{name}", written(config.models[name]), tuple(config.domains.training)
     kind = KINDS[own.pop("kind")]
     label = own.pop("label", kind.label if name == kind.name else name)
     if name in PAPER and kind.name != name:
         raise DemixError(f"{key}.kind", f"is {kind.name}", "use this kind in an entry of another name")
-    if kind.anchored:
-        own = _PAIR | _restarts(own) | own
-    elif kind.routed:
-        own = _routed(key, own, _experts_of(config, own.get("parent")))
-    initial = hub = ""
-    parent = own.get("parent", "")
-    if parent.startswith(HUB):
-        hub, initial = own.pop("parent"), imported_folder(parent, config.run)
-    elif "/" in parent:
-        initial = own.pop("parent")
-    settings = settings_from(EntrySettings, written(config.training) | own, key)
-    return _Given(name, kind, own, settings, initial, hub, label)
-
-
-def _experts_of(config: Config, parent: Any) -> int:
-    """The experts of a merge of the entry `parent`, an anchor among them; 0 where its kind cannot be merged."""
-    entry = config.models.get(parent)
-    if entry is None or entry.kind not in MERGEABLE:
-        return 0
-    training, data = config.domains.training, entry.data
-    learned: Sized = cluster_names(data, config.clusterings[data], training) if data in config.clusterings else training
-    return len(learned) + int(entry.kind == "anchored")
-
-
-def _routed(key: str, own: dict[str, Any], mixed: int) -> dict[str, Any]:
-    """The keys of an entry of kind routed with their defaults; `mixed` are the experts of a parent that is merged.
-
-    One that begins with the state of a dense parent restarts.
-    """
-    for size in ("experts", "every") if mixed else ():
-        if size in own:
-            raise DemixError(
-                f"{key}.{size}", "is given together with a parent whose experts are merged", "leave it out"
-            )
-    few = {"experts": mixed or 8, "top_k": 2 if mixed else 1}
-    sizes: dict[str, Any] = few | {"every": 1, "balance": 0.01, **own}
-    begins = {} if mixed else _restarts(own)
-    return {"capacity": 1.25 if sizes["top_k"] == 1 else 2.0} | begins | sizes
-
-
-def _restarts(own: dict[str, Any]) -> dict[str, Any]:
-    """The schedule of an entry with the keys `own`, where it begins with the state of another."""
-    # A whole model has no schedule to go on with.
-    return {"schedule": "restart"} if own.get("parent") and "/" not in own["parent"] else {}
-
-
-def _row(config: Config, given: _Given, others: Mapping[str, _Given]) -> Row:
-    """The entry of what a config says of it, checked against `others`."""
-    name, kind, own, domains = given.name, given.kind, dict(given.own), len(config.domains.training)
-    _check_state(given, others)
-    values, sequences = written(given.settings), 0
-    parent = given.settings.parent
-    mixes = _mixes(given, others)
+    initial = own.pop("parent") if "/" in own.get("parent", "") else ""
+    parent = _parent(config, key, kind, own, initial, rows)
+    mixes = parent is not None and parent.kind.name in MERGEABLE
     if parent and "architecture" in own:
-        cause = f"is given to an entry that begins with {parent}"
-        raise DemixError(f"config key models.{name}.architecture", cause, "leave it out: it has its parent's")
+        cause = f"is given to an entry that begins with {parent.name}"
+        raise DemixError(f"{key}.architecture", cause, "leave it out: it has its parent's")
+    # A whole model has no schedule to go on with.
+    restarts = {"schedule": "restart"} if kind.has_routers and parent and not mixes else {}
+    if kind.anchored:
+        own = _PAIR | restarts | own
+    elif kind.routed:
+        own = restarts | _routed(key, own, parent if mixes else None)
+    values = written(config.training)
     if parent and mixes:
-        of_parent = written(others[parent].settings)
-        values |= {"architecture": of_parent["architecture"]} if of_parent.get("architecture") else {}
+        values |= {one: value for one, value in written(parent.settings).items() if one == "architecture"}
     elif parent:
-        values = written(others[parent].settings)
-        if own.get("schedule") == "restart":
-            values |= {"warmup": 0.0}
-            sequences = domains * values["sequences"]
-            # The entry's own rate replaces the one that its parent's sweep chooses.
-            values |= {"sweep": None} if "learning_rate" in own else {}
-        values |= own
+        values = _begun(parent, own)
+    values |= own
     section = _section(config, values)
     architecture = _architecture(name, section)
     if kind.has_routers:
-        if values["top_k"] == 1 and (parent or given.initial):
+        if values["top_k"] == 1 and (parent or initial):
             cause = "is 1, and a parent's feedforward times a share of 1 of the experts is not the parent's"
-            raise DemixError(f"config key models.{name}.top_k", cause, "use 2 or more, or leave out parent")
+            raise DemixError(f"{key}.top_k", cause, "use 2 or more, or leave out parent")
         values["tokens"] = _matched_tokens(architecture, config.tokenizer.size, values)
-    learned = tuple(config.domains.training)
-    if data := values.get("data"):
-        _check_data(name, data, config)
-        learned = cluster_names(data, config.clusterings[data], config.domains.training)
-        step = domains * values["sequences"]
-        if step % len(learned):
-            fitting = ", ".join(str(k) for k in range(1, step + 1) if step % k == 0)
-            cause = f"{data} of {len(learned)} clusters does not divide the {step} sequences of a step"
-            cure = f"raise training.sequences, or make one of {fitting} clusters"
-            raise DemixError(f"config key models.{name}.data", cause, cure)
-        values["sequences"] = step // len(learned)
-    settings = settings_from(EntrySettings, values, f"config key models.{name}")
+    learned = domains
+    if "data" in values:
+        learned, values["sequences"] = _clusters(config, name, values)
+    settings = settings_from(EntrySettings, values, key)
     if kind.anchored and settings.weight_decay:
         cause = f"is {settings.weight_decay:g}, and the parent's feedforwards would decay too"
-        raise DemixError(f"config key models.{name}.weight_decay", cause, "use 0")
-    if settings.trained and not (mixes or given.initial):
+        raise DemixError(f"{key}.weight_decay", cause, "use 0")
+    if settings.trained and not (mixes or initial):
         cause = "is given to an entry that begins with no routed experts"
         cure = f"give it a parent of kind {' or '.join(MERGEABLE)}, or leave it out"
-        raise DemixError(f"config key models.{name}.trained", cause, cure)
-    row = Row(
-        name, kind, settings, learned, section, architecture, given.initial, sequences, given.hub, mixes, given.label
-    )
+        raise DemixError(f"{key}.trained", cause, cure)
+    sequences = len(domains) * parent.settings.sequences if parent and own.get("schedule") == "restart" else 0
+    row = Row(name, kind, settings, learned, section, architecture, initial, sequences, mixes, label)
     if row.masked:
         _check_masked(row)
     if settings.merged_routed and len(learned) < 2:
         cause = "is given to an entry of one expert, and tokens choose among several"
-        raise DemixError(f"config key models.{name}.merged_routed", cause, "leave it out, or add a training domain")
+        raise DemixError(f"{key}.merged_routed", cause, "leave it out, or add a training domain")
+    rows[name] = row
     return row
+
+
+def _begun(parent: Row, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of `parent`, as an entry with its `own` keys goes on from its state."""
+    restarts = own.get("schedule") == "restart"
+    # The entry's own rate replaces the one that its parent's sweep chooses.
+    no_sweep = {"sweep": None} if restarts and "learning_rate" in own else {}
+    return written(parent.settings) | ({"warmup": 0.0} if restarts else {}) | no_sweep
+
+
+def _clusters(config: Config, name: str, values: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
+    """The clusters of the entry `name`, and the sequences of each in a step, which has as many as one of domains."""
+    data, domains = values["data"], config.domains.training
+    _check_data(name, data, config)
+    learned, step = cluster_names(data, config.clusterings[data], domains), len(domains) * values["sequences"]
+    if step % len(learned):
+        fitting = ", ".join(str(k) for k in range(1, step + 1) if step % k == 0)
+        cause = f"{data} of {len(learned)} clusters does not divide the {step} sequences of a step"
+        cure = f"raise training.sequences, or make one of {fitting} clusters"
+        raise DemixError(f"config key models.{name}.data", cause, cure)
+    return learned, step // len(learned)
+
+
+def _routed(key: str, own: dict[str, Any], merged: Row | None) -> dict[str, Any]:
+    """The keys of an entry of kind routed with their defaults; `merged` is the entry whose experts it begins with."""
+    for size in ("experts", "every") if merged else ():
+        if size in own:
+            raise DemixError(
+                f"{key}.{size}", "is given together with a parent whose experts are merged", "leave it out"
+            )
+    experts = len(merged.learned) + merged.kind.anchored if merged else 8
+    sizes: dict[str, Any] = {"experts": experts, "top_k": 2 if merged else 1, "every": 1, "balance": 0.01, **own}
+    return {"capacity": 1.25 if sizes["top_k"] == 1 else 2.0} | sizes
 
 
 def _section(config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,12 +189,6 @@ def _architecture(name: str, section: Mapping[str, Any]) -> Architecture:
     except DemixError as error:
         key = error.subject.removeprefix("architecture.routed.") if "routed" in section else error.subject
         raise error.but(f"config key models.{name}.{key}") from None
-
-
-def _mixes(given: _Given, others: Mapping[str, _Given]) -> bool:
-    """Whether an entry trains the merged experts of its parent."""
-    parent = others.get(given.settings.parent or "")
-    return bool(given.kind.routed and parent and parent.kind.name in MERGEABLE)
 
 
 def _matched_tokens(architecture: Architecture, types: int, values: Mapping[str, Any]) -> int:
@@ -267,49 +228,52 @@ def _check_data(name: str, data: str, config: Config) -> None:
         raise DemixError(key, f"is given to the entry {name}", "add an entry of another name")
 
 
-def _check_state(given: _Given, others: Mapping[str, _Given]) -> None:
-    """Raise DemixError unless an entry begins with no state, or with one that its kind and its parent allow."""
-    key, kind, settings = f"config key models.{given.name}", given.kind, given.settings
-    parent, seed_tokens = settings.parent, settings.seed_tokens
-    if kind.anchored and not (parent or given.initial):
+def _parent(
+    config: Config, key: str, kind: Kind, own: Mapping[str, Any], initial: str, rows: dict[str, Row]
+) -> Row | None:
+    """The entry that the entry at `key`, with its `own` keys, begins with; None without one.
+
+    Raises DemixError unless the entry begins with no state, or with one that its kind and its parent allow.
+    """
+    name, seed_tokens, restarts = own.get("parent"), own.get("seed_tokens"), own.get("schedule") == "restart"
+    if kind.anchored and not (name or initial):
         cause = "is missing, and experts of kind anchored learn next to a model that stays as it is"
         raise DemixError(f"{key}.parent", cause, "name an entry of kind dense and seed_tokens, or a model's folder")
-    if settings.schedule is not None and parent is None:
+    if "schedule" in own and name is None:
         cause = "is given to an entry that begins with no state of another entry"
         raise DemixError(f"{key}.schedule", cause, "leave it out, or give parent and seed_tokens")
-    if given.initial:
-        refuse_unnamable(given.initial)
+    if initial.startswith(HUB):
+        cure = "give it to `demix import`, and name the folder that this wrote"
+        raise DemixError(f"{key}.parent", f"is {initial}, an address of the hub", cure)
+    if initial:
+        refuse_unnamable(initial)
         if seed_tokens is not None:
             raise DemixError(f"{key}.parent", "is a folder, whose model has no warm start", "leave out seed_tokens")
-        return
-    if parent and _mixes(given, others):
+        return None
+    entries = {one: entry for one, entry in config.models.items() if entry is not None}
+    if name and kind.routed and name in entries and entries[name].kind in MERGEABLE:
         if seed_tokens is not None:
-            named = f"{parent} of kind {others[parent].kind.name}"
-            cause = f"is given together with the parent {named}, whose whole training comes before"
+            cause = f"is given together with the parent {name} of kind {entries[name].kind}, "
+            cause += "whose whole training comes before"
             raise DemixError(f"{key}.seed_tokens", cause, "leave it out")
-        return
-    if (parent is None) != (seed_tokens is None):
-        missing, there = ("parent", "seed_tokens") if parent is None else ("seed_tokens", "parent")
+        return _row(config, name, rows)
+    if (name is None) != (seed_tokens is None):
+        missing, there = ("parent", "seed_tokens") if name is None else ("seed_tokens", "parent")
         raise DemixError(f"{key}.{missing}", f"is missing next to {there}", "give both, or neither")
-    if parent is not None:
-        _check_parent(given, others)
-
-
-def _check_parent(given: _Given, others: Mapping[str, _Given]) -> None:
-    """Raise DemixError unless the kind of an entry and its parent, an entry of kind dense, allow its seed phase."""
-    key, kind, settings = f"config key models.{given.name}", given.kind, given.settings
-    name, restarts = settings.parent or "", settings.schedule == "restart"
-    if kind.batches != "by_domain" and not restarts:
+    if name is None or seed_tokens is None:
+        return None
+    if kind.batches != "by_domain" and not (restarts or kind.routed):
         cause = f"is given to an entry of kind {kind.name}"
         raise DemixError(f"{key}.parent", cause, "use kind: demix, add schedule: restart, or leave it out")
-    dense = {one.name: one for one in others.values() if one.kind == KINDS["dense"] and one.settings.parent is None}
+    dense = [one for one, entry in entries.items() if entry.kind == "dense" and "/" in (entry.parent or "/")]
     if name not in dense:
         cure = nearest(name, dense, "add an entry of kind dense")
         raise DemixError(f"{key}.parent", f"is {name}, no dense model that trains from scratch", cure)
-    parent = dense[name]
-    if settings.seed_tokens > parent.settings.tokens:
-        cause = f"is {settings.seed_tokens}, more than the {parent.settings.tokens} tokens of {name}"
+    parent = _row(config, name, rows)
+    if seed_tokens > parent.settings.tokens:
+        cause = f"is {seed_tokens}, more than the {parent.settings.tokens} tokens of {name}"
         raise DemixError(f"{key}.seed_tokens", cause, "lower it")
-    if restarts and settings.sweep and settings.sweep != parent.settings.sweep:
+    if (restarts or kind.has_routers) and own.get("sweep") not in (None, written(parent.settings)["sweep"]):
         cause = "is given to an entry that restarts, whose trials would begin with no state"
         raise DemixError(f"{key}.sweep", cause, "give the entry a learning_rate")
+    return parent

@@ -1,7 +1,6 @@
 """Input files, output files and resources of the workflow's rules, derived from the config without Snakemake."""
 
 import json
-import os
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from demix.settings import names_of, written
 
 # The rules of each stage of the config's section `cluster`; all other rules run where snakemake does, for seconds.
 STAGES = {
-    "download": ("divide", "download", "read", "import_parent", "harness_documents"),
+    "download": ("divide", "download", "read", "harness_documents"),
     "anonymize": ("anonymize",),
     "corpus": (
         *("deduplicate", "split", "hold_out", "tokenizer", "tokenize", "tokenize_suite", "overlap"),
@@ -215,11 +214,9 @@ class RunRules(StageSettings):
         """The local files of a domain's source, and the pass over a shared source, which leaves the domain's text."""
         text = self.run.texts[domain]
         if text.shared:
-            files = self.run.config.sources[text.shared].source.files_of(part)
+            files = self.run.config.sources[text.shared].source.share(part)
             return [*files, f"{self.folder}/sources/{text.shared}/{part:04d}.json"]
-        # All files are inputs of each part, but of a folder, which may have thousands.
-        folders = any(map(os.path.isdir, text.source.paths))
-        return list(text.source.files_of(part) if folders else text.source.files)
+        return text.source.share(part)
 
     def audited(self, removed: str) -> list[str]:
         """The models of which the audit of a removed domain asks: the whole one, that without the domain, merges."""
@@ -292,7 +289,7 @@ class RunRules(StageSettings):
         """The files that the examples of a task are read from, or made of. A changed file is read again."""
         given = self.run.config.tasks[task]
         sources = given.sources
-        return [*self.task_documents(task), *(file for source in sources.values() for file in source.files)]
+        return [*self.task_documents(task), *(file for source in sources.values() for file in source.names)]
 
     def harness_mixing(self, model: str) -> list[str]:
         """What mixes the experts of a model that does tasks of the harness: parameters chosen on dev, and clusters."""

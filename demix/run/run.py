@@ -194,11 +194,6 @@ class Run:
         begun = {(model.parent, model.seed_step) for model in self.trained}
         return {(parent, step): models[parent] for parent, step in sorted(begun) if step}
 
-    @cached_property
-    def parents(self) -> dict[str, str]:
-        """The addresses of hub models that entries begin with, by the names of their folders in the folder parents."""
-        return {Path(row.initial).name: row.hub for row in self.rows.values() if row.hub}
-
     def clusters(self, clustering: str) -> tuple[str, ...]:
         """The clusters of a clustering."""
         return cluster_names(clustering, self.config.clusterings[clustering], self.training)
@@ -230,10 +225,9 @@ class Run:
 
     def adapting(self, parent: Model) -> EntrySettings:
         """The settings with which a model is adapted, but for its lengths: those of its training, on one domain."""
-        section, training = self.config.adaptation, written(self.config.training)
-        own = {name: value for name, value in training.items() if name in names_of(Execution)}
-        lengths = {"sequences": section.sequences, "ranks": section.ranks}
-        return settings_from(EntrySettings, written(parent.settings) | own | lengths)
+        section = self.config.adaptation
+        own = {name: getattr(self.config.training, name) for name in names_of(Execution)}
+        return parent.settings.replace(**own, sequences=section.sequences, ranks=section.ranks)
 
     def learning_rate_factor(self, parent: Model) -> float:
         """The learning rate of the adaptation of `parent`, as a fraction of that of the parent's training."""
@@ -249,8 +243,8 @@ FORMAT = 8
 
 def kept(config: Config) -> dict[str, Any]:
     """What a run keeps of its config, as JSON: every key that defines the run, completed, in the config's order."""
-    # The cluster changes no result, and `overwrite` is about files that are there.
-    return {key: value for key, value in config.values.items() if key not in ("cluster", "overwrite")}
+    # The cluster changes no result.
+    return {key: value for key, value in config.values.items() if key != "cluster"}
 
 
 def write_run_config(output: Path, config: Config) -> None:
@@ -289,7 +283,7 @@ def refuse_other_domains(run: Path, config: Config) -> None:
     before = [name for kind in there.values() for name in kind]
     if before and not {*before} & {*config.domains.all}:
         cause = f"is that of a run of other domains ({printable(', '.join(before[:5]))}{', …' * (len(before) > 5)})"
-        cure = "give the config another `run`, or `overwrite: true` to write over that run"
+        cure = f"give the config another `run`, or delete or rename {run}"
         raise DemixError(path, cause, cure)
 
 

@@ -46,8 +46,7 @@ class ScoringPart:
         """The settings of the part for `demix score`."""
         columns = () if self.own else self.columns
         named = {"model": self.model, "experts": columns, "domains": self.domains, "splits": self.splits}
-        changed = {"context": self.context, "top_k": self.top_k, "without": self.without}
-        return named | {key: value for key, value in changed.items() if value}
+        return named | {"context": self.context, "top_k": self.top_k, "without": self.without}
 
 
 @dataclass(frozen=True)

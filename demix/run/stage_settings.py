@@ -1,7 +1,6 @@
 """The settings of the stages of the workflow: the part of the config that each uses, as one argument of its command."""
 
 import json
-import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -52,10 +51,6 @@ class StageSettings:
         merged = {key: value for part in (*parts, more) for key, value in part.items()}
         return self.argument(json.dumps(merged, sort_keys=True))
 
-    def given(self, settings: Mapping[str, Any]) -> str:
-        """Settings as one argument without the empty ones. A stage treats an absent setting like an empty one."""
-        return self.as_json({key: value for key, value in settings.items() if value not in (None, "", [], {})})
-
     def argument(self, text: str) -> str:
         """JSON as one argument: itself, or @ and the path of a file that holds it, where it is too long for one.
 
@@ -71,10 +66,6 @@ class StageSettings:
     def sharing(self, name: str, **more: Any) -> str:
         """The domains of a source that several share, each with its value, as JSON."""
         return self.as_json(more, domains={domain: self.run.domains[domain].value for domain in self.run.shared[name]})
-
-    def division_settings(self, source: str) -> str:
-        """The settings of a pass over a source that domains share, quoted for a shell."""
-        return shlex.quote(self.sharing(source, **self.division(source)))
 
     @property
     def kept(self) -> str:
@@ -135,7 +126,7 @@ class StageSettings:
 
     def source_settings(self, domain: str, whole: bool = False) -> str:
         """The settings of a domain's source, as JSON; `whole` leaves documents uncut."""
-        return self.given(written(self.run.texts[domain].source) | (UNCUT if whole else {}))
+        return self.as_json(written(self.run.texts[domain].source), UNCUT if whole else {})
 
     def split_settings(self, domain: str) -> str:
         """The settings with which a domain's documents are split, as JSON."""
@@ -166,23 +157,22 @@ class StageSettings:
 
     def evaluation_settings(self, domain: str) -> str:
         """The settings of the evaluation of a domain, as JSON."""
-        run, pairs = self.run, balanced_pairs(self.run)
+        run = self.run
         return self.as_json(
             selected(MixingRecipe, run.config.evaluation),
             kind=run.kind_of(domain),
             tables=[asdict(table) for table in evaluated(run, domain)],
             compared=[system.key for system in compared(run, domain)] if domain in run.domains else [],
             against=[(name, *system.key) for name, system in bases(run).items()],
-            # A run without such pairs keeps its settings, and its evaluations.
-            **({"pairs": [(*one.key, *base.key) for one, base in pairs]} if pairs else {}),
+            pairs=[(*one.key, *base.key) for one, base in balanced_pairs(run)],
             seed=run.seed,
         )
 
     def audit_settings(self, removed: str) -> str:
         """The settings of the audit of a removed domain, as JSON."""
-        run, merged = self.run, list(merged_whole(self.run))
+        run = self.run
         return self.as_json(
-            {"merged": merged} if merged else {},
+            merged=list(merged_whole(run)),
             model=run.whole.name,
             training=run.training,
             left_out=left_out(removed),

@@ -12,16 +12,12 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
-import yaml
 
 from demix.errors import DemixError
 from demix.model.directory import describe
 from demix.model.import_hf import INDEX, WEIGHTS, import_hf, import_hub
-from demix.run.check import completed_run
 from support.checkpoints import change, checkpoint
 from support.cli import refusal
-from support.dry_run import ran
-from support.entries import TINY
 from support.errors import refused
 from support.server import Handler, serving
 
@@ -226,23 +222,6 @@ def test_what_cannot_come_in_is_refused_before_weights_are_fetched(hub: Hub, mon
     with refused("config.json"):
         import_hub(ADDRESS, Path("z"))
     assert not [name for name, _ in hub.got if _large(name)]
-
-
-@pytest.mark.full
-def test_the_job_of_a_run_imports_the_parent_of_its_rows(hub: Hub) -> None:
-    own = {
-        "run": "own",
-        "models": {"demix": {"parent": f"hub:owner/name@{COMMIT}"}},
-        "cluster": {"setup": [f"export HF_ENDPOINT={hub.address} HF_HUB_OFFLINE=0"]},
-    }
-    Path("config.yaml").write_text(yaml.safe_dump(TINY | own))
-    folder = Path(f"results/own/parents/owner--name-{COMMIT[:12]}")
-    ran(Path(), "config.yaml", str(folder / "model.json"))
-    import_hf(hub.folder, Path("folder"), completed_run(TINY).context)
-    assert files(folder) == files(Path("folder"))
-    hub.got = []
-    ran(Path(), "config.yaml", str(folder / "tokenizer.json"))
-    assert not hub.got
 
 
 def test_a_hub_out_of_reach_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -38,7 +38,6 @@ BRANCHED = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
 SWITCH = {"kind": "routed", "experts": 4}
 UPCYCLED = {"kind": "routed", "experts": 4, "top_k": 2, "every": 2, "parent": "dense", "seed_tokens": 6000}
 BTX = {"kind": "routed", "parent": "seeded", "tokens": 6000}
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 WIDTH, TOKENS = TINY["architecture"]["width"], TINY["training"]["tokens"]
 
 
@@ -263,10 +262,8 @@ SECTIONS: list[tuple[dict[str, Any], str]] = [
     (of_x(kind="anchored", weight_decay=0.0), "models.x.parent"),
     (of_x(**FLEXOLMO | {"top_k": 2}), "models.x.top_k"),
     (of_x(**FLEXOLMO | {"averages": True}), "models.x.averages"),
-    *(
-        (of_x(kind="demix", parent=parent), "models.x.parent")
-        for parent in ("hub:owner/name@main", "hub:owner/name", f"hub:a/b/c@{COMMIT}", 5)
-    ),
+    (of_x(kind="demix", parent=5), "models.x.parent"),
+    (of_x(kind="demix", parent="hub:owner/name@main"), "models.x.parent"),
     *(
         (MASKED_ROW | {section: TINY.get(section, {}) | {key: model}}, f"{section}.{key}")
         for model, section, key in (

@@ -95,7 +95,6 @@ TWO = domains(("law", "news"))
     [
         ({"domains": TWO}, {"table7"}),
         ({"domains": domains(("law",), ("songs",))}, OF_NOVEL),
-        ({"domains": TWO, "removal": {"retrain_without": ["law"]}}, {"table7"}),
         ({"models": {"x": {"kind": "branched"}}}, set()),
         (CLUSTERED, OF_CLUSTERS),
         (CLUSTERED | {"evaluation": {"temperatures": [1.0]}}, OF_CLUSTERS),

@@ -12,7 +12,7 @@ from demix.files import read_json, write_json
 from demix.run.run import FORMAT, Run, kept, read_run_config, refuse_other_domains, write_run_config
 from support.cli import said
 from support.configs import domains, small
-from support.dry_run import ENVIRONMENT, REPOSITORY, command_line, dry_run
+from support.dry_run import ENVIRONMENT, REPOSITORY, command_line
 from support.errors import refused
 
 TINY = REPOSITORY / "tests" / "workflow" / "tiny.yaml"
@@ -81,16 +81,6 @@ def test_the_workflow_refuses_a_run_of_another_version_or_of_other_domains(tmp_p
     assert "\nresults/tiny/config.json: " in f"\n{done.stdout}{done.stderr}"
     assert [path for path in file.parent.rglob("*") if path != file] == []
     assert file.read_bytes() == before
-
-
-@pytest.mark.full
-def test_overwrite_takes_the_place_of_a_run_of_other_domains(tmp_path: Path) -> None:
-    """The key changes nothing that a rule or a fingerprint reads."""
-    write_run_config(tmp_path / "results/tiny/config.json", Config.complete(small(domains=domains(("letters",)))))
-    (tmp_path / "overwriting.yaml").write_text(f"{TINY.read_text()}\noverwrite: true\n")
-    shown = dry_run(tmp_path, tmp_path / "overwriting.yaml", "--printshellcmds")
-    assert "demix train demix " in shown
-    assert '"overwrite"' not in shown
 
 
 def test_one_domain_in_common_makes_it_the_same_run(tmp_path: Path) -> None:

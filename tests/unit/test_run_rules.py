@@ -127,13 +127,13 @@ def test_local_files_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     for name in ("b.txt", "a.txt"):
         Path(name).touch()
-    assert source("*.txt").files == ["a.txt", "b.txt"]
-    assert source(["b.txt", "missing.txt", "*.txt"]).files == ["a.txt", "b.txt"]
-    assert source("https://host/a.txt").files == []
+    assert source("*.txt").names == ["a.txt", "b.txt"]
+    assert source(["b.txt", "missing.txt", "*.txt"]).names == ["a.txt", "b.txt"]
+    assert source("https://host/a.txt").names == []
     for name in ("{x}.txt", "{x, .+}.txt", os.fsdecode(b"\xff.txt")):
         Path(name).touch()
         with pytest.raises(DemixError):
-            _ = source("*.txt").files
+            _ = source("*.txt").names
         Path(name).unlink()
     Path("{a b}.txt").touch()
-    assert source("*b}.txt").files == ["{a b}.txt"]
+    assert source("*b}.txt").names == ["{a b}.txt"]

@@ -590,9 +590,9 @@ def test_a_folder_is_all_files_below_it_that_can_be_read(tmp_path):
         assert sorted(found) == wanted
     # What a run reads is listed once, also where files come later.
     source = settings_from(Source, {"path": str(folder), "parts": 2})
-    assert [Path(file).name for file in source.files_of(0)] == ["1.txt", "c4-0.json.gz"]
+    assert [Path(file).name for file in source.share(0)] == ["1.txt", "c4-0.json.gz"]
     (folder / "0.txt").write_text("later")
-    assert [Path(file).name for file in source.files_of(1)] == ["c4-1.json.gz"]
+    assert [Path(file).name for file in source.share(1)] == ["c4-1.json.gz"]
     for name in ("0.txt", *wanted):
         (folder / name).unlink()
     with refused("d.source.path"):

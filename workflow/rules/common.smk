@@ -1,5 +1,6 @@
 import atexit
 import re
+import shlex
 import sys
 from pathlib import Path
 

@@ -4,14 +4,14 @@
 # One pass over a part of a source that domains share leaves the raw text of each of them for the rule that reads it.
 rule divide:
     input:
-        lambda wildcards: CONFIG.sources[wildcards.source].source.files_of(int(wildcards.part)),
+        lambda wildcards: CONFIG.sources[wildcards.source].source.share(int(wildcards.part)),
     output:
         f"{RUN}/sources/{{source}}/{{part}}.json",
     wildcard_constraints:
         source=one_of(THIS.shared),
     resources:
         # A resource and not params: another domain reads the source by itself, and the text of the others stays.
-        settings=lambda wildcards: RULES.division_settings(wildcards.source),
+        settings=lambda wildcards: shlex.quote(RULES.sharing(wildcards.source, **RULES.division(wildcards.source))),
     params:
         division=lambda wildcards: RULES.as_json(RULES.division(wildcards.source)),
         part=lambda wildcards: int(wildcards.part),

@@ -152,12 +152,7 @@ def table7(data: RunData) -> Table:
     if 0 < len(complete) < len(domains):
         table.frame.loc[label] = complete.mean().reindex(table.frame.columns)
     replacement, trained = run.config.removal.replacement, len(complete) or "none"
-    how = (
-        f"puts a replacement ({replacement}) in the domain's place and trains for the same steps"
-        if replacement
-        else "trains only on the other domains for the same steps, so that each has as many tokens as in +Expert, and "
-        f"the model 1/{len(domains)} fewer in all"
-    )
+    how = f"puts a replacement ({replacement or 'none'}) in the domain's place and trains for the same steps"
     notes = [f"−Domain {how}; it is run for {trained} of the {len(domains)} domains.", *seed_note(run)]
     if merged:
         notes.append(
