@@ -26,7 +26,6 @@ STAGES = {
     "download": ("data.sources.download", "domain"),
     "anonymize": ("data.reading.anonymize", "raw"),
     "divide": ("data.divide.divide", "name"),
-    "source-card": ("data.divide.write_source_card", "counts"),
     "deduplicate": ("data.dedup.deduplicate", "documents"),
     "split": ("data.corpus.split_once", "domain documents"),
     "tokenizer": ("data.tokenizer.make_tokenizer", "documents"),

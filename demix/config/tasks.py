@@ -114,11 +114,6 @@ class Task(Settings):
         return {split: source for split, source in splits.items() if source is not None}
 
     @property
-    def fetches(self) -> bool:
-        """Whether examples are fetched from an address or from the Hugging Face hub."""
-        return any(source.kind != "files" for source in self.sources.values())
-
-    @property
     def fields(self) -> tuple[str, ...]:
         """The fields of a text."""
         return (self.text,) if isinstance(self.text, str) else self.text

@@ -55,7 +55,6 @@ def count_jobs(run: Run) -> dict[str, int]:
     counts = {
         **(dict.fromkeys(("download", "anonymize"), parts) if run.submitted else {"read": parts}),
         "divide": sum(passes),
-        "source_card": len(passes),
         **dict.fromkeys(("deduplicate", "tokenizer", "overlap", "run_config", "report", "track"), 1),
         **dict.fromkeys(("split", "tokenize"), number),
         **dict.fromkeys(("hold_out", "tokenize_suite"), suites),

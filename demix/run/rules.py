@@ -28,7 +28,7 @@ from demix.settings import names_of, written
 
 # The rules of each stage of the config's section `cluster`; all other rules run where snakemake does, for seconds.
 STAGES = {
-    "download": ("divide", "download", "read", "harness_documents"),
+    "download": ("divide", "download", "read", "examples", "harness_documents"),
     "anonymize": ("anonymize",),
     "corpus": (
         *("deduplicate", "split", "hold_out", "tokenizer", "tokenize", "tokenize_suite", "overlap"),
@@ -64,11 +64,6 @@ class RunRules(StageSettings):
             for kind in kinds
             for part in range(self.run.texts[domain].source.parts)
         ]
-
-    def counted(self, source: str) -> list[str]:
-        """The counts of all parts of a source that domains share."""
-        parts = range(self.run.config.sources[source].source.parts)
-        return [f"{self.folder}/sources/{source}/{part:04d}.json" for part in parts]
 
     def fetched_by(self, rule: str, wildcards: Mapping[str, str]) -> tuple[str, ...]:
         """The domains whose text a job reads from its source; none for a job of another rule."""
@@ -355,25 +350,18 @@ class RunRules(StageSettings):
         names = ".".join(f"{{{name}}}" for name in sorted(wildcards))
         return f"{self.folder}/logs/{rule}{'/' if names else ''}{names}.log"
 
-    def stage(self, rule: str) -> str | None:
-        """The stage of a rule; None for one that runs where snakemake does."""
-        if rule == "examples":
-            fetches = any(task.fetches for task in self.run.config.tasks.values())
-            return "download" if fetches else "corpus"
-        return STAGE_OF.get(rule)
-
     def is_local(self, rule: str) -> bool:
         """Whether jobs of a rule run where snakemake does.
 
         So do downloads for compute nodes without internet, and the processes that wait for a training's SLURM job.
         """
-        stage = self.stage(rule)
+        stage = STAGE_OF.get(rule)
         on_login = stage == "download" and self.run.config.cluster.downloads == "login"
         return stage is None or on_login or (stage in ("train", "adapt") and self.run.submitted)
 
     def site(self, rule: str) -> dict[str, str | int]:
         """The resources that a job of a rule requests from the cluster. Without a cluster they have no effect."""
-        stage = self.stage(rule)
+        stage = STAGE_OF.get(rule)
         if stage is None:
             return {}
         site = self.run.config.cluster.of(stage)

@@ -1,6 +1,7 @@
 """The settings of the stages of the workflow: the part of the config that each uses, as one argument of its command."""
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -63,9 +64,10 @@ class StageSettings:
             write_json(path, json.loads(text), sort_keys=False)
         return f"@{path}"
 
-    def sharing(self, name: str, **more: Any) -> str:
-        """The domains of a source that several share, each with its value, as JSON."""
-        return self.as_json(more, domains={domain: self.run.domains[domain].value for domain in self.run.shared[name]})
+    def division_settings(self, source: str) -> str:
+        """The settings of a pass over a source that domains share, as JSON quoted for a shell."""
+        domains = {domain: self.run.domains[domain].value for domain in self.run.shared[source]}
+        return shlex.quote(self.as_json(self.division(source), domains=domains))
 
     @property
     def kept(self) -> str:

@@ -200,22 +200,6 @@ def combined_systems(run: Run) -> tuple[System, ...]:
     )
 
 
-@dataclass(frozen=True)
-class Routers:
-    """A model of the run's own seed whose tokens choose `top_k` of so many `experts` in a layer: its folder's name."""
-
-    name: str
-    experts: int
-    top_k: int
-
-
-def token_routed(run: Run) -> tuple[Routers, ...]:
-    """The models whose tokens choose their experts: the rows of kind routed, then those merged of domain experts."""
-    rows = [(one.name, one) for one in run.own if one.kind.routed and not one.masked]
-    found: list[tuple[str, Model | Merged]] = [*rows, *((one.place, one) for one in run.merged)]
-    return tuple(Routers(name, layer.experts, layer.top_k) for name, one in found if (layer := one.architecture.routed))
-
-
 def merged_whole(run: Run) -> dict[str, System]:
     """The merged models of `removal.merged` with all their experts, by their folders."""
     found: dict[str, System] = {}
@@ -229,12 +213,18 @@ def merged_whole(run: Run) -> dict[str, System]:
 
 
 def other_top_k(run: Run) -> dict[str, tuple[int, ...]]:
-    """The numbers of experts, ascending, with which each of `token_routed` is scored once more, by its folder."""
+    """The numbers of experts, ascending, with which a model whose tokens choose experts is scored once more.
+
+    By folder: first the rows of kind routed of the run's own seed, then those merged of domain experts.
+    """
     asked = run.config.evaluation.experts_top_k or ()
+    chosen = {one.name: one.architecture.routed for one in run.own if one.kind.routed and not one.masked}
+    chosen |= {one.place: one.architecture.routed for one in run.merged}
     found = {}
-    for one in token_routed(run) if asked else ():
-        numbers = {one.experts if k == "all" else k for k in asked} - {one.top_k}
-        found[one.name] = tuple(sorted(k for k in numbers if k <= one.experts))
+    for name, layer in chosen.items() if asked else ():
+        if layer:
+            numbers = {layer.experts if k == "all" else k for k in asked} - {layer.top_k}
+            found[name] = tuple(sorted(k for k in numbers if k <= layer.experts))
     return found
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from demix.data.divide import MAX_VALUES, Division, divide
+from demix.data.divide import Division, divide
 from demix.data.sources import Source, download
 from demix.files import read_json
 from demix.run.check import completed_run
@@ -164,39 +165,13 @@ def counted(folder: Path, rows: list[dict[str, Any]], domains: dict[str, list[An
     return folder / "counts.json"
 
 
-def card_of(counts: Path, domains: dict[str, Any], refused_for: str = "") -> dict[str, Any] | None:
-    """The card of a source, or None where the command names a key that is wrong."""
-    card = counts.with_name("card.json")
-    card.unlink(missing_ok=True)
-    words = ("source-card", counts, "--output", card, "--settings", json.dumps({"domains": domains}))
-    if not refused_for:
-        succeeds(*words)
-        return read_json(card)
-    refusal(*words, of=refused_for)
-    return read_json(card) if card.exists() else None
-
-
-def test_the_card_of_a_source_counts_what_no_domain_took(tmp_path):
-    rows = [{"text": "t", "set": name} for name in ("a", "b", "b", "c", "a", "d", "ann@example.org")] + [{"text": "t"}]
-    counts = counted(tmp_path, rows, {"a": ["a"], "gone": ["d"], "bad": ["bb"]})
-    found = card_of(counts, {"a": ["a"], "later": "c"})
-    assert found["domains"] == {"a": 2, "later": 1}, "a domain that was added after the pass"
-    assert found["untaken"] == {"b": 2, "<EMAIL>": 1, "d": 1}, "d was a domain's, and a value may be personal data"
-    assert (found["documents"], found["without"]) == (8, 1)
-    assert card_of(counts, {"a": ["a"], "bad": "bb"}, refused_for="bad.value") is None
-    # A domain that has its words is read no further.
-    rows = [{"text": "one two", "set": name} for name in ("a", "b", "c")]
-    domains = {"a": ["a", "c"], "b": ["b"]}
-    assert card_of(counted(tmp_path, rows, domains, words=1), domains)["domains"] == {"a": 1, "b": 1}
-    counts = counted(tmp_path, [{"text": "t"}, {"text": "t", "set": None}], {"a": ["a"]})
-    assert card_of(counts, {"a": ["a"]}, refused_for="sources.corpus.by") is None
-
-
-def test_further_values_are_counted_together(tmp_path):
-    rows = [{"text": "t", "set": f"v{number}"} for number in range(MAX_VALUES + 3)] + [{"text": "t", "set": "x" * 101}]
-    found = read_json(counted(tmp_path, [*rows, {"text": "t", "set": "a"}], {"a": ["a"]}))["values"]
-    assert len(found) == MAX_VALUES + 2
-    assert found["other values"] == 4
+def test_the_counts_of_a_source_have_what_no_domain_took(tmp_path):
+    rows = [{"text": "t", "set": name} for name in ("a", "b", "b", "c", "a", "d", 3)] + [{"text": "t"}]
+    found = read_json(counted(tmp_path, rows, {"a": ["a"], "more": ["d", "3"], "none": ["bb"]}))
+    assert found["values"] == {"a": 2, "d": 1, "3": 1, "bb": 0}
+    assert [found[key] for key in ("documents", "filtered", "without", "others")] == [8, 0, 1, 3]
+    with refused("sources.corpus.by"):
+        counted(tmp_path, [{"text": "t"}, {"text": "t", "set": None}], {"a": ["a"]})
 
 
 FANTASY, LICENSES = "domains.novel.fantasy", "domains.training.licenses"
@@ -225,8 +200,7 @@ def test_a_domain_of_a_shared_source_has_the_source_with_its_condition(tmp_path)
     assert config_fingerprint(read_run_config(tmp_path)) == config_fingerprint(run.config)
     assert completed_run(run.config.values).config.values == run.config.values
     rules = RunRules(run)
-    assert rules.counted("pile") == [f"results/tiny/sources/pile/{part:04d}.json" for part in range(2)]
-    division = settings_from(Division, rules.sharing("pile", **rules.division("pile")))
+    division = settings_from(Division, shlex.split(rules.division_settings("pile"))[0])
     assert (division.by, division.domains) == ("meta.set", {"licenses": ("Law", 3), "fantasy": "Fantasy"})
     assert rules.fetched_by("divide", {"source": "pile", "part": "0001"}) == ("licenses", "fantasy")
     assert rules.fetched_by("read", {"domain": "scripture"}) == ("scripture",)

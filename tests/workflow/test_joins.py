@@ -30,7 +30,7 @@ PLACES = {
 }
 # Gone when all is done, or made only where a config or an option asks for it.
 FLEETING = {"raw/<domain>/<part>.parquet", "checkpoints/<model>/…", "sbatch/…", "settings/<digest>.json"}
-FLEETING |= {"sources/<source>/<part>.json", "sources/<source>/card.json"}
+FLEETING |= {"sources/<source>/<part>.json"}
 FLEETING |= {"branches/<model>/<expert>/", "clusters/<clustering>/", "metrics/<model>/<expert>.jsonl"}
 FLEETING |= {"models/<model>/.lock", "models/<model>/imported/…"}
 
@@ -277,7 +277,7 @@ def test_rows_tasks_and_suites_join_and_nothing_that_was_made_changes(joined: Pa
     assert not [job for job in found if job.startswith("score demix/")]
     # Every rule of the workflow has run here, but for those of shared sources, of parents from a hub and of clusters.
     text = "".join(path.read_text() for path in RULES.glob("*.smk"))
-    others = {"divide", "source_card", "download", "anonymize", "all"}
+    others = {"divide", "download", "anonymize", "all"}
     before = {job.partition(" ")[0] for job in RETRAINED}
     assert {*re.findall(r"^ *(?:use )?rule (?:\w+ as )?(\w+)", text, re.MULTILINE)} - others <= rules | before | {
         "read",

@@ -47,9 +47,9 @@ NONE = ("", 0, 0, False)
 # The stage of each rule by the beginning of its name; the others run where snakemake does.
 ASKING = {
     "score_ngrams": "evaluate",
-    **dict.fromkeys(("download", "read", "divide", "harness_documents"), "download"),
+    **dict.fromkeys(("download", "read", "divide", "examples", "harness_documents"), "download"),
     **dict.fromkeys(("deduplicate", "tokenize", "overlap", "split", "hold_out", "fit_", "assign"), "corpus"),
-    **dict.fromkeys(("cluster_", "join", "contamination", "examples"), "corpus"),
+    **dict.fromkeys(("cluster_", "join", "contamination"), "corpus"),
     "anonymize": "anonymize",
     **dict.fromkeys(("train", "sweep", "seed"), "train"),
     "adapt": "adapt",

@@ -17,7 +17,6 @@ from support.dry_run import REPOSITORY, TINY, changed, jobs, jobs_by_rule, ran, 
 from support.server import serving_folder
 
 NAMES = ("parliament", "scripture", "licenses", "fantasy", "fortunes")
-CARD = "results/tiny/sources/corpus/card.json"
 
 
 def config_of(names: tuple[str, ...], **changes: Any) -> dict[str, Any]:
@@ -36,7 +35,7 @@ def config_of(names: tuple[str, ...], **changes: Any) -> dict[str, Any]:
 
 def documents(names: tuple[str, ...]) -> list[str]:
     """What is made of a shared source for its domains."""
-    return [CARD, *(f"results/tiny/documents/{name}/{part:04d}.json" for name in names for part in range(2))]
+    return [f"results/tiny/documents/{name}/{part:04d}.json" for name in names for part in range(2)]
 
 
 def reads(*names: str) -> set[str]:
@@ -53,29 +52,26 @@ def test_a_domain_more_reads_the_source_and_makes_no_other_text_again(tmp_path: 
     ran(tmp_path, write_config(tmp_path, config_of(four)), *documents(four))
     parts = {path: (path.stat().st_mtime_ns, sha256_file(path)) for path in run.glob("documents/*/*.parquet")}
     assert len(parts) == 8
-    card = read_json(tmp_path / CARD)
-    assert (card["documents"], card["domains"]) == (138, dict.fromkeys(four, 27))
-    assert card["untaken"] == {"FORTUNES": 27, "rest": 3}
+    counts = [read_json(path) for path in run.glob("sources/corpus/*.json")]
+    assert [sum(one[key] for one in counts) for key in ("documents", "others")] == [138, 30]
 
     def planned(config: dict[str, Any], names: tuple[str, ...] = four) -> set[str]:
         return jobs(ran(tmp_path, write_config(tmp_path, config), *documents(names), "-n"))
 
     assert planned(config_of(four)) == set()
     other = {"domains.training.scripture.value": "rest"}
-    assert planned(changed(config_of(four), other)) == reads("scripture") | {"source_card corpus"}
-    divided = {"divide corpus 0000", "divide corpus 0001", "source_card corpus"}
+    assert planned(changed(config_of(four), other)) == reads("scripture")
+    divided = {"divide corpus 0000", "divide corpus 0001"}
     assert planned(config_of(four, where={"text": "x"})) == reads(*four) | divided
-    # What a domain had that is left out is counted among the documents of none.
-    assert planned(config_of(four[1:]), four[1:]) == {"source_card corpus"}
-    assert planned(config_of(NAMES), NAMES) == reads("fortunes") | {"source_card corpus"}
+    assert planned(config_of(four[1:]), four[1:]) == set()
+    assert planned(config_of(NAMES), NAMES) == reads("fortunes")
     ran(tmp_path, write_config(tmp_path, config_of(NAMES)), *documents(NAMES))
     assert {path: (path.stat().st_mtime_ns, sha256_file(path)) for path in parts} == parts
     assert not [*run.glob("raw/*/*")], "raw text is removed"
-    assert read_json(tmp_path / CARD)["untaken"] == {"rest": 3}
     assert planned(config_of(NAMES), NAMES) == set()
     shutil.copyfile(tmp_path / "texts" / "1.jsonl", tmp_path / "texts" / "0.jsonl")
     first = {job for job in reads(*NAMES) if job.endswith("0000")}
-    assert planned(config_of(NAMES), NAMES) == first | {"divide corpus 0000", "source_card corpus"}
+    assert planned(config_of(NAMES), NAMES) == first | {"divide corpus 0000"}
 
 
 def test_two_runs_make_their_text_once(tmp_path: Path) -> None:

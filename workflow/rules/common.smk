@@ -1,6 +1,5 @@
 import atexit
 import re
-import shlex
 import sys
 from pathlib import Path
 

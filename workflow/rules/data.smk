@@ -11,7 +11,7 @@ rule divide:
         source=one_of(THIS.shared),
     resources:
         # A resource and not params: another domain reads the source by itself, and the text of the others stays.
-        settings=lambda wildcards: shlex.quote(RULES.sharing(wildcards.source, **RULES.division(wildcards.source))),
+        settings=lambda wildcards: RULES.division_settings(wildcards.source),
     params:
         division=lambda wildcards: RULES.as_json(RULES.division(wildcards.source)),
         part=lambda wildcards: int(wildcards.part),
@@ -19,21 +19,6 @@ rule divide:
     shell:
         "demix divide {wildcards.source} --settings {resources.settings} --part {params.part}"
         " --raw {params.raw} --output {output} 2> {log}"
-
-
-rule source_card:
-    input:
-        lambda wildcards: RULES.counted(wildcards.source),
-    output:
-        f"{RUN}/sources/{{source}}/card.json",
-    wildcard_constraints:
-        source=one_of(THIS.shared),
-    # A value that no document has ends the run before it trains.
-    priority: 120
-    params:
-        settings=lambda wildcards: RULES.sharing(wildcards.source),
-    shell:
-        "demix source-card {input} --settings {params.settings:q} --output {output} 2> {log}"
 
 
 # The config sets the number of parts of a source. Each part is one job, or on a cluster one of download and one of anonymize.
