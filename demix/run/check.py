@@ -14,7 +14,7 @@ from demix.progress import so_many
 from demix.run import placement
 from demix.run.contexts import check_contexts
 from demix.run.evaluated import columns_of
-from demix.run.harness import harness_files, harnessed
+from demix.run.harness import check_clustered, harness_files, harnessed
 from demix.run.models import Merged, Model
 from demix.run.run import Run, refuse_other_domains, refuse_other_format
 from demix.run.systems import MAX_NGRAM_TOKENS, ngram_folders
@@ -188,11 +188,7 @@ def _check_weights(run: Run) -> None:
     named = run.config.evaluation.weights
     if "history" not in named:
         raise DemixError("config key evaluation.weights", "lacks history, which the report's tables use", "add history")
-    for weights in named:
-        for model in run.planned if parsed_weights(weights).rules.routed else ():
-            if model.kind.has_experts and not (model.routing or model.removed or model.masked):
-                cause, cure = f"{weights} has no clustering for {model.name}", "add by_domain: {method: metadata}"
-                raise DemixError("config key evaluation.weights", cause, f"{cure} to clusterings")
+    check_clustered("config key evaluation.weights", {str(one): parsed_weights(one) for one in named}, run.planned)
 
 
 def _check_ngrams(run: Run) -> None:

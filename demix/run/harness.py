@@ -1,7 +1,9 @@
 """Tasks of the lm-evaluation-harness in a run: which models do them, and what a job of each reads."""
 
 import os
+from collections.abc import Iterable, Mapping
 from glob import escape, glob
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,16 @@ def harnessed(run: Run) -> tuple[Model, ...]:
                 f"{key}.models", f"{name} is not an entry that does tasks", nearest(name, able, "leave it out")
             )
     found = tuple(able[name] for name in asked.models or able)
-    for weights, parsed in _rules(run).items():
-        for model in found if parsed.rules.routed else ():
-            if model.kind.has_experts and not model.routing:
-                cause, cure = f"{weights} has no clustering for {model.name}", "add by_domain: {method: metadata}"
-                raise DemixError(f"{key}.weights", cause, f"{cure} to clusterings")
+    check_clustered(f"{key}.weights", _rules(run), found)
     return found
+
+
+def check_clustered(key: str, rules: Mapping[str, Weights], models: Iterable[Model]) -> None:
+    """Raise DemixError for rules of the config `key` that read distances to clusters, which a model does not have."""
+    for weights, model in product((name for name, parsed in rules.items() if parsed.rules.routed), models):
+        if model.kind.has_experts and not (model.routing or model.removed or model.masked):
+            cause, cure = f"{weights} has no clustering for {model.name}", "add by_domain: {method: metadata}"
+            raise DemixError(key, cause, f"{cure} to clusterings")
 
 
 def harness_routings(run: Run) -> dict[str, str]:
