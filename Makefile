@@ -105,9 +105,11 @@ docs: $(VENV)/installed-dev
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
 # Fills the marked numbers of README and the pages from results/sample and from `demix plan`, and draws docs/report.png,
-# the first page of the sample's report.
+# the first page of the sample's report. The notebooks run on that run, too.
 pages: $(VENV)/installed-dev
+	@$(VENV)/bin/pip install -q -e '.[dev,docs]'
 	python docs/pages.py
+	jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False docs/notebooks/*.ipynb
 
 # URI is the config's `tracking.uri` where that is a database: make ui URI=postgresql://me@host/demix
 ui: $(VENV)/installed

@@ -200,7 +200,7 @@ def shows(cell: ast.Module, names: dict[str, object]) -> Any:
 
 def in_a_clone(folder: Path) -> Path:
     """`folder` as a clone in which nothing has run yet, with a config of the user's own."""
-    for name in ("workflow", "resources", "profiles"):
+    for name in ("workflow", "resources", "profiles", "docs"):
         (folder / name).symlink_to(REPOSITORY / name)
     shutil.copytree(REPOSITORY / "config", folder / "config")
     shutil.copy(folder / "config" / "paper-125m.yaml", folder / "config" / "mine.yaml")
@@ -219,12 +219,12 @@ def test_snakemake_takes_these_arguments(words: tuple[str, ...], tmp_path: Path)
     assert re.search(r"^total +[1-9]", shown, re.MULTILINE), shown
 
 
-@pytest.mark.parametrize("page", ["own-files", "pretrained"])
-def test_a_tutorial_runs(page: str, tmp_path: Path) -> None:
-    """In a clone, as written but for the number of words; the files that the page names are then there."""
-    folder, text = in_a_clone(tmp_path), (TUTORIALS / f"{page}.md").read_text()
+@pytest.mark.parametrize("pages", [["own-files", "add-and-remove"], ["pretrained"]], ids=str)
+def test_a_tutorial_runs(pages: list[str], tmp_path: Path) -> None:
+    """In a clone, as written but for the number of words; the files that the pages name are then there."""
+    folder, text = in_a_clone(tmp_path), "".join((TUTORIALS / f"{page}.md").read_text() for page in pages)
     said = ""
-    for block in re.findall(r"```bash\n(.*?)```", text.replace("WORDS = 20_000", "WORDS = 3_000"), re.DOTALL):
+    for block in re.findall(r"```bash\n(.*?)```", text.replace("five_texts.py 20000", "five_texts.py 3000"), re.DOTALL):
         shell = ["bash", "-euo", "pipefail", "-c", block]
         done = subprocess.run(shell, cwd=folder, env=warm(ENVIRONMENT), capture_output=True, text=True, check=False)
         assert done.returncode == 0, (block, done.stdout + done.stderr)
