@@ -101,7 +101,7 @@ def test_the_line_of_a_command_names_what_is_at_fault(words: str) -> None:
     ],
 )
 def test_an_unknown_name_comes_with_the_nearest_known_one(words: str, known: str) -> None:
-    Path("fantasy.yaml").write_text(f"base: {SAMPLE}\nremoval: {{replacement: fantsy}}\n")
+    Path("fantasy.yaml").write_text(f"base: {SAMPLE}\nremoval: {{retrain_without: [novels], replacement: fantsy}}\n")
     assert known in str(said(words.split())).rpartition("; ")[2]
 
 
