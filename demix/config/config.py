@@ -186,23 +186,25 @@ class Config(Settings):
         # `novel:` with nothing below it is null in YAML.
         if isinstance(whole.get("domains"), dict) and whole["domains"].get("novel", {}) is None:
             whole["domains"] = whole["domains"] | {"novel": {}}
-        whole = written(settings_from(cls, whole, SUBJECT))
-        domains, adaptation, models = whole["domains"], whole["adaptation"], whole["models"]
+        given = settings_from(cls, whole, SUBJECT)
+        domains, adaptation = given.domains.kinds, given.adaptation
         for kind, named in domains.items():
             domains[kind] = {
-                name: with_source(f"{SUBJECT}domains.{kind}.{name}", one, whole["sources"])
-                for name, one in named.items()
-                if one is not None
+                name: with_source(f"{SUBJECT}domains.{kind}.{name}", one, given.sources) for name, one in named.items()
             }
         if not domains["training"]:
             raise DemixError("config key domains.training", "leaves out every domain", "keep one, or add one")
-        if "tokens" not in adaptation:
-            share = max(1, whole["training"]["tokens"] // len(domains["training"]))
-            whole["adaptation"] = {"passes": PASSES} | adaptation | {"tokens": share}
-        whole["tokenizer"] = completed_tokenizer(whole["tokenizer"])
-        # Tables show the models that every run has before further ones.
-        whole["models"] = {name: models.get(name, {}) for name in PAPER} | models
-        config = settings_from(cls, whole, SUBJECT)
+        if adaptation.tokens is None:
+            share = max(1, given.training.tokens // len(domains["training"]))
+            passes = adaptation.passes if "passes" in adaptation.model_fields_set else PASSES
+            adaptation = adaptation.replace(passes=passes, tokens=share)
+        config = given.replace(
+            domains=given.domains.replace(**domains),
+            adaptation=adaptation,
+            tokenizer=completed_tokenizer(given.tokenizer),
+            # Tables show the models that every run has before further ones.
+            models={name: given.models.get(name, {}) for name in PAPER} | given.models,
+        )
         config._check()
         return config
 

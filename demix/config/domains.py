@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -269,29 +269,29 @@ class DomainsSection(Settings):
         return {name: domain.values for name, domain in self.all.items() if domain.shared == source}
 
 
-def with_source(key: str, domain: dict[str, Any], sources: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the domain at `key`, with the source that `from` and `value` come to.
+def with_source(key: str, domain: DomainSection, sources: Mapping[str, SharedSource]) -> DomainSection:
+    """The domain at `key`, with the source that `from` and `value` come to.
 
     It is the shared one, with the domain's value among its conditions. Raises DemixError for keys that do not go
     together.
     """
-    if (name := domain.get("from")) is None:
-        if domain.get("value") is not None:
+    if (name := domain.shared) is None:
+        if domain.value is not None:
             raise DemixError(f"{key}.value", "is given without from", "name one of `sources` in from")
-        if "source" not in domain:
+        if not domain.source:
             cure = "add it: where the raw text comes from; or give from and value, for one of `sources`"
             raise DemixError(f"{key}.source", "is missing", cure)
         return domain
     if name not in sources:
         raise DemixError(f"{key}.from", f"is {name!r}, not a source", nearest(name, sources, "add it to sources"))
-    shared, value = sources[name], domain.get("value")
-    if value is None:
-        raise DemixError(f"{key}.value", "is missing", f"give a value of the field {shared['by']}, or a list of values")
-    source = shared["source"] | {"where": shared["source"]["where"] | {shared["by"]: value}}
+    shared = sources[name]
+    if domain.value is None:
+        raise DemixError(f"{key}.value", "is missing", f"give a value of the field {shared.by}, or a list of values")
+    source = shared.source.replace(where=shared.source.where | {shared.by: domain.value})
     # A completed config, such as the one that a run keeps, has both.
-    if domain.get("source", source) != source:
+    if domain.source and domain.source != source:
         raise DemixError(f"{key}.source", f"is given together with from: {name}", "leave out one of the two")
-    return domain | {"source": source}
+    return domain.replace(source=source)
 
 
 def check_sources(sources: Mapping[str, SharedSource], domains: DomainsSection) -> None:

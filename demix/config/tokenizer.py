@@ -59,26 +59,25 @@ class TokenizerSection(Settings):
         return GPT2_TYPES if self.kind == "gpt2" else self.vocab_size
 
 
-def completed_tokenizer(section: Mapping[str, Any]) -> dict[str, Any]:
+def completed_tokenizer(section: TokenizerSection) -> TokenizerSection:
     """The section `tokenizer` of a config, with what the files of its tokenizer say.
 
     Raises DemixError for keys that do not go together, and for a file that is missing or says nothing.
     """
-    found = dict(section)
-    if found["kind"] != "file":
-        if foreign := [key for key in _FOREIGN if found.get(key) is not None]:
-            raise DemixError(f"{_KEY}.{foreign[0]}", f"is given to kind {found['kind']}", "use kind: file")
-        return found
-    if not found.get("path"):
+    if section.kind != "file":
+        if foreign := [key for key in _FOREIGN if getattr(section, key) is not None]:
+            raise DemixError(f"{_KEY}.{foreign[0]}", f"is given to kind {section.kind}", "use kind: file")
+        return section
+    if not section.path:
         raise DemixError(f"{_KEY}.path", "is missing", "name the tokenizer.json")
-    path = Path(refuse_unnamable(found["path"]))
-    if found.get("types") is None or found.get("end_of_text") is None:
-        if not path.is_file():
-            cure = "name a tokenizer.json, import the model first, or give types and end_of_text"
-            raise DemixError(path, "is missing", cure)
-        said = types_and_end(path, _content(path))
-        found |= {key: value for key, value in said.items() if found.get(key) is None}
-    return found
+    path = Path(refuse_unnamable(section.path))
+    if section.types is not None and section.end_of_text is not None:
+        return section
+    if not path.is_file():
+        cure = "name a tokenizer.json, import the model first, or give types and end_of_text"
+        raise DemixError(path, "is missing", cure)
+    said = types_and_end(path, _content(path))
+    return section.replace(**{key: value for key, value in said.items() if getattr(section, key) is None})
 
 
 def types_and_end(path: Path, content: Mapping[str, Any]) -> dict[str, int | str]:
