@@ -32,7 +32,7 @@ class Task(Settings):
     made: Literal["domains", "continuations"] | None = Field(
         default=None,
         description="Make the examples of the run's own held-out documents. domains: which training domain is this "
-        "text of. continuations: which of `choices` second halves continues this first half of a document. Tests are "
+        "text of. continuations: which of four second halves continues this first half of a document. Tests are "
         "of the test splits, demonstrations and validation examples of the dev splits.",
     )
     test: SourceSection | None = Field(default=None, description="Source of the examples that are tested.")
@@ -40,20 +40,10 @@ class Task(Settings):
         default=None,
         description="Source of the demonstrations. null draws them from the tested source: these are not tested.",
     )
-    validation: SourceSection | None = Field(
-        default=None,
-        description="Source of the examples on which experts are judged for routing by accuracy. null draws further "
-        "ones of those that demonstrations come from.",
-    )
     text: Text | Annotated[Items[Text], Field(min_length=1)] = Field(
         default="text", description="Field of the text, or a list of fields, whose texts are joined by newlines."
     )
     label: Text = Field(default="label", description="Field of the right label.")
-    choices: Text | Positive | None = Field(
-        default=None,
-        description="Field with the list of labels to choose from, where each example has its own; the right one is "
-        "then a label of the list, or its number from 0. Of `made: continuations`, how many there are (4).",
-    )
     labels: dict[Text, Text] = Field(
         default_factory=dict,
         description='The words for the values of `label`, such as `{"0": World, "1": Sports}`. Empty: '
@@ -75,12 +65,8 @@ class Task(Settings):
     )
     tokens: Positive | None = Field(
         default=None,
-        description="Tokens of a text with its label at most; a longer text is shortened. null: an equal share of the "
-        "model's context for each demonstration and the text.",
-    )
-    keep: Literal["start", "end"] | None = Field(
-        default=None,
-        description="The part of a longer text that is kept. null: its start, or of `made: continuations` its end.",
+        description="Tokens of a text with its label at most; a longer text is shortened to its start, or of `made: "
+        "continuations` to its end. null: an equal share of the model's context for each demonstration and the text.",
     )
     calibrated: Switch = Field(
         default=False,
@@ -96,7 +82,7 @@ class Task(Settings):
     @property
     def keeps_end(self) -> bool:
         """Whether a longer text keeps its end."""
-        return (self.keep or ("end" if self.made == "continuations" else "start")) == "end"
+        return self.made == "continuations"
 
     @property
     def pooled(self) -> int:
@@ -110,7 +96,7 @@ class Task(Settings):
     @property
     def sources(self) -> dict[str, SourceSection]:
         """The sources of examples by split."""
-        splits = {"test": self.test, "train": self.train, "validation": self.validation}
+        splits = {"test": self.test, "train": self.train}
         return {split: source for split, source in splits.items() if source is not None}
 
     @property
@@ -145,7 +131,6 @@ def check_tasks(tasks: Mapping[str, Task], training: Collection[str]) -> None:
     for name, task in tasks.items():
         key = f"config key tasks.{name}"
         _check_examples(key, task)
-        _check_choices(key, task)
         if task.made == "domains":
             if foreign := [label for label in task.labels if label not in training]:
                 raise DemixError(f"{key}.labels.{foreign[0]}", "is not a training domain", "name training domains")
@@ -173,14 +158,3 @@ def _check_examples(key: str, task: Task) -> None:
         raise DemixError(f"{key}.calibrated", cause, "put words between {text} and {label}, or use 0 shots")
     for split in task.sources if task.made else ():
         raise DemixError(f"{key}.{split}", "is given together with made", "leave it out: the dev splits are used")
-
-
-def _check_choices(key: str, task: Task) -> None:
-    """Raise DemixError unless `choices` of the task at `key` is a field, or a number of made continuations."""
-    if isinstance(task.choices, int) != (task.made == "continuations") and task.choices is not None:
-        cause = f"is {task.choices!r}"
-        raise DemixError(f"{key}.choices", cause, "name a field, or give a number with made: continuations")
-    if isinstance(task.choices, int):
-        if task.choices < 2:
-            raise DemixError(f"{key}.choices", f"is {task.choices}", "give at least 2")
-        refuse_count(f"{key}.choices", task.choices)

@@ -39,7 +39,7 @@ MIN_TOKENS = 8
 SEPARATOR = "\n\n"
 # Tokens that two texts may need more side by side than each by itself.
 _JOINT = 2
-# Of `made: continuations`: the choices of a task that does not say how many, and the tokens of each.
+# Of `made: continuations`: the choices of an example, and the tokens of each.
 CHOICES, CHOICE_TOKENS = 4, 16
 _GAP = re.compile(r"\s+(?=\S)")
 
@@ -128,11 +128,11 @@ def prompts(task: Task, examples: Sequence[Example]) -> Iterator[Prompt]:
     A seed draws `task.shots` demonstrations, which precede each text, and 8 validation examples; none where there
     are fewer. Prompts whose cues are equal share one.
     """
-    tests, train, others = ([one for one in examples if one.split == s] for s in ("test", "train", "validation"))
+    tests, train = ([one for one in examples if one.split == split] for split in ("test", "train"))
     for seed in task.seeds:
         drawn = _ordered(train, seed, "demonstrations")
         demonstrations = drawn[: task.shots]
-        judged = (_ordered(others, seed, "validation") if others else drawn[task.shots :])[:OTHERS]
+        judged = drawn[task.shots :][:OTHERS]
         turned = [
             ([*demonstrations[number + 1 :], *demonstrations[:number]], one)
             for number, one in enumerate(demonstrations[:OTHERS])
@@ -163,7 +163,8 @@ def asked(task: Task, text: str, choices: Sequence[str]) -> tuple[str, tuple[str
 def fitted(name: str, task: Task, examples: Iterable[Example], tokenizer: Tokenizer, length: int) -> Iterator[Example]:
     """`examples` with texts shortened so that all demonstrations, the text and its label fit into `length` tokens.
 
-    A text loses tokens at its end, or with `keep: end` at its start, and what is left of a character that was cut.
+    A text loses tokens at its end, or at its start where it is to be continued, and what is left of a character that
+    was cut.
     Raises DemixError where the longest label leaves fewer than 8 tokens for a text.
     """
     share = length // (task.shots + 1) - (_JOINT + len(tokenizer.encode(SEPARATOR)) if task.shots else 0)
@@ -233,11 +234,10 @@ def _drawn(
     # The first by hash serve the others where nothing else does.
     pooled = [] if task.train else found[: task.pooled]
     parts = [("test", found[len(pooled) :]), ("train", pooled)]
-    for split, source in (("train", task.train), ("validation", task.validation)):
-        if source is not None:
-            # No text is tested and shown with its label, nor shown and judged.
-            before = {one.text for _, some in parts for one in some}
-            parts.append((split, _least(name, task, source, output, 10 * task.pooled, values, before)))
+    if task.train is not None:
+        # No text is tested and shown with its label.
+        before = {one.text for one in found}
+        parts.append(("train", _least(name, task, task.train, output, 10 * task.pooled, values, before)))
     labels = dict(task.labels) or {value: value for value in sorted(values)}
     # An unknown label is refused below, by the place of its example.
     if len(values) == 1 and values <= labels.keys():
@@ -245,64 +245,34 @@ def _drawn(
         raise DemixError(f"tasks.{name}", f"has the one label {min(values)!r:.80}", cure)
     for split, some in parts:
         for one in some:
-            yield one.example(name, split, labels)
+            if one.label not in labels:
+                cause = f"has the label {one.label!r:.80}, which is not one of {', '.join(map(repr, labels))[:200]}"
+                raise DemixError(f"tasks.{name}: {one.place}", cause, "fix label or labels")
+            yield Example(split, one.text, tuple(labels.values()), [*labels].index(one.label))
 
 
 class _Record(NamedTuple):
-    """An example as its source has it: the right label and, where it has its own, the labels to choose from.
-
-    `number` is the label where it is a whole number, and may be the place of the right one among the choices.
-    """
+    """An example as its source has it."""
 
     place: str
     text: str
     label: str
-    choices: tuple[str, ...]
-    number: int | None
-
-    def example(self, name: str, split: str, labels: Mapping[str, str]) -> Example:
-        """The example, with `labels` (words by value) where it has no choices of its own.
-
-        A label is one of the choices, else the number of one. Raises DemixError where it is neither, and where it could
-        be both, of which one is wrong.
-        """
-        known = list(self.choices or labels)
-        found = {known.index(self.label)} if self.label in known else set[int]()
-        if self.choices and self.number is not None and 0 <= self.number < len(known):
-            found.add(self.number)
-        if len(found) != 1:
-            listed = ", ".join(map(repr, known))[:200]
-            cause = f"has the label {self.label!r:.80}, which is not one of {listed}"
-            if found:
-                cause = f"has the label {self.label}, which is one of its choices ({listed}) and the number of another"
-            raise DemixError(f"tasks.{name}: {self.place}", cause, "fix label, labels or choices")
-        return Example(split, self.text, self.choices or tuple(labels.values()), min(found))
 
 
 def _read(name: str, task: Task, section: SourceSection, output: Path, counts: Counter[str]) -> Iterator[_Record]:
     """The examples of a source; those without a text are added to `counts`. What was fetched is removed at its end."""
     first, *more = task.fields
-    own = task.choices if isinstance(task.choices, str) else None
-    needed = [task.label, *([own] if own else [])]
-    wanted = {"text": first, "metadata": [*dict.fromkeys([*more, *needed])]}
+    wanted = {"text": first, "metadata": [*dict.fromkeys([*more, task.label])]}
     source = settings_from(Source, written(section) | wanted)
     fetched, unseen, omitted = output.parent / f".{output.stem}.fetched", set(more), Omitted()
     for row, text, metadata in records(source, f"tasks.{name}", fetched, omitted):
         fields, place = json.loads(metadata), f"tasks.{name}: {row}"
-        if absent := [field for field in needed if fields[field] is None]:
-            raise DemixError(place, f"has no field {absent[0]}", "fix label or choices")
+        if fields[task.label] is None:
+            raise DemixError(place, f"has no field {task.label}", "fix label")
         unseen -= {field for field in more if fields[field] is not None}
         parts = [text, *(str(fields[field]) for field in more if fields[field] is not None)]
-        choices, label = fields[own] if own else [], fields[task.label]
-        choices = tuple(_as_label(place, own, one) for one in choices) if isinstance(choices, list) else ()
-        if own and len(set(choices)) < max(2, len(choices)):
-            cause = f"has {own} {fields[own]!r:.80}, no list of two or more different labels"
-            raise DemixError(place, cause, "fix the example")
-        if own:
-            refuse_count(f"{place}: {own}", len(choices))
         if whole := "\n".join(part.strip() for part in parts if part.strip()):
-            number = label if isinstance(label, int) and not isinstance(label, bool) else None
-            yield _Record(row, whole, _as_label(place, task.label, label), choices, number)
+            yield _Record(row, whole, _as_label(place, task.label, fields[task.label]))
         else:
             counts["empty"] += 1
     counts["not_utf8"] += omitted.not_utf8
@@ -311,7 +281,7 @@ def _read(name: str, task: Task, section: SourceSection, output: Path, counts: C
         raise DemixError(f"tasks.{name}.text", f"no example has the field {min(unseen)}", "name fields that are there")
 
 
-def _as_label(place: str, field: str | None, value: Any) -> str:
+def _as_label(place: str, field: str, value: Any) -> str:
     """A label of JSON as a text: numbers, true and false as JSON writes them."""
     if not isinstance(value, str | int | float):
         raise DemixError(place, f"has the label {value!r:.80} in {field}, which is not text", "fix the example")
@@ -329,22 +299,21 @@ def _least(
 ) -> list[_Record]:
     """The `count` different examples of a source of the smallest hash of their content, in this order; None: all.
 
-    Those of texts in `before` are left out. The labels of all examples without choices of their own are added to
-    `values`. Raises DemixError where more than LEFT_OUT of all are not UTF-8 or have no text.
+    Those of texts in `before` are left out. The labels of all examples are added to `values`. Raises DemixError where
+    more than LEFT_OUT of all are not UTF-8 or have no text.
     """
     kept: dict[int, _Record] = {}
     seen: set[int] = set()
     counts: Counter[str] = Counter(not_utf8=0, empty=0)
     for one in _read(name, task, source, output, counts):
-        key = seed_for(task.seed, "task", one.text, one.label, json.dumps(one.choices))
+        key = seed_for(task.seed, "task", one.text, one.label)
         known = key in seen
         seen.add(key)
         if known or one.text in before:
             continue
-        if not one.choices:
-            values.add(one.label)
-            if len(values) > MAX_LABELS:
-                refuse_count(f"tasks.{name}", len(values))
+        values.add(one.label)
+        if len(values) > MAX_LABELS:
+            refuse_count(f"tasks.{name}", len(values))
         kept[key] = one
         if count is not None and len(kept) > 2 * count + 1000:
             kept = {key: kept[key] for key in heapq.nsmallest(count, kept)}
@@ -384,23 +353,22 @@ def _of_domains(
 def _continuations(
     split: str, files: Mapping[str, Path], tokenizer: Tokenizer, task: ExamplesRecipe, count: int | None
 ) -> Iterator[Example]:
-    """Which of `task.choices` second halves continues a first half, of `count` documents at most, domains in turn.
+    """Which of `CHOICES` second halves continues a first half, of `count` documents at most, domains in turn.
 
     A choice is the first CHOICE_TOKENS tokens of a second half, so that no choice is likelier for its length. The wrong
     ones are those of the next documents of the same domain.
     """
-    number = task.choices if isinstance(task.choices, int) else CHOICES
-    most = None if count is None else max(number, -(-count // len(files)))
+    most = None if count is None else max(CHOICES, -(-count // len(files)))
     pairs = []
     for domain, path in files.items():
         halves = list(islice(filter(None, (_halves(text, tokenizer) for text in _documents(path))), most))
-        if len({end for _, end in halves}) >= number:
+        if len({end for _, end in halves}) >= CHOICES:
             pairs += [(domain, place, *half) for place, half in enumerate(halves)]
     pairs.sort(key=lambda pair: (pair[1], seed_for(task.seed, "continuation", pair[2])))
     for at, (domain, _, text, end) in enumerate(pairs[:count]):
         later = chain(pairs[at + 1 :], pairs[:at])
-        wrong = list(islice((other for name, _, _, other in later if name == domain and other != end), number - 1))
-        if len({*wrong}) == number - 1:
+        wrong = list(islice((other for name, _, _, other in later if name == domain and other != end), CHOICES - 1))
+        if len({*wrong}) == CHOICES - 1:
             choices = sorted([end, *wrong], key=lambda each: seed_for(task.seed, "choice", text, each))
             yield Example(split, text, tuple(choices), choices.index(end), domain)
 

@@ -238,7 +238,7 @@ class Run:
 
 
 # Every change that makes files of older runs unreadable raises this version.
-FORMAT = 8
+FORMAT = 9
 
 
 def kept(config: Config) -> dict[str, Any]:

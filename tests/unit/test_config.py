@@ -306,7 +306,6 @@ OTHER_TEXT = [
     (task(), "tasks.t"),
     (task(test={"path": "a"}, template="{label}: {text}"), "tasks.t.template"),
     (task(test={"path": "a"}, seeds=[1, 2]), "tasks.t.seeds"),
-    (task(test={"path": "a"}, choices=3), "tasks.t.choices"),
     (task(test={"path": "a"}, labels={"a": "b", "c": "b"}), "tasks.t.labels"),
     (task(test={"path": "a"}, labels={"a": "b"}), "tasks.t.labels"),
     (task(test={"path": "a"}, labels={str(number): "x" for number in range(100_000)}), "tasks.t.labels"),

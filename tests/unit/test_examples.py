@@ -34,7 +34,7 @@ def test_a_longer_text_keeps_what_fits(tokens: Path) -> None:
     long = "Zoë said – “naïve” – " * 60
     for task, part in (
         (Task(test={"path": "x"}, shots=2), "start"),
-        (Task(test={"path": "x"}, keep="end"), "end"),
+        (Task(made="continuations", template="{text} {label}"), "end"),
         (Task(test={"path": "x"}), "start"),
     ):
         (one,) = fitted("t", task, [Example("test", long, ("law", "other news"), 0)], tokenizer, 96)
@@ -109,7 +109,7 @@ def test_examples_of_one_file_are_tested_or_drawn_from(tokens: Path, tmp_path: P
 
 def test_examples_of_a_data_set_have_fields_words_and_splits(tokens: Path, tmp_path: Path) -> None:
     """A folder of Parquet files, as the hub has them."""
-    for split, count in (("train", 30), ("test", 9), ("validation", 12)):
+    for split, count in (("train", 30), ("test", 9)):
         rows = {
             "title": [f"{split} {n}" for n in range(count)],
             "content": ["is so"] * count,
@@ -126,38 +126,17 @@ def test_examples_of_a_data_set_have_fields_words_and_splits(tokens: Path, tmp_p
         tmp_path,
         test=source("test"),
         train=source("train"),
-        validation=source("validation"),
         text=["title", "content"],
         labels={"0": "bad", "1": "good"},
         shots=2,
     )
-    kept = {split: [one for one in found if one.split == split] for split in ("test", "train", "validation")}
-    assert {split: len(some) for split, some in kept.items()} == {"test": 9, "train": 30, "validation": 12}
+    kept = {split: [one for one in found if one.split == split] for split in ("test", "train")}
+    assert {split: len(some) for split, some in kept.items()} == {"test": 9, "train": 30}
     for one in found:
         title, content = one.text.split("\n")
         assert (title.split()[0], content) == (one.split, "is so")
         assert one.choices == ("bad", "good")
         assert one.answer == int(title.split()[1]) % 2
-
-
-@pytest.mark.parametrize(
-    ("choices", "label", "answer"),
-    [
-        (["1", "2", "3"], "2", 1),
-        ([0, 1, 2], 1, 1),
-        ([7, 8, 9], 1, 1),
-        (["a", "b"], 1, 1),
-        ([True, False], True, 0),
-        ([7, 8, 9], 9, 2),
-        (["a", "b"], "b", 1),
-    ],
-)
-def test_a_label_is_looked_for_among_the_choices_first(
-    tokens: Path, tmp_path: Path, choices: list, label: object, answer: int
-) -> None:
-    rows = [{"text": f"q {n}", "options": choices, "label": label} for n in range(10)]
-    found = read_task(tokens, tmp_path, test={"path": write_lines(tmp_path / "x.jsonl", rows)}, choices="options")
-    assert {one.answer for one in found} == {answer}
 
 
 @pytest.mark.parametrize(
@@ -168,13 +147,7 @@ def test_a_label_is_looked_for_among_the_choices_first(
         ({"label": "law"}, {"text": ["text", "contnt"]}, "tasks.topics.text"),
         ({"label": "law"}, {}, "tasks.topics"),
         ({"label": "law"}, {"labels": {"law": "law", "code": "code"}}, "tasks.topics"),
-        ({"options": ["same", "same"], "label": "same"}, {"choices": "options"}, "topics: x.jsonl#"),
-        ({"options": [1, 2, 3, 4], "label": 2}, {"choices": "options"}, "topics: x.jsonl#"),
-        ({"options": ["a", "b"], "label": True}, {"choices": "options"}, "topics: x.jsonl#"),
-        ({"options": ["a", None], "label": "a"}, {"choices": "options"}, "topics: x.jsonl#"),
-        ({"options": ["a", {"b": 1}], "label": "a"}, {"choices": "options"}, "topics: x.jsonl#"),
-        ({"options": ["a", "b"], "label": 2}, {"choices": "options"}, "topics: x.jsonl#"),
-        ({"options": [str(n) for n in range(1001)], "label": "1"}, {"choices": "options"}, "topics: x.jsonl#"),
+        ({"label": {"b": 1}}, {}, "topics: x.jsonl#"),
     ],
 )
 def test_records_that_are_no_examples_are_refused(
@@ -214,9 +187,9 @@ def test_no_tested_text_is_a_demonstration(tokens: Path, tmp_path: Path) -> None
     rows = [{"text": f"text {n}", "label": ("law", "code")[n % 2]} for n in range(60)]
     path = write_lines(tmp_path / "x.jsonl", rows)
     source = {"path": path}
-    found = read_task(tokens, tmp_path, test={"path": path}, train=source, validation=source, shots=2, examples=20)
-    parts = [{one.text for one in found if one.split == split} for split in ("test", "train", "validation")]
-    assert [len(some) for some in parts] == [20, 40, 0]
+    found = read_task(tokens, tmp_path, test={"path": path}, train=source, shots=2, examples=20)
+    parts = [{one.text for one in found if one.split == split} for split in ("test", "train")]
+    assert [len(some) for some in parts] == [20, 40]
     assert not parts[0] & parts[1]
 
 
