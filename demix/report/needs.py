@@ -32,19 +32,12 @@ def _several_families(run: Run) -> bool:
     return whole or _from_clusters(run) or _routed(run)
 
 
-def _dense_budgets(run: Run) -> bool:
-    from demix.report.systems import lines
-
-    return any(line[0].dense and len(line) > 1 for line in lines(run))
-
-
 NOVEL = Need("novel domains", lambda run: bool(run.novel))
 SECOND_TRAINING = Need("second training domain", lambda run: len(run.training) > 1)
 WITHOUT_DOMAIN = Need("model trained without a domain", lambda run: bool(run.config.removal.retrain_without))
 DENSE_UNBALANCED = Need("model dense_unbalanced", lambda run: "dense_unbalanced" in _causal(run))
 DOMAIN_TOKEN = Need("model domain_token", lambda run: "domain_token" in _causal(run))
 FAMILIES = Need("several families", _several_families)
-BUDGETS = Need("dense model of another budget", _dense_budgets)
 CLUSTERS = Need("model that learns from clusters", _from_clusters)
 MERGED_REMOVAL = Need("merged model that loses experts", lambda run: bool(run.config.removal.merged))
 TASKS = Need("task", lambda run: bool(run.config.tasks))

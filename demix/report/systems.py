@@ -1,6 +1,5 @@
 """The systems that tables, figures and claims show, by what they represent, and the families of models."""
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -9,7 +8,6 @@ from functools import cache
 from demix.config.architecture import Architecture
 from demix.config.clustering import Clustering
 from demix.config.counts import training_flops_per_token
-from demix.config.training import fingerprinted
 from demix.run.models import Model, adapted, left_out, one_more, trained_without
 from demix.run.run import Run
 from demix.run.systems import (
@@ -157,10 +155,6 @@ def systems_on(domain: str, kind: str, run: Run) -> list[System]:
     return [*dense, *single, *mixed, *released, *added(run), *removed, *adaptations]
 
 
-# The settings in which the rows of a line may differ.
-_BUDGET = ("tokens", "parent", "averages", "merged_routed", "dev_blocks", "ranks")
-
-
 @dataclass(frozen=True)
 class Family:
     """A row of `models` of the run's own seed, and the system that represents it.
@@ -278,20 +272,6 @@ def one_clusters(run: Run) -> dict[tuple[int, str], System]:
     """
     single = [one for one in families(run).values() if one.dense]
     return {one.budget: one.system for one in single if one.begun or one.system == BALANCED}
-
-
-def lines(run: Run) -> list[list[Family]]:
-    """The families in lines: those of a line differ only in their budget, and begin alike. The smallest budget first.
-
-    They may also differ in what changes no training.
-    """
-    found: dict[tuple[str, ...], list[Family]] = {}
-    for family in families(run).values():
-        base, settings = family.model.base, fingerprinted(family.model.settings)
-        kept = {name: value for name, value in settings.items() if name not in _BUDGET}
-        alike = base.kind.name, base.initial, family.begun, json.dumps(kept, sort_keys=True)
-        found.setdefault(alike, []).append(family)
-    return [sorted(line, key=lambda family: family.tokens) for line in found.values()]
 
 
 def training_flops(model: Model, run: Run) -> tuple[float, float]:

@@ -98,7 +98,6 @@ TWO = domains(("law", "news"))
         ({"models": {"x": {"kind": "branched"}}}, set()),
         (CLUSTERED, OF_CLUSTERS),
         (CLUSTERED | {"evaluation": {"temperatures": [1.0]}}, OF_CLUSTERS),
-        ({"models": {"x": {"kind": "branched"}, "y": {"kind": "dense", "tokens": 500}}}, {"speed_up"}),
         ({"models": {"x": {"kind": "routed", "experts": 2}}}, set()),
         (
             {"models": {"x": {"kind": "dense", "architecture": {"attention": "bidirectional", "objective": "mlm"}}}},

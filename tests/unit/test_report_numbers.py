@@ -16,7 +16,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
-from scipy.interpolate import interp1d
 
 import demix
 from demix.config.config import Config
@@ -337,30 +336,6 @@ def full(files: Files) -> tuple[pd.DataFrame, pd.DataFrame]:
     return frame.join(values), beneath.fillna("").replace("[+nan, +nan]", "")
 
 
-def flops(files: Files, name: str) -> float:
-    """The FLOPs of a training by the formula of Narayanan et al. 2021, with a vocabulary of a multiple of 8."""
-    width, layers, length, types = 8, 2, 32, 304
-    by_token = 96 * layers * width**2 * (1 + length / (6 * width) + types / (16 * layers * width))
-    return by_token * files.run.rows[name].settings.tokens
-
-
-def speed_up(files: Files) -> pd.DataFrame:
-    """Of models of one budget, whose perplexity the dense model reaches between its two budgets."""
-    own, rows = files.own, {}
-    dense = own.means({name: own.rule(name) for name in ("dense", "dense_short")})
-    costs = np.log([flops(files, name) for name in dense.index])
-    for name in ("cbtm_2", "cbtm_3", "cbtm_3_random", "demix", "demix_3"):
-        row = {}
-        for kind, perplexity in own.means({"": own.rule(name)}).loc[""].items():
-            of_dense = np.exp(interp1d(dense[kind], costs, bounds_error=False)(perplexity))
-            numbers = perplexity, flops(files, name), of_dense, of_dense / flops(files, name)
-            columns = [f"{kind}, {column}" for column in ("perplexity", "FLOPs", "FLOPs of dense", "speed-up")]
-            row |= dict.fromkeys(columns, np.nan) if np.isnan(of_dense) else dict(zip(columns, numbers, strict=True))
-        if not np.isnan([*row.values()]).all():
-            rows[f"{files.labels[name]} against Dense (Balanced)"] = row
-    return frame_of(rows)
-
-
 def documents(files: Files) -> pd.DataFrame:
     """The clustering, cluster, domain and split of each document of the clusterings that models learn from."""
     frames = []
@@ -531,30 +506,6 @@ def test_a_figure_has_the_numbers_of_the_files(name: str, files: Files, report: 
 def test_a_run_of_one_seed_has_its_numbers(name: str, files: Files) -> None:
     one = files.own
     check(shown(name, run_data(one.run, results=one.table("results"))), name, one)
-
-
-def test_between_budgets_the_logarithm_of_cost_is_linear(frozen: Run) -> None:
-    """Perplexities of 120 and 140 of a line that meets the dense one, of 130 and 160, twice."""
-    clusters = {"kind": "branched", "data": "k2"}
-    models = {"long": clusters | {"label": "long"}, "short": clusters | {"label": "short", "tokens": 1536}}
-    run = changed(frozen, models=models)
-    results = rows_of(frozen).query("seed == 1")
-    results = pd.concat([results, *(results[results["model"] == "cbtm_2"].assign(model=name) for name in models)])
-    perplexity = {"dense": 130.0, "dense_short": 160.0, "long": 120.0, "short": 140.0}
-    results["perplexity"] = results["model"].map(perplexity).fillna(1.0)
-    found = shown("speed_up", run_data(run, results=results))
-    long, short = (flops(Files(frozen.folder), name) for name in ("dense", "dense_short"))
-    lines = {
-        "short against Dense (Balanced)": (140, short, long ** (2 / 3) * short ** (1 / 3)),
-        "long at the perplexity of Dense (Balanced)": (130, (long * short) ** 0.5, long),
-    }
-    columns = [f"Training, {column}" for column in ("perplexity", "FLOPs", "FLOPs of dense", "speed-up")]
-    expected = {label: dict(zip(columns, (*row, row[2] / row[1]), strict=True)) for label, row in lines.items()}
-    assert not found.wrong(frame_of(expected))
-    assert {*found.cells.index} == {*expected}
-    # Where no two lines share a perplexity, no row is left, and all columns are.
-    results["perplexity"] = results["model"].map(perplexity | {"dense": 0.1, "dense_short": 0.2}).fillna(1.0)
-    assert table_of("speed_up", run_data(run, results=results)).frame.shape == (0, 8)
 
 
 @pytest.mark.parametrize(

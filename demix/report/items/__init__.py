@@ -8,7 +8,7 @@ from demix.report import needs
 from demix.report.item import FigureItem, Group, Item, PageItem, TableItem
 
 PAPER, FURTHER, FIGURES, FAMILIES = Group.PAPER, Group.FURTHER, Group.FIGURES, Group.FAMILIES
-NOVEL, CLUSTERS, BUDGETS = (needs.NOVEL,), (needs.CLUSTERS,), (needs.FAMILIES, needs.BUDGETS)
+NOVEL, CLUSTERS = (needs.NOVEL,), (needs.CLUSTERS,)
 ITEMS: tuple[Item, ...] = (
     TableItem("paper", "table1", "Table  1: the corpus", PAPER),
     TableItem("paper", "table2", "Table  2: size and cost of the models", PAPER),
@@ -22,7 +22,6 @@ ITEMS: tuple[Item, ...] = (
     TableItem("further", "full", "Every system on every domain", FURTHER),
     TableItem("further", "tasks", "Classification tasks, benchmarks and suites", FURTHER, (needs.ANY_TASK,)),
     TableItem("families", "families", "All models: perplexity at equal tokens", FAMILIES),
-    TableItem("families", "speed_up", "Speed-up of training over a dense model", FAMILIES, BUDGETS),
     FigureItem(
         "figures",
         "figure2",

@@ -1,7 +1,5 @@
-"""Families of models: all rows at equal tokens, speed-up of training, and what clusters are."""
+"""Families of models: all rows at equal tokens, and what clusters are."""
 
-import math
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,19 +20,15 @@ from demix.report.charts import (
     heat_maps,
     share_scale,
 )
-from demix.report.read import Domains, parent_notes
+from demix.report.read import parent_notes
 from demix.report.run_data import RunData
-from demix.report.systems import BALANCED, Family, all_training_flops, by_label, lines, one_clusters
+from demix.report.systems import BALANCED, by_label, one_clusters
 from demix.report.systems import families as families_of
 from demix.report.table import Table
 from demix.run.compared import balanced_pairs, variant_rows
 from demix.run.systems import System, clustered
 
 ONE = "1 cluster"
-# A model of a line, its FLOPs of training, and its perplexity.
-Runs = list[tuple[Family, float, float]]
-# The columns of each kind of domains.
-SPEED = ("perplexity", "FLOPs", "FLOPs of dense", "speed-up")
 GRID = {"columns": 3, "spacing": 24, "align": "each"}
 
 
@@ -83,74 +77,6 @@ def families(data: RunData) -> Table:
     if len(data.results.by_seed) > 1:
         notes.append("All seeds have the same clusters.")
     return replace(table.noted(*notes), frame=frame)
-
-
-def speed_up(data: RunData) -> Table:
-    """The FLOPs of training that an entry, and a dense model, need for one perplexity, and how many times as many the
-    dense one needs (c-BTM, Figure 12 and appendix A.3). Rows of several budgets are one line. Between two of its
-    budgets the logarithm of FLOPs is linear in perplexity.
-
-    A line tells of the mean test perplexity of the row that it names. Nothing is said of perplexities that one of the
-    two reaches at none of its budgets, or beyond them. FLOPs include those of the seed phase.
-    """
-    every = lines(data.run)
-    rows: dict[str, dict[str, float]] = {}
-    for dense in (line for line in every if line[0].dense and len(line) > 1):
-        for line in (line for line in every if not line[0].dense and _alike(line[0], dense[0])):
-            for domains in data.kinds:
-                for label, *found in _speeds(*(_runs(data, one, domains) for one in (line, dense))):
-                    named = {
-                        f"{domains.heading}, {measure}": value for measure, value in zip(SPEED, found, strict=True)
-                    }
-                    rows.setdefault(label, {}).update(named)
-    columns = [f"{domains.heading}, {measure}" for domains in data.kinds for measure in SPEED]
-    return Table(
-        pd.DataFrame.from_dict(rows, orient="index").reindex(columns=columns),
-        formats={"FLOPs": "{:.3g}", "FLOPs of dense": "{:.3g}", "speed-up": "{:.2f}×"},
-    )
-
-
-def _alike(line: Family, dense: Family) -> bool:
-    """Whether both begin alike and have one decoder, but for its routed layers."""
-    return line.begun == dense.begun and line.architecture.unrouted == dense.architecture.unrouted
-
-
-def _runs(data: RunData, line: Sequence[Family], domains: Domains) -> Runs:
-    """The runs of a line whose cost and perplexity are known."""
-    found = [
-        (
-            family,
-            all_training_flops(family.model, data.run, data.tokens_before),
-            data.own.mean(family.system, domains.names),
-        )
-        for family in line
-    ]
-    return [run for run in found if not (math.isnan(run[1]) or math.isnan(run[2]))]
-
-
-def cost_at(perplexity: float, costs: Sequence[float], perplexities: Sequence[float]) -> float:
-    """The cost of training to `perplexity`, by those of runs (c-BTM, appendix A.3); NaN beyond the runs' perplexities.
-
-    Between two runs, neighbours in perplexity, log cost is linear in perplexity.
-    """
-    order = np.argsort(perplexities)
-    known, logs = np.asarray(perplexities)[order], np.log(costs)[order]
-    return float(np.exp(np.interp(perplexity, known, logs, left=np.nan, right=np.nan)))
-
-
-def _speeds(line: Runs, dense: Runs) -> Iterator[tuple[str, float, float, float, float]]:
-    """At the perplexity of each run that both reach: label, perplexity, the FLOPs of both, and their quotient."""
-    if not (line and dense):
-        return
-    costs = [([cost for _, cost, _ in runs], [perplexity for *_, perplexity in runs]) for runs in (line, dense)]
-    for family, _, perplexity in (*line, *dense):
-        own, of_dense = (cost_at(perplexity, *known) for known in costs)
-        if not (math.isnan(own) or math.isnan(of_dense)):
-            name, other = family.model.label, dense[-1][0].model.label
-            label = (
-                f"{line[-1][0].model.label} at the perplexity of {name}" if family.dense else f"{name} against {other}"
-            )
-            yield label, perplexity, own, of_dense, of_dense / own
 
 
 def by_clusters(data: RunData) -> tuple[Any, str]:
