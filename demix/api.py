@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from demix.errors import DemixError, nearest
+from demix.errors import DemixError
 from demix.evaluate.own_summary import answer
 from demix.evaluate.own_text import NO_TEXT, Judge, OwnText, whole_text
 from demix.mix.logs import logsumexp
@@ -30,7 +30,6 @@ from demix.model.scoring import columns_of
 from demix.progress import progress
 
 if TYPE_CHECKING:
-    import altair as alt
     import pandas as pd
 
     from demix.data.tokenizer import Tokenizer
@@ -287,18 +286,6 @@ class OpenedRun:
         with Answers([self._run]) as answers, answers.ask(query) as reader:
             table = reader.read_all()
         return table.rename_columns(distinct(table.column_names)).to_pandas()
-
-    def figure(self, name: str) -> "alt.TopLevelMixin":
-        """The figure `name` of the report, report/figures/<name>.json, as a chart of altair."""
-        from demix.report import report_items
-        from demix.report.item import FigureItem
-        from demix.report.run_data import RunData
-
-        known = {item.name: item for item in report_items(self._run.of) if isinstance(item, FigureItem)}
-        if name not in known:
-            raise DemixError(f"figure {name}", "is not in this run", nearest(name, known, "run the workflow"))
-        chart: alt.TopLevelMixin = known[name].drawn(RunData(self._run.of))
-        return chart
 
 
 def _names(experts: Sequence[str] | None) -> list[str] | None:

@@ -66,13 +66,14 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
     from demix.report import left_out_notes
     from demix.report.ranking import main_table, ranking
     from demix.report.run_data import RunData
+    from demix.report.table import terminal as printed
     from demix.run.run import Run
 
     whole = Run.read(run)
     data, console = RunData(whole), terminal()
     found = ranking(data)
     console.print(found.verdict, *found.remarks, "", sep="\n", highlight=False)
-    console.print(main_table(found))
+    console.print(printed(main_table(found, found.main)))
     for line in left_out_notes(whole):
         print(line)
     print(f"Tables, figures, claims: {run / 'report'} (start with index.html)")
@@ -248,41 +249,32 @@ def serve_model(
         serve(opened(model, names, weights, prior, top_k, tokenizer, device), place)
 
 
-experts = typer.Typer(no_args_is_help=True, help="List, verify, train, add or remove the experts of a model directory.")
+experts = typer.Typer(no_args_is_help=True, help="List, check, train, add or remove the experts of a model directory.")
 app.add_typer(experts, name="experts", rich_help_panel="Train")
 Model = Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")]
 
 
 @experts.command("list")
 def experts_list(model: Model) -> None:
-    """Show the experts of a model with their lineage, after checking the bytes of every file.
+    """Show the experts of a model with their lineage, and check every file of the model against its record.
+
+    Each fault is one line; with any fault the exit status is 1.
 
     Example: demix experts list results/sample/models/demix
     """
     from rich.table import Table
 
     from demix.model.directory import describe
-    from demix.model.experts import read_experts
+    from demix.model.experts import find_faults, read_experts
 
     describe(model)
     table = Table(title=f"Experts of {model}")
-    for head in ("expert", "parent", "steps", "tokens", "own parameters", "data", "bytes", "ok"):
-        table.add_column(head, justify="left" if head in ("expert", "parent", "data", "ok") else "right")
+    for head in ("expert", "parent", "steps", "tokens", "own parameters", "data", "bytes"):
+        table.add_column(head, justify="left" if head in ("expert", "parent", "data") else "right")
     for expert in read_experts(model):
         numbers = ("?" if n is None else f"{n:,}" for n in (expert.steps, expert.tokens, expert.parameters))
-        ok = "yes" if expert.fault is None else expert.fault.cause
-        table.add_row(expert.name, expert.parent or "–", *numbers, expert.data or "?", f"{expert.bytes:,}", ok)
+        table.add_row(expert.name, expert.parent or "–", *numbers, expert.data or "?", f"{expert.bytes:,}")
     terminal().print(table)
-
-
-@experts.command("verify")
-def experts_verify(model: Model) -> None:
-    """Check every file of a model against its record. Each fault is one line; with any fault the exit status is 1.
-
-    Example: demix experts verify results/sample/models/demix
-    """
-    from demix.model.experts import find_faults
-
     faults = find_faults(model)
     for fault in faults:
         print(fault)

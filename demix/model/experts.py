@@ -52,8 +52,7 @@ class Expert:
     """An expert as its files describe it. A value is None where the files lack it.
 
     `parent` of a merged expert lists the weights of its parents, down to 0.01, or those among which tokens choose.
-    `parameters` counts the parameters that the expert owns, `bytes` the bytes of both its files. `fault` is None for an
-    expert without a fault.
+    `parameters` counts the parameters that the expert owns, `bytes` the bytes of both its files.
     """
 
     name: str
@@ -63,11 +62,10 @@ class Expert:
     parameters: int
     data: str | None
     bytes: int
-    fault: DemixError | None
 
 
 def read_experts(directory: Path) -> list[Expert]:
-    """All experts of a model directory, with every byte checked. Raises DemixError if the directory is not a model."""
+    """All experts of a model directory. Raises DemixError if the directory is not a model."""
     return [_read_expert(directory, name) for name in expert_names(directory)]
 
 
@@ -86,7 +84,6 @@ def _read_expert(directory: Path, name: str) -> Expert:
         describe(directory).expert_parameters,
         f"{len(data)} domains" if len(data) > 1 else data[0][:12] if data else None,
         sum(path.stat().st_size for path in files if path.exists()),
-        expert_fault(directory, name),
     )
 
 

@@ -4,7 +4,6 @@ DuckDB sees Arrow datasets. It tells a dataset which columns and rows it wants; 
 hold such rows, and reads them piece by piece.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -87,19 +86,17 @@ class _Dataset(ds.Dataset):  # type: ignore[misc]
         return SimpleNamespace(to_reader=lambda: pa.RecordBatchReader.from_batches(schema, batches))
 
     def _batches(self, needed: list[str], wanted: list[str], filter: ds.Expression | None) -> Iterator[pa.RecordBatch]:
-        chosen = self._that_may_pass(filter)
-        for path, group in itertools.groupby(chosen, key=lambda part: part.path):
-            parts = list(group)
+        for part in self._that_may_pass(filter):
             try:
-                for piece in self._view.read(parts, needed):
-                    table = self._completed(piece, parts[0], needed)
+                for piece in self._view.read(part, needed):
+                    table = self._completed(piece, part, needed)
                     table = (table if filter is None else table.filter(filter)).select(wanted)
                     yield from table.to_batches(max_chunksize=BATCH_ROWS)
             except DemixError as error:
                 self._failures.append(error)
                 raise
             except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
-                self._failures.append(DemixError(path, f"holds what no stage writes ({error})", REMAKE))
+                self._failures.append(DemixError(part.path, f"holds what no stage writes ({error})", REMAKE))
                 raise
 
     def _that_may_pass(self, filter: ds.Expression | None) -> list[Part]:
@@ -114,10 +111,10 @@ class _Dataset(ds.Dataset):  # type: ignore[misc]
         whole = ds.FileSystemDataset(fragments, self.schema, form, nowhere)
         return [self._parts[int(fragment.path)] for fragment in whole.get_fragments(filter=filter)]
 
-    def _completed(self, piece: pa.Table | pa.RecordBatch, part: Part, needed: list[str]) -> pa.Table:
+    def _completed(self, piece: pa.Table, part: Part, needed: list[str]) -> pa.Table:
         """The `needed` columns of rows: those read, those that the part's rows have alike, NULL for others."""
         same = {"run": part.run.name, **part.same}
-        names, columns = set(piece.schema.names), []
+        names, columns = set(piece.column_names), []
         for name in needed:
             kind = self.schema.field(name).type
             if name in names:

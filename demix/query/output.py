@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from demix.errors import DemixError
 from demix.files import parquet_writer, replacing
@@ -46,13 +45,6 @@ def write_file(reader: pa.RecordBatchReader, form: str, path: Path) -> None:
         return
     with replacing(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as stream:
         write_text(reader, form, stream)
-
-
-def write_parquet(reader: pa.RecordBatchReader, stream: IO[bytes]) -> None:
-    """Write all rows as Parquet to a pipe."""
-    with pq.ParquetWriter(stream, reader.schema, compression="zstd") as writer:
-        for batch in reader:
-            writer.write_batch(batch)
 
 
 def write_text(reader: pa.RecordBatchReader, form: str, stream: IO[str]) -> None:

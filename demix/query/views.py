@@ -8,11 +8,9 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from demix.files import parquet_reader, read_json, read_json_lines, read_parquet
@@ -20,9 +18,6 @@ from demix.files.batches import read_batches
 from demix.model.manifest import parent_of
 from demix.run.run import Run
 from demix.run.systems import main_systems
-
-# The approximate tokens of a score table that are read at once, under all experts that a query names.
-TOKENS = 1 << 16
 
 TYPES = {"text": pa.string(), "int": pa.int64(), "real": pa.float64(), "float": pa.float32(), "bool": pa.bool_()}
 
@@ -42,18 +37,11 @@ class QueryRun:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a view that lie at one path and are alike in some columns. A query that excludes `same` never opens it.
-
-    Parts of one path are read together.
-    """
+    """Rows of a view in one file, which are alike in some columns. A query that excludes `same` never opens it."""
 
     run: QueryRun
     path: Path
     same: Mapping[str, str | int]
-
-
-# Rows of the parts of one path, in pieces; of the columns that a query needs, all that the path has.
-Reader = Callable[[Sequence[Part], Sequence[str]], Iterable[pa.Table | pa.RecordBatch]]
 
 
 @dataclass(frozen=True)
@@ -62,7 +50,8 @@ class View:
 
     holds: str
     files: tuple[str, ...]
-    rows: str = "parquet"
+    rows: str = ""
+    numbers: str = ""
     columns: Sequence[str] = ()
     alike: Mapping[str, str] = field(default_factory=dict)
     kind: bool = False
@@ -73,10 +62,21 @@ class View:
         """The columns after `run`; none where they are those of the Parquet files."""
         return {name: TYPES[kind] for name, _, kind in (column.partition(": ") for column in self.columns)}
 
-    @property
-    def read(self) -> Reader:
-        """How a path becomes rows."""
-        return READERS[self.rows] if self.rows in READERS else _rows(MADE[self.rows])
+    def read(self, part: Part, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """The rows of a part, in pieces; of the columns that a query needs, those that the file has."""
+        if self.rows:
+            rows, own = [*MADE[self.rows](part)], set(columns) - {"run", *part.same}
+            # A table without columns has no number of rows.
+            yield pa.table({"": pa.nulls(len(rows))} | {name: [row.get(name) for row in rows] for name in own})
+            return
+        with parquet_reader(part.path) as file:
+            known = file.schema_arrow.names
+        start = 0
+        # At least one column, because a batch without columns has no number of rows.
+        for batch in read_batches(part.path, [name for name in columns if name in known] or known[:1]):
+            numbers = pa.array(range(start, start + batch.num_rows))
+            start += batch.num_rows
+            yield pa.Table.from_batches([batch]).append_column(self.numbers, numbers)
 
     def parts(self, run: QueryRun) -> Iterator[Part]:
         """The parts of a run. A file that the run must have is one, also if it is missing."""
@@ -93,74 +93,9 @@ class View:
                     same["model"], same["seed"] = run.of.row_of(str(same.pop("folder")))
                 if self.kind:
                     same["kind"] = run.of.kind_of(str(same["domain"]))
-                if self.rows == "job":
-                    # The rule's folder, and the wildcards of the job below it.
-                    _, rule, *wildcards = path.relative_to(run.folder).with_suffix("").parts
-                    same |= {"rule": rule, "wildcards": "/".join(wildcards)}
-                if self.rows == "scores":
-                    # All columns of a score table are read together.
-                    path = path.parent
-                if same.get("expert") != "tokens" or self.rows != "scores":
+                # The tokens lie next to the columns of experts.
+                if same.get("expert") != "tokens":
                     yield Part(run, path, same)
-
-
-def _parquet(parts: Sequence[Part], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """The rows of a Parquet file. A column that the file lacks is left out."""
-    with parquet_reader(parts[0].path) as file:
-        known = file.schema_arrow.names
-    # At least one column, because a batch without columns has no number of rows.
-    yield from read_batches(parts[0].path, [name for name in columns if name in known] or known[:1])
-
-
-def _rows(make: Callable[[Part], Iterable[dict[str, Any]]]) -> Reader:
-    """The reader of a small file, whose rows `make` gives. Values that are missing are NULL."""
-
-    def read(parts: Sequence[Part], columns: Sequence[str]) -> Iterator[pa.Table]:
-        rows, own = [*make(parts[0])], set(columns) - {"run", *parts[0].same}
-        # A table without columns has no number of rows.
-        yield pa.table({"": pa.nulls(len(rows))} | {name: [row.get(name) for row in rows] for name in own})
-
-    return read
-
-
-def _scores(parts: Sequence[Part], columns: Sequence[str]) -> Iterator[pa.Table]:
-    from demix.evaluate.score_tables import stream_scores
-
-    start = block = 0
-    for chunk in stream_scores(parts[0].path, [str(part.same["expert"]) for part in parts], at_once=TOKENS):
-        count, (blocks, length) = len(chunk.tokens), chunk.mask.shape
-        place = np.arange(count)
-        found = {
-            "document": chunk.documents,
-            "origin": chunk.origins,
-            "position": start + place,
-            "block": block + place // length,
-            "block_position": place % length,
-            "token_id": chunk.tokens,
-        }
-        if "token" in columns:
-            found["token"] = _vocabulary(parts[0].run.folder / "tokenizer.json").take(pa.array(chunk.tokens))
-        for number, part in enumerate(parts):
-            found["logprob"] = chunk.scores[..., number].reshape(-1)[:count].astype(np.float32)
-            yield pa.table(found | {"expert": pa.repeat(part.same["expert"], count)})
-        start, block = start + count, block + blocks
-
-
-@lru_cache(maxsize=8)
-def _vocabulary(path: Path) -> pa.Array:
-    """The text of each token id of a tokenizer; bytes that are not UTF-8 become U+FFFD."""
-    from demix.data.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(path)
-    return pa.array([tokenizer.decode([number]) for number in range(tokenizer.vocab_size)])
-
-
-def _documents(parts: Sequence[Part], columns: Sequence[str]) -> Iterator[pa.Table]:
-    start = 0
-    for batch in _parquet(parts, columns):
-        numbers = pa.array(np.arange(start, start + batch.num_rows))
-        yield pa.Table.from_batches([batch]).append_column("document", numbers)
-        start += batch.num_rows
 
 
 def _main(part: Part) -> Iterator[dict[str, Any]]:
@@ -234,11 +169,22 @@ def _trials(part: Part) -> Iterator[dict[str, Any]]:
             yield tried | {"domain": key.partition("/")[2], "before": before, "after": trial["best"].get(key)}
 
 
-def _job(part: Part) -> Iterator[dict[str, float]]:
+def _job(part: Part) -> Iterator[dict[str, Any]]:
     names, values = (line.split("\t") for line in part.path.read_text(encoding="utf-8").splitlines())
     row = dict(zip(names, values, strict=True))
     columns = {"seconds": "s", "cpu_seconds": "cpu_time", "max_rss_mib": "max_rss"}
-    yield {column: float(row[name]) for column, name in columns.items()}
+    # The rule's folder, and the wildcards of the job below it.
+    _, rule, *wildcards = part.path.relative_to(part.run.folder).with_suffix("").parts
+    numbers = {column: float(row[name]) for column, name in columns.items()}
+    yield {"rule": rule, "wildcards": "/".join(wildcards)} | numbers
+
+
+def _vocabulary(part: Part) -> Iterator[dict[str, Any]]:
+    from demix.data.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(part.path)
+    for token in range(tokenizer.vocab_size):
+        yield {"token": token, "text": tokenizer.decode([token])}
 
 
 def _settings(part: Part) -> Iterator[dict[str, str]]:
@@ -254,11 +200,18 @@ def _flat(value: Any, above: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         yield ".".join(above), value
 
 
-READERS: dict[str, Reader] = {"parquet": _parquet, "documents": _documents, "scores": _scores}
 MADE: dict[str, Callable[[Part], Iterable[dict[str, Any]]]] = {
-    "main": _main, "card": _card, "counts": _counts, "metrics": _metrics, "model": _model, "expert": _expert,
-    "trials": _trials, "job": _job, "settings": _settings,
-}  # fmt: skip
+    "main": _main,
+    "card": _card,
+    "counts": _counts,
+    "metrics": _metrics,
+    "model": _model,
+    "expert": _expert,
+    "trials": _trials,
+    "job": _job,
+    "vocabulary": _vocabulary,
+    "settings": _settings,
+}
 VIEWS = {
     name: View(**row) for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
 }

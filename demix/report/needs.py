@@ -19,30 +19,14 @@ def _causal(run: Run) -> dict[str, Row]:
     return {name: row for name, row in run.rows.items() if not row.masked}
 
 
-def _from_clusters(run: Run) -> bool:
-    return any(row.settings.data for row in _causal(run).values())
-
-
-def _routed(run: Run) -> bool:
-    return any(row.kind.routed or row.settings.merged_routed for row in _causal(run).values())
-
-
-def _several_families(run: Run) -> bool:
-    whole = any(row.kind.expert_scope == "model" for row in _causal(run).values())
-    return whole or _from_clusters(run) or _routed(run)
-
-
 NOVEL = Need("novel domains", lambda run: bool(run.novel))
 SECOND_TRAINING = Need("second training domain", lambda run: len(run.training) > 1)
 WITHOUT_DOMAIN = Need("model trained without a domain", lambda run: bool(run.config.removal.retrain_without))
 DENSE_UNBALANCED = Need("model dense_unbalanced", lambda run: "dense_unbalanced" in _causal(run))
 DOMAIN_TOKEN = Need("model domain_token", lambda run: "domain_token" in _causal(run))
-FAMILIES = Need("several families", _several_families)
-CLUSTERS = Need("model that learns from clusters", _from_clusters)
-MERGED_REMOVAL = Need("merged model that loses experts", lambda run: bool(run.config.removal.merged))
+CLUSTERS = Need("model that learns from clusters", lambda run: any(row.settings.data for row in _causal(run).values()))
 TASKS = Need("task", lambda run: bool(run.config.tasks))
 HARNESS = Need("task of the harness", lambda run: bool(run.config.lm_eval))
-RIVALS = Need("mixture with n-grams", lambda run: bool(run.config.evaluation.mixed))
 SUITES = Need("suite", lambda run: bool(run.suites))
 ANY_TASK = Need("task or suite", lambda run: any(need.met(run) for need in (TASKS, HARNESS, SUITES)))
 # Of these a report says that a run lacks them; few runs are meant to have the others.

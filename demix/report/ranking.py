@@ -1,18 +1,18 @@
 """The lines of the main table in order: which is best at equal training FLOPs, by how much, whether significantly."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
-import rich.table
 
 from demix.config.models import KINDS
 from demix.report.cells import Measured, measured
 from demix.report.read import paired, paired_either_way, percent
 from demix.report.run_data import RunData
 from demix.report.systems import BALANCED, CACHED, all_training_flops, families, training_flops
-from demix.report.table import cell
+from demix.report.table import Table
 from demix.report.verdict import mean_interval
 from demix.run.evaluated import columns_of
 from demix.run.models import Model
@@ -227,7 +227,7 @@ def _entry(system: System, data: RunData) -> Entry:
     on = {one.kind: measured(data.own, data.bounds, system, BALANCED, one.names) for one in data.kinds}
     if mixed := run.config.evaluation.mixed.get(system.model):
         trained = [one for one in run.own if one.name in mixed.models]
-        apart = _unequal(trained[0], data) if len(trained) == 1 else f"with {len(trained)} trained models"
+        apart = _unequal(trained[0], run) if len(trained) == 1 else f"with {len(trained)} trained models"
         return Entry(
             system,
             on,
@@ -248,7 +248,7 @@ def _entry(system: System, data: RunData) -> Entry:
         on,
         passes=1 if system.method in ("dense", "naive") else len(experts),
         representative=system in (adapted, *counts, representatives(run).get(system.model)),
-        apart=more or (_unequal(model, data) if model else ""),
+        apart=more or (_unequal(model, run) if model else ""),
         family=family,
         baseline=baseline,
         counts=system in counts,
@@ -268,58 +268,46 @@ def representatives(run: Run) -> dict[str, System]:
     return found
 
 
-def _unequal(model: Model, data: RunData) -> str:
+def _unequal(model: Model, run: Run) -> str:
     """Why a model is not at equal FLOPs of training with Dense (Balanced); empty for one that is."""
-    run = data.run
     pair = (model, next(one for one in run.own if one.name == BALANCED.model))
     if pair[0].base.initial == pair[1].base.initial != "":
         # What their parent needed is the same, and need not be known.
         mine, others = (training_flops(one, run)[0] for one in pair)
     else:
-        mine, others = (all_training_flops(one, run, data.tokens_before) for one in pair)
+        mine, others = (all_training_flops(one, run) for one in pair)
     more = mine / others - 1
     if math.isnan(more):
         return "with unknown FLOPs of a parent"
     return "" if abs(more) <= EQUAL else f"with {abs(more):.0%} {'more' if more > 0 else 'fewer'} FLOPs of training"
 
 
-def main_table(ranking: Ranking) -> rich.table.Table:
-    """The lines of `ranking` that matter, for the terminal: the lowest mean test perplexity first, oracles last.
-
-    The best model at equal FLOPs is marked. A dagger marks what does not beat the best n-grams.
-    """
-    data = ranking.data
-    counted = {one.kind: _best_ngrams(ranking, one.kind) for one in data.kinds}
-    table = rich.table.Table(title="Mean test perplexity (lower is better)", title_justify="left")
-    table.add_column("")
-    for domains in data.kinds:
-        table.add_column(domains.counted, justify="right")
-        table.add_column("change", justify="right")
-    table.add_column("passes", justify="right")
-    for entry in ranking.main:
-        cells = []
-        for domains in data.kinds:
-            measured, counts = entry.on[domains.kind], counted[domains.kind]
-            beaten = counts is not None and not entry.counts and measured.mean >= counts.on[domains.kind].mean
-            mark = ("*" if entry.oracle_on(domains.kind) else "") + ("†" if beaten else "")
-            cells += [f"{cell(measured.mean, '{:.2f}')}{mark:<2}", cell(measured.change, "{:+.1f}%")]
-        best = entry is ranking.best
-        table.add_row(entry.label + " ◀" * best, *cells, str(entry.passes), style="bold" if best else "")
-    notes = [
-        f"change: from {ranking.dense.label}; passes: models or experts run for each token",
-        "◀ best model at equal FLOPs of training; oracles, n-grams and mixtures with them are not models",
-    ]
-    notes += ["* oracle: the best expert or token, chosen on the test data"] if data.novel else []
-    notes += [
-        f"† not better than {counts.label} ({counts.on[one.kind].mean:.2f}) on the {one.said}"
-        for one in data.kinds
-        if (counts := counted[one.kind])
-    ]
-    table.caption, table.caption_justify = "\n".join(notes), "left"
-    return table
-
-
-def _best_ngrams(ranking: Ranking, kind: str) -> Entry | None:
-    """The line of n-grams with the lowest mean on a kind of domains."""
-    known = (one for one in ranking.entries if one.counts and not math.isnan(one.on[kind].mean))
-    return min(known, key=lambda one: one.on[kind].mean, default=None)
+def main_table(found: Ranking, entries: Sequence[Entry]) -> Table:
+    """Lines of the main table, best first: means, changes from Dense (Balanced) with their intervals, and passes."""
+    rows: dict[str, dict[str, Any]] = {entry.label: {} for entry in entries}
+    beneath: dict[str, dict[str, str]] = {entry.label: {} for entry in entries}
+    best: dict[str, dict[str, bool]] = {entry.label: {} for entry in entries}
+    lowest = {domains.kind: found.lowest(domains.kind) for domains in found.data.kinds}
+    for entry in entries:
+        row, label = rows[entry.label], entry.label
+        for domains in found.data.kinds:
+            name, measured = domains.said, entry.on[domains.kind]
+            change, significant = (f"{domains.heading}, {what}" for what in ("change in %", "significant"))
+            row[name], row[change] = measured.mean, measured.change if entry is not found.dense else float("nan")
+            row[significant] = f"{measured.significant} of {measured.known}" if measured.known else " "
+            interval = "{:+.1f} to {:+.1f}".format(*measured.interval).replace("-", "−") if measured.interval else ""
+            beneath[label][change] = "oracle" if entry.oracle_on(domains.kind) else interval
+            best[label][name] = entry is lowest[domains.kind]
+        row["Experts run per token"], row["Remark"] = float(entry.passes), entry.apart or " "
+    frame, bold, below = (pd.DataFrame.from_dict(one, orient="index") for one in (rows, best, beneath))
+    # A column of blanks says nothing.
+    frame = frame if any(entry.apart for entry in entries) else frame.drop(columns="Remark", errors="ignore")
+    return Table(
+        frame,
+        caption=f"Change: from {found.dense.label}, with its 95% interval. Oracle: the best expert or token, chosen on "
+        "test data. Significant: domains on which the whole interval is below zero.",
+        formats={"Experts run per token": "{:.0f}"},
+        best=bold,
+        beneath=below,
+        title="Mean test perplexity (lower is better)",
+    )

@@ -17,7 +17,6 @@ from demix.progress import so_many
 from demix.report import needs
 from demix.report.needs import Need
 from demix.report.systems import ByDomain
-from demix.run.models import Model
 from demix.run.run import Run
 from demix.run.systems import BASES, System
 
@@ -248,33 +247,6 @@ def read_metrics(path: str | Path) -> Iterable[dict[str, Any]]:
         if "tokens" not in row:
             raise DemixError(f"{path}:{number}", "has no tokens", "rerun the stage that makes it")
         yield row
-
-
-def tokens_before(run: Run) -> dict[str, int | None]:
-    """The tokens that the model in a folder had learned from when a row of `models` began with it, by row.
-
-    None if they are not known.
-    """
-    files = {model.row: run.folder / "models" / model.name / "model.json" for model in _from_folders(run)}
-    made = {row: read_json(path) if is_made(path) else {} for row, path in files.items()}
-    return {row: (description.get("parent") or {}).get("tokens") for row, description in made.items()}
-
-
-def parent_notes(run: Run, before: dict[str, int | None]) -> list[str]:
-    """What is below a table with the tokens of rows; `before` is that of `tokens_before`."""
-    return ["Tokens of the model in a folder that a row began with count, too, and those of merged experts."] * any(
-        before.values()
-    ) + [
-        f"Tokens of the parent {model.mixes or model.base.initial} of {model.row} are not known; the row's own "
-        f"training used {model.settings.tokens:,}."
-        for model in _from_folders(run)
-        if before[model.row] is None
-    ]
-
-
-def _from_folders(run: Run) -> list[Model]:
-    begun = [model for model in run.trained if model.base.initial or model.mixes]
-    return [model for model in begun if model.name == model.row]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from demix.report.read import (
     read_parents,
     read_results,
     read_rows,
-    tokens_before,
 )
 from demix.run.run import Run
 from demix.run.systems import clustered
@@ -138,12 +137,6 @@ class Clusters:
         table = found.pivot(index="domain", columns="cluster", values="documents")
         table = table.reindex(index=domains, columns=clusters).astype("float64")
         return table.div(table.sum(axis=1), axis=0)
-
-    def sizes(self) -> pd.DataFrame:
-        """The test documents of each cluster over an equal share: columns clustering, cluster, documents, share."""
-        held_out = self.documents[self.documents["split"] == "test"]
-        found = held_out.groupby(["clustering", "cluster"], as_index=False, sort=False)["documents"].sum()
-        return found.assign(share=found["documents"] / found.groupby("clustering")["documents"].transform("mean"))
 
 
 def read_clusters(run: Run) -> Clusters:
@@ -271,11 +264,6 @@ class RunData:
     def clusters(self) -> Clusters:
         """What the run knows of the clusters that its models learn from."""
         return read_clusters(self.run)
-
-    @cached_property
-    def tokens_before(self) -> dict[str, int | None]:
-        """The tokens that the models in folders, with which rows began, had learned from."""
-        return tokens_before(self.run)
 
     @cached_property
     def metrics(self) -> Path:

@@ -17,7 +17,6 @@ from demix.run.systems import (
     by_distance,
     combined_systems,
     merged_label,
-    ngram_systems,
     paper_systems,
     routed_weights,
     systems_of,
@@ -134,27 +133,6 @@ def in_domain(run: Run) -> Iterator[System]:
                 yield system.released_scorer()
 
 
-def systems_on(domain: str, kind: str, run: Run) -> list[System]:
-    """The systems of all tables that are evaluated on `domain`, whose kind is `kind`."""
-    systems = [*trained_systems(run), *ngram_systems(run), *combined_systems(run)]
-    dense = [system for system in systems if system.method == "dense"]
-    naive = [system for system in systems if system.method == "naive"]
-    mixed = [system for system in systems if system.method not in ("dense", "naive")]
-    oracle = [replace(system, label=f"{system.label}, oracle") for system in naive]
-    single = naive if kind == "training" else [*oracle, *(system.chosen_on_dev() for system in naive)]
-    released = [system.with_weights("released") for system in mixed if system.weights == "history"]
-    by_code = [*POSTERIOR_MIXTURES, *(system for system in mixed if system.by_distance)]
-    released += [one.released_scorer() for one in by_code if one.released_scorer().variant]
-    removed = [
-        replace(without_expert(run)(domain), label="DEMix without its expert (cached)"),
-        replace(without_domain(domain), label="DEMix never trained on it (cached)"),
-    ]
-    adaptations = [replace(dense_adapted(run)(domain), label="Dense-DAPT to it")]
-    if kind == "novel":
-        adaptations.append(replace(one_added(run)(domain), label="DEMix-DAPT to it, 1 expert added (cached)"))
-    return [*dense, *single, *mixed, *released, *added(run), *removed, *adaptations]
-
-
 @dataclass(frozen=True)
 class Family:
     """A row of `models` of the run's own seed, and the system that represents it.
@@ -173,11 +151,6 @@ class Family:
     def tokens(self) -> int:
         """The tokens of training of all experts together, the seed phase included."""
         return int(self.model.settings.tokens)
-
-    def learned(self, before: dict[str, int | None]) -> float:
-        """The tokens with those of a folder's model, which `before` has by row; NaN if these are not known."""
-        known = before.get(self.model.row, 0)
-        return math.nan if known is None else float(self.tokens + known)
 
     @property
     def begun(self) -> str:
@@ -288,15 +261,10 @@ def training_flops(model: Model, run: Run) -> tuple[float, float]:
     return dense * begun + own * (model.updates - begun), own
 
 
-def all_training_flops(model: Model, run: Run, before: dict[str, int | None]) -> float:
-    """The FLOPs of all updates of a model, and those of the model with which it begins; NaN if not known.
+def all_training_flops(model: Model, run: Run) -> float:
+    """The FLOPs of all updates of a model, and of the row whose experts it merges.
 
-    That is a row of the run whose experts are merged, or a folder's model. `before` has the tokens of the latter by
-    row, None where they are not known.
+    NaN if it began with a folder's model, whose training is not known.
     """
-    if model.mixes:
-        (merged,) = (one for one in run.trained if one.name == model.parent)
-        return training_flops(model, run)[0] + training_flops(merged, run)[0]
-    tokens = before.get(model.row, 0)
-    parent = training_flops_per_token(model.architecture.unrouted, run.types, model.architecture.context)
-    return training_flops(model, run)[0] + (math.nan if tokens is None else tokens * parent)
+    merged = (training_flops(one, run)[0] for one in run.trained if model.mixes and one.name == model.parent)
+    return math.nan if model.base.initial else training_flops(model, run)[0] + sum(merged)

@@ -2,34 +2,29 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import pandas as pd
 
 from demix.errors import DemixError
 from demix.files import check_sealed, is_made, read_json, sha256_file
 from demix.launch.progress import elapsed
 from demix.report import report_files
 from demix.report.ranking import representatives
-from demix.report.read import Results, domains_of, read_metrics, read_results, read_rows
+from demix.report.read import Results, domains_of, mean_of, read_metrics, read_results
 from demix.run.run import Run, kept
 from demix.run.systems import System, main_systems
-from demix.settings import written
 from demix.track.client import Point, named, points
 
 PARAM_KEY_LENGTH, PARAM_VALUE_LENGTH = 250, 6000
-# The artifact that MLflow shows as a table, by a tag.
-TABLE = "results.json"
 
 
 @dataclass(frozen=True)
 class Record:
     """The content of one MLflow run: its metrics, and `artifacts` as (file, folder in the run).
 
-    `begun` and `ended` are in milliseconds since 1970. `table` is the JSON of the artifact TABLE.
+    `begun` and `ended` are in milliseconds since 1970.
     """
 
     key: str
@@ -39,18 +34,11 @@ class Record:
     params: dict[str, str]
     metrics: tuple[Point, ...]
     artifacts: tuple[tuple[Path, str], ...] = ()
-    table: str = ""
 
     @property
     def name(self) -> str:
         """What MLflow's list shows, which cuts long names; the tag demix.kind has the first part of the key."""
         return self.key.removeprefix(f"{self.kind}/")
-
-    @property
-    def tags(self) -> dict[str, str]:
-        """Tags by which MLflow's page shows the table, and opens the rows below a run that has one of this type."""
-        shown = json.dumps([{"path": TABLE, "type": "table"}])
-        return {"mlflow.runType": "evaluation", "mlflow.loggedArtifacts": shown} if self.table else {}
 
     def since(self, begun: int) -> list[Point]:
         """The metrics with the times of a run that began at `begun`."""
@@ -60,7 +48,7 @@ class Record:
         """The hash of the whole content, including the bytes of the artifacts; times are not hashed."""
         files = [(folder, path.name, sha256_file(path)) for path, folder in self.artifacts]
         metrics = [point[:3] for point in self.metrics]
-        content = json.dumps([self.key, self.kind, self.params, metrics, files, self.table], sort_keys=True)
+        content = json.dumps([self.key, self.kind, self.params, metrics, files], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -68,8 +56,8 @@ def records(run: Run) -> list[Record]:
     """The records of a run, first that of the whole run. Raises DemixError if a file is missing or damaged."""
     results = read_results(run.folder / "results.parquet")
     learned = [*_trainings(run, results)]
-    parent = _pipeline(run, learned, (*_headlines(results, run), *_harness(run), *_dev_curves(learned)))
-    return [parent, *learned, *_evaluations(run, results)]
+    parent = _pipeline(run, learned, tuple(_headlines(results, run)))
+    return [parent, *learned]
 
 
 def _changed(path: Path) -> int:
@@ -85,23 +73,6 @@ def _headlines(results: Results, run: Run) -> Iterator[Point]:
         name = ".".join(part for part in dict.fromkeys(parts) if part)
         for key, mean, step, time in _tested(system, own, run):
             yield named(f"{key}/{name}"), mean, step, time
-
-
-def _harness(run: Run) -> Iterator[Point]:
-    """The values of the harness's tasks by metric, of each model and rule that mixes its experts."""
-    path = run.folder / "tasks.parquet"
-    if run.config.lm_eval and is_made(path):
-        time = _changed(path)
-        for row in read_rows(path, "harness").itertuples():
-            rule = "" if row.routing == "dense" else f".{row.routing}"
-            yield named(f"{row.task} {row.metric}/{row.model}{rule}"), row.value, 0, time
-
-
-def _dev_curves(learned: Iterable[Record]) -> Iterator[Point]:
-    for record in learned:
-        for key, value, step, time in record.metrics:
-            if key == "dev_loss":
-                yield named(f"dev_loss/{record.key.partition('/')[2]}"), value, step, time
 
 
 def _pipeline(run: Run, learned: Sequence[Record], metrics: tuple[Point, ...]) -> Record:
@@ -140,8 +111,10 @@ def _trainings(run: Run, results: Results) -> Iterator[Record]:
                 record = _learned(
                     run, "training", part.place, run.folder / part.folder / "model.json", label=part.label
                 )
-                tested = _tested(systems[model.row], results.of_seed(model.seed), run) if model.row in systems else ()
-                yield record if part.part else replace(record, metrics=(*record.metrics, *tested))
+                if not part.part and model.row in systems:
+                    tested = _tested(systems[model.row], results.of_seed(model.seed), run, by_domain=True)
+                    record = replace(record, metrics=(*record.metrics, *tested))
+                yield record
     for one in run.adaptations:
         folder = run.folder / "models" / one.model
         described = folder / "experts" / f"{one.expert}.json" if one.adds_expert else folder / "model.json"
@@ -149,12 +122,15 @@ def _trainings(run: Run, results: Results) -> Iterator[Record]:
             yield _learned(run, "adaptation", one.name, described)
 
 
-def _tested(system: System, results: Results, run: Run) -> Iterator[Point]:
-    """Mean test perplexities on the domains of each kind, of the system that represents a model (`representatives`)."""
+def _tested(system: System, results: Results, run: Run, *, by_domain: bool = False) -> Iterator[Point]:
+    """Mean test perplexities of a system on the domains of each kind, and with `by_domain` that on each domain."""
     time = _changed(Path(str(results.path)))
     for domains in domains_of(run):
-        if (mean := results.mean(system, domains.names)) == mean:
+        found = results.perplexities(system, domains.names)
+        if (mean := mean_of(found)) == mean:
             yield f"perplexity_{domains.kind}", mean, 0, time
+        for domain, value in found.dropna().items() if by_domain else ():
+            yield named(f"perplexity/{domain}"), value, 0, time
 
 
 def _learned(run: Run, kind: str, name: str, described: Path, **settings: str) -> Record:
@@ -170,41 +146,6 @@ def _learned(run: Run, kind: str, name: str, described: Path, **settings: str) -
     artifacts = tuple((path, folder) for path, folder in files if is_made(path))
     params = flatten(settings | {"model": model})
     return Record(f"{kind}/{name}", kind, begun, ended, params, tuple(points(rows, begun)), artifacts)
-
-
-def _evaluations(run: Run, results: Results) -> Iterator[Record]:
-    """One record per model and set of experts: perplexities by domain, and means over all domains of a kind.
-
-    Of single experts the metrics are their own domain's perplexity and the means; the table has all domains.
-    """
-    time = _changed(run.folder / "results.parquet")
-    scored = results.rows.query("variant == ''")
-    for (model, experts, seed), rows in scored.groupby(["model", "experts", "seed"], sort=True):
-        # Models of further seeds are named as their folders are.
-        model = run.folder_of(model, seed)
-        metrics = []
-        # MLflow draws metrics of one name in one chart.
-        masked = "scorer" in rows and rows["scorer"].str.startswith("masked").any()
-        measure = "masked_perplexity" if masked else "perplexity"
-        by = ["split", "method", "weights", "expert", "top_k"]
-        # `naive` chooses another expert in each domain: the expert is not part of the method's name.
-        by_name = rows.assign(expert=rows["expert"].where(rows["method"] == "expert", ""))
-        for (split, method, weights, expert, top_k), group in by_name.groupby(by, sort=True, dropna=False):
-            parts = [method, expert, weights, "" if pd.isna(top_k) else f"top{top_k:.0f}"]
-            prefix = f"{'' if split == 'test' else f'{split}_'}{measure}/{'.'.join(filter(None, parts))}"
-            values = group.set_index("domain")["perplexity"]
-            sent = values[values.index == expert] if method == "expert" else values
-            metrics += [(named(f"{prefix}/{domain}"), float(value), 0, time) for domain, value in sent.items()]
-            for domains in domains_of(run):
-                if set(domains.names) <= set(values.index):
-                    mean = float(values[domains.names].mean())
-                    metrics.append((named(f"{prefix}/mean_{domains.kind}"), mean, 0, time))
-        settings = {"evaluation": written(run.config.evaluation), "model": model, "experts": experts}
-        settings["n_experts"] = int(rows["n_experts"].max())
-        table = rows.sort_values([*by, "domain"], ignore_index=True)
-        text = table.to_json(orient="split", index=False, double_precision=15)
-        key = f"evaluation/{model}/{experts}"
-        yield Record(key, "evaluation", time, time, flatten(settings), tuple(sorted(metrics)), table=text)
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, str]:

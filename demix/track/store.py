@@ -25,7 +25,7 @@ from demix.track.client import (
     origin,
     runs_with,
 )
-from demix.track.records import TABLE, Record, records
+from demix.track.records import Record, records
 
 if TYPE_CHECKING:
     from mlflow.entities import Run as MlflowRun
@@ -48,12 +48,12 @@ def track_folder(run: Path, uri: str = "", experiment: str = "", output: Path | 
 def track(run: Run, uri: str, experiment: str) -> str:
     """Make the MLflow experiment hold what lies in the folder of `run`; return the printed summary line.
 
-    A pipeline run has one parent run, and one nested run per training, adaptation and evaluation (a model with a set of
-    experts). Their tags demix.run and demix.config are what `demix compare` prints. Unchanged runs are kept, changed
-    runs are deleted and created again, and runs whose files are gone are deleted. A run that a training began
-    (`demix.track.live`), or that was interrupted, is completed. With a SQLite `uri`, artifacts go to `mlartifacts/`
-    next to the database, and one process at a time writes. With another database, artifacts go to `mlartifacts/` next
-    to the folder. A server chooses the place itself. Deleted runs stay in MLflow's bin until `mlflow gc`.
+    A pipeline run has one parent run, and one nested run per training and adaptation. Their tags demix.run and
+    demix.config are what `demix compare` prints. Unchanged runs are kept, changed runs are deleted and created again,
+    and runs whose files are gone are deleted. A run that a training began (`demix.track.live`), or that was
+    interrupted, is completed. With a SQLite `uri`, artifacts go to `mlartifacts/` next to the database, and one process
+    at a time writes. With another database, artifacts go to `mlartifacts/` next to the folder. A server chooses the
+    place itself. Deleted runs stay in MLflow's bin until `mlflow gc`.
 
     Raises DemixError if files are missing or damaged, or if the tracking server does not answer.
     """
@@ -116,7 +116,7 @@ def _write(
     """Write a record with `tags` to `run`, or to a new MLflow run; return that run."""
     from mlflow.entities import Param, RunTag
 
-    tags = {KEY: record.key, "demix.kind": record.kind, **record.tags, **origin(), **tags}
+    tags = {KEY: record.key, "demix.kind": record.kind, **origin(), **tags}
     if run is None:
         run = client.create_run(experiment_id, start_time=record.begun, tags=tags, run_name=record.name)
     run_id = run.info.run_id
@@ -125,7 +125,5 @@ def _write(
     log_points(client, run_id, metrics, params=params, tags=[RunTag(*tag) for tag in tags.items()])
     for path, folder in record.artifacts:
         client.log_artifact(run_id, str(path), None if folder == "." else folder)
-    if record.table:
-        client.log_text(run_id, record.table, TABLE)
     client.set_terminated(run_id, "FINISHED", end_time=record.ended)
     return run

@@ -13,8 +13,8 @@ import pandas as pd
 from markdown_it import MarkdownIt
 
 from demix.report.claims import claims, rows
-from demix.report.item import FigureItem, TableItem
-from demix.report.items import all_items
+from demix.report.item import FigureItem, Item, TableItem
+from demix.report.items import ITEMS
 from demix.report.run_data import RunData
 from demix.report.table import Table
 from demix.report.verdict import Verdict
@@ -40,12 +40,6 @@ class Shown:
         frames = (self.cells, self.beneath, self.bold)
         kept = [[not name.startswith("Paper, ") for name in names] for names in (self.cells.index, self.cells.columns)]
         return Shown(*(frame.loc[kept[0], kept[1]] for frame in frames), self.marked)
-
-    def keyed(self, *columns: str) -> "Shown":
-        """The same with its lines named by the cells of some columns."""
-        index = self.cells[[*columns]].agg(", ".join, axis=1)
-        cells, beneath, bold = (frame.set_index(index) for frame in (self.cells, self.beneath, self.bold))
-        return Shown(cells, beneath, bold)
 
     def wrong(self, expected: pd.DataFrame) -> list[tuple[str, str, str, object]]:
         """Where the table does not show what is expected: line, column, cell, and the value expected there."""
@@ -113,6 +107,11 @@ def in_html(page: str, begin: str) -> list[Shown]:
 
 def _is_bold(cell: ElementTree.Element) -> bool:
     return "best" in cell.get("class", "") or cell.find("strong") is not None
+
+
+def all_items() -> dict[str, Item]:
+    """All elements of reports by name."""
+    return {item.name: item for item in ITEMS}
 
 
 def table_of(name: str, data: RunData) -> Table:

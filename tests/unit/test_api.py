@@ -205,7 +205,6 @@ REFUSED: list[tuple[Callable[[demix.OpenedModel, Path], object], str]] = [
     (lambda model, _: model.generate("a", tokens=0), "tokens"),
     (lambda model, _: model.generate("a", temperature=float("nan")), "temperature"),
     (lambda _, files: demix.open_run(files), "config.json"),
-    (lambda model, _: demix.open_run(model.folder.parents[1]).figure("figure3"), "figure figure3"),
     (lambda model, _: demix.open_run(model.folder.parents[1]).sql("delete from results"), "query"),
 ]
 
@@ -229,7 +228,3 @@ def test_a_run_answers_as_the_commands_do(frozen: Run, tmp_path: Path) -> None:
     assert told
     assert run.sql(query).to_dict("records") == told
     assert list(run.sql("select 1 as a, 2 as a")) == ["a", "a_1"]
-    points = json.loads(run.figure("figure2").to_json())["datasets"]
-    assert {row["perplexity"] for rows in points.values() for row in rows if "perplexity" in row} <= {
-        *rows_of(frozen)["perplexity"]
-    }

@@ -9,11 +9,10 @@ import pandas as pd
 import pytest
 
 from demix.report.claims import rows
-from demix.report.items import all_items
 from demix.run.run import Run
 from support.configs import changed
 from support.frozen import rows_of, run_data
-from support.report import pairs_of, verdict, verdicts
+from support.report import all_items, pairs_of, verdict, verdicts
 
 
 def of(model: str, method: str, weights: str = "", experts: str = "training") -> str:

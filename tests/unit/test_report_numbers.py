@@ -22,13 +22,12 @@ from demix.config.config import Config
 from demix.files import write_json_lines
 from demix.report import report_items
 from demix.report.item import FigureItem, TableItem
-from demix.report.items import all_items
 from demix.report.ranking import ranking
 from demix.report.run_data import RunData, relation
 from demix.run.run import Run
 from support.configs import changed, small_run
 from support.frozen import rows_of, run_data, with_models
-from support.report import Shown, drawn, drawn_as, first_page, pairs_of, says, shown, table_of
+from support.report import Shown, all_items, drawn, drawn_as, first_page, pairs_of, says, shown, table_of
 
 # How tables name a system, by its method and rule of weights; {} is the label of the model.
 NAMES = {
@@ -310,32 +309,6 @@ def ratios(files: Files) -> pd.DataFrame:
     return frame.merge(files.table("corpus/overlap")[["domain", "expert", "overlap"]], validate="1:1")
 
 
-def marked(files: Files) -> pd.DataFrame:
-    """The named results, oracles marked."""
-    oracles = (files.named["method"] == "naive") & (files.named["kind"] == "novel")
-    return files.named.assign(system=files.named["system"] + np.where(oracles, ", oracle", ""))
-
-
-def full(files: Files) -> tuple[pd.DataFrame, pd.DataFrame]:
-    rows = marked(files)
-    found = rows.groupby(rows["domain"] + ", " + rows["system"])
-    frame = found[["perplexity", "bits_per_byte", "documents", "pieces", "tokens"]].mean()
-    frame = frame.rename(columns=lambda name: name.replace("_", " ").capitalize())
-    if len(files.seeds) > 1:
-        frame["± seeds"] = found["perplexity"].std()
-    else:
-        frame = frame.assign(Low=found["perplexity_low"].first(), High=found["perplexity_high"].first())
-    less = {name: f"{label} (cluster)" for name, label in files.labels.items()}
-    less |= {"dense_unbalanced": "Dense", "dense": "Dense (Balanced)", "demix_cached": "DEMix (cached prior)"}
-    rows = marked(files.own)[[*SYSTEM, "domain", "system"]]
-    rows = files.own.table("differences").merge(rows, on=[*SYSTEM, "domain"])
-    rows["line"], rows["column"] = rows["domain"] + ", " + rows["system"], "Less " + rows["against"].map(less)
-    bounds = (rows[name].map("{:+.2f}".format) for name in ("perplexity_low", "perplexity_high"))
-    rows["beneath"] = ("[" + next(bounds) + ", " + next(bounds) + "]").str.replace("-", "−")
-    values, beneath = (rows.pivot(index="line", columns="column", values=name) for name in ("perplexity", "beneath"))
-    return frame.join(values), beneath.fillna("").replace("[+nan, +nan]", "")
-
-
 def documents(files: Files) -> pd.DataFrame:
     """The clustering, cluster, domain and split of each document of the clusterings that models learn from."""
     frames = []
@@ -456,12 +429,6 @@ def cluster_experts(files: Files) -> pd.DataFrame:
     return pd.concat(frames)[["kind", "domain", "expert", "value"]]
 
 
-def cluster_sizes(files: Files) -> pd.DataFrame:
-    test = documents(files).query("split == 'test'")
-    counts = test.groupby(["clustering", "cluster"]).size().rename("documents").reset_index()
-    return counts.assign(share=counts["documents"] / counts.groupby("clustering")["documents"].transform("mean"))
-
-
 @pytest.fixture(scope="module")
 def files(frozen: Run) -> Files:
     return Files(frozen.folder)
@@ -469,8 +436,6 @@ def files(frozen: Run) -> Files:
 
 TABLES = [name for name, item in all_items().items() if isinstance(item, TableItem)]
 FIGURES = [name for name, item in all_items().items() if isinstance(item, FigureItem)]
-# The columns that tell the lines of tables apart that have numbers for labels.
-KEYS = {"full": ("Domain", "System")}
 
 
 def test_the_run_has_all_tables_and_figures(frozen: Run) -> None:
@@ -479,7 +444,7 @@ def test_the_run_has_all_tables_and_figures(frozen: Run) -> None:
 
 def check(found: Shown, name: str, files: Files) -> None:
     """Whether a table shows what the function of its name expects."""
-    found, made = found.keyed(*KEYS[name]) if name in KEYS else found, globals()[name](files)
+    made = globals()[name](files)
     expected, *beneath = made if isinstance(made, tuple) else (made,)
     assert not found.wrong(expected)
     for lines in beneath:
@@ -502,19 +467,16 @@ def test_a_figure_has_the_numbers_of_the_files(name: str, files: Files, report: 
         pd.testing.assert_frame_equal(found, expected, check_dtype=False, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["table4", "table5", "full"])
+@pytest.mark.parametrize("name", ["table4", "table5"])
 def test_a_run_of_one_seed_has_its_numbers(name: str, files: Files) -> None:
     one = files.own
     check(shown(name, run_data(one.run, results=one.table("results"))), name, one)
 
 
-@pytest.mark.parametrize(
-    ("measured", "best", "expected"), [("dev_loss", "DEMix", (2.0, 4.0, 1.0)), ("loss", "", (5.5, 6.5, 2.0))]
-)
+@pytest.mark.parametrize(("measured", "expected"), [("dev_loss", (2.0, 4.0, 1.0)), ("loss", (5.5, 6.5, 2.0))])
 def test_losses_are_of_the_domains_that_all_models_train_on(
-    measured: str, best: str, expected: tuple[float, ...], tmp_path: Path
+    measured: str, expected: tuple[float, ...], tmp_path: Path
 ) -> None:
-    """The line of the best is thick. Losses of batches do not compare, nor does a model trained without a domain."""
     models = {"dense_unbalanced": None, "domain_token": None}
     run = small_run(models=models, removal={"retrain_without": ["law"], "replacement": "songs"})
     lost = {"demix": {"law": 9.0, "news": 2.0}, "dense": {"law": 9.0, "news": 4.0}}
@@ -527,7 +489,6 @@ def test_losses_are_of_the_domains_that_all_models_train_on(
     (records,) = figure["datasets"].values()
     labels = ("DEMix", "Dense (Balanced)", "DEMix without law")
     assert {row["model"]: row["loss"] for row in records} == dict(zip(labels, expected, strict=True))
-    assert f"'{best}')" in figure["vconcat"][0]["encoding"]["strokeWidth"]["condition"]["test"]
 
 
 def test_p_is_that_of_all_orders_of_the_domains() -> None:
@@ -620,8 +581,7 @@ def test_what_began_with_the_same_models_folder_has_equal_flops(frozen: Run, tmp
     """However many tokens that model had learned from, which is not known."""
     run = with_models(frozen, tmp_path / "own", "demix", "dense")
     run = changed(run, models={name: {"kind": name, "parent": "imported/one"} for name in ("dense", "demix")})
-    unknown = {"dense": None, "demix": None}
-    main, _ = first_page(run_data(run, results=lined(frozen), tokens_before=unknown), tmp_path)
+    main, _ = first_page(run_data(run, results=lined(frozen)), tmp_path)
     assert "Remark" not in main.cells
 
 

@@ -1,6 +1,5 @@
 """MLflow: what is tracked, and metrics that reach it while a training runs, read back through its own client."""
 
-import io
 import json
 import os
 import shutil
@@ -66,8 +65,7 @@ def keys(run: Run) -> set[str]:
     """The keys of the MLflow runs that the files of the run make."""
     trained = {f"{'adaptation' if '-dapt-' in path.stem else 'training'}/{path.stem}"
                for path in run.folder.glob("metrics/*.jsonl")}  # fmt: skip
-    pairs = rows_of(run)[["model", "experts"]].drop_duplicates()
-    return {"pipeline", *trained, *(f"evaluation/{row.model}/{row.experts}" for row in pairs.itertuples())}
+    return {"pipeline", *trained}
 
 
 def stored(uri: str, experiment: str) -> dict[str, Stored]:
@@ -108,6 +106,7 @@ def test_records_of_trainings_are_those_of_their_files(run: Run, keys: set[str])
         assert [time for *_, time in points] == pytest.approx(times, abs=2, rel=0), key
     tempered = perplexities(run, "demix", experts="training", method="uniform", weights="tempered")
     assert values(training)["perplexity_novel"] == pytest.approx(tempered[[*run.novel]].mean())
+    assert {name: values(training)[f"perplexity/{name}"] for name in run.domains} == tempered.to_dict()
     assert training.params["model.architecture.width"] == str(run.architecture.width)
     assert training.params["model.uri"] == (run.folder / "models" / "demix").resolve().as_uri()
     described = [path for path, folder in training.artifacts if folder == "model"]
@@ -116,27 +115,9 @@ def test_records_of_trainings_are_those_of_their_files(run: Run, keys: set[str])
     assert adapted.params["model.parent"] == read_json(expert)["parent"]
 
 
-def test_records_of_evaluations_have_the_perplexities_of_the_results(run: Run) -> None:
-    found = by_key(run)
-    evaluated = found["evaluation/demix/all"]
+def test_the_record_of_the_run_has_the_means_of_the_main_table(run: Run) -> None:
+    headlines = values(by_key(run)["pipeline"])
     cached = perplexities(run, "demix", experts="all", method="cached", weights="history")
-    naive = perplexities(run, "demix", experts="all", method="naive")
-    single = perplexities(run, "demix", experts="all", method="expert", expert="licenses")
-    sent, expert = values(evaluated), "perplexity/expert.licenses/"
-    assert sent["perplexity/cached.history/fantasy"] == cached["fantasy"]
-    assert sent["perplexity/naive/mean_training"] == pytest.approx(naive[[*run.training]].mean())
-    wanted = {"licenses": single["licenses"]} | {
-        f"mean_{kind}": single[[*names]].mean() for kind, names in (("training", run.training), ("novel", run.novel))
-    }
-    assert {name.removeprefix(expert): sent[name] for name in sent if name.startswith(expert)} == pytest.approx(wanted)
-    table = pd.read_json(io.StringIO(evaluated.table), orient="split", precise_float=True)
-    assert len(table) == len(
-        rows_of(run).query("model == 'demix' and experts == 'all' and variant == '' and seed == 1")
-    )
-    table = table.query("method == 'cached' and weights == 'history' and top_k.isna()").set_index("domain")
-    assert table["perplexity"].to_dict() == cached.to_dict()
-    assert {name.split("/")[-1] for name in values(found["evaluation/demix/minus-licenses"])} == {"licenses"}
-    headlines = values(found["pipeline"])
     assert headlines["perplexity_novel/demix.all.cached.history"] == pytest.approx(cached[[*run.novel]].mean())
     dense = perplexities(run, "dense")
     assert headlines["perplexity_training/dense"] == pytest.approx(dense[[*run.training]].mean())
@@ -166,14 +147,8 @@ def test_the_store_holds_the_records_and_a_second_time_changes_nothing(
         assert artifacts.is_relative_to(store / "mlartifacts")
         for path, folder in record.artifacts:
             assert (artifacts / folder / path.name).read_bytes() == path.read_bytes()
-        if record.table:
-            assert (artifacts / "results.json").read_text() == record.table
-            # MLflow's page shows it as a table.
-            assert json.loads(tags["mlflow.loggedArtifacts"]) == [{"path": "results.json", "type": "table"}]
         assert (tags["demix.run"], tags["demix.config"]) == ("frozen", config_fingerprint(run.config))
         assert tags.get("mlflow.parentRunId") == (None if key == "pipeline" else parent.run_id)
-        # MLflow's page opens the rows below a run that has one of this type below it.
-        assert (tags.get("mlflow.runType") == "evaluation") == key.startswith("evaluation/")
     asked = ("git", "-C", Path(__file__).parent, "rev-parse", "HEAD")
     commit = subprocess.run(asked, capture_output=True, text=True, check=False)
     if commit.returncode == 0:
@@ -184,23 +159,16 @@ def test_the_store_holds_the_records_and_a_second_time_changes_nothing(
     }
 
 
-def test_times_are_those_of_the_files_and_losses_on_dev_are_on_the_first_page(own: Run) -> None:
+def test_times_are_those_of_the_files(own: Run) -> None:
     metrics = own.folder / "metrics" / "demix.jsonl"
-    lines = [line | {"tokens_per_second": 192 / 5} for line in read_json_lines(metrics)[:4]]
-    dev = [{"step": step, "tokens": lines[step - 1]["tokens"], "dev_loss": 5.0 - step / 10} for step in (2, 4)]
-    write_json_lines(metrics, [*lines[:2], dev[0], *lines[2:], dev[1]])
+    write_json_lines(metrics, [line | {"tokens_per_second": 192 / 5} for line in read_json_lines(metrics)[:4]])
     os.utime(metrics, (5000, 5000))
     os.utime(own.folder / "results.parquet", (5040, 5040))
     found = by_key(own)
     # Four updates of 5 seconds each.
-    assert [found[key].begun for key in ("training/demix", "pipeline", "evaluation/demix/all")] == [
-        *2 * [4_980_000],
-        5_040_000,
-    ]
+    assert {found[key].begun for key in ("training/demix", "pipeline")} == {4_980_000}
     assert [found[key].ended for key in ("training/demix", "pipeline")] == [5_000_000, 5_040_000]
-    assert {time for *_, time in found["evaluation/demix/all"].metrics} == {5_040_000}
-    dev_curve = [(step, value) for name, value, step, _ in found["pipeline"].metrics if name == "dev_loss/demix"]
-    assert dev_curve == [(2, 4.8), (4, 4.6)]
+    assert {time for *_, time in found["pipeline"].metrics} == {5_040_000}
 
 
 def test_one_command_sends_a_copied_folder(
@@ -255,8 +223,6 @@ def test_experts_that_were_trained_by_themselves_are_sent_too(frozen: Run) -> No
         rows = read_json_lines(frozen.folder / f"metrics/{file}.jsonl")
         points = [point[2:0:-1] for point in found[f"training/{file}"].metrics if point[0] == "loss"]
         assert points == [(row["step"], row["loss"]) for row in rows if "loss" in row]
-    assert found["evaluation/demix_masked/training"].metrics
-    assert all("masked_perplexity" in point[0] for point in found["evaluation/demix_masked/training"].metrics)
 
 
 def test_one_process_writes_at_a_time(uri: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ ITEMS: tuple[Item, ...] = (
     TableItem("paper", "table7", "Table  7: removing experts", PAPER, (needs.SECOND_TRAINING,)),
     TableItem("paper", "table13", "Table 13: adapting to a novel domain, and forgetting", PAPER, NOVEL),
     TableItem("further", "ablations", "Ablations: rules of weights, priors, number of experts, temperature", FURTHER),
-    TableItem("further", "full", "Every system on every domain", FURTHER),
     TableItem("further", "tasks", "Classification tasks, benchmarks and suites", FURTHER, (needs.ANY_TASK,)),
     TableItem("families", "families", "All models: perplexity at equal tokens", FAMILIES),
     FigureItem(
@@ -51,7 +50,6 @@ ITEMS: tuple[Item, ...] = (
         FAMILIES,
         CLUSTERS,
     ),
-    FigureItem("families", "cluster_sizes", "How unequal the clusters of held-out documents are", FAMILIES, CLUSTERS),
     PageItem(
         "pages",
         "claims",
@@ -61,8 +59,3 @@ ITEMS: tuple[Item, ...] = (
     ),
     PageItem("pages", "index", "The run on one page", category="At a glance"),
 )
-
-
-def all_items() -> dict[str, Item]:
-    """All items by name."""
-    return {item.name: item for item in ITEMS}

@@ -10,7 +10,6 @@ import pandas as pd
 from demix.report.cells import compared
 from demix.report.charts import (
     CELL_RANGE,
-    COLOURS,
     SHARE_LEGEND,
     coloured,
     dashed,
@@ -20,7 +19,6 @@ from demix.report.charts import (
     heat_maps,
     share_scale,
 )
-from demix.report.read import parent_notes
 from demix.report.run_data import RunData
 from demix.report.systems import BALANCED, by_label, one_clusters
 from demix.report.systems import families as families_of
@@ -50,20 +48,22 @@ def families(data: RunData) -> Table:
         system, row = family.system, family.model.row
         mixed, merged = family.model.kind.has_experts, family.system.method == "merged"
         base = balanced.get(system, known[alike[row]].system if row in alike and not merged else BALANCED)
-        what = "clusters" if family.clustering else "domains"
+        what, merges = "clusters" if family.clustering else "domains", family.model.parent if family.model.mixes else ""
         pairs[label], about[label] = (
             (system, base),
             {
                 "Experts": f"{len(family.model.experts)} {what}" if mixed and not merged else family.chosen,
                 "Mixed by": " ".join(filter(None, (system.method, system.weights))) if mixed else "",
-                "Tokens": family.learned(data.tokens_before),
+                "Tokens": float(family.tokens + sum(one.tokens for one in known.values() if one.model.name == merges)),
             },
         )
     table = compared(data, pairs, data.kinds)
     frame = pd.DataFrame.from_dict(about, orient="index").join(table.frame)
     frame["Against"] = [base.label if system != base else "" for system, base in pairs.values()]
     routed = {one.token_routed for one in run.merged}
-    notes = parent_notes(run, data.tokens_before)
+    notes = ["Tokens of merged experts count, too."] * any(one.model.mixes for one in known.values())
+    begun = [one.model.label for one in known.values() if one.model.base.initial]
+    notes += [f"Tokens of the models in folders with which {', '.join(begun)} began do not count."] * bool(begun)
     if False in routed:
         notes.append("Averaged experts are one model, whose parameters are the mean of theirs.")
     if True in routed:
@@ -174,21 +174,3 @@ def cluster_experts(data: RunData) -> tuple[Any, str]:
         **GRID,
     )
     return alt.vconcat(own, divided, spacing=28).resolve_scale(color="independent"), ""
-
-
-def cluster_sizes(data: RunData) -> tuple[Any, str]:
-    """As Figure 14 of the c-BTM paper. One point per cluster: its test documents, over those of a cluster if all were
-    equal. Boxes hold the middle half, whiskers reach to the smallest and the largest cluster.
-    """
-    found = data.clusters.sizes()
-    names = list(dict.fromkeys(found["clustering"]))
-    base = alt.Chart(data_of(found[["clustering", "cluster", "documents", "share"]])).encode(
-        x=alt.X("clustering:N", sort=names, title=None, axis=alt.Axis(labelAngle=0)),
-        y=alt.Y("share:Q", title="test documents of a cluster, over an equal share", scale=alt.Scale(zero=True)),
-    )
-    boxes = base.mark_boxplot(extent="min-max", size=40, color=COLOURS[0], opacity=0.35)
-    points = base.mark_point(size=40, filled=True, color=COLOURS[0], opacity=0.8).encode(
-        tooltip=["clustering:N", "cluster:N", "documents:Q", "share:Q"]
-    )
-    equal = alt.Chart(data_of([{"share": 1}])).mark_rule(strokeDash=[4, 4]).encode(y="share:Q")
-    return alt.layer(boxes, points, equal).properties(width=max(400, 110 * len(names)), height=320), ""

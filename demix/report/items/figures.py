@@ -57,9 +57,6 @@ def training(data: RunData) -> tuple[Any, str]:
     names = {model.name: model.label for model in own}
     curves = curves[curves["model"].isin(names)]
     models = [label for name, label in names.items() if (curves["model"] == name).any()]
-    last = curves[~curves["model"].isin([model.name for model in own if model.removed])].groupby("model")["loss"].last()
-    # Losses of other domains, or of each model's own batches, do not compare.
-    best = names[last.idxmin()] if len(last) and measured and common else ""
     records = [
         {"model": names[row.model], "tokens": row.tokens, "loss": finite(row.loss)} for row in curves.itertuples()
     ]
@@ -72,7 +69,6 @@ def training(data: RunData) -> tuple[Any, str]:
             y=alt.Y("loss:Q", title=f"{what} (nats per token)", scale=alt.Scale(zero=False)),
             color=coloured("model", models, legend, sort=models),
             strokeDash=dashed("model", models, legend, sort=models),
-            strokeWidth=alt.condition(alt.datum.model == best, alt.value(3.2), alt.value(1.4)),
         )
         .properties(width=620, height=340)
     )
@@ -80,7 +76,7 @@ def training(data: RunData) -> tuple[Any, str]:
     if measured:
         which = f"{so_many(len(common), 'domain')} that all models train on" if common else "domains of each model"
         shown = f"Losses are on the dev splits of the {which}."
-    return alt.vconcat(chart), shown + " Of models that train on all domains the thick line ends lowest." * bool(best)
+    return alt.vconcat(chart), shown
 
 
 def figure2(data: RunData) -> tuple[Any, str]:
@@ -191,7 +187,7 @@ PANEL_COLUMNS = 4
 def figure6(data: RunData) -> tuple[Any, str]:
     """Dev perplexity of the novel domain and of the training domains during adaptation; each panel is one novel domain.
     DEMix-DAPT trains one more expert, Dense-DAPT every parameter of a dense model on the same data. All panels of a
-    part have one scale; the number at the end of a line is its last value. The model kept is the best on dev.
+    part have one scale. The model kept is the best on dev.
     """
     run, curves = data.run, _curves(data.metrics, data.run)
     whole = run.receiver.kind.expert_scope == "model"
@@ -208,10 +204,7 @@ def _small_multiples(curves: pd.DataFrame, part: str, novel: tuple[str, ...]) ->
     panels = []
     for index, domain in enumerate(present or ["no adaptation in this run"]):
         own = curves[curves["domain"] == domain].dropna(subset=[part])
-        ends = own.groupby("kind")["tokens"].transform("max") == own["tokens"]
-        # Where a line ends: above the other or below it.
-        places = own[part].eq(own.loc[ends, part].max()).map({True: "upper", False: "lower"}).where(ends, "")
-        records = own.assign(perplexity=own[part], last=places)[["kind", "tokens", "perplexity", "last"]]
+        records = own.assign(perplexity=own[part])[["kind", "tokens", "perplexity"]]
         title = "dev perplexity" if index % PANEL_COLUMNS == 0 else None
         base = alt.Chart(data_of(records)).encode(
             x=alt.X("tokens:Q", title="tokens of adaptation", axis=token_axis(3), scale=alt.Scale(nice=False)),
@@ -219,15 +212,7 @@ def _small_multiples(curves: pd.DataFrame, part: str, novel: tuple[str, ...]) ->
             color=coloured("kind", KINDS, legend),
         )
         lines = base.mark_line(strokeWidth=2, point=POINTS).encode(strokeDash=dashed("kind", KINDS, legend))
-        # Lines that end close together have their numbers apart.
-        numbers = [
-            base.mark_text(align="left", dx=5, dy=dy, fontSize=11)
-            .encode(text=alt.Text("perplexity:Q", format=".0f"))
-            .transform_filter(f"datum.last == '{place}'")
-            for place, dy in (("upper", -5), ("lower", 5))
-        ]
-        chart = alt.layer(lines, *numbers)
-        panels.append(chart.properties(width=160, height=120, title=small_heading(domain)))
+        panels.append(lines.properties(width=160, height=120, title=small_heading(domain)))
     return alt.concat(*panels, columns=PANEL_COLUMNS, spacing=30, title=heading_of(PARTS[part]))
 
 

@@ -1,16 +1,14 @@
-"""Tables beyond the paper's: ablations, all systems, and tasks, benchmarks and suites."""
+"""Tables beyond the paper's: ablations, and tasks, benchmarks and suites."""
 
 import pandas as pd
 
 from demix.files.database import ask
 from demix.report import needs
-from demix.report.cells import INTERVAL_NOTE, numbered
 from demix.report.read import percent
 from demix.report.run_data import RunData
-from demix.report.systems import CACHED, UPDATING, by_label, systems_on
+from demix.report.systems import CACHED, UPDATING, by_label
 from demix.report.table import Table
-from demix.run.compared import balanced_pairs
-from demix.run.systems import BASES, row_systems, table_rows
+from demix.run.systems import row_systems, table_rows
 
 ABLATIONS = r"""
 with tried as (
@@ -49,13 +47,6 @@ from tried left join (
 ) using (model, experts, domain, split, prior, rule)
 where split = 'test'
 order by place, variant, method, weights, decay, dev_blocks, context, temperature, top_k, line
-"""
-FULL = """
-select domain as Domain, kind as Kind, label as System, perplexity as Perplexity, low as Low, high as High,
-    spread as "± seeds", bits_per_byte as "Bits per byte",
-    documents as Documents, pieces as Pieces, tokens as Tokens, model, experts, method, weights, variant
-from systems join evaluations using (domain, model, experts, method, weights, variant)
-where evaluations.top_k = 0 and expert = '' and perplexity is not null order by place
 """
 TASKS = """
 -- Of the experts of a model by themselves the one that is best on the test.
@@ -139,45 +130,6 @@ def ablations(data: RunData) -> Table:
         ),
         formats={"%": "{:+.2f}"},
         long=len(frame) > 40,
-    )
-
-
-def full(data: RunData) -> Table:
-    """Test perplexity, the bounds of its 95% interval, and bits per byte of the text, of every system of the tables on
-    every domain; and its perplexity less that of another system on the same documents, with the 95% interval of the
-    difference. Lower is better. Bits per byte compare across tokenizers, perplexities do not.
-
-    Differences are of the run's own seed. Negative: better than the other system. differences.parquet has them in nats
-    per token, too.
-    """
-    key, seeds = ["model", "experts", "method", "weights"], len(data.results.by_seed)
-    systems = pd.DataFrame(
-        {"domain": domain, "kind": domains.kind, **vars(system)}
-        for domains in data.kinds
-        for domain in domains.names
-        for system in systems_on(domain, domains.kind, data.run)
-    ).reset_index(names="place")
-    found = numbered(ask(FULL, systems=systems, evaluations=data.results.evaluations))
-    frame = found.drop(columns=[*key, "variant", *(["± seeds"] if seeds == 1 else [])])
-    beneath = pd.DataFrame(index=frame.index)
-    bases = {base.model: base.label for _, base in balanced_pairs(data.run)}
-    bases |= {name: base.label for name, base in BASES.items()}
-    # What is subtracted is the oracle's choice, not that on dev.
-    differences = data.rows("differences").assign(variant="").rename(columns={"domain": "Domain"})
-    for against, rows in differences[differences["seed"] == data.run.seed].groupby("against", sort=False):
-        less = found[["Domain", *key, "variant"]].merge(rows, "left").set_axis(found.index)
-        frame[f"Less {bases[against]}"] = less["perplexity"]
-        beneath[f"Less {bases[against]}"] = [
-            "" if pd.isna(low) else f"[{low:+.2f}, {high:+.2f}]".replace("-", "−")
-            for low, high in zip(less["perplexity_low"], less["perplexity_high"], strict=True)
-        ]
-    several = f"Perplexities are means over {seeds} seeds, ± their standard deviation, where a system has them."
-    return Table(
-        frame,
-        notes=(INTERVAL_NOTE, *([several] if seeds > 1 else [])),
-        formats={"Bits per byte": "{:.3f}"} | dict.fromkeys(beneath, "{:+.2f}"),
-        beneath=beneath,
-        long=True,
     )
 
 

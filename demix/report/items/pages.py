@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, get_args
 
-import pandas as pd
-
 from demix.report import left_out_notes, report_items
 from demix.report.charts import inline, ranked
 from demix.report.claims import claims as judged_claims
 from demix.report.item import FigureItem, Group, paragraphs
-from demix.report.ranking import Entry, Ranking, ranking
+from demix.report.ranking import Entry, Ranking, main_table, ranking
 from demix.report.run_data import RunData
 from demix.report.table import Table, as_markdown, part_of_page, render
 from demix.report.verdict import Verdict
@@ -61,7 +59,7 @@ def index(data: RunData) -> Mapping[str, str]:
         notes=left_out_notes(run),
         ranking=found,
         remarks=found.remarks,
-        dots={name: inline(ranked(found, narrow=name == "narrow")) for name in ("broad", "narrow")},
+        dots=inline(ranked(found)),
         main=_shown(found, found.main),
         claims_title=CLAIMS_TITLE,
         rest=_shown(found, [one for one in found.entries if one not in found.main]),
@@ -79,33 +77,10 @@ def index(data: RunData) -> Mapping[str, str]:
 
 def _shown(found: Ranking, entries: Sequence[Entry]) -> dict[str, Any]:
     """Lines of the main table as the page shows them: however a reader sorts them, oracles come last."""
-    page = part_of_page(_table(found, entries))
+    page = part_of_page(main_table(found, entries))
     lines, oracles = [line for group in page["groups"] for line in group], {one.label for one in entries if one.oracle}
     groups = [[line for line in lines if (line.label in oracles) == oracle] for oracle in (False, True)]
     return page | {"groups": [group for group in groups if group]}
-
-
-def _table(found: Ranking, entries: Sequence[Entry]) -> Table:
-    """Lines of the main table, best first: means, changes from Dense (Balanced) with their intervals, and passes."""
-    rows: dict[str, dict[str, Any]] = {entry.label: {} for entry in entries}
-    beneath: dict[str, dict[str, str]] = {entry.label: {} for entry in entries}
-    best: dict[str, dict[str, bool]] = {entry.label: {} for entry in entries}
-    lowest = {domains.kind: found.lowest(domains.kind) for domains in found.data.kinds}
-    for entry in entries:
-        row, label = rows[entry.label], entry.label
-        for domains in found.data.kinds:
-            name, measured = domains.said, entry.on[domains.kind]
-            change, significant = (f"{domains.heading}, {what}" for what in ("change in %", "significant"))
-            row[name], row[change] = measured.mean, measured.change if entry is not found.dense else float("nan")
-            row[significant] = f"{measured.significant} of {measured.known}" if measured.known else " "
-            interval = "{:+.1f} to {:+.1f}".format(*measured.interval).replace("-", "−") if measured.interval else ""
-            beneath[label][change] = "oracle" if entry.oracle_on(domains.kind) else interval
-            best[label][name] = entry is lowest[domains.kind]
-        row["Experts run per token"], row["Remark"] = float(entry.passes), entry.apart or " "
-    frame, bold, below = (pd.DataFrame.from_dict(one, orient="index") for one in (rows, best, beneath))
-    # A column of blanks says nothing.
-    frame = frame if any(entry.apart for entry in entries) else frame.drop(columns="Remark", errors="ignore")
-    return Table(frame, formats={"Experts run per token": "{:.0f}"}, best=bold, beneath=below)
 
 
 def _groups(run: Run) -> dict[str, list[dict[str, Any]]]:
