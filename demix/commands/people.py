@@ -63,6 +63,8 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
 
     Example: demix summary results/sample
     """
+    from dataclasses import replace
+
     from demix.report import left_out_notes
     from demix.report.ranking import main_table, ranking
     from demix.report.run_data import RunData
@@ -73,7 +75,10 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
     data, console = RunData(whole), terminal()
     found = ranking(data)
     console.print(found.verdict, *found.remarks, "", sep="\n", highlight=False)
-    console.print(printed(main_table(found, found.main)))
+    table = main_table(found, found.main)
+    narrow = table.frame.filter(regex="domains?$|change|Experts")
+    oracles = table.beneath.where(table.beneath == "oracle", "")
+    console.print(printed(replace(table, frame=narrow, beneath=oracles)))
     for line in left_out_notes(whole):
         print(line)
     print(f"Tables, figures, claims: {run / 'report'} (start with index.html)")

@@ -304,8 +304,7 @@ def main_table(found: Ranking, entries: Sequence[Entry]) -> Table:
     frame = frame if any(entry.apart for entry in entries) else frame.drop(columns="Remark", errors="ignore")
     return Table(
         frame,
-        caption=f"Change: from {found.dense.label}, with its 95% interval. Oracle: the best expert or token, chosen on "
-        "test data. Significant: domains on which the whole interval is below zero.",
+        caption=f"Change: from {found.dense.label}. Oracle: the best expert or token, chosen on test data.",
         formats={"Experts run per token": "{:.0f}"},
         best=bold,
         beneath=below,

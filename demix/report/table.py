@@ -90,38 +90,21 @@ class Table:
         """The headings of the columns, each with whether the column holds text."""
         return {str(name): values.dtype.kind not in "fi" for name, values in self.frame.items()}
 
-    def text(self) -> pd.DataFrame:
-        """The cells as printed."""
-        columns = {
-            column: [cell(value, self._format(str(column))) for value in values]
-            for column, values in self.frame.items()
-        }
-        return pd.DataFrame(columns, index=self.frame.index, dtype=object)
-
     def _format(self, column: str) -> str:
         known = self.formats | {end: form for end, form in FORMATS.items() if end not in self.formats}
         return known.get(column) or next((known[end] for end in known if column.endswith(end)), "{:.2f}")
 
-    def bold(self) -> pd.DataFrame:
-        """True for the cells that are printed bold."""
-        best = self.best.reindex(index=self.frame.index, columns=self.frame.columns, fill_value=False)
-        return best.astype(bool)
-
-    def second_lines(self) -> pd.DataFrame:
-        """The second line of each cell; empty text without one."""
-        lines = self.beneath.reindex(index=self.frame.index, columns=self.frame.columns, fill_value="")
-        return lines.fillna("").astype(object)
-
     def lines(self) -> Iterator[Line]:
         """The lines as every format prints them."""
-        columns = self.columns
-        printed = (frame.to_numpy() for frame in (self.text(), self.second_lines(), self.bold()))
-        sorted_by = [[_key(value) for value in values] for _, values in self.frame.items()]
-        for position, (label, texts, beneath, best) in enumerate(zip(self.frame.index, *printed, strict=True)):
-            keys = (column[position] for column in sorted_by)
+        columns, like = self.columns, {"index": self.frame.index, "columns": self.frame.columns}
+        best = self.best.reindex(**like, fill_value=False).astype(bool)
+        beneath = self.beneath.reindex(**like, fill_value="").fillna("")
+        forms = [self._format(name) for name in columns]
+        known = (frame.itertuples(index=False, name=None) for frame in (self.frame, beneath, best))
+        for position, (label, *values) in enumerate(zip(self.frame.index, *known, strict=True)):
             cells = [
-                Cell(str(text), str(below), bool(bold), is_text, key)
-                for text, below, bold, is_text, key in zip(texts, beneath, best, columns.values(), keys, strict=True)
+                Cell(cell(value, form), str(below), bold, is_text, _key(value))
+                for value, below, bold, form, is_text in zip(*values, forms, columns.values(), strict=True)
             ]
             yield Line(str(label), cells, label in self.summaries, position)
 

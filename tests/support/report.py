@@ -123,9 +123,15 @@ def table_of(name: str, data: RunData) -> Table:
 
 def shown(name: str, data: RunData) -> Shown:
     """The same as its cells are printed, without what the paper prints."""
-    table = table_of(name, data)
-    frames = table.text().map(str.strip), table.second_lines(), table.bold()
-    return Shown(*(frame.rename(index=str) for frame in frames)).of_run
+    return printed(table_of(name, data)).of_run
+
+
+def printed(table: Table) -> Shown:
+    """A table as its cells are printed."""
+    lines = [*table.lines()]
+    parts = ([[getattr(cell, part) for cell in line.cells] for line in lines] for part in ("text", "beneath", "best"))
+    cells, *more = (pd.DataFrame(part, [line.label for line in lines], [*table.columns]) for part in parts)
+    return Shown(cells.map(str.strip), *more)
 
 
 def first_page(data: RunData, folder: Path) -> list[Shown]:

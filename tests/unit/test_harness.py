@@ -467,7 +467,7 @@ def test_the_table_has_all_values(place: Path) -> None:
         assert f"{name}: 3 documents" in table.notes[0]
         higher = rows[(rows["task"] == task) & (rows["metric"] == metric)]["higher_is_better"].iloc[0]
         best = values == (values.max() if higher else values.min())
-        assert table.bold()[name].tolist() == best.tolist()
+        assert table.best[name].tolist() == best.tolist()
     assert any("choice law 1 (of 1); word law 1 (of 1); rolling law 1 (of 1)" in note for note in table.notes)
     assert "tables/tasks.html" in report_files(run)
     assert "tables/tasks.html" not in report_files(small_run(place, domains=domains(THREE)))

@@ -27,7 +27,7 @@ from demix.report.run_data import RunData, relation
 from demix.run.run import Run
 from support.configs import changed, small_run
 from support.frozen import rows_of, run_data, with_models
-from support.report import Shown, all_items, drawn, drawn_as, first_page, pairs_of, says, shown, table_of
+from support.report import Shown, all_items, drawn, drawn_as, first_page, pairs_of, printed, says, shown, table_of
 
 # How tables name a system, by its method and rule of weights; {} is the label of the model.
 NAMES = {
@@ -637,7 +637,7 @@ SIZES = {"gpt3-small": "125M", "gpt3-medium": "350M", "gpt3-large": "760M", "gpt
 def with_paper(name: str, frozen: Run, architecture: dict[str, Any]) -> pd.DataFrame:
     """The cells of a table of the run, were it of another size."""
     run = Run(Config.complete(frozen.config.values | {"architecture": architecture}), frozen.folder)
-    return table_of(name, run_data(run)).text()
+    return printed(table_of(name, run_data(run))).cells
 
 
 @pytest.mark.parametrize("entry", PRINTED, ids=lambda entry: f"{entry['table']}, {entry['preset']}")

@@ -152,8 +152,8 @@ def test_the_table_has_perplexity_and_bits_per_byte_by_source(frozen: Run) -> No
     values = table.frame["paloma: songs"]
     assert values["Dense (Balanced)"] == dense["perplexity"]
     assert f"paloma: songs: {dense['tokens']:,.0f} tokens" in table.notes[0]
-    assert table.second_lines().loc["Dense (Balanced)", "paloma: songs"] == f"{dense['bits_per_byte']:.3f}"
-    (best,) = values.index[table.bold()["paloma: songs"]]
+    assert table.beneath.loc["Dense (Balanced)", "paloma: songs"] == f"{dense['bits_per_byte']:.3f}"
+    (best,) = values.index[table.best["paloma: songs"]]
     assert values[best] == min(value for value in values if value > 1)
     assert "tables/tasks.html" in report_files(frozen)
     assert "tables/tasks.html" not in report_files(small_run())
