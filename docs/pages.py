@@ -32,7 +32,7 @@ from demix.run.run import Run
 ROOT = Path(__file__).parents[1]
 SAMPLE = ROOT / "results" / "sample"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-PICTURE, SIZE = ROOT / "docs" / "report.png", (1200, 1000)
+PICTURE, SIZE = ROOT / "docs" / "report.png", (1400, 1000)
 MARK = re.compile(r"<!-- ([\w.-]+) -->(.*?)<!-- end -->", re.DOTALL)
 # GPUs of a training of the paper's size: the config's own number, and sixteen.
 MACHINES = {"a100": None, "h100": 16}
@@ -43,7 +43,6 @@ SYSTEMS = {
     "5-grams by domain, tempered": ("ngram5_domains", "uniform", "tempered"),
     "5-grams of all text by domain, tempered": ("ngram5_all_domains", "uniform", "tempered"),
     "Dense (Balanced)": ("dense", "dense", ""),
-    "+ domain token": ("domain_token", "naive", ""),
     "DEMix, cached prior": ("demix", "cached", "history"),
     "DEMix, tempered": ("demix", "uniform", "tempered"),
     "DEMix after a dense warm start, tempered": ("demix_seeded", "uniform", "tempered"),
