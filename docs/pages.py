@@ -40,8 +40,9 @@ V100_PEAK = 125
 
 # Rows of README's first table: label, and the system by model entry, method and mixing rule; * marks an oracle.
 SYSTEMS = {
-    "5-grams by domain, tempered": ("ngram5_domains", "uniform", "tempered"),
-    "5-grams of all text by domain, tempered": ("ngram5_all_domains", "uniform", "tempered"),
+    "5-grams, same tokens": ("ngram5", "dense", ""),
+    "5-grams by domain, same tokens, tempered": ("ngram5_domains", "uniform", "tempered"),
+    "5-grams by domain, all text, tempered": ("ngram5_all_domains", "uniform", "tempered"),
     "Dense (Balanced)": ("dense", "dense", ""),
     "DEMix, cached prior": ("demix", "cached", "history"),
     "DEMix, tempered": ("demix", "uniform", "tempered"),
@@ -58,6 +59,12 @@ MEANS = """
     from results where variant = '' and experts in ('training', 'dense') and top_k is null and split = 'test'
     and model = '{}' and method = '{}' and weights = '{}'
 """
+NGRAMS = {
+    "pooled": ("ngram{}", "dense", ""),
+    "by domain, the domain's own (novel: the best, an oracle)": ("ngram{}_domains", "naive", ""),
+    "by domain, cached prior": ("ngram{}_domains", "cached", "history"),
+    "by domain, tempered": ("ngram{}_domains", "uniform", "tempered"),
+}
 ADAPTED = {
     "Dense-DAPT, a tenth of the rate": "Dense-DAPT",
     "DEMix-DAPT, the whole rate (old domains each by its own expert)": "DEMix-DAPT",
@@ -79,6 +86,16 @@ def sample_means() -> str:
         training, novel, oracle = run.sql(MEANS.format(*system)).iloc[0]
         rows.append([label, f"{training:.1f}", f"{novel:.1f}{'*' if oracle else ''}"])
     return table(["mean test perplexity", "8 training domains", "8 novel domains"], rows)
+
+
+def sample_ngrams() -> str:
+    """Means of the n-grams of the demo over the training and over the novel domains."""
+    run, rows = open_run(SAMPLE), []
+    for label, (folder, *system) in NGRAMS.items():
+        found = (run.sql(MEANS.format(folder.format(order), *system)).iloc[0] for order in ("3", "5", "5_all"))
+        rows.append([label, *(f"{mean:.1f}" for training, novel, _ in found for mean in (training, novel))])
+    orders = ("order 3", "order 5", "order 5, all text")
+    return table(["n-grams", *(f"{order}: {kind}" for order in orders for kind in ("training", "novel"))], rows)
 
 
 def sample_adaptation() -> str:
@@ -201,6 +218,7 @@ def fillings() -> dict[str, Callable[[], str]]:
     numbers = sentences()
     return {
         "results-means": sample_means,
+        "results-ngrams": sample_ngrams,
         "results-adaptation": sample_adaptation,
         "plan-by-model": lambda: by_model("paper-1.3b"),
         "plan-by-model-of-the-family": lambda: by_model("cbtm-1.3b"),
