@@ -66,7 +66,7 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
     from dataclasses import replace
 
     from demix.report import left_out_notes
-    from demix.report.ranking import main_table, ranking
+    from demix.report.ranking import NOT_BELOW_NGRAMS, main_table, ranking
     from demix.report.run_data import RunData
     from demix.report.table import terminal as printed
     from demix.run.run import Run
@@ -77,8 +77,8 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
     console.print(found.verdict, *found.remarks, "", sep="\n", highlight=False)
     table = main_table(found, found.main)
     narrow = table.frame.filter(regex="domains?$|change|Experts")
-    oracles = table.beneath.where(table.beneath == "oracle", "")
-    console.print(printed(replace(table, frame=narrow, beneath=oracles)))
+    marks = table.beneath.where(table.beneath.isin(["oracle", NOT_BELOW_NGRAMS]), "")
+    console.print(printed(replace(table, frame=narrow, beneath=marks)))
     for line in left_out_notes(whole):
         print(line)
     print(f"Tables, figures, claims: {run / 'report'} (start with index.html)")

@@ -28,6 +28,8 @@ from demix.run.systems import (
 
 # Rows are at equal FLOPs of training within a hundredth: an update more or less, or another decoder of the same sizes.
 EQUAL = 0.01
+# Below a mean that is not lower than that of the best n-grams of the run.
+NOT_BELOW_NGRAMS = "above n-grams"
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,11 @@ class Ranking:
         some = [entry for entry in known if not (entry.apart or entry.oracle)]
         some.sort(key=lambda entry: entry.on[kind].mean)
         return some[0] if len(some) > 1 and self.significantly(some[0], some[1], kind) else None
+
+    def best_ngrams(self, kind: str) -> Entry | None:
+        """The line of n-grams with the lowest mean on a kind of domains."""
+        known = (one for one in self.entries if one.counts and not math.isnan(one.on[kind].mean))
+        return min(known, key=lambda one: one.on[kind].mean, default=None)
 
     def significantly(self, one: Entry, other: Entry, kind: str) -> bool | None:
         """Whether the whole interval of the mean difference of `one` less `other` lies below zero; None without one.
@@ -288,6 +295,7 @@ def main_table(found: Ranking, entries: Sequence[Entry]) -> Table:
     beneath: dict[str, dict[str, str]] = {entry.label: {} for entry in entries}
     best: dict[str, dict[str, bool]] = {entry.label: {} for entry in entries}
     lowest = {domains.kind: found.lowest(domains.kind) for domains in found.data.kinds}
+    counted = {domains.kind: found.best_ngrams(domains.kind) for domains in found.data.kinds}
     for entry in entries:
         row, label = rows[entry.label], entry.label
         for domains in found.data.kinds:
@@ -298,13 +306,20 @@ def main_table(found: Ranking, entries: Sequence[Entry]) -> Table:
             interval = "{:+.1f} to {:+.1f}".format(*measured.interval).replace("-", "−") if measured.interval else ""
             beneath[label][change] = "oracle" if entry.oracle_on(domains.kind) else interval
             best[label][name] = entry is lowest[domains.kind]
+            ngrams = counted[domains.kind]
+            if ngrams and not entry.counts and measured.mean >= ngrams.on[domains.kind].mean:
+                beneath[label][name] = NOT_BELOW_NGRAMS
         row["Experts run per token"], row["Remark"] = float(entry.passes), entry.apart or " "
     frame, bold, below = (pd.DataFrame.from_dict(one, orient="index") for one in (rows, best, beneath))
     # A column of blanks says nothing.
     frame = frame if any(entry.apart for entry in entries) else frame.drop(columns="Remark", errors="ignore")
+    caption = f"Change: from {found.dense.label}. Oracle: the best expert or token, chosen on test data."
+    if best_ngrams := [(one, domains) for domains in found.data.kinds if (one := counted[domains.kind])]:
+        rivals = (f"{one.label} ({one.on[on.kind].mean:.2f}) on the {on.said}" for one, on in best_ngrams)
+        caption += f" {NOT_BELOW_NGRAMS.capitalize()}: not below {', '.join(rivals)}, the best n-grams of the run."
     return Table(
         frame,
-        caption=f"Change: from {found.dense.label}. Oracle: the best expert or token, chosen on test data.",
+        caption=caption,
         formats={"Experts run per token": "{:.0f}"},
         best=bold,
         beneath=below,

@@ -22,7 +22,7 @@ from demix.config.config import Config
 from demix.files import write_json_lines
 from demix.report import report_items
 from demix.report.item import FigureItem, TableItem
-from demix.report.ranking import ranking
+from demix.report.ranking import NOT_BELOW_NGRAMS, main_table, ranking
 from demix.report.run_data import RunData, relation
 from demix.run.run import Run
 from support.configs import changed, small_run
@@ -604,6 +604,18 @@ def test_a_model_counts_once_by_whatever_rules_it_predicts(frozen: Run) -> None:
     assert counted(results) == len(equal & models)
     assert counted(results.query("weights != 'switching'")) == counted(results)
     assert counted(results.query("model != 'btm'")) == counted(results) - 1
+
+
+def test_means_that_are_not_below_the_best_ngrams_are_marked(frozen: Run) -> None:
+    found = ranking(run_data(frozen))
+    shown, counts = main_table(found, found.entries), {one.label for one in found.entries if one.counts}
+    for column in ("training domains", "novel domains"):
+        column = next(name for name in shown.frame if name.endswith(column))
+        marked = shown.beneath[column] == NOT_BELOW_NGRAMS
+        above = shown.frame[column] >= shown.frame.loc[[*counts], column].min()
+        assert {*shown.frame.index[marked]} == {*shown.frame.index[above]} - counts
+    assert marked.any()
+    assert counts
 
 
 def test_a_run_without_dense_has_no_changes(frozen: Run, tmp_path: Path) -> None:
