@@ -23,7 +23,7 @@ from demix.config.domains import (
 )
 from demix.config.evaluation import EvaluationSection
 from demix.config.harness import HarnessSection
-from demix.config.keys import located, read_keys
+from demix.config.keys import read_keys
 from demix.config.models import PAPER, Models
 from demix.config.names import NAME, NAMED, EntryName
 from demix.config.tasks import Task, check_tasks
@@ -160,19 +160,6 @@ class Config(Settings):
         default_factory=ClusterSection,
         description="All settings of the cluster. No setting here changes a result, and changing one reruns nothing.",
     )
-
-    @classmethod
-    def read(cls, path: str | Path, **instead: Any) -> Self:
-        """The config in the YAML file `path`: merged with its base, checked, and completed with all defaults.
-
-        The keys of `instead` replace those of the file.
-        """
-        path = Path(path)
-        content, lines = read_keys(path)
-        try:
-            return cls.complete(content | instead, path.parent)
-        except DemixError as error:
-            raise located(error, {path: lines}) from None
 
     @classmethod
     def complete(cls, values: Mapping[str, Any], folder: Path = Path()) -> Self:

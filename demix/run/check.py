@@ -23,11 +23,12 @@ from demix.settings import names_of, written
 
 def load_run(path: str | Path, **instead: Any) -> Run:
     """The run of the config in the YAML file `path`, checked; the keys of `instead` replace those of the file."""
-    config = Config.read(path, **instead)
+    path = Path(path)
+    content, lines = read_keys(path)
     try:
-        return checked(config)
+        return completed_run(content | instead, path.parent)
     except DemixError as error:
-        raise located(error, {Path(path): read_keys(Path(path))[1]}) from None
+        raise located(error, {path: lines}) from None
 
 
 def completed_run(values: Mapping[str, Any], folder: Path = Path()) -> Run:

@@ -9,6 +9,7 @@ import pytest
 
 from demix.config.config import Config
 from demix.files import read_json, write_json
+from demix.run.check import load_run
 from demix.run.run import FORMAT, Run, kept, read_run_config, refuse_other_domains, write_run_config
 from support.cli import said
 from support.configs import domains, small
@@ -84,7 +85,7 @@ def test_the_workflow_refuses_a_run_of_another_version_or_of_other_domains(tmp_p
 
 
 def test_one_domain_in_common_makes_it_the_same_run(tmp_path: Path) -> None:
-    write_run_config(tmp_path / "config.json", Config.read(TINY))
+    write_run_config(tmp_path / "config.json", load_run(TINY).config)
     for training, novel in (("licenses",), ()), (("letters",), ("parliament",)):
         refuse_other_domains(tmp_path, Config.complete(small(domains=domains(training, novel))))
     with refused(tmp_path / "config.json"):

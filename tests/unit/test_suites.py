@@ -10,14 +10,13 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from demix.config.config import Config
 from demix.data.anonymize import SCHEMA
 from demix.data.corpus import Budget, Splitting, split
 from demix.data.dedup import mark_duplicates
 from demix.evaluate.domain import Evaluation, evaluate_domain
 from demix.files import read_json, read_parquet, write_json, write_parquet
 from demix.report import report_files
-from demix.run.check import completed_run
+from demix.run.check import completed_run, load_run
 from demix.run.evaluated import evaluated
 from demix.run.run import Run, config_fingerprint
 from support.cli import demix
@@ -129,7 +128,7 @@ def test_missing_files_and_pins_name_a_source_of_a_suite(tmp_path: Path, monkeyp
     config = small(evaluation={"suites": SUITES})
     Path("x.yaml").write_text(yaml.safe_dump(config))
     with refused("x.yaml"):
-        Config.read("x.yaml").refuse_missing_files(Path("x.yaml"))
+        load_run("x.yaml").config.refuse_missing_files(Path("x.yaml"))
     for name in ("text.jsonl", "c4.jsonl"):
         Path(name).write_text('{"text": "a"}\n')
     told = yaml.safe_load(demix("config", "--pin", "x.yaml").stdout)
