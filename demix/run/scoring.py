@@ -68,7 +68,7 @@ def scoring_jobs(run: Run) -> tuple[ScoringJob, ...]:
     existing job.
     """
     joined: dict[str, list[ScoringJob]] = {}
-    for together, job in (*_of_trained(run), *_of_adapted(run), *_of_merged(run), *_of_suites(run), *_left_out(run)):
+    for together, job in (*_of_trained(run), *_of_adapted(run), *_of_merged(run)):
         joined.setdefault(job.name if run.submitted else together, []).append(job)
     jobs = []
     for name, some in joined.items():
@@ -110,6 +110,10 @@ def _of_trained(run: Run) -> _Jobs:
                     yield from _each(run, replace(again, context=context), domains)
             for top_k in other_top_k(run).get(model.name, ()):
                 yield from _each(run, replace(again, top_k=top_k), domains)
+        # Nothing but their own evaluation waits for those of suites.
+        for suite in run.suites if model in suite_models(run) else ():
+            here = replace(part, domains=(suite,), splits=("test",))
+            yield f"suites-{suite}", ScoringJob(f"{model.name}/{suite}", (here,))
 
 
 def _each(run: Run, part: ScoringPart, domains: Iterable[str], together: str = "others", priority: int = 0) -> _Jobs:
@@ -137,15 +141,6 @@ def _of_adapted(run: Run) -> _Jobs:
         yield f"adapted-{name}", ScoringJob(made.model, (made,), 0 if run.submitted else 60)
 
 
-def _of_suites(run: Run) -> _Jobs:
-    """The jobs of the suites. They come last, and nothing but their own evaluation waits for them."""
-    for model in suite_models(run):
-        scope = model.kind.expert_scope
-        for suite in run.suites:
-            part = ScoringPart(model.name, model.experts, model.columns, (suite,), ("test",), expert_scope=scope)
-            yield f"suites-{suite}", ScoringJob(f"{model.name}/{suite}", (part,))
-
-
 def _of_merged(run: Run) -> _Jobs:
     domains = (*run.training, *run.novel)
     for merged in run.merged:
@@ -154,11 +149,6 @@ def _of_merged(run: Run) -> _Jobs:
         for domain, top_k in product(domains, (0, *other_top_k(run).get(merged.place, ()))):
             part = ScoringPart(merged.of(domain), MERGED, MERGED, (), ("test",), top_k=top_k)
             yield from _each(run, part, [domain], together)
-
-
-def _left_out(run: Run) -> _Jobs:
-    part = ScoringPart("", MERGED, MERGED, (), ("test",))
-    for folder in merged_whole(run):
-        for domain in run.training:
-            left = replace(part, model=folder, domains=(domain,), without=domain)
-            yield "others-training", ScoringJob(f"{left.folder}/{domain}", (left,))
+    for folder, domain in product(merged_whole(run), run.training):
+        left = ScoringPart(folder, MERGED, MERGED, (), ("test",), without=domain)
+        yield from _each(run, left, [domain])
