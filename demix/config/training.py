@@ -225,13 +225,9 @@ TRAINING_PRESETS: dict[str, dict[str, Any]] = {
         },
         "learning_rate_schedule": {"kind": "wsd", "share": 0.5, "end": 0.0},
     },
-    "paper": {
-        "warmup": 0.08,
-        "clip": 0.1,
-        "weight_decay": 0.1,
-        "optimizer": None,
-        "learning_rate_schedule": None,
-    },
+}
+TRAINING_PRESETS["paper"] = {
+    key: OptimizerRecipe.model_fields[key].get_default(call_default_factory=True) for key in TRAINING_PRESETS["modern"]
 }
 PRESET = (
     "Values of warmup, clip, weight_decay, optimizer and learning_rate_schedule under one name, which "
@@ -246,10 +242,9 @@ def with_presets(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Other keys replace those of a preset. A preset that is not known stays.
     """
-    found, entries = (
-        {key: _with_preset(one) if key == "training" else one for key, one in values.items()},
-        values.get("models"),
-    )
+    found, entries = dict(values), values.get("models")
+    if "training" in values:
+        found["training"] = _with_preset(values["training"])
     if isinstance(entries, dict):
         found["models"] = {name: _with_preset(entry) for name, entry in entries.items()}
     return found
