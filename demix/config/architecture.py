@@ -82,18 +82,9 @@ class Options(Settings):
     position: Literal["learned", "sinusoidal", "alibi", "rope"] = Field(
         default="learned",
         description="How a model knows the order of tokens: learned (a table of positions), sinusoidal (a fixed table "
-        "of sines and cosines), alibi (attention falls with the distance) or rope (queries and keys are rotated by "
-        "their position). Without learned positions blocks may be longer than those of training.",
-    )
-    attention: Literal["causal", "bidirectional"] = Field(
-        default="causal",
-        description="What a position attends to: causal (itself and earlier ones of the block) or bidirectional (all "
-        "of the block; with objective mlm only).",
-    )
-    alibi: Literal["symmetric", "asymmetric"] = Field(
-        default="symmetric",
-        description="How alibi counts later positions under bidirectional attention: symmetric (by their distance) or "
-        "asymmetric (by half a position less).",
+        "of sines and cosines), alibi (attention falls with the distance, which of later positions of masked models "
+        "is half a position less) or rope (queries and keys are rotated by their position). Without learned positions "
+        "blocks may be longer than those of training.",
     )
     head: Literal["tied", "clap", "untied", "roberta"] = Field(
         default="tied",
@@ -106,7 +97,8 @@ class Options(Settings):
     )
     objective: Literal["clm", "mlm"] = Field(
         default="clm",
-        description="What is learned: clm (the next token) or mlm (masked tokens; with attention bidirectional only).",
+        description="What is learned: clm (the next token; a position attends to itself and earlier ones of the block) "
+        "or mlm (masked tokens; a position attends to all of the block).",
     )
     mask: Literal["zeros", "learned"] = Field(
         default="zeros",
@@ -220,12 +212,6 @@ class Architecture(Decoder):
 
     def model_post_init(self, context: Any, /) -> None:
         super().model_post_init(context)
-        if (self.attention == "bidirectional") != (self.objective == "mlm"):
-            cause = f"is {self.attention}, and the objective is {self.objective}"
-            cure = "use bidirectional with mlm, and causal with clm"
-            raise DemixError("architecture.attention", cause, cure)
-        if self.alibi != "symmetric":
-            _check_alibi(self.position, self.attention)
         for key, value in (("mask", "learned"), ("head", "roberta")):
             if getattr(self, key) == value and self.objective != "mlm":
                 cause = f"is {value}, and the objective is {self.objective}"
@@ -287,7 +273,6 @@ DECODERS: dict[str, dict[str, Any]] = {
     "opt": {"activation": "relu"},
     "pythia": {"position": "rope", "rope_share": 0.25, "residual": "parallel", "head": "untied"},
     "roberta": {
-        "attention": "bidirectional",
         "objective": "mlm",
         "mask": "learned",
         "head": "roberta",
@@ -328,13 +313,4 @@ def architecture_from(section: Mapping[str, Any]) -> Architecture:
             known = ", ".join([*PRESETS, *DECODERS])
             raise DemixError("architecture.preset", f"{preset} is not known", f"use one of {known}")
         sizes = (PRESETS[preset].as_dict() if preset in PRESETS else DECODERS[preset]) | sizes
-    if "alibi" in section:
-        _check_alibi(sizes.get("position", "learned"), sizes.get("attention", "causal"))
     return settings_from(Architecture, sizes, "architecture")
-
-
-def _check_alibi(position: str, attention: str) -> None:
-    """Raise DemixError unless the option `alibi` has a meaning with these options."""
-    if position != "alibi" or attention != "bidirectional":
-        cause = f"is given to position {position} and attention {attention}"
-        raise DemixError("architecture.alibi", cause, "leave it out: it is for position alibi, attention bidirectional")

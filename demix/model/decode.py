@@ -271,7 +271,7 @@ def refuse_other_models(trunks: Sequence[GPT]) -> None:
     """Raise DemixError for a model that sees later tokens, and for one with domain tokens."""
     if any(trunk.domain_tokens for trunk in trunks):
         raise DemixError("model", "is a domain-token model, which has no experts to mix", "choose another model")
-    if any(trunk.architecture.attention == "bidirectional" for trunk in trunks):
+    if any(trunk.architecture.objective == "mlm" for trunk in trunks):
         raise DemixError("model", "is a masked language model, which continues no text", "choose a causal model")
 
 

@@ -49,8 +49,7 @@ TIED = {True: "tied", False: "untied"}
 Vocabulary = Annotated[Positive, Field(le=1 << 24)]
 # In `Format.fixed`: every value of the option.
 ANY = object()
-# `attention` follows from `objective`, and `alibi` from `position`.
-OPTIONS = [name for name in USUAL if name not in ("attention", "alibi")]
+OPTIONS = [*USUAL]
 
 
 @dataclass(frozen=True)

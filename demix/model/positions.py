@@ -72,14 +72,13 @@ class Alibi(Positions):
     def bias(self, before: int, T: int, x: Tensor) -> Tensor:
         """-m_h·(i - j) [1, H, T, before + T] for position i and an earlier one j; -inf for a later one.
 
-        Where attention is bidirectional, -m_h·(j - i) for a later one, to which `asymmetric` adds m_h/2.
+        Of a masked model, whose attention is bidirectional, m_h·(1/2 - (j - i)) for a later one.
         """
         exact = torch.promote_types(x.dtype, torch.float32)
         at = torch.arange(before + T, dtype=exact, device=x.device)
         distances = at - at[before:, None]  # [T, before + T], at most 0 for what is seen
-        if self.options.attention == "bidirectional":
-            nearer = 0.5 if self.options.alibi == "asymmetric" else 0.0
-            distances = torch.where(distances > 0, nearer - distances, distances)
+        if self.options.objective == "mlm":
+            distances = torch.where(distances > 0, 0.5 - distances, distances)
         else:
             distances = distances.masked_fill(distances > 0, -torch.inf)
         slopes = torch.tensor(alibi_slopes(self.options.heads), dtype=exact, device=x.device)

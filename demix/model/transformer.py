@@ -125,7 +125,7 @@ class Attention(nn.Module):
     def __init__(self, options: Architecture):
         super().__init__()
         self.heads, self.key_heads, self.head_dim = options.heads, options.key_value_heads, options.unit
-        self.causal = options.attention != "bidirectional"
+        self.causal = options.objective != "mlm"
         rows = (self.heads + 2 * self.key_heads) * self.head_dim
         self.qkv = Linear(options.width, rows, options.biases != "none")
         self.out = Linear(self.heads * self.head_dim, options.width, options.biases == "all")

@@ -27,7 +27,7 @@ def scoring_flops(architecture: Architecture, vocab_size: int, experts: int, exp
     time, and predicts a token once.
     """
     layers, width = architecture.layers, architecture.width
-    skips = architecture.position != "alibi" and architecture.attention == "causal"
+    skips = architecture.position != "alibi" and architecture.objective == "clm"
     passes = FOLDS if architecture.objective == "mlm" else 1
     scores = (2 if skips else 4) * architecture.context * architecture.heads * architecture.unit
     attention = attention_flops(architecture) + scores

@@ -33,7 +33,7 @@ from support.training import opened
 
 ALIBI = {"architecture": {"position": "alibi"}}
 ROWS = {"far": {"kind": "demix"} | ALIBI, "far_token": {"kind": "domain_token"} | ALIBI}
-MASKED = {"kind": "dense", "architecture": {"attention": "bidirectional", "objective": "mlm"}}
+MASKED = {"kind": "dense", "architecture": {"objective": "mlm"}}
 
 
 def run_of(contexts: list[int] | None = None, launch: str = "local", **rows: Any) -> Run:

@@ -26,7 +26,7 @@ from support.training import SIZES, TRAIN, shard_paths, stop_at, train_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-MASKED = {"attention": "bidirectional", "objective": "mlm"}
+MASKED = {"objective": "mlm"}
 LLAMA = {"preset": "llama", "key_heads": 1, "inner": 40, "query_norm": "all"}
 ROUTED = {"routed": {"experts": 4, "top_k": 2, "every": 2, "capacity": 1.0, "balance": 0.1}}
 VARIED = {"position": "alibi", "head": "clap"}

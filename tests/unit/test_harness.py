@@ -428,8 +428,7 @@ BY_DOMAIN = {"by_domain": {"method": "metadata"}}
 
 
 def test_the_models_of_a_run_that_do_tasks_and_what_mixes_them() -> None:
-    rows = {"btm": {"kind": "branched"}, "masked": {"kind": "dense", "architecture": {"attention": "bidirectional"}}}
-    rows["masked"]["architecture"]["objective"] = "mlm"
+    rows = {"btm": {"kind": "branched"}, "masked": {"kind": "dense", "architecture": {"objective": "mlm"}}}
     run = completed_run(small(models=rows, clusterings=BY_DOMAIN, lm_eval=SECTION))
     assert [model.name for model in harnessed(run)] == ["demix", "dense", "dense_unbalanced", "btm"]
     told = harness_settings(run, harnessed(run)[0])

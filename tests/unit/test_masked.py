@@ -48,20 +48,16 @@ from support.models import SMALL, THREE, alone, model_of, save_model, torch_enco
 from support.tokens import NOVEL, TRAINING
 from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, train_model
 
-MASKED_LM = {"attention": "bidirectional", "objective": "mlm"}
+MASKED_LM = {"objective": "mlm"}
 ENCODER = SMALL.replace(**MASKED_LM)
 ROBERTA = architecture_from({"preset": "roberta", "layers": 2, "width": 32, "heads": 4, "context": 64})
 TEXT = "It is a truth universally <mask>, that a single man in possession of a good <mask>, must be in want of a wife."
 # Rows are positions i and columns positions j; to be multiplied by the slope of a head.
-DISTANCES = {
-    "symmetric": [[-abs(i - j) for j in range(16)] for i in range(16)],
-    "asymmetric": [[-abs(i - j) + 0.5 * (j > i) for j in range(16)] for i in range(16)],
-}
+DISTANCES = [[-abs(i - j) + 0.5 * (j > i) for j in range(16)] for i in range(16)]
 OPTIONS = {
     "learned positions": {},
     "clap": {"head": "clap"},
-    "symmetric alibi": {"position": "alibi"},
-    "asymmetric alibi": {"position": "alibi", "alibi": "asymmetric"},
+    "alibi": {"position": "alibi"},
     "learned mask": {"mask": "learned"},
 }
 
@@ -78,7 +74,7 @@ def test_the_states_are_those_of_an_encoder_of_torch_for_short_blocks_too(option
     bias = torch.zeros(4, 16, 16, dtype=torch.float64)
     if "position" in options:
         slopes = torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256], dtype=torch.float64)
-        bias = slopes[:, None, None] * torch.tensor(DISTANCES[options.get("alibi", "symmetric")], dtype=torch.float64)
+        bias = slopes[:, None, None] * torch.tensor(DISTANCES, dtype=torch.float64)
     else:
         embedded = embedded + model.position_embedding
     encoder, bias = torch_encoder(model), bias.repeat(3, 1, 1)

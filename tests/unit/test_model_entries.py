@@ -26,7 +26,7 @@ from support.entries import TINY, tiny, trained
 from support.errors import refused
 
 ALIBI = {"architecture": {"position": "alibi"}}
-MASKED = {"attention": "bidirectional", "objective": "mlm"}
+MASKED = {"objective": "mlm"}
 SWEEP = {"sweep": {"learning_rates": [1], "tokens": 768}}
 RESTART = {"kind": "demix", "parent": "dense", "seed_tokens": 6000, "schedule": "restart"}
 FLEXOLMO = {"kind": "anchored", "parent": "dense", "seed_tokens": 6000, "weight_decay": 0.0}
@@ -191,10 +191,6 @@ ARCHITECTURES: list[tuple[dict[str, Any], str]] = [
     ({"position": "rope", "rope_scaling": {"kind": "yarn", "factor": 2.0}}, "rope_scaling.kind"),
     ({"epsilon": 0.0}, "epsilon"),
     ({"preset": "gemma"}, "preset"),
-    ({"attention": "bidirectional"}, "attention"),
-    ({"objective": "mlm"}, "attention"),
-    ({"alibi": "symmetric"}, "alibi"),
-    ({"position": "alibi", "alibi": "asymmetric"}, "alibi"),
     ({"position": "rotary"}, "position"),
     ({"mask": "learned"}, "mask"),
     ({"head": "roberta"}, "head"),
@@ -203,7 +199,7 @@ ARCHITECTURES: list[tuple[dict[str, Any], str]] = [
 SECTIONS: list[tuple[dict[str, Any], str]] = [
     ({"architecture": TINY["architecture"] | MASKED}, "models.demix.architecture.objective"),
     ({"models": {"dense": {"architecture": MASKED}}}, "models.dense.architecture.objective"),
-    ({"models": {"demix": {"architecture": {"objective": "mlm"}}}}, "models.demix.architecture.attention"),
+    ({"models": {"demix": {"architecture": {"objective": "mlm"}}}}, "models.demix.architecture.objective"),
     ({"models": {"demix": {"architecture": {"layers": 3}}}}, "models.demix.architecture.layers"),
     ({"models": {"dense": {"merged_routed": True}}}, "models.dense.merged_routed"),
     (ONE, "models.demix.merged_routed"),

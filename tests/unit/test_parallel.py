@@ -88,7 +88,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
     },
     "attention": {
         "causal": {},
-        "masked": {"attention": "bidirectional", "objective": "mlm"},
+        "masked": {"objective": "mlm"},
     },
     "optimizer": {"adamw": {}, "muon": MUON},
     "precision": {"fp64": {}, "fp32": {"precision": "fp32"}},

@@ -235,7 +235,7 @@ def test_what_changes_nothing_is_passed_over(tokens: Path, tmp_path: Path) -> No
     json.loads((tmp_path / "out" / "tokenizer.json").read_text("utf-8"))
 
 
-MASKED_LM = {"attention": "bidirectional", "objective": "mlm"}
+MASKED_LM = {"objective": "mlm"}
 ROPE = {"position": "rope", "norm": "rms", "gated": True, "activation": "silu", "biases": "none"}
 ROBERTA = {"preset": "roberta"}
 ROUTED = {"routed": {"experts": 4, "top_k": 2, "capacity": 2.0, "balance": 0.01, "every": 1}}

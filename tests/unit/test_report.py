@@ -99,7 +99,7 @@ TWO = domains(("law", "news"))
         (CLUSTERED | {"evaluation": {"temperatures": [1.0]}}, OF_CLUSTERS),
         ({"models": {"x": {"kind": "routed", "experts": 2}}}, set()),
         (
-            {"models": {"x": {"kind": "dense", "architecture": {"attention": "bidirectional", "objective": "mlm"}}}},
+            {"models": {"x": {"kind": "dense", "architecture": {"objective": "mlm"}}}},
             set(),
         ),
         ({"models": {"x": {"kind": "dense", "architecture": {"position": "alibi"}}}}, set()),

@@ -64,7 +64,7 @@ BEGINNINGS: dict[str, dict[str, Any]] = {
     "folder": {"parent": "imported/gpt2"},
     "merge": {"parent": "demix"},
     "clusters": {"data": "k2"},
-    "masked": {"architecture": {"attention": "bidirectional", "objective": "mlm"}},
+    "masked": {"architecture": {"objective": "mlm"}},
 }
 # What a row of a kind says with each key, so that the key alone decides.
 BESIDE = {"anchored": {"weight_decay": 0.0}, "routed": {"top_k": 2}}

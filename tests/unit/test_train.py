@@ -42,7 +42,7 @@ def new_model(experts: Sequence[str] = TRAINING, architecture: Architecture = AR
     return GPT(architecture, 400, tuple(experts)).initialise(1)
 
 
-MASKED_LM = {"attention": "bidirectional", "objective": "mlm"}
+MASKED_LM = {"objective": "mlm"}
 ROUTED = {"routed": {"experts": 4, "top_k": 2, "every": 2, "capacity": 1.0, "balance": 0.1}}
 # How a step draws its data, further keys of the architecture, and the share of dropout.
 LOOPS: dict[str, tuple[str, dict[str, Any], float | None]] = {

@@ -100,7 +100,7 @@ JOINED: Keys = {
         "upcycled": BRANCH | {"kind": "routed", "experts": 4, "top_k": 2, "every": 2},
         "btx": {"kind": "routed", "parent": "demix", "tokens": 4000},
         "far": {"kind": "demix", "architecture": {"position": "alibi", "head": "clap"}, "sweep": SWEEP},
-        "masked": {"kind": "demix", "architecture": {"attention": "bidirectional", "objective": "mlm"}},
+        "masked": {"kind": "demix", "architecture": {"objective": "mlm"}},
     },
     "clusterings": {"k2": {"clusters": 2, "dimensions": 20}, "by_domain": {"method": "metadata", "dimensions": 20}},
     "evaluation.weights": ["history", "cluster", "cluster+history"],
