@@ -78,14 +78,6 @@ def source(name: str, content: Content, of: str = "", **keys: object) -> Attack:
     return Attack(f"source {name!a}", write(name, content), command, of or name)
 
 
-def task(name: str, rows: bytes | list[dict[str, object]], **keys: object) -> Attack:
-    """A file as the examples of a task."""
-    content = rows if isinstance(rows, bytes) else "".join(json.dumps(row) + "\n" for row in rows)
-    settings = json.dumps({"path": "task.jsonl", "length": 96, "seed": 1, "examples": 50} | keys)
-    command = ["examples", "t", "--tokenizer", "tokenizer.json", "--settings", settings, "--output", "t.parquet"]
-    return Attack(f"task of {name}", write("task.jsonl", content), command, "t")
-
-
 def config(of: str, text: str | dict[str, object]) -> Attack:
     """A config file, as text or as keys of the tiny config that have another value."""
     content = text if isinstance(text, str) else yaml.safe_dump(changed(TINY, text), sort_keys=False)
@@ -132,10 +124,6 @@ def inside() -> None:
     Path("texts", NOT_UTF8).write_text("some words")
 
 
-def labelled(*labels: object, **keys: object) -> list[dict[str, object]]:
-    return [{"text": f"text {number}", "label": label} | keys for number, label in enumerate(labels)]
-
-
 HUGE = int("9" * 4000)
 
 ATTACKS = [
@@ -158,9 +146,6 @@ ATTACKS = [
     config("c.yaml", 'run: a\nbase: "\\ud800"\n'),
     config("where", {"domains.novel.fantasy.source.where": {"n": {"max": HUGE}}}),
     config("config key", f"seed: 0x{'f' * 5000}\nrun: a\n"),
-    task("choices against labels", labelled(*[2] * 60, opts=[1, 2, 3, 4]), choices="opts"),
-    task("true among choices", labelled(*[True] * 60, opts=["a", "b"]), choices="opts"),
-    task("one label", labelled(*["a"] * 90)),
     asked("latin1.txt", "eval", "model", "latin1.txt", make=write("latin1.txt", LATIN1 * 9)),
     asked(None, "eval", "model", "few.txt", make=write("few.txt", b"caf\xe9 and " + b"words " * 9)),
     asked("pipe.txt", "eval", "model", "pipe.txt", make=pipe),

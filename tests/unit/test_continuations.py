@@ -18,9 +18,9 @@ from demix.model.continuations import (
 )
 from demix.model.decode import log_prior_of, weights_of
 from demix.model.gpt import GPT
-from support.decoding import LENGTH, next_tokens
+from support.decoding import in_blocks, next_tokens
 from support.errors import refused
-from support.mixing import block_weights, log_mixture, log_weights, switching, tempered, updating_priors
+from support.mixing import log_mixture
 from support.models import THREE, alone, model_of
 
 END = 49
@@ -43,34 +43,20 @@ def mixture_of(weights: str, method: str, decay: float | None, top_k: int | None
     return MixedModel(trunks, Mixture(rule, prior, decay, top_k))
 
 
-def weights_by_token(scores: np.ndarray, weights: str, method: str, decay, top_k) -> np.ndarray:
-    """log g [N, E] before each token of a text with the scores [N, E]."""
-    prior = PRIOR if method in ("cached", "fitted") else np.full(3, -np.log(3))
-    if weights == "average":
-        return np.tile(prior, (len(scores), 1))
-    if weights == "tempered(0.3,0.9)":
-        return log_weights(prior, tempered(scores, 0.3, 0.9), top_k)[:-1]
-    if weights == "switching(0.2)":
-        return log_weights(prior, switching(scores, prior, 0.2), top_k)[:-1]
-    blocks = np.split(scores, range(LENGTH, len(scores), LENGTH))
-    priors = updating_priors(blocks, weights, decay)[:-1] if method == "updating" else [prior] * len(blocks)
-    by_block = [block_weights(*each, weights, top_k)[:-1] for each in zip(blocks, priors, strict=True)]
-    return np.concatenate(by_block)
-
-
-def mixed_by_loop(model: GPT, ids: list[int], *rule: object) -> tuple[np.ndarray, np.ndarray]:
-    """log p [N, V] of all next tokens and log p [N] of those that came, after `ids[0]`, token by token in numpy."""
-    every = next_tokens(model, torch.tensor([ids[:-1]]))[:, 0]
-    scores = np.stack([every[:, place, token] for place, token in enumerate(ids[1:])])
-    log_g = weights_by_token(scores, *rule)
-    return np.logaddexp.reduce(log_g.T[..., None] + every, axis=0), log_mixture(log_g, scores)
+def mixed_whole(mixture: MixedModel, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """log p [N, V] of all next tokens and log p [N] of those that came after `ids[0]`, as a score table is mixed."""
+    every = next_tokens(mixture.trunks[0], torch.tensor([ids[:-1]]))[:, 0]
+    scores = np.stack([every[:, place, token] for place, token in enumerate(ids[1:])], 1)
+    table, mask = in_blocks(scores)
+    log_g = mixture.mixture.weights(table, mask)[mask]
+    return np.logaddexp.reduce(log_g.T[..., None] + every, axis=0), log_mixture(log_g, scores.T)
 
 
 @pytest.mark.parametrize(("weights", "method", "decay", "top_k"), RULES)
 @pytest.mark.parametrize("batch", [None, 3])
-def test_continuations_have_the_probabilities_of_a_loop(weights, method, decay, top_k, batch) -> None:
+def test_continuations_have_the_probabilities_of_whole_texts(weights, method, decay, top_k, batch) -> None:
     """Contexts of one token to a whole window, shared or not, with continuations of one token to all that fit."""
-    model = model_of(THREE)
+    mixture = mixture_of(weights, method, decay, top_k, [model_of(THREE)])
     contexts = [(END, *DRAWN[:9]), (END, *DRAWN[20:27]), (END,), tuple(DRAWN[40:56]), (END, *DRAWN[:5])]
     wanted = [
         *(Continuation(contexts[0], tuple(DRAWN[k : k + n])) for k, n in ((60, 1), (70, 6), (80, 3), (60, 1))),
@@ -79,7 +65,6 @@ def test_continuations_have_the_probabilities_of_a_loop(weights, method, decay, 
         *(Continuation(contexts[3], (token,)) for token in range(50)),
         Continuation(contexts[4], ()),
     ]
-    mixture = mixture_of(weights, method, decay, top_k, [model])
     greedy = Continuation(contexts[1], (next_by(mixture, contexts[1]), DRAWN[3]))
     twice = Continuation(contexts[1], (greedy.tokens[0], next_by(mixture, (*contexts[1], greedy.tokens[0]))))
     wanted += [greedy, twice]
@@ -87,7 +72,7 @@ def test_continuations_have_the_probabilities_of_a_loop(weights, method, decay, 
         if not one.tokens:
             assert (found, is_greedy) == (0.0, True)
             continue
-        every, came = mixed_by_loop(model, [*one.context, *one.tokens], weights, method, decay, top_k)
+        every, came = mixed_whole(mixture, [*one.context, *one.tokens])
         asked = slice(len(one.context) - 1, None)
         assert found == pytest.approx(came[asked].sum(), abs=1e-9)
         assert is_greedy == (every[asked].argmax(-1) == np.array(one.tokens)).all()
@@ -103,16 +88,15 @@ def next_by(mixture: MixedModel, context: tuple[int, ...]) -> int:
 @pytest.mark.parametrize(("weights", "method", "decay", "top_k"), RULES)
 def test_whole_texts_have_the_probabilities_of_mix(weights, method, decay, top_k, monkeypatch) -> None:
     monkeypatch.setattr(continuations, "MAX_SCORES", 150)
-    model = model_of(THREE)
+    mixture = mixture_of(weights, method, decay, top_k, [model_of(THREE)])
     texts = [DRAWN[:n] for n in (37, 1, 16, 17, 3, 0, 90, 32)]
     done: list[int] = []
-    found = text_log_probabilities(mixture_of(weights, method, decay, top_k, [model]), texts, END, done.append)
+    found = text_log_probabilities(mixture, texts, END, done.append)
     assert found[5] == 0
     assert sum(done) == sum(map(len, texts))
     for text, log_p in zip(texts, found, strict=True):
         if text:
-            expected = mixed_by_loop(model, [END, *text], weights, method, decay, top_k)[1].sum()
-            assert log_p == pytest.approx(expected, abs=1e-9)
+            assert log_p == pytest.approx(mixed_whole(mixture, [END, *text])[1].sum(), abs=1e-9)
 
 
 def opinionated() -> GPT:

@@ -62,13 +62,10 @@ def answered(guarded: Guarded, *parts: bytes, method: str = "GET", path: str = "
     [
         ({}, 200),
         ({"host": f"localhost:{PORT}"}, 200),
-        ({"origin": f"http://127.0.0.1:{PORT}"}, 200),
         ({"origin": f"http://localhost:{PORT}"}, 200),
-        ({"host": "evil.example"}, 403),
         # MLflow's own default takes this for an address of the private network 10.*.
         ({"host": "10.evil.example"}, 403),
         ({"host": "192.168.1.2"}, 403),
-        ({"origin": "http://evil.example"}, 403),
         ({"origin": "null"}, 403),
         # Another port of this machine is another origin.
         ({"origin": "http://127.0.0.1:1"}, 403),
