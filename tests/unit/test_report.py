@@ -219,6 +219,8 @@ def test_bold_of_tasks_is_surely_above_chance_and_reads_no_label(frozen: Run) ->
     bold = shown("tasks", run_data(frozen, tasks=tasks)).bold
     assert {label.rpartition(" (")[2] for label in bold.index[bold["domain"]]} == {"average)"}
     assert not bold["halves"].any()
+    of_harness = shown("tasks", run_data(frozen)).bold["rolling, bits_per_byte"]
+    assert [*of_harness.index[of_harness]] == ["DEMix (tempered)"], "the lowest"
 
 
 def test_an_expert_that_began_as_an_average_has_no_single_parent(frozen_copy: Run) -> None:

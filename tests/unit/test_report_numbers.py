@@ -338,6 +338,9 @@ def tasks(files: Files) -> tuple[pd.DataFrame, pd.DataFrame]:
     rows = rows.assign(label=labels, beneath=beneath, accuracy=100 * rows["accuracy"])
     frame = rows.pivot(index="label", columns="task", values="accuracy")
     frame.loc["chance"] = 100 * rows.groupby("task")["chance"].first()
+    for row in files.table("tasks").query("metric.notna()").itertuples():
+        how = "" if row.routing == "dense" else f" ({row.routing})"
+        frame.loc[files.labels[row.model] + how, f"{row.task}, {row.metric}"] = row.value
     return frame, rows.pivot(index="label", columns="task", values="beneath").fillna("")
 
 
