@@ -92,9 +92,6 @@ class Options(Settings):
         "length 1, which inputs have too, times a learned temperature), untied (an embedding of its own) or roberta "
         "(the token embedding and a bias, after a linear map, GELU and a norm; with objective mlm only).",
     )
-    embedding_norm: Switch = Field(
-        default=False, description="Whether a norm follows the sum of embeddings and positions (BERT)."
-    )
     objective: Literal["clm", "mlm"] = Field(
         default="clm",
         description="What is learned: clm (the next token; a position attends to itself and earlier ones of the block) "
@@ -111,8 +108,8 @@ class Options(Settings):
     norm_place: Literal["before", "after", "post"] = Field(
         default="before",
         description="Where a block has its norms: before attention and feedforward, after them, before the residual "
-        "sum (OLMo 2), or post, after the residual sum (Vaswani et al. 2017, BERT): no other norm then precedes "
-        "the head.",
+        "sum (OLMo 2), or post, after the residual sum (BERT): another norm then follows the sum of embeddings and "
+        "positions, and none precedes the head.",
     )
     query_norm: Literal["none", "head", "all"] = Field(
         default="none",
@@ -277,7 +274,6 @@ DECODERS: dict[str, dict[str, Any]] = {
         "mask": "learned",
         "head": "roberta",
         "norm_place": "post",
-        "embedding_norm": True,
     },
     "modern": _LLAMA | {"query_norm": "head"},
     "paper": {},

@@ -112,7 +112,7 @@ def sizes(
     rest += [domain_tokens * width] if domain_tokens else []
     rest += [width] if architecture.mask == "learned" else []
     rest += [1] if architecture.head == "clap" else []
-    rest += norm * ((architecture.norm_place != "post") + architecture.embedding_norm + 2 * layers)
+    rest += norm * (1 + 2 * layers)
     rest += [head_map(architecture), width, vocab_size, *norm] if architecture.head == "roberta" else []
     shared = [Size(number) for number in rest] + layers * _attention(architecture)
     feedforward, routed = _feedforward(architecture), architecture.routed

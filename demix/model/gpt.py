@@ -60,7 +60,7 @@ class GPT(LanguageModel):
         width, learned = architecture.width, architecture.mask == "learned"
         self.mask_embedding = nn.Parameter(torch.empty(width)) if learned else None
         self.domain_embedding = nn.Parameter(torch.empty(len(domain_tokens), width)) if domain_tokens else None
-        self.embedding_norm = norm_of(architecture) if architecture.embedding_norm else nn.Identity()
+        self.embedding_norm = norm_of(architecture) if architecture.norm_place == "post" else nn.Identity()
 
     def initialise(self, seed: int) -> "GPT":
         """Draw weights from N(0, 0.02²); biases are 0, and all experts of a layer start equal but for routed ones.

@@ -60,7 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
     "nanochat": DECODERS["llama"] | {"gated": False, "activation": "relu2", "head": "clap", "query_norm": "head"},
     "alibi, gated": {"position": "alibi", "gated": True, "key_heads": 2, "norm": "rms", "query_norm": "head"},
     "sines": {"position": "sinusoidal", "head": "clap"},
-    "post": {"norm_place": "post", "embedding_norm": True, "biases": "qkv", "head": "untied", "activation": "gelu_new"},
+    "post": {"norm_place": "post", "biases": "qkv", "head": "untied", "activation": "gelu_new"},
     "routed": DECODERS["llama"] | {"routed": Routed(experts=3, top_k=2, every=2, capacity=3.0, balance=0.01)},
 }
 EACH = pytest.mark.parametrize("options", CASES.values(), ids=CASES)

@@ -100,7 +100,6 @@ FORMATS = (
             "mask": ANY,
             "head": "roberta",
             "norm_place": "post",
-            "embedding_norm": True,
         },
         writes={
             "type_vocab_size": 1,
