@@ -260,7 +260,7 @@ def make_tokenizer(documents: list[Path], settings: TokenizerSection, output: Pa
     """Train a byte-level BPE on the training domains' text, or write GPT-2's tokenizer or that of another family."""
     if settings.kind == "gpt2":
         gpt2_tokenizer(output)
-    elif settings.kind in ("file", "parent"):
+    elif settings.kind == "file":
         convert_tokenizer(Path(settings.path or ""), output, settings.end_of_text, settings.types)
     else:
         make = partial(train_tokenizer, documents, settings.vocab_size, output, settings.words)
