@@ -78,10 +78,6 @@ class OptimizerSettings(Settings):
     matrices: Ratio = Field(default=1.0, description="Learning rate of the matrices of blocks.")
     embeddings: Ratio = Field(default=1.0, description="Learning rate of embeddings that are inputs, a tied one too.")
     head: Ratio = Field(default=1.0, description="Learning rate of the output embedding of a head of its own.")
-    momentum: Beta = Field(default=0.95, description="Decay of Muon's mean of gradients in an update.")
-    iterations: Annotated[Integer, Field(ge=1, le=20)] = Field(
-        default=5, description="Newton-Schulz iterations of Muon."
-    )
 
 
 class RateSchedule(Settings):
@@ -220,8 +216,6 @@ TRAINING_PRESETS: dict[str, dict[str, Any]] = {
             "matrices": 2.5,
             "embeddings": 25.0,
             "head": 1.0,
-            "momentum": 0.95,
-            "iterations": 5,
         },
         "learning_rate_schedule": {"kind": "wsd", "share": 0.5, "end": 0.0},
     },

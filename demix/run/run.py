@@ -238,7 +238,7 @@ class Run:
 
 
 # Every change that makes files of older runs unreadable raises this version.
-FORMAT = 9
+FORMAT = 10
 
 
 def kept(config: Config) -> dict[str, Any]:

@@ -20,6 +20,8 @@ _MATRICES = ("attention.qkv.weight", "attention.out.weight", "feedforward.up", "
 A, B, C = 3.4445, -4.7750, 2.0315
 # So many of them go by squares without the matrix, as the error of a square near 0 grows twelvefold in each.
 BY_SQUARES = 5
+# Of Muon (Jordan et al. 2024): the decay of the mean of gradients in an update, and Newton-Schulz iterations.
+MOMENTUM, ITERATIONS = 0.95, 5
 # The scale of the loss is halved when gradients overflow, and doubled after GROW_AFTER updates without overflow.
 FIRST_SCALE, LAST_SCALE, GROW_AFTER = 2.0**16, 2.0**-4, 1000
 
@@ -65,7 +67,7 @@ class Optimizers:
             decayed = decay if updates is None or updates.decay == "all" or group == "matrices" else 0.0
             one: AdamW | Muon = AdamW(members, decayed)
             if updates and updates.kind == "muon" and group == "matrices":
-                one = Muon(members, decayed, updates.momentum, updates.iterations, maps)
+                one = Muon(members, decayed, maps)
             elif updates:
                 one = AdamW(members, decayed, (updates.beta1, updates.beta2), updates.epsilon)
             self.optimizers.append((one, ratio))
@@ -194,12 +196,9 @@ class Muon:
         self,
         parameters: Iterable[nn.Parameter],
         weight_decay: float,
-        momentum: float,
-        iterations: int,
         maps: Mapping[nn.Parameter, tuple[int, ...]] | None = None,
     ):
         self.parameters, self.weight_decay, self.maps = list(parameters), weight_decay, maps or {}
-        self.momentum, self.iterations = momentum, iterations
         self.state: dict[nn.Parameter, Kept] = {}
 
     def begin(self, parameter: nn.Parameter) -> Kept:
@@ -214,11 +213,11 @@ class Muon:
                 continue
             if parameter not in self.state:
                 self.state[parameter] = self.begin(parameter)
-            mean = self.state[parameter]["momentum"].lerp_(gradient, 1 - self.momentum)
-            gradient.lerp_(mean, self.momentum)
+            mean = self.state[parameter]["momentum"].lerp_(gradient, 1 - MOMENTUM)
+            gradient.lerp_(mean, MOMENTUM)
             for stack, update in self._matrices(parameter, gradient):
                 scale = max(1.0, stack.shape[-2] / stack.shape[-1]) ** 0.5
-                update.copy_(orthogonalised(update, self.iterations))
+                update.copy_(orthogonalised(update, ITERATIONS))
                 stack.mul_(1 - learning_rate * self.weight_decay).add_(update, alpha=-learning_rate * scale)
 
     def _matrices(self, parameter: nn.Parameter, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -20,6 +20,7 @@ from demix.plan.flops import HARDWARE
 from demix.run.placement import owners_of, place_experts
 from demix.run.run import Run
 from demix.settings import settings_from
+from demix.train import optimizers
 from demix.train.optimizers import AdamW, Muon, Optimizers, group_of, orthogonalised
 from demix.train.schedule import Optimization
 from support.configs import small_run
@@ -54,11 +55,12 @@ def test_updates_have_the_bits_of_torchs_class(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("shape", [(12, 5), (5, 12), (7, 7)])
-def test_muon_is_that_of_torch(shape: tuple[int, int]) -> None:
+def test_muon_is_that_of_torch(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch orthogonalises in bf16, ours on a CPU does not: their difference is that of the rounding."""
+    monkeypatch.setattr(optimizers, "MOMENTUM", 0.9)
     ours, theirs = (nn.Parameter(numbers(*shape, dtype=torch.float32)) for _ in range(2))
-    mine = Muon([ours], weight_decay=0.1, momentum=0.9, iterations=5)
-    peer = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.9, ns_steps=5)
+    mine = Muon([ours], weight_decay=0.1)
+    peer = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.9, ns_steps=optimizers.ITERATIONS)
     for step in range(6):
         ours.grad = numbers(step + 1, *shape, dtype=torch.float32)[step]
         theirs.grad = ours.grad.clone()
@@ -111,7 +113,7 @@ def test_each_matrix_is_updated_by_itself() -> None:
             one.grad = gradient
     optimization = OPTIMIZATION.replace(optimizer=OptimizerSettings(kind="muon"))
     Optimizers(named, optimization, architecture).step(0.1)
-    Muon([one for parts in alone.values() for one in parts], weight_decay=0.1, momentum=0.95, iterations=5).step(0.1)
+    Muon([one for parts in alone.values() for one in parts], weight_decay=0.1).step(0.1)
     for name, parameter in named.items():
         torch.testing.assert_close(
             maps(parameter, rows[name]), [one.data for one in alone[name]], rtol=1e-9, atol=1e-12
