@@ -243,6 +243,11 @@ SECTIONS: list[tuple[dict[str, Any], str]] = [
         for row in ("x", "dense", "demix", "none")
     ),
     (TWO, "removal.merged: demix"),
+    (
+        of_x(kind="demix", data="k2", merged_routed=True)
+        | {"clusterings": {"k2": {"clusters": 3}}, "removal": TINY["removal"] | {"merged": ["x"]}},
+        "removal.merged: x",
+    ),
     (of_x(kind="anchored", weight_decay=0.0), "models.x.parent"),
     (of_x(**FLEXOLMO | {"top_k": 2}), "models.x.top_k"),
     (of_x(**FLEXOLMO | {"averages": True}), "models.x.averages"),
