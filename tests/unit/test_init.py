@@ -180,6 +180,7 @@ def test_init_refuses_texts_that_are_no_domains(words: list[str], subject: str, 
         ("path: [", "paths: [", "mine.yaml, line 8, config key domains.training.news.source.paths"),
         (", learning_rate: 1.0e-3", "", "mine.yaml, line 10, config key training.learning_rate"),
         ("1.0e-3", "1e", "mine.yaml, line 10, config key training.learning_rate"),
+        ("1.0e-3", "1.0e-3, ranks: 3", "mine.yaml, line 10, config key training.ranks"),
         ("run: mine", "base: below.yaml", "below.yaml, line 12"),
     ],
 )

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from demix.commands.main import command_line
 from demix.commands.stages import run_command
 from demix.run.run import Run
-from support.cli import demix, succeeds
+from support.cli import demix
 from support.configs import written_by_hand
 from support.frozen import copied
 
@@ -57,12 +56,6 @@ def test_an_interrupted_rank_is_not_taken_for_a_finished_one(monkeypatch: pytest
     monkeypatch.setattr("demix.train.sweep.read_trial", lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(SystemExit, match="130"):
         run_command(["choose-rate", "a.jsonl", "--output", "a.json"])
-
-
-def test_groups_of_commands_are_found() -> None:
-    assert all("Example: demix " in command.callback.__doc__ for command in command_line().registered_commands)
-    assert "verify" in succeeds("experts", "--help").stdout
-    assert "experts" in demix("--help").stdout
 
 
 def test_no_module_of_data_mixing_or_report_loads_torch() -> None:
