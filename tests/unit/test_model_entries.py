@@ -29,7 +29,6 @@ ALIBI = {"architecture": {"position": "alibi"}}
 MASKED = {"objective": "mlm"}
 SWEEP = {"sweep": {"learning_rates": [1], "tokens": 768}}
 RESTART = {"kind": "demix", "parent": "dense", "seed_tokens": 6000, "schedule": "restart"}
-FLEXOLMO = {"kind": "anchored", "parent": "dense", "seed_tokens": 6000, "weight_decay": 0.0}
 SEEDED = {"kind": "demix", "parent": "dense", "seed_tokens": 6000}
 BRANCHED = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
 SWITCH = {"kind": "routed", "experts": 4}
@@ -182,18 +181,12 @@ MASKED_ROW = {"models": {"masked": {"kind": "demix", "architecture": MASKED}, "x
 ARCHITECTURES: list[tuple[dict[str, Any], str]] = [
     ({"key_heads": 3}, "key_heads"),
     ({"rope_theta": 5.0}, "rope_theta"),
-    ({"rope_share": 0.5}, "rope_share"),
     ({"position": "rope", "rope_share": 0.45}, "rope_share"),
-    ({"position": "rope", "rope_share": 0.05}, "rope_share"),
     ({"norm_place": "after", "residual": "parallel"}, "norm_place"),
-    ({"norm_place": "post", "residual": "parallel"}, "norm_place"),
     ({"position": "rope", "rope_scaling": LLAMA3}, "rope_scaling.low"),
     ({"position": "rope", "rope_scaling": {"kind": "yarn", "factor": 2.0}}, "rope_scaling.kind"),
     ({"epsilon": 0.0}, "epsilon"),
-    ({"preset": "gemma"}, "preset"),
-    ({"position": "rotary"}, "position"),
     ({"mask": "learned"}, "mask"),
-    ({"head": "roberta"}, "head"),
     ({"position": "sinusoidal", "width": 33, "heads": 3}, "position"),
 ]
 SECTIONS: list[tuple[dict[str, Any], str]] = [
@@ -206,33 +199,19 @@ SECTIONS: list[tuple[dict[str, Any], str]] = [
     (of_x(kind="domain_token", architecture=MASKED), "models.x.kind"),
     (of_x(kind="branched", averages=True, architecture=MASKED), "models.x.averages"),
     (of_x(kind="demix", averages=True), "models.x.averages"),
-    (of_x(kind="demix", top_k=2), "models.x.top_k"),
     (of_x(**SEEDED | ALIBI), "models.x.architecture"),
-    (of_x(**UPCYCLED | ALIBI), "models.x.architecture"),
     (of_x(kind="routed", experts=0), "models.x.experts"),
     (of_x(kind="routed", top_k=9), "models.x.top_k"),
     (of_x(kind="routed", every=3), "models.x.every"),
-    (of_x(kind="routed", capacity=0), "models.x.capacity"),
     (of_x(kind="routed", capacity=0.1), "models.x.capacity"),
     (of_x(kind="routed", data="k2"), "models.x.data"),
-    (of_x(kind="routed", averages=True), "models.x.averages"),
     (of_x(kind="routed", parent="dense", seed_tokens=6000), "models.x.top_k"),
-    (of_x(**UPCYCLED | {"schedule": "continue"}), "models.x.schedule"),
     (of_x(**UPCYCLED | {"trained": "routers"}), "models.x.trained"),
     (of_x(**BTX | {"seed_tokens": 6000}), "models.x.seed_tokens"),
-    (of_x(**BTX | {"parent": "btm", "seed_tokens": 6000}), "models.x.seed_tokens"),
     (of_x(**BTX | {"parent": "btm", "experts": 4}), "models.x.experts"),
-    (of_x(**BTX | {"schedule": "restart"}), "models.x.schedule"),
-    (of_x(**BTX | {"experts": 4}), "models.x.experts"),
     (of_x(**BTX | {"every": 2}), "models.x.every"),
-    (of_x(**BTX | {"top_k": 1}), "models.x.top_k"),
-    (of_x(**BTX | ALIBI), "models.x.architecture"),
-    (of_x(**BTX | {"parent": "nothing", "seed_tokens": 6000}), "models.x.parent"),
     ({"models": {**MASKED_ROW["models"], "x": BTX | {"parent": "masked"}}}, "models.x.parent"),
     (of_x(kind="demix", schedule="restart"), "models.x.schedule"),
-    (of_x(kind="demix", schedule="restart", parent="a/b"), "models.x.schedule"),
-    (of_x(**RESTART | {"seed_tokens": 0}), "models.x.seed_tokens"),
-    (of_x(**RESTART | {"kind": "domain_token"}), "models.x.parent"),
     (of_x(**RESTART | SWEEP), "models.x.sweep"),
     (of_x(**RESTART | {"tokens": 6143}), "models.x.tokens"),
     (of_x(**RESTART | {"seed_tokens": 383, "sequences": 1}), "models.x.seed_tokens"),
@@ -249,8 +228,6 @@ SECTIONS: list[tuple[dict[str, Any], str]] = [
         "removal.merged: x",
     ),
     (of_x(kind="anchored", weight_decay=0.0), "models.x.parent"),
-    (of_x(**FLEXOLMO | {"top_k": 2}), "models.x.top_k"),
-    (of_x(**FLEXOLMO | {"averages": True}), "models.x.averages"),
     (of_x(kind="demix", parent=5), "models.x.parent"),
     (of_x(kind="demix", parent="hub:owner/name@main"), "models.x.parent"),
     *(
