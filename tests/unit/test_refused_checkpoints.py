@@ -35,18 +35,15 @@ KEYS: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "llama": [
         ({"rope_parameters": LLAMA3 | {"rope_type": "yarn"}}, "rope_parameters.rope_type"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "rope_scaling.short_factor"),
         ({"rope_parameters": LLAMA3 | {"attention_factor": 1.5}}, "rope_parameters.attention_factor"),
         ({"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "mish"}, "hidden_act"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map"),
         ({"hidden_size": "32"}, "hidden_size"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"num_key_value_heads": 1}, WEIGHTS),
-        ({"rms_norm_eps": 0.0}, "rms_norm_eps"),
     ],
     "qwen3": [
         ({"use_sliding_window": True}, "use_sliding_window"),

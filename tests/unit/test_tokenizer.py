@@ -368,7 +368,6 @@ def _added(**changed: Any) -> dict[str, Any]:
 SOME = {"Regex": r"\P{Co}"}
 HOSTILE: list[Callable[[Any], object]] = [
     lambda content: content.pop("model"),
-    lambda content: content["model"].update(vocab=[]),
     lambda content: content["model"]["vocab"].update({"zz": -1}),
     lambda content: content["model"]["vocab"].update({"zz": 5}),
     lambda content: content["model"]["vocab"].update({"zz": 2**40}),
@@ -388,13 +387,11 @@ HOSTILE: list[Callable[[Any], object]] = [
     lambda content: content["added_tokens"].append(_added(id=1509)),
     lambda content: content["added_tokens"].append({"id": 1505, "content": "<x>", "special": True}),
     lambda content: content.update(pre_tokenizer=None),
-    lambda content: content.update(pre_tokenizer={"type": "Whitespace"}),
     lambda content: content["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
     lambda content: content["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"),
     lambda content: content["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": "(a"}),
     lambda content: content["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed", invert=True, pattern=SOME),
     lambda content: content["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "WhitespaceSplit"}),
-    lambda content: content["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Punctuation", "behavior": "Removed"}),
     lambda content: content["pre_tokenizer"]["pretokenizers"].insert(0, content["pre_tokenizer"]["pretokenizers"][1]),
     lambda content: content.update(normalizer={"type": "Lowercase"}),
 ]
