@@ -23,12 +23,13 @@ _LEAST, _MOST = FAMILIES["cluster"].parameters["temperature"]
 Temperature = Annotated[Number, Field(ge=_LEAST, le=_MOST)]
 
 
-def _weights_name(weights: str | int) -> str | int:
+def rule_name(weights: str | int) -> str | int:
+    """The name of a rule of weights. Raises ValueError of a cause and a cure for another one."""
     parsed_weights(weights)
     return weights
 
 
-WeightsName = Annotated[Text | Positive, AfterValidator(_weights_name)]
+WeightsName = Annotated[Text | Positive, AfterValidator(rule_name)]
 
 
 class DevBlocks(Settings):

@@ -1,21 +1,14 @@
 """The section `lm_eval`: tasks of EleutherAI's lm-evaluation-harness that a run's models are put to."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from demix.config.mixing import parsed_weights
+from demix.config.evaluation import rule_name
 from demix.settings import DistinctItems, Integer, Number, Settings, Switch, Text
 
-
-def _weights(name: str) -> str:
-    if name != "average":
-        parsed_weights(name)
-    return name
-
-
 # There the mixture by the prior has a name of its own, `average`, as for `demix lm-eval`.
-HarnessWeights = Annotated[Text, AfterValidator(_weights)]
+HarnessWeights = Literal["average"] | Annotated[Text, AfterValidator(rule_name)]
 
 
 class HarnessTasks(Settings):
