@@ -1,6 +1,5 @@
 """The entries of a run's models: what each is trained with, and which entries are refused."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,15 +28,13 @@ class Row:
     and `parent` and `seed_tokens` among them; an entry that begins with a model elsewhere has its folder as `initial`.
     An entry that `mixes` begins with the merged experts of its parent and with a training of its own. `learned` are the
     domains or clusters that the entry learns from. `sequences` of each of these make a step, and `seed_sequences` in
-    all made one of the parent where that is another number. `section` is what the config says of the architecture, as
-    written. `label` is the entry's name in tables.
+    all made one of the parent where that is another number. `label` is the entry's name in tables.
     """
 
     name: str
     kind: Kind
     settings: EntrySettings
     learned: tuple[str, ...]
-    section: dict[str, Any] = dataclasses.field(hash=False)
     architecture: Architecture
     initial: str = ""
     seed_sequences: int = 0
@@ -114,8 +111,7 @@ def _row(config: Config, name: str, rows: dict[str, Row]) -> Row:
     elif parent:
         values = _begun(parent, own)
     values |= own
-    section = _section(config, values)
-    architecture = _architecture(name, section)
+    architecture = _architecture(config, name, values)
     if kind.has_routers:
         if values["top_k"] == 1 and (parent or initial):
             cause = "is 1, and a parent's feedforward times a share of 1 of the experts is not the parent's"
@@ -133,7 +129,7 @@ def _row(config: Config, name: str, rows: dict[str, Row]) -> Row:
         cure = f"give it a parent of kind {' or '.join(MERGEABLE)}, or leave it out"
         raise DemixError(f"{key}.trained", cause, cure)
     sequences = len(domains) * parent.settings.sequences if parent and own.get("schedule") == "restart" else 0
-    row = Row(name, kind, settings, learned, section, architecture, initial, sequences, mixes, label)
+    row = Row(name, kind, settings, learned, architecture, initial, sequences, mixes, label)
     if row.masked:
         _check_masked(row)
     if settings.merged_routed and len(learned) < 2:
@@ -176,14 +172,13 @@ def _routed(key: str, own: dict[str, Any], merged: Row | None) -> dict[str, Any]
     return {"capacity": 1.25 if sizes["top_k"] == 1 else 2.0} | sizes
 
 
-def _section(config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The config's section `architecture`, with the options and the routed experts of an entry with these `values`."""
+def _architecture(config: Config, name: str, values: Mapping[str, Any]) -> Architecture:
+    """The config's architecture with the options and the routed experts of the entry `name`, which has these `values`.
+
+    Raises DemixError where the entry's options do not fit the section.
+    """
     routed = {"routed": {key: values[key] for key in _SIZES}} if "every" in values else {}
-    return with_options(written(config.architecture), values.get("architecture") or {}) | routed
-
-
-def _architecture(name: str, section: Mapping[str, Any]) -> Architecture:
-    """The architecture of the entry `name`. Raises DemixError where the entry's options do not fit the section."""
+    section = with_options(written(config.architecture), values.get("architecture") or {}) | routed
     try:
         return architecture_from(section)
     except DemixError as error:

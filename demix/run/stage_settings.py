@@ -221,7 +221,7 @@ class StageSettings:
 
         Settings that change only time and memory are left out, because a change of the JSON reruns the training.
         """
-        more = {"seed": model.seed, "threads": self.run.config.threads, "architecture": model.base.section}
+        more = {"seed": model.seed, "threads": self.run.config.threads, "architecture": model.architecture.described}
         return self.as_json(selected(TrainingRecipe, model.settings), **(more | changes))
 
     def trial_settings(self, model: Model, rate: float) -> str:
