@@ -46,7 +46,7 @@ def write_table(folder: Path, experts: tuple[str, ...], tokens: int, seed: int) 
 
 def mixtures(experts: tuple[str, ...]) -> list[PlannedMixture]:
     evaluation = Evaluation(
-        kind="training", tables=(), compared=(), against=(), seed=1, decay=0.3, dev_blocks=DEV_BLOCKS,
+        kind="training", tables=(), seed=1, decay=0.3, dev_blocks=DEV_BLOCKS,
         weights=("history", "released", 32, "tempered(0.1,0.99)"), top_k=(2,), decays=(0.1, 0.3, 0.5, 1.0),
         prior_blocks=(1, 5, 10, 50, 100),
     )  # fmt: skip

@@ -258,7 +258,7 @@ class OpenedModel:
 
     @cached_property
     def _judge(self) -> Judge:
-        return Judge.of(self.folder, self._trunks, self._tokenizer_file, self.tokenizer, self._device)
+        return Judge(self.folder, self._trunks, self._tokenizer_file, self._device)
 
     def _mixture(self, experts: Sequence[str] | None, weights: str, prior: str) -> MixedModel:
         return mixture_of(self.folder, self._trunks, self.tokenizer, weights, prior, _names(experts))

@@ -35,16 +35,13 @@ class Evaluation(MixingRecipe):
     """The evaluations of one domain, and the settings of the mixtures.
 
     `kind` is training, novel or suite. `tables` are the score tables with the sets of experts to mix
-    (`demix.run.systems.evaluated`). Each system of `compared`, given as (model, experts, method, weights), is
-    compared with each system of `against`, given as (name, model, experts, method, weights). `pairs` are further
-    comparisons: a system's model, experts, method and weights, and then those of the one that it is compared with,
-    which goes by its model's name. `seed` is the seed of the run. Only models of that seed are compared.
+    (`demix.run.evaluated.evaluated`). Each of `pairs` is a system, as model, experts, method and weights, and the one
+    that it is compared with, as its name in tables and the same four. `seed` is the seed of the run. Only models of
+    that seed are compared.
     """
 
     kind: Text
     tables: Items[Evaluated]
-    compared: Items[Items[Text]]
-    against: Items[Items[Text]]
     pairs: Items[Items[Text]] = ()
     seed: Seed
 
@@ -306,9 +303,10 @@ def _with_intervals(
         if names := _system(row, evaluation.seed):
             systems[names] = (row, nll)
     differences = []
-    for names, name, other in _comparisons(evaluation):
-        if names != other and names in systems and other in systems:
-            (row, nll), (base, base_nll) = systems[names], systems[other]
+    for *names, name, model, experts, method, weights in evaluation.pairs:
+        one, other = tuple(names), (model, experts, method, weights)
+        if one != other and one in systems and other in systems:
+            (row, nll), (base, base_nll) = systems[one], systems[other]
             difference = row.values | {
                 "against": name,
                 "nats_per_token": (row.values["nll"] - base.values["nll"]) / row.values["tokens"],
@@ -324,15 +322,6 @@ def _interval(name: str, drawn: np.ndarray) -> dict[str, float | None]:
     """The bounds of a value by its resamples; none without any."""
     low, high = bounds(drawn) if len(drawn) else (None, None)
     return {f"{name}_low": low, f"{name}_high": high}
-
-
-def _comparisons(evaluation: Evaluation) -> Iterator[tuple[tuple[str, ...], str, tuple[str, ...]]]:
-    """A system, the name of the one that it is compared with, and that one."""
-    for system in evaluation.compared:
-        for name, *key in evaluation.against:
-            yield tuple(system), name, tuple(key)
-    for pair in evaluation.pairs:
-        yield tuple(pair[:4]), pair[4], tuple(pair[4:])
 
 
 def evaluate(domain: str, scores: Path, settings: Evaluation, output: Path, tokenizer: Path | None = None) -> None:

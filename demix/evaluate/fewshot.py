@@ -108,14 +108,13 @@ def _batches(
             scores = np.concatenate(found)  # [E, tokens]
             refuse_not_finite(names, scores)
             sizes, count = [len(context), *map(len, labels)], scores.shape[1]
-            flat = pa.array(np.ascontiguousarray(scores.T, dtype=np.float32).ravel())
-            columns = [
-                pa.array([prompt.split] * count, schema.field("split").type),
-                pa.array(np.full(count, prompt.seed, np.int32)),
-                pa.array(np.full(count, prompt.example, np.int32)),
-                pa.array(np.repeat(np.arange(-1, len(labels)), sizes).astype(np.int16)),
-                pa.array(np.concatenate([context, *labels]).astype(np.uint32)),
-                pa.FixedSizeListArray.from_arrays(flat, type=schema.field("log_probability").type),
-            ]
-            yield pa.record_batch(columns, schema=schema)
+            columns = {
+                "split": [prompt.split] * count,
+                "seed": [prompt.seed] * count,
+                "example": [prompt.example] * count,
+                "label": np.repeat(np.arange(-1, len(labels)), sizes),
+                "token": np.concatenate([context, *labels]),
+                "log_probability": list(scores.T.astype(np.float32)),
+            }
+            yield pa.RecordBatch.from_pydict(columns, schema)
             advance(1)

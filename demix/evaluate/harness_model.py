@@ -19,7 +19,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from demix.errors import DemixError
 from demix.files import seed_for
 from demix.model.continuations import continuation_log_probabilities, mixture_of, text_log_probabilities, within
-from demix.model.decode import generate, open_model, weights_of
+from demix.model.decode import generate, open_model, refuse_outside, weights_of
 from demix.model.device import device_named
 from demix.model.directory import describe
 from demix.progress import progress
@@ -139,9 +139,7 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
                 f"generation_kwargs {unknown[0]}", "is not offered here", f"leave it out; known are {known}"
             )
         most, temperature = given["max_gen_toks"], given.get("temperature", 1.0) if given["do_sample"] else 0.0
-        for name, value, least in (("max_gen_toks", most, 1), ("temperature", temperature, 0)):
-            if value < least:
-                raise DemixError(f"generation_kwargs {name}", f"is {value}", f"give at least {least}")
+        refuse_outside(max_gen_toks=(most, 1, 2**31), temperature=(temperature, 0, 100))
         whole = [self.eot_token_id, *self.tok_encode(context)]
         prompt = whole[-max(self.max_length - most, self.max_length // 2, 1) :]
         if len(prompt) < len(whole):

@@ -33,6 +33,7 @@ from demix.model.experts import load_without
 from demix.model.gpt import GPT
 from demix.model.merge import prior_weights
 from demix.progress import progress
+from demix.run.models import left_out, trained_without
 from demix.settings import Items, Positive, Settings, Text
 
 log = logging.getLogger(__name__)
@@ -58,17 +59,14 @@ COLUMNS = {
 class Audit(Settings):
     """What an audit of a removed domain compares: models by their folders below models/, experts by name.
 
-    `model` is the model with the experts `training`. `left_out` is the label, in the table of priors, of the same
-    experts without that of the domain. `without_model` was trained without the domain and has the experts `without`.
-    `merged` are merged models, which lose the domain's expert too. `prompts` documents of train are continued from
-    their first tokens, and as many of test.
+    `model` is the model with the experts `training`; the one that was trained without the domain has the experts
+    `without`. `merged` are merged models, which lose the domain's expert too. `prompts` documents of train are
+    continued from their first tokens, and as many of test.
     """
 
     prompts: Positive = 20
     model: Text
     training: Items[Text]
-    left_out: Text
-    without_model: Text
     without: Items[Text]
     merged: Items[Text] = ()
     threads: Threads
@@ -108,13 +106,13 @@ def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Aud
     systems = [
         ("own", audit.model, "own", (domain,)),
         ("mixture", audit.model, "training", audit.training),
-        ("minus", audit.model, audit.left_out, rest),
-        ("without", audit.without_model, "training", audit.without),
+        ("minus", audit.model, left_out(domain), rest),
+        ("without", trained_without(domain), "training", audit.without),
     ]
     for model in audit.merged:
         systems += [
             ("merged", model, "training", (DENSE_EXPERT,)),
-            ("merged_minus", model, audit.left_out, (DENSE_EXPERT,)),
+            ("merged_minus", model, left_out(domain), (DENSE_EXPERT,)),
         ]
     shards = {split: TokenShard.open(tokens / f"{split}.arrow", verify=True) for split in ("train", "test")}
     excerpts = {split: _excerpts(domain, models / audit.model, one, audit.prompts) for split, one in shards.items()}

@@ -1,7 +1,7 @@
 """Score tables of n-gram models: baselines that learn from the training domains' tokens by counting."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -60,37 +60,26 @@ def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path, manifes
     pooled, by_domain = (
         output / folder for folder in ngram_folders(f"{scoring.order}{'' if scoring.train_tokens else '_all'}")
     )
-    for column, streams, folder, some in (
-        (DENSE_EXPERT, [*learned.values()], pooled, scored),
-        *((domain, [stream], by_domain, scored) for domain, stream in learned.items()),
+    for column, streams, folder in (
+        (DENSE_EXPERT, [*learned.values()], pooled),
+        *((domain, [stream], by_domain) for domain, stream in learned.items()),
     ):
         model = KneserNey.fit(streams, scoring.order, first.vocab_size)
-        _score(model, some, scoring, folder, column)
-        tokens = sum(map(len, streams)) - len(streams)
-        log.info("%s: %s learned from %d tokens, scored %d splits", folder.name, column, tokens, len(some))
-    written: list[tuple[Path, Sequence[str]]] = []
-    for folder, columns in ((pooled, (DENSE_EXPERT,)), (by_domain, (*learned,))):
         for name, shard in scored.items():
             ids = shard.read(0, count_to_score(shard, scoring, scoring.length))
+            pieces = _pieces(model, shard, len(ids), scoring.length)
+            write_scores(folder / name / f"{column}.parquet", pieces, {"tokens_sha256": tokens_sha256(ids)})
             write_tokens(folder / name, ids, shard.offsets, scoring.length, shard.origins)
-            written.append((folder / name, columns))
+        tokens = sum(map(len, streams)) - len(streams)
+        log.info("%s: %s learned from %d tokens, scored %d splits", folder.name, column, tokens, len(scored))
     if manifest is not None:
-        write_digests(manifest, written)
+        columns: dict[Path, Sequence[str]] = {pooled: (DENSE_EXPERT,), by_domain: (*learned,)}
+        write_digests(manifest, [(folder / name, columns[folder]) for folder in columns for name in scored])
 
 
 def _stream(shard: TokenShard, scoring: NGramScoring) -> np.ndarray:
     """The tokens to learn from, after the end of a text, as a first block follows it."""
     return np.append(np.int64(shard.end_of_text), shard.read(0, min(len(shard), scoring.train_tokens or len(shard))))
-
-
-def _score(
-    model: KneserNey, shards: Mapping[str, TokenShard], scoring: NGramScoring, folder: Path, column: str
-) -> None:
-    """Write the column of `model` for each split."""
-    for name, shard in shards.items():
-        ids = shard.read(0, count_to_score(shard, scoring, scoring.length))
-        metadata, pieces = {"tokens_sha256": tokens_sha256(ids)}, _pieces(model, shard, len(ids), scoring.length)
-        write_scores(folder / name / f"{column}.parquet", pieces, metadata)
 
 
 def _pieces(model: KneserNey, shard: TokenShard, tokens: int, length: int) -> Iterator[np.ndarray]:

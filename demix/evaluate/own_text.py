@@ -2,12 +2,11 @@
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Self
 
 import numpy as np
 import torch
@@ -28,15 +27,14 @@ from demix.evaluate.score_tables import ScoreTable
 from demix.files import read_parquet
 from demix.files.kinds import TEXT, check_file_kind
 from demix.mix.mixtures import Mixture
-from demix.mix.rules import Cluster, History, PriorAlone, Tempered
+from demix.mix.rules import Cluster, History, PriorAlone
 from demix.model.clusters import clusters_of, has_clusters
-from demix.model.directory import CPU, expert_files, load_experts, refuse_masked, tokenizer_of
+from demix.model.directory import CPU, load_experts, refuse_masked, tokenizer_of
 from demix.model.gpt import GPT
 from demix.model.manifest import Usual
 from demix.model.scoring import columns_of, trunk_log_probabilities
 from demix.model.usual import usual_of
 from demix.progress import progress
-from demix.run.models import adapted as adapted_to
 from demix.run.run import Run
 
 # In the sample, the best expert needs more than this many times its usual bits per byte on 2% of the test documents of
@@ -136,11 +134,11 @@ def evaluate_texts(
     cannot be read. One of several is then `Unread`.
     """
     refuse_masked(model, "says nothing of a text that is not masked")
-    place, encoder = tokenizer_of(model, tokenizer)
+    place, _ = tokenizer_of(model, tokenizer)
     files = files_of(texts)
     for file in files:
         refuse_not_utf8(file)
-    judge = Judge.of(model, load_experts(model), place, encoder)
+    judge = Judge(model, load_experts(model), place)
     for text in files:
         try:
             shard = judge.read(text, field)
@@ -152,36 +150,38 @@ def evaluate_texts(
         yield judge.result(text, shard)
 
 
-@dataclass(frozen=True)
 class Judge:
-    """A model that is opened, and what its figures of a text are compared with: the dense model of its run.
+    """The `trunks` of the model in the folder `model`, and what their figures of a text are compared with.
 
-    A text is a file, a stream, or a string, which is one document.
+    That is the dense model of the run, loaded to `device`. A text is a file, a stream, or a string, which is one
+    document.
     """
 
-    model: Path
-    tokenizer: Path
-    encoder: Tokenizer
-    trunks: list[GPT]
-    dense: list[GPT] | None
-    usual: Mapping[str, Usual]
-    tempered: Tempered
-
-    @classmethod
-    def of(
-        cls, model: Path, trunks: list[GPT], tokenizer: Path, encoder: Tokenizer, device: torch.device = CPU
-    ) -> Self:
-        """The judge of texts by `trunks`, those of the model in the folder `model`; `encoder` is that of `tokenizer`.
-
-        The dense model of the run is loaded to `device`.
-        """
+    def __init__(self, model: Path, trunks: list[GPT], tokenizer: Path, device: torch.device = CPU) -> None:
+        self.model, self.trunks, self.tokenizer = model, trunks, tokenizer
         place = _dense_of(model) if len(columns_of(trunks)) > 1 else None
-        dense = load_experts(place, device=device) if place else None
-        return cls(model, tokenizer, encoder, trunks, dense, usual_of(model), mixing_of(model))
+        self.dense = load_experts(place, device=device) if place else None
+        self.usual, self.tempered = usual_of(model), mixing_of(model)
 
     def read(self, text: Path | str, field: str = "text") -> TokenShard:
         """The tokens of a text. Raises DemixError where it cannot be read or is empty."""
-        return _tokenized(text, self.tokenizer, field)
+        named = _named(text)
+        once = isinstance(text, str) or is_stream(named)
+        with TemporaryDirectory(prefix="demix.") as folder:
+            raw, documents, shard_path = (
+                Path(folder, name) for name in ("raw.parquet", "documents.parquet", "own.arrow")
+            )
+            try:
+                raw_text([_kept(text, Path(folder)) if once else named], field, "own", raw)
+            except DemixError as error:
+                # The user knows a stream by the name that was given, not by that of the file.
+                raise (error.but(named) if once else error) from None
+            anonymize_documents(raw, documents, documents.with_suffix(".json"), enabled=False)
+            tokenize(self.tokenizer, documents, shard_path)
+            shard = TokenShard.open(shard_path)
+        if not shard.document_bytes.sum():
+            raise DemixError(named, *NO_TEXT)
+        return shard
 
     def mixed(self, shard: TokenShard, table: ScoreTable) -> dict[str, np.ndarray]:
         """log p [B, T] of a text under each mixture, by name."""
@@ -192,7 +192,7 @@ class Judge:
         mixed = {name: one.table(scores, mask) for name, one in mixtures.items()}
         if has_clusters(self.model) and {*names} <= {*(clusters := clusters_of(self.model)).open().names}:
             rule, far = Cluster(clusters.temperature), np.zeros_like(scores)
-            far[mask] = clusters.distances(names, self.encoder, shard, scores.shape[1])
+            far[mask] = clusters.distances(names, Tokenizer.load(self.tokenizer), shard, scores.shape[1])
             mixed["cluster (uniform prior)"] = Mixture(rule, uniform).table(scores, mask, far)
         return mixed
 
@@ -206,9 +206,6 @@ class Judge:
         best = int(totals.argmax())
         if self.dense is not None:
             mixed[DENSE_OF_RUN] = _scored(self.dense, shard, text.name).scores
-            if adapted := _dense_adapted(self.model, names[best]):
-                trunks = load_experts(adapted, device=self.dense[0].token_embedding.device)
-                mixed[f"{DENSE_OF_RUN}, adapted to {names[best]}"] = _scored(trunks, shard, text.name).scores
         size, tokens = int(shard.document_bytes.sum()), table.tokens
 
         def figures(log_p: float) -> tuple[float, float]:
@@ -229,7 +226,7 @@ class Judge:
         )
         first = lines[best]
         unlike = None if first.usual is None else first.bits_per_byte > UNLIKE * first.usual.bits_per_byte
-        sizes = (table.documents, tokens, size, len(mask))
+        sizes = (len(shard.offsets), tokens, size, len(mask))
         return OwnText(str(self.model), str(text), *sizes, tuple(mixtures), lines, unlike)
 
 
@@ -250,13 +247,6 @@ def _dense_of(model: Path) -> Path | None:
     dense = place.with_name(whole.folder_of(alike.name, whole.row_of(place.name)[1]))
     # The description of an expert is what training writes last.
     return dense if dense != place and (dense / "experts" / "dense.json").is_file() else None
-
-
-def _dense_adapted(model: Path, expert: str) -> Path | None:
-    """The dense model that the run of `model` adapted to the domain of `expert`, where there is one."""
-    run = Run.of_model(model)
-    adapted = run and run.folder / "models" / adapted_to(run.config.adaptation.dense, expert)
-    return adapted if adapted and all(file.is_file() for file in expert_files(adapted, "dense")) else None
 
 
 def raw_text(texts: Sequence[Path], field: str, domain: str, output: Path) -> None:
@@ -330,25 +320,6 @@ def _kept(stream: Path | str, folder: Path) -> Path:
     return kept
 
 
-def _tokenized(text: Path | str, tokenizer: Path, field: str) -> TokenShard:
-    """The token shard of a text."""
-    named = _named(text)
-    once = isinstance(text, str) or is_stream(named)
-    with TemporaryDirectory(prefix="demix.") as folder:
-        raw, documents, shard_path = (Path(folder, name) for name in ("raw.parquet", "documents.parquet", "own.arrow"))
-        try:
-            raw_text([_kept(text, Path(folder)) if once else named], field, "own", raw)
-        except DemixError as error:
-            # The user knows a stream by the name that was given, not by that of the file.
-            raise (error.but(named) if once else error) from None
-        anonymize_documents(raw, documents, documents.with_suffix(".json"), enabled=False)
-        tokenize(tokenizer, documents, shard_path)
-        shard = TokenShard.open(shard_path)
-    if not shard.document_bytes.sum():
-        raise DemixError(named, *NO_TEXT)
-    return shard
-
-
 def _check_file(file: Path) -> None:
     """Raise DemixError unless `file` is a file."""
     if not file.is_file():
@@ -362,4 +333,4 @@ def _scored(trunks: Sequence[GPT], shard: TokenShard, name: str) -> ScoreTable:
         log_p = trunk_log_probabilities(trunks, inputs, targets, mask, advance=advance)
     scores = np.zeros((*mask.shape, len(log_p)))
     scores[mask] = log_p.T
-    return ScoreTable(scores, mask, columns_of(trunks), len(shard.offsets), "")
+    return ScoreTable(scores, mask, columns_of(trunks))

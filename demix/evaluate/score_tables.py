@@ -38,8 +38,7 @@ class ScoreTable:
     scores: np.ndarray
     mask: np.ndarray
     experts: tuple[str, ...]
-    documents: int
-    sha256: str
+    sha256: str = ""
     folds: int = 0
 
     @property
@@ -149,7 +148,6 @@ def read_scores(directory: Path, experts: Sequence[str]) -> ScoreTable:
         np.concatenate([chunk.scores for chunk in chunks]),
         np.concatenate([chunk.mask for chunk in chunks]),
         tuple(experts),
-        len(np.unique(np.concatenate([chunk.documents for chunk in chunks]))),
         scored_sha256(directory, experts),
         scored_folds(directory, experts),
     )

@@ -109,7 +109,7 @@ class Page:
         """What `demix eval` judges a text by. The dense model of the run is loaded for the first text."""
         model, device = self.model, self.model.trunks[0].token_embedding.device
         path, _ = tokenizer_of(model.directory, model.tokenizer_file)
-        return Judge.of(model.directory, model.trunks, path, model.tokenizer, device)
+        return Judge(model.directory, model.trunks, path, device)
 
     def facts(self) -> dict[str, Any]:
         """The facts about the model that the page shows."""

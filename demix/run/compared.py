@@ -1,19 +1,18 @@
 """Which systems of a run are compared with which: further systems with the bases, clusterings with balanced ones."""
 
-from demix.config.models import PAPER
 from demix.run.models import Model, left_out, one_more, trained_without
 from demix.run.rows import Row
 from demix.run.run import Run
 from demix.run.systems import (
     System,
+    bases,
     by_distance,
     clustered,
     combined_systems,
     ngram_systems,
     paper_systems,
     routed_weights,
-    row_systems,
-    table_rows,
+    trained_systems,
 )
 from demix.settings import written
 
@@ -47,31 +46,28 @@ def _size(model: Model) -> tuple[int, int]:
 def compared(run: Run, domain: str) -> tuple[System, ...]:
     """The systems that are compared with each of `bases` on `domain`.
 
-    These are the baselines and the methods of Tables 3 to 5 with one rule of weights, DEMix with the weights of the
-    released code, the set of all experts and the one with the domain's own added, the removals of Table 7, the systems
-    of further rows, and n-grams.
+    These are the baselines and the methods of Tables 3 to 5 with one rule of weights, the systems of further rows,
+    DEMix with the weights of the released code, the set of all experts and the one with the domain's own added, the
+    removals of Table 7, and n-grams.
     """
-    first, more = (
-        [
-            system
-            for name, row in table_rows(run).items()
-            if (name in PAPER) == named
-            for system in row_systems(row, run)
-        ]
-        for named in (True, False)
-    )
     receiver, whole = run.receiver.row, run.whole.row
     return (
-        *first,
+        *trained_systems(run),
         paper_systems("demix")[-1].with_weights("released"),
         System("", receiver, "all", "cached", "history"),
         System("", receiver, one_more(domain), "cached", "history"),
         System("", whole, left_out(domain), "cached", "history"),
         System("", trained_without(domain), "training", "cached", "history"),
-        *more,
         *ngram_systems(run),
         *combined_systems(run),
     )
+
+
+def comparisons(run: Run, domain: str) -> list[tuple[str, ...]]:
+    """The rows of differences.parquet on `domain`: the key of a system, the name of its base, and the base's key."""
+    pairs = [(one, name, base) for one in compared(run, domain) for name, base in bases(run).items()]
+    pairs += [(one, base.model, base) for one, base in balanced_pairs(run)]
+    return [(*one.key, name, *base.key) for one, name, base in pairs]
 
 
 def variant_rows(run: Run) -> dict[str, str]:

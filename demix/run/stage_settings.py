@@ -12,14 +12,14 @@ from demix.config.domains import UNCUT
 from demix.config.evaluation import CACHE, MixingRecipe, ScoredTokens, ScoringRecipe
 from demix.config.training import OptimizerRecipe, TrainingRecipe, selected
 from demix.files import fingerprint, write_json
-from demix.run.compared import balanced_pairs, compared
+from demix.run.compared import comparisons
 from demix.run.contexts import POSITION_BINS, context_tables
 from demix.run.evaluated import columns_of, evaluated
 from demix.run.harness import harness_settings, harness_tasks, harnessed
-from demix.run.models import Model, left_out, trained_without
+from demix.run.models import Model, trained_without
 from demix.run.run import Run, kept
 from demix.run.scoring import ScoringJob, scoring_jobs
-from demix.run.systems import bases, classified, merged_whole
+from demix.run.systems import classified, merged_whole
 from demix.settings import written
 
 # The bytes of the longest argument that Linux passes to a program, less the NUL at its end.
@@ -164,9 +164,7 @@ class StageSettings:
             selected(MixingRecipe, run.config.evaluation),
             kind=run.kind_of(domain),
             tables=[asdict(table) for table in evaluated(run, domain)],
-            compared=[system.key for system in compared(run, domain)] if domain in run.domains else [],
-            against=[(name, *system.key) for name, system in bases(run).items()],
-            pairs=[(*one.key, *base.key) for one, base in balanced_pairs(run)],
+            pairs=comparisons(run, domain) if domain in run.domains else [],
             seed=run.seed,
         )
 
@@ -177,8 +175,6 @@ class StageSettings:
             merged=list(merged_whole(run)),
             model=run.whole.name,
             training=run.training,
-            left_out=left_out(removed),
-            without_model=trained_without(removed),
             without=self.models[trained_without(removed)].experts,
             threads=run.config.threads,
         )

@@ -10,10 +10,9 @@ from demix.config.training import selected
 from demix.evaluate.columns import join
 from demix.evaluate.domain import Evaluation, evaluate_domain
 from demix.report import report_files
-from demix.run.compared import compared
+from demix.run.compared import comparisons
 from demix.run.evaluated import evaluated
 from demix.run.run import Run
-from demix.run.systems import bases
 from demix.settings import settings_from
 from support.cli import succeeds
 from support.frozen import with_models
@@ -35,8 +34,7 @@ def evaluate(run: Run, domain: str, kind: str) -> Path:
     about = {
         "kind": kind,
         "tables": tables,
-        "compared": [system.key for system in compared(run, domain)],
-        "against": [(name, *system.key) for name, system in bases(run).items()],
+        "pairs": comparisons(run, domain),
         "seed": run.seed,
     }
     evaluation = settings_from(Evaluation, selected(MixingRecipe, run.config.evaluation) | about)

@@ -36,7 +36,6 @@ PRIORS = {
     ("demix", left_out(DOMAIN)): REST,
     (UNTAUGHT, "training"): WITHOUT,
 }
-NAMES = {"model": "demix", "left_out": left_out(DOMAIN), "without_model": UNTAUGHT}
 
 
 def prior_of(experts: tuple[str, ...]) -> np.ndarray:
@@ -71,8 +70,8 @@ def made(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
     return make
 
 
-def rows_of(models: Path, tokens: Path, prompts: int = 3, names: dict[str, str] = NAMES) -> list[dict]:
-    audit = Audit(prompts=prompts, training=TRAINING, without=WITHOUT, threads=1, **names)
+def rows_of(models: Path, tokens: Path, prompts: int = 3) -> list[dict]:
+    audit = Audit(prompts=prompts, model="demix", training=TRAINING, without=WITHOUT, threads=1)
     return audit_rows(DOMAIN, models, tokens / "tokens" / DOMAIN, models / "priors.parquet", audit)
 
 
@@ -158,7 +157,7 @@ def edges(shard: TokenShard) -> list[tuple[int, int]]:
 
 def test_the_command_writes_a_table(made: Callable[..., Path], tokens: Path, tmp_path: Path) -> None:
     models = made()
-    settings = {"prompts": 100_000, "training": TRAINING, "without": WITHOUT, "threads": 1} | NAMES
+    settings = {"prompts": 100_000, "model": "demix", "training": TRAINING, "without": WITHOUT, "threads": 1}
     places = ["--tokens", tokens / "tokens" / DOMAIN, "--priors", models / "priors.parquet"]
     more = ["--settings", json.dumps(settings), "--output", tmp_path / "audit.parquet"]
     succeeds("audit", DOMAIN, "--models", models, *places, *more)

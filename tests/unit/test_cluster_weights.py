@@ -17,10 +17,9 @@ from demix.files import digest, read_json, read_parquet, write_json, write_parqu
 from demix.mix.rules import DISTANCES, Chunk, Cluster, History, ReleasedCluster
 from demix.report.read import read_results
 from demix.run.check import load_run
-from demix.run.compared import compared
+from demix.run.compared import comparisons
 from demix.run.evaluated import evaluated
 from demix.run.rules import RunRules
-from demix.run.systems import bases
 from support.configs import domains, small_run
 from support.mixing import as_blocks, log_mixture, log_weights, mix, updating_priors, window
 from support.scored import LENGTH, write_table
@@ -134,8 +133,7 @@ def evaluation(**changes: Any) -> Evaluation:
     return Evaluation(
         kind="training",
         tables=evaluated(RUN, "law"),
-        compared=tuple(one.key for one in compared(RUN, "law")),
-        against=tuple((name, *one.key) for name, one in bases(RUN).items()),
+        pairs=tuple(comparisons(RUN, "law")),
         seed=7,
         **more | changes,
     )

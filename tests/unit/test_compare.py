@@ -64,9 +64,7 @@ def relearned(run: Run, folder: Path, effect: int, name: str = "other") -> Run:
     results, recipe = [], selected(MixingRecipe, made.config.evaluation)
     for domain in made.domains:
         tables = tuple(table for table in evaluated(made, domain) if (folder / "scores" / table.folder).exists())
-        evaluation = Evaluation(
-            **recipe, kind=made.kind_of(domain), tables=tables, compared=(), against=(), seed=made.seed
-        )
+        evaluation = Evaluation(**recipe, kind=made.kind_of(domain), tables=tables, seed=made.seed)
         results.append(folder / "evaluations" / f"{domain}.parquet")
         lengths = byte_lengths(folder / "tokenizer.json")
         evaluate_domain(folder / "scores", domain, evaluation, results[-1], lengths)

@@ -20,7 +20,7 @@ from demix.evaluate.score_tables import read_scores
 from demix.files import read_json, seed_for, write_json
 from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import Switching, Tempered
-from demix.run.compared import compared
+from demix.run.compared import comparisons
 from demix.run.evaluated import evaluated as evaluated_tables
 from demix.run.systems import bases
 from support.configs import changed, domains, small_run
@@ -46,8 +46,7 @@ def evaluation(domain: str, **changes: Any) -> Evaluation:
     return Evaluation(
         kind="training" if domain in TRAINING else "novel",
         tables=evaluated_tables(run, domain),
-        compared=tuple(system.key for system in compared(run, domain)),
-        against=tuple((name, *system.key) for name, system in bases(run).items()),
+        pairs=tuple(comparisons(run, domain)),
         decay=0.3,
         dev_blocks=6,
         weights=WEIGHTS,

@@ -186,8 +186,6 @@ def test_an_evaluation_holds_static_mixtures_alone_as_plain_arithmetic_has_them(
         evaluation = Evaluation(
             kind=kind,
             tables=tables,
-            compared=(),
-            against=(),
             seed=1,
             dev_blocks=10,
             weights=("history", "released", "tempered", "switching"),

@@ -14,7 +14,6 @@ from demix.data.tokenizer import Tokenizer
 from demix.evaluate.own_text import DECAY, evaluate_texts
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
-from demix.files import read_json, write_json
 from demix.mix.rules import Tempered
 from demix.model.manifest import Usual
 from demix.model.usual import write_usual
@@ -196,14 +195,3 @@ def test_what_cannot_be_read_is_refused(model: Path, tokens: Path, tmp_path: Pat
     refusal("eval", other, text, of=other)
     refusal("eval", other, text, "--tokenizer", encoder, of=encoder)
     refusal("eval", model, text, "--tokenizer", tmp_path / "none.json", of="none.json")
-
-
-def test_an_added_expert_is_held_against_the_dense_model_that_was_adapted_as_it_was(frozen_copy: Run) -> None:
-    models, text = frozen_copy.folder / "models", frozen_copy.folder / "corpus" / "fantasy" / "test.parquet"
-    best = min(asked(models / "demix", text)["experts"], key=lambda line: line["perplexity"])["name"]
-    dense, adapted = models / "dense", models / f"dense-dapt-{best}"
-    shutil.copytree(dense, adapted, dirs_exist_ok=True)
-    for path in dense.rglob("*.json"):
-        write_json(adapted / path.relative_to(dense), read_json(path))
-    mixtures = {line["name"]: line["perplexity"] for line in asked(models / "demix", text)["mixtures"]}
-    assert mixtures[f"dense model of the run, adapted to {best}"] == mixtures["dense model of the run"]

@@ -156,7 +156,7 @@ def test_experts_with_equal_scores_may_be_needed_for_one_token_of_many() -> None
 def table_of(experts: tuple[str, ...], generator: np.random.Generator, best: str) -> ScoreTable:
     scores = -generator.exponential(2, (3, 40, len(experts)))
     scores[..., experts.index(best)] *= 0.5
-    return ScoreTable(scores, np.ones((3, 40), bool), experts, 3, "0")
+    return ScoreTable(scores, np.ones((3, 40), bool), experts)
 
 
 def test_tempered_is_chosen_over_the_grid_with_and_without_the_own_expert() -> None:
@@ -185,7 +185,7 @@ def test_switching_is_chosen_on_dev() -> None:
     scores = -generator.exponential(1, (8, 250, 2))
     scores[:, :, 0] -= 3 * (np.arange(250) // 25 % 2)
     scores[:, :, 1] -= 3 * (np.arange(250) // 25 % 2 == 0)
-    dev = ScoreTable(scores, np.ones((8, 250), bool), ("law", "news"), 1, "0")
+    dev = ScoreTable(scores, np.ones((8, 250), bool), ("law", "news"))
     prior = np.log([0.5, 0.5])
     chosen = switching_on_dev(dev, prior)
     losses = {alpha: -mix(scores, dev.mask, "fitted", Switching(alpha), log_prior=prior).sum() for alpha in ALPHAS}
@@ -193,4 +193,4 @@ def test_switching_is_chosen_on_dev() -> None:
     assert 0.01 <= chosen.alpha <= 0.1
     # Where the best expert changes at every token, the last token says less than the prior.
     turns = np.where(np.arange(500).reshape(2, 250, 1) % 2 == [0, 1], -3.0, 0.0)
-    assert switching_on_dev(ScoreTable(turns, np.ones((2, 250), bool), ("law", "news"), 1, "0"), prior).alpha == 1.0
+    assert switching_on_dev(ScoreTable(turns, np.ones((2, 250), bool), ("law", "news")), prior).alpha == 1.0

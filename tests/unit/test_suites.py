@@ -37,8 +37,6 @@ def evaluation(run: Run, domain: str) -> Evaluation:
     return Evaluation(
         kind=run.kind_of(domain),
         tables=evaluated(run, domain),
-        compared=(),
-        against=(),
         dev_blocks=6,
         weights=WEIGHTS,
         top_k=(2,),
