@@ -303,8 +303,8 @@ def _with_intervals(
         if names := _system(row, evaluation.seed):
             systems[names] = (row, nll)
     differences = []
-    for *names, name, model, experts, method, weights in evaluation.pairs:
-        one, other = tuple(names), (model, experts, method, weights)
+    for pair in evaluation.pairs:
+        one, name, other = pair[:4], pair[4], pair[5:]
         if one != other and one in systems and other in systems:
             (row, nll), (base, base_nll) = systems[one], systems[other]
             difference = row.values | {
