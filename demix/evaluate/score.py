@@ -39,7 +39,6 @@ from demix.model.directory import (
 )
 from demix.model.experts import load_without
 from demix.model.gpt import GPT
-from demix.model.manifest import ModelManifest
 from demix.model.moe import MoELayer
 from demix.model.scoring import trunk_log_probabilities
 from demix.progress import progress
@@ -72,6 +71,19 @@ class Scoring(ScoringRecipe):
     models: Items[ScoredModel] = ()
 
 
+@dataclass(frozen=True)
+class _Work:
+    """The arguments of `score`."""
+
+    directory: Path
+    experts: tuple[str, ...]
+    shards: list[Path]
+    output: Path
+    context: int = 0
+    top_k: int = 0
+    without: str = ""
+
+
 def score(
     directory: Path,
     experts: tuple[str, ...],
@@ -94,7 +106,7 @@ def score(
     columns say of what they were made: the same command leaves them, unless something on which their bits depend has
     changed.
     """
-    _score_all([_Work(directory, experts, shards, output, scoring, context, top_k)])
+    _score_all([_Work(directory, experts, shards, output, context, top_k)], scoring)
 
 
 def score_models(
@@ -119,79 +131,86 @@ def score_models(
             raise DemixError(f"model {one.model}", f"is to be scored on {domain} {split}, not an argument", cure)
         changed = one.context, one.top_k, one.without
         own = [places[place] for place in wanted]
-        place = output / folder_at(one.model, *changed)
-        works.append(_Work(models / one.model, one.experts, own, place, scoring, *changed))
-    written = _score_all(works)
+        works.append(_Work(models / one.model, one.experts, own, output / folder_at(one.model, *changed), *changed))
+    written = _score_all(works, scoring)
     if manifest is not None:
         write_digests(manifest, written)
 
 
-@dataclass(frozen=True)
-class _Work:
-    """The arguments of `score`. The experts, which are in memory together, are loaded once a column is missing."""
+def _score_all(works: list[_Work], scoring: Scoring) -> list[tuple[Path, Sequence[str]]]:
+    """Score all works; returns the folders of tables, each with its columns."""
+    set_threads(scoring.threads)
+    # What is missing ends the job before the first model is scored.
+    for work in works:
+        _check(work)
+    shards = {path: TokenShard.open(path, verify=True) for path in dict.fromkeys(chain(*(one.shards for one in works)))}
+    for work in works:
+        for path in work.shards:
+            refuse_other_tokenizer(work.directory, path, shards[path].tokenizer_sha256, shards[path].vocab_size)
+    written: list[tuple[Path, Sequence[str]]] = []
+    for work in works:
+        # Each column is a file of its own, so experts that are whole models are never in memory together.
+        apart = whole_models(work.directory) and work.experts
+        for experts in [(expert,) for expert in work.experts] if apart else [work.experts]:
+            scorer = _Scorer(replace(work, experts=experts), scoring)
+            for path in work.shards:
+                scorer.score(path, shards[path])
+        for path in work.shards:
+            shard, place = shards[path], work.output / f"{path.parent.name}.{path.stem}"
+            ids = shard.read(0, count_to_score(shard, scoring, scorer.length))
+            write_tokens(place, ids, shard.offsets, scorer.length, shard.origins)
+            written.append((place, work.experts or (path.parent.name,)))
+    return written
 
-    directory: Path
-    experts: tuple[str, ...]
-    shards: list[Path]
-    output: Path
-    scoring: Scoring
-    context: int = 0
-    top_k: int = 0
-    without: str = ""
 
-    @cached_property
-    def described(self) -> ModelManifest:
-        """The description of the model."""
-        return describe(self.directory)
+def _check(work: _Work) -> None:
+    """Raise DemixError for an expert or a domain token that the model lacks, and for blocks too long for it."""
+    directory, experts, context = work.directory, work.experts, work.context
+    described = describe(directory)
+    domain_tokens, architecture = described.domain_tokens, described.architecture
+    if architecture.position == "learned" and context > architecture.context:
+        cause = f"is longer than the {architecture.context} positions that {directory} has learned"
+        raise DemixError(f"context {context}", cause, "use fewer, or a model with position alibi")
+    routed = architecture.routed.experts if architecture.routed else 0
+    if work.top_k > routed:
+        cause = f"is more than the {routed} experts among which tokens of {directory} choose in a layer"
+        raise DemixError(f"top_k {work.top_k}", cause, "use fewer, or a model of kind routed")
+    wanted = {*experts, *(path.parent.name for path in work.shards if not experts)}
+    if (domain_tokens or not experts) and not wanted <= {*domain_tokens}:
+        has = f"has the domain tokens {', '.join(domain_tokens)}" if domain_tokens else "has no domain tokens"
+        raise DemixError(directory, has, "score under these, or name experts")
+    for expert in expert_names(directory) if domain_tokens else experts:
+        expert_lineage(directory, expert)
 
-    @property
-    def length(self) -> int:
-        """The tokens of a block."""
-        return self.context or self.described.architecture.context
 
-    @cached_property
-    def hashes(self) -> dict[str, str]:
-        """The sha256 of each expert; those of a domain-token model are all of its own."""
-        named = expert_names(self.directory) if self.described.domain_tokens else self.experts
-        return {name: expert_lineage(self.directory, name).sha256 for name in named}
+class _Scorer:
+    """Experts that are in memory together, which are loaded once a column is missing; scores as `score` does."""
 
-    @property
-    def folds(self) -> dict[str, str]:
-        """The passes in which a masked model fills in the tokens of a block."""
-        return {"folds": str(FOLDS)} if self.described.architecture.objective == "mlm" else {}
-
-    def check(self) -> None:
-        """Raise DemixError for an expert or a domain token that the model lacks, and for blocks too long for it."""
-        domain_tokens, architecture = self.described.domain_tokens, self.described.architecture
-        if architecture.position == "learned" and self.context > architecture.context:
-            cause = f"is longer than the {architecture.context} positions that {self.directory} has learned"
-            raise DemixError(f"context {self.context}", cause, "use fewer, or a model with position alibi")
-        routed = architecture.routed.experts if architecture.routed else 0
-        if self.top_k > routed:
-            cause = f"is more than the {routed} experts among which tokens of {self.directory} choose in a layer"
-            raise DemixError(f"top_k {self.top_k}", cause, "use fewer, or a model of kind routed")
-        wanted = self.experts or tuple(path.parent.name for path in self.shards)
-        if (domain_tokens or not self.experts) and not {*wanted} <= {*domain_tokens}:
-            has = f"has the domain tokens {', '.join(domain_tokens)}" if domain_tokens else "has no domain tokens"
-            raise DemixError(self.directory, has, "score under these, or name experts")
-        _ = self.hashes
+    def __init__(self, work: _Work, scoring: Scoring) -> None:
+        self.work, self.scoring, self.described = work, scoring, describe(work.directory)
+        self.domain_tokens = self.described.domain_tokens
+        named = expert_names(work.directory) if self.domain_tokens else work.experts
+        self.hashes = {name: expert_lineage(work.directory, name).sha256 for name in named}
+        architecture = self.described.architecture
+        self.length = work.context or architecture.context
+        self.folds = {"folds": str(FOLDS)} if architecture.objective == "mlm" else {}
 
     @cached_property
     def trunks(self) -> list[GPT]:
         """The experts."""
-        if self.without:
-            return [load_without(self.directory, self.without).to(own_device())]
-        trunks = load_experts(self.directory, None if self.described.domain_tokens else self.experts, own_device())
-        for block in (block for trunk in trunks if self.top_k for block in trunk.blocks):
+        if self.work.without:
+            return [load_without(self.work.directory, self.work.without).to(own_device())]
+        trunks = load_experts(self.work.directory, None if self.domain_tokens else self.work.experts, own_device())
+        for block in (block for trunk in trunks if self.work.top_k for block in trunk.blocks):
             if isinstance(block.feedforward, MoELayer):
-                block.feedforward.choose(self.top_k)
+                block.feedforward.choose(self.work.top_k)
         return trunks
 
     def score(self, path: Path, shard: TokenShard) -> None:
         """Score a split, unless all columns are there."""
         domain, split = path.parent.name, path.stem
-        columns = self.experts or (domain,)
-        place, label = self.output / f"{domain}.{split}", f"{self.output.name} on {domain} {split}"
+        columns = self.work.experts or (domain,)
+        place, label = self.work.output / f"{domain}.{split}", f"{self.work.output.name} on {domain} {split}"
         ids = shard.read(0, count_to_score(shard, self.scoring, self.length))
         sha256 = tokens_sha256(ids)
         fingerprint = self._fingerprint(columns, sha256)
@@ -216,8 +235,8 @@ class _Work:
     def _fingerprint(self, columns: tuple[str, ...], sha256: str) -> str:
         """A digest of everything on which the bits of some columns of scores of some tokens depend."""
         hashes = {name: sha256 for name, sha256 in self.hashes.items() if name in columns} or self.hashes
-        settings = [self.scoring.precision, self.scoring.threads, torch.__version__]
-        model = [digest(self.described.content), hashes, self.folds, self.context, self.top_k, self.without]
+        work, settings = self.work, [self.scoring.precision, self.scoring.threads, torch.__version__]
+        model = [digest(self.described.content), hashes, self.folds, work.context, work.top_k, work.without]
         return digest([model, columns, sha256, settings, _device(own_device())])
 
     def _score_pieces(
@@ -228,7 +247,7 @@ class _Work:
         missing = {
             piece: span for piece, span in groups.items() if not _is_whole(piece, span[1] - span[0], fingerprint)
         }
-        dtype, domains = compute_type(self.scoring.precision), columns if self.described.domain_tokens else None
+        dtype, domains = compute_type(self.scoring.precision), columns if self.domain_tokens else None
         amount = len(self.trunks) * sum(stop - start for start, stop in missing.values())
         with progress(f"{label}: tokens", amount) as advance:
             for piece, (start, stop) in missing.items():
@@ -236,39 +255,13 @@ class _Work:
                 try:
                     scored = trunk_log_probabilities(self.trunks, *cut, dtype, advance, domains, start // self.length)
                 except DemixError as error:
-                    raise error.but(f"{self.directory}: {error.subject}") from None
+                    raise error.but(f"{self.work.directory}: {error.subject}") from None
                 table = pa.table(dict(zip(columns, scored.astype(np.float32), strict=True)))
                 write_parquet(table.replace_schema_metadata({"fingerprint": fingerprint}), piece)
         log.info("%s: %d tokens under %d experts", label, count, len(columns))
         if len(missing) < len(groups):
             log.info("%s: %d of %d pieces were already scored", label, len(groups) - len(missing), len(groups))
         return [*groups]
-
-
-def _score_all(works: list[_Work]) -> list[tuple[Path, Sequence[str]]]:
-    """Score all works; returns the folders of tables, each with its columns."""
-    set_threads(works[0].scoring.threads)
-    # What is missing ends the job before the first model is scored.
-    for work in works:
-        work.check()
-    shards = {path: TokenShard.open(path, verify=True) for path in dict.fromkeys(chain(*(one.shards for one in works)))}
-    for work in works:
-        for path in work.shards:
-            refuse_other_tokenizer(work.directory, path, shards[path].tokenizer_sha256, shards[path].vocab_size)
-    written: list[tuple[Path, Sequence[str]]] = []
-    for work in works:
-        # Each column is a file of its own, so experts that are whole models are never in memory together.
-        apart = whole_models(work.directory) and work.experts
-        for experts in [(expert,) for expert in work.experts] if apart else [work.experts]:
-            part = replace(work, experts=experts)
-            for path in work.shards:
-                part.score(path, shards[path])
-        for path in work.shards:
-            shard, place = shards[path], work.output / f"{path.parent.name}.{path.stem}"
-            ids = shard.read(0, count_to_score(shard, work.scoring, work.length))
-            write_tokens(place, ids, shard.offsets, work.length, shard.origins)
-            written.append((place, work.experts or (path.parent.name,)))
-    return written
 
 
 def _device(device: torch.device) -> str:
