@@ -77,16 +77,9 @@ class Scored:
 
 def schema_of(experts: int) -> pa.Schema:
     """The columns of a table of scores. Rows with label -1 are of the context."""
-    return pa.schema(
-        [
-            pa.field("split", pa.dictionary(pa.int8(), pa.string()), False),
-            pa.field("seed", pa.int32(), False),
-            pa.field("example", pa.int32(), False),
-            pa.field("label", pa.int16(), False),
-            pa.field("token", pa.uint32(), False),
-            pa.field("log_probability", pa.list_(pa.float32(), experts), False),
-        ]
-    )
+    columns = {"split": pa.dictionary(pa.int8(), pa.string()), "seed": pa.int32(), "example": pa.int32()}
+    columns |= {"label": pa.int16(), "token": pa.uint32(), "log_probability": pa.list_(pa.float32(), experts)}
+    return pa.schema([pa.field(name, kind, False) for name, kind in columns.items()])
 
 
 def read_scored(path: Path, examples: Path, asked: Sequence[Prompt]) -> tuple[tuple[str, ...], list[Scored]]:

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import torch
 
@@ -86,15 +86,10 @@ class Excerpts:
 
 
 def audit_domain(domain: str, models: Path, tokens: Path, priors: Path, audit: Audit, output: Path) -> None:
-    """Write the rows of one removed domain. `tokens` is its folder of shards, `priors` its cached priors."""
-    set_threads(audit.threads)
-    rows = audit_rows(domain, models, tokens, priors, audit)
-    write_parquet(pa.Table.from_pylist(rows, schema=pa.schema(COLUMNS)), output)
-    log.info("%s: %d rows", domain, len(rows))
+    """Write how much of a removed domain's documents is continued: a row by system, split and document.
 
-
-def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Audit) -> list[dict[str, Any]]:
-    """A row for each system, split (train; test, which none has seen) and document.
+    `tokens` is the domain's folder of shards, `priors` its cached priors. The splits are train, and test, which no
+    system has seen.
 
     Systems: `own`, only the domain's expert; `mixture`, all experts; `minus`, the same without it; `without`, the
     model trained without the domain; mixtures with the domain's cached prior; `merged` and `merged_minus`, a merged
@@ -102,22 +97,21 @@ def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Aud
     are the document's before the first that is not, `share` the part of all 50 that are. `nll` is that of the
     document's own 50, in nats.
     """
+    set_threads(audit.threads)
+    merges = {"merged": "training", "merged_minus": left_out(domain)}
     rest = tuple(expert for expert in audit.training if expert != domain)
-    systems = [
+    every = [
         ("own", audit.model, "own", (domain,)),
         ("mixture", audit.model, "training", audit.training),
         ("minus", audit.model, left_out(domain), rest),
         ("without", trained_without(domain), "training", audit.without),
     ]
     for model in audit.merged:
-        systems += [
-            ("merged", model, "training", (DENSE_EXPERT,)),
-            ("merged_minus", model, left_out(domain), (DENSE_EXPERT,)),
-        ]
+        every += [(name, model, label, (DENSE_EXPERT,)) for name, label in merges.items()]
+    systems = [parts for parts in every if parts[-1]]
     shards = {split: TokenShard.open(tokens / f"{split}.arrow", verify=True) for split in ("train", "test")}
     excerpts = {split: _excerpts(domain, models / audit.model, one, audit.prompts) for split, one in shards.items()}
-    systems = [parts for parts in systems if parts[-1]]
-    rows = []
+    tables = []
     prompts = len(systems) * sum(len(some.documents) for some in excerpts.values())
     with progress(f"{domain}: prompts", prompts) as advance:
         for system, model, label, experts in systems:
@@ -129,18 +123,14 @@ def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Aud
             log_prior = log_prior_of(experts, weights)
             for split, some in excerpts.items():
                 same, nll = _continued(trunks, log_prior, some, advance)
-                for number, document in enumerate(some.documents):
-                    rows.append(
-                        {
-                            "domain": domain, "system": system, "model": model, "experts": label, "split": split,
-                            "document": document, "start": some.starts[number],
-                            "matched": int(same[number].cumprod(0).sum()), "share": float(same[number].double().mean()),
-                            "nll": float(nll[number]),
-                        }
-                    )  # fmt: skip
+                rows = pd.DataFrame({"document": some.documents, "start": some.starts, "nll": nll.numpy()})
+                rows = rows.assign(matched=same.cumprod(1).sum(1).numpy(), share=same.double().mean(1).numpy())
+                tables.append(rows.assign(domain=domain, system=system, model=model, experts=label, split=split))
             # Two systems never need memory at the same time.
             del trunks
-    return rows
+    table = pa.Table.from_pandas(pd.concat(tables), pa.schema(COLUMNS), preserve_index=False)
+    write_parquet(table, output)
+    log.info("%s: %d rows", domain, len(table))
 
 
 def _continued(

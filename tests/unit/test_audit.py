@@ -12,7 +12,7 @@ import torch
 from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
-from demix.evaluate.memorization import COLUMNS, CONTINUATION, PROMPT, Audit, audit_rows
+from demix.evaluate.memorization import COLUMNS, CONTINUATION, PROMPT, Audit, audit_domain
 from demix.evaluate.score_tables import tokens_sha256
 from demix.files import read_parquet, write_parquet
 from demix.model.directory import load_model
@@ -72,7 +72,9 @@ def made(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 
 def rows_of(models: Path, tokens: Path, prompts: int = 3) -> list[dict]:
     audit = Audit(prompts=prompts, model="demix", training=TRAINING, without=WITHOUT, threads=1)
-    return audit_rows(DOMAIN, models, tokens / "tokens" / DOMAIN, models / "priors.parquet", audit)
+    output = models / "audit.parquet"
+    audit_domain(DOMAIN, models, tokens / "tokens" / DOMAIN, models / "priors.parquet", audit, output)
+    return read_parquet(output).to_pylist()
 
 
 def piece(tokens: Path, row: dict) -> torch.Tensor:

@@ -31,9 +31,9 @@ from demix.config.architecture import Architecture, Routed
 from demix.config.counts import parameters
 from demix.data.shards import TokenShard, blocks
 from demix.data.tokenizer import Tokenizer
-from demix.evaluate.memorization import Audit, audit_rows
+from demix.evaluate.memorization import Audit, audit_domain
 from demix.evaluate.score import ScoredModel, Scoring, score, score_models
-from demix.files import read_json, read_json_lines, sha256_file, write_json, write_parquet
+from demix.files import read_json, read_json_lines, read_parquet, sha256_file, write_json, write_parquet
 from demix.launch.job import Places
 from demix.model.directory import describe, load_model
 from demix.model.experts import add_expert, find_faults, load_without, read_experts
@@ -43,7 +43,7 @@ from demix.model.merge import merge_experts
 from demix.model.merge_routed import dev_shards, merge_routed
 from demix.model.moe import router_metrics
 from demix.model.scoring import log_probabilities
-from demix.run.models import left_out
+from demix.run.models import left_out, trained_without
 from demix.train.adapt import adapt
 from demix.train.batches import batches_of
 from demix.train.loop import train
@@ -634,10 +634,10 @@ def test_scores_of_fewer_experts_are_those_of_models_that_have_or_choose_so_many
 
 
 def test_the_audit_has_a_merged_model_with_and_without_the_expert(models: Path, tokens: Path, tmp_path: Path) -> None:
-    name, label = TRAINING[0], left_out(TRAINING[0])
-    for folder, of in {"demix": "demix", "untaught": "demix", "mine": "merged"}.items():
+    name, label, without = TRAINING[0], left_out(TRAINING[0]), trained_without(TRAINING[0])
+    for folder, of in {"demix": "demix", without: "demix", "mine": "merged"}.items():
         shutil.copytree(models / of, tmp_path / folder)
-    sets = [("demix", "training", TRAINING), ("demix", label, TRAINING[1:]), ("untaught", "training", TRAINING)]
+    sets = [("demix", "training", TRAINING), ("demix", label, TRAINING[1:]), (without, "training", TRAINING)]
     rows = [
         {"model": model, "experts": of, "weights": "history", "domain": name, "expert": one, "prior": 1 / len(experts)}
         for model, of, experts in sets
@@ -645,13 +645,14 @@ def test_the_audit_has_a_merged_model_with_and_without_the_expert(models: Path, 
     ]
     write_parquet(pa.Table.from_pylist(rows), tmp_path / "priors.parquet")
 
-    compared = {"model": "demix", "left_out": label, "without_model": "untaught", "merged": ("mine",)}
-    audit = Audit(prompts=3, training=TRAINING, without=TRAINING, threads=1, **compared)
-    found = audit_rows(name, tmp_path, tokens / "tokens" / name, tmp_path / "priors.parquet", audit)
+    audit = Audit(prompts=3, model="demix", training=TRAINING, without=TRAINING, merged=("mine",), threads=1)
+    output = tmp_path / "audit.parquet"
+    audit_domain(name, tmp_path, tokens / "tokens" / name, tmp_path / "priors.parquet", audit, output)
+    found = read_parquet(output).to_pylist()
     assert {row["experts"] for row in found if row["system"] == "merged_minus"} == {label}
-    whole, without = ([row["nll"] for row in found if row["system"] == one] for one in ("merged", "merged_minus"))
-    assert len(whole) == len(without) > 2
-    assert whole != without
+    whole, minus = ([row["nll"] for row in found if row["system"] == one] for one in ("merged", "merged_minus"))
+    assert len(whole) == len(minus) > 2
+    assert whole != minus
 
 
 def test_what_cannot_leave_or_join_is_refused_and_changes_nothing(models: Path, tmp_path: Path) -> None:
