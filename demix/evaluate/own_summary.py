@@ -11,9 +11,20 @@ if TYPE_CHECKING:
 
 
 def answer(result: OwnText) -> list["str | rich.table.Table"]:
-    """What `demix eval` prints of one text, part by part: the answer in sentences, the tables, and remarks on them."""
-    parts: list[str | rich.table.Table] = [headline(result), *tables(result), *remarks(result)]
-    return [part for part in parts if part]
+    """What `demix eval` prints of one text, part by part: the answer in sentences, the tables, and remarks on them.
+
+    These say what the columns of the experts' table mean, why no dense model is there, and what `doubt` says.
+    """
+    shown = tables(result)
+    if len(result.experts) < 2:
+        return [*shown]
+    columns = (
+        "usual: the expert's perplexity on test text of its own domain; behind: nats per token more than the best "
+        "expert needs; weight: mean over all tokens by tempered; posterior: probability that the text is of the "
+        "expert's domain if it is of one of these (updating prior after the last block). It adds up to 1 over these "
+        "experts, so that one of them wins even if none fits."
+    )
+    return [headline(result), *shown, columns, *filter(None, [without_dense(result), doubt(result)])]
 
 
 def tables(result: OwnText) -> list["rich.table.Table"]:
@@ -60,19 +71,6 @@ def _against(dense: float, mixed: float) -> str:
     """How the dense model's perplexity compares with the mixture's, at the two decimals printed."""
     less = round(dense, 2) - round(mixed, 2)
     return "as good as the mixture" if not less else f"{'better' if less < 0 else 'worse'} than the mixture"
-
-
-def remarks(result: OwnText) -> list[str]:
-    """What the columns of the experts' table mean, why no dense model is there, and what `doubt` says."""
-    if len(result.experts) < 2:
-        return []
-    columns = (
-        "usual: the expert's perplexity on test text of its own domain; behind: nats per token more than the best "
-        "expert needs; weight: mean over all tokens by tempered; posterior: probability that the text is of the "
-        "expert's domain if it is of one of these (updating prior after the last block). It adds up to 1 over these "
-        "experts, so that one of them wins even if none fits."
-    )
-    return [columns, *filter(None, [without_dense(result), doubt(result)])]
 
 
 def without_dense(result: OwnText) -> str:
