@@ -53,8 +53,6 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
         super().__init__()
         directory, self._seed, self._device = Path(pretrained), seed, device_named(device)
         self._batch = None if batch_size in (None, "auto") else int(batch_size)
-        if (top_k := mixing.get("top_k")) is not None and top_k < 1:
-            raise DemixError(f"--top-k {top_k}", "is not positive", "give 1 or more")
         names, path = experts.split(",") if experts else None, Path(tokenizer) if tokenizer else None
         trunks, self._tokenizer = open_model(directory, names, path, self._device)
         mixed = mixture_of(directory, trunks, self._tokenizer, **mixing)
