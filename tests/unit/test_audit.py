@@ -1,6 +1,5 @@
 """The audit of a removed domain, against whole forward passes."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from demix.model.directory import load_model
 from demix.model.gpt import GPT
 from demix.run.models import left_out, trained_without
 from demix.train.batches import balanced_batches
-from support.cli import succeeds
 from support.decoding import LENGTH, next_tokens
 from support.mixing import log_weights
 from support.models import SMALL, randomise, save_model
@@ -157,16 +155,10 @@ def edges(shard: TokenShard) -> list[tuple[int, int]]:
     return list(zip(shard.offsets.tolist(), [*shard.offsets[1:].tolist(), len(shard)], strict=True))
 
 
-def test_the_command_writes_a_table(made: Callable[..., Path], tokens: Path, tmp_path: Path) -> None:
-    models = made()
-    settings = {"prompts": 100_000, "model": "demix", "training": TRAINING, "without": WITHOUT, "threads": 1}
-    places = ["--tokens", tokens / "tokens" / DOMAIN, "--priors", models / "priors.parquet"]
-    more = ["--settings", json.dumps(settings), "--output", tmp_path / "audit.parquet"]
-    succeeds("audit", DOMAIN, "--models", models, *places, *more)
-    table = read_parquet(tmp_path / "audit.parquet")
-    assert table.schema.names == list(COLUMNS)
+def test_documents_that_are_long_enough_are_chosen_by_their_hashes(made: Callable[..., Path], tokens: Path) -> None:
+    rows = rows_of(made(), tokens, prompts=100_000)
     shard = TokenShard.open(tokens / "tokens" / DOMAIN / "train.arrow")
     sizes = np.diff([*shard.offsets, len(shard)]) - 1
-    found = [row["document"] for row in table.to_pylist() if row["split"] == "train" and row["system"] == "minus"]
+    found = [row["document"] for row in rows if row["split"] == "train" and row["system"] == "minus"]
     assert found == sorted(found), "chosen by their hashes"
     assert len(found) == (sizes >= PROMPT + CONTINUATION).sum() > 1
