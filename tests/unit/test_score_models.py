@@ -81,9 +81,7 @@ def changed(models: Path, name: str, expert: str) -> None:
 
 
 def test_it_writes_the_bytes_of_single_jobs(models: Path, shards: list[Path], tmp_path: Path) -> None:
-    command = ["score", str(models), *map(str, shards), "--output", str(tmp_path / "together" / "scores"), "--settings"]
-    assert said([*command, json.dumps(SETTINGS | {"models": [written(one) for one in MODELS]})]) is None
-    assert "--settings.models" in str(said([*command, json.dumps(SETTINGS)]))
+    score_models(models, shards, SCORING, tmp_path / "together" / "scores")
     for one in MODELS:
         paths = [path for path in shards if path.parent.name in one.domains and path.stem in one.splits]
         folder = tmp_path / "alone" / "scores" / (f"{one.model}@16" if one.context else one.model)
