@@ -100,6 +100,17 @@ LOSSES = {
     "expert": pa.string(),
     "nll": pa.float64(),
 }
+# systems.parquet: a row per system of the run's own seed, with lists over the documents of the test split: the tokens
+# of each, its origin, and its loss in nats. Where blocks are drawn in place of documents (`demix.evaluate.intervals`),
+# `stretched` and `stretches` are tokens and losses by stretch of the text; else they are empty.
+SYSTEM_LOSSES = SYSTEM | {
+    "method": pa.string(),
+    "tokens": pa.list_(pa.int64()),
+    "origins": pa.list_(pa.int64()),
+    "nll": pa.list_(pa.float64()),
+    "stretched": pa.list_(pa.int64()),
+    "stretches": pa.list_(pa.float64()),
+}
 
 
 # contexts.parquet: the losses of tokens at positions `begin` to `end` - 1 of their blocks, which have `context` tokens.

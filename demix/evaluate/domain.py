@@ -14,8 +14,8 @@ from demix.config.evaluation import MixingRecipe
 from demix.data.tokenizer import byte_lengths
 from demix.errors import DemixError
 from demix.evaluate.choice import mixing_of, switching_on_dev
-from demix.evaluate.columns import COLUMNS, DIFFERENCES, LOSSES, POSTERIORS, PRIORS, table_schema
-from demix.evaluate.intervals import bounds, resampled
+from demix.evaluate.columns import COLUMNS, DIFFERENCES, LOSSES, POSTERIORS, PRIORS, SYSTEM_LOSSES, table_schema
+from demix.evaluate.intervals import block_tokens, bounds, resampled
 from demix.evaluate.losses import DocumentLosses, PlannedMixture, dev_priors, document_losses
 from demix.evaluate.planned import Plan
 from demix.evaluate.routing import best_on_dev, side_tables_of
@@ -60,12 +60,14 @@ def evaluate_domain(
 ) -> None:
     """Evaluate every model on the test split of `domain`, in one pass over each model's score table.
 
-    Writes the results to `output`, <name>.parquet, and next to it <name>.priors.parquet, differences, posteriors and
-    losses. `scores` is the run's folder scores/, with models/<model>/mixing.json next to it. `byte_lengths` are the
-    lengths in bytes of the tokenizer's ids. `demix.evaluate.columns` and docs/explanation/mixing.md explain the rows.
-    Raises DemixError if the models were scored on different tokens.
+    Writes the results to `output`, <name>.parquet, and next to it <name>.priors.parquet, differences, posteriors,
+    losses and systems. `scores` is the run's folder scores/, with models/<model>/mixing.json next to it.
+    `byte_lengths` are the lengths in bytes of the tokenizer's ids. `demix.evaluate.columns` and
+    docs/explanation/mixing.md explain the rows. Raises DemixError if the models were scored on different tokens.
     """
-    found = _mixed(scores, domain, evaluation, byte_lengths)
+    found = [_of_table(scores, domain, evaluation, table, byte_lengths) for table in evaluation.tables]
+    if len({one.totals.sha256 for one in found}) > 1:
+        raise DemixError(f"domain {domain}", "was scored on different tokens by different models", "score it again")
     rows = [row for one in found for row in one.rows]
     results, differences = _with_intervals(rows, found[0].totals, domain, evaluation)
     priors = [row for one in found for row in one.priors]
@@ -76,19 +78,11 @@ def evaluate_domain(
         ".differences": pa.Table.from_pylist(differences, table_schema(DIFFERENCES)),
         ".posteriors": pa.concat_tables(posteriors),
         ".losses": pa.concat_tables(one.losses for one in found),
+        ".systems": _system_losses(rows, found[0].totals, evaluation.seed),
     }
     for name, table in tables.items():
         write_parquet(table, output.with_name(f"{output.stem}{name}.parquet"))
     log.info("%s: %d rows", domain, len(rows))
-
-
-def system_losses(
-    scores: Path, domain: str, evaluation: Evaluation
-) -> tuple[DocumentLosses, dict[tuple[str, ...], Row]]:
-    """The documents of `domain`, and the rows with their losses by system: (model, experts, method, weights)."""
-    found = _mixed(scores, domain, evaluation)
-    rows = [row for one in found for row in one.rows]
-    return found[0].totals, {name: row for row in rows if (name := _system(row, evaluation.seed))}
 
 
 @dataclass(frozen=True)
@@ -100,16 +94,6 @@ class _Evaluated:
     rows: list[Row]
     priors: Sequence[dict[str, Any]] = ()
     posteriors: Sequence[pa.Table] = ()
-
-
-def _mixed(
-    scores: Path, domain: str, evaluation: Evaluation, byte_lengths: np.ndarray | None = None
-) -> list[_Evaluated]:
-    """The evaluations of all tables of a domain, in their order."""
-    found = [_of_table(scores, domain, evaluation, table, byte_lengths) for table in evaluation.tables]
-    if len({one.totals.sha256 for one in found}) > 1:
-        raise DemixError(f"domain {domain}", "was scored on different tokens by different models", "score it again")
-    return found
 
 
 def _about(evaluation: Evaluation, domain: str, table: Evaluated, some: ExpertSet | None = None) -> dict[str, Any]:
@@ -286,6 +270,19 @@ def _system(row: Row, seed: int | None) -> tuple[str, ...] | None:
     return tuple(values[name] for name in ("model", "experts", "method", "weights"))
 
 
+def _system_losses(rows: list[Row], totals: DocumentLosses, seed: int) -> pa.Table:
+    """The losses of each system of `seed`, from which `resampled` draws: by stretch only where it draws blocks."""
+    blocks = block_tokens(len(np.unique(totals.origins)), int(totals.tokens.sum()))
+    stretched = totals.stretched if blocks else totals.stretched[:0]
+    shared = {"tokens": totals.tokens, "origins": totals.origins, "stretched": stretched}
+    found = [
+        row.values | shared | {"nll": row.nll, "stretches": row.stretches[: len(stretched)]}
+        for row in rows
+        if _system(row, seed)
+    ]
+    return pa.Table.from_pylist(found, table_schema(SYSTEM_LOSSES))
+
+
 def _with_intervals(
     rows: list[Row], totals: DocumentLosses, domain: str, evaluation: Evaluation
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -328,6 +325,6 @@ def evaluate(domain: str, scores: Path, settings: Evaluation, output: Path, toke
     """Mix the score tables of one domain by every method. Runs no forward pass.
 
     `scores` is the run's folder of score tables; the bytes per token are those of `tokenizer`. Next to `output`,
-    <name>.parquet, the files <name>.priors.parquet, differences, posteriors and losses are written.
+    <name>.parquet, the files <name>.priors.parquet, differences, posteriors, losses and systems are written.
     """
     evaluate_domain(scores, domain, settings, output, None if tokenizer is None else byte_lengths(tokenizer))

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -30,40 +31,30 @@ def tables(compared: Comparison) -> list[Table]:
     ]
 
 
-def _runs_table(compared: Comparison) -> Table:
-    rows = {
-        run.name: {
-            "Folder": str(run.of.folder),
-            "Name": run.of.name,
-            "Settings": config_fingerprint(run.of.config),
-            "Seed": str(run.of.seed),
-            "Seeds": ", ".join(str(seed) for seed in sorted(run.results["seed"].unique())),
-        }
-        for run in compared.runs
-    }
-    return Table(
-        pd.DataFrame.from_dict(rows, orient="index"),
-        f"All are compared with {compared.runs[0].name}.",
-        notes=(
-            "Name and Settings, a digest of all settings but the name, are the tags demix.run and demix.config of the "
-            "run in MLflow.",
-            *_without_means(compared),
-        ),
-        name="runs",
-        title="Runs",
-    )
-
-
-def _without_means(compared: Comparison) -> list[str]:
-    """Why there is no table of means, as a note."""
-    if len(compared.systems):
-        return []
-    if compared.domains:
-        return ["No perplexities are compared: no run has results on all domains that the runs share."]
+def _runs(compared: Comparison) -> list[dict[str, Any]]:
+    """What identifies each run."""
     return [
-        "No perplexities are compared, since no domain is of the same kind, training or novel, in all runs. They have "
-        f"{', '.join(compared.left_out)}."
+        {"run": one.name, "folder": str(run.folder), "name": run.name}
+        | {"settings": config_fingerprint(run.config), "seed": run.seed}
+        for one in compared.runs
+        for run in [one.of]
     ]
+
+
+def _runs_table(compared: Comparison) -> Table:
+    frame = pd.DataFrame(_runs(compared)).set_index("run").rename_axis(None).astype(str).rename(columns=str.capitalize)
+    frame["Seeds"] = [", ".join(str(seed) for seed in sorted(run.results["seed"].unique())) for run in compared.runs]
+    notes = [
+        "Name and Settings, a digest of all settings but the name, are the tags demix.run and demix.config of the run "
+        "in MLflow."
+    ]
+    if not compared.domains:
+        notes.append(
+            "No perplexities are compared, since no domain is of the same kind, training or novel, in all runs. They "
+            f"have {', '.join(compared.left_out)}."
+        )
+    first = compared.runs[0].name
+    return Table(frame, f"All are compared with {first}.", notes=tuple(notes), name="runs", title="Runs")
 
 
 def _settings_table(compared: Comparison) -> Table:
@@ -146,18 +137,9 @@ def as_markdown(compared: Comparison) -> str:
 
 def as_json(compared: Comparison) -> str:
     """What is compared as JSON: the runs, and the rows of each table by the names of `Comparison`."""
-    runs = [
-        {
-            "run": run.name, "folder": str(run.of.folder), "name": run.of.name,
-            "settings": config_fingerprint(run.of.config), "seed": run.of.seed,
-        }
-        for run in compared.runs
-    ]  # fmt: skip
-    frames = {name: getattr(compared, name) for name in ("systems", "by_domain")}
-    found = {"runs": runs, "settings": compared.settings.to_dict("index"), "domains": compared.domains}
-    found |= {"left_out": compared.left_out, "blocks": compared.blocks} | {
-        name: frame.to_dict("records") for name, frame in frames.items()
-    }
+    found = {"runs": _runs(compared), "settings": compared.settings.to_dict("index"), "domains": compared.domains}
+    found |= {"left_out": compared.left_out, "blocks": compared.blocks}
+    found |= {name: getattr(compared, name).to_dict("records") for name in ("systems", "by_domain")}
     return json.dumps(without_nan(found), indent=2, ensure_ascii=False, allow_nan=False)
 
 

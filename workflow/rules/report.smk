@@ -29,6 +29,7 @@ rule evaluate:
         differences=f"{RUN}/evaluations/{{domain}}.differences.parquet",
         posteriors=f"{RUN}/evaluations/{{domain}}.posteriors.parquet",
         losses=f"{RUN}/evaluations/{{domain}}.losses.parquet",
+        systems=f"{RUN}/evaluations/{{domain}}.systems.parquet",
     params:
         settings=lambda wildcards: RULES.evaluation_settings(wildcards.domain),
         scores=below_run("scores"),
