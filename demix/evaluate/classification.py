@@ -24,7 +24,7 @@ from demix.data.cluster import Clusterer
 from demix.data.examples import Prompt, prompts, read_examples
 from demix.errors import DemixError
 from demix.evaluate.choice import mixing_of
-from demix.evaluate.columns import HARNESS, TASK_WEIGHTS, TASKS, table_schema
+from demix.evaluate.columns import TASK_WEIGHTS, TASKS, table_schema
 from demix.evaluate.intervals import FEWEST, RESAMPLES, bounds
 from demix.files import read_parquet, sha256_file, write_parquet
 from demix.mix.logs import log_softmax
@@ -180,7 +180,7 @@ def classify(
                     rows.append(about | how | {"top_k": top_k} | judged(right, chance(asked), given.seed))
     for path in harness:
         rows += read_parquet(path).to_pylist()
-    write_parquet(pa.Table.from_pylist(rows, table_schema(TASKS | HARNESS if harness else TASKS)), output)
+    write_parquet(pa.Table.from_pylist(rows, table_schema(TASKS)), output)
     if weights is not None:
         write_parquet(pa.Table.from_pylist(weighted, table_schema(TASK_WEIGHTS)), weights)
 

@@ -136,7 +136,10 @@ ROUTED_TASK = {
     "seed": pa.int32(),
 }
 # tasks.parquet: the accuracy of one model on one task by one routing. `expert` is that of `one expert`; `reads` says
-# what the routing is given in addition to texts; `judged` that the 95% interval excludes chance.
+# what the routing is given in addition to texts; `judged` that the 95% interval excludes chance. Rows of the harness
+# have a `metric`, its value and standard error, and no accuracy. `routing` is the rule that mixed the experts. The
+# versions are those of the harness and of the task; `documents_sha256` is the digest of the documents that the model
+# was asked.
 TASKS = ROUTED_TASK | {
     "n_experts": pa.int32(),
     "temperature": pa.float64(),
@@ -151,11 +154,6 @@ TASKS = ROUTED_TASK | {
     "accuracy_high": pa.float64(),
     "chance": pa.float64(),
     "judged": pa.bool_(),
-}
-# Further columns of tasks.parquet in a run with `lm_eval`. Rows of the harness have a `metric`, its value and standard
-# error, and no accuracy. `routing` is the rule that mixed the experts. The versions are those of the harness and of the
-# task; `documents_sha256` is the digest of the documents that the model was asked.
-HARNESS = {
     "metric": pa.string(),
     "value": pa.float64(),
     "stderr": pa.float64(),

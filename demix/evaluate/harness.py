@@ -24,7 +24,7 @@ from demix.config.harness import HarnessTasks, HarnessWeights
 from demix.config.training import Threads
 from demix.data import hub
 from demix.errors import DemixError, nearest
-from demix.evaluate.columns import HARNESS, TASKS, table_schema
+from demix.evaluate.columns import TASKS, table_schema
 from demix.files import read_parquet, write_parquet, write_text
 from demix.files.batches import write_batches
 from demix.model.device import set_threads, within_memory
@@ -182,7 +182,7 @@ def write_documents(asked: HarnessTasks, output: Path, *, offline: bool = True) 
 
 
 def score_harness(directory: Path, documents: Path, given: HarnessScoring, output: Path) -> None:
-    """Put a model to the tasks by each rule of weights, and write the rows to `output` (`TASKS` and `HARNESS`).
+    """Put a model to the tasks by each rule of weights, and write the rows to `output` (`TASKS`).
 
     `documents` is what `write_documents` wrote. Raises DemixError where the tasks have other documents by now.
     """
@@ -202,7 +202,7 @@ def score_harness(directory: Path, documents: Path, given: HarnessScoring, outpu
         results = evaluate_tasks({"pretrained": str(directory)} | mixed, tasks)
         about = {"model": given.model, "n_experts": max(1, len(given.experts)), "routing": weights}
         rows += [about | {"seed": given.seed} | row for row in rows_of(results, pinned)]
-    write_parquet(pa.Table.from_pylist(rows, table_schema(TASKS | HARNESS)), output)
+    write_parquet(pa.Table.from_pylist(rows, table_schema(TASKS)), output)
 
 
 def rows_of(results: Mapping[str, Any], digests: Mapping[str, str]) -> Iterator[dict[str, Any]]:

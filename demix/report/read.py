@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from demix.errors import DemixError
-from demix.evaluate.columns import COLUMNS, DIFFERENCES, HARNESS, POSTERIORS, PRIORS, TASKS
+from demix.evaluate.columns import COLUMNS, DIFFERENCES, POSTERIORS, PRIORS, TASKS
 from demix.files import is_made, read_json, read_json_lines, read_parquet
 from demix.files.database import ask
 from demix.progress import so_many
@@ -210,7 +210,7 @@ FILES = {
         ("domain", "expert"),
     ),
     "tasks": RowsFile("tasks.parquet", TASKS, need=needs.TASKS),
-    "harness": RowsFile("tasks.parquet", (*TASKS, *HARNESS), need=needs.HARNESS),
+    "harness": RowsFile("tasks.parquet", TASKS, need=needs.HARNESS),
     "contamination": RowsFile("harness/contamination/{}.parquet", _FOUND, need=needs.HARNESS),
 }
 
@@ -228,7 +228,7 @@ def read_rows(path: str | Path, kind: str) -> pd.DataFrame:
         domain = rows.loc[doubled, "domain"].iloc[0]
         cause = f"holds rows of {domain} twice: the evaluation of one domain lies in the place of another's"
         raise DemixError(path, cause, f"delete {Path(path).parent / 'evaluations'} and the file, then rerun")
-    if kind in ("tasks", "harness") and "metric" in rows:
+    if kind in ("tasks", "harness"):
         rows = rows[rows["metric"].notna() == (kind == "harness")]
     return rows
 

@@ -31,7 +31,8 @@ MADE = 1_700_000_000
 KEPT = (
     "*.parquet", "config.json", "tokenizer.json", "benchmarks/*", "corpus/*", "tokens/*", "metrics/*",
     "harness/contamination/*", "clusters/*/clusterer.*", "clusters/*/terms.parquet", "clusters/*/assigned/*",
-    "evaluations/*.losses.parquet", "evaluations/*.contexts.parquet", "evaluations/*.priors.parquet",
+    "evaluations/*.losses.parquet", "evaluations/*.systems.parquet", "evaluations/*.contexts.parquet",
+    "evaluations/*.priors.parquet",
     "models/*/model.json", "models/*/mixing.json", "models/*/usual.json", "models/*/experts/*.json",
     "models/demix/*", "models/dense/*", "scores/demix/*", "scores/dense/*",
 )  # fmt: skip

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +19,7 @@ from demix.files import write_json
 from demix.report.compare import (
     BITS,
     FEW,
-    NO_SCORES,
     NOT_BOTH,
-    OTHER_DOCUMENTS,
-    OTHER_SCORES,
     OTHER_TOKENIZER,
     OTHER_TOKENS,
     PERPLEXITY,
@@ -203,17 +199,12 @@ def test_other_tokenizers_are_compared_in_bits_per_byte(base: Run, other: Run, t
 
 
 def test_why_there_is_no_interval(base: Run, other: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    removed, scored, cut = (renamed(other, tmp_path / name) for name in ("removed", "scored", "cut"))
-    shutil.rmtree(removed.folder / "scores" / "dense")
-    shutil.copytree(base.folder / "scores", scored.folder / "scores", dirs_exist_ok=True)
-    for table in cut.folder.glob("scores/*/*.test/tokens.parquet"):
-        name = str(table.relative_to(cut.folder).with_suffix(""))
-        rewrite(cut, name, lambda rows: rows.assign(origin=rows["origin"] // 2))
-    for run, why in ((removed, NO_SCORES), (scored, OTHER_SCORES), (cut, OTHER_DOCUMENTS)):
-        rows = systems(compare([base.folder, run.folder]))
-        assert {*rows["why"]} == {why}
-        assert rows["change"].notna().all()
-        assert rows["change_low"].isna().all()
+    cut = renamed(other, tmp_path / "cut")
+    rewrite(cut, "results", lambda rows: rows.assign(documents=rows["documents"] - 1))
+    rows = systems(compare([base.folder, cut.folder]))
+    assert {*rows["why"]} == {OTHER_TOKENS}
+    assert rows["change"].notna().all()
+    assert rows["change_low"].isna().all()
     monkeypatch.setattr("demix.evaluate.intervals.MIN_TOKENS", 10**6)
     assert {*systems(compare([base.folder, other.folder]))["why"]} == {FEW}
 
@@ -335,7 +326,7 @@ def test_bad_input_is_refused(base: Run, tmp_path: Path) -> None:
         tmp_path / "none/config.json": [base.folder, tmp_path / "none"],
         missing / "results.parquet": [base.folder, missing],
         "damaged/results.parquet": [base.folder, broken("damaged", "results.parquet").folder],
-        "dense.parquet": [base.folder, broken("scores", "scores/dense/licenses.test/dense.parquet").folder],
+        "licenses.systems.parquet": [base.folder, broken("losses", "evaluations/licenses.systems.parquet").folder],
     }
     for subject, runs in folders.items():
         with refused(subject):

@@ -29,7 +29,7 @@ from support.mixing import mix
 from support.models import write_model
 from support.scored import write_table
 
-TABLES = ("", ".priors", ".differences", ".posteriors", ".losses")
+TABLES = ("", ".priors", ".differences", ".posteriors", ".losses", ".systems")
 TRAINING, NOVEL = ("law", "news", "code"), ("songs", "wiki")
 RUN = small_run(
     seed=7,
@@ -278,6 +278,21 @@ def test_losses_by_document_are_the_sums_of_the_score_tables(evaluated: Path) ->
                 np.testing.assert_allclose(part.nll, expected["sum"], rtol=1e-12)
 
 
+def test_losses_of_systems_are_those_of_their_rows(evaluated: Path) -> None:
+    """By document in the order of losses.parquet; stretches stand in for documents where these are few."""
+    for domain in ("law", "songs"):
+        found, results = rows(evaluated, domain, ".systems"), rows(evaluated, domain)
+        main = results[(results.variant == "") & results.top_k.isna() & (results.method != "expert")]
+        key = ["model", "experts", "method", "weights"]
+        summed = found.set_index(key).nll.map(np.sum)
+        pd.testing.assert_series_equal(summed, main.set_index(key).nll, rtol=1e-12)
+        documents = rows(evaluated, domain, ".losses").query("model == 'dense'")
+        dense = found[found.model == "dense"].iloc[0]
+        for name, column in (("tokens", "tokens"), ("origins", "origin"), ("nll", "nll")):
+            assert dense[name].tolist() == documents[column].tolist()
+        assert not found.stretched.map(len).any()
+
+
 def test_a_short_text_of_few_documents_has_no_interval(tmp_path: Path) -> None:
     write_run(tmp_path / "scores", "law", documents=3)
     evaluate_domain(tmp_path / "scores", "law", evaluation("law"), output(tmp_path))
@@ -307,7 +322,9 @@ def test_pieces_of_a_document_are_drawn_together_and_blocks_of_few_documents(tmp
         starts = np.arange(0, len(scores), stretch_tokens(len(scores)))
         sums = np.add.reduceat(np.stack([np.ones(len(scores)), -scores.astype("float64")]), starts, axis=1)
         tokens, nll = resampled_blocks(sums, seed)
-        differences = pd.read_parquet(output(tmp_path, ".differences"))
+        differences, systems = (pd.read_parquet(output(tmp_path, name)) for name in (".differences", ".systems"))
+        stored = systems[systems.model == "dense"].iloc[0]
+        np.testing.assert_allclose(np.stack([stored.stretched, stored.stretches]), sums, rtol=1e-12)
         assert differences[["nats_per_token_low", "perplexity_high"]].notna().all(axis=None)
     else:
         by_origin = losses.groupby("origin", sort=False)[["tokens", "nll"]].sum()
