@@ -16,7 +16,7 @@ has no interval, and the reason in its place, where the two runs did not score t
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, product
 from pathlib import Path
@@ -43,20 +43,26 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run to compare. `name` is that of its run, and the folder where several runs have the same name.
-
-    `results` are the rows of systems by test split, of all seeds, and `own` those of the run's own seed; `tokenizer` is
-    a digest of it. `drawn` are the nats per token of each system in resamples [R], by domain.
-    """
+    """A run to compare. `name` is that of its run, and the folder where several runs have the same name."""
 
     name: str
     of: Run
-    results: pd.DataFrame
-    tokenizer: str
-    drawn: dict[str, dict[Key, np.ndarray]] = field(default_factory=dict)
+
+    @cached_property
+    def tokenizer(self) -> str:
+        """A digest of the tokenizer."""
+        return digest(read_json(self.of.folder / "tokenizer.json"))
+
+    @cached_property
+    def results(self) -> pd.DataFrame:
+        """The rows of systems by test split, of all seeds."""
+        rows = read_results(self.of.folder / "results.parquet").rows
+        systems = (rows["variant"] == "") & rows["top_k"].isna() & (rows["method"] != "expert")
+        return rows[systems & (rows["split"] == "test")]
 
     @cached_property
     def own(self) -> pd.DataFrame:
+        """The rows of the run's own seed."""
         return self.results[self.results["seed"] == self.of.seed]
 
     @cached_property
@@ -64,6 +70,11 @@ class ComparedRun:
         """The test text of each domain: the digest of its tokens, its documents and its tokens."""
         texts = self.own.drop_duplicates("domain").set_index("domain")[["tokens_sha256", "documents", "tokens"]]
         return texts.reindex([*self.of.domains])
+
+    @cached_property
+    def drawn(self) -> dict[str, dict[Key, np.ndarray]]:
+        """The nats per token of each system in resamples [R], by domain; none of a short text."""
+        return {domain: _drawn(self, domain) for domain in self.of.domains}
 
 
 @dataclass(frozen=True)
@@ -95,12 +106,13 @@ def compare(folders: Sequence[Path]) -> Comparison:
     kinds = [{name: run.of.kind_of(name) for name in run.of.domains} for run in runs]
     every = dict.fromkeys(chain(*kinds))
     shared = [name for name in every if len({of_run.get(name) for of_run in kinds}) == 1]
-    domains = {kind: [name for name in shared if kinds[0][name] == kind] for kind in dict.fromkeys(kinds[0].values())}
-    for run, name in product(runs, shared):
-        run.drawn[name] = _drawn(run, name)
+    domains = {
+        kind: [name for name in shared if kinds[0][name] == kind]
+        for kind in dict.fromkeys(kinds[0][name] for name in shared)
+    }
     measures = [PERPLEXITY, BITS] if len({run.tokenizer for run in runs}) > 1 else [PERPLEXITY]
     systems = [
-        row for kind, names in domains.items() if names for one in measures for row in _rows(runs, kind, names, one)
+        row for (kind, names), one in product(domains.items(), measures) for row in _rows(runs, kind, names, one)
     ]
     by_domain = [row for kind, names in domains.items() for row in _domain_rows(runs, kind, names)]
     columns = ["measure", "kind", "system", "oracle", "run", "value", "spread"]
@@ -113,7 +125,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
         _settings(runs),
         frame,
         pd.DataFrame(by_domain, columns=["kind", "domain", "system", "run", "nats", "low", "high"]),
-        {kind: names for kind, names in domains.items() if names},
+        domains,
         tuple(name for name in every if name not in shared),
         {name: block for name, block in blocks.items() if block},
     )
@@ -122,25 +134,12 @@ def compare(folders: Sequence[Path]) -> Comparison:
 def _read(folders: Sequence[Path]) -> tuple[ComparedRun, ...]:
     if len(folders) < 2:
         raise DemixError("compare", "needs two runs", "name two folders results/<run> or more, the base first")
-    places = [folder.resolve() for folder in folders]
     for number, folder in enumerate(folders):
-        if places.index(places[number]) < number:
+        if folder.resolve() in [one.resolve() for one in folders[:number]]:
             raise DemixError(folder, "is named twice", "name each run once")
     runs = [Run.read(folder) for folder in folders]
     named = [run.name for run in runs]
-    return tuple(
-        ComparedRun(
-            run.name if named.count(run.name) == 1 else str(run.folder), run, _results(run.folder),
-            digest(read_json(run.folder / "tokenizer.json")),
-        )
-        for run in runs
-    )  # fmt: skip
-
-
-def _results(folder: Path) -> pd.DataFrame:
-    rows = read_results(folder / "results.parquet").rows
-    systems = (rows["variant"] == "") & rows["top_k"].isna() & (rows["method"] != "expert")
-    return rows[systems & (rows["split"] == "test")]
+    return tuple(ComparedRun(one.name if named.count(one.name) == 1 else str(one.folder), one) for one in runs)
 
 
 def _settings(runs: Sequence[ComparedRun]) -> pd.DataFrame:
@@ -179,7 +178,6 @@ def _systems(runs: Sequence[ComparedRun]) -> list[System]:
 
 
 def _drawn(run: ComparedRun, domain: str) -> dict[Key, np.ndarray]:
-    """The nats per token of each system in resamples [R] of a domain's test text; none for a short text."""
     rows = read_parquet(run.of.folder / "evaluations" / f"{domain}.systems.parquet").to_pandas()
     documents, stretches = (
         np.stack([rows[tokens][0], *rows[nll]]) for tokens, nll in (("tokens", "nll"), ("stretched", "stretches"))
