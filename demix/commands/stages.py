@@ -50,7 +50,7 @@ STAGES = {
     "contexts": ("evaluate.contexts.evaluate_contexts", "domain"),
     "audit": ("evaluate.memorization.audit_domain", "domain"),
     "examples": ("data.examples.write_examples", "task documents"),
-    "fewshot": ("evaluate.fewshot.score_tasks", "directory examples"),
+    "fewshot": ("evaluate.fewshot.score_task", "directory examples"),
     "harness-documents": ("evaluate.harness.write_documents", ""),
     "contamination": ("data.leakage.contamination", "documents train"),
     "harness": ("evaluate.harness.score_harness", "directory"),

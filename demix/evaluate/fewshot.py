@@ -18,7 +18,7 @@ from demix.config.tasks import Task
 from demix.config.training import Threads
 from demix.data.examples import Prompt, prompts, read_examples
 from demix.data.tokenizer import Tokenizer
-from demix.errors import DemixError, nearest
+from demix.errors import DemixError
 from demix.evaluate.classification import schema_of
 from demix.files import sha256_file
 from demix.files.batches import regrouped, write_batches
@@ -28,7 +28,6 @@ from demix.model.directory import describe, expert_lineage, load_experts, refuse
 from demix.model.gpt import GPT
 from demix.model.scoring import columns_of, refuse_not_finite
 from demix.progress import progress
-from demix.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -36,23 +35,17 @@ log = logging.getLogger(__name__)
 ROWS = 1 << 16
 
 
-class TaskScoring(Settings):
-    """The tasks to score by name, and how."""
+class TaskScoring(Task):
+    """A task, and how it is scored."""
 
-    tasks: dict[str, Task]
     precision: Literal["fp32", "bf16"] = "fp32"
     threads: Threads
 
 
-def score_tasks(
-    directory: Path,
-    experts: tuple[str, ...],
-    examples: Sequence[Path],
-    tokenizer: Path,
-    given: TaskScoring,
-    output: Path,
+def score_task(
+    directory: Path, experts: tuple[str, ...], examples: Path, tokenizer: Path, given: TaskScoring, output: Path
 ) -> None:
-    """Write output/<task>.parquet for each of the files examples/<task>.parquet, under `experts` of a model.
+    """Write the scores of a task, whose examples are examples/<task>.parquet, under `experts` of a model.
 
     Raises DemixError for another tokenizer than the model's, a prompt that does not fit into the model's context, and
     an expert without finite log-probabilities.
@@ -63,20 +56,17 @@ def score_tasks(
     trunks = load_experts(directory, experts, own_device())
     names, dtype = columns_of(trunks), compute_type(given.precision)
     hashes = {name: expert_lineage(directory, name).sha256 for name in names}
-    for path in examples:
-        if path.stem not in given.tasks:
-            raise DemixError(path, "is of no task of --settings", nearest(path.stem, given.tasks, "name the task"))
-        asked = list(prompts(given.tasks[path.stem], read_examples(path)))
-        about = {
-            "experts": ",".join(names),
-            "examples_sha256": sha256_file(path),
-            "shared_sha256": describe(directory).shared_sha256,
-            **{f"expert_sha256.{name}": sha256 for name, sha256 in hashes.items()},
-        }
-        schema = schema_of(len(names)).with_metadata(about)
-        batches = _batches(path.stem, asked, trunks, encoder, dtype)
-        write_batches(output / path.name, schema, regrouped(batches, repeat(ROWS)))
-        log.info("%s: %d prompts, %d experts", path.stem, len(asked), len(names))
+    asked = list(prompts(given, read_examples(examples)))
+    about = {
+        "experts": ",".join(names),
+        "examples_sha256": sha256_file(examples),
+        "shared_sha256": describe(directory).shared_sha256,
+        **{f"expert_sha256.{name}": sha256 for name, sha256 in hashes.items()},
+    }
+    schema = schema_of(len(names)).with_metadata(about)
+    batches = _batches(examples.stem, asked, trunks, encoder, dtype)
+    write_batches(output, schema, regrouped(batches, repeat(ROWS)))
+    log.info("%s: %d prompts, %d experts", examples.stem, len(asked), len(names))
 
 
 def tokens_of(task: str, prompt: Prompt, tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, list[np.ndarray]]:

@@ -186,8 +186,7 @@ class StageSettings:
     def fewshot_settings(self, task: str) -> str:
         """The settings with which a task is asked, as JSON."""
         config = self.run.config
-        asked, precision = {task: written(config.tasks[task])}, config.evaluation.precision
-        return self.as_json(tasks=asked, precision=precision, threads=config.threads)
+        return self.as_json(written(config.tasks[task]), precision=config.evaluation.precision, threads=config.threads)
 
     @property
     def classify_settings(self) -> str:

@@ -19,9 +19,10 @@ from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate import fewshot
 from demix.evaluate.classification import Scored, read_scored
-from demix.evaluate.fewshot import TaskScoring, score_tasks, tokens_of
+from demix.evaluate.fewshot import TaskScoring, score_task, tokens_of
 from demix.files import read_parquet, write_json, write_parquet
 from demix.model.export import export_hf
+from demix.settings import written
 from support.cli import refusal, succeeds
 from support.errors import refused
 from support.mixing import log_mixture, log_weights
@@ -220,10 +221,15 @@ def test_a_run_is_classified_as_by_hand(tokens: Path, tmp_path: Path) -> None:
     for (name, one), output in zip(tasks.items(), examples, strict=True):
         ran("examples", name, given=one | {"length": SIZES.context, "seed": 1}, tokenizer=encoder, output=output)
     for model, experts in models.items():
-        folder, output = tmp_path / "models" / model, tmp_path / "tasks" / model
+        folder = tmp_path / "models" / model
         write_prompted(folder, experts, Tokenizer.load(encoder))
-        about = {"experts": ",".join(experts), "tokenizer": encoder, "output": output}
-        ran("fewshot", folder, *examples, given={"tasks": tasks, "threads": 1}, **about)
+        for one, path in zip(tasks.values(), examples, strict=True):
+            about = {
+                "experts": ",".join(experts),
+                "tokenizer": encoder,
+                "output": tmp_path / "tasks" / model / path.name,
+            }
+            ran("fewshot", folder, path, given=one | {"threads": 1}, **about)
     demix_model = {"model": "demix", "folder": "demix", "seed": 1, "mixes": True, "routing": "by_domain"}
     given = {"tasks": tasks, "models": [demix_model, {"model": "dense", "folder": "dense", "seed": 1, "mixes": False}]}
     given |= {"weights": ["history", "tempered", "cluster"], "temperature": 0.3, "top_k": [1, 2]}
@@ -310,13 +316,13 @@ def write_examples_of(made: list[Example], path: Path) -> None:
 
 
 def scored(folder: Path, model: str, tokens: Path, task: Task = TASK, experts: tuple[str, ...] = EXPERTS) -> None:
-    score_tasks(
+    score_task(
         folder / model,
         experts,
-        [folder / "examples" / "topics.parquet"],
+        folder / "examples" / "topics.parquet",
         tokens / "tokenizer.json",
-        TaskScoring(tasks={"topics": task}, threads=1),
-        folder / "tasks" / model,
+        TaskScoring(**written(task), threads=1),
+        folder / "tasks" / model / "topics.parquet",
     )
 
 

@@ -28,11 +28,10 @@ rule fewshot:
     params:
         settings=lambda wildcards: RULES.fewshot_settings(wildcards.task),
         model=below_run("models/{model}"),
-        folder=below_run("tasks/{model}"),
         experts=lambda wildcards: ",".join(RULES.models[wildcards.model].experts),
     shell:
         "demix fewshot {params.model} {input.examples} --experts {params.experts} --tokenizer {input.tokenizer}"
-        " --settings {params.settings:q} --output {params.folder} 2> {log}"
+        " --settings {params.settings:q} --output {output} 2> {log}"
 
 
 # Early: a task without data ends a run at its beginning, and not after its trainings.
