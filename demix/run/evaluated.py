@@ -52,8 +52,8 @@ def _ngram_tables(run: Run) -> Iterator[Evaluated]:
 def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
     """The score tables and sets of experts to evaluate on `domain`, the run's own seed first.
 
-    Within a seed, models of one column come first, then models with domain tokens, then models with experts. N-grams,
-    merged models, those with another number of chosen experts, and those without the domain's expert come last.
+    N-grams, merged models, those with another number of chosen experts, and those without the domain's expert come
+    last.
     """
     if domain in run.suites:
         return _of_suites(run)
@@ -92,15 +92,9 @@ def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
         own_sets = tuple(sets(model)) if model.kind.has_experts or model.kind.domain_tokens else ()
         return Evaluated(model.row, model.name, model.seed, columns, own_sets)
 
-    found = []
-    models = [model for model in run.planned if domain in model.scored]
-    for seed in (run.seed, *run.config.further_seeds):
-        tables = [(model, table_of(model)) for model in models if model.seed == seed]
-        single = [table for _, table in tables if not table.sets]
-        tokens = [table for model, table in tables if model.kind.domain_tokens]
-        mixed = [table for model, table in tables if table.sets and not model.kind.domain_tokens]
-        found += [*single, *tokens, *mixed]
-    found += [*_ngram_tables(run), *_combined_tables(run)]
+    seeds = (run.seed, *run.config.further_seeds)
+    models = [model for seed in seeds for model in run.planned if domain in model.scored and model.seed == seed]
+    found = [*map(table_of, models), *_ngram_tables(run), *_combined_tables(run)]
     found += [
         Evaluated(one.model.row, one.of(domain), one.model.seed, MERGED, merged=one.weights)
         for one in run.merged
