@@ -9,10 +9,14 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 
+from demix.config.evaluation import MixingRecipe
 from demix.config.models import PAPER
+from demix.config.training import selected
+from demix.evaluate.domain import Evaluation, evaluate
 from demix.files import read_json, read_parquet, write_parquet
 from demix.report.read import Results
 from demix.report.run_data import RunData
+from demix.run.evaluated import evaluated
 from demix.run.run import FORMAT, Run
 from support.configs import with_keys
 
@@ -55,6 +59,17 @@ def rewrite(run: Run, name: str, change: Callable[[pd.DataFrame], pd.DataFrame])
     table = read_parquet(path)
     frame = change(table.to_pandas(integer_object_nulls=True))
     write_parquet(pa.Table.from_pandas(frame, table.schema, preserve_index=False), path)
+
+
+def evaluate_again(run: Run) -> list[Path]:
+    """Evaluate what the run has score tables of, by the stage; returns the files of results."""
+    results, recipe = [], selected(MixingRecipe, run.config.evaluation)
+    for domain in run.domains:
+        tables = tuple(one for one in evaluated(run, domain) if (run.folder / "scores" / one.folder).exists())
+        evaluation = Evaluation(**recipe, kind=run.kind_of(domain), tables=tables, seed=run.seed)
+        results.append(run.folder / "evaluations" / f"{domain}.parquet")
+        evaluate(domain, run.folder / "scores", evaluation, results[-1], run.folder / "tokenizer.json")
+    return results
 
 
 def with_models(run: Run, folder: Path, *models: str, **sections: Any) -> Run:

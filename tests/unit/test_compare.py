@@ -9,11 +9,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from demix.config.evaluation import MixingRecipe
-from demix.config.training import selected
-from demix.data.tokenizer import byte_lengths
 from demix.evaluate.columns import join
-from demix.evaluate.domain import Evaluation, evaluate_domain
 from demix.evaluate.score_tables import write_scores
 from demix.files import write_json
 from demix.report.compare import (
@@ -27,12 +23,11 @@ from demix.report.compare import (
     compare,
 )
 from demix.report.compared import tables
-from demix.run.evaluated import evaluated
 from demix.run.run import Run, config_fingerprint, read_run_config
 from support.cli import demix, succeeds
 from support.configs import with_keys, written_by_hand
 from support.errors import refused
-from support.frozen import copied, rewrite, rows_of, with_models
+from support.frozen import copied, evaluate_again, rewrite, rows_of, with_models
 
 # What a score table says of the tokens and the weights that it was made with.
 WEIGHTS = ("tokens_sha256", "shared_sha256", "expert_sha256")
@@ -57,14 +52,7 @@ def relearned(run: Run, folder: Path, effect: int, name: str = "other") -> Run:
             told = file.metadata.metadata
             about = {name: told[name.encode()].decode() for name in WEIGHTS if name.encode() in told}
             write_scores(path, [scores.astype(np.float32)], about)
-    results, recipe = [], selected(MixingRecipe, made.config.evaluation)
-    for domain in made.domains:
-        tables = tuple(table for table in evaluated(made, domain) if (folder / "scores" / table.folder).exists())
-        evaluation = Evaluation(**recipe, kind=made.kind_of(domain), tables=tables, seed=made.seed)
-        results.append(folder / "evaluations" / f"{domain}.parquet")
-        lengths = byte_lengths(folder / "tokenizer.json")
-        evaluate_domain(folder / "scores", domain, evaluation, results[-1], lengths)
-    join(results, folder / "results.parquet")
+    join(evaluate_again(made), folder / "results.parquet")
     return made
 
 
@@ -77,7 +65,9 @@ CHANGE = ["change", "change_low", "change_high"]
 
 @pytest.fixture(scope="module")
 def base(frozen: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return with_models(frozen, tmp_path_factory.mktemp("base") / "run", "demix", "dense")
+    run = with_models(frozen, tmp_path_factory.mktemp("base") / "run", "demix", "dense")
+    evaluate_again(run)
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -225,29 +215,29 @@ def test_settings_that_differ(base: Run, tmp_path: Path) -> None:
     }
 
 
-def test_what_one_run_alone_has(base: Run, frozen: Run, tmp_path: Path) -> None:
-    """Rows of `models`, and a domain of another kind; a mean needs every domain."""
+def test_what_one_run_alone_has(base: Run, tmp_path: Path) -> None:
+    """Rules of weights, and a domain of another kind; a mean needs every domain."""
     sections = base.config.values["domains"]
     moved = {"training": sections["training"], "novel": {"fortunes": sections["novel"]["fortunes"]}}
     fewer = renamed(base, tmp_path / "fewer", domains=moved, removal={})
-    rewrite(fewer, "results", lambda rows: rows[(rows["method"] != "average") | (rows["domain"] != "licenses")])
-    found = compare([frozen.folder, fewer.folder])
+    rewrite(fewer, "results", lambda rows: rows[
+        (rows["weights"] != "tempered") & ((rows["method"] != "average") | (rows["domain"] != "licenses"))
+    ])  # fmt: skip
+    found = compare([base.folder, fewer.folder])
     assert found.domains == {"training": [*TRAINING], "novel": ["fortunes"]}
     assert found.left_out == ("fantasy",)
     rows = found.systems.set_index(["kind", "system", "run"])["value"]
-    dense = rows_of(frozen).query("model == 'dense' and seed == 1")
+    dense = rows_of(base).query("model == 'dense' and seed == 1")
     for run in ("frozen", "other"):
         novel = dense.loc[dense["domain"] == "fortunes", "perplexity"].item()
         assert rows["novel", "Dense (Balanced)", run] == pytest.approx(novel)
-    btm = f"{frozen.rows['btm'].label} (cached prior)"
-    assert np.isfinite(rows["training", btm, "frozen"])
-    assert np.isnan(rows["training", btm, "other"])
-    assert np.isfinite(rows["training", "DEMix (average)", "frozen"])
-    assert np.isnan(rows["training", "DEMix (average)", "other"])
+    for system in ("DEMix (tempered)", "DEMix (average)"):
+        assert np.isfinite(rows["training", system, "frozen"])
+        assert np.isnan(rows["training", system, "other"])
     reasons = found.systems[found.systems["run"] == "other"].set_index(["kind", "system"])["why"]
     assert reasons["training", "DEMix (average)"] == NOT_BOTH
     assert reasons["training", "DEMix (cached prior)"] != NOT_BOTH
-    shown = demix("compare", frozen.folder, fewer.folder).output
+    shown = demix("compare", base.folder, fewer.folder).output
     assert "fantasy" in shown
 
 

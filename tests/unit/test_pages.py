@@ -19,7 +19,7 @@ from demix.report.compare import compare
 from demix.report.compared import write_page
 from demix.report.table import Table, part_of_page, render, write_table
 from demix.run.run import Run
-from support.frozen import with_models
+from support.frozen import evaluate_again, with_models
 
 pytestmark = pytest.mark.browser
 
@@ -39,8 +39,10 @@ def pages(frozen: Run, report: Path, tmp_path_factory: pytest.TempPathFactory) -
     part = with_models(frozen, folder.parent / "part", "demix", "dense", "dense_unbalanced", "domain_token")
     write_report(part, folder.parent / "short")
     shutil.copy(folder.parent / "short" / "index.html", folder)
-    copy = shutil.copytree(part.folder, folder.parent / "copy")
-    write_page(compare([part.folder, copy]), folder / "comparison.html")
+    pair = with_models(frozen, folder.parent / "pair", "demix", "dense")
+    evaluate_again(pair)
+    copy = shutil.copytree(pair.folder, folder.parent / "copy")
+    write_page(compare([pair.folder, copy]), folder / "comparison.html")
     return folder
 
 
