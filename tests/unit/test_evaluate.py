@@ -361,7 +361,7 @@ def test_scores_of_other_weights_than_the_models_are_refused(tmp_path: Path, mod
 
 
 def test_ids_that_the_tokenizer_lacks_are_refused(evaluated: Path, tmp_path: Path) -> None:
-    with refused("scores/dense/law.test"):
+    with refused("law.test"):
         evaluate_domain(evaluated / "scores", "law", evaluation("law"), output(tmp_path), np.full(200, 3))
 
 
