@@ -8,7 +8,6 @@ not draw all tokens.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -72,19 +71,6 @@ class Audit(Settings):
     threads: Threads
 
 
-@dataclass(frozen=True)
-class Excerpts:
-    """Pieces of N documents: the token before each [N], and its PROMPT + CONTINUATION tokens [N, P + C].
-
-    `documents` are the sha256 of their tokens, `starts` the pieces' places in them.
-    """
-
-    before: torch.Tensor
-    tokens: torch.Tensor
-    documents: tuple[str, ...]
-    starts: tuple[int, ...]
-
-
 def audit_domain(domain: str, models: Path, tokens: Path, priors: Path, audit: Audit, output: Path) -> None:
     """Write how much of a removed domain's documents is continued: a row by system, split and document.
 
@@ -112,7 +98,7 @@ def audit_domain(domain: str, models: Path, tokens: Path, priors: Path, audit: A
     shards = {split: TokenShard.open(tokens / f"{split}.arrow", verify=True) for split in ("train", "test")}
     excerpts = {split: _excerpts(domain, models / audit.model, one, audit.prompts) for split, one in shards.items()}
     tables = []
-    prompts = len(systems) * sum(len(some.documents) for some in excerpts.values())
+    prompts = len(systems) * sum(len(about) for about, _ in excerpts.values())
     with progress(f"{domain}: prompts", prompts) as advance:
         for system, model, label, experts in systems:
             weights = {experts[0]: 1.0} if len(experts) == 1 else prior_weights(priors, model, domain, label)
@@ -121,10 +107,9 @@ def audit_domain(domain: str, models: Path, tokens: Path, priors: Path, audit: A
             else:
                 trunks = load_experts(models / model, experts, own_device())
             log_prior = log_prior_of(experts, weights)
-            for split, some in excerpts.items():
-                same, nll = _continued(trunks, log_prior, some, advance)
-                rows = pd.DataFrame({"document": some.documents, "start": some.starts, "nll": nll.numpy()})
-                rows = rows.assign(matched=same.cumprod(1).sum(1).numpy(), share=same.double().mean(1).numpy())
+            for split, (about, pieces) in excerpts.items():
+                same, nll = _continued(trunks, log_prior, pieces, advance)
+                rows = about.assign(nll=nll, matched=same.cumprod(1).sum(1), share=same.mean(1))
                 tables.append(rows.assign(domain=domain, system=system, model=model, experts=label, split=split))
             # Two systems never need memory at the same time.
             del trunks
@@ -134,13 +119,16 @@ def audit_domain(domain: str, models: Path, tokens: Path, priors: Path, audit: A
 
 
 def _continued(
-    trunks: Sequence[GPT], log_prior: np.ndarray, excerpts: Excerpts, advance: Callable[[int], None]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens of the greedy continuations are the documents' own [N, C], and the nll of the latter [N]."""
+    trunks: Sequence[GPT], log_prior: np.ndarray, pieces: torch.Tensor, advance: Callable[[int], None]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which tokens of the greedy continuations are the documents' own [N, C], and the nll of the latter [N].
+
+    `pieces` are those of `_excerpts`.
+    """
     mixture, same, nll = MixedModel(trunks, Mixture(History(), log_prior)), [], []
     batch = max(1, LOGITS_AT_ONCE // (trunks[0].vocab_size * len(log_prior)))
-    for before, tokens in zip(torch.split(excerpts.before, batch), torch.split(excerpts.tokens, batch), strict=True):
-        prompts, wanted = tokens[:, :PROMPT], tokens[:, PROMPT:]
+    for ids in torch.split(pieces, batch):
+        before, prompts, wanted = ids[:, 0], ids[:, 1 : PROMPT + 1], ids[:, PROMPT + 1 :]
         drawing, reading = mixture.decoder(before), mixture.decoder(before)
         for decoder in (drawing, reading):
             decoder.read(prompts)
@@ -148,12 +136,14 @@ def _continued(
         scores, log_weights = reading.read(wanted)
         nll.append(-(log_weights + scores.permute(1, 2, 0)).logsumexp(-1).sum(1))
         advance(len(before))
-    return torch.cat([torch.zeros(0, CONTINUATION, dtype=torch.bool), *same]), torch.cat([torch.zeros(0), *nll])
+    return torch.cat(same).numpy(), torch.cat(nll).numpy()
 
 
-def _excerpts(domain: str, directory: Path, shard: TokenShard, count: int) -> Excerpts:
+def _excerpts(domain: str, directory: Path, shard: TokenShard, count: int) -> tuple[pd.DataFrame, torch.Tensor]:
     """A piece of each of `count` documents: those with the smallest sha256 of the ones with a piece that counts.
 
+    Returns the sha256 of each document's tokens and the piece's place in it (`document`, `start`), and the token before
+    each piece with its PROMPT + CONTINUATION tokens [N, 1 + P + C].
     Of train, pieces count that lie in blocks that the model in `directory` was trained on. Which piece of a document,
     its sha256 says too. Fewer where there are fewer, with a warning.
     """
@@ -178,16 +168,17 @@ def _excerpts(domain: str, directory: Path, shard: TokenShard, count: int) -> Ex
     places = zip((shard.offsets + 1).tolist(), ends.tolist(), strict=True)
     hashed = sorted((tokens_sha256(shard.read(start, end)), start, end) for start, end in places if end - start >= size)
     missed = np.append(0, np.cumsum(~seen))
-    found: list[tuple[str, int, np.ndarray]] = []
+    rows: list[tuple[str, int]] = []
+    pieces = [np.zeros((0, size + 1), np.int64)]
     for sha256, start, end in hashed:
-        if len(found) == count:
+        if len(rows) == count:
             break
         firsts = np.arange(start, end - size + 1)
         firsts = firsts[missed[(firsts + size - 1) // length + 1] == missed[firsts // length]]
         if len(firsts):
             first = int(firsts[int(sha256[:15], 16) % len(firsts)])
-            found.append((sha256, first - start, shard.read(first - 1, first + size)))
-    if len(found) < count:
-        log.warning("%s: only %d documents have %d tokens that serve", shard.path, len(found), size)
-    ids = torch.from_numpy(np.array([piece for _, _, piece in found], np.int64).reshape(-1, size + 1))
-    return Excerpts(ids[:, 0], ids[:, 1:], tuple(name for name, _, _ in found), tuple(first for _, first, _ in found))
+            rows.append((sha256, first - start))
+            pieces.append(shard.read(first - 1, first + size)[None].astype(np.int64))
+    if len(rows) < count:
+        log.warning("%s: only %d documents have %d tokens that serve", shard.path, len(rows), size)
+    return pd.DataFrame(rows, columns=["document", "start"]), torch.from_numpy(np.concatenate(pieces))
