@@ -123,13 +123,10 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no heads": (sizes(heads=0), MODEL),
     "heads that do not divide": (sizes(heads=3), MODEL),
     "20,000 layers": (sizes(layers=20_000), MODEL),
-    "1e9 layers": (sizes(layers=10**9), MODEL),
     "64 layers": (sizes(layers=64), "safetensors"),
     "a wide model": (sizes(width=65_536), "safetensors"),
     "sizes as text": (sizes(width="\x1b[31m"), MODEL),
-    "a list as sizes": (change(MODEL, architecture=[1] * 100_000), MODEL),
     "markup as a domain token": (change(MODEL, domain_tokens=["[/bold]"]), MODEL),
-    "a negative vocabulary": (change(MODEL, vocab_size=-1), MODEL),
     "deep JSON": (text(MODEL, '{"a":' * 100_000), MODEL),
     "deep JSON that is sealed": (change(MODEL, more=DEEP), MODEL),
     "a description that is too large": (change(MODEL, more="a" * (5 << 20)), MODEL),
@@ -168,11 +165,9 @@ def test_each_command_ends_in_one_line(name: str, model: Path) -> None:
         assert file in error.value.subject
     assert contents(model.parent / "good") == good
     assert not (run / "out").exists()
-    found = demix("experts", "verify", model)
-    assert found.exit_code == 1
-    assert file in found.output
     shown = demix("experts", "list", model)
-    assert shown.exit_code == 0 or isinstance(shown.exception, DemixError)
+    assert shown.exit_code == 1
+    assert file in shown.output + str(shown.exception)
     assert "\x1b" not in shown.output
 
 
@@ -192,10 +187,9 @@ def test_names_of_files_are_shown_as_text(name: str, model: Path) -> None:
         shutil.copy(model / f"experts/law{suffix}", model / "experts" / f"{name}{suffix}")
     for command in ("eval", "generate"):
         assert refusal(*commands(model)[command], of="experts/").isprintable()
-    for words in ("list", "verify"):
-        shown = demix("experts", words, model).output
-        assert all(line.isprintable() for line in shown.split("\n"))
-        assert name.encode("unicode_escape").decode()[:8] in shown
+    shown = demix("experts", "list", model).output
+    assert all(line.isprintable() for line in shown.split("\n"))
+    assert name.encode("unicode_escape").decode()[:8] in shown
 
 
 PLACES = ("../shared", "../model", "experts/../../shared", "/etc/passwd", "", ".", "..", "law\n", "*")

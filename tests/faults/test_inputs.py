@@ -135,10 +135,8 @@ ATTACKS = [
     source("bomb.parquet", one_value_for_each_row),
     source("late.parquet", beyond_9999, metadata=["when"]),
     source("pipe.jsonl", os.mkfifo),
-    source("link.jsonl", lambda path: path.symlink_to("nowhere")),
     source("meta.jsonl", f'{{"text": "a", "m": {"[" * 900}{"]" * 900}}}\n', metadata=["m"]),
     source("digits.jsonl", f'{{"text": "a", "n": {"9" * 4000}}}\n', "d.source", where={"n": {"max": 5}}),
-    source("number.jsonl", LINE, "where", where={"n": HUGE}),
     source("range.jsonl", LINE, "where", where={"n": {"min": HUGE}}),
     source(f"{NOT_UTF8}.jsonl", LINE, ".jsonl"),
     source(f"{NOT_UTF8}.parquet", lambda path: table(path, ["a"], names=["text"]), ".parquet", path="*.parquet"),
@@ -151,7 +149,6 @@ ATTACKS = [
     asked("pipe.txt", "eval", "model", "pipe.txt", make=pipe),
     asked("a.txt", "eval", "model", "a.txt", make=lambda: Path("a.txt").symlink_to("nowhere")),
     asked(".txt", "eval", "model", f"{NOT_UTF8}.txt", make=write(f"{NOT_UTF8}.txt", "some words")),
-    asked(".jsonl", "eval", "model", f"{NOT_UTF8}.jsonl", make=write(f"{NOT_UTF8}.jsonl", LINE)),
     asked("texts", "eval", "model", "texts", make=inside),
 ]
 

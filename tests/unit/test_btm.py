@@ -128,7 +128,7 @@ def test_the_joined_model_has_the_experts_and_counts_the_seed_once(run: Path) ->
         assert row["tokens"] == row["step"] * step_tokens
         assert row["loss"] == pytest.approx(sum(one["loss"] for one in several) / 3)
         assert {key for key in row if key.startswith("loss/")} == {f"loss/{name}" for name in TRAINING}
-    assert said(["experts", "verify", str(joined)]) is None
+    assert said(["experts", "list", str(joined)]) is None
 
 
 def test_a_merged_model_counts_each_seed_once(run: Path, tokens: Path, tmp_path: Path) -> None:

