@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from demix.files import check_sealed, read_json, read_parquet
+from demix.files import check_sealed
 from demix.query.ask import Answers
 from demix.query.views import QueryRun
 from demix.report.needs import SUITES
@@ -26,6 +26,7 @@ from demix.report.read import (
     read_results,
     read_rows,
 )
+from demix.run.models import Model
 from demix.run.run import Run
 from demix.run.systems import clustered
 
@@ -105,63 +106,42 @@ def relation(pairs: pd.DataFrame, kind: str, *, own: bool = False) -> Relation:
     return Relation(kind, domains, count, *map(float, (*found, permutation_p)))
 
 
-SPLITS = ("train", "test")
+DOCUMENTS = """
+select clustering, domain, cluster, count(*)::double as documents from clusters where split = 'train' group by all
+"""
+LOSSES = """
+select model, seed, clustering, cluster, expert, sum(nll) / sum(tokens) as nats
+from losses join clusters using (run, domain, split, document) group by all
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Clusters:
-    """What a run knows of its clusters.
+    """What a run knows of the clusters that its models learn from: the rows of `DOCUMENTS` and `LOSSES`.
 
-    `documents` counts documents: columns clustering, cluster, domain,
-    split, documents. `losses` sums the test documents of a cluster: columns model, seed, cluster, expert, nll (nats),
-    tokens.
+    `cluster` is a number; the names of clusters are those of the model's experts, in this order.
     """
 
     documents: pd.DataFrame
     losses: pd.DataFrame
 
-    def over_own(self, model: str, seed: int, clusters: tuple[str, ...]) -> pd.DataFrame:
+    def over_own(self, model: Model, seed: int) -> pd.DataFrame:
         """Perplexity of each expert of a model (columns) on each cluster (rows), over that of the cluster's own expert.
 
         That is Figure 15. NaN for a cluster without test documents.
         """
-        losses = self.losses[(self.losses["model"] == model) & (self.losses["seed"] == seed)]
-        nats = (losses["nll"] / losses["tokens"]).astype("float64")
-        table = nats.to_frame("nats").assign(cluster=losses["cluster"], expert=losses["expert"])
-        table = table.pivot(index="cluster", columns="expert", values="nats").reindex(index=clusters, columns=clusters)
+        names, known = model.domains, {"model": model.row, "seed": seed, "clustering": model.data}
+        rows = self.losses[(self.losses[[*known]] == pd.Series(known)).all(axis=1)]
+        table = rows.pivot(index="cluster", columns="expert", values="nats").astype("float64")
+        table = table.reindex(index=range(len(names)), columns=names).set_axis(names)
         return np.exp(table.sub(np.diag(table), axis=0))
 
-    def shares(self, clustering: str, domains: list[str], clusters: tuple[str, ...]) -> pd.DataFrame:
+    def shares(self, clustering: str, domains: list[str], names: tuple[str, ...]) -> pd.DataFrame:
         """The share of each domain's training documents (rows) that are in each cluster (columns): Figure 16."""
-        found = self.documents[(self.documents["clustering"] == clustering) & (self.documents["split"] == "train")]
-        table = found.pivot(index="domain", columns="cluster", values="documents")
-        table = table.reindex(index=domains, columns=clusters).astype("float64")
+        rows = self.documents[self.documents["clustering"] == clustering]
+        table = rows.pivot(index="domain", columns="cluster", values="documents").fillna(0)
+        table = table.reindex(index=domains, columns=range(len(names)), fill_value=0).set_axis(names, axis=1)
         return table.div(table.sum(axis=1), axis=0)
-
-
-def read_clusters(run: Run) -> Clusters:
-    """What the run in the folder `run` knows of the clusters that its models learn from; tables without rows for none.
-
-    Raises DemixError if a file is missing or damaged.
-    """
-    documents = [pd.DataFrame(columns=["clustering", "cluster", "domain", "split", "documents"])]
-    losses = [pd.DataFrame(columns=["model", "seed", "cluster", "expert", "nll", "tokens"])]
-    models = clustered(run)
-    for clustering in dict.fromkeys(model.data for model in models):
-        folder = run.folder / "clusters" / clustering
-        names = np.array(read_json(folder / "clusterer.json")["names"])
-        rows = [model.row for model in models if model.data == clustering]
-        for domain in run.training:
-            for split in SPLITS:
-                labels = read_parquet(folder / "assigned" / f"{domain}.{split}.parquet").column("cluster").to_numpy()
-                counts = np.bincount(labels, minlength=len(names))
-                counted = pd.DataFrame({"cluster": names, "documents": counts})
-                documents.append(counted.assign(clustering=clustering, domain=domain, split=split))
-            found = read_parquet(run.folder / "evaluations" / f"{domain}.losses.parquet").to_pandas()
-            found = found[found["model"].isin(rows)]
-            losses.append(found.assign(cluster=names[labels[found["document"]]])[losses[0].columns])
-    summed = pd.concat(losses[1:] or losses).groupby(["model", "seed", "cluster", "expert"], as_index=False).sum()
-    return Clusters(pd.concat(documents[1:] or documents, ignore_index=True), summed)
 
 
 COST = """
@@ -169,17 +149,6 @@ select rule, count(*)::double as "Jobs", sum(seconds) / 60 as "Minutes", sum(cpu
     max(max_rss_mib) as "Largest job, MiB"
 from benchmarks group by rule order by "CPU minutes" desc, rule
 """
-
-
-def cost_by_rule(run: Run) -> pd.DataFrame:
-    """A line for each rule of the workflow that ran before the report: its jobs, their time and memory.
-
-    Without lines for a run whose stages were not started by Snakemake. Raises DemixError for a record that is damaged.
-    """
-    if not any(run.folder.glob("benchmarks/**/*.tsv")):
-        return pd.DataFrame()
-    with Answers([QueryRun(run.name, run)]) as answers, answers.ask(COST) as found:
-        return found.read_pandas().set_index("rule")
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,7 +232,9 @@ class RunData:
     @cached_property
     def clusters(self) -> Clusters:
         """What the run knows of the clusters that its models learn from."""
-        return read_clusters(self.run)
+        return Clusters(
+            *(self._asked(query) if clustered(self.run) else pd.DataFrame() for query in (DOCUMENTS, LOSSES))
+        )
 
     @cached_property
     def metrics(self) -> Path:
@@ -272,8 +243,18 @@ class RunData:
 
     @cached_property
     def cost(self) -> pd.DataFrame:
-        """The jobs of each rule, their time and memory."""
-        return cost_by_rule(self.run)
+        """A line for each rule of the workflow that ran before the report: its jobs, their time and memory.
+
+        Without lines for a run whose stages were not started by Snakemake.
+        """
+        if not any(self.run.folder.glob("benchmarks/**/*.tsv")):
+            return pd.DataFrame()
+        return self._asked(COST).set_index("rule")
+
+    def _asked(self, query: str) -> pd.DataFrame:
+        """What a query of `demix sql` finds in the files of the run."""
+        with Answers([QueryRun(self.run.name, self.run)]) as answers, answers.ask(query) as found:
+            return found.read_pandas()
 
     @cached_property
     def scale_note(self) -> str:

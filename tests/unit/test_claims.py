@@ -221,8 +221,8 @@ def test_affinity_is_judged_by_orders_of_domains(slope: float, domains: int, exp
 @pytest.mark.parametrize(("factor", "expected"), [(1.1, "shown"), (0.9, "not shown")])
 def test_experts_of_clusters_are_judged_on_their_clusters(factor: float, expected: str, frozen: Run) -> None:
     clusters = run_data(frozen).clusters
-    losses = clusters.losses.assign(nll=clusters.losses["tokens"] * 4.0)
-    losses.loc[losses["cluster"] != losses["expert"], "nll"] += losses["tokens"] * np.log(factor)
+    others = clusters.losses["cluster"].map("c{:02}".format) != clusters.losses["expert"]
+    losses = clusters.losses.assign(nats=4.0 + others * np.log(factor))
     assert (
         judged("own_cluster_expert_best", frozen, own_of(frozen), clusters=replace(clusters, losses=losses)) == expected
     )

@@ -160,7 +160,7 @@ def test_what_is_doubled_lacks_a_column_or_does_not_compare_is_refused(
     [
         ("benchmarks/tokenizer.tsv", "s\tcpu_time\tmax_rss\n1.5\t"),
         ("metrics/demix.jsonl", '{"step": 2}\n'),
-        ("clusters/k2/clusterer.json", ""),
+        ("clusters/k2/assigned/licenses.train.parquet", ""),
     ],
 )
 def test_a_damaged_file_is_refused_before_anything_is_written(

@@ -130,7 +130,7 @@ def own_cluster_best(data: RunData) -> Iterator[Part]:
     """Whether each cluster's own expert is the best on the cluster's test documents, one part per model."""
     for system, _ in paired("select id, id from several", data):
         model = families(data.run)[system.model].model
-        ratios = data.clusters.over_own(model.row, data.seed, model.domains)
+        ratios = data.clusters.over_own(model, data.seed)
         others = ratios.mask(np.eye(len(ratios), dtype=bool)).min(axis=1).dropna()
         yield _best(others, f"{model.label}: ")
 

@@ -147,7 +147,7 @@ def cluster_experts(data: RunData) -> tuple[Any, str]:
     training documents of each domain (row) are divided among the clusters (columns).
     """
     models, known = clustered(data.run), data.clusters
-    ratios = {model.label: known.over_own(model.row, data.run.seed, model.domains) for model in models}
+    ratios = {model.label: known.over_own(model, data.run.seed) for model in models}
     found = np.concatenate([table.to_numpy().ravel() for table in ratios.values()])
     ends = (min(0.9, np.nanmin(found, initial=1)), max(1.1, np.nanmax(found, initial=1)))
     # Orange says that another expert is better.
