@@ -201,18 +201,13 @@ def card_page(run: Run, model: str, card: str) -> str:
 def exported_card(directory: Path, expert: str | None) -> str:
     """The card of one expert of the model in `directory`, exported as a model of its own; None is for their mixture.
 
-    A model of one expert and a mixture keep the model's card; a mixture of a model without one has "". An expert has
-    the figures of only its own domain, if it was scored there, and counts its own tokens. Raises DemixError as
-    `model_card` does.
+    A model of one expert and a mixture keep the card in the model's folder; a mixture of a model without one has "". An
+    expert has the figures of only its own domain, if it was scored there, and counts its own tokens. Raises DemixError
+    if a file of the model is missing.
     """
     place, run = directory.resolve(), Run.of_model(directory)
-    run = run if run and (run.folder / "results.parquet").is_file() else None
     if expert in (None, DENSE_EXPERT):
-        card = ""
-        if run and place.name in {one.name for one in run.planned}:
-            card = model_card(run, place.name)
-        elif (place / "README.md").is_file():
-            card = (place / "README.md").read_text(encoding="utf-8")
+        card = (place / "README.md").read_text(encoding="utf-8") if (place / "README.md").is_file() else ""
         if card or expert is None:
             return card.replace("library_name: demix\n", "library_name: transformers\n", 1)
     about = read_description(place / "model.json", "kind").content

@@ -89,11 +89,7 @@ def with_paper(table: Table, run: Run) -> Table:
         blank = [np.nan if frame[column].dtype.kind in "fi" else " " for column in frame]
         frame.loc[name] = [values.get(column, empty) for column, empty in zip(frame, blank, strict=True)]
     means = {name for name in rows if name.startswith(f"{label}: mean")}
-    which = f"its {SIZES[size]} model, the smallest, since this run has none of its sizes"
-    if size == preset:
-        which = f"the paper's {SIZES[size]} model"
-    elif len(printed) == 1:
-        which = f"its {SIZES[size]} model, the only size of this table in the paper"
+    which = f"its {SIZES[size]} model" + ("" if size == preset else ", the smallest of this table")
     formats = table.formats | dict.fromkeys(columns, "{:.1f}")
     return replace(table, frame=frame, summaries=table.summaries | means, formats=formats).noted(
         f"“{label}” is what the paper prints for {which}: on its own domains, of which some here are later or other "

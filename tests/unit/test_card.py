@@ -138,7 +138,7 @@ def test_each_artefact_has_a_card_of_its_own(frozen_copy: Run, tmp_path: Path) -
     assert entry["metrics"][0]["value"] == pytest.approx(known["licenses"], abs=1e-4)
     assert table_with(exported, "licence").cells.index.tolist() == ["licenses"]
 
-    succeeds("card", frozen_copy.folder, "demix", "--output", tmp_path / "cards")
+    succeeds("card", frozen_copy.folder, "demix", "dense", "--output", tmp_path / "cards")
     copy, bare = (shutil.copytree(model, tmp_path / name) for name in ("copy", "bare"))
     (bare / "usual.json").unlink()
     assert index_of(card("hf2", "export", copy, "--expert", "licenses"))[0]["results"] == [entry]
