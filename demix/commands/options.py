@@ -33,6 +33,8 @@ Prior = Annotated[
         "run, or a <domain>.priors.parquet.",
     ),
 ]
+Experts = Annotated[str | None, typer.Option(help="The experts to mix, separated by commas; by default all.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:<number>; by default the GPU where there is one.")]
 TopK = Annotated[
     int | None,
     typer.Option("--top-k", min=1, help="Mix only this many likeliest experts at each token, and equal ones."),

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from demix.commands.options import Prior, Tokens, TopK, WeightsRule, terminal
+from demix.commands.options import Device, Experts, Prior, Tokens, TopK, WeightsRule, terminal
 from demix.errors import DemixError
 
 app = typer.Typer()
@@ -175,9 +175,7 @@ def merge(
 def generate(
     model: Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
-    experts: Annotated[
-        str | None, typer.Option(help="The experts to mix, separated by commas; by default all.")
-    ] = None,
+    experts: Experts = None,
     weights: WeightsRule = "tempered",
     prior: Prior = "",
     tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to add.")] = 100,
@@ -229,15 +227,11 @@ def serve_model(
         str, typer.Option(help="Where to listen. Any but this machine's loopback needs a key in DEMIX_API_KEY.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free port.")] = 8502,
-    experts: Annotated[
-        str | None, typer.Option(help="The experts to mix, separated by commas; by default all.")
-    ] = None,
+    experts: Experts = None,
     weights: WeightsRule = "tempered",
     prior: Prior = "",
     top_k: TopK = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:<number>; by default the GPU where there is one.")
-    ] = None,
+    device: Device = None,
     tokenizer: Tokens = None,
 ) -> None:
     """Serve a mixture of experts: completions over OpenAI's API (/v1/completions, no chat), and the playground.

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from demix.commands.options import Prior, Tokens, TopK, WeightsRule
+from demix.commands.options import Device, Experts, Prior, Tokens, TopK, WeightsRule
 from demix.errors import DemixError, printable
 
 app = typer.Typer()
@@ -22,9 +22,7 @@ def lm_eval(
         ),
     ],
     include_path: Annotated[Path | None, typer.Option(help="A folder with YAML files of more tasks.")] = None,
-    experts: Annotated[
-        str | None, typer.Option(help="The experts to mix, separated by commas; by default all.")
-    ] = None,
+    experts: Experts = None,
     weights: WeightsRule = "tempered",
     prior: Prior = "",
     top_k: TopK = None,
@@ -40,9 +38,7 @@ def lm_eval(
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Requests of a forward pass; by default what memory and cores suggest.")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:<number>; by default the GPU where there is one.")
-    ] = None,
+    device: Device = None,
     seed: Annotated[
         int, typer.Option(min=0, max=2**32 - 1, help="Seed of demonstrations and of sampled texts.")
     ] = 1234,
