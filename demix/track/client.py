@@ -124,11 +124,9 @@ def points(rows: Sequence[Mapping[str, Any]], begun: int) -> list[Point]:
     ]
 
 
-def can_continue(
-    client: "MlflowClient", run: "Run", points: Collection[Point], params: Mapping[str, str] | None = None
-) -> bool:
+def can_continue(client: "MlflowClient", run: "Run", points: Collection[Point], params: Mapping[str, str]) -> bool:
     """Whether an MLflow run was not sent whole, and has only metrics and params that are in `points` and `params`."""
-    if HASH in run.data.tags or not run.data.params.items() <= (params or {}).items():
+    if HASH in run.data.tags or not run.data.params.items() <= params.items():
         return False
     histories = (client.get_metric_history(run.info.run_id, key) for key in run.data.metrics)
     return {(one.key, one.value, one.step, one.timestamp) for one in chain(*histories)} <= {*points}

@@ -105,7 +105,7 @@ class Sender:
         with locked(self.uri, SECONDS_FOR_SQLITE):
             client = self.client = self.client or opened(self.uri)[0]
             if path not in (self.metrics, self.file):
-                self._begin(client, rows, path.stat().st_mtime - max(elapsed(rows), default=0.0))
+                self._begin(client, path.stat().st_mtime - max(elapsed(rows), default=0.0))
                 self.file = path
             found = points(rows, self.begun)
             # A finished sweep leaves the metrics of its best trial, which may be another than the last.
@@ -115,12 +115,9 @@ class Sender:
             if status:
                 client.set_terminated(self.run_id, status)
 
-    def _begin(self, client: "MlflowClient", rows: list[dict[str, float]], begun: float) -> None:
-        """Go on with the MLflow run of an earlier start of the training, or make one.
-
-        One with points that are not in `rows` is deleted: of updates that are done again, or of another trial.
-        """
-        from demix.track.client import CONFIG, HASH, KEY, RUN, can_continue, experiment_of, origin, points, runs_with
+    def _begin(self, client: "MlflowClient", begun: float) -> None:
+        """Make an MLflow run. That of an earlier start of the training, or of another trial of its rate, is deleted."""
+        from demix.track.client import CONFIG, HASH, KEY, RUN, experiment_of, origin, runs_with
 
         folder = self.checkpoints.resolve()
         # An expert that is a whole model has a folder below that of its model.
@@ -128,16 +125,11 @@ class Sender:
         place = folder.relative_to(above).as_posix()
         experiment = experiment_of(client, self.uri, self.tracking["experiment"], above.parents[1])
         tags = {KEY: f"{self.kind}/{place}", RUN: self.tracking["run"]}
-        run = None
         for old in runs_with(client, experiment, tags):
-            if run is None and can_continue(client, old, points(rows, old.info.start_time)):
-                client.update_run(old.info.run_id, "RUNNING")
-                run = old
-            elif HASH not in old.data.tags:
+            if HASH not in old.data.tags:
                 client.delete_run(old.info.run_id)
-        if run is None:
-            tags |= {CONFIG: self.tracking["config"], "demix.kind": self.kind, **origin()}
-            run = client.create_run(experiment, start_time=int(1000 * begun), tags=tags, run_name=place)
+        tags |= {CONFIG: self.tracking["config"], "demix.kind": self.kind, **origin()}
+        run = client.create_run(experiment, start_time=int(1000 * begun), tags=tags, run_name=place)
         self.run_id, self.begun, self.sent = run.info.run_id, run.info.start_time, []
 
 

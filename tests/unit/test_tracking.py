@@ -339,21 +339,20 @@ def test_points_arrive_once_in_parts_and_track_sends_the_whole_training(
     assert training.curve(*training.stored()) == losses(rows)
 
 
-@pytest.mark.parametrize("again", [10, 12], ids=["updates done again", "all updates kept"])
-def test_a_resumed_training_has_one_mlflow_run_with_the_updates_that_count(again: int, training: Training) -> None:
+def test_a_resumed_training_has_one_mlflow_run_with_the_updates_that_count(training: Training) -> None:
     rows = training.rows
     training.writes(rows[:12])
     training.sender().send()
     (first,) = training.stored()
     # From the checkpoint on all is done again, in another time.
-    rows = [*rows[:again], *(row | {"tokens_per_second": row["tokens_per_second"] / 2} for row in rows[again:])]
+    rows = [*rows[:10], *(row | {"tokens_per_second": row["tokens_per_second"] / 2} for row in rows[10:])]
     resumed = training.sender(begun=2000.0)
-    training.writes(rows[:again])
+    training.writes(rows[:10])
     resumed.send()
     training.writes(rows[:15])
     resumed.send("KILLED")
     (second,) = training.stored()
-    assert (second.info.run_id == first.info.run_id) == (again == 12)
+    assert second.info.run_id != first.info.run_id
     assert second.info.status == "KILLED"
     assert training.curve(second, "tokens_per_second") == losses(rows[:15], "tokens_per_second")
     write_json_lines(training.finished, rows)
