@@ -39,7 +39,7 @@ def sql(
     Example: demix sql results/sample "select domain, perplexity from results where model = 'dense'"
     """
     from demix.query.ask import Answers, named_runs
-    from demix.query.output import columns_table, format_of, show, write_file, write_text
+    from demix.query.output import format_of, show, write_file, write_text
 
     folders, query = parted(asked or [])
     form, runs = format_of(format, output), named_runs(folders)
@@ -55,7 +55,8 @@ def sql(
         shown = SimpleNamespace(write=lambda text: sys.stdout.write(printable(text)))
     with Answers(runs) as answers:
         if tables:
-            terminal().print(columns_table(answers.described()))
+            for name, holds, columns in answers.described():
+                terminal().print(f"{name}: {holds}", f"    {columns}", sep="\n")
             return
         if query is None and sys.stdin.isatty():
             raise DemixError("QUERY", "is missing", 'give one SELECT: demix sql RUN "select …", or list the --tables')

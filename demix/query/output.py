@@ -4,7 +4,7 @@ import csv
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -125,15 +125,3 @@ def _cell(value: Any) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 1]}…"
-
-
-def columns_table(tables: Iterable[tuple[str, str, str]]) -> Any:
-    """The tables that can be asked: name, what a table holds, columns."""
-    from rich.table import Table
-
-    shown = Table(show_lines=True)
-    for head in ("table", "what it holds", "columns"):
-        shown.add_column(head, overflow="fold")
-    for row in tables:
-        shown.add_row(*row)
-    return shown

@@ -231,34 +231,28 @@ def ranking(data: RunData) -> Ranking:
 
 def _entry(system: System, data: RunData) -> Entry:
     run, adapted, counts = data.run, added(data.run)[1], ngram_lines(data.run)
-    on = {one.kind: measured(data.own, data.bounds, system, BALANCED, one.names) for one in data.kinds}
-    if mixed := run.config.evaluation.mixed.get(system.model):
-        trained = [one for one in run.own if one.name in mixed.models]
-        apart = _unequal(trained[0], run) if len(trained) == 1 else f"with {len(trained)} trained models"
-        return Entry(
-            system,
-            on,
-            passes=sum(len(columns_of(run, name)) for name in mixed.models),
-            representative=True,
-            apart=apart,
-            family=system.label,
-            baseline=not any(one.kind.has_experts or one.kind.routed for one in trained),
-            mixed=True,
-        )
-    model = next((one for one in run.own if one.name == system.model), None)
-    experts = run.domains if system.experts == "all" else model.experts if model else run.training
-    baseline = model is None or not (model.kind.has_experts or model.kind.routed)
-    family = "n-grams" if model is None else model.name if baseline else families(run)[system.model].name
-    more = "since its added experts learned from the novel domains" if system.experts == adapted.experts else ""
+    mixed = run.config.evaluation.mixed.get(system.model)
+    trained = [one for one in run.own if one.name in (mixed.models if mixed else (system.model,))]
+    baseline = not any(one.kind.has_experts or one.kind.routed for one in trained)
+    apart = _unequal(trained[0], run) if len(trained) == 1 else f"with {len(trained)} trained models" * bool(mixed)
+    if mixed:
+        passes, family = sum(len(columns_of(run, name)) for name in mixed.models), system.label
+    else:
+        experts = run.domains if system.experts == "all" else trained[0].experts if trained else run.training
+        passes = 1 if system.method in ("dense", "naive") else len(experts)
+        family = "n-grams" if not trained else system.model if baseline else families(run)[system.model].name
+    if system.experts == adapted.experts:
+        apart = "since its added experts learned from the novel domains"
     return Entry(
         system,
-        on,
-        passes=1 if system.method in ("dense", "naive") else len(experts),
-        representative=system in (adapted, *counts, representatives(run).get(system.model)),
-        apart=more or (_unequal(model, run) if model else ""),
+        {one.kind: measured(data.own, data.bounds, system, BALANCED, one.names) for one in data.kinds},
+        passes=passes,
+        representative=bool(mixed) or system in (adapted, *counts, representatives(run).get(system.model)),
+        apart=apart,
         family=family,
         baseline=baseline,
         counts=system in counts,
+        mixed=bool(mixed),
     )
 
 
