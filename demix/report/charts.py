@@ -69,18 +69,14 @@ def share_scale(colours: Sequence[str] = CELL_RANGE, most: float = 1) -> alt.Sca
     return alt.Scale(domain=[0, most], range=list(colours), interpolate="lab")
 
 
-def coloured(field: str, names: list[str], legend: alt.Legend, **more: Any) -> alt.Color:
-    """A colour for each of `names`, the values of a field."""
-    return alt.Color(f"{field}:N", scale=_cycled(names, COLOURS), legend=legend, **more)
+def by_line(field: str, names: list[str], legend: alt.Legend) -> dict[str, Any]:
+    """A colour and a dash for each of `names`, the values of a field."""
 
+    def cycled(values: Sequence[Any]) -> dict[str, Any]:
+        scale = alt.Scale(domain=names, range=list(itertools.islice(itertools.cycle(values), len(names))))
+        return {"shorthand": f"{field}:N", "scale": scale, "legend": legend, "sort": names}
 
-def dashed(field: str, names: list[str], legend: alt.Legend, **more: Any) -> alt.StrokeDash:
-    """A dash for each of `names`, the values of a field."""
-    return alt.StrokeDash(f"{field}:N", scale=_cycled(names, DASHES), legend=legend, **more)
-
-
-def _cycled(names: list[str], values: Sequence[Any]) -> alt.Scale:
-    return alt.Scale(domain=names, range=list(itertools.islice(itertools.cycle(values), len(names))))
+    return {"color": alt.Color(**cycled(COLOURS)), "strokeDash": alt.StrokeDash(**cycled(DASHES))}
 
 
 def _balanced(text: str, width: int) -> list[str]:

@@ -11,8 +11,7 @@ from demix.report.cells import compared
 from demix.report.charts import (
     CELL_RANGE,
     SHARE_LEGEND,
-    coloured,
-    dashed,
+    by_line,
     data_of,
     finite,
     heading_of,
@@ -105,16 +104,15 @@ def by_clusters(data: RunData) -> tuple[Any, str]:
                 axis=alt.Axis(values=sorted(set(points["clusters"])), format=".3~s", grid=False),
             ),
             y=alt.Y("perplexity:Q", title="test perplexity", scale=alt.Scale(zero=False)),
-            color=coloured("series", series, legend, sort=series),
+            **by_line("series", series, legend),
             tooltip=["row:N", "series:N", "clusters:Q", "perplexity:Q"],
         )
         return chart
 
-    by_dash, panels = dashed("series", series, legend, sort=series), []
+    panels = []
     for domains in data.kinds:
         of_kind, own = (rows[rows["kind"] == domains.heading] for rows in (points, joined))
-        line = base(own).mark_line(strokeWidth=2).encode(strokeDash=by_dash)
-        drawn = line + base(of_kind).mark_point(size=60, filled=True, opacity=1)
+        drawn = base(own).mark_line(strokeWidth=2) + base(of_kind).mark_point(size=60, filled=True, opacity=1)
         panels.append(drawn.properties(width=340, height=260, title=heading_of(f"{domains.heading} domains")))
     labels = " or ".join(one.label for one in one_clusters(data.run).values())
     return alt.vconcat(alt.hconcat(*panels, spacing=30)), f"One cluster is {labels}, which learns from all text."

@@ -16,8 +16,7 @@ from demix.report.charts import (
     MAX_SHOWN,
     POINTS,
     PROBABILITY_LEGEND,
-    coloured,
-    dashed,
+    by_line,
     data_of,
     finite,
     heading_of,
@@ -67,8 +66,7 @@ def training(data: RunData) -> tuple[Any, str]:
         .encode(
             x=alt.X("tokens:Q", title="training tokens", axis=token_axis(6)),
             y=alt.Y("loss:Q", title=f"{what} (nats per token)", scale=alt.Scale(zero=False)),
-            color=coloured("model", models, legend, sort=models),
-            strokeDash=dashed("model", models, legend, sort=models),
+            **by_line("model", models, legend),
         )
         .properties(width=620, height=340)
     )
@@ -206,13 +204,13 @@ def _small_multiples(curves: pd.DataFrame, part: str, novel: tuple[str, ...]) ->
         own = curves[curves["domain"] == domain].dropna(subset=[part])
         records = own.assign(perplexity=own[part])[["kind", "tokens", "perplexity"]]
         title = "dev perplexity" if index % PANEL_COLUMNS == 0 else None
-        base = alt.Chart(data_of(records)).encode(
+        lines = alt.Chart(data_of(records)).mark_line(strokeWidth=2, point=POINTS)
+        panel = lines.encode(
             x=alt.X("tokens:Q", title="tokens of adaptation", axis=token_axis(3), scale=alt.Scale(nice=False)),
             y=alt.Y("perplexity:Q", title=title, scale=scale, axis=alt.Axis(tickCount=4)),
-            color=coloured("kind", KINDS, legend),
+            **by_line("kind", KINDS, legend),
         )
-        lines = base.mark_line(strokeWidth=2, point=POINTS).encode(strokeDash=dashed("kind", KINDS, legend))
-        panels.append(lines.properties(width=160, height=120, title=small_heading(domain)))
+        panels.append(panel.properties(width=160, height=120, title=small_heading(domain)))
     return alt.concat(*panels, columns=PANEL_COLUMNS, spacing=30, title=heading_of(PARTS[part]))
 
 
