@@ -6,7 +6,6 @@ No pandas, altair or jinja2 is loaded here: the workflow asks what files a repor
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from importlib import import_module
 from inspect import cleandoc
 from pathlib import Path
@@ -17,16 +16,6 @@ from demix.report.needs import Need
 if TYPE_CHECKING:
     from demix.report.run_data import RunData
     from demix.report.table import Table
-
-
-class Group(StrEnum):
-    """The headings under which the first page of a run lists tables and figures, in its order."""
-
-    PAPER = "Tables of the paper"
-    FURTHER = "Further tables"
-    FIGURES = "Figures"
-    FAMILIES = "Families"
-    NONE = ""
 
 
 # The suffixes of files, each with the name of the format on the page of Snakemake; empty for those it does not show.
@@ -50,7 +39,6 @@ class Item(ABC):
     module: str
     name: str
     heading: str
-    group: Group = Group.NONE
     needs: tuple[Need, ...] = ()
     category: str = ""
     folder: str = ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from demix.report import needs, systems
+from demix.report import cells, needs, systems
 from demix.report.claims import judges
 from demix.report.claims.judges import paired
 from demix.report.needs import Need, missing
@@ -55,10 +55,15 @@ class Row:
         first: str = "",
         second: str = "",
         pairs: str = "",
+        adapting: str = "",
         on: Sequence[str] = ("training",),
         **how: Any,
     ) -> Iterator[Part]:
         """The comparisons of one entry of `compare`."""
+        if adapting:
+            (label, other), (before, after) = how.pop("labels"), (found[adapting] for found in cells.adapting(data))
+            yield compare(label, after, other, before, **how)
+            return
         found: Iterable[tuple[ByDomain, ByDomain]]
         if pairs:
             found = getattr(systems, pairs)(data.run) if pairs.isidentifier() else paired(pairs, data)

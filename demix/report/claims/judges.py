@@ -164,20 +164,6 @@ def adapts(data: RunData) -> Iterator[Part]:
     yield compare("Training domains by their own experts after", new, "before", old, allowance=0.0002)
 
 
-def forgets(data: RunData) -> Iterator[Part]:
-    """The mean over the training domains after each Dense-DAPT, against that before."""
-    before, after = (found["Dense-DAPT: training domains"] for found in adapting(data))
-    label = "After Dense-DAPT, averaged over the training domains,"
-    yield compare(label, after, "before", before, higher=True)
-
-
-def one_reduces(data: RunData) -> Iterator[Part]:
-    """Only each novel domain's expert added to the training experts: the mean over the training domains."""
-    before, after = (found["One expert added: training domains"] for found in adapting(data))
-    label = "With one more expert, averaged over the training domains,"
-    yield compare(label, after, "training experts", before)
-
-
 def like_never_trained(data: RunData) -> Iterator[Part]:
     """How far the model without the domain's expert is from one never trained on the domain, and from the whole one."""
     systems = (before_removal(data.run), without_expert(data.run), without_domain)

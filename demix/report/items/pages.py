@@ -9,13 +9,16 @@ from typing import Any, get_args
 from demix.report import left_out_notes, report_items
 from demix.report.charts import inline, ranked
 from demix.report.claims import claims as judged_claims
-from demix.report.item import FigureItem, Group, paragraphs
+from demix.report.item import FigureItem, paragraphs
 from demix.report.ranking import Entry, Ranking, main_table, ranking
 from demix.report.run_data import RunData
 from demix.report.table import Table, as_markdown, part_of_page, render
 from demix.report.verdict import Verdict
 from demix.run.run import Run, config_fingerprint, kept
 
+FIGURES = "Figures"
+# The headings of the elements of each module of this folder.
+GROUPS = {"paper": "Tables of the paper", "further": "Further tables", "figures": FIGURES, "families": "Families"}
 PACKAGES = ("demix", "torch", "numpy", "pyarrow", "duckdb", "snakemake", "altair", "mlflow")
 CLAIMS_TITLE = "Claims of the paper, judged on this run"
 _SIGNS = {"shown": "✓", "weak": "≈", "mixed": "~", "not shown": "✗", "cannot be judged": "?"}
@@ -85,9 +88,9 @@ def _shown(found: Ranking, entries: Sequence[Entry]) -> dict[str, Any]:
 
 def _groups(run: Run) -> dict[str, list[dict[str, Any]]]:
     """Figures, then the tables of the report by group: what each shows, and its files, the HTML first."""
-    found: dict[str, list[dict[str, Any]]] = {Group.FIGURES.value: []}
-    for item in sorted(report_items(run), key=lambda item: [*Group].index(item.group)):
-        if item.group:
-            heading = Group.FIGURES if isinstance(item, FigureItem) else item.group
-            found.setdefault(heading.value, []).append({"shows": item.title, "files": item.files})
+    found: dict[str, list[dict[str, Any]]] = {FIGURES: []}
+    for item in report_items(run):
+        if item.module in GROUPS:
+            heading = FIGURES if isinstance(item, FigureItem) else GROUPS[item.module]
+            found.setdefault(heading, []).append({"shows": item.title, "files": item.files})
     return found
