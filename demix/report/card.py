@@ -20,7 +20,7 @@ from demix.model.merge import learned_of, refuse_weights
 from demix.model.merge_routed import BLOCKS, learned_anchored
 from demix.model.usual import usual_of, write_usual
 from demix.report.read import domains_of, read_results
-from demix.report.systems import BALANCED, dense_adapted
+from demix.report.systems import BALANCED
 from demix.report.table import as_markdown, markdown_rows, render, render_markdown
 from demix.run.run import Run
 from demix.settings import names_of
@@ -54,18 +54,10 @@ def results_of(run: Run, model: str) -> pd.DataFrame:
 
 
 def dense_rows(results: pd.DataFrame, run: Run, model: str) -> pd.DataFrame:
-    """The rows of dense models to compare with the `results` of `model`, with their labels for methods.
-
-    These are that of the model's seed, none for itself, and on each domain that the model was adapted to the one that
-    was adapted to it.
-    """
+    """The rows of Dense (Balanced) of the model's seed to compare with the `results` of `model`, none with itself."""
     name = run.folder_of(BALANCED.model, planned(model, run)[1])
     rows = results_of(run, name).assign(method=BALANCED.label)
-    dense_rows_of = [rows if name != model and masked(rows) == masked(results) else rows.iloc[:0]]
-    for domain in run.novel if (results["experts"] == "all").any() else ():
-        one = dense_adapted(run)(domain)
-        dense_rows_of.append(results_of(run, one.model).query("domain == @domain").assign(method=one.label))
-    return pd.concat(dense_rows_of)
+    return rows if name != model and masked(rows) == masked(results) else rows.iloc[:0]
 
 
 def masked(results: pd.DataFrame) -> bool:
@@ -107,8 +99,7 @@ def result_tables(
     for name in (name for name in SETS if name in {*results["experts"]}):
         own = results[results["experts"] == name]
         *others, best = _methods(own)
-        compared = (name == "all") | (dense["method"] == BALANCED.label)
-        dense_rows_of = dense[compared & dense["domain"].isin(own["domain"])]
+        dense_rows_of = dense[dense["domain"].isin(own["domain"])]
         leading, rows = [*dense_rows_of["method"].unique(), best], pd.concat([own, dense_rows_of])
         shown = rows["perplexity"].map("{:.2f}".format) + rows["oracle"].map({True: "*", False: ""})
         cells = rows.assign(shown=shown).pivot(index="domain", columns="method", values="shown")

@@ -42,7 +42,6 @@ def test_results_are_those_of_the_models_seed(name: str, seed: int, most: str, f
     front, tables = parts(model_card(frozen, name))
     rows = rows_of(frozen).query(f"seed == {seed} and split == 'test' and variant == '' and top_k.isna()")
     dense = rows[rows["model"] == "dense"].set_index("domain")["perplexity"]
-    adapted = rows[rows["model"] == "dense-dapt-" + rows["domain"]].set_index("domain")["perplexity"]
     demix = rows.query("model == 'demix' and weights in ('', 'history', 'tempered')")
     demix = demix.assign(method=demix["method"].where(demix["weights"] != "tempered", "tempered"))
     demix = demix[demix["method"].isin(METHODS)]
@@ -51,11 +50,9 @@ def test_results_are_those_of_the_models_seed(name: str, seed: int, most: str, f
     shown = [table for table in tables if "95% interval" in table.cells]
     demix = demix[demix["experts"].isin(["all", "training"])]
     assert len(shown) == demix["experts"].nunique()
-    for some, found in demix.groupby("experts"):
+    for _, found in demix.groupby("experts"):
         expected = found.pivot(index="domain", columns="method", values="perplexity")
         expected["Dense (Balanced)"] = dense
-        if some == "all":
-            expected["Dense-DAPT"] = adapted
         for kind, domains in (("training", frozen.training), ("novel", frozen.novel)):
             if {*domains} <= {*expected.index}:
                 expected.loc[f"mean of the {len(domains)} {kind} domains"] = expected.loc[[*domains]].mean(skipna=False)
