@@ -162,11 +162,6 @@ class Family:
         return "restart" if self.model.restarts else ""
 
     @property
-    def budget(self) -> tuple[int, str]:
-        """What rows that are compared share: tokens, and how training began."""
-        return self.tokens, self.begun
-
-    @property
     def name(self) -> str:
         """The name of the family in papers."""
         kind = self.model.kind
@@ -183,11 +178,6 @@ class Family:
         """The experts of a model of one column: 1, or those among which a token chooses."""
         routed = self.architecture.routed
         return f"{routed.experts}, top-{routed.top_k}" if routed else "1"
-
-    @property
-    def dense(self) -> bool:
-        """Whether it is one dense model."""
-        return self.chosen == "1" and not self.model.kind.has_experts
 
     @property
     def made(self) -> str:
@@ -239,12 +229,12 @@ def tried_top_k(run: Run, experts: int) -> list[int]:
 
 
 def one_clusters(run: Run) -> dict[tuple[int, str], System]:
-    """The models of one cluster by their budgets: Dense (Balanced), and dense rows that begin as branches do.
+    """The models of one cluster by tokens and how training began: Dense (Balanced), and dense rows begun as branches.
 
     A seed is a state of Dense (Balanced), which goes on with the same schedule.
     """
-    single = [one for one in families(run).values() if one.dense]
-    return {one.budget: one.system for one in single if one.begun or one.system == BALANCED}
+    dense = [one for one in families(run).values() if one.chosen == "1" and not one.model.kind.has_experts]
+    return {(one.tokens, one.begun): one.system for one in dense if one.begun or one.system == BALANCED}
 
 
 def training_flops(model: Model, run: Run) -> tuple[float, float]:
