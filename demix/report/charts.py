@@ -64,6 +64,14 @@ def small_heading(text: str | list[str]) -> alt.Title:
     return alt.Title(text, anchor="start", fontSize=12, fontWeight="normal")
 
 
+def by_panel(chart: alt.Chart, field: str, names: Sequence[str], spacing: int) -> alt.FacetChart:
+    """`chart` as small panels in rows of four, one for each of `names`, the values of a field."""
+    header = alt.Header(title=None, labelAnchor="start", labelFontSize=12)
+    panels = chart.facet(alt.Facet(f"{field}:N", sort=[*names], header=header), columns=4, spacing=spacing)
+    figure: alt.FacetChart = panels.resolve_scale(x="independent")
+    return figure
+
+
 def share_scale(colours: Sequence[str] = CELL_RANGE, most: float = 1) -> alt.Scale:
     """The colours of cells whose values go from 0 to `most`."""
     return alt.Scale(domain=[0, most], range=list(colours), interpolate="lab")
@@ -252,7 +260,7 @@ def _record(entry: Entry, domains: Domains) -> dict[str, Any]:
 
 
 CELL_WIDTH, CELL_HEIGHT = 50, 26
-TRACE_COLUMNS, TRACE_WIDTH = 4, 240
+TRACE_WIDTH = 240
 BLOCKS_SHOWN = 100
 # So many domains and so many experts a figure shows at most: an eye could not distinguish more cells.
 MAX_SHOWN = 64
@@ -260,48 +268,30 @@ PROBABILITY_LEGEND = alt.Legend(title="probability", values=[0, 0.25, 0.5, 0.75,
 SHARE_LEGEND = alt.Legend(title="share", format=".0%", titlePadding=8)
 
 
-def posterior_figure(data: RunData, kind: str, domains: list[str]) -> tuple[alt.ConcatChart, str]:
+def posterior_figure(data: RunData, kind: str, domains: list[str]) -> tuple[alt.FacetChart, str]:
     """Figures 7 (`kind` training) and 8 (novel): the posterior over training experts after each block of a domain."""
-    experts, panels = data.training, []
     rows = data.rows("posteriors").query(
         "model == 'demix' and experts == 'training' and weights == 'history' and split == 'dev' and seed == seed.min()"
     )
-    rows = rows[rows["expert"].isin(experts) & (rows["block"] < BLOCKS_SHOWN)]
-    for index, domain in enumerate(domains[:MAX_SHOWN]):
-        found = rows[rows["domain"] == domain]
-        blocks = int(found["block"].max()) + 1 if len(found) else 1
-        x = alt.X(
-            "start:Q",
-            title="blocks read",
-            axis=alt.Axis(tickCount=5, tickMinStep=1, grid=False),
-            scale=alt.Scale(nice=False, domain=[0, blocks]),
-        )
+    experts, panels = data.training[:MAX_SHOWN], domains[:MAX_SHOWN]
+    drawn = rows[rows["expert"].isin(experts) & rows["domain"].isin(panels) & (rows["block"] < BLOCKS_SHOWN)]
+    blocks, axis = max([1, *drawn["block"] + 1]), alt.Axis(tickCount=5, tickMinStep=1, grid=False)
+    chart = alt.Chart(data_of(_stretches(drawn))).mark_rect(strokeWidth=0)
+    chart = chart.encode(
+        x=alt.X("start:Q", title="blocks read", axis=axis, scale=alt.Scale(nice=False, zero=True)),
+        x2="end:Q",
+        y=alt.Y("expert:N", sort=experts, title="expert", scale=alt.Scale(domain=experts)),
+        color=alt.Color("value:Q", scale=share_scale(), legend=PROBABILITY_LEGEND),
+    ).properties(
         # Blocks that begin between two pixels would show seams.
-        width = max(1, TRACE_WIDTH // blocks) * blocks
-        first, rows_shown = index % TRACE_COLUMNS == 0, experts[:MAX_SHOWN]
-        stretches = _stretches(found[found["expert"].isin(rows_shown)])
-        y = alt.Y(
-            "expert:N",
-            sort=rows_shown,
-            title="expert" if first else None,
-            scale=alt.Scale(domain=rows_shown),
-            axis=alt.Axis(labels=first, ticks=first),
-        )
-        color = alt.Color("value:Q", scale=share_scale(), legend=PROBABILITY_LEGEND)
-        chart = alt.Chart(data_of(stretches)).mark_rect(stroke="white", strokeWidth=0)
-        panels.append(
-            chart.encode(x=x, x2="end:Q", y=y, color=color).properties(
-                width=width,
-                height=14 * len(rows_shown),
-                title=small_heading(domain),
-                view=alt.ViewBackground(stroke="#cccccc", fill=CELL_RANGE[0]),
-            )
-        )
-    shown = which_shown(domains=domains, experts=experts)
-    said = [f"Shown: {shown}."] * bool(shown) + ["This run has none of these numbers."] * rows[
-        rows["kind"] == kind
-    ].empty
-    return alt.concat(*panels, columns=TRACE_COLUMNS, spacing=18), " ".join(said)
+        width=max(1, TRACE_WIDTH // blocks) * blocks,
+        height=14 * len(experts),
+        view=alt.ViewBackground(stroke="#cccccc", fill=CELL_RANGE[0]),
+    )
+    figure = by_panel(chart, "domain", panels, spacing=18)
+    shown = which_shown(domains=domains, experts=data.training)
+    said = f"Shown: {shown}. " * bool(shown) + "This run has none of these numbers." * rows[rows["kind"] == kind].empty
+    return figure, said
 
 
 def which_shown(**named: list[str]) -> str:
@@ -311,13 +301,14 @@ def which_shown(**named: list[str]) -> str:
 
 
 def _stretches(found: pd.DataFrame) -> pd.DataFrame:
-    """One row per expert and stretch of blocks whose posteriors print alike; those that print 0.00 are left out."""
-    shown = found.assign(value=found["posterior"].round(2)).query("value > 0").sort_values(["expert", "block"])
-    changes = shown["block"].diff().ne(1) | shown["value"].diff().ne(0) | shown["expert"].ne(shown["expert"].shift())
-    stretches = shown.groupby(changes.cumsum()).agg(
-        start=("block", "min"), end=("block", "max"), expert=("expert", "first"), value=("value", "first")
+    """A row for each domain, expert and stretch of blocks whose posteriors print alike; not those that print 0.00."""
+    same = ["domain", "expert", "value"]
+    shown = (
+        found.assign(value=found["posterior"].round(2)).query("value > 0").sort_values(["domain", "expert", "block"])
     )
-    return stretches.assign(end=stretches["end"] + 1)
+    changes = shown["block"].diff().ne(1) | shown[same].ne(shown[same].shift()).any(axis=1)
+    blocks = shown.groupby([changes.cumsum(), *same])["block"].agg(["min", "max"]).reset_index(same)
+    return blocks.assign(start=blocks["min"], end=blocks["max"] + 1)[[*same, "start", "end"]]
 
 
 def heat_maps(

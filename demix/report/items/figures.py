@@ -17,6 +17,7 @@ from demix.report.charts import (
     POINTS,
     PROBABILITY_LEGEND,
     by_line,
+    by_panel,
     data_of,
     finite,
     heading_of,
@@ -179,7 +180,6 @@ PARTS = {
     "training": "Mean dev perplexity of the training domains: a rise is forgetting",
 }
 KINDS = ["DEMix-DAPT", "Dense-DAPT"]
-PANEL_COLUMNS = 4
 
 
 def figure6(data: RunData) -> tuple[Any, str]:
@@ -194,24 +194,19 @@ def figure6(data: RunData) -> tuple[Any, str]:
     return chart, f"Here DEMix-DAPT began with {begun}, Dense-DAPT with {before_dense_dapt(run).label}."
 
 
-def _small_multiples(curves: pd.DataFrame, part: str, novel: tuple[str, ...]) -> alt.ConcatChart:
+def _small_multiples(curves: pd.DataFrame, part: str, novel: tuple[str, ...]) -> alt.FacetChart:
     """One small chart per domain, all with the same scale of perplexity, which begins at zero."""
-    legend = alt.Legend(title=None, orient="right", symbolSize=300, symbolType="stroke")
+    records = curves.assign(perplexity=curves[part]).dropna(subset=["perplexity"])
     scale = alt.Scale(domain=[0, finite(curves[part].max()) or 1], nice=True)
-    present = [domain for domain in novel if (curves["domain"] == domain).any()]
-    panels = []
-    for index, domain in enumerate(present or ["no adaptation in this run"]):
-        own = curves[curves["domain"] == domain].dropna(subset=[part])
-        records = own.assign(perplexity=own[part])[["kind", "tokens", "perplexity"]]
-        title = "dev perplexity" if index % PANEL_COLUMNS == 0 else None
-        lines = alt.Chart(data_of(records)).mark_line(strokeWidth=2, point=POINTS)
-        panel = lines.encode(
-            x=alt.X("tokens:Q", title="tokens of adaptation", axis=token_axis(3), scale=alt.Scale(nice=False)),
-            y=alt.Y("perplexity:Q", title=title, scale=scale, axis=alt.Axis(tickCount=4)),
-            **by_line("kind", KINDS, legend),
-        )
-        panels.append(panel.properties(width=160, height=120, title=small_heading(domain)))
-    return alt.concat(*panels, columns=PANEL_COLUMNS, spacing=30, title=heading_of(PARTS[part]))
+    legend = alt.Legend(title=None, orient="right", symbolSize=300, symbolType="stroke")
+    chart = alt.Chart(data_of(records[["domain", "kind", "tokens", "perplexity"]]))
+    chart = chart.mark_line(strokeWidth=2, point=POINTS).encode(
+        x=alt.X("tokens:Q", title="tokens of adaptation", axis=token_axis(3), scale=alt.Scale(nice=False)),
+        y=alt.Y("perplexity:Q", title="dev perplexity", scale=scale, axis=alt.Axis(tickCount=4)),
+        **by_line("kind", KINDS, legend),
+    )
+    panels = by_panel(chart.properties(width=160, height=120), "domain", novel, spacing=30)
+    return panels.properties(title=heading_of(PARTS[part]))
 
 
 def _curves(metrics: Path, run: Run) -> pd.DataFrame:
