@@ -111,8 +111,6 @@ def test_names_are_no_markup(browser: webdriver.Chrome, tmp_path: Path) -> None:
     browser.find_element(By.CSS_SELECTOR, "button.dtcc-button_dropdown").click()
     listed = wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, ".dtcc-list-buttons .dtcc-button-text"))
     assert [one.text for one in listed] == [f"{name}{number}" for number in range(3)]
-    listed[0].click()
-    wait.until(lambda _: set(column(browser, 2)) == {f"{name}0"})
     browser.find_element(By.CSS_SELECTOR, "input[type=search]").send_keys("ran = true'>69")
     wait.until(lambda _: column(browser, 1) == [f"{name}69"])
     assert browser.execute_script("return [document.images.length, window.ran]") == [0, None]
