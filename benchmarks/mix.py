@@ -3,10 +3,10 @@
     python benchmarks/mix.py [--json rows.json] [--tokens 10000000] [--experts 16] [--folder /tmp]
 
 A made-up table in blocks of 1,024 tokens, documents of 600 on average, written to a temporary folder (60 bytes a token)
-and removed. Mixed: every method by the weights `history`, `released` and a window of 32, with and without top-k, with a
-grid of four decays and five priors, the released scorer, `tempered`, the prior `fitted`, and apart from these
-`switching`; for each of them the sums by document. The peer is log weights and logsumexp of scipy for one mixture at a
-time, on a table that is in memory whole, at a size where it fits. Each side is a process of its own. About three
+and removed. Mixed: every method by the weights `history` and `released`, with and without top-k, with a grid of four
+decays and five priors, the released scorer, `tempered`, the prior `fitted`, and apart from these `switching`; for each
+of them the sums by document. The peer is log weights and logsumexp of scipy for one mixture at a time, on a table that
+is in memory whole, at a size where it fits. Each side is a process of its own. About three
 minutes on two cores.
 """
 
@@ -47,7 +47,7 @@ def write_table(folder: Path, experts: tuple[str, ...], tokens: int, seed: int) 
 def mixtures(experts: tuple[str, ...]) -> list[PlannedMixture]:
     evaluation = Evaluation(
         kind="training", tables=(), seed=1, decay=0.3, dev_blocks=DEV_BLOCKS,
-        weights=("history", "released", 32, "tempered(0.1,0.99)"), top_k=(2,), decays=(0.1, 0.3, 0.5, 1.0),
+        weights=("history", "released", "tempered(0.1,0.99)"), top_k=(2,), decays=(0.1, 0.3, 0.5, 1.0),
         prior_blocks=(1, 5, 10, 50, 100),
     )  # fmt: skip
     planned = Plan(evaluation, ExpertSet("training", experts, variants=True), DEV_BLOCKS).mixtures()

@@ -20,7 +20,6 @@ import torch
 from demix.errors import DemixError
 from demix.evaluate.own_summary import answer
 from demix.evaluate.own_text import NO_TEXT, Judge, OwnText, whole_text
-from demix.mix.logs import logsumexp
 from demix.model.continuations import MixedModel, mixture_of, text_scores
 from demix.model.decode import continuation, decoded, open_model, refuse_outside
 from demix.model.device import device_named
@@ -246,7 +245,7 @@ class OpenedModel:
         for number, one in enumerate(drawn):
             log_p[number], log_g[number] = one.scores[:, 0, 0], one.log_weights[0, 0]
         pieces = tuple(one.piece for one in drawn)
-        return TokenScores(self.experts, pieces, ids, log_p, np.exp(log_g), logsumexp(log_g + log_p))
+        return TokenScores(self.experts, pieces, ids, log_p, np.exp(log_g), np.logaddexp.reduce(log_g + log_p, axis=-1))
 
     def eval(self, text: Text, *, field: str = "text") -> TextFigures:
         """What `demix eval` prints of a text, or of a file of documents in any format that the command reads.

@@ -29,8 +29,8 @@ Prior = Annotated[
     str,
     typer.Option(
         "--prior",
-        help="uniform, updating (the default with history and released), weights (law=2,news=1), a domain of the "
-        "run, or a <domain>.priors.parquet.",
+        help="uniform, updating (the default with history and released), weights (law=2,news=1), or a domain of "
+        "the run.",
     ),
 ]
 Experts = Annotated[str | None, typer.Option(help="The experts to mix, separated by commas; by default all.")]

@@ -215,26 +215,16 @@ def generate(
 ) -> None:
     """Continue a prompt with a mixture of experts. In a terminal, the posterior over experts follows the text.
 
-    A masked model fills in each <mask> of the prompt: its likeliest tokens, with the probability in the mixture, whose
-    weights are fixed, and under each expert.
-
     Example: demix generate results/sample/models/demix --prompt "In the beginning"
     """
     from demix.data.text import SURROGATE
-    from demix.generate.terminal import continued, filled, posterior_table
+    from demix.generate.terminal import continued, posterior_table
     from demix.model.continuations import mixture_of
     from demix.model.decode import continuation, open_model, use_one_thread
-    from demix.model.directory import describe
 
     if SURROGATE.search(prompt):
         raise DemixError("--prompt", "is not UTF-8", "give it in UTF-8")
     names = experts.split(",") if experts else None
-    if describe(model).architecture.objective == "mlm":
-        if weights not in ("tempered", "average"):
-            raise DemixError("--weights", "would look ahead in a masked model", "leave it out: its weights are fixed")
-        for table in filled(model, names, prior or "uniform", tokenizer, prompt):
-            terminal().print(table)
-        return
     trunks, encoder = open_model(model, names, tokenizer)
     use_one_thread(trunks)
     mixture = mixture_of(model, trunks, encoder, weights, prior)
@@ -288,15 +278,16 @@ def experts_list(model: Model) -> None:
     from rich.table import Table
 
     from demix.model.directory import describe
-    from demix.model.experts import find_faults, read_experts
+    from demix.model.experts import began_with, find_faults, read_experts
 
     describe(model)
     table = Table(title=f"Experts of {model}")
-    for head in ("expert", "parent", "steps", "tokens", "own parameters", "data", "bytes"):
-        table.add_column(head, justify="left" if head in ("expert", "parent", "data") else "right")
-    for expert in read_experts(model):
-        numbers = ("?" if n is None else f"{n:,}" for n in (expert.steps, expert.tokens, expert.parameters))
-        table.add_row(expert.name, expert.parent or "–", *numbers, expert.data or "?", f"{expert.bytes:,}")
+    for head in ("expert", "parent", "steps", "tokens", "data"):
+        table.add_column(head, justify="right" if head in ("steps", "tokens") else "left")
+    for name, lineage in read_experts(model).items():
+        numbers = ("?" if n is None else f"{n:,}" for n in (lineage and lineage.steps, lineage and lineage.tokens))
+        data = ", ".join(lineage.data_sha256) if lineage else ""
+        table.add_row(name, (lineage and began_with(lineage)) or "–", *numbers, data or "?")
     terminal().print(table)
     faults = find_faults(model)
     for fault in faults:

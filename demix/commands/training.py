@@ -50,23 +50,23 @@ def train(
     branch: Path | None = None,
     keep: Sequence[str] = (),
     expert: str = "",
-    schedule: str = "continue",
+    restart: bool = False,
 ) -> None:
     """Train one model from scratch or from a seed, or resume its training.
 
     `shards` are tokens/<domain>/train.arrow of each training domain, or clusters/<clustering>/shards/<cluster>/
     train.arrow of each cluster, and the dev.arrow to evaluate on. The learning rate is that of the file
     `learning_rate_from`, the output of choose-rate, if given. `branch` is the output of seed, the state of a dense
-    training with which this one begins; `schedule` continues the parent's or restarts with fresh moments. `keep` are
-    numbers of updates after which the state is kept for `seed`. With `expert` the expert of this domain or cluster is
-    trained by itself as a whole model, with its share of the tokens. `live` is where metrics go while training: JSON
-    with uri, experiment, run and config. Without `output` only the metrics are kept, as of a trial of a sweep, and
-    divergence is not an error.
+    training with which this one begins: its schedule goes on, or with `restart`, and for kinds with routers, begins
+    again with fresh moments. `keep` are numbers of updates after which the state is kept for `seed`. With `expert` the
+    expert of this domain or cluster is trained by itself as a whole model, with its share of the tokens. `live` is
+    where metrics go while training: JSON with uri, experiment, run and config. Without `output` only the metrics are
+    kept, as of a trial of a sweep, and divergence is not an error.
     """
     if wrong := [step for step in keep if not step.isdecimal() or not int(step)]:
         raise DemixError("--keep", f"has {wrong[0]}, which is not a number of updates", "write 61,122")
     given, steps = _given(settings, how, learning_rate_from), tuple(map(int, keep))
-    training = ModelTraining(kind, given, shards, branch=branch, schedule=schedule, keep=steps)
+    training = ModelTraining(kind, given, shards, branch=branch, restart=restart, keep=steps)
     if expert:
         training = training.of_expert(expert)
     _train(training, Places(output, metrics, checkpoints), _Launch(ranks, cluster, live))

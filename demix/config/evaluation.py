@@ -23,13 +23,13 @@ _LEAST, _MOST = FAMILIES["cluster"].parameters["temperature"]
 Temperature = Annotated[Number, Field(ge=_LEAST, le=_MOST)]
 
 
-def rule_name(weights: str | int) -> str | int:
+def rule_name(weights: str) -> str:
     """The name of a rule of weights. Raises ValueError of a cause and a cure for another one."""
     parsed_weights(weights)
     return weights
 
 
-WeightsName = Annotated[Text | Positive, AfterValidator(rule_name)]
+WeightsName = Annotated[Text, AfterValidator(rule_name)]
 
 
 class DevBlocks(Settings):
@@ -80,8 +80,8 @@ class MixingRecipe(DevBlocks):
         default=("history", "released", "tempered", "switching"),
         min_length=1,
         description="Rules that compute the experts' weights from the text so far. Of the current block: history (all "
-        "tokens so far, Eq. 5-6), released (only the last token, as in the code published with the paper), or a number "
-        "of last tokens. Of all text so far: tempered and switching, which the paper does not have. Their parameters "
+        "tokens so far, Eq. 5-6) and released (only the last token, as in the code published with the paper). Of all "
+        "text so far: tempered and switching, which the paper does not have. Their parameters "
         "are chosen on dev, or given as in `tempered(0.2,0.98)` (beta, gamma) and `switching(0.2)` (alpha). By the "
         "distance of the text so far to each expert's cluster (section `clusterings`): cluster, and cluster+history, "
         "which adds the evidence of history; `cluster(0.3)` has a temperature of its own.",

@@ -46,19 +46,18 @@ DEFAULTS = {"tempered": (0.1, 0.99), "switching": (0.2,), "cluster": (0.1,), "cl
 
 @dataclass(frozen=True)
 class Weights:
-    """A parsed value of `evaluation.weights`: a family, or a window of `window` tokens.
+    """A parsed value of `evaluation.weights`.
 
     `parameters` are in the order of the family's. They are empty where they are to be chosen on dev.
     """
 
     family: str
     parameters: tuple[float, ...] = ()
-    window: int = 0
 
     @property
     def rules(self) -> Family:
-        """The family of the weights; windows have that of `history`."""
-        return FAMILIES.get(self.family, IN_BLOCK)
+        """The family of the weights."""
+        return FAMILIES[self.family]
 
     @property
     def open(self) -> bool:
@@ -66,17 +65,15 @@ class Weights:
         return len(self.rules.parameters) > len(self.parameters)
 
 
-def parsed_weights(weights: str | int) -> Weights:
-    """The meaning of a value of `evaluation.weights`, such as history, 32 or tempered(0.2,0.98).
+def parsed_weights(weights: str) -> Weights:
+    """The meaning of a value of `evaluation.weights`, such as history or tempered(0.2,0.98).
 
     Raises ValueError(cause, cure) for any other value.
     """
-    if isinstance(weights, int) and weights > 0:
-        return Weights("", window=weights)
     known = ", ".join(FAMILIES)
-    found = re.fullmatch(r"([a-z+]+)(?:\(([^()]*)\))?", str(weights))
+    found = re.fullmatch(r"([a-z+]+)(?:\(([^()]*)\))?", weights)
     if not found or found[1] not in FAMILIES:
-        raise ValueError("is not known", f"use one of {known}, or a positive number of tokens")
+        raise ValueError("is not known", f"use one of {known}")
     allowed = FAMILIES[found[1]].parameters
     if found[2] is None:
         return Weights(found[1])

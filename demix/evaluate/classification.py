@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from scipy.special import log_softmax
 
 from demix.config.evaluation import Temperature, WeightsName
 from demix.config.mixing import DEFAULTS, parsed_weights
@@ -27,7 +28,6 @@ from demix.evaluate.choice import mixing_of
 from demix.evaluate.columns import TASK_WEIGHTS, TASKS, table_schema
 from demix.evaluate.intervals import FEWEST, RESAMPLES, bounds
 from demix.files import read_parquet, sha256_file, write_parquet
-from demix.mix.logs import log_softmax
 from demix.mix.mixtures import Mixture, keep_top
 from demix.mix.priors import accuracy_log_priors
 from demix.mix.rules import History, PriorAlone, Tempered, WeightsRule, weights_rule
@@ -280,7 +280,7 @@ def likelihoods(one: Scored, routing: TaskRouting) -> np.ndarray:
 
 def weights_of(one: Scored, routing: TaskRouting) -> np.ndarray:
     """log g [n, E], the weights that predict the tokens of all labels of a prompt, one label after the other."""
-    log_prior = log_softmax(routing.log_priors(one))
+    log_prior = log_softmax(routing.log_priors(one), axis=-1)
     if isinstance(routing.rule, PriorAlone):
         return np.broadcast_to(log_prior, (sum(map(len, one.labels)), len(log_prior)))
     found = []
@@ -309,7 +309,7 @@ def choice(found: np.ndarray, prompt: Prompt) -> int:
 
 def performance(scored: Sequence[Scored], split: str, task: Task, experts: Sequence[str]) -> dict[int, np.ndarray]:
     """log weights [E] by seed: the softmax of each expert's accuracy on the prompts of `split`."""
-    return {seed: log_softmax(_by_expert(scored, split, seed, experts).mean(axis=0)) for seed in task.seeds}
+    return {seed: log_softmax(_by_expert(scored, split, seed, experts).mean(axis=0), axis=-1) for seed in task.seeds}
 
 
 def updating(scored: Sequence[Scored], task: Task, experts: Sequence[str]) -> dict[tuple[int, int], np.ndarray]:

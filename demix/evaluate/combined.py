@@ -20,7 +20,6 @@ from demix.evaluate.score_tables import (
     write_scores,
     write_tokens,
 )
-from demix.mix.logs import logsumexp
 from demix.mix.mixtures import log_mixtures
 from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import Chunk, State, WeightsRule, weights_rule
@@ -73,7 +72,7 @@ def combine(name: str, paths: list[Path], scores: Path, combination: Combination
     for place, shard in shards.items():
         ids = shard.read(0, scored_tokens(scores / first.folder / place))
         for column, some in columns.items():
-            pieces = (logsumexp(rows + proportions) for rows in log_p(scores, some, place, types))
+            pieces = (np.logaddexp.reduce(rows + proportions, axis=-1) for rows in log_p(scores, some, place, types))
             write_scores(scores / name / place / f"{column}.parquet", pieces, {"tokens_sha256": tokens_sha256(ids)})
         write_tokens(scores / name / place, ids, shard.offsets, combination.length, shard.origins)
     about = {"proportions": np.exp(proportions).tolist(), "members": [one.as_dict() for one in members]}
@@ -91,7 +90,7 @@ def log_p(scores: Path, members: Sequence[Member], place: str, types: int) -> It
             mixed = chunk.scores[..., 0]
             if rule:
                 prior = np.full(chunk.scores.shape[2], -np.log(chunk.scores.shape[2]))
-                given = Chunk(chunk.scores, chunk.mask, {}, chunk.documents)
+                given = Chunk(chunk.scores, chunk.mask, None, chunk.documents)
                 evidence, states[number] = rule.evidence(given, states.get(number, rule.begin(prior)))
                 priors = np.broadcast_to(prior, (len(evidence), 1, len(prior)))
                 mixed = log_mixtures(chunk.scores, priors, evidence, rule.uniform_start)[:, 0]

@@ -157,10 +157,10 @@ def _single(table: Evaluated, about: dict[str, Any], totals: DocumentLosses) -> 
 
 
 def _chosen(
-    weights: Sequence[str | int], dev: ScoreTable | None, experts: tuple[str, ...], model: Path
-) -> dict[str | int, WeightsRule]:
+    weights: Sequence[str], dev: ScoreTable | None, experts: tuple[str, ...], model: Path
+) -> dict[str, WeightsRule]:
     """The rules of those of `weights` whose parameters are chosen on dev, for the folder of a model and its experts."""
-    rules: dict[str | int, WeightsRule] = {}
+    rules: dict[str, WeightsRule] = {}
     if "tempered" in weights:
         rules["tempered"] = mixing_of(model)
     if "switching" in weights and dev:

@@ -23,7 +23,7 @@ from demix.evaluate.score_tables import (
 from demix.files.batches import counted
 from demix.mix.mixtures import FLOORS, floor, log_mixtures
 from demix.mix.priors import fitted_log_prior
-from demix.mix.rules import DISTANCES, Chunk, PriorAlone, State, WeightsRule
+from demix.mix.rules import Chunk, PriorAlone, State, WeightsRule
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PlannedMixture:
     method: str
     experts: tuple[str, ...]
     rule: WeightsRule
-    weights: str | int = ""
+    weights: str = ""
     decay: float = DECAY
     dev_blocks: int = 100
     top_k: int | None = None
@@ -213,14 +213,14 @@ class _Mixer:
         log_priors = self._log_priors(parts, chunk.mask)
         self._seen += len(chunk.mask)
         for group, by_top_k in self._groups.items():
-            part, rule, others = parts[group.experts], group.rule, chunk.side
+            part, rule, far = parts[group.experts], group.rule, None
             if group not in self._states:
                 first = next(iter(by_top_k.values()))[0]
                 self._states[group] = rule.begin(log_priors[first][0])
             if group.context in self._side:
                 known = self._side[group.context].columns
-                others = {DISTANCES: _columns(others[group.context], known, group.experts)}
-            given = Chunk(part, chunk.mask, others, chunk.documents)
+                far = _columns(chunk.side[group.context], known, group.experts)
+            given = Chunk(part, chunk.mask, far, chunk.documents)
             evidence, self._states[group] = rule.evidence(given, self._states[group])
             for top_k, members in by_top_k.items():
                 stacked = np.stack([log_priors[member] for member in members], axis=1)

@@ -26,7 +26,7 @@ class Plan:
     evaluation: MixingRecipe
     some: ExpertSet
     scored: int
-    chosen: Mapping[str | int, WeightsRule] = field(default_factory=dict)
+    chosen: Mapping[str, WeightsRule] = field(default_factory=dict)
 
     def mixtures(self) -> Planned:
         """The mixtures of the tables, then those of the variants."""
@@ -87,7 +87,7 @@ class Plan:
         return list(dict.fromkeys(found))
 
     @cached_property
-    def _named(self) -> dict[str | int, Weights]:
+    def _named(self) -> dict[str, Weights]:
         """The weights by name; those by distance need a centre for each expert."""
         named = {weights: parsed_weights(weights) for weights in self.some.weights or self.evaluation.weights}
         return {weights: parsed for weights, parsed in named.items() if self.some.routing or not parsed.rules.routed}
@@ -97,9 +97,7 @@ class Plan:
         """No top-k, then the values that leave an expert out."""
         return (None, *(k for k in self.evaluation.top_k if k < len(self.some.experts)))
 
-    def _mixture(
-        self, method: str, weights: str | int = "", temperature: float | None = None, **more: Any
-    ) -> PlannedMixture:
+    def _mixture(self, method: str, weights: str = "", temperature: float | None = None, **more: Any) -> PlannedMixture:
         """The mixture by a method and named weights; a temperature that these leave open is `temperature`."""
         given, rule, routed = self.evaluation, self.chosen.get(weights), dict[str, Any]()
         if weights and (parsed := parsed_weights(weights)).rules.routed:

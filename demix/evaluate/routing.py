@@ -92,7 +92,7 @@ def best_on_dev(
     dev: Path, columns: Sequence[str], tried: Sequence[PlannedMixture], log_priors: dict[PlannedMixture, np.ndarray]
 ) -> list[tuple[PlannedMixture, str]]:
     """Of `tried`, the mixture of lowest loss on the score table `dev` by method and weights; none without a choice."""
-    found: dict[tuple[str, str | int], list[PlannedMixture]] = {}
+    found: dict[tuple[str, str], list[PlannedMixture]] = {}
     for mixture in tried:
         found.setdefault((mixture.method, mixture.weights), []).append(mixture)
     losses = document_losses(dev, columns, tried, log_priors, side=side_tables_of(dev, tried)).mixtures

@@ -11,13 +11,11 @@ import torch
 from pydantic import Field
 
 from demix.config.mixing import METHODS
-from demix.data.text import SURROGATE
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import read_parquet
-from demix.mix.logs import logsumexp
 from demix.model.continuations import MixedModel, mixture_of
-from demix.model.decode import choose, open_model, speller, use_one_thread
+from demix.model.decode import generate, open_model, speller, use_one_thread
 from demix.model.device import device_named
 from demix.model.gpt import GPT
 from demix.model.manifest import run_of
@@ -38,7 +36,7 @@ class CompletionRequest(Settings):
     """
 
     model: Text
-    prompt: Text | Items[Any]
+    prompt: Text | Annotated[Items[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
     experts: DistinctItems[Text] | None = None
     weights: Text | None = None
     prior: Text | None = None
@@ -126,31 +124,13 @@ def opened(
 
 
 def prompts_of(model: Opened, asked: CompletionRequest) -> list[list[int]]:
-    """The tokens of each prompt of a request. Raises DemixError for what is not a prompt of this model."""
-    given = asked.prompt
-    single = isinstance(given, str) or (len(given) > 0 and all(type(one) is int for one in given))
-    texts = [given] if single else given
-    if not 1 <= len(texts) <= MAX_PROMPTS:
-        raise DemixError("request.prompt", f"has {len(texts)} texts", f"send 1 to {MAX_PROMPTS}")
-    prompts = [tokens_of(model.tokenizer, one) for one in texts]
+    """The tokens of each prompt of a request. Raises DemixError for more tokens than a request may have."""
+    texts = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
+    prompts = [model.tokenizer.encode(text).tolist() for text in texts]
     for name, most in (("prompt", max(map(len, prompts))), ("max_tokens", asked.max_tokens)):
         if most > model.max_tokens:
             raise DemixError(f"request.{name}", f"has {most} tokens", f"ask for at most {model.max_tokens}")
     return prompts
-
-
-def tokens_of(tokenizer: Tokenizer, text: Any) -> list[int]:
-    """The tokens of a text or of a list of ids, which may come from anywhere. Raises DemixError for all else."""
-    if isinstance(text, str):
-        if SURROGATE.search(text):
-            raise DemixError("request", "holds text that is not valid Unicode", "remove the unpaired surrogates")
-        found: list[int] = tokenizer.encode(text).tolist()
-        return found
-    if not isinstance(text, list | tuple):
-        raise DemixError("request", f"holds {text!r:.40}", "send a text, token ids, or a list of either")
-    if wrong := [one for one in text if type(one) is not int or not 0 <= one < tokenizer.vocab_size]:
-        raise DemixError("request", f"holds {wrong[0]!r:.40}", f"send ids from 0 to {tokenizer.vocab_size - 1}")
-    return [*text]
 
 
 @dataclass
@@ -168,33 +148,32 @@ class Part:
 def completed(model: Opened, mixture: MixedModel, asked: CompletionRequest, prompt: Sequence[int]) -> Iterator[Part]:
     """Complete one prompt, part by part.
 
-    A prompt follows `<|endoftext|>`, with which it may begin itself. Prompt and completion are one text, in blocks
-    as in scoring (docs/explanation/demix-layers.md). A stop string is not part of a completion, but its tokens are
-    counted. `<|endoftext|>` ends a completion and has no text.
+    A prompt follows `<|endoftext|>`. Prompt and completion are one text, in blocks as in scoring
+    (docs/explanation/demix-layers.md). A stop string is not part of a completion, but its tokens are counted.
+    `<|endoftext|>` ends a completion and has no text.
     """
     end, spell, text, sent = model.tokenizer.end_of_text, speller(model.tokenizer), "", 0
     decoder, generator = mixture.decoder(torch.tensor([end])), torch.Generator()
-    decoder.read(torch.tensor([prompt[1:] if prompt[:1] == [end] else prompt], dtype=torch.long))
+    decoder.read(torch.tensor([prompt], dtype=torch.long))
     if asked.seed is None:
         generator.seed()
     else:
         generator.manual_seed(asked.seed)
-    for left in reversed(range(asked.max_tokens)):
-        token = int(choose(decoder.next_log_probabilities(), asked.temperature, asked.top_p, generator))
+    sampling: dict[str, Any] = {"temperature": asked.temperature, "top_p": asked.top_p, "generator": generator}
+    for number, (chosen, scores, log_g) in enumerate(generate(decoder, asked.max_tokens, **sampling), 1):
+        token, last = int(chosen), number == asked.max_tokens
         part = Part()
         text += "" if token == end else spell(token)
-        text += spell(None) if token == end or not left else ""
+        text += spell(None) if token == end or last else ""
         stops = [place for stop in asked.stops if (place := text.find(stop)) >= 0]
         if stops or token == end:
             part.finish = "stop"
-        elif not left:
+        elif last:
             part.finish = "length"
         until = min(stops) if stops else len(text) if part.finish else _certain(text, asked.stops, sent)
         part.text, sent = text[sent:until], until
-        if asked.by_expert or not part.finish:
-            scores, log_g = decoder.read(torch.tensor([[token]]))
-            if asked.by_expert:
-                part.by_expert = by_expert_of(scores, log_g.numpy(), decoder.posterior.log_weights)
+        if asked.by_expert:
+            part.by_expert = by_expert_of(scores, log_g.numpy(), decoder.posterior.log_weights)
         yield part
         if part.finish:
             return
@@ -216,7 +195,7 @@ def by_expert_of(scores: torch.Tensor, log_g: np.ndarray, after: np.ndarray) -> 
     """
     of_experts = scores[:, 0].T.numpy()
     numbers = {
-        "nats": (-logsumexp(log_g[0] + of_experts), 3),
+        "nats": (-np.logaddexp.reduce(log_g[0] + of_experts, axis=-1), 3),
         "expert_nats": (-of_experts, 3),
         "weights": (np.exp(np.concatenate([log_g[0], after])), 4),
     }

@@ -45,7 +45,6 @@ from demix.generate.completions import (
     by_expert_of,
     completed,
     prompts_of,
-    tokens_of,
 )
 from demix.launch.guarded import LOOPBACK, Guarded
 from demix.model.clusters import has_clusters
@@ -67,6 +66,7 @@ BY_CLUSTER = ("cluster", "cluster+history")
 OFFERED = (
     "this server completes texts and has no chat: ask for POST /v1/completions or GET /v1/models, or open the page at /"
 )
+# One more is answered with 503.
 CONNECTIONS = 64
 MAX_BYTES = 2 << 20
 # From the start of a connection, or the end of its last answer, to the end of a request's head.
@@ -147,7 +147,7 @@ class Page:
         posterior = mixture.begin(end.numpy())
         with self.lock:
             if self.last is None or self.last[0] != asked.text:
-                ids = tokens_of(model.tokenizer, asked.text)
+                ids = model.tokenizer.encode(asked.text).tolist()
                 decoder = mixture.decoder(end)
                 first = torch.tensor([ids[:MAX_TOKENS]], dtype=torch.long)
                 self.last = asked.text, ids, decoder.read(first)[0]
@@ -160,12 +160,12 @@ class Page:
         )
 
 
-def refused(line: str, status: int, close: bool = False) -> Response:
-    """An error in OpenAI's form, which may `close` the connection."""
+def refused(line: str, status: int) -> Response:
+    """An error in OpenAI's form."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     line = line[:MAX_LINE].encode(errors="replace").decode()
     error = {"message": line, "type": kind, "param": None, "code": None}
-    return JSONResponse({"error": error}, status, {"connection": "close"} if close else None)
+    return JSONResponse({"error": error}, status)
 
 
 def refusal(request: Request | None, error: Exception) -> Response:
@@ -187,19 +187,14 @@ def request_of(kind: type[T], body: bytes) -> T:
     Raises DemixError for all else.
     """
     try:
-        values = without_null(json.loads(body))
+        values = json.loads(body)
+        # Surrogates without a pair end here.
+        json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        raise DemixError("request", "is not JSON", "send a JSON object") from None
+        raise DemixError("request", "is not JSON in valid Unicode", "send a JSON object") from None
     if not isinstance(values, dict):
         raise DemixError("request", "is not a JSON object", "send one")
-    return settings_from(kind, values, "request")
-
-
-def without_null(value: Any) -> Any:
-    """A value of JSON, an object without those of its keys that are null."""
-    if isinstance(value, dict):
-        return {key: without_null(each) for key, each in value.items() if each is not None}
-    return value
+    return settings_from(kind, {key: value for key, value in values.items() if value is not None}, "request")
 
 
 class Completions:
@@ -342,23 +337,12 @@ def served(model: Opened, key: str, stops: Callable[[], bool]) -> Guarded:
 
 
 class Connection(H11Protocol):
-    """A connection of uvicorn's that ends where the head of a request needs more than HEAD_SECONDS.
-
-    Beyond CONNECTIONS at a time the one that has waited longest for a head is closed; where none waits for a head, the
-    answer is 503.
-    """
+    """A connection of uvicorn's that ends where the head of a request needs more than HEAD_SECONDS."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the clock of the first head, and make place for it."""
+        """Start the clock of the first head."""
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-        others: list[Any] = [one for one in self.connections if one is not self and not one.transport.is_closing()]
-        if len(others) < CONNECTIONS:
-            return
-        if waiting := [one for one in others if one.timeout_keep_alive_task]:
-            min(waiting, key=lambda one: one.timeout_keep_alive_task.when()).timeout_keep_alive_handler()
-        else:
-            self.app: ASGIApp = refused(f"{CONNECTIONS} other requests are under way; try again later", 503, close=True)
 
     def data_received(self, data: bytes) -> None:
         """Receive bytes, which stop the clock of uvicorn's own method whether or not they end a head."""
@@ -388,6 +372,7 @@ def config_of(app: ASGIApp) -> uvicorn.Config:
     """The settings of a server of `app`, which prints nothing and waits as long as the bounds above say."""
     quiet: Any = {"log_config": None, "log_level": "error", "access_log": False, "server_header": False}
     bounds: Any = {"timeout_keep_alive": HEAD_SECONDS, "timeout_graceful_shutdown": 10}
+    bounds["limit_concurrency"] = CONNECTIONS + 1
     return uvicorn.Config(app, http=Connection, ws="none", lifespan="off", proxy_headers=False, **quiet, **bounds)
 
 

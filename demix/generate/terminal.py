@@ -1,16 +1,12 @@
-"""Generated text, the posterior over experts and filled masks, printed to a terminal or a pipe."""
+"""Generated text and the posterior over experts, printed to a terminal or a pipe."""
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from rich.table import Column, Table
 
-from demix.model.decode import Drawn, named_prior, weights_of
-from demix.model.directory import load_experts, tokenizer_of
-from demix.model.filling import fillings
-from demix.model.scoring import columns_of
+from demix.model.decode import Drawn
 
 BAR = 40
 # A model may generate control codes, and these must not control the terminal.
@@ -37,20 +33,3 @@ def posterior_table(experts: Sequence[str], log_weights: np.ndarray) -> Table:
     for weight, expert in sorted(zip(np.exp(log_weights).tolist(), experts, strict=True), reverse=True):
         table.add_row(expert, f"{weight:.1%}", "█" * round(BAR * weight))
     return table
-
-
-def filled(
-    model: Path, experts: Sequence[str] | None, prior: str, tokenizer: Path | None, text: str
-) -> Iterator[Table]:
-    """A table for each mask of `text`: its likeliest fillings by a mixture of masked experts, and by each of them."""
-    _, encoder = tokenizer_of(model, tokenizer)
-    trunks = load_experts(model, None if experts is None else tuple(experts))
-    names = columns_of(trunks)
-    log_prior, _ = named_prior(prior, model, names, weights_of("average", model))
-    for number, found in enumerate(fillings(trunks, encoder, text, log_prior), 1):
-        numbers = [Column(head, justify="right") for head in ("probability", *(names if len(names) > 1 else ()))]
-        table = Table("filling", *numbers, title=f"Mask {number}", title_justify="left", box=None)
-        for one in found:
-            each = [f"{value:.1%}" for value in one.by_expert] if len(names) > 1 else []
-            table.add_row(repr(one.text), f"{one.probability:.1%}", *each)
-        yield table

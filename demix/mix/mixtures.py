@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import log_softmax
 
-from demix.mix.logs import log_softmax, logsumexp
-from demix.mix.rules import DISTANCES, Chunk, State, WeightsRule
+from demix.mix.rules import Chunk, State, WeightsRule
 
 # Bounds that know the test text, no mixtures: the best expert of each block (for `history`), of each token (for all).
 FLOORS = ("best_block", "best_token")
@@ -58,8 +58,7 @@ class Mixture:
         self, scores: np.ndarray, mask: np.ndarray, distances: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
         log_priors = self.log_priors(scores, mask)
-        side = {} if distances is None else {DISTANCES: distances}
-        return log_priors, self.rule.evidence(Chunk(scores, mask, side), self.rule.begin(log_priors[0]))[0]
+        return log_priors, self.rule.evidence(Chunk(scores, mask, distances), self.rule.begin(log_priors[0]))[0]
 
 
 def floor(scores: np.ndarray, method: str) -> np.ndarray:
@@ -84,7 +83,8 @@ def log_weights(log_priors: np.ndarray, evidence: np.ndarray, uniform_start: boo
     logits = log_priors[:, None, :] + evidence
     if uniform_start:
         logits[:, 0, :] = 0.0
-    return log_softmax(logits)
+    weights: np.ndarray = log_softmax(logits, axis=-1)
+    return weights
 
 
 def log_mixtures(
@@ -127,7 +127,7 @@ def log_mixtures(
     for number in np.flatnonzero(lost.any(axis=0)).tolist():
         blocks = lost[:, number]
         log_g = log_weights(log_priors[blocks, number], evidence[blocks], uniform_start)
-        mixed[blocks, number] = logsumexp(keep_top(log_g, top_k) + scores[blocks])
+        mixed[blocks, number] = np.logaddexp.reduce(keep_top(log_g, top_k) + scores[blocks], axis=-1)
     return mixed
 
 
@@ -138,7 +138,8 @@ def keep_top(log_g: np.ndarray, k: int | None) -> np.ndarray:
     """
     if k is None:
         return log_g
-    return log_softmax(np.where(likeliest(log_g, k), log_g, -np.inf))
+    kept: np.ndarray = log_softmax(np.where(likeliest(log_g, k), log_g, -np.inf), axis=-1)
+    return kept
 
 
 def likeliest(weights: np.ndarray, k: int) -> np.ndarray:
@@ -219,7 +220,7 @@ class Stream:
         self.log_weights = self._weigh()[:, -1]
 
     def _chunk(self, scores: np.ndarray, far: np.ndarray) -> Chunk:
-        return Chunk(scores[None], np.ones((1, len(scores)), bool), {DISTANCES: far[None]})
+        return Chunk(scores[None], np.ones((1, len(scores)), bool), far[None])
 
     def _measured(self, tokens: np.ndarray) -> np.ndarray:
         """The distances [B, N, E] after each of `tokens` [B, N]; without experts where no rule reads them."""

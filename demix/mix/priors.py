@@ -9,9 +9,8 @@ import math
 import numpy as np
 from scipy.linalg import solve_triangular
 from scipy.optimize import nnls
+from scipy.special import softmax
 from threadpoolctl import threadpool_limits
-
-from demix.mix.logs import log_softmax
 
 # The decay of the released code: its ewm(alpha=0.3) keeps 0.7 of the prior from block to block.
 RELEASED_DECAY = 0.7
@@ -165,12 +164,11 @@ def accuracy_log_priors(right: np.ndarray) -> np.ndarray:
     """
     questions, experts = right.shape
     counts = np.arange(1, questions + 1)[:, None]
-    shares = np.exp(log_softmax(np.cumsum(right, axis=0) / counts))
+    shares = softmax(np.cumsum(right, axis=0) / counts, axis=-1)
     sums = np.cumsum(np.concatenate([np.full((1, experts), 1 / experts), shares]), axis=0)
     log_priors: np.ndarray = np.log(sums[:-1] / counts)
     return log_priors
 
 
 def _normalised(logs: np.ndarray) -> np.ndarray:
-    # With few experts this is faster than `log_softmax`, and it is called for each block.
     return logs - np.logaddexp.reduce(logs, axis=-1, keepdims=True)

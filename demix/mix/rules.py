@@ -7,19 +7,18 @@ tokens before t, across blocks and documents.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from scipy.linalg import solve_banded
+from scipy.special import softmax
 
 from demix.config.mixing import Weights, parsed_weights
 from demix.errors import DemixError
-from demix.mix.logs import decaying_sums, log_softmax
 from demix.mix.priors import Decay, First, released_log_priors, updating_log_priors
 
-# What a rule that weights experts by their clusters reads in addition to the scores: squared distances [B, T, E].
-DISTANCES = "distances"
 # What a rule keeps of the text before a chunk. Rules whose evidence starts again in each block keep nothing.
 State = tuple[np.ndarray, ...]
 # Stretches of a chunk that `Switching` scans side by side; with some 128 the scan of 10M tokens needs least time.
@@ -36,13 +35,14 @@ class Chunk:
     """Consecutive blocks of a text, the input of a rule: B blocks, T positions, E experts.
 
     `scores` [B, T, E] are float64 log p(token) in nats, 0 at padding. `mask` [B, T] is False at the padding of the last
-    block. `side` has the values [B, T, C] that `demix.evaluate.score_tables.stream_scores` streamed with the scores,
-    by name. `documents` [N] are the document numbers of the N tokens that are not padding; None says one document.
+    block. `distances` [B, T, E] are the squared distances of the text before each token to the experts' clusters, which
+    only rules by clusters read. `documents` [N] are the document numbers of the N tokens that are not padding; None
+    says one document.
     """
 
     scores: np.ndarray
     mask: np.ndarray
-    side: Mapping[str, np.ndarray] = field(default_factory=dict)
+    distances: np.ndarray | None = None
     documents: np.ndarray | None = None
 
 
@@ -75,7 +75,7 @@ class WeightsRule(ABC):
 
     def posteriors(self, scores: np.ndarray, mask: np.ndarray, log_priors: np.ndarray) -> np.ndarray:
         """The posterior [B, E] after a whole block; before each token it is `log_weights` of `demix.mix.mixtures`."""
-        posteriors: np.ndarray = np.exp(log_softmax(log_priors + self.block_evidence(scores, mask)))
+        posteriors: np.ndarray = softmax(log_priors + self.block_evidence(scores, mask), axis=-1)
         return posteriors
 
     def log_priors(self, scores: np.ndarray, mask: np.ndarray, decay: Decay, first: First = (None, 0)) -> np.ndarray:
@@ -124,32 +124,19 @@ class History(WeightsRule):
 
 
 @dataclass(frozen=True)
-class Window(WeightsRule):
-    """The evidence is the sum of the scores of the last `tokens` tokens of the block so far."""
-
-    tokens: int
-
-    def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
-        """See `WeightsRule.evidence`."""
-        sums = np.cumsum(chunk.scores, axis=1)
-        before = _before(sums)
-        before[:, self.tokens + 1 :] -= sums[:, : -self.tokens - 1]
-        return before, state
-
-    def block_evidence(self, scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """See `WeightsRule.block_evidence`."""
-        lengths = mask.sum(axis=1)
-        counted = np.arange(mask.shape[1]) >= (lengths - self.tokens)[:, None]
-        evidence: np.ndarray = (scores * (counted & mask)[..., None]).sum(axis=1)
-        return evidence
-
-
-@dataclass(frozen=True)
-class Released(Window):
+class Released(WeightsRule):
     """The rule of the paper's published code: only the last token, and equal weights at the start of a block."""
 
     uniform_start: ClassVar[bool] = True
-    tokens: int = 1
+
+    def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
+        """See `WeightsRule.evidence`."""
+        return _before(chunk.scores), state
+
+    def block_evidence(self, scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """See `WeightsRule.block_evidence`."""
+        evidence: np.ndarray = scores[np.arange(len(scores)), mask.sum(axis=1) - 1]
+        return evidence
 
 
 @dataclass(frozen=True)
@@ -185,8 +172,11 @@ class Tempered(WeightsRule):
     def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
         """See `WeightsRule.evidence`."""
         (before,) = state
-        rows = _rows(chunk)
-        sums = decaying_sums(rows, self.gamma, before)
+        given = _rows(chunk).copy()
+        given[:, 0] += self.gamma * before
+        # S[t] - γ·S[t-1] = ℓ[t]: two diagonals.
+        diagonals = np.stack([np.ones(given.shape[1]), np.full(given.shape[1], -self.gamma)])
+        sums = solve_banded((1, 0), diagonals, given.T).T
         found = np.concatenate([before[:, None], sums[:, :-1]], axis=1)
         return _chunked(self.beta * found, chunk), (sums[:, -1],)
 
@@ -343,7 +333,7 @@ CLASSES: dict[str, type[WeightsRule]] = {
 }
 
 
-def weights_rule(weights: str | int | Weights | WeightsRule) -> WeightsRule:
+def weights_rule(weights: str | Weights | WeightsRule) -> WeightsRule:
     """The rule that a value of `evaluation.weights` names; "" is only the prior, a rule names itself.
 
     Raises DemixError for an unknown value, and for one that leaves parameters open.
@@ -359,7 +349,7 @@ def weights_rule(weights: str | int | Weights | WeightsRule) -> WeightsRule:
     if parsed.open:
         form = f"{parsed.family}({','.join(parsed.rules.parameters)})"
         raise DemixError(f"weights {weights}", "leave parameters open", f"give them as {form}")
-    return Window(parsed.window) if parsed.window else CLASSES[parsed.family](*parsed.parameters)
+    return CLASSES[parsed.family](*parsed.parameters)
 
 
 def released_rule(rule: WeightsRule) -> WeightsRule:
@@ -369,15 +359,16 @@ def released_rule(rule: WeightsRule) -> WeightsRule:
 
 def _distances(chunk: Chunk) -> np.ndarray:
     """The squared distances [B, T, E] with the scores. Raises DemixError where there are none."""
-    if DISTANCES not in chunk.side:
+    if chunk.distances is None:
         cause = "need the distances of the text to the experts' clusters"
         raise DemixError("weights cluster", cause, "score under a model whose run has routing tables")
-    return chunk.side[DISTANCES]
+    return chunk.distances
 
 
-def _before(sums: np.ndarray) -> np.ndarray:
-    before = np.zeros_like(sums)
-    before[:, 1:] = sums[:, :-1]
+def _before(values: np.ndarray) -> np.ndarray:
+    """`values` [B, T, E] one token later."""
+    before = np.zeros_like(values)
+    before[:, 1:] = values[:, :-1]
     return before
 
 

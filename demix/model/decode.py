@@ -43,7 +43,6 @@ class Decoder:
 
     @torch.no_grad()
     def __init__(self, trunks: Sequence[GPT], before: Tensor, posterior: Stream):
-        refuse_other_models(trunks)
         self.trunks, self.posterior = trunks, posterior
         self._predicted: Tensor
         self._see(before[:, None], before[:, None][:, :0], new_block=True)
@@ -215,8 +214,8 @@ def named_prior(
 ) -> tuple[np.ndarray, float | None]:
     """The prior that `name` means, over `experts` of the model in `directory`: (log prior [E], decay).
 
-    `name` is `updating`, `uniform`, weights such as law=2,news=1, a domain whose prior is in the run of the model, or
-    the path of an evaluation's <domain>.priors.parquet. The prior of a domain is `cached`, or `fitted` where `weights`
+    `name` is `updating`, `uniform`, weights such as law=2,news=1, or a domain whose prior is in the run of the model.
+    The prior of a domain is `cached`, or `fitted` where `weights`
     see earlier blocks. "" is `updating`, or `uniform` where `weights` see earlier blocks or distances. A prior over
     more experts is restricted to `experts`.
     """
@@ -228,13 +227,11 @@ def named_prior(
         return log_prior_of(experts, dict.fromkeys(experts, 1.0)), DECAY if name == "updating" else None
     if "=" in name:
         return log_prior_of(experts, parse_weights(name, "--prior")), None
-    path, domain = run_of(directory) / "priors.parquet", name
-    if name.endswith(".parquet"):
-        path, domain = Path(name), Path(name).name.partition(".")[0]
-    model, kind = Path(directory).resolve().name, "fitted" if refused else "history"
-    found = prior_weights(path, model, domain, "training", kind)
+    path, kind = run_of(directory) / "priors.parquet", "fitted" if refused else "history"
+    model = Path(directory).resolve().name
+    found = prior_weights(path, model, name, "training", kind)
     if not set(experts) <= found.keys():
-        found = prior_weights(path, model, domain, "all", kind)
+        found = prior_weights(path, model, name, "all", kind)
     return log_prior_of(experts, {expert: found[expert] for expert in experts if expert in found}), None
 
 

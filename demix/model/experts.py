@@ -6,7 +6,6 @@ rows of the routers are stacked in every layer.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 
 from demix.config.models import DENSE_EXPERT
@@ -15,7 +14,6 @@ from demix.errors import DemixError, nearest
 from demix.files import digest, exclusive, read_json, write_json
 from demix.model import clusters
 from demix.model.directory import (
-    SHARED,
     assembled,
     copy_expert,
     describe,
@@ -41,54 +39,23 @@ from demix.model.usual import usual_of, write_usual
 # `tokens` is a file next to the columns of a score table, `dense` the one expert of a dense model.
 RESERVED = ("tokens", "dense")
 LOCK = ".lock"
-# What a model directory may hold in addition to its weights.
-OTHER_FILES = ("tokenizer.json", "mixing.json", "usual.json", "README.md", "imported", clusters.NAME)
 # Copying an expert needs seconds.
 LOCK_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class Expert:
-    """An expert as its files describe it. A value is None where the files lack it.
-
-    `parent` of a merged expert lists the weights of its parents, down to 0.01, or those among which tokens choose.
-    `parameters` counts the parameters that the expert owns, `bytes` the bytes of both its files.
-    """
-
-    name: str
-    parent: str | None
-    steps: int | None
-    tokens: int | None
-    parameters: int
-    data: str | None
-    bytes: int
+def read_experts(directory: Path) -> dict[str, ExpertManifest | None]:
+    """The descriptions of the experts of a model directory by name; None is one that cannot be read."""
+    found: dict[str, ExpertManifest | None] = {}
+    for name in expert_names(directory):
+        try:
+            found[name] = read_lineage(expert_files(directory, name)[0])
+        except DemixError:
+            found[name] = None
+    return found
 
 
-def read_experts(directory: Path) -> list[Expert]:
-    """All experts of a model directory. Raises DemixError if the directory is not a model."""
-    return [_read_expert(directory, name) for name in expert_names(directory)]
-
-
-def _read_expert(directory: Path, name: str) -> Expert:
-    files = [directory / "experts" / f"{name}{suffix}" for suffix in (".json", ".safetensors")]
-    try:
-        lineage = read_lineage(files[0])
-    except DemixError:
-        lineage = None
-    data = list(lineage.data_sha256.values()) if lineage else []
-    return Expert(
-        name,
-        _parents(lineage) if lineage else None,
-        lineage.steps if lineage else None,
-        lineage.tokens if lineage else None,
-        describe(directory).expert_parameters,
-        f"{len(data)} domains" if len(data) > 1 else data[0][:12] if data else None,
-        sum(path.stat().st_size for path in files if path.exists()),
-    )
-
-
-def _parents(lineage: ExpertManifest) -> str | None:
-    """What an expert began with, in words."""
+def began_with(lineage: ExpertManifest) -> str | None:
+    """What an expert began with: its parent, the experts among which tokens choose, or parents by weight, if ≥ 0.01."""
     if lineage.choices:
         return " or ".join(choice.expert for choice in lineage.choices)
     shares = sorted(((origin.weight, name) for name, origin in lineage.parents.items()), reverse=True)
@@ -96,7 +63,7 @@ def _parents(lineage: ExpertManifest) -> str | None:
 
 
 def find_faults(directory: Path) -> list[DemixError]:
-    """All faults of a model directory, at most one per file. Every byte is read."""
+    """All faults of the recorded files of a model directory, at most one per file. Every byte is read."""
     try:
         wanted_tensors(directory)
     except DemixError as error:
@@ -105,25 +72,13 @@ def find_faults(directory: Path) -> list[DemixError]:
     names = expert_names(directory)
     if not names:
         faults.append(DemixError(directory / "experts", "holds no expert", "add one, or train the model"))
-    faults += [expert_fault(directory, name) for name in names]
+    stems = {path.stem for path in directory.glob("experts/[!.]*.safetensors")}
+    faults += [expert_fault(directory, name) for name in sorted({*names} | stems)]
     if (tokenizer := directory / "tokenizer.json").exists():
         faults.append(_raised(lambda: refuse_other_tokenizer(directory, tokenizer, digest(read_json(tokenizer)))))
     if (clusterer := directory / clusters.NAME).exists():
         faults.append(_raised(lambda: Clusterer.open(clusterer)))
-    known = {directory / name for name in ("model.json", SHARED, "experts", LOCK, *OTHER_FILES)}
-    known |= {directory / "experts" / f"{name}{suffix}" for name in names for suffix in (".json", ".safetensors")}
-    faults += [
-        _stray(path) for path in sorted([*directory.glob("*"), *directory.glob("experts/*")]) if path not in known
-    ]
     return [fault for fault in faults if fault]
-
-
-def _stray(path: Path) -> DemixError:
-    if path.name.endswith(".partial"):
-        return DemixError(path, "was never finished", "delete it, unless a job is writing it now")
-    if path.parent.name == "experts" and path.suffix == ".safetensors":
-        return DemixError(path, "has no description next to it", "add it again, or delete it")
-    return DemixError(path, "is not part of a model", "move it elsewhere")
 
 
 def expert_fault(directory: Path, name: str) -> DemixError | None:

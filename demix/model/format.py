@@ -34,7 +34,7 @@ HARMLESS = re.compile(
     "|num_beams|num_return_sequences|output_scores|remove_invalid_values|repetition_penalty|return_dict_in_generate"
     "|suppress_tokens|temperature|top_k|top_p|typical_p"
 )
-# Keys of every config of transformers, with the value that changes nothing.
+# Keys of every config of transformers, with the value that changes nothing, which they must have.
 NEUTRAL: dict[str, Any] = {
     "add_cross_attention": False, "cross_attention_hidden_size": None, "is_encoder_decoder": False, "pruned_heads": {},
     "quantization_config": None, "tie_encoder_decoder": False,
@@ -253,14 +253,14 @@ class Format:
     @property
     def known(self) -> set[str]:
         """The keys of config.json that are read, or known to change nothing."""
-        return {*(name for name, key in self.keys.items() if key.read), *self.must, *self.ignored}
+        return {*(name for name, key in self.keys.items() if key.read), *NEUTRAL, *self.must, *self.ignored}
 
     def read(self, config: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], Others]:
         """The fields of `Architecture` but `context` by the keys of the config.json at `path`, and the other keys.
 
         Raises DemixError that names the key with a value that the family or demix does not have.
         """
-        for name, value in self.must.items():
+        for name, value in (NEUTRAL | self.must).items():
             found = config.get(name, value)
             if not _is_as_it_must(found, value):
                 cause = f"is {found!r:.80}, and demix computes {self.title} only with {value!r}"

@@ -110,41 +110,32 @@ HEADS = {"tied": Tied, "untied": Untied, "clap": Clap, "roberta": Roberta}
 class _LogProbabilities(torch.autograd.Function):
     """log softmax(states @ weight.T)[target] for rows [N, D], weight [V, D] and targets [N]: [N].
 
-    Forward computes the gradient of the sum of -log p while it holds the logits, and backward scales this gradient.
-    Backward computes the logits again only when the incoming gradients differ among rows. Scoring calls
-    `_log_probabilities` directly, because `needs_input_grad` says nothing about whether gradients are off.
+    Forward computes the gradient of the sum of -log p while it holds the logits, and backward scales this gradient,
+    once: in a loss all rows have the same factor. Scoring calls `_log_probabilities` directly, because
+    `needs_input_grad` says nothing about whether gradients are off.
     """
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         log_p, *ctx.gradients = _log_probabilities(states, weight, targets, ctx.needs_input_grad[:2])
-        ctx.save_for_backward(states, weight, targets)
         return log_p
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        # They are scaled in place, so a second backward computes them again.
         gradients, ctx.gradients = ctx.gradients, None
-        if gradients is not None and bool((incoming == incoming[:1]).all()):
-            # A Python number is not rounded to the type of the states, as a tensor would be. Without rows it is -0.
-            scale = -incoming[:1].sum().item()
-            for_states, for_weight = (None if gradient is None else gradient.mul_(scale) for gradient in gradients)
-        else:
-            states, weight, targets = ctx.saved_tensors
-            needed, factors = ctx.needs_input_grad[:2], incoming.neg()
-            _, for_states, for_weight = _log_probabilities(states, weight, targets, needed, factors)
+        assert gradients is not None, "gradients are scaled in place"
+        assert bool((incoming == incoming[:1]).all()), "rows have different factors"
+        # A Python number is not rounded to the type of the states, as a tensor would be. Without rows it is -0.
+        scale = -incoming[:1].sum().item()
+        for_states, for_weight = (None if gradient is None else gradient.mul_(scale) for gradient in gradients)
         return for_states, for_weight, None
 
 
 def _log_probabilities(
-    states: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    needed: tuple[bool, ...] = (False, False),
-    factors: Tensor | None = None,
+    states: Tensor, weight: Tensor, targets: Tensor, needed: tuple[bool, ...] = (False, False)
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """log p [N], and gradients for states and weight where `needed`: those of the sum of -log p, times `factors` [N].
+    """log p [N], and gradients for states and weight where `needed`: those of the sum of -log p.
 
     Without gradients, products of half-precision numbers are summed and kept in fp32: in 8 bits of bf16, a logit of 16
     would be off by up to 0.06 nats.
@@ -166,14 +157,14 @@ def _log_probabilities(
     product = states.new_empty((min(rows, len(states)), len(cast)), dtype=exact if wide else states.dtype)
     for first in range(0, len(states), rows):
         place = slice(first, first + rows)
-        chunk, factor = states[place], None if factors is None else factors[place]
+        chunk = states[place]
         logits = product[: len(chunk)]
         if wide:
             _mm_wide(chunk, cast, logits)
         else:
             torch.mm(chunk, cast.T, out=logits)
         normalise = _normalise_in_cache if on_cpu else _normalise_padded
-        log_p[place] = normalise(logits, targets[place], len(weight), any(needed), factor)
+        log_p[place] = normalise(logits, targets[place], len(weight), any(needed))
         if for_states is not None:
             torch.mm(logits, cast, out=for_states[place])
         if for_weight is not None and weight.dtype == states.dtype:
@@ -183,9 +174,7 @@ def _log_probabilities(
     return log_p, for_states, for_weight
 
 
-def _normalise_in_cache(
-    logits: Tensor, targets: Tensor, vocabulary: int, needed: bool, factors: Tensor | None
-) -> Tensor:
+def _normalise_in_cache(logits: Tensor, targets: Tensor, vocabulary: int, needed: bool) -> Tensor:
     """log p [N] of the targets, at least fp32, on a CPU: as many `logits` [N, V] at once as fit into its cache.
 
     Where gradients are `needed`, those of `_log_probabilities` with respect to the logits replace the logits.
@@ -210,14 +199,12 @@ def _normalise_in_cache(
         # With respect to the logits the gradient of -log p is softmax minus one-hot.
         exactly.div_(total)
         exactly.scatter_add_(1, target, torch.full_like(of_target, -1.0))
-        if factors is not None:
-            exactly.mul_(factors[place, None])
         if space is not None:
             part.copy_(exactly)
     return log_p
 
 
-def _normalise_padded(logits: Tensor, targets: Tensor, vocabulary: int, needed: bool, factors: Tensor | None) -> Tensor:
+def _normalise_padded(logits: Tensor, targets: Tensor, vocabulary: int, needed: bool) -> Tensor:
     """`_normalise_in_cache` on a GPU, in few passes. Columns of `logits` beyond the vocabulary get no probability."""
     target = targets[:, None]
     logits[:, vocabulary:] = -torch.inf
@@ -225,14 +212,9 @@ def _normalise_padded(logits: Tensor, targets: Tensor, vocabulary: int, needed: 
     log_p = log_q.gather(1, target)
     if not needed:
         return log_p.squeeze(1)
-    # The gradient is softmax - one-hot, times the factor.
-    of_target = torch.expm1(log_p)
-    if factors is None:
-        torch.exp(log_q, out=logits)
-    else:
-        of_target *= factors[:, None]
-        logits.copy_(log_q.exp_().mul_(factors[:, None]))
-    logits.scatter_(1, target, of_target.to(logits.dtype))
+    # The gradient is softmax - one-hot.
+    torch.exp(log_q, out=logits)
+    logits.scatter_(1, target, torch.expm1(log_p).to(logits.dtype))
     return log_p.squeeze(1)
 
 

@@ -118,13 +118,12 @@ class ModelManifest(Manifest):
     """The content of `model.json`.
 
     `parent` is the name of the model that was adapted, or says with which state of which model a branch began.
-    `tokens` counts those of the seed phase (`tokens_seed`) and those of the branch (`tokens_branch`). `experts` are the
-    digests of the descriptions of the experts that it was written with; others may join them, or replace them.
+    `tokens` counts those of the seed phase (`tokens_seed`), too. `experts` are the digests of the descriptions of the
+    experts that it was written with; others may join them, or replace them.
     """
 
     parent: ModelName | Branched | None = None
     tokens_seed: Count = 0
-    tokens_branch: Count = 0
     architecture: Architecture
     vocab_size: Annotated[Integer, Field(ge=1, le=1 << 24)]
     domain_tokens: Annotated[Items[ExpertName], Field(max_length=10_000)]

@@ -28,7 +28,7 @@ from demix.model.gpt import GPT
 from demix.model.manifest import ExpertManifest
 
 # What each branch counts for itself.
-OWN = ("tokens", "tokens_branch", "data_sha256", "experts")
+OWN = ("tokens", "data_sha256", "experts")
 
 
 def merge_experts(directory: Path, weights: dict[str, float], output: Path, card: str | None = None) -> None:
@@ -87,12 +87,10 @@ def join_branches(branches: Sequence[Path], output: Path) -> None:
                 cause = f"has {key} {other.get(key)} where {branches[0]} has {first.get(key)}"
                 raise DemixError(branch / "model.json", cause, "train all experts with the same settings")
     seed = first.get("tokens_seed", 0)
-    branched = sum(one["tokens"] - seed for one in descriptions)
     whole = first | {
-        "tokens": seed + branched,
+        "tokens": seed + sum(one["tokens"] - seed for one in descriptions),
         "data_sha256": {name: sha256 for one in descriptions for name, sha256 in one["data_sha256"].items()},
     }
-    whole |= {"tokens_branch": branched} if "tokens_branch" in first else {}
     digests: dict[str, str] = {}
     with replacing(output, directory=True) as temporary:
         load_shared(branches[0])
@@ -156,8 +154,8 @@ def learned_of(experts: Collection[ExpertManifest]) -> dict[str, Any]:
 
 def learned_by(learned: Mapping[str, Any]) -> dict[str, Any]:
     """What `learned_of` says of whole models, as the description of a model that was made of only these."""
-    seeded, own = sum(learned["seeds"].values()), {key: learned[key] for key in ("steps", "tokens", "data_sha256")}
-    return own | {"tokens_seed": seeded, "tokens_branch": own["tokens"] - seeded}
+    own = {key: learned[key] for key in ("steps", "tokens", "data_sha256")}
+    return own | {"tokens_seed": sum(learned["seeds"].values())}
 
 
 def origins_of(weights: Mapping[str, float], parents: Mapping[str, ExpertManifest]) -> dict[str, dict[str, Any]]:

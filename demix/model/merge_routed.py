@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +35,12 @@ from demix.model.manifest import Branched, run_of
 from demix.model.merge import averaged, learned_by, learned_of
 from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, log_probabilities
 
-# Blocks of each domain's dev split from which routers are solved. The blocks behind these choose among the
-# penalties, in shares of the mean diagonal of XᵀX, and the factors of the logits.
+# Blocks of each domain's dev split from which routers are solved, and those behind them, which choose the factor of the
+# logits.
 BLOCKS = 40
 TO_CHOOSE = 10
-PENALTIES = (1e-4, 1e-3, 1e-2)
+# Of the ridge, in shares of the mean diagonal of XᵀX.
+PENALTY = 1e-4
 FACTORS = (1.0, 3.0, 5.0, 10.0, 20.0)
 # Σxxᵀ [layers, D, D] and Σx [layers, D] of the states x of one expert's text.
 Moments = tuple[Tensor, Tensor]
@@ -61,7 +61,7 @@ def merge_routed(directory: Path, shards: Mapping[str, Path], output: Path, card
     `shards` are the dev tokens by expert, in the order that the merged layers have. A layer's feedforwards are those of
     the experts as they are, and all other weights those of `joint`. Its router tells the domain of a token from the
     layer's normed input by ridge regression (`solved`), over the first `BLOCKS` blocks of each domain, which pass
-    through the domain's own expert. Penalty and factor are those with the least mean loss of the merged model on
+    through the domain's own expert. The factor of the logits is that with the least mean loss of the merged model on
     `TO_CHOOSE` blocks behind them. The tokenizer is copied. README.md holds `card`. Experts that learned next to an
     anchor are merged with it, and no text is read (`_anchored`).
 
@@ -101,15 +101,14 @@ def _by_ridge(directory: Path, shards: Mapping[str, Path]) -> tuple[GPT, dict[st
         name: moments(model.only(name), text, _parted(text, model.architecture.context)[0])
         for name, text in texts.items()
     }
-    own: Tensors = dict(model.expert_tensors())
-    routers = {choice: routers_of(kept, *choice) for choice in product(PENALTIES, FACTORS)}
-    blank = model.token_embedding.new_zeros(len(shards), model.architecture.width)
-    own |= {f"blocks.{number}.feedforward.router": blank.clone() for number in range(model.architecture.layers)}
+    routers, own = solved(kept), dict[str, Tensor](model.expert_tensors())
+    for number, router in enumerate(routers):
+        own[f"blocks.{number}.feedforward.router"] = router.to(model.token_embedding)
     routed = model.architecture.merged_routed(len(shards))
-    merged = assembled(routed, model, dict(model.shared_tensors()), {DENSE_EXPERT: own})
-    chosen = _least_loss(merged.requires_grad_(False), routers, texts)
-    _set_routers(merged, routers[chosen])
-    return merged, {"choices": [], "router": dict(zip(("penalty", "factor"), chosen, strict=True))}
+    merged = assembled(routed, model, dict(model.shared_tensors()), {DENSE_EXPERT: own}).requires_grad_(False)
+    factor = _least_loss(merged, routers, texts)
+    _set_routers(merged, factor * routers)
+    return merged, {"choices": [], "router": {"factor": factor}}
 
 
 def _anchored(directory: Path, experts: Iterable[str]) -> tuple[GPT, dict[str, Any]]:
@@ -189,28 +188,20 @@ def moments(model: GPT, shard: TokenShard, count: int) -> Moments:
     return squares.triu() + squares.triu(1).mT, sums
 
 
-def routers_of(kept: Mapping[str, Moments], penalty: float, factor: float) -> Tensor:
-    """The routers [layers, E, D] that are `solved` from the sums by expert, with rows in the order of `kept`.
+def solved(kept: Mapping[str, Moments]) -> Tensor:
+    """The routers [layers, E, D] that tell the domain of a token best: ((XᵀX + λI)⁻¹XᵀY)ᵀ of each layer.
 
-    No other bit depends on that order.
+    `kept` has the sums of each expert, in the order of the rows; no other bit depends on that order. X are the states
+    of all domains, and Y is 1 where a state is of the domain. λ is `PENALTY` times the mean of XᵀX's diagonal (DUME,
+    arXiv 2603.29765).
     """
     names = sorted(kept)
     squares, sums = (torch.stack(each) for each in zip(*(kept[name] for name in names), strict=True))
-    rows = solved(squares.sum(0), sums.transpose(0, 1), penalty, factor)
-    return rows[:, [names.index(name) for name in kept]]
-
-
-def solved(squares: Tensor, sums: Tensor, penalty: float, factor: float) -> Tensor:
-    """The routers [layers, E, D] that tell the domain of a token best: factor·((XᵀX + λI)⁻¹XᵀY)ᵀ of each layer.
-
-    `squares` [layers, D, D] are the XᵀX of all domains' states X; `sums` [layers, E, D], the sum of each domain's
-    states, are (XᵀY)ᵀ for Y that is 1 where a state is of the domain. λ is `penalty` times the mean of XᵀX's diagonal
-    (DUME, arXiv 2603.29765).
-    """
-    diagonal = squares.diagonal(dim1=-2, dim2=-1)
-    damped = squares + torch.diag_embed((penalty * diagonal.mean(-1, keepdim=True)).expand_as(diagonal))
-    solution: Tensor = torch.linalg.solve(damped, sums.mT)
-    return factor * solution.mT
+    total = squares.sum(0)
+    diagonal = total.diagonal(dim1=-2, dim2=-1)
+    damped = total + torch.diag_embed((PENALTY * diagonal.mean(-1, keepdim=True)).expand_as(diagonal))
+    solution: Tensor = torch.linalg.solve(damped, sums.permute(1, 2, 0))
+    return solution.mT[:, [names.index(name) for name in kept]]
 
 
 def _parted(shard: TokenShard, length: int) -> tuple[int, int]:
@@ -222,21 +213,19 @@ def _parted(shard: TokenShard, length: int) -> tuple[int, int]:
     return max(1, end * BLOCKS // (BLOCKS + TO_CHOOSE)), end
 
 
-def _least_loss(
-    model: GPT, routers: Mapping[tuple[float, float], Tensor], texts: Mapping[str, TokenShard]
-) -> tuple[float, float]:
-    """The key of those of `routers` by which the merged `model` has the least mean loss, each domain counting once."""
+def _least_loss(model: GPT, routers: Tensor, texts: Mapping[str, TokenShard]) -> float:
+    """The factor of `routers` by which the merged `model` has the least mean loss, each domain counting once."""
     length = model.architecture.context
     parts = {name: _parted(shard, length) for name, shard in texts.items()}
     cuts = [
         blocks(texts[name], length, end * length, min(start, end - 1) * length) for name, (start, end) in parts.items()
     ]
     losses = {}
-    for choice, solution in routers.items():
-        _set_routers(model, solution)
-        losses[choice] = -math.fsum(float(log_probabilities(model, *cut).mean()) for cut in cuts) / len(cuts)
+    for factor in FACTORS:
+        _set_routers(model, factor * routers)
+        losses[factor] = -math.fsum(float(log_probabilities(model, *cut).mean()) for cut in cuts) / len(cuts)
     # A comparison with NaN is false.
-    finite = {choice: loss for choice, loss in losses.items() if math.isfinite(loss)}
+    finite = {factor: loss for factor, loss in losses.items() if math.isfinite(loss)}
     if not finite:
         raise DemixError("model", "gives tokens no finite log-probability by any router", "train its experts again")
     return min(finite, key=finite.__getitem__)

@@ -339,7 +339,7 @@ class RunRules(StageSettings):
         """The options of a training that say with which learning rate and which state it begins."""
         given = [f" --learning-rate-from {path}" for path in self.chosen_rate(model)]
         given += [f" --branch {shlex.quote(str(Path(path).parent))}" for path in self.seed_of(model)[:1]]
-        return "".join([*given, *([" --schedule restart"] if model.restarts and model.seed_step else [])])
+        return "".join([*given, *([" --restart"] if model.restarts and model.seed_step else [])])
 
     def cores(self, settings: EntrySettings) -> int:
         """The cores that a training needs on this machine: those of all ranks, or one if the job only waits."""

@@ -25,7 +25,7 @@ class ExpertSet:
     label: str
     experts: tuple[str, ...]
     methods: tuple[str, ...] = ("naive", *METHODS)
-    weights: tuple[str | int, ...] = ()
+    weights: tuple[str, ...] = ()
     singles: bool = False
     variants: bool = False
     routing: str = ""

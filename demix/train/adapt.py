@@ -155,21 +155,16 @@ def _new_expert(directory: Path, domain: str, chosen: Mapping[str, Any]) -> tupl
 
 
 class _Adapted(NamedTuple):
-    """An adapted model, its metrics, the lineage, and the folder of its training states."""
+    """An adapted model, its metrics, the lineage, and the folder of its training states.
+
+    `best` is the evaluation of the lowest loss on dev, whose parameters the model has.
+    """
 
     model: GPT
     rows: list[Row]
+    best: Row
     lineage: dict[str, Any]
     state: Path
-
-    @property
-    def best(self) -> Row:
-        """The evaluation of the lowest loss on dev, whose parameters the model has."""
-        return _best(self.rows)
-
-
-def _best(rows: Sequence[Row]) -> Row:
-    return min((row for row in rows if "early_stopping_loss" in row), key=itemgetter("early_stopping_loss"))
 
 
 @dataclass(frozen=True)
@@ -240,7 +235,7 @@ class _Adapting:
             stopping=EarlyStopping(adaptation.evaluate_every, adaptation.patience),
         )
         rows = train(model, batches, [domain], how, state, world=world, evaluate=self.evaluate)
-        best = _best(rows)
+        best = min((row for row in rows if "early_stopping_loss" in row), key=itemgetter("early_stopping_loss"))
         lineage = origin | {
             "steps": best["step"],
             "tokens": best["tokens"],
@@ -248,4 +243,4 @@ class _Adapting:
             "data_sha256": {domain: train_data},
             "tokenizer_sha256": shard.tokenizer_sha256,
         }
-        return _Adapted(model, rows, lineage, state)
+        return _Adapted(model, rows, best, lineage, state)

@@ -31,8 +31,6 @@ FREE = {"dev_blocks"}
 # divided.
 MOMENTS = ("optimizer/exp_avg", "optimizer/momentum")
 
-# What a training does with the schedule of the parent whose state it begins with.
-SCHEDULES = ("continue", "restart")
 # A row of a router of an anchored expert is a mean state times this, over the square root of the width.
 ROW = 10.0
 
@@ -146,21 +144,15 @@ def move_seed(identity: Mapping[str, Any], step: int, kept: Path, output: Path) 
 _EXPERTS = ("experts", "every", "renormalise")
 
 
-def read_seed(directory: Path, identity: Mapping[str, Any], schedule: str = "continue") -> SeedState:
+def read_seed(directory: Path, identity: Mapping[str, Any], restart: bool = False) -> SeedState:
     """The seed in the folder seeds/<model>/step-<n> for a training of this `identity`, which goes on from there.
 
-    `directory` may be that of a dense model, or of one with routed experts, too. With the schedule `continue` the
-    learning rates and the order of the data are the parent's; `restart` uses only its parameters. Raises DemixError
-    if the manifest is missing or damaged, and if the parent was trained with another tokenizer or architecture, or, for
-    `continue`, with other settings.
+    `directory` may be that of a dense model, or of one with routed experts, too, with which a training of its own
+    begins. Else the learning rates and the order of the data are the parent's, unless the training uses only its
+    parameters (`restart`). Raises DemixError if the manifest is missing or damaged, and if the parent was trained with
+    another tokenizer or architecture, or, where its schedule goes on, with other settings.
     """
-    if schedule not in SCHEDULES:
-        raise DemixError(f"--schedule {schedule}", "is not known", f"use {' or '.join(SCHEDULES)}")
-    restart = schedule == "restart"
     if (directory / "model.json").is_file():
-        if restart:
-            cause = "is a model, with which a training of its own begins anyway"
-            raise DemixError(directory, cause, "leave out --schedule")
         return _initial_model(directory, identity)
     architecture = {key: value for key, value in identity["training"]["architecture"].items() if key != "routed"}
     seed = SeedState(directory, read_seed_manifest(directory / MANIFEST), restart)
@@ -226,24 +218,15 @@ def branched(state: State, experts: Sequence[str], scope: str = "feedforward") -
 def upcycled(state: State, model: GPT) -> State:
     """The state of a dense model as that of `model`, in whose routed layers each expert is a copy of the feedforward.
 
-    Routers are those of `model`, as it was initialised, and have no moments yet; experts that are routed already stay
-    as they are, with their routers. The moments of the dense feedforward, where the state has some, become those of
-    every expert (Komatsuzaki et al. 2023, "Sparse Upcycling", keep the optimizer's state): the first divided by E, the
-    second by k·E (docs/explanation/methods.md, Upcycling). With k = 1 both are those of `branched`.
+    Routers are those of `model`, as it was initialised; experts that are routed already stay as they are, with their
+    routers. The state has no moments (Komatsuzaki et al. 2023, "Sparse Upcycling", keep the optimizer's state).
     """
     ((expert, dense),) = state.experts.items()
-    routed = model.architecture.routed
     _, own = model.parted({f"parameter/{name}": tensor.detach() for name, tensor in model.named_parameters()})
     (begun,) = own.values()
     copies = {name: tensor for name, tensor in begun.items() if name.endswith(".router")}
     for name, tensor in dense.items():
-        kind, _, parameter = name.rpartition("/")
-        shape = begun[f"parameter/{parameter}"].shape
-        if routed and len(shape) > tensor.dim():
-            part = {"optimizer/exp_avg": routed.experts, "optimizer/exp_avg_sq": routed.top_k * routed.experts}
-            part |= {"optimizer/momentum": routed.experts}
-            tensor = (tensor / part.get(kind, 1)).expand(shape)
-        copies[name] = tensor
+        copies[name] = tensor.expand(begun[name].shape)
     return State(state.step, state.shared, {expert: copies}, state.metrics)
 
 

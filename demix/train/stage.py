@@ -59,17 +59,18 @@ class ModelTraining:
     """The training of one model of a `kind` (`demix.config.models.KINDS`): all that is known before it begins.
 
     `shards` are one tokens/<domain>/train.arrow per domain, and every domain's dev.arrow if `dev_blocks` is above 0.
-    Training begins with the seed in the folder `branch`, if there is one, and has its `schedule` or one of its own
-    (`demix.train.branch.read_seed`). A model that is one of `share` experts of a larger model gets that part of the
-    tokens. The states after `keep` updates stay. Training ends after `until` updates, if that is given, and makes the
-    seed that other trainings begin with. An expert that is anchored reads the `public` text of all domains, to begin.
+    Training begins with the seed in the folder `branch`, if there is one, and goes on with its schedule, or has one of
+    its own (`restart`, and always where a router weighs feedforwards). A model that is one of `share` experts of a
+    larger model gets that part of the tokens. The states after `keep` updates stay. Training ends after `until`
+    updates, if that is given, and makes the seed that other trainings begin with. An expert that is anchored reads the
+    `public` text of all domains, to begin.
     """
 
     kind: str
     settings: Training
     shards: Sequence[Path]
     branch: Path | None = None
-    schedule: str = "continue"
+    restart: bool = False
     share: int = 1
     keep: tuple[int, ...] = ()
     until: int | None = None
@@ -117,7 +118,8 @@ class ModelTraining:
     @cached_property
     def seed(self) -> SeedState | None:
         """The seed that training begins with. Raises DemixError if it does not fit (`demix.train.branch.read_seed`)."""
-        return None if self.branch is None else read_seed(self.branch, self._own_identity, self.schedule)
+        restart = self.restart or self.row.has_routers
+        return None if self.branch is None else read_seed(self.branch, self._own_identity, restart)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -182,7 +184,7 @@ def train_model(training: ModelTraining, places: Places) -> None:
         first = _begun(training, model, world)
         how = optimization(
             settings, steps, settings.learning_rate, keep=(*training.keep, *([until] if until else [])), until=until,
-            begin=first.step if first and training.schedule == "restart" else 0,
+            begin=first.step if first and training.seed and training.seed.restart else 0,
         )  # fmt: skip
         try:
             rows = train(model, batches, domains, how, state, world=world, first=first, evaluate=evaluate)
@@ -271,7 +273,7 @@ def _write_model(training: ModelTraining, model: GPT, tokens: int, output: Path,
             "expert_parameters": own,
         }
         if seed is not None:
-            about |= {"parent": seed.origin, "tokens_seed": begun, "tokens_branch": tokens - begun}
+            about |= {"parent": seed.origin, "tokens_seed": begun}
         save_manifest(model, output, training.experts, about | seen)
 
 

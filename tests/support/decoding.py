@@ -62,6 +62,4 @@ def write_run(folder: Path, tokens: Path) -> Path:
         for weights in ("history", "fitted")
     ]
     write_parquet(pa.Table.from_pylist(rows), folder / "priors.parquet")
-    wiki = [row for row in rows if row["domain"] == "wiki"]
-    write_parquet(pa.Table.from_pylist(wiki), folder / "evaluations" / "wiki.priors.parquet")
     return folder

@@ -18,7 +18,7 @@ def mix(
     scores: np.ndarray,
     mask: np.ndarray,
     method: str,
-    weights: str | int | WeightsRule = "history",
+    weights: str | WeightsRule = "history",
     distances: np.ndarray | None = None,
     *,
     decay: float = DECAY,
@@ -31,12 +31,12 @@ def mix(
     return mixture.table(scores, mask, distances)
 
 
-def rule_of(method: str, weights: str | int | WeightsRule) -> WeightsRule:
+def rule_of(method: str, weights: str | WeightsRule) -> WeightsRule:
     return weights_rule("" if method in ("average", *FLOORS) else weights)
 
 
 def planned(
-    method: str, experts: tuple[str, ...], weights: str | int = "history", scorer: str = "paper", **more: object
+    method: str, experts: tuple[str, ...], weights: str = "history", scorer: str = "paper", **more: object
 ) -> PlannedMixture:
     rule = rule_of(method, weights)
     rule = released_rule(rule) if scorer == "released" and method != "average" else rule
@@ -79,17 +79,16 @@ def log_mixture(log_g: np.ndarray, scores: np.ndarray) -> np.ndarray:
     return logsumexp(log_g + scores, axis=-1)
 
 
-def block_weights(block: np.ndarray, log_prior: np.ndarray, weights: str | int, top_k: int | None = None) -> np.ndarray:
-    """log g [N + 1, E] before each token of a block and after the last, by `history`, `released` or the last tokens."""
-    size = {"history": None, "released": 1}.get(weights, weights)
-    log_g = log_weights(log_prior, window(block, size), top_k)
+def block_weights(block: np.ndarray, log_prior: np.ndarray, weights: str, top_k: int | None = None) -> np.ndarray:
+    """log g [N + 1, E] before each token of a block and after the last, by `history` or `released`."""
+    log_g = log_weights(log_prior, window(block, 1 if weights == "released" else None), top_k)
     if weights == "released":
         log_g[0] = -np.log(len(log_prior))
     return log_g
 
 
 def updating_priors(
-    blocks: list[np.ndarray], weights: str | int, decay: float, first: np.ndarray | None = None
+    blocks: list[np.ndarray], weights: str, decay: float, first: np.ndarray | None = None
 ) -> list[np.ndarray]:
     """log prior [E] at the start of each block and after the last: the posteriors of all before, weighted by age."""
     experts = blocks[0].shape[1]

@@ -77,7 +77,7 @@ def test_its_record_says_where_it_comes_from(run: Path, half: Path, tmp_path: Pa
     description, manifest = describe(half / "model").content, read_json(seed(run) / "manifest.json")
     sha256 = digest(manifest["sha256"])
     assert description["parent"] == {"model": "dense", "step": 10, "tokens": 1920, "state_sha256": sha256}
-    assert (description["tokens"], description["tokens_seed"], description["tokens_branch"]) == (4608, 1920, 2688)
+    assert (description["tokens"], description["tokens_seed"]) == (4608, 1920)
     for name in TRAINING:
         lineage = expert_lineage(half / "model", name).content
         assert (lineage["parent"], lineage["tokens"], lineage["steps"]) == ("dense", 1920 + 2688 // 3, STEPS)
@@ -146,14 +146,12 @@ def test_a_model_in_a_folder_gives_its_parameters_and_nothing_else(run: Path, to
     assert found[-1]["loss"] < scratch[-1]["loss"] - 0.1
     description = describe(mine / "model").content
     assert (description["parent"]["model"], description["parent"]["step"]) == ("my_model", 0)
-    assert (description["tokens_seed"], description["tokens_branch"]) == (0, 4608)
+    assert description["tokens_seed"] == 0
     assert tokens_learned(description) == 2 * 4608
 
     other = TRAIN.replace(architecture=TRAIN.architecture | {"activation": "gelu_new"})
     with refused("my model"):
         train_into(tmp_path / "other", "demix", shard_paths(tokens), other, branch=folder)
-    with refused("my model"):
-        train_into(tmp_path / "other", "demix", shard_paths(tokens), branch=folder, schedule="restart")
     write_json(folder / "model.json", {**describe(folder).content, "tokenizer_sha256": "f" * 64})
     with refused("my model/experts/dense.json"):
         train_into(tmp_path / "other", "demix", shard_paths(tokens), branch=folder)
@@ -165,14 +163,14 @@ OWN = TRAIN.replace(tokens=192 * 31, sequences=3, learning_rate=1e-3, warmup=0.0
 
 @pytest.mark.parametrize("kind", ["demix", "dense", "dense_unbalanced"])
 def test_a_restart_has_settings_of_its_own(kind: str, run: Path, tokens: Path, tmp_path: Path) -> None:
-    train_into(tmp_path, kind, shard_paths(tokens), OWN, branch=seed(run), schedule="restart")
+    train_into(tmp_path, kind, shard_paths(tokens), OWN, branch=seed(run), restart=True)
     begun, *found = rows(tmp_path)
     assert (begun["step"], begun["tokens"], begun["branched_from"]) == (7, 1920, "dense")
     assert [row["step"] for row in found] == list(range(8, 21))
     assert [row["learning_rate"] for row in found] == pytest.approx([1e-3 * (13 - n) / 13 for n in range(13)])
     about = describe(tmp_path / "model").content
     assert (about["parent"]["schedule"], about["parent"]["step"], about["training"]["warmup"]) == ("restart", 10, 0.0)
-    assert (about["tokens"], about["tokens_seed"], about["tokens_branch"]) == (1920 + 13 * 288, 1920, 3744)
+    assert (about["tokens"], about["tokens_seed"]) == (1920 + 13 * 288, 1920)
     assert sorted(load_model(tmp_path / "model").experts) == sorted(TRAINING if kind == "demix" else ["dense"])
 
 
@@ -182,9 +180,7 @@ def test_a_restart_that_has_no_token_left_or_another_architecture_is_refused(
     for changes in ({"tokens": 1920}, {"architecture": OWN.architecture | {"layers": 1}}):
         with refused("step-00000010"):
             other = OWN.replace(**changes)
-            train_into(tmp_path, "demix", shard_paths(tokens), other, branch=seed(run), schedule="restart")
-    with refused("--schedule again"):
-        train_into(tmp_path, "demix", shard_paths(tokens), OWN, branch=seed(run), schedule="again")
+            train_into(tmp_path, "demix", shard_paths(tokens), other, branch=seed(run), restart=True)
 
 
 RESTART = {"parent": "dense", "seed_tokens": 6000, "schedule": "restart"}
@@ -196,7 +192,7 @@ def test_a_model_that_restarts_has_its_parents_settings_and_its_own() -> None:
     sweep = {"learning_rates": [1e-3, 0.5], "tokens": 7680}
     run = tiny({"dense": {"sweep": sweep}, "half": RESTART | {"kind": "demix"}, "small": small})
     state = "results/tiny/seeds/dense/step-00000015"
-    ends = f" --branch {state} --schedule restart"
+    ends = f" --branch {state} --restart"
     assert RunRules(run).beginning(trained(run, "half")) == f" --learning-rate-from results/tiny/sweep/dense.json{ends}"
     assert RunRules(run).beginning(trained(run, "small")) == ends, "a rate of its own is not the sweep's"
     assert list(run.seeds) == [("dense", 15)]

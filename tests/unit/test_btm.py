@@ -72,7 +72,7 @@ def test_an_expert_is_that_of_a_loop_in_transformers(run: Path, tokens: Path, sc
     restart, name = schedule == "restart", TRAINING[1]
     if restart:
         plain = EXACT.replace(warmup=0.0, learning_rate=2e-3)
-        branch(run, tokens, name, into="restarted", training=plain, schedule="restart")
+        branch(run, tokens, name, into="restarted", training=plain, restart=True)
     sizes = load_model(run / "model").architecture
     config = GPT2Config(
         vocab_size=400,
@@ -116,7 +116,7 @@ def test_the_joined_model_has_the_experts_and_counts_the_seed_once(run: Path) ->
         assert all(torch.equal(tensor, alone[key]) for key, tensor in whole.state_dict().items())
     step_tokens = 3 * 2 * 32
     counts = {"steps": STEPS, "tokens": STEPS * step_tokens, "shared_parameters": 0}
-    counts |= {"tokens_seed": SEED * step_tokens, "tokens_branch": (STEPS - SEED) * step_tokens}
+    counts |= {"tokens_seed": SEED * step_tokens}
     about = describe(joined).content
     assert {key: about[key] for key in counts} == counts
     assert about["data_sha256"].keys() == {*TRAINING}
@@ -144,7 +144,7 @@ def test_a_merged_model_counts_each_seed_once(run: Path, tokens: Path, tmp_path:
         output = tmp_path / "-".join(names)
         assert said(["merge", str(model), "--weights", weights, "--output", str(output)]) is None
         about, lineage = describe(output).content, read_json(output / "experts" / "dense.json")
-        assert about["tokens"] == lineage["tokens"] == about["tokens_seed"] + about["tokens_branch"]
+        assert about["tokens"] == lineage["tokens"]
         assert about["tokens_seed"] == sum(lineage["seeds"].values())
         assert about["data_sha256"] == lineage["data_sha256"]
         return int(about["tokens"])

@@ -14,7 +14,7 @@ from demix.config.mixing import parsed_weights
 from demix.evaluate.domain import Evaluation, evaluate_domain
 from demix.evaluate.score_tables import read_scores
 from demix.files import digest, read_json, read_parquet, write_json, write_parquet
-from demix.mix.rules import DISTANCES, Chunk, Cluster, History, ReleasedCluster
+from demix.mix.rules import Chunk, Cluster, History, ReleasedCluster
 from demix.report.read import read_results
 from demix.run.check import load_run
 from demix.run.compared import comparisons
@@ -52,7 +52,7 @@ def test_the_published_rule_is_a_token_late_and_measures_no_text_after_a_first_t
     for start in range(0, BLOCKS, size):
         part = slice(start, start + size)
         own = None if documents is None else documents[start * LENGTH : (start + size) * LENGTH]
-        evidence, state = rule.evidence(Chunk(scores[part], mask[part], {DISTANCES: distances[part]}, own), state)
+        evidence, state = rule.evidence(Chunk(scores[part], mask[part], distances[part], own), state)
         found.append(evidence)
     np.testing.assert_allclose(np.concatenate(found)[mask], late**2 / -0.2)
 

@@ -50,9 +50,7 @@ def test_the_list_shows_lineage_and_what_is_wrong(model: Path) -> None:
     assert str(weights) in shown.output
     lines = (line.split("│") for line in shown.output.splitlines() if "│" in line)
     rows = {line[1].strip(): [cell.strip() for cell in line[2:-1]] for line in lines}
-    parameters = sum(tensor[0].numel() for tensor in load_model(model, ("law",)).expert_tensors().values())
-    size = sum((model / "experts" / f"code.{kind}").stat().st_size for kind in ("json", "safetensors"))
-    assert rows["code"] == ["–", "9", "32", f"{parameters:,}", "2" * 12, f"{size:,}"]
+    assert rows["code"] == ["–", "9", "32", "code"]
     assert rows["deeds"][:2] == ["law", "?"]
     assert isinstance(demix("experts", "list", model / "nothing").exception, DemixError)
 
@@ -86,16 +84,13 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "damaged shared weights": (lambda m: (m / "shared.safetensors").write_bytes(b"x"), "shared.safetensors"),
     "damaged expert": (lambda m: (m / "experts" / "law.safetensors").write_bytes(b"x"), "law.safetensors"),
     "no weights": (lambda m: (m / "experts" / "law.safetensors").unlink(), "law.safetensors"),
-    "no lineage": (lambda m: (m / "experts" / "law.json").unlink(), "law.safetensors"),
+    "no lineage": (lambda m: (m / "experts" / "law.json").unlink(), "law.json"),
     "damaged lineage": (lambda m: (m / "experts" / "law.json").write_text("{"), "law.json"),
     "other shared": (lambda m: change_json(m / "experts" / "law.json", shared_sha256="0"), "law.json"),
     "other tokenizer": (lambda m: change_json(m / "experts" / "law.json", tokenizer_sha256="0"), "law.json"),
     "other name": (lambda m: change_json(m / "experts" / "law.json", name="deeds"), "law.json"),
     "other shape": (reshape, "law.safetensors"),
     "of another training": (lambda m: change_json(m / "experts" / "law.json", steps=8), "law.json"),
-    "unfinished": (lambda m: (m / "experts" / ".code.json.7.partial").write_text("{"), ".code.json.7.partial"),
-    "stray expert": (lambda m: (m / "experts" / "notes.txt").write_text("x"), "notes.txt"),
-    "stray file": (lambda m: (m / "optimizer.bin").write_text("x"), "optimizer.bin"),
 }
 
 
@@ -116,7 +111,7 @@ def test_all_faults_are_found_at_once(model: Path) -> None:
     for expert in THREE:
         (model / "experts" / f"{expert}.json").unlink()
     subjects = [fault.subject for fault in find_faults(model)]
-    wanted = ["experts", *(f"{expert}.safetensors" for expert in sorted(THREE))]
+    wanted = ["experts", *(f"{expert}.json" for expert in sorted(THREE))]
     assert all(concerns(subject, [name]) for subject, name in zip(subjects, wanted, strict=True)), subjects
 
 
@@ -228,7 +223,7 @@ def test_removing_leaves_a_whole_model_at_any_moment(model: Path) -> None:
     weights.rmdir()
     (model / "aside").rename(weights)
     assert load_model(model).experts == ("code",)
-    assert [fault.subject for fault in find_faults(model)] == [str(weights)]
+    assert [fault.subject for fault in find_faults(model)] == [str(weights.with_suffix(".json"))]
     remove_expert(model, "news")
     assert not weights.exists()
     assert find_faults(model) == []

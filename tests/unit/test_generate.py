@@ -129,14 +129,13 @@ def test_the_command_prints_a_continuation(run: Path, tmp_path: Path) -> None:
         "law": ["--experts", "law"],
         "given": ["--prior", "law=2,news=0"],
         "songs": ["--prior", "songs"],
-        "file": ["--prior", run / "evaluations" / "wiki.priors.parquet"],
         "wiki": ["--prior", "wiki"],
     }
     outputs = {
         name: demix("generate", model, *options, "--temperature", 0, *more).stdout for name, more in asked.items()
     }
     assert outputs["law"] == outputs["given"] == outputs["songs"]
-    assert outputs["file"] == outputs["wiki"] != outputs["law"]
+    assert outputs["wiki"] != outputs["law"]
     rules = {
         weights: demix("generate", model, *options, "--weights", weights).stdout
         for weights in ("tempered", "tempered(0.1,0.99)", "tempered(0.4,0.5)", "history", "switching(0.9)")

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax
 
 from demix.mix.mixtures import Mixture, Stream
-from demix.mix.rules import Cluster, ClusterHistory, History, Released, Switching, Tempered, WeightsRule, Window
+from demix.mix.rules import Cluster, ClusterHistory, History, Released, Switching, Tempered, WeightsRule
 from support.mixing import block_weights, log_weights, switching, tempered, updating_priors, window
 
-IN_BLOCKS = (History(), Released(), Window(2), Cluster(0.3), ClusterHistory(0.3))
+IN_BLOCKS = (History(), Released(), Cluster(0.3), ClusterHistory(0.3))
 IN_STREAMS = (Tempered(0.5, 0.9), Switching(0.1))
 
 
@@ -23,7 +23,7 @@ def expected_weights(
     if isinstance(rule, Switching):
         return log_weights(prior, switching(rows, prior, rule.alpha))
     blocks = [rows[start : start + length] for start in range(0, len(rows) + 1, length)]
-    weights = {Released: "released", Window: 2}.get(type(rule), "history")
+    weights = "released" if isinstance(rule, Released) else "history"
     priors = [prior] * len(blocks) if decay is None else updating_priors(blocks, weights, decay, prior)
     found = []
     for number, block in enumerate(blocks):

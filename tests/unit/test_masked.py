@@ -32,7 +32,6 @@ from demix.launch.job import Places
 from demix.model.decode import open_model
 from demix.model.directory import describe
 from demix.model.export import export_hf
-from demix.model.filling import fillings, masked_inputs
 from demix.model.gpt import GPT, MASKED
 from demix.model.scoring import FOLDS, log_probabilities, masked_log_probabilities
 from demix.plan.flops import scoring_flops
@@ -40,7 +39,6 @@ from demix.run.evaluated import evaluated
 from demix.train.adapt import adapt
 from demix.train.optimizers import group_of
 from support.checkpoints import all_tensors
-from support.cli import demix
 from support.contents import contents
 from support.entries import tiny
 from support.errors import refused
@@ -296,52 +294,23 @@ def test_logits_and_gradients_are_those_of_roberta_of_transformers(options: dict
             torch.testing.assert_close(found[name][some].float(), gradient, rtol=1e-4, atol=1e-7, msg=name)
 
 
-def test_fillings_are_those_of_the_pipeline_of_transformers(tokens: Path, tmp_path: Path) -> None:
+@torch.no_grad()
+def test_an_exported_model_fills_masks_with_demixs_probabilities(tokens: Path, tmp_path: Path) -> None:
+    """As in fairseq, the white space before a mask belongs to the token that is filled in."""
     model, encoder = roberta(tokens)
     folder = written(model, encoder, tokens, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    given = [encoder.vocab_size if one == MASKED else int(one) for one in masked_inputs(encoder, TEXT)]
-    assert tokenizer(TEXT)["input_ids"] == [one + 1 for one in given]
+    first, second, rest = (encoder.encode(part.rstrip()).tolist() for part in TEXT.split("<mask>"))
+    given = [encoder.end_of_text, *first, MASKED, *second, MASKED, *rest]
+    assert tokenizer(TEXT)["input_ids"] == [1 + (encoder.vocab_size if one == MASKED else one) for one in given]
     theirs = pipeline("fill-mask", model=str(folder), tokenizer=tokenizer, top_k=4)(TEXT)
-    ours = fillings([model], encoder, TEXT, np.zeros(1), top=4)
-    assert len(theirs) == len(ours) == 2
+    ours = model.logits(model(torch.tensor(given)[None, None]))[0, 0].softmax(-1)[torch.tensor(given) == MASKED]
+    for found, wanted in zip(ours, theirs, strict=True):
+        best = found.topk(4)
+        assert best.values.tolist() == pytest.approx([one["score"] for one in wanted], rel=1e-4)
+        assert best.indices.tolist() == [one["token"] - 1 for one in wanted]
     # In a document the same letters are text.
     assert encoder.decode(encoder.encode(TEXT)) == TEXT
-    for found, wanted in zip(ours, theirs, strict=True):
-        assert [one.probability for one in found] == pytest.approx([one["score"] for one in wanted], rel=1e-4)
-        assert [one.text for one in found] == [encoder.decode([one["token"] - 1]) for one in wanted]
-        assert all(one.by_expert == pytest.approx((one.probability,)) for one in found)
-
-
-def test_fillings_of_a_mixture_add_up_the_probabilities_of_its_experts(tokens: Path) -> None:
-    (model, encoder), prior = roberta(tokens, THREE), np.array([0.5, 0.2, 0.3])
-    model = model.double()
-    inputs = torch.from_numpy(masked_inputs(encoder, TEXT))
-    (first, _) = np.flatnonzero(inputs == MASKED)
-    each = [alone(model, name) for name in THREE]
-    p = torch.stack([one.logits(one(inputs[None, None]))[0, 0, first].softmax(-1) for one in each]).detach().numpy()
-    mixed = prior @ p
-    found = fillings([model], encoder, TEXT, np.log(prior), top=3)
-    assert [one.probability for one in found[0]] == pytest.approx(sorted(mixed, reverse=True)[:3])
-    assert list(found[0][0].by_expert) == pytest.approx(p[:, mixed.argmax()].tolist())
-    # Experts that are whole models stand in trunks of their own.
-    apart = fillings(each, encoder, TEXT, np.log(prior), top=3)
-    assert [[one.text for one in place] for place in apart] == [[one.text for one in place] for place in found]
-    assert [one.probability for one in apart[0]] == pytest.approx([one.probability for one in found[0]])
-
-
-def test_a_prompt_with_masks_is_filled_in(tokens: Path, tmp_path: Path) -> None:
-    model, encoder = roberta(tokens, THREE)
-    save_model(model, tmp_path / "m", encoder.sha256)
-    file = ("--tokenizer", tokens / "tokenizer.json")
-    done = demix(
-        "generate", tmp_path / "m", "--prompt", TEXT, "--prior", "law=2,news=1", "--experts", "law,news", *file
-    )
-    assert done.exit_code == 0, done.exception
-    assert ("news" in done.stdout, "code" in done.stdout) == (True, False)
-    for subject, *words in (("text", "no mask"), ("text", "<mask>" * 64), ("--weights", TEXT, "--weights", "history")):
-        with refused(subject):
-            raise demix("generate", tmp_path / "m", "--prompt", *words, *file).exception
 
 
 @torch.no_grad()

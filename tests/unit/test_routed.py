@@ -3,7 +3,6 @@
 The oracles are routers of transformers, scikit-learn's ridge regression, and plain loops.
 """
 
-import itertools
 import math
 import os
 import shutil
@@ -18,7 +17,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.numpy import load_file
-from safetensors.torch import load_file as load_tensors
 from sklearn.linear_model import Ridge
 from torch import Tensor
 from transformers import GPT2LMHeadModel, SwitchTransformersConfig
@@ -270,7 +268,7 @@ def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_model("dense", TRAIN, paths, seed_of(folder), None, folder / "checkpoints" / "seed", until=10)
     places = folder / "models/up", folder / "metrics/up.jsonl", folder / "checkpoints/up"
     recipe = RECIPE.replace(warmup=0.0)
-    train_model("routed", recipe, paths, *places, branch=seed_of(folder), schedule="restart")
+    train_model("routed", recipe, paths, *places, branch=seed_of(folder))
     return folder
 
 
@@ -290,37 +288,6 @@ def test_upcycling_begins_with_the_next_loss_of_its_parent(run: Path) -> None:
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
-def test_a_continued_model_is_the_obvious_one(run: Path, tokens: Path, tmp_path: Path) -> None:
-    """From the dense model's own files: an expert's first moments are an E-th of its, the second a k·E-th."""
-    places = tmp_path / "model", tmp_path / "on.jsonl", tmp_path / "checkpoints"
-    train_model("routed", RECIPE, shard_paths(tokens), *places, branch=seed_of(run))
-    files = ("shared", "expert-dense")
-    saved = {k: t for name in files for k, t in load_tensors(seed_of(run) / f"{name}.safetensors").items()}
-    model = GPT(ARCHITECTURE, 400, ("dense",)).initialise(1)
-    optimizer = adamw(model)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "router" in name:
-                continue
-            shares = (4, 8) if name.startswith("blocks.1.feedforward.") else (1, 1)
-            parameter.copy_(saved[f"parameter/{name}"])
-            moments = {
-                key: (saved[f"optimizer/{key}/{name}"] / share).expand(parameter.shape).clone()
-                for key, share in zip(("exp_avg", "exp_avg_sq"), shares, strict=True)
-            }
-            optimizer.state[parameter] = {"step": torch.tensor(10.0)} | moments
-    drawn = batches_of("mixed", opened(tokens), TRAINING, 2, 32, seed=1)
-    rows, dense = (read_json_lines(path) for path in (tmp_path / "on.jsonl", run / "metrics" / "dense.jsonl"))
-    rows, dense = [row for row in rows if "loss" in row], [row for row in dense if "loss" in row]
-    assert [row["learning_rate"] for row in rows] == [row["learning_rate"] for row in dense[10:]]
-    of_steps = dict(list(enumerate(rates(24, TRAIN.learning_rate, TRAIN.warmup)))[10:])
-    for row, step in zip(rows, plain_steps(model, optimizer, drawn, of_steps), strict=True):
-        assert row["loss"] == pytest.approx(step.loss, rel=1e-5)
-    trained = load_model(tmp_path / "model")
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(trained.get_parameter(name), parameter, rtol=0, atol=2e-5)
-
-
 def test_a_routed_model_is_one_expert_in_its_files(run: Path, tokens: Path, tmp_path: Path) -> None:
     directory = run / "models" / "up"
     about = describe(directory).content
@@ -329,8 +296,7 @@ def test_a_routed_model_is_one_expert_in_its_files(run: Path, tokens: Path, tmp_
     assert about["parent"]["schedule"] == "restart"
     assert (about["shared_parameters"], about["expert_parameters"]) == parameters(ARCHITECTURE, 400)
     assert "routed" not in describe(run / "models" / "dense").content["architecture"]
-    (expert,) = read_experts(directory)
-    assert (expert.name, expert.parameters) == ("dense", about["expert_parameters"])
+    assert [*read_experts(directory)] == ["dense"]
     # A folder of a dense model is a parent, too.
     places, short = (tmp_path / "model", None, tmp_path / "checkpoints"), RECIPE.replace(tokens=192)
     train_model("routed", short, shard_paths(tokens), *places, branch=run / "models" / "dense")
@@ -348,9 +314,6 @@ def test_what_needs_experts_of_domains_refuses_a_routed_model(run: Path, tokens:
     with refused(up):
         adapt(up, (paths[0], paths[0]), ADAPT, Places(up, tmp_path / "m", tmp_path / "c"), chosen={})
     places = tmp_path / "model", None, tmp_path / "checkpoints"
-    with refused("step-00000010"):
-        shorter = RECIPE.replace(tokens=RECIPE.tokens // 2)
-        train_model("routed", shorter, paths, *places, branch=seed_of(run))
     for kind, recipe in (("routed", TRAIN), ("dense", RECIPE)):
         with refused("--settings.architecture"):
             train_model(kind, recipe, paths, *places)
@@ -359,7 +322,7 @@ def test_what_needs_experts_of_domains_refuses_a_routed_model(run: Path, tokens:
 
 # The order of the experts that the command merges: that of the names in the folder.
 ORDER = tuple(sorted(TRAINING))
-PENALTIES, FACTORS = (1e-4, 1e-3, 1e-2), (1.0, 3.0, 5.0, 10.0, 20.0)
+PENALTY, FACTORS = 1e-4, (1.0, 3.0, 5.0, 10.0, 20.0)
 assert list(TRAINING) != sorted(TRAINING)
 
 
@@ -367,10 +330,10 @@ def router_name(layer: int) -> str:
     return f"blocks.{layer}.feedforward.router"
 
 
-def ridge(states: list[np.ndarray], penalty: float, factor: float) -> np.ndarray:
+def ridge(states: list[np.ndarray], factor: float) -> np.ndarray:
     """A router [E, D] that tells whose states [N, D] are whose."""
     whole, domain = np.concatenate(states), np.repeat(np.arange(len(states)), [len(x) for x in states])
-    alpha = penalty * np.trace(whole.T @ whole) / whole.shape[1]
+    alpha = PENALTY * np.trace(whole.T @ whole) / whole.shape[1]
     solution: np.ndarray = (
         factor * Ridge(alpha=alpha, fit_intercept=False).fit(whole, np.eye(len(states))[domain]).coef_
     )
@@ -417,17 +380,16 @@ def test_merged_routers_are_ridge_regressions_of_the_domain_on_states_of_gpt2_th
     model, losses = load_model(merged).double(), {}
     written = [model.get_parameter(router_name(layer))[0].detach().numpy().copy() for layer in range(SIZES["layers"])]
     cuts = [blocks(shard, context, 50 * context, 40 * context) for shard in shards.values()]
-    for penalty, factor in itertools.product(PENALTIES, FACTORS):
+    for factor in FACTORS:
         for layer in range(SIZES["layers"]):
-            router = torch.from_numpy(ridge([of_domain[layer] for of_domain in texts], penalty, factor))
+            router = torch.from_numpy(ridge([of_domain[layer] for of_domain in texts], factor))
             with torch.no_grad():
                 model.get_parameter(router_name(layer)).copy_(router[None])
-        losses[penalty, factor] = -np.mean([log_probabilities(model, *cut).mean() for cut in cuts])
-    router = read_json(merged / "experts" / "dense.json")["router"]
-    chosen = router["penalty"], router["factor"]
+        losses[factor] = -np.mean([log_probabilities(model, *cut).mean() for cut in cuts])
+    chosen = read_json(merged / "experts" / "dense.json")["router"]["factor"]
     assert losses[chosen] == pytest.approx(min(losses.values()), abs=1e-6)
     for layer, router in enumerate(written):
-        wanted = ridge([of_domain[layer] for of_domain in texts], *chosen)
+        wanted = ridge([of_domain[layer] for of_domain in texts], chosen)
         np.testing.assert_allclose(router, wanted, rtol=0, atol=1e-3 * np.abs(wanted).max())
 
 
@@ -449,8 +411,6 @@ def test_the_files_say_what_was_merged(models: Path) -> None:
         for name in ORDER
     ]
     assert lineage["tokens"] == sum(of_expert["tokens"] for of_expert in of_experts)
-    (expert,) = read_experts(merged)
-    assert expert.parameters == about["expert_parameters"]
     assert (merged / "shared.safetensors").read_bytes() == (model / "shared.safetensors").read_bytes()
     assert (merged / "tokenizer.json").read_bytes() == (models.parent / "tokenizer.json").read_bytes()
     tensors = load_file(merged / "experts" / "dense.safetensors")

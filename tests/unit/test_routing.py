@@ -82,7 +82,7 @@ def test_the_released_rule_measures_a_document_without_the_last_token_before(run
         for start in range(0, len(ids), size):
             rows = far[None, start : start + size]
             mask = np.ones(rows.shape[:2], bool)
-            chunk = Chunk(np.zeros_like(rows), mask, {"distances": rows}, documents[start : start + size])
+            chunk = Chunk(np.zeros_like(rows), mask, rows, documents[start : start + size])
             evidence, state = rule.evidence(chunk, state)
             found.append(evidence[0])
         np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-4)

@@ -46,7 +46,7 @@ class Near(WeightsRule):
     """Evidence that was computed elsewhere."""
 
     def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
-        return -chunk.side["distances"], state
+        return -chunk.distances, state
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_a_new_rule_is_a_class(table, rule: WeightsRule) -> None:
     beside = {"distances": SideTable(folder / "distances.parquet", EXPERTS)}
     found = document_losses(folder, EXPERTS, [*priors, old], priors, side=beside)
     # The whole text at once, as one block.
-    text = Chunk(scores[None], np.ones((1, TOKENS), bool), {"distances": distances[None]})
+    text = Chunk(scores[None], np.ones((1, TOKENS), bool), distances[None])
     for mixture, log_prior in priors.items():
         evidence, _ = rule.evidence(text, rule.begin(log_prior))
         losses = -log_mixture(log_weights(log_prior, evidence[0], mixture.top_k), scores)

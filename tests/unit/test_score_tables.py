@@ -117,7 +117,7 @@ def test_sums_by_document_are_those_of_whole_tables(tmp_path: Path, documents: i
         planned(method, some, weights, scorer, decay=decay, dev_blocks=5, top_k=top_k)
         for some in (experts, experts[1:])
         for method in ("average", "uniform", "updating", "cached", "fitted")
-        for weights in ("history", "released", 3)
+        for weights in ("history", "released")
         for decay in (0.3, 1.0)
         for top_k in ((None, 2) if method != "average" else (None,))
         for scorer in ("paper", "released")

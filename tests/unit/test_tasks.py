@@ -35,7 +35,7 @@ TASK = Task(test={"path": "x.jsonl"}, shots=8)
 GIVEN = Classification(
     tasks={},
     models=(),
-    weights=("history", 2, "released", "tempered", "switching", "cluster"),
+    weights=("history", "released", "tempered", "switching", "cluster"),
     temperature=0.1,
     top_k=(1, 2, 9),
 )
@@ -88,7 +88,6 @@ def test_every_routing_is_that_of_a_loop_over_tokens(top_k: int | None) -> None:
         close = -near[one.prompt.context] / 0.1
         expected = {
             "history": (uniform, window),
-            "2": (uniform, partial(window, size=2)),
             "released": (uniform, partial(window, size=1)),
             "tempered": (uniform, partial(tempered, beta=0.2, gamma=0.9)),
             "switching": (uniform, partial(switching, log_prior=np.full(E, -np.log(E)), alpha=0.2)),

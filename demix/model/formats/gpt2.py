@@ -30,7 +30,6 @@ FORMATS = (
         must={
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
-            "add_cross_attention": False,
         },
         writes={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
         blocks="transformer.h.{}.",
