@@ -9,7 +9,7 @@ from pydantic import Field
 from demix.config.addresses import refuse_unnamable
 from demix.errors import DemixError
 from demix.files.json_files import read_unsealed
-from demix.settings import Integer, Positive, Settings, Text, absent
+from demix.settings import Integer, Positive, Settings, Text, absent, settings_from
 
 GPT2_TYPES = 50257
 _KEY = "config key tokenizer"
@@ -77,7 +77,8 @@ def completed_tokenizer(section: TokenizerSection) -> TokenizerSection:
         cure = "name a tokenizer.json, import the model first, or give types and end_of_text"
         raise DemixError(path, "is missing", cure)
     said = types_and_end(path, _content(path))
-    return section.replace(**{key: value for key, value in said.items() if getattr(section, key) is None})
+    given = {key: getattr(section, key) for key in section.model_fields_set}
+    return settings_from(TokenizerSection, given | {key: said[key] for key in said if given.get(key) is None}, _KEY)
 
 
 def types_and_end(path: Path, content: Mapping[str, Any]) -> dict[str, int | str]:
