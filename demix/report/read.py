@@ -161,10 +161,11 @@ def bounds_of(differences: pd.DataFrame) -> Bounds:
 def paired(bounds: Bounds, system: ByDomain, base: System, domains: Iterable[str]) -> pd.DataFrame:
     """Bounds (low, high) of the 95% interval of `system` minus `base` in perplexity, on the same documents of a domain.
 
-    Only `BASES` and the second systems of `balanced_pairs` have such intervals, and none is of a variant or of a top-k.
-    Domains without an interval are left out.
+    Only `BASES`, the second systems of `balanced_pairs` and `rivals` have such intervals, and none is of a variant or
+    of a top-k. Domains without an interval are left out.
     """
-    by_row = base.model if base.by_distance and base.top_k is None and not base.variant else ""
+    whole = base.top_k is None and not base.variant
+    by_row = base.model if whole and (base.by_distance or base.method == "dense") else ""
     against = next((key for key, one in BASES.items() if one == base), by_row)
     found = ((name, system if isinstance(system, System) else system(name)) for name in sorted(domains))
     keys = {name: (against, name, *one.key) for name, one in found if not one.variant and one.top_k is None}

@@ -15,7 +15,6 @@ from demix.run.systems import (
     added,
     bases,
     by_distance,
-    combined_systems,
     merged_label,
     paper_systems,
     routed_weights,
@@ -23,6 +22,10 @@ from demix.run.systems import (
     table_rows,
     trained_systems,
 )
+
+# Claims name them.
+from demix.run.systems import rivals as rivals
+from demix.run.systems import with_same_counts as with_same_counts
 
 # A system, or the one that belongs to a domain.
 ByDomain = System | Callable[[str], System]
@@ -94,25 +97,6 @@ def released(system: ByDomain) -> ByDomain:
     if isinstance(system, System):
         return system.with_weights("released")
     return lambda domain: system(domain).with_weights("released")
-
-
-def _mixed(run: Run) -> Iterator[tuple[System, bool, frozenset[str]]]:
-    """The systems that mix columns of models: whether some model has experts, and the n-grams and caches next to it."""
-    trained = {one.name: one.kind.has_experts or one.kind.routed for one in run.own}
-    for system, one in zip(combined_systems(run), run.config.evaluation.mixed.values(), strict=True):
-        names = {*one.columns, *one.pairs}
-        yield system, any(trained.get(name) for name in names), frozenset(names - trained.keys())
-
-
-def rivals(run: Run) -> list[System]:
-    """The mixtures of dense models with what counts: n-grams, a cache of the text."""
-    return [system for system, experts, counts in _mixed(run) if counts and not experts]
-
-
-def with_same_counts(run: Run) -> list[tuple[System, System]]:
-    """The mixtures of experts with what counts, each next to that of a dense model with the same."""
-    dense = {counts: system for system, experts, counts in _mixed(run) if counts and not experts}
-    return [(system, dense[counts]) for system, experts, counts in _mixed(run) if experts and counts in dense]
 
 
 def baselines(run: Run) -> list[System]:

@@ -11,6 +11,7 @@ from demix.run.systems import (
     combined_systems,
     ngram_systems,
     paper_systems,
+    rivals,
     routed_weights,
     trained_systems,
 )
@@ -67,6 +68,8 @@ def comparisons(run: Run, domain: str) -> list[tuple[str, ...]]:
     """The rows of differences.parquet on `domain`: the key of a system, the name of its base, and the base's key."""
     pairs = [(one, name, base) for one in compared(run, domain) for name, base in bases(run).items()]
     pairs += [(one, base.model, base) for one, base in balanced_pairs(run)]
+    mixed = [*trained_systems(run), *combined_systems(run)]
+    pairs += [(one, rival.model, rival) for rival in rivals(run) for one in mixed if one != rival]
     return [(*one.key, name, *base.key) for one, name, base in pairs]
 
 

@@ -1,5 +1,6 @@
 """What a run evaluates and compares, derived from its models: sets of experts, score tables, systems."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from demix.config.mixing import METHODS, parsed_weights
@@ -198,6 +199,25 @@ def combined_systems(run: Run) -> tuple[System, ...]:
         else System(one.label or name, name, DENSE_EXPERT, "dense")
         for name, one in run.config.evaluation.mixed.items()
     )
+
+
+def _mixed(run: Run) -> Iterator[tuple[System, bool, frozenset[str]]]:
+    """The systems that mix columns of models: whether some model has experts, and the n-grams and caches next to it."""
+    trained = {one.name: one.kind.has_experts or one.kind.routed for one in run.own}
+    for system, one in zip(combined_systems(run), run.config.evaluation.mixed.values(), strict=True):
+        names = {*one.columns, *one.pairs}
+        yield system, any(trained.get(name) for name in names), frozenset(names - trained.keys())
+
+
+def rivals(run: Run) -> list[System]:
+    """The mixtures of dense models with what counts: n-grams, a cache of the text."""
+    return [system for system, experts, counts in _mixed(run) if counts and not experts]
+
+
+def with_same_counts(run: Run) -> list[tuple[System, System]]:
+    """The mixtures of experts with what counts, each next to that of a dense model with the same."""
+    dense = {counts: system for system, experts, counts in _mixed(run) if counts and not experts}
+    return [(system, dense[counts]) for system, experts, counts in _mixed(run) if experts and counts in dense]
 
 
 def merged_whole(run: Run) -> dict[str, System]:

@@ -162,6 +162,16 @@ def test_a_difference_whose_interval_has_the_edge_is_weak(
     assert judged(name, frozen, results, differences=known[known["domain"] != "licenses"]) in ("shown", "not shown")
 
 
+@pytest.mark.parametrize(("half", "expected"), [(1, "shown"), (40, "weak")])
+def test_experts_and_dense_models_with_the_same_counts_have_an_interval(
+    half: float, expected: str, frozen: Run
+) -> None:
+    name = "experts_against_the_same_counts"
+    known = rows_of(frozen, "differences").query("seed == 1 and against == 'dense' and model == 'mixed'")
+    known = known.assign(against="rival", perplexity_low=-10 - half, perplexity_high=-10 + half)
+    assert judged(name, frozen, levelled(frozen, CLAIMS[name], 0.9), differences=known) == expected
+
+
 def test_a_model_with_another_optimizer_is_not_judged_by_the_dense_model(frozen: Run) -> None:
     other = ({"learning_rate": 1e-3}, {"optimizer": {"kind": "muon", "beta1": 0.8}})
     runs = [changed(frozen, models={"demix_other": {"kind": "demix"} | keys}) for keys in other]

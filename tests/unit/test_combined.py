@@ -14,6 +14,7 @@ from demix.evaluate.score_tables import ScoreTable, read_scores
 from demix.files import read_json
 from demix.mix.mixtures import Mixture
 from demix.mix.rules import Tempered
+from demix.run.compared import comparisons
 from demix.run.evaluated import chosen_on_dev, columns_of
 from support.entries import tiny
 from support.errors import refused
@@ -121,6 +122,10 @@ def test_a_run_evaluates_systems_like_models() -> None:
         "pairs": {"pairs": ["demix", "ngram2_domains"]},
     }
     run = tiny(evaluation={"ngrams": [2], "systems": systems})
+    against = [pair[:1] for pair in comparisons(run, run.training[0]) if pair[4] == "rival"]
+    assert against.count(("pairs",)) == 1
+    assert ("demix",) in against
+    assert ("rival",) not in against
     assert chosen_on_dev(run)["pairs"] == run.training == columns_of(run, "demix")
     assert next(model for model in run.own if model.name == "dense").splits == ("dev", "test")
     for wrong in (
