@@ -63,13 +63,13 @@ def opening(path: Path) -> dict:
         start = time.process_time()
         shard = TokenShard.open(path)
         times.append(time.process_time() - start)
-    return row(f"open {len(shard) / 1e6:.1f}M tokens, {len(shard.files)} files", 1000 * max(times), 50.0, "ms")
+    return row(f"open {len(shard) / 1e6:.1f}M tokens", 1000 * max(times), 50.0, "ms")
 
 
 def reading(path: Path, flat: Path) -> list[dict]:
     shard = TokenShard.open(path)
     shard.read(0, len(shard)).tofile(flat)
-    mapped = np.memmap(flat, shard.files[0].dtype, mode="r")
+    mapped = np.memmap(flat, shard.tokens.dtype, mode="r")
     places = np.random.default_rng(1).integers(0, len(shard) // LENGTH, 300_000) * LENGTH
 
     def speed(read: Callable[[int, int], np.ndarray]) -> float:
@@ -84,7 +84,7 @@ def reading(path: Path, flat: Path) -> list[dict]:
             max(speed(lambda a, b, read=read, finish=finish: finish(read(a, b))) for _ in range(3))
             for read in (shard.read, lambda a, b: mapped[a:b])
         )
-        rows.append(row(f"random {name}, {len(shard.files)} files", ours, peer, "blocks/s"))
+        rows.append(row(f"random {name}", ours, peer, "blocks/s"))
     return rows
 
 
@@ -99,10 +99,9 @@ def main(path: Path | None) -> None:
         gpt2_tokenizer(folder / "gpt2.json")
         rows = encoding(texts, folder / "gpt2.json")
         pq.write_table(pa.table({"text": pa.array(texts * 16, pa.large_string())}), folder / "train.parquet")
-        for files, file_tokens in (("one", 1 << 30), ("many", 1 << 20)):
-            shard = folder / files / "train.arrow"
-            tokenize(folder / "gpt2.json", folder / "train.parquet", shard, file_tokens=file_tokens)
-            rows += [opening(shard), *reading(shard, folder / "flat")]
+        shard = folder / "train.arrow"
+        tokenize(folder / "gpt2.json", folder / "train.parquet", shard)
+        rows += [opening(shard), *reading(shard, folder / "flat")]
     show(rows, path)
 
 

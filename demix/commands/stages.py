@@ -49,7 +49,7 @@ STAGES = {
     "evaluate": ("evaluate.domain.evaluate", "domain"),
     "contexts": ("evaluate.contexts.evaluate_contexts", "domain"),
     "audit": ("evaluate.memorization.audit_domain", "domain"),
-    "examples": ("data.examples.write_examples", "task documents"),
+    "examples": ("data.examples.write_examples", "task"),
     "fewshot": ("evaluate.fewshot.score_task", "directory examples"),
     "harness-documents": ("evaluate.harness.write_documents", ""),
     "contamination": ("data.leakage.contamination", "documents train"),

@@ -24,18 +24,6 @@ class Clustering(Settings):
     balanced: Switch = Field(default=True, description="Whether k-means keeps its clusters equal in documents.")
     dimensions: Positive = Field(default=100, description="Dimensions that tf-idf is reduced to.")
     documents: Positive = Field(default=400_000, description="Documents of the sample that is fitted, drawn by hash.")
-    min_documents: Positive | None = Field(
-        default=None,
-        description="Documents of the sample in which a term occurs at least. Not given: 10 for a sample of more than "
-        "100,000 documents, else 1.",
-    )
-    normalise: Literal["unit", "standard"] = Field(
-        default="unit",
-        description="unit: points have length 1. standard: z-scores over the sample; squared distances are divided by "
-        "the dimensions.",
-    )
-    numbers: Switch = Field(default=True, description="Whether words that begin with a digit are one term.")
-    rounds: Positive = Field(default=50, description="Rounds of k-means at most.")
 
 
 def cluster_names(name: str, clustering: Clustering, domains: Iterable[str]) -> tuple[str, ...]:

@@ -214,7 +214,7 @@ class Config(Settings):
             cause = f"is {source.revision}, which is not a commit: its text can change"
             cure = "put in what `demix config --pin CONFIG` prints, or set allow_branches: true"
             raise DemixError(f"config key {key}.revision", cause, cure)
-        check_tasks(self.tasks, self.domains.training)
+        check_tasks(self.tasks)
         refuse_secrets("config key tracking.uri", self.tracking.uri, LOG_IN_ELSEWHERE)
 
     def _check_suites(self) -> None:

@@ -12,7 +12,7 @@ from demix.config.addresses import LOG_IN, STORES, local, refuse_secrets, refuse
 from demix.config.files import files_at
 from demix.config.names import refuse_name
 from demix.errors import DemixError, nearest
-from demix.settings import DistinctItems, Integer, Items, Number, Positive, Settings, Switch, Text, absent
+from demix.settings import Integer, Items, Number, Positive, Settings, Switch, Text, absent
 
 
 def domain_name(name: str) -> str:
@@ -60,14 +60,6 @@ class SourceSection(Settings):
         default="text",
         description="Field that holds the text (not used for .txt). A dot leads into a nested field. [] reads every "
         "item of a list and joins the texts of the items by newlines: full_text[].paragraphs[].",
-    )
-    id: Text | None = Field(
-        default=None, description="Field that names a document in error messages; null means file and row."
-    )
-    metadata: DistinctItems[Text] = Field(
-        default=(),
-        description="Further fields to keep with each document, anonymized like the text. The documents and the splits "
-        "hold them as JSON in a column `metadata`.",
     )
     where: dict[Text, Scalar | Annotated[Items[Scalar], Field(min_length=1)] | Range] = Field(
         default_factory=dict,
@@ -243,8 +235,7 @@ class DomainsSection(Settings):
     training: dict[DomainName, DomainSection | None] = Field(
         min_length=1,
         description="Domains that get an expert when the model is trained. null leaves out a domain of the base. A key "
-        "that still names it is refused in one line that names the key: `removal.retrain_without`, `labels` of a task "
-        "of `made: domains`.",
+        "that still names it, such as `removal.retrain_without`, is refused in one line that names the key.",
     )
     novel: dict[DomainName, DomainSection | None] = Field(
         default_factory=dict,

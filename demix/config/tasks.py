@@ -1,7 +1,7 @@
 """The section `tasks`: texts with labels, and how a model is asked which label belongs to a text."""
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
@@ -29,13 +29,7 @@ Template = Annotated[Text, AfterValidator(_template)]
 class Task(Settings):
     """A task: examples of a text with labels to choose from, and how they are asked."""
 
-    made: Literal["domains", "continuations"] | None = Field(
-        default=None,
-        description="Make the examples of the run's own held-out documents. domains: which training domain is this "
-        "text of. continuations: which of four second halves continues this first half of a document. Tests are "
-        "of the test splits, demonstrations and validation examples of the dev splits.",
-    )
-    test: SourceSection | None = Field(default=None, description="Source of the examples that are tested.")
+    test: SourceSection = Field(description="Source of the examples that are tested.")
     train: SourceSection | None = Field(
         default=None,
         description="Source of the demonstrations. null draws them from the tested source: these are not tested.",
@@ -47,12 +41,10 @@ class Task(Settings):
     labels: dict[Text, Text] = Field(
         default_factory=dict,
         description='The words for the values of `label`, such as `{"0": World, "1": Sports}`. Empty: '
-        "all values of the field. Of `made: domains`, words for domains; the others' are their names.",
+        "all values of the field.",
     )
-    template: Template | None = Field(
-        default=None,
-        description="How a text is followed by its label. It ends with {label}. null: `{text} {label}`, or of `made: "
-        "continuations` `{text}{label}`.",
+    template: Template = Field(
+        default="{text} {label}", description="How a text is followed by its label. It ends with {label}."
     )
     shots: Annotated[Integer, Field(ge=0)] = Field(
         default=0, description="Demonstrations (examples with their labels) before each text."
@@ -65,8 +57,8 @@ class Task(Settings):
     )
     tokens: Positive | None = Field(
         default=None,
-        description="Tokens of a text with its label at most; a longer text is shortened to its start, or of `made: "
-        "continuations` to its end. null: an equal share of the model's context for each demonstration and the text.",
+        description="Tokens of a text with its label at most; a longer text is shortened. null: an equal share of the "
+        "model's context for each demonstration and the text.",
     )
     calibrated: Switch = Field(
         default=False,
@@ -75,23 +67,9 @@ class Task(Settings):
     )
 
     @property
-    def form(self) -> str:
-        """The template."""
-        return self.template or ("{text}{label}" if self.made == "continuations" else "{text} {label}")
-
-    @property
-    def keeps_end(self) -> bool:
-        """Whether a longer text keeps its end."""
-        return self.made == "continuations"
-
-    @property
     def pooled(self) -> int:
         """The examples that all seeds may draw demonstrations and validation examples from, at most."""
         return len(self.seeds) * (self.shots + OTHERS)
-
-    def words_of(self, domains: Iterable[str]) -> list[str]:
-        """The words for `domains` in a task of `made: domains`: those of `labels`, else their names."""
-        return [self.labels.get(name, name.replace("_", " ")) for name in domains]
 
     @property
     def sources(self) -> dict[str, SourceSection]:
@@ -112,49 +90,28 @@ class ExamplesRecipe(Task):
     seed: Seed
 
 
-def refuse_equal(key: str, words: list[str]) -> None:
-    """Raise DemixError for a word that two labels have."""
-    if len(set(words)) < len(words):
-        raise DemixError(key, f"gives two labels the word {max(words, key=words.count)}", "give each its own")
-
-
 def refuse_count(key: str, labels: int) -> None:
     """Raise DemixError unless there are labels to choose from, and few enough to ask for each of them."""
     if labels < 2:
         raise DemixError(key, "has only one label", "give two or more")
     if labels > MAX_LABELS:
-        raise DemixError(key, f"has more than {MAX_LABELS} labels", "give fewer, or own choices to each example")
+        raise DemixError(key, f"has more than {MAX_LABELS} labels", "give fewer")
 
 
-def check_tasks(tasks: Mapping[str, Task], training: Collection[str]) -> None:
-    """Raise DemixError for a task with keys that do not go together; `training` are the training domains."""
+def check_tasks(tasks: Mapping[str, Task]) -> None:
+    """Raise DemixError for a task with keys that do not go together."""
     for name, task in tasks.items():
-        key = f"config key tasks.{name}"
-        _check_examples(key, task)
-        if task.made == "domains":
-            if foreign := [label for label in task.labels if label not in training]:
-                raise DemixError(f"{key}.labels.{foreign[0]}", "is not a training domain", "name training domains")
-            if len(training) < 2:
-                raise DemixError(key, "needs two training domains", "leave the task out")
-        elif task.made and task.labels:
-            raise DemixError(f"{key}.labels", "is given together with made: continuations", "leave it out")
+        key, words = f"config key tasks.{name}", list(task.labels.values())
+        if task.calibrated and task.shots and not task.template.removesuffix("{label}").split("{text}")[1].strip():
+            cause = "needs words before the label, to which the demonstrations lead where the text is left out"
+            raise DemixError(f"{key}.calibrated", cause, "put words between {text} and {label}, or use 0 shots")
         if not task.shots and len(task.seeds) > 1:
             cause = f"has {len(task.seeds)} seeds, which draw demonstrations, for 0 shots"
             raise DemixError(f"{key}.seeds", cause, "give one seed, or shots")
-        if task.labels and not task.made:
-            refuse_count(f"{key}.labels", len(task.labels))
-        words = task.words_of(training) if task.made == "domains" else list(task.labels.values())
-        refuse_equal(f"{key}.labels", words)
+        if words:
+            refuse_count(f"{key}.labels", len(words))
+        if len(set(words)) < len(words):
+            cause = f"gives two labels the word {max(words, key=words.count)}"
+            raise DemixError(f"{key}.labels", cause, "give each its own")
         for split, source in task.sources.items():
             check_source(f"{key}.{split}", source)
-
-
-def _check_examples(key: str, task: Task) -> None:
-    """Raise DemixError unless the task at `key` has one source of its examples, and words that calibration needs."""
-    if (task.made is None) == (task.test is None):
-        raise DemixError(key, "has both made and test" if task.made else "has no examples", "give made or test")
-    if task.calibrated and task.shots and not task.form.removesuffix("{label}").split("{text}")[1].strip():
-        cause = "needs words before the label, to which the demonstrations lead where the text is left out"
-        raise DemixError(f"{key}.calibrated", cause, "put words between {text} and {label}, or use 0 shots")
-    for split in task.sources if task.made else ():
-        raise DemixError(f"{key}.{split}", "is given together with made", "leave it out: the dev splits are used")

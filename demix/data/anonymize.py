@@ -1,4 +1,4 @@
-"""Personal data replaced by the dummy tokens of the paper's Table 8, in text and in metadata.
+"""Personal data replaced by the dummy tokens of the paper's Table 8.
 
 What each category means here, and where it differs from the code published with the paper
 (demix-data, scripts/anonymize_file.py):
@@ -24,13 +24,11 @@ time is linear in the text. Anonymizing it again changes nothing.
 """
 
 import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -43,8 +41,7 @@ from demix.files.batches import counted, read_batches, write_batches
 
 # What the raw file's key-value metadata counts.
 _WHEN_READ = ("invalid_bytes", "surrogates", "not_utf8")
-_TYPES = {"id": pa.string(), "text": pa.large_string(), "n_words": pa.int64(), "origin": pa.string()}
-SCHEMA = pa.schema(_TYPES | {"metadata": pa.large_string()})
+SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("n_words", pa.int64()), ("origin", pa.string())])
 
 _ROUNDS = 4
 # Of spans that overlap, the first of these is right.
@@ -106,10 +103,9 @@ def anonymize_documents(
 
     Documents of more than `document_words` words are then cut into documents of this length, and documents of more than
     `piece_words` words into pieces of this length. Writes Parquet with `id` (hexadecimal sha256 of the final text),
-    `text`, `n_words` (words parted by white space), `origin` (the id of the document that a piece was cut from, else
-    its own) and `metadata`, and the JSON `counts`: documents, words written, rules applied, documents rejected
-    ("empty": without a word, "not_utf8": no text, left out when they were read), replacements by category. Source ids,
-    which may hold personal data, go no further.
+    `text`, `n_words` (words parted by white space) and `origin` (the id of the document that a piece was cut from, else
+    its own), and the JSON `counts`: documents, words written, rules applied, documents rejected ("empty": without a
+    word, "not_utf8": no text, left out when they were read), replacements by category.
     """
     normalised: Counter[str] = Counter(invalid_bytes=0, surrogates=0, nul=0, line_ends=0)
     replacements: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
@@ -123,19 +119,16 @@ def anonymize_documents(
         return text
 
     def batches() -> Iterator[pa.RecordBatch]:
-        read = read_batches(input, ["text", "metadata"])
-        for batch in counted(read, f"{input.parent.name}: documents", [input]):
+        for batch in counted(read_batches(input, ["text"]), f"{input.parent.name}: documents", [input]):
             rows = []
-            columns = (batch.column(name).to_pylist() for name in ("text", "metadata"))
-            for text, metadata in zip(*columns, strict=True):
-                cleaned = clean(text)
+            for cleaned in map(clean, batch.column("text").to_pylist()):
                 for document in [cleaned] if document_words is None else cut(cleaned, document_words):
                     origin = _sha256(document)
                     for piece in [document] if piece_words is None else cut(document, piece_words):
                         words = len(piece.split())
                         totals.update(documents=1, words=words, empty=not words)
                         if words:
-                            rows.append((_sha256(piece), piece, words, origin, _clean_metadata(metadata, clean)))
+                            rows.append((_sha256(piece), piece, words, origin))
             if rows:
                 typed = zip(zip(*rows, strict=True), SCHEMA.types, strict=True)
                 yield pa.record_batch([pa.array(column, type_) for column, type_ in typed], schema=SCHEMA)
@@ -155,24 +148,3 @@ def cut(text: str, words: int) -> list[str]:
 
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _clean_metadata(metadata: str, clean: Any) -> str:
-    if metadata == "{}":
-        return metadata
-    return json.dumps(_walk(json.loads(metadata), clean), sort_keys=True, ensure_ascii=False)
-
-
-def _walk(value: Any, clean: Any) -> Any:
-    if isinstance(value, str):
-        return clean(value)
-    if isinstance(value, dict):
-        return {clean(key): _walk(item, clean) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_walk(item, clean) for item in value]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        # A card's number may have become 4111111111111111.0.
-        digits = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
-        text = clean(digits)
-        return value if text == digits else text
-    return value

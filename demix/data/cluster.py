@@ -1,7 +1,7 @@
 """Clusters of documents: fitted on a sample, then used to assign documents and to see how near a context is to each.
 
 Sources: Gururangan et al. 2023, sections 2.1, 2.2 and 3.2. A clusterer is a folder: `clusterer.safetensors` (idf,
-components, mean, scale, centres), `terms.parquet` (term) and, written last, the sealed `clusterer.json`.
+components, centres), `terms.parquet` (term) and, written last, the sealed `clusterer.json`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from demix.config.clustering import Clustering, cluster_names
 from demix.config.evaluation import Context
 from demix.data.balance import kmeans, means, squared_distances
 from demix.data.embed import Embedding, Prefixes, fit_embedding
-from demix.data.shards import TokenShard, write_spans
+from demix.data.shards import TokenShard, join_documents
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import (
@@ -35,9 +35,11 @@ from demix.files import (
 )
 from demix.files.batches import counted, read_batches, write_batches
 
-VERSION = 1
+VERSION = 2
 # A sample that is larger has terms of ten documents or more, so that it is fitted within 1.5 GB.
 FEW_DOCUMENTS = 100_000
+# The most rounds of k-means.
+ROUNDS = 50
 ASSIGNED = pa.schema([pa.field("cluster", pa.uint16(), False), pa.field("distance", pa.float32(), False)])
 # Tokens whose distances are in memory at one time.
 _TOKENS = 1 << 14
@@ -69,29 +71,26 @@ class Clusterer:
         arrays = load_file(folder / "clusterer.safetensors")
         centres = arrays.pop("centres")
         terms = tuple(read_parquet(folder / "terms.parquet").column("term").to_pylist())
-        embedding = Embedding(terms, **arrays, normalise=manifest["normalise"])
+        embedding = Embedding(terms, **arrays)
         names, method, seed = tuple(manifest["names"]), manifest["method"], manifest["seed"]
         return Clusterer(embedding, centres, names, method, seed, digest(manifest))
 
     def write(self, folder: Path, more: Mapping[str, Any]) -> "Clusterer":
         """Write the files below `folder`; `clusterer.json` also gets `more`."""
         embedding = self.embedding
-        arrays = {name: getattr(embedding, name) for name in ("idf", "components", "mean", "scale")}
+        arrays = {name: getattr(embedding, name) for name in ("idf", "components")}
         with replacing(folder / "clusterer.safetensors") as temporary:
             # Python's own write says by the number of its error that a disk is full.
             temporary.write_bytes(save(arrays | {"centres": self.centres}))
         write_parquet(pa.table({"term": pa.array(embedding.terms, pa.string())}), folder / "terms.parquet")
         files = {name: sha256_file(folder / name) for name in ("clusterer.safetensors", "terms.parquet")}
         manifest = {"version": VERSION, "method": self.method, "names": self.names, "seed": self.seed}
-        write_json(
-            folder / "clusterer.json", manifest | {"normalise": embedding.normalise, "files": files} | dict(more)
-        )
+        write_json(folder / "clusterer.json", manifest | {"files": files} | dict(more))
         return replace(self, sha256=digest(read_json(folder / "clusterer.json")))
 
     def distances(self, points: np.ndarray) -> np.ndarray:
-        """The squared distances [N, K] of `points` [N, D], of z-scores divided by the dimensions."""
-        found = squared_distances(points, self.centres)
-        return found / points.shape[1] if self.embedding.normalise == "standard" else found
+        """The squared distances [N, K] of `points` [N, D]."""
+        return squared_distances(points, self.centres)
 
     def labels(self, domain: str, ids: Sequence[str], distances: np.ndarray) -> np.ndarray:
         """The clusters [N] of documents of `domain` with these `ids`, [N], and `distances` [N, K]."""
@@ -133,13 +132,10 @@ def fit_clusters(documents: list[Path], settings: Clustering, output: Path, seed
                 drawn.append((keys, np.full(len(keys), -1) if given is None else given))
                 yield from zip(keys.tolist(), chosen.column("text").to_pylist(), strict=True)
 
-    few = settings.min_documents
     embedding, points = fit_embedding(
         sample(),
         dimensions=settings.dimensions,
-        min_documents=few if few is not None else 1 if size <= FEW_DOCUMENTS else 10,
-        normalise=settings.normalise,
-        numbers=settings.numbers,
+        min_documents=1 if size <= FEW_DOCUMENTS else 10,
         seed=seed,
         subject=subject,
     )
@@ -148,7 +144,7 @@ def fit_clusters(documents: list[Path], settings: Clustering, output: Path, seed
         start = _distinct(points, len(names))
         if len(start) < len(names):
             _too_few(subject, len(names), f"{len(start)} documents that differ")
-        centres, labels, objectives = kmeans(points, start, settings.rounds, settings.balanced)
+        centres, labels, objectives = kmeans(points, start, ROUNDS, settings.balanced)
     else:
         keys, labels = map(np.concatenate, zip(*drawn, strict=True))
         labels = labels[np.argsort(keys, kind="stable")]
@@ -305,7 +301,7 @@ def _seen_rows(shard: TokenShard, places: np.ndarray) -> np.ndarray:
 
 
 def cluster_shards(clusterer: Path, tokens: list[Path], length: int, output: Path) -> None:
-    """Write `<cluster>/<split>.arrow` for each cluster: its documents as spans of tokens/<domain>/<split>.arrow.
+    """Write `<cluster>/<split>.arrow` for each cluster, with its documents of all tokens/<domain>/<split>.arrow.
 
     Last of all, `<split>.json` gets the digests of these shards. The clusterer has the clusters of the documents in
     assigned/. Before a split is written, DemixError is raised for a cluster of fewer training tokens than a block of
@@ -330,23 +326,17 @@ def _split_shards(clusterer: Clusterer, folder: Path, paths: list[Path], length:
             raise DemixError(assigned, cause, "assign the documents again")
         labels.append(table.column("cluster").to_numpy())
 
-    def spans(cluster: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The source, first token and length of each document."""
-        columns = []
-        for number, (shard, some) in enumerate(zip(shards, labels, strict=True)):
-            own, ends = some == cluster, np.append(shard.offsets[1:], len(shard))
-            columns.append((np.full(own.sum(), number), shard.offsets[own], (ends - shard.offsets)[own]))
-        source, start, lengths = map(np.concatenate, zip(*columns, strict=True))
-        return source, start, lengths
-
-    for number, cluster in enumerate(clusterer.names):
+    chosen = [[np.flatnonzero(some == cluster) for some in labels] for cluster in range(len(clusterer.names))]
+    lengths = [np.diff(shard.offsets, append=len(shard)) for shard in shards]
+    for cluster, numbers in zip(clusterer.names, chosen, strict=True):
         # A loss on dev is measured on short blocks too.
-        if (tokens := spans(number)[2].sum()) < (least := length if split == "train" else 1):
+        tokens = sum(int(sizes[own].sum()) for sizes, own in zip(lengths, numbers, strict=True))
+        if tokens < (least := length if split == "train" else 1):
             kind = {"train": "training"}.get(split, split)
             cause = f"{cluster} has {tokens} {kind} tokens, fewer than one block of {length}"
             cause = cause if least > 1 else f"{cluster} has no {kind} tokens"
             raise DemixError(f"clustering {folder.name}", cause, "fewer clusters, or more text")
-    for number, cluster in enumerate(clusterer.names):
-        write_spans(paths, *spans(number), output / cluster / f"{split}.arrow")
+    for cluster, numbers in zip(clusterer.names, chosen, strict=True):
+        join_documents(paths, numbers, output / cluster / f"{split}.arrow")
     made = {cluster: read_json(output / cluster / f"{split}.json")["sha256"] for cluster in clusterer.names}
     write_json(output / f"{split}.json", {"clusters": made})

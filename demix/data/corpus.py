@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from demix.config.domains import Budget, SplitRecipe
+from demix.data.anonymize import SCHEMA
 from demix.data.leakage import gram_set, leaked, shares
 from demix.data.readers import TO_UTF8
 from demix.data.shared import made_once
@@ -30,7 +31,6 @@ from demix.progress import followed
 from demix.settings import Seed, Switch
 
 SPLITS = ("train", "dev", "test")
-SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("n_words", pa.int64()), ("origin", pa.string())])
 
 # Text held in memory while sorting, until there are as many stretches as files that a process may hold open.
 STRETCH_BYTES = 16 << 20
@@ -75,25 +75,20 @@ select coalesce(rank, -1) as rank
 from range($documents) files(row) left join (from ordered where rank >= $low and rank < $high) using (row)
 order by row
 """
-# Held-out texts that occur twice or that another training domain has, and chunks of train whose document is held out.
-_LEAKED = """
-select (select count(*) - count(distinct id) from held_out) + (select count(*) from trained)
-    + (select count(*) from others)
-    + (select count(*) from (select origin from held_out group by origin having count(distinct split) > 1))
-"""
+# The source documents of a split.
+_ORIGINS = "select count(distinct document) from ordered where rank >= $start and rank < $end"
 
 _log = logging.getLogger(__name__)
 
 
 class Splitting(SplitRecipe):
-    """How a domain is split: word budgets, the kind of domain, the run's seed, whether splits keep the metadata.
+    """How a domain is split: word budgets, the kind of domain, the run's seed.
 
     With `test_only` there is no train and no dev.
     """
 
     training: Switch
     seed: Seed
-    metadata: Switch = False
     test_only: Switch = False
 
 
@@ -117,9 +112,8 @@ def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting
     then test, then train: all chunks of a source document (those of one `origin`) are in one split. A document of dev
     or test gives its first chunks, up to `words.per_document` words, and the rest of it is in no split. With
     `near_duplicates`, texts of which more than this share of 13-grams occurs in dev or test stay out of train.
-    Each Parquet has the columns `id`, `text`, `n_words`, `origin`, and with `metadata` that of the documents, in that
-    order. Budgets that leave nothing for train are made smaller, with a warning: dev and test then have half of what
-    all documents could give to them.
+    Each Parquet has the columns `id`, `text`, `n_words`, `origin`. Budgets that leave nothing for train are made
+    smaller, with a warning: dev and test then have half of what all documents could give to them.
     In the card, the documents of the counts = those in the splits + rejected + duplicates.
     With `test_only` all that is kept is test, up to its words. Raises DemixError where dev and test leave no document
     for train, and where the test split of `test_only` has no document.
@@ -131,10 +125,9 @@ def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting
     for counts in (read_json(path.with_suffix(".json")) for path in documents):
         for key, total in totals.items():
             total.update(counts[key])
-    schema = SCHEMA.append(pa.field("metadata", pa.large_string())) if splitting.metadata else SCHEMA
     said: dict[str, Any] = {"domain": domain}
     with scratch(card) as folder, database(card) as tables:
-        work = _Work(domain, documents, folder, schema, tables, _left_out(totals["rejected"]))
+        work = _Work(domain, documents, folder, tables, _left_out(totals["rejected"]))
         said["duplicates"] = _deduplicate(work, owners, splitting)
         if splitting.test_only:
             edges = _held_out_edges(work, words, ("test",))
@@ -153,7 +146,8 @@ def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting
                 edges = _edges(work, budget) or _refused(work, words)
                 _write(work, edges, {"train": outputs["train"]})
             (totals["rejected"]["near_duplicates"],) = _one(tables, "select count(*) from near")
-            said["origins"] = _held_out_documents(tables, domain, outputs["train"], held_out, owners)
+            ends = {name: {"start": edges[name].start, "end": edges[name].end} for name in held_out}
+            said["origins"] = {name: _one(tables, _ORIGINS, **each)[0] for name, each in ends.items()}
         kept, ordered = _one(tables, "select (select count(*) from kept), (select count(*) from ordered)")
         (near,) = _one(tables, "select count(*) from near")
     totals["rejected"]["rest_of_held_out"] = kept - near - ordered
@@ -174,12 +168,11 @@ def _splits_of(splitting: Splitting) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Work:
-    """A domain being split: its files, a folder for stretches, the columns of its splits, its tables, what it lacks."""
+    """A domain being split: its files, a folder for stretches, its tables, what it lacks."""
 
     domain: str
     documents: list[Path]
     folder: Path
-    schema: pa.Schema
     tables: duckdb.DuckDBPyConnection
     left_out: str
 
@@ -318,10 +311,10 @@ def _write(work: _Work, edges: dict[str, _Edges], outputs: dict[str, Path]) -> N
     with open(ranks, "wb") as file:
         for batch in work.tables.sql(_RANKS, params=values).to_arrow_reader():
             batch.column("rank").to_numpy().tofile(file)
-    schema = work.schema.append(pa.field("rank", pa.int64()))
+    schema = SCHEMA.append(pa.field("rank", pa.int64()))
     with open(ranks, "rb") as file, ExitStack() as stack:
         writers = [stack.enter_context(pa.ipc.new_stream(str(path), schema)) for path in paths]
-        for batch in work.read(work.schema.names, "placed"):
+        for batch in work.read(SCHEMA.names, "placed"):
             rank = np.fromfile(file, np.int64, len(batch))
             order = np.argsort(rank)
             placed = pa.record_batch([*batch.columns[:-1], pa.array(rank)], schema=schema).take(pa.array(order))
@@ -332,7 +325,7 @@ def _write(work: _Work, edges: dict[str, _Edges], outputs: dict[str, Path]) -> N
         start, end = edges[name].start, edges[name].end
         ordered = _sorted(paths, firsts, start, end)
         ordered = followed(ordered, f"{work.domain}: {name} documents", end - start, len)
-        write_batches(output, work.schema, ordered, use_dictionary=False)
+        write_batches(output, SCHEMA, ordered, use_dictionary=False)
 
 
 def _sizes(paths: list[Path]) -> tuple[int, int]:
@@ -361,23 +354,3 @@ def _sorted(paths: list[Path], firsts: np.ndarray, start: int, end: int) -> Iter
         for place in range(0, len(order), rows):
             found = table.drop_columns("rank").take(pa.array(order[place : place + rows]))
             yield from found.combine_chunks().to_batches()
-
-
-def _held_out_documents(
-    tables: duckdb.DuckDBPyConnection, domain: str, train: Path, held_out: dict[str, Path], owners: Path
-) -> dict[str, int]:
-    """The numbers of source documents of dev and test, of which no training split has a text: that would be a bug."""
-    tables.execute("create table held_out (split varchar, id varchar, origin varchar)")
-    for name, path in held_out.items():
-        run_on(tables, f"insert into held_out select '{name}', * from batches", read_batches(path, ["id", "origin"]))
-    tables.execute("create table trained (id varchar); create table others (id varchar)")
-    same = "id in (select id from held_out)"
-    known = f"insert into trained select id from batches where {same} or origin in (select origin from held_out)"
-    run_on(tables, known, read_batches(train, ["id", "origin"]))
-    foreign = f"insert into others select id from batches where {same} and domain != '{domain}'"
-    run_on(tables, foreign, read_batches(owners, ["id", "domain"]))
-    (leaks,) = _one(tables, _LEAKED)
-    if leaks:
-        raise RuntimeError(f"{domain}: {leaks} texts of dev and test, or of their documents, are in a training split")
-    counts = "select count(distinct origin) from held_out where split = $split"
-    return {name: _one(tables, counts, split=name)[0] for name in held_out}

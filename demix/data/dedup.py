@@ -1,8 +1,7 @@
 """Texts that several domains hold: which training domain keeps each."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import duckdb
@@ -12,20 +11,11 @@ from demix.data.shared import made_once
 from demix.files.batches import counted, read_batches, write_batches
 from demix.files.database import database, run_on
 
-# Ids that are grouped and sorted at once.
-RANGE_ROWS = 500_000
 OWNERS_SCHEMA = pa.schema([("id", pa.string()), ("domain", pa.string())])
 
-# The last digits of a hash and a domain are the domain. A text that only one domain holds needs no hash.
 _OWNERS = """
-select lower(hex(id)) as id, if(
-    min(domain) = max(domain),
-    min(domain)::varchar,
-    list_min(
-        list_transform(split(string_agg(domain, '|'), '|'), lambda one: sha256(one || '|' || lower(hex(id))) || one)
-    )[65:]
-) as domain
-from held where held.id >= $low and held.id < $high group by held.id order by held.id
+select lower(hex(id)) as id, arg_min(domain::varchar, sha256(domain || '|' || lower(hex(id)))) as domain
+from held group by held.id order by held.id
 """
 
 
@@ -48,17 +38,8 @@ def mark_duplicates(inputs: dict[str, list[Path]], output: Path) -> None:
     """
     with database(output) as tables:
         _hold(tables, inputs)
-        write_batches(output, OWNERS_SCHEMA, _owners(tables), use_dictionary=["domain"])
-
-
-def _owners(tables: duckdb.DuckDBPyConnection) -> Iterator[pa.RecordBatch]:
-    """The owners of a range of ids after the other: in memory, they are grouped and sorted in half of the time."""
-    (rows,) = tables.sql("select count(*) from held").fetchall()[0]
-    parts = 1 + rows // RANGE_ROWS
-    edges = [((number << 256) // parts).to_bytes(32) for number in range(parts)]
-    for low, high in pairwise([*edges, b"\xff" * 33]):
-        found = tables.sql(_OWNERS, params={"low": low, "high": high}).to_arrow_reader(1 << 16)
-        yield from (batch.cast(OWNERS_SCHEMA) for batch in found)
+        found = (batch.cast(OWNERS_SCHEMA) for batch in tables.sql(_OWNERS).to_arrow_reader(1 << 16))
+        write_batches(output, OWNERS_SCHEMA, found, use_dictionary=["domain"])
 
 
 def _hold(tables: duckdb.DuckDBPyConnection, inputs: dict[str, list[Path]]) -> None:

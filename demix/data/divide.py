@@ -99,7 +99,7 @@ def _divided(source: Source, domain: str, output: Path, more: dict[str, Any]) ->
         def take(row: Row) -> bool:
             nonlocal words
             for document in sources.valid([sources.document_of(row, source)], omitted) if words < share else ():
-                write(document)
+                write(document[1:2])
                 words += len(document[1].split()) if share < math.inf else 0
             return words >= share
 

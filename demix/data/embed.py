@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -46,17 +45,13 @@ def _words(text: str) -> Iterator[str]:
 class Embedding:
     """V terms and what makes D numbers of their counts.
 
-    `terms` are the V terms in alphabetical order, `idf` [V] their weights, `components` [V, D] their rows of the SVD.
-    `normalise` is `unit` (a point has length 1, or 0 without any term) or `standard` (z-scores by `mean` and `scale`
-    [D], those of the sample).
+    `terms` are the V terms in alphabetical order, `idf` [V] their weights, `components` [V, D] their rows of the SVD. A
+    point has length 1, or 0 without any term.
     """
 
     terms: tuple[str, ...]
     idf: np.ndarray
     components: np.ndarray
-    mean: np.ndarray
-    scale: np.ndarray
-    normalise: str
 
     @cached_property
     def known(self) -> dict[str, int]:
@@ -84,39 +79,31 @@ class Embedding:
         counts = csr_array((np.ones(edges[-1]), numbers[known], edges), shape=(len(texts), len(self.terms)))
         counts.sum_duplicates()
         counts.data *= self.idf[counts.indices]
-        return self.normalised(counts @ self.components, np.sqrt((counts * counts).sum(1)))
+        return of_length_1(counts @ self.components)
 
-    def normalised(self, sums: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """The points [N, D] of sums of rows of the SVD, weighted by tf-idf of `lengths` [N]."""
-        if self.normalise == "unit":
-            # The length of the tf-idf cancels.
-            lengths = np.sqrt(np.einsum("nd,nd->n", sums, sums))
-        points: np.ndarray = sums / np.where(lengths > 0, lengths, 1)[:, None]
-        return points if self.normalise == "unit" else (points - self.mean) / self.scale
+
+def of_length_1(sums: np.ndarray) -> np.ndarray:
+    """The points [N, D] of sums of rows of the SVD, weighted by tf-idf, whose length cancels."""
+    lengths = np.sqrt(np.einsum("nd,nd->n", sums, sums))
+    points: np.ndarray = sums / np.where(lengths > 0, lengths, 1)[:, None]
+    return points
 
 
 def fit_embedding(
-    documents: Iterable[tuple[int, str]],
-    *,
-    dimensions: int,
-    min_documents: int,
-    normalise: str,
-    numbers: bool,
-    seed: int,
-    subject: str,
+    documents: Iterable[tuple[int, str]], *, dimensions: int, min_documents: int, seed: int, subject: str
 ) -> tuple[Embedding, np.ndarray]:
     """Fit an embedding to documents; also returns their points [N, D] in the order of their keys.
 
     `documents` are a distinct number (key) and a text each; their order does not matter. Stop words are scikit-learn's
     English ones, a term occurs in `min_documents` documents at least, a word that begins with a digit is the term
-    NUMBER, or none without `numbers`. Raises DemixError that names `subject` (the key of the clustering in the config)
+    NUMBER. Raises DemixError that names `subject` (the key of the clustering in the config)
     for fewer terms or documents than dimensions.
     """
     # Needs a second to import; only fitting needs it.
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS, CountVectorizer, TfidfTransformer
 
-    keys, stopped = list[int](), {*map(lowered, ENGLISH_STOP_WORDS), *([] if numbers else [NUMBER])}
+    keys, stopped = list[int](), {*map(lowered, ENGLISH_STOP_WORDS)}
 
     def texts() -> Iterator[str]:
         for key, text in documents:
@@ -145,13 +132,8 @@ def fit_embedding(
     components = TruncatedSVD(dimensions, n_iter=5, random_state=seed % 2**32).fit(counts).components_.T
     sums = (counts @ components).astype(np.float64, copy=False)
     del counts
-    mean, scale = np.zeros(dimensions), np.ones(dimensions)
-    if normalise == "standard":
-        mean, scale = sums.mean(0), sums.std(0)
-        scale[scale == 0] = 1
     idf, components = (np.ascontiguousarray(some, np.float64) for some in (weighting.idf_, components))
-    embedding = Embedding(tuple(names), idf, components, mean, scale, normalise)
-    return embedding, embedding.normalised(sums, np.ones(len(keys)))
+    return Embedding(tuple(names), idf, components), of_length_1(sums)
 
 
 class Prefixes:
@@ -159,10 +141,8 @@ class Prefixes:
 
     def __init__(self, embedding: Embedding) -> None:
         self._embedding = embedding
-        # Of the words that have ended: the weighted sum of their rows, the squared length of their tf-idf, and counts.
+        # The weighted sum of the rows of the words that have ended.
         self._sum = np.zeros(embedding.components.shape[1])
-        self._square = 0.0
-        self._counts = np.zeros(len(embedding.idf) if embedding.normalise == "standard" else 0, np.int64)
         # The bytes of the word, and of the character, that go on.
         self._pending = b""
 
@@ -171,7 +151,7 @@ class Prefixes:
 
         `ends` are non-decreasing. A character that is cut counts as none, bytes that are not UTF-8 as no letters.
         """
-        term_of, longest, idf = self._embedding.term_of, self._embedding.longest, self._embedding.idf
+        term_of, longest = self._embedding.term_of, self._embedding.longest
         data, ends = self._pending + data, ends + len(self._pending)
         text, whole = codecs.utf_8_decode(data, "surrogateescape", False)
         edges = _byte_edges(text, whole)
@@ -196,50 +176,19 @@ class Prefixes:
         stops, numbers = stops[known], numbers[known]
         done = np.searchsorted(stops, cuts, side="right")
 
-        sums = self._running(self._sum, self._rows(numbers))
+        sums = np.cumsum(np.concatenate([self._sum[None], self._rows(numbers)]), axis=0)
         found = sums[done]
         found[inside] += self._rows(parts)
-        squares = np.array([self._square])
-        lengths = np.zeros(len(cuts))
-        if len(self._counts):
-            earlier = _Earlier(numbers)
-            counts = self._counts[numbers] + earlier.before(numbers, np.arange(len(numbers)))
-            squares = self._running(squares[0], idf[numbers] ** 2 * (2 * counts + 1))
-            lengths = squares[done]
-            counts = self._counts[parts] + earlier.before(parts, done[inside])
-            lengths[inside] += idf[parts] ** 2 * (2 * counts + 1)
-        points = self._embedding.normalised(found, np.sqrt(lengths))
 
         ended = int(np.searchsorted(stops, open_from, side="right"))
         self._sum = sums[ended]
-        if len(self._counts):
-            self._square = float(squares[ended])
-            np.add.at(self._counts, numbers[:ended], 1)
         head = min(len(text), open_from + longest + 1)
         self._pending = data[edges[open_from] : edges[head]] + data[whole:]
-        return points
+        return of_length_1(found)
 
     def _rows(self, numbers: np.ndarray) -> np.ndarray:
         rows: np.ndarray = self._embedding.components[numbers] * self._embedding.idf[numbers, None]
         return rows
-
-    @staticmethod
-    def _running(first: Any, steps: np.ndarray) -> np.ndarray:
-        """The sums of `first` and of all steps before each, and of all."""
-        return np.cumsum(np.concatenate([np.reshape(first, (1, *steps.shape[1:])), steps]), axis=0)
-
-
-class _Earlier:
-    """How often a number is in a list before a place."""
-
-    def __init__(self, numbers: np.ndarray) -> None:
-        self._size = len(numbers) + 1
-        self._sorted = np.sort(numbers * self._size + np.arange(len(numbers)))
-
-    def before(self, numbers: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """The count of each of `numbers` [n] before each of `places` [n]."""
-        until, since = (numbers * self._size + place for place in (places, 0))
-        return np.searchsorted(self._sorted, until) - np.searchsorted(self._sorted, since)
 
 
 def _byte_edges(text: str, size: int) -> np.ndarray:

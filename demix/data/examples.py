@@ -1,37 +1,32 @@
-"""The examples of a task, from sources or made of a run's held-out documents, and the prompts that ask a model.
+"""The examples of a task, and the prompts that ask a model.
 
 `examples/<task>.parquet` has one row per example: a text that fits a model's context, the labels to choose from, and
 which of them is right. `prompts` is a function of this file and the task's settings, so that scoring and routing see
 the same prompts. Few-shot classification follows Gururangan et al. 2023, section 5 and appendix A.7.
 """
 
-import hashlib
-import heapq
 import json
 import logging
-import re
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 
 from demix.config.domains import SourceSection
-from demix.config.tasks import LEFT_OUT, MAX_LABELS, OTHERS, ExamplesRecipe, Task, refuse_count, refuse_equal
+from demix.config.tasks import LEFT_OUT, MAX_LABELS, OTHERS, ExamplesRecipe, Task, refuse_count
 from demix.data.readers import TO_UTF8
 from demix.data.sources import Omitted, Source, records
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import read_parquet, seed_for, write_parquet
-from demix.files.batches import read_batches
 from demix.settings import settings_from, written
 
-_TYPES = {"split": pa.string(), "id": pa.string(), "text": pa.large_string(), "choices": pa.list_(pa.string())}
-_TYPES |= {"answer": pa.int16(), "domain": pa.string(), "shortened": pa.bool_()}
+_TYPES = {"split": pa.string(), "text": pa.large_string(), "choices": pa.list_(pa.string())}
+_TYPES |= {"answer": pa.int16(), "shortened": pa.bool_()}
 SCHEMA = pa.schema([pa.field(name, type_, False) for name, type_ in _TYPES.items()])
 # A template that leaves fewer tokens for the text has no use.
 MIN_TOKENS = 8
@@ -39,10 +34,6 @@ MIN_TOKENS = 8
 SEPARATOR = "\n\n"
 # Tokens that two texts may need more side by side than each by itself.
 _JOINT = 2
-# Of `made: continuations`: the choices of an example, and the tokens of each.
-CHOICES, CHOICE_TOKENS = 4, 16
-_GAP = re.compile(r"\s+(?=\S)")
-
 _log = logging.getLogger(__name__)
 
 
@@ -50,21 +41,14 @@ _log = logging.getLogger(__name__)
 class Example:
     """A text, the labels to choose from and the number of the right one.
 
-    `split` is test, train (demonstrations) or validation. `domain` is that of the document of a made example. `id` is
-    the sha256 of the content. `shortened` says that the text was longer.
+    `split` is test, train (demonstrations) or validation. `shortened` says that the text was longer.
     """
 
     split: str
     text: str
     choices: tuple[str, ...]
     answer: int
-    domain: str = ""
     shortened: bool = False
-
-    @property
-    def id(self) -> str:
-        """The sha256 of text, labels and answer."""
-        return hashlib.sha256(json.dumps([self.text, self.choices, self.answer]).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -82,33 +66,24 @@ class Prompt:
     context: str
     choices: tuple[str, ...]
     answer: int = -1
-    domain: str = ""
     cue: int = -1
 
 
-def write_examples(
-    task: str, tokenizer: Path, settings: ExamplesRecipe, output: Path, documents: Sequence[Path] = ()
-) -> None:
-    """Read or make the examples of a task, with texts that fit into a model's context.
+def write_examples(task: str, tokenizer: Path, settings: ExamplesRecipe, output: Path) -> None:
+    """Read the examples of a task, with texts that fit into a model's context.
 
-    `documents` are corpus/<domain>/test.parquet and dev.parquet, for a task that is made of them. A text is shortened
-    to `tokens` of the settings, by default to its share of a block. Raises DemixError for a task without enough
-    examples, with a label that is not a choice, and for a template that leaves no room for texts.
+    A text is shortened to `tokens` of the settings, by default to its share of a block. Raises DemixError for a task
+    without enough examples, with a label that is not one of `labels`, and for a template that leaves no room for texts.
     """
-    encoder, files = Tokenizer.load(tokenizer), dict[str, dict[str, Path]]()
-    for path in documents:
-        files.setdefault(path.stem, {})[path.parent.name] = path
-    drawn = _drawn(task, settings, files, encoder, output)
-    examples = list(fitted(task, settings, drawn, encoder, settings.length))
+    encoder = Tokenizer.load(tokenizer)
+    examples = list(fitted(task, settings, _drawn(task, settings, output), encoder, settings.length))
     check_enough(task, settings, examples)
-    rows = [{"id": one.id, **asdict(one)} for one in examples]
-    write_parquet(pa.Table.from_pylist(rows, SCHEMA), output)
+    write_parquet(pa.Table.from_pylist([asdict(one) for one in examples], SCHEMA), output)
 
 
 def read_examples(path: Path) -> list[Example]:
     """The examples in `examples/<task>.parquet`."""
-    rows = read_parquet(path).drop_columns("id").to_pylist()
-    return [Example(**row | {"choices": tuple(row["choices"])}) for row in rows]
+    return [Example(**row | {"choices": tuple(row["choices"])}) for row in read_parquet(path).to_pylist()]
 
 
 def check_enough(name: str, task: Task, examples: Sequence[Example]) -> None:
@@ -148,14 +123,14 @@ def prompts(task: Task, examples: Sequence[Example]) -> Iterator[Prompt]:
             for number, (before, one) in enumerate(some):
                 cue = cues.setdefault(_filled(task, before, "", one.choices), len(cues)) if task.calibrated else -1
                 context, choices = _filled(task, before, one.text, one.choices)
-                yield Prompt(split, seed, number, context, choices, one.answer, one.domain, cue)
+                yield Prompt(split, seed, number, context, choices, one.answer, cue)
         for (context, choices), number in cues.items():
             yield Prompt("cue", seed, number, context, choices)
 
 
 def asked(task: Task, text: str, choices: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     """The template up to the label, without white space at its end, and the choices, which begin with that."""
-    filled = task.form.removesuffix("{label}").replace("{text}", text)
+    filled = task.template.removesuffix("{label}").replace("{text}", text)
     context = filled.rstrip()
     return context, tuple(filled[len(context) :] + choice for choice in choices)
 
@@ -163,8 +138,7 @@ def asked(task: Task, text: str, choices: Sequence[str]) -> tuple[str, tuple[str
 def fitted(name: str, task: Task, examples: Iterable[Example], tokenizer: Tokenizer, length: int) -> Iterator[Example]:
     """`examples` with texts shortened so that all demonstrations, the text and its label fit into `length` tokens.
 
-    A text loses tokens at its end, or at its start where it is to be continued, and what is left of a character that
-    was cut.
+    A text loses tokens at its end, and what is left of a character that was cut.
     Raises DemixError where the longest label leaves fewer than 8 tokens for a text.
     """
     share = length // (task.shots + 1) - (_JOINT + len(tokenizer.encode(SEPARATOR)) if task.shots else 0)
@@ -184,8 +158,7 @@ def fitted(name: str, task: Task, examples: Iterable[Example], tokenizer: Tokeni
         kept = len(ids)
         while (over := size(text, one.choices) - budget) > 0:
             kept = max(0, kept - over)
-            cut = ids[len(ids) - kept :] if task.keeps_end else ids[:kept]
-            text = tokenizer.decode(cut).strip("\ufffd").strip()
+            text = tokenizer.decode(ids[:kept]).strip("\ufffd").strip()
         yield replace(one, text=text, shortened=text != one.text)
 
 
@@ -206,31 +179,14 @@ def _filled(
 
 def _ordered(examples: Iterable[Example], seed: int, what: str) -> list[Example]:
     """The examples in the order of a hash of `seed` and their content."""
-    return sorted(examples, key=lambda one: seed_for(seed, what, one.id))
+    return sorted(examples, key=lambda one: seed_for(seed, what, one.text, one.choices[one.answer]))
 
 
-def _drawn(
-    name: str, task: ExamplesRecipe, documents: Mapping[str, Mapping[str, Path]], tokenizer: Tokenizer, output: Path
-) -> Iterator[Example]:
+def _drawn(name: str, task: ExamplesRecipe, output: Path) -> Iterator[Example]:
     """The examples of all splits before their texts are shortened, those to test first."""
-    if task.made:
-        for split, of, count in (("test", "test", task.examples), ("train", "dev", task.pooled)):
-            if not documents.get(of):
-                cause = f"is made of documents of {of}, and none are given"
-                raise DemixError(f"tasks.{name}", cause, f"give corpus/<domain>/{of}.parquet")
-            words = task.words_of(documents[of])
-            refuse_equal(f"tasks.{name}.labels", words)
-            if task.made == "domains":
-                yield from _of_domains(split, documents[of], words, count, task.seed)
-            else:
-                yield from _continuations(split, documents[of], tokenizer, task, count)
-        return
-    tested = task.test
-    if tested is None:
-        raise DemixError(f"tasks.{name}", "has no examples", "give one of path, made and test")
     wanted = None if task.examples is None else task.examples + (0 if task.train else task.pooled)
     values: set[str] = set()
-    found = _least(name, task, tested, output, wanted, values)
+    found = _least(name, task, task.test, output, wanted, values)
     # The first by hash serve the others where nothing else does.
     pooled = [] if task.train else found[: task.pooled]
     parts = [("test", found[len(pooled) :]), ("train", pooled)]
@@ -239,6 +195,7 @@ def _drawn(
         before = {one.text for one in found}
         parts.append(("train", _least(name, task, task.train, output, 10 * task.pooled, values, before)))
     labels = dict(task.labels) or {value: value for value in sorted(values)}
+    known = list(labels)
     # An unknown label is refused below, by the place of its example.
     if len(values) == 1 and values <= labels.keys():
         cure = "name the field of the right label in label, or add examples of others"
@@ -246,9 +203,9 @@ def _drawn(
     for split, some in parts:
         for one in some:
             if one.label not in labels:
-                cause = f"has the label {one.label!r:.80}, which is not one of {', '.join(map(repr, labels))[:200]}"
+                cause = f"has the label {one.label!r:.80}, which is not one of {', '.join(map(repr, known))[:200]}"
                 raise DemixError(f"tasks.{name}: {one.place}", cause, "fix label or labels")
-            yield Example(split, one.text, tuple(labels.values()), [*labels].index(one.label))
+            yield Example(split, one.text, tuple(labels.values()), known.index(one.label))
 
 
 class _Record(NamedTuple):
@@ -262,30 +219,27 @@ class _Record(NamedTuple):
 def _read(name: str, task: Task, section: SourceSection, output: Path, counts: Counter[str]) -> Iterator[_Record]:
     """The examples of a source; those without a text are added to `counts`. What was fetched is removed at its end."""
     first, *more = task.fields
-    wanted = {"text": first, "metadata": [*dict.fromkeys([*more, task.label])]}
+    wanted = {"text": first, "fields": [*dict.fromkeys([*more, task.label])]}
     source = settings_from(Source, written(section) | wanted)
     fetched, unseen, omitted = output.parent / f".{output.stem}.fetched", set(more), Omitted()
-    for row, text, metadata in records(source, f"tasks.{name}", fetched, omitted):
-        fields, place = json.loads(metadata), f"tasks.{name}: {row}"
-        if fields[task.label] is None:
+    for row, text, others in records(source, f"tasks.{name}", fetched, omitted):
+        fields, place = json.loads(others), f"tasks.{name}: {row}"
+        label = fields[task.label]
+        if label is None:
             raise DemixError(place, f"has no field {task.label}", "fix label")
+        if not isinstance(label, str | int | float):
+            raise DemixError(place, f"has the label {label!r:.80} in {task.label}, not text", "fix the example")
         unseen -= {field for field in more if fields[field] is not None}
         parts = [text, *(str(fields[field]) for field in more if fields[field] is not None)]
         if whole := "\n".join(part.strip() for part in parts if part.strip()):
-            yield _Record(row, whole, _as_label(place, task.label, fields[task.label]))
+            # Numbers, true and false as JSON writes them.
+            yield _Record(row, whole, label if isinstance(label, str) else json.dumps(label))
         else:
             counts["empty"] += 1
     counts["not_utf8"] += omitted.not_utf8
     shutil.rmtree(fetched, ignore_errors=True)
     if unseen:
         raise DemixError(f"tasks.{name}.text", f"no example has the field {min(unseen)}", "name fields that are there")
-
-
-def _as_label(place: str, field: str, value: Any) -> str:
-    """A label of JSON as a text: numbers, true and false as JSON writes them."""
-    if not isinstance(value, str | int | float):
-        raise DemixError(place, f"has the label {value!r:.80} in {field}, which is not text", "fix the example")
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _least(
@@ -303,96 +257,22 @@ def _least(
     more than LEFT_OUT of all are not UTF-8 or have no text.
     """
     kept: dict[int, _Record] = {}
-    seen: set[int] = set()
     counts: Counter[str] = Counter(not_utf8=0, empty=0)
+    read = 0
     for one in _read(name, task, source, output, counts):
-        key = seed_for(task.seed, "task", one.text, one.label)
-        known = key in seen
-        seen.add(key)
-        if known or one.text in before:
+        read += 1
+        if one.text in before:
             continue
         values.add(one.label)
         if len(values) > MAX_LABELS:
             refuse_count(f"tasks.{name}", len(values))
-        kept[key] = one
+        kept[seed_for(task.seed, "task", one.text, one.label)] = one
         if count is not None and len(kept) > 2 * count + 1000:
-            kept = {key: kept[key] for key in heapq.nsmallest(count, kept)}
+            kept = {key: kept[key] for key in sorted(kept)[:count]}
     said, wrong = "{not_utf8} not UTF-8, {empty} without text".format(**counts), counts.total()
-    if wrong > LEFT_OUT * (wrong + len(seen)):
-        cause = f"leaves out {wrong} of {wrong + len(seen)} examples ({said})"
+    if wrong > LEFT_OUT * (wrong + read):
+        cause = f"leaves out {wrong} of {wrong + read} examples ({said})"
         raise DemixError(f"tasks.{name}", cause, f"fix the file, or convert it ({TO_UTF8})")
     if wrong:
         _log.warning("%s: left out %s", name, said)
     return [kept[key] for key in sorted(kept)[:count]]
-
-
-# Tasks made of a run's own held-out documents: which domain a text is of, and which second half continues a first.
-# Documents of dev and test are never those of train (`demix.data.corpus`), so that no example holds a text that models
-# learned from. Examples are drawn in the order of the splits, which is that of a hash; at most one of a document.
-
-
-def _of_domains(
-    split: str, files: Mapping[str, Path], words: list[str], count: int | None, seed: int
-) -> Iterator[Example]:
-    """Which domain a text is of: as many examples of each domain, `count` at most, domains in turn.
-
-    `files` are the corpus files of one split by domain, `words` name the domains in this order.
-    """
-    names = list(files)
-    most = None if count is None else -(-count // len(names))
-    left = count
-    for rows in zip_longest(*(islice(_documents(files[name]), most) for name in names)):
-        some = [(text, number) for number, text in enumerate(rows) if text is not None]
-        # Domains in an order that says nothing of the next one.
-        some = sorted(some, key=lambda one: seed_for(seed, "domain", one[0]))[:left]
-        for text, number in some:
-            yield Example(split, text, tuple(words), number, names[number])
-        left = None if left is None else left - len(some)
-
-
-def _continuations(
-    split: str, files: Mapping[str, Path], tokenizer: Tokenizer, task: ExamplesRecipe, count: int | None
-) -> Iterator[Example]:
-    """Which of `CHOICES` second halves continues a first half, of `count` documents at most, domains in turn.
-
-    A choice is the first CHOICE_TOKENS tokens of a second half, so that no choice is likelier for its length. The wrong
-    ones are those of the next documents of the same domain.
-    """
-    most = None if count is None else max(CHOICES, -(-count // len(files)))
-    pairs = []
-    for domain, path in files.items():
-        halves = list(islice(filter(None, (_halves(text, tokenizer) for text in _documents(path))), most))
-        if len({end for _, end in halves}) >= CHOICES:
-            pairs += [(domain, place, *half) for place, half in enumerate(halves)]
-    pairs.sort(key=lambda pair: (pair[1], seed_for(task.seed, "continuation", pair[2])))
-    for at, (domain, _, text, end) in enumerate(pairs[:count]):
-        later = chain(pairs[at + 1 :], pairs[:at])
-        wrong = list(islice((other for name, _, _, other in later if name == domain and other != end), CHOICES - 1))
-        if len({*wrong}) == CHOICES - 1:
-            choices = sorted([end, *wrong], key=lambda each: seed_for(task.seed, "choice", text, each))
-            yield Example(split, text, tuple(choices), choices.index(end), domain)
-
-
-def _documents(path: Path) -> Iterator[str]:
-    """The texts of a corpus file in its order: one piece of each whole document."""
-    origins: set[str] = set()
-    for batch in read_batches(path, ["text", "origin"]):
-        for text, origin in zip(batch.column("text").to_pylist(), batch.column("origin").to_pylist(), strict=True):
-            if origin not in origins and text.strip():
-                origins.add(origin)
-                yield text.strip()
-
-
-def _halves(text: str, tokenizer: Tokenizer) -> tuple[str, str] | None:
-    """The first half of a text's words, and the first CHOICE_TOKENS tokens of the second; None if it is too short.
-
-    A half that does not end at a character, and other text whose tokens are not those of its parts, is too short too.
-    """
-    gaps = [gap.start() for gap in _GAP.finditer(text)]
-    if not gaps:
-        return None
-    middle = gaps[len(gaps) // 2]
-    ids = tokenizer.encode(text[middle:])[:CHOICE_TOKENS]
-    end = tokenizer.decode(ids)
-    whole = len(ids) == CHOICE_TOKENS and tokenizer.encode(end).tolist() == ids.tolist()
-    return (text[:middle], end) if whole else None

@@ -1,7 +1,6 @@
 """How much of held-out text, and of what tasks ask, occurs in training text: 13-grams of words, by 64-bit hashes.
 
-Only hashes that divide by `Grams.one_in` (a power of two, 1 for up to `MAX_GRAMS` held-out words) are looked at on
-both sides, so that memory has a bound: 8 bytes a held-out 13-gram, and as much again for the table before it.
+Memory holds 8 bytes a held-out 13-gram, and as much again for the table before them.
 """
 
 from collections.abc import Iterator
@@ -16,9 +15,8 @@ from demix.data.text import word_starts
 from demix.files.batches import read_batches, write_rows
 
 LENGTH = 13
-MAX_GRAMS = 1 << 24
 # Of contamination.
-_COUNTS = ("documents", "long_documents", "found_documents", "ngrams", "found_ngrams", "one_in")
+_COUNTS = ("documents", "long_documents", "found_documents", "ngrams", "found_ngrams")
 SCHEMA = pa.schema([("task", pa.string()), ("domain", pa.string()), *((name, pa.int64()) for name in _COUNTS)])
 
 _PIECE = 1 << 18
@@ -33,16 +31,15 @@ class Grams:
 
     hashes: np.ndarray = field(repr=False)
     table: np.ndarray = field(repr=False)
-    one_in: int
 
     @classmethod
-    def of(cls, hashes: np.ndarray, one_in: int) -> "Grams":
+    def of(cls, hashes: np.ndarray) -> "Grams":
         """The set of `hashes`, in any order."""
         hashes = np.unique(hashes)
         bits = min(max((8 * len(hashes)).bit_length(), 10), 27)
         table = np.zeros(1 << bits, bool)
         table[hashes >> np.uint64(64 - bits)] = True
-        return cls(hashes, table, one_in)
+        return cls(hashes, table)
 
     def found(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The places in `hashes` of those that the set holds, and the places of these in the set."""
@@ -53,7 +50,7 @@ class Grams:
         return maybe[held], at[held]
 
 
-def grams_of(texts: pa.Array, one_in: int = 1) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def grams_of(texts: pa.Array) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The hashes (uint64) of all 13-grams of words of a column of texts and the number of the text that each is in.
 
     Piece by piece. Words are distinguished by their length and their first 64 bytes.
@@ -70,8 +67,6 @@ def grams_of(texts: pa.Array, one_in: int = 1) -> Iterator[tuple[np.ndarray, np.
         sums = np.cumsum(np.concatenate([[np.uint64(0)], words * _powers(_INVERSE)[: len(words)]]))
         grams = _mixed((sums[LENGTH:] - sums[:-LENGTH]) * _powers(_PRIME)[LENGTH - 1 : len(words)])
         kept = number[begin : begin + count] == number[begin + LENGTH - 1 : end]
-        if one_in > 1:
-            kept &= grams & np.uint64(one_in - 1) == 0
         yield grams[kept], number[begin : begin + count][kept]
 
 
@@ -101,31 +96,19 @@ def _mixed(hashes: np.ndarray) -> np.ndarray:
     return hashes
 
 
-def sampling(words: int) -> int:
-    """One in how many 13-grams is looked at where the held-out texts have so many words."""
-    one_in = 1
-    while words > MAX_GRAMS * one_in:
-        one_in *= 2
-    return one_in
-
-
 def gram_set(documents: list[Path]) -> Grams:
-    """The 13-grams of Parquet files with the columns `text` and `n_words`."""
-    words = sum(
-        int(batch.column(0).to_numpy().sum()) for path in documents for batch in read_batches(path, ["n_words"])
-    )
-    one_in = sampling(words)
+    """The 13-grams of the column `text` of Parquet files."""
     found = [np.empty(0, np.uint64)]
     for path in documents:
         for batch in read_batches(path, ["text"]):
-            found += [np.unique(hashes) for hashes, _ in grams_of(batch.column(0), one_in)]
-    return Grams.of(np.concatenate(found), one_in)
+            found += [np.unique(hashes) for hashes, _ in grams_of(batch.column(0))]
+    return Grams.of(np.concatenate(found))
 
 
 def shares(texts: pa.Array, grams: Grams) -> np.ndarray:
     """The share of each text's 13-grams that `grams` holds; 0 for a text without any."""
     total, found = np.zeros(len(texts), np.int64), np.zeros(len(texts), np.int64)
-    for hashes, number in grams_of(texts, grams.one_in):
+    for hashes, number in grams_of(texts):
         total += np.bincount(number, minlength=len(texts))
         found += np.bincount(number[grams.found(hashes)[0]], minlength=len(texts))
     return found / np.maximum(total, 1)
@@ -135,49 +118,41 @@ def seen_in(train: Path, grams: Grams) -> np.ndarray:
     """Whether the texts of the Parquet file `train` have each of `grams`, in the order of their hashes."""
     seen = np.zeros(len(grams.hashes), bool)
     for batch in read_batches(train, ["text"]):
-        for hashes, _ in grams_of(batch.column(0), grams.one_in):
+        for hashes, _ in grams_of(batch.column(0)):
             # In order, the search reads memory in order too.
             seen[grams.found(np.sort(hashes))[1]] = True
     return seen
 
 
 def leaked(train: Path, held_out: dict[str, Path]) -> dict[str, float | int]:
-    """Of the distinct 13-grams of each held-out split, the share that `train` holds, and the sampling."""
+    """Of the distinct 13-grams of each held-out split, the share that `train` holds."""
     sets = {name: gram_set([path]) for name, path in held_out.items()}
-    both = Grams.of(
-        np.concatenate([grams.hashes for grams in sets.values()]), min(grams.one_in for grams in sets.values())
-    )
+    both = Grams.of(np.concatenate([grams.hashes for grams in sets.values()]))
     seen = seen_in(train, both)
     found = {name: seen[np.searchsorted(both.hashes, grams.hashes)] for name, grams in sets.items()}
-    return {
-        "length": LENGTH,
-        "one_in": max(grams.one_in for grams in sets.values()),
-        **{name: round(float(one.mean()), 6) if len(one) else 0.0 for name, one in found.items()},
-    }
+    return {"length": LENGTH, **{name: round(float(one.mean()), 6) if len(one) else 0.0 for name, one in found.items()}}
 
 
 def contamination(documents: Path, train: Path, output: Path) -> None:
     """Write how many documents of each task, and of its 13-grams, occur in `train`, corpus/<domain>/train.parquet.
 
-    `documents` has a row for each text of a document, with the columns task, document, text and n_words. Rows of the
-    output: task, domain, documents, long_documents (those with a 13-gram), found_documents (those with one that the
-    training text has), ngrams (distinct ones), found_ngrams, one_in (only one in so many 13-grams is looked at). One
-    13-gram contaminates a document, as in Brown et al. 2020, appendix C.
+    `documents` has a row for each text of a document, with the columns task, document and text. Rows of the output:
+    task, domain, documents, long_documents (those with a 13-gram), found_documents (those with one that the training
+    text has), ngrams (distinct ones), found_ngrams. One 13-gram contaminates a document, as in Brown et al. 2020,
+    appendix C.
     """
-    words = sum(int(batch.column(0).to_numpy().sum()) for batch in read_batches(documents, ["n_words"]))
-    one_in = sampling(words)
     # The number of each document, and the hashes of its 13-grams.
     numbers: dict[tuple[str, int], int] = {}
     owners, hashes = [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
     for batch in read_batches(documents, ["task", "document", "text"]):
         keys = zip(batch.column("task").to_pylist(), batch.column("document").to_pylist(), strict=True)
         own = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
-        for found, text in grams_of(batch.column("text"), one_in):
+        for found, text in grams_of(batch.column("text")):
             hashes.append(found)
             owners.append(own[text])
     tasks = list(dict.fromkeys(task for task, _ in numbers))
     task_of = np.array([tasks.index(task) for task, _ in numbers], np.int64)
-    grams = Grams.of(np.concatenate(hashes), one_in)
+    grams = Grams.of(np.concatenate(hashes))
     # Each document with each of its 13-grams, by their numbers.
     owner, place = np.concatenate(owners), np.searchsorted(grams.hashes, np.concatenate(hashes))
     held, width = seen_in(train, grams)[place], max(len(grams.hashes), 1)
@@ -190,7 +165,7 @@ def contamination(documents: Path, train: Path, output: Path) -> None:
 
     counts = [np.bincount(task_of, minlength=len(tasks)), *by_task(np.ones(len(owner), bool)), *by_task(held)]
     rows = [
-        (task, train.parent.name, int(every), int(long), int(found), int(ngrams), int(found_ngrams), one_in)
+        (task, train.parent.name, int(every), int(long), int(found), int(ngrams), int(found_ngrams))
         for task, every, long, ngrams, found, found_ngrams in zip(tasks, *counts, strict=True)
     ]
     write_rows(output, SCHEMA, rows)

@@ -15,7 +15,6 @@ import pyarrow as pa
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files.batches import write_rows
-from demix.files.database import database, run_on
 from demix.progress import followed
 
 # Enough for steady shares, little enough to sort in a second: a larger sample holds more of any text's bigrams.
@@ -28,9 +27,6 @@ SCHEMA = pa.schema(
         *(("train_tokens", pa.int64()), ("test_bigrams", pa.int64())),
     ]
 )
-
-_TABLES = "create table known (expert varchar, bigram ubigint); create table found (domain varchar, bigram ubigint)"
-_SHARED = "select domain, expert, count(*) from found join known using (bigram) group by all"
 
 
 def bigrams(shard: TokenShard, tokens: int) -> np.ndarray:
@@ -56,26 +52,18 @@ def overlap(shards: Iterable[Path], output: Path) -> None:
         first = first or shard
         if shard.tokenizer_sha256 != first.tokenizer_sha256:
             raise DemixError(path, f"was made with another tokenizer than {first.path}", "tokenize again")
-        if path.stem not in opened:
-            raise DemixError(
-                path, "is neither a train nor a test split", "name tokens/<domain>/train.arrow and test.arrow"
-            )
         opened[path.stem][path.parent.name] = shard
     tokens = min([TRAIN_TOKENS, *map(len, opened["train"].values())])
-    with database(output) as tables:
-        tables.execute(_TABLES)
-        for expert, shard in opened["train"].items():
-            known = f"insert into known select distinct '{expert}', bigram from batches"
-            run_on(tables, known, [pa.record_batch([bigrams(shard, tokens)], ["bigram"])])
-        counts = {}
-        for domain, shard in followed(opened["test"].items(), "overlap: domains", len(opened["test"])):
-            found = pa.record_batch([bigrams(shard, TEST_TOKENS)], ["bigram"])
-            run_on(tables, f"insert into found select '{domain}', bigram from batches", [found])
-            counts[domain] = len(found)
-        shared = {(domain, expert): number for domain, expert, number in tables.sql(_SHARED).fetchall()}
+    found = {domain: bigrams(shard, TEST_TOKENS) for domain, shard in opened["test"].items()}
+    shared = {}
+    for expert, shard in followed(opened["train"].items(), "overlap: experts", len(opened["train"])):
+        # A number behind the last one, so that every search ends at one.
+        known = np.append(np.unique(bigrams(shard, tokens)), np.iinfo(np.uint64).max)
+        for domain, pairs in found.items():
+            shared[domain, expert] = int((known[np.searchsorted(known, pairs)] == pairs).sum())
     rows = [
-        (domain, expert, shared.get((domain, expert), 0) / total if total else None, tokens, total)
-        for domain, total in counts.items()
+        (domain, expert, shared[domain, expert] / len(pairs) if len(pairs) else None, tokens, len(pairs))
+        for domain, pairs in found.items()
         for expert in opened["train"]
     ]
     write_rows(output, SCHEMA, rows)

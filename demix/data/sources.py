@@ -31,8 +31,9 @@ from demix.files import fingerprint
 from demix.files.batches import write_rows
 from demix.files.json_files import is_deep, without_nan
 from demix.progress import followed
+from demix.settings import DistinctItems, Text
 
-SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("metadata", pa.large_string())])
+SCHEMA = pa.schema([("text", pa.large_string())])
 # What `demix.data.readers` makes of bytes that are not UTF-8.
 INVALID = re.compile("[\udc80-\udcff]")
 MAX_INVALID = 4
@@ -72,13 +73,15 @@ class Omitted:
 class Source(SourceSection):
     """Where a domain's text comes from and which part of it is read; config/README.md explains each field.
 
-    `text`, `id`, `metadata` and the keys of `where` are fields or paths into nested ones (`selection.select`).
-    Without `id` a document is called "<file name>#<row>", rows counted from 1.
+    `text` and the keys of `where` are fields or paths into nested ones (`selection.select`), and so are `fields`, which
+    `records` gives too.
     """
+
+    fields: DistinctItems[Text] = ()
 
     def reading(self, part: int, parts: int, others: Counter[str]) -> Reading:
         """The settings of a reader, which adds the endings of files that are not data to `others`."""
-        wanted = [self.text, *([self.id] if self.id else []), *self.metadata, *self.where]
+        wanted = [self.text, *self.fields, *self.where]
         return Reading(tuple(dict.fromkeys(wanted)), self.members, self.json_holds == "values", part, parts, others)
 
 
@@ -86,10 +89,10 @@ def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
     """Write part `part` (of `source.parts`, from 0) of the documents of `source` to the Parquet file `output`.
 
     A file that a pass over a shared source has left for it (`divided`) is used, and nothing is read.
-    Columns: `id`, `text`, `metadata` (JSON text of the fields named in `source.metadata`, sorted keys). Nothing here
-    is anonymized yet: the file is made 0600, a folder made for it 0700. Bytes that are not UTF-8, and lone surrogates,
-    which UTF-8 cannot hold, become U+FFFD; a document of which over 1% (and more than four) are such bytes or NUL is
-    no text and is left out. The file's key-value metadata says how many ("invalid_bytes", "surrogates", "not_utf8").
+    Its column is `text`. Nothing here is anonymized yet: the file is made 0600, a folder made for it 0700. Bytes that
+    are not UTF-8, and lone surrogates, which UTF-8 cannot hold, become U+FFFD; a document of which over 1% (and more
+    than four) are such bytes or NUL is no text and is left out. The file's key-value metadata says how many
+    ("invalid_bytes", "surrogates", "not_utf8").
     Returns the number of documents. Raises DemixError naming the file or key at fault; `output` is then left as it was.
     """
     check_part(source, domain, part)
@@ -102,7 +105,8 @@ def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
     omitted = Omitted()
     rows = KINDS[source.kind](source, domain, part, _fetched(output), omitted.files)
     documents = _budgeted(valid(_documents(rows, source, domain), omitted), source, domain)
-    count = write_rows(output, SCHEMA, documents, private=True, footer=omitted.footer)
+    texts = ((text,) for _, text, _ in documents)
+    count = write_rows(output, SCHEMA, texts, private=True, footer=omitted.footer)
     omitted.warn(domain)
     # Kept until here: a job that fails and is run again need not fetch again what it has.
     _clean(output)
@@ -161,7 +165,7 @@ def pinned(source: Source, part: int) -> list[Path] | None:
 
 
 def records(source: Source, name: str, fetched: Path, omitted: Omitted) -> Iterator[tuple[str, str, str]]:
-    """Id, text and metadata of all documents of `source` as `download` writes them; `name` is for errors.
+    """Place, text and `source.fields` (JSON) of all documents of `source`; `name` is for errors.
 
     A file of an address or of an object store is fetched to the folder `fetched`. What `download` counts in a file's
     metadata is added to `omitted`.
@@ -190,8 +194,8 @@ def valid(documents: Iterable[tuple[str, str, str]], omitted: Omitted) -> Iterat
         replaced = [SURROGATE.subn("\ufffd", value) for value in document]
         omitted.invalid_bytes += sum(found)
         omitted.surrogates += sum(number for _, number in replaced) - sum(found)
-        (name, _), (text, _), (metadata, _) = replaced
-        yield name, text, metadata
+        (place, _), (text, _), (fields, _) = replaced
+        yield place, text, fields
 
 
 def make_private(folder: Path) -> None:
@@ -205,7 +209,7 @@ def make_private(folder: Path) -> None:
 
 
 def _documents(rows: Iterator[Row], source: Source, domain: str) -> Iterator[tuple[str, str, str]]:
-    """Id, text and metadata of the rows that `source.where` keeps."""
+    """Place, text and fields of the rows that `source.where` keeps."""
     seen = kept = 0
     for row in followed(rows, f"{domain}: documents"):
         seen += 1
@@ -229,11 +233,10 @@ def check_depth(row: Row) -> None:
 
 
 def document_of(row: Row, source: Source) -> tuple[str, str, str]:
-    """Id, text and metadata (JSON) of a record. Raises DemixError where it has no such text."""
+    """Place ("<file name>#<row>"), text and fields (JSON) of a record. Raises DemixError where it has no such text."""
     place = row.place
     try:
         text = as_text(select(row.fields, source.text))
-        name = f"{row.file.name}#{row.number}" if source.id is None else str(select(row.fields, source.id))
     except LookupError as error:
         named = ", ".join(map(repr, row.fields))[:300]
         cure = f"fields are {named}: name the text's as source.text or --field"
@@ -242,8 +245,8 @@ def document_of(row: Row, source: Source) -> tuple[str, str, str]:
         raise DemixError(place, f"field {source.text!r} is {error}, not text", "name a text field") from None
     if len(text) > readers.MAX_DOCUMENT_BYTES:
         raise DemixError(place, "is a document over 128 MiB", "split it into documents")
-    metadata = {path: without_nan(select_or_none(row.fields, path)) for path in source.metadata}
-    return name, text, json.dumps(metadata, sort_keys=True, ensure_ascii=False, default=str)
+    fields = {path: without_nan(select_or_none(row.fields, path)) for path in source.fields}
+    return f"{row.file.name}#{row.number}", text, json.dumps(fields, ensure_ascii=False, default=str)
 
 
 def _budgeted(documents: Iterator[tuple[str, str, str]], source: Source, domain: str) -> Iterator[tuple[str, str, str]]:

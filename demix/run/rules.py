@@ -270,21 +270,9 @@ class RunRules(StageSettings):
         files += [f"evaluations/{domain}.contexts.parquet" for domain in run.domains if asked_contexts(run)]
         return [*self.tracked, *(f"{self.folder}/{file}" for file in files)]
 
-    def task_documents(self, task: str) -> list[str]:
-        """The splits that the examples of a task are made of; none for examples of a source."""
-        if not self.run.config.tasks[task].made:
-            return []
-        return [
-            f"{self.folder}/corpus/{domain}/{split}.parquet"
-            for split in ("test", "dev")
-            for domain in self.run.training
-        ]
-
     def task_inputs(self, task: str) -> list[str]:
-        """The files that the examples of a task are read from, or made of. A changed file is read again."""
-        given = self.run.config.tasks[task]
-        sources = given.sources
-        return [*self.task_documents(task), *(file for source in sources.values() for file in source.names)]
+        """The files that the examples of a task are read from. A changed file is read again."""
+        return [file for source in self.run.config.tasks[task].sources.values() for file in source.names]
 
     def harness_mixing(self, model: str) -> list[str]:
         """What mixes the experts of a model that does tasks of the harness: parameters chosen on dev, and clusters."""

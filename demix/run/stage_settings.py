@@ -136,7 +136,6 @@ class StageSettings:
         return self.as_json(
             words=written(section.words),
             near_duplicates=written(section)["near_duplicates"],
-            metadata=bool(section.source.metadata),
             training=domain in self.run.training,
             seed=self.run.seed,
         )
@@ -146,7 +145,6 @@ class StageSettings:
         section = self.run.suites[domain]
         return self.as_json(
             words={"test": section.words.test},
-            metadata=bool(section.source.metadata),
             training=False,
             test_only=True,
             seed=self.run.seed,

@@ -1,4 +1,4 @@
-"""Personal data planted in texts, metadata, ids and file names: none in anything that is made after anonymize."""
+"""Personal data planted in texts, other fields and file names: none in anything that is made after anonymize."""
 
 import json
 import re
@@ -32,7 +32,7 @@ FILE = "zoe.quine@mail.example.org +44 20 7946 0958.jsonl"
 
 
 def plant(folder: Path, documents: int) -> Path:
-    """A source whose every document holds all of it, in its text, its metadata and its id; so does the file's name."""
+    """A source whose every document holds all of it, in its text and other fields; so does the file's name."""
     place = folder / "private"
     place.mkdir(parents=True)
     lines = []
@@ -48,9 +48,6 @@ def plant(folder: Path, documents: int) -> Path:
         lines.append(json.dumps(row))
     (place / FILE).write_text("\n".join(lines) + "\n")
     return place
-
-
-SOURCE = {"id": "id", "metadata": ["author", "title"]}
 
 
 def content(path: Path, tokenizer: Path | None) -> str:
@@ -84,8 +81,8 @@ def leaks(folder: Path) -> list[tuple[str, list[str]]]:
 def test_nothing_is_left_after_anonymize(tmp_path: Path) -> None:
     private, run = plant(tmp_path, 30), tmp_path / "run"
     raw, documents = tmp_path / "raw/d/0000.parquet", run / "documents/d/0000.parquet"
-    settings = json.dumps(SOURCE | {"path": f"{private}/*.jsonl"})
-    splitting = {"training": True, "seed": 1, "near_duplicates": None, "metadata": True}
+    settings = json.dumps({"path": f"{private}/*.jsonl"})
+    splitting = {"training": True, "seed": 1, "near_duplicates": None}
     splitting["words"] = {"train": None, "dev": 200, "test": 200}
     bpe = json.dumps({"kind": "bpe", "vocab_size": 400, "words": 100_000})
     owners, train, tokenizer = run / "owners.parquet", run / "corpus/train.parquet", run / "tokenizer.json"
@@ -129,7 +126,7 @@ def test_a_whole_run_on_planted_data(tmp_path: Path) -> None:
     """Snakemake's own records name its input files, which it must: there alone the file's name may be."""
     private = plant(tmp_path, 400)
     # A domain that is trained on, audited and removed.
-    config = changed(TINY, {"domains.training.licenses.source": SOURCE | {"path": f"{private}/*.jsonl"}})
+    config = changed(TINY, {"domains.training.licenses.source": {"path": f"{private}/*.jsonl"}})
     assert run_tiny(tmp_path, config=config).wait() == 0, printed(tmp_path)
     assert leaks(tmp_path / "results") == []
     assert not list((tmp_path / "results").rglob("raw/*/*.parquet"))

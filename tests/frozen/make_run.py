@@ -49,6 +49,17 @@ def write_texts(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in islice(lines, TOTAL // words)))
 
 
+def write_examples(folder: Path) -> None:
+    """Write the examples of two tasks: which domain a text is of, and which half of a document it is."""
+    names = ("parliament", "scripture", "licenses", "fortunes")
+    documents = {name: [text.split() for text in islice(_documents(name), 12)] for name in names}
+    domain = [(words[:12], name) for name in names[:3] for words in documents[name]]
+    halves = [part for words in documents["fortunes"] for part in ((words[:6], "first"), (words[6:12], "second"))]
+    for task, rows in (("domain", domain), ("halves", halves)):
+        lines = (json.dumps({"text": " ".join(words), "label": label}) for words, label in rows)
+        (folder / f"{task}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
 def _documents(name: str) -> Iterator[str]:
     with open(REPOSITORY / "resources" / "sample" / f"{name}.jsonl.zst", "rb") as file:
         for line in io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(file), encoding="utf-8"):
@@ -80,6 +91,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         write_texts(Path("texts"))
+        write_examples(Path("texts"))
         write_tasks(Path())
         ran(Path(), HERE / "config.yaml", "--omit-from", "report", "track")
         pack(Path("results/frozen"))

@@ -12,11 +12,10 @@ from demix.data.tokenizer import _write
 from demix.data.vocabulary import byte_of_character
 
 
-def shard_of(tokens: np.ndarray, file_tokens: int = 1 << 20, offsets: Sequence[int] = (0,)) -> TokenShard:
-    """A shard of `tokens` in files of `file_tokens`, of a tokenizer of 100 types whose last one ends a document."""
-    files = tuple(tokens[at : at + file_tokens] for at in range(0, max(1, len(tokens)), file_tokens))
+def shard_of(tokens: np.ndarray, offsets: Sequence[int] = (0,)) -> TokenShard:
+    """A shard of `tokens`, of a tokenizer of 100 types whose last one ends a document."""
     places = np.array(offsets, np.int64)
-    return TokenShard(Path("t"), files, places, places, places, 99, 100, "")
+    return TokenShard(Path("t"), tokens, places, places, places, 99, 100, "")
 
 
 def bytes_tokenizer(path: Path, pairs: int = 0) -> Path:
@@ -28,9 +27,9 @@ def bytes_tokenizer(path: Path, pairs: int = 0) -> Path:
     return path
 
 
-def write_shard(tokenizer: Path, path: Path, texts: Sequence[str], **options: int) -> TokenShard:
-    """The shard `path` of documents with these texts, which stand beside it in Parquet."""
+def write_shard(tokenizer: Path, path: Path, texts: Sequence[str]) -> TokenShard:
+    """The shard `path` of documents with these texts, which are next to it in Parquet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), path.with_suffix(".parquet"))
-    tokenize(tokenizer, path.with_suffix(".parquet"), path, **options)
+    tokenize(tokenizer, path.with_suffix(".parquet"), path)
     return TokenShard.open(path, verify=True)

@@ -37,7 +37,7 @@ def made_up(
         answer = int(generator.integers(3))
         labels[answer][:] *= np.linspace(0.3, 1.0, experts)
         return Scored(
-            Prompt(split, of, number, f"{split} {of} {number}", LABELS, answer, f"e{number % experts}", cue),
+            Prompt(split, of, number, f"{split} {of} {number}", LABELS, answer, cue),
             context,
             labels,
         )

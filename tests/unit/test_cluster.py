@@ -39,7 +39,7 @@ def fitted(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     found = {}
     for name, options in {
         "balanced": {"clusters": 4},
-        "standard": {"clusters": 4, "balanced": False, "normalise": "standard"},
+        "unbalanced": {"clusters": 4, "balanced": False},
         "random": {"clusters": 3, "method": "random"},
         "domains": {"method": "metadata"},
         "one": {"clusters": 1},
@@ -49,7 +49,7 @@ def fitted(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize("name", ["balanced", "standard", "random", "domains", "one"])
+@pytest.mark.parametrize("name", ["balanced", "unbalanced", "random", "domains", "one"])
 def test_documents_go_to_the_nearest_centre_or_where_their_method_says(fitted, tokens, tmp_path, name):
     clusterer = Clusterer.open(fitted[name])
     manifest = read_json(fitted[name] / "clusterer.json")
@@ -60,7 +60,7 @@ def test_documents_go_to_the_nearest_centre_or_where_their_method_says(fitted, t
         table, rows = read_parquet(tmp_path / f"{domain}.train.parquet"), pq.read_table(documents)
         assert table.schema.metadata[b"clusterer_sha256"] == clusterer.sha256.encode()
         points = clusterer.embedding.points(rows["text"].to_pylist())
-        distances = euclidean_distances(points, clusterer.centres, squared=True) / (6 if name == "standard" else 1)
+        distances = euclidean_distances(points, clusterer.centres, squared=True)
         own = table["cluster"].to_numpy()
         assert table["distance"].to_numpy() == pytest.approx(distances[np.arange(len(own)), own], abs=1e-6)
         if name == "domains" and domain in TRAINING:
@@ -140,7 +140,6 @@ def test_what_cannot_be_clustered_is_refused(tmp_path):
         (uneven, {"method": "metadata", "documents": 1}, ".clusters"),
         (five, {"clusters": 5, "method": "random"}, ""),
         (five, {"clusters": 2, "dimensions": 7}, ".dimensions"),
-        (five, {"clusters": 2, "min_documents": 3}, ".dimensions"),
     ):
         with refused(f"clusterings.k8{key}"):
             fit_clusters(documents, Clustering(**{"dimensions": 2} | options), tmp_path / "k8")
@@ -179,10 +178,9 @@ def shard(fitted: dict[str, Path], tokens: Path, tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.parametrize("context", ["document", "block", "document_half"])
-@pytest.mark.parametrize("name", ["balanced", "standard"])
-def test_distances_of_contexts_are_those_of_their_decoded_texts(fitted, tokens, shard, monkeypatch, name, context):
+def test_distances_of_contexts_are_those_of_their_decoded_texts(fitted, tokens, shard, monkeypatch, context):
     monkeypatch.setattr(cluster, "_TOKENS", 70)
-    clusterer, tokenizer = Clusterer.open(fitted[name]), Tokenizer.load(tokens / "tokenizer.json")
+    clusterer, tokenizer = Clusterer.open(fitted["balanced"]), Tokenizer.load(tokens / "tokenizer.json")
     # The name of the token between documents is no word of theirs.
     terms = ("endoftext", *clusterer.embedding.terms[1:])
     clusterer = replace(clusterer, embedding=replace(clusterer.embedding, terms=terms))
@@ -211,7 +209,7 @@ def test_distances_want_the_tokenizer_of_the_shard(fitted, tokens, shard):
 
 
 def test_shards_of_clusters_hold_the_documents_of_all_domains(fitted, tokens, tmp_path):
-    folder, wanted = shutil.copytree(fitted["standard"], tmp_path / "k4"), {}
+    folder, wanted = shutil.copytree(fitted["unbalanced"], tmp_path / "k4"), {}
     clusterer, assigned = Clusterer.open(folder), folder / "assigned"
     shards = [tokens / "tokens" / domain / "train.arrow" for domain in TRAINING]
     assign(folder, train(tokens), assigned)

@@ -278,7 +278,7 @@ MODELS = [
     ({"domains": domains(("law", "news"), ("c01",))}, "clusterings.k2"),
 ]
 OTHER_TEXT = [
-    (task(), "tasks.t"),
+    (task(), "tasks.t.test"),
     (task(test={"path": "a"}, template="{label}: {text}"), "tasks.t.template"),
     (task(test={"path": "a"}, seeds=[1, 2]), "tasks.t.seeds"),
     (task(test={"path": "a"}, labels={"a": "b", "c": "b"}), "tasks.t.labels"),

@@ -78,7 +78,7 @@ VALUE = st.one_of(
     files=st.integers(1, 2),
 )
 @example(rows=[{"text": "a", "n": 0, "meta": {"set": value}} for value in ("1", 1)], options={}, files=1)
-@example(rows=ROWS, options={"metadata": ["n", "meta"], "id": "n"}, files=2)
+@example(rows=ROWS, options={}, files=2)
 @hypothesis_settings(deadline=None, max_examples=25)
 def test_every_file_is_the_one_that_a_condition_gives(rows, options, files, tmp_path_factory):
     folder = tmp_path_factory.mktemp("divided")

@@ -14,7 +14,7 @@ from scipy.spatial.distance import cdist
 from sklearn.cluster import KMeans
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.preprocessing import StandardScaler, normalize
+from sklearn.preprocessing import normalize
 
 from demix.data import embed
 from demix.data.balance import balanced_labels, kmeans, squared_distances
@@ -42,112 +42,101 @@ def plain(text: str) -> str:
     return text.replace("Σ", "σ").replace("ς", "σ")
 
 
-def peer(texts: list[str], normalise: str, numbers: bool, dimensions: int, min_documents: int) -> Callable:
+def peer(texts: list[str], dimensions: int, min_documents: int) -> Callable:
     """scikit-learn's own pipeline: texts to their points [N, D]."""
     # scikit-learn's own words, of which those that begin with a digit are replaced.
     tokenize = TfidfVectorizer().build_tokenizer()
 
     def tokens(text: str) -> list[str]:
-        words = tokenize(text)
-        return ["#number" if word[0].isdigit() else word for word in words if numbers or not word[0].isdigit()]
+        return ["#number" if word[0].isdigit() else word for word in tokenize(text)]
 
     vectors = TfidfVectorizer(tokenizer=tokens, token_pattern=None, stop_words="english", min_df=min_documents)
     found = vectors.fit_transform(map(plain, texts))
     svd = TruncatedSVD(dimensions, n_iter=5, random_state=7).fit(found)
-    scaler = StandardScaler().fit(svd.transform(found))
-    last = normalize if normalise == "unit" else scaler.transform
-    return lambda some: last(svd.transform(vectors.transform(map(plain, some))))
+    return lambda some: normalize(svd.transform(vectors.transform(map(plain, some))))
 
 
 def fitted(texts: list[str], keys: list[int] | None = None, **more: object) -> tuple[Embedding, np.ndarray]:
-    options = {"dimensions": 6, "min_documents": 2, "normalise": "unit", "numbers": True, "seed": 7, "subject": "k"}
+    options = {"dimensions": 6, "min_documents": 2, "seed": 7, "subject": "k"}
     return fit_embedding(zip(keys or range(len(texts)), texts, strict=True), **options | more)
 
 
-KINDS = [(normalise, numbers) for normalise in ("unit", "standard") for numbers in (True, False)]
-EMBEDDINGS = {(n, m): fitted(SAMPLE, normalise=n, numbers=m) for n, m in KINDS}
-PEERS = {kind: peer(SAMPLE, *kind, dimensions=6, min_documents=2) for kind in KINDS}
+EMBEDDING, POINTS = fitted(SAMPLE)
+PEER = peer(SAMPLE, dimensions=6, min_documents=2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_points_of_documents_are_scikit_learns(kind):
-    embedding, points = EMBEDDINGS[kind]
-    assert ("#NUMBER" in embedding.terms) == kind[1]
-    assert points == pytest.approx(PEERS[kind](SAMPLE), abs=1e-10)
-    assert embedding.points(SAMPLE) == pytest.approx(points, abs=1e-12)
+def test_points_of_documents_are_scikit_learns():
+    assert "#NUMBER" in EMBEDDING.terms
+    found = PEER(SAMPLE)
+    assert pytest.approx(found, abs=1e-10) == POINTS
+    assert EMBEDDING.points(SAMPLE) == pytest.approx(POINTS, abs=1e-12)
     other = ["", "unknown words", "alpha beta 7 İstanbul", *SAMPLE[:3]]
-    assert embedding.points(other) == pytest.approx(PEERS[kind](other), abs=1e-10)
+    assert EMBEDDING.points(other) == pytest.approx(PEER(other), abs=1e-10)
 
 
-def compare_prefixes(kind: tuple[str, bool], text: str, sizes: list[int]) -> None:
-    """All prefixes in bytes, which cut words and characters, of a text that comes in pieces of `sizes`, then whole."""
-    whole = text.encode()
-    edges = [0, *(edge for edge in accumulate(sizes) if edge < len(whole)), len(whole)]
-    prefixes, found = Prefixes(EMBEDDINGS[kind][0]), []
-    for start, stop in pairwise(edges):
-        found.append(prefixes.extend(whole[start:stop], np.arange(1, stop - start + 1)))
-    decoded = [whole[:end].decode(errors="replace") for end in range(1, len(whole) + 1)]
-    if decoded:
-        assert np.concatenate(found) == pytest.approx(PEERS[kind](decoded), abs=1e-9)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=80)
 @given(TEXTS, st.lists(st.integers(0, 12), max_size=8))
 @example("alpha Beta 7 alpha alphabet 99 alpha Beta gamma alpha", [])
 @example("alpha Beta 7 alpha alphabet 99 alpha Beta gamma alpha", [3, 9, 5, 0, 20])
 @example("İstanbul ΟΔΟΣ 日本語 naïve straße ΟΔΟΣ'ΑΣ aİb", [1, 3, 8, 4, 7, 9])
-def test_points_of_prefixes_are_scikit_learns(kind, text, sizes):
-    compare_prefixes(kind, text, sizes)
+def test_points_of_prefixes_are_scikit_learns(text, sizes):
+    """All prefixes in bytes, which cut words and characters, of a text that comes in pieces of `sizes`, then whole."""
+    whole = text.encode()
+    edges = [0, *(edge for edge in accumulate(sizes) if edge < len(whole)), len(whole)]
+    prefixes, found = Prefixes(EMBEDDING), []
+    for start, stop in pairwise(edges):
+        found.append(prefixes.extend(whole[start:stop], np.arange(1, stop - start + 1)))
+    decoded = [whole[:end].decode(errors="replace") for end in range(1, len(whole) + 1)]
+    if decoded:
+        assert np.concatenate(found) == pytest.approx(PEER(decoded), abs=1e-9)
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.sampled_from([word.encode() for word in WORDS]) | st.binary(max_size=3)).map(b"".join))
 def test_bytes_that_are_no_text_are_no_letters(whole):
     ends = np.arange(len(whole) + 1)
-    found = Prefixes(EMBEDDINGS["unit", True][0]).extend(whole, ends)
+    found = Prefixes(EMBEDDING).extend(whole, ends)
     decoded = [whole[:end].decode(errors="replace") for end in ends]
-    assert found == pytest.approx(PEERS["unit", True](decoded), abs=1e-9)
+    assert found == pytest.approx(PEER(decoded), abs=1e-9)
 
 
-@pytest.mark.parametrize("normalise", ["unit", "standard"])
-def test_a_word_without_end_takes_no_memory(normalise):
-    embedding, _ = EMBEDDINGS[normalise, True]
-    longest = max(embedding.terms, key=len)
+def test_a_word_without_end_takes_no_memory():
+    longest = max(EMBEDDING.terms, key=len)
     text = "alpha " + "beta" * 500 + " 9" + "7" * 900 + " alpha " + longest + "zzz"
-    prefixes, points = Prefixes(embedding), []
+    prefixes, points = Prefixes(EMBEDDING), []
     size = len(pickle.dumps(prefixes)) + 400
     for start in range(0, len(text), 100):
         points.append(prefixes.extend(text[start : start + 100].encode(), np.array([len(text[start : start + 100])])))
         assert len(pickle.dumps(prefixes)) < size
     ends = [min(len(text), 100 * (n + 1)) for n in range(len(points))]
-    expected = PEERS[normalise, True]([text[:end] for end in ends])
-    assert np.concatenate(points) == pytest.approx(expected, abs=1e-9)
-    compare_prefixes((normalise, True), f"alpha {longest}zzz beta {longest} alpha", [6 + len(longest.encode()) + 3, 4])
+    assert np.concatenate(points) == pytest.approx(PEER([text[:end] for end in ends]), abs=1e-9)
+    cut, end = f"alpha {longest}zzz beta {longest} alpha".encode(), 6 + len(longest.encode()) + 3
+    prefixes = Prefixes(EMBEDDING)
+    parts = (cut[:end], cut[end : end + 4], cut[end + 4 :])
+    points = [prefixes.extend(part, np.arange(1, len(part) + 1)) for part in parts]
+    decoded = [cut[:size].decode(errors="replace") for size in range(1, len(cut) + 1)]
+    assert np.concatenate(points) == pytest.approx(PEER(decoded), abs=1e-9)
 
 
 def test_the_order_of_documents_changes_nothing():
     order = np.random.default_rng(2).permutation(len(SAMPLE))
     embedding, points = fitted([SAMPLE[n] for n in order], order.tolist())
-    first, expected = EMBEDDINGS["unit", True]
-    assert embedding.terms == first.terms
-    assert np.array_equal(embedding.components, first.components)
-    assert np.array_equal(points, expected)
+    assert embedding.terms == EMBEDDING.terms
+    assert np.array_equal(embedding.components, EMBEDDING.components)
+    assert np.array_equal(points, POINTS)
 
 
 def test_a_large_sample_is_fitted_in_single_precision(monkeypatch):
     monkeypatch.setattr(embed, "_MANY_COUNTS", 1)
     embedding, points = fitted(SAMPLE)
-    first, expected = EMBEDDINGS["unit", True]
     assert embedding.components.dtype == np.float64
-    assert not np.array_equal(embedding.components, first.components)
-    assert points == pytest.approx(expected, abs=1e-4)
+    assert not np.array_equal(embedding.components, EMBEDDING.components)
+    assert points == pytest.approx(POINTS, abs=1e-4)
 
 
 def test_long_texts_are_read_in_pieces(monkeypatch):
     monkeypatch.setattr(embed, "_PIECE", 3)
-    embedding, points = EMBEDDINGS["unit", True]
-    assert embedding.points(SAMPLE) == pytest.approx(points, abs=1e-12)
+    assert EMBEDDING.points(SAMPLE) == pytest.approx(POINTS, abs=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from demix.data import overlap as module
 from demix.data.overlap import overlap
 from demix.data.shards import TokenShard, tokenize
+from demix.data.tokenizer import train_tokenizer
 from demix.files import read_parquet, write_parquet
 from support.errors import refused
 from support.tokens import TRAINING
@@ -53,5 +54,7 @@ def test_what_cannot_be_counted_is_null_or_refused(tokens, tmp_path):
     short = shard(tmp_path, tokenizer, "b", "test", "a")
     overlap([train, short], tmp_path / "overlap.parquet")
     assert rows(tmp_path / "overlap.parquet") == {("b", "a"): None}
-    with refused("dev.arrow"):
-        overlap([shard(tmp_path, tokenizer, "a", "dev", "the sea")], tmp_path / "overlap.parquet")
+    other = tmp_path / "tokenizer.json"
+    train_tokenizer([tmp_path / "a.train.parquet"], 258, other)
+    with refused("a/test.arrow"):
+        overlap([train, shard(tmp_path, other, "a", "test", "the sea")], tmp_path / "overlap.parquet")

@@ -1,8 +1,6 @@
-"""Token shards: their files, reads and blocks; and shards of spans, the tokens of others in another order."""
+"""Token shards: their files, reads and blocks; and shards of documents of others."""
 
 import hashlib
-import os
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from demix.data import shards
-from demix.data.shards import TokenShard, blocks, tokenize, write_spans
+from demix.data.shards import TokenShard, blocks, join_documents, tokenize
 from demix.data.tokenizer import Tokenizer, train_tokenizer
 from demix.files import digest, read_json, write_json
 from demix.files.batches import BATCH_ROWS
@@ -27,19 +25,16 @@ def tokenizer(tmp_path_factory):
     return bytes_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
 
 
-def _tokenized(folder, tokenizer, texts=TEXTS, **options):
-    write_shard(tokenizer, folder / "dev.arrow", texts, **options)
+def _tokenized(folder, tokenizer, texts=TEXTS):
+    write_shard(tokenizer, folder / "dev.arrow", texts)
     return folder / "dev.arrow"
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=15)
-@given(
-    st.lists(st.text(st.characters(codec="utf-8"), max_size=40), max_size=12), st.sampled_from([1, 7, 24, 25, 10**6])
-)
-def test_a_shard_holds_every_document_in_any_number_of_files(tmp_path, tokenizer, texts, file_tokens):
+@given(st.lists(st.text(st.characters(codec="utf-8"), max_size=40), max_size=12))
+def test_a_shard_holds_every_document(tmp_path, tokenizer, texts):
     encoder = Tokenizer.load(tokenizer)
-    shard = TokenShard.open(_tokenized(tmp_path, tokenizer, texts, file_tokens=file_tokens), verify=True)
-    assert {len(file) for file in shard.files[:-1]} <= {file_tokens}
+    shard = TokenShard.open(_tokenized(tmp_path, tokenizer, texts), verify=True)
     assert (shard.end_of_text, shard.vocab_size, shard.tokenizer_sha256) == (256, 257, encoder.sha256)
     tokens = shard.read(0, len(shard))
     edges = [*shard.offsets.tolist(), len(tokens)]
@@ -52,12 +47,12 @@ def test_a_shard_holds_every_document_in_any_number_of_files(tmp_path, tokenizer
 
 
 @settings(deadline=None)
-@given(st.integers(0, 70), st.integers(1, 20), st.none() | st.integers(0, 80), st.integers(0, 4), st.integers(1, 80))
-def test_blocks_are_those_of_a_plain_loop(tokens, length, limit, first, file_tokens):
+@given(st.integers(0, 70), st.integers(1, 20), st.none() | st.integers(0, 80), st.integers(0, 4))
+def test_blocks_are_those_of_a_plain_loop(tokens, length, limit, first):
     ids = [*range(tokens)]
     wanted = ids[:limit]
     start = min(first, max(0, len(wanted) - 1) // length) * length
-    inputs, targets, mask = blocks(shard_of(np.array(ids, np.uint16), file_tokens), length, limit, start)
+    inputs, targets, mask = blocks(shard_of(np.array(ids, np.uint16)), length, limit, start)
     assert inputs.dtype == targets.dtype == np.int64
     assert mask.dtype == np.bool_
     assert inputs.shape == targets.shape == mask.shape == (-(-(len(wanted) - start) // length), length)
@@ -69,38 +64,34 @@ def test_blocks_are_those_of_a_plain_loop(tokens, length, limit, first, file_tok
 
 
 def test_files(tmp_path, tokenizer):
-    _tokenized(tmp_path, tokenizer, file_tokens=24)
-    names = ["dev.arrow", "dev.1.arrow"]
-    columns = []
-    for number, name in enumerate(names):
+    path = _tokenized(tmp_path, tokenizer)
+    columns = {}
+    for name, part in (("dev.arrow", b"tokens"), ("dev.documents.arrow", b"documents")):
         reader = pa.ipc.open_file(pa.memory_map(str(tmp_path / name)))
         assert reader.num_record_batches == 1
-        assert reader.schema.field("token").type == pa.uint16()
-        columns.append(reader.get_batch(0)["token"].to_numpy())
+        batch = reader.get_batch(0)
+        columns |= zip(batch.schema.names, batch.columns, strict=True)
         assert reader.schema.metadata == {
             b"sha256": read_json(tmp_path / "dev.json")["sha256"].encode(),
             b"tokenizer_sha256": digest(read_json(tokenizer)).encode(),
             b"vocab_size": b"257",
             b"documents": b"4",
-            b"part": str(number).encode(),
+            b"part": part,
         }
-    assert len(columns[0]) == 24
+    assert columns["token"].type == pa.uint16()
+    assert {columns[name].type for name in ("offset", "bytes", "origin")} == {pa.int64()}
     assert read_json(tmp_path / "dev.json") == {
-        "tokens": 24 + len(columns[1]),
+        "tokens": len(columns["token"]),
         "documents": 4,
         "bytes": sum(len(text.encode()) for text in TEXTS),
-        "sha256": hashlib.sha256(np.concatenate(columns).tobytes()).hexdigest(),
-        "files": [
-            {"name": name, "tokens": len(column), "sha256": hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()}
-            for name, column in zip(names, columns, strict=True)
-        ],
+        "sha256": hashlib.sha256(columns["token"].to_numpy().tobytes()).hexdigest(),
+        "tokens_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         "documents_sha256": hashlib.sha256((tmp_path / "dev.documents.arrow").read_bytes()).hexdigest(),
         "tokenizer_sha256": digest(read_json(tokenizer)),
         "vocab_size": 257,
+        "end_of_text": 256,
     }
-    assert {file.name for file in tmp_path.iterdir()} == {*names, "dev.documents.arrow", "dev.json", "dev.parquet"}
-    assert 450e6 < shards.FILE_TOKENS < 500e6
-    assert shards.FILE_TOKENS % (1 << 22) == 0, "no block whose length is a power of two up to that spans two files"
+    assert {file.name for file in tmp_path.iterdir()} == {path.name, "dev.documents.arrow", "dev.json", "dev.parquet"}
 
 
 def test_a_shard_that_cannot_be_written_has_no_manifest(tmp_path, tokenizer):
@@ -125,38 +116,17 @@ def test_pieces_of_one_document_have_one_number(tmp_path, tokenizer):
     )
 
 
-def test_files_of_an_earlier_longer_split_are_removed(tmp_path, tokenizer):
-    _tokenized(tmp_path, tokenizer, ["seven b"] * 9, file_tokens=16)
-    assert (tmp_path / "dev.4.arrow").exists()
-    # As after a removal that was cut short.
-    (tmp_path / "dev.2.arrow").unlink()
-    others = {"dev.2.json", "dev.old.arrow", "test.2.arrow"}
-    for name in others:
-        (tmp_path / name).touch()
-    shard = TokenShard.open(_tokenized(tmp_path, tokenizer, ["seven b"] * 3, file_tokens=16), verify=True)
-    assert len(shard) == 24
-    assert {file.name for file in tmp_path.iterdir()} == others | {
-        "dev.arrow",
-        "dev.1.arrow",
-        "dev.documents.arrow",
-        "dev.json",
-        "dev.parquet",
-    }
-
-
-@given(st.data(), st.integers(0, 60), st.integers(1, 25), st.sampled_from([np.uint16, np.uint32]))
-def test_reads_across_files_are_those_of_one_array(data, size, file_tokens, kind):
+@given(st.data(), st.integers(0, 60), st.sampled_from([np.uint16, np.uint32]))
+def test_reads_are_views(data, size, kind):
     flat = np.arange(size, dtype=kind)
-    shard = shard_of(flat, file_tokens)
+    shard = shard_of(flat)
     assert len(shard) == size
-    edges = st.integers(0, size) | st.sampled_from(range(0, size + 1, file_tokens))
+    edges = st.integers(0, size)
     for start, stop in [(0, size), *(sorted(data.draw(st.tuples(edges, edges))) for _ in range(8))]:
         found = shard.read(start, stop)
         assert found.dtype == kind
         assert np.array_equal(found, flat[start:stop])
-        # No copy is made inside a file.
-        inside = start < stop and start // file_tokens == (stop - 1) // file_tokens
-        assert np.shares_memory(found, flat) == inside
+        assert np.shares_memory(found, flat) == (start < stop)
     for start, stop in ((-1, 0), (0, size + 1), (1, 0)):
         with pytest.raises(IndexError):
             shard.read(start, stop)
@@ -196,9 +166,9 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path, types, kind):
     assert Tokenizer.load(many_ids).decode(tokens[1:]) == "ÿÿ"
 
 
-@pytest.mark.parametrize("name", ["dev.arrow", "dev.1.arrow", "dev.documents.arrow"])
+@pytest.mark.parametrize("name", ["dev.arrow", "dev.documents.arrow"])
 def test_damage_is_found(tmp_path, tokenizer, name):
-    path = _tokenized(tmp_path, tokenizer, TEXTS * 100, file_tokens=1000)
+    path = _tokenized(tmp_path, tokenizer, TEXTS * 100)
     damaged = tmp_path / name
     data = damaged.read_bytes()
     pa.ipc.new_file(str(damaged), pa.ipc.open_file(data).schema).close()
@@ -218,37 +188,38 @@ def test_damage_is_found(tmp_path, tokenizer, name):
         TokenShard.open(path)
 
 
-@pytest.mark.parametrize("name", ["dev.arrow", "dev.1.arrow", "dev.2.arrow", "dev.documents.arrow"])
+@pytest.mark.parametrize("name", ["dev.arrow", "dev.documents.arrow"])
 def test_files_of_different_runs_are_not_mixed(tmp_path, tokenizer, name):
     # Of one length each: their rows do not tell them apart.
-    path = _tokenized(tmp_path, tokenizer, ["one two"] * 6, file_tokens=16)
+    path = _tokenized(tmp_path, tokenizer, ["one two"] * 6)
     other = (tmp_path / name).read_bytes()
-    _tokenized(tmp_path, tokenizer, ["one six"] * 6, file_tokens=16)
+    _tokenized(tmp_path, tokenizer, ["one six"] * 6)
     mine = (tmp_path / name).read_bytes()
     assert len(other) == len(mine)
     (tmp_path / name).write_bytes(other)
     with refused(name):
         TokenShard.open(path)
     (tmp_path / name).write_bytes(mine)
-    (tmp_path / "dev.1.arrow").write_bytes(path.read_bytes())
-    with refused("dev.1.arrow"):
+    # Of as many tokens as documents, the files may not change places.
+    _tokenized(tmp_path, tokenizer, [""] * 6)
+    path.write_bytes((tmp_path / "dev.documents.arrow").read_bytes())
+    with refused("dev.arrow"):
         TokenShard.open(path)
 
 
 def test_a_manifest_must_be_whole(tmp_path, tokenizer):
-    path = _tokenized(tmp_path, tokenizer, ["one two"] * 6, file_tokens=18)
+    path = _tokenized(tmp_path, tokenizer, ["one two"] * 6)
     manifest = tmp_path / "dev.json"
     whole = read_json(manifest)
-    lengths = [(18, 17, 13), (15, 15, 18), (18, 18)]
-    others = [[entry | {"tokens": n} for entry, n in zip(whole["files"], some, strict=False)] for some in lengths]
-    wrong = [whole | {"files": files} for files in ([], whole["files"][::-1], [{"name": "dev.arrow"}], *others)]
-    for content in wrong:
-        write_json(manifest, content)
+    for key in ("tokens", "documents", "tokens_sha256", "vocab_size"):
+        write_json(manifest, {other: value for other, value in whole.items() if other != key})
         with refused("dev.json"):
             TokenShard.open(path)
+    write_json(manifest, whole | {"tokens": "many"})
+    with refused("dev.json"):
+        TokenShard.open(path)
     # A file of more rows than the manifest says.
-    short = [entry | {"tokens": 7} for entry in whole["files"]]
-    write_json(manifest, whole | {"files": short, "tokens": 7 * len(short)})
+    write_json(manifest, whole | {"tokens": 7})
     with refused("dev.arrow"):
         TokenShard.open(path)
     manifest.unlink()
@@ -256,132 +227,41 @@ def test_a_manifest_must_be_whole(tmp_path, tokenizer):
         TokenShard.open(path)
 
 
-def documents_of(shard: TokenShard) -> list[tuple[int, int]]:
-    return list(zip(shard.offsets.tolist(), np.diff([*shard.offsets, len(shard)]).tolist(), strict=True))
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> list[Path]:
-    """Three small shards, in files of four tokens, of seven and in one."""
-    run, texts = tmp_path_factory.mktemp("run"), [["one two", "", "three"], ["a b c", "h"], ["x " * 9, "y"]]
-    paths = [run / "tokens" / str(number) / "train.arrow" for number in range(3)]
-    for path, some, file_tokens in zip(paths, texts, (4, 7, 1000), strict=True):
-        write_shard(tokenizer, path, some, file_tokens=file_tokens)
-    return paths
-
-
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
 @given(st.data())
-def test_spans_read_as_the_tokens_of_their_documents(tmp_path: Path, sources: list[Path], data: st.DataObject) -> None:
-    opened = [TokenShard.open(path) for path in sources]
-    whole = [(number, *document) for number, shard in enumerate(opened) for document in documents_of(shard)]
-    chosen = data.draw(st.lists(st.sampled_from(whole), max_size=8))
-    # Some are pieces of their documents.
-    cut = [data.draw(st.integers(1, length)) for _, _, length in chosen]
-    output = tmp_path / "clusters" / "c00.arrow"
-    output.parent.mkdir(exist_ok=True)
-    source, start, _ = np.array(chosen, np.int64).reshape(-1, 3).T
-    write_spans(sources, source, start, np.array(cut, np.int64), output)
+def test_joined_documents_are_those_of_their_shards_in_order(tmp_path, tokenizer, data):
+    some = [["one two", "", "three"], ["a b c", "h"], ["x " * 9, "y"]]
+    paths = [tmp_path / name / "train.arrow" for name in "abc"]
+    sources = [write_shard(tokenizer, path, texts) for path, texts in zip(paths, some, strict=True)]
+    chosen = [np.array(sorted(data.draw(st.sets(st.integers(0, len(texts) - 1)))), np.int64) for texts in some]
+    (tmp_path / "c00").mkdir(exist_ok=True)
+    output = tmp_path / "c00" / "train.arrow"
+    join_documents(paths, chosen, output)
 
-    pieces = [opened[number].read(at, at + length) for (number, at, _), length in zip(chosen, cut, strict=True)]
-    expected = np.concatenate([np.empty(0, np.uint16), *pieces])
-    shard = TokenShard.open(output, verify=True)
-    assert (shard.path, len(shard), len(shard.document_bytes)) == (output, len(expected), 0)
-    assert shard.offsets.tolist() == (np.cumsum(cut) - cut).tolist()
+    texts = [each[number] for each, numbers in zip(some, chosen, strict=True) for number in numbers]
+    shard, expected = (
+        TokenShard.open(output, verify=True),
+        write_shard(tokenizer, tmp_path / "d" / "train.arrow", texts),
+    )
+    assert shard.tokens.dtype == np.uint16
+    assert np.array_equal(shard.tokens, expected.tokens)
+    assert np.array_equal(shard.offsets, expected.offsets)
+    assert np.array_equal(shard.document_bytes, expected.document_bytes)
+    own = [source.origins[numbers] for source, numbers in zip(sources, chosen, strict=True)]
+    assert np.array_equal(shard.origins, np.concatenate(own))
     assert (shard.end_of_text, shard.vocab_size) == (256, 257)
-    assert shard.tokenizer_sha256 == opened[0].tokenizer_sha256
-    assert read_json(output.with_suffix(".json"))["sha256"] == hashlib.sha256(expected.tobytes()).hexdigest()
-    for begin in range(len(expected) + 1):
-        for end in range(begin, len(expected) + 1):
-            found = shard.read(begin, end)
-            assert found.dtype == np.uint16
-            assert np.array_equal(found, expected[begin:end])
-    for begin, end in ((-1, 0), (0, len(expected) + 1), (1, 0)):
-        with pytest.raises(IndexError):
-            shard.read(begin, end)
+    assert shard.tokenizer_sha256 == sources[0].tokenizer_sha256
+    said, wanted = (read_json(path.with_suffix(".json")) for path in (output, expected.path))
+    assert {key: said[key] for key in ("tokens", "documents", "bytes", "sha256")} == {
+        key: wanted[key] for key in ("tokens", "documents", "bytes", "sha256")
+    }
 
 
-def texts_of(domain: str) -> list[str]:
-    return [f"{domain} has {n * n} texts" * (1 + n % 3) for n in range(40)]
-
-
-@pytest.fixture
-def domains(tmp_path: Path, tokenizer: Path) -> list[Path]:
-    """Shards of three domains of a run, each of 40 documents."""
-    paths = [tmp_path / "a" / "tokens" / name / "train.arrow" for name in ("law", "news", "code")]
-    for path in paths:
-        write_shard(tokenizer, path, texts_of(path.parent.name))
-    return paths
-
-
-def spans_of(paths: list[Path], output: Path) -> None:
-    """Every other document of each domain, the domains in turn."""
-    found = [(n, *document) for n, path in enumerate(paths) for document in documents_of(TokenShard.open(path))[::2]]
-    write_spans(paths, *np.array(found[::-1]).T, output)
-
-
-def test_spans_move_with_their_run_and_refuse_other_tokens(
-    domains: list[Path], tmp_path: Path, tokenizer: Path
-) -> None:
-    spans_of(domains, tmp_path / "a" / "c00.arrow")
-    flat = TokenShard.open(tmp_path / "a" / "c00.arrow").read(0, 500)
-    os.rename(tmp_path / "a", tmp_path / "b")
-    moved, source = tmp_path / "b" / "c00.arrow", tmp_path / "b" / "tokens" / "law" / "train.arrow"
-    assert np.array_equal(TokenShard.open(moved).read(0, 500), flat)
-
-    # The first document of a domain is among the spans.
-    data = source.read_bytes()
-    place = data.index(TokenShard.open(source).read(0, 20).tobytes()) + 9
-    source.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-    TokenShard.open(moved)
-    with refused("c00.arrow"):
-        TokenShard.open(moved, verify=True)
-    source.write_bytes(data)
-
-    spans = moved.read_bytes()
-    moved.write_bytes(spans[:-20])
-    with refused("c00.arrow"):
-        TokenShard.open(moved)
-    moved.write_bytes(spans)
-    manifest = read_json(moved.with_suffix(".json"))
-    write_json(moved.with_suffix(".json"), manifest | {"spans_sha256": "0" * 64})
-    TokenShard.open(moved)
-    for key, value, subject in (
-        ("spans_sha256", "0" * 64, "c00.arrow"),
-        ("documents", 1, "c00.arrow"),
-        ("tokens", 7, "c00.arrow"),
-        ("sources", [], "c00.json"),
-        ("sources", manifest["sources"][:1], "c00.arrow"),
-        ("vocab_size", "many", "c00.json"),
-    ):
-        write_json(moved.with_suffix(".json"), manifest | {key: value})
-        with refused(subject):
-            TokenShard.open(moved, verify=True)
-    write_json(moved.with_suffix(".json"), manifest)
-    TokenShard.open(moved, verify=True)
-
-    # Spans of as many tokens in another order, then tokens of as many spans.
-    spans_of([source.parents[1] / name / source.name for name in ("code", "news", "law")], moved.with_stem("c01"))
-    moved.write_bytes(moved.with_stem("c01").read_bytes())
-    with refused("c00.arrow"):
-        TokenShard.open(moved)
-    moved.write_bytes(spans)
-    write_shard(tokenizer, source, texts_of("war"))
-    with refused("c00.arrow"):
-        TokenShard.open(moved)
-
-
-def test_spans_outside_of_their_source_are_refused(sources: list[Path], tmp_path: Path, tokenizer: Path) -> None:
-    paths = sources
-    size = len(TokenShard.open(paths[1]))
-    for span in ((3, 0, 1), (65536, 0, 1), (-1, 0, 1), (1, -1, 2), (1, 0, 0), (1, size - 1, 2), (1, 0, size + 1)):
-        source, start, length = np.array([(0, 0, 1), span]).T
-        with refused("c00.arrow"):
-            write_spans(paths, source, start, length, tmp_path / "c00.arrow")
-    assert not list(tmp_path.iterdir())
-    other = tmp_path / "other" / "train.arrow"
-    write_shard(tokenizer, other, ["one two " * 9])
-    train_tokenizer([other.with_suffix(".parquet")], 260, tmp_path / "tokenizer.json")
-    write_shard(tmp_path / "tokenizer.json", other, ["text"])
-    with refused("other/train.arrow"):
-        write_spans([*paths, other], *np.array([(0, 0, 1)]).T, tmp_path / "c00.arrow")
+def test_documents_of_different_tokenizers_are_not_joined(tmp_path, tokenizer):
+    paths = [tmp_path / name / "train.arrow" for name in "ab"]
+    write_shard(tokenizer, paths[0], ["one two " * 9])
+    train_tokenizer([paths[0].with_suffix(".parquet")], 260, tmp_path / "tokenizer.json")
+    write_shard(tmp_path / "tokenizer.json", paths[1], ["text"])
+    with refused("b/train.arrow"):
+        join_documents(paths, [np.array([0])] * 2, tmp_path / "c00.arrow")
+    assert not (tmp_path / "c00.arrow").exists()

@@ -218,12 +218,6 @@ def test_only_the_files_of_the_job_are_there_afterwards() -> None:
     dedup.deduplicate([Path("results/one/documents/law/0000.parquet")], Path("owners.parquet"))
     assert Path("owners.parquet").stat().st_nlink == 1, "files outside of a run are simply made"
     assert not [*Path().glob("**/.made/owners*")]
-    # Of a longer text before.
-    stale = Path("results/two/tokens/law/train.1.arrow")
-    stale.parent.mkdir(parents=True)
-    stale.write_bytes(b"of other text")
-    prepare("two")
-    assert not stale.exists()
 
 
 def test_what_a_source_is_pinned_by() -> None:

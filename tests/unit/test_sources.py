@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from demix.data import expand, readers
 from demix.data.anonymize import anonymize_documents
 from demix.data.selection import matches, select
-from demix.data.sources import Source, download
+from demix.data.sources import Omitted, Source, download, records
 from demix.errors import DemixError
 from demix.settings import settings_from
 from support.cli import said
@@ -133,14 +133,14 @@ TABLE = st.lists(
 )
 
 
-def shares(files: dict[str, list[Any]], form: str, archive: bool, parts: int) -> list[list[tuple[str, int, Any]]]:
-    """The rows of each part with their files and numbers: whole files where there are enough of them, else rows."""
-    found: list[list[tuple[str, int, Any]]] = [[] for _ in range(parts)]
-    for place, (name, rows) in enumerate(files.items()):
+def shares(files: dict[str, list[Any]], form: str, archive: bool, parts: int) -> list[list[Any]]:
+    """The rows of each part: whole files where there are enough of them, else rows."""
+    found: list[list[Any]] = [[] for _ in range(parts)]
+    for place, rows in enumerate(files.values()):
         for number, row in enumerate(rows):
             of_group = form == "parquet" and math.ceil(len(rows) / 2) >= parts
             by = place if archive or len(files) >= parts else number // 2 if of_group else number
-            found[by % parts].append((name, number + 1, row))
+            found[by % parts].append(row)
     return found
 
 
@@ -167,14 +167,14 @@ def test_any_files_give_the_documents_of_a_plain_loop(tmp_path_factory, of, arch
     for name, content in ({archive: ARCHIVES[archive](data)} if archive else data).items():
         (folder / name).write_bytes(content)
     path = folder / archive if archive else f"{folder}/?{suffix}"
-    options = {"parts": parts, "where": where, "words": words, "metadata": ["by", "id"]}
+    options = {"parts": parts, "where": where, "words": words}
     options |= {"json": "values"} if form == "values" else {}
     for part, share in enumerate(shares(files, form, archive is not None, parts)):
         wanted, total = [], 0
-        for name, number, row in share:
+        for row in share:
             if where and row["by"] not in where["by"]:
                 continue
-            wanted.append((f"{name}#{number}", row["text"], {key: row[key] for key in ("by", "id")}))
+            wanted.append(row["text"])
             total += len(row["text"].split())
             if words is not None and total >= math.ceil(words / parts):
                 break
@@ -182,31 +182,28 @@ def test_any_files_give_the_documents_of_a_plain_loop(tmp_path_factory, of, arch
             with refused("d.source.where"):
                 read(folder, path, part=part, **options)
             continue
-        rows = read(folder, path, part=part, **options)
-        found = [(row["id"], row["text"], json.loads(row["metadata"])) for row in rows]
-        if form == "csv":
-            # CSV has no null.
-            wanted = [(name, text, more | {"by": more["by"] or ""}) for name, text, more in wanted]
-        assert found == wanted
+        assert texts(folder, path, part=part, **options) == wanted
 
 
-def test_fields_become_ids_texts_and_metadata(tmp_path):
+def test_fields_become_texts(tmp_path):
     values = [
-        {"text": None, "key": 7, "n": math.nan, "m": {"x": [math.inf, 1.5]}},
-        {"text": ["a", "b"], "key": "k", "n": "\udfff"},
-        {"text": "a\ud800b", "key": "l"},
-        {"text": "\ud83d\ude00", "key": "m"},
+        {"text": None, "n": math.nan, "m": {"x": [math.inf, 1.5]}},
+        {"text": ["a", "b"], "n": "\udfff"},
+        {"text": "a\ud800b"},
+        {"text": "\ud83d\ude00"},
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(value) + "\n" for value in values))
-    rows = read(tmp_path, tmp_path / "a.jsonl", id="key", metadata=["n", "m"])
-    assert [(row["id"], row["text"], row["metadata"]) for row in rows] == [
-        ("7", "", '{"m": {"x": [null, 1.5]}, "n": null}'),
-        ("k", "a\nb", '{"m": null, "n": "\ufffd"}'),
-        ("l", "a\ufffdb", '{"m": null, "n": null}'),
-        ("m", "😀", '{"m": null, "n": null}'),
+    assert texts(tmp_path, tmp_path / "a.jsonl") == ["", "a\nb", "a\ufffdb", "😀"]
+    assert counts(tmp_path) == {"invalid_bytes": 0, "surrogates": 1, "not_utf8": 0}
+    # As the examples of tasks are read.
+    source, omitted = Source(path=f"{tmp_path}/a.jsonl", fields=("n", "m")), Omitted()
+    assert [*records(source, "d", tmp_path, omitted)] == [
+        ("a.jsonl#1", "", '{"n": null, "m": {"x": [null, 1.5]}}'),
+        ("a.jsonl#2", "a\nb", '{"n": "\ufffd", "m": null}'),
+        ("a.jsonl#3", "a\ufffdb", '{"n": null, "m": null}'),
+        ("a.jsonl#4", "😀", '{"n": null, "m": null}'),
     ]
-    assert counts(tmp_path) == {"invalid_bytes": 0, "surrogates": 2, "not_utf8": 0}
-    assert read(tmp_path, tmp_path / "a.jsonl")[0]["metadata"] == "{}"
+    assert omitted.surrogates == 2
     # As Qasper has its papers.
     sections = [{"paragraphs": ["a", "b"]}, {"paragraphs": []}, {"paragraphs": ["c"]}]
     (tmp_path / "q.json").write_text(json.dumps({"1909.1": {"title": "t", "full_text": sections}}))
@@ -546,19 +543,11 @@ def test_long_lines_and_documents_are_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["jsonl_gz", "jsonl_zst", "parquet", "fineweb"])
 def test_what_datatrove_writes_is_read_as_it_is(kind, tmp_path):
     nested = "" if kind == "fineweb" else "metadata."
-    keys = [f"{nested}url", f"{nested}language_score"]
-    rows = read(tmp_path, DATATROVE / kind, id="id", metadata=keys)
-    assert sorted((row["id"], row["text"], json.loads(row["metadata"])) for row in rows) == [
-        (
-            f"<urn:uuid:{rank}-{n}>",
-            f"Text {n} of rank {rank}.\nSchöne Grüße, 東京.",
-            {keys[0]: f"https://example.org/{rank}/{n}", keys[1]: 0.5 + n / 8},
-        )
-        for rank in range(2)
-        for n in range(3)
-    ]
-    german = read(tmp_path, DATATROVE / kind, id="id", where={f"{nested}language": "de"})
-    assert [row["id"] for row in german] == ["<urn:uuid:0-1>", "<urn:uuid:1-1>"]
+    wanted = [f"Text {n} of rank {rank}.\nSchöne Grüße, 東京." for rank in range(2) for n in range(3)]
+    assert sorted(texts(tmp_path, DATATROVE / kind)) == wanted
+    german = texts(tmp_path, DATATROVE / kind, where={f"{nested}language": "de"})
+    assert german == [wanted[1], wanted[4]]
+    assert texts(tmp_path, DATATROVE / kind, text=f"{nested}url")[0].startswith("https://example.org/")
 
 
 def test_a_folder_is_all_files_below_it_that_can_be_read(tmp_path):
@@ -580,8 +569,7 @@ def test_a_folder_is_all_files_below_it_that_can_be_read(tmp_path):
         (folder / other).write_text("other")
     wanted = ["1.txt", "c4/c4-1.json.gz", "c4/deep/c4-0.json.gz"]
     assert texts(tmp_path, folder, f"{folder}/c4/*.gz") == wanted
-    (row,) = read(tmp_path, folder / "c4" / "deep", id="id", metadata=["source", "metadata.length"])
-    assert (row["id"], json.loads(row["metadata"])) == (wanted[2], {"source": "c4", "metadata.length": len(wanted[2])})
+    assert texts(tmp_path, folder / "c4" / "deep", where={"metadata.length": len(wanted[2])}) == wanted[2:]
     for parts in (2, 7):
         found = [text for part in range(parts) for text in texts(tmp_path, f"{folder}/", part=part, parts=parts)]
         assert sorted(found) == wanted

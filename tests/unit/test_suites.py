@@ -75,7 +75,7 @@ def test_a_suite_is_evaluated_as_a_novel_domain_without_a_dev_split(tmp_path: Pa
 def write_documents(path: Path, texts: list[str]) -> Path:
     """What `demix read` writes of `texts`, with nothing rejected."""
     ids = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
-    columns = [ids, texts, [len(text.split()) for text in texts], ids, ["{}"] * len(texts)]
+    columns = [ids, texts, [len(text.split()) for text in texts], ids]
     arrays = [pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
     write_parquet(pa.table(arrays, schema=SCHEMA), path)
     write_json(path.with_suffix(".json"), {"rejected": {}, "replacements": {}, "normalised": {}})

@@ -104,8 +104,6 @@ def test_every_routing_is_that_of_a_loop_over_tokens(top_k: int | None) -> None:
             assert rows["history", None, ""][number] == pytest.approx(logsumexp(posterior + sums, axis=1), abs=1e-9)
             mean = [np.log(np.exp(label).mean(axis=1)).sum() for label in one.labels]
             assert rows["average", None, ""][number] == pytest.approx(mean, abs=1e-12)
-            own = int(one.prompt.domain[1:])
-            assert rows["own expert", None, ""][number] == pytest.approx(sums[:, own], abs=1e-12)
             for j, name in enumerate(EXPERTS):
                 assert rows["one expert", None, name][number] == pytest.approx(sums[:, j], abs=1e-12)
     assert not any(k == 9 for _, k, _ in rows), "no more experts than there are"
@@ -177,7 +175,7 @@ def test_mean_weights_are_those_of_the_contexts_alone() -> None:
     assert named["cluster"] == pytest.approx(softmax(close, axis=1).mean(axis=0))
     assert named["history"] == pytest.approx(softmax(seen, axis=1).mean(axis=0))
     assert named["cluster+history"] == pytest.approx(softmax(np.add(close, seen), axis=1).mean(axis=0))
-    assert not {"average", "own expert", "one expert"} & named.keys()
+    assert not {"average", "one expert"} & named.keys()
 
 
 def test_without_demonstrations_nothing_is_permuted() -> None:

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from demix.config.config import Config
 from demix.config.tokenizer import TokenizerSection
-from demix.data.shards import TokenShard, blocks, tokenize, write_spans
+from demix.data.shards import TokenShard, blocks, join_documents, tokenize
 from demix.data.tokenizer import (
     END_OF_TEXT,
     Tokenizer,
@@ -315,7 +315,7 @@ def test_a_shard_begins_documents_with_the_family_s_own_end(tmp_path: Path) -> N
     assert np.flatnonzero(shard.read(0, len(shard)) == 1500).tolist() == shard.offsets.tolist()
     assert documents_of(shard) == [tokenizer.encode(text).tolist() for text in texts]
     assert blocks(shard, 8)[0][0, 0] == 1500
-    write_spans([tmp_path / "dev.arrow"], np.array([0], np.uint16), np.array([2]), np.array([9]), tmp_path / "s.arrow")
+    join_documents([tmp_path / "dev.arrow"], [np.array([2])], tmp_path / "s.arrow")
     assert TokenShard.open(tmp_path / "s.arrow", verify=True).end_of_text == 1500
     write_json(tmp_path / "dev.json", read_json(tmp_path / "dev.json") | {"end_of_text": 0})
     assert TokenShard.open(tmp_path / "dev.arrow").end_of_text == 0

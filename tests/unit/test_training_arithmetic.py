@@ -97,7 +97,7 @@ DOMAINS, LENGTH = ("law", "news", "code"), 8
 
 def shards_of(seed: int) -> list[TokenShard]:
     chance = np.random.default_rng(seed)
-    return [shard_of(chance.integers(0, 99, size).astype(np.uint16), 11) for size in (40, 71, 12)]
+    return [shard_of(chance.integers(0, 99, size).astype(np.uint16)) for size in (40, 71, 12)]
 
 
 def block_of(shard: TokenShard, number: int) -> list[int]:

@@ -89,6 +89,7 @@ HARNESS = {"tasks": ["choice", "rolling"], "include_path": "tasks", "models": ["
 # Text of a training domain, and other text.
 TEXTS = [f"resources/sample/{name}.jsonl.zst" for name in ("licenses", "packages")]
 SUITES = {"paloma": {"known": {"source": {"path": TEXTS}, "words": {"test": 1500}}}}
+TOPICS = {"test": {"path": "topics.jsonl"}, "template": "{text} Topic: {label}"}
 # A row of each kind, mixed in every way, asked tasks, scored on a suite: all that joins in one run.
 JOINED: Keys = {
     "domains.novel.fortunes": None,
@@ -109,10 +110,7 @@ JOINED: Keys = {
     "evaluation.suites": SUITES,
     "evaluation.systems": {"rival": {"columns": {"dense": None, "ngram3": None}}},
     "removal.merged": ["demix", "btx"],
-    "tasks": {
-        "domain": {"made": "domains", "examples": 12},
-        "topics": {"test": {"path": "topics.jsonl"}, "template": "{text} Topic: {label}"},
-    },
+    "tasks": {"topics": TOPICS},
     "lm_eval": HARNESS,
 }
 
@@ -176,8 +174,8 @@ CHANGES: dict[str, tuple[Keys, set[str]]] = {
         {f"read scripture 000{part}" for part in range(3)} | RETRAINED,
     ),
     "a task": (
-        {"tasks": {"domain": {"made": "domains", "examples": 12}}},
-        {"examples domain", "classify"} | TOLD | {f"fewshot {one} domain" for one in PAPER[:3]},
+        {"tasks": {"topics": TOPICS}},
+        {"examples topics", "classify"} | TOLD | {f"fewshot {one} topics" for one in PAPER[:3]},
     ),
     "a suite": ({"evaluation.suites": SUITES}, SUITE | TOLD),
     "tasks of the harness": ({"lm_eval": HARNESS}, ASKED | TOLD),
@@ -304,7 +302,7 @@ def test_every_model_is_whole_and_scored_on_every_domain(joined: Path) -> None:
     assert read_json(run / "models" / "far" / "model.json")["training"]["learning_rate"] == 3e-3
     assert read_json(run / "models" / "upcycled" / "model.json")["parent"]["step"] == 6000 // (3 * 4 * 32)
     tasks = pd.read_parquet(run / "tasks.parquet")
-    assert {*tasks["task"]} >= {"domain", "topics", "choice"}
+    assert {*tasks["task"]} >= {"topics", "choice"}
     suites = pd.read_parquet(run / "suites.parquet")
     assert {*suites["domain"]} == {"paloma_known"}
     assert "paloma_known" not in {*results["domain"]}
@@ -319,7 +317,7 @@ def test_every_file_is_documented(joined: Path) -> None:
 
 
 AFTERWARDS: dict[str, tuple[Keys, set[str]]] = {
-    "another task": ({"tasks.more": {"made": "domains", "examples": 5}}, {"examples more", "classify"} | TOLD),
+    "another task": ({"tasks.more": TOPICS | {"examples": 5}}, {"examples more", "classify"} | TOLD),
     "the harness online": ({"lm_eval.offline": False}, TOLD),
     "another rule of the harness": ({"lm_eval.weights": ["history"]}, {"harness demix", "classify"} | TOLD),
     "no suite": ({"evaluation.suites": None}, TOLD),

@@ -61,7 +61,7 @@ ASKING = {
 SITE = {"stages": {stage: {"partition": f"for-{stage}", "gpus": 1} for stage in STAGES}}
 CONFIGS = {
     name: {"base": str(REPOSITORY / "config" / f"{name}.yaml"), "cluster": SITE}
-    for name in ("sample", "families-tasks", "one-gpu", "paper-125m", "paper-1.3b")
+    for name in ("sample", "families", "one-gpu", "paper-125m", "paper-1.3b")
 }
 
 
@@ -89,7 +89,7 @@ def test_the_plan_counts_the_jobs_of_each_rule_and_they_ask_for_what_their_stage
 
 # A wildcard of no rule, a wildcard of some, what a shell would run, and what JSON and YAML write in another way.
 TEXT = "{x} {domain} \"a\" 'b' $(touch run) `touch run`\nü %s \\ {{y}}"
-TEXTS = {"text": TEXT, "id": TEXT, "metadata": [TEXT], "where": {TEXT: TEXT}, "members": [TEXT], "instructions": TEXT}
+TEXTS = {"text": TEXT, "where": {TEXT: TEXT}, "members": [TEXT], "instructions": TEXT}
 ANY_TASK = {"label": TEXT, "text": [TEXT]}
 ANY_TASK |= {"template": TEXT + "{text}" + TEXT + "{label}"}
 

@@ -10,9 +10,8 @@ rule examples:
         f"{RUN}/examples/{{task}}.parquet",
     params:
         settings=lambda wildcards: RULES.example_settings(wildcards.task),
-        documents=lambda wildcards: RULES.task_documents(wildcards.task),
     shell:
-        "demix examples {wildcards.task} {params.documents} --tokenizer {input.tokenizer}"
+        "demix examples {wildcards.task} --tokenizer {input.tokenizer}"
         " --settings {params.settings:q} --output {output} 2> {log}"
 
 

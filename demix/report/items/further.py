@@ -140,9 +140,9 @@ def tasks(data: RunData) -> Table:
     Classification tasks (c-BTM, section 5 and appendix A.7): percent of the examples whose likeliest label is right,
     and below it the 95% interval: exact for one seed, else by a bootstrap over seeds and examples. “As chance” marks
     an interval that contains what chance gives; differences among such numbers mean nothing. Oracles read test labels:
-    “updating” those of earlier examples, “own expert” where the domain is asked for, and the best expert. “fixed, 8 +
-    8” weights experts by their accuracy on 8 other examples after the demonstrations, “fixed, 8” by that on the
-    demonstrations. The names are the paper's, which has 8 demonstrations. “released” mixes as the paper's code does, by
+    “updating” those of earlier examples, and the best expert. “fixed, 8 + 8” weights experts by their accuracy on 8
+    other examples after the demonstrations, “fixed, 8” by that on the demonstrations. The names are the paper's, which
+    has 8 demonstrations. “released” mixes as the paper's code does, by
     the same weights: whole labels, after a softmax over labels of each expert.
 
     The harness: task or group of tasks, and metric, with ± the standard error below, of the run's own seed.
