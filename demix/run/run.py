@@ -238,7 +238,7 @@ class Run:
 
 
 # Every change that makes files of older runs unreadable raises this version.
-FORMAT = 10
+FORMAT = 11
 
 
 def kept(config: Config) -> dict[str, Any]:
