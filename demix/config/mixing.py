@@ -56,8 +56,8 @@ class Weights:
 
     @property
     def rules(self) -> Family:
-        """The family of the weights."""
-        return FAMILIES[self.family]
+        """The family of the weights; `average`, only the prior, has that of `history`."""
+        return FAMILIES.get(self.family, IN_BLOCK)
 
     @property
     def open(self) -> bool:
