@@ -109,6 +109,12 @@ def relation(pairs: pd.DataFrame, kind: str, *, own: bool = False) -> Relation:
 DOCUMENTS = """
 select clustering, domain, cluster, count(*)::double as documents from clusters where split = 'train' group by all
 """
+# The test documents of each cluster, and these over an equal share.
+SIZES = """
+select clustering, cluster, count(*)::double as documents,
+    count(*) / avg(count(*)) over (partition by clustering) as share
+from clusters where split = 'test' group by clustering, cluster order by all
+"""
 LOSSES = """
 select model, seed, clustering, cluster, expert, sum(nll) / sum(tokens) as nats
 from losses join clusters using (run, domain, split, document) group by all
@@ -235,6 +241,11 @@ class RunData:
         return Clusters(
             *(self._asked(query) if clustered(self.run) else pd.DataFrame() for query in (DOCUMENTS, LOSSES))
         )
+
+    @cached_property
+    def cluster_sizes(self) -> pd.DataFrame:
+        """The rows of `SIZES`."""
+        return self._asked(SIZES)
 
     @cached_property
     def metrics(self) -> Path:

@@ -432,6 +432,13 @@ def cluster_experts(files: Files) -> pd.DataFrame:
     return pd.concat(frames)[["kind", "domain", "expert", "value"]]
 
 
+def cluster_sizes(files: Files) -> pd.DataFrame:
+    test = documents(files).query("split == 'test'")
+    counts = test.groupby(["clustering", "cluster"]).size().rename("documents").reset_index()
+    counts["cluster"] = counts["cluster"].str.lstrip("c").astype(int)
+    return counts.assign(share=counts["documents"] / counts.groupby("clustering")["documents"].transform("mean"))
+
+
 @pytest.fixture(scope="module")
 def files(frozen: Run) -> Files:
     return Files(frozen.folder)

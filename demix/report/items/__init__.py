@@ -34,6 +34,7 @@ ITEMS: tuple[Item, ...] = (
     FigureItem(
         "families", "cluster_experts", "Experts of clusters on clusters, and clusters against domains", CLUSTERS
     ),
+    FigureItem("families", "cluster_sizes", "How unequal the clusters of held-out documents are", CLUSTERS),
     PageItem(
         "pages",
         "claims",

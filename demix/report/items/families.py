@@ -10,6 +10,7 @@ import pandas as pd
 from demix.report.cells import compared
 from demix.report.charts import (
     CELL_RANGE,
+    COLOURS,
     SHARE_LEGEND,
     by_line,
     data_of,
@@ -172,3 +173,21 @@ def cluster_experts(data: RunData) -> tuple[Any, str]:
         **GRID,
     )
     return alt.vconcat(own, divided, spacing=28).resolve_scale(color="independent"), ""
+
+
+def cluster_sizes(data: RunData) -> tuple[Any, str]:
+    """As Figure 14 of the c-BTM paper. One point per cluster: its test documents, over those of a cluster if all were
+    equal. Boxes hold the middle half, whiskers reach to the smallest and the largest cluster.
+    """
+    found = data.cluster_sizes
+    names = list(dict.fromkeys(found["clustering"]))
+    base = alt.Chart(data_of(found[["clustering", "cluster", "documents", "share"]])).encode(
+        x=alt.X("clustering:N", sort=names, title=None, axis=alt.Axis(labelAngle=0)),
+        y=alt.Y("share:Q", title="test documents of a cluster, over an equal share", scale=alt.Scale(zero=True)),
+    )
+    boxes = base.mark_boxplot(extent="min-max", size=40, color=COLOURS[0], opacity=0.35)
+    points = base.mark_point(size=40, filled=True, color=COLOURS[0], opacity=0.8).encode(
+        tooltip=["clustering:N", "cluster:N", "documents:Q", "share:Q"]
+    )
+    equal = alt.Chart(data_of([{"share": 1}])).mark_rule(strokeDash=[4, 4]).encode(y="share:Q")
+    return alt.layer(boxes, points, equal).properties(width=max(400, 110 * len(names)), height=320), ""
