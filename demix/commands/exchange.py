@@ -58,10 +58,13 @@ def import_(
             "table of learned positions is cut to it, and cannot grow.",
         ),
     ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare ids with tokenizers, logits with transformers.")
+    ] = False,
 ) -> None:
     """Make a dense model of a checkpoint of GPT-2, OPT, GPT-NeoX, Llama, Mistral, Qwen 2 or 3, or OLMo 2.
 
-    Mixtral, Qwen 3 MoE and FlexOlmo become token-routed models. Nothing is unpickled, and nothing but hub:… is
+    Mixtral, Qwen 3 MoE, OLMoE and FlexOlmo become token-routed models. Nothing is unpickled, and nothing but hub:… is
     fetched.
 
     Example: demix import gpt2-folder --output imported/gpt2
@@ -70,7 +73,12 @@ def import_(
     from demix.model.import_hf import import_hf, import_hub
 
     if checkpoint.startswith(HUB):
-        import_hub(checkpoint, output, context)
+        done = import_hub(checkpoint, output, context, verify)
     else:
-        import_hf(Path(checkpoint), output, context)
+        done = import_hf(Path(checkpoint), output, context, verify)
+    if done:
+        print(
+            f"logits of {done.tokens} tokens differ by up to {done.difference:.1e} from those of transformers, "
+            f"which reach {done.largest:.3g}; the ids are those of tokenizers"
+        )
     print(f"wrote {output}; try it: demix eval {output} TEXT")

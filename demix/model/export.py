@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from demix.config.architecture import Architecture
 from demix.errors import DemixError
 from demix.files import check_inside, refuse_used, replacing
 from demix.files.json_files import read_unsealed
@@ -51,7 +53,7 @@ def format_of(directory: Path) -> Format:
     described = describe(directory)
     if described.domain_tokens:
         raise DemixError(directory, "is a domain-token model, which no other format can hold", "export another model")
-    architecture = described.architecture
+    architecture = _with_plain_head(described.architecture)
     first = FORMATS.get((described.content.get("imported") or {}).get("format", ""))
     known = [form for form in (first, *FORMATS.values()) if form and form.routed == bool(architecture.routed)]
     choices = {form.name: form.lacking(architecture) for form in known}
@@ -142,7 +144,10 @@ class _Export:
         Raises DemixError for numbers that the type of the export does not hold.
         """
         own = {name: tensor[number] if ".feedforward." in name else tensor for name, tensor in model.named_parameters()}
-        theirs = self.form.theirs_of(model.architecture, own)
+        if _with_plain_head(model.architecture) != model.architecture:
+            own["token_embedding"] = F.normalize(own["token_embedding"], dim=-1)
+            own["output_embedding"] = own.pop("logit_scale") * own["token_embedding"]
+        theirs = self.form.theirs_of(_with_plain_head(model.architecture), own)
         tensors = {name: tensor.to(DTYPES[self.dtype]) for name, tensor in theirs.items()}
         for name, tensor in tensors.items():
             if not bool(tensor.isfinite().all()):
@@ -156,7 +161,7 @@ class _Export:
         if "config.json" in self.came:
             source_config = read_unsealed(self.came["config.json"], MAX_BYTES)
             ends = {key: source_config[key] for key in _IDS if key in source_config}
-        made = self.form.config(model.architecture, model.vocab_size)
+        made = self.form.config(_with_plain_head(model.architecture), model.vocab_size)
         return made | ends | {"dtype": self.dtype}
 
     def write(self, config: dict[str, Any], tensors: dict[str, Tensor], card: str | None, code: str = "") -> None:
@@ -180,6 +185,12 @@ class _Export:
         for name, path in self.came.items():
             if name != "config.json":
                 (folder / name).write_bytes(path.read_bytes())
+
+
+def _with_plain_head(architecture: Architecture) -> Architecture:
+    """The architecture in other formats: CLAP's rows of length 1 are embeddings, and its head is one of its own."""
+    plain = architecture.head == "clap" and architecture.objective == "clm"
+    return architecture.replace(head="untied") if plain else architecture
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

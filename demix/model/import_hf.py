@@ -21,7 +21,7 @@ from demix.config.tokenizer import types_and_end
 from demix.data.hub import fetch_files, model_files, pinned_model
 from demix.data.tokenizer import Tokenizer, from_merges, write_definition
 from demix.errors import DemixError
-from demix.files import check_inside, digest, exclusive, refuse_used, replacing, sha256_file
+from demix.files import check_inside, digest, exclusive, opened, refuse_used, replacing, sha256_file
 from demix.files.json_files import read_unsealed
 from demix.files.kinds import SAFETENSORS, check_file_kind
 from demix.model.directory import check_values, save_files
@@ -29,6 +29,7 @@ from demix.model.format import BY_SIZES, HARMLESS, Format, Others, follows
 from demix.model.formats import FORMATS
 from demix.model.gpt import GPT
 from demix.model.manifest import MAX_BYTES
+from demix.model.verified import Verified, refuse_without_transformers, verify_import
 from demix.settings import OpenSettings, Text, settings_from
 
 # Without learned positions a model reads blocks of any length, and a cache of all positions would not fit into memory.
@@ -42,6 +43,7 @@ KEPT = (
 )  # fmt: skip
 # The folder of these files in the model directory.
 KEPT_IN = "imported"
+_MAX_KEPT_BYTES = 64 << 20
 FileName = Annotated[Text, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,199}\.safetensors$")]
 # Where a tensor lies: the file, and the open file.
 Places = Mapping[str, tuple[Path, Any]]
@@ -57,17 +59,21 @@ def import_hf(
     folder: Path,
     output: Path,
     context: int | None = None,
+    verify: bool = False,
     origin: Mapping[str, str] = MappingProxyType({}),
-) -> None:
+) -> Verified | None:
     """Write the checkpoint in `folder` (config.json, safetensors files) as a dense model with its tokenizer.
 
     The families are those of `demix.model.formats`, whose classes in transformers give the same logits. `context` is
     the length of blocks. A table of learned positions is cut to it; without learned positions it is by default the
-    smaller of USUAL_CONTEXT and that of the checkpoint. `imported_tokenizer` says which tokenizers come in. model.json
-    keeps the `origin` of the files. Nothing is unpickled or fetched. Raises DemixError, and leaves no `output`, if a
-    file is missing or damaged, and if the model computes something that demix does not.
+    smaller of USUAL_CONTEXT and that of the checkpoint. With `verify` the logits of transformers are compared on a
+    text, and how they differ is returned. `imported_tokenizer` says which tokenizers come in. model.json keeps the
+    `origin` of the files. Nothing is unpickled or fetched. Raises DemixError, and leaves no `output`, if a file is
+    missing or damaged, if the model computes something that demix does not, and if the logits differ.
     """
     refuse_used(output)
+    if verify:
+        refuse_without_transformers()
     for path in (*(folder / name for name in (*KEPT, INDEX)), *folder.glob("*.safetensors")):
         check_inside(path, folder)
     config = folder / "config.json"
@@ -88,9 +94,10 @@ def import_hf(
         }
         save_files(model, temporary, counts | learned, {"parent": None} | learned)
         _keep_files(folder, temporary / KEPT_IN)
+        return verify_import(folder, temporary / KEPT_IN, model, encoder) if verify else None
 
 
-def import_hub(address: str, output: Path, context: int | None = None) -> None:
+def import_hub(address: str, output: Path, context: int | None = None, verify: bool = False) -> Verified | None:
     """Write the model `hub:owner/name@commit` to `output`, as `import_hf` does that of a folder.
 
     Only config.json, the tokenizer's files and safetensors are fetched. They wait in a folder next to `output`, from
@@ -98,6 +105,8 @@ def import_hub(address: str, output: Path, context: int | None = None) -> None:
     are absent, damaged or out of reach, and as `import_hf` does.
     """
     refuse_used(output)
+    if verify:
+        refuse_without_transformers()
     repository, commit = pinned_model(address)
     files, place = model_files(repository, commit), output.resolve()
     folder = place.with_name(f".{place.name}.{commit[:12]}")
@@ -114,8 +123,10 @@ def import_hub(address: str, output: Path, context: int | None = None) -> None:
             fetch_files(files, [INDEX], folder)
             weights = set(weight_map(folder / INDEX).values())
         fetch_files(files, sorted(weights), folder)
-        import_hf(folder, output, context, {"repository": repository, "revision": commit})
+        origin = {"repository": repository, "revision": commit}
+        done = import_hf(folder, output, context, verify, origin)
         shutil.rmtree(folder)
+    return done
 
 
 def read_config(path: Path) -> tuple[Format, dict[str, Any], Others]:
@@ -253,9 +264,14 @@ def _refuse_others(names: set[str], places: Places, form: Format, tensors: Mappi
 def _keep_files(folder: Path, output: Path) -> None:
     """Copy the files of `folder` that an export gives back."""
     for name in KEPT:
-        if (folder / name).is_file():
-            output.mkdir(exist_ok=True)
-            (output / name).write_bytes((folder / name).read_bytes().removeprefix(codecs.BOM_UTF8))
+        if not (folder / name).is_file():
+            continue
+        with opened(folder / name) as stream:
+            content = stream.read(_MAX_KEPT_BYTES + 1).removeprefix(codecs.BOM_UTF8)
+        if len(content) > _MAX_KEPT_BYTES:
+            raise DemixError(folder / name, f"has more than {_MAX_KEPT_BYTES:,} bytes", "get it again")
+        output.mkdir(exist_ok=True)
+        (output / name).write_bytes(content)
 
 
 def imported_tokenizer(folder: Path, output: Path, types: int) -> Tokenizer:

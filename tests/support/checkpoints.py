@@ -35,6 +35,7 @@ LLAMA3 = {
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "tie_word_embeddings": False}
+CHOSEN = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 # The class of config.json and its keys, by the name that tests give it.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", SIZES | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
@@ -57,6 +58,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", MODERN | {"head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 1}),
     "olmo2": ("olmo2", OLMO | {"hidden_act": "gelu"}),
     "flex_olmo": ("flex_olmo", OLMO | {"num_experts": 5, "num_experts_per_tok": 3}),
+    "olmoe": ("olmoe", MODERN | CHOSEN | {"pad_token_id": None}),
 }
 
 

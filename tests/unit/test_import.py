@@ -15,7 +15,7 @@ from demix.model.experts import find_faults
 from demix.model.export import export_hf
 from demix.model.import_hf import import_hf
 from support.checkpoints import LLAMA3, change, checkpoint, farthest, same_tensors
-from support.cli import succeeds
+from support.cli import refusal, succeeds
 from support.errors import refused
 from support.models import REAL_TEXT
 
@@ -104,6 +104,28 @@ def test_blocks_have_the_length_that_is_asked_for(tokens: Path, tmp_path: Path) 
         assert describe(tmp_path / f"{family}{context}").content["architecture"]["context"] == context
     with refused("config.json: attention"):
         import_hf(tmp_path / "mistral", tmp_path / "wide")
+
+
+def test_an_import_proves_itself(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoConfig
+
+    hf = tmp_path / "hf"
+    checkpoint(hf, tokens, "llama")
+    succeeds("import", hf, "--output", tmp_path / "in", "--verify")
+    assert not find_faults(tmp_path / "in")
+    verified = import_hf(hf, tmp_path / "usual", verify=True)
+    assert verified is not None
+    assert verified.tokens == 64
+    assert verified.difference < 1e-5 * verified.largest
+    no = ("import", hf, "--output", tmp_path / "no")
+    # As if demix had read an epsilon wrongly: transformers reads another one.
+    real = AutoConfig.from_pretrained
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *a, **k: real(*a, **k, rms_norm_eps=0.05))
+    refusal(*no, "--verify", of=hf)
+    monkeypatch.undo()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    refusal(*no, "--verify", of="--verify")
+    assert not (tmp_path / "no").exists()
 
 
 def test_files_beside_the_weights_go_out_as_they_came(tokens: Path, tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_links_out_of_a_folder_are_not_followed(tokens: Path, tmp_path: Path) ->
     for path in [*folder.iterdir()]:
         path.rename(blobs / path.name)
         path.symlink_to(Path("../../blobs") / path.name)
-    import_hf(folder, tmp_path / "in")
+    import_hf(folder, tmp_path / "in", verify=True)
     for name in ("chat_template.jinja", "generation_config.json", "tokenizer.json", "config.json", WEIGHTS):
         other = tmp_path / f"with-{name}"
         checkpoint(other, tokens, "llama")
@@ -226,7 +226,8 @@ def test_what_changes_nothing_is_passed_over(tokens: Path, tmp_path: Path) -> No
         _replaced(hf, name, codecs.BOM_UTF8 + (hf / name).read_bytes())
     shard = min(hf.glob("*.safetensors"))
     save_file(load_file(shard) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}, shard)
-    import_hf(hf, tmp_path / "in")
+    verified = import_hf(hf, tmp_path / "in", verify=True)
+    assert verified is not None
     export_hf(tmp_path / "in", "dense", None, tmp_path / "out")
     json.loads((tmp_path / "out" / "tokenizer.json").read_text("utf-8"))
 

@@ -72,7 +72,7 @@ def write_llama(folder: Path) -> None:
 
 def test_experts_of_a_llama_go_out_as_a_llama(tmp_path: Path) -> None:
     write_llama(tmp_path / "hub" / "llama")
-    succeeds("import", tmp_path / "hub" / "llama", "--output", tmp_path / PARENT)
+    succeeds("import", tmp_path / "hub" / "llama", "--output", tmp_path / PARENT, "--verify")
     parent = json.loads((tmp_path / PARENT / "model.json").read_text())["architecture"]
     ran(tmp_path, write_config(tmp_path, CONFIG | {"architecture": parent | {"context": CONTEXT}}))
     run = tmp_path / "results" / "own"

@@ -1,9 +1,9 @@
-"""Mixtures of experts in every block, whose tokens choose several: Mixtral, Qwen 3 MoE, FlexOlmo."""
+"""Mixtures of experts in every block, whose tokens choose several: Mixtral, Qwen 3 MoE, FlexOlmo, OLMoE."""
 
 from dataclasses import replace
 
 from demix.model.format import Key, Modules
-from demix.model.formats.llama import MISTRAL, OLMO2, QWEN3
+from demix.model.formats.llama import LLAMA, MISTRAL, OLMO2, QWEN3
 
 # transformers reads `num_local_experts` as `num_experts`, and the other way round.
 CHOSEN = {
@@ -88,5 +88,30 @@ FORMATS = (
         # Its usual token of padding lies beyond a smaller vocabulary.
         writes=OLMO2.writes | {"pad_token_id": None},
         block=OLMO2.block | EXPERTS,
+    ),
+    replace(
+        OLMO2,
+        name="olmoe",
+        title="OLMoE",
+        model_class="OlmoeForCausalLM",
+        keys=LLAMA.keys
+        | CHOSEN
+        | {
+            "num_hidden_layers": Key("layers", 16),
+            "hidden_size": Key("width", 2048),
+            "num_attention_heads": Key("heads", 16),
+            "intermediate_size": Key("inner", 2048),
+            "max_position_embeddings": Key("context", 4096),
+            "rms_norm_eps": Key("epsilon", 1e-5),
+            "vocab_size": Key("vocab_size", 50_304, written="never"),
+            "num_experts": Key("routed.experts", 64),
+            "num_experts_per_tok": Key("routed.top_k", 8),
+            "router_aux_loss_coef": Key("routed.balance", 0.01),
+        },
+        fixed=LLAMA.fixed | {"query_norm": "all"},
+        must=LLAMA.must | {"clip_qkv": None},
+        ignored=IGNORED,
+        writes=OLMO2.writes | {"pad_token_id": None},
+        block=LLAMA.block | EXPERTS,
     ),
 )
