@@ -21,6 +21,8 @@ from demix.model.transformer import Dropout, KeyValues, norm_of
 
 # The input in place of a token that a masked model is to fill in. It has no entry in the vocabulary.
 MASKED = -1
+# Which tensors belong to one expert: those of its feedforwards, or all tensors of the model.
+SCOPES = ("feedforward", "model")
 # Tensors with this in their name have an axis of experts.
 _STACKED = ".feedforward."
 
@@ -42,6 +44,8 @@ class GPT(LanguageModel):
         domain_tokens: tuple[str, ...] = (),
         expert_scope: str = "feedforward",
     ):
+        if expert_scope not in SCOPES:
+            raise DemixError(f"expert_scope {expert_scope}", "is not known", f"use one of {', '.join(SCOPES)}")
         if expert_scope == "model" and len(experts) != 1:
             raise DemixError(f"experts {', '.join(experts)}", "share no tensor", "load each expert as its own model")
         if architecture.routed and len(experts) != 1:
@@ -126,13 +130,21 @@ class GPT(LanguageModel):
         return embedded
 
     def _check_inputs(self, inputs: Tensor, positions: int, past: list[KeyValues] | None) -> None:
-        """Raise DemixError for more `positions` than the table or `past` has; ids are those of the tokenizer."""
+        """Raise DemixError for `inputs` that are not ids, and for more `positions` than the table or `past` has.
+
+        Ids of training come from shards, and a GPU would have to be waited for to look at them.
+        """
         if past and self.masked:
             raise DemixError("a model with bidirectional attention", "cannot go on with a text", "use a causal model")
         rooms = [past[0].positions] if past else []
         rooms += [] if self.position_embedding is None else [len(self.position_embedding)]
         if positions > min(rooms, default=positions):
             raise DemixError("inputs", f"end at position {positions} of {min(rooms)}", "give fewer tokens")
+        if inputs.numel() and not (inputs.is_cuda and torch.is_grad_enabled()):
+            least, most = (int(bound) for bound in inputs.aminmax())
+            if least < (MASKED if self.masked else 0) or most >= self.vocab_size:
+                cause = f"have ids from {least} to {most}, and the vocabulary has {self.vocab_size}"
+                raise DemixError("inputs", cause, "give ids of the model's own tokenizer")
 
     def no_past(self, positions: int | None = None) -> list[KeyValues]:
         """An empty key-value cache for each layer, with room for so many inputs, by default for a whole context."""

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from torch import nn
 from demix.run.placement import place, place_experts
 from demix.train import parallel
 from demix.train.parallel import GradientSync, World
+from support.forks import FORKS
 
 SEQUENCES, WIDTH = 4, 5
 
@@ -82,9 +82,11 @@ def be_rank(rank: int, ranks: int, port: int, folder: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_gradients_over_ranks_are_those_of_one_process(tmp_path: Path, ranks: int) -> None:
     """Several experts a rank, and several ranks an expert; buckets of two, and one that backward never fills."""
-    context = multiprocessing.get_context("fork")
+    # A fork of a process with threads may begin with a lock of the resolver held, and then the others wait for it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    started = [context.Process(target=be_rank, args=(rank, ranks, store.port, tmp_path)) for rank in range(ranks)]
+    started = [
+        FORKS.Process(target=be_rank, args=(rank, ranks, store.port, tmp_path), daemon=True) for rank in range(ranks)
+    ]
     for process in started:
         process.start()
     for process in started:

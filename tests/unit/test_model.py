@@ -459,8 +459,9 @@ def test_a_domain_token_is_an_input_only(options: dict[str, str]) -> None:
 
 def test_what_a_model_has_no_row_or_place_for_is_refused() -> None:
     model, ids = model_of(), torch.zeros(1, 2, SMALL.context + 1, dtype=torch.long)
-    with torch.no_grad(), refused("inputs"):
-        model(ids)
+    for wrong in (ids, ids[..., :3] - 1, ids[..., :3] + 50):
+        with torch.no_grad(), refused("inputs"):
+            model(wrong)
     for options in ({}, {"position": "rope"}):
         model = model_of(architecture=SMALL.replace(**options))
         with torch.no_grad():

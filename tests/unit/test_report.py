@@ -79,7 +79,7 @@ def test_words_of_a_text_are_no_markup(tmp_path: Path) -> None:
     assert r"\{\textbackslash d\}" in latex
 
 
-OF_CLUSTERS = {"by_clusters", "cluster_experts"}
+OF_CLUSTERS = {"by_clusters", "cluster_experts", "cluster_sizes"}
 OF_NOVEL = {"table5", "table6", "table13", "figure6", "figure8"}
 CLUSTERED: dict[str, Any] = {
     "models": {"x": {"kind": "branched", "data": "k2"}},

@@ -78,7 +78,7 @@ def test_a_new_rule_is_a_class(table, rule: WeightsRule) -> None:
     new += [PlannedMixture("cached", EXPERTS, rule, dev_blocks=blocks) for blocks in (1, 2)]
     fixed = dict(zip(new, np.log([[1 / 3, 1 / 3, 1 / 3], [0.7, 0.2, 0.1], [0.1, 0.3, 0.6]]), strict=True))
     priors = fixed | {replace(mixture, top_k=2): log_prior for mixture, log_prior in fixed.items()}
-    beside = {"distances": SideTable(folder / "distances.parquet", EXPERTS)}
+    beside = {new[0].context: SideTable(folder / "distances.parquet", EXPERTS)}
     found = document_losses(folder, EXPERTS, [*priors, old], priors, side=beside)
     # The whole text at once, as one block.
     text = Chunk(scores[None], np.ones((1, TOKENS), bool), distances[None])

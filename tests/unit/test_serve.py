@@ -224,7 +224,7 @@ def test_who_comes_when_all_places_are_taken_is_told_so(run: Path, monkeypatch: 
         next(iter(held.enter_context(events)))
         with pytest.raises(openai.InternalServerError) as caught:
             client_of(address).models.list()
-    assert caught.value.status_code == 503
+    assert (caught.value.status_code, caught.value.body["type"]) == (503, "server_error")
 
 
 @pytest.mark.parametrize(
