@@ -37,7 +37,7 @@ Experts = Annotated[str | None, typer.Option(help="The experts to mix, separated
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:<number>; by default the GPU where there is one.")]
 TopK = Annotated[
     int | None,
-    typer.Option("--top-k", min=1, help="Mix only this many likeliest experts at each token, and equal ones."),
+    typer.Option("--top-k", min=1, help="Mix only this many highest-weighted experts at each token (ties are kept)."),
 ]
 
 

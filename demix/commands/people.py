@@ -163,7 +163,10 @@ def merge(
     output: Annotated[Path, typer.Option(help="The directory to write.")],
     weights: Annotated[str | None, typer.Option(help="Weights by expert, such as parliament=0.5,novels=0.5.")] = None,
     routed: Annotated[
-        bool, typer.Option("--routed", help="No average: of all experts each token chooses two, in every layer.")
+        bool,
+        typer.Option(
+            "--routed", help="Instead of an average, make a model whose tokens choose two experts in every layer."
+        ),
     ] = False,
     tokens: Annotated[
         Path | None,
@@ -308,7 +311,7 @@ def experts_train(
     output: Annotated[Path, typer.Option(help="The directory to write: a copy of the model that has the new expert.")],
     field: Annotated[str, typer.Option(help="The field that holds the text, in files of records.")] = "text",
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of training; by default as in the model's run.")
+        int | None, typer.Option(min=1, help="Maximum number of training tokens; by default that of the model's run.")
     ] = None,
     learning_rate: Annotated[
         float | None,

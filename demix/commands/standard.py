@@ -27,22 +27,24 @@ def lm_eval(
     prior: Prior = "",
     top_k: TopK = None,
     limit: Annotated[
-        float | None, typer.Option(min=0.0001, help="Documents of each task; below 1, their share of its documents.")
+        float | None, typer.Option(min=0.0001, help="Documents of each task; below 1, a fraction of its documents.")
     ] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(min=0, help="Demonstrations before each document; by default those of the task.")
+        int | None,
+        typer.Option(min=0, help="Few-shot examples before each document; by default the task's own number."),
     ] = None,
     gen_kwargs: Annotated[
         str, typer.Option(help="How texts are generated, such as max_gen_toks=32,temperature=0.8,do_sample=True.")
     ] = "",
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Requests of a forward pass; by default what memory and cores suggest.")
+        int | None,
+        typer.Option(min=1, help="Batch size: requests per forward pass; by default what memory and cores suggest."),
     ] = None,
     device: Device = None,
     seed: Annotated[
         int, typer.Option(min=0, max=2**32 - 1, help="Seed of demonstrations and of sampled texts.")
     ] = 1234,
-    output: Annotated[Path | None, typer.Option(help="The JSON file to write what the harness returns to.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the harness's results to this JSON file.")] = None,
     log_samples: Annotated[bool, typer.Option("--log-samples", help="Write the answers to all documents too.")] = False,
     tokenizer: Tokens = None,
 ) -> None:

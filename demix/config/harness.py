@@ -21,10 +21,10 @@ class HarnessTasks(Settings):
         default=None, description="Folder with YAML files of more tasks. If a file in it changes, the tasks run again."
     )
     shots: Annotated[Integer, Field(ge=0)] | None = Field(
-        default=None, description="Demonstrations before each document; null means those of the task."
+        default=None, description="Few-shot examples before each document; null means the task's own number."
     )
     limit: Annotated[Number, Field(gt=0)] | None = Field(
-        default=None, description="Documents of each task; below 1, their share of its documents; null means all."
+        default=None, description="Documents of each task; below 1, a fraction of its documents; null means all."
     )
 
 

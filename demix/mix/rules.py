@@ -141,7 +141,7 @@ class Released(WeightsRule):
 
 @dataclass(frozen=True)
 class ReleasedScorer(Released):
-    """The whole scorer of that code: its weights are those of `Released`, and its priors and its decay its own."""
+    """The whole scorer of that code: the weights of `Released`, with that code's own priors and decay."""
 
     scorer: ClassVar[str] = "released"
 

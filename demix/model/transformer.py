@@ -24,21 +24,21 @@ Masks = tuple[Tensor, float]
 
 
 class Linear(nn.Linear):
-    """A linear map, computed in the type of what it reads."""
+    """A linear map, computed in the type of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
 class LayerNorm(nn.LayerNorm):
-    """The norm of Ba et al. 2016, computed in the type of what it reads."""
+    """The norm of Ba et al. 2016, computed in the type of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
 class RMSNorm(nn.RMSNorm):
-    """The norm of Zhang and Sennrich 2019, computed in the type of what it reads."""
+    """The norm of Zhang and Sennrich 2019, computed in the type of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to(x.dtype)
@@ -81,7 +81,7 @@ def norm_of(options: Architecture) -> LayerNorm | RMSNorm:
 
 
 class HeadNorm(RMSNorm):
-    """The RMSNorm of queries or keys [N, T, heads, U], over each head or over all heads, as the norm is wide."""
+    """The RMSNorm of queries or keys [N, T, heads, U], over each head or over all heads, by the norm's width."""
 
     def forward(self, x: Tensor) -> Tensor:
         (units,) = self.normalized_shape

@@ -106,7 +106,9 @@ def _check_model(run: Run, model: Model) -> None:
     if model.parent and not model.mixes:
         _check_branch(run, model)
     if model.sweeps and (model.in_parts or model.mixes or model.base.initial):
-        cause = "is given to a model of several trainings, or one that begins with a model: no trial is like them"
+        cause = (
+            "does not apply to a model of several trainings or one that begins with a model: no trial would match it"
+        )
         raise DemixError(
             f"config key models.{model.name}.sweep", cause, "give this entry sweep: null and a learning_rate"
         )
@@ -134,7 +136,7 @@ def _check_branch(run: Run, model: Model) -> None:
     for name in own if not model.restarts else ():
         if name in given and given[name] != of_parent.get(name):
             cause = f"is {given[name]} where its parent {model.parent} has {of_parent.get(name)}"
-            raise DemixError(f"{key}.{name}", cause, "leave it, or the entry's preset, out: a branch has its parent's")
+            raise DemixError(f"{key}.{name}", cause, "remove it, or the entry's preset: a branch inherits its parent's")
     if model.settings.seed_tokens < model.parent_step_tokens:
         cause = f"is {model.settings.seed_tokens}, less than the {model.parent_step_tokens} tokens of one step"
         raise DemixError(f"{key}.seed_tokens", cause, "raise it, or leave out parent")

@@ -208,7 +208,7 @@ def _check_masked(row: Row) -> None:
             cause = "is given to a masked model, whose experts are mixed by weights that no text decides"
             raise DemixError(f"{key}.{merged}", cause, "leave it out")
     if row.mixes:
-        cause = "is a masked model, whose experts have no states of a text that goes on, by which tokens choose"
+        cause = "is a masked model, and tokens of a masked model cannot choose experts"
         raise DemixError(f"{key}.parent", cause, "use a causal entry")
 
 

@@ -32,7 +32,10 @@ ITEMS: tuple[Item, ...] = (
     FigureItem("figures", "training", "Loss of each model in training"),
     FigureItem("families", "by_clusters", "Perplexity by the number of clusters", CLUSTERS),
     FigureItem(
-        "families", "cluster_experts", "Experts of clusters on clusters, and clusters against domains", CLUSTERS
+        "families",
+        "cluster_experts",
+        "Perplexity of each cluster's expert on each cluster, and how domains divide into clusters",
+        CLUSTERS,
     ),
     FigureItem("families", "cluster_sizes", "How unequal the clusters of held-out documents are", CLUSTERS),
     PageItem(

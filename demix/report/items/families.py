@@ -116,7 +116,7 @@ def by_clusters(data: RunData) -> tuple[Any, str]:
         drawn = base(own).mark_line(strokeWidth=2) + base(of_kind).mark_point(size=60, filled=True, opacity=1)
         panels.append(drawn.properties(width=340, height=260, title=heading_of(f"{domains.heading} domains")))
     labels = " or ".join(one.label for one in one_clusters(data.run).values())
-    return alt.vconcat(alt.hconcat(*panels, spacing=30)), f"One cluster is {labels}, which learns from all text."
+    return alt.vconcat(alt.hconcat(*panels, spacing=30)), f"The point at one cluster is {labels}, trained on all text."
 
 
 def by_clusters_points(data: RunData) -> pd.DataFrame:

@@ -151,7 +151,7 @@ def figure4(data: RunData) -> tuple[Any, str]:
     tables = {one.kind: _wide(priors, "prior", one.names, data.training) for one in data.kinds}
     maps = heat_maps(tables, share_scale(), legend=PROBABILITY_LEGEND, heading="Cached prior, {} domains")
     said = f"Here these are {settings.dev_blocks} blocks and λ = {settings.decay:g}"
-    said += f", the last block by itself {1 - settings.decay:.2f}." if settings.decay < 1 else "."
+    said += f", the last block has weight {1 - settings.decay:.2f}." if settings.decay < 1 else "."
     return alt.vconcat(maps), said if any(table.notna().to_numpy().any() for table in tables.values()) else NOTHING
 
 

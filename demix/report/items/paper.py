@@ -156,7 +156,7 @@ def table7(data: RunData) -> Table:
     notes = [f"−Domain {how}; it is run for {trained} of the {len(domains)} domains.", *seed_note(run)]
     if merged:
         notes.append(
-            "Merged models are single ones. No model is trained without an expert: its row leaves the routers."
+            "Merged models are of the run's own seed. The expert is removed by deleting its row of the routers."
         )
     return replace(table, notes=(*notes, *table.notes), summaries=table.summaries | {label})
 
