@@ -21,7 +21,6 @@ from demix.report.run_data import RunData
 from demix.report.table import render
 from demix.run.run import Run
 
-CHARACTERS = 150
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
 # Dark text is readable on every colour of the range (contrast above 6 to 1).
 CELL_RANGE = ["#f7fbff", "#9ecae1", "#4292c6"]
@@ -30,11 +29,11 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#56b4e9", "#e
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2], [4, 4], [10, 4], [1, 3], [6, 2, 1, 2])
 
 
-def finish(chart: Any, title: str, subtitle: str) -> alt.TopLevelMixin:
-    """`chart` with a title, a subtitle in lines of at most `CHARACTERS`, and the look that all figures share."""
+def finish(chart: Any, title: str, subtitle: str, *, characters: int = 150) -> alt.TopLevelMixin:
+    """`chart` with a title, a subtitle in lines of at most `characters`, and the look that all figures share."""
     # All at once: each method of a chart copies it with its data.
     finished: alt.TopLevelMixin = chart.properties(
-        title=alt.Title(title, subtitle=_balanced(subtitle, CHARACTERS), anchor="start", offset=14, fontSize=16),
+        title=alt.Title(title, subtitle=_balanced(subtitle, characters), anchor="start", offset=14, fontSize=16),
         background="white",
         config=alt.Config(
             font=FONT,
@@ -211,29 +210,34 @@ def training_curves(metrics_dir: str | Path, run: Run, key: str = "loss", domain
 
 # Changes beyond it, in percent, would press all others into a corner.
 MOST = 30
+# The width of names, in pixels, next to which a telephone has room for dots.
+NARROW = 150
 
 
-def ranked(ranking: Ranking) -> alt.TopLevelMixin:
+def ranked(ranking: Ranking, *, narrow: bool = False) -> alt.TopLevelMixin:
     """The changes of the lines that matter from Dense (Balanced), with intervals, a panel for each kind of domains.
 
-    Those whose mean change exceeds `MOST` are left out. Models with experts are coloured, baselines grey.
+    Those whose mean change exceeds `MOST` are left out. Models with experts are coloured, baselines grey. The panels
+    are side by side, or with `narrow`, for a telephone, one below the other.
     """
     shown = [one for one in ranking.main if not any(each.change > MOST for each in one.on.values())]
-    beyond = [one for one in ranking.main if one not in shown]
+    beyond = (one for one in ranking.main if one not in shown)
     left_out = "".join(f" Beyond the axis: {one.label} ({one.first.change:+.0f}%)." for one in beyond)
     left_out += " Left out: the oracle of a novel domain." * any(one.oracle for one in shown)
     colours = alt.Scale(domain=["experts", "baseline"], range=[COLOURS[0], "#767676"])
     at_zero = alt.Chart(data_of([{"zero": 0}])).mark_rule(color="#888888").encode(x="zero:Q")
-    names, panels = alt.Scale(domain=[one.label for one in shown]), []
+    panels = []
     for number, domains in enumerate(ranking.data.kinds):
+        named = alt.Axis(labels=narrow or not number, labelLimit=NARROW if narrow else 0)
         chart = alt.Chart(data_of([_record(one, domains) for one in shown if not one.oracle_on(domains.kind)])).encode(
-            y=alt.Y("system:N", title=None, scale=names, axis=alt.Axis(labels=not number)),
+            y=alt.Y("system:N", title=None, scale=alt.Scale(domain=[one.label for one in shown]), axis=named),
             color=alt.Color("what:N", scale=colours, legend=None),
         )
+        said = f"change from {ranking.dense.label} in %, {domains.said}"
         low, value = (
             alt.X(
                 f"{name}:Q",
-                title=f"change from {ranking.dense.label} in %, {domains.said}",
+                title=["change in %,", domains.said] if narrow else said,
                 scale=alt.Scale(zero=False),
                 axis=alt.Axis(tickCount=5),
             )
@@ -243,12 +247,13 @@ def ranked(ranking: Ranking) -> alt.TopLevelMixin:
         # text.
         rule = chart.mark_rule(strokeWidth=1.5, aria=False).encode(x=low, x2="high:Q")
         layers = alt.layer(at_zero, rule, chart.mark_point(filled=True, size=30, opacity=1).encode(x=value))
-        panels.append(layers.properties(width=420, height=alt.Step(20)))
+        panels.append(layers.properties(width=120 if narrow else 420, height=alt.Step(20)))
     return finish(
-        alt.hconcat(*panels, spacing=24),
-        "Change from the dense model, with 95% interval",
+        (alt.vconcat if narrow else alt.hconcat)(*panels, spacing=24),
+        "Change, with 95% interval" if narrow else "Change from the dense model, with 95% interval",
         "Left of the line is better. Lines are 95% intervals of the change, from resampling the same test documents."
         f"{left_out}",
+        characters=48 if narrow else 150,
     )
 
 

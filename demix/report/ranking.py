@@ -300,16 +300,15 @@ def main_table(found: Ranking, entries: Sequence[Entry]) -> Table:
             interval = "{:+.1f} to {:+.1f}".format(*measured.interval).replace("-", "−") if measured.interval else ""
             beneath[label][change] = "oracle" if entry.oracle_on(domains.kind) else interval
             best[label][name] = entry is lowest[domains.kind]
-            ngrams = counted[domains.kind]
-            if ngrams and not entry.counts and measured.mean >= ngrams.on[domains.kind].mean:
+            if (ngrams := counted[domains.kind]) and not entry.counts and measured.mean >= ngrams.on[domains.kind].mean:
                 beneath[label][name] = NOT_BELOW_NGRAMS
         row["Experts run per token"], row["Remark"] = float(entry.passes), entry.apart or " "
     frame, bold, below = (pd.DataFrame.from_dict(one, orient="index") for one in (rows, best, beneath))
     # A column of blanks says nothing.
     frame = frame if any(entry.apart for entry in entries) else frame.drop(columns="Remark", errors="ignore")
     caption = f"Change: from {found.dense.label}. Oracle: the best expert or token, chosen on test data."
-    if best_ngrams := [(one, domains) for domains in found.data.kinds if (one := counted[domains.kind])]:
-        rivals = (f"{one.label} ({one.on[on.kind].mean:.2f}) on the {on.said}" for one, on in best_ngrams)
+    known = [(one, domains) for domains in found.data.kinds if (one := counted[domains.kind])]
+    if rivals := [f"{one.label} ({one.on[on.kind].mean:.2f}) on the {on.said}" for one, on in known]:
         caption += f" {NOT_BELOW_NGRAMS.capitalize()}: not below {', '.join(rivals)}, the best n-grams of the run."
     return Table(
         frame,

@@ -123,13 +123,14 @@ from losses join clusters using (run, domain, split, document) group by all
 
 @dataclass(frozen=True, eq=False)
 class Clusters:
-    """What a run knows of the clusters that its models learn from: the rows of `DOCUMENTS` and `LOSSES`.
+    """What a run knows of the clusters that its models learn from: the rows of `DOCUMENTS`, `LOSSES` and `SIZES`.
 
     `cluster` is a number; the names of clusters are those of the model's experts, in this order.
     """
 
     documents: pd.DataFrame
     losses: pd.DataFrame
+    sizes: pd.DataFrame
 
     def over_own(self, model: Model, seed: int) -> pd.DataFrame:
         """Perplexity of each expert of a model (columns) on each cluster (rows), over that of the cluster's own expert.
@@ -239,13 +240,8 @@ class RunData:
     def clusters(self) -> Clusters:
         """What the run knows of the clusters that its models learn from."""
         return Clusters(
-            *(self._asked(query) if clustered(self.run) else pd.DataFrame() for query in (DOCUMENTS, LOSSES))
+            *(self._asked(query) if clustered(self.run) else pd.DataFrame() for query in (DOCUMENTS, LOSSES, SIZES))
         )
-
-    @cached_property
-    def cluster_sizes(self) -> pd.DataFrame:
-        """The rows of `SIZES`."""
-        return self._asked(SIZES)
 
     @cached_property
     def metrics(self) -> Path:

@@ -163,9 +163,7 @@ def test_a_difference_whose_interval_has_the_edge_is_weak(
 
 
 @pytest.mark.parametrize(("half", "expected"), [(1, "shown"), (40, "weak")])
-def test_experts_and_dense_models_with_the_same_counts_have_an_interval(
-    half: float, expected: str, frozen: Run
-) -> None:
+def test_experts_with_the_same_counts_have_an_interval(half: float, expected: str, frozen: Run) -> None:
     name = "experts_against_the_same_counts"
     known = rows_of(frozen, "differences").query("seed == 1 and against == 'dense' and model == 'mixed'")
     known = known.assign(against="rival", perplexity_low=-10 - half, perplexity_high=-10 + half)

@@ -187,11 +187,15 @@ def test_rows_of_the_first_page_sort_by_a_key_and_oracles_stay_last(browser: web
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_is_as_narrow_as_a_telephone(browser: webdriver.Chrome, pages: Path, page: str) -> None:
-    """Wide tables and figures move in frames of their own."""
+    """Wide tables and figures move in frames of their own; the first page has a drawing of this width."""
     size = {"width": 390, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     browser.get((pages / page).as_uri())
     WebDriverWait(browser, 60).until(lambda _: browser.find_elements(By.CSS_SELECTOR, DRAWN))
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+    if page == "index.html":
+        frames = browser.find_elements(By.CSS_SELECTOR, ".broad, .narrow")
+        assert [frame.is_displayed() for frame in frames] == [False, True]
+        assert browser.execute_script("return arguments[0].scrollWidth <= arguments[0].clientWidth", frames[1])
     assert nothing_fetched(browser)
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -619,8 +619,7 @@ def test_a_model_counts_once_by_whatever_rules_it_predicts(frozen: Run) -> None:
 def test_means_that_are_not_below_the_best_ngrams_are_marked(frozen: Run) -> None:
     found = ranking(run_data(frozen))
     shown, counts = main_table(found, found.entries), {one.label for one in found.entries if one.counts}
-    for column in ("training domains", "novel domains"):
-        column = next(name for name in shown.frame if name.endswith(column))
+    for column in shown.frame.filter(regex="domains$"):
         marked = shown.beneath[column] == NOT_BELOW_NGRAMS
         above = shown.frame[column] >= shown.frame.loc[[*counts], column].min()
         assert {*shown.frame.index[marked]} == {*shown.frame.index[above]} - counts

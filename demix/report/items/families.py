@@ -179,7 +179,7 @@ def cluster_sizes(data: RunData) -> tuple[Any, str]:
     """As Figure 14 of the c-BTM paper. One point per cluster: its test documents, over those of a cluster if all were
     equal. Boxes hold the middle half, whiskers reach to the smallest and the largest cluster.
     """
-    found = data.cluster_sizes
+    found = data.clusters.sizes
     names = list(dict.fromkeys(found["clustering"]))
     base = alt.Chart(data_of(found[["clustering", "cluster", "documents", "share"]])).encode(
         x=alt.X("clustering:N", sort=names, title=None, axis=alt.Axis(labelAngle=0)),

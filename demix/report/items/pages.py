@@ -62,7 +62,7 @@ def index(data: RunData) -> Mapping[str, str]:
         notes=left_out_notes(run),
         ranking=found,
         remarks=found.remarks,
-        dots=inline(ranked(found)),
+        dots={name: inline(ranked(found, narrow=name == "narrow")) for name in ("broad", "narrow")},
         main=_shown(found, found.main),
         claims_title=CLAIMS_TITLE,
         rest=_shown(found, [one for one in found.entries if one not in found.main]),
