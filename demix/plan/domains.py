@@ -55,6 +55,19 @@ def plan_domain(name: str, domain: DomainSection, token_bytes: int, sharing: int
 
 def plan_domains(run: Run) -> list[DomainPlan]:
     """The plans of the training domains and then the novel ones of a completed config."""
-    token_bytes = 4 if run.types > 65536 else 2
     sharing = {name: len(run.shared.get(domain.shared or "", ())) or 1 for name, domain in run.domains.items()}
-    return [plan_domain(name, domain, token_bytes, sharing[name]) for name, domain in run.domains.items()]
+    return [plan_domain(name, domain, _token_bytes(run), sharing[name]) for name, domain in run.domains.items()]
+
+
+def cluster_bytes(run: Run) -> int:
+    """The bytes of the token files of clusters: the tokens of the training domains once more, for each split read."""
+    found = {plan.domain: plan.words for plan in plan_domains(run) if plan.domain in run.training}
+    words = 0
+    for _, split in run.learned_splits:
+        for name, known in found.items():
+            words += min(getattr(run.domains[name].words, split) or known or 0, known or 0)
+    return round(words * TOKENS_PER_WORD * _token_bytes(run))
+
+
+def _token_bytes(run: Run) -> int:
+    return 4 if run.types > 65536 else 2

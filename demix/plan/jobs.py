@@ -9,7 +9,7 @@ from demix.config.training import KEPT_CHECKPOINTS
 from demix.files import write_text
 from demix.launch.job import TrainingJob
 from demix.plan.cost import ScoringCosts, TrainingPlan, named, plan_training
-from demix.plan.domains import WORD_BYTES, plan_domains
+from demix.plan.domains import WORD_BYTES, cluster_bytes, plan_domains
 from demix.plan.flops import HARDWARE
 from demix.plan.numbers import decimal, short
 from demix.run.contexts import asked_contexts
@@ -91,10 +91,11 @@ def count_jobs(run: Run) -> dict[str, int]:
 def disk_bytes(run: Run, plans: list[TrainingPlan]) -> int:
     """The bytes of a completed config's files but for its checkpoints and for text of unknown size.
 
-    They are the text, the weights, the states that seed phases keep, and the score tables before compression.
+    They are the text, the tokens again by cluster for trainings on clusters, the weights, the states that seed phases
+    keep, and the score tables before compression.
     """
     by_name = {plan.name: plan for plan in plans}
-    size = sum((domain.kept or 0) + (domain.passing or 0) for domain in plan_domains(run))
+    size = sum((domain.kept or 0) + (domain.passing or 0) for domain in plan_domains(run)) + cluster_bytes(run)
     size += sum(plan.weights for plan in plans) + sum(by_name[parent].checkpoint for parent, _ in run.seeds)
     size += ScoringCosts(run, HARDWARE["cpu"]).of_all[1]
     copies = {one: len(run.domains) if one.by_domain else 1 for one in (*run.routed_merges, *run.merged)}

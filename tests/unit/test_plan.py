@@ -20,7 +20,7 @@ from demix.model.gpt import GPT
 from demix.model.heads import ROWS_AT_ONCE
 from demix.model.scoring import log_probabilities
 from demix.plan.cost import ScoringCosts, plan_training
-from demix.plan.domains import plan_domain
+from demix.plan.domains import cluster_bytes, plan_domain
 from demix.plan.flops import (
     HARDWARE,
     LOGITS_ROWS,
@@ -207,6 +207,24 @@ def test_the_plan_of_a_domain(tmp_path: Path) -> None:
         (tmp_path / f"{number}.txt").write_text("words " * 16)
     local = whole.replace(source={"path": f"{tmp_path}/*.txt"})
     assert [plan_domain("d", local, 2, sharing).words for sharing in (1, 2)] == [30, 15]
+
+
+def test_token_files_of_clusters_are_counted_once_for_each_clustering_that_models_learn_from() -> None:
+    domain = {"source": {"path": "a.jsonl", "words": 3000}, "words": {"train": 1000, "dev": 100, "test": 100}}
+    branched = {"kind": "branched", "data": "k2"}
+    values = {
+        "run": "one",
+        "domains": {"training": {"a": domain, "b": domain}, "novel": {"c": domain}},
+        "tokenizer": {"kind": "bpe", "vocab_size": 512},
+        "clusterings": {"k2": {"clusters": 2}, "k3": {"clusters": 3}},
+        "architecture": {"preset": "modern", "layers": 1, "width": 8, "heads": 1, "inner": 16, "context": 16},
+        "training": {"tokens": 1024, "sequences": 1, "learning_rate": 0.1, "dev_blocks": 0},
+    }
+    sizes = [cluster_bytes(completed_run(values | more)) for more in ({}, {"models": {"btm": branched}})]
+    # 1.5 tokens a word of two bytes, for the train splits of a and b.
+    assert sizes == [0, 1.5 * 2 * 2000]
+    values["training"]["dev_blocks"] = 4
+    assert cluster_bytes(completed_run(values | {"models": {"btm": branched}})) == 1.5 * 2 * 2200
 
 
 def test_wrong_options_of_the_plan_are_refused() -> None:
