@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from demix.config.domains import DomainName, DomainSection
 from demix.config.mixing import DEFAULTS, FAMILIES, parsed_weights
-from demix.settings import DistinctItems, Integer, Items, Number, Positive, Settings, Text, absent
+from demix.settings import DistinctItems, Integer, Items, Number, Positive, Settings, Switch, Text, absent
 
 # The member of a system that is a cache of the text.
 CACHE = "cache"
@@ -118,8 +118,14 @@ class CombinedSystem(Settings):
     columns: dict[Text, WeightsName | None] = Field(
         default_factory=dict,
         description="Models, each with the rule that mixes its experts, null for a model without, such as {dense: "
-        "null, ngram5: null}. A model is an entry of `models`, n-grams (ngram5, ngram5_domains) or `cache`, decayed "
-        "unigrams of the text so far.",
+        "null, ngram5: null}. A model is an entry of `models`, that of a further seed (dense-seed2), n-grams (ngram5, "
+        "ngram5_domains) or `cache`, decayed unigrams of the text so far.",
+    )
+    reset: Switch = Field(
+        default=False,
+        description="Whether what the rules of `columns` and a cache remember of the text begins again at each block "
+        "of the models' context, beyond which a model has no memory either. `tempered` and `switching` have "
+        "parameters of their own then.",
     )
     pairs: Items[Text] = Field(
         default=(),
@@ -131,8 +137,9 @@ class CombinedSystem(Settings):
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
-        if not ((len(self.columns) > 1 and not self.pairs) or (len(self.pairs) == 2 and not self.columns)):
-            raise ValueError("mixes nothing", "give two or more columns, or two models as pairs")
+        mixes = len(self.columns) > 1 or any(self.columns.values())
+        if not ((mixes and not self.pairs) or (len(self.pairs) == 2 and not (self.columns or self.reset))):
+            raise ValueError("mixes nothing", "give columns, one with a rule or more, or two models as pairs")
         return self
 
     @property

@@ -17,7 +17,7 @@ from demix.evaluate.score_tables import ScoreTable, read_scores, refuse_evidence
 from demix.files import write_json
 from demix.mix.mixtures import Mixture
 from demix.mix.priors import fitted_log_prior
-from demix.mix.rules import History, Switching, Tempered
+from demix.mix.rules import History, Switching, Tempered, WeightsRule, in_blocks
 from demix.model.manifest import tempered_of
 
 BETAS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
@@ -27,14 +27,15 @@ ALPHAS = (0.001, 0.003, 0.01, 0.03, 0.06, 0.1, 0.2, 0.35, 0.6, 1.0)
 DEFAULT = Tempered(*DEFAULTS["tempered"])
 
 
-def tempered_on_dev(dev: Mapping[str, ScoreTable]) -> dict[Tempered, float]:
+def tempered_on_dev(dev: Mapping[str, ScoreTable], reset: bool = False) -> dict[Tempered, float]:
     """The grid of `tempered` with the nats per token of each rule, the best first.
 
     `dev` holds the table of each training domain's dev split.
 
     Nats per token are the mean over domains of the loss of all experts and of the loss without the domain's own expert,
     both under a uniform prior. The second represents novel domains. Where no expert has the name of the domain, the
-    expert of the lowest loss on it is left out. With two experts or fewer the grid is empty.
+    expert of the lowest loss on it is left out. With two experts or fewer the grid is empty. With `reset` the sums of
+    the rules begin again at each block.
     """
     parts = []
     for domain, table in dev.items():
@@ -43,7 +44,8 @@ def tempered_on_dev(dev: Mapping[str, ScoreTable]) -> dict[Tempered, float]:
         parts += [table, table.select([expert for expert in table.experts if expert != own])]
 
     def nats(rule: Tempered) -> float:
-        mixtures = [Mixture(rule, np.full(len(part.experts), -np.log(len(part.experts)))) for part in parts]
+        used = in_blocks(rule) if reset else rule
+        mixtures = [Mixture(used, np.full(len(part.experts), -np.log(len(part.experts)))) for part in parts]
         mixed = [one.table(part.scores, part.mask).sum() for one, part in zip(mixtures, parts, strict=True)]
         return -2 * float(np.mean([log_p / part.tokens for log_p, part in zip(mixed, parts, strict=True)]))
 
@@ -53,9 +55,12 @@ def tempered_on_dev(dev: Mapping[str, ScoreTable]) -> dict[Tempered, float]:
     return dict(sorted(grid.items(), key=lambda tried: tried[1]))
 
 
-def switching_on_dev(dev: ScoreTable, log_prior: np.ndarray) -> Switching:
-    """The rule `switching` with the α that gives a domain's dev split the lowest loss under the prior `log_prior`."""
-    rules = [Switching(alpha) for alpha in ALPHAS]
+def switching_on_dev(dev: ScoreTable, log_prior: np.ndarray, reset: bool = False) -> WeightsRule:
+    """The rule `switching` with the α that gives a domain's dev split the lowest loss under the prior `log_prior`.
+
+    With `reset` its chain begins again at each block.
+    """
+    rules = [in_blocks(Switching(alpha)) if reset else Switching(alpha) for alpha in ALPHAS]
     return max(rules, key=lambda rule: Mixture(rule, log_prior).table(dev.scores, dev.mask).sum())
 
 

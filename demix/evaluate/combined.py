@@ -11,8 +11,9 @@ import numpy as np
 
 from demix.config.models import DENSE_EXPERT
 from demix.data.shards import TokenShard
-from demix.evaluate.choice import mixing_of
+from demix.evaluate.choice import DEFAULT, mixing_of, switching_on_dev, tempered_on_dev
 from demix.evaluate.score_tables import (
+    read_scores,
     scored_tokens,
     stream_scores,
     tokens_sha256,
@@ -22,7 +23,7 @@ from demix.evaluate.score_tables import (
 )
 from demix.mix.mixtures import log_mixtures
 from demix.mix.priors import fitted_log_prior
-from demix.mix.rules import Chunk, State, WeightsRule, weights_rule
+from demix.mix.rules import Chunk, State, WeightsRule, in_blocks, weights_rule
 from demix.settings import Items, Positive, Settings, Switch, Text
 
 # The decays of the unigram caches that a system with a cache mixes.
@@ -43,11 +44,13 @@ class Member(Settings):
 class Combination(Settings):
     """What a system mixes. With `paired` the columns of the same name of two members are mixed, and remain columns.
 
+    With `reset` rules and cache begin again at each block.
     `training` are the domains on whose dev splits the proportions are chosen. Blocks have `length` tokens.
     """
 
     members: Items[Member]
     paired: Switch = False
+    reset: Switch = False
     training: Items[Text]
     length: Positive
 
@@ -58,53 +61,81 @@ def combine(name: str, paths: list[Path], scores: Path, combination: Combination
     `scores` has the score tables of the members, by folder, next to the folder models/ with their mixing.json. A system
     has one column, dense, whose probabilities are sums of those of the members in fixed proportions, and a paired one a
     column for each pair, in the same proportions. These have the lowest loss on dev (`fitted_log_prior`); of a pair,
-    on the dev split of the domain with its name. `manifest` gets the proportions and the digests of the tables, last.
+    on the dev split of the domain with its name. `manifest` gets the proportions, the members with the parameters of
+    `tempered`, and the digests of the tables, last.
     """
+
+    def read(some: Sequence[Member], place: str) -> Iterator[np.ndarray]:
+        return log_p(scores, some, place, types, combination.reset)
+
     shards = {f"{path.parent.name}.{path.stem}": TokenShard.open(path, verify=True) for path in paths}
-    members, first = [*combination.members], next(one for one in combination.members if one.folder)
+    members = [_with_parameters(scores, one, combination) for one in combination.members]
+    first = next(one for one in members if one.folder)
     columns, judged = {DENSE_EXPERT: members}, [(members, domain) for domain in combination.training]
     if combination.paired:
         columns = {name: [one.replace(columns=(name,), weights="") for one in members] for name in first.columns}
         judged = [(pair, column) for column, pair in columns.items()]
     types = next(iter(shards.values())).vocab_size
-    dev = np.concatenate([rows for some, domain in judged for rows in log_p(scores, some, f"{domain}.dev", types)])
+    dev = np.concatenate([rows for some, domain in judged for rows in read(some, f"{domain}.dev")])
     proportions = fitted_log_prior(dev[:, None], np.ones((len(dev), 1), bool))
     for place, shard in shards.items():
         ids = shard.read(0, scored_tokens(scores / first.folder / place))
         for column, some in columns.items():
-            pieces = (np.logaddexp.reduce(rows + proportions, axis=-1) for rows in log_p(scores, some, place, types))
+            pieces = (np.logaddexp.reduce(rows + proportions, axis=-1) for rows in read(some, place))
             write_scores(scores / name / place / f"{column}.parquet", pieces, {"tokens_sha256": tokens_sha256(ids)})
         write_tokens(scores / name / place, ids, shard.offsets, combination.length, shard.origins)
     about = {"proportions": np.exp(proportions).tolist(), "members": [one.as_dict() for one in members]}
     write_digests(manifest, [(scores / name / place, [*columns]) for place in shards], about)
 
 
-def log_p(scores: Path, members: Sequence[Member], place: str, types: int) -> Iterator[np.ndarray]:
-    """log p [N, K] of the next N tokens of a split under each of the members; a cache has a column for each decay."""
+def log_p(scores: Path, members: Sequence[Member], place: str, types: int, reset: bool = False) -> Iterator[np.ndarray]:
+    """log p [N, K] of the next N tokens of a split under each of the members; a cache has a column for each decay.
+
+    With `reset` rules and cache begin again at each block.
+    """
     cache, states = UnigramCache(types), dict[int, State]()
     tables = [stream_scores(scores / one.folder / place, one.columns) for one in members if one.folder]
-    rules = [_rule(scores, one) if one.weights else None for one in members if one.folder]
+    rules = [_rule(scores, one, place, reset) if one.weights else None for one in members if one.folder]
     for chunks in zip(*tables, strict=True):
         found = []
-        for number, (chunk, rule) in enumerate(zip(chunks, rules, strict=True)):
+        for number, (chunk, known) in enumerate(zip(chunks, rules, strict=True)):
             mixed = chunk.scores[..., 0]
-            if rule:
-                prior = np.full(chunk.scores.shape[2], -np.log(chunk.scores.shape[2]))
+            if known:
+                rule, prior = known
                 given = Chunk(chunk.scores, chunk.mask, None, chunk.documents)
                 evidence, states[number] = rule.evidence(given, states.get(number, rule.begin(prior)))
                 priors = np.broadcast_to(prior, (len(evidence), 1, len(prior)))
                 mixed = log_mixtures(chunk.scores, priors, evidence, rule.uniform_start)[:, 0]
             found.append(mixed[chunk.mask][:, None])
         if len(tables) < len(members):
-            found.append(cache.log_p(chunks[0].tokens))
+            tokens, length = chunks[0].tokens, chunks[0].mask.shape[1]
+            blocks = np.split(tokens, range(length, len(tokens), length)) if reset else [tokens]
+            parts = [(UnigramCache(types) if reset else cache).log_p(block) for block in blocks]
+            found.append(np.concatenate(parts))
         yield np.concatenate(found, axis=1)
 
 
-def _rule(scores: Path, member: Member) -> WeightsRule:
-    """The rule of a member's experts; the parameters of `tempered` may be those that were chosen for the model."""
-    if member.weights == "tempered":
-        return mixing_of(scores.parent / "models" / member.folder)
-    return weights_rule(member.weights)
+def _with_parameters(scores: Path, member: Member, combination: Combination) -> Member:
+    """The member with the parameters of `tempered` that were chosen for its model, or that are chosen with `reset`."""
+    if member.weights != "tempered":
+        return member
+    rule = mixing_of(scores.parent / "models" / member.folder)
+    if combination.reset:
+        folders = {domain: scores / member.folder / f"{domain}.dev" for domain in combination.training}
+        dev = {domain: read_scores(folder, member.columns) for domain, folder in folders.items()}
+        rule = next(iter(tempered_on_dev(dev, reset=True)), DEFAULT)
+    return member.replace(weights=f"tempered({rule.beta},{rule.gamma})")
+
+
+def _rule(scores: Path, member: Member, place: str, reset: bool) -> tuple[WeightsRule, np.ndarray]:
+    """The rule of a member's experts on a split, and the log prior [E]: a uniform one, that of `switching` fitted."""
+    experts = member.columns
+    if member.weights == "switching":
+        dev = read_scores(scores / member.folder / f"{place.split('.')[0]}.dev", experts)
+        fitted = fitted_log_prior(dev.scores, dev.mask)
+        return switching_on_dev(dev, fitted, reset), fitted
+    rule = weights_rule(member.weights)
+    return in_blocks(rule) if reset else rule, np.full(len(experts), -np.log(len(experts)))
 
 
 class UnigramCache:

@@ -210,8 +210,8 @@ class Switching(WeightsRule):
         lowest = ((rows + log_prior[:, None]).max(axis=0) - rows.max(axis=0)).min()
         least = log_prior[log_prior > -np.inf].min()
         if self.alpha * np.exp(lowest) < _RARE or self.alpha * np.exp(least) < _SMALL:
-            found, after = self._by_logarithms(rows, log_prior, log_g)
-            return _chunked(found, chunk), (log_prior, after)
+            found, after = self._by_logarithms(rows.T, log_prior, log_g)
+            return _chunked(found.T, chunk), (log_prior, after)
         experts, tokens = rows.shape
         length = -(-tokens // _STRETCHES)
         stretches = -(-tokens // length)
@@ -242,14 +242,17 @@ class Switching(WeightsRule):
     def _by_logarithms(
         self, rows: np.ndarray, log_prior: np.ndarray, log_g: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """log g - log π [E, N] of N tokens and log g after them, one token after the other; no weight underflows."""
+        """log g - log π [N, ..., E] of N tokens and log g after them, one token after the other.
+
+        No weight underflows. Axes between are texts that are scanned side by side.
+        """
         found = np.zeros_like(rows)
         with np.errstate(divide="ignore"):
             kept, drawn = np.log1p(-self.alpha), np.log(self.alpha) + log_prior
-        for number, scores in enumerate(rows.T):
-            np.subtract(log_g, log_prior, out=found[:, number], where=log_prior > -np.inf)
+        for number, scores in enumerate(rows):
+            np.subtract(log_g, log_prior, out=found[number], where=log_prior > -np.inf)
             joint = log_g + scores
-            log_g = np.logaddexp(kept + joint - np.logaddexp.reduce(joint), drawn)
+            log_g = np.logaddexp(kept + joint - np.logaddexp.reduce(joint, axis=-1, keepdims=True), drawn)
         return found, log_g
 
     def _transfers(self, steps: np.ndarray, prior: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -272,6 +275,33 @@ class Switching(WeightsRule):
                 followed /= total
                 logs += np.log(total[:, 0])
         yield from zip(followed.transpose(2, 0, 1), logs.T, strict=True)
+
+
+class BlockTempered(Tempered):
+    """`Tempered` whose sum begins again at each block, so that it remembers no more than the context of a model."""
+
+    def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
+        """See `WeightsRule.evidence`."""
+        sums = np.zeros_like(chunk.scores)
+        for place in range(1, chunk.scores.shape[1]):
+            sums[:, place] = self.gamma * sums[:, place - 1] + chunk.scores[:, place - 1]
+        return self.beta * sums, state
+
+
+class BlockSwitching(Switching):
+    """`Switching` whose chain begins again at each block."""
+
+    def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
+        """See `WeightsRule.evidence`."""
+        found, _ = self._by_logarithms(chunk.scores.transpose(1, 0, 2), *state)
+        return found.transpose(1, 0, 2), state
+
+
+def in_blocks(rule: WeightsRule) -> WeightsRule:
+    """The rule that begins again at each block in the place of `rule`, which may see earlier ones."""
+    if isinstance(rule, Tempered):
+        return BlockTempered(rule.beta, rule.gamma)
+    return BlockSwitching(rule.alpha) if isinstance(rule, Switching) else rule
 
 
 @dataclass(frozen=True)

@@ -232,7 +232,7 @@ def ranking(data: RunData) -> Ranking:
 def _entry(system: System, data: RunData) -> Entry:
     run, adapted, counts = data.run, added(data.run)[1], ngram_lines(data.run)
     mixed = run.config.evaluation.mixed.get(system.model)
-    trained = [one for one in run.own if one.name in (mixed.models if mixed else (system.model,))]
+    trained = [one for one in run.trained if one.name in (mixed.models if mixed else (system.model,))]
     baseline = not any(one.kind.has_experts or one.kind.routed for one in trained)
     apart = _unequal(trained[0], run) if len(trained) == 1 else f"with {len(trained)} trained models" * bool(mixed)
     if mixed:

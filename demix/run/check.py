@@ -226,8 +226,10 @@ def _check_systems(run: Run) -> None:
         if system.columns.get(CACHE) is not None:
             raise DemixError(key, "gives a rule to the cache, which has no experts", "write cache: null")
         rules = [system.weights] if system.pairs else [one for one in system.columns.values() if one]
-        chosen = {"tempered"} & {*run.config.evaluation.weights}
+        chosen = ({"tempered"} & {*run.config.evaluation.weights}) | ({"switching"} & {*system.columns.values()})
         for weights, parsed in ((one, parsed_weights(one)) for one in rules if one not in chosen):
             if parsed.rules.routed or parsed.open:
                 cause = f"mixes experts by {weights}, which has no distances or parameters here"
-                raise DemixError(key, cause, "use history or tempered(0.2,0.98), or add tempered to evaluation.weights")
+                raise DemixError(
+                    key, cause, "use history, switching or tempered(0.2,0.98), or add tempered to evaluation.weights"
+                )

@@ -20,11 +20,11 @@ from demix.run.systems import (
 
 
 def columns_of(run: Run, folder: str) -> tuple[str, ...]:
-    """The score columns of a model of the run's own seed or of n-grams; none for another name."""
+    """The score columns of a model, also of a further seed, or of n-grams; none for another name."""
     for order in run.config.evaluation.ngrams or ():
         if folder in ngram_folders(order):
             return (DENSE_EXPERT,) if folder == ngram_folders(order)[0] else run.training
-    whole = (one for one in run.own if one.name == folder and not (one.removed or one.masked))
+    whole = (one for one in run.trained if one.name == folder and not (one.removed or one.masked))
     return next((one.columns for one in whole), ())
 
 

@@ -256,6 +256,8 @@ def trained_models(config: Config, rows: dict[str, Row]) -> tuple[Model, ...]:
     """
     training, removal = tuple(config.domains.training), config.removal
     by_domain = next((name for name, made in config.clusterings.items() if made.method == "metadata"), "")
+    seeds = (config.seed, *config.further_seeds)
+    mixed = {row for row in rows for one in seeds if folder_of(row, one, config.seed) in config.evaluation.mixed_models}
     first = [
         Model(
             row.name,
@@ -266,7 +268,7 @@ def trained_models(config: Config, rows: dict[str, Row]) -> tuple[Model, ...]:
             (*training, *config.domains.novel),
             # Single columns are neither mixed nor chosen, so that nothing reads their scores on dev.
             splits=("dev", "test")
-            if row.kind.has_experts or row.kind.domain_tokens or row.name in config.evaluation.mixed_models
+            if row.kind.has_experts or row.kind.domain_tokens or row.name in mixed
             else ("test",),
             parent=row.settings.parent or "",
             routing=(row.settings.data or by_domain) if row.kind.has_experts and not row.masked else "",

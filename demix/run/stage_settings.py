@@ -124,7 +124,7 @@ class StageSettings:
             for one in (*system.columns, *system.pairs)
         ]
         of_run = {"training": self.run.training, "length": self.run.context}
-        return self.as_json(of_run, members=members, paired=bool(system.pairs))
+        return self.as_json(of_run, members=members, paired=bool(system.pairs), reset=system.reset)
 
     def source_settings(self, domain: str, whole: bool = False) -> str:
         """The settings of a domain's source, as JSON; `whole` leaves documents uncut."""

@@ -201,17 +201,18 @@ def combined_systems(run: Run) -> tuple[System, ...]:
     )
 
 
-def _mixed(run: Run) -> Iterator[tuple[System, bool, frozenset[str]]]:
+def _mixed(run: Run) -> Iterator[tuple[System, bool, tuple[str, ...]]]:
     """The systems that mix columns of models: whether some model has experts, and the n-grams and caches next to it."""
-    trained = {one.name: one.kind.has_experts or one.kind.routed for one in run.own}
+    trained = {one.name: one.kind.has_experts or one.kind.routed for one in run.trained}
     for system, one in zip(combined_systems(run), run.config.evaluation.mixed.values(), strict=True):
         names = {*one.columns, *one.pairs}
-        yield system, any(trained.get(name) for name in names), frozenset(names - trained.keys())
+        counts = tuple(sorted(names - trained.keys()))
+        yield system, any(trained.get(name) for name in names), counts and (*counts, *["reset"] * one.reset)
 
 
 def rivals(run: Run) -> list[System]:
-    """The mixtures of dense models with what counts: n-grams, a cache of the text."""
-    return [system for system, experts, counts in _mixed(run) if counts and not experts]
+    """The mixtures without experts: of dense models, of these with n-grams or a cache of the text."""
+    return [system for system, experts, _ in _mixed(run) if not experts]
 
 
 def with_same_counts(run: Run) -> list[tuple[System, System]]:

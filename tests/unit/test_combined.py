@@ -1,21 +1,26 @@
 """Systems that mix columns of several models, against plain sums of probabilities and scipy."""
 
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.optimize import minimize_scalar
 
+from demix.config.mixing import parsed_weights
 from demix.data.shards import TokenShard
-from demix.evaluate.combined import CACHE_DECAYS, Combination, UnigramCache, combine
+from demix.evaluate.choice import ALPHAS, BETAS, GAMMAS
+from demix.evaluate.combined import CACHE_DECAYS, Combination, Member, UnigramCache, combine, log_p
 from demix.evaluate.ngrams import NGramScoring, score_ngrams
 from demix.evaluate.score_tables import ScoreTable, read_scores
 from demix.files import read_json
 from demix.mix.mixtures import Mixture
-from demix.mix.rules import Tempered
+from demix.mix.priors import fitted_log_prior
+from demix.mix.rules import Switching, Tempered
 from demix.run.compared import comparisons
 from demix.run.evaluated import chosen_on_dev, columns_of
+from demix.run.systems import rivals
 from support.entries import tiny
 from support.errors import refused
 from support.tokens import NOVEL, TRAINING
@@ -127,6 +132,9 @@ def test_a_run_evaluates_systems_like_models() -> None:
     assert ("rival",) not in against
     assert chosen_on_dev(run)["pairs"] == run.training == columns_of(run, "demix")
     assert next(model for model in run.own if model.name == "dense").splits == ("dev", "test")
+    ensemble = tiny(seeds=[2], evaluation={"systems": {"rival": {"columns": {"dense": None, "dense-seed2": None}}}})
+    assert {one.splits for one in ensemble.trained if one.base.name == "dense"} == {("dev", "test")}
+    assert [one.model for one in rivals(ensemble)] == ["rival"]
     for wrong in (
         {"columns": {"dense": None, "nothing": None}},
         {"columns": {"dense": "tempered", "ngram2": None}},
@@ -134,6 +142,7 @@ def test_a_run_evaluates_systems_like_models() -> None:
         {"columns": {"dense": None}},
         {"pairs": ["dense", "demix"]},
         {"pairs": ["demix", "ngram2_domains"], "weights": "switching"},
+        {"pairs": ["demix", "ngram2_domains"], "reset": True},
         {"columns": {"demix": "cluster", "ngram2": None}},
         {"columns": {"dense": None, "cache": "tempered"}},
     ):
@@ -141,3 +150,44 @@ def test_a_run_evaluates_systems_like_models() -> None:
             tiny(evaluation={"ngrams": [2], "systems": {"rival": wrong}})
     with refused("evaluation.systems.ngram2"):
         tiny(evaluation={"ngrams": [2], "systems": {"ngram2": systems["rival"]}})
+
+
+def test_weights_and_cache_begin_again_at_each_block(scores: Path, tokens: Path) -> None:
+    experts = {"folder": "ngram3_domains", "columns": TRAINING}
+
+    def by_hand(place: str, rule: Tempered | Switching, prior: np.ndarray) -> np.ndarray:
+        table = read_scores(scores / "ngram3_domains" / place, TRAINING)
+        blocks = zip(table.scores, table.mask, strict=True)
+        return np.concatenate([Mixture(rule, prior).table(one[None], mask[None])[0, mask] for one, mask in blocks])
+
+    uniform = np.full(len(TRAINING), -np.log(len(TRAINING)))
+    said = _combined(scores, tokens, "tempers", [experts | {"weights": "tempered"}], reset=True)
+    named, lowest = said["members"][0]["weights"], np.inf
+    for beta, gamma in product(BETAS, GAMMAS):
+        losses = []
+        for domain in TRAINING:
+            table = read_scores(scores / f"ngram3_domains/{domain}.dev", TRAINING)
+            for part in (table, table.select([one for one in TRAINING if one != domain])):
+                mixture = Mixture(Tempered(beta, gamma), np.full(len(part.experts), -np.log(len(part.experts))))
+                parts = [mixture.table(one[None], mask[None]) for one, mask in zip(part.scores, part.mask, strict=True)]
+                losses.append(-np.sum(parts) / part.tokens)
+        if np.mean(losses) < lowest - 1e-12:
+            lowest, best = np.mean(losses), f"tempered({beta},{gamma})"
+    assert named == best
+    _combined(scores, tokens, "switches", [experts | {"weights": "switching"}], reset=True)
+    for domain in (TRAINING[0], NOVEL[0]):
+        tempered = Tempered(*parsed_weights(named).parameters)
+        assert _column(scores, f"tempers/{domain}.test") == pytest.approx(
+            by_hand(f"{domain}.test", tempered, uniform), abs=2e-6
+        )
+        dev = read_scores(scores / f"ngram3_domains/{domain}.dev", TRAINING)
+        prior = fitted_log_prior(dev.scores, dev.mask)
+        rule = max(map(Switching, ALPHAS), key=lambda rule: by_hand(f"{domain}.dev", rule, prior).sum())
+        assert _column(scores, f"switches/{domain}.test") == pytest.approx(
+            by_hand(f"{domain}.test", rule, prior), abs=2e-6
+        )
+    ids = TokenShard.open(tokens / "tokens" / TRAINING[0] / "test.arrow").read(0, 400)
+    types = TokenShard.open(tokens / "tokens" / TRAINING[0] / "test.arrow").vocab_size
+    members = [Member(folder="ngram1", columns=("dense",)), Member()]
+    (found,) = log_p(scores, members, f"{TRAINING[0]}.test", types, reset=True)
+    assert np.array_equal(found[16:24, 1:], UnigramCache(types).log_p(ids[16:24]))

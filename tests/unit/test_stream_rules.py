@@ -9,7 +9,7 @@ from scipy.special import log_softmax, logsumexp
 from demix.evaluate.choice import ALPHAS, BETAS, GAMMAS, switching_on_dev, tempered_on_dev
 from demix.evaluate.score_tables import ScoreTable
 from demix.mix.priors import fitted_log_prior
-from demix.mix.rules import Chunk, Switching, Tempered
+from demix.mix.rules import Chunk, History, Switching, Tempered, in_blocks
 from support.mixing import log_mixture, log_weights, mix, switching, tables, tempered
 
 # What is infinite on purpose warns nobody.
@@ -54,6 +54,18 @@ def test_mixtures_equal_the_formulas(table, rule, drawn, data) -> None:
     expected = log_mixture(log_weights(every, 0, top_k), scores[mask])
     np.testing.assert_allclose(mixed[mask][clear], expected[clear], rtol=1e-9, atol=1e-9)
     assert (mixed[~mask] == 0).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(tables(), rules, priors)
+def test_a_rule_in_blocks_mixes_each_block_as_a_text_of_its_own(table, rule, drawn) -> None:
+    scores, mask = table
+    log_prior = log_prior_of(drawn, scores.shape[-1])
+    mixed = mix(scores, mask, "fitted", in_blocks(rule), log_prior=log_prior)
+    for number, (block, real) in enumerate(zip(scores, mask, strict=True)):
+        expected = log_mixture(slow_weights(block[real], rule, log_prior), block[real])
+        np.testing.assert_allclose(mixed[number, real], expected, rtol=1e-9, atol=1e-9)
+    assert in_blocks(History()) == History()
 
 
 @settings(max_examples=50, deadline=None)
