@@ -150,6 +150,17 @@ class Options(Settings):
     rope_share: Number = Field(
         default=1.0, gt=0, le=1, description="Share of a head's units, its first ones, that rope rotates."
     )
+    bigrams: Literal["none", "shared", "experts"] = Field(
+        default="none",
+        description="A table of 5 states for each type of the vocabulary, of which a hash of the last two tokens "
+        "chooses one that is added before every block: none, shared (all experts read one table) or experts (each "
+        "expert owns one, as it owns feedforwards). It needs no FLOPs.",
+    )
+    value_embeddings: Switch = Field(
+        default=False,
+        description="Whether every layer has an embedding of tokens that is added to the values of attention, with a "
+        "gate for each head.",
+    )
     rope_scaling: RopeScaling | None = Field(
         default=None, description="How rope reaches contexts beyond that of pretraining; not at all without the key."
     )
@@ -215,6 +226,10 @@ class Architecture(Decoder):
                 raise DemixError(f"architecture.{key}", cause, "leave it out: it is for masked models")
         if self.position == "sinusoidal" and self.width % 2:
             raise DemixError("architecture.position", f"is sinusoidal, and width is {self.width}", "use an even width")
+        for key in ("bigrams", "value_embeddings"):
+            if getattr(self, key) != USUAL[key] and (self.routed or self.objective == "mlm"):
+                cause = f"is {getattr(self, key)}, and the model is {'token-routed' if self.routed else 'masked'}"
+                raise DemixError(f"architecture.{key}", cause, "leave it out, or use a causal model without routers")
         if self.routed and self.routed.every > self.layers:
             cause = f"is {self.routed.every}, and the model has {self.layers} layers"
             raise DemixError("architecture.routed.every", cause, f"use 1 to {self.layers}")
@@ -276,6 +291,7 @@ DECODERS: dict[str, dict[str, Any]] = {
         "norm_place": "post",
     },
     "modern": _LLAMA | {"query_norm": "head"},
+    "compact": _LLAMA | {"query_norm": "head", "bigrams": "experts", "value_embeddings": True},
     "paper": {},
 }
 # The options that an entry of `models` gives.

@@ -6,6 +6,10 @@ from demix.config.architecture import Architecture
 
 # The share of a block's tokens that are its targets in training (Devlin et al. 2019, "BERT", section 3.1).
 MASKED_SHARE = 0.15
+# Rows of a table of bigrams for each type of the vocabulary.
+BIGRAM_ROWS = 5
+# The units of a layer's input that the gates of value embeddings read, if it has as many.
+GATE_UNITS = 24
 
 
 def training_flops_per_token(architecture: Architecture, vocab_size: int, length: int) -> float:
@@ -30,7 +34,13 @@ def training_flops_per_token(architecture: Architecture, vocab_size: int, length
 def attention_flops(architecture: Architecture) -> int:
     """FLOPs a token of a forward pass through the linear maps of attention in one layer; 8h² in GPT-3."""
     heads = 2 * (architecture.heads + architecture.key_value_heads)
-    return 2 * architecture.width * heads * architecture.unit
+    return 2 * (architecture.width * heads * architecture.unit + value_gates(architecture))
+
+
+def value_gates(architecture: Architecture) -> int:
+    """The numbers in the gates of the value embeddings of one layer."""
+    gates = architecture.key_value_heads * min(GATE_UNITS, architecture.width)
+    return gates if architecture.value_embeddings else 0
 
 
 def feedforward_flops(architecture: Architecture) -> int:
@@ -83,7 +93,8 @@ def _attention(architecture: Architecture) -> list[Size]:
     biases = {"all": [queries + 2 * keys, width], "qkv": [queries + 2 * keys], "none": []}[architecture.biases]
     norms = {"none": [], "head": [unit, unit], "all": [queries, keys]}[architecture.query_norm]
     maps = [Size((queries + 2 * keys) * width, True), Size(queries * width, True)]
-    return maps + [Size(number) for number in biases + norms]
+    gates = [value_gates(architecture)] if architecture.value_embeddings else []
+    return maps + [Size(number) for number in biases + norms + gates]
 
 
 def parameters(
@@ -99,13 +110,15 @@ def sizes(
 ) -> tuple[list[Size], list[Size]]:
     """The sizes of the tensors that all experts of a model share, and of those that only one expert owns.
 
-    An expert owns the feedforward of every layer, biases included; with `expert_scope` "model" an expert owns
-    everything. The shared parameters are the embeddings (one where the head is tied), learned positions, attention,
-    norms, the scale of CLAP, the learned mask, and what RoBERTa's head adds to the token embedding. `domain_tokens`
+    An expert owns the feedforward of every layer, biases included, and a table of bigrams where experts have their own;
+    with `expert_scope` "model" an expert owns everything. The shared parameters are the embeddings (one where the head
+    is tied), learned positions, attention, norms, the scale of CLAP, the learned mask, what RoBERTa's head adds to the
+    token embedding, value embeddings, and the scales and the shared table of bigrams. `domain_tokens`
     > 0 adds the extra position and the input embeddings of the domain-token baseline. A routed feedforward counts with
     all its experts and its router.
     """
     layers, width = architecture.layers, architecture.width
+    table, keys = BIGRAM_ROWS * vocab_size * width, architecture.key_value_heads * architecture.unit
     norm = [width] * (2 if architecture.norm == "layer" else 1)
     rest = [vocab_size * width] * (2 if architecture.head == "untied" else 1)
     rest += [(architecture.context + bool(domain_tokens)) * width] if architecture.position == "learned" else []
@@ -114,9 +127,13 @@ def sizes(
     rest += [1] if architecture.head == "clap" else []
     rest += norm * (1 + 2 * layers)
     rest += [head_map(architecture), width, vocab_size, *norm] if architecture.head == "roberta" else []
+    rest += [layers] if architecture.bigrams != "none" else []
+    rest += [layers * vocab_size * keys] if architecture.value_embeddings else []
+    rest += [table] if architecture.bigrams == "shared" else []
     shared = [Size(number) for number in rest] + layers * _attention(architecture)
     feedforward, routed = _feedforward(architecture), architecture.routed
     own = (layers - architecture.routed_layers) * feedforward
+    own += [Size(table)] if architecture.bigrams == "experts" else []
     if routed:
         stacked = [Size(routed.experts * size, matrix) for size, matrix in [*feedforward, Size(width)]]
         own += architecture.routed_layers * stacked

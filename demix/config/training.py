@@ -78,6 +78,12 @@ class OptimizerSettings(Settings):
     matrices: Ratio = Field(default=1.0, description="Learning rate of the matrices of blocks.")
     embeddings: Ratio = Field(default=1.0, description="Learning rate of embeddings that are inputs, a tied one too.")
     head: Ratio = Field(default=1.0, description="Learning rate of the output embedding of a head of its own.")
+    bigrams: Ratio | None = Field(
+        default_factory=absent, description="Learning rate of tables of bigrams. Without the key that of embeddings."
+    )
+    value_embeddings: Ratio | None = Field(
+        default_factory=absent, description="Learning rate of value embeddings. Without the key that of embeddings."
+    )
 
 
 class RateSchedule(Settings):
@@ -220,6 +226,9 @@ TRAINING_PRESETS: dict[str, dict[str, Any]] = {
         "learning_rate_schedule": {"kind": "wsd", "share": 0.5, "end": 0.0},
     },
 }
+TRAINING_PRESETS["compact"] = TRAINING_PRESETS["modern"] | {
+    "optimizer": TRAINING_PRESETS["modern"]["optimizer"] | {"bigrams": 25.0, "value_embeddings": 5.0}
+}
 TRAINING_PRESETS["paper"] = {
     key: OptimizerRecipe.model_fields[key].get_default(call_default_factory=True) for key in TRAINING_PRESETS["modern"]
 }
@@ -227,7 +236,7 @@ PRESET = (
     "Values of warmup, clip, weight_decay, optimizer and learning_rate_schedule under one name, which "
     "other keys replace; null means no preset. modern: Muon for the matrices of blocks, AdamW with a large rate for "
     "embeddings, no weight decay, no clipping, and a rate that falls in the second half of the steps (`demix config "
-    "--values` prints all). paper: what these keys are without a preset."
+    "--values` prints all). compact: modern, for the decoder of this name. paper: what these keys are without a preset."
 )
 
 
@@ -254,7 +263,7 @@ def _with_preset(section: Any) -> Any:
 class TrainingSection(TrainingSettings):
     """Settings of the training of all models. An entry of `models` overrides them for one model."""
 
-    preset: Literal["modern", "paper"] | None = Field(default_factory=absent, description=PRESET)
+    preset: Literal["modern", "compact", "paper"] | None = Field(default_factory=absent, description=PRESET)
 
     ranks: Ranks = Field(
         default=1,

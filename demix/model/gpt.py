@@ -4,7 +4,7 @@ A model whose tokens choose their experts has one expert, too, whose feedforward
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from demix.config.architecture import Architecture
 from demix.errors import DemixError
 from demix.files import seed_for
+from demix.model.bigrams import FIRST_SCALE, Bigrams
 from demix.model.heads import LanguageModel
 from demix.model.moe import RouterLoss
 from demix.model.positions import POSITIONS
@@ -21,10 +22,13 @@ from demix.model.transformer import Dropout, KeyValues, norm_of
 
 # The input in place of a token that a masked model is to fill in. It has no entry in the vocabulary.
 MASKED = -1
-# Which tensors belong to one expert: those of its feedforwards, or all tensors of the model.
+# Which tensors belong to one expert: those of its feedforwards and its table of bigrams, or all tensors of the model.
 SCOPES = ("feedforward", "model")
-# Tensors with this in their name have an axis of experts.
-_STACKED = ".feedforward."
+
+
+def is_stacked(name: str) -> bool:
+    """Whether the tensor `name` has an axis of experts. Training state has longer names that contain a tensor's."""
+    return ".feedforward." in name or name.endswith("bigrams.expert_table")
 
 
 class GPT(LanguageModel):
@@ -61,9 +65,12 @@ class GPT(LanguageModel):
         self.mask_embedding = nn.Parameter(torch.empty(width)) if learned else None
         self.domain_embedding = nn.Parameter(torch.empty(len(domain_tokens), width)) if domain_tokens else None
         self.embedding_norm = norm_of(architecture) if architecture.norm_place == "post" else nn.Identity()
+        self.bigrams = Bigrams(architecture, vocab_size, len(experts)) if architecture.bigrams != "none" else None
+        values = architecture.layers, vocab_size, architecture.key_value_heads * architecture.unit
+        self.value_embedding = nn.Parameter(torch.empty(values)) if architecture.value_embeddings else None
 
     def initialise(self, seed: int) -> "GPT":
-        """Draw weights from N(0, 0.02²); biases are 0, and all experts of a layer start equal but for routed ones.
+        """Draw weights from N(0, 0.02²); biases and tables are 0, and experts start equal but for routed ones.
 
         The outputs of residual branches are divided by sqrt(2 * layers). The seed of each tensor depends on its name,
         so that a tensor of the same name and shape starts with the same values in every model.
@@ -71,8 +78,10 @@ class GPT(LanguageModel):
         residual = ("attention.out.weight", "feedforward.down")
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                if name.endswith("bias"):
+                if name.endswith(("bias", "table", "value_embedding", "value_gate")):
                     parameter.zero_()
+                elif name == "bigrams.scale":
+                    parameter.fill_(FIRST_SCALE)
                 elif "norm" in name or name == "logit_scale":
                     parameter.fill_(1.0)
                 else:
@@ -109,9 +118,27 @@ class GPT(LanguageModel):
         self._check_inputs(inputs, start + led + inputs.shape[-1], past)
         x = self._embedded(inputs, domains, start, led)  # [E or 1, B, T (+ 1), D]
         x, T = x.to(dtype or x.dtype), x.shape[2]
-        bias = self.positions.bias(start, T, x)
-        x = self.through_blocks(x, bias, self.positions.cos_sin(start, T, x), past, auxiliary, dropout)
+        bias, cos_sin = self.positions.bias(start, T, x), self.positions.cos_sin(start, T, x)
+        tables = self._read_tables(inputs, past, led, x.dtype)
+        x = self.through_blocks(x, bias, cos_sin, past, auxiliary, dropout, *tables)
         return x[:, :, 1:] if led else x
+
+    def _read_tables(
+        self, inputs: Tensor, past: list[KeyValues] | None, led: bool, dtype: torch.dtype
+    ) -> tuple[tuple[Tensor, Tensor] | None, Sequence[Tensor] | None]:
+        """The states of bigrams with their factors, and the value embeddings of each layer; a domain token has none."""
+        added: tuple[Tensor, Tensor] | None = None
+        values: Sequence[Tensor] | None = None
+        if self.bigrams is not None:
+            states = self.bigrams(inputs, past[0].last if past else None).to(dtype)
+            added = F.pad(states, (0, 0, 1, 0)) if led else states, self.bigrams.scale.to(dtype)
+            if past:
+                past[0].last = inputs[..., -1]
+        if self.value_embedding is not None:
+            layers = torch.arange(len(self.blocks), device=inputs.device).view(-1, 1, 1, 1)
+            read = F.embedding(inputs.long() + self.vocab_size * layers, self.value_embedding.flatten(0, 1)).to(dtype)
+            values = (F.pad(read, (0, 0, 1, 0)) if led else read).unbind()
+        return added, values
 
     def _embedded(self, inputs: Tensor, domains: Tensor | None, start: int, led: bool) -> Tensor:
         """What the first block reads: `inputs` [E, B, T] at positions from `start`, after a domain token if `led`."""
@@ -152,8 +179,8 @@ class GPT(LanguageModel):
         return [KeyValues(room) for _ in self.blocks]
 
     def owned(self, name: str) -> bool:
-        """Whether the tensor `name` belongs to one expert. Training state has longer names that contain a tensor's."""
-        return self.expert_scope == "model" or _STACKED in name
+        """Whether the tensor `name` belongs to one expert, as in `is_stacked`."""
+        return self.expert_scope == "model" or is_stacked(name)
 
     def expert_tensors(self) -> dict[str, nn.Parameter]:
         """The parameters that belong to experts, by name. Those of feedforwards are stacked: [E, ...]."""
@@ -177,7 +204,7 @@ class GPT(LanguageModel):
         shared = {name: tensor for name, tensor in tensors.items() if not self.owned(name)}
         return shared, {
             expert: {
-                name: tensor[number] if _STACKED in name else tensor
+                name: tensor[number] if is_stacked(name) else tensor
                 for name, tensor in tensors.items()
                 if self.owned(name)
             }
@@ -188,7 +215,7 @@ class GPT(LanguageModel):
         """The inverse of `parted`; `experts` may name more than this model has. A missing tensor raises KeyError."""
         own = [experts[name] for name in self.experts]
         return {**shared} | {
-            name: torch.stack([tensors[name] for tensors in own]) if _STACKED in name else own[0][name]
+            name: torch.stack([tensors[name] for tensors in own]) if is_stacked(name) else own[0][name]
             for name in dict.fromkeys(name for tensors in own for name in tensors)
         }
 

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from demix.config.architecture import Architecture
+from demix.config.counts import GATE_UNITS
 from demix.files import seed_for
 from demix.model.moe import RouterLoss, feedforward
 from demix.model.positions import CosSin
@@ -92,8 +93,11 @@ class KeyValues:
     """The key-value cache of one layer, so that decoding computes each position once.
 
     `keys` and `values` are [E * B, K, positions, U]. The first `seen` positions are filled. In the first layer E
-    is 1, because all experts have the same inputs there.
+    is 1, because all experts have the same inputs there, unless each has a table of bigrams. `last` [E or 1, B] are the
+    last input tokens, in the first layer of a model with bigrams.
     """
+
+    last: Tensor | None = None
 
     def __init__(self, positions: int):
         self.positions, self.seen = positions, 0
@@ -114,6 +118,7 @@ class KeyValues:
         A sequence may be there several times. The copy has room for as many positions as this one.
         """
         other = KeyValues(self.positions)
+        other.last = None if self.last is None else self.last[:, sequences]
         filled = (cached[:, :, : self.seen] for cached in (self.keys, self.values))
         other.extended(*(part.view(-1, count, *part.shape[1:])[:, sequences].flatten(0, 1) for part in filled))
         return other
@@ -130,17 +135,28 @@ class Attention(nn.Module):
         self.qkv = Linear(options.width, rows, options.biases != "none")
         self.out = Linear(self.heads * self.head_dim, options.width, options.biases == "all")
         self.q_norm, self.k_norm = (_query_norm(options, heads) for heads in (self.heads, self.key_heads))
+        gates = self.key_heads, min(GATE_UNITS, options.width)
+        self.value_gate = nn.Parameter(torch.empty(gates)) if options.value_embeddings else None
 
     def forward(
-        self, x: Tensor, bias: Tensor | None = None, past: KeyValues | None = None, cos_sin: CosSin | None = None
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        past: KeyValues | None = None,
+        cos_sin: CosSin | None = None,
+        values: Tensor | None = None,
     ) -> Tensor:
         """Map `x` [E, B, T, D] to [E, B, T, D]. With `past`, `x` follows the cached positions and is added to them.
 
-        `bias` and `cos_sin` come from `Positions`, for the same T and what was in `past` before.
+        `bias` and `cos_sin` come from `Positions`, for the same T and what was in `past` before. `values`
+        [E or 1, B, T, K·U] are the value embeddings of the tokens.
         """
         E, B, T, _ = x.shape
         qkv = self.qkv(x).view(E * B, T, self.heads + 2 * self.key_heads, self.head_dim)
         q, k, v = torch.split(qkv, [self.heads, self.key_heads, self.key_heads], 2)  # [E*B, T, H or K, U]
+        if values is not None and self.value_gate is not None:
+            gate = 2 * F.linear(x[..., :GATE_UNITS], self.value_gate.to(x.dtype)).sigmoid()  # [E, B, T, K]
+            v = v + (gate[..., None] * values.view(*values.shape[:3], self.key_heads, self.head_dim)).flatten(0, 1)
         q, k = self.q_norm(q), self.k_norm(k)
         if cos_sin is not None:
             q, k = rotated(q, cos_sin), rotated(k, cos_sin)
@@ -249,13 +265,15 @@ class Block(nn.Module):
         auxiliary: list[RouterLoss] | None = None,
         cos_sin: CosSin | None = None,
         masks: Masks | None = None,
+        values: Tensor | None = None,
     ) -> Tensor:
         """Map `x` [E or 1, B, T, D] to [E, B, T, D].
 
-        `bias` and `cos_sin` come from `Positions` and `masks` from `Dropout.masks`; the others are as in `GPT.forward`.
+        `bias` and `cos_sin` come from `Positions`, `masks` from `Dropout.masks`, and `values` are those of `Attention`;
+        the others are as in `GPT.forward`.
         """
         (before, after, post), (before_2, after_2, post_2) = self._norms
-        attended = after(self.attention(before(x), bias, past, cos_sin))
+        attended = after(self.attention(before(x), bias, past, cos_sin, values))
         h = post(x + apply_dropout(attended, masks, 0))  # [E or 1, B, T, D]
         mapped = after_2(self.feedforward(before_2(x if self.parallel else h), auxiliary))
         out: Tensor = post_2(h + apply_dropout(mapped, masks, 1))  # [E, B, T, D]
@@ -288,20 +306,25 @@ class Transformer(nn.Module):
         past: list[KeyValues] | None,
         auxiliary: list[RouterLoss] | None,
         dropout: Dropout | None,
+        added: tuple[Tensor, Tensor] | None = None,
+        values: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """Map the embeddings `x` [E or 1, B, T, D] to final states [E, B, T, D], with arguments as in `Block.forward`.
 
-        All layers share one `bias` and one `cos_sin`: they have seen the same positions before.
+        All layers share one `bias` and one `cos_sin`: they have seen the same positions before. `added` are states
+        [E or 1, B, T, D] that are added before each block, and their factors [layers]. `values` has those of each.
         """
         for layer, block in enumerate(self.blocks):
+            value = values[layer] if values else None
+            x = x if added is None else x + added[1][layer] * added[0]
             # A compiled block would be compiled again for each length of a list that all blocks append to.
             own: list[RouterLoss] | None = None if auxiliary is None else []
             if torch.is_grad_enabled():
-                given, again = (block, x, bias, own, cos_sin, dropout, layer), self.checkpoint_activations
+                given, again = (block, x, bias, own, cos_sin, dropout, layer, value), self.checkpoint_activations
                 x = checkpoint(_in_training, *given, use_reentrant=False) if again else _in_training(*given)
             else:
                 # Evaluation has many shapes, and the compiled block would be compiled again for each.
-                x = block.forward(x, bias, past[layer] if past else None, own, cos_sin)
+                x = block.forward(x, bias, past[layer] if past else None, own, cos_sin, None, value)
             if auxiliary is not None and own:
                 auxiliary += own
         normed: Tensor = self.final_norm(x)
@@ -321,8 +344,9 @@ def _in_training(
     cos_sin: CosSin | None,
     dropout: Dropout | None,
     layer: int,
+    values: Tensor | None,
 ) -> Tensor:
     """What the block number `layer` maps `x` to in a training pass. A recomputed pass draws the same masks again."""
     masks = None if dropout is None else dropout.masks(layer, x)
-    mapped: Tensor = block(x, bias, None, auxiliary, cos_sin, masks)
+    mapped: Tensor = block(x, bias, None, auxiliary, cos_sin, masks, values)
     return mapped

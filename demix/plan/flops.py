@@ -22,9 +22,9 @@ def scoring_flops(architecture: Architecture, vocab_size: int, experts: int, exp
     """FLOPs of the matrix products that score one token of a full block under `experts` experts at once.
 
     All experts share the embedding and the attention of the first layer, unless they are whole models (`expert_scope`
-    "model"). Attention counts only the half that the causal mask leaves, but all of it with ALiBi, whose kernel skips
-    nothing. A routed layer computes what a token chooses. A masked model reads a block `FOLDS` times, all of it each
-    time, and predicts a token once.
+    "model") or have tables of bigrams of their own. Attention counts only the half that the causal mask leaves, but all
+    of it with ALiBi, whose kernel skips nothing. A routed layer computes what a token chooses. A masked model reads a
+    block `FOLDS` times, all of it each time, and predicts a token once.
     """
     layers, width = architecture.layers, architecture.width
     skips = architecture.position != "alibi" and architecture.objective == "clm"
@@ -35,7 +35,8 @@ def scoring_flops(architecture: Architecture, vocab_size: int, experts: int, exp
     each = passes * (layers * layer - attention + routing_flops(architecture))
     each += 2 * (width * vocab_size + head_map(architecture))
     first = passes * attention
-    return experts * (first + each) if expert_scope == "model" else first + experts * each
+    apart = expert_scope == "model" or architecture.bigrams == "experts"
+    return experts * (first + each) if apart else first + experts * each
 
 
 def score_table_bytes(experts: int, tokens: int) -> int:
@@ -73,14 +74,18 @@ def activation_bytes(
     inputs of all layers are kept, and the values of one layer at a time. One chunk of logits exists at a time, in fp32
     and in the type of the values. A routed layer keeps for each expert beyond a token's first its input and the inside
     of one feedforward more. A gated feedforward keeps 4 values for each inner unit: two of its maps, the activation's
-    and the product. The bias of ALiBi, H·T² values, is one for all layers.
+    and the product. The bias of ALiBi, H·T² values, is one for all layers. States of bigrams and value embeddings are
+    kept as they are read.
     """
     layers, width, routed = architecture.layers, architecture.width, architecture.routed
     feedforward = (4 if architecture.gated else 2) * architecture.inner_width
     heads = 2 * (architecture.heads + architecture.key_value_heads)
     layer = 4 * width + heads * architecture.unit + feedforward
+    read = width if architecture.bigrams != "none" else 0
+    read += layers * architecture.key_value_heads * architecture.unit if architecture.value_embeddings else 0
     more = (width + feedforward) * (routed.top_k - 1) if routed else 0
     kept = layers * width + layer + more if checkpointing else layers * layer + more * architecture.routed_layers
+    kept += read
     tokens = sequences * architecture.context
     bias = architecture.heads * architecture.context**2 * value_bytes if architecture.position == "alibi" else 0
     masks = 2 * tokens * width * (1 if checkpointing else layers) if dropout else 0

@@ -25,7 +25,7 @@ MOMENTUM, ITERATIONS = 0.95, 5
 # The scale of the loss is halved when gradients overflow, and doubled after GROW_AFTER updates without overflow.
 FIRST_SCALE, LAST_SCALE, GROW_AFTER = 2.0**16, 2.0**-4, 1000
 
-Group = Literal["matrices", "embeddings", "head", "rest"]
+Group = Literal["matrices", "embeddings", "head", "bigrams", "value_embeddings", "rest"]
 Kept = dict[str, Tensor]
 Ranks = dist.ProcessGroup | None
 
@@ -36,6 +36,10 @@ def group_of(name: str) -> Group:
         return "matrices"
     if name == "output_embedding":
         return "head"
+    if name.startswith("bigrams.") and name.endswith("table"):
+        return "bigrams"
+    if name == "value_embedding":
+        return "value_embeddings"
     return "embeddings" if name.endswith("_embedding") else "rest"
 
 
@@ -63,7 +67,9 @@ class Optimizers:
         # With the factors of the learning rate.
         self.optimizers: list[tuple[AdamW | Muon, float]] = []
         for group, members in groups.items():
-            ratio = getattr(updates, group) if updates and group != "rest" else 1.0
+            ratio = 1.0
+            if updates and group != "rest":
+                ratio = getattr(updates, group) or updates.embeddings
             decayed = decay if updates is None or updates.decay == "all" or group == "matrices" else 0.0
             one: AdamW | Muon = AdamW(members, decayed)
             if updates and updates.kind == "muon" and group == "matrices":

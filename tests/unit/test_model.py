@@ -60,6 +60,8 @@ CASES: dict[str, dict[str, Any]] = {
     "alibi, gated": {"position": "alibi", "gated": True, "key_heads": 2, "norm": "rms", "query_norm": "head"},
     "sines": {"position": "sinusoidal", "head": "clap"},
     "post": {"norm_place": "post", "biases": "qkv", "head": "untied", "activation": "gelu_new"},
+    "compact": DECODERS["compact"] | {"key_heads": 2, "head_width": 10},
+    "compact, shared": DECODERS["compact"] | {"bigrams": "shared"},
     "routed": DECODERS["llama"] | {"routed": Routed(experts=3, top_k=2, every=2, capacity=3.0, balance=0.01)},
 }
 EACH = pytest.mark.parametrize("options", CASES.values(), ids=CASES)

@@ -84,6 +84,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
         "gpt2": {},
         "clap": {"position": "alibi", "head": "clap"},
         "llama": LLAMA,
+        "compact": {"preset": "compact", "inner": 40},
         "roberta": {"preset": "roberta", "position": "sinusoidal"},
     },
     "attention": {
@@ -119,12 +120,18 @@ demix            halves   clap    masked    adamw fp32 all kept  whole   some sc
 dense_unbalanced pairs    gpt2    masked    adamw fp32 one kept  sharded none scratch
 demix            triples  roberta masked    muon  fp64 one again whole   some scratch
 demix            halves   llama   masked    adamw fp32 all kept  whole   some scratch
+demix            pairs    compact causal    muon  fp64 all kept  sharded none seed
+demix            halves   compact causal    adamw fp64 one again whole   some scratch
+dense            each     compact causal    muon  fp32 one kept  sharded none scratch
+domain_token     triples  compact causal    muon  fp64 all again whole   some scratch
     """.strip().splitlines()
 ]
 
 
 def possible(names: dict[str, str]) -> bool:
     """Whether these values of columns can stand together."""
+    if names.get("architecture") == "compact":
+        return names.get("attention") != "masked" and names.get("kind") != "routed"
     return names.get("architecture") != "roberta" or names.get("attention", "masked") == "masked"
 
 

@@ -122,8 +122,9 @@ def test_each_matrix_is_updated_by_itself() -> None:
 
 def test_groups_have_their_rates_and_their_decay() -> None:
     sizes = Architecture(**SIZES, head="untied", gated=True)
+    tables = sizes.replace(bigrams="experts", value_embeddings=True)
     routed = sizes.replace(routed=Routed(experts=2, top_k=1, every=2, capacity=2.0, balance=0.0))
-    names = {name for one in (sizes, routed) for name, _ in GPT(one, 20, ("a",)).named_parameters()}
+    names = {name for one in (sizes, routed, tables) for name, _ in GPT(one, 20, ("a",)).named_parameters()}
     groups: dict[str, set[str]] = {}
     for name in names:
         groups.setdefault(group_of(name), set()).add(name.split(".", 2)[-1] if name.startswith("blocks") else name)
@@ -131,13 +132,23 @@ def test_groups_have_their_rates_and_their_decay() -> None:
     assert groups["embeddings"] == {"token_embedding", "position_embedding"}
     assert groups["head"] == {"output_embedding"}
     assert {"feedforward.router", "feedforward.up_bias", "final_norm.weight", "attention.qkv.bias"} <= groups["rest"]
-    model, peer = (GPT(sizes, 20, ("a", "b")).initialise(1).double() for _ in range(2))
+    assert groups["bigrams"] == {"bigrams.expert_table"}
+    assert groups["value_embeddings"] == {"value_embedding"}
+    model, peer = (GPT(tables, 20, ("a", "b")).initialise(1).double() for _ in range(2))
     updates = OptimizerSettings(
-        kind="adamw", beta1=0.8, beta2=0.9, epsilon=1e-8, decay="matrices", matrices=2.0, embeddings=3.0, head=0.5
+        kind="adamw",
+        beta1=0.8,
+        beta2=0.9,
+        epsilon=1e-8,
+        decay="matrices",
+        matrices=2.0,
+        embeddings=3.0,
+        head=0.5,
+        bigrams=4.0,
     )
     optimization = OPTIMIZATION.replace(optimizer=updates)
     ours = Optimizers(dict(model.named_parameters()), optimization, model.architecture)
-    rates = {"matrices": 2.0, "embeddings": 3.0, "head": 0.5, "rest": 1.0}
+    rates = {"matrices": 2.0, "embeddings": 3.0, "head": 0.5, "bigrams": 4.0, "value_embeddings": 3.0, "rest": 1.0}
     theirs = torch.optim.AdamW(
         [
             {"params": [p], "lr": 1e-2 * rates[group_of(name)], "weight_decay": 0.1 * (group_of(name) == "matrices")}
