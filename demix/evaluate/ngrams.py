@@ -43,8 +43,8 @@ def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path, manifes
     Writes two folders of score tables below `output`, in the form of those of models. In ngram<order> one model of all
     training text has scored all splits, in a column called dense. ngram<order>_domains has a column for the model of
     each training domain. As under any model, the context of a token ends where its block begins, with the token before
-    it. `manifest` gets the digests of the tables, last. Raises DemixError if shards have different tokenizers or a
-    split is empty.
+    it. `manifest` gets the number of n-grams by folder and the digests of the tables, last. Raises DemixError if shards
+    have different tokenizers or a split is empty.
     """
     shards = {(path.parent.name, path.stem): TokenShard.open(path, verify=True) for path in paths}
     first, *others = shards.values()
@@ -60,11 +60,13 @@ def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path, manifes
     pooled, by_domain = (
         output / folder for folder in ngram_folders(f"{scoring.order}{'' if scoring.train_tokens else '_all'}")
     )
+    stored = {pooled.name: 0, by_domain.name: 0}
     for column, streams, folder in (
         (DENSE_EXPERT, [*learned.values()], pooled),
         *((domain, [stream], by_domain) for domain, stream in learned.items()),
     ):
         model = KneserNey.fit(streams, scoring.order, first.vocab_size)
+        stored[folder.name] += model.stored
         for name, shard in scored.items():
             ids = shard.read(0, count_to_score(shard, scoring, scoring.length))
             pieces = _pieces(model, shard, len(ids), scoring.length)
@@ -74,7 +76,9 @@ def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path, manifes
         log.info("%s: %s learned from %d tokens, scored %d splits", folder.name, column, tokens, len(scored))
     if manifest is not None:
         columns: dict[Path, Sequence[str]] = {pooled: (DENSE_EXPERT,), by_domain: (*learned,)}
-        write_digests(manifest, [(folder / name, columns[folder]) for folder in columns for name in scored])
+        write_digests(
+            manifest, [(folder / name, columns[folder]) for folder in columns for name in scored], {"ngrams": stored}
+        )
 
 
 def _stream(shard: TokenShard, scoring: NGramScoring) -> np.ndarray:

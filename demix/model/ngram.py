@@ -87,6 +87,11 @@ class KneserNey:
             counts = np.bincount(shorter[number], minlength=size)
         return cls(vocab_size, tuple(reversed(levels)))
 
+    @property
+    def stored(self) -> int:
+        """The number of n-grams of all orders, each of which has a count."""
+        return sum(len(level.keys) for level in self.levels)
+
     def log_probabilities(self, rows: np.ndarray) -> np.ndarray:
         """Log p in nats [N, T] of the tokens of `rows` [N, T + 1] but the first, each given those before it in its row.
 

@@ -11,10 +11,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from demix.config.counts import parameters
 from demix.report.read import Bounds, Domains, Results, mean_of, paired, percent
 from demix.report.run_data import RunData
-from demix.report.systems import ByDomain, before_adding, before_dense_dapt, dense_adapted, one_added, released
+from demix.report.systems import (
+    ByDomain,
+    before_adding,
+    before_dense_dapt,
+    dense_adapted,
+    one_added,
+    parameters_of,
+    released,
+)
 from demix.report.table import Table
 from demix.report.verdict import mean_interval
 from demix.run.run import Run
@@ -225,8 +232,6 @@ def adapting(data: RunData) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 def changed_bytes(run: Run) -> dict[str, int]:
     """The bytes (fp32) of the parameters that the adaptation to one domain changes, by the names of `ADAPTATIONS`."""
-    receiver, types = run.receiver, run.types
     dense = next(model for model in run.trained if model.name == run.config.adaptation.dense)
-    whole = sum(parameters(dense.architecture, types))
-    _, expert = parameters(receiver.architecture, types, expert_scope=receiver.kind.expert_scope)
+    whole, (_, expert) = sum(parameters_of(dense, run)), parameters_of(run.receiver, run)
     return dict(zip(ADAPTATIONS, (4 * whole, 4 * expert, 4 * expert), strict=True))

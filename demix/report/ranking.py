@@ -11,7 +11,7 @@ from demix.config.models import KINDS
 from demix.report.cells import Measured, measured
 from demix.report.read import paired, paired_either_way, percent
 from demix.report.run_data import RunData
-from demix.report.systems import BALANCED, CACHED, all_training_flops, families, training_flops
+from demix.report.systems import BALANCED, CACHED, all_training_flops, families, parameters_of, training_flops
 from demix.report.table import Table
 from demix.report.verdict import mean_interval
 from demix.run.evaluated import columns_of
@@ -36,15 +36,19 @@ NOT_BELOW_NGRAMS = "above n-grams"
 class Entry:
     """A line of the main table. `on` has what was measured by kind of domains.
 
-    `passes` is the number of experts that predict each token. `representative` is True for the one way to predict by
-    which the verdict knows the model. `apart` says why the system is not at equal FLOPs of training; empty for one that
-    is. `family` is the same for models of one kind; each baseline, a model without experts, is one by itself, but
-    for `counts`, n-grams, whose training needs no FLOPs. `mixed` systems are not models, but mix columns of several.
+    `passes` is the number of experts that predict each token, `parameters` that of the parameters of all models of the
+    system, or of n-grams that are counted, and `flops` those of training them. `representative` is True for the one way
+    to predict by which the verdict knows the model. `apart` says why the system is not at equal FLOPs of training;
+    empty for one that is. `family` is the same for models of one kind; each baseline, a model without experts, is one
+    by itself, but for `counts`, n-grams, whose training needs no FLOPs. `mixed` systems are not models, but mix columns
+    of several.
     """
 
     system: System
     on: dict[str, Measured]
     passes: int
+    parameters: int
+    flops: float
     representative: bool
     apart: str
     family: str
@@ -232,7 +236,8 @@ def ranking(data: RunData) -> Ranking:
 def _entry(system: System, data: RunData) -> Entry:
     run, adapted, counts = data.run, added(data.run)[1], ngram_lines(data.run)
     mixed = run.config.evaluation.mixed.get(system.model)
-    trained = [one for one in run.trained if one.name in (mixed.models if mixed else (system.model,))]
+    named = mixed.models if mixed else (system.model,)
+    trained = [one for one in run.trained if one.name in named]
     baseline = not any(one.kind.has_experts or one.kind.routed for one in trained)
     apart = _unequal(trained[0], run) if len(trained) == 1 else f"with {len(trained)} trained models" * bool(mixed)
     if mixed:
@@ -241,12 +246,18 @@ def _entry(system: System, data: RunData) -> Entry:
         experts = run.domains if system.experts == "all" else trained[0].experts if trained else run.training
         passes = 1 if system.method in ("dense", "naive") else len(experts)
         family = "n-grams" if not trained else system.model if baseline else families(run)[system.model].name
-    if system.experts == adapted.experts:
+    every = system.experts == adapted.experts
+    sizes = [(len(run.domains if every else one.experts), *parameters_of(one, run)) for one in trained]
+    if every:
         apart = "since its added experts learned from the novel domains"
     return Entry(
         system,
         {one.kind: measured(data.own, data.bounds, system, BALANCED, one.names) for one in data.kinds},
         passes=passes,
+        parameters=sum(shared + experts * own for experts, shared, own in sizes)
+        + sum(count for name, count in data.ngrams.items() if name in named),
+        # How long an adaptation trains is decided by its dev split.
+        flops=math.nan if every else sum(all_training_flops(one, run) for one in trained),
         representative=bool(mixed) or system in (adapted, *counts, representatives(run).get(system.model)),
         apart=apart,
         family=family,
@@ -302,18 +313,22 @@ def main_table(found: Ranking, entries: Sequence[Entry]) -> Table:
             best[label][name] = entry is lowest[domains.kind]
             if (ngrams := counted[domains.kind]) and not entry.counts and measured.mean >= ngrams.on[domains.kind].mean:
                 beneath[label][name] = NOT_BELOW_NGRAMS
-        row["Experts run per token"], row["Remark"] = float(entry.passes), entry.apart or " "
+        row["Experts run per token"], row["Parameters"] = float(entry.passes), entry.parameters or math.nan
+        row["Training FLOPs"], row["Remark"] = entry.flops, entry.apart or " "
     frame, bold, below = (pd.DataFrame.from_dict(one, orient="index") for one in (rows, best, beneath))
     # A column of blanks says nothing.
     frame = frame if any(entry.apart for entry in entries) else frame.drop(columns="Remark", errors="ignore")
-    caption = f"Change: from {found.dense.label}. Oracle: the best expert or token, chosen on test data."
+    caption = (
+        f"Change: from {found.dense.label}. Oracle: the best expert or token, chosen on test data. Parameters and "
+    )
+    caption += "training FLOPs: of all models together; of n-grams, which have no FLOPs, how many are counted."
     known = [(one, domains) for domains in found.data.kinds if (one := counted[domains.kind])]
     if rivals := [f"{one.label} ({one.on[on.kind].mean:.2f}) on the {on.said}" for one, on in known]:
         caption += f" {NOT_BELOW_NGRAMS.capitalize()}: not below {', '.join(rivals)}, the best n-grams of the run."
     return Table(
         frame,
         caption=caption,
-        formats={"Experts run per token": "{:.0f}"},
+        formats={"Experts run per token": "{:.0f}", "Parameters": "{:,.0f}", "Training FLOPs": "{:.3g}"},
         best=bold,
         beneath=below,
         title="Mean test perplexity (lower is better)",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from demix.files import check_sealed
+from demix.files import check_sealed, read_json
 from demix.query.ask import Answers
 from demix.query.views import QueryRun
 from demix.report.needs import SUITES
@@ -28,7 +28,7 @@ from demix.report.read import (
 )
 from demix.run.models import Model
 from demix.run.run import Run
-from demix.run.systems import clustered
+from demix.run.systems import clustered, ngram_folders
 
 PERMUTATIONS = 9999
 
@@ -244,6 +244,17 @@ class RunData:
         )
 
     @cached_property
+    def ngrams(self) -> dict[str, int]:
+        """The number of n-grams that each of `evaluation.ngrams` counts, by the folder of its score tables.
+
+        A copy of a run may be without its score tables, and then says nothing of them.
+        """
+        folders = [ngram_folders(order)[0] for order in self.run.config.evaluation.ngrams or ()]
+        files = [self.run.folder / "scores" / f"{name}.json" for name in folders]
+        known = [read_json(file).get("ngrams", {}) for file in files if file.is_file()]
+        return {name: count for counts in known for name, count in counts.items()}
+
+    @cached_property
     def metrics(self) -> Path:
         """The folder of the metrics of trainings."""
         return self.run.folder / "metrics"
@@ -273,7 +284,7 @@ class RunData:
         # The curves are drawn long after the tables; a damaged file must be refused before anything is written.
         for path in sorted(self.metrics.glob("*.jsonl")):
             check_sealed(path)
-        for name in ("results", "parents", "cost", "clusters", *["suites"] * SUITES.met(self.run)):
+        for name in ("results", "parents", "cost", "clusters", "ngrams", *["suites"] * SUITES.met(self.run)):
             getattr(self, name)
         for kind in (kind for kind in FILES if kind != "results"):
             self.rows(kind)
@@ -288,7 +299,12 @@ class RunData:
         """The same with the results of only one seed. Only the run's own seed has differences."""
         if seed == self.run.seed and [*self.results.by_seed] == [seed]:
             return self
-        shared = {"overlap": self.rows("overlap"), "parents": self.parents, "clusters": self.clusters}
+        shared = {
+            "overlap": self.rows("overlap"),
+            "parents": self.parents,
+            "clusters": self.clusters,
+            "ngrams": self.ngrams,
+        }
         differences = self.rows("differences")
         differences = differences if seed == self.run.seed else differences.iloc[:0]
         results = self.results.of_seed(seed)

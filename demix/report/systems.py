@@ -7,7 +7,7 @@ from functools import cache
 
 from demix.config.architecture import Architecture
 from demix.config.clustering import Clustering
-from demix.config.counts import training_flops_per_token
+from demix.config.counts import parameters, training_flops_per_token
 from demix.run.models import Model, adapted, left_out, one_more, trained_without
 from demix.run.run import Run
 from demix.run.systems import (
@@ -233,6 +233,12 @@ def training_flops(model: Model, run: Run) -> tuple[float, float]:
         for one in (architecture.unrouted, architecture)
     )
     return dense * begun + own * (model.updates - begun), own
+
+
+def parameters_of(model: Model, run: Run) -> tuple[int, int]:
+    """The parameters that all experts of a model share, and those of one expert."""
+    tokens = len(model.domains) if model.kind.domain_tokens else 0
+    return parameters(model.architecture, run.types, tokens, model.kind.expert_scope)
 
 
 def all_training_flops(model: Model, run: Run) -> float:

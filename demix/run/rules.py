@@ -259,6 +259,7 @@ class RunRules(StageSettings):
         files = ["priors.parquet", "differences.parquet", "posteriors.parquet", "corpus/overlap.parquet"]
         files += [f"corpus/{domain}/card.json" for domain in run.domains]
         files += ["audit.parquet"] * bool(run.without)
+        files += [f"scores/{ngram_folders(order)[0]}.json" for order in run.config.evaluation.ngrams or ()]
         files += [f"harness/contamination/{domain}.parquet" for domain in training if harnessed(run)]
         for name in run.learned_clusterings:
             assigned = [f"{domain}.{split}" for domain in training for split in ("train", "test")]

@@ -14,6 +14,7 @@ from demix.data.shards import TokenShard, tokenize
 from demix.data.tokenizer import train_tokenizer
 from demix.evaluate.ngrams import NGramScoring, score_ngrams
 from demix.evaluate.score_tables import read_scores
+from demix.files import read_json
 from demix.model.ngram import FALLBACK, KneserNey, discounts_of
 from demix.run.evaluated import evaluated
 from demix.run.rules import RunRules
@@ -77,6 +78,7 @@ def test_a_small_text_by_hand() -> None:
     found = np.array([[probability(model, [context], token) for token in range(4)] for context in range(4)])
     expected = np.array([[7, 23, 15, 3], [31, 7, 7, 3], [14, 14, 14, 6], [14, 14, 14, 6]]) / 48
     assert found == pytest.approx(expected, rel=1e-12)
+    assert model.stored == 3 + 3
 
 
 def test_discounts_are_those_of_counts_of_counts() -> None:
@@ -118,7 +120,7 @@ def test_a_longer_text_has_discounts_of_its_own() -> None:
 def test_the_contexts_of_scores_begin_one_token_before_the_block(tokens: Path, tmp_path: Path) -> None:
     length, order, learned_tokens = 8, 4, 500
     scoring = NGramScoring(order=order, train_tokens=learned_tokens, length=length, dev_blocks=5, test_tokens=61)
-    score_ngrams(_shards(tokens), scoring, tmp_path)
+    score_ngrams(_shards(tokens), scoring, tmp_path, tmp_path / "ngram4.json")
     assert {path.parent.name for path in tmp_path.glob("ngram4/*/dense.parquet")} == {
         f"{domain}.{split}" for domain in TRAINING + NOVEL for split in ("dev", "test")
     }
@@ -130,6 +132,14 @@ def test_the_contexts_of_scores_begin_one_token_before_the_block(tokens: Path, t
     for domain in TRAINING:
         shard = TokenShard.open(tokens / "tokens" / domain / "train.arrow")
         streams[domain] = [shard.end_of_text, *shard.read(0, learned_tokens).tolist()]
+    grams = {
+        domain: {tuple(text[i : i + size]) for size in range(1, order + 1) for i in range(len(text) - size + 1)}
+        for domain, text in streams.items()
+    }
+    assert read_json(tmp_path / "ngram4.json")["ngrams"] == {
+        "ngram4": len(set.union(*grams.values())),
+        "ngram4_domains": sum(map(len, grams.values())),
+    }
     for domain, split, count in (("fantasy", "test", 61), ("licenses", "dev", 40)):
         shard = TokenShard.open(tokens / "tokens" / domain / f"{split}.arrow")
         text = [shard.end_of_text, *shard.read(0, count).tolist()]

@@ -20,6 +20,8 @@ from scipy import stats
 import demix
 from demix.config.config import Config
 from demix.files import write_json_lines
+from demix.plan.cost import plan_training
+from demix.plan.flops import HARDWARE
 from demix.report import report_items
 from demix.report.item import FigureItem, TableItem
 from demix.report.ranking import NOT_BELOW_NGRAMS, main_table, ranking
@@ -625,6 +627,27 @@ def test_means_that_are_not_below_the_best_ngrams_are_marked(frozen: Run) -> Non
         assert {*shown.frame.index[marked]} == {*shown.frame.index[above]} - counts
     assert marked.any()
     assert counts
+
+
+def test_costs_are_those_of_the_plan_summed_over_the_models_of_a_line(frozen: Run) -> None:
+    plans = {one.name: one for one in plan_training(frozen, None, HARDWARE["cpu"])}
+    found = {
+        one.system.key: one for one in ranking(run_data(frozen, ngrams={"ngram3": 70, "ngram3_domains": 90})).entries
+    }
+    sizes = {name: one.shared + one.experts * one.expert for name, one in plans.items()}
+    for model in ("dense", "demix", "demix_seeded", "switch"):
+        lines = [one for one in found.values() if (one.system.model, one.system.experts) == (model, "training")]
+        for one in lines or [found[model, "dense", "dense", ""]]:
+            assert one.parameters == sizes[model]
+            assert one.flops == pytest.approx(plans[model].all_flops)
+    assert (found["ngram3", "dense", "dense", ""].parameters, found["ngram3", "dense", "dense", ""].flops) == (70, 0)
+    mixed, paired = found["mixed", "dense", "dense", ""], found["paired", "training", "uniform", "tempered"]
+    assert (mixed.parameters, paired.parameters) == (sizes["demix"] + 70, sizes["demix"] + 90)
+    assert mixed.flops == paired.flops == pytest.approx(plans["demix"].all_flops)
+    shared, expert = plans["demix"].shared, plans["demix"].expert
+    (every,) = (one for one in found.values() if one.system.experts == "all" and one.system.weights == "history")
+    assert every.parameters == shared + len(frozen.domains) * expert
+    assert np.isnan(every.flops)
 
 
 def test_a_run_without_dense_has_no_changes(frozen: Run, tmp_path: Path) -> None:
