@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from demix.data.anonymize import anonymize, normalise
 from demix.data.sources import Source, download
 from demix.errors import DemixError
 from demix.files import digest, read_json, read_json_lines, sha256_file
@@ -32,13 +31,6 @@ ROWS = ([], [{"step": 1, "loss": 2.5}], [{"a": float("nan")}, {"b": []}])
 def lines(rows: list[dict]) -> bytes:
     """JSON lines with the seal that belongs to them."""
     return b"".join(json.dumps(row).encode() + b"\n" for row in [*rows, {"rows": len(rows), "seal": digest(rows)}])
-
-
-def anonymized(data: bytes, _: Path) -> None:
-    once, _ = anonymize(normalise(data.decode("utf-8", "replace"))[0])
-    again, more = anonymize(once)
-    assert again == once
-    assert not any(more.values())
 
 
 def documents(data: bytes, folder: Path) -> None:
@@ -62,10 +54,6 @@ def config(data: bytes, _: Path) -> None:
 
 # What reads bytes, and bytes that lead far into it.
 READERS: dict[str, tuple[Callable[[bytes, Path], object], list[bytes]]] = {
-    "anonymizer": (
-        anonymized,
-        [b"a@b.org @user_1 +44 20 7946 0958", b"4111 1111 1111 1111 219-09-9998", "@[123456:7:Zoë]".encode()],
-    ),
     "sources": (documents, [bytes([form]) + some for form, some in enumerate(READ)]),
     "json": (
         lambda data, folder: read_json(written(data, folder)),

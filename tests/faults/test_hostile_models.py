@@ -137,6 +137,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pipe as shared weights": (pipe(SHARED), SHARED),
     "whole numbers": (weights(LAW, lambda tensor: tensor.to(torch.int32)), LAW),
     "NaN": (weights(LAW, one_value(torch.nan)), LAW),
+    "infinite": (weights(LAW, one_value(-torch.inf)), LAW),
+    "what no training leaves": (weights(LAW, one_value(-1e30)), LAW),
     "NaN in shared weights": (weights(SHARED, one_value(torch.nan)), SHARED),
 }
 

@@ -13,8 +13,7 @@ import pytest
 from demix.files import sha256_file
 from demix.run.run import Run
 from demix.track.store import track
-from support.breaking import command, run_tiny
-from support.cli import refusal
+from support.breaking import run_tiny
 from support.disturbed import printed, until
 from support.errors import refused
 from support.frozen import with_models
@@ -115,10 +114,3 @@ def test_a_run_ends_without_its_store_and_track_fills_it_in(
     assert run_tiny(copied).wait() == 0, printed(copied)
     assert printed(copied).count("\nFinished jobid: ") == 2, "track, and the target of all"
     assert runs(database) == before
-
-
-@pytest.mark.faults
-def test_a_server_that_is_away(copied: Path) -> None:
-    arguments = command(copied, "track ")
-    arguments += ["--uri", "http://127.0.0.1:9", "--experiment", "e"]
-    refusal(*arguments, of="http://127.0.0.1:9")

@@ -42,13 +42,6 @@ def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_experts_learn_their_domains(tokens: Path, trained: Path) -> None:
-    model = load_model(trained / "demix" / "model", TRAINING)
-    for number, path in enumerate(shard_paths(tokens, split="test")):
-        table = log_probabilities(model, *blocks(TokenShard.open(path), 32)).sum(1)
-        assert table.argmax() == number, path
-
-
 def test_demix_dapt_adds_a_file_and_changes_no_other(
     tokens: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

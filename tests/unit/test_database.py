@@ -49,17 +49,6 @@ def test_what_memory_does_not_hold_goes_to_the_disk_and_comes_back_in_order(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_limit_of_memory_spills_to_a_folder_beside_the_output(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "MEMORY_MB", 24)
-    with database(tmp_path / "numbers.parquet") as tables:
-        tables.execute("create table numbers (number bigint, hash varchar)")
-        run_on(tables, "insert into numbers from batches", _numbers())
-        spilled = [path for path in tmp_path.rglob("*") if path.is_file()]
-        assert sum(path.stat().st_size for path in spilled) > 1 << 20
-        assert {path.relative_to(tmp_path).parts[1] for path in spilled} == {"spilled"}
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_too_little_memory_is_told_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MEMORY_MB", 1)
     with refused("numbers.parquet"):

@@ -98,6 +98,9 @@ def test_a_pass_counts_what_it_reads_and_ends_when_every_domain_has_its_words(tm
     counts = same_as_by_where(tmp_path, {"path": f"{tmp_path}/b.jsonl.gz", "words": 4}, {"x": ["x"], "y": ["y"]}, "set")
     assert (counts["documents"], counts["whole"]) == (5, False)
     assert counts["values"] == {"x": 3, "y": 2}, "one of x is beyond its words"
+    write_lines(tmp_path / "c.jsonl.gz", [{"text": "t"}, {"text": "t", "set": None}])
+    with refused("sources.corpus.by"):
+        same_as_by_where(tmp_path, {"path": f"{tmp_path}/c.jsonl.gz"}, {"a": ["a"]}, "set")
 
 
 def test_parquet_csv_and_what_datatrove_writes_are_divided(tmp_path):
@@ -154,24 +157,6 @@ def test_names_of_other_folders_and_values_of_two_domains_are_refused(name, doma
     raw = tmp_path / "one" / "two" / "raw"
     refusal("divide", name, "--settings", settings, "--raw", raw, "--output", tmp_path / "c.json", of=subject)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl.gz"]
-
-
-def counted(folder: Path, rows: list[dict[str, Any]], domains: dict[str, list[Any]], **options: Any) -> Path:
-    """The counts of a source with these records."""
-    write_lines(folder / "a.jsonl.gz", rows)
-    source = {"path": f"{folder}/a.jsonl.gz"} | options
-    division = settings_from(Division, {"source": source, "by": "set", "domains": domains})
-    divide("corpus", division, folder / "raw", folder / "counts.json")
-    return folder / "counts.json"
-
-
-def test_the_counts_of_a_source_have_what_no_domain_took(tmp_path):
-    rows = [{"text": "t", "set": name} for name in ("a", "b", "b", "c", "a", "d", 3)] + [{"text": "t"}]
-    found = read_json(counted(tmp_path, rows, {"a": ["a"], "more": ["d", "3"], "none": ["bb"]}))
-    assert found["values"] == {"a": 2, "d": 1, "3": 1, "bb": 0}
-    assert [found[key] for key in ("documents", "filtered", "without", "others")] == [8, 0, 1, 3]
-    with refused("sources.corpus.by"):
-        counted(tmp_path, [{"text": "t"}, {"text": "t", "set": None}], {"a": ["a"]})
 
 
 FANTASY, LICENSES = "domains.novel.fantasy", "domains.training.licenses"

@@ -115,8 +115,9 @@ def test_all_faults_are_found_at_once(model: Path) -> None:
     assert all(concerns(subject, [name]) for subject, name in zip(subjects, wanted, strict=True)), subjects
 
 
-def test_an_expert_of_another_tokenizer_is_not_loaded(model: Path) -> None:
-    change_json(model / "experts" / "news.json", tokenizer_sha256="u" * 64)
+@pytest.mark.parametrize("of", ["tokenizer", "shared"])
+def test_an_expert_of_another_tokenizer_or_other_shared_weights_is_not_loaded(of: str, model: Path) -> None:
+    change_json(model / "experts" / "news.json", **{f"{of}_sha256": "u" * 64})
     with refused("news.json"):
         load_model(model, ("law", "news"))
     assert load_model(model, ("law", "code")).experts == ("law", "code")

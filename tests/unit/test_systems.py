@@ -11,7 +11,6 @@ from demix.run.compared import compared
 from demix.run.evaluated import evaluated
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
-from demix.run.systems import bases
 from demix.settings import written
 from support.configs import TEXT, domains, small_run
 
@@ -112,13 +111,6 @@ def test_a_row_can_begin_with_a_folder() -> None:
     )
     assert (mine.parent, again.parent, mine.rates_from, mine.seed_step) == ("", "", "mine", 0)
     assert not rows.seeds
-
-
-def test_a_row_can_be_left_out() -> None:
-    rows = run_of(models={"domain_token": None, "dense_unbalanced": None})
-    assert {model.base.name for model in rows.trained} == {"demix", "dense"}
-    assert "dense_unbalanced" not in bases(rows)
-    assert not {"domain_token", "dense_unbalanced"} & {table.model for table in evaluated(rows, "law")}
 
 
 def test_a_novel_domain_that_is_appended_changes_no_job_of_before() -> None:

@@ -24,7 +24,6 @@ from demix.train import optimizers
 from demix.train.optimizers import AdamW, Muon, Optimizers, group_of, orthogonalised
 from demix.train.schedule import Optimization
 from support.configs import small_run
-from support.errors import refused
 
 SIZES = {"layers": 2, "width": 16, "heads": 2, "context": 8}
 OPTIMIZATION = Optimization(steps=100, learning_rate=1e-2, weight_decay=0.1)
@@ -178,22 +177,6 @@ def test_absent_keys_are_in_no_fingerprint_and_no_rules_settings() -> None:
     assert "stretch" not in fingerprinted(other)["learning_rate_schedule"]
     again = settings_from(TrainingRecipe, json.loads(json.dumps(selected(TrainingRecipe, other))))
     assert again == other
-
-
-@pytest.mark.parametrize(
-    ("given", "key"),
-    [
-        ({"optimizer": {"kind": "lion"}}, "optimizer.kind"),
-        ({"optimizer": {"matrices": 2.0}}, "optimizer.kind"),
-        ({"optimizer": {"kind": "muon", "beta1": 1.0}}, "optimizer.beta1"),
-        ({"learning_rate_schedule": {"kind": "cosine", "share": 0.5}}, "learning_rate_schedule.share"),
-        ({"learning_rate_schedule": {"kind": "wsd", "stretch": 1.1}}, "learning_rate_schedule.stretch"),
-        ({"dropout": 1.0}, "dropout"),
-    ],
-)
-def test_wrong_settings_are_refused(given: dict[str, Any], key: str) -> None:
-    with refused(f"--settings.{key}", key):
-        settings_from(TrainingRecipe, {"tokens": 1, "sequences": 1, "learning_rate": 1.0, **given})
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 9))

@@ -13,9 +13,6 @@ from demix.data.tokenizer import Tokenizer
 from demix.evaluate.score_tables import read_scores, stream_scores, write_scores
 from demix.files import read_json, read_parquet, sha256_file, write_json, write_parquet
 from demix.files.json_files import without_nan
-from demix.model.directory import load_model
-from demix.model.experts import add_expert, expert_fault, find_faults
-from demix.model.merge import merge_experts
 from support.cli import succeeds
 from support.errors import refused
 from support.models import write_model
@@ -56,43 +53,6 @@ def test_rounding_above_zero_is_a_log_p(table: Path) -> None:
         table / "law.parquet", [np.full(SIZE, 1e-6)], dict(read_parquet(table / "law.parquet").schema.metadata)
     )
     assert read_scores(table, ("law",)).scores.max() > 0
-
-
-def spoil(weights: Path, description: Path, key: str, value: float) -> str:
-    """Put a value into a tensor in the middle of a weights file and give it the right digest; the tensor's name."""
-    tensors = load_file(weights)
-    name = sorted(tensors)[len(tensors) // 2]
-    tensors[name].view(-1)[-1] = value
-    save_file(tensors, weights)
-    write_json(description, read_json(description) | {key: sha256_file(weights)})
-    (manifest,) = (folder / "model.json" for folder in weights.parents[:2] if (folder / "model.json").exists())
-    write_json(manifest, read_json(manifest) | {"experts": {}})
-    return name
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1e30])
-def test_weights_that_no_training_leaves_are_refused_by_their_tensor(value: float, tmp_path: Path) -> None:
-    model, other, shared = tmp_path / "model", tmp_path / "other", tmp_path / "shared"
-    for directory in (model, other, shared):
-        write_model(directory)
-    weights = model / "experts" / "news.safetensors"
-    name = spoil(weights, weights.with_suffix(".json"), "sha256", value)
-    for read in (
-        lambda: load_model(model),
-        lambda: merge_experts(model, {"law": 0.5, "news": 0.5}, tmp_path / "merged"),
-        lambda: add_expert(other, weights, "new"),
-    ):
-        with refused("news.safetensors") as told:
-            read()
-        assert name in told.value.cause
-    assert not (tmp_path / "merged").exists()
-    assert not [*(other / "experts").glob("new.*")]
-    assert expert_fault(model, "news").subject == str(weights)
-    assert load_model(model, ("law", "code")).experts == ("law", "code")
-    name = spoil(shared / "shared.safetensors", shared / "model.json", "shared_sha256", value)
-    assert [fault.subject for fault in find_faults(shared) if name in str(fault)] == [
-        str(shared / "shared.safetensors")
-    ]
 
 
 def test_json_of_an_evaluation_holds_no_nan(tokens: Path, tmp_path: Path) -> None:
