@@ -43,12 +43,13 @@ token passes through every expert.
 """
 
 
-def format_of(directory: Path) -> Format:
-    """The format in which an expert of the model in `directory` can be exported.
+def format_of(directory: Path, mixture: bool = False) -> Format:
+    """The format in which an expert of the model in `directory` can be exported, or as a part of a `mixture`.
 
     It is the one that the model was imported from, if that can hold it, or else the first of `FORMATS` that can. Raises
     DemixError for a domain-token model (no other software has a domain token as first input), and for options of
-    `architecture` that no format has: it names one of them, and the format that lacks the fewest.
+    `architecture` that no format has: it names one of them, and the format that lacks the fewest. The code of a mixture
+    reads bigrams by itself, and adds value embeddings where values have a map of their own.
     """
     described = describe(directory)
     if described.domain_tokens:
@@ -56,7 +57,9 @@ def format_of(directory: Path) -> Format:
     architecture = _with_plain_head(described.architecture)
     first = FORMATS.get((described.content.get("imported") or {}).get("format", ""))
     known = [form for form in (first, *FORMATS.values()) if form and form.routed == bool(architecture.routed)]
-    choices = {form.name: form.lacking(architecture) for form in known}
+    choices = {
+        form.name: form.lacking(_without_tables(architecture, form) if mixture else architecture) for form in known
+    }
     name = min(choices, key=lambda choice: len(choices[choice]))
     form, lacking = FORMATS[name], choices[name]
     if lacking:
@@ -98,14 +101,18 @@ def export_mixture(
     names = expert_names(directory)
     if len(names) == 1:
         raise DemixError(directory, "has one expert, and so no mixture", f"export it with --expert {names[0]}")
-    export, trunks = _Export(directory, tokenizer, output, dtype), load_experts(directory)
+    export, trunks = _Export(directory, tokenizer, output, dtype, mixture=True), load_experts(directory)
     rows = export.form.tensors(trunks[0].architecture, dict(trunks[0].named_parameters()))
     feedforwards = {re.sub(r"\.\d+", "", name) for row in rows if ".feedforward." in row.ours for name in row.theirs}
+    if trunks[0].architecture.bigrams == "experts":
+        feedforwards.add("tables.bigrams")
     own = None if whole_models(directory) else sorted(feedforwards)
     tensors: dict[str, Tensor] = {}
+    tables: dict[str, Tensor] = {}
     places = ((trunk, number) for trunk in trunks for number in range(len(trunk.experts)))
     for place, (trunk, number) in enumerate(places):
-        for name, tensor in export.tensors(trunk, number).items():
+        tables = {f"tables.{name}": tensor for name, tensor in _tables(trunk, number).items()}
+        for name, tensor in (export.tensors(trunk, number) | export.converted(tables)).items():
             if not place or own is None or re.sub(r"\.\d+", "", name) in own:
                 tensors[f"experts.{place}.{name}"] = tensor
     of_one = export.config(trunks[0])
@@ -117,6 +124,7 @@ def export_mixture(
         "expert": of_one,
         "experts": names,
         "own": own,
+        "tables": {name.removeprefix("tables."): [*tensor.shape] for name, tensor in tables.items()},
         "prior": [1 / len(names)] * len(names),
         "beta": beta,
         "gamma": gamma,
@@ -129,25 +137,25 @@ def export_mixture(
 class _Export:
     """The export of the model in `directory` to the folder `output`, which is not in use."""
 
-    def __init__(self, directory: Path, tokenizer: Path | None, output: Path, dtype: str):
+    def __init__(self, directory: Path, tokenizer: Path | None, output: Path, dtype: str, mixture: bool = False):
         self.directory, self.output, self.dtype = directory, output.resolve(), dtype
         refuse_used(self.output)
-        self.form, self.encoder = format_of(directory), tokenizer_of(directory, tokenizer)[1]
+        self.form, self.encoder = format_of(directory, mixture), tokenizer_of(directory, tokenizer)[1]
         # The files next to the weights of the checkpoint that the model was imported from.
         self.came = {name: path for name in KEPT if (path := directory / KEPT_IN / name).is_file()}
         for path in self.came.values():
             check_inside(path, directory)
 
     def tensors(self, model: GPT, number: int) -> dict[str, Tensor]:
-        """The tensors of one of the stacked experts of `model` as the format has them.
-
-        Raises DemixError for numbers that the type of the export does not hold.
-        """
+        """The tensors of one of the stacked experts of `model` as the format has them."""
         own = {name: tensor[number] if ".feedforward." in name else tensor for name, tensor in model.named_parameters()}
         if _with_plain_head(model.architecture) != model.architecture:
             own["token_embedding"] = F.normalize(own["token_embedding"], dim=-1)
             own["output_embedding"] = own.pop("logit_scale") * own["token_embedding"]
-        theirs = self.form.theirs_of(_with_plain_head(model.architecture), own)
+        return self.converted(self.form.theirs_of(_with_plain_head(model.architecture), own))
+
+    def converted(self, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of the type of the export. Raises DemixError for numbers that the type does not hold."""
         tensors = {name: tensor.to(DTYPES[self.dtype]) for name, tensor in theirs.items()}
         for name, tensor in tensors.items():
             if not bool(tensor.isfinite().all()):
@@ -191,6 +199,25 @@ def _with_plain_head(architecture: Architecture) -> Architecture:
     """The architecture in other formats: CLAP's rows of length 1 are embeddings, and its head is one of its own."""
     plain = architecture.head == "clap" and architecture.objective == "clm"
     return architecture.replace(head="untied") if plain else architecture
+
+
+def _without_tables(architecture: Architecture, form: Format) -> Architecture:
+    """The architecture without what the code of a mixture computes by itself where its experts have this format."""
+    joint = isinstance(form.block["attention.qkv"], str)
+    return architecture.replace(bigrams="none", value_embeddings=architecture.value_embeddings and joint)
+
+
+def _tables(model: GPT, number: int) -> dict[str, Tensor]:
+    """The tensors of `modeling_demix.Tables` of one of the stacked experts of `model`."""
+    named = {name: p.detach() for name, p in model.named_parameters()}
+    found = {}
+    if model.bigrams is not None:
+        own = named.get("bigrams.expert_table")
+        found = {"bigrams": named["bigrams.table"] if own is None else own[number], "scale": named["bigrams.scale"]}
+    if model.value_embedding is not None:
+        gates = [named[f"blocks.{layer}.attention.value_gate"] for layer in range(model.architecture.layers)]
+        found |= {"values": model.value_embedding.detach(), "gates": torch.stack(gates)}
+    return found
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

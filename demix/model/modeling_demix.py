@@ -6,6 +6,7 @@ Names of tensor axes: E experts, B sequences, T positions, P positions in the ca
 """
 
 import re
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class DemixConfig(PreTrainedConfig):  # type: ignore[misc]
     without numbers of layers, of the parameters that every expert has for itself; the experts share all others. None
     says that they share nothing. The weights of the experts at position t are in proportion to prior·exp(β·S[t]), where
     S[t] = γ·S[t-1] + log p(token t) of each expert; the first token of a text has no log p. A prior of 0 leaves an
-    expert out.
+    expert out. `tables` are the shapes of `Tables` by name.
     """
 
     model_type = "demix"
@@ -43,15 +44,56 @@ class DemixConfig(PreTrainedConfig):  # type: ignore[misc]
         beta: float = 0.1,
         gamma: float = 0.99,
         own: tuple[str, ...] | None = None,
+        tables: dict[str, list[int]] | None = None,
         **more: Any,
     ):
         of_one = AutoConfig.for_model(**expert) if isinstance(expert, dict) else expert or AutoConfig.for_model("gpt2")
-        self.expert, self.experts, self.own = of_one, list(experts), own
+        self.expert, self.experts, self.own, self.tables = of_one, list(experts), own, tables or {}
         self.prior, self.beta, self.gamma = list(prior or [1.0] * len(self.experts)), beta, gamma
         self.vocab_size, self.max_position_embeddings = of_one.vocab_size, of_one.max_position_embeddings
         # A cache has the layers of all experts, and one for the mixture.
         self.num_hidden_layers = len(self.experts) * of_one.num_hidden_layers + 1
         super().__init__(**more)
+
+
+class Tables(nn.Module):
+    """What a decoder of demix reads by the ids of tokens, and its class of transformers does not: hooks add it.
+
+    `bigrams` [R, D] are states of pairs of tokens, added before each block times `scale` [layers]. `values`
+    [layers, V, K·U] are embeddings that are added to the values of K heads by `gates` [layers, K, G].
+    """
+
+    bigrams: Tensor
+    scale: Tensor
+    values: Tensor
+    gates: Tensor
+
+    def __init__(self, shapes: dict[str, list[int]], expert: nn.Module):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        layers = next(module for module in expert.modules() if isinstance(module, nn.ModuleList))
+        for number, layer in enumerate(layers):
+            if "bigrams" in shapes:
+                layer.register_forward_pre_hook(partial(self._add_bigrams, number))
+            for name, module in layer.named_modules():
+                if "values" in shapes and name.endswith(".v_proj"):
+                    module.register_forward_hook(partial(self._add_values, number))
+
+    def read(self, ids: Tensor, previous: Tensor) -> None:
+        """Remember `ids` [B, T], before which were `previous` [B, T], for the next pass."""
+        self.ids, self.pairs = ids, ids * 1_000_003 ^ previous * 7_919
+
+    def _add_bigrams(self, layer: int, _: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        states = nn.functional.embedding(self.pairs % len(self.bigrams), self.bigrams)
+        return (given[0] + self.scale[layer] * states, *given[1:])
+
+    def _add_values(self, layer: int, _: nn.Module, given: tuple[Any, ...], values: Tensor) -> Tensor:
+        heads, units = self.gates.shape[1:]
+        gate = 2 * (given[0][..., :units] @ self.gates[layer].T).sigmoid()
+        read = nn.functional.embedding(self.ids, self.values[layer])
+        added: Tensor = gate[..., None] * read.view(*read.shape[:2], heads, -1)
+        return values + added.flatten(-2)
 
 
 class DemixForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -70,6 +112,7 @@ class DemixForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.experts = nn.ModuleList(AutoModelForCausalLM.from_config(config.expert) for _ in config.experts)
         tied: dict[str, str] = {}
         for number, expert in enumerate(self.experts):
+            expert.tables = Tables(config.tables, expert)
             of_one = f"experts.{number}."
             for module in expert.modules():
                 if hasattr(module, "layer_idx"):
@@ -109,13 +152,22 @@ class DemixForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         B, T = input_ids.shape
         real = input_ids.new_ones(B, past + T) if attention_mask is None else attention_mask.long()
         place = (real.cumsum(1) - 1).clamp(min=0)
+        # The real token before each.
+        index = torch.arange(past + T, device=input_ids.device)
+        before = torch.where(real.bool(), index, -1).cummax(1)[0]
+        before = nn.functional.pad(before, (1, 0), value=-1)[:, past:-1]
+        held = cache.layers[-1].values[:, 0, :, 1].long() if cache is not None and past else input_ids[:, :0]
+        previous = torch.cat([held, input_ids], 1).gather(1, before.clamp(min=0))
+        starts = (before < 0) | (place[:, past:] % self.config.max_position_embeddings == 0)
+        for expert in self.experts:
+            expert.tables.read(input_ids, previous.masked_fill(starts, 0))
         bias = self._bias(real.bool(), place // self.config.max_position_embeddings, T)
         given = {
             "attention_mask": bias, "position_ids": place[:, past:] % self.config.max_position_embeddings,
             "past_key_values": cache, "use_cache": cache is not None,
         }  # fmt: skip
         hidden = torch.stack([one.base_model(input_ids, **given)[0] for one in self.experts], 1)
-        evidence = self._evidence(input_ids, hidden, real.bool(), cache)
+        evidence = self._evidence(input_ids, hidden, real.bool(), before, cache)
         prior = torch.tensor(self.config.prior, device=hidden.device).log()
         log_g = (prior[:, None, None] + self.config.beta * evidence).log_softmax(1)
         kept = slice(-logits_to_keep, None)
@@ -139,10 +191,13 @@ class DemixForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         bias = torch.zeros(seen.shape, dtype=self.dtype, device=real.device)
         return bias.masked_fill(~seen, torch.finfo(self.dtype).min)[:, None]
 
-    def _evidence(self, ids: Tensor, hidden: Tensor, real: Tensor, cache: DynamicCache | None) -> Tensor:
+    def _evidence(
+        self, ids: Tensor, hidden: Tensor, real: Tensor, before: Tensor, cache: DynamicCache | None
+    ) -> Tensor:
         """S [B, E, T, 1] after each token: what it and the tokens before it say of the experts, but for a constant.
 
-        The last layer of the cache holds the final states `hidden` [B, E, T, D] as keys, and S as values.
+        `before` [B, T] are the places of the tokens before. The last layer of the cache holds the final states `hidden`
+        [B, E, T, D] as keys, and as values S and the ids of the tokens.
         """
         (B, T), layer = ids.shape, self.config.num_hidden_layers - 1
         total = hidden.new_zeros(B, len(self.experts), dtype=torch.promote_types(hidden.dtype, torch.float32))
@@ -150,9 +205,6 @@ class DemixForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if cache is not None and real.shape[1] > T:
             held = cache.layers[layer]
             states, total = torch.cat([held.keys, hidden], 2), held.values[:, :, -1, 0]
-        # The real token before each.
-        index = torch.arange(real.shape[1], device=ids.device)
-        before = nn.functional.pad(torch.where(real, index, -1).cummax(1)[0], (1, 0), value=-1)[:, -T - 1 : -1]
         predicting = states.gather(2, before.clamp(min=0)[:, None, :, None].expand_as(hidden))
         scores = torch.stack(
             [self._log_p(n, predicting[:, n]).gather(2, ids[..., None])[..., 0] for n in range(len(self.experts))], 1
@@ -165,5 +217,6 @@ class DemixForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             sums.append(total)
         evidence = torch.stack(sums, 2)[..., None]
         if cache is not None:
-            cache.update(hidden, evidence, layer)
+            of_tokens = ids[:, None, :, None].expand_as(evidence).to(evidence)
+            cache.update(hidden, torch.cat([evidence, of_tokens], -1), layer)
         return evidence

@@ -34,6 +34,8 @@ MODELS = {
     "opt": (SMALL.replace(activation="relu"), False),
     "gpt_neox": (PYTHIA, False),
     "llama": (LLAMA, False),
+    "compact": (LLAMA.replace(**DECODERS["compact"], key_heads=2), False),
+    "compact_btm": (LLAMA.replace(query_norm="head", bigrams="shared", value_embeddings=True), True),
     "qwen3_btm": (LLAMA.replace(query_norm="head", head="tied"), True),
     "olmo2": (SMALL.replace(**DECODERS["olmo2"], inner=48), True),
 }
@@ -123,7 +125,7 @@ def write(directory: Path, name: str, tokenizer: Path) -> Path:
     return directory
 
 
-QUICK = ("gpt2_btm", "clap", "llama")
+QUICK = ("gpt2_btm", "clap", "compact")
 OTHERS = tuple(name for name in MODELS if name not in QUICK)
 
 
