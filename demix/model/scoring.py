@@ -47,6 +47,8 @@ def expert_tokens_at_once(model: GPT, dtype: torch.dtype | None = None, free: in
     # Queries, keys and values twice, because a GPU's attention copies them, and what they mix twice.
     heads = 4 * sizes.heads + 4 * sizes.key_value_heads
     numbers = WIDTHS_IN_BLOCK * sizes.width + heads * sizes.unit + feedforward
+    numbers += sizes.width * (sizes.bigrams != "none")
+    numbers += sizes.layers * sizes.key_value_heads * sizes.unit * sizes.value_embeddings
     numbers += (2 * sizes.width + feedforward) * routed.top_k if routed else 0
     # Embeddings have the type of the parameters.
     each = numbers * computed.itemsize + sizes.width * model.token_embedding.dtype.itemsize

@@ -40,6 +40,7 @@ PAIR = {"experts": 2, "top_k": 2, "every": 1, "capacity": 2.0, "balance": 0.0}
 FOUR = {"experts": 4, "top_k": 2, "every": 2, "capacity": 4.0, "balance": 0.1}
 UPCYCLED = TRAIN.replace(architecture=SIZES | {"routed": FOUR})
 ANCHORED = TRAIN.replace(architecture=SIZES | {"routed": PAIR}, weight_decay=0.0)
+TABLES = TRAIN.replace(architecture=SIZES | {"bigrams": "experts", "value_embeddings": True})
 MUON = TRAIN.replace(optimizer=OptimizerSettings(kind="muon", matrices=3.0))
 
 
@@ -60,6 +61,7 @@ TRAININGS: dict[str, Callable[[Path, Sequence[Path]], ModelTraining]] = {
     "experts": lambda run, shards: ModelTraining("demix", TRAIN, shards),
     "dropout": lambda run, shards: ModelTraining("demix", TRAIN.replace(dropout=0.25), shards),
     "fp16": lambda run, shards: ModelTraining("dense", TRAIN.replace(precision="fp16"), shards),
+    "tables": lambda run, shards: ModelTraining("demix", TABLES, shards),
     "muon": lambda run, shards: ModelTraining("demix", MUON, shards),
     "seed": lambda run, shards: ModelTraining("demix", TRAIN, shards, branch=seed(run)),
     "restart": lambda run, shards: ModelTraining("demix", TRAIN, shards, branch=seed(run), restart=True),
