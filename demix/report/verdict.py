@@ -2,7 +2,8 @@
 
 A comparison is shown only if the mean over domains and more than half of the domains agree. It is weak, whatever they
 say, if the run cannot tell its mean difference from none: the difference is within `UNCHANGED`, its 95% interval holds
-zero, or its sign is not that of every other seed.
+zero, or its sign is not that of every other seed. A claim is weak, too, if it is not significant once Holm's correction
+(1979) over all claims of its family, the papers' or ours, is made.
 """
 
 import math
@@ -13,6 +14,10 @@ from typing import Any, Literal
 import pandas as pd
 
 Verdict = Literal["shown", "weak", "mixed", "not shown", "cannot be judged"]
+# Of a family of claims, the probability of a false one at which Holm's correction aims.
+LEVEL = 0.05
+# Half of a 95% interval in standard errors.
+HALF = 1.96
 # Parameters that adaptation does not change give the same scores up to the order of sums.
 UNCHANGED = 1e-4
 
@@ -23,7 +28,8 @@ class Part:
 
     The `cells` are what is compared, the change, its 95% interval, and the domains that agree (of these significant);
     one sentence for another kind of comparison. `significant` is False if the mean difference is not significant.
-    `seeds` says in a sentence whether other seeds point the same way.
+    `seeds` says in a sentence whether other seeds point the same way. `rival` is the system that the other is compared
+    with. `p` is the probability of a mean difference as large, were there none; NaN where no interval is known.
     """
 
     mean_agrees: bool
@@ -32,6 +38,8 @@ class Part:
     cells: tuple[str, ...]
     significant: bool = True
     seeds: str = ""
+    rival: str = ""
+    p: float = math.nan
 
     @property
     def verdict(self) -> Verdict:
@@ -56,32 +64,79 @@ class Part:
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of the paper or of ours, and the comparisons that decide on it."""
+    """A statement of the papers (`published`) or of ours, and the comparisons that decide on it.
+
+    `adjusted` is `p` after Holm's correction over a family of claims; NaN before it, and without `p`.
+    """
 
     name: str
     statement: str
     parts: tuple[Part, ...]
+    published: bool = True
+    adjusted: float = math.nan
 
     @property
     def verdict(self) -> Verdict:
-        """That of all parts if they agree. A weak part makes a claim weak if all others are shown."""
+        """That of all parts if they agree. A weak part makes a claim weak if all others are shown.
+
+        What all parts say is weak if it is not significant after the correction.
+        """
         verdicts: set[Verdict] = {part.verdict for part in self.parts}
         if "cannot be judged" in verdicts:
             return "cannot be judged"
         if "weak" in verdicts and verdicts <= {"weak", "shown"}:
             return "weak"
         decided = verdicts - {"weak"}
-        return decided.pop() if len(decided) == 1 else "mixed"
+        said = decided.pop() if len(decided) == 1 else "mixed"
+        return "weak" if said in ("shown", "not shown") and self.adjusted > LEVEL else said
+
+    @property
+    def p(self) -> float:
+        """The largest p of all parts, since a claim is shown only if all of them are; NaN where none has one."""
+        return max((part.p for part in self.parts if not math.isnan(part.p)), default=math.nan)
+
+    @property
+    def said(self) -> str:
+        """The verdict, and against which systems the claim is shown."""
+        verdicts: dict[str, set[Verdict]] = {}
+        for part in (part for part in self.parts if part.rival):
+            verdicts.setdefault(part.rival, set()).add(part.verdict)
+        shown = [rival for rival, found in verdicts.items() if found == {"shown"}]
+        if not shown or self.verdict not in ("shown", "mixed"):
+            return self.verdict
+        return f"{'shown' if self.verdict == 'shown' else 'mixed, shown'} against {', '.join(shown)}"
 
     @property
     def numbers(self) -> str:
         """The deciding numbers in words."""
-        return " ".join(text for part in self.parts for text in ("; ".join(part.cells) + ".", part.seeds) if text)
+        found = [text for part in self.parts for text in ("; ".join(part.cells) + ".", part.seeds) if text]
+        return " ".join([*found, *[self.corrected] * bool(self.corrected)])
+
+    @property
+    def corrected(self) -> str:
+        """The corrected p in words; empty where there is none."""
+        if math.isnan(self.adjusted):
+            return ""
+        return f"Holm: p {'< 0.0001' if self.adjusted < 1e-4 else f'= {self.adjusted:.2g}'}."
 
     def among(self, others: Sequence["Claim"]) -> "Claim":
         """This claim together with the same claim in other seeds."""
         by_part = zip(self.parts, *(other.parts for other in others), strict=True)
         return replace(self, parts=tuple(part.among(same) for part, *same in by_part))
+
+
+def corrected(claims: Sequence[Claim]) -> list[Claim]:
+    """Claims with Holm's correction of their p, over those that are published and over ours.
+
+    Of m sorted p the one at place i, from 0, times m - i, or that before it if this is more.
+    """
+    adjusted: dict[str, float] = {}
+    for family in (True, False):
+        known = sorted((one.p, one.name) for one in claims if one.published == family and not math.isnan(one.p))
+        highest = 0.0
+        for place, (p, name) in enumerate(known):
+            highest = adjusted[name] = max(highest, min(1.0, (len(known) - place) * p))
+    return [replace(one, adjusted=adjusted.get(one.name, math.nan)) for one in claims]
 
 
 def compare(
@@ -111,7 +166,10 @@ def compare(
     interval = mean_interval(both["value"] - both["other"], bounds)
     edge = allowance * other
     within = interval is not None and interval[0] <= edge <= interval[1]
-    significant = abs(value - other - edge) > UNCHANGED * other and not within
+    distance, p = abs(value - other - edge), math.nan
+    significant = distance > UNCHANGED * other and not within
+    if interval and interval[1] > interval[0]:
+        p = math.erfc(HALF * distance / (interval[1] - interval[0]) * math.sqrt(2))
     agreeing = int(holds(both["value"], both["other"]).sum())
     how = f"at most {100 * allowance:g}% higher" if allowance else "higher" if higher else "lower"
     agreed = f"{agreeing} of {len(both)}"
@@ -124,7 +182,7 @@ def compare(
         " to ".join(as_percent(bound / other) for bound in interval) if interval else "–",
         agreed,
     )
-    return Part(bool(holds(value, other)), agreeing, len(both), cells, bool(significant))
+    return Part(bool(holds(value, other)), agreeing, len(both), cells, bool(significant), p=p)
 
 
 def mean_interval(difference: pd.Series, bounds: pd.DataFrame | None) -> tuple[float, float] | None:

@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from demix.report.claims import rows
+from demix.report.verdict import Claim, compare, corrected
 from demix.run.run import Run
 from support.configs import changed
 from support.frozen import rows_of, run_data
@@ -236,6 +238,26 @@ def test_experts_of_clusters_are_judged_on_their_clusters(factor: float, expecte
     )
 
 
+def test_claims_are_significant_after_holms_correction_in_each_family() -> None:
+    """p of .005, .01, .03 and .04 become .02, .03, .06 and .06; a claim has the largest p of its comparisons."""
+    values, names, half = pd.Series([1.0, 1.0]), pd.Series([2.0, 2.0]), 0.7
+    part = compare("A", values, "B", names, bounds=pd.DataFrame({"low": [-1 - half] * 2, "high": [-1 + half] * 2}))
+    assert part.p == pytest.approx(2 * stats.norm.sf(1 / (half / np.sqrt(2) / 1.96)), rel=1e-9)
+
+    def claim(name: str, *found: float, published: bool = True) -> Claim:
+        return Claim(name, "", tuple(replace(part, p=p, rival=f"rival of {p}") for p in found), published)
+
+    judged = [claim("a", 0.01), claim("b", 0.001, 0.04), claim("c", 0.03), claim("d", 0.005), claim("e", np.nan)]
+    found = corrected([*judged, claim("f", 0.04, published=False)])
+    adjusted = {one.name: one.adjusted for one in found}
+    assert adjusted == pytest.approx({"a": 0.03, "b": 0.06, "c": 0.06, "d": 0.02, "e": np.nan, "f": 0.04}, nan_ok=True)
+    assert [one.verdict for one in found] == ["shown", "weak", "weak", "shown", "shown", "shown"]
+    assert found[0].said == "shown against rival of 0.01"
+    lost = replace(part, mean_agrees=False, agreeing=0, rival="the winner")
+    mixed = replace(found[0], parts=(*found[0].parts, lost))
+    assert (mixed.said, replace(found[0], parts=(lost,)).said) == ("mixed, shown against rival of 0.01", "not shown")
+
+
 def test_the_page_counts_certain_domains(frozen: Run, tmp_path: Path) -> None:
     """An interval around zero is on no side."""
     results = levelled(frozen, CLAIMS["cached_against_naive"], 0.9)
@@ -247,4 +269,4 @@ def test_the_page_counts_certain_domains(frozen: Run, tmp_path: Path) -> None:
         '<tbody id="cached_against_naive">(.*?)</tbody>', (tmp_path / "claims.html").read_text(), re.DOTALL
     )
     assert re.findall("<td>(.*?)</td>", told) == ["−10.0%", "−15.0% to −5.0%", "3 of 3 (1 of 3)"]
-    assert ">✓ shown<" in told
+    assert ">✓ shown against DEMix (naive)<" in told

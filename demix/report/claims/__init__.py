@@ -5,7 +5,7 @@ claims.toml has a row for each; one row represents the claims about every mixtur
 
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
@@ -19,7 +19,7 @@ from demix.report.needs import Need, missing
 from demix.report.read import Domains, paired_either_way
 from demix.report.run_data import RunData
 from demix.report.systems import ByDomain
-from demix.report.verdict import Claim, Part, compare
+from demix.report.verdict import Claim, Part, compare, corrected
 from demix.run.run import Run
 from demix.run.systems import System
 
@@ -47,7 +47,7 @@ class Row:
         """The claim, judged on one seed."""
         parts = [part for one in self.compare for part in self._parts(data, **one)]
         parts += getattr(judges, self.judge)(data) if self.judge else ()
-        return Claim(self.name, self.said(data), tuple(parts))
+        return Claim(self.name, self.said(data), tuple(parts), published=bool(self.source))
 
     def _parts(
         self,
@@ -103,7 +103,9 @@ def _compared(
     bounds = None
     if intervals and isinstance(second, System):
         bounds = paired_either_way(data.bounds, first, second, domains.names)
-    return compare(label, values, other, others, bounds=bounds, **how)
+    return replace(
+        compare(label, values, other, others, bounds=bounds, **how), rival=other if isinstance(second, System) else ""
+    )
 
 
 @cache
@@ -127,9 +129,10 @@ def rows(run: Run) -> list[Row]:
 
 @lru_cache(maxsize=1)
 def claims(data: RunData) -> list[Claim]:
-    """The claims judged on a run: on its own seed, and on whether its other seeds say the same."""
+    """The claims judged on a run, the papers' first: on its own seed, and on whether its other seeds say the same."""
     run = data.run
     seeds = (run.seed, *(seed for seed in data.results.by_seed if seed != run.seed))
     own, *others = (data.of_seed(seed) for seed in seeds)
     judged = (row.judged(own).among([row.judged(one) for one in others]) for row in rows(run))
-    return [claim for claim in judged if claim.parts]
+    found = corrected([claim for claim in judged if claim.parts])
+    return sorted(found, key=lambda claim: not claim.published)

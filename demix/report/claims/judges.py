@@ -151,7 +151,9 @@ def overlap_correlates(data: RunData) -> Iterator[Part]:
         else "Overlap of bigrams and perplexities of single experts: no rows"
     )
     # One number over all pairs: there is no majority of domains.
-    yield Part(bool(r > 0), int(r > 0), int(known), (sentence,), bool(found.permutation_p < 0.05))
+    yield Part(
+        bool(r > 0), int(r > 0), int(known), (sentence,), bool(found.permutation_p < 0.05), p=found.permutation_p
+    )
 
 
 def adapts(data: RunData) -> Iterator[Part]:

@@ -25,9 +25,9 @@ _SIGNS = {"shown": "✓", "weak": "≈", "mixed": "~", "not shown": "✗", "cann
 
 
 def claims(data: RunData) -> Mapping[str, str]:
-    """Claims of the paper, each judged on this run, with the numbers that decide. A claim counts as shown only if the
-    mean over domains and more than half of the domains agree; it is weak if the run cannot tell the difference from
-    none.
+    """Claims of the papers and ours, each judged on this run, with the numbers that decide. A claim counts as shown
+    only if the mean over domains and more than half of the domains agree; it is weak if the run cannot tell the
+    difference from none.
 
     Shown: the mean over domains and more than half of the domains agree, in every comparison of the claim. Mixed: a
     part of this agrees. Weak: no difference is significant (it is within 0.01%, its 95% interval contains 0, or seeds
@@ -35,15 +35,22 @@ def claims(data: RunData) -> Mapping[str, str]:
     difference on the same test documents, of one training. A domain of fewer than 20 documents has an interval within
     them, from resampling blocks of their text. Such an interval is narrower than one over documents: it can make a
     claim weak, but never shows one. Numbers are those of the run's first seed. With a comparison are the change, its
-    95% interval, and the domains that agree (of these significant).
+    95% interval, and the domains that agree (of these significant). Where intervals are known, p is that of the
+    normal distribution with them. A claim has the largest p of its comparisons, and is weak as well unless this is
+    below 0.05 after Holm's correction over the claims of the papers, or over ours.
     """
     judged, (_, rule) = judged_claims(data), paragraphs(claims)
     notes = [*left_out_notes(data.run), data.scale_note]
     counts = {verdict: sum(claim.verdict == verdict for claim in judged) for verdict in _SIGNS}
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) + f", of {len(judged)}."
     lines = [f"# {CLAIMS_TITLE}", "", summary.capitalize(), "", rule, ""]
-    lines += [f"- **{claim.verdict}**: {as_markdown(claim.statement)} {as_markdown(claim.numbers)}" for claim in judged]
-    shown = {"paragraphs": [summary], "notes": [rule, *notes], "claims": judged, "signs": _SIGNS}
+    families = {"Of the papers": [one for one in judged if one.published]}
+    families["Ours"] = [one for one in judged if not one.published]
+    for family, some in families.items():
+        lines += [f"## {family}", ""]
+        lines += [f"- **{one.said}**: {as_markdown(one.statement)} {as_markdown(one.numbers)}" for one in some]
+        lines += [""]
+    shown = {"paragraphs": [summary], "notes": [rule, *notes], "families": families, "signs": _SIGNS}
     return {
         "html": render("claims", title=CLAIMS_TITLE, **shown),
         "md": "\n\n".join(["\n".join(lines), *(f"*{as_markdown(note)}*" for note in notes)]) + "\n",
