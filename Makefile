@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Each of the many processes of a run and of the tests would compile all of demix.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo paper-recipe families variants test test-all test-slurm faults mutants frozen pages lint style types docs ui
+.PHONY: demo paper-recipe compact families variants test test-all test-slurm faults mutants frozen pages lint style types docs ui
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -26,6 +26,10 @@ demo: $(VENV)/installed
 # The paper's recipe and the demo's models, in one run (docs/experiments/recipe.md).
 paper-recipe: $(VENV)/installed
 	@trap 'exit 0' INT; snakemake --configfile config/sample-paper.yaml --logger demix
+
+# The sample with decoders that remember pairs of tokens, three random seeds (docs/experiments/compact.md).
+compact: $(VENV)/installed
+	@trap 'exit 0' INT; snakemake --configfile config/sample-compact.yaml --logger demix
 
 # DEMix, Branch-Train-Merge and c-BTM beside one another (docs/experiments/methods.md).
 families: $(VENV)/installed
