@@ -136,7 +136,7 @@ def evaluate_own(
     from pydantic_core import to_jsonable_python
 
     from demix.evaluate.own_summary import answer, answers
-    from demix.evaluate.own_text import OwnText, Unread, evaluate_texts
+    from demix.evaluate.own_text import OwnText, evaluate_texts
     from demix.files.json_files import without_nan
 
     # Reading the text logs the steps of a data stage, which are noise here.
@@ -144,15 +144,19 @@ def evaluate_own(
     found = list(evaluate_texts(model, texts, tokenizer, field))
     single = len(found) == 1 and not texts[0].is_dir()
     if as_json:
-        printed = without_nan(to_jsonable_python(found))
+
+        def as_keys(error: DemixError) -> dict[str, str]:
+            return {"text": error.subject, "cause": error.cause, "cure": error.cure}
+
+        printed = without_nan(to_jsonable_python(found, fallback=as_keys))
         print(json.dumps(printed[0] if single else printed, indent=2, ensure_ascii=False, allow_nan=False))
     else:
         for part in answer(found[0]) if single and isinstance(found[0], OwnText) else answers(found):
             terminal().print(part)
     # A folder may hold other things than texts.
-    unread = [one for one in found if isinstance(one, Unread) and Path(one.text) in texts]
+    unread = [one for one in found if isinstance(one, DemixError) and Path(one.subject) in texts]
     for one in unread:
-        logging.getLogger("demix").error("%s: %s; %s", one.text, one.cause, one.cure)
+        logging.getLogger("demix").error("%s", one)
     if unread:
         raise typer.Exit(1)
 

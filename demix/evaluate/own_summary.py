@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from demix.evaluate.own_text import DENSE_OF_RUN, FEW_TOKENS, TEMPERED, UNLIKE, Line, OwnText, Unread
+from demix.errors import DemixError
+from demix.evaluate.own_text import DENSE_OF_RUN, FEW_TOKENS, TEMPERED, UNLIKE, Line, OwnText
 from demix.progress import so_many
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def doubt(result: OwnText) -> str:
 HEADS = ("text", "best expert", "tokens", "perplexity", "weight", "lead", "but")
 
 
-def answers(results: Sequence[OwnText | Unread]) -> list["str | rich.table.Table"]:
+def answers(results: Sequence[OwnText | DemixError]) -> list["str | rich.table.Table"]:
     """What `demix eval` prints of several texts: a table with a line for each, and what its columns mean.
 
     A line has the best expert of a text, and what speaks against it.
@@ -107,10 +108,12 @@ def answers(results: Sequence[OwnText | Unread]) -> list["str | rich.table.Table
 
     text, best, *numbers, but = HEADS
     shown = Table(text, best, *(Column(head, justify="right") for head in numbers), but)
-    for result in results:
-        blank = [""] * len(HEADS[1:-1])
-        shown.add_row(result.text, *([*blank, result.cause] if isinstance(result, Unread) else cells(result)))
     read = [result for result in results if isinstance(result, OwnText)]
+    for result in results:
+        if isinstance(result, OwnText):
+            shown.add_row(result.text, *cells(result))
+        else:
+            shown.add_row(result.subject, *[""] * len(HEADS[1:-1]), result.cause)
     return [shown, FILES_NOTE, *filter(None, map(without_dense, read[:1]))]
 
 

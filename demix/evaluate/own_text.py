@@ -101,26 +101,17 @@ class OwnText:
         return sorted(self.experts, key=lambda line: line.perplexity)
 
 
-@dataclass(frozen=True)
-class Unread:
-    """A file among several that holds no text, or none that can be read, why, and what the user can do."""
-
-    text: str
-    cause: str
-    cure: str
-
-
 def evaluate_text(model: Path, text: Path, tokenizer: Path | None = None, field: str = "text") -> OwnText:
     """The figures of one text; see `evaluate_texts`."""
     (found,) = evaluate_texts(model, [text], tokenizer, field)
-    if isinstance(found, Unread):
-        raise DemixError(found.text, found.cause, found.cure)
+    if isinstance(found, DemixError):
+        raise found
     return found
 
 
 def evaluate_texts(
     model: Path, texts: Sequence[Path], tokenizer: Path | None = None, field: str = "text"
-) -> Iterator[OwnText | Unread]:
+) -> Iterator[OwnText | DemixError]:
     """Perplexity and bits per byte of each of `texts` under each expert of `model` and each method that mixes them.
 
     The model is loaded once. A text is read, tokenized and cut into blocks like the text of a domain, but it is not
@@ -131,7 +122,7 @@ def evaluate_texts(
 
     Of a folder all files are read, and a stream (a pipe, or `-`, standard input) like a file of plain text, within the
     bound of one document. Raises DemixError if the tokenizer is not the model's, or if the only text is missing or
-    cannot be read. One of several is then `Unread`.
+    cannot be read. For one of several the error is yielded, whose subject is the file.
     """
     refuse_masked(model, "says nothing of a text that is not masked")
     place, _ = tokenizer_of(model, tokenizer)
@@ -145,7 +136,7 @@ def evaluate_texts(
         except DemixError as error:
             if files == [*texts] and len(files) == 1:
                 raise
-            yield Unread(str(text), error.cause, error.cure)
+            yield error.but(text)
             continue
         yield judge.result(text, shard)
 
