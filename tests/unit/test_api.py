@@ -16,7 +16,7 @@ from demix.generate.completions import opened
 from demix.generate.server import MixRequest, Page
 from demix.model.export import export_hf
 from demix.run.run import Run
-from support.cli import demix as command
+from support.cli import succeeds
 from support.errors import refused
 from support.frozen import rows_of
 from support.mixing import log_weights, tempered
@@ -34,19 +34,6 @@ def folder(frozen: Run) -> Path:
 @pytest.fixture(scope="module")
 def model(folder: Path) -> demix.OpenedModel:
     return demix.load(folder)
-
-
-def printed(*arguments: object) -> str:
-    done = command(*arguments)
-    assert done.exit_code == 0, (arguments, done.exception)
-    return done.stdout
-
-
-def test_each_name_is_explained_and_others_are_an_error() -> None:
-    assert {*demix.__all__} <= {*dir(demix)}
-    assert all(getattr(demix, name).__doc__ for name in demix.__all__)
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = demix.nothing
 
 
 def test_a_model_has_what_the_folder_says(frozen: Run, folder: Path, model: demix.OpenedModel) -> None:
@@ -146,7 +133,7 @@ def test_generation_is_that_of_the_command(folder: Path, model: demix.OpenedMode
     options = {name: ",".join(value) if name == "experts" else value for name, value in asked.items()}
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
     found = model.generate(SHORT, **asked)
-    assert printed("generate", folder, "--prompt", SHORT, *words) == f"{found}\n"
+    assert succeeds("generate", folder, "--prompt", SHORT, *words).stdout == f"{found}\n"
     assert len(found.ids) <= asked.get("tokens", 100)
     with np.errstate(divide="ignore"):
         mixed = logsumexp(np.log(found.weights) + found.log_probabilities, axis=1)
@@ -159,12 +146,12 @@ def test_generation_is_that_of_the_command(folder: Path, model: demix.OpenedMode
 def test_figures_of_a_text_are_those_of_eval(folder: Path, model: demix.OpenedModel, tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text(LONG)
-    told = json.loads(printed("eval", folder, text, "--json"))
+    told = json.loads(succeeds("eval", folder, text, "--json").stdout)
     for given in (text, LONG):
         found = to_jsonable_python(model.eval(given))
         assert found == told | {"text": str(text) if given is text else "text"}
     figures = model.eval(text)
-    assert str(figures) == printed("eval", folder, text)
+    assert str(figures) == succeeds("eval", folder, text).stdout
     assert figures.table.loc["expert", "perplexity"].tolist() == [line.perplexity for line in figures.ranked]
     assert figures.table.loc[("mixture", "uniform"), "bits_per_byte"] == told["mixtures"][3]["bits_per_byte"]
     assert "behind" in figures._repr_html_()
@@ -217,7 +204,7 @@ def test_a_run_answers_as_the_commands_do(frozen: Run, tmp_path: Path) -> None:
     run = demix.open_run(str(frozen.folder))
     assert run.results.equals(rows_of(frozen))
     query = "select domain, perplexity as p, perplexity as p, run from results where model = 'dense' order by all"
-    told = json.loads(printed("sql", frozen.folder, query, "--format", "json"))
+    told = json.loads(succeeds("sql", frozen.folder, query, "--format", "json").stdout)
     assert told
     assert run.sql(query).to_dict("records") == told
     assert list(run.sql("select 1 as a, 2 as a")) == ["a", "a_1"]

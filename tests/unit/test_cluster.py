@@ -21,7 +21,7 @@ from demix.evaluate.routing import side_tables_of
 from demix.files import read_json, read_parquet, write_json
 from demix.model.directory import expert_names, tokenizer_of
 from demix.run.rules import RunRules
-from support.cli import said
+from support.cli import succeeds
 from support.entries import tiny
 from support.errors import refused
 from support.mixing import planned
@@ -247,10 +247,6 @@ K2, BY_DOMAIN = {"clusters": 2, "dimensions": 6}, {"method": "metadata"}
 BRANCH = {"kind": "branched", "data": "k2", "parent": "dense", "seed_tokens": 6000}
 
 
-def run(*words: object) -> None:
-    assert said([str(word) for word in words]) is None
-
-
 def test_a_row_on_clusters_has_an_expert_for_each_with_an_equal_part_of_a_step():
     rows = {"cbtm_2": BRANCH, "demix_2": {"kind": "demix", "data": "k2"}}
     found = tiny(rows, training={"sequences": 2}, clusterings={"k2": K2, "by_domain": BY_DOMAIN})
@@ -278,9 +274,9 @@ def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens, tmp_pa
     shards = [tmp_path / "tokens" / domain / "train.arrow" for domain in TRAINING]
 
     def cluster(**settings: Any) -> None:
-        run("fit-clusters", *texts, "--settings", json.dumps(K2 | settings), "--output", folder)
-        run("assign", folder, *texts, "--output", folder / "assigned")
-        run("cluster-shards", folder, *shards, "--length", 16, "--output", folder / "shards")
+        succeeds("fit-clusters", *texts, "--settings", json.dumps(K2 | settings), "--output", folder)
+        succeeds("assign", folder, *texts, "--output", folder / "assigned")
+        succeeds("cluster-shards", folder, *shards, "--length", 16, "--output", folder / "shards")
 
     cluster()
     opened = [TokenShard.open(folder / "shards" / name / "train.arrow", verify=True) for name in ("c00", "c01")]
@@ -298,7 +294,9 @@ def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens, tmp_pa
     contexts = '{"dev_blocks": 3, "test_tokens": 101, "length": 16, "context": "document"}'
     for method in ("kmeans", "random"):
         cluster(method=method)
-        run("route", folder, dev, "--tokenizer", tokens / "tokenizer.json", "--settings", contexts, "--output", routing)
+        succeeds(
+            "route", folder, dev, "--tokenizer", tokens / "tokenizer.json", "--settings", contexts, "--output", routing
+        )
         if method == "kmeans":
             assert side_tables_of(table, [by_distance])
         else:

@@ -191,10 +191,7 @@ def test_other_tokenizers_are_compared_in_bits_per_byte(base: Run, other: Run, t
 def test_why_there_is_no_interval(base: Run, other: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut = renamed(other, tmp_path / "cut")
     rewrite(cut, "results", lambda rows: rows.assign(documents=rows["documents"] - 1))
-    rows = systems(compare([base.folder, cut.folder]))
-    assert {*rows["why"]} == {OTHER_TOKENS}
-    assert rows["change"].notna().all()
-    assert rows["change_low"].isna().all()
+    assert {*systems(compare([base.folder, cut.folder]))["why"]} == {OTHER_TOKENS}
     monkeypatch.setattr("demix.evaluate.intervals.MIN_TOKENS", 10**6)
     assert {*systems(compare([base.folder, other.folder]))["why"]} == {FEW}
 

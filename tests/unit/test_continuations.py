@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from demix.mix.mixtures import Mixture
-from demix.mix.rules import weights_rule
+from demix.mix.mixtures import Mixture, Stream
+from demix.mix.rules import History, weights_rule
 from demix.model import continuations
 from demix.model.continuations import (
     Continuation,
@@ -16,12 +16,12 @@ from demix.model.continuations import (
     text_log_probabilities,
     within,
 )
-from demix.model.decode import log_prior_of, weights_of
+from demix.model.decode import Decoder, log_prior_of, weights_of
 from demix.model.gpt import GPT
-from support.decoding import in_blocks, next_tokens
+from support.decoding import LENGTH, in_blocks, next_tokens, whole
 from support.errors import refused
 from support.mixing import log_mixture
-from support.models import THREE, alone, model_of
+from support.models import THREE, alone, model_of, randomise
 
 END = 49
 PRIOR = log_prior_of(THREE, {"law": 0.2, "news": 0.3, "code": 0.5})
@@ -122,6 +122,17 @@ def test_whole_models_are_mixed_like_experts_of_one_trunk() -> None:
     assert [log_p for log_p, _ in together] == pytest.approx([log_p for log_p, _ in apart], abs=1e-10)
     assert [greedy for _, greedy in together] == [greedy for _, greedy in apart]
     assert sum(greedy for _, greedy in together) >= len(contexts)
+
+
+def test_each_trunk_reads_with_its_own_weights() -> None:
+    """Trunks that share nothing, their embeddings included, against whole forward passes."""
+    trunks = [model_of((name,)) for name in ("law", "news")]
+    randomise(trunks[1], seed=1)
+    tokens = torch.randint(0, 50, (2, 2 * LENGTH + 5), generator=torch.Generator().manual_seed(0))
+    decoder = Decoder(trunks, tokens[:, 0], Stream(Mixture(History(), np.zeros(2)), LENGTH, 2))
+    found = torch.cat([decoder.read(piece)[0] for piece in tokens.split([3, 1, 20, 13], 1)], 2)
+    expected = np.concatenate([whole(trunk, tokens, tokens[:, 0]) for trunk in trunks])
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-10, rtol=0)
 
 
 def test_a_shared_context_is_scored_once(monkeypatch) -> None:

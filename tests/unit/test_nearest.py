@@ -146,18 +146,6 @@ def test_an_expert_without_a_cluster_takes_no_weights_by_distance(run: Path) -> 
     assert weights[mixture.experts.index("extra")] == 0
 
 
-def test_a_text_of_ones_own_is_mixed_by_distance_where_experts_have_clusters(run: Path, tmp_path: Path) -> None:
-    with_context(run, "document")
-    model = run / "models" / "demix"
-    text = tmp_path / "text.txt"
-    text.write_text("And it came to pass, that the minister shall answer in those days. " * 5)
-    lines = {line.name: line.perplexity for line in evaluate_text(model, text).mixtures}
-    assert lines["cluster (uniform prior)"] not in (lines["average"], lines["uniform"])
-    assert "cluster (uniform prior)" not in {
-        line.name for line in evaluate_text(run / "models" / "demix-seed2", text).mixtures
-    }
-
-
 @pytest.fixture
 def copied(run: Path, tmp_path: Path) -> Path:
     """A copy of the run's model by itself, with its tokenizer; its run measured blocks, at a temperature of 0.3."""
@@ -207,7 +195,13 @@ def test_a_copied_model_keeps_its_clusters(run: Path, copied: Path, tmp_path: Pa
             np.testing.assert_allclose(found, expected, atol=1e-5)
     assert "cluster" in Page(opened(copied)).facts()["weights"]
     (tmp_path / "text.txt").write_text(text * 5)
-    assert "cluster (uniform prior)" in {line.name for line in evaluate_text(copied, tmp_path / "text.txt").mixtures}
+    # A text of one's own is mixed by distance, too, where all experts have clusters.
+    lines, others = (
+        {line.name: line.perplexity for line in evaluate_text(model, tmp_path / "text.txt").mixtures}
+        for model in (copied, run / "models" / "demix-seed2")
+    )
+    assert lines["cluster (uniform prior)"] not in (lines["average"], lines["uniform"])
+    assert "cluster (uniform prior)" not in others
     assert find_faults(copied) == []
 
 

@@ -47,6 +47,7 @@ from demix.train.batches import batches_of
 from demix.train.loop import train
 from demix.train.stage import optimization
 from support.cli import refusal, succeeds
+from support.contents import contents
 from support.errors import refused
 from support.models import SMALL, alone, model_of, randomise, save_model, write_model
 from support.plain_training import adamw, plain_steps, rates
@@ -341,7 +342,6 @@ def ridge(states: list[np.ndarray], factor: float) -> np.ndarray:
 
 
 BTX = TRAIN.replace(architecture=SIZES | {"routed": ROUTED | {"experts": 3, "every": 1}}, tokens=192 * 4)
-FILES = ("model.json", "shared.safetensors", "experts/dense.json", "experts/dense.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -526,18 +526,6 @@ def test_other_experts_than_those_of_the_parent_are_refused(models: Path, tokens
         train_model("routed", BTX.replace(trained="routers"), shard_paths(tokens), *places)
 
 
-def content(directory: Path) -> dict[str, object]:
-    """What the files of a merged model say, wherever they are."""
-    files = {name: directory / name for name in FILES if (directory / name).exists()}
-    return {name: dict(read_json(path)) if ".json" in name else path.read_bytes() for name, path in files.items()}
-
-
-def rewritten(directory: Path, **more: object) -> None:
-    """The description of a merged model's experts, rewritten with the values `more`."""
-    path = directory / "experts" / "dense.json"
-    write_json(path, read_json(path) | more)
-
-
 @pytest.mark.parametrize("model", ["merged", "whole", "routers"])
 def test_a_model_loses_the_rows_of_the_expert_alone(models: Path, model: str) -> None:
     left, whole = load_without(models / model, ORDER[1]), load_model(models / model)
@@ -562,7 +550,7 @@ def test_scores_of_fewer_experts_are_those_of_models_that_have_or_choose_so_many
     about = read_json(folder / "always" / "model.json")
     about["architecture"]["routed"]["top_k"] = 3
     write_json(folder / "always" / "model.json", about)
-    before = content(folder / "mine")
+    before = contents(folder / "mine")
     asked = {"experts": ("dense",), "domains": TRAINING[:1], "splits": ("test",)}
     several = tuple(
         ScoredModel(model=copied, without=without, top_k=top_k, **asked)
@@ -583,7 +571,7 @@ def test_scores_of_fewer_experts_are_those_of_models_that_have_or_choose_so_many
     assert column(scores, "mine@top-3") == column(scores, "always")
     found = {label: column(scores, f"mine{label}") for label in ("", f"@minus-{name}", "@top-1", "@top-3")}
     assert len({tuple(values) for values in found.values()}) == 4
-    assert content(folder / "mine") == before
+    assert contents(folder / "mine") == before
     # What is kept of one number is not taken for another one.
     for top_k, label in ((1, "@top-1"), (3, "@top-3"), (0, "")):
         score(folder / "mine", ("dense",), shards, scoring, scores / "one", top_k=top_k)
@@ -617,7 +605,8 @@ def test_the_audit_has_a_merged_model_with_and_without_the_expert(models: Path, 
 
 def test_what_cannot_leave_or_join_is_refused_and_changes_nothing(models: Path, tmp_path: Path) -> None:
     mine, nameless = (shutil.copytree(models / "merged", tmp_path / name) for name in ("mine", "nameless"))
-    rewritten(nameless, choices=[])
+    lineage = nameless / "experts" / "dense.json"
+    write_json(lineage, read_json(lineage) | {"choices": []})
     write_json(nameless / "model.json", read_json(nameless / "model.json") | {"experts": {}})
     about = read_json(mine / "model.json")
     first = ORDER[0]
@@ -628,9 +617,9 @@ def test_what_cannot_leave_or_join_is_refused_and_changes_nothing(models: Path, 
         (("add", mine, models / "demix" / "experts" / f"{first}.safetensors"), mine),
         (("add", models / "demix", models / "merged" / "experts" / f"{first}.safetensors"), first),
     ):
-        before = content(words[1])
+        before = contents(words[1])
         refusal("experts", *words, of=of)
-        assert content(words[1]) == before
+        assert contents(words[1]) == before
     for directory, name, of in (
         (mine, "nobody", "expert nobody"),
         (nameless, first, nameless),

@@ -29,7 +29,7 @@ from support.cli import succeeds
 from support.contents import contents
 from support.errors import refused
 from support.forks import FORKS
-from support.models import save_model
+from support.models import count_whole_models, save_model, write_trunks
 from support.tokens import NOVEL, TRAINING
 
 EXPERTS = ("law", "lore", "news")
@@ -270,3 +270,19 @@ def test_an_empty_split_is_refused(tokens: Path, model: Path, tmp_path: Path) ->
     tokenize(tokens / "tokenizer.json", tmp_path / "test.parquet", tmp_path / "law" / "test.arrow")
     with refused("law/test.arrow"):
         score(model, EXPERTS, [tmp_path / "law" / "test.arrow"], SCORING, tmp_path / "scores")
+
+
+def test_whole_models_are_scored_like_experts_of_one_trunk_one_at_a_time(
+    tokens: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trunks = write_trunks(model, tmp_path / "trunks")
+    live, tables = count_whole_models(monkeypatch), []
+    # Another order than that of the files.
+    experts = (EXPERTS[1], EXPERTS[2], EXPERTS[0])
+    for directory in (model, trunks):
+        output = tmp_path / "scores" / directory.name
+        score(directory, experts, shards_of(tokens), SCORING, output)
+        tables.append(read_scores(output / f"{NOVEL[0]}.test", experts))
+    assert max(live) == 1
+    np.testing.assert_allclose(tables[1].scores, tables[0].scores, rtol=1e-5)
+    assert not np.allclose(tables[0].scores[..., 0], tables[0].scores[..., 1], rtol=1e-3)
