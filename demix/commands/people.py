@@ -224,7 +224,7 @@ def generate(
 
     Example: demix generate results/sample/models/demix --prompt "In the beginning"
     """
-    from demix.data.text import SURROGATE
+    from demix.data.readers import SURROGATE
     from demix.generate.terminal import continued, posterior_table
     from demix.model.continuations import mixture_of
     from demix.model.decode import continuation, open_model, use_one_thread

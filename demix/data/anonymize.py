@@ -35,7 +35,7 @@ import pyarrow.parquet as pq
 
 from demix.data import mentions, numbers
 from demix.data.dummies import CATEGORIES, Span
-from demix.data.text import SURROGATE
+from demix.data.readers import SURROGATE
 from demix.files import write_json
 from demix.files.batches import counted, read_batches, write_batches
 

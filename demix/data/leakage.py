@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from demix.data.text import word_starts
 from demix.files.batches import read_batches, write_rows
 
 LENGTH = 13
@@ -50,18 +50,31 @@ class Grams:
         return maybe[held], at[held]
 
 
+def words_of(texts: pa.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The words of a column of texts: their UTF-8 bytes one after the other, their lengths, the number of their text.
+
+    The column has no nulls. Words are those of `str.split()`.
+    """
+    parts = pc.utf8_split_whitespace(texts)
+    words, number = parts.flatten(), np.repeat(np.arange(len(texts)), pc.list_value_length(parts))
+    lengths = pc.binary_length(words).to_numpy().astype(np.int64)
+    # White space at an end of a text parts an empty word from it.
+    kept = lengths > 0
+    return np.frombuffer(words.buffers()[2] or b"", np.uint8), lengths[kept], number[kept]
+
+
 def grams_of(texts: pa.Array) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The hashes (uint64) of all 13-grams of words of a column of texts and the number of the text that each is in.
 
     Piece by piece. Words are distinguished by their length and their first 64 bytes.
     """
-    data, starts, ends, first = word_starts(texts)
+    data, lengths, number = words_of(texts)
+    starts = np.cumsum(lengths) - lengths
     padded = np.concatenate([data, np.zeros(8, np.uint8)])
     eights = np.ndarray(len(data) + 1, "<u8", padded, strides=(1,))
-    number = np.repeat(np.arange(len(texts)), np.diff(first))
     for begin in range(0, max(len(starts) - LENGTH + 1, 0), _PIECE):
         end = min(begin + _PIECE + LENGTH - 1, len(starts))
-        words = _hashes(eights, starts[begin:end], ends[begin:end] - starts[begin:end])
+        words = _hashes(eights, starts[begin:end], lengths[begin:end])
         count = len(words) - LENGTH + 1
         # A polynomial of LENGTH words is a difference of two sums over all words, all modulo 2^64.
         sums = np.cumsum(np.concatenate([[np.uint64(0)], words * _powers(_INVERSE)[: len(words)]]))

@@ -9,6 +9,7 @@ A byte that is not UTF-8 becomes the lone surrogate U+DC00 + byte (Python's "sur
 import csv
 import io
 import json
+import re
 import tarfile
 import zipfile
 from collections import Counter
@@ -29,6 +30,7 @@ from demix.data.selection import column
 from demix.errors import DemixError
 from demix.files.kinds import PARQUET, RECORDS, TAR, TEXT, ZIP, check_file_kind
 
+SURROGATE = re.compile("[\ud800-\udfff]")
 MAX_DOCUMENT_BYTES = 128 << 20
 # The most memory that a batch of Parquet may need.
 MAX_BATCH_BYTES = 1 << 30

@@ -23,9 +23,8 @@ from demix.config.domains import UNCUT, SourceSection
 from demix.config.files import left_out
 from demix.data import readers
 from demix.data.hub import hub_rows
-from demix.data.readers import Reading, Row, read_rows
+from demix.data.readers import SURROGATE, Reading, Row, read_rows
 from demix.data.selection import as_text, matches, select, select_or_none
-from demix.data.text import SURROGATE
 from demix.errors import DemixError
 from demix.files import fingerprint
 from demix.files.batches import write_rows

@@ -16,10 +16,9 @@ from demix.config.evaluation import DECAY
 from demix.config.files import hidden, readable, suffixes
 from demix.config.models import KINDS
 from demix.data.anonymize import anonymize_documents
-from demix.data.readers import MAX_DOCUMENT_BYTES, TO_UTF8
+from demix.data.readers import MAX_DOCUMENT_BYTES, SURROGATE, TO_UTF8
 from demix.data.shards import TokenShard, blocks, tokenize
 from demix.data.sources import Source, download
-from demix.data.text import SURROGATE
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate.choice import mixing_of

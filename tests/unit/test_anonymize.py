@@ -10,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,8 +19,8 @@ from hypothesis import strategies as st
 
 from demix.data.anonymize import CATEGORIES, anonymize, anonymize_documents, cut, normalise
 from demix.data.dialling import COUNTRIES, is_written_at_home
+from demix.data.leakage import words_of
 from demix.data.sources import SCHEMA
-from demix.data.text import word_starts
 from demix.files import read_json
 from support.numbering import AFTER, BEFORE, EXTENSIONS, every_country, sentences, written
 from support.unseen import card, unseen
@@ -209,8 +208,11 @@ def test_pieces_lose_nothing(text, words):
 @settings(deadline=None)
 @given(st.lists(st.text(st.characters(codec="utf-8") | st.sampled_from(" \n\x1f\x85\u2003\u3000")), max_size=6))
 def test_words_are_those_of_str_split(texts):
-    first = word_starts(pa.array(texts, pa.large_string()))[3]
-    assert np.diff(first).tolist() == [len(text.split()) for text in texts]
+    data, lengths, number = words_of(pa.array(texts, pa.large_string()))
+    words = [text.split() for text in texts]
+    assert number.tolist() == [place for place, some in enumerate(words) for _ in some]
+    assert lengths.tolist() == [len(word.encode()) for some in words for word in some]
+    assert data.tobytes() == "".join(word for some in words for word in some).encode()
 
 
 TEXTS = ["Write to ann@x.example\r\nnow.", " \n", "plain\0 text", "call (202) 555-0143 now, do"]
