@@ -60,7 +60,7 @@ def words_of(texts: pa.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     lengths = pc.binary_length(words).to_numpy().astype(np.int64)
     # White space at an end of a text parts an empty word from it.
     kept = lengths > 0
-    return np.frombuffer(words.buffers()[2] or b"", np.uint8), lengths[kept], number[kept]
+    return np.frombuffer(words.buffers()[2] or b"", np.uint8)[: lengths.sum()], lengths[kept], number[kept]
 
 
 def grams_of(texts: pa.Array) -> Iterator[tuple[np.ndarray, np.ndarray]]:
