@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Annotated, Any, Self, TypeVar
 
+import h11
 import numpy as np
 import torch
 import uvicorn
@@ -29,6 +30,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from demix.config.mixing import parsed_weights
 from demix.errors import DemixError
@@ -65,8 +67,11 @@ OFFERED = (
     "this server completes texts and has no chat: ask for POST /v1/completions or GET /v1/models, or open the page at /"
 )
 # One more is answered with 503.
+# One more is answered with 503.
 CONNECTIONS = 64
 MAX_BYTES = 2 << 20
+# From the start of a connection, or the end of its last answer, to the end of a request's head.
+HEAD_SECONDS = 10
 # An error may quote the request, so its line is cut to this length.
 MAX_LINE = 500
 
@@ -156,12 +161,12 @@ class Page:
         )
 
 
-def refused(line: str, status: int) -> Response:
-    """An error in OpenAI's form."""
+def refused(line: str, status: int, close: bool = False) -> Response:
+    """An error in OpenAI's form, which may `close` the connection."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     line = line[:MAX_LINE].encode(errors="replace").decode()
     error = {"message": line, "type": kind, "param": None, "code": None}
-    return JSONResponse({"error": error}, status)
+    return JSONResponse({"error": error}, status, {"connection": "close"} if close else None)
 
 
 def refusal(request: Request | None, error: Exception) -> Response:
@@ -332,17 +337,54 @@ def served(model: Opened, key: str, stops: Callable[[], bool]) -> Guarded:
     return Guarded(starlette, MAX_BYTES, key, refused)
 
 
+class Connection(H11Protocol):
+    """A connection of uvicorn's that ends where the head of a request needs more than HEAD_SECONDS.
+
+    Beyond CONNECTIONS at a time the one that has waited longest for a head is closed; where none waits for a head, the
+    answer is 503.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the clock of the first head, and make place for it."""
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        others: list[Any] = [one for one in self.connections if one is not self and not one.transport.is_closing()]
+        if len(others) < CONNECTIONS:
+            return
+        if waiting := [one for one in others if one.timeout_keep_alive_task]:
+            min(waiting, key=lambda one: one.timeout_keep_alive_task.when()).timeout_keep_alive_handler()
+        else:
+            self.app: ASGIApp = refused(f"{CONNECTIONS} other requests are under way; try again later", 503, close=True)
+
+    def data_received(self, data: bytes) -> None:
+        """Receive bytes, which stop the clock of uvicorn's own method whether or not they end a head."""
+        self.conn.receive_data(data)
+        self.handle_events()
+
+    def handle_events(self) -> None:
+        """Stop the clock once a head has ended."""
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before:
+            self._unset_keepalive_if_required()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not a request; an answer may have begun."""
+        with suppress(h11.LocalProtocolError):
+            super().send_400_response(msg)
+        self.transport.close()
+
+
 def in_url(host: str) -> str:
     """A host as a URL names it."""
     return f"[{host}]" if ":" in host else host
 
 
 def config_of(app: ASGIApp) -> uvicorn.Config:
-    """The settings of a server of `app`, which prints nothing and has at most CONNECTIONS."""
+    """The settings of a server of `app`, which prints nothing and waits as long as the bounds above say."""
     quiet: Any = {"log_config": None, "log_level": "error", "access_log": False, "server_header": False}
-    # uvicorn counts the connection that it refuses.
-    bounds: Any = {"limit_concurrency": CONNECTIONS + 1, "timeout_graceful_shutdown": 10}
-    return uvicorn.Config(app, http="h11", ws="none", lifespan="off", proxy_headers=False, **quiet, **bounds)
+    bounds: Any = {"timeout_keep_alive": HEAD_SECONDS, "timeout_graceful_shutdown": 10}
+    return uvicorn.Config(app, http=Connection, ws="none", lifespan="off", proxy_headers=False, **quiet, **bounds)
 
 
 def place_of(host: str, port: int) -> socket.socket:

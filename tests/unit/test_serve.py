@@ -23,7 +23,7 @@ from demix.config.architecture import Routed
 from demix.data.tokenizer import Tokenizer
 from demix.generate import server
 from demix.generate.completions import MAX_PROMPTS, MAX_TOKENS, opened
-from demix.generate.server import KEY, MAX_BYTES, place_of
+from demix.generate.server import CONNECTIONS, KEY, MAX_BYTES, place_of
 from support.cli import refusal
 from support.decoding import LENGTH, write_run
 from support.disturbed import until
@@ -206,6 +206,17 @@ def test_requests_are_json_of_bounded_size(address: str) -> None:
     assert urllib3.request("GET", f"{address}/v1/completions").status == 405
 
 
+def test_half_a_head_blocks_nobody(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEAD_SECONDS", 2)
+    with serving(opened(run / "models" / "demix")) as address, ExitStack() as held:
+        port = int(address.rpartition(":")[2])
+        for _ in range(CONNECTIONS + 9):
+            slow = held.enter_context(socket.create_connection(("127.0.0.1", port), 30))
+            slow.sendall(b"GET /v1/models HTTP/1.1\r\nHost: ")
+        assert slow.recv(1) == b""
+        assert len(client_of(address).models.list().data) == 1
+
+
 def test_who_comes_when_all_places_are_taken_is_told_so(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "CONNECTIONS", 1)
     with serving(opened(run / "models" / "demix")) as address, ExitStack() as held:
@@ -213,7 +224,7 @@ def test_who_comes_when_all_places_are_taken_is_told_so(run: Path, monkeypatch: 
         next(iter(held.enter_context(events)))
         with pytest.raises(openai.InternalServerError) as caught:
             client_of(address).models.list()
-    assert caught.value.status_code == 503
+    assert (caught.value.status_code, caught.value.body["type"]) == (503, "server_error")
 
 
 @pytest.mark.parametrize(
