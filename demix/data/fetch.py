@@ -28,8 +28,6 @@ from demix.progress import progress
 
 RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 ATTEMPTS = 8
-# In seconds: for a connection and for each read, and between two attempts.
-TIMEOUT, BACKOFF = 60.0, 1.0
 # Encoded on the way, neither ranges nor lengths would be those of the file.
 HEADERS = {"Accept-Encoding": "identity", "User-Agent": "demix"}
 # What a server calls an error is a word; more of what a library says could hold credentials.
@@ -44,30 +42,41 @@ _ASK = (
 _log = getLogger(__name__)
 
 
-def fetch(address: str, path: Path, *, sha256: str | None = None, token: str | None = None) -> None:
-    """Fetch `address` to `path` and check its `sha256`; a file that is there is only checked.
+def fetch(
+    address: str,
+    path: Path,
+    *,
+    size: int | None = None,
+    sha256: str | None = None,
+    token: str | None = None,
+    timeout: float = 60.0,
+    backoff: float = 1.0,
+) -> None:
+    """Fetch `address` to `path` and check its `size` (bytes) and `sha256`; a file that is there is only checked.
 
     What was fetched stays next to `path` under another name until it is complete. Over HTTP this call, or a later one,
     goes on from there if the server's ETag (or date) and length still are the same. After `ATTEMPTS` failures in a row
-    that bring the file no further than before, each waited for `BACKOFF` seconds times a power of two or as the server
-    asks, DemixError is raised; at once for a file of which nothing says whether it is whole. User and password come
-    only from the netrc file; `token` goes only to the host of `address`. A file of a store is fetched whole, by the
-    store's library, which retries.
+    that bring the file no further than before, each waited for `backoff` seconds times a power of two or as the server
+    asks, DemixError is raised; at once for a file of which nothing says whether it is whole. `timeout` in seconds is
+    for the connection and for each read. User and password come only from the netrc file; `token` goes only to the host
+    of `address`. A file of a store is fetched whole, by the store's library, which retries.
     """
-    one = _Fetched(address, path, sha256)
+    one = _Fetched(address, path, size, sha256)
     if not path.exists():
         try:
             if one.scheme in STORES:
                 _from_store(one)
             else:
-                _over_http(one, token)
+                _over_http(one, token, timeout, backoff)
         except OSError as error:
             raise DemixError(path, f"cannot be written ({error.strerror})", "free space, then rerun") from None
     one.finish()
 
 
-def mismatch(path: Path, sha256: str | None) -> str:
-    """How a file differs from its expected digest, where it is given; empty if it does not."""
+def mismatch(path: Path, size: int | None, sha256: str | None) -> str:
+    """How a file differs from its expected bytes and digest, where they are given; empty if it does not."""
+    if size not in (None, found := path.stat().st_size):
+        return f"has {found} bytes, not {size}"
     if sha256 is not None and (digest := sha256_file(path)) != sha256:
         return f"has sha256 {digest}, not {sha256}"
     return ""
@@ -76,8 +85,8 @@ def mismatch(path: Path, sha256: str | None) -> str:
 class _Fetched:
     """A file on its way to `path`: what there is of it in the same folder, and a note of the version that it is of."""
 
-    def __init__(self, address: str, path: Path, sha256: str | None):
-        self.address, self.path, self.sha256 = address, path, sha256
+    def __init__(self, address: str, path: Path, size: int | None, sha256: str | None):
+        self.address, self.path, self.size, self.sha256 = address, path, size, sha256
         self.partial, self.note = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.etag")
         parts = urlsplit(address)
         # Without user, password and query, which may be secret. A name in a store is not part of a URL.
@@ -89,6 +98,11 @@ class _Fetched:
     def done(self) -> int:
         """The bytes that are there."""
         return self.partial.stat().st_size if self.partial.exists() else 0
+
+    def refused(self, problem: str) -> DemixError:
+        """Remove what was fetched; the error for a file that differs from what the config says of it."""
+        self.discard()
+        return DemixError(self.shown, problem, "if the source has changed on purpose, change the config; else rerun")
 
     def discard(self) -> None:
         """Remove what was fetched. In this order, no moment leaves the old bytes with a new validator."""
@@ -116,10 +130,9 @@ class _Fetched:
         Raises DemixError for other bytes, which are removed.
         """
         whole = self.path if self.path.exists() else self.partial
-        if problem := mismatch(whole, self.sha256):
+        if problem := mismatch(whole, self.size, self.sha256):
             whole.unlink()
-            self.discard()
-            raise DemixError(self.shown, problem, "if the source has changed on purpose, change the config; else rerun")
+            raise self.refused(problem)
         if whole == self.partial:
             fsync(self.partial)
             self.partial.replace(self.path)
@@ -145,7 +158,7 @@ def check_network(sources: Iterable[SourceSection]) -> None:
             return
 
 
-def _over_http(one: _Fetched, token: str | None) -> None:
+def _over_http(one: _Fetched, token: str | None, timeout: float, backoff: float) -> None:
     failures, furthest = 0, one.done
     with requests.Session() as session:
         if token:
@@ -153,7 +166,7 @@ def _over_http(one: _Fetched, token: str | None) -> None:
         while True:
             answer = None
             try:
-                answer = _go_on(session, one)
+                answer = _go_on(session, one, timeout)
                 if answer is None:
                     return
                 problem = f"it answers {answer.status_code}"
@@ -170,17 +183,17 @@ def _over_http(one: _Fetched, token: str | None) -> None:
                 raise DemixError(one.shown, f"cannot be fetched ({problem})", cure)
             _log.info("%s: %s, trying again", one.shown, problem)
             wait = answer.headers.get("Retry-After", "") if answer is not None else ""
-            time.sleep(min(int(wait), 600) if wait.isdecimal() else min(BACKOFF * 2 ** (failures - 1), 60))
+            time.sleep(min(int(wait), 600) if wait.isdecimal() else min(backoff * 2 ** (failures - 1), 60))
 
 
-def _go_on(session: Any, one: _Fetched) -> Any:
+def _go_on(session: Any, one: _Fetched, timeout: float) -> Any:
     """Fetch what is missing of a file; returns None when it is whole, or an answer after which to try again."""
     start = one.done if one.note.exists() else 0
     headers, known, first = dict(HEADERS), "", ""
     if start:
         known, _, first = one.note.read_text().partition("\n")
         headers |= {"Range": f"bytes={start}-", "If-Range": known}
-    with session.get(one.address, headers=headers, stream=True, timeout=TIMEOUT) as response:
+    with session.get(one.address, headers=headers, stream=True, timeout=timeout) as response:
         status = response.status_code
         if status in RETRIED_STATUS:
             return response
@@ -202,12 +215,14 @@ def _go_on(session: Any, one: _Fetched) -> Any:
             one.discard()
             total = response.headers.get("Content-Length", "")
         length = int(total) if total.isdecimal() else None
-        if length is None and not (response.raw.chunked or one.sha256):
+        if length is None and not (response.raw.chunked or one.size is not None or one.sha256):
             cause = "is sent without its length, so that a cut one would look whole"
             raise DemixError(one.shown, cause, "give source.sha256")
+        if one.size is not None and length not in (one.size, None):
+            raise one.refused(f"has {length} bytes, not {one.size}")
         # read1 gives what has come, so that a stall loses nothing.
         pieces = iter(lambda: response.raw.read1(1 << 20, decode_content=False), b"")
-        one.append(pieces, validator and f"{validator}\n{total}", length)
+        one.append(pieces, validator and f"{validator}\n{total}", one.size if length is None else length)
     if length is not None and one.done < length:
         raise ProtocolError(f"cut short at {one.done} of {length} bytes")
     if length is not None and one.done > length:
@@ -256,7 +271,13 @@ def stored(paths: Sequence[str], others: Counter[str] | None = None) -> list[str
 def _from_store(one: _Fetched) -> None:
     with _asked(one.address):
         store, name = _store(one.address)
+        version, length = _version(store, name)
+        if one.size not in (None, length):
+            raise one.refused(f"has {length} bytes, not {one.size}")
         store.get_file(name, str(one.partial))
+        if _version(store, name)[0] != version:
+            one.discard()
+            raise DemixError(one.address, "changed while it was fetched", "rerun once nobody writes it")
 
 
 def _store(address: str) -> tuple[Any, str]:
@@ -265,6 +286,13 @@ def _store(address: str) -> tuple[Any, str]:
 
     scheme, _, name = address.partition("://")
     return fsspec.filesystem(scheme), name.rstrip("/")
+
+
+def _version(store: Any, name: str) -> tuple[str, int]:
+    """What distinguishes versions of a file, and its bytes."""
+    store.invalidate_cache()
+    info = {key.lower(): value for key, value in store.info(name).items()}
+    return f"{info['etag']} {info['size']}", int(info["size"])
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: records of data sets, streamed, and the files of models, with their digests.
+"""The Hugging Face hub: records of data sets, streamed, and the files of models, with their sizes and digests.
 
 Nothing but what is read is fetched, and no code of a repository runs.
 """
@@ -106,9 +106,10 @@ def _builder(files: list[str]) -> str:
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository: its address, and its SHA-256 or, without one, its SHA-1 as a blob of git."""
+    """A file of a repository: its address, its bytes, and its SHA-256 or, without one, its SHA-1 as a blob of git."""
 
     address: str
+    size: int
     sha256: str | None
     blob: str
 
@@ -136,8 +137,11 @@ def model_files(repository: str, commit: str) -> dict[str, HubFile]:
             raise DemixError(f"model {repository}", "is gated", "accept its terms on its page, then set HF_TOKEN")
         files = {}
         for one in info.siblings or ():
-            address = hf_hub_url(repository, one.rfilename, revision=commit)
-            files[one.rfilename] = HubFile(address, one.lfs.sha256 if one.lfs else None, str(one.blob_id))
+            address, digest = (
+                hf_hub_url(repository, one.rfilename, revision=commit),
+                one.lfs.sha256 if one.lfs else None,
+            )
+            files[one.rfilename] = HubFile(address, int(one.size or 0), digest, str(one.blob_id))
         return files
 
 
@@ -157,7 +161,7 @@ def fetch_files(files: Mapping[str, HubFile], names: Iterable[str], folder: Path
         if name not in files:
             raise DemixError(name, "is not in the repository at this commit", "use another commit or model")
         file, path = files[name], folder / name
-        fetch(file.address, path, sha256=file.sha256, token=get_token())
+        fetch(file.address, path, size=file.size, sha256=file.sha256, token=get_token())
         if file.sha256 is None:
             content = path.read_bytes()
             found = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

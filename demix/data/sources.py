@@ -299,7 +299,7 @@ def _verify(path: Path, source: Source) -> None:
     # requests loads for a tenth of a second.
     from demix.data.fetch import mismatch
 
-    if problem := mismatch(path, digest):
+    if problem := mismatch(path, None, digest):
         raise DemixError(path, problem, "fetch it again or change the config")
 
 

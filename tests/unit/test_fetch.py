@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -40,14 +41,8 @@ def serve() -> Iterator[Callable[[Answer], Site]]:
         yield lambda answer: servers.enter_context(serving(answer))
 
 
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("demix.data.fetch.TIMEOUT", 5.0)
-    monkeypatch.setattr("demix.data.fetch.BACKOFF", 0.001)
-
-
 def get(site: Site, path: Path, **options: object) -> None:
-    fetch(f"{site.address}/data.bin", path, **options)
+    fetch(f"{site.address}/data.bin", path, backoff=0.001, **({"timeout": 5} | options))
 
 
 def ranged(handler: Handler, data: bytes = DATA, etag: str = '"one"', stop: int | None = None) -> None:
@@ -130,9 +125,7 @@ def test_whatever_a_server_does_the_file_is_whole(serve, tmp_path, answer, reque
     assert len(site.requests) == requests
 
 
-def test_a_transfer_goes_on_where_it_was_cut_or_stalled(serve, tmp_path, monkeypatch):
-    monkeypatch.setattr("demix.data.fetch.TIMEOUT", 0.3)
-
+def test_a_transfer_goes_on_where_it_was_cut_or_stalled(serve, tmp_path):
     def stall(handler: Handler) -> None:
         ranged(handler, stop=HALF)
         handler.wfile.flush()
@@ -141,7 +134,7 @@ def test_a_transfer_goes_on_where_it_was_cut_or_stalled(serve, tmp_path, monkeyp
     for name, begin in (("cut", partial(ranged, stop=HALF)), ("stalled", stall)):
         site = serve(first(begin))
         for _ in range(2):
-            get(site, tmp_path / name, sha256=SHA256)
+            get(site, tmp_path / name, timeout=0.3, sha256=SHA256, size=TOTAL)
         assert (tmp_path / name).read_bytes() == DATA
         assert len(site.requests) == 2, "a file that is there is not fetched again"
         assert "range" not in site.requests[0]
@@ -169,6 +162,15 @@ def test_a_killed_job_goes_on_in_the_next(serve, tmp_path):
     assert [*tmp_path.iterdir()] == [tmp_path / "f"]
 
 
+def endless(handler: Handler, number: int, chunked: bool = False) -> None:
+    """A file of 100 times the size: endless to all that look at no bound, and no full disk where one does not."""
+    handler.send_response(200)
+    handler.send_header("Transfer-Encoding", "chunked") if chunked else None
+    handler.end_headers()
+    for _ in range(100):
+        handler.wfile.write(b"%x\r\n" % TOTAL * chunked + DATA + b"\r\n" * chunked)
+
+
 def without_length(handler: Handler, number: int) -> None:
     handler.send_response(200)
     handler.end_headers()
@@ -185,7 +187,11 @@ def answers(*data: Any, **headers: str) -> Answer:
         (answers(b"later", 503), {}, ATTEMPTS + 1),
         (answers(b"", 403), {}, 1),
         (answers(b"<html>Accept our terms</html>", Content_Type="text/html; charset=utf-8"), {}, 1),
+        (answers(DATA, Content_Length=str(10**15)), {"size": 9}, 1),
         (lambda handler, number: ranged(handler), {"sha256": "0" * 64}, 1),
+        (lambda handler, number: ranged(handler), {"size": 9}, 1),
+        (endless, {"size": TOTAL}, 1),
+        (partial(endless, chunked=True), {"size": TOTAL}, 1),
         (without_length, {}, 1),
         (lambda handler, number: ranged(handler, etag=f'"{number}"', stop=HALF - number % 3), {}, 3 * ATTEMPTS),
         *(
@@ -197,7 +203,7 @@ def answers(*data: Any, **headers: str) -> Answer:
 )
 def test_what_cannot_be_fetched_is_refused_and_nothing_of_it_kept(serve, tmp_path, answer, options, most):
     site = serve(answer)
-    with refused("data.bin"):
+    with refused("data.bin") as caught:
         get(site, tmp_path / "f", **options)
     assert len(site.requests) <= most
     assert not (tmp_path / "f").exists()
@@ -208,18 +214,20 @@ def test_what_cannot_be_fetched_is_refused_and_nothing_of_it_kept(serve, tmp_pat
         with refused("data.bin"):
             get(site, tmp_path / "f", **options)
         assert [*tmp_path.iterdir()] == []
+    if options == {"size": TOTAL}:
+        assert int(re.findall(r"\d+", caught.value.cause)[0]) < 20 * TOTAL, "it is not read to its end"
 
 
-def test_a_file_without_a_length_is_whole_by_what_the_config_says(serve, tmp_path):
-    get(serve(without_length), tmp_path / "f", sha256=SHA256)
+@pytest.mark.parametrize("known", [{"size": TOTAL}, {"sha256": SHA256}])
+def test_a_file_without_a_length_is_whole_by_what_the_config_says(serve, tmp_path, known):
+    get(serve(without_length), tmp_path / "f", **known)
     assert (tmp_path / "f").read_bytes() == DATA
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:99999/f", "http://127.0.0.1:port/f", "http://a..b/f"])
-def test_an_address_that_cannot_be_is_not_tried_again(tmp_path, url, monkeypatch):
-    monkeypatch.setattr("demix.data.fetch.BACKOFF", 1000.0)
+def test_an_address_that_cannot_be_is_not_tried_again(tmp_path, url):
     with refused(url):
-        fetch(url, tmp_path / "f")
+        fetch(url, tmp_path / "f", backoff=1000)
 
 
 def test_a_fetched_file_is_on_disk_before_it_has_its_name(serve, tmp_path, monkeypatch):
@@ -246,7 +254,7 @@ def test_user_and_password_are_those_of_netrc_and_no_error_or_log_shows_any(
     for address in (nobody, serve(lambda handler, number: handler.send(b"", 404)).address):
         url = address.replace("http://", "http://me:hunter3@") + "/data.bin?signature=hunter2"
         with refused(f"{address}/data.bin") as caught:
-            fetch(url, tmp_path / "g")
+            fetch(url, tmp_path / "g", backoff=0.001)
         assert "hunter" not in caplog.text + str(caught.value)
     assert len(caplog.messages) == ATTEMPTS
 

@@ -215,16 +215,28 @@ def test_a_file_is_fetched_whole_or_not_at_all(store, tmp_path):
     store.broken = lambda _: False
     store.asked.clear()
     for _ in range(2):
-        fetch(AT, tmp_path / "f", sha256=hashlib.sha256(DATA).hexdigest())
+        fetch(AT, tmp_path / "f", size=len(DATA), sha256=hashlib.sha256(DATA).hexdigest())
     assert store.fetched == ["data.bin"], "a file that is there is not fetched again"
     assert (tmp_path / "f").read_bytes() == DATA
 
+    def change(request: str) -> bool:
+        if request == "GET/data.bin":
+            store.put({"data.bin": DATA[::-1]})
+        return False
 
-def test_wrong_bytes_are_not_kept(store, tmp_path):
+    store.broken = change
+    with refused(AT):
+        fetch(AT, tmp_path / "g")
+    assert [*tmp_path.iterdir()] == [tmp_path / "f"]
+
+
+@pytest.mark.parametrize("wrong", [{"sha256": "0" * 64}, {"size": 9}])
+def test_wrong_bytes_are_not_kept(store, tmp_path, wrong):
     store.put({"data.bin": DATA})
     with refused(AT):
-        fetch(AT, tmp_path / "f", sha256="0" * 64)
+        fetch(AT, tmp_path / "f", **wrong)
     assert [*tmp_path.iterdir()] == []
+    assert bool(store.fetched) == ("sha256" in wrong), "a size is known before"
 
 
 def test_digests_pin_the_files_and_their_list(files, store, tmp_path):
