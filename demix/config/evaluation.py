@@ -123,9 +123,9 @@ class CombinedSystem(Settings):
     )
     reset: Switch = Field(
         default=False,
-        description="Whether what the rules of `columns` and a cache remember of the text begins again at each block "
-        "of the models' context, beyond which a model has no memory either. `tempered` and `switching` have "
-        "parameters of their own then.",
+        description="Whether the rules of `columns` and the cache begin again at each block of the models' context, "
+        "so that they remember no more of a text than a dense model does. The parameters of `tempered` and "
+        "`switching` are then chosen under the same resets.",
     )
     pairs: Items[Text] = Field(
         default=(),
@@ -138,8 +138,10 @@ class CombinedSystem(Settings):
     @model_validator(mode="after")
     def _one_form(self) -> Self:
         mixes = len(self.columns) > 1 or any(self.columns.values())
-        if not ((mixes and not self.pairs) or (len(self.pairs) == 2 and not (self.columns or self.reset))):
-            raise ValueError("mixes nothing", "give columns, one with a rule or more, or two models as pairs")
+        if not ((mixes and not self.pairs) or (len(self.pairs) == 2 and not self.columns)):
+            raise ValueError("mixes nothing", "give two columns, one column with a rule, or two models as pairs")
+        if self.pairs and self.reset:
+            raise ValueError("has pairs and reset", "leave one out: reset is for columns")
         return self
 
     @property

@@ -1,7 +1,8 @@
 """Systems that mix columns of several models: a dense model with n-grams, experts that are pairs, a cache of the text.
 
 All come from score tables on the same tokens, so that no model runs. Proportions are chosen once for all texts, on the
-dev splits of the training domains: such a system does not know the domain of a text, as `tempered` does not.
+dev splits of the training domains: such a system does not know the domain of a text, as `tempered` does not. Only a
+member mixed by `switching` knows the domain, whose dev split gives its prior and α.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,8 +45,8 @@ class Member(Settings):
 class Combination(Settings):
     """What a system mixes. With `paired` the columns of the same name of two members are mixed, and remain columns.
 
-    With `reset` rules and cache begin again at each block.
-    `training` are the domains on whose dev splits the proportions are chosen. Blocks have `length` tokens.
+    With `reset` rules and cache begin again at each block. `training` are the domains on whose dev splits the
+    proportions are chosen. Blocks have `length` tokens.
     """
 
     members: Items[Member]

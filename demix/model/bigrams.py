@@ -9,8 +9,8 @@ from demix.config.counts import BIGRAM_ROWS
 
 # The hash of a pair: odd numbers, so that pairs with the same second token fall into rows that differ.
 OF_TOKEN, OF_PREVIOUS = 1_000_003, 7_919
-# The factor of the states before training.
-FIRST_SCALE = 0.1
+# The scale of the states in each block before training.
+BIGRAM_SCALE = 0.1
 
 
 class Bigrams(nn.Module):
@@ -19,15 +19,12 @@ class Bigrams(nn.Module):
     All experts read the same `table` [R, D], or each one its own of `expert_table` [E, R, D], with R = 5·V rows.
     """
 
-    table: nn.Parameter | None
-    expert_table: nn.Parameter | None
-
     def __init__(self, architecture: Architecture, vocab_size: int, experts: int):
         super().__init__()
         self.rows, own = BIGRAM_ROWS * vocab_size, architecture.bigrams == "experts"
-        for name, exists, axes in (("table", not own, ()), ("expert_table", own, (experts,))):
-            empty = nn.Parameter(torch.empty(*axes, self.rows, architecture.width)) if exists else None
-            self.register_parameter(name, empty)
+        shape = self.rows, architecture.width
+        self.table = None if own else nn.Parameter(torch.empty(shape))
+        self.expert_table = nn.Parameter(torch.empty(experts, *shape)) if own else None
         self.scale = nn.Parameter(torch.empty(architecture.layers))
 
     def forward(self, inputs: Tensor, before: Tensor | None = None) -> Tensor:

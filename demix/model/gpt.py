@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from demix.config.architecture import Architecture
 from demix.errors import DemixError
 from demix.files import seed_for
-from demix.model.bigrams import FIRST_SCALE, Bigrams
+from demix.model.bigrams import BIGRAM_SCALE, Bigrams
 from demix.model.heads import LanguageModel
 from demix.model.moe import RouterLoss
 from demix.model.positions import POSITIONS
@@ -81,7 +81,7 @@ class GPT(LanguageModel):
                 if name.endswith(("bias", "table", "value_embedding", "value_gate")):
                     parameter.zero_()
                 elif name == "bigrams.scale":
-                    parameter.fill_(FIRST_SCALE)
+                    parameter.fill_(BIGRAM_SCALE)
                 elif "norm" in name or name == "logit_scale":
                     parameter.fill_(1.0)
                 else:

@@ -60,12 +60,15 @@ def plan_domains(run: Run) -> list[DomainPlan]:
 
 
 def cluster_bytes(run: Run) -> int:
-    """The bytes of the token files of clusters: the tokens of the training domains once more, for each split read."""
-    found = {plan.domain: plan.words for plan in plan_domains(run) if plan.domain in run.training}
+    """The bytes of the token files of clusters.
+
+    Each clustering has the tokens of all training domains once more, of the splits that models read of it.
+    """
+    found = {plan.domain: plan.words or 0 for plan in plan_domains(run) if plan.domain in run.training}
     words = 0
     for _, split in run.learned_splits:
         for name, known in found.items():
-            words += min(getattr(run.domains[name].words, split) or known or 0, known or 0)
+            words += min(getattr(run.domains[name].words, split) or known, known)
     return round(words * TOKENS_PER_WORD * _token_bytes(run))
 
 

@@ -320,8 +320,8 @@ def main_table(found: Ranking, entries: Sequence[Entry]) -> Table:
     frame = frame if any(entry.apart for entry in entries) else frame.drop(columns="Remark", errors="ignore")
     caption = (
         f"Change: from {found.dense.label}. Oracle: the best expert or token, chosen on test data. Parameters and "
+        "training FLOPs: of all models together; n-grams need no FLOPs, and their parameters are the n-grams counted."
     )
-    caption += "training FLOPs: of all models together; of n-grams, which have no FLOPs, how many are counted."
     known = [(one, domains) for domains in found.data.kinds if (one := counted[domains.kind])]
     if rivals := [f"{one.label} ({one.on[on.kind].mean:.2f}) on the {on.said}" for one, on in known]:
         caption += f" {NOT_BELOW_NGRAMS.capitalize()}: not below {', '.join(rivals)}, the best n-grams of the run."

@@ -146,14 +146,14 @@ def test_generation_is_that_of_the_command(folder: Path, model: demix.OpenedMode
 def test_figures_of_a_text_are_those_of_eval(folder: Path, model: demix.OpenedModel, tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text(LONG)
-    told = json.loads(succeeds("eval", folder, text, "--json").stdout)
+    printed = json.loads(succeeds("eval", folder, text, "--json").stdout)
     for given in (text, LONG):
         found = to_jsonable_python(model.eval(given))
-        assert found == told | {"text": str(text) if given is text else "text"}
+        assert found == printed | {"text": str(text) if given is text else "text"}
     figures = model.eval(text)
     assert str(figures) == succeeds("eval", folder, text).stdout
     assert figures.table.loc["expert", "perplexity"].tolist() == [line.perplexity for line in figures.ranked]
-    assert figures.table.loc[("mixture", "uniform"), "bits_per_byte"] == told["mixtures"][3]["bits_per_byte"]
+    assert figures.table.loc[("mixture", "uniform"), "bits_per_byte"] == printed["mixtures"][3]["bits_per_byte"]
     assert "behind" in figures._repr_html_()
 
 
@@ -204,7 +204,7 @@ def test_a_run_answers_as_the_commands_do(frozen: Run, tmp_path: Path) -> None:
     run = demix.open_run(str(frozen.folder))
     assert run.results.equals(rows_of(frozen))
     query = "select domain, perplexity as p, perplexity as p, run from results where model = 'dense' order by all"
-    told = json.loads(succeeds("sql", frozen.folder, query, "--format", "json").stdout)
-    assert told
-    assert run.sql(query).to_dict("records") == told
+    printed = json.loads(succeeds("sql", frozen.folder, query, "--format", "json").stdout)
+    assert printed
+    assert run.sql(query).to_dict("records") == printed
     assert list(run.sql("select 1 as a, 2 as a")) == ["a", "a_1"]
