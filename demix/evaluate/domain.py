@@ -77,7 +77,9 @@ def evaluate_domain(
         ".priors": pa.Table.from_pylist(priors, table_schema(PRIORS)),
         ".differences": pa.Table.from_pylist(differences, table_schema(DIFFERENCES)),
         ".posteriors": pa.concat_tables(posteriors),
-        ".losses": pa.concat_tables(one.losses for one in found),
+        ".losses": pa.concat_tables(
+            one.losses for one, table in zip(found, evaluation.tables, strict=True) if not table.joined
+        ),
         ".systems": _system_losses(rows, found[0].totals, evaluation.seed),
     }
     for name, table in tables.items():

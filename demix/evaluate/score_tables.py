@@ -78,6 +78,12 @@ class SideTable:
     columns: tuple[str, ...]
 
 
+def column_path(directory: Path, column: str) -> Path:
+    """The file of a column of scores/<model>/<domain>.<split>/; model/column is that of another model."""
+    model, _, name = column.rpartition("/")
+    return (directory.parents[1] / model / directory.name if model else directory) / f"{name}.parquet"
+
+
 def row_groups(tokens: int, length: int) -> list[tuple[int, int]]:
     """The (first, last + 1) tokens of each row group of a split: whole blocks of `length`, for any experts."""
     size = length * max(1, ROW_GROUP_TOKENS // length)
@@ -166,7 +172,7 @@ def stream_scores(
     those of tokens.parquet.
     """
     side, path = side or {}, directory / "tokens.parquet"
-    paths = [directory / f"{expert}.parquet" for expert in experts]
+    paths = [column_path(directory, expert) for expert in experts]
     tokens, *files = (_footer(one) for one in (path, *paths, *(table.path for table in side.values())))
     _check_structure(tokens, files, len(paths))
     length = tokens.number(b"length")
@@ -198,13 +204,14 @@ def stream_scores(
 def _check_structure(tokens: "_Footer", files: "Sequence[_Footer]", columns: int) -> None:
     """Raise DemixError for a file without a row for each token, and if score columns were not scored alike.
 
-    The first of `files` are score columns, `columns` of them.
+    The first of `files` are score columns, `columns` of them. Columns of other models than the first one's have other
+    shared weights.
     """
     for one in files:
         if one.rows != tokens.rows:
             raise DemixError(one.path, f"is not as long as {tokens.path}", SCORE_AGAIN)
     for one in files[:columns]:
-        for key in (b"shared_sha256", b"precision", b"folds"):
+        for key in (*[b"shared_sha256"] * (one.path.parent == files[0].path.parent), b"precision", b"folds"):
             if one.about.get(key) != files[0].about.get(key):
                 raise DemixError(one.path, f"was scored with another {key.decode()} than {files[0].path}", SCORE_AGAIN)
 
@@ -240,7 +247,7 @@ def refuse_other_model(directory: Path, experts: Iterable[str], model: Path) -> 
     if not (model / "model.json").exists():
         return
     shared = read_description(model / "model.json").shared_sha256
-    for expert in experts:
+    for expert in (name for name in experts if "/" not in name):
         # The domains of a model with domain tokens share one expert.
         names = [name for name in (expert, DENSE_EXPERT) if (model / "experts" / f"{name}.json").exists()]
         own = read_lineage(model / "experts" / f"{names[0]}.json").sha256 if names else None

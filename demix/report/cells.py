@@ -17,6 +17,7 @@ from demix.report.systems import (
     ByDomain,
     before_adding,
     before_dense_dapt,
+    both_kept,
     dense_adapted,
     one_added,
     parameters_of,
@@ -202,14 +203,15 @@ def numbered(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.set_axis([str(number) for number in range(1, len(frame) + 1)])
 
 
-ADAPTATIONS = ("Dense-DAPT", "DEMix-DAPT", "One expert added")
+ADAPTATIONS = ("Dense-DAPT", "Dense and Dense-DAPT", "DEMix-DAPT", "One expert added")
 
 
 def adapting(data: RunData) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Test perplexities before and after the adaptation to each novel domain: one row per domain.
 
-    The columns are Dense-DAPT, DEMix-DAPT and the mixture with one expert added, each on the training domains (the
-    mean) and on the domain adapted to. Before an expert was adapted, the training expert of highest posterior is shown.
+    The columns are Dense-DAPT, the dense model mixed with what Dense-DAPT makes of it, DEMix-DAPT and the mixture with
+    one expert added, each on the training domains (the mean) and on the domain adapted to. DEMix-DAPT's expert is
+    compared with the training expert of highest posterior.
     """
     run, results = data.run, data.own
     (naive, cached), (all_naive, _) = before_adding(run), added(run)
@@ -217,6 +219,7 @@ def adapting(data: RunData) -> tuple[pd.DataFrame, pd.DataFrame]:
     for name in data.novel:
         systems = (
             (before_dense_dapt(run), dense_adapted(run)(name)),
+            (before_dense_dapt(run), both_kept(run)(name)),
             (naive, all_naive),
             (cached, one_added(run)(name)),
         )
@@ -234,4 +237,4 @@ def changed_bytes(run: Run) -> dict[str, int]:
     """The bytes (fp32) of the parameters that the adaptation to one domain changes, by the names of `ADAPTATIONS`."""
     dense = next(model for model in run.trained if model.name == run.config.adaptation.dense)
     whole, (_, expert) = sum(parameters_of(dense, run)), parameters_of(run.receiver, run)
-    return dict(zip(ADAPTATIONS, (4 * whole, 4 * expert, 4 * expert), strict=True))
+    return dict(zip(ADAPTATIONS, (4 * whole, 4 * whole, 4 * expert, 4 * expert), strict=True))

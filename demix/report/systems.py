@@ -8,9 +8,10 @@ from functools import cache
 from demix.config.architecture import Architecture
 from demix.config.clustering import Clustering
 from demix.config.counts import parameters, training_flops_per_token
-from demix.run.models import Model, adapted, left_out, one_more, trained_without
+from demix.run.models import Model, adapted, kept_next_to, left_out, one_more, trained_without
 from demix.run.run import Run
 from demix.run.systems import (
+    BOTH_KEPT,
     System,
     added,
     bases,
@@ -90,6 +91,12 @@ def dense_adapted(run: Run) -> Callable[[str], System]:
     """A function from a novel domain to the dense model after Dense-DAPT to the domain: Table 13."""
     row = run.config.adaptation.dense
     return lambda domain: System("Dense-DAPT", adapted(row, domain), "dense", "dense")
+
+
+def both_kept(run: Run) -> Callable[[str], System]:
+    """A function from a novel domain to the dense model and its adaptation to the domain, mixed."""
+    row = run.config.adaptation.dense
+    return lambda domain: System("Dense and Dense-DAPT", kept_next_to(row, domain), "training", "uniform", BOTH_KEPT)
 
 
 def released(system: ByDomain) -> ByDomain:

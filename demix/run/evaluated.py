@@ -7,9 +7,10 @@ from functools import cache
 from demix.config.mixing import UNWEIGHTED, parsed_weights
 from demix.config.models import DENSE_EXPERT
 from demix.run.harness import harness_routings
-from demix.run.models import MERGED, Model, folder_at, left_out, one_more
+from demix.run.models import MERGED, Model, adapted, folder_at, kept_next_to, left_out, one_more
 from demix.run.run import Run
 from demix.run.systems import (
+    BOTH_KEPT,
     Evaluated,
     ExpertSet,
     classified_by,
@@ -100,6 +101,12 @@ def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
         for one in run.merged
         if domain in one.model.scored
     ]
+    # A dense model need not forget where it is kept next to its adaptation.
+    dense = run.config.adaptation.dense
+    for name in novel if domain in training else (domain,):
+        columns = (DENSE_EXPERT, f"{adapted(dense, name)}/{DENSE_EXPERT}")
+        some = ExpertSet("training", columns, methods=("uniform",), weights=(BOTH_KEPT,))
+        found.append(Evaluated(kept_next_to(dense, name), dense, run.seed, columns, (some,), test_only=True))
     chosen = other_top_k(run)
     found += [
         replace(table, folder=folder_at(table.folder, top_k=k), top_k=k)

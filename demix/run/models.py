@@ -232,6 +232,11 @@ def adapted(row: str, domain: str) -> str:
     return f"{row}-dapt-{domain}"
 
 
+def kept_next_to(row: str, domain: str) -> str:
+    """The name in results of a row's model and its adaptation to `domain`, of which both are kept."""
+    return f"{row}-and-dapt-{domain}"
+
+
 def made_of(model: str, weights: str) -> str:
     """The folder of what is made of the experts of a model by `weights` (`Merged`).
 

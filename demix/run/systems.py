@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from demix.config.mixing import METHODS, parsed_weights
+from demix.config.mixing import DEFAULTS, METHODS, parsed_weights
 from demix.config.models import DENSE_EXPERT, KINDS, PAPER, Kind
 from demix.run.models import Merged, Model
 from demix.run.rows import Row
@@ -11,6 +11,8 @@ from demix.run.run import Run
 
 # The tokens of all training domains whose n-grams are counted at once: order 5 needs 16 GB for as many, order 8 24 GB.
 MAX_NGRAM_TOKENS = 100_000_000
+# What mixes a dense model and its adaptation, where both are kept: the parameters of two experts, which no dev chooses.
+BOTH_KEPT = "tempered({:g},{:g})".format(*DEFAULTS["tempered"])
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,11 @@ class ExpertSet:
 class Evaluated:
     """The score tables of one model on a domain, and the sets of experts to evaluate on these tables.
 
-    `sets` is empty for a model with one column, and has one set of one expert for a domain's own token. `model` and
-    `seed` are the values of these columns in results. `folder` is the folder of the tables below scores/. `merged` says
-    how a model was made of the model's experts, whose one column the table has (`demix.run.models`). `top_k` is the
-    number of experts that a token chose in each layer, 0 for that of training. `without` is the expert that no token
-    chose. With `test_only` there is no dev split.
+    A column model/column is that of another model. `sets` is empty for a model with one column, and has one set of one
+    expert for a domain's own token. `model` and `seed` are the values of these columns in results. `folder` is the
+    folder of the tables below scores/. `merged` says how a model was made of the model's experts, whose one column the
+    table has (`demix.run.models`). `top_k` is the number of experts that a token chose in each layer, 0 for that of
+    training. `without` is the expert that no token chose. With `test_only` there is no dev split.
     """
 
     model: str
@@ -57,6 +59,11 @@ class Evaluated:
     def named_by_folder(self) -> bool:
         """Whether another table has the same model and column, so that losses go by the folder's name."""
         return bool(self.merged or self.top_k or self.without)
+
+    @property
+    def joined(self) -> bool:
+        """Whether some columns are of other models, of whose tables they are."""
+        return any("/" in name for name in self.columns)
 
     @property
     def several(self) -> bool:

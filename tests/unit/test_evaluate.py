@@ -262,7 +262,7 @@ def test_losses_by_document_are_the_sums_of_the_score_tables(evaluated: Path) ->
     for domain in ("law", "songs"):
         found = rows(evaluated, domain, ".losses")
         assert set(found.domain) == {domain}
-        tables = evaluated_tables(RUN, domain)
+        tables = [table for table in evaluated_tables(RUN, domain) if not table.joined]
         assert not found.duplicated(["model", "seed", "expert", "document"]).any()
         assert len(found) == 30 * sum(len(table.columns) for table in tables)
         for table in tables:
@@ -333,16 +333,33 @@ def test_pieces_of_a_document_are_drawn_together_and_blocks_of_few_documents(tmp
     assert found == pytest.approx(bounds(np.exp(nll / tokens)), rel=1e-12)
 
 
+@pytest.mark.parametrize(("domain", "adapted"), [("law", "songs"), ("law", "wiki"), ("songs", "songs")])
+def test_a_dense_model_is_mixed_with_its_adaptation(evaluated: Path, domain: str, adapted: str) -> None:
+    found = rows(evaluated, domain)
+    (row,) = found[found.model == f"dense-and-dapt-{adapted}"].to_dict("records")
+    tables = [
+        read_scores(evaluated / "scores" / model / f"{domain}.test", ("dense",))
+        for model in ("dense", f"dense-dapt-{adapted}")
+    ]
+    scores = np.concatenate([table.scores for table in tables], axis=-1)
+    expected = -mix(scores, tables[0].mask, "uniform", "tempered(0.1,0.99)").sum()
+    np.testing.assert_allclose(row["nll"], expected, rtol=1e-12)
+
+
 def test_evaluating_again_gives_the_same_bytes(evaluated: Path, tmp_path: Path) -> None:
     evaluate_domain(evaluated / "scores", "law", evaluation("law"), output(tmp_path), np.full(300, 3))
     for name in TABLES:
         assert output(tmp_path, name).read_bytes() == output(evaluated / "law", name).read_bytes()
 
 
-def test_models_scored_on_different_tokens_are_not_compared(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "subject"),
+    [("dense_unbalanced", "domain songs"), ("dense-dapt-songs", "scores/dense-dapt-songs/songs.test/dense.parquet")],
+)
+def test_models_scored_on_different_tokens_are_not_compared(tmp_path: Path, model: str, subject: str) -> None:
     write_run(tmp_path / "scores", "songs")
-    write_table(tmp_path / "scores" / "dense" / "songs.test", ("dense",), text=3)
-    with refused("domain songs"):
+    write_table(tmp_path / "scores" / model / "songs.test", ("dense",), text=3)
+    with refused(subject):
         evaluate_domain(tmp_path / "scores", "songs", evaluation("songs"), output(tmp_path))
     assert not list(tmp_path.glob("*.parquet"))
 

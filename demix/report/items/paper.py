@@ -190,8 +190,10 @@ def table13(data: RunData) -> Table:
             "experts were added, the same by construction: no file of theirs is written.",
             f"One expert added: the mixture of {so_many(trained, 'training expert')} and the new one with a cached "
             f"prior (6.2, Figure 6), compared with the mixture of the {trained}.",
+            "Dense and Dense-DAPT: both are kept for the domain, and mixed by tempered with the default parameters.",
             f"Dense-DAPT changes every parameter of a model, {sizes['Dense-DAPT']:,} bytes per domain; DEMix-DAPT "
-            f"those of one expert, {sizes['DEMix-DAPT']:,} bytes.",
+            f"those of one expert, {sizes['DEMix-DAPT']:,} bytes. Dense-DAPT and DEMix-DAPT's own experts run one "
+            f"model per token, both dense models two, and the mixture with one expert added {trained + 1}.",
         ),
         formats=dict.fromkeys(changes, "{:+.1f}"),
         summaries=frozenset({label}),
