@@ -32,24 +32,15 @@ from demix.mix.mixtures import Mixture, keep_top
 from demix.mix.priors import accuracy_log_priors
 from demix.mix.rules import History, PriorAlone, Tempered, WeightsRule, weights_rule
 from demix.model.clusters import refuse_other_clusters
+from demix.run.systems import ClassifiedModel
 from demix.settings import DistinctItems, Positive, Settings
-
-
-class Asked(Settings):
-    """A model whose accuracy is measured: its row and seed in tables, and the clustering of its experts, if any."""
-
-    model: str
-    folder: str
-    seed: int
-    mixes: bool
-    routing: str = ""
 
 
 class Classification(Settings):
     """What is classified, by which models, and by which routings."""
 
     tasks: dict[str, Task]
-    models: tuple[Asked, ...]
+    models: tuple[ClassifiedModel, ...]
     weights: DistinctItems[WeightsName]
     temperature: Temperature
     top_k: DistinctItems[Positive] = ()

@@ -6,6 +6,7 @@ member mixed by `switching` knows the domain, whose dev split gives its prior an
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,21 +26,11 @@ from demix.evaluate.score_tables import (
 from demix.mix.mixtures import log_mixtures
 from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import Chunk, State, WeightsRule, in_blocks, weights_rule
+from demix.run.systems import Member
 from demix.settings import Items, Positive, Settings, Switch, Text
 
 # The decays of the unigram caches that a system with a cache mixes.
 CACHE_DECAYS = (0.98, 0.995, 0.999, 0.9998)
-
-
-class Member(Settings):
-    """A model of a system: the folder and the `columns` of its score tables, and the rule `weights` that mixes them.
-
-    With `weights` empty there is one column. Without columns the member is the cache of the text.
-    """
-
-    folder: Text = ""
-    columns: Items[Text] = ()
-    weights: Text = ""
 
 
 class Combination(Settings):
@@ -74,7 +65,7 @@ def combine(name: str, paths: list[Path], scores: Path, combination: Combination
     first = next(one for one in members if one.folder)
     columns, judged = {DENSE_EXPERT: members}, [(members, domain) for domain in combination.training]
     if combination.paired:
-        columns = {name: [one.replace(columns=(name,), weights="") for one in members] for name in first.columns}
+        columns = {name: [replace(one, columns=(name,), weights="") for one in members] for name in first.columns}
         judged = [(pair, column) for column, pair in columns.items()]
     types = next(iter(shards.values())).vocab_size
     dev = np.concatenate([rows for some, domain in judged for rows in read(some, f"{domain}.dev")])
@@ -85,7 +76,7 @@ def combine(name: str, paths: list[Path], scores: Path, combination: Combination
             pieces = (np.logaddexp.reduce(rows + proportions, axis=-1) for rows in read(some, place))
             write_scores(scores / name / place / f"{column}.parquet", pieces, {"tokens_sha256": tokens_sha256(ids)})
         write_tokens(scores / name / place, ids, shard.offsets, combination.length, shard.origins)
-    about = {"proportions": np.exp(proportions).tolist(), "members": [one.as_dict() for one in members]}
+    about = {"proportions": np.exp(proportions).tolist(), "members": [asdict(one) for one in members]}
     write_digests(manifest, [(scores / name / place, [*columns]) for place in shards], about)
 
 
@@ -125,7 +116,7 @@ def _with_parameters(scores: Path, member: Member, combination: Combination) -> 
         folders = {domain: scores / member.folder / f"{domain}.dev" for domain in combination.training}
         dev = {domain: read_scores(folder, member.columns) for domain, folder in folders.items()}
         rule = next(iter(tempered_on_dev(dev, reset=True)), DEFAULT)
-    return member.replace(weights=f"tempered({rule.beta},{rule.gamma})")
+    return replace(member, weights=f"tempered({rule.beta},{rule.gamma})")
 
 
 def _rule(scores: Path, member: Member, place: str, reset: bool) -> tuple[WeightsRule, np.ndarray]:

@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import pyarrow as pa
 import torch
-from pydantic import Field
 
 from demix.config.architecture import FOLDS
 from demix.config.evaluation import ScoringRecipe
@@ -42,33 +40,17 @@ from demix.model.gpt import GPT
 from demix.model.moe import MoELayer
 from demix.model.scoring import trunk_log_probabilities
 from demix.progress import progress
-from demix.run.models import folder_at
-from demix.settings import DistinctItems, Integer, Items, Settings, Text
+from demix.run.scoring import ScoringPart
+from demix.settings import Items
 
 log = logging.getLogger(__name__)
-
-
-class ScoredModel(Settings):
-    """What is scored under one of several models: its folder of the models' folder, its columns, and on which shards.
-
-    Without `experts`, each domain is scored under its own token. `context` and `top_k` are those of `score`. No token
-    chooses the expert `without` of a merged model (`demix.model.experts.load_without`).
-    """
-
-    model: Text
-    experts: DistinctItems[Text]
-    domains: DistinctItems[Text]
-    splits: DistinctItems[Text]
-    context: Annotated[Integer, Field(ge=0)] = 0
-    top_k: Annotated[Integer, Field(ge=0)] = 0
-    without: Text = ""
 
 
 class Scoring(ScoringRecipe):
     """How scores are computed, and of which tokens. `models` are those of `score_models`."""
 
     threads: Threads
-    models: Items[ScoredModel] = ()
+    models: Items[ScoringPart] = ()
 
 
 @dataclass(frozen=True)
@@ -131,7 +113,7 @@ def score_models(
             raise DemixError(f"model {one.model}", f"is to be scored on {domain} {split}, not an argument", cure)
         changed = one.context, one.top_k, one.without
         own = [places[place] for place in wanted]
-        works.append(_Work(models / one.model, one.experts, own, output / folder_at(one.model, *changed), *changed))
+        works.append(_Work(models / one.model, one.experts, own, output / one.folder, *changed))
     written = _score_all(works, scoring)
     if manifest is not None:
         write_digests(manifest, written)

@@ -17,35 +17,3 @@ from demix.files.digests import check_inside, check_sha256, copy_checked, finger
 from demix.files.json_files import digest, read_json, read_json_lines, write_json, write_json_lines
 from demix.files.locks import exclusive
 from demix.files.parquet import check_sealed, parquet_reader, parquet_writer, read_parquet, write_parquet
-
-__all__ = [
-    "REMAKE",
-    "cannot_be_written",
-    "check_inside",
-    "check_sealed",
-    "check_sha256",
-    "copy_checked",
-    "digest",
-    "exclusive",
-    "fingerprint",
-    "fsync",
-    "is_alive",
-    "is_made",
-    "linked",
-    "opened",
-    "parquet_reader",
-    "parquet_writer",
-    "read_json",
-    "read_json_lines",
-    "read_parquet",
-    "refuse_used",
-    "remove_leftovers",
-    "replacing",
-    "scratch",
-    "seed_for",
-    "sha256_file",
-    "write_json",
-    "write_json_lines",
-    "write_parquet",
-    "write_text",
-]

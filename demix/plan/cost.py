@@ -244,7 +244,7 @@ class ScoringCosts:
         )
         scored = (self._tokens(split, architecture.context) for split in part.splits)
         tokens = sum(sum(map(split.__getitem__, part.domains)) for split in scored)
-        columns = 1 if part.own else len(part.columns)
+        columns = len(part.experts) or 1
         tflops = achieved_tflops(self.device, architecture, demix=columns > 1)
         flops = scoring_flops(architecture, self.run.types, columns, part.expert_scope)
         disk = score_table_bytes(columns, tokens) - (0 if part.shared else score_table_bytes(0, tokens))

@@ -97,7 +97,7 @@ class RunRules(StageSettings):
         found |= {(name, domain, ""): f"systems/{name}" for name in systems for domain in self.run.domains}
         for job in self.scoring.values():
             for part in job.parts:
-                added = () if part.shared else part.columns
+                added = () if part.shared else part.experts
                 for domain in part.domains:
                     found |= {(part.folder, domain, column): job.name for column in added or ("",)}
         return found
@@ -122,7 +122,7 @@ class RunRules(StageSettings):
     def scoring_inputs(self, name: str) -> dict[str, list[str]]:
         """The files that a job reads which scores: models, tokens, and the tables that it adds columns to."""
         parts = self.scoring[name].parts
-        models = [file for part in parts for file in self.model(part.model, part.experts)]
+        models = [file for part in parts for file in self.model(part.model, part.reads)]
         old = [file for part in parts if not part.shared for file in self.scores(part.model, part.domains)]
         return {
             "model": list(dict.fromkeys(models)),

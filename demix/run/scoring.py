@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 from demix.config.models import DENSE_EXPERT
 from demix.run.contexts import other_contexts
@@ -17,20 +16,20 @@ from demix.run.systems import merged_whole, other_top_k
 class ScoringPart:
     """The texts that a job scores under one model.
 
-    The job reads the files of `experts` and makes one score table for each of `columns`. With `shared` the job also
-    makes the table of the tokens of these columns; otherwise that table already exists. With `own` each
-    domain has one column, its own domain token. `expert_scope` is that of the model's kind: with `model` nothing of one
+    The job makes one score table for each of `experts`; without any, each domain is scored under its own token. With
+    `shared` the job also makes the table of the tokens of these columns; otherwise that table already exists. `reads`
+    are the experts whose files are read. `expert_scope` is that of the model's kind: with `model` nothing of one
     column's work is another's. `context` is the length of the blocks, and `top_k` the number of experts that a token
-    chooses in a layer, 0 for those of training. `without` is an expert that no token chooses.
+    chooses in a layer, 0 for those of training. No token chooses the expert `without` of a merged model
+    (`demix.model.experts.load_without`).
     """
 
     model: str
     experts: tuple[str, ...]
-    columns: tuple[str, ...]
     domains: tuple[str, ...]
     splits: tuple[str, ...]
+    reads: tuple[str, ...] = ()
     shared: bool = True
-    own: bool = False
     expert_scope: str = "none"
     context: int = 0
     top_k: int = 0
@@ -40,13 +39,6 @@ class ScoringPart:
     def folder(self) -> str:
         """The folder of the score tables below scores/."""
         return folder_at(self.model, self.context, self.top_k, self.without)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of the part for `demix score`."""
-        columns = () if self.own else self.columns
-        named = {"model": self.model, "experts": columns, "domains": self.domains, "splits": self.splits}
-        return named | {"context": self.context, "top_k": self.top_k, "without": self.without}
 
 
 @dataclass(frozen=True)
@@ -89,9 +81,7 @@ _Jobs = Iterator[tuple[str, ScoringJob]]
 def _of_trained(run: Run) -> _Jobs:
     for model in run.trained:
         own, first = model.kind.domain_tokens, model == run.receiver
-        part = ScoringPart(
-            model.name, model.experts, model.columns, (), model.splits, expert_scope=model.kind.expert_scope
-        )
+        part = ScoringPart(model.name, model.columns, (), model.splits, expert_scope=model.kind.expert_scope)
         if model.removed:
             removed = replace(part, domains=(model.removed,))
             yield "others-training", ScoringJob(f"{model.name}/{model.removed}", (removed,), 15)
@@ -102,7 +92,7 @@ def _of_trained(run: Run) -> _Jobs:
             own_here = own and known
             # The longest jobs of other models start before their shorter ones.
             priority = 80 if first else 15 if known else 10
-            here = replace(part, own=own_here, splits=("test",) if own_here else model.splits)
+            here = replace(part, experts=(), splits=("test",)) if own_here else part
             yield from _each(run, here, domains, model.name if first else "others", priority)
             again = replace(here, splits=("test",))
             if known or not own:
@@ -130,12 +120,10 @@ def _of_adapted(run: Run) -> _Jobs:
     dense = (DENSE_EXPERT,)
     for number, name in enumerate(novel):
         before, so_far = (*training, *novel[:number]), novel[: number + 1]
-        into = ScoringPart(
-            receiver.name, (name,), (name,), before, receiver.splits, shared=False,
-            expert_scope=receiver.kind.expert_scope,
-        )  # fmt: skip
-        on = replace(into, experts=so_far, columns=so_far, domains=(name,))
-        made = ScoringPart(adapted(row, name), dense, dense, (*training, name), ("test",))
+        scope = receiver.kind.expert_scope
+        into = ScoringPart(receiver.name, (name,), before, receiver.splits, (name,), shared=False, expert_scope=scope)
+        on = replace(into, experts=so_far, reads=so_far, domains=(name,))
+        made = ScoringPart(adapted(row, name), dense, (*training, name), ("test",))
         for job, part in ((f"{receiver.name}/adapted-{name}", into), (f"{receiver.name}/adapted-on-{name}", on)):
             yield f"adapted-{name}", ScoringJob(job, (part,), 60)
         yield f"adapted-{name}", ScoringJob(made.model, (made,), 0 if run.submitted else 60)
@@ -147,8 +135,8 @@ def _of_merged(run: Run) -> _Jobs:
         # The average by a prior waits for the scores of its experts.
         together = "averages" if merged.by_domain else "others"
         for domain, top_k in product(domains, (0, *other_top_k(run).get(merged.place, ()))):
-            part = ScoringPart(merged.of(domain), MERGED, MERGED, (), ("test",), top_k=top_k)
+            part = ScoringPart(merged.of(domain), MERGED, (), ("test",), top_k=top_k)
             yield from _each(run, part, [domain], together)
     for folder, domain in product(merged_whole(run), run.training):
-        left = ScoringPart(folder, MERGED, MERGED, (), ("test",), without=domain)
+        left = ScoringPart(folder, MERGED, (), ("test",), without=domain)
         yield from _each(run, left, [domain])

@@ -8,22 +8,27 @@ from functools import cached_property
 from typing import Any
 
 from demix.config.adaptation import AdaptationRecipe
-from demix.config.domains import UNCUT
+from demix.config.domains import UNCUT, SplitRecipe
 from demix.config.evaluation import CACHE, MixingRecipe, ScoredTokens, ScoringRecipe
 from demix.config.training import OptimizerRecipe, TrainingRecipe, selected
 from demix.files import fingerprint, write_json
 from demix.run.compared import comparisons
 from demix.run.contexts import POSITION_BINS, context_tables
 from demix.run.evaluated import columns_of, evaluated
-from demix.run.harness import harness_settings, harness_tasks, harnessed
+from demix.run.harness import harnessed
 from demix.run.models import Model, trained_without
 from demix.run.run import Run, kept
 from demix.run.scoring import ScoringJob, scoring_jobs
-from demix.run.systems import classified, merged_whole
-from demix.settings import written
+from demix.run.systems import ClassifiedModel, Member, classified, merged_whole
+from demix.settings import Settings, written
 
 # The bytes of the longest argument that Linux passes to a program, less the NUL at its end.
 LONGEST_ARGUMENT = 128 * 1024 - 1
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    """What JSON has of a part of the config, and of what follows from it."""
+    return written(value) if isinstance(value, Settings) else asdict(value)
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class StageSettings:
     def as_json(self, *parts: Mapping[str, Any], **more: Any) -> str:
         """The part of the config that a stage uses, as one argument. A change to it reruns only that stage."""
         merged = {key: value for part in (*parts, more) for key, value in part.items()}
-        return self.argument(json.dumps(merged, sort_keys=True))
+        return self.argument(json.dumps(merged, sort_keys=True, default=_plain))
 
     def argument(self, text: str) -> str:
         """JSON as one argument: itself, or @ and the path of a file that holds it, where it is too long for one.
@@ -74,15 +79,6 @@ class StageSettings:
         """The config that the run keeps, as JSON."""
         return self.argument(json.dumps(kept(self.run.config)))
 
-    def harness_settings(self, model: str) -> str:
-        """The settings with which a model does tasks of the harness, as JSON."""
-        return self.as_json(harness_settings(self.run, self.models[model]))
-
-    @property
-    def harness_tasks(self) -> str:
-        """The settings that say which tasks of the harness are asked, as JSON."""
-        return self.as_json(harness_tasks(self.run))
-
     def division(self, source: str) -> dict[str, Any]:
         """How a source that domains share is divided, whichever domains there are."""
         shared = self.run.config.sources[source]
@@ -91,10 +87,8 @@ class StageSettings:
 
     def scoring_settings(self, name: str) -> str:
         """The settings of a job that scores, as JSON."""
-        models = [part.settings for part in self.scoring[name].parts]
-        return self.as_json(
-            selected(ScoringRecipe, self.run.config.evaluation), models=models, threads=self.run.config.threads
-        )
+        scored = selected(ScoringRecipe, self.run.config.evaluation)
+        return self.as_json(scored, models=self.scoring[name].parts, threads=self.run.config.threads)
 
     def context_settings(self, domain: str) -> str:
         """The settings of the evaluation of a domain by position, as JSON."""
@@ -102,7 +96,7 @@ class StageSettings:
         return self.as_json(
             {key: mixing[key] for key in ("decay", "dev_blocks")},
             kind=self.run.kind_of(domain),
-            tables=[asdict(table) for table in context_tables(self.run, domain)],
+            tables=context_tables(self.run, domain),
             width=max(1, self.run.context // POSITION_BINS),
             seed=self.run.seed,
         )
@@ -120,7 +114,7 @@ class StageSettings:
         system = self.run.config.evaluation.mixed[name]
         rules = {one: "" if weights is None else str(weights) for one, weights in system.columns.items()}
         members = [
-            {} if one == CACHE else {"folder": one, "columns": columns_of(self.run, one), "weights": rules.get(one, "")}
+            Member() if one == CACHE else Member(one, columns_of(self.run, one), rules.get(one, ""))
             for one in (*system.columns, *system.pairs)
         ]
         of_run = {"training": self.run.training, "length": self.run.context}
@@ -131,24 +125,10 @@ class StageSettings:
         return self.as_json(written(self.run.texts[domain].source), UNCUT if whole else {})
 
     def split_settings(self, domain: str) -> str:
-        """The settings with which a domain's documents are split, as JSON."""
-        section = self.run.domains[domain]
-        return self.as_json(
-            words=written(section.words),
-            near_duplicates=written(section)["near_duplicates"],
-            training=domain in self.run.training,
-            seed=self.run.seed,
-        )
-
-    def suite_settings(self, domain: str) -> str:
-        """As `split_settings`, of a domain of a suite, which has no split but test."""
-        section = self.run.suites[domain]
-        return self.as_json(
-            words={"test": section.words.test},
-            training=False,
-            test_only=True,
-            seed=self.run.seed,
-        )
+        """The settings with which a domain's documents are split, as JSON. One of a suite has no split but test."""
+        split = selected(SplitRecipe, self.run.texts[domain])
+        more = {"test_only": True} if domain in self.run.suites else {}
+        return self.as_json(split, more, training=domain in self.run.training, seed=self.run.seed)
 
     def routing_settings(self, context: str) -> str:
         """The settings with which contexts are routed, as JSON."""
@@ -161,7 +141,7 @@ class StageSettings:
         return self.as_json(
             selected(MixingRecipe, run.config.evaluation),
             kind=run.kind_of(domain),
-            tables=[asdict(table) for table in evaluated(run, domain)],
+            tables=evaluated(run, domain),
             pairs=comparisons(run, domain) if domain in run.domains else [],
             seed=run.seed,
         )
@@ -190,19 +170,10 @@ class StageSettings:
     def classify_settings(self) -> str:
         """The settings of the classification, as JSON. A run with only the harness's tasks has no tasks."""
         evaluation = self.run.config.evaluation
-        tasks = {name: written(task) for name, task in self.run.config.tasks.items()}
+        asked = classified(self.run)
         return self.as_json(
-            tasks=tasks or ({} if harnessed(self.run) else None),
-            models=[
-                {
-                    "model": model.row,
-                    "folder": model.name,
-                    "seed": model.seed,
-                    "mixes": model.kind.has_experts,
-                    "routing": model.routing,
-                }
-                for model in classified(self.run)
-            ],
+            tasks=self.run.config.tasks or ({} if harnessed(self.run) else None),
+            models=[ClassifiedModel(one.row, one.name, one.seed, one.kind.has_experts, one.routing) for one in asked],
             weights=evaluation.weights,
             temperature=written(evaluation)["temperature"],
             top_k=evaluation.top_k,

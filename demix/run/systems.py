@@ -123,6 +123,29 @@ class System:
         return replace(self, label=f"{self.label}, chosen on dev", variant="dev_choice")
 
 
+@dataclass(frozen=True)
+class ClassifiedModel:
+    """A model whose accuracy is measured: its row and seed in tables, and the clustering of its experts, if any."""
+
+    model: str
+    folder: str
+    seed: int
+    mixes: bool
+    routing: str = ""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A model of a system: the folder and the `columns` of its score tables, and the rule `weights` that mixes them.
+
+    With `weights` empty there is one column. Without columns the member is the cache of the text.
+    """
+
+    folder: str = ""
+    columns: tuple[str, ...] = ()
+    weights: str = ""
+
+
 def merged_label(merged: Merged) -> str:
     """The name of a merged model in tables."""
     label = merged.model.base.label

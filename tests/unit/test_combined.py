@@ -11,7 +11,7 @@ from scipy.optimize import minimize_scalar
 from demix.config.mixing import parsed_weights
 from demix.data.shards import TokenShard
 from demix.evaluate.choice import ALPHAS, BETAS, GAMMAS
-from demix.evaluate.combined import CACHE_DECAYS, Combination, Member, UnigramCache, combine, log_p
+from demix.evaluate.combined import CACHE_DECAYS, Combination, UnigramCache, combine, log_p
 from demix.evaluate.ngrams import NGramScoring, score_ngrams
 from demix.evaluate.score_tables import ScoreTable, read_scores
 from demix.files import read_json
@@ -20,7 +20,7 @@ from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import Switching, Tempered
 from demix.run.compared import comparisons
 from demix.run.evaluated import chosen_on_dev, columns_of
-from demix.run.systems import rivals
+from demix.run.systems import Member, rivals
 from support.entries import tiny
 from support.errors import refused
 from support.tokens import NOVEL, TRAINING

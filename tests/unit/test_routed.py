@@ -30,7 +30,7 @@ from demix.config.counts import parameters
 from demix.data.shards import TokenShard, blocks
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.memorization import Audit, audit_domain
-from demix.evaluate.score import ScoredModel, Scoring, score, score_models
+from demix.evaluate.score import Scoring, score, score_models
 from demix.files import read_json, read_json_lines, read_parquet, sha256_file, write_json, write_parquet
 from demix.launch.job import Places
 from demix.model.directory import describe, load_model
@@ -42,6 +42,7 @@ from demix.model.merge_routed import dev_shards, merge_routed
 from demix.model.moe import router_metrics
 from demix.model.scoring import log_probabilities
 from demix.run.models import left_out, trained_without
+from demix.run.scoring import ScoringPart
 from demix.train.adapt import adapt
 from demix.train.batches import batches_of
 from demix.train.loop import train
@@ -553,7 +554,7 @@ def test_scores_of_fewer_experts_are_those_of_models_that_have_or_choose_so_many
     before = contents(folder / "mine")
     asked = {"experts": ("dense",), "domains": TRAINING[:1], "splits": ("test",)}
     several = tuple(
-        ScoredModel(model=copied, without=without, top_k=top_k, **asked)
+        ScoringPart(model=copied, without=without, top_k=top_k, **asked)
         for copied, without, top_k in (
             ("mine", "", 0),
             ("mine", name, 0),

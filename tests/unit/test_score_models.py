@@ -11,10 +11,11 @@ import demix.evaluate.score as module
 import demix.model.scoring as passing
 from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard
-from demix.evaluate.score import ScoredModel, Scoring, score, score_models
+from demix.evaluate.score import Scoring, score, score_models
 from demix.model.directory import describe, load_model, save_expert, save_manifest
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities, trunk_log_probabilities
+from demix.run.scoring import ScoringPart
 from support.errors import refused
 from support.models import save_model
 from support.tokens import NOVEL, TRAINING
@@ -23,11 +24,11 @@ SETTINGS: dict[str, Any] = {"dev_blocks": 4, "test_tokens": 100, "precision": "f
 SPLITS = ("dev", "test")
 SHAPE = Architecture(layers=2, width=16, heads=2, context=32)
 MODELS = (
-    ScoredModel(model="demix", experts=("law", "news"), domains=(TRAINING[0], NOVEL[0]), splits=SPLITS),
+    ScoringPart(model="demix", experts=("law", "news"), domains=(TRAINING[0], NOVEL[0]), splits=SPLITS),
     # Under a domain's own token, in blocks of the length of training and in shorter ones.
-    ScoredModel(model="token", experts=(), domains=TRAINING[:1], splits=("test",)),
-    ScoredModel(model="token", experts=(), domains=TRAINING[:1], splits=("test",), context=16),
-    ScoredModel(model="plain", experts=("dense",), domains=(TRAINING[0], NOVEL[0]), splits=("test",)),
+    ScoringPart(model="token", experts=(), domains=TRAINING[:1], splits=("test",)),
+    ScoringPart(model="token", experts=(), domains=TRAINING[:1], splits=("test",), context=16),
+    ScoringPart(model="plain", experts=("dense",), domains=(TRAINING[0], NOVEL[0]), splits=("test",)),
 )
 SCORING = Scoring(**SETTINGS, models=MODELS)
 Passes = list[tuple[str, int]]

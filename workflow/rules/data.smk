@@ -131,8 +131,6 @@ use rule split as hold_out with:
         f"{RUN}/corpus/{{domain}}/card.json",
     wildcard_constraints:
         domain=one_of(THIS.suites),
-    params:
-        settings=lambda wildcards: RULES.suite_settings(wildcards.domain),
 
 
 use rule tokenize as tokenize_suite with:

@@ -1,5 +1,5 @@
 # Few-shot classification (c-BTM): examples once, the log-probabilities of labels once per model, all routings as arithmetic.
-from demix.run.harness import harness_files, harness_routings
+from demix.run.harness import harness_files, harness_routings, harness_settings, harness_tasks
 
 
 rule examples:
@@ -43,7 +43,7 @@ rule harness_documents:
     resources:
         options="--offline" if not CONFIG.lm_eval or CONFIG.lm_eval.offline else "--no-offline",
     params:
-        settings=lambda wildcards: RULES.harness_tasks,
+        settings=lambda wildcards: RULES.as_json(harness_tasks(THIS)),
     shell:
         "demix harness-documents --settings {params.settings:q} --output {output} {resources.options} 2> {log}"
 
@@ -72,7 +72,7 @@ rule harness:
         f"{RUN}/harness/models/{{model}}.parquet",
     threads: CONFIG.threads
     params:
-        settings=lambda wildcards: RULES.harness_settings(wildcards.model),
+        settings=lambda wildcards: RULES.as_json(harness_settings(THIS, RULES.models[wildcards.model])),
         # No option has it: a change of the context reruns the job, since config.json is ancient.
         context=CONFIG.evaluation.routing_context[0] if harness_routings(THIS) else "",
         model=below_run("models/{model}"),
