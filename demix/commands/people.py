@@ -169,35 +169,30 @@ def merge(
     routed: Annotated[
         bool,
         typer.Option(
-            "--routed", help="Instead of an average, make a model whose tokens choose two experts in every layer."
+            "--routed",
+            help="Instead of an average, make a model whose tokens choose two experts in every layer, by the routers "
+            "that experts of kind anchored (FlexOlmo) learned.",
         ),
     ] = False,
-    tokens: Annotated[
-        Path | None,
-        typer.Option(
-            help="With --routed, the folder with <domain>/dev.arrow of every expert's domain, from which routers are "
-            "solved; by default tokens/ of the model's run."
-        ),
-    ] = None,
 ) -> None:
-    """Merge experts without training: average them into one dense model, or let tokens choose among all of them.
+    """Merge experts without training: average them into one dense model, or let tokens choose among anchored ones.
 
     Example: demix merge results/sample/models/demix --weights novels=0.5,politics=0.5 --output merged
     """
     from demix.files import refuse_used
-    from demix.model.merge import merge_experts, parse_weights
-    from demix.model.merge_routed import dev_shards, merge_routed
+    from demix.model.merge import learned_anchored, merge_experts, merge_routed, parse_weights
     from demix.report.card import merged_card
 
     if routed is (weights is not None):
         raise DemixError("--weights", "or --routed must be given, and not both", "give weights, or --routed")
-    if tokens is not None and not routed:
-        raise DemixError("--tokens", "is only for --routed", "leave one of them out")
+    if routed and not learned_anchored(model):
+        cure = "merge a model of kind anchored, or train an entry of kind routed with this parent (BTX)"
+        raise DemixError(model, "has experts that learned no routers, which --routed needs", cure)
     chosen = parse_weights(weights) if weights is not None else {}
     card = merged_card(model, chosen, output.resolve().name)
     refuse_used(output)
     if routed:
-        merge_routed(model, dev_shards(model, tokens), output, card)
+        merge_routed(model, output, card)
     else:
         merge_experts(model, chosen, output, card)
 

@@ -40,7 +40,7 @@ STAGES = {
     "join-branches": ("model.merge.join_trained", "branches"),
     "adapt": ("commands.training.adapt", "model shards"),
     "average-experts": ("evaluate.choice.average_experts", "model"),
-    "merge-routed": ("model.merge_routed.merge_shards", "model shards"),
+    "merge-routed": ("model.merge.merge_routed", "directory"),
     "score": ("evaluate.score.score_models", "models shards"),
     "score-ngrams": ("evaluate.ngrams.score_ngrams", "paths"),
     "combine": ("evaluate.combined.combine", "name paths"),

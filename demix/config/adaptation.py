@@ -109,5 +109,5 @@ class RemovalSection(Settings):
     merged: DistinctItems[EntryName] = Field(
         default=(),
         description="Entries whose merged model is scored on each training domain with the domain's expert left out, "
-        "without training: entries with `merged_routed`, and entries that train merged experts (BTX).",
+        "without training: entries of kind anchored (FlexOlmo), and entries that train merged experts (BTX).",
     )

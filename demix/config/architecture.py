@@ -259,7 +259,7 @@ class Architecture(Decoder):
     def merged_routed(self, experts: int) -> "Architecture":
         """The architecture in which each token chooses two of `experts` domain experts in every layer.
 
-        It is not trained: each expert has a place for every token, and the loss of balance has no weight.
+        It is not yet trained: each expert has a place for every token, and the loss of balance has no weight.
         """
         routed = Routed(experts=experts, top_k=2, every=1, capacity=float(experts), balance=0.0)
         return self.replace(routed=routed)

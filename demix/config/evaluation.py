@@ -163,9 +163,9 @@ class EvaluationSection(ScoringRecipe, MixingRecipe):
     experts_top_k: DistinctItems[Positive | Literal["all"]] = Field(
         default_factory=absent,
         min_length=1,
-        description="Numbers k of experts, such as [1, 2, all]. Models whose tokens choose among experts (rows of kind "
-        "routed, and what merged_routed makes) are scored once more with each k that is not theirs, without training. "
-        "Gates sum to 1 where they do in training. The table of families has a column for each.",
+        description="Numbers k of experts, such as [1, 2, all]. Models whose tokens choose among experts (entries of "
+        "kind routed, and the merge of an entry of kind anchored) are scored once more with each k that is not theirs, "
+        "without training. Gates sum to 1 where they do in training. The table of families has a column for each.",
     )
     ngrams: DistinctItems[NGramOrder | AllText] = Field(
         default_factory=absent,

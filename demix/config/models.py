@@ -85,9 +85,11 @@ class Parent(Settings):
         "goes on. A branch has all its parent's settings; those of time and memory can differ, and dev_blocks. Or the "
         "folder of a dense model, such as imported/gpt2 that `demix import` wrote: the model begins with its "
         "parameters, and with a training of its own. For kind routed also an entry of kind demix, branched or "
-        "anchored, whose experts become those of every layer, as `merged_routed` says: the entry trains the merged "
-        "model on all domains for more tokens, with the FLOPs of `tokens` of a dense model (Branch-Train-MiX, "
-        "Sukhbaatar et al. 2024).",
+        "anchored, whose experts' feedforwards become the experts of every layer, two of which each token chooses: the "
+        "entry trains the merged model on all domains for more tokens, with the FLOPs of `tokens` of a dense model. "
+        "Routers start at random, and all other weights of experts of kind branched are averaged (Branch-Train-MiX, "
+        "Sukhbaatar et al. 2024). Experts of kind anchored keep the routers that they learned, and have the anchor "
+        "next to them.",
     )
     seed_tokens: Positive = Field(
         default_factory=absent,
@@ -109,20 +111,12 @@ class Branch(Parent):
 
 
 class ExpertText(Settings):
-    """On what the experts of an entry train, and what is made of them."""
+    """On what the experts of an entry train."""
 
     data: Text = Field(
         default_factory=absent,
         description="The clustering (section `clusterings`) on whose clusters the experts train, one expert per "
         "cluster, with equal tokens. Without it the experts train on the domains.",
-    )
-    merged_routed: Switch = Field(
-        default_factory=absent,
-        description="Score the experts of an entry of kind demix, branched or anchored as a token-routed model, too, "
-        "which is made without training: each token chooses two of their feedforwards in every layer, by a ridge "
-        "regression of the expert's domain (or cluster) on the token's state, over 40 blocks of dev text of each. All "
-        "other weights of experts of kind branched are averaged. Experts of kind anchored keep the routers that they "
-        "learned, and have the anchor next to them.",
     )
 
 

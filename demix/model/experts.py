@@ -184,8 +184,8 @@ def _raised(check: Callable[[], object]) -> DemixError | None:
 def load_without(directory: Path, name: str) -> GPT:
     """The merged model in `directory` whose layers lack the expert `name`; its files stay as they are.
 
-    The expert's rows leave the routers, and the softmax is over the rows that are left: no router is solved or trained
-    again. What shared weights have learned from the expert's domain stays, as do averages of branches. Raises
+    The expert's rows leave the routers, and the softmax is over the rows that are left: no router is trained again.
+    What shared weights have learned from the expert's domain stays, as do averages of branches. Raises
     DemixError for a model that does not say whose experts its tokens choose among, if it has no such expert, and if
     fewer than two experts would be left, or fewer than a token chooses.
     """

@@ -22,6 +22,8 @@ from demix.model.transformer import Dropout, KeyValues, norm_of
 
 # The input in place of a token that a masked model is to fill in. It has no entry in the vocabulary.
 MASKED = -1
+# Of initial weights.
+STD = 0.02
 # Which tensors belong to one expert: those of its feedforwards and its table of bigrams, or all tensors of the model.
 SCOPES = ("feedforward", "model")
 
@@ -86,7 +88,7 @@ class GPT(LanguageModel):
                     parameter.fill_(1.0)
                 else:
                     generator = torch.Generator().manual_seed(seed_for(seed, "initialise", name))
-                    std = 0.02 / math.sqrt(2 * self.architecture.layers) if name.endswith(residual) else 0.02
+                    std = STD / math.sqrt(2 * self.architecture.layers) if name.endswith(residual) else STD
                     one_expert = name.endswith(("feedforward.up", "feedforward.down"))
                     drawn = torch.randn(parameter.shape[1:] if one_expert else parameter.shape, generator=generator)
                     parameter.copy_(drawn * std)

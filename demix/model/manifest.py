@@ -143,14 +143,10 @@ class Origin(OpenSettings):
 
 
 class RecordedChoice(OpenSettings):
-    """An expert among which tokens choose, and the hash of the tokens from which its router was solved, if it was.
-
-    An anchor has the name of a dense model's expert.
-    """
+    """An expert among which tokens choose. An anchor has the name of a dense model's expert."""
 
     expert: ExpertName
     sha256: Digest
-    data_sha256: Digest | None
 
 
 class ExpertManifest(Manifest):

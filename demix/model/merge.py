@@ -1,13 +1,16 @@
-"""One model of several: the average of experts, as in Branch-Train-Merge, and branches that join."""
+"""One model of several: averages of experts, experts among which tokens choose, and branches that join."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, harmonic_mean
 from typing import Any
 
+import torch
+
+from demix.config.counts import parameters
 from demix.config.models import DENSE_EXPERT
 from demix.errors import DemixError, nearest
-from demix.files import copy_checked, read_json_lines, read_parquet, replacing, write_json, write_json_lines
+from demix.files import copy_checked, read_json_lines, read_parquet, replacing, seed_for, write_json, write_json_lines
 from demix.model.directory import (
     SHARED,
     Tensors,
@@ -15,17 +18,19 @@ from demix.model.directory import (
     copy_expert,
     copy_tokenizer,
     describe,
+    expert_files,
     expert_lineage,
     expert_names,
     load_expert,
     load_shared,
+    refuse_masked,
     refuse_routed,
     save_model,
     tokenizer_path,
     whole_models,
 )
-from demix.model.gpt import GPT
-from demix.model.manifest import ExpertManifest
+from demix.model.gpt import GPT, STD
+from demix.model.manifest import Branched, ExpertManifest
 
 # What each branch counts for itself.
 OWN = ("tokens", "data_sha256", "experts")
@@ -50,6 +55,97 @@ def merge_experts(directory: Path, weights: dict[str, float], output: Path, card
         "tokenizer_sha256": described.tokenizer_sha256,
     }
     save_model(model, output, description, lineage, tokenizer_path(directory), card)
+
+
+def merge_routed(directory: Path, output: Path, card: str | None = None) -> None:
+    """Write a model to `output` in every layer of which each token chooses two of the experts in `directory`.
+
+    Experts that learned next to an anchor are merged with it (`_with_anchor`); other ones get routers at random, which
+    are to be trained (`_with_random_routers`). The tokenizer is copied. README.md holds `card`. Raises DemixError
+    unless the experts are several causal ones.
+    """
+    experts, described, anchored = expert_names(directory), describe(directory), learned_anchored(directory)
+    if not anchored:
+        refuse_routed(directory, "are routed already")
+    refuse_masked(directory, "has no states of a text that goes on")
+    if len(experts) + anchored < 2 or experts == (DENSE_EXPERT,):
+        cure = "merge a model of kind demix, branched or anchored"
+        raise DemixError(directory, "has one expert, and tokens choose among several", cure)
+    parents = {expert: expert_lineage(directory, expert) for expert in experts}
+    model = (_with_anchor if anchored else _with_random_routers)(directory, parents)
+    learned = learned_of(parents.values())
+    shared_parameters, expert_parameters = parameters(model.architecture, model.vocab_size)
+    description = described.content | {
+        "kind": "merged",
+        "shared_parameters": shared_parameters,
+        "expert_parameters": expert_parameters,
+    }
+    if whole_models(directory):
+        description |= {"expert_scope": "feedforward", **learned_by(learned)}
+    hashes = {expert: one.sha256 for expert, one in parents.items()}
+    if anchored and isinstance(described.parent, Branched):
+        hashes = {DENSE_EXPERT: described.parent.state_sha256} | hashes
+    choices = [{"expert": expert, "sha256": sha256} for expert, sha256 in hashes.items()]
+    lineage = learned | {"parent": None, "tokenizer_sha256": described.tokenizer_sha256, "choices": choices}
+    save_model(model, output, description, lineage, tokenizer_path(directory), card)
+
+
+def _with_random_routers(directory: Path, parents: Mapping[str, ExpertManifest]) -> GPT:
+    """The merge of the experts `parents` with which a joint training begins (BTX).
+
+    Feedforwards are those of the experts. All other weights are those that experts share, or the average of experts
+    that are whole models. Routers start at random (Sukhbaatar et al. 2024, section 3.2), drawn from N(0, 0.02²) by the
+    experts' hashes.
+    """
+    described, whole = describe(directory), whole_models(directory)
+    architecture = described.architecture.merged_routed(len(parents))
+    shared: Tensors = {} if whole else load_shared(directory)
+    if whole:
+        average = averaged(directory, dict.fromkeys(parents, 1 / len(parents)))
+        shared = {name: one.detach() for name, one in average.named_parameters() if ".feedforward." not in name}
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for expert in parents:
+        for name, tensor in load_expert(directory, expert).items():
+            if ".feedforward." in name:
+                stacks.setdefault(name, []).append(tensor)
+    stacked = {name: torch.stack(stack) for name, stack in stacks.items()}
+    hashes = [one.sha256 for one in parents.values()]
+    for number in range(architecture.layers):
+        name = f"blocks.{number}.feedforward.router"
+        generator = torch.Generator().manual_seed(seed_for(0, name, *hashes))
+        router = STD * torch.randn(len(parents), architecture.width, generator=generator)
+        stacked[name] = router.to(shared["token_embedding"])
+    return assembled(architecture, described, shared, {DENSE_EXPERT: stacked})
+
+
+def _with_anchor(directory: Path, parents: Mapping[str, ExpertManifest]) -> GPT:
+    """The merge of the experts `parents` with their anchor: feedforwards and rows of routers as they are, its first.
+
+    Nothing is trained jointly (FlexOlmo, Shi et al. 2025, arXiv 2507.07024). Raises DemixError where two experts have
+    other shared weights, or another anchor.
+    """
+    shared: Tensors = {}
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for expert in parents:
+        for name, tensor in load_expert(directory, expert).items():
+            if ".feedforward." in name:
+                anchor, own = torch.split(tensor, 1)
+                stacks.setdefault(name, [anchor]).append(own)
+                same = torch.equal(anchor, stacks[name][0])
+            else:
+                same = torch.equal(tensor, shared.setdefault(name, tensor))
+            if not same:
+                cause = f"has another {name} than the experts before it, which training does not change"
+                raise DemixError(expert_files(directory, expert)[1], cause, "merge experts of one parent")
+    described = describe(directory)
+    stacked = {name: torch.cat(stack) for name, stack in stacks.items()}
+    architecture = described.architecture.merged_routed(len(parents) + 1)
+    return assembled(architecture, described, shared, {DENSE_EXPERT: stacked})
+
+
+def learned_anchored(directory: Path) -> bool:
+    """Whether the experts in `directory` are whole models, each with an anchor next to its own feedforwards."""
+    return whole_models(directory) and bool(describe(directory).architecture.routed)
 
 
 def averaged(directory: Path, weights: Mapping[str, float], name: str = DENSE_EXPERT) -> GPT:

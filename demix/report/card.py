@@ -12,12 +12,11 @@ from demix.config.training import Execution
 from demix.errors import DemixError, nearest
 from demix.files import read_json, write_text
 from demix.model.clusters import copy_clusters
-from demix.model.directory import describe, expert_lineage, expert_names, whole_models
+from demix.model.directory import describe, expert_lineage, expert_names
 from demix.model.export import format_of
 from demix.model.formats import FORMATS
 from demix.model.manifest import parent_of, read_description, read_lineage
 from demix.model.merge import learned_of, refuse_weights
-from demix.model.merge_routed import BLOCKS, learned_anchored
 from demix.model.usual import usual_of, write_usual
 from demix.report.read import domains_of, read_results
 from demix.report.systems import BALANCED
@@ -222,7 +221,7 @@ def exported_card(directory: Path, expert: str | None) -> str:
 def merged_card(directory: Path, weights: Mapping[str, float], name: str) -> str:
     """The card of the model `name` made of the experts of the model in `directory`: averaged by `weights`.
 
-    Without weights it is a model whose tokens choose among these experts.
+    Without weights it is a model whose tokens choose among these experts and their anchor.
     """
     # A folder that is not a model is refused before an expert is missed in it.
     describe(directory)
@@ -232,7 +231,6 @@ def merged_card(directory: Path, weights: Mapping[str, float], name: str) -> str
     about, experts = describe(directory).content, [*weights] or expert_names(directory)
     parents = {expert: expert_lineage(directory, expert) for expert in experts}
     learned = learned_of(parents.values())
-    anchored = learned_anchored(directory) if not weights else 0
     return _card(
         "merged",
         name,
@@ -240,10 +238,8 @@ def merged_card(directory: Path, weights: Mapping[str, float], name: str) -> str
         [],
         about=about,
         model=directory.resolve().name,
-        routed=0 if weights else len(parents) + anchored,
-        anchored=anchored,
-        whole=whole_models(directory),
-        blocks=BLOCKS,
+        # With their anchor.
+        routed=0 if weights else len(parents) + 1,
         parents=[
             (expert, *([f"{weights[expert]:.4f}"] if weights else []), f"{one.tokens or 0:,}", one.sha256[:12])
             for expert, one in parents.items()

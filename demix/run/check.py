@@ -176,10 +176,10 @@ def _check_merged_removal(run: Run) -> None:
     """Refuse to leave an expert out of what is not a merged model of domains, or of one that has too few experts."""
     for name in run.config.removal.merged:
         row, key = run.rows.get(name), f"config key removal.merged: {name}"
-        made = row and ((row.mixes and row.settings.parent) or (row.settings.merged_routed and name))
+        made = row and ((row.mixes and row.settings.parent) or (row.kind.anchored and name))
         parent = next((one for one in run.own if one.name == made), None)
         if not row or not parent or parent.data:
-            cure = "name an entry with merged_routed, or one that trains merged experts, whose experts are of domains"
+            cure = "name an entry of kind anchored, or one that trains merged experts, whose experts are of domains"
             raise DemixError(key, "is not an entry with a merged model of domains", cure)
         chosen = (row.architecture.routed if row.mixes else None) or parent.architecture.merged_routed(2).routed
         if chosen and len(Merged(parent, "routed").choices) - 1 < max(2, chosen.top_k):

@@ -346,8 +346,6 @@ def row_named(models: Iterable[Model], name: str, key: str, *, experts: bool = T
 
 # The experts of a merged model, which is a single model.
 MERGED = (DENSE_EXPERT,)
-# What a key of a row makes, by the column weights in results.
-MADE_BY = {"averages": ("uniform", "posterior"), "merged_routed": ("routed",)}
 
 
 @dataclass(frozen=True)
@@ -394,6 +392,9 @@ class Merged:
 
 
 def merged_models(models: Iterable[Model]) -> tuple[Merged, ...]:
-    """The merged models of those of `models` whose rows ask for them."""
-    asked = ((model, key) for model in models for key in MADE_BY if getattr(model.settings, key))
-    return tuple(Merged(model, weights) for model, key in asked for weights in MADE_BY[key])
+    """The merged models that are scored: averages of rows that ask for them, and anchored experts under one router."""
+    found = []
+    for model in models:
+        found += [Merged(model, weights) for weights in ("uniform", "posterior") if model.settings.averages]
+        found += [Merged(model, "routed")] * model.kind.anchored
+    return tuple(found)

@@ -132,9 +132,6 @@ def _row(config: Config, name: str, rows: dict[str, Row]) -> Row:
     row = Row(name, kind, settings, learned, architecture, initial, sequences, mixes, label)
     if row.masked:
         _check_masked(row)
-    if settings.merged_routed and len(learned) < 2:
-        cause = "is given to an entry of one expert, and tokens choose among several"
-        raise DemixError(f"{key}.merged_routed", cause, "leave it out, or add a training domain")
     rows[name] = row
     return row
 
@@ -203,10 +200,9 @@ def _check_masked(row: Row) -> None:
     if row.kind.domain_tokens:
         cause = f"is {row.kind.name}, whose token precedes a text to go on with"
         raise DemixError(f"{key}.kind", cause, "use dense")
-    for merged in ("averages", "merged_routed"):
-        if getattr(row.settings, merged):
-            cause = "is given to a masked model, whose experts are mixed by weights that no text decides"
-            raise DemixError(f"{key}.{merged}", cause, "leave it out")
+    if row.settings.averages:
+        cause = "is given to a masked model, whose experts are mixed by weights that no text decides"
+        raise DemixError(f"{key}.averages", cause, "leave it out")
     if row.mixes:
         cause = "is a masked model, and tokens of a masked model cannot choose experts"
         raise DemixError(f"{key}.parent", cause, "use a causal entry")

@@ -36,8 +36,11 @@ STAGES = {
     ),
     "train": ("sweep", "seed", "train", "train_expert"),
     "adapt": ("adapt", "adapt_dense"),
-    "score": ("score", "merge_routed", "fewshot", "harness", "audit_domain"),
-    "evaluate": ("score_ngrams", "combine", "average", "route", "choose_mixing", "evaluate", "contexts", "classify"),
+    "score": ("score", "fewshot", "harness", "audit_domain"),
+    "evaluate": (
+        *("score_ngrams", "combine", "average", "merge_routed", "route", "choose_mixing", "evaluate", "contexts"),
+        "classify",
+    ),
 }
 STAGE_OF = {rule: stage for stage, rules in STAGES.items() for rule in rules}
 

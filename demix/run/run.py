@@ -205,11 +205,10 @@ class Run:
 
     @cached_property
     def learned_splits(self) -> tuple[tuple[str, str], ...]:
-        """The clusterings that models learn from, each with the splits that their trainings and their routers read."""
+        """The clusterings that models learn from, each with the splits that their trainings read."""
         models = [model for model in self.trained if model.data]
         found = [(model.data, "train") for model in models]
-        merged = {one.model.name for one in self.routed_merges}
-        on_dev = [one for one in models if one.settings.dev_blocks or one.name in merged]
+        on_dev = [one for one in models if one.settings.dev_blocks]
         return tuple(dict.fromkeys(found + [(one.data, "dev") for one in on_dev]))
 
     def folder_of(self, row: str, seed: int) -> str:

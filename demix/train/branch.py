@@ -18,9 +18,9 @@ from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.files import digest, fingerprint, linked, read_json, replacing, write_json
 from demix.model.directory import SHARED, describe, expert_lineage, load_model, load_verified, refuse_other_tokenizer
-from demix.model.gpt import GPT
+from demix.model.gpt import GPT, seeing
 from demix.model.manifest import SeedManifest, read_seed_manifest, tokens_learned
-from demix.model.merge_routed import BLOCKS, moments
+from demix.model.scoring import EXPERT_TOKENS_AT_ONCE
 from demix.train.state import State, expert_file, load_state, step_folder
 
 MANIFEST, EXPERT = "manifest.json", expert_file(DENSE_EXPERT)
@@ -31,6 +31,8 @@ FREE = {"dev_blocks"}
 # divided.
 MOMENTS = ("optimizer/exp_avg", "optimizer/momentum")
 
+# Blocks of a text over which a state of an anchored expert's router is a mean.
+BLOCKS = 40
 # A row of a router of an anchored expert is a mean state times this, over the square root of the width.
 ROW = 10.0
 
@@ -261,11 +263,27 @@ def anchored(model: GPT, first: State, public: Mapping[str, TokenShard]) -> Stat
     return dataclasses.replace(first, experts={domain: own})
 
 
+@torch.no_grad()
 def _mean_states(model: GPT, shard: TokenShard) -> Tensor:
-    """The mean normed input of each feedforward over the first blocks of `shard`: float64 [layers, D]."""
-    length = model.architecture.context
-    _, sums = moments(model, shard, BLOCKS)
-    return sums / int(blocks(shard, length, BLOCKS * length)[2].sum())
+    """The mean normed input of each feedforward over the first blocks of `shard`: float64 [layers, D].
+
+    Padding does not count.
+    """
+    length, device = model.architecture.context, model.token_embedding.device
+    inputs, _, mask = blocks(shard, length, BLOCKS * length)
+    sums = torch.zeros(len(model.blocks), model.architecture.width, dtype=torch.float64)
+    counted: Tensor
+
+    def add(number: int, given: Tensor) -> None:
+        sums[number] += given[0][counted].double().sum(0).cpu()
+
+    batch = max(1, EXPERT_TOKENS_AT_ONCE // length)
+    with seeing(dict(enumerate(block.get_submodule("feedforward") for block in model.blocks)), add):
+        for first in range(0, len(inputs), batch):
+            rows = slice(first, first + batch)
+            counted = torch.from_numpy(mask[rows]).to(device)
+            model(torch.from_numpy(inputs[rows])[None].to(device))
+    return sums / int(mask.sum())
 
 
 def _of_second(gradient: Tensor) -> Tensor:

@@ -19,13 +19,12 @@ from demix.model.directory import describe, load_experts, load_model
 from demix.model.experts import add_expert, find_faults, load_without, remove_expert
 from demix.model.formats import FORMATS
 from demix.model.gpt import seeing
-from demix.model.merge import join_branches, join_metrics
-from demix.model.merge_routed import merge_routed
+from demix.model.merge import join_branches, join_metrics, merge_routed
 from demix.report.systems import all_training_flops
 from demix.train import stage
 from demix.train.batches import balanced_batches
 from demix.train.stage import ModelTraining
-from support.cli import demix, said
+from support.cli import demix, said, succeeds
 from support.entries import TINY, tiny
 from support.errors import refused
 from support.plain_training import adamw, plain_steps, rates
@@ -267,14 +266,14 @@ def test_a_pair_is_trained_as_a_plain_loop_trains_it(dense: Path, tokens: Path, 
 
 
 def test_a_merge_has_the_anchor_and_the_experts_as_they_were(dense: Path, tokens: Path, tmp_path: Path) -> None:
-    pairs = [train_pair(dense, tokens, tmp_path, name) for name in TRAINING]
+    names = sorted(TRAINING)
+    pairs = [train_pair(dense, tokens, tmp_path, name) for name in names]
     join_branches(pairs[:2], tmp_path / "flexolmo")
-    add_expert(tmp_path / "flexolmo", pairs[2] / "experts" / f"{TRAINING[2]}.safetensors")
-    dev = {name: tokens / "tokens" / name / "dev.arrow" for name in TRAINING}
-    merge_routed(tmp_path / "flexolmo", dict.fromkeys(dev, tmp_path / "no text"), tmp_path / "merged")
+    add_expert(tmp_path / "flexolmo", pairs[2] / "experts" / f"{names[2]}.safetensors")
+    succeeds("merge", tmp_path / "flexolmo", "--routed", "--output", tmp_path / "merged")
     choices = read_json(tmp_path / "merged" / "experts" / "dense.json")["choices"]
-    assert [(one["expert"], one["data_sha256"]) for one in choices] == [(name, None) for name in ("dense", *TRAINING)]
-    parts = [load_file(path / "experts" / f"{name}.safetensors") for path, name in zip(pairs, TRAINING, strict=True)]
+    assert [one["expert"] for one in choices] == ["dense", *names]
+    parts = [load_file(path / "experts" / f"{name}.safetensors") for path, name in zip(pairs, names, strict=True)]
     parents = load_file(dense / "shared.safetensors") | load_file(dense / "experts" / "dense.safetensors")
     merged = load_file(tmp_path / "merged" / "experts" / "dense.safetensors")
     whole = load_file(tmp_path / "merged" / "shared.safetensors") | merged
@@ -290,18 +289,17 @@ def test_a_merge_has_the_anchor_and_the_experts_as_they_were(dense: Path, tokens
     # An expert that leaves leaves nothing of its text: the merge of the others is the merge without it.
     fewer = shutil.copytree(tmp_path / "flexolmo", tmp_path / "fewer")
     remove_expert(fewer, OWN)
-    rest = [name for name in TRAINING if name != OWN]
-    merge_routed(fewer, dict.fromkeys(rest, tmp_path / "no text"), tmp_path / "again")
+    merge_routed(fewer, tmp_path / "again")
     again, left = load_model(tmp_path / "again"), load_without(tmp_path / "merged", OWN)
     assert all(torch.equal(left.get_parameter(name), tensor) for name, tensor in again.named_parameters())
-    tampered = tmp_path / "flexolmo" / "experts" / f"{TRAINING[2]}.safetensors"
+    tampered = tmp_path / "flexolmo" / "experts" / f"{names[2]}.safetensors"
     tensors = load_file(tampered)
     tensors["blocks.0.feedforward.up"][0] += 1
     save_file(tensors, tampered)
     lineage = read_json(tampered.with_suffix(".json"))
     write_json(tampered.with_suffix(".json"), lineage | {"sha256": sha256_file(tampered)})
     with refused(tampered):
-        merge_routed(tmp_path / "flexolmo", dev, tmp_path / "refused")
+        merge_routed(tmp_path / "flexolmo", tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
 
 

@@ -165,16 +165,15 @@ def test_no_rule_that_reads_the_text_mixes_a_masked_entry_and_no_table_of_others
 
 def of_x(**keys: Any) -> dict[str, Any]:
     """A config in which the entry x has these keys, beside a parent for it."""
-    return {"models": {"seeded": SEEDED, "btm": BRANCHED | {"merged_routed": True}, "x": keys}}
+    return {"models": {"seeded": SEEDED, "btm": BRANCHED, "x": keys}}
 
 
+FLEXOLMO = {"kind": "anchored", "parent": "dense", "seed_tokens": 6000, "weight_decay": 0.0}
 ONE = {
-    "models": {"demix": {"merged_routed": True}},
-    "removal": {},
+    "models": {"flexolmo": FLEXOLMO},
+    "removal": {"merged": ["flexolmo"]},
     "domains": {"training": {"law": TINY["domains"]["training"]["licenses"]}},
 }
-TWO = ONE | {"removal": {"merged": ["demix"]}}
-TWO["domains"] = {"training": {name: TINY["domains"]["training"][name] for name in ("parliament", "scripture")}}
 LLAMA3 = {"kind": "llama3", "factor": 2.0, "low": 4.0, "high": 1.0}
 MASKED_ROW = {"models": {"masked": {"kind": "demix", "architecture": MASKED}, "x": SWITCH}}
 # What is changed in the tiny config, and the subject of the error: keys of `architecture` alone, then other sections.
@@ -194,8 +193,6 @@ SECTIONS: list[tuple[dict[str, Any], str]] = [
     ({"models": {"dense": {"architecture": MASKED}}}, "models.dense.architecture.objective"),
     ({"models": {"demix": {"architecture": {"objective": "mlm"}}}}, "models.demix.architecture.objective"),
     ({"models": {"demix": {"architecture": {"layers": 3}}}}, "models.demix.architecture.layers"),
-    ({"models": {"dense": {"merged_routed": True}}}, "models.dense.merged_routed"),
-    (ONE, "models.demix.merged_routed"),
     (of_x(kind="domain_token", architecture=MASKED), "models.x.kind"),
     (of_x(kind="branched", averages=True, architecture=MASKED), "models.x.averages"),
     (of_x(kind="demix", averages=True), "models.x.averages"),
@@ -221,9 +218,9 @@ SECTIONS: list[tuple[dict[str, Any], str]] = [
         (of_x(**SWITCH) | {"removal": TINY["removal"] | {"merged": [row]}}, f"removal.merged: {row}")
         for row in ("x", "dense", "demix", "none")
     ),
-    (TWO, "removal.merged: demix"),
+    (ONE, "removal.merged: flexolmo"),
     (
-        of_x(kind="demix", data="k2", merged_routed=True)
+        of_x(**FLEXOLMO | {"data": "k2"})
         | {"clusterings": {"k2": {"clusters": 3}}, "removal": TINY["removal"] | {"merged": ["x"]}},
         "removal.merged: x",
     ),

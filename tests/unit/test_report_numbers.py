@@ -268,7 +268,6 @@ def table7(files: Files) -> pd.DataFrame:
     three, by_code = frames["history"], frames["released"].mean(skipna=False)
     frame = three.copy()
     for label, every, *system in (
-        ("DEMix, merged-routed", "training", "demix", "merged", "routed"),
         ("BTX from DEMix", "dense", "btx", "dense", ""),
         ("FlexOlmo, merged-routed", "training", "flexolmo", "merged", "routed"),
     ):

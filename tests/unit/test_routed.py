@@ -1,6 +1,6 @@
 """Models whose tokens choose their experts: layers, training, upcycling, merged and released experts.
 
-The oracles are routers of transformers, scikit-learn's ridge regression, and plain loops.
+The oracles are routers of transformers, and plain loops.
 """
 
 import math
@@ -17,9 +17,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.numpy import load_file
-from sklearn.linear_model import Ridge
 from torch import Tensor
-from transformers import GPT2LMHeadModel, SwitchTransformersConfig
+from transformers import SwitchTransformersConfig
 from transformers.models.switch_transformers.modeling_switch_transformers import (
     SwitchTransformersTop1Router,
     load_balancing_loss_func,
@@ -37,8 +36,7 @@ from demix.model.directory import describe, load_model
 from demix.model.experts import add_expert, find_faults, load_without, read_experts
 from demix.model.export import export_hf
 from demix.model.gpt import GPT
-from demix.model.merge import merge_experts
-from demix.model.merge_routed import dev_shards, merge_routed
+from demix.model.merge import merge_experts, merge_routed
 from demix.model.moe import router_metrics
 from demix.model.scoring import log_probabilities
 from demix.run.models import left_out, trained_without
@@ -324,22 +322,11 @@ def test_what_needs_experts_of_domains_refuses_a_routed_model(run: Path, tokens:
 
 # The order of the experts that the command merges: that of the names in the folder.
 ORDER = tuple(sorted(TRAINING))
-PENALTY, FACTORS = 1e-4, (1.0, 3.0, 5.0, 10.0, 20.0)
 assert list(TRAINING) != sorted(TRAINING)
 
 
 def router_name(layer: int) -> str:
     return f"blocks.{layer}.feedforward.router"
-
-
-def ridge(states: list[np.ndarray], factor: float) -> np.ndarray:
-    """A router [E, D] that tells whose states [N, D] are whose."""
-    whole, domain = np.concatenate(states), np.repeat(np.arange(len(states)), [len(x) for x in states])
-    alpha = PENALTY * np.trace(whole.T @ whole) / whole.shape[1]
-    solution: np.ndarray = (
-        factor * Ridge(alpha=alpha, fit_intercept=False).fit(whole, np.eye(len(states))[domain]).coef_
-    )
-    return solution
 
 
 BTX = TRAIN.replace(architecture=SIZES | {"routed": ROUTED | {"experts": 3, "every": 1}}, tokens=192 * 4)
@@ -353,45 +340,12 @@ def models(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(tokens / "tokenizer.json", run)
     models = run / "models"
     train_model("demix", TRAIN, shard_paths(tokens), models / "demix", None, run / "checkpoints")
-    succeeds("merge", models / "demix", "--routed", "--output", models / "merged")
+    succeeds("merge-routed", models / "demix", "--output", models / "merged")
     for name, trained in (("whole", None), ("routers", "routers")):
         places = models / name, run / f"{name}.jsonl", run / "checkpoints" / name
         settings = BTX.replace(trained=trained)
         train_model("routed", settings, shard_paths(tokens), *places, branch=models / "merged")
     return models
-
-
-def test_merged_routers_are_ridge_regressions_of_the_domain_on_states_of_gpt2_the_best_of_all_on_other_blocks(
-    models: Path, tmp_path: Path
-) -> None:
-    """The states are those of transformers' GPT-2 of the domain's own expert."""
-    merged, context, texts = models / "merged", SIZES["context"], []
-    shards = {name: TokenShard.open(models.parent / "tokens" / name / "dev.arrow") for name in ORDER}
-    for domain, shard in shards.items():
-        export_hf(models / "demix", domain, None, tmp_path / domain)
-        theirs = GPT2LMHeadModel.from_pretrained(tmp_path / domain).double().eval()
-        seen: list[list[np.ndarray]] = [[] for _ in range(SIZES["layers"])]
-        for of_layer, block in zip(seen, theirs.transformer.h, strict=True):
-            block.ln_2.register_forward_hook(lambda _, __, out, into=of_layer: into.append(out[0].numpy()))
-        ids = [shard.end_of_text, *shard.read(0, 40 * context - 1).tolist()]
-        with torch.no_grad():
-            for start in range(0, len(ids), context):
-                theirs(torch.tensor([ids[start : start + context]]))
-        texts.append([np.concatenate(of_layer) for of_layer in seen])
-    model, losses = load_model(merged).double(), {}
-    written = [model.get_parameter(router_name(layer))[0].detach().numpy().copy() for layer in range(SIZES["layers"])]
-    cuts = [blocks(shard, context, 50 * context, 40 * context) for shard in shards.values()]
-    for factor in FACTORS:
-        for layer in range(SIZES["layers"]):
-            router = torch.from_numpy(ridge([of_domain[layer] for of_domain in texts], factor))
-            with torch.no_grad():
-                model.get_parameter(router_name(layer)).copy_(router[None])
-        losses[factor] = -np.mean([log_probabilities(model, *cut).mean() for cut in cuts])
-    chosen = read_json(merged / "experts" / "dense.json")["router"]["factor"]
-    assert losses[chosen] == pytest.approx(min(losses.values()), abs=1e-6)
-    for layer, router in enumerate(written):
-        wanted = ridge([of_domain[layer] for of_domain in texts], chosen)
-        np.testing.assert_allclose(router, wanted, rtol=0, atol=1e-3 * np.abs(wanted).max())
 
 
 def test_the_files_say_what_was_merged(models: Path) -> None:
@@ -404,12 +358,7 @@ def test_the_files_say_what_was_merged(models: Path) -> None:
     assert (about["shared_parameters"], about["expert_parameters"]) == counted
     of_experts = [read_json(model / "experts" / f"{name}.json") for name in ORDER]
     assert lineage["choices"] == [
-        {
-            "expert": name,
-            "sha256": sha256_file(model / "experts" / f"{name}.safetensors"),
-            "data_sha256": read_json(models.parent / "tokens" / name / "dev.json")["sha256"],
-        }
-        for name in ORDER
+        {"expert": name, "sha256": sha256_file(model / "experts" / f"{name}.safetensors")} for name in ORDER
     ]
     assert lineage["tokens"] == sum(of_expert["tokens"] for of_expert in of_experts)
     assert (merged / "shared.safetensors").read_bytes() == (model / "shared.safetensors").read_bytes()
@@ -420,53 +369,39 @@ def test_the_files_say_what_was_merged(models: Path) -> None:
             assert np.array_equal(tensors[key][number], tensor)
 
 
-def test_routers_that_give_no_loss_are_not_the_best(models: Path, tmp_path: Path, monkeypatch) -> None:
-    model = models / "demix"
-    monkeypatch.setattr("demix.model.merge_routed.FACTORS", (math.nan, 1.0))
-    merge_routed(model, dev_shards(model), tmp_path / "merged")
-    assert read_json(tmp_path / "merged" / "experts" / "dense.json")["router"]["factor"] == 1.0
-    monkeypatch.setattr("demix.model.merge_routed.FACTORS", (math.nan,))
-    with refused("model"):
-        merge_routed(model, dev_shards(model), tmp_path / "none")
-
-
-def test_the_order_of_the_experts_changes_nothing(models: Path, tmp_path: Path) -> None:
-    shards = {name: models.parent / "tokens" / name / "dev.arrow" for name in reversed(ORDER)}
-    merge_routed(models / "demix", shards, tmp_path / "merged")
-    choices = read_json(tmp_path / "merged" / "experts" / "dense.json")["choices"]
-    assert [choice["expert"] for choice in choices] == [*reversed(ORDER)]
-    ids, found = np.random.default_rng(2).integers(400, size=(3, 16)), []
-    for directory in (tmp_path / "merged", models / "merged"):
-        found.append(log_probabilities(load_model(directory).double(), ids, ids, np.ones_like(ids, bool)))
-    np.testing.assert_allclose(*found, rtol=0, atol=1e-9)
+def test_merged_routers_begin_at_random_by_the_experts(models: Path, tmp_path: Path) -> None:
+    """As other weights do: from N(0, 0.02²)."""
+    routers = [load_model(models / "merged").get_parameter(router_name(layer))[0].detach() for layer in range(2)]
+    drawn = torch.stack(routers)
+    assert drawn.shape == (2, 3, SIZES["width"])
+    assert drawn.std().item() == pytest.approx(0.02, rel=0.3)
+    assert not torch.equal(*routers)
+    merge_routed(models / "demix", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(models / "merged")
 
 
 def test_what_cannot_be_merged_is_refused(models: Path, tokens: Path, tmp_path: Path) -> None:
     model, merged = models / "demix", models / "merged"
     encoder, out, folder = Tokenizer.load(tokens / "tokenizer.json"), tmp_path / "out", tmp_path / "models"
     write_model(folder / "dense", ("dense",), encoder.sha256, encoder.vocab_size)
-    write_model(folder / "other", TRAINING, "0" * 64, encoder.vocab_size)
     write_model(folder / "one", TRAINING[:1], encoder.sha256, encoder.vocab_size)
     broken = shutil.copytree(model, folder / "broken")
     (broken / "experts" / "licenses.safetensors").write_bytes(b"no tensors")
-    dev = ("--tokens", models.parent / "tokens")
-    for words, of in (
-        ((merged,), merged),
-        ((folder / "dense",), folder / "dense"),
-        ((folder / "one",), folder / "one"),
-        ((folder / "other", *dev), "dev.arrow"),
-        ((folder / "other",), "tokens/licenses/dev.arrow"),
-        ((broken, *dev), "licenses.safetensors"),
-        ((model, "--weights", "licenses=1"), "--weights"),
+    for directory, of in (
+        (merged, merged),
+        (folder / "dense", folder / "dense"),
+        (folder / "one", folder / "one"),
+        (broken, "licenses.safetensors"),
     ):
-        refusal("merge", *words, "--routed", "--output", out, of=of)
+        refusal("merge-routed", directory, "--output", out, of=of)
         assert not out.exists()
-    refusal("merge", model, *dev, "--weights", "licenses=1", "--output", out, of="--tokens")
-    refusal("merge", model, "--routed", "--output", merged, of=merged)
+    # Routers at random are to be trained.
+    refusal("merge", model, "--routed", "--output", out, of=model)
+    refusal("merge", model, "--weights", "licenses=1", "--routed", "--output", out, of="--weights")
 
 
 def test_whole_models_share_their_mean_beside_their_feedforwards(models: Path, tmp_path: Path) -> None:
-    """Branch-Train-MiX. A DEMix model with the same weights, which shares the mean, has the same routers."""
+    """Branch-Train-MiX (Sukhbaatar et al. 2024)."""
     encoder, btm = Tokenizer.load(models.parent / "tokenizer.json"), tmp_path / "btm"
     stacked, branches = model_of(TRAINING, torch.float32, vocab_size=encoder.vocab_size), {}
     for number, name in enumerate(TRAINING):
@@ -474,23 +409,17 @@ def test_whole_models_share_their_mean_beside_their_feedforwards(models: Path, t
         randomise(whole, number)
         save_model(whole, btm, encoder.sha256, "branched", tokens=30, seeds={"5" * 64: 10})
         branches[name] = load_file(btm / "experts" / f"{name}.safetensors")
-    shards = {name: models.parent / "tokens" / name / "dev.arrow" for name in TRAINING}
-    merge_routed(btm, shards, tmp_path / "merged")
     merged = tmp_path / "merged"
+    merge_routed(btm, merged)
     assert find_faults(btm) == find_faults(merged) == []
     shared, own = load_file(merged / "shared.safetensors"), load_file(merged / "experts" / "dense.safetensors")
     assert shared.keys() | own.keys() == branches[TRAINING[0]].keys() | {router_name(0), router_name(1)}
-    for key, parameter in stacked.named_parameters():
-        each = np.stack([branches[name][key] for name in TRAINING])
+    for key in branches[TRAINING[0]]:
+        each = np.stack([branches[name][key] for name in ORDER])
         if ".feedforward." in key:
             assert np.array_equal(own[key], each), key
         else:
             np.testing.assert_allclose(shared[key], each.astype(np.float64).mean(0), rtol=0, atol=1e-7)
-        parameter.data.copy_(torch.from_numpy(each if ".feedforward." in key else shared[key]))
-    save_model(stacked, tmp_path / "demix", encoder.sha256)
-    merge_routed(tmp_path / "demix", shards, tmp_path / "again")
-    for name in ("shared.safetensors", "experts/dense.safetensors"):
-        assert (tmp_path / "again" / name).read_bytes() == (merged / name).read_bytes(), name
     about, lineage = describe(merged).content, read_json(merged / "experts" / "dense.json")
     assert (about["kind"], about["expert_scope"]) == ("merged", "feedforward")
     # A seed that all began with counts once.

@@ -27,7 +27,6 @@ KEYS: dict[str, Any] = {
     "schedule": "restart",
     "data": "k2",
     "averages": True,
-    "merged_routed": True,
     "experts": 4,
     "top_k": 2,
     "every": 2,
@@ -76,7 +75,7 @@ SECTIONS: dict[str, Any] = {
 
 
 # The keys that change which files a training reads and makes, and which jobs there are.
-WIRING = ("seed_tokens", "schedule", "data", "averages", "merged_routed", "dev_blocks", "sweep", "trained")
+WIRING = ("seed_tokens", "schedule", "data", "averages", "dev_blocks", "sweep", "trained")
 
 
 def rows() -> Iterator[tuple[str, dict[str, Any]]]:

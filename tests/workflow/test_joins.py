@@ -95,7 +95,6 @@ JOINED: Keys = {
     "domains.novel.fortunes": None,
     "domains.novel.jargon": domain("jargon"),
     "models": {
-        "demix": {"merged_routed": True},
         "btm": BRANCH | {"averages": True},
         "cbtm_2": BRANCH | {"data": "k2"},
         "upcycled": BRANCH | {"kind": "routed", "experts": 4, "top_k": 2, "every": 2},
@@ -109,7 +108,7 @@ JOINED: Keys = {
     "evaluation.experts_top_k": [1, "all"],
     "evaluation.suites": SUITES,
     "evaluation.systems": {"rival": {"columns": {"dense": None, "ngram3": None}}},
-    "removal.merged": ["demix", "btx"],
+    "removal.merged": ["btx"],
     "tasks": {"topics": TOPICS},
     "lm_eval": HARNESS,
 }

@@ -20,18 +20,14 @@ rule average:
         "demix average-experts {params.model} --experts {params.experts} {params.prior} --output {params.output} 2> {log}"
 
 
-# Experts that are feedforwards as those among which tokens choose. The dev split of each expert's text makes the router.
+# Experts that are feedforwards as those among which tokens choose.
 rule merge_routed:
     input:
-        model=lambda wildcards: RULES.model(wildcards.model),
-        tokens=lambda wildcards: RULES.learned_files(RULES.models[wildcards.model], "dev"),
+        lambda wildcards: RULES.model(wildcards.model),
     output:
         f"{RUN}/models/{{model}}-routed/model.json",
-    threads: CONFIG.threads
     params:
         model=below_run("models/{model}"),
-        tokens=lambda wildcards: RULES.learned_tokens(RULES.models[wildcards.model], "dev"),
-        threads=CONFIG.threads,
         output=below_run("models/{model}-routed"),
     shell:
-        "demix merge-routed {params.model} {params.tokens} --threads {params.threads} --output {params.output} 2> {log}"
+        "demix merge-routed {params.model} --output {params.output} 2> {log}"

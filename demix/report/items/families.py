@@ -68,9 +68,8 @@ def families(data: RunData) -> Table:
         notes.append("Averaged experts are one model, whose parameters are the mean of theirs.")
     if True in routed:
         notes.append(
-            "Merged-routed: each token chooses two of a row's experts in every layer. The router is a ridge regression "
-            "of the domain on the token's state, over dev text; nothing is trained for it. All but the branches' "
-            "feedforwards is averaged. FlexOlmo's experts keep their routers and have their anchor next to them."
+            "Merged-routed: each token chooses two of a model's experts and their anchor in every layer, by routers "
+            "that the experts learned; nothing is trained for it."
         )
     if routed:
         notes.append("Merged models are made of the run's own seed, and compared with the row of this seed.")
