@@ -32,11 +32,12 @@ from mix import DEV_BLOCKS, LENGTH, names_of, ours, write_table
 from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard, tokenize
 from demix.data.tokenizer import train_tokenizer
-from demix.evaluate.score import Scoring, score
+from demix.evaluate.score import Scoring, score_models
 from demix.files import read_json, write_json, write_parquet
 from demix.model.directory import save_files
 from demix.model.gpt import GPT
 from demix.run.run import Run
+from demix.run.scoring import ScoringPart
 
 SHAPE, VOCABULARY = Architecture(layers=3, width=128, heads=4, context=256), 4096
 
@@ -68,8 +69,9 @@ def side(what: str, folder: str, count: int, tokens: int) -> dict[str, float]:
     torch.set_num_threads(1)
     before, cpu = peak(), time.process_time()
     if what == "score":
-        scoring = Scoring(dev_blocks=1, test_tokens=tokens, precision="fp32", threads=1)
-        score(place / "model", names_of(count), [place / "x" / "test.arrow"], scoring, place / "scores")
+        part = ScoringPart("model", names_of(count), ("x",), ("test",))
+        scoring = Scoring(models=(part,), dev_blocks=1, test_tokens=tokens, precision="fp32", threads=1)
+        score_models(place, [place / "x" / "test.arrow"], scoring, place / "scores", place / "scores.json")
     else:
         ours(place, names_of(count))
     return {"cpu": time.process_time() - cpu, "MB": peak() - before}

@@ -19,7 +19,7 @@ from demix.data.shards import tokenize
 from demix.errors import DemixError, StoppedError
 from demix.evaluate.choice import choose_parent
 from demix.evaluate.own_text import OwnText, evaluate_text, raw_text
-from demix.evaluate.score import Scoring, score
+from demix.evaluate.score import Scoring, score_models
 from demix.files import read_json, refuse_used, replacing, scratch, write_json
 from demix.launch.job import Places
 from demix.model.clusters import copy_clusters
@@ -28,6 +28,7 @@ from demix.model.experts import refuse_name
 from demix.model.manifest import Usual
 from demix.model.usual import usual_of, write_usual
 from demix.run.run import Run
+from demix.run.scoring import ScoringPart
 from demix.settings import settings_from
 from demix.train.adapt import Adaptation, adapt
 
@@ -82,9 +83,10 @@ def add_domain(
     adaptation = adaptation_of(model, tokens, learning_rate)
     with scratch(output) as folder:
         shards, test = _tokens(domain, texts, tokenizer, field, folder)
-        scoring = Scoring(dev_blocks=PARENT_BLOCKS, threads=adaptation.threads)
-        score(model, experts, [shards[1]], scoring, folder / "scores")
-        chosen = choose_parent(folder / "scores", domain, experts, blocks=PARENT_BLOCKS, decay=DECAY)
+        part, scores = ScoringPart(model.resolve().name, experts, (domain,), ("dev",)), folder / "scores"
+        scoring = Scoring(models=(part,), dev_blocks=PARENT_BLOCKS, threads=adaptation.threads)
+        score_models(model.resolve().parent, [shards[1]], scoring, scores, folder / "scores.json")
+        chosen = choose_parent(scores / part.folder, domain, experts, blocks=PARENT_BLOCKS, decay=DECAY)
         before = evaluate_text(model, test, tokenizer)
         with replacing(output.resolve(), directory=True) as made:
             shutil.copytree(model, made, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "README.md"))

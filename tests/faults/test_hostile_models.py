@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from demix.data.shards import tokenize
 from demix.data.tokenizer import Tokenizer, train_tokenizer
 from demix.errors import DemixError
-from demix.evaluate.score import Scoring, score
+from demix.evaluate.score import Scoring
 from demix.files import digest, read_json, sha256_file, write_json, write_parquet
 from demix.generate.completions import opened
 from demix.model import experts
@@ -28,6 +28,7 @@ from support.cli import demix, refusal
 from support.contents import contents
 from support.errors import refused
 from support.models import REAL_TEXT, THREE, write_model
+from support.scored import score
 
 IDS = 300
 

@@ -1,11 +1,13 @@
-"""Made-up score tables of random documents."""
+"""Score tables: made-up ones of random documents, and those of one model."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from demix.evaluate.score import Scoring, score_models
 from demix.evaluate.score_tables import tokens_sha256, write_scores, write_tokens
+from demix.run.scoring import ScoringPart
 
 LENGTH = 8
 
@@ -42,3 +44,21 @@ def write_columns(
 def starts(documents: np.ndarray) -> np.ndarray:
     """Where documents begin, from the number of each token's."""
     return np.unique(documents, return_index=True)[1]
+
+
+class _Here(ScoringPart):
+    """A part whose score tables are in the folder of scores itself."""
+
+    @property
+    def folder(self) -> str:
+        return ""
+
+
+def score(
+    directory: Path, experts: Sequence[str], shards: Sequence[Path], scoring: Scoring, output: Path, context: int = 0
+) -> None:
+    """Score all `shards` under the model in `directory`; writes output/<domain>.<split>/."""
+    domains, splits = tuple({path.parent.name: 1 for path in shards}), tuple({path.stem: 1 for path in shards})
+    part = _Here(directory.name, tuple(experts), domains, splits, context=context)
+    manifest = output.with_name(f"{output.name}.json")
+    score_models(directory.parent, [*shards], scoring.replace(models=(part,)), output, manifest)

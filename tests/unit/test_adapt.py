@@ -13,7 +13,7 @@ from demix.config.adaptation import FactorSweep
 from demix.config.training import stated
 from demix.data.shards import TokenShard, blocks
 from demix.evaluate.choice import choose_parent, own_dev_losses
-from demix.evaluate.score import Scoring, score
+from demix.evaluate.score import Scoring
 from demix.files import read_json
 from demix.launch.job import Places
 from demix.model.directory import expert_names, load_experts, load_model
@@ -25,6 +25,7 @@ from demix.train.adapt import adapt
 from support.cli import succeeds
 from support.contents import contents
 from support.errors import refused
+from support.scored import score
 from support.tokens import NOVEL, TRAINING
 from support.training import ADAPT, TRAIN, novel_shards, places, rows, shard_paths, tensors, train_into
 

@@ -11,7 +11,7 @@ import pytest
 from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard, blocks
 from demix.evaluate.contexts import ContextEvaluation, evaluate_contexts, losses_by_position
-from demix.evaluate.score import Scoring, score
+from demix.evaluate.score import Scoring
 from demix.evaluate.score_tables import read_scores
 from demix.mix.rules import History
 from demix.model.gpt import GPT
@@ -27,7 +27,7 @@ from support.entries import tiny
 from support.errors import refused
 from support.mixing import block_weights, log_mixture
 from support.models import save_model
-from support.scored import LENGTH, write_table
+from support.scored import LENGTH, score, write_table
 from support.tokens import TRAINING
 from support.training import opened
 

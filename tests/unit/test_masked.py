@@ -25,7 +25,7 @@ from demix.errors import DemixError
 from demix.evaluate.choice import choose_parent, own_dev_losses, tempered_on_dev
 from demix.evaluate.domain import Evaluation, evaluate_domain
 from demix.evaluate.own_text import evaluate_text
-from demix.evaluate.score import Scoring, score
+from demix.evaluate.score import Scoring
 from demix.evaluate.score_tables import read_scores
 from demix.files import read_json_lines, seed_for
 from demix.launch.job import Places
@@ -43,6 +43,7 @@ from support.contents import contents
 from support.entries import tiny
 from support.errors import refused
 from support.models import SMALL, THREE, alone, model_of, save_model, torch_encoder
+from support.scored import score
 from support.tokens import NOVEL, TRAINING
 from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, train_model
 

@@ -12,7 +12,7 @@ import pytest
 
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.own_text import DECAY, evaluate_texts
-from demix.evaluate.score import Scoring, score
+from demix.evaluate.score import Scoring
 from demix.evaluate.score_tables import read_scores
 from demix.files import read_parquet
 from demix.mix.rules import Tempered
@@ -25,6 +25,7 @@ from support.errors import refused
 from support.frozen import rows_of
 from support.mixing import mix
 from support.models import write_model
+from support.scored import score
 from support.tokens import TRAINING
 
 

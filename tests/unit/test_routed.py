@@ -29,7 +29,7 @@ from demix.config.counts import parameters
 from demix.data.shards import TokenShard, blocks
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.memorization import Audit, audit_domain
-from demix.evaluate.score import Scoring, score, score_models
+from demix.evaluate.score import Scoring, score_models
 from demix.files import read_json, read_json_lines, read_parquet, sha256_file, write_json, write_parquet
 from demix.launch.job import Places
 from demix.model.directory import describe, load_model
@@ -494,7 +494,7 @@ def test_scores_of_fewer_experts_are_those_of_models_that_have_or_choose_so_many
     )
     scoring = Scoring(models=several, dev_blocks=4, test_tokens=200, precision="fp32", threads=1)
     shards, scores = [tokens / "tokens" / TRAINING[0] / "test.arrow"], tmp_path / "scores"
-    score_models(folder, shards, scoring, scores)
+    score_models(folder, shards, scoring, scores, tmp_path / "scores.json")
     cut = blocks(TokenShard.open(shards[0]), SIZES["context"], 200)
     left = log_probabilities(load_without(models / model, name), *cut)[0]
     np.testing.assert_array_equal(column(scores, f"mine@minus-{name}"), left.astype(np.float32))
@@ -502,12 +502,9 @@ def test_scores_of_fewer_experts_are_those_of_models_that_have_or_choose_so_many
     found = {label: column(scores, f"mine{label}") for label in ("", f"@minus-{name}", "@top-1", "@top-3")}
     assert len({tuple(values) for values in found.values()}) == 4
     assert contents(folder / "mine") == before
-    # What is kept of one number is not taken for another one.
-    for top_k, label in ((1, "@top-1"), (3, "@top-3"), (0, "")):
-        score(folder / "mine", ("dense",), shards, scoring, scores / "one", top_k=top_k)
-        assert column(scores, "one") == found[label]
     with refused("top_k 4"):
-        score(folder / "mine", ("dense",), shards, scoring, tmp_path / "none", top_k=4)
+        more = scoring.replace(models=(ScoringPart(model="mine", top_k=4, **asked),))
+        score_models(folder, shards, more, tmp_path / "none", tmp_path / "none.json")
     assert not (tmp_path / "none").exists()
 
 

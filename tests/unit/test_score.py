@@ -18,7 +18,7 @@ import demix.evaluate.score as module
 from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard, blocks, tokenize
 from demix.evaluate import score_tables as tables
-from demix.evaluate.score import Scoring, score
+from demix.evaluate.score import Scoring
 from demix.evaluate.score_tables import read_scores
 from demix.files import atomic as files
 from demix.files import sha256_file, write_parquet
@@ -30,6 +30,7 @@ from support.contents import contents
 from support.errors import refused
 from support.forks import FORKS
 from support.models import count_whole_models, save_model, write_trunks
+from support.scored import score
 from support.tokens import NOVEL, TRAINING
 
 EXPERTS = ("law", "lore", "news")
@@ -233,8 +234,8 @@ def test_an_added_expert_touches_no_other_file(tokens: Path, model: Path, tmp_pa
     before = state()
     assert len(before) == 4 * 3
     one = {"model": model.name, "experts": EXPERTS[2:], "domains": [TRAINING[0], NOVEL[0]], "splits": ["dev", "test"]}
-    settings = json.dumps(SCORING.as_dict() | {"models": [one]})
-    succeeds("score", model.parent, *paths, "--settings", settings, "--output", tmp_path / "scores")
+    settings, manifest = json.dumps(SCORING.as_dict() | {"models": [one]}), ("--manifest", tmp_path / "scores.json")
+    succeeds("score", model.parent, *paths, "--settings", settings, "--output", tmp_path / "scores", *manifest)
     after = state()
     assert {path.stem for path in after.keys() - before.keys()} == {EXPERTS[2]}
     assert {path: after[path] for path in before} == before

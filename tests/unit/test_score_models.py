@@ -11,13 +11,14 @@ import demix.evaluate.score as module
 import demix.model.scoring as passing
 from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard
-from demix.evaluate.score import Scoring, score, score_models
+from demix.evaluate.score import Scoring, score_models
 from demix.model.directory import describe, load_model, save_expert, save_manifest
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities, trunk_log_probabilities
 from demix.run.scoring import ScoringPart
 from support.errors import refused
 from support.models import save_model
+from support.scored import score
 from support.tokens import NOVEL, TRAINING
 
 SETTINGS: dict[str, Any] = {"dev_blocks": 4, "test_tokens": 100, "precision": "fp32", "threads": 1}
@@ -82,7 +83,7 @@ def changed(models: Path, name: str, expert: str) -> None:
 
 
 def test_it_writes_the_bytes_of_single_jobs(models: Path, shards: list[Path], tmp_path: Path) -> None:
-    score_models(models, shards, SCORING, tmp_path / "together" / "scores")
+    score_models(models, shards, SCORING, tmp_path / "together" / "scores", tmp_path / "scores.json")
     for one in MODELS:
         paths = [path for path in shards if path.parent.name in one.domains and path.stem in one.splits]
         folder = tmp_path / "alone" / "scores" / (f"{one.model}@16" if one.context else one.model)
@@ -96,12 +97,12 @@ def test_only_the_model_that_changed_is_computed_again(
     models: Path, shards: list[Path], tmp_path: Path, passes: Passes
 ) -> None:
     output = tmp_path / "scores"
-    score_models(models, shards, SCORING, output)
+    score_models(models, shards, SCORING, output, tmp_path / "scores.json")
     first, before = list(passes), tables(output)
     assert len(first) == 4 + 1 + 1 + 2
     changed(models, "plain", "dense")
     passes.clear()
-    score_models(models, shards, SCORING, output)
+    score_models(models, shards, SCORING, output, tmp_path / "scores.json")
     assert passes == [("dense", 32)] * 2
     after = tables(output)
     assert after.keys() == before.keys()
@@ -112,14 +113,14 @@ def test_only_the_model_that_changed_is_computed_again(
         ({"test_tokens": 90, "precision": "bf16"}, first),
     ):
         passes.clear()
-        score_models(models, shards, Scoring(**SETTINGS | more, models=MODELS), output)
+        score_models(models, shards, Scoring(**SETTINGS | more, models=MODELS), output, tmp_path / "scores.json")
         assert passes == expected
     damaged = output / "plain" / f"{NOVEL[0]}.test" / "dense.parquet"
     content = bytearray(damaged.read_bytes())
     content[60] ^= 1
     damaged.write_bytes(content)
     passes.clear()
-    score_models(models, shards, Scoring(**SETTINGS | more, models=MODELS), output)
+    score_models(models, shards, Scoring(**SETTINGS | more, models=MODELS), output, tmp_path / "scores.json")
     assert passes == [("dense", 32)]
 
 
@@ -127,11 +128,11 @@ def test_what_is_missing_or_wrong_ends_the_job_in_one_line_that_names_the_model(
     models: Path, shards: list[Path], tmp_path: Path, passes: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with refused("model demix"):
-        score_models(models, shards[:3], SCORING, tmp_path / "scores")
+        score_models(models, shards[:3], SCORING, tmp_path / "scores", tmp_path / "scores.json")
     last, aside = models / "plain" / "experts" / "dense.json", tmp_path / "aside.json"
     shutil.move(last, aside)
     with refused("models/plain/experts/dense.json"):
-        score_models(models, shards, SCORING, tmp_path / "scores")
+        score_models(models, shards, SCORING, tmp_path / "scores", tmp_path / "scores.json")
     assert passes == []
     assert not (tmp_path / "scores").exists()
     shutil.move(aside, last)
@@ -141,4 +142,4 @@ def test_what_is_missing_or_wrong_ends_the_job_in_one_line_that_names_the_model(
 
     monkeypatch.setattr(passing, "log_probabilities", compute)
     with refused("models/plain: expert dense"):
-        score_models(models, shards, SCORING, tmp_path / "scores")
+        score_models(models, shards, SCORING, tmp_path / "scores", tmp_path / "scores.json")
