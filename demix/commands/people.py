@@ -192,7 +192,7 @@ def merge(
     card = merged_card(model, chosen, output.resolve().name)
     refuse_used(output)
     if routed:
-        merge_routed(model, output, card)
+        merge_routed(model, output, card=card)
     else:
         merge_experts(model, chosen, output, card)
 

@@ -57,14 +57,15 @@ def merge_experts(directory: Path, weights: dict[str, float], output: Path, card
     save_model(model, output, description, lineage, tokenizer_path(directory), card)
 
 
-def merge_routed(directory: Path, output: Path, card: str | None = None) -> None:
-    """Write a model to `output` in every layer of which each token chooses two of the experts in `directory`.
+def merge_routed(directory: Path, output: Path, experts: Sequence[str] = (), card: str | None = None) -> None:
+    """Write a model to `output` in every layer of which each token chooses two of `experts` (all in `directory`).
 
     Experts that learned next to an anchor are merged with it (`_with_anchor`); other ones get routers at random, which
     are to be trained (`_with_random_routers`). The tokenizer is copied. README.md holds `card`. Raises DemixError
     unless the experts are several causal ones.
     """
-    experts, described, anchored = expert_names(directory), describe(directory), learned_anchored(directory)
+    described, anchored = describe(directory), learned_anchored(directory)
+    experts = tuple(experts) or expert_names(directory)
     if not anchored:
         refuse_routed(directory, "are routed already")
     refuse_masked(directory, "has no states of a text that goes on")

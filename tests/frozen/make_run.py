@@ -27,14 +27,14 @@ SAMPLES = {"songs": "novels"}
 TOTAL = 1300
 # When all files were written, in seconds since 1970: equal files make an equal archive.
 MADE = 1_700_000_000
-# What tests read of a run. Weights and score tables are those of two models.
+# What tests read of a run. Weights are those of two models, score tables those of the two and of the adapted dense one.
 KEPT = (
     "*.parquet", "config.json", "tokenizer.json", "benchmarks/*", "corpus/*", "tokens/*", "metrics/*",
     "harness/contamination/*", "clusters/*/clusterer.*", "clusters/*/terms.parquet", "clusters/*/assigned/*",
-    "evaluations/*.losses.parquet", "evaluations/*.systems.parquet", "evaluations/*.contexts.parquet",
+    "evaluations/*.losses.parquet", "evaluations/*.contexts.parquet",
     "evaluations/*.priors.parquet",
     "models/*/model.json", "models/*/mixing.json", "models/*/usual.json", "models/*/experts/*.json",
-    "models/demix/*", "models/dense/*", "scores/demix/*", "scores/dense/*",
+    "models/demix/*", "models/dense/*", "scores/demix/*", "scores/dense/*", "scores/dense-dapt-*",
 )  # fmt: skip
 LEFT_OUT = ("*/.*", "*/README.md", "models/*/clusterer/*")
 

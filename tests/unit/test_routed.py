@@ -33,7 +33,7 @@ from demix.evaluate.score import Scoring, score_models
 from demix.files import read_json, read_json_lines, read_parquet, sha256_file, write_json, write_parquet
 from demix.launch.job import Places
 from demix.model.directory import describe, load_model
-from demix.model.experts import add_expert, find_faults, load_without, read_experts
+from demix.model.experts import add_expert, find_faults, load_without, read_experts, remove_expert
 from demix.model.export import export_hf
 from demix.model.gpt import GPT
 from demix.model.merge import merge_experts, merge_routed
@@ -378,6 +378,15 @@ def test_merged_routers_begin_at_random_by_the_experts(models: Path, tmp_path: P
     assert not torch.equal(*routers)
     merge_routed(models / "demix", tmp_path / "again")
     assert contents(tmp_path / "again") == contents(models / "merged")
+
+
+def test_a_merge_has_the_experts_that_are_named(models: Path, tmp_path: Path) -> None:
+    """Whatever adaptations have added to the folder."""
+    succeeds("merge-routed", models / "demix", "--experts", ",".join(ORDER[:2]), "--output", tmp_path / "two")
+    named = shutil.copytree(models / "demix", tmp_path / "named")
+    remove_expert(named, ORDER[2])
+    merge_routed(named, tmp_path / "left")
+    assert contents(tmp_path / "two") == contents(tmp_path / "left")
 
 
 def test_what_cannot_be_merged_is_refused(models: Path, tokens: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ rule average:
         "demix average-experts {params.model} --experts {params.experts} {params.prior} --output {params.output} 2> {log}"
 
 
-# Experts that are feedforwards as those among which tokens choose.
+# Experts as those among which tokens choose, but for those that adaptations add.
 rule merge_routed:
     input:
         lambda wildcards: RULES.model(wildcards.model),
@@ -28,6 +28,7 @@ rule merge_routed:
         f"{RUN}/models/{{model}}-routed/model.json",
     params:
         model=below_run("models/{model}"),
+        experts=lambda wildcards: ",".join(RULES.models[wildcards.model].experts),
         output=below_run("models/{model}-routed"),
     shell:
-        "demix merge-routed {params.model} --output {params.output} 2> {log}"
+        "demix merge-routed {params.model} --experts {params.experts} --output {params.output} 2> {log}"
