@@ -3,7 +3,6 @@
 import hmac
 from collections.abc import Callable
 
-from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,8 +15,8 @@ class Guarded:
 
     The answer is 403 to a request for another host or by a page of another origin, whatever the path. With a `key`, the
     answer is 401 to a request without it, and the key replaces host and origin, because no other page can know it. The
-    answer is 413 to a body of more bytes, with or without a Content-Length. `refused` makes the answer of a line and a
-    status.
+    answer is 413 to a body of more bytes, with or without a Content-Length; the application is asked once the whole body
+    is here. `refused` makes the answer of a line and a status.
     """
 
     def __init__(
@@ -46,34 +45,19 @@ class Guarded:
             await self.refused(line, 401)(scope, receive, send)
             return
         # The server in front refuses a length that is not a number.
-        length = int(headers.get(b"content-length", "0"))
-        if length > self.most:
-            await self.refused(self._too_much, 413)(scope, receive, send)
-        else:
-            await self._with_body(scope, receive, send)
-
-    @property
-    def _too_much(self) -> str:
-        return f"a request has at most {self.most} bytes"
-
-    async def _with_body(self, scope: Scope, receive: Receive, send: Send) -> None:
-        received, refused = 0, False
-
-        async def counted() -> Message:
-            nonlocal received
+        body, size, more = bytearray(), int(headers.get(b"content-length", "0")), True
+        while more and size <= self.most:
             message = await receive()
-            received += len(message.get("body", b""))
-            if received > self.most:
-                raise HTTPException(413, self._too_much)
-            return message
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            size, more = len(body), message.get("more_body", False)
+        if size > self.most:
+            await self.refused(f"a request has at most {self.most} bytes", 413)(scope, receive, send)
+            return
+        whole: list[Message] = [{"type": "http.request", "body": bytes(body)}]
 
-        async def answered(message: Message) -> None:
-            nonlocal refused
-            # An application may turn the exception into an internal error (500), which must not reach the client.
-            if received > self.most and message["type"] == "http.response.start":
-                refused = True
-                await self.refused(self._too_much, 413)(scope, receive, send)
-            elif not refused:
-                await send(message)
+        async def received() -> Message:
+            return whole.pop() if whole else await receive()
 
-        await self.app(scope, counted, answered)
+        await self.app(scope, received, send)
