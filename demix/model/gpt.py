@@ -12,18 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from demix.config.architecture import Architecture
+from demix.config.counts import BIGRAM_ROWS
 from demix.errors import DemixError
 from demix.files import seed_for
-from demix.model.bigrams import BIGRAM_SCALE, Bigrams
 from demix.model.heads import LanguageModel
 from demix.model.moe import RouterLoss
-from demix.model.positions import POSITIONS
+from demix.model.positions import bias_of, cos_sin, sines
 from demix.model.transformer import Dropout, KeyValues, norm_of
 
 # The input in place of a token that a masked model is to fill in. It has no entry in the vocabulary.
 MASKED = -1
 # Of initial weights.
 STD = 0.02
+# The hash of a pair: odd numbers, so that pairs with the same second token fall into rows that differ.
+OF_TOKEN, OF_PREVIOUS = 1_000_003, 7_919
+# The scale of the states in each block before training.
+BIGRAM_SCALE = 0.1
 # Which tensors belong to one expert: those of its feedforwards and its table of bigrams, or all tensors of the model.
 SCOPES = ("feedforward", "model")
 
@@ -61,10 +65,9 @@ class GPT(LanguageModel):
         self.experts, self.domain_tokens = tuple(experts), tuple(domain_tokens)
         self.expert_scope = expert_scope
         self.masked = architecture.objective == "mlm"
-        self.positions = POSITIONS[architecture.position](architecture)
-        self.position_embedding = self.positions.table(architecture.context + bool(domain_tokens))
-        width, learned = architecture.width, architecture.mask == "learned"
-        self.mask_embedding = nn.Parameter(torch.empty(width)) if learned else None
+        width, rows = architecture.width, architecture.context + bool(domain_tokens)
+        self.position_embedding = nn.Parameter(torch.empty(rows, width)) if architecture.position == "learned" else None
+        self.mask_embedding = nn.Parameter(torch.empty(width)) if architecture.mask == "learned" else None
         self.domain_embedding = nn.Parameter(torch.empty(len(domain_tokens), width)) if domain_tokens else None
         self.embedding_norm = norm_of(architecture) if architecture.norm_place == "post" else nn.Identity()
         self.bigrams = Bigrams(architecture, vocab_size, len(experts)) if architecture.bigrams != "none" else None
@@ -120,9 +123,10 @@ class GPT(LanguageModel):
         self._check_inputs(inputs, start + led + inputs.shape[-1], past)
         x = self._embedded(inputs, domains, start, led)  # [E or 1, B, T (+ 1), D]
         x, T = x.to(dtype or x.dtype), x.shape[2]
-        bias, cos_sin = self.positions.bias(start, T, x), self.positions.cos_sin(start, T, x)
+        bias = bias_of(self.architecture, start, T, x)
+        turned = cos_sin(self.architecture, start, T, x) if self.architecture.position == "rope" else None
         tables = self._read_tables(inputs, past, led, x.dtype)
-        x = self.through_blocks(x, bias, cos_sin, past, auxiliary, dropout, *tables)
+        x = self.through_blocks(x, bias, turned, past, auxiliary, dropout, *tables)
         return x[:, :, 1:] if led else x
 
     def _read_tables(
@@ -155,7 +159,11 @@ class GPT(LanguageModel):
             x = torch.cat([self.domain_embedding[domains].unsqueeze(2), x], dim=2)
         if self.architecture.head == "clap":
             x = F.normalize(x, dim=-1)
-        embedded: Tensor = self.embedding_norm(self.positions.added(x, start, self.position_embedding))
+        if self.position_embedding is not None:
+            x = x + self.position_embedding[start : start + x.shape[2]]
+        elif self.architecture.position == "sinusoidal":
+            x = x + sines(start, x.shape[2], self.architecture.width).to(x)
+        embedded: Tensor = self.embedding_norm(x)
         return embedded
 
     def _check_inputs(self, inputs: Tensor, positions: int, past: list[KeyValues] | None) -> None:
@@ -235,3 +243,38 @@ def seeing(modules: Mapping[int, nn.Module], see: Callable[[int, Tensor], None])
     finally:
         for each in hooks:
             each.remove()
+
+
+class Bigrams(nn.Module):
+    """A memory of pairs of tokens: a table of states, of which a hash of the last two tokens chooses one.
+
+    The states are added to the residual stream before each block, times the `scale` [layers] of the block. All experts
+    read the same `table` [R, D], or each one its own of `expert_table` [E, R, D], with R = 5·V rows.
+    """
+
+    def __init__(self, architecture: Architecture, vocab_size: int, experts: int):
+        super().__init__()
+        self.rows, own = BIGRAM_ROWS * vocab_size, architecture.bigrams == "experts"
+        shape = self.rows, architecture.width
+        self.table = None if own else nn.Parameter(torch.empty(shape))
+        self.expert_table = nn.Parameter(torch.empty(experts, *shape)) if own else None
+        self.scale = nn.Parameter(torch.empty(architecture.layers))
+
+    def forward(self, inputs: Tensor, before: Tensor | None = None) -> Tensor:
+        """The states [E or 1, B, T, D] of `inputs` [E or 1, B, T], which follow the tokens `before` [E or 1, B].
+
+        Without `before` the inputs begin a block, whose first token follows token 0.
+        """
+        first = torch.zeros_like(inputs[..., :1]) if before is None else before[..., None]
+        rows = hashed(inputs, torch.cat([first, inputs[..., :-1]], -1), self.rows)
+        if self.expert_table is None:
+            assert self.table is not None
+            return F.embedding(rows, self.table)
+        experts = torch.arange(len(self.expert_table), device=rows.device)[:, None, None]
+        return F.embedding(rows + self.rows * experts, self.expert_table.flatten(0, 1))
+
+
+def hashed(tokens: Tensor, previous: Tensor, rows: int) -> Tensor:
+    """The row, from 0 to `rows` - 1, of each of `tokens` after each of `previous`."""
+    found: Tensor = (tokens.long() * OF_TOKEN ^ previous.long() * OF_PREVIOUS) % rows
+    return found

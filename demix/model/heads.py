@@ -24,24 +24,29 @@ NORMALISED_AT_ONCE = 1 << 20
 
 
 class LanguageModel(Transformer):
-    """A transformer with an embedding of tokens and a head."""
+    """A transformer with an embedding of tokens and a head.
 
-    # Those of some heads.
-    output_embedding: nn.Parameter
-    logit_scale: nn.Parameter
-    output_bias: nn.Parameter
-    head_map: Linear
-    head_norm: nn.Module
+    What scores the vocabulary is by the option `head` the token embedding (`tied`), an embedding of its own (`untied`),
+    the token embedding with rows of length 1, times a learned scale (`clap`: the fairseq fork of EIFY), or a linear
+    map, GELU and a norm, then the token embedding and a bias (`roberta`: Liu et al. 2019, RobertaLMHead).
+    """
 
     def __init__(self, architecture: Architecture, vocab_size: int, experts: int):
         super().__init__(architecture, experts)
         self.architecture, self.vocab_size = architecture, vocab_size
-        self.token_embedding = nn.Parameter(torch.empty(vocab_size, architecture.width))
-        self.head = HEADS[architecture.head](self)
+        width = architecture.width
+        self.token_embedding = nn.Parameter(torch.empty(vocab_size, width))
+        if architecture.head == "untied":
+            self.output_embedding = nn.Parameter(torch.empty(vocab_size, width))
+        elif architecture.head == "clap":
+            self.logit_scale = nn.Parameter(torch.empty(1))
+        elif architecture.head == "roberta":
+            self.head_map, self.head_norm = Linear(width, width), norm_of(architecture)
+            self.output_bias = nn.Parameter(torch.empty(vocab_size))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Unnormalised log-probabilities [..., V] of the token after each state of `hidden` [..., D], in its type."""
-        states, weight = self.head(self, hidden)
+        states, weight = self._scoring(hidden)
         return states @ weight.T.to(hidden.dtype)
 
     def log_probabilities(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -50,61 +55,26 @@ class LanguageModel(Transformer):
         At most `ROWS_AT_ONCE` rows of the [tokens x vocabulary] logits exist at a time, in forward and in backward.
         """
         E, B, T, D = hidden.shape
-        states, weight = self.head(self, hidden.reshape(-1, D))
+        states, weight = self._scoring(hidden.reshape(-1, D))
         wanted = targets.expand(E, B, T).reshape(-1)
         if not torch.is_grad_enabled():
             return _log_probabilities(states, weight, wanted)[0].view(E, B, T)
         differentiable: Callable[[Tensor, Tensor, Tensor], Tensor] = _LogProbabilities.apply
         return differentiable(states, weight, wanted).view(E, B, T)
 
-
-class Tied:
-    """The token embedding scores the vocabulary."""
-
-    def __init__(self, model: LanguageModel):
-        """Add the parameters of the head to `model`."""
-
-    def __call__(self, model: LanguageModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _scoring(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """States like `hidden` [..., D] and a weight [V, D] whose products are the logits; D + 1 with a bias."""
-        return hidden, model.token_embedding
-
-
-class Untied(Tied):
-    """An embedding of its own, `output_embedding`, scores the vocabulary."""
-
-    def __init__(self, model: LanguageModel):
-        model.output_embedding = nn.Parameter(torch.empty_like(model.token_embedding))
-
-    def __call__(self, model: LanguageModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return hidden, model.output_embedding
-
-
-class Clap(Tied):
-    """The token embedding with rows of length 1, times the learned `logit_scale` (the fairseq fork of EIFY)."""
-
-    def __init__(self, model: LanguageModel):
-        model.logit_scale = nn.Parameter(torch.empty(1))
-
-    def __call__(self, model: LanguageModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return (hidden * model.logit_scale).to(hidden.dtype), F.normalize(model.token_embedding, dim=-1)
-
-
-class Roberta(Tied):
-    """A linear map, GELU and a norm, then the token embedding and `output_bias` (Liu et al. 2019, RobertaLMHead)."""
-
-    def __init__(self, model: LanguageModel):
-        width = model.architecture.width
-        model.head_map, model.head_norm = Linear(width, width), norm_of(model.architecture)
-        model.output_bias = nn.Parameter(torch.empty(model.vocab_size))
-
-    def __call__(self, model: LanguageModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        states = model.head_norm(F.gelu(model.head_map(hidden)))
-        # A further unit, which is always 1, gives each logit its bias.
-        with_one = torch.cat([states, states.new_ones(*states.shape[:-1], 1)], dim=-1)
-        return with_one, torch.cat([model.token_embedding, model.output_bias[:, None]], dim=1)
-
-
-HEADS = {"tied": Tied, "untied": Untied, "clap": Clap, "roberta": Roberta}
+        head, embedding = self.architecture.head, self.token_embedding
+        if head == "untied":
+            return hidden, self.output_embedding
+        if head == "clap":
+            return (hidden * self.logit_scale).to(hidden.dtype), F.normalize(embedding, dim=-1)
+        if head == "roberta":
+            states = self.head_norm(F.gelu(self.head_map(hidden)))
+            # A further unit, which is always 1, gives each logit its bias.
+            with_one = torch.cat([states, states.new_ones(*states.shape[:-1], 1)], dim=-1)
+            return with_one, torch.cat([embedding, self.output_bias[:, None]], dim=1)
+        return hidden, embedding
 
 
 class _LogProbabilities(torch.autograd.Function):

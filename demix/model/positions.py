@@ -4,7 +4,7 @@ Axes: E experts, B sequences, T new positions, H heads.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from demix.config.architecture import Architecture
 
@@ -12,115 +12,68 @@ from demix.config.architecture import Architecture
 CosSin = tuple[Tensor, Tensor]
 
 
-class Positions:
-    """A model without positions of its own, but for the order in which causal attention sees tokens.
+def sines(start: int, T: int, width: int) -> Tensor:
+    """Float64 [T, D] of positions from `start` (Vaswani et al. 2017).
 
-    Each other kind changes one of `added`, `cos_sin` and `bias`.
+    Units 2n and 2n + 1 of position p are the sine and the cosine of p·10000^(-2n/width).
     """
+    angles = _angles(start, T, frequencies(10_000, width))  # [T, D / 2]
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
 
-    def __init__(self, options: Architecture):
-        self.options = options
 
-    def table(self, positions: int) -> nn.Parameter | None:
-        """The parameter [positions, D] that is added to embeddings, if there is one."""
+def cos_sin(options: Architecture, start: int, T: int, x: Tensor) -> CosSin:
+    """The cosines and sines, of the type of `x`, by which rope rotates T positions from `start`.
+
+    Queries and keys are rotated by their position (Su et al. 2021, "RoFormer", Eq. 15).
+    """
+    angles = _angles(start, T, rope_frequencies(options))
+    cos, sin = (part.to(device=x.device, dtype=x.dtype) for part in (angles.cos(), angles.sin()))
+    return cos, sin
+
+
+def rope_frequencies(options: Architecture) -> Tensor:
+    """The angles by which pairs of units turn from one position to the next: float64 [pairs].
+
+    Scaled as `RopeScaling` says.
+    """
+    angles, scaling = frequencies(options.rope_theta, options.rotated), options.rope_scaling
+    if scaling is None:
+        return angles
+    slow = angles / scaling.factor
+    if scaling.kind == "linear":
+        return slow
+    turns = scaling.context * angles / (2 * torch.pi)
+    kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+    return (1 - kept) * slow + kept * angles
+
+
+def bias_of(options: Architecture, before: int, T: int, x: Tensor) -> Tensor | None:
+    """What is added to the attention scores of T new positions to the `before` ones and to the new ones.
+
+    Of the type of `x` (ALiBi), or a mask: bool [T, before + T], true where a position attends. None where attention
+    without a mask does the same: for T positions at the start of a text, and for a single one, which attends to all.
+    """
+    if options.position == "alibi":
+        return _alibi(options, before, T, x)
+    if not before or T == 1:
         return None
-
-    def added(self, x: Tensor, start: int, table: Tensor | None) -> Tensor:
-        """What the first block reads of the embeddings `x` [E, B, T, D] of positions from `start`.
-
-        `table` [positions, D] is the parameter that `self.table` made.
-        """
-        return x
-
-    def cos_sin(self, start: int, T: int, x: Tensor) -> CosSin | None:
-        """The cosines and sines, of the type of `x`, of T positions from `start`; None where nothing is rotated."""
-        return None
-
-    def bias(self, before: int, T: int, x: Tensor) -> Tensor | None:
-        """What is added to the attention scores of T new positions to the `before` ones and to the new ones.
-
-        Of the type of `x`, or a mask: bool [T, before + T], true where a position attends. None where attention without
-        a mask does the same: for T positions at the start of a text, and for a single one, which attends to all.
-        """
-        if not before or T == 1:
-            return None
-        return torch.ones(T, before + T, dtype=torch.bool, device=x.device).tril(before)
+    return torch.ones(T, before + T, dtype=torch.bool, device=x.device).tril(before)
 
 
-class Learned(Positions):
-    """A table of positions is added to the embeddings."""
+def _alibi(options: Architecture, before: int, T: int, x: Tensor) -> Tensor:
+    """-m_h·(i - j) [1, H, T, before + T] for position i and an earlier one j; -inf for a later one.
 
-    def table(self, positions: int) -> nn.Parameter:
-        return nn.Parameter(torch.empty(positions, self.options.width))
-
-    def added(self, x: Tensor, start: int, table: Tensor | None) -> Tensor:
-        assert table is not None
-        return x + table[start : start + x.shape[2]]
-
-
-class Sinusoidal(Positions):
-    """Units 2n and 2n + 1 of position p are the sine and the cosine of p·10000^(-2n/width) (Vaswani et al. 2017)."""
-
-    def added(self, x: Tensor, start: int, table: Tensor | None) -> Tensor:
-        angles = _angles(start, x.shape[2], frequencies(10_000, self.options.width))  # [T, D / 2]
-        return x + torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1).to(x)
-
-
-class Alibi(Positions):
-    """Attention falls with the distance, in each head with a slope of its own."""
-
-    def bias(self, before: int, T: int, x: Tensor) -> Tensor:
-        """-m_h·(i - j) [1, H, T, before + T] for position i and an earlier one j; -inf for a later one.
-
-        Of a masked model, whose attention is bidirectional, m_h·(1/2 - (j - i)) for a later one.
-        """
-        exact = torch.promote_types(x.dtype, torch.float32)
-        at = torch.arange(before + T, dtype=exact, device=x.device)
-        distances = at - at[before:, None]  # [T, before + T], at most 0 for what is seen
-        if self.options.objective == "mlm":
-            distances = torch.where(distances > 0, 0.5 - distances, distances)
-        else:
-            distances = distances.masked_fill(distances > 0, -torch.inf)
-        slopes = torch.tensor(alibi_slopes(self.options.heads), dtype=exact, device=x.device)
-        return (slopes[:, None, None] * distances).to(x.dtype)[None]
-
-
-class Rope(Positions):
-    """Queries and keys are rotated by their position (Su et al. 2021, "RoFormer", Eq. 15)."""
-
-    def cos_sin(self, start: int, T: int, x: Tensor) -> CosSin:
-        angles = _angles(start, T, self.frequencies())
-        cos, sin = (part.to(device=x.device, dtype=x.dtype) for part in (angles.cos(), angles.sin()))
-        return cos, sin
-
-    def frequencies(self) -> Tensor:
-        """The angles by which pairs of units turn from one position to the next: float64 [pairs].
-
-        Scaled as `RopeScaling` says.
-        """
-        angles, scaling = frequencies(self.options.rope_theta, self.options.rotated), self.options.rope_scaling
-        if scaling is None:
-            return angles
-        slow = angles / scaling.factor
-        if scaling.kind == "linear":
-            return slow
-        turns = scaling.context * angles / (2 * torch.pi)
-        kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
-        return (1 - kept) * slow + kept * angles
-
-
-def frequencies(theta: float, units: int) -> Tensor:
-    """theta^(-2n/units) for each pair n of units: float64 [units / 2]."""
-    exponents: Tensor = -torch.arange(0, units, 2, dtype=torch.float64) / units
-    return theta**exponents
-
-
-def _angles(start: int, T: int, frequencies: Tensor) -> Tensor:
-    """The angles of T positions from `start`: float64 [T, pairs]."""
-    return torch.arange(start, start + T, dtype=torch.float64)[:, None] * frequencies
-
-
-POSITIONS = {"learned": Learned, "sinusoidal": Sinusoidal, "alibi": Alibi, "rope": Rope}
+    Of a masked model, whose attention is bidirectional, m_h·(1/2 - (j - i)) for a later one.
+    """
+    exact = torch.promote_types(x.dtype, torch.float32)
+    at = torch.arange(before + T, dtype=exact, device=x.device)
+    distances = at - at[before:, None]  # [T, before + T], at most 0 for what is seen
+    if options.objective == "mlm":
+        distances = torch.where(distances > 0, 0.5 - distances, distances)
+    else:
+        distances = distances.masked_fill(distances > 0, -torch.inf)
+    slopes = torch.tensor(alibi_slopes(options.heads), dtype=exact, device=x.device)
+    return (slopes[:, None, None] * distances).to(x.dtype)[None]
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -132,3 +85,14 @@ def alibi_slopes(heads: int) -> list[float]:
     power = 1 << heads.bit_length() - 1
     own, between = ([2 ** (-8 * h / number) for h in range(1, number + 1)] for number in (power, 2 * power))
     return own + between[::2][: heads - power]
+
+
+def frequencies(theta: float, units: int) -> Tensor:
+    """theta^(-2n/units) for each pair n of units: float64 [units / 2]."""
+    exponents: Tensor = -torch.arange(0, units, 2, dtype=torch.float64) / units
+    return theta**exponents
+
+
+def _angles(start: int, T: int, frequencies: Tensor) -> Tensor:
+    """The angles of T positions from `start`: float64 [T, pairs]."""
+    return torch.arange(start, start + T, dtype=torch.float64)[:, None] * frequencies

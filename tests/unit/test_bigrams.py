@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from demix.config.architecture import DECODERS, Architecture, architecture_from
 from demix.config.counts import parameters
 from demix.files import read_json
-from demix.model.bigrams import hashed
 from demix.model.directory import load_model
 from demix.model.experts import add_expert, find_faults
-from demix.model.gpt import GPT
+from demix.model.gpt import GPT, hashed
 from demix.model.merge import averaged
 from demix.train import stage
 from demix.train.adapt import adapt
