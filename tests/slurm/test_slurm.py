@@ -1,6 +1,5 @@
 """The workflow on a real SLURM of two nodes: the same numbers as on one machine, and a job that is queued again."""
 
-import json
 import os
 import re
 import shutil
@@ -13,8 +12,6 @@ import pandas as pd
 import pytest
 
 from demix.files import read_json
-from demix.run.check import completed_run
-from demix.settings import written
 from support.disturbed import (
     SITE,
     SIX,
@@ -116,53 +113,6 @@ def test_experts_that_are_whole_models_train_at_the_same_time_and_a_killed_one_g
     ours, theirs = (losses_of(place / RUN / "metrics/btm/licenses.jsonl") for place in (folder, alone))
     assert len(ours) > 900
     assert ours == pytest.approx(theirs, rel=1e-12, abs=0)
-
-
-# An address where nobody listens.
-AWAY = {"path": "http://127.0.0.1:9/a.txt"}
-
-
-@pytest.mark.parametrize(
-    ("cluster", "source", "arguments", "subject"),
-    [
-        # A config of one's own that takes the place of the profile's.
-        ({}, {}, ["--config", "run=other"], "config key cluster.launch"),
-        ({"downloads": "login"}, AWAY, [], AWAY["path"]),
-        ({"partition": "none-such"}, {}, [], "config key cluster.partition"),
-    ],
-)
-def test_what_cannot_run_here_ends_before_its_first_job(
-    slurm: None, tmp_path: Path, cluster: dict, source: dict, arguments: list[str], subject: str
-) -> None:
-    config = config_with(cluster=SITE | cluster)
-    config["domains"]["training"]["licenses"]["source"] |= source
-    assert snakemake(tmp_path, config, *arguments).wait() != 0
-    assert f"{subject}: " in printed(tmp_path)
-    assert not (tmp_path / "results").exists()
-
-
-def test_two_nodes_give_the_losses_of_one_process(slurm: None, prepared: Path, tmp_path: Path) -> None:
-    """In float64, to 1e-9: what differs is the order of sums."""
-    config = read_json(prepared / RUN / "config.json")
-    kept = {key: config["training"][key] for key in ("sequences", "learning_rate", "warmup", "clip", "weight_decay")}
-    more = {"tokens": 384 * 12, "precision": "fp64", "seed": 1, "threads": 1, "checkpoint_every": 100}
-    settings = json.dumps(kept | more | {"architecture": config["architecture"]})
-    shards = [prepared / RUN / "tokens" / domain / "train.arrow" for domain in config["domains"]["training"]]
-    site = completed_run(config_with(cluster=SITE)).config.cluster.of("train")
-    losses = {}
-    for launch, options in (
-        ("local", []),
-        ("slurm", ["--ranks", "6"]),
-    ):
-        place = tmp_path / launch
-        command = ["demix", "train", "demix", *map(str, shards), "--settings", settings, *options]
-        for option in ("model", "metrics", "checkpoints"):
-            command += [f"--{'output' if option == 'model' else option}", str(place / option)]
-        command += ["--cluster", json.dumps(written(site) | {"launch": launch})]
-        subprocess.run(command, check=True, env=ENVIRONMENT, cwd=tmp_path, capture_output=True)
-        losses[launch] = losses_of(place / "metrics")
-    assert len(losses["slurm"]) == 12
-    assert losses["slurm"] == pytest.approx(losses["local"], rel=0, abs=1e-9)
 
 
 def test_a_job_that_is_queued_again_goes_on(training, undisturbed: list[float]) -> None:

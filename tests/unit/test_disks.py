@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from demix.data.dedup import mark_duplicates
-from demix.files import database, read_parquet, sha256_file, write_parquet
+from demix.files import database, read_parquet, write_parquet
 from support.cli import said
 from support.errors import refused
 from support.server import serving_folder
@@ -21,23 +21,6 @@ def _noise(path: Path, megabytes: int) -> Path:
             text = "".join(hashlib.sha512(f"{number}.{i}".encode()).hexdigest() for i in range(8))
             file.write(json.dumps({"text": text}) + "\n")
     return path
-
-
-def _download(source: Path, output: Path) -> list[str]:
-    return ["download", "d", "--settings", json.dumps({"path": str(source)}), "--output", str(output)]
-
-
-def test_a_full_disk_leaves_nothing_and_a_rerun_is_clean(tmp_path, mounted):
-    disk = mounted("size=2m")
-    source = _noise(tmp_path / "a.jsonl", 8)
-    output = disk / "raw" / "d" / "0000.parquet"
-    assert str(output) in str(said(_download(source, output)))
-    assert [path for path in disk.rglob("*") if path.is_file()] == []
-    subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
-    assert said(_download(source, output)) is None
-    good = tmp_path / "raw" / "d" / "0000.parquet"
-    assert said(_download(source, good)) is None
-    assert sha256_file(output) == sha256_file(good)
 
 
 def test_a_disk_that_is_full_of_spilled_rows(tmp_path, mounted, monkeypatch):
@@ -71,10 +54,3 @@ def test_a_disk_that_fills_up_while_fetching(tmp_path, mounted):
         subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
         assert said(command) is None
         assert [*output.parent.iterdir()] == [output]
-
-
-def test_a_disk_mounted_read_only(tmp_path, mounted):
-    disk = mounted("size=2m")
-    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    error = said(_download(_noise(tmp_path / "a.jsonl", 1), disk / "raw" / "d" / "0000.parquet"))
-    assert f"{disk}/raw/d" in str(error)

@@ -4,50 +4,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from demix.data.tokenizer import Tokenizer, gpt2_tokenizer
 from demix.model.directory import describe, load_model
 from demix.model.experts import find_faults
 from demix.model.export import export_hf
 from demix.model.import_hf import import_hf
-from support.checkpoints import LLAMA3, change, checkpoint, farthest, same_tensors
+from support.checkpoints import LLAMA3, change, checkpoint
 from support.cli import refusal, succeeds
 from support.errors import refused
-from support.models import REAL_TEXT
 
 
 def same_weights(model: Path, other: Path) -> bool:
     files = ("shared.safetensors", "experts/dense.safetensors")
     return all((model / name).read_bytes() == (other / name).read_bytes() for name in files)
-
-
-def test_gpt2_is_read_evaluated_and_written_as_it_came(tmp_path: Path) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 50257}
-    theirs = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.3)).eval()
-    theirs.save_pretrained(tmp_path / "hf")
-    gpt2_tokenizer(tmp_path / "gpt2.json")
-    (tmp_path / "hf" / "tokenizer.json").write_text(Tokenizer.load(tmp_path / "gpt2.json").definition)
-    directory = tmp_path / "models" / "x"
-    succeeds("import", tmp_path / "hf", "--output", directory)
-    assert not find_faults(directory)
-    encoder, model = Tokenizer.load(directory / "tokenizer.json"), load_model(directory)
-    ids = torch.from_numpy(np.concatenate([[encoder.end_of_text], encoder.encode(REAL_TEXT)]).astype(np.int64))[None]
-    with torch.no_grad():
-        assert farthest(model.logits(model(ids[None]))[0], theirs(ids).logits) < 1e-5
-    assert "tokens" not in describe(directory).content, "nobody knows how many"
-    export_hf(directory, "dense", directory / "tokenizer.json", tmp_path / "again")
-    assert same_tensors(tmp_path / "hf", tmp_path / "again")
-    (tmp_path / "my.txt").write_text(REAL_TEXT * 5)
-    done = succeeds("eval", directory, tmp_path / "my.txt", "--json")
-    found = json.loads(done.stdout)
-    assert ([line["name"] for line in found["experts"]], found["mixtures"]) == (["dense"], [])
 
 
 @pytest.mark.parametrize(

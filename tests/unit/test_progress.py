@@ -112,16 +112,6 @@ def emit(handler: logger.LogHandler, event: LogEvent | None = None, **values: ob
     handler.emit(logging.makeLogRecord(({"event": event} if event else {}) | values))
 
 
-def test_the_display_weights_jobs_by_their_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    handler = logger.LogHandler(SimpleNamespace(dryrun=False), None)
-    monkeypatch.setattr(handler, "_start", lambda: None)
-    emit(handler, LogEvent.RUN_INFO, stats={"score": 1, "report": 11, "total": 12})
-    emit(handler, LogEvent.JOB_INFO, rule_name="score", jobid=1, wildcards={}, log=[])
-    emit(handler, LogEvent.JOB_FINISHED, job_id=1)
-    assert handler._summary().startswith(" 67% done, 1 of 12 jobs")
-
-
 def test_a_dry_run_has_its_table_of_jobs_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,20 +1,12 @@
 """Text by the workflow: a source that domains share, two runs that make their text once, and a config's sources."""
 
-import csv
-import gzip
 import json
 import shutil
-import zipfile
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-import yaml
-
 from demix.files import check_sealed, read_json, sha256_file
-from support.dry_run import REPOSITORY, TINY, changed, jobs, jobs_by_rule, ran, write_config
-from support.server import serving_folder
+from support.dry_run import TINY, changed, jobs, jobs_by_rule, ran, write_config
 
 NAMES = ("parliament", "scripture", "licenses", "fantasy", "fortunes")
 
@@ -102,43 +94,3 @@ def test_two_runs_make_their_text_once(tmp_path: Path) -> None:
     assert jobs_by_rule(run("two.yaml", "-n", "--quiet", "rules")) == {}
     for file in files:
         check_sealed(two / file)
-
-
-def write_data_set(folder: Path, source: dict[str, Any], documents: list[str]) -> None:
-    """Documents where the glob and the field of a source of the hub look for them."""
-    (pattern,), field = source["data_files"], source.get("text", "text")
-    path = folder / pattern.replace("*", "a")
-    path.parent.mkdir(parents=True)
-    rows = [{field: text, "other": number} for number, text in enumerate(documents)]
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
-
-
-def test_the_sources_of_one_gpu_find_their_texts(tmp_path: Path) -> None:
-    """In files that are laid out as the data sets, the archive and the table of config/one-gpu.yaml are."""
-    path = REPOSITORY / "config" / "one-gpu.yaml"
-    domains, texts = (
-        yaml.safe_load(path.read_text())["domains"],
-        [f"Text {number} of some words." for number in range(9)],
-    )
-    sources: dict[str, dict[str, Any]] = {"training": {}, "novel": {}}
-    for name, domain in domains["training"].items():
-        write_data_set(tmp_path / "hub" / name, domain["source"], texts)
-        sources["training"][name] = {"source": {"path": f"hub/{name}", "parts": 1}}
-    (tmp_path / "site").mkdir()
-    with zipfile.ZipFile(tmp_path / "site" / "CUAD_v1.zip", "w") as archive:
-        for number, text in enumerate(texts):
-            archive.writestr(f"CUAD_v1/full_contract_txt/{number}.txt", text)
-        archive.writestr("CUAD_v1/master_clauses.csv", "not,a,contract")
-    with open(tmp_path / "site" / "metadata.csv", "w", newline="") as file:
-        csv.writer(file).writerows([("cord_uid", "abstract"), *enumerate(texts)])
-    with serving_folder(tmp_path / "site") as site:
-        for name, domain in domains["novel"].items():
-            sources["novel"][name] = {"source": {"path": f"{site}/{Path(domain['source']['path']).name}"}}
-        wanted = [f"results/one-gpu/documents/{name}/0000.json" for some in domains.values() for name in some]
-        ran(tmp_path, write_config(tmp_path, {"base": str(path), "domains": sources}), *wanted)
-    for name in wanted:
-        assert pq.read_metadata((tmp_path / name).with_suffix(".parquet")).num_rows == len(texts), name
