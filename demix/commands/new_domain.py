@@ -13,8 +13,7 @@ from demix.config.evaluation import DECAY
 from demix.config.models import DENSE_EXPERT
 from demix.config.training import OptimizerRecipe, selected
 from demix.data.anonymize import anonymize_documents
-from demix.data.corpus import Splitting, split
-from demix.data.dedup import mark_duplicates
+from demix.data.corpus import Splitting, mark_duplicates, split
 from demix.data.shards import tokenize
 from demix.errors import DemixError, StoppedError
 from demix.evaluate.choice import choose_parent

@@ -22,11 +22,11 @@ SEQUENCES = (list, tuple, Sequence, Iterable)
 _NAMED = inspect.Parameter.KEYWORD_ONLY
 # Stages in the order of the workflow: the function below demix, and those of its parameters that are arguments.
 STAGES = {
-    "read": ("data.reading.read", "domain"),
+    "read": ("data.sources.read", "domain"),
     "download": ("data.sources.download", "domain"),
-    "anonymize": ("data.reading.anonymize", "raw"),
+    "anonymize": ("data.sources.anonymize_once", "raw"),
     "divide": ("data.divide.divide", "name"),
-    "deduplicate": ("data.dedup.deduplicate", "documents"),
+    "deduplicate": ("data.corpus.deduplicate", "documents"),
     "split": ("data.corpus.split_once", "domain documents"),
     "tokenizer": ("data.tokenizer.make_tokenizer", "documents"),
     "tokenize": ("data.shards.tokenize_splits", "documents"),

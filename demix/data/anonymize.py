@@ -34,8 +34,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from demix.data import mentions, numbers
-from demix.data.dummies import CATEGORIES, Span
-from demix.data.readers import SURROGATE
+from demix.data.cues import CATEGORIES, Span
 from demix.files import write_json
 from demix.files.batches import counted, read_batches, write_batches
 
@@ -51,11 +50,10 @@ _PRIORITY = ("FB_USERID", "DART", "EMAIL", "CREDIT_CARD_NUMBER", "SSN", "PHONE_N
 def normalise(text: str) -> tuple[str, dict[str, int]]:
     """`text` as all later stages see it, and how often each rule applied.
 
-    "surrogates": lone surrogates become U+FFFD; "nul": NUL characters are removed; "line_ends": "\\r\\n" becomes
-    "\\n". Nothing else is touched: no Unicode normalisation, no trimming.
+    "nul": NUL characters are removed; "line_ends": "\\r\\n" becomes "\\n". Nothing else is touched: no Unicode
+    normalisation, no trimming.
     """
-    text, surrogates = SURROGATE.subn("\ufffd", text)
-    counts = {"surrogates": surrogates, "nul": text.count("\0")}
+    counts = {"nul": text.count("\0")}
     text = text.replace("\0", "")
     counts["line_ends"] = text.count("\r\n")
     return text.replace("\r\n", "\n"), counts
@@ -107,7 +105,7 @@ def anonymize_documents(
     its own), and the JSON `counts`: documents, words written, rules applied, documents rejected ("empty": without a
     word, "not_utf8": no text, left out when they were read), replacements by category.
     """
-    normalised: Counter[str] = Counter(invalid_bytes=0, surrogates=0, nul=0, line_ends=0)
+    normalised: Counter[str] = Counter(nul=0, line_ends=0)
     replacements: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
     totals = Counter(documents=0, words=0, empty=0)
 

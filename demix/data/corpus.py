@@ -1,4 +1,4 @@
-"""Documents of domains, free of exact duplicates, divided into train, dev and test by the hash of their content.
+"""Documents of domains without exact duplicates, divided into train, dev and test by the hash of their content.
 
 Which documents a domain keeps, their order and their splits are queries over ids and words (`demix.files.database`).
 Texts go through files, each of a stretch of the order: memory holds one stretch at a time, however large the domain.
@@ -6,7 +6,7 @@ Texts go through files, each of a stretch of the order: memory holds one stretch
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from demix.progress import followed
 from demix.settings import Seed, Switch
 
 SPLITS = ("train", "dev", "test")
+OWNERS_SCHEMA = pa.schema([("id", pa.string()), ("domain", pa.string())])
 
 # Text held in memory while sorting, until there are as many stretches as files that a process may hold open.
 STRETCH_BYTES = 16 << 20
@@ -75,6 +76,11 @@ select coalesce(rank, -1) as rank
 from range($documents) files(row) left join (from ordered where rank >= $low and rank < $high) using (row)
 order by row
 """
+# Of the domains that hold a text, the one that keeps it.
+_OWNERS = """
+select lower(hex(id)) as id, arg_min(domain::varchar, sha256(domain || '|' || lower(hex(id)))) as domain
+from held group by held.id order by held.id
+"""
 # The source documents of a split.
 _ORIGINS = "select count(distinct document) from ordered where rank >= $start and rank < $end"
 
@@ -90,6 +96,39 @@ class Splitting(SplitRecipe):
     training: Switch
     seed: Seed
     test_only: Switch = False
+
+
+def deduplicate(documents: list[Path], output: Path) -> None:
+    """Assign each text that several training domains hold to one of them (documents/<domain>/<part>.parquet)."""
+    made_once(output, [output], documents, {}, partial(mark_duplicates, _parts_by_domain(documents), output))
+
+
+def _parts_by_domain(documents: Sequence[Path]) -> dict[str, list[Path]]:
+    """The files documents/<domain>/<part>.parquet, grouped by domain."""
+    names = dict.fromkeys(path.parent.name for path in documents)
+    return {name: [path for path in documents if path.parent.name == name] for name in names}
+
+
+def mark_duplicates(inputs: dict[str, list[Path]], output: Path) -> None:
+    """Decide which training domain keeps each text: Parquet `id`, `domain`, one row per distinct id, sorted by id.
+
+    Of the domains that hold a text the one with the smallest sha256 of domain and id keeps it, so that neither the
+    order of the domains nor that of their documents and parts matters.
+    """
+    with database(output) as tables:
+        _hold(tables, inputs)
+        found = (batch.cast(OWNERS_SCHEMA) for batch in tables.sql(_OWNERS).to_arrow_reader(1 << 16))
+        write_batches(output, OWNERS_SCHEMA, found, use_dictionary=["domain"])
+
+
+def _hold(tables: duckdb.DuckDBPyConnection, inputs: dict[str, list[Path]]) -> None:
+    """Make the table `held`: one row per document and domain that holds it."""
+    names = ", ".join(f"'{domain}'" for domain in sorted(inputs))
+    tables.execute(f"create type domain as enum ({names}); create table held (id blob, domain domain)")
+    for domain, paths in inputs.items():
+        batches = (batch for path in paths for batch in read_batches(path, ["id"]))
+        query = f"insert into held select unhex(id), '{domain}' from batches"
+        run_on(tables, query, counted(batches, f"{domain}: documents", paths))
 
 
 def split_once(domain: str, documents: list[Path], owners: Path, settings: Splitting, output: Path) -> None:

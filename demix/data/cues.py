@@ -4,9 +4,27 @@ Each pattern that ends where a number starts is read backwards (`(?r)`), so that
 no cue ends in. All are bounded.
 """
 
+import tomllib
+from pathlib import Path
+
 import regex
 
-from demix.data.dummies import any_of
+CATEGORIES = ("EMAIL", "DART", "FB_USERID", "PHONE_NUMBER", "CREDIT_CARD_NUMBER", "SSN", "USER")
+
+# Half-open range of characters and the category there.
+Span = tuple[int, int, str]
+
+# A dummy token bounds as the text did that it replaced: else each replacement could uncover one more, without end.
+TOKEN = f"<(?:{'|'.join(CATEGORIES)})>"
+NUMBER_TOKEN = "<(?:PHONE_NUMBER|CREDIT_CARD_NUMBER|SSN|DART)>"
+
+_WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
+
+
+def any_of(name: str) -> str:
+    """The words of a list in words.toml, as alternatives of a regular expression."""
+    return "|".join(_WORDS[name])
+
 
 _DEVICE, _UNPARTED, _WHOSE, _PLACE, _INVITE = map(any_of, ("devices", "unparted", "whose", "places", "invitations"))
 _NUMBER = (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import regex
 
-from demix.data.dummies import TOKEN, Span, any_of
+from demix.data.cues import TOKEN, Span, any_of
 
 # Backwards from the @. Joiners come at most two at a time.
 _LOCAL = regex.compile(r"(?r)(?:\w++[.%+'-]{1,2}+)*+\w++[.%+'-]{0,2}+")

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import regex
 
 from demix.data import cues
+from demix.data.cues import NUMBER_TOKEN, TOKEN, Span
 from demix.data.dialling import is_international, is_written_at_home
-from demix.data.dummies import NUMBER_TOKEN, TOKEN, Span
 
 _BLANK = r" \u00a0\u2007\u2009\u202f"
 _DASH = r"\-\u2010-\u2015"

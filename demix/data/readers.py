@@ -78,7 +78,6 @@ class Reading:
         return index % self.parts == self.part
 
 
-Reader = Callable[["io.BufferedReader[Any]", Path, Reading], Iterator[Row]]
 # A member of an archive: its name, why it is not read, and what opens it.
 Member = tuple[str, str, Callable[[], Any]]
 

@@ -11,6 +11,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -22,9 +23,11 @@ from demix.config.addresses import COMMIT, LOG_IN, STORES, local, refuse_not_utf
 from demix.config.domains import UNCUT, SourceSection
 from demix.config.files import left_out
 from demix.data import readers
+from demix.data.anonymize import anonymize_documents
 from demix.data.hub import hub_rows
 from demix.data.readers import SURROGATE, Reading, Row, read_rows
 from demix.data.selection import as_text, matches, select, select_or_none
+from demix.data.shared import made_once
 from demix.errors import DemixError
 from demix.files import fingerprint
 from demix.files.batches import write_rows
@@ -122,6 +125,46 @@ def discard(output: Path) -> None:
     """Remove the raw text `output`, and what `download` fetched for it."""
     output.unlink(missing_ok=True)
     _clean(output)
+
+
+def anonymize_once(
+    raw: Path,
+    output: Path,
+    counts: Path,
+    enabled: bool = True,
+    document_words: int | None = None,
+    piece_words: int | None = None,
+) -> None:
+    """Normalise one part of a domain's raw text, replace personal data by dummy tokens, cut long documents.
+
+    With `enabled` false nothing is replaced. `document_words` and `piece_words` are those of `anonymize_documents`.
+    """
+    how: dict[str, Any] = {"enabled": enabled, "document_words": document_words, "piece_words": piece_words}
+    make = partial(anonymize_documents, raw, output, counts, **how)
+    made_once(output, [output, counts], [raw], how, make, passing=True)
+
+
+def read(
+    domain: str, settings: Source, raw: Path, output: Path, counts: Path, part: int = 0, enabled: bool = True
+) -> None:
+    """Read one part of a domain's text from its source, and anonymize it: download and anonymize in one.
+
+    The raw text on its way, `raw`, is private and removed at the end.
+    """
+
+    how = enabled, settings.document_words, settings.piece_words
+
+    def make() -> None:
+        download(settings, domain, raw, part)
+        anonymize_documents(raw, output, counts, *how)
+
+    if (inputs := pinned(settings, part)) is None:
+        download(settings, domain, raw, part)
+        anonymize_once(raw, output, counts, *how)
+    else:
+        values = {"source": settings.as_dict(), "part": part, "enabled": enabled}
+        made_once(output, [output, counts], inputs, values, make)
+    discard(raw)
 
 
 def divided(output: Path, source: Source, part: int, where: Mapping[str, Any] | None = None) -> Path:

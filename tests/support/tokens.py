@@ -5,8 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from demix.data.anonymize import anonymize_documents
-from demix.data.corpus import Budget, Splitting, split
-from demix.data.dedup import mark_duplicates
+from demix.data.corpus import Budget, Splitting, mark_duplicates, split
 from demix.data.shards import tokenize
 from demix.data.sources import Source, download
 from demix.data.tokenizer import train_tokenizer

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from demix.data import corpus
 from demix.data.anonymize import SCHEMA
-from demix.data.corpus import SPLITS, Budget, Splitting, left_out, split
-from demix.data.dedup import mark_duplicates
+from demix.data.corpus import SPLITS, Budget, Splitting, left_out, mark_duplicates, split
 from demix.data.leakage import contamination, grams_of
 from demix.evaluate.harness import DOCUMENTS
 from demix.files import read_json, write_json, write_parquet

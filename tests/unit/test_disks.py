@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from demix.data.dedup import mark_duplicates
+from demix.data.corpus import mark_duplicates
 from demix.files import database, read_parquet, write_parquet
 from support.cli import said
 from support.errors import refused

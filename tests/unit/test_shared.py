@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from demix.config.tokenizer import TokenizerSection
-from demix.data import corpus, dedup, reading
+from demix.data import corpus, sources
 from demix.data.shards import tokenize_splits
 from demix.data.sources import Source, pinned
 from demix.data.tokenizer import make_tokenizer
@@ -37,7 +37,7 @@ def prepare(name: str, *, seed: int = 1, dev: int = 30, size: int = 300, enabled
     """Prepare the text of a run as the jobs of the workflow do."""
     run = Path("results") / name
     for domain in DOMAINS:
-        reading.read(
+        sources.read(
             domain,
             Source(path=f"{domain}.jsonl"),
             run / f"raw/{domain}/0000.parquet",
@@ -46,7 +46,7 @@ def prepare(name: str, *, seed: int = 1, dev: int = 30, size: int = 300, enabled
             enabled=enabled,
         )
     documents = {domain: run / f"documents/{domain}/0000.parquet" for domain in DOMAINS}
-    dedup.deduplicate([*documents.values()], run / "corpus/owners.parquet")
+    corpus.deduplicate([*documents.values()], run / "corpus/owners.parquet")
     for domain, path in documents.items():
         splitting = corpus.Splitting(words=corpus.Budget(dev=dev, test=30), training=True, seed=seed)
         corpus.split_once(domain, [path], run / "corpus/owners.parquet", splitting, run / "corpus" / domain)
@@ -91,14 +91,14 @@ def test_a_second_run_takes_the_text_of_the_first_and_is_whole_without_it() -> N
 
 
 def test_what_changes_while_it_is_read_is_taken_by_no_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    download, source = reading.download, Path("law.jsonl")
+    download, source = sources.download, Path("law.jsonl")
 
     def slowly(*args: object) -> int:
         rows = download(*args)
         os.utime(source, (2e9, 2e9))
         return rows
 
-    monkeypatch.setattr(reading, "download", slowly)
+    monkeypatch.setattr(sources, "download", slowly)
     one = prepare("one")
     notes = {path.name for path in (one / ".made").iterdir()}
     assert "documents.law.0000.parquet.json" not in notes
@@ -194,8 +194,8 @@ def test_raw_text_that_was_fetched_again_is_anonymized_once() -> None:
     for name in ("one", "two"):
         run = Path("results") / name
         raw, output = run / "raw/law/0000.parquet", run / "documents/law/0000.parquet"
-        reading.download(Source(path="law.jsonl"), "law", raw)
-        reading.anonymize(raw, output, output.with_suffix(".json"))
+        sources.download(Source(path="law.jsonl"), "law", raw)
+        sources.anonymize_once(raw, output, output.with_suffix(".json"))
         # Or Snakemake refuses the documents as older than what they are made of.
         assert raw.stat().st_mtime_ns <= output.stat().st_mtime_ns
     assert output.samefile("results/one/documents/law/0000.parquet")
@@ -215,7 +215,7 @@ def test_without_hard_links_a_run_has_copies(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_only_the_files_of_the_job_are_there_afterwards() -> None:
     prepare("one")
-    dedup.deduplicate([Path("results/one/documents/law/0000.parquet")], Path("owners.parquet"))
+    corpus.deduplicate([Path("results/one/documents/law/0000.parquet")], Path("owners.parquet"))
     assert Path("owners.parquet").stat().st_nlink == 1, "files outside of a run are simply made"
     assert not [*Path().glob("**/.made/owners*")]
 
@@ -240,9 +240,9 @@ def test_what_a_source_is_pinned_by() -> None:
 def test_a_source_that_is_not_pinned_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare("one")
     read = []
-    download = reading.download
-    monkeypatch.setattr("demix.data.reading.pinned", lambda *_: None)
-    monkeypatch.setattr("demix.data.reading.download", lambda *given: (read.append(given[1]), download(*given)))
+    download = sources.download
+    monkeypatch.setattr("demix.data.sources.pinned", lambda *_: None)
+    monkeypatch.setattr("demix.data.sources.download", lambda *given: (read.append(given[1]), download(*given)))
     two, three = prepare("two"), prepare("three")
     assert read == 2 * [*DOMAINS]
     assert made_anew(two, three) == set()

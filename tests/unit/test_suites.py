@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from demix.data.anonymize import SCHEMA
-from demix.data.corpus import Budget, Splitting, split
-from demix.data.dedup import mark_duplicates
+from demix.data.corpus import Budget, Splitting, mark_duplicates, split
 from demix.evaluate.domain import Evaluation, evaluate_domain
 from demix.files import read_json, read_parquet, write_json, write_parquet
 from demix.report import report_files
