@@ -9,6 +9,7 @@ from demix.config.training import Execution, OptimizerRecipe, Ranks, Sequences
 from demix.settings import DistinctItems, Number, Positive, Settings, Text, absent, omitted
 
 Factor = Annotated[Number, Field(gt=0)]
+DenseTrained = Literal["all", "feedforwards"]
 # Blocks of the novel domain's dev split, if as many are scored, whose posterior chooses the parent expert.
 PARENT_BLOCKS = 100
 # Up to four passes over a text teach about as much as new text does (Muennighoff et al. 2023, section 6).
@@ -64,6 +65,9 @@ class AdaptationRecipe(AdaptationLengths, Execution, OptimizerRecipe):
         description="Peak learning rate, as a fraction of the peak learning rate that the adapted model was trained "
         "with.",
     )
+    trained: DenseTrained = Field(
+        default="all", description="What Dense-DAPT trains, as the config's `adaptation.dense_trained`."
+    )
 
 
 class RateFactors(Settings):
@@ -86,6 +90,11 @@ class AdaptationSection(AdaptationLengths):
         default="dense",
         description="The entry of `models` that Dense-DAPT starts from. The paper does not say which; its Table 13 may "
         "mean Dense (dense_unbalanced).",
+    )
+    dense_trained: DenseTrained = Field(
+        default="all",
+        description="What Dense-DAPT trains: all parameters, as in the paper, or feedforwards alone, of which experts "
+        "of DEMix-DAPT are made.",
     )
     model: EntryName = Field(
         default="demix", description="The entry of `models` whose model gets the novel domains' experts."

@@ -236,5 +236,7 @@ def adapting(data: RunData) -> tuple[pd.DataFrame, pd.DataFrame]:
 def changed_bytes(run: Run) -> dict[str, int]:
     """The bytes (fp32) of the parameters that the adaptation to one domain changes, by the names of `ADAPTATIONS`."""
     dense = next(model for model in run.trained if model.name == run.config.adaptation.dense)
-    whole, (_, expert) = sum(parameters_of(dense, run)), parameters_of(run.receiver, run)
-    return dict(zip(ADAPTATIONS, (4 * whole, 4 * whole, 4 * expert, 4 * expert), strict=True))
+    shared, feedforwards = parameters_of(dense, run)
+    changed = feedforwards + shared * (run.config.adaptation.dense_trained == "all")
+    _, expert = parameters_of(run.receiver, run)
+    return dict(zip(ADAPTATIONS, (4 * changed, 4 * changed, 4 * expert, 4 * expert), strict=True))

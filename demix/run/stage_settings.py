@@ -195,10 +195,13 @@ class StageSettings:
 
     def adaptation_settings(self, parent: Model) -> str:
         """The settings of the adaptation of a model to a novel domain, as JSON."""
+        section = self.run.config.adaptation
+        trained = {} if parent.kind.has_experts else {"trained": section.dense_trained}
         return self.as_json(
             selected(OptimizerRecipe, parent.settings),
-            selected(AdaptationRecipe, self.run.config.adaptation),
+            selected(AdaptationRecipe, section),
             learning_rate_factor=self.run.learning_rate_factor(parent),
             seed=self.run.seed,
             threads=self.run.config.threads,
+            **trained,
         )

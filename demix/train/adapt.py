@@ -86,8 +86,9 @@ def adapt(
     goes into the lineage, but for an average, which has no single parent. `unchanged` are the training domains' losses
     on dev in nats per token, by domain: these domains keep their experts, so that these losses hold at every step.
 
-    Else this is Dense-DAPT: all parameters of the dense model are trained further, and the adapted model is written to
-    the output. `training` are the dev tokens of the training domains, which measure forgetting.
+    Else this is Dense-DAPT: all parameters of the dense model are trained further, or as `trained` says only its
+    feedforwards, and the adapted model is written to the output. `training` are the dev tokens of the training domains,
+    which measure forgetting.
     """
     output, domain = places.output, shards[0].parent.name
     assert output is not None
@@ -97,7 +98,9 @@ def adapt(
         measured = {domain: (dev, adaptation.dev_blocks)}
         measured |= {one.path.parent.name: (one, adaptation.forgetting_blocks) for one in others}
         evaluate = dev_losses(measured, world, itemgetter(0), known=unchanged)
-        begin, origin = _dense(directory) if chosen is None else _new_expert(directory, domain, chosen)
+        begin, origin = (
+            _dense(directory, adaptation.trained) if chosen is None else _new_expert(directory, domain, chosen)
+        )
         adapting = _Adapting(directory, shards, origin, places.checkpoints, begin, evaluate, world)
         found, states = adapting.best(adaptation)
         if world.rank:
@@ -120,11 +123,16 @@ def adapt(
 _Begin = Callable[[], GPT]
 
 
-def _dense(directory: Path) -> tuple[_Begin, dict[str, Any]]:
+def _dense(directory: Path, trained: str) -> tuple[_Begin, dict[str, Any]]:
     """What Dense-DAPT begins with, and what the lineage says of it."""
     sha256 = expert_lineage(directory, DENSE_EXPERT).sha256
     origin = {"parent": DENSE_EXPERT, "parent_sha256": sha256}
-    return lambda: load_model(directory, (DENSE_EXPERT,)), origin
+
+    def begin() -> GPT:
+        model = load_model(directory, (DENSE_EXPERT,))
+        return _only_experts(model) if trained == "feedforwards" else model
+
+    return begin, origin
 
 
 def _new_expert(directory: Path, domain: str, chosen: Mapping[str, Any]) -> tuple[_Begin, dict[str, Any]]:
@@ -146,12 +154,17 @@ def _new_expert(directory: Path, domain: str, chosen: Mapping[str, Any]) -> tupl
         origin |= {"parent_sha256": expert_lineage(directory, parent).sha256}
 
     def begin() -> GPT:
-        model = averaged(directory, chosen["priors"], parent) if average else load_model(directory, (parent,))
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(model.owned(name))
-        return model
+        whole = averaged(directory, chosen["priors"], parent) if average else load_model(directory, (parent,))
+        return _only_experts(whole)
 
     return begin, origin
+
+
+def _only_experts(model: GPT) -> GPT:
+    """`model`, of which training changes what belongs to experts."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(model.owned(name))
+    return model
 
 
 class _Adapted(NamedTuple):

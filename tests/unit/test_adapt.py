@@ -80,10 +80,10 @@ def test_demix_dapt_adds_a_file_and_changes_no_other(
     assert len({row["dev_loss/scripture"] for row in evaluations}) == 1
 
 
-def adapted(trained: Path, text: Path, folder: Path, **changes: Any) -> Path:
+def adapted(run: Path, text: Path, folder: Path, **changes: Any) -> Path:
     """Dense-DAPT with other settings, into `folder`."""
     dev, how = shard_paths(text, split="dev"), ADAPT.replace(**changes)
-    adapt(trained / "dense" / "model", novel_shards(text), how, places(folder), training=dev)
+    adapt(run / "dense" / "model", novel_shards(text), how, places(folder), training=dev)
     return folder
 
 
@@ -97,6 +97,24 @@ def test_dense_dapt_writes_its_own_model(tokens: Path, trained: Path, tmp_path: 
     evaluations = [row for row in rows(tmp_path) if "dev_loss/fantasy" in row]
     assert min(row["dev_loss/fantasy"] for row in evaluations) < evaluations[0]["dev_loss/fantasy"]
     assert len({row["dev_loss/scripture"] for row in evaluations}) > 1
+
+
+def test_dense_dapt_of_feedforwards_is_demix_dapt_of_one_expert(tokens: Path, trained: Path, tmp_path: Path) -> None:
+    """To the bit, and shared parameters stay."""
+    begun = trained / "dense" / "model"
+    adapted(trained, tokens, tmp_path / "dense", trained="feedforwards")
+    model = shutil.copytree(begun, tmp_path / "model")
+    chosen = {"parent": "dense", "parent_prior": 1.0, "priors": {"dense": 1.0}}
+    adapt(model, novel_shards(tokens), ADAPT, places(tmp_path), chosen=chosen)
+    own = load_file(tmp_path / "dense" / "model" / "experts" / "dense.safetensors")
+    added = load_file(model / "experts" / "fantasy.safetensors")
+    assert own.keys() == added.keys()
+    assert all(np.array_equal(own[name], added[name]) for name in own)
+    assert not all(
+        np.array_equal(own[name], one) for name, one in load_file(begun / "experts" / "dense.safetensors").items()
+    )
+    before, after = (contents(one)["shared.safetensors"] for one in (begun, tmp_path / "dense" / "model"))
+    assert before == after
 
 
 def test_passes_bound_the_tokens_by_the_text(tokens: Path, trained: Path, tmp_path: Path) -> None:

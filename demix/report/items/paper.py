@@ -175,6 +175,7 @@ def table13(data: RunData) -> Table:
         rows.loc[label] = [mean_of(rows[column]) for column in rows]
     beneath = (before.map("{:.2f}".format) + " to " + after.map("{:.2f}".format)).where(frame.notna(), "")
     changes, sizes = list(frame), changed_bytes(run)
+    adapts = {"all": "every parameter", "feedforwards": "the feedforwards"}
     shown = {name: "average" if parent.averaged else parent.likeliest for name, parent in data.parents.items()}
     frame["Parent expert"] = [*(shown.get(name, "") for name in novel), " "]
     began = (
@@ -191,7 +192,8 @@ def table13(data: RunData) -> Table:
             f"One expert added: the mixture of {so_many(trained, 'training expert')} and the new one with a cached "
             f"prior (6.2, Figure 6), compared with the mixture of the {trained}.",
             "Dense and Dense-DAPT: both are kept for the domain, and mixed by tempered with the default parameters.",
-            f"Dense-DAPT changes every parameter of a model, {sizes['Dense-DAPT']:,} bytes per domain; DEMix-DAPT "
+            f"Dense-DAPT changes {adapts[run.config.adaptation.dense_trained]} of a model, "
+            f"{sizes['Dense-DAPT']:,} bytes per domain; DEMix-DAPT "
             f"those of one expert, {sizes['DEMix-DAPT']:,} bytes. Dense-DAPT and DEMix-DAPT's own experts run one "
             f"model per token, both dense models two, and the mixture with one expert added {trained + 1}.",
         ),
