@@ -5,42 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from demix.config.evaluation import MixingRecipe
-from demix.config.training import selected
 from demix.evaluate.columns import join
-from demix.evaluate.domain import Evaluation, evaluate_domain
 from demix.report import report_files
-from demix.run.compared import comparisons
-from demix.run.evaluated import evaluated
 from demix.run.run import Run
-from demix.settings import settings_from
 from support.cli import succeeds
-from support.frozen import with_models
-from support.scored import write_table
+from support.frozen import evaluate_again, with_models
 
 TABLES = ("priors", "differences", "posteriors")
 # The replacement of a removed domain is a novel one.
 CELLS = [(t, n, removal) for t in range(1, 4) for n in range(3) for removal in ((False, True) if n else (False,))]
 # Both ends, and the one novel domain that no order of domains can be drawn for.
 ALWAYS = ((1, 0, False), (3, 1, True))
-
-
-def evaluate(run: Run, domain: str, kind: str) -> Path:
-    """Evaluate made-up score tables of a domain, of one text for every model, as the rule `evaluate` does."""
-    tables, scores = evaluated(run, domain), run.folder / "made" / "scores"
-    for number, table in enumerate(tables):
-        for split in ("dev", "test") if table.sets else ("test",):
-            write_table(scores / table.folder / f"{domain}.{split}", table.columns, seed=number)
-    about = {
-        "kind": kind,
-        "tables": tables,
-        "pairs": comparisons(run, domain),
-        "seed": run.seed,
-    }
-    evaluation = settings_from(Evaluation, selected(MixingRecipe, run.config.evaluation) | about)
-    output = run.folder / "made" / f"{domain}.parquet"
-    evaluate_domain(scores, domain, evaluation, output)
-    return output
 
 
 @pytest.mark.parametrize(
@@ -58,8 +33,7 @@ def test_every_small_number_of_domains_has_a_report(
     }
     removed = {"retrain_without": [old[0]], "replacement": new[0]} if removal else {}
     run = with_models(frozen, tmp_path / "run", "demix", "dense", domains=domains, removal=removed, seeds=[1])
-    kinds = dict.fromkeys(old, "training") | dict.fromkeys(new, "novel")
-    found = [evaluate(run, domain, kind) for domain, kind in kinds.items()]
+    found = evaluate_again(run)
     join(found, run.folder / "results.parquet")
     for name in TABLES:
         join([one.with_suffix(f".{name}.parquet") for one in found], run.folder / f"{name}.parquet")

@@ -16,6 +16,7 @@ from demix.evaluate.domain import Evaluation, evaluate
 from demix.files import read_json, read_parquet, write_parquet
 from demix.report.read import Results
 from demix.report.run_data import RunData
+from demix.run.compared import comparisons
 from demix.run.evaluated import evaluated
 from demix.run.run import FORMAT, Run
 from support.configs import with_keys
@@ -66,7 +67,8 @@ def evaluate_again(run: Run) -> list[Path]:
     results, recipe = [], selected(MixingRecipe, run.config.evaluation)
     for domain in run.domains:
         tables = tuple(one for one in evaluated(run, domain) if (run.folder / "scores" / one.folder).exists())
-        evaluation = Evaluation(**recipe, kind=run.kind_of(domain), tables=tables, seed=run.seed)
+        pairs = tuple(comparisons(run, domain))
+        evaluation = Evaluation(**recipe, kind=run.kind_of(domain), tables=tables, pairs=pairs, seed=run.seed)
         results.append(run.folder / "evaluations" / f"{domain}.parquet")
         evaluate(domain, run.folder / "scores", evaluation, results[-1], run.folder / "tokenizer.json")
     return results

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import openai
+import psutil
 import pytest
 import torch
 import urllib3
@@ -299,6 +300,8 @@ def test_the_command_serves_until_ctrl_c(run: Path) -> None:
         page, address = (word.rstrip("/,") for word in line.split() if word.startswith("http"))
         assert address == f"{page}/v1"
         address = page
+        listening = {one.laddr.ip for one in psutil.Process(process.pid).net_connections() if one.status == "LISTEN"}
+        assert listening == {"127.0.0.1"}
         assert asked(address, max_tokens=3, temperature=0).usage.completion_tokens == 3
         events = client_of(address).completions.create(model="demix", stream=True, **ENDLESS)
         next(iter(events))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
+import psutil
 import pytest
 import urllib3
 from mlflow.exceptions import MlflowException
@@ -95,6 +96,8 @@ def served(frozen: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 @pytest.mark.full
 def test_mlflow_is_guarded_and_its_telemetry_is_off(served: Served) -> None:
     own = served.address.removeprefix("http://")
+    listening = (one.laddr for one in psutil.net_connections() if one.status == "LISTEN")
+    assert {place.ip for place in listening if place.port == int(own.partition(":")[2])} == {"127.0.0.1"}
     assert [status(served, "GET", "/", Host=host) for host in (own, "evil.example")] == [200, 403]
     assert status(served, "POST", "/api/2.0/mlflow/experiments/search", Origin="http://localhost:1") == 403
     answer = urllib3.request("GET", f"{served.address}/ajax-api/3.0/mlflow/ui-telemetry").json()

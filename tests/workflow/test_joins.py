@@ -101,6 +101,7 @@ JOINED: Keys = {
         "btx": {"kind": "routed", "parent": "demix", "tokens": 4000},
         "far": {"kind": "demix", "architecture": {"position": "alibi", "head": "clap"}, "sweep": SWEEP},
         "masked": {"kind": "demix", "architecture": {"objective": "mlm"}},
+        "mine": {"kind": "demix", "parent": "imported/mine"},
     },
     "clusterings": {"k2": {"clusters": 2, "dimensions": 20}, "by_domain": {"method": "metadata", "dimensions": 20}},
     "evaluation.weights": ["history", "cluster", "cluster+history"],
@@ -192,6 +193,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("joins") / "copy"
     shutil.copytree(tiny_run(tmp_path_factory), folder, symlinks=True)
     write_tasks(folder)
+    shutil.copytree(folder / RUN / "models" / "dense", folder / "imported" / "mine")
     labels = ("law", "music")
     rows = [{"text": f"The {labels[n % 2]} of day {n}.", "label": labels[n % 2]} for n in range(40)]
     (folder / "topics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -268,7 +270,7 @@ def test_rows_tasks_and_suites_join_and_nothing_that_was_made_changes(joined: Pa
     assert {job for job in found if job.startswith(("train", "join", "seed", "adapt"))} == {
         *("seed dense 00000015", "join btm", "join cbtm_2", "train_expert cbtm_2 c00", "train_expert cbtm_2 c01"),
         *(f"train_expert btm {domain}" for domain in TRAINING),
-        *(f"train {model}" for model in ("upcycled", "btx", "far", "masked")),
+        *(f"train {model}" for model in ("upcycled", "btx", "far", "masked", "mine")),
     }
     assert not [job for job in found if job.startswith(("read", "split", "tokenize ")) and "paloma" not in job]
     assert not [job for job in found if job.startswith("score demix/")]
