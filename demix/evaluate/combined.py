@@ -14,6 +14,7 @@ import numpy as np
 from demix.config.models import DENSE_EXPERT
 from demix.data.shards import TokenShard
 from demix.evaluate.choice import DEFAULT, mixing_of, switching_on_dev, tempered_on_dev
+from demix.evaluate.losses import Mixer, PlannedMixture
 from demix.evaluate.score_tables import (
     read_scores,
     scored_tokens,
@@ -23,9 +24,8 @@ from demix.evaluate.score_tables import (
     write_scores,
     write_tokens,
 )
-from demix.mix.mixtures import log_mixtures
 from demix.mix.priors import fitted_log_prior
-from demix.mix.rules import Chunk, State, WeightsRule, in_blocks, weights_rule
+from demix.mix.rules import in_blocks, weights_rule
 from demix.run.systems import Member
 from demix.settings import Items, Positive, Settings, Switch, Text
 
@@ -85,20 +85,13 @@ def log_p(scores: Path, members: Sequence[Member], place: str, types: int, reset
 
     With `reset` rules and cache begin again at each block.
     """
-    cache, states = UnigramCache(types), dict[int, State]()
-    tables = [stream_scores(scores / one.folder / place, one.columns) for one in members if one.folder]
-    rules = [_rule(scores, one, place, reset) if one.weights else None for one in members if one.folder]
+    cache, scored = UnigramCache(types), [one for one in members if one.folder]
+    tables = [stream_scores(scores / one.folder / place, one.columns) for one in scored]
+    mixers = [_mixer(scores, one, place, reset) for one in scored]
     for chunks in zip(*tables, strict=True):
-        found = []
-        for number, (chunk, known) in enumerate(zip(chunks, rules, strict=True)):
-            mixed = chunk.scores[..., 0]
-            if known:
-                rule, prior = known
-                given = Chunk(chunk.scores, chunk.mask, None, chunk.documents)
-                evidence, states[number] = rule.evidence(given, states.get(number, rule.begin(prior)))
-                priors = np.broadcast_to(prior, (len(evidence), 1, len(prior)))
-                mixed = log_mixtures(chunk.scores, priors, evidence, rule.uniform_start)[:, 0]
-            found.append(mixed[chunk.mask][:, None])
+        # The last row is that of the mixture, or of the one column.
+        mixed = [[*mixer.log_p(chunk)][-1][:, -1] for mixer, chunk in zip(mixers, chunks, strict=True)]
+        found = [log_p[chunk.mask][:, None] for log_p, chunk in zip(mixed, chunks, strict=True)]
         if len(tables) < len(members):
             tokens, length = chunks[0].tokens, chunks[0].mask.shape[1]
             blocks = np.split(tokens, range(length, len(tokens), length)) if reset else [tokens]
@@ -119,15 +112,18 @@ def _with_parameters(scores: Path, member: Member, combination: Combination) -> 
     return replace(member, weights=f"tempered({rule.beta},{rule.gamma})")
 
 
-def _rule(scores: Path, member: Member, place: str, reset: bool) -> tuple[WeightsRule, np.ndarray]:
-    """The rule of a member's experts on a split, and the log prior [E]: a uniform one, that of `switching` fitted."""
+def _mixer(scores: Path, member: Member, place: str, reset: bool) -> Mixer:
+    """What mixes a member's experts on a split, from a uniform prior, that of `switching` fitted, if it mixes any."""
     experts = member.columns
+    if not member.weights:
+        return Mixer(experts)
     if member.weights == "switching":
         dev = read_scores(scores / member.folder / f"{place.split('.')[0]}.dev", experts)
         fitted = fitted_log_prior(dev.scores, dev.mask)
-        return switching_on_dev(dev, fitted, reset), fitted
+        mixture = PlannedMixture("fitted", experts, switching_on_dev(dev, fitted, reset))
+        return Mixer(experts, [mixture], {mixture: fitted})
     rule = weights_rule(member.weights)
-    return in_blocks(rule) if reset else rule, np.full(len(experts), -np.log(len(experts)))
+    return Mixer(experts, [PlannedMixture("uniform", experts, in_blocks(rule) if reset else rule)])
 
 
 class UnigramCache:

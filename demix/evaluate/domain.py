@@ -98,12 +98,6 @@ class _Evaluated:
     posteriors: Sequence[pa.Table] = ()
 
 
-def _about(evaluation: Evaluation, domain: str, table: Evaluated, some: ExpertSet | None = None) -> dict[str, Any]:
-    """What the rows of a table, or of one of its sets of experts, have in common."""
-    of_set = {"experts": some.label, "n_experts": len(some.experts)} if some else {}
-    return {"domain": domain, "kind": evaluation.kind, "model": table.model, "seed": table.seed} | of_set
-
-
 def _of_table(
     scores: Path, domain: str, evaluation: Evaluation, table: Evaluated, byte_lengths: np.ndarray | None
 ) -> _Evaluated:
@@ -123,23 +117,25 @@ def _of_table(
     for some, entries in planned.items():
         if tried := Plan(evaluation, some, scored).routed_grid(evaluation.routing_context[0]):
             entries += best_on_dev(folders["dev"], table.columns, tried, log_priors)
-    traced = next((_traced(evaluation, some) for some in planned if some.variants), None)
+    varied = [some.experts for some in planned if some.variants]
+    traced = PlannedMixture("updating", varied[0], History(), "history", decay=evaluation.decay) if varied else None
     totals = document_losses(
         test, table.columns, mixtures, log_priors, byte_lengths, traced, side_tables_of(test, mixtures)
     )
-    rows = [] if table.several else [_single(table, _about(evaluation, domain, table), totals)]
+    about = {"domain": domain, "kind": evaluation.kind, "model": table.model, "seed": table.seed}
+    rows = [] if table.several else [_single(table, about, totals)]
     priors: list[dict[str, Any]] = []
     for some, entries in planned.items():
-        about = _about(evaluation, domain, table, some)
-        rows += [*_expert_rows(some, domain, about, totals, dev), *_mixture_rows(entries, about, totals, scored)]
+        of_set = about | {"experts": some.label, "n_experts": len(some.experts)}
+        rows += [*_expert_rows(some, domain, of_set, totals, dev), *_mixture_rows(entries, of_set, totals, scored)]
         # Whoever asks for a prior means that of the run's own model.
-        priors += _prior_rows(entries, about, log_priors) if table.seed == evaluation.seed else ()
+        priors += _prior_rows(entries, of_set, log_priors) if table.seed == evaluation.seed else ()
     posteriors = []
     if dev and traced is not None and totals.posteriors is not None:
         part = dev.select(traced.experts)
         path = traced.rule.log_priors(part.scores, part.mask, traced.decay)[:-1]
         on_dev = traced.rule.posteriors(part.scores, part.mask, path)
-        about = _about(evaluation, domain, table) | {"experts": "training", "seed": evaluation.seed}
+        about |= {"experts": "training", "seed": evaluation.seed}
         splits = (("dev", on_dev), ("test", totals.posteriors))
         posteriors = [_trace(traced, found, about | {"split": split}) for split, found in splits]
     return _Evaluated(totals, _losses(domain, table, totals), rows, priors, posteriors)
@@ -169,10 +165,6 @@ def _chosen(
         part = dev.select(experts)
         rules["switching"] = switching_on_dev(part, fitted_log_prior(part.scores, part.mask))
     return rules
-
-
-def _traced(evaluation: Evaluation, some: ExpertSet) -> PlannedMixture:
-    return PlannedMixture("updating", some.experts, History(), "history", decay=evaluation.decay)
 
 
 def _row(about: dict[str, Any], totals: DocumentLosses, name: str | PlannedMixture, **more: Any) -> Row:

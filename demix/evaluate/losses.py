@@ -112,7 +112,7 @@ def document_losses(
     experts. The table is streamed, so memory grows with the number of documents and mixtures, not with the number of
     tokens. Raises DemixError where the text weights the experts of a masked model.
     """
-    mixer = _Mixer(experts, mixtures, priors or {}, side or {}, traced)
+    mixer = Mixer(experts, mixtures, priors, side, traced)
     if by_text := next((mixture for mixture in mixer.mixtures if mixture.by_text), None):
         refuse_evidence(directory, scored_folds(directory, experts), f"{by_text.method} with weights {by_text.weights}")
     length = stretch_tokens(count := scored_tokens(directory))
@@ -169,7 +169,7 @@ def _joined(
     return every, tokens, origins, totals
 
 
-class _Mixer:
+class Mixer:
     """log p of the tokens of a text, chunk by chunk, under experts, mixtures and floors.
 
     `mixtures` are in the order of the rows; `posteriors` are those of the mixture traced, by chunk.
@@ -178,12 +178,12 @@ class _Mixer:
     def __init__(
         self,
         experts: Sequence[str],
-        mixtures: Sequence[PlannedMixture],
-        priors: Mapping[PlannedMixture, np.ndarray],
-        side: Mapping[str, SideTable],
-        traced: PlannedMixture | None,
+        mixtures: Sequence[PlannedMixture] = (),
+        priors: Mapping[PlannedMixture, np.ndarray] | None = None,
+        side: Mapping[str, SideTable] | None = None,
+        traced: PlannedMixture | None = None,
     ) -> None:
-        self._experts, self._side, self._traced = experts, side, traced
+        self._experts, self._side, self._traced = experts, side or {}, traced
         self._groups: dict[_Group, dict[int | None, list[PlannedMixture]]] = {}
         # By experts and rule, the mixtures whose priors follow the text, and the priors after the blocks so far.
         self._updating: dict[tuple[tuple[str, ...], WeightsRule], list[PlannedMixture]] = {}
@@ -199,7 +199,7 @@ class _Mixer:
                 self._updating.setdefault((one.experts, one.rule), []).append(one)
             else:
                 uniform = np.full(len(one.experts), -np.log(len(one.experts)))
-                self._fixed[one] = priors[one] if one.method in ("cached", "fitted") else uniform
+                self._fixed[one] = priors[one] if priors and one.method in ("cached", "fitted") else uniform
             group = _Group(one.experts, one.rule, one.context, replace(one, top_k=None) if one.rule.by_prior else None)
             self._groups.setdefault(group, {}).setdefault(one.top_k, []).append(one)
         by_top_k = [alike for group in self._groups.values() for alike in group.values()]

@@ -37,7 +37,7 @@ class NGramScoring(ScoredTokens):
     length: Positive
 
 
-def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path, manifest: Path | None = None) -> None:
+def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path, manifest: Path) -> None:
     """Learn from the shards tokens/<domain>/train.arrow among `paths`, and score the others, dev.arrow and test.arrow.
 
     Writes two folders of score tables below `output`, in the form of those of models. In ngram<order> one model of all
@@ -74,11 +74,9 @@ def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path, manifes
             write_tokens(folder / name, ids, shard.offsets, scoring.length, shard.origins)
         tokens = sum(map(len, streams)) - len(streams)
         log.info("%s: %s learned from %d tokens, scored %d splits", folder.name, column, tokens, len(scored))
-    if manifest is not None:
-        columns: dict[Path, Sequence[str]] = {pooled: (DENSE_EXPERT,), by_domain: (*learned,)}
-        write_digests(
-            manifest, [(folder / name, columns[folder]) for folder in columns for name in scored], {"ngrams": stored}
-        )
+    columns: dict[Path, Sequence[str]] = {pooled: (DENSE_EXPERT,), by_domain: (*learned,)}
+    tables = [(folder / name, columns[folder]) for folder in columns for name in scored]
+    write_digests(manifest, tables, {"ngrams": stored})
 
 
 def _stream(shard: TokenShard, scoring: NGramScoring) -> np.ndarray:

@@ -5,7 +5,6 @@ one row per token that scoring scores. It is made once for all models; every tem
 (Gururangan et al. 2023, Eq. 3).
 """
 
-import hashlib
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate.losses import PlannedMixture, document_losses
-from demix.evaluate.score_tables import SideTable, count_to_score, row_groups
+from demix.evaluate.score_tables import SideTable, count_to_score, row_groups, tokens_sha256
 from demix.files import digest, parquet_reader, read_json
 from demix.files.batches import regrouped, write_batches
 from demix.model.clusters import refuse_other_clusters
@@ -48,10 +47,8 @@ def route(folder: Path, shards: Sequence[Path], tokenizer: Path, routing: Routin
         shard = TokenShard.open(path, verify=True)
         total = count_to_score(shard, routing, routing.length)
         groups = row_groups(total, routing.length)
-        hashed = hashlib.sha256()
-        for start, stop in groups:
-            hashed.update(shard.read(start, stop).astype("<u4").tobytes())
-        about = {"tokens_sha256": hashed.hexdigest(), "clusterer_sha256": clusterer.sha256, "context": routing.context}
+        sha256 = tokens_sha256(shard.read(0, total))
+        about = {"tokens_sha256": sha256, "clusterer_sha256": clusterer.sha256, "context": routing.context}
         schema = pa.schema([pa.field(name, pa.float32(), False) for name in clusterer.names], about)
         pieces = context_distances(clusterer, encoder, shard, routing.context, routing.length, total)
         pieces = followed(pieces, f"{domain} {split}: tokens", total, len)

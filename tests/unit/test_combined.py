@@ -34,7 +34,7 @@ def scores(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "scores"
     for order in (1, 3):
         paths = [tokens / "tokens" / domain / "train.arrow" for domain in TRAINING] + _shards(tokens)
-        score_ngrams(paths, NGramScoring(order=order, train_tokens=3000, **SCORED), folder)
+        score_ngrams(paths, NGramScoring(order=order, train_tokens=3000, **SCORED), folder, folder / f"{order}.json")
     return folder
 
 

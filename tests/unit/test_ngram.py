@@ -125,7 +125,7 @@ def test_the_contexts_of_scores_begin_one_token_before_the_block(tokens: Path, t
         f"{domain}.{split}" for domain in TRAINING + NOVEL for split in ("dev", "test")
     }
     # All text is more.
-    score_ngrams(_shards(tokens), scoring.replace(train_tokens=None), tmp_path)
+    score_ngrams(_shards(tokens), scoring.replace(train_tokens=None), tmp_path, tmp_path / "all.json")
     both = [read_scores(tmp_path / folder / "licenses.test", ["dense"]).scores for folder in ("ngram4_all", "ngram4")]
     assert both[0].sum() > both[1].sum()
     streams = {}
@@ -162,7 +162,7 @@ def test_shards_of_other_tokenizers_are_refused(tokens: Path, tmp_path: Path) ->
     tokenize(tmp_path / "tokenizer.json", tokens / "corpus" / "fantasy" / "test.parquet", other)
     scoring = NGramScoring(order=2, train_tokens=9, length=8)
     with refused("fantasy/test.arrow"):
-        score_ngrams([*_shards(tokens)[:3], other], scoring, tmp_path)
+        score_ngrams([*_shards(tokens)[:3], other], scoring, tmp_path, tmp_path / "none.json")
 
 
 def _shards(run: Path) -> list[Path]:
