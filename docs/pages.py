@@ -19,11 +19,10 @@ from tempfile import TemporaryDirectory
 from demix.api import open_run
 from demix.config.architecture import PRESETS
 from demix.config.config import Config
-from demix.plan.cost import ScoringCosts, TrainingPlan, plan_training
-from demix.plan.domains import TEXT_BYTES, TOKENS_PER_WORD, WORD_BYTES
+from demix.plan.cost import TEXT_BYTES, TOKENS_PER_WORD, WORD_BYTES, ScoringCosts, TrainingPlan, plan_training
 from demix.plan.flops import HARDWARE, PAPER_TFLOPS, hours, update_flops
-from demix.plan.jobs import in_one_line
-from demix.plan.numbers import decimal, folded, short
+from demix.plan.jobs import decimal, in_one_line, short
+from demix.plan.tables import folded
 from demix.report.cells import adapting, changed_bytes
 from demix.report.run_data import RunData
 from demix.run.check import load_run

@@ -52,7 +52,7 @@ def lm_eval(
 
     Example: demix lm-eval results/sample/models/demix --tasks arc_easy
     """
-    from demix.config.harness import HarnessTasks
+    from demix.config.evaluation import HarnessTasks
     from demix.evaluate.harness import KnownTasks, evaluate_tasks, tables_of, write_results
     from demix.model.directory import describe
     from demix.settings import settings_from

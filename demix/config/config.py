@@ -21,8 +21,7 @@ from demix.config.domains import (
     check_sources,
     with_source,
 )
-from demix.config.evaluation import EvaluationSection
-from demix.config.harness import HarnessSection
+from demix.config.evaluation import EvaluationSection, HarnessSection
 from demix.config.keys import read_keys
 from demix.config.models import PAPER, Models
 from demix.config.names import NAME, NAMED, EntryName

@@ -15,14 +15,14 @@ from demix.evaluate.score_tables import read_scores, scored_sha256, stream_score
 from demix.files import write_parquet
 from demix.mix.mixtures import Mixture
 from demix.mix.rules import History, weights_rule
-from demix.run.contexts import ContextTable
+from demix.run.evaluated import ContextTable
 from demix.settings import Items, Positive, Seed, Settings, Text
 
 log = logging.getLogger(__name__)
 
 
 class ContextEvaluation(Settings):
-    """The tables of one domain (`demix.run.contexts.context_tables`), and how they are mixed and summed.
+    """The tables of one domain (`demix.run.evaluated.context_tables`), and how they are mixed and summed.
 
     `kind` is training or novel, `decay` that of cached priors, which the first `dev_blocks` blocks of dev make. Bins of
     positions are `width` tokens wide.

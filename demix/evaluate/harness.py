@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 import yaml
 
-from demix.config.harness import HarnessTasks, HarnessWeights
+from demix.config.evaluation import HarnessTasks, HarnessWeights
 from demix.config.training import Threads
 from demix.data import hub
 from demix.errors import DemixError, nearest

@@ -123,7 +123,6 @@ def write_batches(
     schema: pa.Schema,
     batches: Iterable[pa.RecordBatch],
     *,
-    private: bool = False,
     footer: Callable[[], dict[str, str]] = dict,
     **options: Any,
 ) -> int:
@@ -131,7 +130,7 @@ def write_batches(
 
     `options` are those of pq.ParquetWriter.
     """
-    with parquet_writer(path, schema, private=private, **options) as writer:
+    with parquet_writer(path, schema, **options) as writer:
         total = 0
         for batch in batches:
             writer.write_batch(batch)

@@ -15,7 +15,7 @@ class Guarded:
 
     The answer is 403 to a request for another host or by a page of another origin, whatever the path. With a `key`, the
     answer is 401 to a request without it, and the key replaces host and origin, because no other page can know it. The
-    answer is 413 to a body of more bytes, with or without a Content-Length; the application is asked once the whole body
+    answer is 413 to a body of more bytes, with or without a Content-Length; the application gets a body once all of it
     is here. `refused` makes the answer of a line and a status.
     """
 

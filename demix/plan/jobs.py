@@ -8,12 +8,9 @@ from demix.config.counts import parameters
 from demix.config.training import KEPT_CHECKPOINTS
 from demix.files import write_text
 from demix.launch.job import TrainingJob
-from demix.plan.cost import ScoringCosts, TrainingPlan, named, plan_training
-from demix.plan.domains import WORD_BYTES, cluster_bytes, plan_domains
+from demix.plan.cost import WORD_BYTES, ScoringCosts, TrainingPlan, cluster_bytes, named, plan_domains, plan_training
 from demix.plan.flops import HARDWARE
-from demix.plan.numbers import decimal, short
-from demix.run.contexts import asked_contexts
-from demix.run.evaluated import chosen_on_dev, fitted, routed
+from demix.run.evaluated import asked_contexts, chosen_on_dev, fitted, routed
 from demix.run.harness import harnessed
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
@@ -173,3 +170,20 @@ def write_sbatch_files(run: Run, ranks: int | None = None) -> list[Path]:
             written.append(run.folder / "sbatch" / f"{place.replace('/', '-')}.sh")
             write_text(written[-1], sbatch_text(work, run.config.cluster.of(plan.stage)))
     return written
+
+
+def decimal(number: float) -> str:
+    """Two significant digits, as many as rates that are assumed are worth."""
+    if number < 1:
+        return f"{number:.2g}"
+    rounded = float(f"{number:.2g}")
+    return f"{rounded:.1f}" if rounded < 10 else f"{rounded:,.0f}"
+
+
+def short(number: int) -> str:
+    """A number with a suffix for thousands to trillions: 1234567 becomes 1.2M."""
+    value, letters = float(number), iter(("", "k", "M", "G", "T"))
+    letter = next(letters)
+    while value >= 999.5 and letter != "T":
+        value, letter = value / 1000, next(letters)
+    return f"{value:.0f}{letter}" if value >= 99.5 or not letter else f"{value:.1f}{letter}"

@@ -1,11 +1,13 @@
 """The cost of a config, as the tables that `demix plan --full` prints."""
 
+from collections.abc import Iterable, Sequence
+
 from rich.table import Table
 
 from demix.errors import DemixError
 from demix.plan.cost import ScoringCosts, TrainingPlan, plan_training
 from demix.plan.flops import HARDWARE, Hardware
-from demix.plan.numbers import decimal, folded, short, significant
+from demix.plan.jobs import decimal, short
 from demix.run.run import Run
 
 ALIKE = "× 8: the numbers of each of eight that are alike"
@@ -87,3 +89,22 @@ def too_large(run: Run, ranks: int | None, hardware: str) -> list[str]:
         "parallel), which demix does not do: lower architecture.layers or architecture.width"
     )
     return lines + [needed] * any(plan.least > memory for plan in large)
+
+
+def folded(rows: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Rows of a name and cells, where rows that are alike but for what follows the last "-" of the name are one row.
+
+    Eight rows demix-dapt-<domain> of equal cells become `demix-dapt-* × 8` with the cells of one.
+    """
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in rows:
+        stem, dash, _ = name.rpartition("-")
+        groups.setdefault((stem + dash or name, *cells), []).append(name)
+    return [
+        (names[0] if len(names) == 1 else f"{stem}* × {len(names)}", *cells) for (stem, *cells), names in groups.items()
+    ]
+
+
+def significant(number: float) -> str:
+    """Two decimals; three significant digits below one."""
+    return f"{number:.2f}" if number >= 1 else f"{number:.3g}"

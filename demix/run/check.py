@@ -12,8 +12,7 @@ from demix.config.training import Execution, TrainingRecipe
 from demix.errors import DemixError, nearest
 from demix.progress import so_many
 from demix.run import placement
-from demix.run.contexts import check_contexts
-from demix.run.evaluated import columns_of
+from demix.run.evaluated import check_contexts, columns_of
 from demix.run.harness import check_clustered, harness_files, harnessed
 from demix.run.models import Merged, Model
 from demix.run.run import Run, refuse_other_domains, refuse_other_format

@@ -1,23 +1,40 @@
-"""What a run scores and evaluates on each domain: score tables, and the sets of experts to mix there."""
+"""What a run evaluates on each domain: score tables, sets of experts to mix there, and which systems are compared.
+
+Some score tables are of blocks of other lengths than those of training.
+"""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 from demix.config.mixing import UNWEIGHTED, parsed_weights
 from demix.config.models import DENSE_EXPERT
+from demix.errors import DemixError
 from demix.run.harness import harness_routings
-from demix.run.models import MERGED, Model, adapted, folder_at, kept_next_to, left_out, one_more
+from demix.run.models import MERGED, Model, adapted, folder_at, kept_next_to, left_out, one_more, trained_without
+from demix.run.rows import Row
 from demix.run.run import Run
 from demix.run.systems import (
     BOTH_KEPT,
     Evaluated,
     ExpertSet,
+    System,
+    bases,
+    by_distance,
     classified_by,
+    clustered,
+    combined_systems,
     merged_whole,
     ngram_folders,
+    ngram_systems,
     other_top_k,
+    paper_systems,
+    rivals,
+    routed_weights,
+    systems_of,
+    trained_systems,
 )
+from demix.settings import written
 
 
 def columns_of(run: Run, folder: str) -> tuple[str, ...]:
@@ -169,3 +186,151 @@ def fitted(run: Run) -> tuple[str, ...]:
     """The clusterings that some model learns from, or whose distances weight experts."""
     used = [*run.learned_clusterings, *routed(run), *classified_by(run), *harness_routings(run).values()]
     return tuple(dict.fromkeys(used))
+
+
+# In how many bins of positions a block of the length of training is cut; bins of longer blocks are as wide.
+POSITION_BINS = 8
+
+
+@dataclass(frozen=True)
+class ContextTable:
+    """The score table of one row of `models` on a domain in blocks of `context` tokens, and how it is mixed.
+
+    `folder` is its folder below scores/. With the method `cached` the prior comes from the dev split in blocks of the
+    length of training, whose table is in `prior`. Other methods have one column.
+    """
+
+    model: str
+    folder: str
+    context: int
+    columns: tuple[str, ...]
+    experts: str
+    method: str
+    weights: str = ""
+    prior: str = ""
+
+
+def asked_contexts(run: Run) -> tuple[int, ...]:
+    """The lengths of blocks in `evaluation.contexts`, ascending."""
+    return tuple(sorted(run.config.evaluation.contexts or ()))
+
+
+def contexts_of(run: Run, model: Model) -> tuple[int, ...]:
+    """The asked lengths of blocks on which a model is evaluated; its learned positions end at the length of training.
+
+    Models of further seeds, or without a domain, are not evaluated, and neither are those that learned masked tokens.
+    """
+    if model.name != model.row or model.removed or model.adapted_to or model.masked:
+        return ()
+    ends = model.architecture.position == "learned"
+    return tuple(context for context in asked_contexts(run) if not ends or context <= model.architecture.context)
+
+
+def other_contexts(run: Run, model: Model) -> tuple[int, ...]:
+    """The lengths of `contexts_of` that are not that of training: those that need score tables of their own."""
+    return tuple(context for context in contexts_of(run, model) if context != model.architecture.context)
+
+
+def context_tables(run: Run, domain: str) -> tuple[ContextTable, ...]:
+    """The score tables of `domain` in blocks of the asked lengths, by row of `models`.
+
+    A row is mixed as in the paper's tables: a training domain has its own token, and experts the cached prior with
+    weights by `history`. A novel domain has no token.
+    """
+    found = []
+    for model in run.trained:
+        if model.kind.domain_tokens and domain not in model.domains:
+            continue
+        system = systems_of(model.row, model.kind, model.label)[-1]
+        columns = (domain,) if model.kind.domain_tokens else model.columns
+        other = other_contexts(run, model)
+        for context in contexts_of(run, model):
+            folder = folder_at(model.name, context if context in other else 0)
+            prior = model.name if model.kind.has_experts else ""
+            found.append(
+                ContextTable(
+                    model.row, folder, context, columns, system.experts, system.method, system.weights, prior
+                )
+            )  # fmt: skip
+    return tuple(found)
+
+
+def check_contexts(run: Run) -> None:
+    """Raise DemixError for a length of blocks on which no model can be evaluated."""
+    for context in asked_contexts(run):
+        if not any(context in contexts_of(run, model) for model in run.trained):
+            cause = f"{context} is beyond the {run.context} positions that the models learn"
+            raise DemixError("config key evaluation.contexts", cause, "leave it out, or add a row of position alibi")
+
+
+def balanced_pairs(run: Run) -> tuple[tuple[System, System], ...]:
+    """Each row that learns from clusters, and the row of as many balanced clusters that it is compared with.
+
+    Both are weighted by distance. The second is the first row of whole models that learns as many tokens from balanced
+    clusters of k-means; it is in no pair of its own. There are none where no weights go only by distance. In
+    differences.parquet the second is `against` by the name of its row.
+    """
+    weights, known = routed_weights(run), run.config.clusterings
+    models = clustered(run) if weights else ()
+    bases: dict[tuple[int, int], Model] = {}
+    for model in models:
+        made = known[model.data]
+        if model.kind.expert_scope == "model" and made.method == "kmeans" and made.balanced:
+            bases.setdefault(_size(model), model)
+    return tuple(
+        (by_distance(model, weights), by_distance(base, weights))
+        for model in models
+        if (base := bases.get(_size(model), model)) != model
+    )
+
+
+def _size(model: Model) -> tuple[int, int]:
+    """The number of a model's clusters and its tokens."""
+    return len(model.domains), model.settings.tokens
+
+
+def compared(run: Run, domain: str) -> tuple[System, ...]:
+    """The systems that are compared with each of `bases` on `domain`.
+
+    These are the baselines and the methods of Tables 3 to 5 with one rule of weights, the systems of further rows,
+    DEMix with the weights of the released code, the set of all experts and the one with the domain's own added, the
+    removals of Table 7, and n-grams.
+    """
+    receiver, whole = run.receiver.row, run.whole.row
+    return (
+        *trained_systems(run),
+        paper_systems("demix")[-1].with_weights("released"),
+        System("", receiver, "all", "cached", "history"),
+        System("", receiver, one_more(domain), "cached", "history"),
+        System("", whole, left_out(domain), "cached", "history"),
+        System("", trained_without(domain), "training", "cached", "history"),
+        *ngram_systems(run),
+        *combined_systems(run),
+    )
+
+
+def comparisons(run: Run, domain: str) -> list[tuple[str, ...]]:
+    """The rows of differences.parquet on `domain`: the key of a system, the name of its base, and the base's key."""
+    pairs = [(one, name, base) for one in compared(run, domain) for name, base in bases(run).items()]
+    pairs += [(one, base.model, base) for one, base in balanced_pairs(run)]
+    mixed = [*trained_systems(run), *combined_systems(run)]
+    pairs += [(one, rival.model, rival) for rival in rivals(run) for one in mixed if one != rival]
+    return [(*one.key, name, *base.key) for one, name, base in pairs]
+
+
+def variant_rows(run: Run) -> dict[str, str]:
+    """The causal entries that differ only in options from the entry with the name of their kind, and that name."""
+    rows = {name: row for name, row in run.rows.items() if not row.masked}
+    rest = {name: _rest(row) for name, row in rows.items()}
+    return {
+        name: row.kind.name
+        for name, row in rows.items()
+        if rest[name] == rest.get(row.kind.name) and row.options != rows[row.kind.name].options
+    }
+
+
+def _rest(row: Row) -> dict[str, object]:
+    """The settings of a row but its options of `architecture`."""
+    return {key: value for key, value in written(row.settings).items() if key != "architecture"} | {
+        "initial": row.initial
+    }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from demix.config.addresses import refuse_unnamable
-from demix.config.harness import HarnessTasks
+from demix.config.evaluation import HarnessTasks
 from demix.config.mixing import Weights, parsed_weights
 from demix.config.training import selected
 from demix.errors import DemixError, nearest

@@ -11,8 +11,7 @@ from pathlib import Path
 from demix.config.models import EntrySettings
 from demix.config.training import Execution
 from demix.launch.snakemake import SHELL_FUNCTION
-from demix.run.contexts import asked_contexts, context_tables
-from demix.run.evaluated import chosen_on_dev, evaluated, routed
+from demix.run.evaluated import asked_contexts, chosen_on_dev, context_tables, evaluated, routed
 from demix.run.harness import harness_routings, harnessed
 from demix.run.models import Model, trained_without
 from demix.run.run import config_fingerprint

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from demix.config.models import DENSE_EXPERT
-from demix.run.contexts import other_contexts
-from demix.run.evaluated import suite_models
+from demix.run.evaluated import other_contexts, suite_models
 from demix.run.models import MERGED, adapted, folder_at
 from demix.run.run import Run
 from demix.run.systems import merged_whole, other_top_k

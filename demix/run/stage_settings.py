@@ -12,9 +12,7 @@ from demix.config.domains import UNCUT, SplitRecipe
 from demix.config.evaluation import CACHE, MixingRecipe, ScoredTokens, ScoringRecipe
 from demix.config.training import OptimizerRecipe, TrainingRecipe, selected
 from demix.files import fingerprint, write_json
-from demix.run.compared import comparisons
-from demix.run.contexts import POSITION_BINS, context_tables
-from demix.run.evaluated import columns_of, evaluated
+from demix.run.evaluated import POSITION_BINS, columns_of, comparisons, context_tables, evaluated
 from demix.run.harness import harnessed
 from demix.run.models import Model, trained_without
 from demix.run.run import Run, kept

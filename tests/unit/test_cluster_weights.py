@@ -17,8 +17,7 @@ from demix.files import digest, read_json, read_parquet, write_json, write_parqu
 from demix.mix.rules import Chunk, Cluster, History, ReleasedCluster
 from demix.report.read import read_results
 from demix.run.check import load_run
-from demix.run.compared import comparisons
-from demix.run.evaluated import evaluated
+from demix.run.evaluated import comparisons, evaluated
 from demix.run.rules import RunRules
 from support.configs import domains, small_run
 from support.mixing import as_blocks, log_mixture, log_weights, mix, updating_priors, window

@@ -18,8 +18,7 @@ from demix.files import read_json
 from demix.mix.mixtures import Mixture
 from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import Switching, Tempered
-from demix.run.compared import comparisons
-from demix.run.evaluated import chosen_on_dev, columns_of
+from demix.run.evaluated import chosen_on_dev, columns_of, comparisons
 from demix.run.systems import Member, rivals
 from support.entries import tiny
 from support.errors import refused

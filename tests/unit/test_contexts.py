@@ -19,7 +19,7 @@ from demix.model.scoring import log_probabilities
 from demix.plan.cost import ScoringCosts
 from demix.plan.flops import HARDWARE, scoring_flops
 from demix.plan.jobs import count_jobs
-from demix.run.contexts import contexts_of
+from demix.run.evaluated import contexts_of
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.settings import settings_from

@@ -20,7 +20,7 @@ from demix.evaluate.score_tables import read_scores
 from demix.files import read_json, seed_for, write_json
 from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import Switching, Tempered
-from demix.run.compared import comparisons
+from demix.run.evaluated import comparisons
 from demix.run.evaluated import evaluated as evaluated_tables
 from demix.run.systems import bases
 from support.configs import changed, domains, small_run

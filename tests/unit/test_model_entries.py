@@ -16,8 +16,7 @@ from demix.plan.flops import HARDWARE
 from demix.report.cells import changed_bytes
 from demix.report.systems import all_training_flops
 from demix.run.check import completed_run
-from demix.run.compared import compared
-from demix.run.evaluated import chosen_on_dev, evaluated
+from demix.run.evaluated import chosen_on_dev, compared, evaluated
 from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import ScoringPart, scoring_jobs

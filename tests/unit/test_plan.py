@@ -19,8 +19,7 @@ from demix.data.init import outline
 from demix.model.gpt import GPT
 from demix.model.heads import ROWS_AT_ONCE
 from demix.model.scoring import log_probabilities
-from demix.plan.cost import ScoringCosts, plan_training
-from demix.plan.domains import cluster_bytes, plan_domain
+from demix.plan.cost import ScoringCosts, cluster_bytes, plan_domain, plan_training
 from demix.plan.flops import (
     HARDWARE,
     LOGITS_ROWS,

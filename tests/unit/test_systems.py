@@ -7,8 +7,7 @@ import pytest
 import yaml
 
 from demix.run.check import completed_run, load_run
-from demix.run.compared import compared
-from demix.run.evaluated import evaluated
+from demix.run.evaluated import compared, evaluated
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.settings import written

@@ -23,7 +23,7 @@ from demix.report.run_data import RunData
 from demix.report.systems import BALANCED, by_label, one_clusters
 from demix.report.systems import families as families_of
 from demix.report.table import Table
-from demix.run.compared import balanced_pairs, variant_rows
+from demix.run.evaluated import balanced_pairs, variant_rows
 from demix.run.systems import System, clustered
 
 ONE = "1 cluster"
