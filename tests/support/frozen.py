@@ -16,8 +16,7 @@ from demix.evaluate.domain import Evaluation, evaluate
 from demix.files import read_json, read_parquet, write_parquet
 from demix.report.read import Results
 from demix.report.run_data import RunData
-from demix.run.compared import comparisons
-from demix.run.evaluated import evaluated
+from demix.run.evaluated import comparisons, evaluated
 from demix.run.run import FORMAT, Run
 from support.configs import with_keys
 
