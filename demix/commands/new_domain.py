@@ -23,9 +23,8 @@ from demix.files import read_json, refuse_used, replacing, scratch, write_json
 from demix.launch.job import Places
 from demix.model.clusters import copy_clusters
 from demix.model.directory import copy_tokenizer, describe, expert_lineage, expert_names, refuse_masked, tokenizer_of
-from demix.model.experts import refuse_name
+from demix.model.experts import refuse_name, usual_of, write_usual
 from demix.model.manifest import Usual
-from demix.model.usual import usual_of, write_usual
 from demix.run.run import Run
 from demix.run.scoring import ScoringPart
 from demix.settings import settings_from

@@ -29,10 +29,10 @@ from demix.mix.mixtures import Mixture
 from demix.mix.rules import Cluster, History, PriorAlone
 from demix.model.clusters import clusters_of, has_clusters
 from demix.model.directory import CPU, load_experts, refuse_masked, tokenizer_of
+from demix.model.experts import usual_of
 from demix.model.gpt import GPT
 from demix.model.manifest import Usual
 from demix.model.scoring import columns_of, trunk_log_probabilities
-from demix.model.usual import usual_of
 from demix.progress import progress
 from demix.run.run import Run
 
@@ -60,9 +60,9 @@ class ExpertLine(Line):
     """The figures of a single expert, and its weights in mixtures.
 
     `behind` are the nats per token that the expert needs beyond those of the best expert (0 for the best). `usual` are
-    the expert's figures on its own domain (`demix.model.usual`), None where they are unknown. `weight` is the mean of
-    the expert's `tempered` weight over all tokens. `posterior` is the expert's updating prior after the text (paper,
-    Eq. 7): the probability, among these experts, that the text is of the expert's domain.
+    the expert's figures on its own domain (`demix.model.experts.usual_of`), None where they are unknown. `weight` is
+    the mean of the expert's `tempered` weight over all tokens. `posterior` is the expert's updating prior after the
+    text (paper, Eq. 7): the probability, among these experts, that the text is of the expert's domain.
     """
 
     behind: float

@@ -24,7 +24,7 @@ from demix.errors import DemixError, nearest
 from demix.mix.mixtures import Stream
 from demix.model.clusters import clusters_of
 from demix.model.device import set_threads
-from demix.model.directory import CPU, load_experts, tokenizer_of
+from demix.model.directory import CPU, describe, load_experts, refuse_masked, tokenizer_of
 from demix.model.gpt import GPT
 from demix.model.manifest import run_of, tempered_of
 from demix.model.merge import parse_weights, prior_weights
@@ -249,8 +249,10 @@ def open_model(
     if experts is not None and len({*experts}) < len(experts):
         raise DemixError("--experts", "names an expert twice", "name each expert once")
     _, encoder = tokenizer_of(directory, tokenizer)
+    refuse_masked(directory, "continues no text")
+    if describe(directory).domain_tokens:
+        raise DemixError(directory, "is a domain-token model, which has no experts to mix", "choose another model")
     trunks = load_experts(directory, None if experts is None else tuple(experts), device)
-    refuse_other_models(trunks)
     return [trunk.requires_grad_(False) for trunk in trunks], encoder
 
 
@@ -262,14 +264,6 @@ def use_one_thread(trunks: Sequence[GPT]) -> None:
     """
     if max(parameter.numel() for trunk in trunks for parameter in trunk.parameters()) <= ONE_THREAD:
         set_threads(1)
-
-
-def refuse_other_models(trunks: Sequence[GPT]) -> None:
-    """Raise DemixError for a model that sees later tokens, and for one with domain tokens."""
-    if any(trunk.domain_tokens for trunk in trunks):
-        raise DemixError("model", "is a domain-token model, which has no experts to mix", "choose another model")
-    if any(trunk.architecture.objective == "mlm" for trunk in trunks):
-        raise DemixError("model", "is a masked language model, which continues no text", "choose a causal model")
 
 
 def decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:

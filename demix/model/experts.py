@@ -4,14 +4,14 @@ The experts among which the tokens of a merged model choose have no files of the
 rows of the routers are stacked in every layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from demix.config.models import DENSE_EXPERT
 from demix.data.cluster import Clusterer
 from demix.errors import DemixError, nearest
-from demix.files import digest, exclusive, read_json, write_json
+from demix.files import digest, exclusive, read_json, read_parquet, write_json
 from demix.model import clusters
 from demix.model.directory import (
     assembled,
@@ -28,13 +28,8 @@ from demix.model.directory import (
     whole_models,
 )
 from demix.model.gpt import GPT
-from demix.model.manifest import (
-    NO_NAME,
-    ExpertManifest,
-    is_expert_name,
-    read_lineage,
-)
-from demix.model.usual import usual_of, write_usual
+from demix.model.manifest import NO_NAME, ExpertManifest, Usual, is_expert_name, read_lineage, read_usual, run_of
+from demix.run.run import Run
 
 # `tokens` is a file next to the columns of a score table, `dense` the one expert of a dense model.
 RESERVED = ("tokens", "dense")
@@ -166,6 +161,36 @@ def _forget(directory: Path, name: str) -> None:
     figures = usual_of(directory)
     if figures.pop(name, None):
         write_usual(directory, figures)
+
+
+def usual_of(directory: Path) -> dict[str, Usual]:
+    """How well each expert of a model predicts the test split of its own domain: the scale for any other text.
+
+    A finished run has these figures in `results.parquet`. `demix card` writes them to `usual.json` in the model's
+    folder, which keeps them where the folder is copied. An expert without figures is left out. Raises DemixError if a
+    file with figures is damaged.
+    """
+    path, run, place = directory / "usual.json", run_of(directory), directory.resolve()
+    found = read_usual(path) if path.exists() else {}
+    if place.parent.name != "models" or not (run / "results.parquet").exists():
+        return found
+    row, seed = Run.read(run).row_of(place.name)
+    wanted = {"model": row, "seed": seed, "method": "expert", "split": "test", "variant": ""}
+    columns = [*wanted, "expert", "domain", "perplexity", "bits_per_byte"]
+    return found | {
+        one["expert"]: Usual(perplexity=one["perplexity"], bits_per_byte=one["bits_per_byte"])
+        for one in read_parquet(run / "results.parquet").select(columns).to_pylist()
+        if wanted.items() <= one.items() and one["expert"] == one["domain"] and one["bits_per_byte"] is not None
+    }
+
+
+def write_usual(directory: Path, figures: Mapping[str, Usual]) -> None:
+    """Write the figures of experts to `usual.json` of the model in `directory`; without figures there is no file."""
+    if figures:
+        content = {"experts": {name: one.as_dict() for name, one in figures.items()}}
+        write_json(directory / "usual.json", content)
+    else:
+        (directory / "usual.json").unlink(missing_ok=True)
 
 
 def changing(directory: Path) -> AbstractContextManager[None]:

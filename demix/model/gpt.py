@@ -4,8 +4,7 @@ A model whose tokens choose their experts has one expert, too, whose feedforward
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +27,6 @@ STD = 0.02
 OF_TOKEN, OF_PREVIOUS = 1_000_003, 7_919
 # The scale of the states in each block before training.
 BIGRAM_SCALE = 0.1
-# Which tensors belong to one expert: those of its feedforwards and its table of bigrams, or all tensors of the model.
-SCOPES = ("feedforward", "model")
 
 
 def is_stacked(name: str) -> bool:
@@ -42,8 +39,8 @@ class GPT(LanguageModel):
 
     `experts` names the stacked experts in order. `domain_tokens` names the domains that can be the first input position
     (the domain-token baseline; paper, section 4.2). A domain token is an input and never a target. `expert_scope` says
-    which tensors belong to one expert: those of its feedforwards (`feedforward`), or all tensors (`model`). A model of
-    scope `model` holds one expert.
+    which tensors belong to one expert: those of its feedforwards and its table of bigrams (`feedforward`), or all
+    tensors (`model`). A model of scope `model` holds one expert.
     """
 
     def __init__(
@@ -54,8 +51,6 @@ class GPT(LanguageModel):
         domain_tokens: tuple[str, ...] = (),
         expert_scope: str = "feedforward",
     ):
-        if expert_scope not in SCOPES:
-            raise DemixError(f"expert_scope {expert_scope}", "is not known", f"use one of {', '.join(SCOPES)}")
         if expert_scope == "model" and len(experts) != 1:
             raise DemixError(f"experts {', '.join(experts)}", "share no tensor", "load each expert as its own model")
         if architecture.routed and len(experts) != 1:
@@ -228,21 +223,6 @@ class GPT(LanguageModel):
             name: torch.stack([tensors[name] for tensors in own]) if is_stacked(name) else own[0][name]
             for name in dict.fromkeys(name for tensors in own for name in tensors)
         }
-
-
-@contextmanager
-def seeing(modules: Mapping[int, nn.Module], see: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """While this lasts, `see` is given the number and the input of each of `modules` that is about to compute."""
-
-    def hook(number: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        return lambda _, inputs: see(number, inputs[0])
-
-    hooks = [module.register_forward_pre_hook(hook(number)) for number, module in modules.items()]
-    try:
-        yield
-    finally:
-        for each in hooks:
-            each.remove()
 
 
 class Bigrams(nn.Module):

@@ -13,11 +13,11 @@ from demix.errors import DemixError, nearest
 from demix.files import read_json, write_text
 from demix.model.clusters import copy_clusters
 from demix.model.directory import describe, expert_lineage, expert_names
+from demix.model.experts import usual_of, write_usual
 from demix.model.export import format_of
 from demix.model.formats import FORMATS
 from demix.model.manifest import parent_of, read_description, read_lineage
 from demix.model.merge import learned_of, refuse_weights
-from demix.model.usual import usual_of, write_usual
 from demix.report.read import domains_of, read_results
 from demix.report.systems import BALANCED
 from demix.report.table import as_markdown, markdown_rows, render, render_markdown

@@ -6,11 +6,12 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from demix.config.architecture import Routed, architecture_from
 from demix.config.models import DENSE_EXPERT
@@ -18,7 +19,7 @@ from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.files import digest, fingerprint, linked, read_json, replacing, write_json
 from demix.model.directory import SHARED, describe, expert_lineage, load_model, load_verified, refuse_other_tokenizer
-from demix.model.gpt import GPT, seeing
+from demix.model.gpt import GPT
 from demix.model.manifest import SeedManifest, read_seed_manifest, tokens_learned
 from demix.model.scoring import EXPERT_TOKENS_AT_ONCE
 from demix.train.state import State, expert_file, load_state, step_folder
@@ -274,15 +275,18 @@ def _mean_states(model: GPT, shard: TokenShard) -> Tensor:
     sums = torch.zeros(len(model.blocks), model.architecture.width, dtype=torch.float64)
     counted: Tensor
 
-    def add(number: int, given: Tensor) -> None:
-        sums[number] += given[0][counted].double().sum(0).cpu()
+    def add(number: int, _: nn.Module, given: tuple[Tensor, ...]) -> None:
+        sums[number] += given[0][0][counted].double().sum(0).cpu()
 
+    layers = enumerate(block.get_submodule("feedforward") for block in model.blocks)
+    hooks = [layer.register_forward_pre_hook(partial(add, number)) for number, layer in layers]
     batch = max(1, EXPERT_TOKENS_AT_ONCE // length)
-    with seeing(dict(enumerate(block.get_submodule("feedforward") for block in model.blocks)), add):
-        for first in range(0, len(inputs), batch):
-            rows = slice(first, first + batch)
-            counted = torch.from_numpy(mask[rows]).to(device)
-            model(torch.from_numpy(inputs[rows])[None].to(device))
+    for first in range(0, len(inputs), batch):
+        rows = slice(first, first + batch)
+        counted = torch.from_numpy(mask[rows]).to(device)
+        model(torch.from_numpy(inputs[rows])[None].to(device))
+    for hook in hooks:
+        hook.remove()
     return sums / int(mask.sum())
 
 

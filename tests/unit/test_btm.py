@@ -18,7 +18,6 @@ from demix.files import read_json, read_json_lines, sha256_file, write_json
 from demix.model.directory import describe, load_experts, load_model
 from demix.model.experts import add_expert, find_faults, load_without, remove_expert
 from demix.model.formats import FORMATS
-from demix.model.gpt import seeing
 from demix.model.merge import join_branches, join_metrics, merge_routed
 from demix.report.systems import all_training_flops
 from demix.train import stage
@@ -222,11 +221,14 @@ def mean_states(model: nn.Module, tokens: Path, domain: str) -> list[Tensor]:
     assert len(shard) > 40 * 32
     text = torch.tensor([shard.end_of_text, *shard.read(0, 40 * 32 - 1).tolist()])
     found: dict[int, list[Tensor]] = {0: [], 1: []}
-    with (
-        torch.no_grad(),
-        seeing(dict(enumerate(one.feedforward for one in model.blocks)), lambda n, x: found[n].append(x)),
-    ):
+    hooks = [
+        block.feedforward.register_forward_pre_hook(lambda _, given, layer=layer: found[layer].append(given[0]))
+        for layer, block in enumerate(model.blocks)
+    ]
+    with torch.no_grad():
         model(text.view(1, -1, 32))
+    for hook in hooks:
+        hook.remove()
     return [torch.cat(found[layer], 1).double().mean((0, 1, 2)) for layer in (0, 1)]
 
 

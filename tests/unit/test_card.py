@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from demix.files import read_json
-from demix.model.usual import usual_of
+from demix.model.experts import usual_of
 from demix.report.card import model_card
 from demix.run.run import Run
 from support.cli import succeeds

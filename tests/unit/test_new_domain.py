@@ -13,7 +13,7 @@ import pytest
 from demix.commands.new_domain import adaptation_of, add_domain
 from demix.files import read_json, write_json
 from demix.model.directory import expert_names
-from demix.model.usual import usual_of
+from demix.model.experts import usual_of
 from support.cli import demix, succeeds
 from support.contents import contents
 from support.errors import refused

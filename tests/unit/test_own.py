@@ -16,8 +16,8 @@ from demix.evaluate.score import Scoring
 from demix.evaluate.score_tables import read_scores
 from demix.files import read_parquet
 from demix.mix.rules import Tempered
+from demix.model.experts import write_usual
 from demix.model.manifest import Usual
-from demix.model.usual import write_usual
 from demix.run.run import Run
 from support.cli import demix, refusal, succeeds
 from support.configs import with_keys
