@@ -217,10 +217,9 @@ def load_experts(
     expert. Raises DemixError as `load_model` does.
     """
     directory = Path(directory)
-    experts = expert_names(directory) if experts is None else tuple(experts)
-    if not whole_models(directory) or not experts:
-        return [load_model(directory, experts).to(device)]
-    return [load_model(directory, (expert,)).to(device) for expert in experts]
+    names = expert_names(directory) if experts is None else tuple(experts)
+    trunks = [(name,) for name in names] if names and whole_models(directory) else [names]
+    return [load_model(directory, trunk).to(device) for trunk in trunks]
 
 
 def whole_models(directory: Path) -> bool:

@@ -6,6 +6,7 @@ rows of the routers are stacked in every layer.
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 from demix.config.models import DENSE_EXPERT
@@ -68,17 +69,12 @@ def find_faults(directory: Path) -> list[DemixError]:
     if not names:
         faults.append(DemixError(directory / "experts", "holds no expert", "add one, or train the model"))
     stems = {path.stem for path in directory.glob("experts/[!.]*.safetensors")}
-    faults += [expert_fault(directory, name) for name in sorted({*names} | stems)]
+    faults += [_raised(partial(load_expert, directory, name)) for name in sorted({*names} | stems)]
     if (tokenizer := directory / "tokenizer.json").exists():
         faults.append(_raised(lambda: refuse_other_tokenizer(directory, tokenizer, digest(read_json(tokenizer)))))
     if (clusterer := directory / clusters.NAME).exists():
         faults.append(_raised(lambda: Clusterer.open(clusterer)))
     return [fault for fault in faults if fault]
-
-
-def expert_fault(directory: Path, name: str) -> DemixError | None:
-    """The first fault of an expert of the model in `directory` (lineage, bytes, shapes, name), or None."""
-    return _raised(lambda: load_expert(directory, name))
 
 
 def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
@@ -94,7 +90,11 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
     refuse_name(directory, name)
     refuse_merged(directory)
     own = digest(expert_lineage(other, source.stem).content | {"name": name})
-    refuse_other_shared(directory, other, source)
+    ours, theirs = describe(directory).content, describe(other).content
+    for key in ("architecture", "vocab_size", "domain_tokens", "tokenizer_sha256", "shared_sha256"):
+        if ours.get(key) != theirs.get(key):
+            cause = f"belongs to a model with another {key} than {directory}"
+            raise DemixError(source, cause, "an expert fits the model that it was trained or adapted with")
     load_expert(other, source.stem)
     usual = usual_of(other).get(source.stem)
     with changing(directory):
@@ -108,15 +108,6 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
         if usual is not None:
             write_usual(directory, usual_of(directory) | {name: usual})
     return name
-
-
-def refuse_other_shared(directory: Path, other: Path, source: Path) -> None:
-    """Raise DemixError, about `source`, if the models in `directory` and `other` differ in more than their experts."""
-    ours, theirs = describe(directory).content, describe(other).content
-    for key in ("architecture", "vocab_size", "domain_tokens", "tokenizer_sha256", "shared_sha256"):
-        if ours.get(key) != theirs.get(key):
-            cause = f"belongs to a model with another {key} than {directory}"
-            raise DemixError(source, cause, "an expert fits the model that it was trained or adapted with")
 
 
 def refuse_name(directory: Path, name: str) -> None:

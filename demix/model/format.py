@@ -56,7 +56,8 @@ OPTIONS = [*USUAL]
 class Key:
     """A key of config.json that is the option `ours`: one of `Architecture` (`routed.…`: of `Routed`), or of `Others`.
 
-    Import uses `default` where the key is absent, and nothing where the value is null. `values` has ours by theirs
+    Import uses `default` where the key is absent, and nothing where the value is null. Sizes have none: every config of
+    transformers names them, and another size fits no tensor. `values` has ours by theirs
     where the two differ. Export writes the key `always`, or if the option is not what it is by the sizes (`unusual`),
     or `never`. A key that is not `read` is only written. Several keys may be one option; they must then agree.
     """

@@ -42,19 +42,8 @@ def merge_experts(directory: Path, weights: dict[str, float], output: Path, card
     The tokens are those of `learned_of`. README.md holds `card` (`demix.report.card.merged_card`). Raises DemixError as
     `averaged` does.
     """
-    model, described = averaged(directory, weights), describe(directory)
-    parents = parents_of(directory, weights)
-    learned = learned_of(parents.values())
-    description = described.content | {"kind": "merged"}
-    if whole_models(directory):
-        # They share nothing, so nothing is left of the experts without a weight.
-        description |= learned_by(learned)
-    lineage = learned | {
-        "parent": None,
-        "parents": origins_of(weights, parents),
-        "tokenizer_sha256": described.tokenizer_sha256,
-    }
-    save_model(model, output, description, lineage, tokenizer_path(directory), card)
+    model, parents = averaged(directory, weights), parents_of(directory, weights)
+    _save_merged(model, directory, parents, {}, {"parents": origins_of(weights, parents)}, output, card)
 
 
 def merge_routed(directory: Path, output: Path, experts: Sequence[str] = (), card: str | None = None) -> None:
@@ -74,20 +63,32 @@ def merge_routed(directory: Path, output: Path, experts: Sequence[str] = (), car
         raise DemixError(directory, "has one expert, and tokens choose among several", cure)
     parents = {expert: expert_lineage(directory, expert) for expert in experts}
     model = (_with_anchor if anchored else _with_random_routers)(directory, parents)
-    learned = learned_of(parents.values())
-    shared_parameters, expert_parameters = parameters(model.architecture, model.vocab_size)
-    description = described.content | {
-        "kind": "merged",
-        "shared_parameters": shared_parameters,
-        "expert_parameters": expert_parameters,
-    }
-    if whole_models(directory):
-        description |= {"expert_scope": "feedforward", **learned_by(learned)}
+    about: dict[str, Any] = {"expert_scope": "feedforward"} if whole_models(directory) else {}
+    about["shared_parameters"], about["expert_parameters"] = parameters(model.architecture, model.vocab_size)
     hashes = {expert: one.sha256 for expert, one in parents.items()}
     if anchored and isinstance(described.parent, Branched):
         hashes = {DENSE_EXPERT: described.parent.state_sha256} | hashes
     choices = [{"expert": expert, "sha256": sha256} for expert, sha256 in hashes.items()]
-    lineage = learned | {"parent": None, "tokenizer_sha256": described.tokenizer_sha256, "choices": choices}
+    _save_merged(model, directory, parents, about, {"choices": choices}, output, card)
+
+
+def _save_merged(
+    model: GPT,
+    directory: Path,
+    parents: Mapping[str, ExpertManifest],
+    about: dict[str, Any],
+    origin: dict[str, Any],
+    output: Path,
+    card: str | None,
+) -> None:
+    """Write the merge of the experts `parents` of `directory`; its description has `about`, its lineage `origin`."""
+    described, learned = describe(directory), learned_of(parents.values())
+    description = described.content | {"kind": "merged"} | about
+    if whole_models(directory):
+        # They share nothing, so nothing is left of the experts that are not among the parents.
+        own = {key: learned[key] for key in ("steps", "tokens", "data_sha256")}
+        description |= own | {"tokens_seed": sum(learned["seeds"].values())}
+    lineage = learned | {"parent": None, "tokenizer_sha256": described.tokenizer_sha256} | origin
     save_model(model, output, description, lineage, tokenizer_path(directory), card)
 
 
@@ -247,12 +248,6 @@ def learned_of(experts: Collection[ExpertManifest]) -> dict[str, Any]:
         "data_sha256": {domain: sha256 for one in experts for domain, sha256 in one.data_sha256.items()},
         "seeds": seeds,
     }
-
-
-def learned_by(learned: Mapping[str, Any]) -> dict[str, Any]:
-    """What `learned_of` says of whole models, as the description of a model that was made of only these."""
-    own = {key: learned[key] for key in ("steps", "tokens", "data_sha256")}
-    return own | {"tokens_seed": sum(learned["seeds"].values())}
 
 
 def origins_of(weights: Mapping[str, float], parents: Mapping[str, ExpertManifest]) -> dict[str, dict[str, Any]]:

@@ -71,6 +71,11 @@ def test_what_demix_lacks_is_refused_by_its_key(family: str, tokens: Path, tmp_p
             import_hf(tmp_path / "hf", tmp_path / "in")
         assert str(tmp_path / "hf") in error.value.subject
         assert [path.name for path in tmp_path.iterdir()] == ["hf"], keys
+    layers = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    without = {key: value for key, value in json.loads(whole).items() if key != layers}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(without))
+    with refused(f"config.json: {layers}"):
+        import_hf(tmp_path / "hf", tmp_path / "in")
 
 
 TENSORS = {

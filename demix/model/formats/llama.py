@@ -10,18 +10,18 @@ LLAMA = Format(
     model_class="LlamaForCausalLM",
     keys=ROPES
     | {
-        "num_hidden_layers": Key("layers", 32),
-        "hidden_size": Key("width", 4096),
-        "num_attention_heads": Key("heads", 32),
+        "num_hidden_layers": Key("layers"),
+        "hidden_size": Key("width"),
+        "num_attention_heads": Key("heads"),
         "num_key_value_heads": Key("key_heads"),
         "head_dim": Key("head_width", written="unusual"),
-        "max_position_embeddings": Key("context", 2048),
-        "intermediate_size": Key("inner", 11008),
+        "max_position_embeddings": Key("context"),
+        "intermediate_size": Key("inner"),
         "hidden_act": Key("activation", "silu", ACTIVATIONS),
         "rms_norm_eps": Key("epsilon", 1e-6),
         "rope_theta": Key("rope_theta", written="never"),
         "tie_word_embeddings": Key("head", False, TIED),
-        "vocab_size": Key("vocab_size", 32000, written="never"),
+        "vocab_size": Key("vocab_size", written="never"),
     },
     fixed={"norm": "rms", "gated": True, "biases": "none", "position": "rope"},
     must={"attention_bias": False, "mlp_bias": False, "rope_interleaved": False},
@@ -47,13 +47,7 @@ MISTRAL = replace(
     name="mistral",
     title="Mistral",
     model_class="MistralForCausalLM",
-    keys=LLAMA.keys
-    | {
-        "num_key_value_heads": Key("key_heads", 8),
-        "intermediate_size": Key("inner", 14336),
-        "max_position_embeddings": Key("context", 131_072),
-        "sliding_window": Key("window", 4096, written="never"),
-    },
+    keys=LLAMA.keys | {"sliding_window": Key("window", 4096, written="never")},
     writes={"sliding_window": None, "attention_dropout": 0.0},
     heads_divide_width=False,
 )
@@ -62,12 +56,7 @@ QWEN2 = replace(
     name="qwen2",
     title="Qwen 2",
     model_class="Qwen2ForCausalLM",
-    keys=LLAMA.keys
-    | {
-        "intermediate_size": Key("inner", 22016),
-        "max_position_embeddings": Key("context", 32_768),
-        "vocab_size": Key("vocab_size", 151_936, written="never"),
-    },
+    keys=LLAMA.keys,
     fixed=LLAMA.fixed | {"biases": "qkv"},
     must=LLAMA.must | {"use_sliding_window": False, "use_mrope": False, "layer_types": ["full_attention"]},
     # They say nothing without a window.
@@ -79,7 +68,7 @@ QWEN3 = replace(
     name="qwen3",
     title="Qwen 3",
     model_class="Qwen3ForCausalLM",
-    keys=QWEN2.keys | {"num_key_value_heads": Key("key_heads", 32), "head_dim": Key("head_width", 128)},
+    keys=QWEN2.keys | {"head_dim": Key("head_width")},
     fixed=LLAMA.fixed | {"query_norm": "head"},
     writes=QWEN2.writes | {"attention_bias": False},
 )
@@ -88,7 +77,7 @@ OLMO2 = replace(
     name="olmo2",
     title="OLMo 2",
     model_class="Olmo2ForCausalLM",
-    keys=LLAMA.keys | {"rms_norm_eps": Key("epsilon", 1e-5), "vocab_size": Key("vocab_size", 50_304, written="never")},
+    keys=LLAMA.keys | {"rms_norm_eps": Key("epsilon", 1e-5)},
     fixed=LLAMA.fixed | {"query_norm": "all", "norm_place": "after"},
     writes={"attention_bias": False, "attention_dropout": 0.0},
     block=LLAMA.block

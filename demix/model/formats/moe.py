@@ -52,13 +52,9 @@ FORMATS = (
         keys=QWEN3.keys
         | CHOSEN
         | {
-            "num_hidden_layers": Key("layers", 24),
-            "hidden_size": Key("width", 2048),
-            "num_key_value_heads": Key("key_heads", 4),
-            "head_dim": Key("head_width"),
             # Of blocks without experts, of which there are none.
             "intermediate_size": Key("inner", read=False),
-            "moe_intermediate_size": Key("inner", 768),
+            "moe_intermediate_size": Key("inner"),
             "num_experts": Key("routed.experts", 128),
             "num_experts_per_tok": Key("routed.top_k", 8),
         },
@@ -76,10 +72,8 @@ FORMATS = (
         keys=OLMO2.keys
         | CHOSEN
         | {
-            "max_position_embeddings": Key("context", 4096),
             "rms_norm_eps": Key("epsilon", 1e-6),
             "rope_theta": Key("rope_theta", 500_000.0, written="never"),
-            "vocab_size": Key("vocab_size", 100_352, written="never"),
             "num_experts": Key("routed.experts", 7),
             "num_experts_per_tok": Key("routed.top_k", 5),
             "router_aux_loss_coef": Key("routed.balance", 0.01),
@@ -97,13 +91,7 @@ FORMATS = (
         keys=LLAMA.keys
         | CHOSEN
         | {
-            "num_hidden_layers": Key("layers", 16),
-            "hidden_size": Key("width", 2048),
-            "num_attention_heads": Key("heads", 16),
-            "intermediate_size": Key("inner", 2048),
-            "max_position_embeddings": Key("context", 4096),
             "rms_norm_eps": Key("epsilon", 1e-5),
-            "vocab_size": Key("vocab_size", 50_304, written="never"),
             "num_experts": Key("routed.experts", 64),
             "num_experts_per_tok": Key("routed.top_k", 8),
             "router_aux_loss_coef": Key("routed.balance", 0.01),

@@ -22,17 +22,17 @@ FORMATS = (
         title="OPT",
         model_class="OPTForCausalLM",
         keys={
-            "num_hidden_layers": Key("layers", 12),
-            "hidden_size": Key("width", 768),
+            "num_hidden_layers": Key("layers"),
+            "hidden_size": Key("width"),
             # Embeddings are as wide as layers.
             "word_embed_proj_dim": Key("width"),
-            "num_attention_heads": Key("heads", 12),
-            "max_position_embeddings": Key("context", 2048),
-            "ffn_dim": Key("inner", 3072),
+            "num_attention_heads": Key("heads"),
+            "max_position_embeddings": Key("context"),
+            "ffn_dim": Key("inner"),
             "activation_function": Key("activation", "relu", ACTIVATIONS),
             "enable_bias": Key("biases", True, {True: "all", False: "none"}),
             "tie_word_embeddings": Key("head", True, TIED),
-            "vocab_size": Key("vocab_size", 50272, written="never"),
+            "vocab_size": Key("vocab_size", written="never"),
         },
         # Models whose norms come after attention and feedforward (OPT-350m) are refused.
         must={
