@@ -21,9 +21,7 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 
 
 def compute_type(precision: str) -> torch.dtype:
-    """The torch type for a config's `precision`. Raises DemixError for an unknown one, and one that the GPU lacks."""
-    if precision not in PRECISIONS:
-        raise DemixError(f"precision {precision}", "is not known", f"use one of {', '.join(PRECISIONS)}")
+    """The torch type for a config's `precision`. Raises DemixError for one that the GPU lacks."""
     if torch.cuda.is_available() and not torch.version.hip:
         refuse_lacking(precision, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
     return PRECISIONS[precision]
@@ -41,8 +39,6 @@ def set_threads(threads: int) -> None:
 
     The process keeps from then on the memory that tensors leave.
     """
-    if threads < 1:
-        raise DemixError("threads", f"is {threads}", "give 1 or more")
     torch.set_num_threads(threads)
     _keep_memory()
 

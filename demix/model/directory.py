@@ -74,7 +74,7 @@ def save_files(model: GPT, directory: Path, description: dict[str, Any], lineage
 
 def save_shared(model: GPT, directory: Path) -> str:
     """Write `shared.safetensors` below `directory`, and give its sha256."""
-    _save({name: tensor.detach() for name, tensor in model.shared_tensors().items()}, directory / SHARED)
+    _save(model.parted()[0], directory / SHARED)
     return sha256_file(directory / SHARED)
 
 
@@ -85,8 +85,7 @@ def save_expert(model: GPT, expert: str, directory: Path, lineage: dict[str, Any
     """
     name = name or expert
     description, path = expert_files(directory, name)
-    _, experts = model.parted({key: tensor.detach() for key, tensor in model.expert_tensors().items()})
-    _save(experts[expert], path)
+    _save(model.parted()[1][expert], path)
     write_json(description, lineage | {"name": name, "sha256": sha256_file(path)})
 
 
@@ -265,7 +264,7 @@ def wanted_tensors(directory: Path) -> tuple[Tensors, Tensors]:
     except RuntimeError as error:
         path = Path(directory) / "model.json"
         raise DemixError(path, f"does not describe a model ({error})", "train the model again") from None
-    shared, experts = model.parted(dict(model.named_parameters()))
+    shared, experts = model.parted()
     return shared, experts["any"]
 
 

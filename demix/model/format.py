@@ -281,7 +281,7 @@ class Format:
         if self.routed:
             own = {name: options.pop(f"routed.{name}") for name in names_of(Routed) if f"routed.{name}" in options}
             # An expert has room for all tokens.
-            options["routed"] = {"every": 1, "capacity": own["experts"]} | own
+            options["routed"] = {"every": 1, "capacity": own.get("experts")} | own
         return options, others
 
     def _given(self, config: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -187,25 +187,21 @@ class GPT(LanguageModel):
         """Whether the tensor `name` belongs to one expert, as in `is_stacked`."""
         return self.expert_scope == "model" or is_stacked(name)
 
-    def expert_tensors(self) -> dict[str, nn.Parameter]:
-        """The parameters that belong to experts, by name. Those of feedforwards are stacked: [E, ...]."""
-        return {name: p for name, p in self.named_parameters() if self.owned(name)}
-
-    def shared_tensors(self) -> dict[str, nn.Parameter]:
-        """The parameters that every expert uses, by name."""
-        return {name: p for name, p in self.named_parameters() if not self.owned(name)}
-
     def only(self, expert: str) -> "GPT":
-        """This model with only the named one of its stacked experts, in the same memory."""
+        """This model with only the named one of its stacked experts."""
         with torch.device("meta"):
             single = GPT(self.architecture, self.vocab_size, (expert,))
-        number = self.experts.index(expert)
-        experts = {name: tensor.detach()[number : number + 1] for name, tensor in self.expert_tensors().items()}
-        single.load_state_dict(self.shared_tensors() | experts, assign=True)
+        single.load_state_dict(single.stacked(*self.parted()), assign=True)
         return single
 
-    def parted(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-        """Split named `tensors` of this model into (shared, own by expert). An expert's own have no axis of experts."""
+    def parted(
+        self, tensors: Mapping[str, Tensor] | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+        """Split named `tensors` of this model, by default its parameters, into (shared, own by expert).
+
+        An expert's own have no axis of experts.
+        """
+        tensors = {name: p.detach() for name, p in self.named_parameters()} if tensors is None else tensors
         shared = {name: tensor for name, tensor in tensors.items() if not self.owned(name)}
         return shared, {
             expert: {

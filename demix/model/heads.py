@@ -129,10 +129,10 @@ def _log_probabilities(
         place = slice(first, first + rows)
         chunk = states[place]
         logits = product[: len(chunk)]
-        if wide:
-            _mm_wide(chunk, cast, logits)
+        if wide and not on_cpu:
+            torch.mm(chunk, cast.T, out_dtype=exact, out=logits)
         else:
-            torch.mm(chunk, cast.T, out=logits)
+            torch.mm(chunk.to(logits.dtype), cast.T, out=logits)
         normalise = _normalise_in_cache if on_cpu else _normalise_padded
         log_p[place] = normalise(logits, targets[place], len(weight), any(needed))
         if for_states is not None:
@@ -186,11 +186,3 @@ def _normalise_padded(logits: Tensor, targets: Tensor, vocabulary: int, needed: 
     torch.exp(log_q, out=logits)
     logits.scatter_(1, target, torch.expm1(log_p).to(logits.dtype))
     return log_p.squeeze(1)
-
-
-def _mm_wide(states: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Write the products of `states` [N, D] and `weight` [V, D], both of half precision, to `out` [N, V] in fp32."""
-    if states.is_cuda:
-        torch.mm(states, weight.T, out_dtype=out.dtype, out=out)
-    else:
-        torch.mm(states.to(out.dtype), weight.T.to(out.dtype), out=out)

@@ -28,7 +28,7 @@ class RouterLoss(NamedTuple):
     """
 
     losses: Tensor
-    counts: Tensor | None = None
+    counts: Tensor
 
 
 def feedforward(architecture: Architecture, layer: int, experts: int) -> "Experts":
@@ -166,7 +166,9 @@ class MoELayer(Experts):
 
         The latter are [B, T, k], the largest score first.
         """
-        scores = router_scores(x, self.router.squeeze(0))
+        exact = torch.promote_types(x.dtype, torch.float32)
+        # Switch, Eq. 1.
+        scores = F.linear(x.to(exact), self.router.squeeze(0).to(exact)).softmax(-1)
         gates, chosen = scores.topk(self.routed.top_k, dim=-1)
         return scores, gates, chosen
 
@@ -330,12 +332,6 @@ def _in_one_product(x: Tensor, weight: Tensor) -> bool:
 def _expert_of_rows(ends: Tensor, rows: int) -> Tensor:
     """The expert's number of each row [rows]; E for dropped ones."""
     return torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
-
-
-def router_scores(x: Tensor, router: Tensor) -> Tensor:
-    """softmax(router·x) [..., E], at least fp32, of states `x` [..., D] and a router [E, D] (Switch, Eq. 1)."""
-    exact = torch.promote_types(x.dtype, torch.float32)
-    return F.linear(x.to(exact), router.to(exact)).softmax(-1)
 
 
 def within_capacity(chosen: Tensor, experts: int, places: int) -> Tensor:

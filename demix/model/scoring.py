@@ -71,10 +71,8 @@ def trunk_log_probabilities(
     `advance` is called with the number of tokens that were scored since its last call. Raises DemixError for an expert
     whose log-probabilities are not all finite.
     """
-    scored = []
-    for trunk in trunks:
-        scored.append(log_probabilities(trunk, inputs, targets, mask, dtype, advance, domain_tokens, first))
-    scores = np.concatenate(scored)
+    each = (log_probabilities(trunk, inputs, targets, mask, dtype, advance, domain_tokens, first) for trunk in trunks)
+    scores = np.concatenate([*each])
     refuse_not_finite(domain_tokens or columns_of(trunks), scores)
     return scores
 

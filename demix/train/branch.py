@@ -74,12 +74,9 @@ class SeedState:
         Raises DemixError if a file is missing or damaged.
         """
         about, first = self.manifest, self.first_step(step_tokens)
-        shared, own = (load_verified(self.directory / name, about.sha256.get(name, "")) for name in (SHARED, EXPERT))
-        if self.restart:
-            shared, own = (
-                {name: tensor for name, tensor in tensors.items() if name.startswith("parameter/")}
-                for tensors in (shared, own)
-            )
+        files = (load_verified(self.directory / name, about.sha256.get(name, "")) for name in (SHARED, EXPERT))
+        kept = "parameter/" if self.restart else ""
+        shared, own = ({name: one for name, one in file.items() if name.startswith(kept)} for file in files)
         row: dict[str, Any] = {"step": first, "tokens": about.tokens, "branched_from": self.model}
         row |= {} if about.loss_scale is None or self.restart else {"loss_scale": about.loss_scale}
         return State(first, shared, {DENSE_EXPERT: own}, [row])

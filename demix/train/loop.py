@@ -198,7 +198,7 @@ def _backward(trainer: Trainer, batches: Batches, step: int, domains: int) -> li
         for each in auxiliary:
             # The auxiliary loss counts as its mean over the sequences of the step.
             loss = loss + each.losses.sum() * (scale * part.inputs.shape[-1] / batches.tokens)
-        counted += [each.counts for each in auxiliary if each.counts is not None]
+        counted += [each.counts for each in auxiliary]
         torch.autograd.backward(loss)
         numbers = part.domains.flatten()
         sums[0].index_add_(0, numbers, losses.detach().sum(-1, dtype=torch.float64).flatten())

@@ -143,14 +143,6 @@ class ModelTraining:
             "domains": list(manifests),
         } | more
 
-    def first_state(self, model: GPT) -> State | None:
-        """The state of the seed as one of `model`, which is initialised; None without a seed."""
-        if self.seed is None:
-            return None
-        state = self.seed.load(self.settings.step_tokens(len(self.domains) * self.share))
-        begun = branched(state, self.experts, self.row.expert_scope)
-        return upcycled(begun, model) if self.row.has_routers else begun
-
 
 def train_model(training: ModelTraining, places: Places) -> None:
     """Train one model, and write its directory or seed and the metrics at the end, with checkpoints on the way.
@@ -205,8 +197,15 @@ def train_model(training: ModelTraining, places: Places) -> None:
 
 
 def _begun(training: ModelTraining, model: GPT, world: World) -> State | None:
-    """The state that a training begins with. What is not to be trained of the model is frozen."""
-    first = training.first_state(model)
+    """The state of the seed as one of `model`, which is initialised; None without a seed.
+
+    What is not to be trained of the model is frozen.
+    """
+    first = None
+    if training.seed is not None:
+        state = training.seed.load(training.settings.step_tokens(len(training.domains) * training.share))
+        first = branched(state, training.experts, training.row.expert_scope)
+        first = upcycled(first, model) if training.row.has_routers else first
     if training.settings.trained:
         if first is None:
             cause = "is routers, and this training begins with no experts"

@@ -47,9 +47,19 @@ def model_of(
     return model
 
 
+def own_tensors(model: GPT) -> dict[str, nn.Parameter]:
+    """The parameters that belong to experts, by name. Those of feedforwards are stacked: [E, ...]."""
+    return {name: p for name, p in model.named_parameters() if model.owned(name)}
+
+
+def shared_tensors(model: GPT) -> dict[str, nn.Parameter]:
+    """The parameters that every expert uses, by name."""
+    return {name: p for name, p in model.named_parameters() if not model.owned(name)}
+
+
 def alone(model: GPT, expert: str, scope: str = "feedforward") -> GPT:
     """One expert of a stacked model as a model of its own, with a copy of what they share."""
-    number, own = model.experts.index(expert), model.expert_tensors()
+    number, own = model.experts.index(expert), own_tensors(model)
     single = GPT(model.architecture, model.vocab_size, (expert,), expert_scope=scope).to(model.token_embedding.dtype)
     single.load_state_dict({name: p[number : number + 1] if name in own else p for name, p in model.named_parameters()})
     return single

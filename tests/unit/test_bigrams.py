@@ -23,7 +23,7 @@ from demix.train.stage import ModelTraining
 from support.cli import refusal
 from support.contents import contents
 from support.errors import refused
-from support.models import THREE, model_of, write_model
+from support.models import THREE, model_of, own_tensors, write_model
 from support.tokens import TRAINING
 from support.training import (
     ADAPT,
@@ -145,7 +145,7 @@ def test_experts_own_their_tables(tokens: Path, tmp_path: Path) -> None:
         # Rows of pairs that no text of the domain has go on with the parent's momentum only.
         assert not torch.equal(tables[expert], begun)
     manifest = read_json(run / "model" / "model.json")
-    own = sum(p[0].numel() for p in model.expert_tensors().values())
+    own = sum(p[0].numel() for p in own_tensors(model).values())
     counted = parameters(model.architecture, model.vocab_size)
     assert (manifest["shared_parameters"], manifest["expert_parameters"]) == counted
     assert counted == (sum(tensor.numel() for tensor in shared.values()), own)

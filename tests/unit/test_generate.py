@@ -179,5 +179,5 @@ def test_what_generation_cannot_do_is_refused(run: Path, tmp_path: Path) -> None
     encoder = Tokenizer.load(run / "tokenizer.json")
     led = model_of(("dense",), vocab_size=encoder.vocab_size, domain_tokens=("law", "news"))
     save_model(led, tmp_path / "led", encoder.sha256, "domain_token")
-    with refused("model"):
+    with refused(tmp_path / "led"):
         package.load(tmp_path / "led", tokenizer=run / "tokenizer.json")

@@ -218,7 +218,7 @@ def test_a_domain_token_model_is_refused(place: Path) -> None:
     encoder, model = Tokenizer.load(place / "tokenizer.json"), place / "models" / "domain_token"
     gpt = model_of(dtype=torch.float32, vocab_size=encoder.vocab_size, domain_tokens=THREE)
     save_model(gpt, model, encoder.sha256, "domain_token")
-    refusal("lm-eval", model, "--tasks", "word", "--include-path", place / "tasks", of="model")
+    refusal("lm-eval", model, "--tasks", "word", "--include-path", place / "tasks", of=model)
 
 
 def test_texts_are_those_of_generate(place: Path, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from support.checkpoints import all_tensors
 from support.contents import contents
 from support.entries import tiny
 from support.errors import refused
-from support.models import SMALL, THREE, alone, model_of, save_model, torch_encoder
+from support.models import SMALL, THREE, alone, model_of, own_tensors, save_model, shared_tensors, torch_encoder
 from support.scored import score
 from support.tokens import NOVEL, TRAINING
 from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, train_model
@@ -334,7 +334,7 @@ def test_sines_are_those_of_transformers_in_the_order_of_the_paper() -> None:
 def test_parameters_and_flops_are_those_of_the_model(options: dict) -> None:
     sizes, types, T = ROBERTA.replace(**options), 48, 40
     model = model_of(("one",), torch.float32, architecture=sizes, vocab_size=types)
-    for mine, theirs in zip(sizes_of(sizes, types), (model.shared_tensors(), model.expert_tensors()), strict=True):
+    for mine, theirs in zip(sizes_of(sizes, types), (shared_tensors(model), own_tensors(model)), strict=True):
         assert sorted(mine) == sorted((p.numel(), group_of(name) == "matrices") for name, p in theirs.items())
     places = masked_places(T)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

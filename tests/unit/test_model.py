@@ -37,7 +37,18 @@ from demix.model.scoring import expert_tokens_at_once, log_probabilities
 from demix.train.optimizers import group_of
 from support.decoding import scored_in_blocks
 from support.errors import refused
-from support.models import SMALL, alone, gradient_named, model_of, randomise, save_model, torch_encoder, torch_name
+from support.models import (
+    SMALL,
+    alone,
+    gradient_named,
+    model_of,
+    own_tensors,
+    randomise,
+    save_model,
+    shared_tensors,
+    torch_encoder,
+    torch_name,
+)
 
 EIGHT = tuple(f"domain{number}" for number in range(8))
 VOCAB = 31
@@ -199,7 +210,7 @@ def test_sizes_are_those_of_the_tensors(options: dict[str, Any], scope: str, dom
     with torch.device("meta"):
         model = GPT(architecture, VOCAB, ("one",), ("law", "news")[:domains], scope)
     found = sizes(architecture, VOCAB, domains, scope)
-    for mine, theirs in zip(found, (model.shared_tensors(), model.expert_tensors()), strict=True):
+    for mine, theirs in zip(found, (shared_tensors(model), own_tensors(model)), strict=True):
         assert sorted(mine) == sorted((p.numel(), group_of(name) == "matrices") for name, p in theirs.items())
 
 
@@ -473,11 +484,11 @@ def test_no_targets_have_no_gradient() -> None:
 
 def test_experts_start_alike_and_as_the_dense_model() -> None:
     demix, dense = GPT(SMALL, 50, EIGHT).initialise(3), GPT(SMALL, 50, ("dense",)).initialise(3)
-    for name, tensor in demix.expert_tensors().items():
+    for name, tensor in own_tensors(demix).items():
         for number in range(8):
-            assert torch.equal(tensor[number], dense.expert_tensors()[name][0])
-    for name, tensor in demix.shared_tensors().items():
-        assert torch.equal(tensor, dense.shared_tensors()[name])
+            assert torch.equal(tensor[number], own_tensors(dense)[name][0])
+    for name, tensor in shared_tensors(demix).items():
+        assert torch.equal(tensor, shared_tensors(dense)[name])
     wide = GPT(SMALL.replace(width=256, layers=8), 50, ("dense",)).initialise(3)
     assert wide.blocks[0].feedforward.up.std().item() == pytest.approx(0.02, rel=0.02)
     assert wide.blocks[0].feedforward.down.std().item() == pytest.approx(0.02 / 4, rel=0.02)

@@ -36,6 +36,7 @@ from demix.run.scoring import scoring_jobs
 from support.cli import demix, succeeds
 from support.configs import changed
 from support.errors import refused
+from support.models import own_tensors
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "config"
@@ -359,7 +360,7 @@ def test_parameters_are_the_papers_and_the_models(preset: str, dense: int, exper
     with torch.device("meta"):
         model = GPT(architecture, 50264, EIGHT)
     assert sum(p.numel() for p in model.parameters()) == eight
-    assert sum(p.numel() for p in model.expert_tensors().values()) == 8 * expert
+    assert sum(p.numel() for p in own_tensors(model).values()) == 8 * expert
 
 
 @pytest.mark.parametrize("position", ["learned", "sinusoidal", "alibi", "rope"])

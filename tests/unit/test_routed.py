@@ -48,7 +48,7 @@ from demix.train.stage import optimization
 from support.cli import refusal, succeeds
 from support.contents import contents
 from support.errors import refused
-from support.models import SMALL, alone, model_of, randomise, save_model, write_model
+from support.models import SMALL, alone, model_of, own_tensors, randomise, save_model, shared_tensors, write_model
 from support.plain_training import adamw, plain_steps, rates
 from support.tokens import TRAINING
 from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, train_model
@@ -216,9 +216,9 @@ def test_blocks_are_routed_every_so_often_and_their_experts_begin_apart() -> Non
     for layers, every, routers in ((4, 1, [0, 1, 2, 3]), (4, 2, [1, 3]), (5, 3, [2])):
         routed = TOP2.replace(every=every)
         model = GPT(Architecture(layers=layers, width=8, heads=2, context=16, routed=routed), 50, ("dense",))
-        found = [name for name in model.expert_tensors() if name.endswith("router")]
+        found = [name for name in own_tensors(model) if name.endswith("router")]
         assert found == [f"blocks.{number}.feedforward.router" for number in routers]
-        parts = model.shared_tensors(), model.expert_tensors()
+        parts = shared_tensors(model), own_tensors(model)
         assert [sum(p.numel() for p in part.values()) for part in parts] == [*parameters(model.architecture, 50)]
     model = GPT(SMALL.replace(routed=SWITCH), 50, ("dense",)).initialise(1)
     layer, other = model.blocks[0].feedforward, model.blocks[1].feedforward

@@ -29,7 +29,7 @@ from support.cli import succeeds
 from support.contents import contents
 from support.errors import refused
 from support.forks import FORKS
-from support.models import count_whole_models, save_model, write_trunks
+from support.models import count_whole_models, own_tensors, save_model, write_trunks
 from support.scored import score
 from support.tokens import NOVEL, TRAINING
 
@@ -44,7 +44,7 @@ def model(tokens: Path, tmp_path: Path) -> Path:
     """A model directory with the experts `EXPERTS`, which differ."""
     shard = TokenShard.open(tokens / "tokens" / NOVEL[0] / "dev.arrow")
     gpt = GPT(Architecture(layers=2, width=16, heads=2, context=32), shard.vocab_size, EXPERTS).initialise(1)
-    for tensor in gpt.expert_tensors().values():
+    for tensor in own_tensors(gpt).values():
         for number in range(len(EXPERTS)):
             tensor.data[number] += 0.1 * number
     directory = tmp_path / "model"
@@ -162,7 +162,7 @@ def test_pieces_that_are_damaged_or_of_another_origin_are_scored_again(
     assert run(stop=True) == [4, 4, 2]
     # The same names, another expert.
     state = load_model(model, EXPERTS)
-    state.expert_tensors()["blocks.0.feedforward.up"].data[1] += 1
+    own_tensors(state)["blocks.0.feedforward.up"].data[1] += 1
     described = describe(model)
     about = {"tokenizer_sha256": described.tokenizer_sha256, "shared_sha256": described.shared_sha256}
     save_expert(state, "lore", model, about)

@@ -17,7 +17,7 @@ from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities, trunk_log_probabilities
 from demix.run.scoring import ScoringPart
 from support.errors import refused
-from support.models import save_model
+from support.models import own_tensors, save_model
 from support.scored import score
 from support.tokens import NOVEL, TRAINING
 
@@ -75,7 +75,7 @@ def tables(folder: Path) -> dict[str, bytes]:
 def changed(models: Path, name: str, expert: str) -> None:
     """Give a model another expert of the same name."""
     model = load_model(models / name)
-    model.expert_tensors()["blocks.0.feedforward.up"].data += 1
+    own_tensors(model)["blocks.0.feedforward.up"].data += 1
     described = describe(models / name)
     about = {"tokenizer_sha256": described.tokenizer_sha256, "shared_sha256": described.shared_sha256}
     save_expert(model, expert, models / name, about)

@@ -8,7 +8,9 @@ from demix.model.formats.llama import LLAMA, MISTRAL, OLMO2, QWEN3
 # transformers reads `num_local_experts` as `num_experts`, and the other way round.
 CHOSEN = {
     "num_local_experts": Key("routed.experts", written="never"),
-    "router_aux_loss_coef": Key("routed.balance", 0.001),
+    "num_experts": Key("routed.experts"),
+    "num_experts_per_tok": Key("routed.top_k"),
+    "router_aux_loss_coef": Key("routed.balance"),
     "norm_topk_prob": Key("routed.renormalise", False),
 }
 EXPERTS: Modules = {
@@ -34,10 +36,10 @@ FORMATS = (
             "rms_norm_eps": Key("epsilon", 1e-5),
             # What transformers uses without one.
             "rope_theta": Key("rope_theta", 1_000_000.0, written="never"),
-            "num_local_experts": Key("routed.experts", 8),
+            "num_local_experts": Key("routed.experts"),
             "num_experts": Key("routed.experts", written="never"),
-            "num_experts_per_tok": Key("routed.top_k", 2),
-            "router_aux_loss_coef": Key("routed.balance", 0.001),
+            "num_experts_per_tok": Key("routed.top_k"),
+            "router_aux_loss_coef": Key("routed.balance"),
         },
         fixed=MISTRAL.fixed | {"routed.renormalise": True},
         must=MISTRAL.must | {"router_jitter_noise": 0, "norm_topk_prob": True},
@@ -55,8 +57,6 @@ FORMATS = (
             # Of blocks without experts, of which there are none.
             "intermediate_size": Key("inner", read=False),
             "moe_intermediate_size": Key("inner"),
-            "num_experts": Key("routed.experts", 128),
-            "num_experts_per_tok": Key("routed.top_k", 8),
         },
         # Every block has experts.
         must=QWEN3.must | {"decoder_sparse_step": 1, "mlp_only_layers": []},
@@ -74,9 +74,6 @@ FORMATS = (
         | {
             "rms_norm_eps": Key("epsilon", 1e-6),
             "rope_theta": Key("rope_theta", 500_000.0, written="never"),
-            "num_experts": Key("routed.experts", 7),
-            "num_experts_per_tok": Key("routed.top_k", 5),
-            "router_aux_loss_coef": Key("routed.balance", 0.01),
         },
         ignored=IGNORED,
         # Its usual token of padding lies beyond a smaller vocabulary.
@@ -92,9 +89,6 @@ FORMATS = (
         | CHOSEN
         | {
             "rms_norm_eps": Key("epsilon", 1e-5),
-            "num_experts": Key("routed.experts", 64),
-            "num_experts_per_tok": Key("routed.top_k", 8),
-            "router_aux_loss_coef": Key("routed.balance", 0.01),
         },
         fixed=LLAMA.fixed | {"query_norm": "all"},
         must=LLAMA.must | {"clip_qkv": None},
