@@ -1,9 +1,9 @@
 """Bytes of any kind where files and texts come in: what is wrong with them is said in one line.
 
-Properties of readers, splits, anonymizer, token shards and sealed JSON on made-up values are in tests/unit.
+Properties of readers, splits, anonymizer, token shards and sealed JSON on made-up values are in tests/unit; flipped
+bits of sealed files are in test_damage.py.
 """
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +14,6 @@ import yaml
 
 from demix.data.sources import Source, download
 from demix.errors import DemixError
-from demix.files import digest, read_json, read_json_lines, sha256_file
-from demix.model.directory import load_verified
 from demix.run.check import completed_run
 from demix.settings import settings_from
 
@@ -24,24 +22,12 @@ READ = (
     *(b'{"text": "a", "id": 1}\n', b'text,id\n"a",1\n', b"text\tid\na\t1\n", b"words\n", b'[{"text": "a"}]'),
     *(b"\x1f\x8b\x08\0", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"a.txt" + b"\0" * 507, b"\x1f\x8b\x08\0"),
 )
-VALUES = ({}, {"a": [1, 2.5, None, "x"]}, {"a": {"b": "ü"}})
-ROWS = ([], [{"step": 1, "loss": 2.5}], [{"a": float("nan")}, {"b": []}])
-
-
-def lines(rows: list[dict]) -> bytes:
-    """JSON lines with the seal that belongs to them."""
-    return b"".join(json.dumps(row).encode() + b"\n" for row in [*rows, {"rows": len(rows), "seal": digest(rows)}])
 
 
 def documents(data: bytes, folder: Path) -> None:
     path, raw = folder / f"a.{FORMS[data[0] % len(FORMS)]}" if data else folder / "a.txt", folder / "raw.parquet"
     path.write_bytes(data[1:])
     assert download(Source(path=str(path)), "d", raw) == pq.read_metadata(raw).num_rows
-
-
-def written(data: bytes, folder: Path) -> Path:
-    (folder / "a").write_bytes(data)
-    return folder / "a"
 
 
 def config(data: bytes, _: Path) -> None:
@@ -55,15 +41,6 @@ def config(data: bytes, _: Path) -> None:
 # What reads bytes, and bytes that lead far into it.
 READERS: dict[str, tuple[Callable[[bytes, Path], object], list[bytes]]] = {
     "sources": (documents, [bytes([form]) + some for form, some in enumerate(READ)]),
-    "json": (
-        lambda data, folder: read_json(written(data, folder)),
-        [json.dumps(value | {"seal": digest(value)}).encode() for value in VALUES],
-    ),
-    "lines": (lambda data, folder: read_json_lines(written(data, folder)), [lines(rows) for rows in ROWS]),
-    "safetensors": (
-        lambda data, folder: load_verified(path := written(data, folder), sha256_file(path)),
-        [b'\x08\0\0\0\0\0\0\0{"a":{}}', b"\x02\0\0\0\0\0\0\0{}"],
-    ),
     "settings": (
         lambda data, _: settings_from(Source, data.decode("utf-8", "replace")),
         [b'{"path": "x", "parts": 2, "where": {"a": 1}}'],

@@ -24,7 +24,7 @@ def assert_as_undisturbed(training: Trained, undisturbed: list[float], starts: i
     assert len(training.starts()) == starts
 
 
-def cancel(training: Trained) -> None:
+def cancel(training: Trained, _: subprocess.Popen) -> None:
     subprocess.run(["scancel", training.job()], check=True)
 
 
@@ -58,13 +58,34 @@ def test_a_run_goes_on_by_itself(
     assert_as_undisturbed(disturbed, undisturbed, starts)
 
 
-def test_cancelled(training: Make, undisturbed: list[float]) -> None:
+def kill_snakemake(_: Trained, process: subprocess.Popen) -> None:
+    process.kill()
+
+
+def interrupt(_: Trained, process: subprocess.Popen) -> None:
+    """As Ctrl-C: to the whole group."""
+    os.killpg(process.pid, signal.SIGINT)
+
+
+def kill_snakemake_late(training: Trained, process: subprocess.Popen) -> None:
+    kill_snakemake(training, process)
+    until(lambda: list(training.checkpoints.glob("finished-*/done.json")))
+
+
+@pytest.mark.parametrize(
+    ("disturb", "starts"),
+    [(cancel, 2), (kill_snakemake, 1), (kill_snakemake_late, 1), (interrupt, 1)],
+    ids=["cancelled", "killed", "killed, and the job has finished", "interrupted"],
+)
+def test_the_next_snakemake_goes_on(
+    disturb: Callable[[Trained, subprocess.Popen], None], starts: int, training: Make, undisturbed: list[float]
+) -> None:
     disturbed = training()
     process = disturbed.start_and_wait()
-    cancel(disturbed)
+    disturb(disturbed, process)
     assert process.wait() != 0
     assert disturbed.start().wait() == 0, printed(disturbed.folder)
-    assert_as_undisturbed(disturbed, undisturbed, 2)
+    assert_as_undisturbed(disturbed, undisturbed, starts)
 
 
 @pytest.fixture(scope="module")
@@ -86,28 +107,6 @@ def test_a_time_limit_of_a_minute(training: Make, long: list[float]) -> None:
     assert disturbed.start().wait() == 0, printed(disturbed.folder)
     assert disturbed.losses() == pytest.approx(long, rel=1e-12, abs=0)
     assert len(disturbed.starts()) > 1
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["while it runs", "when it has finished"])
-def test_a_killed_snakemake(training: Make, undisturbed: list[float], late: bool) -> None:
-    disturbed = training()
-    process = disturbed.start_and_wait()
-    process.kill()
-    process.wait()
-    if late:
-        until(lambda: list(disturbed.checkpoints.glob("finished-*/done.json")))
-    assert disturbed.start().wait() == 0, printed(disturbed.folder)
-    assert_as_undisturbed(disturbed, undisturbed, 1)
-
-
-def test_interrupted(training: Make, undisturbed: list[float]) -> None:
-    disturbed = training()
-    process = disturbed.start_and_wait()
-    # As Ctrl-C: to the whole group.
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait() != 0
-    assert disturbed.start().wait() == 0, printed(disturbed.folder)
-    assert_as_undisturbed(disturbed, undisturbed, 1)
 
 
 def test_a_node_that_disappears(training: Make, long: list[float]) -> None:

@@ -135,23 +135,6 @@ def test_each_trunk_reads_with_its_own_weights() -> None:
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-10, rtol=0)
 
 
-def test_a_shared_context_is_scored_once(monkeypatch) -> None:
-    model = model_of(THREE)
-    seen: list[int] = []
-    forward = GPT.forward
-
-    def counted(self: GPT, inputs: torch.Tensor, *more: object, **named: object) -> torch.Tensor:
-        seen.append(inputs.numel())
-        return forward(self, inputs, *more, **named)
-
-    monkeypatch.setattr(GPT, "forward", counted)
-    contexts = [(END, *DRAWN[:12]), (END, *DRAWN[20:32])]
-    wanted = [Continuation(context, (token,)) for context in contexts for token in range(8)]
-    continuation_log_probabilities(mixture_of("history", "uniform", None, None, [model]), wanted)
-    # Twelve inputs of each context, and each continuation's last input of its context.
-    assert seen == [2 * 12, 16]
-
-
 def test_a_long_context_loses_its_first_tokens() -> None:
     assert within([END, *DRAWN[:14]], DRAWN[14:16], 16) == Continuation((END, *DRAWN[:14]), tuple(DRAWN[14:16]))
     assert within([END, *DRAWN[:30]], DRAWN[30:32], 16) == Continuation(tuple(DRAWN[15:30]), tuple(DRAWN[30:32]))

@@ -70,16 +70,6 @@ def test_memory_is_a_part_of_what_slurm_gives(monkeypatch):
     assert module.threads() * module.THREAD_MB <= module.MEMORY_MB
 
 
-def test_freed_memory_goes_back_at_once():
-    """DuckDB keeps up to 128 and 512 MiB of what it has freed by itself."""
-    settings = "select value from duckdb_settings() where name like 'allocator_%flush_threshold'"
-    with module.connected() as ours, duckdb.connect() as usual:
-        assert [ours.sql(settings).fetchall(), usual.sql(settings).fetchall()] == [
-            [("976.5 KiB",), ("1MB",)],
-            [("512.0 MiB",), ("134217728B",)],
-        ]
-
-
 @pytest.mark.parametrize(
     "error", [DemixError("law.parquet", "is damaged", "rerun"), KeyboardInterrupt(), ValueError("x")]
 )

@@ -149,16 +149,6 @@ def test_the_command_prints_a_continuation(run: Path, tmp_path: Path) -> None:
     assert demix("generate", copied, *options).stdout == rules["tempered(0.4,0.5)"]
 
 
-def test_small_models_are_read_by_one_thread(run: Path) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        succeeds("generate", run / "models" / "demix", "--prompt", "a", "--tokens", 1)
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_what_generation_cannot_do_is_refused(run: Path, tmp_path: Path) -> None:
     model, other = run / "models" / "demix", tmp_path / "tokenizer.json"
     write_json(other, read_json(run / "tokenizer.json") | {"version": "2.0"}, sort_keys=False)

@@ -347,17 +347,6 @@ def test_no_more_logits_than_a_chunk_exist(dtype: torch.dtype) -> None:
     assert chunked.numbers < 0.9 * targets.numel() * TYPES
 
 
-def test_only_the_gradients_that_are_needed_cost_matrix_products() -> None:
-    states, weight, targets = rows_of((2, 4, 5), 50, torch.float32)
-    model, products = head_of(weight), []
-    for needed in ("both", "states", "none"):
-        model.token_embedding.requires_grad_(needed == "both")
-        with torch.set_grad_enabled(needed != "none"), Seen() as seen:
-            model.log_probabilities(states, targets)
-        products.append(seen.products)
-    assert products == [3, 2, 1]
-
-
 def test_logits_of_half_precision_are_normalised_in_fp32_and_scored_from_exact_ones() -> None:
     """Where there are no gradients: in 8 bits of bf16 a logit of 16 would be off by up to 0.06 nats."""
     states, weight, targets = rows_of((2, 4, 5), 300, torch.float32)

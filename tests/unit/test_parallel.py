@@ -1,6 +1,5 @@
 """Trainings by several ranks over gloo: the results of one process, whatever is combined; lost and refused ranks."""
 
-import itertools
 import json
 import os
 import signal
@@ -126,25 +125,6 @@ dense            each     compact causal    muon  fp32 one kept  sharded none sc
 domain_token     triples  compact causal    muon  fp64 all again whole   some scratch
     """.strip().splitlines()
 ]
-
-
-def possible(names: dict[str, str]) -> bool:
-    """Whether these values of columns can stand together."""
-    if names.get("architecture") == "compact":
-        return names.get("attention") != "masked" and names.get("kind") != "routed"
-    return names.get("architecture") != "roberta" or names.get("attention", "masked") == "masked"
-
-
-def test_every_pair_of_values_stands_in_a_case() -> None:
-    seen = set()
-    for case in CASES:
-        names = case._asdict() | {"kind": COLUMNS["kind"][case.kind]}
-        seen |= {*itertools.combinations(names.items(), 2)}
-    values = {column: {*names} for column, names in COLUMNS.items()} | {"kind": {"demix", "dense", "routed"}}
-    for one, other in itertools.combinations(COLUMNS, 2):
-        for pair in itertools.product(values[one], values[other]):
-            names = ((one, pair[0]), (other, pair[1]))
-            assert names in seen or not possible(dict(names)), names
 
 
 def settings(case: Case, **changes: str) -> Training:

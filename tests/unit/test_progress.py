@@ -19,7 +19,7 @@ import snakemake_logger_plugin_demix as logger
 from demix import progress as module
 from demix.launch.job import TrainingJob
 from demix.launch.progress import progress_line, seconds_left, speed
-from demix.progress import clock, followed, progress
+from demix.progress import followed, progress
 from support.disturbed import until
 from support.dry_run import ENVIRONMENT
 
@@ -40,12 +40,6 @@ def test_a_line_of_the_log_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog:
         "news: documents 33/50  0:17 left",
         "news: documents 44/50  0:06 left",
         "https://a.example: MB 8  0.5 MB/s",
-    ]
-
-
-def test_a_time_from_an_hour_on_has_hours() -> None:
-    assert [clock(seconds) for seconds in (-1, 59.6, 3599, 3600, 169810)] == [
-        *("0:00", "1:00", "59:59", "1:00:00", "47:10:10")
     ]
 
 

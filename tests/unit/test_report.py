@@ -94,15 +94,8 @@ TWO = domains(("law", "news"))
     [
         ({"domains": TWO}, {"table7"}),
         ({"domains": domains(("law",), ("songs",))}, OF_NOVEL),
-        ({"models": {"x": {"kind": "branched"}}}, set()),
         (CLUSTERED, OF_CLUSTERS),
         (CLUSTERED | {"evaluation": {"temperatures": [1.0]}}, OF_CLUSTERS),
-        ({"models": {"x": {"kind": "routed", "experts": 2}}}, set()),
-        (
-            {"models": {"x": {"kind": "dense", "architecture": {"objective": "mlm"}}}},
-            set(),
-        ),
-        ({"models": {"x": {"kind": "dense", "architecture": {"position": "alibi"}}}}, set()),
         ({"tasks": {"x": {"test": {"path": "x.jsonl"}}}}, {"tasks"}),
         (CLUSTERED | {"tasks": {"x": {"test": {"path": "x.jsonl"}}}}, OF_CLUSTERS | {"tasks"}),
         ({"lm_eval": {"tasks": ["lambada"]}}, {"tasks"}),

@@ -18,11 +18,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.numpy import load_file
 from torch import Tensor
-from transformers import SwitchTransformersConfig
-from transformers.models.switch_transformers.modeling_switch_transformers import (
-    SwitchTransformersTop1Router,
-    load_balancing_loss_func,
-)
 
 from demix.config.architecture import Architecture, Routed
 from demix.config.counts import parameters
@@ -181,20 +176,6 @@ def test_a_dropped_choice_is_not_computed_and_an_expert_without_tokens_has_no_gr
         assert layer.up.grad[0, 3].any()
         assert not layer.up.grad[0, :3].any()
         assert not layer.down_bias.grad[0, :3].any()
-
-
-def test_capacity_and_balance_are_those_of_switch_of_transformers() -> None:
-    x, auxiliary, places = states(torch.float32), [], math.floor(0.75 * 5)
-    config = SwitchTransformersConfig(num_experts=4, hidden_size=WIDTH, expert_capacity=places, router_bias=False)
-    router, layer = SwitchTransformersTop1Router(config).eval(), layer_of(SWITCH, torch.float32)
-    router.classifier.weight.data = layer.router.data[0]
-    dispatched, _, _ = router(x[0])
-    with torch.no_grad():
-        out = layer(x, auxiliary)
-    assert torch.equal((out[0] != 0).any(-1), dispatched.any(-1))
-    scores = (x[0] @ layer.router[0].T).softmax(-1)
-    theirs = load_balancing_loss_func(scores, scores.argmax(-1))
-    torch.testing.assert_close(auxiliary[0].losses.mean() / SWITCH.balance, theirs, rtol=0, atol=1e-6)
 
 
 def test_the_metrics_count_choices() -> None:

@@ -63,16 +63,6 @@ def test_a_training_that_only_waits_takes_one_core() -> None:
     assert (slurm.cores(settings), slurm.run.submitted) == (1, True)
 
 
-def test_a_stage_asks_for_its_own_resources() -> None:
-    stages = {"score": {"partition": "gpu", "gpus": 1, "minutes": 7, "memory_mb": 11}}
-    one = rules(cluster={"partition": "cpu", "stages": stages})
-    assert one.site("score") == {"slurm_partition": "gpu", "mem_mb": 11, "runtime": 7, "gpu": 1}
-    assert one.site("split")["slurm_partition"] == "cpu"
-    assert "gpu" not in one.site("split")
-    assert "slurm_account" not in one.site("split"), "what is empty is not asked for"
-    assert one.site("report") == {}
-
-
 def test_how_a_training_is_computed_is_no_setting_of_it() -> None:
     one = rules()
     settings = json.loads(one.training_settings(row(one, "demix"), tokens=5))

@@ -156,16 +156,6 @@ def test_an_ending_job_is_waited_for(job: TrainingJob, commands: dict[str, Fake]
     assert commands["squeue"].calls == 3
 
 
-def test_a_job_that_stays_as_it_is_is_asked_for_less_often() -> None:
-    pauses: list[float] = []
-    while sum(pauses) < 24 * 3600:
-        pauses.append(controller.pause(sum(pauses)))
-    assert pauses == sorted(pauses)
-    assert (pauses[0], pauses[-1]) == (2.0, 60.0)
-    # Every minute of a day, and what the first half an hour adds.
-    assert 1440 <= len(pauses) < 1440 + 120
-
-
 def test_a_controller_that_does_not_answer_is_asked_again(commands: dict[str, Fake]) -> None:
     commands["scontrol"].prints("!Unable to contact slurm controller", "JobId=7 JobState=RUNNING Comment=a=b")
     assert controller.show("7") == {"JobId": "7", "JobState": "RUNNING", "Comment": "a=b"}

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Timer
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
 import pytest
 from mlflow.entities import Metric
 from mlflow.entities import Run as Stored
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from demix.errors import DemixError, StoppedError
@@ -27,7 +29,6 @@ from demix.run.run import Run, config_fingerprint
 from demix.track import live, records
 from demix.track.client import opened
 from demix.track.live import Sender, streaming
-from demix.track.records import flatten
 from demix.track.store import track
 from support.cli import demix, succeeds
 from support.configs import changed
@@ -251,11 +252,6 @@ def test_bad_input_is_refused(run: Run, own: Run, tmp_path: Path) -> None:
     assert "mysqlclient" in error.value.cure
 
 
-def test_flatten() -> None:
-    nested = {"a": {"b": [1, "x"], "c": None, "d": {}}, "e!": True, "f": ""}
-    assert flatten(nested) == {"a.b": '[1, "x"]', "a.c": "null", "a.d": "{}", "e_": "true", "f": ""}
-
-
 class Training:
     """The training of DEMix in a copy of a run, whose metrics a test writes, and an MLflow experiment for them."""
 
@@ -299,7 +295,7 @@ def training(run: Run, uri: str, tmp_path: Path, request: pytest.FixtureRequest)
 def test_points_arrive_once_in_parts_and_track_sends_the_whole_training(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store that has a point already says nothing of the second one."""
+    """A store that has a point already says nothing of the second one. A batch that failed is sent again."""
     rows, sending, sent = training.rows, training.sender(), list[tuple[str, int]]()
     log_batch = MlflowClient.log_batch
 
@@ -316,6 +312,10 @@ def test_points_arrive_once_in_parts_and_track_sends_the_whole_training(
     assert begun.data.tags["demix.run"] == "frozen"
     assert training.curve(begun) == losses(rows[:7])
     file = training.writes(rows[:12])
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "log_batch", Mock(side_effect=MlflowException("hangs")))
+        with pytest.raises(MlflowException):
+            sending.send()
     sending.send()
     sending.send()
     assert training.curve(begun) == losses(rows[:12])

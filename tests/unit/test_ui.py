@@ -1,18 +1,13 @@
 """What `make ui` starts: what guards MLflow's server, and MLflow's pages in a real browser."""
 
 import asyncio
-import json
-import os
 import shutil
-import signal
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
 import pytest
 import urllib3
-from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from selenium import webdriver
 from selenium.webdriver.common.by import By
@@ -25,7 +20,6 @@ from starlette.types import Message, Receive, Scope, Send
 from demix.files import read_json_lines
 from demix.launch.guarded import Guarded
 from demix.run.run import Run
-from demix.track.live import Sender
 from demix.track.store import track
 from support.frozen import with_models
 from support.mlflow_ui import EXPERIMENT, Served, serving, status
@@ -110,31 +104,6 @@ def test_a_server_takes_runs_too(served: Served, frozen: Run, tmp_path: Path) ->
     first, second = (track(run, served.address, "by-server") for _ in range(2))
     assert ", 0 replaced, 0 unchanged, 0 deleted" in first
     assert "0 new, 0 replaced" in second
-
-
-@pytest.mark.full
-def test_points_of_a_training_arrive_once_at_a_server_that_hangs_for_a_while(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
-    rows = read_json_lines(served.run.folder / "metrics" / "demix.jsonl")
-    file = tmp_path / "results" / "sent" / "checkpoints" / "demix" / "0123" / "metrics.jsonl"
-    file.parent.mkdir(parents=True)
-    where = {"uri": served.address, "experiment": "sent", "run": "sent", "config": "digest"}
-    sending = Sender(json.dumps(where), "training", str(file.parents[1]), str(tmp_path / "none"), 1000.0)
-    client = MlflowClient(served.address)
-    for end, stopped in ((5, False), (10, True), (len(rows), False)):
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows[:end]))
-        if stopped:
-            os.killpg(served.group, signal.SIGSTOP)
-        try:
-            with pytest.raises(MlflowException) if stopped else nullcontext():
-                sending.send()
-        finally:
-            os.killpg(served.group, signal.SIGCONT)
-    (run,) = client.search_runs([client.get_experiment_by_name("sent").experiment_id])
-    found = [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "loss")]
-    assert found == [(row["step"], row["loss"]) for row in rows if "loss" in row]
 
 
 @pytest.mark.browser

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from demix.errors import DemixError
-from demix.files import check_sealed, read_json, write_json
+from demix.files import read_json, write_json
 from demix.report import report_files, write_report
 from demix.report.card import model_card
 from demix.run.run import Run
 from demix.track.store import track
 from support.errors import refused
-from support.frozen import copied, rows_of, with_models
+from support.frozen import copied, with_models
 
 INSTEAD: dict[str, Callable[[Path], object]] = {
     "empty": lambda path: path.write_bytes(b""),
@@ -99,11 +99,3 @@ def test_a_key_that_a_file_lacks_is_named_with_the_file(tmp_path: Path) -> None:
         with pytest.raises(KeyError, match=rf"a\.json: .*{key}"):
             value[key]
     assert found == {"inner": {}}
-
-
-def test_every_file_is_whole_and_domains_have_many_documents_or_few(frozen: Run) -> None:
-    for path in frozen.folder.rglob("*.parquet"):
-        check_sealed(path)
-    documents = rows_of(frozen).groupby("domain")["documents"].min()
-    assert {name for name, count in documents.items() if count >= 20} == {"parliament", "licenses", "fortunes"}
-    assert {*rows_of(frozen)["seed"]} == {1, 2}
