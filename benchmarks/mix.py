@@ -71,7 +71,8 @@ def ours(folder: Path, experts: tuple[str, ...]) -> tuple[dict[str, float], dict
         "pass": ended - began, "cpu": cpu_ended - cpu,
         "switching": time.perf_counter() - ended, "switching cpu": time.process_time() - cpu_ended,
     }  # fmt: skip
-    return times, {mixture: float(nll.sum()) for mixture, nll in (totals.mixtures | chained.mixtures).items()}
+    losses = totals.nll | chained.nll
+    return times, {one: float(nll.sum()) for one, nll in losses.items() if isinstance(one, PlannedMixture)}
 
 
 def plain(folder: Path, experts: tuple[str, ...]) -> tuple[dict[str, float], dict[PlannedMixture, float]]:

@@ -16,8 +16,8 @@ from demix.data.shards import TokenShard
 from demix.evaluate.choice import DEFAULT, mixing_of, switching_on_dev, tempered_on_dev
 from demix.evaluate.losses import Mixer, PlannedMixture
 from demix.evaluate.score_tables import (
+    footer_of,
     read_scores,
-    scored_tokens,
     stream_scores,
     tokens_sha256,
     write_digests,
@@ -71,7 +71,7 @@ def combine(name: str, paths: list[Path], scores: Path, combination: Combination
     dev = np.concatenate([rows for some, domain in judged for rows in read(some, f"{domain}.dev")])
     proportions = fitted_log_prior(dev[:, None], np.ones((len(dev), 1), bool))
     for place, shard in shards.items():
-        ids = shard.read(0, scored_tokens(scores / first.folder / place))
+        ids = shard.read(0, footer_of(scores / first.folder / place, first.columns).rows)
         for column, some in columns.items():
             pieces = (np.logaddexp.reduce(rows + proportions, axis=-1) for rows in read(some, place))
             write_scores(scores / name / place / f"{column}.parquet", pieces, {"tokens_sha256": tokens_sha256(ids)})

@@ -11,7 +11,7 @@ import pyarrow as pa
 from demix.config.evaluation import Decay
 from demix.errors import DemixError
 from demix.evaluate.columns import CONTEXTS, table_schema
-from demix.evaluate.score_tables import read_scores, scored_sha256, stream_scores
+from demix.evaluate.score_tables import footer_of, read_scores, stream_scores
 from demix.files import write_parquet
 from demix.mix.mixtures import Mixture
 from demix.mix.rules import History, weights_rule
@@ -83,5 +83,5 @@ def _rows(scores: Path, domain: str, table: ContextTable, contexts: ContextEvalu
                 "model": table.model, "experts": table.experts, "method": table.method, "weights": table.weights,
                 "domain": domain, "kind": contexts.kind, "split": "test", "context": table.context, "begin": begin,
                 "end": min(begin + contexts.width, table.context), "tokens": count, "nll": loss,
-                "tokens_sha256": scored_sha256(directory, table.columns), "seed": contexts.seed,
+                "tokens_sha256": footer_of(directory, table.columns).tokens_sha256, "seed": contexts.seed,
             }  # fmt: skip

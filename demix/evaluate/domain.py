@@ -169,7 +169,7 @@ def _chosen(
 
 def _row(about: dict[str, Any], totals: DocumentLosses, name: str | PlannedMixture, **more: Any) -> Row:
     """The row of the expert or the mixture `name`."""
-    nll = totals[name]
+    nll = totals.nll[name]
     tokens, summed = int(totals.tokens.sum()), float(nll.sum())
     scorer = f"masked, {totals.folds} folds" if totals.folds else "paper"
     values = {
@@ -191,7 +191,7 @@ def _expert_rows(
         if domain in some.experts:
             yield _row(naive, totals, domain, expert=domain)
         else:
-            best = min(some.experts, key=lambda expert: totals[expert].sum())
+            best = min(some.experts, key=lambda expert: totals.nll[expert].sum())
             yield _row(naive, totals, best, expert=best, oracle=True, chosen_on="test")
             if dev:
                 best = some.experts[int(dev.select(some.experts).scores.sum(axis=(0, 1)).argmax())]
@@ -246,7 +246,7 @@ def _losses(domain: str, table: Evaluated, totals: DocumentLosses) -> pa.Table:
     about = {"domain": domain, "model": model, "seed": table.seed}
     about |= {"document": totals.numbers, "origin": totals.origins, "tokens": totals.tokens}
     return pa.concat_tables(
-        _table(about | {"expert": expert, "nll": nll}, LOSSES) for expert, nll in totals.experts.items()
+        _table(about | {"expert": expert, "nll": totals.nll[expert]}, LOSSES) for expert in table.columns
     )
 
 

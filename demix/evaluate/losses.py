@@ -14,10 +14,8 @@ from demix.evaluate.score_tables import (
     Blocks,
     ScoreTable,
     SideTable,
+    footer_of,
     refuse_evidence,
-    scored_folds,
-    scored_sha256,
-    scored_tokens,
     stream_scores,
 )
 from demix.files.batches import counted
@@ -52,7 +50,7 @@ class PlannedMixture:
 
 @dataclass(frozen=True)
 class DocumentLosses:
-    """Of D documents: the losses (negative log-likelihoods in nats) [D] by expert and by mixture.
+    """Of D documents: `nll`, the losses (negative log-likelihoods in nats) [D] by expert and by mixture.
 
     numbers [D] are the documents' places in the split, ascending; tokens [D] says how many tokens of each were scored;
     origins [D] are equal for the pieces of one document.
@@ -65,18 +63,13 @@ class DocumentLosses:
     numbers: np.ndarray
     tokens: np.ndarray
     origins: np.ndarray
-    experts: dict[str, np.ndarray]
-    mixtures: dict[PlannedMixture, np.ndarray]
+    nll: dict[str | PlannedMixture, np.ndarray]
     byte_count: int | None
     sha256: str
     posteriors: np.ndarray | None
     stretched: np.ndarray
     stretches: dict[str | PlannedMixture, np.ndarray]
-    folds: int = 0
-
-    def __getitem__(self, name: str | PlannedMixture) -> np.ndarray:
-        """The losses [D] of an expert or a mixture."""
-        return self.experts[name] if isinstance(name, str) else self.mixtures[name]
+    folds: int
 
 
 def dev_priors(dev: ScoreTable, mixtures: Iterable[PlannedMixture]) -> dict[PlannedMixture, np.ndarray]:
@@ -112,10 +105,10 @@ def document_losses(
     experts. The table is streamed, so memory grows with the number of documents and mixtures, not with the number of
     tokens. Raises DemixError where the text weights the experts of a masked model.
     """
-    mixer = Mixer(experts, mixtures, priors, side, traced)
+    mixer, footer = Mixer(experts, mixtures, priors, side, traced), footer_of(directory, experts)
     if by_text := next((mixture for mixture in mixer.mixtures if mixture.by_text), None):
-        refuse_evidence(directory, scored_folds(directory, experts), f"{by_text.method} with weights {by_text.weights}")
-    length = stretch_tokens(count := scored_tokens(directory))
+        refuse_evidence(directory, footer.folds, f"{by_text.method} with weights {by_text.weights}")
+    length = stretch_tokens(count := footer.rows)
     names: list[str | PlannedMixture] = [*experts, *mixer.mixtures]
     stretches = np.zeros((len(names), -(-count // length)))
     pieces, byte_count, read = [], 0, 0
@@ -142,14 +135,13 @@ def document_losses(
         every,
         tokens,
         origins,
-        dict(zip(experts, totals, strict=False)),
-        dict(zip(mixer.mixtures, totals[len(experts) :], strict=True)),
+        dict(zip(names, totals, strict=True)),
         byte_count if byte_lengths is not None else None,
-        scored_sha256(directory, experts),
+        footer.tokens_sha256,
         np.concatenate(mixer.posteriors) if mixer.posteriors else None,
         np.minimum(length, count - np.arange(stretches.shape[1]) * length),
         dict(zip(names, stretches, strict=True)),
-        scored_folds(directory, experts),
+        footer.folds,
     )
 
 

@@ -92,6 +92,6 @@ def best_on_dev(
     found: dict[tuple[str, str], list[PlannedMixture]] = {}
     for mixture in tried:
         found.setdefault((mixture.method, mixture.weights), []).append(mixture)
-    losses = document_losses(dev, columns, tried, log_priors, side=side_tables_of(dev, tried)).mixtures
+    losses = document_losses(dev, columns, tried, log_priors, side=side_tables_of(dev, tried)).nll
     best = [min(some, key=lambda one: losses[one].sum()) for some in found.values() if len(some) > 1]
     return [(mixture, "dev_temperature") for mixture in best]

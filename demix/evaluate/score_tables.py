@@ -32,7 +32,7 @@ class ScoreTable:
     """The scores of one split under E experts, cut into blocks.
 
     `scores` [B, T, E] are float64 log p in nats, 0 at padding. `mask` [B, T] is False at padding. `sha256` is the hash
-    of the scored token ids. `folds` is that of `scored_folds`.
+    of the scored token ids. `folds` is that of `Footer`.
     """
 
     scores: np.ndarray
@@ -149,14 +149,9 @@ def read_scores(directory: Path, experts: Sequence[str]) -> ScoreTable:
 
     Raises the errors of `stream_scores`.
     """
-    chunks = list(stream_scores(directory, experts))
-    return ScoreTable(
-        np.concatenate([chunk.scores for chunk in chunks]),
-        np.concatenate([chunk.mask for chunk in chunks]),
-        tuple(experts),
-        scored_sha256(directory, experts),
-        scored_folds(directory, experts),
-    )
+    chunks, footer = list(stream_scores(directory, experts)), footer_of(directory, experts)
+    scores, mask = (np.concatenate(parts) for parts in zip(*((one.scores, one.mask) for one in chunks), strict=True))
+    return ScoreTable(scores, mask, tuple(experts), footer.tokens_sha256, footer.folds)
 
 
 def stream_scores(
@@ -201,7 +196,7 @@ def stream_scores(
             raise DemixError(one.path, f"is of other tokens than {path} holds", SCORE_AGAIN)
 
 
-def _check_structure(tokens: "_Footer", files: "Sequence[_Footer]", columns: int) -> None:
+def _check_structure(tokens: "Footer", files: "Sequence[Footer]", columns: int) -> None:
     """Raise DemixError for a file without a row for each token, and if score columns were not scored alike.
 
     The first of `files` are score columns, `columns` of them. Columns of other models than the first one's have other
@@ -259,19 +254,9 @@ def refuse_other_model(directory: Path, experts: Iterable[str], model: Path) -> 
                 raise DemixError(path, cause, SCORE_AGAIN)
 
 
-def scored_sha256(directory: Path, experts: Sequence[str]) -> str:
-    """The hash of the scored tokens, from the first column's footer. `stream_scores` checks it for every column."""
-    return _footer(directory / f"{experts[0]}.parquet").tokens_sha256
-
-
-def scored_tokens(directory: Path) -> int:
-    """The number of scored tokens of a split."""
-    return _footer(directory / "tokens.parquet").rows
-
-
-def scored_folds(directory: Path, experts: Sequence[str]) -> int:
-    """The number of passes in which a masked model filled in the tokens of each block; 0 for a causal model."""
-    return _footer(directory / f"{experts[0]}.parquet").number(b"folds", b"0")
+def footer_of(directory: Path, experts: Sequence[str]) -> "Footer":
+    """What the first column says of the scores of a split. `stream_scores` checks that every column says the same."""
+    return _footer(directory / f"{experts[0]}.parquet")
 
 
 def refuse_evidence(subject: object, folds: int, asked: str) -> None:
@@ -285,14 +270,22 @@ def refuse_evidence(subject: object, folds: int, asked: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Footer:
+class Footer:
+    """The footer of a column with `rows` tokens."""
+
     path: Path
     rows: int
     about: dict[bytes, bytes]
 
     @property
     def tokens_sha256(self) -> str:
+        """The hash of the scored tokens."""
         return self.about.get(b"tokens_sha256", b"").decode()
+
+    @property
+    def folds(self) -> int:
+        """The number of passes in which a masked model filled in the tokens of each block; 0 for a causal model."""
+        return self.number(b"folds", b"0")
 
     def number(self, key: bytes, default: bytes = b"") -> int:
         """The value of a key, a whole number."""
@@ -302,11 +295,11 @@ class _Footer:
         return int(said)
 
 
-def _footer(path: Path) -> _Footer:
+def _footer(path: Path) -> Footer:
     if path.with_name("tokens.parquet").exists() and not path.exists():
         raise DemixError(path, "is missing", SCORE_AGAIN)
     nothing = read_parquet(path, columns=[])
-    return _Footer(path, nothing.num_rows, nothing.schema.metadata or {})
+    return Footer(path, nothing.num_rows, nothing.schema.metadata or {})
 
 
 def _pieces(path: Path, names: list[str], size: int) -> Iterator[list[np.ndarray]]:

@@ -85,10 +85,10 @@ def test_a_new_rule_is_a_class(table, rule: WeightsRule) -> None:
     for mixture, log_prior in priors.items():
         evidence, _ = rule.evidence(text, rule.begin(log_prior))
         losses = -log_mixture(log_weights(log_prior, evidence[0], mixture.top_k), scores)
-        np.testing.assert_allclose(found.mixtures[mixture], np.bincount(documents, losses), rtol=1e-9)
+        np.testing.assert_allclose(found.nll[mixture], np.bincount(documents, losses), rtol=1e-9)
     (chunk,) = stream_scores(folder, EXPERTS, at_once=1 << 20)
     alone = mix(chunk.scores, chunk.mask, "uniform")[chunk.mask]
-    np.testing.assert_allclose(found.mixtures[old], np.bincount(documents, -alone), rtol=1e-9)
+    np.testing.assert_allclose(found.nll[old], np.bincount(documents, -alone), rtol=1e-9)
 
 
 def test_losses_keep_the_numbers_of_the_documents(table) -> None:
@@ -100,7 +100,7 @@ def test_losses_keep_the_numbers_of_the_documents(table) -> None:
     assert found.numbers.tolist() == [1, 4, 5]
     assert found.tokens.tolist() == [5, 16_995, TOKENS - 17_000]
     expected = [-part.sum() for part in np.split(scores[:, 1], [5, 17_000])]
-    np.testing.assert_allclose(found.experts["news"], expected, rtol=1e-12)
+    np.testing.assert_allclose(found.nll["news"], expected, rtol=1e-12)
 
 
 def test_columns_of_other_tokens_are_refused(table) -> None:

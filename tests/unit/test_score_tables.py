@@ -90,7 +90,7 @@ def test_what_a_masked_model_read_weighs_no_experts(method: str, weights: str, m
     mixture = planned(method, ("law", "news"), weights)
     priors = {mixture: np.log([0.5, 0.5])}
     if may_be:
-        assert document_losses(tmp_path, ("law", "news"), [mixture], priors)[mixture].shape == (2,)
+        assert document_losses(tmp_path, ("law", "news"), [mixture], priors).nll[mixture].shape == (2,)
     else:
         with refused(tmp_path):
             document_losses(tmp_path, ("law", "news"), [mixture], priors)
@@ -135,7 +135,7 @@ def test_sums_by_document_are_those_of_whole_tables(tmp_path: Path, documents: i
     length = stretch_tokens(test.tokens)
     stretches = np.arange(test.tokens) // length
     assert totals.stretched.tolist() == np.bincount(stretches).tolist()
-    for expert, nll in totals.experts.items():
+    for expert, nll in ((expert, totals.nll[expert]) for expert in experts):
         column = pq.read_table(tmp_path / "x.test" / f"{expert}.parquet")["log_probability"].to_numpy()
         np.testing.assert_allclose(nll, np.bincount(numbers, -column.astype(np.float64)), rtol=1e-12)
         by_stretch = np.bincount(stretches, -column.astype(np.float64))
@@ -150,7 +150,7 @@ def test_sums_by_document_are_those_of_whole_tables(tmp_path: Path, documents: i
         else:
             prior = rule.cached_log_prior(part_dev.scores, part_dev.mask, decay=mixture.decay, blocks=5)
         mixed = mix(part.scores, part.mask, method, rule, log_prior=prior, top_k=mixture.top_k)
-        for found, of in ((totals[mixture], numbers), (totals.stretches[mixture], stretches)):
+        for found, of in ((totals.nll[mixture], numbers), (totals.stretches[mixture], stretches)):
             expected = np.bincount(of, -mixed[part.mask])
             np.testing.assert_allclose(found, expected, rtol=1e-10, err_msg=str(mixture))
     assert totals.posteriors.shape == (len(test.mask), 3)
