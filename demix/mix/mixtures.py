@@ -155,19 +155,13 @@ def likeliest(weights: np.ndarray, k: int) -> np.ndarray:
 class Stream:
     """The weights of the E experts of a mixture on B growing texts, cut into blocks of `length` tokens.
 
-    `log_weights` [B, E] float64 are log g, the weights that predict the next token (paper, Eq. 5-6). A rule that reads
-    distances reads them from `distances`, one function for each text, whose first call is given the token before the
-    text, `before` [B].
+    `log_weights` [B, E] float64 are log g, the weights that predict the next token (paper, Eq. 5-6). The texts follow
+    the tokens `before` [B]. A rule that reads distances reads them from `distances`, one function for each text, whose
+    first call is given the token before the text.
     """
 
-    def __init__(
-        self,
-        mixture: Mixture,
-        length: int,
-        texts: int = 1,
-        distances: Sequence[Distances] = (),
-        before: np.ndarray | None = None,
-    ):
+    def __init__(self, mixture: Mixture, length: int, before: np.ndarray, distances: Sequence[Distances] = ()):
+        texts = len(before)
         prior = np.asarray(mixture.log_prior, np.float64)
         prior = prior - np.logaddexp.reduce(prior)
         self.mixture, self.length, self.seen = mixture, length, 0
@@ -176,7 +170,7 @@ class Stream:
         self._states: list[State] = [self._rule.begin(prior)] * texts
         # The block so far, which the states lack, with the distances before each of its tokens and the next one.
         self._scores = np.zeros((texts, 0, len(prior)))
-        self._far = self._measured(np.zeros((texts, 1)) if before is None else before[:, None])
+        self._far = self._measured(before[:, None])
         self.log_weights = self._weigh()[:, -1]
 
     @property

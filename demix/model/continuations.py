@@ -57,7 +57,7 @@ class MixedModel:
     def begin(self, before: np.ndarray) -> Stream:
         """The weights on B new texts, given the tokens `before` [B]."""
         if (contexts := self.contexts) is None:
-            return Stream(self.mixture, self.context, len(before))
+            return Stream(self.mixture, self.context, before)
         # The prior leaves out the experts without a cluster, whatever their distance.
         columns = [contexts.names.index(name) if name in contexts.names else 0 for name in self.experts]
 
@@ -65,7 +65,7 @@ class MixedModel:
             own = contexts.restarted()
             return lambda tokens: own.distances(tokens)[:, columns].astype(np.float64)
 
-        return Stream(self.mixture, self.context, len(before), [of_a_text() for _ in before], before)
+        return Stream(self.mixture, self.context, before, [of_a_text() for _ in before])
 
     def decoder(self, before: Tensor) -> Decoder:
         """The decoder of B texts that begin after the tokens `before` [B]."""

@@ -109,10 +109,15 @@ def batches_of(
         found, places = (in_all if how == "proportional" else in_each)(step)
         pairs = zip(found.flat, places.flat, strict=True)
         blocks = np.array([_block(shards[d], n, length) for d, n in pairs]).reshape(*found.shape, length + 1)
-        drawn = [seed_for(seed, "dropout", step, names[d], n) for d, n in zip(found.flat, numbers.flat, strict=True)]
-        about = torch.from_numpy(found), torch.tensor(drawn).view(found.shape)
+
+        def seeds(what: str) -> Tensor:
+            # Of a sequence, by the step, its domain and its number there, and by no rank.
+            drawn = [seed_for(seed, what, step, names[d], n) for d, n in zip(found.flat, numbers.flat, strict=True)]
+            return torch.tensor(drawn).view(found.shape)
+
+        about = torch.from_numpy(found), seeds("dropout")
         if objective == "mlm":
-            return _masked(blocks, numbers, step, names, shards[0].vocab_size, seed, *about)
+            return _masked(blocks, seeds("masks"), shards[0].vocab_size, *about)
         tokens = torch.from_numpy(blocks)
         return Batch(tokens[..., :-1], tokens[..., 1:], *about)
 
@@ -131,27 +136,17 @@ def open_shards(paths: Sequence[Path], world: World) -> list[TokenShard]:
 balanced_batches = partial(batches_of, "by_domain")
 
 
-def _masked(
-    blocks: Array,
-    numbers: Array,
-    step: int,
-    names: Sequence[str],
-    vocab_size: int,
-    seed: int,
-    domains: Tensor,
-    seeds: Tensor,
-) -> Batch:
+def _masked(blocks: Array, drawn: Tensor, vocab_size: int, domains: Tensor, seeds: Tensor) -> Batch:
     """The blocks without the token before them, with M targets each (Devlin et al. 2019, section 3.1).
 
-    Of the inputs at the targets' places, 80% are MASKED, 10% are random tokens and 10% stay. The draw of a sequence
-    depends on the seed, the step, its domain and its number there, and on no rank.
+    Of the inputs at the targets' places, 80% are MASKED, 10% are random tokens and 10% stay, by the seeds `drawn`
+    [E, B].
     """
     tokens = blocks[..., 1:]
     inputs, count = tokens.copy(), masked_places(tokens.shape[-1])
     places = np.empty((*domains.shape, count), np.int64)
     for at in np.ndindex(*domains.shape):
-        named = ("masks", step, names[int(domains[at])], int(numbers[at]))
-        generator = np.random.Generator(np.random.PCG64(seed_for(seed, *named)))
+        generator = np.random.Generator(np.random.PCG64(int(drawn[at])))
         chosen = np.sort(generator.permutation(tokens.shape[-1])[:count])
         how, others = generator.random(count), generator.integers(vocab_size, size=count)
         inputs[at][chosen] = np.select([how < 0.8, how < 0.9], [MASKED, others], inputs[at][chosen])

@@ -28,6 +28,8 @@ FIRST_SCALE, LAST_SCALE, GROW_AFTER = 2.0**16, 2.0**-4, 1000
 Group = Literal["matrices", "embeddings", "head", "bigrams", "value_embeddings", "rest"]
 Kept = dict[str, Tensor]
 Ranks = dist.ProcessGroup | None
+# The rows of each matrix, of a parameter that has several one below the other.
+Maps = Mapping[nn.Parameter, tuple[int, ...]]
 
 
 def group_of(name: str) -> Group:
@@ -193,18 +195,13 @@ class Muon:
     It updates matrices [..., rows, columns], each of a stack by itself, by their momentum without its singular values,
     as `torch.optim.Muon` does: Nesterov momentum, orthogonalised, times the square root of rows/columns where there are
     more rows, times the learning rate. `state` holds for each parameter after its first update the mean of its
-    gradients, `momentum`. `maps` has the rows of each matrix where several are one below the other in a parameter.
+    gradients, `momentum`.
     """
 
     means = ("momentum",)
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        weight_decay: float,
-        maps: Mapping[nn.Parameter, tuple[int, ...]] | None = None,
-    ):
-        self.parameters, self.weight_decay, self.maps = list(parameters), weight_decay, maps or {}
+    def __init__(self, parameters: Iterable[nn.Parameter], weight_decay: float, maps: Maps):
+        self.parameters, self.weight_decay, self.maps = list(parameters), weight_decay, maps
         self.state: dict[nn.Parameter, Kept] = {}
 
     def begin(self, parameter: nn.Parameter) -> Kept:

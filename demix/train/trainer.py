@@ -115,9 +115,8 @@ class Trainer:
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 parameter.copy_(tensors[f"parameter/{name}"])
-                named = {key: f"optimizer/{key}/{name}" for key in KEPT}
-                kept = {key: tensors[place] for key, place in named.items() if place in tensors}
-                if kept:
+                named = {key: tensors.get(f"optimizer/{key}/{name}") for key in KEPT}
+                if kept := {key: tensor for key, tensor in named.items() if tensor is not None}:
                     self.optimizers.resume(parameter, kept)
 
 

@@ -129,7 +129,7 @@ def test_each_trunk_reads_with_its_own_weights() -> None:
     trunks = [model_of((name,)) for name in ("law", "news")]
     randomise(trunks[1], seed=1)
     tokens = torch.randint(0, 50, (2, 2 * LENGTH + 5), generator=torch.Generator().manual_seed(0))
-    decoder = Decoder(trunks, tokens[:, 0], Stream(Mixture(History(), np.zeros(2)), LENGTH, 2))
+    decoder = Decoder(trunks, tokens[:, 0], Stream(Mixture(History(), np.zeros(2)), LENGTH, np.zeros(2)))
     found = torch.cat([decoder.read(piece)[0] for piece in tokens.split([3, 1, 20, 13], 1)], 2)
     expected = np.concatenate([whole(trunk, tokens, tokens[:, 0]) for trunk in trunks])
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-10, rtol=0)

@@ -54,12 +54,10 @@ def test_weights_on_growing_texts_are_those_of_the_whole_texts(rule, tokens, len
     scores = -chance.exponential(2, (texts, tokens, experts))
     far = chance.uniform(0, 2, (texts, tokens + 1, experts))
     logits = chance.normal(size=experts)
-    given: dict = {}
-    if isinstance(rule, Cluster):
-        # Token n of text b has the number 100 b + n + 1, the one before the text 100 b.
-        of_texts = [lambda row, b=b: far[b, row.astype(int) - 100 * b] for b in range(texts)]
-        given = {"distances": of_texts, "before": 100 * np.arange(texts)}
-    posterior = Stream(Mixture(rule, logits, decay), length, texts, **given)
+    # Token n of text b has the number 100 b + n + 1, the one before the text 100 b.
+    of_texts = [lambda row, b=b: far[b, row.astype(int) - 100 * b] for b in range(texts)]
+    read = of_texts if isinstance(rule, Cluster) else ()
+    posterior = Stream(Mixture(rule, logits, decay), length, 100 * np.arange(texts), read)
     prior = log_softmax(logits)
     wanted = np.stack([expected_weights(rule, *each, length, prior, decay) for each in zip(scores, far, strict=True)])
     np.testing.assert_allclose(posterior.log_weights, wanted[:, 0], atol=1e-9)
@@ -92,8 +90,8 @@ def test_a_table_and_a_stream_give_the_same_probabilities(rule, tokens, length, 
     both = np.zeros((2, -(-tokens // length) * length, 3))
     both[:, :tokens] = [-chance.exponential(2, (tokens, 3)), chance.uniform(0, 2, (tokens, 3))]
     scores = both[0, :tokens]
-    given = {"distances": [lambda row: both[1, np.minimum(row, len(both[1]) - 1)]], "before": np.zeros(1, int)}
-    stream = Stream(mixture, length, **given if isinstance(rule, Cluster) else {})
+    of_text = [lambda row: both[1, np.minimum(row, len(both[1]) - 1)]]
+    stream = Stream(mixture, length, np.zeros(1, int), of_text if isinstance(rule, Cluster) else ())
     log_g = stream.observe(scores.T[:, None], 1 + np.arange(tokens)[None])[0]
     table, distances = both.reshape(2, -1, length, 3)
     mask = (np.arange(both.shape[1]) < tokens).reshape(-1, length)
@@ -103,7 +101,7 @@ def test_a_table_and_a_stream_give_the_same_probabilities(rule, tokens, length, 
 
 
 def test_the_rule_is_the_history_of_the_block_and_nothing_is_observed_of_no_token() -> None:
-    posterior = Stream(Mixture(History(), np.zeros(2)), 4)
+    posterior = Stream(Mixture(History(), np.zeros(2)), 4, np.zeros(1))
     assert posterior.observe(np.zeros((2, 1, 0)), np.zeros((1, 0), int)).shape == (1, 0, 2)
     posterior.observe(np.log([[[0.9, 0.5]], [[0.1, 0.5]]]), np.zeros((1, 2), int))
     assert np.exp(posterior.log_weights) == pytest.approx(np.array([[0.9, 0.1]]))

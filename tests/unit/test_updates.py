@@ -58,7 +58,7 @@ def test_muon_is_that_of_torch(shape: tuple[int, int], monkeypatch: pytest.Monke
     """Torch orthogonalises in bf16, ours on a CPU does not: their difference is that of the rounding."""
     monkeypatch.setattr(optimizers, "MOMENTUM", 0.9)
     ours, theirs = (nn.Parameter(numbers(*shape, dtype=torch.float32)) for _ in range(2))
-    mine = Muon([ours], weight_decay=0.1)
+    mine = Muon([ours], 0.1, {})
     peer = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.9, ns_steps=optimizers.ITERATIONS)
     for step in range(6):
         ours.grad = numbers(step + 1, *shape, dtype=torch.float32)[step]
@@ -112,7 +112,7 @@ def test_each_matrix_is_updated_by_itself() -> None:
             one.grad = gradient
     optimization = OPTIMIZATION.replace(optimizer=OptimizerSettings(kind="muon"))
     Optimizers(named, optimization, architecture).step(0.1)
-    Muon([one for parts in alone.values() for one in parts], weight_decay=0.1).step(0.1)
+    Muon([one for parts in alone.values() for one in parts], 0.1, {}).step(0.1)
     for name, parameter in named.items():
         torch.testing.assert_close(
             maps(parameter, rows[name]), [one.data for one in alone[name]], rtol=1e-9, atol=1e-12
