@@ -81,7 +81,7 @@ def adapt(
 ) -> None:
     """Adapt the model in `directory` to the novel domain of `shards`, its train and dev tokens (paper, section 6).
 
-    With `chosen`, of `demix.evaluate.choice.choose_parent`, this is DEMix-DAPT: a new expert (`_new_expert`) is trained
+    With `chosen`, of `demix.evaluate.choice.choose_parent`, this is DEMix-DAPT: a new expert (`_beginning`) is trained
     only, and no other file of the model changes. The files of the expert go below the output of `places`. `chosen`
     goes into the lineage, but for an average, which has no single parent. `unchanged` are the training domains' losses
     on dev in nats per token, by domain: these domains keep their experts, so that these losses hold at every step.
@@ -98,9 +98,7 @@ def adapt(
         measured = {domain: (dev, adaptation.dev_blocks)}
         measured |= {one.path.parent.name: (one, adaptation.forgetting_blocks) for one in others}
         evaluate = dev_losses(measured, world, itemgetter(0), known=unchanged)
-        begin, origin = (
-            _dense(directory, adaptation.trained) if chosen is None else _new_expert(directory, domain, chosen)
-        )
+        begin, origin = _beginning(directory, domain, chosen, adaptation.trained)
         adapting = _Adapting(directory, shards, origin, places.checkpoints, begin, evaluate, world)
         found, states = adapting.best(adaptation)
         if world.rank:
@@ -123,48 +121,37 @@ def adapt(
 _Begin = Callable[[], GPT]
 
 
-def _dense(directory: Path, trained: str) -> tuple[_Begin, dict[str, Any]]:
-    """What Dense-DAPT begins with, and what the lineage says of it."""
-    sha256 = expert_lineage(directory, DENSE_EXPERT).sha256
-    origin = {"parent": DENSE_EXPERT, "parent_sha256": sha256}
+def _beginning(
+    directory: Path, domain: str, chosen: Mapping[str, Any] | None, trained: str
+) -> tuple[_Begin, dict[str, Any]]:
+    """What an adaptation begins with, and what the lineage says of that.
 
-    def begin() -> GPT:
-        model = load_model(directory, (DENSE_EXPERT,))
-        return _only_experts(model) if trained == "feedforwards" else model
-
-    return begin, origin
-
-
-def _new_expert(directory: Path, domain: str, chosen: Mapping[str, Any]) -> tuple[_Begin, dict[str, Any]]:
-    """What the expert of a novel domain begins with, and what its lineage says of that.
-
-    These are the likeliest parent's own tensors. Experts that are whole models begin with the average of all experts,
-    weighted by their posterior on the domain's dev split (Gururangan et al. 2023, section 2.4).
+    Dense-DAPT begins with the dense model. The expert of a novel domain begins with the likeliest parent's own tensors.
+    Experts that are whole models begin with the average of all experts, weighted by their posterior on the domain's dev
+    split (Gururangan et al. 2023, section 2.4).
     """
-    refuse_routed(directory, "no expert of a domain can join")
-    average, parent = whole_models(directory), chosen["parent"]
-    log.info("%s: likeliest expert %s (posterior %.3f)", domain, parent, chosen["parent_prior"])
-    origin = {**chosen}
+    parent, average, own_only = DENSE_EXPERT, False, trained == "feedforwards"
+    origin: dict[str, Any] = {"parent": parent}
+    priors: dict[str, float] = {}
+    if chosen is not None:
+        refuse_routed(directory, "no expert of a domain can join")
+        parent, average, own_only, priors = chosen["parent"], whole_models(directory), True, chosen["priors"]
+        log.info("%s: likeliest expert %s (posterior %.3f)", domain, parent, chosen["parent_prior"])
+        origin = {**chosen}
     if average:
-        parents = parents_of(directory, chosen["priors"])
-        origin |= {"parent": None, "parents": origins_of(chosen["priors"], parents)}
+        origin |= {"parent": None, "parents": origins_of(priors, parents_of(directory, priors))}
         # That of one parent. The weights say it of all.
         del origin["parent_prior"]
     else:
         origin |= {"parent_sha256": expert_lineage(directory, parent).sha256}
 
     def begin() -> GPT:
-        whole = averaged(directory, chosen["priors"], parent) if average else load_model(directory, (parent,))
-        return _only_experts(whole)
+        model = averaged(directory, priors, parent) if average else load_model(directory, (parent,))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not own_only or model.owned(name))
+        return model
 
     return begin, origin
-
-
-def _only_experts(model: GPT) -> GPT:
-    """`model`, of which training changes what belongs to experts."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(model.owned(name))
-    return model
 
 
 class _Adapted(NamedTuple):
