@@ -38,7 +38,7 @@ def feedforward(architecture: Architecture, layer: int, experts: int) -> "Expert
     """
     if architecture.routed and architecture.routed.in_block(layer):
         return MoELayer(architecture)
-    return DEMixLayer(architecture, experts)
+    return DEMixLayer(architecture, (experts,))
 
 
 class Experts(nn.Module):
@@ -47,11 +47,6 @@ class Experts(nn.Module):
     A gated feedforward has an `up` of [E, 2F, D], the rows of the units that go through the activation first.
     """
 
-    up: nn.Parameter
-    up_bias: nn.Parameter | None
-    down: nn.Parameter
-    down_bias: nn.Parameter | None
-
     def __init__(self, architecture: Architecture, axes: tuple[int, ...]):
         """`axes` are the sizes of the first axes of the weights, whose product is E."""
         super().__init__()
@@ -59,10 +54,10 @@ class Experts(nn.Module):
         width, inner, biased = architecture.width, architecture.inner_width, architecture.biases == "all"
         rows = inner * (architecture.maps - 1)
         # Files keep this order.
-        shapes = {"up": (rows, width), "up_bias": (rows,), "down": (width, inner), "down_bias": (width,)}
-        for name, shape in shapes.items():
-            exists = biased or not name.endswith("bias")
-            self.register_parameter(name, nn.Parameter(torch.empty(*axes, *shape)) if exists else None)
+        self.up = nn.Parameter(torch.empty(*axes, rows, width))
+        self.up_bias = nn.Parameter(torch.empty(*axes, rows)) if biased else None
+        self.down = nn.Parameter(torch.empty(*axes, width, inner))
+        self.down_bias = nn.Parameter(torch.empty(*axes, width)) if biased else None
 
     def by_rows(self, x: Tensor, ends: Tensor | None = None) -> Tensor:
         """The outputs [N, D] for rows `x` [N, D] in the order of their experts; `ends` as in `_expert_linear`."""
@@ -93,9 +88,6 @@ class Experts(nn.Module):
 
 class DEMixLayer(Experts):
     """One feedforward per expert (paper, section 3.2). The first axis of the input chooses the expert (Eq. 3)."""
-
-    def __init__(self, architecture: Architecture, experts: int):
-        super().__init__(architecture, (experts,))
 
     def forward(self, x: Tensor, auxiliary: list[RouterLoss] | None = None) -> Tensor:
         """Map `x` [E, B, T, D] to [E, B, T, D]. Every expert gets an `x` of [1, B, T, D].

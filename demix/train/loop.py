@@ -3,7 +3,6 @@
 import logging
 import math
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -228,9 +227,6 @@ def _signals() -> Iterator[Callable[[], int]]:
         received.append(number)
         log.info("%s: saving the state after this step", signal.Signals(number).name)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: 0
-        return
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)}
     try:
         yield lambda: len(received)

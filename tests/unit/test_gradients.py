@@ -15,7 +15,7 @@ def numbers(*size: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 def test_the_compiler_sees_one_graph() -> None:
-    layer = DEMixLayer(Architecture(layers=1, width=8, heads=2, context=4), 2)
+    layer = DEMixLayer(Architecture(layers=1, width=8, heads=2, context=4), (2,))
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
