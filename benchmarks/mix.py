@@ -21,8 +21,7 @@ from common import alone, arguments, peak, row, show
 from scipy.special import logsumexp
 
 from demix.evaluate.domain import Evaluation
-from demix.evaluate.losses import PlannedMixture, dev_priors, document_losses
-from demix.evaluate.planned import Plan
+from demix.evaluate.losses import Plan, PlannedMixture, dev_priors, document_losses
 from demix.evaluate.score_tables import read_scores, tokens_sha256, write_scores, write_tokens
 from demix.mix.mixtures import FLOORS, keep_top, log_weights
 from demix.mix.rules import Chunk, History, Switching

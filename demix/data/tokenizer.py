@@ -166,7 +166,8 @@ def train_tokenizer(inputs: list[Path], vocab_size: int, output: Path, words: in
     size = len(model["vocab"]) + 1
     if size < vocab_size:
         _log.warning("tokenizer.vocab_size: the text gives %d of the %d ids asked for", size, vocab_size)
-    _write(model["vocab"], [tuple(merge) for merge in model["merges"]], output)
+    vocabulary, merges = model["vocab"], [(left, right) for left, right in model["merges"]]
+    write_json(output, own_definition({**vocabulary, END_OF_TEXT: len(vocabulary)}, merges), sort_keys=False)
 
 
 def gpt2_tokenizer(output: Path) -> None:
@@ -244,11 +245,6 @@ def own_definition(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, st
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return dict(json.loads(tokenizer.to_str()))
-
-
-def _write(vocabulary: dict[str, int], merges: list[tuple[str, str]], output: Path) -> None:
-    definition = own_definition({**vocabulary, END_OF_TEXT: len(vocabulary)}, merges)
-    write_json(output, definition, sort_keys=False)
 
 
 def make_tokenizer(documents: list[Path], settings: TokenizerSection, output: Path) -> None:

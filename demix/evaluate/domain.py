@@ -16,8 +16,7 @@ from demix.errors import DemixError
 from demix.evaluate.choice import mixing_of, switching_on_dev
 from demix.evaluate.columns import COLUMNS, DIFFERENCES, LOSSES, POSTERIORS, PRIORS, SYSTEM_LOSSES, table_schema
 from demix.evaluate.intervals import block_tokens, bounds, resampled
-from demix.evaluate.losses import DocumentLosses, PlannedMixture, dev_priors, document_losses
-from demix.evaluate.planned import Plan
+from demix.evaluate.losses import DocumentLosses, Plan, PlannedMixture, dev_priors, document_losses
 from demix.evaluate.routing import best_on_dev, side_tables_of
 from demix.evaluate.score_tables import ScoreTable, read_scores, refuse_other_model
 from demix.files import seed_for, write_parquet

@@ -9,7 +9,7 @@ import pytest
 from demix.config.architecture import DECODERS, Architecture, architecture_from
 from demix.config.counts import parameters, training_flops_per_token
 from demix.config.evaluation import MixingRecipe
-from demix.evaluate.planned import Plan
+from demix.evaluate.losses import Plan
 from demix.model.manifest import tokens_learned
 from demix.plan.cost import plan_training
 from demix.plan.flops import HARDWARE
