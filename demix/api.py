@@ -166,9 +166,9 @@ class OpenedModel:
     """A model with the `experts` that its mixtures are made of, from `demix.load`.
 
     `experts`, in the methods, are those to mix, by default all; the others have the weight 0. `weights` is the rule for
-    the weights and `prior` the prior, named as in `demix generate`: `tempered` with the parameters that were chosen for
-    the model, `switching`, `history`, `released`, `cluster`, `cluster+history`, `average`; `uniform`, `updating`,
-    weights (`law=2,news=1`), or a domain of the run.
+    the weights and `prior` the prior, named as in `demix generate`. Rules: `tempered` with the parameters that were
+    chosen for the model, `switching`, `history`, `released`, `cluster`, `cluster+history`, `average`. Priors:
+    `uniform`, `updating`, weights (`law=2,news=1`), or a domain of the run.
     """
 
     folder: Path

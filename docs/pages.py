@@ -65,8 +65,8 @@ NGRAMS = {
     "by domain, tempered": ("ngram{}_domains", "uniform", "tempered"),
 }
 ADAPTED = {
-    "Dense-DAPT, a tenth of the rate": "Dense-DAPT",
-    "DEMix-DAPT, the whole rate (old domains each by its own expert)": "DEMix-DAPT",
+    "Dense-DAPT, a tenth of the learning rate": "Dense-DAPT",
+    "DEMix-DAPT, the full learning rate (old domains by their own experts)": "DEMix-DAPT",
 }
 
 

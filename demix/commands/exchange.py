@@ -78,7 +78,7 @@ def import_(
         done = import_hf(Path(checkpoint), output, context, verify)
     if done:
         print(
-            f"logits of {done.tokens} tokens differ by up to {done.difference:.1e} from those of transformers, "
-            f"which reach {done.largest:.3g}; the ids are those of tokenizers"
+            f"logits of {done.tokens} tokens differ by up to {done.difference:.1e} from those of transformers "
+            f"(largest {done.largest:.3g}); the ids equal those of tokenizers"
         )
     print(f"wrote {output}; try it: demix eval {output} TEXT")

@@ -73,7 +73,7 @@ def add_domain(
     """
     refuse_used(output)
     refuse_name(model, domain)
-    refuse_masked(model, "does not score text that is not masked")
+    refuse_masked(model, "scores only masked text")
     described, experts = describe(model), expert_names(model)
     if described.domain_tokens:
         raise DemixError(model, "is a domain-token model, which no expert can join", "choose another model")

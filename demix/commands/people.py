@@ -337,7 +337,7 @@ def experts_train(
     for head in ("", "before", "after"):
         table.add_column(head, justify="right" if head else "left")
     own = next(line.perplexity for line in after.experts if line.name == domain)
-    table.add_row("best single expert (an oracle), then its own", f"{before.ranked[0].perplexity:.2f}", f"{own:.2f}")
+    table.add_row("best old expert (oracle), then the new one", f"{before.ranked[0].perplexity:.2f}", f"{own:.2f}")
     values = [{line.name: f"{line.perplexity:.2f}" for line in found.mixtures} for found in (before, after)]
     for name in ("tempered (uniform prior)", DENSE_OF_RUN):
         # A copied model has no dense model with it, and that of a run is the same before and after.

@@ -184,8 +184,8 @@ class Decoder(Options, Sizes):
             cause = f"leaves {self.rotated} of a head's {self.unit} units to rotate, an odd number"
             raise DemixError("architecture.rope_share", cause, "choose one with an even number of units")
         if self.norm_place != "before" and self.residual == "parallel":
-            cause = f"is {self.norm_place}, and residual is parallel, which no norm follows"
-            raise DemixError("architecture.norm_place", cause, "use before, or residual sequential")
+            cause = f"is {self.norm_place}, but no norm can follow a parallel residual"
+            raise DemixError("architecture.norm_place", cause, "use before, or residual: sequential")
 
     @property
     def unit(self) -> int:

@@ -162,7 +162,7 @@ class Config(Settings):
 
     @classmethod
     def complete(cls, values: Mapping[str, Any], folder: Path = Path()) -> Self:
-        """The config of the keys of a file, which lies in `folder`: merged with its base, checked, and completed.
+        """The config of a file in `folder` with these keys: merged with its base, checked, completed.
 
         Raises DemixError that names the first wrong key and what is allowed there. For an unknown key the error also
         names the nearest known one.
@@ -286,7 +286,7 @@ def with_base(config: dict[str, Any], folder: Path, above: tuple[Path, ...] = ()
     """`config`, merged into the file that its key `base` names, nested keys included.
 
     The path of the base is relative to `folder`. Where both set a key, `config` wins. A base may have a base of its
-    own, relative to the folder of that base's file. A preset of training is its values where it is named.
+    own, relative to the folder of that base's file. A training preset expands to its values in the file that names it.
     """
     base, own = config.get("base"), with_presets({key: value for key, value in config.items() if key != "base"})
     if base is None:

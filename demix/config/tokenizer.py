@@ -114,8 +114,8 @@ def _end(path: Path, tokens: Mapping[str, Any]) -> int | str:
     # The last of demix's own tokenizers and of GPT-2's.
     if "<|endoftext|>" in tokens:
         return "<|endoftext|>"
-    cure = "name it: tokenizer.end_of_text in a config, eos_token_id in its config.json"
-    raise DemixError(path, "has no file next to it that names the token which ends a text", cure)
+    cure = "set tokenizer.end_of_text in a config, or eos_token_id in its config.json"
+    raise DemixError(path, "has no file next to it that names the end-of-text token", cure)
 
 
 def _content(path: Path, required: bool = True) -> dict[str, Any]:

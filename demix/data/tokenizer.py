@@ -347,7 +347,7 @@ def _check_lossless(source: Path, content: Mapping[str, Any], tokenizer: Tokeniz
     """Raise DemixError for a tokenizer that loses text, and for one that finds the end of a text inside of it."""
     ends = tokenizer.decode([tokenizer.end_of_text])
     if tokenizer.end_of_text in tokenizer.encode(ends):
-        raise DemixError(source, f"encodes the text {ends!r:.40} in a document as the end of it", _CURE)
+        raise DemixError(source, f"encodes the text {ends!r:.40} inside a document as its end", _CURE)
     removed = any(step.get("behavior") == "Removed" for step in steps_of(content, "pre_tokenizer"))
     # The published patterns, which gigatoken knows, match all of a text.
     if removed and tokenizer.fast is None:

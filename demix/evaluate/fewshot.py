@@ -78,8 +78,9 @@ def tokens_of(task: str, prompt: Prompt, tokenizer: Tokenizer, length: int) -> t
     if not all(map(len, labels)):
         raise DemixError(f"tasks.{task}", "has an empty label", "give each label a word")
     if len(context) + max(map(len, labels)) > length:
-        cause = f"has a prompt of {len(context)} and a label of {max(map(len, labels))} tokens, for blocks of {length}"
-        raise DemixError(f"tasks.{task}", cause, "lower shots, or set tokens")
+        longest = max(map(len, labels))
+        cause = f"has a prompt of {len(context)} tokens and a label of {longest}, too long for blocks of {length}"
+        raise DemixError(f"tasks.{task}", cause, "lower shots, or set tokens to a shorter text")
     return context, labels
 
 

@@ -22,9 +22,9 @@ _AT_ONCE = 1 << 21
 
 
 def stretch_tokens(tokens: int) -> int:
-    """The tokens of a stretch of a text of N `tokens`: its blocks, of `STRETCHES` stretches, have some √N tokens.
+    """How many tokens a stretch has: a block, of `STRETCHES` stretches, has about √N of the text's N `tokens`.
 
-    With the text grow both the length of the blocks, so that they hold what depends on each other, and their number.
+    In longer texts blocks are longer, so that they hold what depends on each other, and more numerous.
     The length does not depend on losses: what is compared is resampled alike.
     """
     return max(1, round(math.sqrt(tokens) / STRETCHES))
@@ -48,7 +48,7 @@ def resampled(sums: np.ndarray, origins: np.ndarray, by_stretch: np.ndarray, see
 
 
 def resampled_blocks(by_stretch: np.ndarray, seed: int, resamples: int = RESAMPLES) -> np.ndarray:
-    """Sums [K, R] over R resamples of blocks of `STRETCHES` consecutive ones of S stretches, as many as fill the text.
+    """Sums [K, R] over R resamples of blocks, each `STRETCHES` consecutive stretches of S, as many as fill the text.
 
     A moving-block bootstrap (Kuensch 1989), in which the text's end is followed by its begin (Politis and Romano 1992):
     every token is in as many blocks.

@@ -79,9 +79,9 @@ def audit_domain(domain: str, models: Path, tokens: Path, priors: Path, audit: A
 
     Systems: `own`, only the domain's expert; `mixture`, all experts; `minus`, the same without it; `without`, the
     model trained without the domain; mixtures with the domain's cached prior; `merged` and `merged_minus`, a merged
-    model with and without the expert. A prompt of 50 tokens is continued greedily: `matched` is how many of the next 50
-    are the document's before the first that is not, `share` the part of all 50 that are. `nll` is that of the
-    document's own 50, in nats.
+    model with and without the expert. A prompt of 50 tokens is continued greedily: of the next 50, `matched` counts
+    those equal to the document's before the first other, and `share` is the part of all 50 that are equal. `nll` is of
+    the document's own 50, in nats.
     """
     set_threads(audit.threads)
     merges = {"merged": "training", "merged_minus": left_out(domain)}

@@ -113,7 +113,7 @@ def _check(directory: Path, part: ScoringPart, texts: Mapping[tuple[str, str], T
     wanted = {*(part.experts or part.domains)}
     if (domain_tokens or not part.experts) and not wanted <= {*domain_tokens}:
         has = f"has the domain tokens {', '.join(domain_tokens)}" if domain_tokens else "has no domain tokens"
-        raise DemixError(directory, has, "score under these, or name experts")
+        raise DemixError(directory, has, "score under these, or name experts" if domain_tokens else "name experts")
     for expert in expert_names(directory) if domain_tokens else part.experts:
         expert_lineage(directory, expert)
 

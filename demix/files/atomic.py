@@ -79,7 +79,7 @@ def _reserved(path: Path) -> Iterator[Path]:
 def remove_leftovers(path: Path) -> None:
     """Remove the folders that processes of this node left next to `path` when they were killed.
 
-    A lock tells the folder of a live process also where this process cannot see the other, as in a container.
+    A lock marks a live process's folder even if that process cannot be seen, as in a container.
     """
     before = _before(path)
     for leftover in path.parent.glob(f"{glob.escape(before)}*"):

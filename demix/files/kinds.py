@@ -59,7 +59,7 @@ def check_kind(path: object, head: bytes, wanted: str) -> None:
     if not head or found == wanted or (found is TEXT and wanted not in _MARKS) or (found is PAGE and wanted is TEXT):
         return
     if found is TEXT and wanted in (GZIP, ZSTD):
-        raise DemixError(path, "is not compressed", "rename it: its name ends as that of a compressed file")
+        raise DemixError(path, "is not compressed", "rename it: its name ends like a compressed file's")
     cure = "fetch it again" if found is TEXT else f"convert or decompress it, or end its name as that of {found}"
     raise DemixError(path, f"is {found}, not {wanted}", _CURES.get(found, cure))
 

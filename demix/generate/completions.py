@@ -29,7 +29,8 @@ MAX_STOPS = 16
 
 
 class CompletionRequest(Settings):
-    """The body of a request to /v1/completions: names and ranges are OpenAI's, but for the four in the second line.
+    """The body of a request to /v1/completions: names and ranges are OpenAI's, but for `experts`, `weights`, `prior`
+    and `by_expert`.
 
     `by_expert` adds to each token what the experts say of it (`by_expert_of`). Those from `best_of` on are chosen with
     the one value that changes nothing.

@@ -84,7 +84,7 @@ def world_size(ranks: int) -> int:
     wrong += [] if os.environ.get("MASTER_ADDR") else ["MASTER_ADDR"]
     size = 0 if wrong else int(numbers["WORLD_SIZE"])
     if wrong or int(numbers["RANK"]) >= size:
-        cause = f"is {os.environ['WORLD_SIZE']}, and {' and '.join(wrong or ['RANK'])} does not fit"
+        cause = f"is {os.environ['WORLD_SIZE']}, without a valid {' and '.join(wrong or ['RANK'])}"
         raise DemixError("the environment variable WORLD_SIZE", cause, "unset it, or start the ranks with torchrun")
     if ranks not in (1, size):
         raise DemixError("ranks", f"is {ranks}, but WORLD_SIZE is {size}", "leave --ranks out, or unset WORLD_SIZE")

@@ -325,7 +325,7 @@ class ReleasedCluster(Cluster):
 
     L[t, j] = -(d²[t-1, j])² / temperature: the text that is measured lacks the token before t, which is the model's
     input. After `<|endoftext|>`, the first token of each document, that text is empty: there t has a row of its own,
-    which is that of the empty text. The first token of all has no row before its own, and has that.
+    which is that of the empty text. The very first token has no row before its own, and uses its own.
     """
 
     scorer: ClassVar[str] = "released"

@@ -209,13 +209,13 @@ def load_without(directory: Path, name: str) -> GPT:
     routed = described.architecture.routed
     names = [one.expert for one in expert_lineage(directory, DENSE_EXPERT).choices] if routed else []
     if not routed or (len({*names}), 1) != (routed.experts, routed.every):
-        cause = "is not a model that was merged of experts among which its tokens choose"
-        raise DemixError(directory, cause, "use one that `demix merge --routed` or a row of BTX made")
+        cause = "is not a merged model whose tokens choose among experts"
+        raise DemixError(directory, cause, "use one from `demix merge --routed` or BTX")
     if name not in names:
         cause = f"is not one that tokens of {directory} choose among"
         raise DemixError(f"expert {name}", cause, nearest(name, names, "give the name of one"))
     if len(names) - 1 < max(2, routed.top_k):
-        cause = f"is one of {len(names)} experts, among which each token chooses {routed.top_k}"
+        cause = f"cannot go: of {len(names)} experts each token chooses {max(2, routed.top_k)}"
         raise DemixError(f"expert {name}", cause, "keep it")
     rows = [number for number, one in enumerate(names) if one != name]
     own = {key: tensor[rows] for key, tensor in load_expert(directory, DENSE_EXPERT).items()}

@@ -47,7 +47,7 @@ def merge_experts(directory: Path, weights: dict[str, float], output: Path, card
 
 
 def merge_routed(directory: Path, output: Path, experts: Sequence[str] = (), card: str | None = None) -> None:
-    """Write a model to `output` in every layer of which each token chooses two of `experts` (all in `directory`).
+    """Write to `output` a model whose tokens choose two of `experts` (all in `directory`) in every layer.
 
     Experts that learned next to an anchor are merged with it (`_with_anchor`); other ones get routers at random, which
     are to be trained (`_with_random_routers`). The tokenizer is copied. README.md holds `card`. Raises DemixError

@@ -46,7 +46,7 @@ class TrainingPlan:
     optimizer per rank. `activations`: bytes of activations per rank. `least`: bytes of both by the settings that spare
     most (see `too_large`). `checkpoint`: bytes of one checkpoint on disk. `weights`: bytes of what the training adds to
     models. `jobs`: the number of jobs of the workflow's `rule`. `tokens`: the most, since an adaptation may stop early.
-    `begin` of the `steps` are those of a seed phase, which another training does: `hours` leaves them out. `seed_flops`
+    The first `begin` of the `steps` are a seed phase's, done by another training: `hours` omits them. `seed_flops`
     are those of such a step.
     """
 

@@ -51,7 +51,7 @@ def training_state_bytes(trained: int, still: int = 0, moments: int | None = Non
     """Bytes of the state of a rank with `trained` parameters: fp32 weights 4, gradients 4, Adam's two moments 8.
 
     `still` counts parameters in memory that are not trained: frozen parameters, and the best so far, which early
-    stopping keeps. `moments` are the bytes of moments of a rank that has others than Adam's of all that it trains.
+    stopping keeps. `moments` are a rank's bytes of moments, if not Adam's for all that it trains.
     """
     return 8 * trained + 4 * still + (8 * trained if moments is None else moments)
 

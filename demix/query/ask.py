@@ -29,7 +29,7 @@ RESULTS = Path("results")
 
 
 def named_runs(folders: Sequence[Path]) -> list[QueryRun]:
-    """The runs in `folders`, or without any the only one below results/.
+    """The runs in `folders`; without folders, the only run below results/.
 
     The column `run` holds the folder's name, or its path as it is given where several folders have that name. Raises
     DemixError for a folder that holds no run, one that is named twice, and where there is no single run to use.

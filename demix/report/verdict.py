@@ -128,7 +128,7 @@ class Claim:
 def corrected(claims: Sequence[Claim]) -> list[Claim]:
     """Claims with Holm's correction of their p, over those that are published and over ours.
 
-    Of m sorted p the one at place i, from 0, times m - i, or that before it if this is more.
+    Of m sorted p, the i-th (from 0) becomes p·(m - i), or the one before it if larger.
     """
     adjusted: dict[str, float] = {}
     for family in (True, False):

@@ -36,10 +36,10 @@ def completed_run(values: Mapping[str, Any], folder: Path = Path()) -> Run:
 
 
 def run_of_files(values: Mapping[str, Any], files: Sequence[Path]) -> Run:
-    """The run of the keys of a config, checked, which Snakemake has merged from `files`.
+    """The checked run of a config whose keys Snakemake has merged from `files`.
 
-    Raises DemixError that names the line of a key, for a key that occurs twice in a file, of which Snakemake silently
-    used the last, and for a folder that holds another run.
+    Raises DemixError, with the line, for a wrong key and for a key that is twice in a file (Snakemake silently uses the
+    last), and for a folder that holds another run.
     """
     places = {}
     try:
@@ -145,7 +145,7 @@ def _check_jobs(run: Run) -> None:
     """Refuse ranks and a model that no adaptation can have, and a grace that leaves a job no time."""
     adaptation = run.config.adaptation
     if run.novel and run.receiver.kind.anchored:
-        cause = f"is {run.receiver.name} of kind anchored, and no expert of a novel domain learns next to its parent's"
+        cause = f"is {run.receiver.name} of kind anchored, which cannot add experts for novel domains"
         raise DemixError("config key adaptation.model", cause, "name an entry of kind demix or branched")
     try:
         placement.place_experts(["novel"], adaptation.sequences, adaptation.ranks)

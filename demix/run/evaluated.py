@@ -267,8 +267,8 @@ def balanced_pairs(run: Run) -> tuple[tuple[System, System], ...]:
     """Each row that learns from clusters, and the row of as many balanced clusters that it is compared with.
 
     Both are weighted by distance. The second is the first row of whole models that learns as many tokens from balanced
-    clusters of k-means; it is in no pair of its own. There are none where no weights go only by distance. In
-    differences.parquet the second is `against` by the name of its row.
+    clusters of k-means; it is in no pair of its own. Without weights that go only by distance there are no pairs.
+    In differences.parquet the second is `against` by the name of its row.
     """
     weights, known = routed_weights(run), run.config.clusterings
     models = clustered(run) if weights else ()

@@ -77,7 +77,7 @@ def _try_sqlite(uri: str) -> None:
         with closing(sqlite3.connect(_sqlite_path(uri), SECONDS_FOR_A_LOCK, isolation_level=None)) as database:
             database.executescript("begin immediate; create table demix_writes (a); rollback")
     except sqlite3.Error as error:
-        cure = "check tracking.uri in the run, end who holds it, or move the file away, then rerun"
+        cure = "check tracking.uri in the run, end the process that holds it, or move the file, then rerun"
         raise DemixError(uri, f"cannot be opened ({error})", cure) from error
 
 

@@ -97,7 +97,7 @@ def save_state(directory: Path, state: State, world: World, keep: int, steps: Se
             _remove_old(directory, path, keep, steps)
         world.wait()
     except OSError as error:
-        cure = "free space or fix its permissions, then rerun: training resumes from the checkpoint before"
+        cure = "free space or fix its permissions, then rerun: training resumes from the previous checkpoint"
         raise DemixError(path, f"cannot be written ({os.strerror(error.errno or 0)})", cure) from error
 
 

@@ -23,8 +23,8 @@ LAST_WORDS = 5.0
 def ending_together(rank: int, size: int) -> Iterator[None]:
     """Tell the other ranks of an error of this one, and end this process with the first error of another.
 
-    A rank waits for one that has ended as long as for one that is slow, where NCCL connects them. The store at which
-    the ranks met holds the first error.
+    With NCCL, a rank waits as long for an ended rank as for a slow one. The store at which the ranks met holds the
+    first error.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # While a connection waits it does nothing else.

@@ -92,6 +92,7 @@ def test_an_unknown_name_comes_with_the_nearest_known_one(words: str, known: str
 
 SCORING = """{"dev_blocks": 1, "test_tokens": null, "precision": "fp32", "threads": 1,
     "models": [{"model": "none", "experts": ["a"], "domains": ["a"], "splits": ["test"]}]}"""
+SCORED = ("a/test.arrow", "--output", "out", "--manifest", "out.json")
 TRAINED = ("--settings", "{}", "--output", "out", "--metrics", "m", "--checkpoints", "c")
 
 
@@ -104,11 +105,8 @@ TRAINED = ("--settings", "{}", "--output", "out", "--metrics", "m", "--checkpoin
         (("track", "results", "--uri", "postgresql://me:hidden@host/demix"), "--uri"),
         (("train", "sparse", "a", *TRAINED), "--settings.tokens"),
         (("adapt", "a", "b", *TRAINED), "--settings.tokens"),
-        (("score", "models", "a/test.arrow", "--output", "out", "--settings", SCORING), "models/none/model.json"),
-        (
-            ("score", "models", "a/test.arrow", "--output", "out", "--settings", SCORING.replace("32", "8")),
-            "--settings.precision",
-        ),
+        (("score", "models", *SCORED, "--settings", SCORING), "a/test.json"),
+        (("score", "models", *SCORED, "--settings", SCORING.replace("32", "8")), "--settings.precision"),
         (("export", "nomodel", "--expert", "a", "--tokenizer", "t", "--output", "out"), "nomodel"),
         (("report", "nowhere", "--output", "out"), "nowhere/config.json"),
         (("join", "missing.parquet", "--output", "out"), "missing.parquet"),

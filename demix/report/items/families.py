@@ -31,12 +31,12 @@ GRID = {"columns": 3, "spacing": 24, "align": "each"}
 
 
 def families(data: RunData) -> Table:
-    """Mean test perplexity of each row of models over the training and over the novel domains. Each row is mixed as its
-    paper does, and nothing of the rule is chosen. Experts of domains: cached, a prior from dev text of the domain, with
-    weights by the block's history. Experts of clusters: cluster, the distance of the text so far to each cluster, where
-    evaluation.weights names it. Lower is better. % is the change from the row under Against: Dense (Balanced), the row
-    of as many balanced clusters, or the row of the same kind without other options of the architecture. Lower: the
-    number of domains where perplexity is below that row's.
+    """Mean test perplexity of each row of models over the training and over the novel domains. Each row is mixed by its
+    paper's rule, no parameter of which is chosen on data. Experts of domains: 'cached' (a prior from the domain's dev
+    text, weights by the block's history). Experts of clusters: 'cluster' (by the distance of the text so far to each
+    cluster), if evaluation.weights has it. Lower is better. % is the change from the row under Against: Dense
+    (Balanced), the row of as many balanced clusters, or the row of the same kind without other options of the
+    architecture. Lower: the number of domains where perplexity is below that row's.
 
     Tokens are those of all experts together, the seed phase included.
     """
@@ -80,8 +80,8 @@ def families(data: RunData) -> Table:
 
 def by_clusters(data: RunData) -> tuple[Any, str]:
     """As Figures 5, 6 and 13 of the c-BTM paper: mean test perplexity by the number of clusters (made by k-means,
-    balanced or not, or at random). Lines are of equal tokens of training. Experts of domains (BTM) are at the number of
-    domains.
+    balanced or not, or at random). Along a line training tokens are equal. Experts of domains (BTM) stand at the number
+    of domains.
     """
     points = by_clusters_points(data)
     several = points["tokens"].nunique() > 1
@@ -175,8 +175,8 @@ def cluster_experts(data: RunData) -> tuple[Any, str]:
 
 
 def cluster_sizes(data: RunData) -> tuple[Any, str]:
-    """As Figure 14 of the c-BTM paper. One point per cluster: its test documents, over those of a cluster if all were
-    equal. Boxes hold the middle half, whiskers reach to the smallest and the largest cluster.
+    """As Figure 14 of the c-BTM paper. One point per cluster: its test documents, divided by their mean over
+    clusters. Boxes hold the middle half, whiskers reach to the smallest and the largest cluster.
     """
     found = data.clusters.sizes
     names = list(dict.fromkeys(found["clustering"]))

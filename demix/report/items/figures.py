@@ -81,8 +81,8 @@ def training(data: RunData) -> tuple[Any, str]:
 def figure2(data: RunData) -> tuple[Any, str]:
     """Top: test perplexity of an expert (column) on a domain (row), over that of the domain's own expert (training
     domains) or of the best expert (novel domains). 1 is best; colours follow the logarithm. Middle: share of the
-    bigrams of a domain's test split that occur in the expert's training text. Bottom: that ratio against this share,
-    one point per pair of those above.
+    bigrams of a domain's test split that occur in the expert's training text. Bottom: the ratio against the share, one
+    point per pair above.
     """
     pairs, experts = data.pairs, data.training[:MAX_SHOWN]
     # Of domains and experts there may be many more than an eye could tell apart.
@@ -150,8 +150,8 @@ def figure4(data: RunData) -> tuple[Any, str]:
     )
     tables = {one.kind: _wide(priors, "prior", one.names, data.training) for one in data.kinds}
     maps = heat_maps(tables, share_scale(), legend=PROBABILITY_LEGEND, heading="Cached prior, {} domains")
-    said = f"Here these are {settings.dev_blocks} blocks and λ = {settings.decay:g}"
-    said += f", the last block has weight {1 - settings.decay:.2f}." if settings.decay < 1 else "."
+    said = f"Here: {settings.dev_blocks} blocks, λ = {settings.decay:g}"
+    said += f"; the last block has weight {1 - settings.decay:.2f}." if settings.decay < 1 else "."
     return alt.vconcat(maps), said if any(table.notna().to_numpy().any() for table in tables.values()) else NOTHING
 
 

@@ -89,16 +89,15 @@ where evaluations.top_k = 0 and expert = '' order by place, source_place
 
 def ablations(data: RunData) -> Table:
     """Mean test perplexity by what a mixture depends on (the tokens that set the weights of experts, the decay λ and
-    the dev text of the prior, the number of experts a token, the temperature of clusters), and its change in percent
-    from the same mixture as the other tables have it; as in Table 9 of the c-BTM paper. Lower is better.
+    the dev text of the prior, the number of experts per token, the temperature of clusters), and its change in percent
+    from that mixture in the other tables; as in Table 9 of the c-BTM paper. Lower is better.
 
-    Rules of DEMix are compared with weights by all earlier tokens of the block (the paper's Eq. 5 and 6) under the same
-    prior, those with a fitted prior with a cached one, floors with a uniform one. Released: only the previous token,
-    and equal weights at a block's start. Released scorer: in addition the posterior of a block is that at its last
-    position and averaged over batches; its running mean decays by 0.7. That of clusters squares distances twice.
+    DEMix's rules are compared with weights by all earlier tokens of the block (the paper's Eq. 5 and 6) under the same
+    prior (for fitted priors: cached; for floors: uniform). Released: only the previous token, and equal weights at a
+    block's start. Released scorer: also, a block's posterior is the one at its last position, averaged over batches;
+    the running mean decays by 0.7. For clusters it squares distances twice.
 
-    Numbers are of the run's own seed. The lowest of several is read off the test data: no choice that a system could
-    have made.
+    Numbers are of the run's own seed. The lowest of several is chosen on test data, as no system could.
     """
     systems = [
         (place, family.model.label if family.system.method != "merged" else label, *family.system.key)
@@ -140,10 +139,9 @@ def tasks(data: RunData) -> Table:
     Classification tasks (c-BTM, section 5 and appendix A.7): percent of the examples whose likeliest label is right,
     and below it the 95% interval: exact for one seed, else by a bootstrap over seeds and examples. “As chance” marks
     an interval that contains what chance gives; differences among such numbers mean nothing. Oracles read test labels:
-    “updating” those of earlier examples, and the best expert. “fixed, 8 + 8” weights experts by their accuracy on 8
-    other examples after the demonstrations, “fixed, 8” by that on the demonstrations. The names are the paper's, which
-    has 8 demonstrations. “released” mixes as the paper's code does, by
-    the same weights: whole labels, after a softmax over labels of each expert.
+    “updating” (those of earlier examples) and the best expert. “fixed, 8 + 8” weights experts by their accuracy on 8
+    other examples after the demonstrations, “fixed, 8” by their accuracy on the demonstrations (8 in the paper).
+    “released” mixes, as the paper's code does, each expert's softmax over whole labels, by the same weights.
 
     The harness: task or group of tasks, and metric, with ± the standard error below, of the run's own seed.
     tasks.parquet has the digest of each task's documents.
@@ -152,7 +150,7 @@ def tasks(data: RunData) -> Table:
     was adapted to them, and nothing was chosen on them. Texts that a training domain holds are left out. Rules need no
     dev text and no clusters; an oracle is the best expert or domain token of the test text itself.
 
-    Bold: the best of a column that reads no test label or text; of tasks only above chance, of the harness where it
+    Bold: a column's best among rows that read no test label or text; for tasks only above chance, for the harness if it
     says whether higher is better.
     """
     run, found, notes = data.run, [], []
@@ -210,6 +208,6 @@ def _contaminated(found: pd.DataFrame) -> str:
         named = [f"{row.domain} {row.found_documents:,}" for row in held.itertuples()]
         listed.append(f"{task} {', '.join(named) or 'none'} (of {rows['long_documents'].iloc[0]:,})")
     return (
-        "Contamination: documents of a task that share a 13-gram of words with the training text of a domain, whose "
-        f"expert may know them, of those documents that have 13 words: {'; '.join(listed)}."
+        "Contamination: how many of a task's documents with 13 or more words share a 13-gram of words with a domain's "
+        f"training text, so that its expert may know them: {'; '.join(listed)}."
     )

@@ -31,13 +31,13 @@ def claims(data: RunData) -> Mapping[str, str]:
 
     Shown: the mean over domains and more than half of the domains agree, in every comparison of the claim. Mixed: a
     part of this agrees. Weak: no difference is significant (it is within 0.01%, its 95% interval contains 0, or seeds
-    disagree), and nothing contradicts the claim. Significant: domains whose whole interval agrees. Intervals are of the
-    difference on the same test documents, of one training. A domain of fewer than 20 documents has an interval within
+    disagree), and nothing contradicts the claim. Significant: domains whose whole interval agrees. Intervals: of
+    differences on the same test documents, for one training. A domain of fewer than 20 documents has an interval within
     them, from resampling blocks of their text. Such an interval is narrower than one over documents: it can make a
-    claim weak, but never shows one. Numbers are those of the run's first seed. With a comparison are the change, its
-    95% interval, and the domains that agree (of these significant). Where intervals are known, p is that of the
-    normal distribution with them. A claim has the largest p of its comparisons, and is weak as well unless this is
-    below 0.05 after Holm's correction over the claims of the papers, or over ours.
+    claim weak, but never shows one. Numbers are those of the run's first seed. Comparisons show the change, its 95%
+    interval, and how many domains agree (significantly). Where intervals are known, p comes from the normal
+    distribution that has them. A claim's p is the largest of its comparisons; the claim is weak, too, if p is 0.05
+    or more after Holm's correction, over the papers' claims or over ours.
     """
     judged, (_, rule) = judged_claims(data), paragraphs(claims)
     notes = [*left_out_notes(data.run), data.scale_note]

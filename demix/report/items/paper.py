@@ -1,4 +1,4 @@
-"""The tables of Gururangan et al. 2021."""
+"""The tables of Gururangan et al. 2022."""
 
 from dataclasses import replace
 
@@ -100,8 +100,8 @@ def table5(data: RunData) -> Table:
     Rows without a remark weight experts by all earlier tokens of the block (Eq. 5 and 6 of the paper). 'released
     scorer' and 'released weights' look at the previous token only, as the paper's published code does. Two rules are
     not the paper's: 'tempered' sums over all earlier text, in which older tokens count less; 'switching' is a chain
-    that may change its expert at each token. 'switching' knows the domain by a prior fitted on dev, as 'cached' is by
-    its prior.
+    that may change its expert at each token. 'switching' knows the domain by a prior fitted on dev, as 'cached' does
+    by its prior.
     """
     lines: dict[str, System] = {}
     for system in trained_systems(data.run):
@@ -121,8 +121,8 @@ def table5(data: RunData) -> Table:
 
 
 def table6(data: RunData) -> Table:
-    """Test perplexity with a cached prior, of the mixture of the experts trained together, and of the mixture of these
-    and those that DEMix-DAPT added, one for each novel domain. First come the training domains, then the novel ones.
+    """Test perplexity with a cached prior, mixing the experts trained together, without and with those that DEMix-DAPT
+    added, one for each novel domain. First come the training domains, then the novel ones.
     Lower is better.
     """
     few, many = "Training experts", "With the added experts"
@@ -163,10 +163,10 @@ def table7(data: RunData) -> Table:
 
 def table13(data: RunData) -> Table:
     """Change of test perplexity in percent (negative is better) by adapting to the domain of each row, and below it the
-    perplexities before and after: averaged over the training domains, which shows forgetting, and on the domain adapted
+    perplexities before and after. Columns: the training domains' mean, which shows forgetting, and the domain adapted
     to.
 
-    Per cents of the last row are means of those above it.
+    The last row's percentages are means of those above.
     """
     run, novel, trained = data.run, data.novel, len(data.training)
     before, after = adapting(data)
@@ -187,8 +187,8 @@ def table13(data: RunData) -> Table:
         frame,
         notes=(
             f"Dense-DAPT starts from {before_dense_dapt(run).label} and is compared with it.",
-            f"DEMix-DAPT's expert {began} On training domains it is each domain's own expert before and after the "
-            "experts were added, the same by construction: no file of theirs is written.",
+            f"DEMix-DAPT's expert {began} On training domains each domain's own expert is used before and after: the "
+            "same by construction, as its files are not written.",
             f"One expert added: the mixture of {so_many(trained, 'training expert')} and the new one with a cached "
             f"prior (6.2, Figure 6), compared with the mixture of the {trained}.",
             "Dense and Dense-DAPT: both are kept for the domain, and mixed by tempered with the default parameters.",
