@@ -6,7 +6,7 @@ Texts go through files, each of a stretch of the order: memory holds one stretch
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -100,13 +100,9 @@ class Splitting(SplitRecipe):
 
 def deduplicate(documents: list[Path], output: Path) -> None:
     """Assign each text that several training domains hold to one of them (documents/<domain>/<part>.parquet)."""
-    made_once(output, [output], documents, {}, partial(mark_duplicates, _parts_by_domain(documents), output))
-
-
-def _parts_by_domain(documents: Sequence[Path]) -> dict[str, list[Path]]:
-    """The files documents/<domain>/<part>.parquet, grouped by domain."""
     names = dict.fromkeys(path.parent.name for path in documents)
-    return {name: [path for path in documents if path.parent.name == name] for name in names}
+    parts = {name: [path for path in documents if path.parent.name == name] for name in names}
+    made_once(output, [output], documents, {}, partial(mark_duplicates, parts, output))
 
 
 def mark_duplicates(inputs: dict[str, list[Path]], output: Path) -> None:

@@ -71,17 +71,22 @@ def asked(subject: str) -> Iterator[None]:
     """Ask the hub about `subject`, without telemetry. Raises DemixError for all that goes wrong on the way."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    cure = "check its name, revision and files, the network (where compute nodes have none, set cluster.downloads: "
+    cure += "login), and whether terms must be accepted (then set HF_TOKEN)"
+    with refused_as(subject, "cannot be read", cure):
+        yield
+
+
+@contextmanager
+def refused_as(subject: str, cause: str, cure: str) -> Iterator[None]:
+    """Raise DemixError in place of any other error: of a broken file or connection libraries raise nearly anything."""
     try:
         yield
     except DemixError:
         raise
-    # The libraries below it raise nearly anything for a broken file or connection.
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        cause = f"cannot be read ({type(error).__name__}: {reason[:300]})"
-        cure = "check its name, revision and files, the network (where compute nodes have none, set cluster.downloads: "
-        cure += "login), and whether terms must be accepted (then set HF_TOKEN)"
-        raise DemixError(subject, cause, cure) from error
+        reason = str(error).strip().partition("\n")[0][:300]
+        raise DemixError(subject, f"{cause} ({type(error).__name__}: {reason})", cure) from error
 
 
 def _root(repository: str, revision: str | None) -> str:

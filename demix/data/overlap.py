@@ -6,14 +6,13 @@ often as it occurs, that also occur in the text that an expert was trained on. I
 expert reads a domain) and is not symmetric.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from demix.data.shards import TokenShard
-from demix.errors import DemixError
+from demix.data.shards import TokenShard, open_alike
 from demix.files.batches import write_rows
 from demix.progress import followed
 
@@ -37,7 +36,7 @@ def bigrams(shard: TokenShard, tokens: int) -> np.ndarray:
     return pairs
 
 
-def overlap(shards: Iterable[Path], output: Path) -> None:
+def overlap(shards: Sequence[Path], output: Path) -> None:
     """Write the bigram overlap of each test split with each train split among tokens/<domain>/<split>.arrow.
 
     Rows: domain (of the test split), expert (the domain of the train split), overlap (0 to 1, null where the test
@@ -46,13 +45,8 @@ def overlap(shards: Iterable[Path], output: Path) -> None:
     the first TEST_TOKENS. Raises DemixError when shards differ in their tokenizer.
     """
     opened: dict[str, dict[str, TokenShard]] = {"train": {}, "test": {}}
-    first = None
-    for path in shards:
-        shard = TokenShard.open(path, verify=True)
-        first = first or shard
-        if shard.tokenizer_sha256 != first.tokenizer_sha256:
-            raise DemixError(path, f"was made with another tokenizer than {first.path}", "tokenize again")
-        opened[path.stem][path.parent.name] = shard
+    for shard in open_alike(shards, verify=True):
+        opened[shard.path.stem][shard.path.parent.name] = shard
     tokens = min([TRAIN_TOKENS, *map(len, opened["train"].values())])
     found = {domain: bigrams(shard, TEST_TOKENS) for domain, shard in opened["test"].items()}
     shared = {}

@@ -92,6 +92,16 @@ class TokenShard:
         return self.tokens[start:stop]
 
 
+def open_alike(paths: Sequence[Path], verify: bool = False) -> list[TokenShard]:
+    """The shards at `paths`, as `TokenShard.open` maps them. Raises DemixError where their tokenizers differ."""
+    shards = [TokenShard.open(path, verify) for path in paths]
+    for shard in shards:
+        if shard.tokenizer_sha256 != shards[0].tokenizer_sha256:
+            cause = f"was made with another tokenizer than {shards[0].path}"
+            raise DemixError(shard.path, cause, "tokenize all domains again")
+    return shards
+
+
 def tokenize_splits(documents: list[Path], tokenizer: Path, output: Path) -> None:
     """Convert corpus files to memory-mapped token shards, one below `output` for each."""
 
@@ -126,10 +136,7 @@ def join_documents(sources: Sequence[Path], chosen: Sequence[np.ndarray], output
 
     Raises DemixError for sources of different tokenizers.
     """
-    shards = [TokenShard.open(path) for path in sources]
-    for path, shard in zip(sources, shards, strict=True):
-        if shard.tokenizer_sha256 != shards[0].tokenizer_sha256:
-            raise DemixError(path, f"was made with another tokenizer than {sources[0]}", "tokenize all domains again")
+    shards = open_alike(sources)
 
     def documents() -> Iterator[Encoded]:
         for shard, numbers in zip(shards, chosen, strict=True):

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -110,7 +110,7 @@ class KnownTasks:
 
         limit = self.asked.limit
         for name in self.names:
-            with _refused_as(name, "has no data here", cure):
+            with hub.refused_as(f"task {name}", "has no data here", cure):
                 found = {
                     task: (str(made.VERSION), [one for _, one in made.doc_iterator(limit=get_sample_size(made, limit))])
                     for task, made in self.manager.load([name])["tasks"].items()
@@ -136,7 +136,7 @@ def evaluate_tasks(
     import demix.evaluate.harness_model  # noqa: F401, it registers the name `demix`
 
     cure = "check the task's YAML file and its data, and the network if it reads any"
-    refused = _refused_as(",".join(tasks.asked.tasks), "cannot be evaluated", cure)
+    refused = hub.refused_as(f"task {','.join(tasks.asked.tasks)}", "cannot be evaluated", cure)
     # What the harness prints on the way is not a result.
     with redirect_stdout(sys.stderr), refused, within_memory("--batch-size", "give a smaller one"):
         results: dict[str, Any] = simple_evaluate(
@@ -233,18 +233,6 @@ def rows_of(results: Mapping[str, Any], digests: Mapping[str, str]) -> Iterator[
                 "stderr": float(error) if isinstance(error, int | float) else None,
                 "higher_is_better": better.get(metric),
             }
-
-
-@contextmanager
-def _refused_as(task: str, cause: str, cure: str) -> Iterator[None]:
-    """Raise DemixError in place of any other error: a task may be anybody's program, and raises nearly anything."""
-    try:
-        yield
-    except DemixError:
-        raise
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0][:300]
-        raise DemixError(f"task {task}", f"{cause} ({type(error).__name__}: {reason})", cure) from error
 
 
 def _check_yaml(folder: str | None) -> None:

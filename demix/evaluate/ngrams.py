@@ -8,7 +8,7 @@ import numpy as np
 
 from demix.config.evaluation import NGramOrder, ScoredTokens
 from demix.config.models import DENSE_EXPERT
-from demix.data.shards import TokenShard, blocks
+from demix.data.shards import TokenShard, blocks, open_alike
 from demix.errors import DemixError
 from demix.evaluate.score_tables import (
     count_to_score,
@@ -46,12 +46,8 @@ def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path, manifes
     it. `manifest` gets the number of n-grams by folder and the digests of the tables, last. Raises DemixError if shards
     have different tokenizers or a split is empty.
     """
-    shards = {(path.parent.name, path.stem): TokenShard.open(path, verify=True) for path in paths}
-    first, *others = shards.values()
-    for shard in others:
-        if shard.tokenizer_sha256 != first.tokenizer_sha256:
-            cause = f"was made with another tokenizer than {first.path}"
-            raise DemixError(shard.path, cause, "tokenize all domains again")
+    shards = {(one.path.parent.name, one.path.stem): one for one in open_alike(paths, verify=True)}
+    vocab_size = next(iter(shards.values())).vocab_size
     learned = {domain: _stream(shard, scoring) for (domain, split), shard in shards.items() if split == "train"}
     if (tokens := sum(map(len, learned.values()))) > MAX_NGRAM_TOKENS:
         cause = f"would count {tokens:,} tokens, and at most {MAX_NGRAM_TOKENS:,} fit in memory"
@@ -65,7 +61,7 @@ def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path, manifes
         (DENSE_EXPERT, [*learned.values()], pooled),
         *((domain, [stream], by_domain) for domain, stream in learned.items()),
     ):
-        model = KneserNey.fit(streams, scoring.order, first.vocab_size)
+        model = KneserNey.fit(streams, scoring.order, vocab_size)
         stored[folder.name] += model.stored
         for name, shard in scored.items():
             ids = shard.read(0, count_to_score(shard, scoring, scoring.length))
