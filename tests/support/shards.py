@@ -8,8 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from demix.data.shards import TokenShard, tokenize
-from demix.data.tokenizer import _write
-from demix.data.vocabulary import byte_of_character
+from demix.data.tokenizer import own_definition
+from demix.data.vocabulary import END_OF_TEXT, byte_of_character
+from demix.files import write_json
 
 
 def shard_of(tokens: np.ndarray, offsets: Sequence[int] = (0,)) -> TokenShard:
@@ -22,8 +23,9 @@ def bytes_tokenizer(path: Path, pairs: int = 0) -> Path:
     """A tokenizer of the 256 bytes, and of the first `pairs` of them, whose last type ends a document."""
     alphabet = list(byte_of_character())
     merges = [(first, second) for first in alphabet for second in alphabet][:pairs]
-    vocabulary = {token: number for number, token in enumerate([*alphabet, *map("".join, merges)])}
-    _write(vocabulary, merges, path)
+    tokens = [*alphabet, *map("".join, merges), END_OF_TEXT]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    write_json(path, own_definition(vocabulary, merges), sort_keys=False)
     return path
 
 
