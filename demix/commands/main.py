@@ -15,7 +15,7 @@ from demix.launch.local import end_rank
 from demix.launch.snakemake import end_with_snakemake, expanded, note_usage
 
 # The modules with the commands for people.
-PEOPLE = ("configs", "people", "standard", "questions", "exchange")
+PEOPLE = ("configs", "people", "questions", "exchange")
 
 
 def command_line(asked: str = "") -> typer.Typer:

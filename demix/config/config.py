@@ -9,7 +9,6 @@ from pydantic import Field
 from demix.config.adaptation import PASSES, AdaptationSection, RemovalSection
 from demix.config.addresses import COMMIT, LOG_IN_ELSEWHERE, local, refuse_secrets
 from demix.config.architecture import DECODERS, PRESETS, Decoder
-from demix.config.clustering import Clustering
 from demix.config.domains import (
     DomainName,
     DomainSection,
@@ -23,7 +22,7 @@ from demix.config.domains import (
 )
 from demix.config.evaluation import EvaluationSection, HarnessSection
 from demix.config.keys import read_keys
-from demix.config.models import PAPER, Models
+from demix.config.models import PAPER, Clustering, Models
 from demix.config.names import NAME, NAMED, EntryName
 from demix.config.tasks import Task, check_tasks
 from demix.config.tokenizer import TokenizerSection, completed_tokenizer

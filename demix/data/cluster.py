@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 from safetensors.numpy import load_file, save
 
-from demix.config.clustering import Clustering, cluster_names
 from demix.config.evaluation import Context
+from demix.config.models import Clustering, cluster_names
 from demix.data.balance import kmeans, means, squared_distances
 from demix.data.embed import Embedding, Prefixes, fit_embedding
 from demix.data.shards import TokenShard, join_documents

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from demix.config.architecture import Architecture
-from demix.config.clustering import Clustering
 from demix.config.counts import parameters, training_flops_per_token
+from demix.config.models import Clustering
 from demix.run.models import Model, adapted, kept_next_to, left_out, one_more, trained_without
 from demix.run.run import Run
 from demix.run.systems import (

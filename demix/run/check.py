@@ -31,8 +31,27 @@ def load_run(path: str | Path, **instead: Any) -> Run:
 
 
 def completed_run(values: Mapping[str, Any], folder: Path = Path()) -> Run:
-    """The run of the keys of a config, checked. A path in `base` is relative to `folder`."""
-    return checked(Config.complete(values, folder))
+    """The run of the keys of a config, checked: raises DemixError for keys that do not go together.
+
+    A path in `base` is relative to `folder`.
+    """
+    config = Config.complete(values, folder)
+    run = Run(config, Path("results") / config.run)
+    _check_clusters(run)
+    # Models are made without these domains.
+    _check_removed_domains(run)
+    # The architecture is refused before the entries that change its options.
+    _ = run.architecture, run.adaptations
+    for model in run.own:
+        _check_model(run, model)
+    _check_jobs(run)
+    _check_merged_removal(run)
+    _check_weights(run)
+    check_contexts(run)
+    _ = harnessed(run), harness_files(run)
+    _check_ngrams(run)
+    _check_systems(run)
+    return run
 
 
 def run_of_files(values: Mapping[str, Any], files: Sequence[Path]) -> Run:
@@ -51,26 +70,6 @@ def run_of_files(values: Mapping[str, Any], files: Sequence[Path]) -> Run:
         refuse_other_domains(run.folder, run.config)
     except DemixError as error:
         raise located(error, places) from None
-    return run
-
-
-def checked(config: Config) -> Run:
-    """The run of a config. Raises DemixError for keys that do not go together."""
-    run = Run(config, Path("results") / config.run)
-    _check_clusters(run)
-    # Models are made without these domains.
-    _check_removed_domains(run)
-    # The architecture is refused before the entries that change its options.
-    _ = run.architecture, run.adaptations
-    for model in run.own:
-        _check_model(run, model)
-    _check_jobs(run)
-    _check_merged_removal(run)
-    _check_weights(run)
-    check_contexts(run)
-    _ = harnessed(run), harness_files(run)
-    _check_ngrams(run)
-    _check_systems(run)
     return run
 
 

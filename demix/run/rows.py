@@ -6,10 +6,9 @@ from typing import Any
 
 from demix.config.addresses import HUB, refuse_unnamable
 from demix.config.architecture import Architecture, Options, architecture_from, with_options
-from demix.config.clustering import cluster_names
 from demix.config.config import Config
 from demix.config.counts import training_flops_per_token
-from demix.config.models import KEPT, KINDS, PAPER, EntrySettings, Kind
+from demix.config.models import KEPT, KINDS, PAPER, EntrySettings, Kind, cluster_names
 from demix.errors import DemixError, nearest
 from demix.settings import names_of, settings_from, written
 

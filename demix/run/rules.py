@@ -177,25 +177,18 @@ class RunRules(StageSettings):
 
     def train_inputs(self, model: Model, dev: bool = True) -> list[str]:
         """The shards of domains or clusters that training reads: dev too, where it is evaluated and `dev` allows."""
-        return [file for split in self._train_splits(model, dev) for file in self.learned_tokens(model, split)]
+        folder = f"clusters/{model.data}/shards" if model.data else "tokens"
+        splits = self._train_splits(model, dev)
+        return [f"{self.folder}/{folder}/{name}/{split}.arrow" for split in splits for name in model.domains]
 
     def train_files(self, model: Model, dev: bool = True) -> list[str]:
         """What the workflow knows `train_inputs` by: those of clusters by their manifests."""
-        return [file for split in self._train_splits(model, dev) for file in self.learned_files(model, split)]
+        if not model.data:
+            return self.train_inputs(model, dev)
+        return [f"{self.folder}/clusters/{model.data}/shards/{split}.json" for split in self._train_splits(model, dev)]
 
     def _train_splits(self, model: Model, dev: bool) -> tuple[str, ...]:
         return ("train", "dev") if dev and model.settings.dev_blocks else ("train",)
-
-    def learned_files(self, model: Model, split: str) -> list[str]:
-        """What the workflow knows `learned_tokens` by."""
-        folder = f"{self.folder}/clusters/{model.data}/shards"
-        return [f"{folder}/{split}.json"] if model.data else self.tokens(model.domains, split)
-
-    def learned_tokens(self, model: Model, split: str) -> list[str]:
-        """The shards of a split of the domains or clusters that a model learns from, in order."""
-        if model.data:
-            return self.shards(model.data, model.domains, split)
-        return self.tokens(model.domains, split)
 
     def anonymizing(self, domain: str) -> str:
         """The option of a command that says how a domain's text is anonymized."""
@@ -283,10 +276,6 @@ class RunRules(StageSettings):
         tempered = asked and "tempered" in asked.weights and model in chosen_on_dev(self.run)
         chosen = [f"{self.folder}/models/{model}/mixing.json"] if tempered else []
         return chosen + ([f"{self.folder}/clusters/{clustering}/clusterer.json"] if clustering else [])
-
-    def shards(self, clustering: str, clusters: Iterable[str], split: str) -> list[str]:
-        """The token files of a split of the clusters of a clustering."""
-        return [f"{self.folder}/clusters/{clustering}/shards/{cluster}/{split}.arrow" for cluster in clusters]
 
     def chosen_rate(self, model: Model) -> list[str]:
         """The file with the learning rate that a sweep chose for a model and all its seeds; empty without one."""

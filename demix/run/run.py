@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from demix.config.architecture import Architecture, architecture_from
-from demix.config.clustering import cluster_names
 from demix.config.config import Config
 from demix.config.domains import DomainSection
-from demix.config.models import EntrySettings
+from demix.config.models import EntrySettings, cluster_names
 from demix.config.training import Execution
 from demix.errors import DemixError, nearest, printable
 from demix.files import fingerprint, read_json, write_json
@@ -44,7 +43,20 @@ class Run:
     @classmethod
     def read(cls, folder: Path) -> Self:
         """The run that the workflow made in `folder`. Raises DemixError for another version, or a damaged file."""
-        return cls(read_run_config(folder), folder)
+        file = folder / "config.json"
+        if not os.path.isfile(file):
+            # Snakemake removes the file for the moment in which a rerun with other settings writes it.
+            if (folder / "logs").is_dir():
+                cause = "is missing: a rerun is writing it, or ended before it had"
+                raise DemixError(file, cause, "ask again in a moment, or rerun the workflow: it goes on")
+            runs = {path.parent for above in (folder.parent, Path("results")) for path in above.glob("*/config.json")}
+            raise DemixError(
+                file, "is missing, so the folder holds no run", nearest(folder, sorted(runs), "name results/<run>")
+            )
+        refuse_other_format(folder)
+        values = read_json(file)
+        del values["format"]
+        return cls(settings_from(Config, values, f"{file}, config key "), folder)
 
     @classmethod
     def of_model(cls, model: Path) -> Self | None:
@@ -252,22 +264,6 @@ def write_run_config(output: Path, config: Config) -> None:
     The keys keep their order, because the report shows the domains in this order.
     """
     write_json(output, {"format": FORMAT, **kept(config)}, sort_keys=False)
-
-
-def read_run_config(run: Path) -> Config:
-    """The config of the run in the folder `run`. Raises DemixError for a run of another version or a damaged file."""
-    if not os.path.isfile(run / "config.json"):
-        runs = {path.parent: None for folder in (run.parent, Path("results")) for path in folder.glob("*/config.json")}
-        cause = "is missing, so the folder holds no run"
-        # Snakemake removes the file for the moment in which a rerun with other settings writes it.
-        if (run / "logs").is_dir():
-            cause = "is missing: a rerun is writing it, or ended before it had"
-            raise DemixError(run / "config.json", cause, "ask again in a moment, or rerun the workflow: it goes on")
-        raise DemixError(run / "config.json", cause, nearest(run, sorted(runs), "name results/<run>"))
-    refuse_other_format(run)
-    values = read_json(run / "config.json")
-    del values["format"]
-    return settings_from(Config, values, f"{run / 'config.json'}, config key ")
 
 
 def config_fingerprint(config: Config) -> str:

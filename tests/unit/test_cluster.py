@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from sklearn.metrics.pairwise import euclidean_distances
 
-from demix.config.clustering import Clustering
+from demix.config.models import Clustering
 from demix.data import cluster
 from demix.data.cluster import Clusterer, assign, cluster_shards, context_distances, fit_clusters
 from demix.data.shards import TokenShard, tokenize

@@ -23,7 +23,7 @@ from demix.report.compare import (
     compare,
 )
 from demix.report.compared import tables
-from demix.run.run import Run, config_fingerprint, read_run_config
+from demix.run.run import Run, config_fingerprint
 from support.cli import demix, succeeds
 from support.configs import with_keys, written_by_hand
 from support.errors import refused
@@ -36,7 +36,7 @@ WEIGHTS = ("tokens_sha256", "shared_sha256", "expert_sha256")
 def renamed(run: Run, folder: Path, name: str = "other", **sections: object) -> Run:
     """A copy of a run in `folder` of another name; `sections` replace sections of its config."""
     copied(run, folder)
-    return with_keys(folder, read_run_config(folder).values | {"run": name} | sections)
+    return with_keys(folder, Run.read(folder).config.values | {"run": name} | sections)
 
 
 def relearned(run: Run, folder: Path, effect: int, name: str = "other") -> Run:

@@ -18,7 +18,7 @@ from demix.data.sources import Source, download
 from demix.files import read_json
 from demix.run.check import completed_run
 from demix.run.rules import RunRules
-from demix.run.run import config_fingerprint, read_run_config, write_run_config
+from demix.run.run import Run, config_fingerprint, write_run_config
 from demix.settings import settings_from
 from support.cli import demix, refusal, succeeds
 from support.dry_run import TINY, changed
@@ -182,7 +182,7 @@ def test_a_domain_of_a_shared_source_has_the_source_with_its_condition(tmp_path)
     assert [key for key in run.config.of_text if "pile" in key] == ["sources.pile.source"]
     # What a run keeps is a config, too.
     write_run_config(tmp_path / "config.json", run.config)
-    assert config_fingerprint(read_run_config(tmp_path)) == config_fingerprint(run.config)
+    assert config_fingerprint(Run.read(tmp_path).config) == config_fingerprint(run.config)
     assert completed_run(run.config.values).config.values == run.config.values
     rules = RunRules(run)
     division = settings_from(Division, shlex.split(rules.division_settings("pile"))[0])

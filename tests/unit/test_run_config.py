@@ -10,7 +10,7 @@ import pytest
 from demix.config.config import Config
 from demix.files import read_json, write_json
 from demix.run.check import load_run
-from demix.run.run import FORMAT, Run, kept, read_run_config, refuse_other_domains, write_run_config
+from demix.run.run import FORMAT, Run, kept, refuse_other_domains, write_run_config
 from support.cli import said
 from support.configs import domains, small
 from support.dry_run import ENVIRONMENT, REPOSITORY, command_line
@@ -27,8 +27,8 @@ def test_it_keeps_the_order_of_the_domains_and_has_a_version(tmp_path: Path) -> 
     written = [*json.loads((tmp_path / "config.json").read_text())]
     assert (written[0], written[-1], "cluster" in written) == ("format", "seal", False)
     assert read_json(tmp_path / "config.json")["format"] == FORMAT
-    assert json.dumps(kept(read_run_config(tmp_path))) == json.dumps(kept(config))
-    assert [*read_run_config(tmp_path).domains.training] == ["news", "law"]
+    assert json.dumps(kept(Run.read(tmp_path).config)) == json.dumps(kept(config))
+    assert [*Run.read(tmp_path).config.domains.training] == ["news", "law"]
 
 
 def test_it_is_a_config_to_run_again(frozen: Run) -> None:
@@ -41,7 +41,7 @@ def test_it_is_a_config_to_run_again(frozen: Run) -> None:
 def test_another_version_is_refused(tmp_path: Path, found: object) -> None:
     write_json(tmp_path / "config.json", {"run": "a"} | ({} if found is None else {"format": found}))
     with refused(tmp_path / "config.json") as error:
-        read_run_config(tmp_path)
+        Run.read(tmp_path)
     assert str(FORMAT) in error.value.cause
 
 

@@ -15,7 +15,7 @@ from demix.errors import DemixError
 from demix.run.check import completed_run
 from demix.run.models import Model
 from demix.run.rules import RunRules
-from demix.run.run import kept, read_run_config
+from demix.run.run import Run, kept
 from demix.run.stage_settings import LONGEST_ARGUMENT
 from demix.settings import settings_from
 from support.dry_run import TINY
@@ -104,13 +104,13 @@ def test_settings_too_long_for_an_argument_go_by_file(tmp_path: Path, monkeypatc
     assert one.argument(json.dumps(config)) == argument != one.argument(json.dumps(config | {"seed": 2}))
     assert not one.argument("x" * LONGEST_ARGUMENT).startswith("@"), "the argument of older runs must not change"
     write(argument)
-    assert list(kept(read_run_config(Path())).items()) == list(config.items())
+    assert list(kept(Run.read(Path()).config).items()) == list(config.items())
     Path(argument[1:]).write_text(Path(argument[1:]).read_text().replace('"seed": 1', '"seed": 2'))
     with refused(Path(argument[1:]).name):
         write(argument)
     Path("mine.json").write_text(json.dumps(kept(one.run.config)))
     write("@mine.json")
-    assert read_run_config(Path()) == one.run.config
+    assert Run.read(Path()).config == one.run.config
 
 
 def test_local_files_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
