@@ -27,9 +27,6 @@ def plan(
             "h100 or cpu (the default elsewhere)."
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write the files for sbatch to results/<run>/sbatch/.")
-    ] = False,
     full: Annotated[
         bool,
         typer.Option("--full", help="Print the tables too: models, memory and hours."),
@@ -39,7 +36,7 @@ def plan(
 
     Example: demix plan config/sample.yaml
     """
-    from demix.plan.jobs import here_line, in_one_line, runs_here, usual_hardware, write_sbatch_files
+    from demix.plan.jobs import here_line, in_one_line, runs_here, usual_hardware
     from demix.plan.tables import too_large, training_tables
     from demix.run.check import load_run
 
@@ -49,8 +46,6 @@ def plan(
     print(here_line(run, ranks) if here else in_one_line(run, hardware, ranks))
     for line in () if here else too_large(run, ranks, hardware):
         logging.getLogger("demix").warning(f"{file}: {line}")
-    for path in write_sbatch_files(run, ranks) if dry_run else ():
-        print(path)
     if full:
         console.print(*tables)
     else:

@@ -14,7 +14,6 @@ from typing import Any
 
 import submitit
 from submitit import SlurmExecutor
-from submitit.slurm.slurm import _make_sbatch_string
 
 from demix.errors import DemixError, StoppedError
 from demix.launch.controller import ask, show
@@ -148,12 +147,6 @@ def executor_of(job: TrainingJob, cluster: Cluster) -> SlurmExecutor:
         ) from None
     executor.update_parameters(**_asked(job, cluster))
     return executor
-
-
-def sbatch_text(job: TrainingJob, cluster: Cluster) -> str:
-    """The text of the file that is given to sbatch, made with or without a SLURM here."""
-    text: str = _make_sbatch_string("demix " + " ".join(job.command), job.jobs.resolve(), **_asked(job, cluster))
-    return text
 
 
 def _asked(job: TrainingJob, cluster: Cluster) -> dict[str, Any]:

@@ -2,13 +2,10 @@
 
 import os
 from collections import Counter
-from pathlib import Path
 
 from demix.config.counts import parameters
 from demix.config.training import KEPT_CHECKPOINTS
-from demix.files import write_text
-from demix.launch.job import TrainingJob
-from demix.plan.cost import WORD_BYTES, ScoringCosts, TrainingPlan, cluster_bytes, named, plan_domains, plan_training
+from demix.plan.cost import WORD_BYTES, ScoringCosts, TrainingPlan, cluster_bytes, plan_domains, plan_training
 from demix.plan.flops import HARDWARE
 from demix.run.evaluated import asked_contexts, chosen_on_dev, fitted, routed
 from demix.run.harness import harnessed
@@ -152,24 +149,6 @@ def here_line(run: Run, ranks: int | None = None) -> str:
     fitting = [f"{seconds / size:.0f} {unit}" for unit, size in units if seconds >= 1.5 * size]
     about = [*fitting, f"{max(10, round(seconds, -1)):.0f} seconds"][0]
     return f"{run.name} needs about {about} on {cores} cores and {disk}"
-
-
-def write_sbatch_files(run: Run, ranks: int | None = None) -> list[Path]:
-    """Write the sbatch script of each training below results/<run>/sbatch/, without submitting any."""
-    # submitit needs half a second to import, which other plans need not wait for.
-    from demix.launch.sbatch import sbatch_text
-
-    known = {named(part): part.place for one in run.trained for part in one.trainings}
-    known |= {one.name: one.name for one in run.adaptations}
-    written = []
-    for plan in plan_training(run, ranks, HARDWARE["cpu"]):
-        if plan.name in known:
-            place = known[plan.name]
-            checkpoints = run.folder / "checkpoints" / place
-            work = TrainingJob((plan.stage, plan.name), "", {}, plan.ranks, run.config.threads, checkpoints, 0)
-            written.append(run.folder / "sbatch" / f"{place.replace('/', '-')}.sh")
-            write_text(written[-1], sbatch_text(work, run.config.cluster.of(plan.stage)))
-    return written
 
 
 def decimal(number: float) -> str:

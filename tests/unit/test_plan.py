@@ -265,30 +265,6 @@ def test_the_cost_of_scoring_counts_every_text_under_every_column() -> None:
     assert costs.of_all[1] == sum(costs.of_job(job)[1] for job in rules) + of_ngrams
 
 
-def test_the_files_that_sbatch_would_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole nodes, a GPU and its memory each rank, and the site's own lines."""
-    site = {"partition": "gpu", "account": "lab", "qos": "long", "setup": ["module load cuda"]}
-    stages = PAPER["paper-125m"].config.values["cluster"]["stages"] | {"adapt": {"minutes": 90, "partition": "short"}}
-    config = changed(
-        PAPER["paper-125m"], models={"btm": {"kind": "branched", "sweep": None}}, cluster=site | {"stages": stages}
-    )
-    monkeypatch.chdir(tmp_path)
-    Path("config.yaml").write_text(yaml.safe_dump(config.config.values))
-    # No command of SLURM is there.
-    monkeypatch.setenv("PATH", "/nowhere")
-    succeeds("plan", "config.yaml", "--dry-run")
-    assert [path.name for path in Path("results/paper-125m").iterdir()] == ["sbatch"]
-    written = {path.stem: path.read_text().splitlines() for path in Path("results/paper-125m/sbatch").iterdir()}
-    jobs = {f"btm-{name}" for name in config.training} | {one.name for one in (*config.trained, *config.adaptations)}
-    assert {*written} == jobs - {"btm"}
-    asked = {line.removeprefix("#SBATCH --") for line in written["demix"] if line.startswith("#SBATCH")}
-    assert asked >= {"nodes=4", "ntasks-per-node=8", "gpus-per-node=8", "mem=256000M", "time=1440", "signal=USR2@120"}
-    assert asked >= {"requeue", "partition=gpu", "account=lab", "qos=long"}
-    assert "module load cuda" in written["demix"]
-    adapting = {"#SBATCH --nodes=1", "#SBATCH --time=90", "#SBATCH --partition=short"}
-    assert adapting <= {*written["dense_unbalanced-dapt-yelp"]}
-
-
 # Seconds of processors: of the jobs of `make demo` with snakemake's 8%, and of all of `make families` and `snakemake
 # --configfile mine.yaml`. Families was measured on two idle cores, too; the others are as two cores that are busy for
 # 95% of the time need.

@@ -128,6 +128,7 @@ def test_what_names_the_site_and_the_user_reaches_sbatch(
     for name, value in (OF_THE_SITE | around).items():
         monkeypatch.setenv(name, value)
     cluster = Cluster(gpus=1, gpu_type="a100", partition="gpu", sbatch={"wckey": "ours", "exclude": "n[1-2]"})
+    cluster = cluster.replace(account="lab", qos="long", setup=["module load cuda"], memory_mb=8000, ranks_per_node=1)
     assert slurm.submit(job, cluster, print) == "4711"
     lines = sbatch.path.with_name("sbatch.env").read_text().splitlines()
     found = dict(line.split("=", 1) for line in lines if line.startswith(("SLURM_", "SBATCH_", "SRUN_")))
@@ -135,8 +136,10 @@ def test_what_names_the_site_and_the_user_reaches_sbatch(
     assert os.environ.items() >= around.items()
     # On the command line they win over the user's variables.
     words = sbatch.path.with_name("sbatch.words").read_text().splitlines()
-    wanted = {"--wckey=ours", "--exclude=n[1-2]", "--gpus-per-node=a100:2", "--partition=gpu", "--comment=ours"}
-    assert wanted < {*words}
+    wanted = {"--wckey=ours", "--exclude=n[1-2]", "--gpus-per-node=a100:1", "--partition=gpu", "--comment=ours"}
+    wanted |= {"--nodes=2", "--ntasks-per-node=1", "--mem=8000M", "--time=720", "--signal=USR2@120", "--requeue"}
+    assert wanted | {"--account=lab", "--qos=long"} < {*words}
+    assert "module load cuda" in Path(words[-1]).read_text().splitlines()
     assert slurm.submit(job, Cluster(), print) == "4711"
     assert "wckey" not in sbatch.path.with_name("sbatch.words").read_text()
     sbatch.prints("Queue full. You have job 12 and job 13.")
