@@ -177,6 +177,5 @@ def _do(
         with streaming(launch.live, kind, at.checkpoints, at.metrics):
             work(at)
 
-    command, outputs = tuple(sys.argv[1:]), places.results
-    job = TrainingJob(command, fingerprint, outputs, launch.ranks, threads, places.checkpoints, steps)
-    launched(job, places, launch.cluster, run_command, streamed)
+    job = TrainingJob(tuple(sys.argv[1:]), fingerprint, places, launch.ranks, threads, steps)
+    launched(job, launch.cluster, run_command, streamed)

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -110,16 +110,17 @@ class Places:
     @property
     def results(self) -> dict[str, Path]:
         """The results that are kept, by the options of the command that name them."""
-        return {f"--{name}": path for name, path in self._named.items() if path is not None}
+        named = {"--output": self.output, "--metrics": self.metrics}
+        return {option: path for option, path in named.items() if path is not None}
 
     @property
-    def _named(self) -> dict[str, Path | None]:
-        return {"output": self.output, "metrics": self.metrics}
+    def options(self) -> list[str]:
+        """The options of the command that name the results."""
+        return [word for option, path in self.results.items() for word in (option, str(path))]
 
     def below(self, folder: Path) -> "Places":
         """The same results in `folder`, where they wait until all are complete."""
-        output, metrics = (None if place is None else folder / name for name, place in self._named.items())
-        return Places(output, metrics, self.checkpoints)
+        return Places(self.output and folder / "output", self.metrics and folder / "metrics", self.checkpoints)
 
 
 def fingerprint_of(about: Sequence[object], shards: Sequence[Path] = ()) -> str:
@@ -132,18 +133,22 @@ def fingerprint_of(about: Sequence[object], shards: Sequence[Path] = ()) -> str:
 class TrainingJob:
     """A training to be done by a SLURM job, or by processes of this machine.
 
-    `command` holds the arguments of `demix`. `fingerprint` identifies the training. `outputs` maps the options that
-    name results to the places where the results belong. All starts of the training share the folder `checkpoints`,
-    which all nodes must see. `steps` is the number of optimizer updates, for the display of progress.
+    `command` holds the arguments of `demix`. `fingerprint` identifies the training. All starts of the training share
+    the folder `places.checkpoints`, which all nodes must see. `steps` is the number of optimizer updates, for the
+    display of progress.
     """
 
     command: tuple[str, ...]
     fingerprint: str
-    outputs: Mapping[str, Path]
+    places: Places
     ranks: int
     threads: int
-    checkpoints: Path
     steps: int
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the training's states."""
+        return self.places.checkpoints
 
     @property
     def label(self) -> str:

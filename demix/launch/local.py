@@ -24,12 +24,11 @@ if TYPE_CHECKING:
 
 def launched(
     job: TrainingJob,
-    places: Places,
     site: Cluster | None,
     entry: Callable[[Sequence[str]], None],
     work: Callable[[Places], None],
 ) -> None:
-    """Have `job` done, and put its results into `places`.
+    """Have `job` done, and put its results into its places.
 
     `site` is the config's section `cluster` for the stage. With `launch: slurm` a SLURM job runs the training and
     calls `entry` with the command's arguments. With `local` processes of this machine run it. One rank trains in this
@@ -42,7 +41,7 @@ def launched(
     if "WORLD_SIZE" in os.environ:
         if os.environ.get("DEMIX_FINGERPRINT", job.fingerprint) != job.fingerprint:
             raise DemixError("job", "was submitted with other settings or data than the present ones", "rerun")
-        work(places)
+        work(job.places)
         return
     if site is not None and site.launch == "slurm":
         run(job, site, entry)
@@ -52,7 +51,7 @@ def launched(
         job.finished.mkdir(parents=True, exist_ok=True)
         os.environ["DEMIX_DONE"] = str(job.done)
         try:
-            _train_here(job, places.below(job.finished), work)
+            _train_here(job, job.places.below(job.finished), work)
         finally:
             del os.environ["DEMIX_DONE"]
     collect(job)
@@ -68,8 +67,7 @@ def _train_here(job: TrainingJob, places: Places, work: Callable[[Places], None]
     if cuda.is_available() and job.ranks > cuda.device_count():
         cause = f"is {job.ranks} for {cuda.device_count()} GPUs"
         raise DemixError("ranks", cause, f"use at most {cuda.device_count()} here")
-    own = [word for option, path in places.results.items() for word in (option, str(path))]
-    launch([*job.command, *own], job.ranks, job.checkpoints / "logs")
+    launch([*job.command, *places.options], job.ranks, job.checkpoints / "logs")
 
 
 def world_size(ranks: int) -> int:

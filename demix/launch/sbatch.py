@@ -37,7 +37,7 @@ class Rank:
     def __init__(self, job: TrainingJob, entry: Callable[[Sequence[str]], None]):
         self.entry, self.fingerprint = entry, job.fingerprint
         self.finished, self.done, self.jobs = job.finished.resolve(), job.done.resolve(), job.jobs.resolve()
-        self.outputs = {option: str(self.finished / option.strip("-")) for option in job.outputs}
+        self.options = job.places.below(self.finished).options
         self.command, self.folder = job.command, os.getcwd()
 
     def __call__(self) -> None:
@@ -59,11 +59,10 @@ class Rank:
             distributed.export(set_cuda_visible_devices=False, overwrite=True)
             logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr, force=True)
             self.finished.mkdir(parents=True, exist_ok=True)
-            places = [word for pair in self.outputs.items() for word in pair]
             # Training writes DEMIX_DONE after its results are complete and before it removes its checkpoints.
             os.environ |= {"DEMIX_DONE": str(done), "DEMIX_FINGERPRINT": self.fingerprint}
             try:
-                self.entry([*self.command, *places])
+                self.entry([*self.command, *self.options])
             except StoppedError as stopped:
                 if rank == 0:
                     log.info("%s", stopped)

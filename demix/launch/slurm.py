@@ -191,8 +191,8 @@ def remove_collected(checkpoints: Path) -> None:
 
 def collect(job: TrainingJob) -> None:
     """Put the results of the job in place, one file at a time, with the JSON files that describe others last."""
-    for option, place in job.outputs.items():
-        source = job.finished / option.strip("-")
+    waiting = job.places.below(job.finished).results.values()
+    for source, place in zip(waiting, job.places.results.values(), strict=True):
         files = [source] if source.is_file() else [path for path in source.rglob("[!.]*") if path.is_file()]
         # A JSON file promises that the files it describes are there.
         for path in sorted(files, key=lambda path: (path.suffix == ".json", path.name == "model.json", path)):

@@ -73,11 +73,11 @@ def test_the_workflow_gives_the_numbers_of_one_machine(slurm: None, prepared: Pa
 
 def accounted(folder: Path, since: str) -> list[dict[str, str]]:
     """The jobs of snakemake's run in `folder` and those that it started, as the accounting has them since a time."""
-    from demix.launch.job import TrainingJob
+    from demix.launch.job import Places, TrainingJob
 
     run = re.search(r"SLURM run ID: (\S+)", printed(folder))[1]
     checkpoints = (folder / RUN / "checkpoints").iterdir()
-    names = [run, *(TrainingJob((), "", {}, 8, 1, path, 0).name for path in checkpoints)]
+    names = [run, *(TrainingJob((), "", Places(None, None, path), 8, 1, 0).name for path in checkpoints)]
     head = "JobID,JobName,Start,End,NNodes,State"
     command = ["sacct", "-X", "-n", "-P", "--name", ",".join(names), "-S", since, "-o", head]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()

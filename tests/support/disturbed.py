@@ -66,9 +66,9 @@ def step_of(checkpoints: Path) -> int:
 
 def starts_of(checkpoints: Path) -> list[tuple[str, str]]:
     """(start, end) of every start of every SLURM job of a training that has ended, in order, by the accounting."""
-    from demix.launch.job import TrainingJob
+    from demix.launch.job import Places, TrainingJob
 
-    name = TrainingJob((), "", {}, 1, 1, checkpoints, 0).name
+    name = TrainingJob((), "", Places(None, None, checkpoints), 1, 1, 0).name
     command = ["sacct", "-X", "-D", "-n", "-P", "--name", name, "-S", "now-3hours", "-o", "Start,End,State"]
 
     def ended() -> list[list[str]]:

@@ -17,7 +17,7 @@ from snakemake_interface_logger_plugins.common import LogEvent
 
 import snakemake_logger_plugin_demix as logger
 from demix import progress as module
-from demix.launch.job import TrainingJob
+from demix.launch.job import Places, TrainingJob
 from demix.launch.progress import progress_line, seconds_left, speed
 from demix.progress import followed, progress
 from support.disturbed import until
@@ -56,7 +56,7 @@ def test_a_job_says_its_training_and_its_step(tmp_path: Path) -> None:
     (place / "0123").mkdir(parents=True)
     line = {"tokens": 32, "loss": 5.0, "tokens_per_second": 64.0, "learning_rate": 1e-3}
     (place / "0123" / "metrics.jsonl").write_text("".join(json.dumps(line | {"step": n}) + "\n" for n in (1, 2)))
-    job = TrainingJob((), "", {}, 1, 1, place, 12)
+    job = TrainingJob((), "", Places(None, None, place), 1, 1, 12)
     assert job.label == "btm/licenses"
     shown = {"JobState": "RUNNING", "StartTime": "2026-01-01T00:00:00", "NodeList": "n1"}
     assert "  step 2/12  " in progress_line(job, "7", shown)

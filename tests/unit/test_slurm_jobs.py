@@ -8,7 +8,7 @@ import pytest
 from demix.errors import DemixError
 from demix.files import read_json, write_json
 from demix.launch import controller, slurm
-from demix.launch.job import Cluster, TrainingJob
+from demix.launch.job import Cluster, Places, TrainingJob
 from demix.launch.progress import MishapError
 from demix.settings import settings_from
 from demix.train.state import tell_done
@@ -60,8 +60,8 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Fake]
 def job(tmp_path: Path) -> TrainingJob:
     checkpoints = tmp_path / "run" / "checkpoints" / "demix"
     checkpoints.mkdir(parents=True)
-    outputs = {"--output": tmp_path / "run" / "models" / "demix", "--metrics": tmp_path / "run" / "metrics.json"}
-    return TrainingJob(("train", "demix"), "ours", outputs, 2, 1, checkpoints, 10)
+    places = Places(tmp_path / "run" / "models" / "demix", tmp_path / "run" / "metrics.json", checkpoints)
+    return TrainingJob(("train", "demix"), "ours", places, 2, 1, 10)
 
 
 def finish(job: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,10 +202,10 @@ def test_what_describes_a_file_arrives_after_it_and_the_models_description_last(
     slurm.collect(job)
     weights = ["law.safetensors", "shared.safetensors", "vocabulary.safetensors"]
     assert arrived == [*weights, "law.json", "tokenizer.json", "model.json", "metrics.json"]
-    model = job.outputs["--output"]
+    model = job.places.output
     assert (model / "experts" / "law.safetensors").read_text() == "the weights of experts/law"
     assert read_json(model / "model.json") == {"of": "model"}
-    assert read_json(job.outputs["--metrics"]) == {"step": 10}
+    assert read_json(job.places.metrics) == {"step": 10}
     slurm.remove_collected(job.checkpoints.parent)
     assert not job.finished.exists()
 
@@ -251,7 +251,7 @@ def test_a_job_that_breaks_down_is_submitted_again_as_often_as_allowed(
     assert len(submitted) == 3
     slurm.run(job, Cluster(), print)
     assert len(submitted) == 4
-    assert (job.outputs["--output"] / "model.json").exists()
+    assert (job.places.output / "model.json").exists()
     # What is finished is collected and not done again.
     slurm.run(job, Cluster(), print)
     assert len(submitted) == 4
