@@ -182,7 +182,7 @@ def _readable(error: ValidationError, schema: dict[str, Any], values: Any, subje
             known = [name for choice in _choices(schema, part) for name in choice.get("properties", {})]
             cause, cure = "is not known", nearest(place[-1], known, "leave it out")
             kinds = _kinds(schema, _reached(schema, place[:-1], values)[2])
-            if fitting := [kind for kind, of in kinds.items() if place[-1] in of]:
+            if fitting := [kind for kind, of in kinds.items() if place[-1] in of["properties"]]:
                 cause = f"is not a key of kind {fault['loc'][-2]}"
                 cure = f"use kind: {' or '.join(fitting)}, or leave it out"
         case "missing":
@@ -233,8 +233,12 @@ def _reached(
 
 def _inside(schema: dict[str, Any], part: dict[str, Any], step: int | str) -> dict[str, Any]:
     """The subschema of a key, an item or a kind in another one; the other where there is none."""
-    parts = (_child(schema, choice, step) for choice in _choices(schema, part))
-    return next(filter(None, parts), part)
+    for choice in _choices(schema, part):
+        named = choice.get("properties", {}).get(step) or choice.get("additionalProperties")
+        child = choice.get("items") if isinstance(step, int) else named
+        if isinstance(child, dict):
+            return resolved(schema, child)
+    return _kinds(schema, part).get(str(step), part)
 
 
 def _choices(schema: dict[str, Any], part: dict[str, Any]) -> list[dict[str, Any]]:
@@ -243,19 +247,9 @@ def _choices(schema: dict[str, Any], part: dict[str, Any]) -> list[dict[str, Any
 
 
 def _kinds(schema: dict[str, Any], part: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The properties of each kind of a union that a subschema allows."""
+    """The subschema of each kind of a union that a subschema allows."""
     unions = [choice["discriminator"]["mapping"] for choice in _choices(schema, part) if "discriminator" in choice]
-    return {kind: resolved(schema, {"$ref": of})["properties"] for union in unions for kind, of in union.items()}
-
-
-def _child(schema: dict[str, Any], part: dict[str, Any], step: int | str) -> dict[str, Any] | None:
-    if isinstance(step, int):
-        child = part.get("items")
-    else:
-        kinds = part.get("discriminator", {}).get("mapping", {})
-        child = {"$ref": kinds[step]} if step in kinds else part.get("properties", {}).get(step)
-        child = child or part.get("additionalProperties")
-    return resolved(schema, child) if isinstance(child, dict) else None
+    return {kind: resolved(schema, {"$ref": of}) for union in unions for kind, of in union.items()}
 
 
 def resolved(schema: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:

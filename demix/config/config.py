@@ -208,6 +208,8 @@ class Config(Settings):
         check_domains(self.domains)
         check_sources(self.sources, self.domains)
         self._check_suites()
+        for key, source in self._read.items():
+            check_source(f"config key {key}", source)
         for key, source in self.moving.items() if not self.allow_branches else ():
             cause = f"is {source.revision}, which is not a commit: its text can change"
             cure = "put in what `demix config --pin CONFIG` prints, or set allow_branches: true"
@@ -230,7 +232,6 @@ class Config(Settings):
                     )
                 if domain.near_duplicates is not None or domain.words.train is not None:
                     raise DemixError(key, "has keys of training text", "leave out words.train and near_duplicates")
-                check_source(f"{key}.source", domain.source)
 
     @property
     def suites(self) -> dict[str, DomainSection]:
@@ -239,31 +240,30 @@ class Config(Settings):
         return {f"{suite}_{name}": domain for suite, sources in suites.items() for name, domain in sources.items()}
 
     @property
-    def texts(self) -> dict[str, DomainSection]:
-        """The domains and those of suites, by their config keys."""
-        kinds, suites = self.domains.kinds, self.evaluation.suites or {}
-        sections = {f"domains.{kind}": found for kind, found in kinds.items()}
-        sections |= {f"evaluation.suites.{suite}": found for suite, found in suites.items()}
-        return {f"{key}.{name}": domain for key, found in sections.items() for name, domain in found.items()}
-
-    @property
     def of_text(self) -> dict[str, SourceSection]:
         """The sources of all text by their config keys; one that domains share is listed once."""
+        sections = {f"domains.{kind}": found for kind, found in self.domains.kinds.items()}
+        sections |= {f"evaluation.suites.{suite}": found for suite, found in (self.evaluation.suites or {}).items()}
+        texts = {f"{key}.{name}": domain for key, found in sections.items() for name, domain in found.items()}
         return {f"sources.{name}.source": shared.source for name, shared in self.sources.items()} | {
-            f"{key}.source": domain.source for key, domain in self.texts.items() if domain.shared is None
+            f"{key}.source": domain.source for key, domain in texts.items() if domain.shared is None
+        }
+
+    @property
+    def _read(self) -> dict[str, SourceSection]:
+        """The sources of all text and of tasks by their config keys."""
+        return self.of_text | {
+            f"tasks.{name}.{split}": source
+            for name, task in self.tasks.items()
+            for split, source in task.sources.items()
         }
 
     @property
     def moving(self) -> dict[str, SourceSection]:
         """The sources whose revisions are branches or tags, by their config keys."""
-        sources = self.of_text | {
-            f"tasks.{name}.{split}": source
-            for name, task in self.tasks.items()
-            for split, source in task.sources.items()
-        }
         return {
             key: source
-            for key, source in sources.items()
+            for key, source in self._read.items()
             if source.kind == "hub" and not COMMIT.fullmatch(source.revision or "") and not local(source.paths)
         }
 

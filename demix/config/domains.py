@@ -286,11 +286,10 @@ def with_source(key: str, domain: DomainSection, sources: Mapping[str, SharedSou
 
 
 def check_sources(sources: Mapping[str, SharedSource], domains: DomainsSection) -> None:
-    """Raise DemixError for a shared source with keys that do not go together, and a value that two domains have."""
+    """Raise DemixError for a shared source that selects by the field of its domains, and a value that two have."""
     places = {name: f"domains.{kind}.{name}" for kind, named in domains.kinds.items() for name in named}
     for name, shared in sources.items():
         key = f"config key sources.{name}"
-        check_source(f"{key}.source", shared.source)
         if shared.by in shared.source.where:
             cause = f"names {shared.by}, by which the domains part the documents"
             raise DemixError(f"{key}.source.where", cause, "leave it out there")
@@ -314,15 +313,11 @@ def check_values(domains: Mapping[str, Sequence[Scalar]], places: Mapping[str, s
 
 
 def check_domains(domains: DomainsSection) -> None:
-    """Raise DemixError for a domain in both lists, and for a source with keys that do not go together."""
+    """Raise DemixError for a domain in both lists."""
     for name in domains.novel:
         if name in domains.training:
             cause, cure = "is a training domain too", "name the domain in one list only"
             raise DemixError(f"config key domains.novel.{name}", cause, cure)
-    for kind, of_kind in domains.kinds.items():
-        for name, domain in of_kind.items():
-            if domain.shared is None:
-                check_source(f"config key domains.{kind}.{name}.source", domain.source)
 
 
 def check_source(place: str, source: SourceSection) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from demix.config.domains import SourceSection, check_source
+from demix.config.domains import SourceSection
 from demix.errors import DemixError
 from demix.settings import DistinctItems, Integer, Items, Positive, Seed, Settings, Switch, Text
 
@@ -113,5 +113,3 @@ def check_tasks(tasks: Mapping[str, Task]) -> None:
         if len(set(words)) < len(words):
             cause = f"gives two labels the word {max(words, key=words.count)}"
             raise DemixError(f"{key}.labels", cause, "give each its own")
-        for split, source in task.sources.items():
-            check_source(f"{key}.{split}", source)
