@@ -78,31 +78,6 @@ def leaks(folder: Path) -> list[tuple[str, list[str]]]:
     return [(name, some) for name, some in found if some]
 
 
-def test_nothing_is_left_after_anonymize(tmp_path: Path) -> None:
-    private, run = plant(tmp_path, 30), tmp_path / "run"
-    raw, documents = tmp_path / "raw/d/0000.parquet", run / "documents/d/0000.parquet"
-    settings = json.dumps({"path": f"{private}/*.jsonl"})
-    splitting = {"training": True, "seed": 1, "near_duplicates": None}
-    splitting["words"] = {"train": None, "dev": 200, "test": 200}
-    bpe = json.dumps({"kind": "bpe", "vocab_size": 400, "words": 100_000})
-    owners, train, tokenizer = run / "owners.parquet", run / "corpus/train.parquet", run / "tokenizer.json"
-    for arguments in (
-        ("download", "d", "--settings", settings, "--output", raw),
-        ("anonymize", raw, "--output", documents, "--counts", documents.with_suffix(".json")),
-        ("deduplicate", documents, "--output", owners),
-        ("split", "d", documents, "--owners", owners, "--settings", json.dumps(splitting), "--output", train.parent),
-        ("tokenizer", train, "--settings", bpe, "--output", tokenizer),
-        ("tokenize", train, "--tokenizer", tokenizer, "--output", run / "tokens"),
-    ):
-        done = demix(*arguments)
-        assert done.returncode == 0, done.stderr
-        assert traces(done.stdout + done.stderr) == []
-    assert leaks(tmp_path / "raw"), "the search finds what is there"
-    assert leaks(run) == []
-    counts = read_json(documents.with_suffix(".json"))["replacements"]
-    assert all(counts[category] >= 30 for category in PLANTED), counts
-
-
 BROKEN = {
     "no field": '{"id": 1, "body": "zoe.quine"}',
     "no text": '{"id": 1, "text": {"zoe.quine": "zoequine_77"}}',
@@ -121,14 +96,16 @@ def test_errors_quote_no_text(name: str, tmp_path: Path) -> None:
     assert traces(done.stderr) == []
 
 
-@pytest.mark.faults
 def test_a_whole_run_on_planted_data(tmp_path: Path) -> None:
     """Snakemake's own records name its input files, which it must: there alone the file's name may be."""
     private = plant(tmp_path, 400)
     # A domain that is trained on, audited and removed.
     config = changed(TINY, {"domains.training.licenses.source": {"path": f"{private}/*.jsonl"}})
     assert run_tiny(tmp_path, config=config).wait() == 0, printed(tmp_path)
+    assert leaks(private), "the search finds what is there"
     assert leaks(tmp_path / "results") == []
+    (counts,) = (read_json(path)["replacements"] for path in (tmp_path / "results").rglob("documents/licenses/*.json"))
+    assert all(counts[category] >= 400 for category in PLANTED), counts
     assert not list((tmp_path / "results").rglob("raw/*/*.parquet"))
     inputs = [line for line in printed(tmp_path).splitlines() if any(trace in line for trace in TRACES)]
     assert all(line.strip().startswith(("input:", "reason:")) for line in inputs), inputs

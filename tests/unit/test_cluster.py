@@ -1,10 +1,8 @@
 """Clusters: fitted, kept in files, used to assign documents and measure contexts, and what rows on them make."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,16 +15,11 @@ from demix.data import cluster
 from demix.data.cluster import Clusterer, assign, cluster_shards, context_distances, fit_clusters
 from demix.data.shards import TokenShard, tokenize
 from demix.data.tokenizer import Tokenizer
-from demix.evaluate.routing import side_tables_of
 from demix.files import read_json, read_parquet, write_json
-from demix.model.directory import expert_names, tokenizer_of
 from demix.run.rules import RunRules
-from support.cli import succeeds
 from support.entries import tiny
 from support.errors import refused
-from support.mixing import planned
 from support.tokens import NOVEL, TRAINING
-from support.training import TRAIN, train_model
 
 
 def train(tokens: Path) -> list[Path]:
@@ -263,42 +256,3 @@ def test_a_row_on_clusters_has_an_expert_for_each_with_an_equal_part_of_a_step()
     shard = "results/tiny/clusters/k2/shards/{}/train.arrow"
     assert rules.train_inputs(on_clusters) == [shard.format("c00"), shard.format("c01")]
     assert rules.train_inputs(cbtm.parts[1]) == [shard.format("c01")]
-
-
-def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens, tmp_path):
-    (tmp_path / "corpus").symlink_to(tokens / "corpus")
-    (tmp_path / "tokens").symlink_to(tokens / "tokens")
-    (tmp_path / "tokenizer.json").symlink_to(tokens / "tokenizer.json")
-    folder = tmp_path / "clusters" / "k2"
-    texts = [tmp_path / "corpus" / domain / "train.parquet" for domain in TRAINING]
-    shards = [tmp_path / "tokens" / domain / "train.arrow" for domain in TRAINING]
-
-    def cluster(**settings: Any) -> None:
-        succeeds("fit-clusters", *texts, "--settings", json.dumps(K2 | settings), "--output", folder)
-        succeeds("assign", folder, *texts, "--output", folder / "assigned")
-        succeeds("cluster-shards", folder, *shards, "--length", 16, "--output", folder / "shards")
-
-    cluster()
-    opened = [TokenShard.open(folder / "shards" / name / "train.arrow", verify=True) for name in ("c00", "c01")]
-    assert sum(map(len, opened)) == sum(len(TokenShard.open(path)) for path in shards)
-
-    joined, own = tmp_path / "models" / "cbtm_2", [folder / "shards" / name / "train.arrow" for name in ("c00", "c01")]
-    train_model("demix", TRAIN, own, joined, None, tmp_path / "checkpoints")
-    assert expert_names(joined) == ("c00", "c01")
-    assert tokenizer_of(joined)[0].parent == joined, "the tokenizer travels with the experts"
-
-    # The tokens of its shard say of which clusterer an expert is: one of the same name is refused.
-    table = tmp_path / "scores" / "cbtm_2" / "licenses.dev"
-    by_distance = planned("uniform", ("c00", "c01"), routing="k2", context="document")
-    dev, routing = tokens / "tokens" / "licenses" / "dev.arrow", tmp_path / "routing" / "k2" / "document"
-    contexts = '{"dev_blocks": 3, "test_tokens": 101, "length": 16, "context": "document"}'
-    for method in ("kmeans", "random"):
-        cluster(method=method)
-        succeeds(
-            "route", folder, dev, "--tokenizer", tokens / "tokenizer.json", "--settings", contexts, "--output", routing
-        )
-        if method == "kmeans":
-            assert side_tables_of(table, [by_distance])
-        else:
-            with refused("c00.json"):
-                side_tables_of(table, [by_distance])

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from sklearn.metrics.pairwise import euclidean_distances
@@ -104,29 +102,13 @@ def test_examples_of_one_file_are_tested_or_drawn_from(tokens: Path, tmp_path: P
         read_task(tokens, tmp_path, test={"path": path}, shots=2, seeds=[1, 2, 3, 4, 5])
 
 
-def test_examples_of_a_data_set_have_fields_words_and_splits(tokens: Path, tmp_path: Path) -> None:
-    """A folder of Parquet files, as the hub has them."""
+def test_examples_of_two_sources_have_fields_words_and_splits(tokens: Path, tmp_path: Path) -> None:
+    sources = {}
     for split, count in (("train", 30), ("test", 9)):
-        rows = {
-            "title": [f"{split} {n}" for n in range(count)],
-            "content": ["is so"] * count,
-            "label": [n % 2 for n in range(count)],
-        }
-        (tmp_path / "set" / "data").mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.table(rows), tmp_path / "set" / "data" / f"{split}-0.parquet")
-
-    def source(split: str) -> dict[str, object]:
-        return {"path": f"hf://{tmp_path}/set", "data_files": [f"data/{split}-*.parquet"]}
-
-    found = read_task(
-        tokens,
-        tmp_path,
-        test=source("test"),
-        train=source("train"),
-        text=["title", "content"],
-        labels={"0": "bad", "1": "good"},
-        shots=2,
-    )
+        rows = [{"title": f"{split} {n}", "content": "is so", "label": n % 2} for n in range(count)]
+        sources[split] = {"path": write_lines(tmp_path / f"{split}.jsonl", rows)}
+    asked = {"text": ["title", "content"], "labels": {"0": "bad", "1": "good"}, "shots": 2}
+    found = read_task(tokens, tmp_path, **sources, **asked)
     kept = {split: [one for one in found if one.split == split] for split in ("test", "train")}
     assert {split: len(some) for split, some in kept.items()} == {"test": 9, "train": 30}
     for one in found:

@@ -190,7 +190,6 @@ ARCHITECTURES: list[tuple[dict[str, Any], str]] = [
 SECTIONS: list[tuple[dict[str, Any], str]] = [
     ({"architecture": TINY["architecture"] | MASKED}, "models.demix.architecture.objective"),
     ({"models": {"dense": {"architecture": MASKED}}}, "models.dense.architecture.objective"),
-    ({"models": {"demix": {"architecture": {"objective": "mlm"}}}}, "models.demix.architecture.objective"),
     ({"models": {"demix": {"architecture": {"layers": 3}}}}, "models.demix.architecture.layers"),
     (of_x(kind="domain_token", architecture=MASKED), "models.x.kind"),
     (of_x(kind="branched", averages=True, architecture=MASKED), "models.x.averages"),

@@ -15,10 +15,11 @@ from demix.data.tokenizer import Tokenizer
 from demix.evaluate import score_tables
 from demix.evaluate.routing import Routing, route, side_tables_of
 from demix.evaluate.score_tables import tokens_sha256
-from demix.files import read_parquet
+from demix.files import read_parquet, write_json
 from demix.mix.rules import Chunk, ReleasedCluster
 from support.errors import refused
 from support.mixing import planned
+from support.models import write_model
 from support.tokens import NOVEL, TRAINING
 
 DOMAINS = TRAINING + NOVEL
@@ -118,4 +119,10 @@ def test_a_table_of_another_clusterer_is_refused(run: Path, tmp_path: Path) -> N
     documents = [run / "corpus" / domain / "train.parquet" for domain in TRAINING]
     fit_clusters(documents, Clustering(clusters=4, dimensions=6), tmp_path / "clusters" / "k4", 2)
     with refused("routing/k4/block/fantasy.test.parquet"):
+        side_tables_of(test, [one])
+    # The tokens of its shard say of which clusterer an expert is: one of the same name is refused.
+    write_model(tmp_path / "models" / "cbtm", one.experts)
+    for name in one.experts:
+        write_json(tmp_path / "clusters" / "k4" / "shards" / name / "train.json", {"sha256": "0" * 64})
+    with refused("experts/c00.json"):
         side_tables_of(test, [one])

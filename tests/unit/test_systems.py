@@ -10,7 +10,6 @@ from demix.run.check import completed_run, load_run
 from demix.run.evaluated import compared, evaluated
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
-from demix.settings import written
 from support.configs import TEXT, domains, small_run
 
 TRAINING, NOVEL = ("law", "news", "code"), ("songs", "wiki")
@@ -51,35 +50,10 @@ def test_adaptation_and_removal_follow_the_rows_that_they_name() -> None:
     }
 
 
-SEEDED = {"kind": "demix", "parent": "dense", "seed_tokens": 500}
-SETTINGS = {"sequences": 2}
-
-
-def test_a_row_with_a_seed_phase_follows_its_parent() -> None:
-    models = {"dense": {"learning_rate": 5e-4}, "seeded": SEEDED | {"ranks": 3}}
-    rows = run_of(models=models, training=SETTINGS)
-    by_name = {model.name: model for model in rows.trained}
-    seeded = by_name["seeded"]
-    own = {"parent": "dense", "seed_tokens": 500, "ranks": 3}
-    assert written(seeded.settings) == written(by_name["dense"].settings) | own
-    assert (seeded.settings.learning_rate, seeded.settings.sequences) == (5e-4, 2)
-    assert (seeded.parent, seeded.seed_step, seeded.rates_from) == ("dense", 500 // 48, "dense")
-    assert by_name["seeded-seed9"].parent == "dense-seed9", "each seed branches off from its own dense model"
-    assert (by_name["dense"].parent, by_name["dense"].seed_step) == ("", 0)
-    models |= {"late": SEEDED}
-    again = run_of(models=models, training=SETTINGS)
-    assert {place: model.name for place, model in again.seeds.items()} == {
-        ("dense", 10): "dense",
-        ("dense-seed9", 10): "dense-seed9",
-    }
-    # In tables and differences it stands beside the paper's DEMix.
-    assert [some.label for table in evaluated(rows, "wiki") if table.model == "seeded" for some in table.sets] == [
-        "training",
-        "training",
-    ]
-    assert ("seeded", "cached") in {(system.model, system.method) for system in compared(rows, "wiki")}
-    # Its model without a domain begins with the same seed, which has seen the domain.
-    removing = run_of(models=models, training=SETTINGS, removal=REMOVAL | {"model": "seeded"})
+def test_the_model_without_a_domain_begins_with_the_seed_of_its_row() -> None:
+    """The seed has seen the domain."""
+    models = {"seeded": {"kind": "demix", "parent": "dense", "seed_tokens": 500}}
+    removing = run_of(models=models, training={"sequences": 2}, removal=REMOVAL | {"model": "seeded"})
     without = next(model for model in removing.trained if model.removed)
     assert (without.parent, without.seed_step, without.base.name) == ("dense", 10, "seeded")
 
@@ -99,17 +73,6 @@ def test_each_added_expert_is_mixed_with_the_training_experts_alone() -> None:
 def test_each_kind_of_adaptation_has_its_learning_rate(given: Any, factors: list[float]) -> None:
     rows = run_of(adaptation={"learning_rate_factor": given})
     assert [rows.learning_rate_factor(one.parent) for one in rows.adaptations[:2]] == factors
-
-
-def test_a_row_can_begin_with_a_folder() -> None:
-    rows = run_of(models={"mine": {"kind": "demix", "parent": "imported/gpt2", "tokens": 500}})
-    mine, again = (model for model in rows.trained if model.row == "mine")
-    assert (mine.base.initial, written(mine.settings)) == (
-        "imported/gpt2",
-        written(rows.config.training) | {"tokens": 500},
-    )
-    assert (mine.parent, again.parent, mine.rates_from, mine.seed_step) == ("", "", "mine", 0)
-    assert not rows.seeds
 
 
 def test_a_novel_domain_that_is_appended_changes_no_job_of_before() -> None:

@@ -1,7 +1,6 @@
 """Optimizers, schedules and the z-loss against torch, transformers and plain formulas; what a plan counts of them."""
 
 import itertools
-import json
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,13 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from demix.config.architecture import Architecture, Routed
-from demix.config.training import OptimizerSettings, TrainingRecipe, fingerprinted, selected
+from demix.config.training import OptimizerSettings
 from demix.model.gpt import GPT
 from demix.plan.cost import TrainingPlan, plan_training
 from demix.plan.flops import HARDWARE
 from demix.run.placement import owners_of, place_experts
 from demix.run.run import Run
-from demix.settings import settings_from
 from demix.train import optimizers
 from demix.train.optimizers import AdamW, Muon, Optimizers, group_of, orthogonalised
 from demix.train.schedule import Optimization
@@ -164,19 +162,6 @@ def test_groups_have_their_rates_and_their_decay() -> None:
         theirs.step()
     for one, other in zip(model.parameters(), peer.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
-
-
-def test_absent_keys_are_in_no_fingerprint_and_no_rules_settings() -> None:
-    plain = settings_from(TrainingRecipe, {"tokens": 1, "sequences": 1, "learning_rate": 1.0})
-    for told in (fingerprinted(plain), selected(TrainingRecipe, plain)):
-        assert not {"optimizer", "learning_rate_schedule", "dropout"} & {*told}
-    given = {"optimizer": {"kind": "muon", "matrices": 5}, "learning_rate_schedule": {"kind": "wsd"}, "dropout": 0.1}
-    other = settings_from(TrainingRecipe, {"tokens": 1, "sequences": 1, "learning_rate": 1.0, **given})
-    assert fingerprinted(other)["optimizer"]["matrices"] == 5
-    assert fingerprinted(other)["dropout"] == 0.1
-    assert "stretch" not in fingerprinted(other)["learning_rate_schedule"]
-    again = settings_from(TrainingRecipe, json.loads(json.dumps(selected(TrainingRecipe, other))))
-    assert again == other
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 9))

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.score_tables import read_scores, stream_scores, write_scores
 from demix.files import read_json, read_parquet, sha256_file, write_json, write_parquet
-from demix.files.json_files import without_nan
 from support.cli import succeeds
 from support.errors import refused
 from support.models import write_model
@@ -70,8 +69,3 @@ def test_json_of_an_evaluation_holds_no_nan(tokens: Path, tmp_path: Path) -> Non
     done = succeeds("eval", *asked, "--json")
     found = json.loads(done.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert {line["perplexity"] for line in found["experts"]} == {None}
-
-
-def test_nulls_take_the_place_of_what_is_no_json() -> None:
-    value = {"a": [1.5, math.nan, (math.inf, 2)], "b": {"c": -math.inf, "d": "nan"}, "e": True}
-    assert without_nan(value) == {"a": [1.5, None, [None, 2]], "b": {"c": None, "d": "nan"}, "e": True}
