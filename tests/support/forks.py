@@ -15,3 +15,9 @@ FORKS.set_forkserver_preload(
         *("snakemake.cli", "snakemake.workflow", "snakemake.report", "requests", "pandas"),
     ]
 )
+
+
+def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The environment of a rank of a training that a launcher has started, with the store at a port."""
+    numbers = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1", "DEMIX_LAUNCHER": "1"}

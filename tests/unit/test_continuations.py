@@ -14,7 +14,6 @@ from demix.model.continuations import (
     MixedModel,
     continuation_log_probabilities,
     text_log_probabilities,
-    within,
 )
 from demix.model.decode import Decoder, log_prior_of, weights_of
 from demix.model.gpt import GPT
@@ -133,14 +132,6 @@ def test_each_trunk_reads_with_its_own_weights() -> None:
     found = torch.cat([decoder.read(piece)[0] for piece in tokens.split([3, 1, 20, 13], 1)], 2)
     expected = np.concatenate([whole(trunk, tokens, tokens[:, 0]) for trunk in trunks])
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-10, rtol=0)
-
-
-def test_a_long_context_loses_its_first_tokens() -> None:
-    assert within([END, *DRAWN[:14]], DRAWN[14:16], 16) == Continuation((END, *DRAWN[:14]), tuple(DRAWN[14:16]))
-    assert within([END, *DRAWN[:30]], DRAWN[30:32], 16) == Continuation(tuple(DRAWN[15:30]), tuple(DRAWN[30:32]))
-    assert within([END, 1, 2], DRAWN[:16], 16) == Continuation((2,), tuple(DRAWN[:16]))
-    with refused("continuation"):
-        within([END], DRAWN[:17], 16)
 
 
 def test_a_model_that_gives_no_probability_is_refused() -> None:

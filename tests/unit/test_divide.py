@@ -6,8 +6,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
@@ -24,7 +22,6 @@ from support.cli import demix, refusal, succeeds
 from support.dry_run import TINY, changed
 from support.errors import refused
 
-DATATROVE = Path(__file__).parent / "data" / "datatrove"
 SETS = ["ArXiv", "law", 7, True, 2.5, None, "rest", ["law"], "7"]
 ROWS = [{"text": f"Text {n} " * (n % 5 + 1), "meta": {"set": SETS[n % len(SETS)]}, "n": n} for n in range(20)] + [
     {"text": "no field", "n": 3},
@@ -101,17 +98,6 @@ def test_a_pass_counts_what_it_reads_and_ends_when_every_domain_has_its_words(tm
     write_lines(tmp_path / "c.jsonl.gz", [{"text": "t"}, {"text": "t", "set": None}])
     with refused("sources.corpus.by"):
         same_as_by_where(tmp_path, {"path": f"{tmp_path}/c.jsonl.gz"}, {"a": ["a"]}, "set")
-
-
-def test_parquet_csv_and_what_datatrove_writes_are_divided(tmp_path):
-    rows = [{"text": f"t{number}", "set": "ab"[number % 2], "other": number} for number in range(9)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=4)
-    (tmp_path / "b.csv").write_text("other,set,text\n" + "".join(f"1,{'ab'[n % 2]},c{n}\n" for n in range(5)))
-    counts = same_as_by_where(tmp_path, {"path": [f"{tmp_path}/a.parquet", f"{tmp_path}/b.csv"]}, {"a": ["a"]}, "set")
-    assert counts["others"] == 6
-    for kind, by in (("jsonl_zst", "metadata.language"), ("parquet", "metadata.language"), ("fineweb", "language")):
-        found = same_as_by_where(tmp_path, {"path": str(DATATROVE / kind)}, {"en": ["en"], "others": ["de"]}, by)
-        assert (found["values"], found["others"]) == ({"en": 2, "de": 2}, 2)
 
 
 def test_the_commands_give_the_documents_of_a_domain_that_reads_alone(tmp_path):

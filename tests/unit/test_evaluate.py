@@ -7,11 +7,8 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy.special import logsumexp
 
-from demix.data.tokenizer import Tokenizer, byte_lengths
 from demix.evaluate.choice import choose_mixing, switching_on_dev, tempered_on_dev
 from demix.evaluate.columns import COLUMNS, join
 from demix.evaluate.domain import Evaluation, evaluate_domain
@@ -71,15 +68,6 @@ def write_run(scores: Path, domain: str, **how: int) -> None:
 def output(folder: Path, name: str = "") -> Path:
     """The results of an evaluation in `folder`, or another of its `TABLES`."""
     return folder / f"rows{name}.parquet"
-
-
-@settings(max_examples=100, deadline=None)
-@given(text=st.text() | st.text("<|endoftext|>the law, 東京🙂é \n"))
-def test_bytes_of_ids_add_up_to_those_of_the_text(tokens: Path, text: str) -> None:
-    tokenizer, lengths = Tokenizer.load(tokens / "tokenizer.json"), byte_lengths(tokens / "tokenizer.json")
-    assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
-    assert len(lengths) == tokenizer.vocab_size
-    assert lengths[tokenizer.end_of_text] == 0
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from torch import nn
 from demix.run.placement import place, place_experts
 from demix.train import parallel
 from demix.train.parallel import GradientSync, World
-from support.forks import FORKS
+from support.forks import FORKS, rank_environment
 
 SEQUENCES, WIDTH = 4, 5
 
@@ -39,14 +39,7 @@ def loss_of(parameters: dict[str, nn.Parameter], experts: tuple[int, ...], first
 
 def be_rank(rank: int, ranks: int, port: int, folder: Path) -> None:
     """A rank of a step of several: two micro-batches, then the clipping."""
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "DEMIX_LAUNCHER": "1",
-    }
+    os.environ |= rank_environment(rank, ranks, port)
     parallel.BUCKET_BYTES = 2 * WIDTH * WIDTH * 8
     logging.getLogger().setLevel(logging.INFO)
     with parallel.joined() as world:

@@ -164,28 +164,18 @@ def test_a_revision_that_can_move_is_refused_with_its_commit(hub: Hub, revision:
     assert (hub.got, [path.name for path in Path().iterdir()]) == ([], ["site"])
 
 
-def test_a_fetch_goes_on_with_the_files_that_are_missing(hub: Hub) -> None:
-    first, second, *_ = sorted(path.name for path in hub.folder.glob("*.safetensors"))
-    hub.absent = {second}
-    with refused(second):
-        import_hub(ADDRESS, Path("x"))
-    assert not Path("x").exists()
-    hub.absent, hub.got = set(), []
-    import_hub(ADDRESS, Path("x"))
-    assert {"config.json", "tokenizer.json", first}.isdisjoint(name for name, _ in hub.got)
-    import_hf(hub.folder, Path("folder"))
-    assert files(Path("x")) == files(Path("folder"))
-
-
+@pytest.mark.parametrize("how", ["absent", "wrong"])
 @pytest.mark.parametrize("end", ["00002-of", "config.json"])
-def test_a_file_of_another_digest_is_refused_and_fetched_again(hub: Hub, end: str) -> None:
+def test_a_file_that_is_missing_or_of_another_digest_is_refused_and_fetched_again(hub: Hub, how: str, end: str) -> None:
     name = next(path.name for path in sorted(hub.folder.iterdir()) if end in path.name)
-    hub.wrong = {name}
+    setattr(hub, how, {name})
     with refused(name):
         import_hub(ADDRESS, Path("x"))
     assert not Path("x").exists()
-    hub.wrong = set()
+    fetched = {name for name, _ in hub.got} - {name}
+    hub.absent, hub.wrong, hub.got = set(), set(), []
     import_hub(ADDRESS, Path("x"))
+    assert fetched.isdisjoint(name for name, _ in hub.got)
     assert describe(Path("x")).content["imported"]["revision"] == COMMIT
 
 

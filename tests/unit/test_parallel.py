@@ -35,7 +35,7 @@ from demix.train.stage import ModelTraining, Training, train_model
 from demix.train.sweep import read_trial
 from support.cli import said
 from support.errors import refused
-from support.forks import FORKS
+from support.forks import FORKS, rank_environment
 from support.tokens import NOVEL, TRAINING
 from support.training import (
     ADAPT,
@@ -143,19 +143,13 @@ def settings(case: Case, **changes: str) -> Training:
 def by_ranks(ranks: int, work: Callable[..., None], *arguments: Any) -> None:
     """Do `work` with these arguments in so many processes at once, the ranks of a group."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environments = [placed(rank, ranks, store.port) for rank in range(ranks)]
+    environments = [rank_environment(rank, ranks, store.port) for rank in range(ranks)]
     processes = [FORKS.Process(target=be_rank, args=(each, work, arguments)) for each in environments]
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
     assert {process.exitcode for process in processes} == {0}
-
-
-def placed(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """The environment of a rank."""
-    numbers = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1", "DEMIX_LAUNCHER": "1"}
 
 
 def be_rank(environment: dict[str, str], work: Callable[..., None], arguments: tuple) -> None:
@@ -445,7 +439,7 @@ def test_an_error_of_a_rank_ends_all(tokens: Path, tmp_path: Path, fault: str) -
     first, second = processes = [
         FORKS.Process(
             target=be_failing,
-            args=(placed(rank, 2, store.port), tmp_path / f"{rank}.log", command(tokens, tmp_path, 1), fault),
+            args=(rank_environment(rank, 2, store.port), tmp_path / f"{rank}.log", command(tokens, tmp_path, 1), fault),
         )
         for rank in range(2)
     ]

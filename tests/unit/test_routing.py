@@ -5,14 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from sklearn.metrics.pairwise import euclidean_distances
 
 from demix.data.cluster import Clusterer, Clustering, Contexts, context_distances, fit_clusters
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
-from demix.evaluate import score_tables
 from demix.evaluate.routing import Routing, route, side_tables_of
 from demix.evaluate.score_tables import tokens_sha256
 from demix.files import read_parquet, write_json
@@ -87,23 +85,6 @@ def test_the_released_rule_measures_a_document_without_the_last_token_before(run
             evidence, state = rule.evidence(chunk, state)
             found.append(evidence[0])
         np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-4)
-
-
-def test_row_groups_are_those_of_score_tables(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clusterer, tokenizer = Clusterer.open(run / "clusters" / "k4"), Tokenizer.load(run / "tokenizer.json")
-    shard = run / "tokens" / "scripture" / "test.arrow"
-    wanted = np.concatenate(list(context_distances(clusterer, tokenizer, TokenShard.open(shard), "block", 16, None)))
-    monkeypatch.setattr(score_tables, "ROW_GROUP_TOKENS", 100)
-    for at_once in (1000, 64, 150):
-        monkeypatch.setattr("demix.data.cluster._TOKENS", at_once)
-        settings = Routing(dev_blocks=1, length=16, context="block")
-        route(run / "clusters" / "k4", [shard], run / "tokenizer.json", settings, tmp_path)
-        path = tmp_path / "scripture.test.parquet"
-        file = pq.ParquetFile(path).metadata
-        sizes = [file.row_group(number).num_rows for number in range(file.num_row_groups)]
-        assert sizes == [stop - start for start, stop in score_tables.row_groups(len(wanted), 16)]
-        assert len(sizes) > 10
-        assert np.array_equal(np.stack([column.to_numpy() for column in read_parquet(path)], axis=1), wanted)
 
 
 def test_a_table_of_another_clusterer_is_refused(run: Path, tmp_path: Path) -> None:

@@ -180,13 +180,9 @@ def test_row_groups_are_whole_blocks_and_the_same_in_every_file(
         place = tmp_path / f"{NOVEL[0]}.{path.stem}"
         for name in (*EXPERTS, "tokens"):
             found = pq.ParquetFile(place / f"{name}.parquet").metadata
-            groups = [found.row_group(number) for number in range(found.num_row_groups)]
-            assert [group.num_rows for group in groups] == [128, 128, count - 256]
-            columns = [group.column(number) for group in groups for number in range(group.num_columns)]
-            assert {column.compression for column in columns} == {"ZSTD"}
-            if name != "tokens":
-                assert {column.encodings for column in columns} == {("RLE", "BYTE_STREAM_SPLIT")}
-                assert found.metadata[b"precision"] == b"fp32"
+            sizes = [found.row_group(number).num_rows for number in range(found.num_row_groups)]
+            assert sizes == [128, 128, count - 256]
+            assert name == "tokens" or found.metadata[b"precision"] == b"fp32"
         shard = TokenShard.open(path)
         expected = log_probabilities(gpt, *blocks(shard, 32, count))
         table = read_scores(place, EXPERTS)

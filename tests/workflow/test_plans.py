@@ -216,14 +216,6 @@ def test_the_first_error_is_last_on_the_screen_and_names_its_log(tmp_path: Path)
     assert (tmp_path / targets[1]).is_file(), "what does not need it goes on"
 
 
-def test_snakemake_looks_at_the_ready_jobs_once_for_each_that_ends(tmp_path: Path) -> None:
-    """Each look reads the size of every file that a ready job takes: thousands in a run of many domains."""
-    shown = ran(tmp_path, write_config(tmp_path, TINY), "--verbose", "--until", "read")
-    ended = len(re.findall(r"^Finished jobid", shown, re.MULTILINE))
-    assert ended == 6
-    assert len(re.findall(r"^Ready jobs: ", shown, re.MULTILINE)) <= ended
-
-
 WAITING = """
 rule all:
     input: expand("{number}.txt", number=range(8))
