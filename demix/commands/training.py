@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from demix.commands.stages import run_command
 from demix.config.adaptation import PARENT_BLOCKS
@@ -25,14 +25,6 @@ from demix.train.stage import ModelTraining, Training, train_model
 from demix.train.sweep import chosen_rate
 
 T = TypeVar("T", Training, adapting.Adaptation)
-
-
-class _Launch(NamedTuple):
-    """How a training is launched: by how many ranks, on which cluster, and where its metrics go while it runs."""
-
-    ranks: int
-    cluster: Cluster | None
-    live: str = ""
 
 
 def train(
@@ -69,7 +61,7 @@ def train(
     training = ModelTraining(kind, given, shards, branch=branch, restart=restart, keep=steps)
     if expert:
         training = training.of_expert(expert)
-    _train(training, Places(output, metrics, checkpoints), _Launch(ranks, cluster, live))
+    _train(training, Places(output, metrics, checkpoints), ranks, cluster, live)
 
 
 def seed(
@@ -95,7 +87,7 @@ def seed(
         raise DemixError(f"--step {step}", f"is not one of the {training.steps} updates of the training", "change it")
     # Ranks that a launcher has started train, because there was no state to move.
     if "WORLD_SIZE" in os.environ or not move_seed(training.identity, step, kept, output):
-        _train(training, Places(output, None, checkpoints), _Launch(ranks, cluster))
+        _train(training, Places(output, None, checkpoints), ranks, cluster)
 
 
 def adapt(
@@ -122,8 +114,8 @@ def adapt(
     """
     if len(shards) < 2:
         raise DemixError(shards[0], "is the only shard", "give train.arrow and dev.arrow of the novel domain")
-    launch, places = _Launch(ranks, cluster, live), Places(output, metrics, checkpoints)
-    pair, rest, adaptation, domain = (shards[0], shards[1]), shards[2:], _given(settings, how), shards[0].parent.name
+    places, adaptation, domain = Places(output, metrics, checkpoints), _given(settings, how), shards[0].parent.name
+    pair, rest = (shards[0], shards[1]), shards[2:]
     place_experts([domain], adaptation.sequences, world_size(ranks))
     if scores is None:
         about: list[object] = ["dense"]
@@ -142,7 +134,9 @@ def adapt(
     described = describe(model)
     about += [fingerprinted(adaptation), described.shared_sha256, sorted(places.results)]
     steps = adaptation.steps(described.architecture.context)
-    _do("adaptation", fingerprint_of(about, shards), steps, adaptation.threads, places, launch, work)
+    identity = fingerprint_of(about, shards)
+    job = TrainingJob(tuple(sys.argv[1:]), identity, places, ranks, adaptation.threads, steps)
+    _do("adaptation", job, cluster, live, work)
 
 
 def _given(settings: T, how: Execution | None, rate_from: Path | None = None) -> T:
@@ -151,31 +145,23 @@ def _given(settings: T, how: Execution | None, rate_from: Path | None = None) ->
     return settings.replace(**more | ({"learning_rate": chosen_rate(rate_from)} if rate_from else {}))
 
 
-def _train(training: ModelTraining, places: Places, launch: _Launch) -> None:
+def _train(training: ModelTraining, places: Places, ranks: int, cluster: Cluster | None, live: str = "") -> None:
     """Train a model."""
     # A wrong number of ranks must be reported before any process starts.
-    place(training.kind, training.domains, training.settings.sequences, world_size(launch.ranks))
+    place(training.kind, training.domains, training.settings.sequences, world_size(ranks))
     # A trial of a rate keeps no model: what it has done is not a training's.
     about = [training.identity, sorted(places.results), *filter(None, [training.until])]
     fingerprint, steps = fingerprint_of(about, training.shards), training.until or training.steps
     work = partial(train_model, training)
-    _do("training", fingerprint, steps, training.settings.threads, places, launch, work)
+    job = TrainingJob(tuple(sys.argv[1:]), fingerprint, places, ranks, training.settings.threads, steps)
+    _do("training", job, cluster, live, work)
 
 
-def _do(
-    kind: str,
-    fingerprint: str,
-    steps: int,
-    threads: int,
-    places: Places,
-    launch: _Launch,
-    work: Callable[[Places], None],
-) -> None:
-    """Have `work` done, in this process or by others, with its results in `places` and its metrics sent meanwhile."""
+def _do(kind: str, job: TrainingJob, cluster: Cluster | None, live: str, work: Callable[[Places], None]) -> None:
+    """Have `job` done, in this process by `work` or by others, and its metrics sent meanwhile."""
 
     def streamed(at: Places) -> None:
-        with streaming(launch.live, kind, at.checkpoints, at.metrics):
+        with streaming(live, kind, at.checkpoints, at.metrics):
             work(at)
 
-    job = TrainingJob(tuple(sys.argv[1:]), fingerprint, places, launch.ranks, threads, steps)
-    launched(job, launch.cluster, run_command, streamed)
+    launched(job, cluster, run_command, streamed)

@@ -1,9 +1,10 @@
 """The cost of a config's trainings, of its scoring and of its text, before anything runs."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
+from itertools import product
 from typing import Any
 
 from demix.config.architecture import Architecture
@@ -227,17 +228,13 @@ class ScoringCosts:
         merged = {one.place: one.architecture for one in self.run.merged}
         return merged | {one.name: one.architecture for one in self.run.trained}
 
-    @cached_property
-    def _tokens(self) -> Callable[[str, int], dict[str, int]]:
-        """The tokens that are scored of a split in blocks of some length, by domain."""
-        section, domains = self.run.config.evaluation, self.run.texts
-
-        def of_split(split: str, context: int) -> dict[str, int]:
-            most = section.limit(split, context)
-            there = {name: round(TOKENS_PER_WORD * getattr(domain.words, split)) for name, domain in domains.items()}
-            return {name: min(tokens, most or tokens) for name, tokens in there.items()}
-
-        return cache(of_split)
+    def _tokens(self, domains: Iterable[str], splits: Iterable[str], context: int) -> int:
+        """The tokens that are scored of the splits of `domains` in blocks of `context` tokens."""
+        found = 0
+        for name, split in product(domains, splits):
+            there = round(TOKENS_PER_WORD * getattr(self.run.texts[name].words, split))
+            found += min(there, self.run.config.evaluation.limit(split, context) or there)
+        return found
 
     def of_job(self, job: ScoringJob) -> tuple[float, int]:
         """Hours of one rank, and bytes of score tables before compression, of a job that scores."""
@@ -252,8 +249,7 @@ class ScoringCosts:
             context=part.context or architecture.context,
             routed=routed.replace(top_k=part.top_k) if routed and part.top_k else routed,
         )
-        scored = (self._tokens(split, architecture.context) for split in part.splits)
-        tokens = sum(sum(map(split.__getitem__, part.domains)) for split in scored)
+        tokens = self._tokens(part.domains, part.splits, architecture.context)
         columns = len(part.experts) or 1
         tflops = achieved_tflops(self.device, architecture, demix=columns > 1)
         flops = scoring_flops(architecture, self.run.types, columns, part.expert_scope)
@@ -262,9 +258,8 @@ class ScoringCosts:
 
     def of_ngrams(self) -> int:
         """Bytes of the score tables of the n-grams of one order, of all training text and of each training domain."""
-        of_split = (self._tokens(split, self.run.context) for split in ("dev", "test"))
-        dev, test = (sum(map(tokens.__getitem__, self.run.domains)) for tokens in of_split)
-        return score_table_bytes(1, dev + test) + score_table_bytes(len(self.run.training), dev + test)
+        tokens = self._tokens(self.run.domains, ("dev", "test"), self.run.context)
+        return score_table_bytes(1, tokens) + score_table_bytes(len(self.run.training), tokens)
 
 
 @dataclass(frozen=True)

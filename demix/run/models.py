@@ -83,6 +83,11 @@ class Model:
         return self.settings.data or ""
 
     @property
+    def read_splits(self) -> tuple[str, ...]:
+        """The splits that the training reads: dev too, where it is evaluated."""
+        return ("train", "dev") if self.settings.dev_blocks else ("train",)
+
+    @property
     def in_parts(self) -> bool:
         """Whether each expert is a whole model with a training of its own, and all are joined afterwards."""
         return self.kind.expert_scope == "model"

@@ -178,17 +178,15 @@ class RunRules(StageSettings):
     def train_inputs(self, model: Model, dev: bool = True) -> list[str]:
         """The shards of domains or clusters that training reads: dev too, where it is evaluated and `dev` allows."""
         folder = f"clusters/{model.data}/shards" if model.data else "tokens"
-        splits = self._train_splits(model, dev)
+        splits = model.read_splits if dev else ("train",)
         return [f"{self.folder}/{folder}/{name}/{split}.arrow" for split in splits for name in model.domains]
 
     def train_files(self, model: Model, dev: bool = True) -> list[str]:
         """What the workflow knows `train_inputs` by: those of clusters by their manifests."""
         if not model.data:
             return self.train_inputs(model, dev)
-        return [f"{self.folder}/clusters/{model.data}/shards/{split}.json" for split in self._train_splits(model, dev)]
-
-    def _train_splits(self, model: Model, dev: bool) -> tuple[str, ...]:
-        return ("train", "dev") if dev and model.settings.dev_blocks else ("train",)
+        splits = model.read_splits if dev else ("train",)
+        return [f"{self.folder}/clusters/{model.data}/shards/{split}.json" for split in splits]
 
     def anonymizing(self, domain: str) -> str:
         """The option of a command that says how a domain's text is anonymized."""

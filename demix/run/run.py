@@ -218,10 +218,7 @@ class Run:
     @cached_property
     def learned_splits(self) -> tuple[tuple[str, str], ...]:
         """The clusterings that models learn from, each with the splits that their trainings read."""
-        models = [model for model in self.trained if model.data]
-        found = [(model.data, "train") for model in models]
-        on_dev = [one for one in models if one.settings.dev_blocks]
-        return tuple(dict.fromkeys(found + [(one.data, "dev") for one in on_dev]))
+        return tuple(dict.fromkeys((one.data, split) for one in self.trained if one.data for split in one.read_splits))
 
     def folder_of(self, row: str, seed: int) -> str:
         """The folder of the model of a row with `seed`."""
