@@ -190,11 +190,6 @@ class EvaluationSection(ScoringRecipe, MixingRecipe):
         """The systems without those that are left out."""
         return {name: one for name, one in self.systems.items() if one}
 
-    @property
-    def mixed_models(self) -> set[str]:
-        """The models whose score tables some of the systems read."""
-        return {name for one in self.mixed.values() for name in one.models}
-
 
 # There the mixture by the prior has a name of its own, `average`, as for `demix lm-eval`.
 HarnessWeights = Literal["average"] | Annotated[Text, AfterValidator(rule_name)]

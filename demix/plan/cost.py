@@ -267,15 +267,14 @@ class DomainPlan:
     """The cost of one domain; its numbers are None if neither the config nor a local file bounds them.
 
     `words`: the budgets of the three splits, or what local files hold. `read`: the words that are read for them.
-    `kept`: bytes of documents, corpus and tokens. `passing`: most bytes of raw text, which is removed after
-    anonymization; the downloaded files of a url source are not counted.
+    `disk`: most bytes of raw text, which is removed after anonymization, and bytes of documents, corpus and tokens; the
+    downloaded files of a url source are not counted.
     """
 
     domain: str
     words: int | None
     read: int | None
-    kept: int | None
-    passing: int | None
+    disk: int | None
 
 
 def plan_domain(name: str, domain: DomainSection, token_bytes: int, sharing: int = 1) -> DomainPlan:
@@ -293,10 +292,9 @@ def plan_domain(name: str, domain: DomainSection, token_bytes: int, sharing: int
         read = min(read or found, found)
         words = min(words or read, read)
     if words is None or read is None:
-        return DomainPlan(name, words, read, None, None)
-    passing = round(read * TEXT_BYTES)
-    kept = round(read * TEXT_BYTES + words * (TEXT_BYTES + TOKENS_PER_WORD * token_bytes))
-    return DomainPlan(name, words, read, kept, passing)
+        return DomainPlan(name, words, read, None)
+    kept = read * TEXT_BYTES + words * (TEXT_BYTES + TOKENS_PER_WORD * token_bytes)
+    return DomainPlan(name, words, read, round(read * TEXT_BYTES) + round(kept))
 
 
 def plan_domains(run: Run) -> list[DomainPlan]:

@@ -89,7 +89,7 @@ def disk_bytes(run: Run, plans: list[TrainingPlan]) -> int:
     keep, and the score tables before compression.
     """
     by_name = {plan.name: plan for plan in plans}
-    size = sum((domain.kept or 0) + (domain.passing or 0) for domain in plan_domains(run)) + cluster_bytes(run)
+    size = sum(domain.disk or 0 for domain in plan_domains(run)) + cluster_bytes(run)
     size += sum(plan.weights for plan in plans) + sum(by_name[parent].checkpoint for parent, _ in run.seeds)
     size += ScoringCosts(run, HARDWARE["cpu"]).of_all[1]
     copies = {one: len(run.domains) if one.by_domain else 1 for one in (*run.routed_merges, *run.merged)}
@@ -117,7 +117,7 @@ def in_one_line(run: Run, hardware: str, ranks: int | None = None) -> str:
 
 
 def _unknown(run: Run) -> str:
-    unknown = sum(domain.kept is None for domain in plan_domains(run))
+    unknown = sum(domain.disk is None for domain in plan_domains(run))
     return f" plus the text of {unknown} domain{'s' * (unknown > 1)}" if unknown else ""
 
 

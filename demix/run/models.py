@@ -267,7 +267,8 @@ def trained_models(config: Config, rows: dict[str, Row]) -> tuple[Model, ...]:
     training, removal = tuple(config.domains.training), config.removal
     by_domain = next((name for name, made in config.clusterings.items() if made.method == "metadata"), "")
     seeds = (config.seed, *config.further_seeds)
-    mixed = {row for row in rows for one in seeds if folder_of(row, one, config.seed) in config.evaluation.mixed_models}
+    read = {name for system in config.evaluation.mixed.values() for name in system.models}
+    mixed = {row for row in rows for one in seeds if folder_of(row, one, config.seed) in read}
     first = [
         Model(
             row.name,

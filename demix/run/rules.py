@@ -231,19 +231,15 @@ class RunRules(StageSettings):
         return [f"{self.folder}/task_weights.parquet"] if self.run.config.tasks and clustered(self.run) else []
 
     @property
-    def manifests(self) -> list[str]:
-        """The manifests of all models of the run, and of the added experts."""
-        return [*chain(*map(self.model, self.models)), *self.model(self.run.receiver.name, self.run.novel)[1:]]
-
-    @property
     def tracked(self) -> list[str]:
         """What both the tracking and the report read: results, tasks, metrics, models."""
         run = self.run
         tables = ["results", *["suites"] * bool(run.suites)]
         named = [*(one.name for one in run.trained), *(one.name for one in run.adaptations)]
         metrics = [f"{self.folder}/metrics/{name}.jsonl" for name in named]
+        manifests = [*chain(*map(self.model, self.models)), *self.model(run.receiver.name, run.novel)[1:]]
         tasks = [f"{self.folder}/tasks.parquet", *self.task_weights] if run.config.tasks or harnessed(run) else []
-        return [*(f"{self.folder}/{name}.parquet" for name in tables), *tasks, *metrics, *self.manifests]
+        return [*(f"{self.folder}/{name}.parquet" for name in tables), *tasks, *metrics, *manifests]
 
     @property
     def reported(self) -> list[str]:

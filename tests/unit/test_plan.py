@@ -196,13 +196,12 @@ def test_the_plan_of_a_domain(tmp_path: Path) -> None:
     training = PAPER["paper-125m"].config.domains.training
     plan = plan_domain("reddit", training["reddit"], 2)
     assert (plan.words, plan.read) == (25_020_000_000, 27_500_000_000)
-    assert plan.kept == 27_500_000_000 * 2.6 + 25_020_000_000 * (2.6 + 3)
-    assert plan.passing == 27_500_000_000 * 2.6
+    assert plan.disk == 2 * 27_500_000_000 * 2.6 + 25_020_000_000 * (2.6 + 3)
     wide = plan_domain("reddit", training["reddit"], 4)
-    assert wide.kept - plan.kept == 25_020_000_000 * 3
+    assert wide.disk - plan.disk == 25_020_000_000 * 3
     whole = training["1b"].replace(words=training["1b"].words.replace(train=None))
     plan = plan_domain("1b", whole, 2)
-    assert (plan.words, plan.kept) == (None, None)
+    assert (plan.words, plan.disk) == (None, None)
     for number in range(2):
         (tmp_path / f"{number}.txt").write_text("words " * 16)
     local = whole.replace(source={"path": f"{tmp_path}/*.txt"})
