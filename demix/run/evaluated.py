@@ -243,15 +243,10 @@ def context_tables(run: Run, domain: str) -> tuple[ContextTable, ...]:
             continue
         system = systems_of(model.row, model.kind, model.label)[-1]
         columns = (domain,) if model.kind.domain_tokens else model.columns
-        other = other_contexts(run, model)
+        how = system.experts, system.method, system.weights, model.name if model.kind.has_experts else ""
         for context in contexts_of(run, model):
-            folder = folder_at(model.name, context if context in other else 0)
-            prior = model.name if model.kind.has_experts else ""
-            found.append(
-                ContextTable(
-                    model.row, folder, context, columns, system.experts, system.method, system.weights, prior
-                )
-            )  # fmt: skip
+            folder = folder_at(model.name, context if context in other_contexts(run, model) else 0)
+            found.append(ContextTable(model.row, folder, context, columns, *how))
     return tuple(found)
 
 
