@@ -330,7 +330,7 @@ def _as_own(content: Mapping[str, Any], end_of_text: int, types: int) -> dict[st
     The token that ends a text may be an added one, as in the file of GPT-2 itself. None for other rules.
     """
     (tokens, added), model = tokens_of(content), content["model"]
-    steps = [*steps_of(content, "normalizer"), *steps_of(content, "pre_tokenizer")]
+    steps = [*steps_of(content.get("normalizer")), *steps_of(content.get("pre_tokenizer"))]
     last = tokens.get(END_OF_TEXT) == end_of_text == len(tokens) - 1 == types - 1
     ended = all(one["content"] == END_OF_TEXT for one in added)
     if not (last and ended and len(steps) == 1 and steps[0].get("use_regex", True)) or model.get("ignore_merges"):
@@ -348,7 +348,7 @@ def _check_lossless(source: Path, content: Mapping[str, Any], tokenizer: Tokeniz
     ends = tokenizer.decode([tokenizer.end_of_text])
     if tokenizer.end_of_text in tokenizer.encode(ends):
         raise DemixError(source, f"encodes the text {ends!r:.40} inside a document as its end", _CURE)
-    removed = any(step.get("behavior") == "Removed" for step in steps_of(content, "pre_tokenizer"))
+    removed = any(step.get("behavior") == "Removed" for step in steps_of(content.get("pre_tokenizer")))
     # The published patterns, which gigatoken knows, match all of a text.
     if removed and tokenizer.fast is None:
         raise DemixError(source, "removes text that its pattern does not match", _CURE)

@@ -93,7 +93,7 @@ def foreign_vocabulary(content: Mapping[str, Any], end_of_text: int, types: int)
     changes = {"model": model, "added_tokens": kept, "post_processor": None, "truncation": None, "padding": None}
     definition, encoding = (json.dumps(one, ensure_ascii=False) for one in (content, {**content, **changes}))
     return Vocabulary(
-        tuple(pieces), end_of_text, definition, encoding, _is_plain(content), bool(steps_of(content, "normalizer"))
+        tuple(pieces), end_of_text, definition, encoding, _is_plain(content), bool(steps_of(content.get("normalizer")))
     )
 
 
@@ -127,7 +127,7 @@ def _check_model(content: Mapping[str, Any]) -> None:
             raise ValueError(f"its model has {key}, which no byte-level BPE of demix has")
     if not isinstance(model.get("merges"), list):
         raise ValueError("it has no list of merges")
-    steps = steps_of(content, "pre_tokenizer")
+    steps = steps_of(content.get("pre_tokenizer"))
     if not steps or steps[-1].get("type") != "ByteLevel":
         raise ValueError("it is not a byte-level BPE: its pre-tokenizer does not end with ByteLevel")
     if any(step.get("add_prefix_space") for step in steps):
@@ -137,7 +137,7 @@ def _check_model(content: Mapping[str, Any]) -> None:
         by_id = step.get("behavior") == "Removed" and not (step["type"] == "Split" and step.get("invert") is True)
         if step.get("type") not in ("Split", "Digits", "Punctuation") or by_id:
             raise ValueError(f"its pre-tokenizer {step.get('type')!r:.40} may lose or change some text")
-    for step in steps_of(content, "normalizer"):
+    for step in steps_of(content.get("normalizer")):
         if step.get("type") != "NFC":
             raise ValueError(f"its normaliser {step.get('type')!r:.40} changes more of a text than its normal form NFC")
 
@@ -147,25 +147,21 @@ def _is_plain(content: Mapping[str, Any]) -> bool:
 
     It passes over how a pattern splits, whether ByteLevel also splits, and all but the first of equal merges.
     """
-    *splits, last = steps_of(content, "pre_tokenizer")
+    *splits, last = steps_of(content.get("pre_tokenizer"))
     whole = all(step.get("behavior") in ("Isolated", "Removed") for step in splits)
     merges = [" ".join(map(str, one)) if isinstance(one, list) else str(one) for one in content["model"]["merges"]]
     return whole and last.get("use_regex", True) is not bool(splits) and len({*merges}) == len(merges)
 
 
-def steps_of(content: Mapping[str, Any], part: str) -> list[dict[str, Any]]:
-    """The steps of the part pre_tokenizer or normalizer of a definition, in order."""
-    return _steps(content.get(part), "pretokenizers" if part == "pre_tokenizer" else "normalizers")
-
-
-def _steps(part: Any, items: str) -> list[dict[str, Any]]:
-    """The steps of a pre-tokenizer or a normaliser, in order."""
+def steps_of(part: Any) -> list[dict[str, Any]]:
+    """The steps of the pre-tokenizer or the normaliser of a definition, in order."""
     if part is None:
         return []
-    steps = part.get(items) if isinstance(part, dict) and part.get("type") == "Sequence" else [part]
+    several = isinstance(part, dict) and part.get("type") == "Sequence"
+    steps = part.get("pretokenizers", part.get("normalizers")) if several else [part]
     if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
-        raise ValueError(f"its {items} are {part!r:.40}")
-    return [inner for step in steps for inner in (_steps(step, items) if step.get("type") == "Sequence" else [step])]
+        raise ValueError(f"its steps are {part!r:.40}")
+    return [inner for step in steps for inner in (steps_of(step) if step.get("type") == "Sequence" else [step])]
 
 
 @cache

@@ -54,21 +54,20 @@ class Row:
     stretches: np.ndarray
 
 
-def evaluate_domain(
-    scores: Path, domain: str, evaluation: Evaluation, output: Path, byte_lengths: np.ndarray | None = None
-) -> None:
-    """Evaluate every model on the test split of `domain`, in one pass over each model's score table.
+def evaluate(domain: str, scores: Path, settings: Evaluation, output: Path, tokenizer: Path | None = None) -> None:
+    """Mix the score tables of one domain by every method, in one pass over each. Runs no forward pass.
 
-    Writes the results to `output`, <name>.parquet, and next to it <name>.priors.parquet, differences, posteriors,
-    losses and systems. `scores` is the run's folder scores/, with models/<model>/mixing.json next to it.
-    `byte_lengths` are the lengths in bytes of the tokenizer's ids. `demix.evaluate.columns` and
-    docs/explanation/mixing.md explain the rows. Raises DemixError if the models were scored on different tokens.
+    Writes the results on the test split to `output`, <name>.parquet, and next to it <name>.priors.parquet, differences,
+    posteriors, losses and systems. `scores` is the run's folder scores/, with models/<model>/mixing.json next to it.
+    Bits per byte need the `tokenizer` of the tables. `demix.evaluate.columns` and docs/explanation/mixing.md explain
+    the rows. Raises DemixError if the models were scored on different tokens.
     """
-    found = [_of_table(scores, domain, evaluation, table, byte_lengths) for table in evaluation.tables]
+    lengths = None if tokenizer is None else byte_lengths(tokenizer)
+    found = [_of_table(scores, domain, settings, table, lengths) for table in settings.tables]
     if len({one.totals.sha256 for one in found}) > 1:
         raise DemixError(f"domain {domain}", "was scored on different tokens by different models", "score it again")
     rows = [row for one in found for row in one.rows]
-    results, differences = _with_intervals(rows, found[0].totals, domain, evaluation)
+    results, differences = _with_intervals(rows, found[0].totals, domain, settings)
     priors = [row for one in found for row in one.priors]
     posteriors = [table for one in found for table in one.posteriors] or [table_schema(POSTERIORS).empty_table()]
     tables = {
@@ -77,9 +76,9 @@ def evaluate_domain(
         ".differences": pa.Table.from_pylist(differences, table_schema(DIFFERENCES)),
         ".posteriors": pa.concat_tables(posteriors),
         ".losses": pa.concat_tables(
-            one.losses for one, table in zip(found, evaluation.tables, strict=True) if not table.joined
+            one.losses for one, table in zip(found, settings.tables, strict=True) if not table.joined
         ),
-        ".systems": _system_losses(rows, found[0].totals, evaluation.seed),
+        ".systems": _system_losses(rows, found[0].totals, settings.seed),
     }
     for name, table in tables.items():
         write_parquet(table, output.with_name(f"{output.stem}{name}.parquet"))
@@ -312,12 +311,3 @@ def _interval(name: str, drawn: np.ndarray) -> dict[str, float | None]:
     """The bounds of a value by its resamples; none without any."""
     low, high = bounds(drawn) if len(drawn) else (None, None)
     return {f"{name}_low": low, f"{name}_high": high}
-
-
-def evaluate(domain: str, scores: Path, settings: Evaluation, output: Path, tokenizer: Path | None = None) -> None:
-    """Mix the score tables of one domain by every method. Runs no forward pass.
-
-    `scores` is the run's folder of score tables; the bytes per token are those of `tokenizer`. Next to `output`,
-    <name>.parquet, the files <name>.priors.parquet, differences, posteriors, losses and systems are written.
-    """
-    evaluate_domain(scores, domain, settings, output, None if tokenizer is None else byte_lengths(tokenizer))

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
+from demix.evaluate.domain import Evaluation, evaluate
 from demix.evaluate.score import Scoring, score_models
 from demix.evaluate.score_tables import tokens_sha256, write_scores, write_tokens
 from demix.run.scoring import ScoringPart
@@ -62,3 +64,11 @@ def score(
     part = _Here(directory.name, tuple(experts), domains, splits, context=context)
     manifest = output.with_name(f"{output.name}.json")
     score_models(directory.parent, [*shards], scoring.replace(models=(part,)), output, manifest)
+
+
+def evaluate_domain(
+    scores: Path, domain: str, evaluation: Evaluation, output: Path, lengths: np.ndarray | None = None
+) -> None:
+    """Evaluate a domain whose tokenizer has ids of `lengths` in bytes."""
+    with patch("demix.evaluate.domain.byte_lengths", lambda _: lengths):
+        evaluate(domain, scores, evaluation, output, None if lengths is None else Path("tokenizer.json"))

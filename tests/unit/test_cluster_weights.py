@@ -11,7 +11,7 @@ import pytest
 from sklearn.metrics.pairwise import euclidean_distances
 
 from demix.config.mixing import parsed_weights
-from demix.evaluate.domain import Evaluation, evaluate_domain
+from demix.evaluate.domain import Evaluation
 from demix.evaluate.score_tables import read_scores
 from demix.files import digest, read_json, read_parquet, write_json, write_parquet
 from demix.mix.rules import Chunk, Cluster, History, ReleasedCluster
@@ -21,7 +21,7 @@ from demix.run.evaluated import comparisons, evaluated
 from demix.run.rules import RunRules
 from support.configs import domains, small_run
 from support.mixing import as_blocks, log_mixture, log_weights, mix, updating_priors, window
-from support.scored import LENGTH, write_table
+from support.scored import LENGTH, evaluate_domain, write_table
 
 TINY = Path(__file__).parents[1] / "workflow" / "tiny.yaml"
 BLOCKS, EXPERTS = 5, 4

@@ -11,7 +11,7 @@ from scipy.special import logsumexp
 
 from demix.evaluate.choice import choose_mixing, switching_on_dev, tempered_on_dev
 from demix.evaluate.columns import COLUMNS, join
-from demix.evaluate.domain import Evaluation, evaluate_domain
+from demix.evaluate.domain import Evaluation
 from demix.evaluate.intervals import bounds, resampled_blocks, resampled_sums, stretch_tokens
 from demix.evaluate.score_tables import read_scores
 from demix.files import read_json, seed_for, write_json
@@ -24,7 +24,7 @@ from support.configs import changed, domains, small_run
 from support.errors import refused
 from support.mixing import mix
 from support.models import write_model
-from support.scored import write_table
+from support.scored import evaluate_domain, write_table
 
 TABLES = ("", ".priors", ".differences", ".posteriors", ".losses", ".systems")
 TRAINING, NOVEL = ("law", "news", "code"), ("songs", "wiki")

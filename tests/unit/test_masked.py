@@ -23,7 +23,7 @@ from demix.data.shards import blocks
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate.choice import choose_parent, own_dev_losses, tempered_on_dev
-from demix.evaluate.domain import Evaluation, evaluate_domain
+from demix.evaluate.domain import Evaluation
 from demix.evaluate.own_text import evaluate_text
 from demix.evaluate.score import Scoring
 from demix.evaluate.score_tables import read_scores
@@ -43,7 +43,7 @@ from support.contents import contents
 from support.entries import tiny
 from support.errors import refused
 from support.models import SMALL, THREE, alone, model_of, own_tensors, save_model, shared_tensors, torch_encoder
-from support.scored import score
+from support.scored import evaluate_domain, score
 from support.tokens import NOVEL, TRAINING
 from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, train_model
 

@@ -12,7 +12,7 @@ import yaml
 
 from demix.data.anonymize import SCHEMA
 from demix.data.corpus import Budget, Splitting, mark_duplicates, split
-from demix.evaluate.domain import Evaluation, evaluate_domain
+from demix.evaluate.domain import Evaluation
 from demix.files import read_json, read_parquet, write_json, write_parquet
 from demix.report import report_files
 from demix.run.check import completed_run, load_run
@@ -23,7 +23,7 @@ from support.configs import domains, small, small_run
 from support.errors import refused
 from support.frozen import rows_of, run_data
 from support.report import table_of
-from support.scored import write_table
+from support.scored import evaluate_domain, write_table
 
 TRAINING = ("law", "news", "code")
 SOURCE = {"source": {"path": "c4.jsonl"}}
