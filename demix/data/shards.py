@@ -1,9 +1,7 @@
 """Tokens of one split as a flat memory-mapped column, and the blocks that are scored."""
 
 import hashlib
-import io
 import logging
-import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,7 +20,6 @@ from demix.files.batches import BATCH_ROWS, counted, read_batches
 CHECK_EVERY = 256
 # Bytes of text between two renewals of the encoder: bounds its memory whatever the text.
 RENEW_EVERY = 64 << 20
-_PIECE = 8 << 20
 _MAX_ORIGIN = (1 << 63) - 1
 
 _log = logging.getLogger(__name__)
@@ -253,38 +250,12 @@ def _write(path: Path, columns: Mapping[str, Path], kind: np.dtype, rows: int, m
     type_ = pa.from_numpy_dtype(kind)
     schema = pa.schema([pa.field(name, type_, nullable=False) for name in columns], metadata)
     # An empty file cannot be mapped.
-    maps = [_map_flat(file) for file in columns.values()] if rows else []
-    buffers = [pa.py_buffer(each) for each in maps] or [pa.py_buffer(b"")] * len(columns)
+    buffers = [pa.memory_map(str(file)).read_buffer() if rows else pa.py_buffer(b"") for file in columns.values()]
     arrays = [pa.Array.from_buffers(type_, rows, [None, buffer]) for buffer in buffers]
     # A batch of 2^31 rows or more is one that other readers of Arrow may refuse.
     options = pa.ipc.IpcWriteOptions(allow_64bit=True)
-    with (
-        replacing(path) as temporary,
-        _Sink(temporary, maps) as sink,
-        pa.ipc.new_file(sink, schema, options=options) as writer,
-    ):
+    with replacing(path) as temporary, pa.ipc.new_file(str(temporary), schema, options=options) as writer:
         writer.write_batch(pa.record_batch(arrays, schema=schema))
-
-
-def _map_flat(path: Path) -> mmap.mmap:
-    with open(path, "rb") as stream:
-        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-class _Sink(io.BufferedWriter):
-    """A file that accepts a buffer in pieces and gives back the pages of `maps` that were read for each."""
-
-    def __init__(self, path: Path, maps: list[mmap.mmap]) -> None:
-        super().__init__(io.FileIO(path, "w"))
-        self._maps = maps
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data)
-        for start in range(0, len(view), _PIECE):
-            super().write(view[start : start + _PIECE])
-            for each in self._maps:
-                each.madvise(mmap.MADV_DONTNEED)
-        return len(view)
 
 
 def _map(path: Path) -> pa.RecordBatch:

@@ -149,7 +149,6 @@ def test_a_renewed_encoder_gives_the_same_ids(tmp_path, tokenizer, monkeypatch):
     before = _tokenized(tmp_path, tokenizer, texts).read_bytes()
     renewed = []
     monkeypatch.setattr(shards, "RENEW_EVERY", 1)
-    monkeypatch.setattr(shards, "_PIECE", 1000)
     monkeypatch.setattr(Tokenizer, "renewed", lambda self, real=Tokenizer.renewed: renewed.append(1) or real(self))
     assert _tokenized(tmp_path, tokenizer, texts).read_bytes() == before
     assert len(renewed) == 3
