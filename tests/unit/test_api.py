@@ -21,7 +21,6 @@ from support.errors import refused
 from support.frozen import rows_of
 from support.mixing import log_weights, tempered
 
-REPOSITORY = Path(__file__).parents[2]
 SHORT = "the Lord said"
 LONG = "And the Lord said unto Noah: “naïve” words,\n  and two spaces. " * 3
 

@@ -45,7 +45,6 @@ NAMES = {
 }
 # Tables 3 and 4 leave out the methods that Table 5 compares.
 IN_DOMAIN = [key for key in NAMES if key not in (("average", ""), ("uniform", "history"), ("updating", "history"))]
-SYSTEM = ["model", "experts", "method", "weights"]
 
 
 @dataclass(frozen=True)
