@@ -18,7 +18,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from demix.errors import DemixError
 from demix.files import seed_for
-from demix.model.continuations import continuation_log_probabilities, mixture_of, text_log_probabilities, within
+from demix.model.continuations import continuation_log_probabilities, mixture_of, text_scores, within
 from demix.model.decode import generate, open_model, refuse_outside, weights_of
 from demix.model.device import device_named
 from demix.model.directory import describe
@@ -111,7 +111,9 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
         """log p of each text, in consecutive blocks as in scoring."""
         texts = [self.tok_encode(request.args[0]) for request in requests]
         with progress("tokens", sum(map(len, texts)) * len(self._mixture.trunks)) as advance:
-            return text_log_probabilities(self._mixture, texts, self.eot_token_id, advance)
+            scored = text_scores(self._mixture, texts, self.eot_token_id, advance)
+            found = {number: float(log_p.sum()) for number, _, log_p, _ in scored}
+        return [found.get(number, 0.0) for number in range(len(texts))]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Continue each prompt until a stop sequence, `<|endoftext|>` or the task's number of tokens."""

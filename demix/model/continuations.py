@@ -139,34 +139,18 @@ def within(context: Sequence[int], tokens: Sequence[int], length: int) -> Contin
     return Continuation(tuple(context[-(length + 1 - len(tokens)) :]), tuple(tokens))
 
 
-def text_log_probabilities(
-    mixture: MixedModel,
-    texts: Sequence[Sequence[int]],
-    end_of_text: int,
-    advance: Callable[[int], None] = lambda tokens: None,
-) -> list[float]:
-    """log p in nats of each text by itself, which follows `end_of_text`.
-
-    A text is cut into consecutive blocks as in scoring (docs/explanation/demix-layers.md), and the posterior goes on
-    from block to block. `advance` is called with the number of tokens that were scored since its last call, once for
-    each trunk.
-    """
-    found = [0.0] * len(texts)
-    for number, _, log_p, _ in text_scores(mixture, texts, end_of_text, advance):
-        found[number] = float(log_p.sum())
-    return found
-
-
 def text_scores(
     mixture: MixedModel,
     texts: Sequence[Sequence[int]],
     end_of_text: int,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """The tokens of each text that is not empty, as `text_log_probabilities` reads it, the shortest texts first.
+    """The tokens of each text that is not empty, which follows `end_of_text`, the shortest texts first.
 
-    Yields the number of the text, log p [E, N] of its tokens under the experts, log p [N] under the mixture, and the
-    weights log g [N, E] behind it, all float64.
+    A text is cut into consecutive blocks as in scoring (docs/explanation/demix-layers.md), and the posterior goes on
+    from block to block. Yields the number of the text, log p [E, N] in nats of its tokens under the experts, log p [N]
+    under the mixture, and the weights log g [N, E] behind it, all float64. `advance` is called with the number of
+    tokens that were scored since its last call, once for each trunk.
     """
     lengths = [len(text) for text in texts]
     order = sorted(np.flatnonzero(lengths).tolist(), key=lengths.__getitem__)

@@ -26,7 +26,7 @@ from demix.config.architecture import DECODERS, Architecture, RopeScaling, Route
 from demix.config.counts import sizes, training_flops_per_token
 from demix.mix.mixtures import Mixture
 from demix.mix.rules import History
-from demix.model.continuations import Continuation, MixedModel, continuation_log_probabilities, text_log_probabilities
+from demix.model.continuations import Continuation, MixedModel, continuation_log_probabilities, text_scores
 from demix.model.directory import (
     load_experts,
     load_model,
@@ -174,7 +174,8 @@ def test_decoding_and_continuing_give_what_scoring_gives(
     wanted = [Continuation(tuple(text[:start]), tuple(some)) for some in (text[start : start + 2], [0, 0])]
     (found, _), _ = continuation_log_probabilities(mixture, wanted)
     assert found == pytest.approx(float(log_p[start - 1 : start + 1].sum()), abs=1e-9)
-    assert text_log_probabilities(mixture, [text[1:]], text[0])[0] == pytest.approx(float(log_p.sum()), abs=1e-9)
+    (scores,) = text_scores(mixture, [text[1:]], text[0])
+    assert float(scores[2].sum()) == pytest.approx(float(log_p.sum()), abs=1e-9)
     for row, expert in zip(scored, model.experts, strict=False):
         np.testing.assert_allclose(scored_in_blocks(model.only(expert), text)[0], row, rtol=0, atol=1e-10)
 
