@@ -264,8 +264,8 @@ class Block(nn.Module):
         past: KeyValues | None = None,
         auxiliary: list[RouterLoss] | None = None,
         cos_sin: CosSin | None = None,
-        masks: Masks | None = None,
         values: Tensor | None = None,
+        masks: Masks | None = None,
     ) -> Tensor:
         """Map `x` [E or 1, B, T, D] to [E, B, T, D].
 
@@ -319,12 +319,14 @@ class Transformer(nn.Module):
             x = x if added is None else x + added[1][layer] * added[0]
             # A compiled block would be compiled again for each length of a list that all blocks append to.
             own: list[RouterLoss] | None = None if auxiliary is None else []
-            if torch.is_grad_enabled():
-                given, again = (block, x, bias, own, cos_sin, dropout, layer, value), self.checkpoint_activations
-                x = checkpoint(_in_training, *given, use_reentrant=False) if again else _in_training(*given)
-            else:
+            given = bias, past[layer] if past else None, own, cos_sin, value
+            if not torch.is_grad_enabled():
                 # Evaluation has many shapes, and the compiled block would be compiled again for each.
-                x = block.forward(x, bias, past[layer] if past else None, own, cos_sin, None, value)
+                x = block.forward(x, *given)
+            elif self.checkpoint_activations:
+                x = checkpoint(_in_training, block, layer, dropout, x, *given, use_reentrant=False)
+            else:
+                x = _in_training(block, layer, dropout, x, *given)
             if auxiliary is not None and own:
                 auxiliary += own
         normed: Tensor = self.final_norm(x)
@@ -336,17 +338,10 @@ class Transformer(nn.Module):
             block.compile(dynamic=False)
 
 
-def _in_training(
-    block: nn.Module,
-    x: Tensor,
-    bias: Tensor | None,
-    auxiliary: list[RouterLoss] | None,
-    cos_sin: CosSin | None,
-    dropout: Dropout | None,
-    layer: int,
-    values: Tensor | None,
-) -> Tensor:
-    """What the block number `layer` maps `x` to in a training pass. A recomputed pass draws the same masks again."""
-    masks = None if dropout is None else dropout.masks(layer, x)
-    mapped: Tensor = block(x, bias, None, auxiliary, cos_sin, masks, values)
+def _in_training(block: nn.Module, layer: int, dropout: Dropout | None, x: Tensor, *given: Any) -> Tensor:
+    """What the block number `layer` maps `x` to in a training pass, with what else it is `given`.
+
+    A recomputed pass draws the same masks again.
+    """
+    mapped: Tensor = block(x, *given, None if dropout is None else dropout.masks(layer, x))
     return mapped
