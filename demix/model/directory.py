@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 
-from demix.config.architecture import Architecture
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError, nearest
 from demix.files import copy_checked, digest, opened, read_json, replacing, sha256_file, write_json
@@ -185,26 +184,21 @@ def expert_names(directory: Path) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in (Path(directory) / "experts").glob("[!.]*.json")))
 
 
-def assembled(
-    architecture: Architecture,
-    about: GPT | ModelManifest,
-    shared: Tensors,
-    own: Mapping[str, Tensors],
-    expert_scope: str = "feedforward",
-) -> GPT:
-    """The model of the experts with the tensors `own`, which have the tensors `shared`, and the vocabulary of `about`.
+def assembled(described: ModelManifest, shared: Tensors, own: Mapping[str, Tensors]) -> GPT:
+    """The model of the experts with the tensors `own`, which have the tensors `shared`, as its manifest says.
 
     An expert's own tensors have no axis of experts.
     """
-    model = _empty(architecture, about, tuple(own), expert_scope)
+    model = _empty(described, tuple(own))
     model.load_state_dict(model.stacked(shared, own), assign=True)
     return model
 
 
-def _empty(architecture: Architecture, about: GPT | ModelManifest, experts: tuple[str, ...], expert_scope: str) -> GPT:
+def _empty(described: ModelManifest, experts: tuple[str, ...]) -> GPT:
     """A model on the meta device: it has shapes but no values."""
+    about = described.architecture, described.vocab_size, experts, described.domain_tokens, described.expert_scope
     with torch.device("meta"):
-        return GPT(architecture, about.vocab_size, experts, about.domain_tokens, expert_scope)
+        return GPT(*about)
 
 
 def load_experts(
@@ -238,7 +232,7 @@ def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) ->
     if not experts:
         raise DemixError(directory / "experts", "holds no expert", "train the model first")
     own = {expert: load_expert(directory, expert) for expert in experts}
-    return assembled(described.architecture, described, load_shared(directory), own, described.expert_scope)
+    return assembled(described, load_shared(directory), own)
 
 
 def load_shared(directory: Path) -> Tensors:
@@ -260,7 +254,7 @@ def wanted_tensors(directory: Path) -> tuple[Tensors, Tensors]:
     """
     described = describe(directory)
     try:
-        model = _empty(described.architecture, described, ("any",), described.expert_scope)
+        model = _empty(described, ("any",))
     except RuntimeError as error:
         path = Path(directory) / "model.json"
         raise DemixError(path, f"does not describe a model ({error})", "train the model again") from None

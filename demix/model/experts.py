@@ -220,4 +220,4 @@ def load_without(directory: Path, name: str) -> GPT:
     rows = [number for number, one in enumerate(names) if one != name]
     own = {key: tensor[rows] for key, tensor in load_expert(directory, DENSE_EXPERT).items()}
     fewer = described.architecture.replace(routed=routed.replace(experts=len(rows)))
-    return assembled(fewer, described, load_shared(directory), {DENSE_EXPERT: own})
+    return assembled(described.replace(architecture=fewer), load_shared(directory), {DENSE_EXPERT: own})

@@ -117,7 +117,8 @@ def _with_random_routers(directory: Path, parents: Mapping[str, ExpertManifest])
         generator = torch.Generator().manual_seed(seed_for(0, name, *hashes))
         router = STD * torch.randn(len(parents), architecture.width, generator=generator)
         stacked[name] = router.to(shared["token_embedding"])
-    return assembled(architecture, described, shared, {DENSE_EXPERT: stacked})
+    described = described.replace(architecture=architecture, expert_scope="feedforward")
+    return assembled(described, shared, {DENSE_EXPERT: stacked})
 
 
 def _with_anchor(directory: Path, parents: Mapping[str, ExpertManifest]) -> GPT:
@@ -142,7 +143,8 @@ def _with_anchor(directory: Path, parents: Mapping[str, ExpertManifest]) -> GPT:
     described = describe(directory)
     stacked = {name: torch.cat(stack) for name, stack in stacks.items()}
     architecture = described.architecture.merged_routed(len(parents) + 1)
-    return assembled(architecture, described, shared, {DENSE_EXPERT: stacked})
+    described = described.replace(architecture=architecture, expert_scope="feedforward")
+    return assembled(described, shared, {DENSE_EXPERT: stacked})
 
 
 def learned_anchored(directory: Path) -> bool:
@@ -168,8 +170,7 @@ def averaged(directory: Path, weights: Mapping[str, float], name: str = DENSE_EX
             part = weights[expert] * tensor.double()
             total[key] = total[key].add_(part) if key in total else part
     average = {key: total[key].to(tensor.dtype) for key, tensor in own.items()}
-    shared, scope = load_shared(directory), described.expert_scope
-    return assembled(described.architecture, described, shared, {name: average}, scope)
+    return assembled(described, load_shared(directory), {name: average})
 
 
 def join_branches(branches: Sequence[Path], output: Path) -> None:

@@ -22,6 +22,8 @@ A, B, C = 3.4445, -4.7750, 2.0315
 BY_SQUARES = 5
 # Of Muon (Jordan et al. 2024): the decay of the mean of gradients in an update, and Newton-Schulz iterations.
 MOMENTUM, ITERATIONS = 0.95, 5
+# The paper's constants of AdamW.
+PAPER = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-7}
 # The scale of the loss is halved when gradients overflow, and doubled after GROW_AFTER updates without overflow.
 FIRST_SCALE, LAST_SCALE, GROW_AFTER = 2.0**16, 2.0**-4, 1000
 
@@ -77,7 +79,7 @@ class Optimizers:
             if updates and updates.kind == "muon" and group == "matrices":
                 one = Muon(members, decayed, maps)
             elif updates:
-                one = AdamW(members, decayed, (updates.beta1, updates.beta2), updates.epsilon)
+                one = AdamW(members, decayed, beta1=updates.beta1, beta2=updates.beta2, eps=updates.epsilon)
             self.optimizers.append((one, ratio))
         self._of = {parameter: optimizer for optimizer, _ in self.optimizers for parameter in optimizer.parameters}
         self._owners = self._shared_out(
@@ -143,7 +145,7 @@ class Optimizers:
 
 
 class AdamW:
-    """`torch.optim.AdamW` (Loshchilov and Hutter 2019) with fused updates, by default with the paper's constants.
+    """`torch.optim.AdamW` (Loshchilov and Hutter 2019) with fused updates, by default with the constants of `PAPER`.
 
     The class of torch imports torch's compiler, which needs over a second of the start of each training. `state` holds
     for each parameter after its first update `step`, the number of its updates, and the means `exp_avg` and
@@ -152,23 +154,9 @@ class AdamW:
 
     means = ("exp_avg", "exp_avg_sq")
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        weight_decay: float,
-        betas: tuple[float, float] = (0.9, 0.95),
-        epsilon: float = 1e-7,
-    ):
+    def __init__(self, parameters: Iterable[nn.Parameter], weight_decay: float, **others: float):
         self.parameters = list(parameters)
-        self.constants: dict[str, Any] = {
-            "beta1": betas[0],
-            "beta2": betas[1],
-            "eps": epsilon,
-            "weight_decay": weight_decay,
-            "fused": True,
-            "amsgrad": False,
-            "maximize": False,
-        }
+        self.constants: dict[str, Any] = PAPER | {"weight_decay": weight_decay, **others}
         self.state: dict[nn.Parameter, Kept] = {}
 
     def begin(self, parameter: nn.Parameter) -> Kept:
@@ -186,7 +174,8 @@ class AdamW:
         )
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         with torch.no_grad():
-            adamw([*self.parameters], gradients, averages, squares, [], steps, lr=learning_rate, **self.constants)
+            how: dict[str, Any] = {"lr": learning_rate, "fused": True, "amsgrad": False, "maximize": False}
+            adamw([*self.parameters], gradients, averages, squares, [], steps, **how, **self.constants)
 
 
 class Muon:
