@@ -363,13 +363,11 @@ CLASSES: dict[str, type[WeightsRule]] = {
 }
 
 
-def weights_rule(weights: str | Weights | WeightsRule) -> WeightsRule:
-    """The rule that a value of `evaluation.weights` names; "" is only the prior, a rule names itself.
+def weights_rule(weights: str | Weights) -> WeightsRule:
+    """The rule that a value of `evaluation.weights` names; "" is only the prior.
 
     Raises DemixError for an unknown value, and for one that leaves parameters open.
     """
-    if isinstance(weights, WeightsRule):
-        return weights
     if weights == "":
         return PriorAlone()
     try:

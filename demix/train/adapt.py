@@ -33,10 +33,9 @@ from demix.model.gpt import GPT
 from demix.model.merge import averaged, origins_of, parents_of
 from demix.run.placement import place_experts
 from demix.settings import Positive, Seed
-from demix.train.batches import balanced_batches, open_shards
+from demix.train.batches import batches_of, open_shards
 from demix.train.loop import Evaluation, dev_losses, train
 from demix.train.parallel import World, joined
-from demix.train.schedule import EarlyStopping
 from demix.train.stage import optimization
 from demix.train.state import Row, remove_states
 from demix.train.trainer import DivergedError
@@ -223,16 +222,17 @@ class _Adapting:
         origin = self.origin | {"adaptation": stated(adaptation)}
         identity = {"adaptation": fingerprinted(adaptation), "shared": described.shared_sha256}
         state = self.checkpoints / fingerprint(origin | identity | {"data": [train_data, dev_data]})
-        batches = balanced_batches(
-            [shard], [domain], adaptation.sequences, architecture.context, adaptation.seed, places[world.rank],
-            architecture.objective,
+        batches = batches_of(
+            "by_domain", [shard], [domain], adaptation.sequences, architecture.context, adaptation.seed,
+            places[world.rank], architecture.objective,
         )  # fmt: skip
         rate = described.training.learning_rate if described.training else 0.0
         how = optimization(
             adaptation,
             adaptation.steps(architecture.context),
             adaptation.learning_rate or rate * adaptation.learning_rate_factor,
-            stopping=EarlyStopping(adaptation.evaluate_every, adaptation.patience),
+            evaluate_every=adaptation.evaluate_every,
+            patience=adaptation.patience,
         )
         rows = train(model, batches, [domain], how, state, world=world, evaluate=self.evaluate)
         best = min((row for row in rows if "early_stopping_loss" in row), key=itemgetter("early_stopping_loss"))

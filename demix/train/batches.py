@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +130,6 @@ def open_shards(paths: Sequence[Path], world: World) -> list[TokenShard]:
         if shard.tokenizer_sha256 != shards[0].tokenizer_sha256:
             raise DemixError(path, f"was made with another tokenizer than {paths[0]}", "tokenize all domains again")
     return shards
-
-
-balanced_batches = partial(batches_of, "by_domain")
 
 
 def _masked(blocks: Array, drawn: Tensor, vocab_size: int, domains: Tensor, seeds: Tensor) -> Batch:

@@ -1,25 +1,18 @@
 """How parameters are updated, with which learning rate, and when training ends."""
 
 import math
-from dataclasses import dataclass
 
 from demix.config.training import Execution, LearningRate, OptimizerRecipe
 from demix.settings import Integer, Positive
-
-
-@dataclass(frozen=True)
-class EarlyStopping:
-    """Evaluate on dev every `every` steps, and stop after `patience` evaluations without a new lowest loss."""
-
-    every: int
-    patience: int
 
 
 class Optimization(Execution, OptimizerRecipe):
     """How parameters are updated in `steps` optimizer updates, and how the updates are computed.
 
     The states after the numbers of updates in `keep` are saved and never removed. The schedule of the learning rate
-    begins at update `begin`. Training ends after `until` updates, by default after all, or when `stopping` ends it.
+    begins at update `begin`. Training ends after `until` updates, by default after all. With a `patience` (early
+    stopping) the model is evaluated on dev every `evaluate_every` updates, and training ends after so many evaluations
+    without a new lowest loss.
     """
 
     steps: Positive
@@ -27,7 +20,8 @@ class Optimization(Execution, OptimizerRecipe):
     keep: tuple[Positive, ...] = ()
     begin: Integer = 0
     until: Positive | None = None
-    stopping: EarlyStopping | None = None
+    evaluate_every: Integer = 0
+    patience: Integer = 0
 
     @property
     def end(self) -> int:

@@ -15,7 +15,7 @@ from demix.model.device import compute_type
 from demix.model.gpt import GPT
 from demix.train.optimizers import AdamW, LossScale, Muon, Optimizers
 from demix.train.parallel import GradientSync, World
-from demix.train.schedule import EarlyStopping, Optimization
+from demix.train.schedule import Optimization
 from demix.train.state import Row, State, lines_of, newest_state, save_state
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Trainer:
         )
         self.sync = GradientSync(self.trained, model.owned, world)
         self.scale = LossScale(self.dtype)
-        self.best = Best(self.trained, optimization.stopping) if optimization.stopping else None
+        self.best = Best(self.trained, optimization) if optimization.patience else None
         self.metrics = Metrics(directory / "metrics.jsonl" if world.rank == 0 else None)
         self.saved: int | None = None
 
@@ -123,8 +123,8 @@ class Trainer:
 class Best:
     """The losses on dev so far, by the number of updates, and a copy of the parameters `trained` with the lowest."""
 
-    def __init__(self, trained: Mapping[str, nn.Parameter], stopping: EarlyStopping):
-        self.trained, self.stopping = trained, stopping
+    def __init__(self, trained: Mapping[str, nn.Parameter], optimization: Optimization):
+        self.trained, self.optimization = trained, optimization
         self.parameters: dict[str, Tensor] = {}
         self.losses: dict[int, float] = {}
 
@@ -142,7 +142,7 @@ class Best:
     @property
     def ends(self) -> bool:
         """Whether training ends with the last evaluation."""
-        return self.since >= self.stopping.patience
+        return self.since >= self.optimization.patience
 
     def resume(self, tensors: Mapping[str, Tensor], rows: Iterable[Row]) -> None:
         """Go on from the tensors of a checkpoint and the rows of the updates before."""
@@ -152,7 +152,7 @@ class Best:
 
     def due(self, step: int, last: bool) -> bool:
         """Whether the model is to be evaluated after `step` updates."""
-        return (last or step % self.stopping.every == 0) and step not in self.losses
+        return (last or step % self.optimization.evaluate_every == 0) and step not in self.losses
 
     def note(self, step: int, loss: float) -> None:
         """Record the loss after `step` updates."""

@@ -32,7 +32,8 @@ def mix(
 
 
 def rule_of(method: str, weights: str | WeightsRule) -> WeightsRule:
-    return weights_rule("" if method in ("average", *FLOORS) else weights)
+    named = "" if method in ("average", *FLOORS) else weights
+    return named if isinstance(named, WeightsRule) else weights_rule(named)
 
 
 def planned(

@@ -20,6 +20,7 @@ from demix.train.branch import move_seed
 from demix.train.stage import ModelTraining, Training
 from support.tokens import TRAINING
 
+balanced_batches = partial(batches_of, "by_domain")
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 32}
 RECIPE = {"seed": 1, "warmup": 0.1, "clip": 1.0, "weight_decay": 0.1, "precision": "fp32", "threads": 1}
 # 24 steps of 192 tokens on three domains.
@@ -129,5 +130,5 @@ def stop_at(
         return dataclasses.replace(batches, draw=batch)
 
     monkeypatch.setattr(stage, "batches_of", stopping)
-    monkeypatch.setattr(adapt, "balanced_batches", partial(stopping, "by_domain"))
+    monkeypatch.setattr(adapt, "batches_of", stopping)
     return drawn

@@ -17,11 +17,11 @@ from demix.files import read_parquet, write_parquet
 from demix.model.directory import load_model
 from demix.model.gpt import GPT
 from demix.run.models import left_out, trained_without
-from demix.train.batches import balanced_batches
 from support.decoding import LENGTH, next_tokens
 from support.mixing import log_weights
 from support.models import SMALL, randomise, save_model
 from support.tokens import TRAINING
+from support.training import balanced_batches
 
 DOMAIN = "licenses"
 SEED = 5

@@ -14,14 +14,23 @@ from demix.model.directory import describe, expert_lineage, load_model
 from demix.model.manifest import tokens_learned
 from demix.model.merge import merge_experts
 from demix.run.rules import RunRules
-from demix.train.batches import balanced_batches
 from demix.train.branch import branched
 from demix.train.state import State
 from support.cli import demix, succeeds
 from support.entries import tiny, trained
 from support.errors import refused
 from support.tokens import TRAINING
-from support.training import TRAIN, dense_with_seeds, opened, rows, shard_paths, tensors, train_into, updates
+from support.training import (
+    TRAIN,
+    balanced_batches,
+    dense_with_seeds,
+    opened,
+    rows,
+    shard_paths,
+    tensors,
+    train_into,
+    updates,
+)
 
 # A step of TRAIN is 192 tokens, and there are 24.
 STEPS = 24

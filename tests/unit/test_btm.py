@@ -19,7 +19,6 @@ from demix.model.experts import add_expert, find_faults, load_without, remove_ex
 from demix.model.merge import join_branches, join_metrics, merge_routed
 from demix.report.systems import all_training_flops
 from demix.train import stage
-from demix.train.batches import balanced_batches
 from demix.train.stage import ModelTraining
 from support.cli import demix, said, succeeds
 from support.entries import TINY, tiny
@@ -29,6 +28,7 @@ from support.tokens import TRAINING
 from support.training import (
     SIZES,
     TRAIN,
+    balanced_batches,
     dense_with_seeds,
     opened,
     places,

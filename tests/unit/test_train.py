@@ -23,14 +23,14 @@ from demix.model.import_hf import import_hf
 from demix.model.scoring import log_probabilities
 from demix.model.transformer import Dropout
 from demix.train import loop, optimizers
-from demix.train.batches import Batch, balanced_batches, batches_of
+from demix.train.batches import Batch, batches_of
 from demix.train.loop import train
-from demix.train.schedule import EarlyStopping, Optimization
+from demix.train.schedule import Optimization
 from demix.train.trainer import DivergedError
 from support.checkpoints import checkpoint, farthest
 from support.plain_training import adamw, plain_steps, rates
 from support.tokens import TRAINING
-from support.training import SIZES, TRAIN, opened, rows, shard_paths, tensors, train_into, updates
+from support.training import SIZES, TRAIN, balanced_batches, opened, rows, shard_paths, tensors, train_into, updates
 
 RATE, ARCHITECTURE = 0.25, Architecture(**SIZES)
 EXACT = Optimization(
@@ -139,7 +139,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tokens: Path, tmp_pat
     assert "scripture" in diverged.value.rows[0]["diverged"]
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor.nan_to_num(7.0), before[name].double().nan_to_num(7.0))
-    how = EXACT.replace(stopping=EarlyStopping(5, 3))
+    how = EXACT.replace(evaluate_every=5, patience=3)
     batches = balanced_batches(opened(tokens), TRAINING, 2, 32, 1)
     with pytest.raises(DivergedError):
         train(new_model(), batches, TRAINING, how, tmp_path / "dev", evaluate=lambda _: (float("nan"), {}))
@@ -162,7 +162,7 @@ def test_early_stopping_keeps_the_best_parameters(stopped_at: int | None, tokens
         seen.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
         return next(told), {}
 
-    stopping = EarlyStopping(every=3, patience=3)
+    stopping = {"evaluate_every": 3, "patience": 3}
     optimization = EXACT.replace(steps=24, precision="fp32", stopping=stopping)
     drawn = dataclasses.replace(batches, draw=draw)
     model = new_model()
