@@ -21,17 +21,16 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 
 
 def compute_type(precision: str) -> torch.dtype:
-    """The torch type for a config's `precision`. Raises DemixError for one that the GPU lacks."""
-    if torch.cuda.is_available() and not torch.version.hip:
-        refuse_lacking(precision, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
+    """The torch type for a config's `precision`.
+
+    Raises DemixError for bf16 on an NVIDIA GPU before compute capability 8.0, which torch would emulate slowly.
+    """
+    if precision == "bf16" and torch.cuda.is_available() and not torch.version.hip:
+        name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        if major < 8:
+            cause = f"is not of {name}, whose compute capability is {major}.{minor} (bf16 needs 8.0)"
+            raise DemixError("precision bf16", cause, LACKING_CURE)
     return PRECISIONS[precision]
-
-
-def refuse_lacking(precision: str, capability: tuple[int, int], name: str) -> None:
-    """Raise DemixError for bf16 on an NVIDIA GPU before compute capability 8.0, which torch would emulate slowly."""
-    if precision == "bf16" and capability < (8, 0):
-        cause = f"is not of {name}, whose compute capability is {capability[0]}.{capability[1]} (bf16 needs 8.0)"
-        raise DemixError("precision bf16", cause, LACKING_CURE)
 
 
 def set_threads(threads: int) -> None:
