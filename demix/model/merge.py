@@ -43,7 +43,9 @@ def merge_experts(directory: Path, weights: dict[str, float], output: Path, card
     `averaged` does.
     """
     model, parents = averaged(directory, weights), parents_of(directory, weights)
-    _save_merged(model, directory, parents, {}, {"parents": origins_of(weights, parents)}, output, card)
+    description, lineage = _records(directory, parents)
+    lineage["parents"] = origins_of(weights, parents)
+    save_model(model, output, description, lineage, tokenizer_path(directory), card)
 
 
 def merge_routed(directory: Path, output: Path, experts: Sequence[str] = (), card: str | None = None) -> None:
@@ -63,33 +65,27 @@ def merge_routed(directory: Path, output: Path, experts: Sequence[str] = (), car
         raise DemixError(directory, "has one expert, and tokens choose among several", cure)
     parents = {expert: expert_lineage(directory, expert) for expert in experts}
     model = (_with_anchor if anchored else _with_random_routers)(directory, parents)
-    about: dict[str, Any] = {"expert_scope": "feedforward"} if whole_models(directory) else {}
-    about["shared_parameters"], about["expert_parameters"] = parameters(model.architecture, model.vocab_size)
+    description, lineage = _records(directory, parents)
+    if whole_models(directory):
+        description["expert_scope"] = "feedforward"
+    counts = parameters(model.architecture, model.vocab_size)
+    description["shared_parameters"], description["expert_parameters"] = counts
     hashes = {expert: one.sha256 for expert, one in parents.items()}
     if anchored and isinstance(described.parent, Branched):
         hashes = {DENSE_EXPERT: described.parent.state_sha256} | hashes
-    choices = [{"expert": expert, "sha256": sha256} for expert, sha256 in hashes.items()]
-    _save_merged(model, directory, parents, about, {"choices": choices}, output, card)
+    lineage["choices"] = [{"expert": expert, "sha256": sha256} for expert, sha256 in hashes.items()]
+    save_model(model, output, description, lineage, tokenizer_path(directory), card)
 
 
-def _save_merged(
-    model: GPT,
-    directory: Path,
-    parents: Mapping[str, ExpertManifest],
-    about: dict[str, Any],
-    origin: dict[str, Any],
-    output: Path,
-    card: str | None,
-) -> None:
-    """Write the merge of the experts `parents` of `directory`; its description has `about`, its lineage `origin`."""
+def _records(directory: Path, parents: Mapping[str, ExpertManifest]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The description of a merge of the experts `parents` in `directory`, and its lineage without its origin."""
     described, learned = describe(directory), learned_of(parents.values())
-    description = described.content | {"kind": "merged"} | about
+    description = described.content | {"kind": "merged"}
     if whole_models(directory):
         # They share nothing, so nothing is left of the experts that are not among the parents.
         own = {key: learned[key] for key in ("steps", "tokens", "data_sha256")}
         description |= own | {"tokens_seed": sum(learned["seeds"].values())}
-    lineage = learned | {"parent": None, "tokenizer_sha256": described.tokenizer_sha256} | origin
-    save_model(model, output, description, lineage, tokenizer_path(directory), card)
+    return description, learned | {"parent": None, "tokenizer_sha256": described.tokenizer_sha256}
 
 
 def _with_random_routers(directory: Path, parents: Mapping[str, ExpertManifest]) -> GPT:
