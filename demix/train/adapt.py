@@ -134,10 +134,11 @@ def _beginning(
     priors: dict[str, float] = {}
     if chosen is not None:
         refuse_routed(directory, "no expert of a domain can join")
-        parent, average, own_only, priors = chosen["parent"], whole_models(directory), True, chosen["priors"]
+        parent, average, own_only = chosen["parent"], whole_models(directory), True
         log.info("%s: likeliest expert %s (posterior %.3f)", domain, parent, chosen["parent_prior"])
         origin = {**chosen}
-    if average:
+    if chosen is not None and average:
+        priors = chosen["priors"]
         origin |= {"parent": None, "parents": origins_of(priors, parents_of(directory, priors))}
         # That of one parent. The weights say it of all.
         del origin["parent_prior"]
