@@ -162,8 +162,7 @@ def test_early_stopping_keeps_the_best_parameters(stopped_at: int | None, tokens
         seen.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
         return next(told), {}
 
-    stopping = {"evaluate_every": 3, "patience": 3}
-    optimization = EXACT.replace(steps=24, precision="fp32", stopping=stopping)
+    optimization = EXACT.replace(steps=24, precision="fp32", evaluate_every=3, patience=3)
     drawn = dataclasses.replace(batches, draw=draw)
     model = new_model()
     try:
