@@ -32,6 +32,7 @@ from demix.track.live import Sender, streaming
 from demix.track.store import track
 from support.cli import demix, succeeds
 from support.configs import changed
+from support.disturbed import until
 from support.errors import refused
 from support.frozen import copied, rows_of, with_models
 
@@ -399,10 +400,7 @@ def test_the_sender_gets_the_status_with_which_the_training_ended(
     with pytest.raises(type(error)) if error else nullcontext(), streaming("{}", "training", tmp_path, tmp_path):
         if error:
             raise error
-    deadline = time.monotonic() + 30
-    while not sent.exists() or sent.read_text() != status:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: sent.exists() and sent.read_text() == status, 30)
 
 
 @pytest.mark.parametrize("answers", [True, False], ids=["dies", "hangs"])
