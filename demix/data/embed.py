@@ -19,8 +19,6 @@ NUMBER = "#NUMBER"
 # scikit-learn's own `(?u)\b\w\w+\b`, whose words are the same.
 _WORD = re.compile(r"\w\w+")
 _GAP = re.compile(r"\W")
-# Letters whose words are in memory at one time.
-_PIECE = 1 << 20
 # Counts of so many terms of documents, or more, are fitted in float32: 400,000 documents need 1.5 GB.
 _MANY_COUNTS = 1 << 24
 
@@ -32,13 +30,8 @@ def lowered(text: str) -> str:
 
 def _words(text: str) -> Iterator[str]:
     """The words of a text in lower case; one that begins with a digit is NUMBER."""
-    text, start = lowered(text), 0
-    while start < len(text):
-        gap = _GAP.search(text, start + _PIECE)
-        end = gap.start() if gap else len(text)
-        for word in _WORD.findall(text, start, end):
-            yield NUMBER if word[0].isdigit() else word
-        start = end
+    for word in _WORD.findall(lowered(text)):
+        yield NUMBER if word[0].isdigit() else word
 
 
 @dataclass(frozen=True)

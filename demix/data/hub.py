@@ -142,10 +142,8 @@ def model_files(repository: str, commit: str) -> dict[str, HubFile]:
             raise DemixError(f"model {repository}", "is gated", "accept its terms on its page, then set HF_TOKEN")
         files = {}
         for one in info.siblings or ():
-            address, digest = (
-                hf_hub_url(repository, one.rfilename, revision=commit),
-                one.lfs.sha256 if one.lfs else None,
-            )
+            address = hf_hub_url(repository, one.rfilename, revision=commit)
+            digest = one.lfs.sha256 if one.lfs else None
             files[one.rfilename] = HubFile(address, int(one.size or 0), digest, str(one.blob_id))
         return files
 

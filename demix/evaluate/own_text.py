@@ -158,9 +158,8 @@ class Judge:
         named = _named(text)
         once = isinstance(text, str) or is_stream(named)
         with TemporaryDirectory(prefix="demix.") as folder:
-            raw, documents, shard_path = (
-                Path(folder, name) for name in ("raw.parquet", "documents.parquet", "own.arrow")
-            )
+            raw, documents = Path(folder, "raw.parquet"), Path(folder, "documents.parquet")
+            shard_path = Path(folder, "own.arrow")
             try:
                 raw_text([_kept(text, Path(folder)) if once else named], field, "own", raw)
             except DemixError as error:

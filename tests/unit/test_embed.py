@@ -131,11 +131,6 @@ def test_a_large_sample_is_fitted_in_single_precision(monkeypatch):
     assert points == pytest.approx(POINTS, abs=1e-4)
 
 
-def test_long_texts_are_read_in_pieces(monkeypatch):
-    monkeypatch.setattr(embed, "_PIECE", 3)
-    assert EMBEDDING.points(SAMPLE) == pytest.approx(POINTS, abs=1e-12)
-
-
 @pytest.mark.parametrize(
     ("texts", "options"),
     [(["alpha beta"] * 9, {}), ([" ".join(WORDS)] * 2, {"min_documents": 1}), (["the", "and"] * 9, {})],
