@@ -34,6 +34,7 @@ from demix.train.parallel import joined
 from demix.train.stage import ModelTraining, Training, train_model
 from demix.train.sweep import read_trial
 from support.cli import said
+from support.disturbed import until
 from support.errors import refused
 from support.forks import FORKS, rank_environment
 from support.tokens import NOVEL, TRAINING
@@ -317,9 +318,7 @@ def launcher(tokens: Path, folder: Path) -> Iterator[tuple[BaseProcess, list[int
     yield process, ranks
     process.join(60)
     assert process.exitcode is not None
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), 60)
 
 
 def children(pid: int) -> list[int]:

@@ -1,14 +1,14 @@
 """The playground: what its page is answered, what is refused, and the page in a real browser."""
 
-import http.client
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+import urllib3
 from axe_core_python.selenium import Axe
 from selenium import webdriver
 from selenium.webdriver.common.by import By
@@ -42,22 +42,14 @@ def served(model: Path) -> Iterator[Playground]:
 
 
 def ask(
-    server: Playground, method: str, path: str, body: object = None, **headers: str | None
-) -> tuple[int, str, http.client.HTTPMessage]:
-    """Status, text and headers of the answer to a request as the page sends it, but for `headers` (None: left out)."""
-    own = f"127.0.0.1:{server.port}"
-    sent = {"Host": own, "Origin": f"http://{own}", "Content-Type": "application/json"}
-    content = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-    sent |= {"Content-Length": str(len(content))} if method == "POST" else {}
-    sent |= {name.replace("_", "-"): value for name, value in headers.items()}
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
-    for name, value in sent.items():
-        if value is not None:
-            connection.putheader(name, value)
-    connection.endheaders(content)
-    answer = connection.getresponse()
-    return answer.status, answer.read().decode(), answer.headers
+    server: Playground, method: str, path: str, body: object = None, **headers: str
+) -> tuple[int, str, Mapping[str, str]]:
+    """Status, text and headers of the answer to a request as the page sends it, but for `headers`."""
+    own = f"http://127.0.0.1:{server.port}"
+    sent = {"Origin": own, "Content-Type": "application/json"} | headers
+    content = None if body is None else json.dumps(body)
+    answer = urllib3.request(method, own + path, body=content, headers=sent, retries=False, timeout=60)
+    return answer.status, answer.data.decode(), answer.headers
 
 
 @pytest.fixture(scope="module")
