@@ -188,7 +188,7 @@ def failure(job: TrainingJob, job_id: str, state: str, restarts: int) -> DemixEr
     if state == "TIMEOUT":
         cure = "raise cluster.grace_seconds, then rerun: training goes on from the last checkpoint"
         return MishapError(f"job {job_id}", "reached its time limit before its state was saved", cure)
-    killed = [Failure(*one, killed=True) for one in _killed(logs / f"{job_id}_0_log.err")]
+    killed = _killed(logs / f"{job_id}_0_log.err")
     if first := first_failure(noted_in(logs / f"{job_id}.{restarts}.notes"), killed):
         where, log = f"rank {first.rank} of {job.ranks} on {first.node}", logs / f"{job_id}_{first.rank}_log.err"
         if first.killed:
@@ -198,8 +198,8 @@ def failure(job: TrainingJob, job_id: str, state: str, restarts: int) -> DemixEr
     return MishapError(f"job {job_id}", f"ended as {state} without results", f"see {logs}/{job_id}_*_log.err; {cure}")
 
 
-def _killed(path: Path) -> list[tuple[int, str, str]]:
-    """Ranks that a signal ended, with their nodes and srun's messages, in the order of srun's log.
+def _killed(path: Path) -> list[Failure]:
+    """The ends of ranks by a signal, with srun's messages, in the order of srun's log.
 
     All starts of a job share the log, so only the last start counts. Ranks that srun itself ended do not count.
     """
@@ -207,15 +207,14 @@ def _killed(path: Path) -> list[tuple[int, str, str]]:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:
         return []
-    found: list[tuple[int, str, str]] = []
-    ended = False
+    found, ended = list[Failure](), False
     for line in lines:
         if line.startswith(START):
             found, ended = [], False
         ended = ended or any(words in line for words in ("First task exited", "Terminating StepId", "CANCELLED AT"))
         match = re.match(r"srun: error: (\S+): tasks? ([\d,-]+): (.*)", line)
         if match and not ended and "exit code" not in match[3]:
-            found += [(rank, match[1], match[3]) for rank in _numbers(match[2])]
+            found += [Failure(rank, match[1], match[3], killed=True) for rank in _numbers(match[2])]
     return found
 
 
