@@ -10,8 +10,7 @@ from typing import Any
 
 from demix.config.domains import DomainName, Scalar, check_values, domain_name
 from demix.data import sources
-from demix.data.readers import Row
-from demix.data.selection import as_list, matches, select_or_none
+from demix.data.readers import Row, as_list, matches, select_or_none
 from demix.data.sources import Omitted, Source
 from demix.errors import DemixError
 from demix.files import write_json

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from demix.config.addresses import COMMIT, HUB, hub_model
-from demix.data.readers import Row, json_object
-from demix.data.selection import column
+from demix.data.readers import Row, column, json_object
 from demix.errors import DemixError
 
 # JSON lines are read as lines of text: the builder "json" wants one schema of all files, and refuses a nested field of

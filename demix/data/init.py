@@ -14,8 +14,7 @@ from demix.config.adaptation import PASSES
 from demix.config.files import files_at, left_out
 from demix.config.names import LONGEST, REPEATED
 from demix.config.reference import inline
-from demix.data.readers import TO_UTF8, Reading, read_rows
-from demix.data.selection import select_or_none
+from demix.data.readers import TO_UTF8, Reading, read_rows, select_or_none
 from demix.data.sources import Omitted, Source, records
 from demix.errors import DemixError
 from demix.progress import so_many

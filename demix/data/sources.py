@@ -25,8 +25,7 @@ from demix.config.files import left_out
 from demix.data import readers
 from demix.data.anonymize import anonymize_documents
 from demix.data.hub import hub_rows
-from demix.data.readers import SURROGATE, Reading, Row, read_rows
-from demix.data.selection import as_text, matches, select, select_or_none
+from demix.data.readers import SURROGATE, Reading, Row, as_text, matches, read_rows, select, select_or_none
 from demix.data.shared import made_once
 from demix.errors import DemixError
 from demix.files import fingerprint
@@ -75,7 +74,7 @@ class Omitted:
 class Source(SourceSection):
     """Where a domain's text comes from and which part of it is read; config/README.md explains each field.
 
-    `text` and the keys of `where` are fields or paths into nested ones (`selection.select`), and so are `fields`, which
+    `text` and the keys of `where` are fields or paths into nested ones (`readers.select`), and so are `fields`, which
     `records` gives too.
     """
 

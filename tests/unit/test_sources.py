@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 
 from demix.data import expand, readers
 from demix.data.anonymize import anonymize_documents
-from demix.data.selection import matches, select
+from demix.data.readers import matches, select
 from demix.data.sources import Omitted, Source, download, records
 from demix.errors import DemixError
 from demix.settings import settings_from
