@@ -90,9 +90,7 @@ def import_hf(
     `origin` of the files. Nothing is unpickled or fetched. Raises DemixError, and leaves no `output`, if a file is
     missing or damaged, if the model computes something that demix does not, and if the logits differ.
     """
-    refuse_used(output)
-    if verify:
-        refuse_without_transformers()
+    _check_output(output, verify)
     for path in (*(folder / name for name in (*KEPT, INDEX)), *folder.glob("*.safetensors")):
         check_inside(path, folder)
     config = folder / "config.json"
@@ -123,9 +121,7 @@ def import_hub(address: str, output: Path, context: int | None = None, verify: b
     which a later call goes on, until the model is written. Raises DemixError for what names no commit, for files that
     are absent, damaged or out of reach, and as `import_hf` does.
     """
-    refuse_used(output)
-    if verify:
-        refuse_without_transformers()
+    _check_output(output, verify)
     repository, commit = pinned_model(address)
     files, place = model_files(repository, commit), output.resolve()
     folder = place.with_name(f".{place.name}.{commit[:12]}")
@@ -310,9 +306,10 @@ def imported_tokenizer(folder: Path, output: Path, types: int) -> Tokenizer:
     return write_definition(source, definition, output, end_of_text, types)
 
 
-def refuse_without_transformers() -> None:
-    """Raise DemixError unless transformers is installed."""
-    if importlib.util.find_spec("transformers") is None:
+def _check_output(output: Path, verify: bool) -> None:
+    """Raise DemixError if `output` is in use, or if logits are to be compared and transformers is not installed."""
+    refuse_used(output)
+    if verify and importlib.util.find_spec("transformers") is None:
         raise DemixError("--verify", "needs transformers, which is not installed", "pip install 'demix[transformers]'")
 
 
