@@ -132,12 +132,8 @@ class RunRules(StageSettings):
             "old": list(dict.fromkeys(old)),
         }
 
-    def prior_scores(self, model: str, domain: str) -> list[str]:
-        """The scores whose cached prior weights the experts in an average; none without a domain, by equal weights."""
-        return self.scores(model, [domain]) if domain else []
-
     def prior_options(self, model: str, domain: str) -> str:
-        """The options of an average that name this prior."""
+        """The options of an average that name the prior of `domain`; none without a domain, by equal weights."""
         evaluation, scores = self.run.config.evaluation, f"{self.folder}/scores/{model}"
         prior = f"--scores {scores} --decay {evaluation.decay} --blocks {evaluation.dev_blocks} --domain {domain}"
         return prior if domain else ""

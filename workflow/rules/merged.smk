@@ -5,7 +5,8 @@
 rule average:
     input:
         lambda wildcards: RULES.model(wildcards.model),
-        lambda wildcards: RULES.prior_scores(wildcards.model, wildcards.average.partition("-")[2]),
+        # The scores whose cached prior weights the experts; none of an average by equal weights.
+        lambda wildcards: RULES.scores(wildcards.model, wildcards.average.split("-")[1:]),
     output:
         f"{RUN}/models/{{model}}-{{average}}/model.json",
     wildcard_constraints:
