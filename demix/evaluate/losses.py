@@ -198,20 +198,21 @@ def document_losses(
 
     `priors` holds the log prior of each `cached` or `fitted` mixture. A mixture with a method of `FLOORS` is the best
     expert in hindsight. `traced` is one whose method is `updating`; `byte_lengths` are those of the tokenizer's ids;
-    `side` is what the weights rules read in addition to scores; that of a context has the distances to the clusters of
-    experts. The table is streamed, so memory grows with the number of documents and mixtures, not with the number of
-    tokens. Raises DemixError where the text weights the experts of a masked model.
+    `side` has, by context, the distances to the clusters of the experts, which some rules read. The table is streamed,
+    so memory grows with the number of documents and mixtures, not with the number of tokens. Raises DemixError where
+    the text weights the experts of a masked model.
     """
     mixer, footer = Mixer(experts, mixtures, priors, side, traced), footer_of(directory, experts)
     if by_text := next((mixture for mixture in mixer.mixtures if mixture.by_text), None):
         refuse_evidence(directory, footer.folds, f"{by_text.method} with weights {by_text.weights}")
-    length = stretch_tokens(count := footer.rows)
+    count, length = footer.rows, stretch_tokens(footer.rows)
     names: list[str | PlannedMixture] = [*experts, *mixer.mixtures]
     stretches = np.zeros((len(names), -(-count // length)))
     pieces, byte_count, read = [], 0, 0
     what, files = f"{directory.parent.name} on {directory.name}: tokens", [directory / "tokens.parquet"]
     stream = stream_scores(directory, experts, side=side)
     for chunk in counted(stream, what, files, lambda chunk: len(chunk.documents)):
+        # The chunk's stretches; then where its documents begin in it, and where its stretches do.
         within = slice(read // length, -(-(read + len(chunk.documents)) // length))
         cuts = [
             np.flatnonzero(np.diff(chunk.documents, prepend=chunk.documents[0] - 1)),

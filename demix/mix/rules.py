@@ -206,7 +206,7 @@ class Switching(WeightsRule):
         """
         log_prior, log_g = state
         rows = _rows(chunk)
-        # How much less than the best expert those give a token that the prior allows.
+        # Over tokens, the least of max_i π[i]·p_i / max_i p_i. Products as small as these would underflow in matrices.
         lowest = ((rows + log_prior[:, None]).max(axis=0) - rows.max(axis=0)).min()
         least = log_prior[log_prior > -np.inf].min()
         if self.alpha * np.exp(lowest) < _RARE or self.alpha * np.exp(least) < _SMALL:
