@@ -11,8 +11,7 @@ from scipy.optimize import minimize_scalar
 from demix.config.mixing import parsed_weights
 from demix.data.shards import TokenShard
 from demix.evaluate.choice import ALPHAS, BETAS, GAMMAS
-from demix.evaluate.combined import CACHE_DECAYS, Combination, UnigramCache, combine, log_p
-from demix.evaluate.ngrams import NGramScoring, score_ngrams
+from demix.evaluate.combined import CACHE_DECAYS, Combination, NGramScoring, UnigramCache, combine, log_p, score_ngrams
 from demix.evaluate.score_tables import ScoreTable, read_scores
 from demix.files import read_json
 from demix.mix.mixtures import Mixture

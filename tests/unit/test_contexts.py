@@ -10,7 +10,7 @@ import pytest
 
 from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard, blocks
-from demix.evaluate.contexts import ContextEvaluation, evaluate_contexts, losses_by_position
+from demix.evaluate.domain import ContextEvaluation, evaluate_contexts, losses_by_position
 from demix.evaluate.score import Scoring
 from demix.evaluate.score_tables import read_scores
 from demix.mix.rules import History

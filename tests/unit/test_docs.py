@@ -23,8 +23,7 @@ from demix.config.architecture import architecture_from
 from demix.config.tasks import ExamplesRecipe
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.classification import Classification
-from demix.evaluate.contexts import ContextEvaluation
-from demix.evaluate.domain import Evaluation
+from demix.evaluate.domain import ContextEvaluation, Evaluation
 from demix.evaluate.fewshot import TaskScoring
 from demix.evaluate.memorization import Audit
 from demix.evaluate.routing import Routing

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from demix.data.shards import TokenShard, tokenize
 from demix.data.tokenizer import train_tokenizer
-from demix.evaluate.ngrams import NGramScoring, score_ngrams
+from demix.evaluate.combined import NGramScoring, score_ngrams
 from demix.evaluate.score_tables import read_scores
 from demix.files import read_json
 from demix.model.ngram import FALLBACK, KneserNey, discounts_of
