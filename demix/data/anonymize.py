@@ -14,7 +14,7 @@ What each category means here, and where it differs from the code published with
   security" also parted by spaces or plain.
 - PHONE_NUMBER: North American numbers with an area code and separators; numbers with a country code, or after the
   digits that are dialled to leave a country; numbers as 64 countries write them with a trunk prefix or an area code in
-  parentheses (`demix.data.dialling`); extensions. Other groups of 7 to 15 digits only right next to words such as
+  parentheses (`demix.data.numbers`); extensions. Other groups of 7 to 15 digits only right next to words such as
   "phone:", "call me on" or "is my number" (`demix.data.cues`), since years, pages, identifiers and times look the same.
 - USER: `@handle`, the whole of it but no trailing dot; not a decorator, a documentation tag, a package scope, a key of
   JSON-LD or a command of a batch file.

@@ -7,7 +7,7 @@ from pathlib import Path
 import phonenumbers
 from phonenumbers import PhoneNumberFormat, PhoneNumberType
 
-from demix.data.dialling import COUNTRIES
+from demix.data.numbers import COUNTRIES
 
 _TEMPLATES = tomllib.loads(Path(__file__).with_name("unseen.toml").read_text(encoding="utf-8"))
 KINDS = (PhoneNumberType.FIXED_LINE, PhoneNumberType.MOBILE, PhoneNumberType.TOLL_FREE)

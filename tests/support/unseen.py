@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from demix.data.dialling import COUNTRIES
+from demix.data.numbers import COUNTRIES
 from support.numbering import written
 
 _TEMPLATES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))

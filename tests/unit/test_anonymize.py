@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demix.data.anonymize import CATEGORIES, anonymize, anonymize_documents, cut, normalise
-from demix.data.dialling import COUNTRIES, is_written_at_home
 from demix.data.leakage import words_of
+from demix.data.numbers import COUNTRIES, is_written_at_home
 from demix.data.sources import SCHEMA
 from demix.files import read_json
 from support.numbering import AFTER, BEFORE, EXTENSIONS, every_country, sentences, written
