@@ -57,8 +57,7 @@ def write_text_shard(folder: Path, tokens: int) -> Path:
 def write_model(folder: Path, shard: Path, experts: tuple[str, ...]) -> None:
     opened = TokenShard.open(shard)
     lineage = {"tokenizer_sha256": opened.tokenizer_sha256}
-    model = GPT(SHAPE, opened.vocab_size, experts).initialise(0)
-    save_files(model, folder, lineage, lineage)
+    save_files(GPT(SHAPE, opened.vocab_size, experts).initialise(0), folder, lineage, lineage)
 
 
 def side(what: str, folder: str, count: int, tokens: int) -> dict[str, float]:

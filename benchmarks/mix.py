@@ -70,8 +70,7 @@ def ours(folder: Path, experts: tuple[str, ...]) -> tuple[dict[str, float], dict
         "pass": ended - began, "cpu": cpu_ended - cpu,
         "switching": time.perf_counter() - ended, "switching cpu": time.process_time() - cpu_ended,
     }  # fmt: skip
-    losses = totals.nll | chained.nll
-    return times, {one: float(nll.sum()) for one, nll in losses.items() if isinstance(one, PlannedMixture)}
+    return times, {one: float((totals.nll | chained.nll)[one].sum()) for one in (*planned, *chain)}
 
 
 def plain(folder: Path, experts: tuple[str, ...]) -> tuple[dict[str, float], dict[PlannedMixture, float]]:

@@ -181,4 +181,5 @@ def test_ngrams_learn_as_many_tokens_as_dense_and_are_mixed_as_experts() -> None
     every = tiny(evaluation={"ngrams": ["5_all"]})
     settings = json.loads(RunRules(every).ngram_settings("5_all"))
     assert (settings["order"], settings["train_tokens"]) == (5, None)
-    assert [one.folder for one in evaluated(every, "fantasy")[-2:]] == ["ngram5_all", "ngram5_all_domains"]
+    folders = [one.folder for one in evaluated(every, "fantasy")]
+    assert [one for one in folders if "ngram" in one] == ["ngram5_all", "ngram5_all_domains"]
