@@ -100,9 +100,9 @@ class OwnText:
         return sorted(self.experts, key=lambda line: line.perplexity)
 
 
-def evaluate_text(model: Path, text: Path, tokenizer: Path | None = None, field: str = "text") -> OwnText:
+def evaluate_text(model: Path, text: Path, tokenizer: Path | None = None) -> OwnText:
     """The figures of one text; see `evaluate_texts`."""
-    (found,) = evaluate_texts(model, [text], tokenizer, field)
+    (found,) = evaluate_texts(model, [text], tokenizer)
     if isinstance(found, DemixError):
         raise found
     return found
@@ -123,7 +123,7 @@ def evaluate_texts(
     bound of one document. Raises DemixError if the tokenizer is not the model's, or if the only text is missing or
     cannot be read. For one of several the error is yielded, whose subject is the file.
     """
-    refuse_masked(model, "says nothing of a text that is not masked")
+    refuse_masked(model, "scores only masked text")
     place, _ = tokenizer_of(model, tokenizer)
     files = files_of(texts)
     for file in files:
