@@ -55,7 +55,10 @@ SMALL = {
     "tokenizer": {"kind": "bpe", "vocab_size": 1000},
     "architecture": {"layers": 2, "width": 16, "heads": 2, "inner": 32, "context": 32},
     "training": {"tokens": 8192, "sequences": 2, "checkpoint_every": 100, "dev_blocks": 2},
-    "models": {"demix_seeded": {"seed_tokens": 4096}},
+    "models": {
+        "demix_seeded": {"seed_tokens": 4096},
+        "flexolmo": {"kind": "anchored", "parent": "dense", "seed_tokens": 4096},
+    },
     "evaluation": {"dev_blocks": 8, "test_tokens": 1024},
     "adaptation": {"tokens": 2048, "sequences": 4, "evaluate_every": 8, "dev_blocks": 2, "forgetting_blocks": 1},
 }

@@ -53,8 +53,10 @@ ASKING = {
     "anonymize": "anonymize",
     **dict.fromkeys(("train", "sweep", "seed"), "train"),
     "adapt": "adapt",
-    **dict.fromkeys(("score", "fewshot", "harness", "audit_domain", "merge_"), "score"),
-    **dict.fromkeys(("average", "combine", "route", "evaluate", "choose_mixing", "contexts", "classify"), "evaluate"),
+    **dict.fromkeys(("score", "fewshot", "harness", "audit_domain"), "score"),
+    **dict.fromkeys(
+        ("average", "merge_", "combine", "route", "evaluate", "choose_mixing", "contexts", "classify"), "evaluate"
+    ),
 }
 
 
