@@ -93,8 +93,8 @@ class AdaptationSection(AdaptationLengths):
     )
     dense_trained: DenseTrained = Field(
         default="all",
-        description="What Dense-DAPT trains: all parameters, as in the paper, or feedforwards alone, of which experts "
-        "of DEMix-DAPT are made.",
+        description="What Dense-DAPT trains: all parameters, as in the paper, or only the feedforwards, which are what "
+        "an expert of DEMix-DAPT has.",
     )
     model: EntryName = Field(
         default="demix", description="The entry of `models` whose model gets the novel domains' experts."

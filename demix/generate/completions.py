@@ -29,11 +29,10 @@ MAX_STOPS = 16
 
 
 class CompletionRequest(Settings):
-    """The body of a request to /v1/completions: names and ranges are OpenAI's, but for `experts`, `weights`, `prior`
-    and `by_expert`.
+    """The body of a request to /v1/completions.
 
-    `by_expert` adds to each token what the experts say of it (`by_expert_of`). Those from `best_of` on are chosen with
-    the one value that changes nothing.
+    Names and ranges are OpenAI's, but for `experts`, `weights`, `prior` and `by_expert`, which adds to each token what
+    the experts say of it (`by_expert_of`). The fields from `best_of` on have the one value that changes nothing.
     """
 
     model: Text

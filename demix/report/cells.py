@@ -237,6 +237,6 @@ def changed_bytes(run: Run) -> dict[str, int]:
     """The bytes (fp32) of the parameters that the adaptation to one domain changes, by the names of `ADAPTATIONS`."""
     dense = next(model for model in run.trained if model.name == run.config.adaptation.dense)
     shared, feedforwards = parameters_of(dense, run)
-    changed = feedforwards + shared * (run.config.adaptation.dense_trained == "all")
+    changed = shared + feedforwards if run.config.adaptation.dense_trained == "all" else feedforwards
     _, expert = parameters_of(run.receiver, run)
     return dict(zip(ADAPTATIONS, (4 * changed, 4 * changed, 4 * expert, 4 * expert), strict=True))

@@ -129,16 +129,14 @@ def _beginning(
     Experts that are whole models begin with the average of all experts, weighted by their posterior on the domain's dev
     split (Gururangan et al. 2023, section 2.4).
     """
-    parent, average, own_only = DENSE_EXPERT, False, trained == "feedforwards"
+    parent, priors, own_only = DENSE_EXPERT, dict[str, float](), trained == "feedforwards"
     origin: dict[str, Any] = {"parent": parent}
-    priors: dict[str, float] = {}
     if chosen is not None:
         refuse_routed(directory, "no expert of a domain can join")
-        parent, average, own_only = chosen["parent"], whole_models(directory), True
+        parent, own_only, origin = chosen["parent"], True, {**chosen}
         log.info("%s: likeliest expert %s (posterior %.3f)", domain, parent, chosen["parent_prior"])
-        origin = {**chosen}
-    if chosen is not None and average:
-        priors = chosen["priors"]
+        priors = chosen["priors"] if whole_models(directory) else {}
+    if priors:
         origin |= {"parent": None, "parents": origins_of(priors, parents_of(directory, priors))}
         # That of one parent. The weights say it of all.
         del origin["parent_prior"]
@@ -146,7 +144,7 @@ def _beginning(
         origin |= {"parent_sha256": expert_lineage(directory, parent).sha256}
 
     def begin() -> GPT:
-        model = averaged(directory, priors, parent) if average else load_model(directory, (parent,))
+        model = averaged(directory, priors, parent) if priors else load_model(directory, (parent,))
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not own_only or model.owned(name))
         return model
