@@ -246,8 +246,10 @@ def _expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor 
         return out.masked_fill_((expert == len(weight))[:, None], 0)
     out = x.new_empty(len(x), weight.shape[1])
     for e, (start, end) in enumerate(pairwise(_bounds(ends, x, weight))):
+        # What is computed too much belongs to later experts, who overwrite it.
+        more = start + _usual_rows(end - start, x)
         to_type = None if bias is None else bias[e].to(x.dtype)
-        _write_linear(x[start:end], weight[e].to(x.dtype).T, to_type, out[start:end])
+        _write_linear(x[start:more], weight[e].to(x.dtype).T, to_type, out[start:more])
     out[end:] = 0
     return out
 
@@ -274,12 +276,13 @@ def _expert_linear_backward(
     for_x, for_weight = torch.empty_like(x), torch.empty_like(weight)
     for_bias = weight.new_empty(weight.shape[:2])
     for e, (start, end) in enumerate(pairwise(_bounds(ends, x, weight))):
-        part = incoming[start:end]
-        torch.mm(part, weight[e].to(x.dtype), out=for_x[start:end])
+        more, part = start + _usual_rows(end - start, x), incoming[start:end]
+        torch.mm(incoming[start:more], weight[e].to(x.dtype), out=for_x[start:more])
         if weight.dtype == x.dtype:
             torch.mm(part.T, x[start:end], out=for_weight[e])
         else:
-            for_weight[e] = part.T @ x[start:end]
+            zeros = (0, 0, 0, min(more, len(x)) - end)
+            for_weight[e] = F.pad(part, zeros).T @ F.pad(x[start:end], zeros)
         torch.sum(part, 0, dtype=weight.dtype, out=for_bias[e])
     for_x[end:] = 0
     return for_x, for_weight, for_bias
@@ -319,6 +322,14 @@ def _in_one_product(x: Tensor, weight: Tensor) -> bool:
     """
     whole = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
     return x.device.type != "cpu" and x.dtype == torch.bfloat16 and whole
+
+
+def _usual_rows(rows: int, x: Tensor) -> int:
+    """The number of rows to multiply for a segment of `rows`: on a CPU in half precision the next multiple of 32.
+
+    oneDNN makes a kernel for every new number of rows, which needs as long as the product of 256 rows by [256, 1024].
+    """
+    return rows if x.device.type != "cpu" or x.element_size() > 2 else -(-rows // 32) * 32
 
 
 def _expert_of_rows(ends: Tensor, rows: int) -> Tensor:

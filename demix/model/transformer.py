@@ -165,9 +165,11 @@ class Attention(nn.Module):
         causal = self.causal and bias is None and not (past and past.seen)
         if past:
             k, v = past.extended(k, v)
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=self.key_heads < self.heads
-        )
+        if causal and self.key_heads == self.heads and _faster_whole(q):
+            mixed = _whole_attention(q, k, v)
+        else:
+            grouped = self.key_heads < self.heads
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=grouped)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(E, B, T, self.heads * self.head_dim))
         return out
 
@@ -176,6 +178,20 @@ def _query_norm(options: Architecture, heads: int) -> nn.Module:
     """The norm of queries, or of keys, of so many heads."""
     together = {"none": 0, "head": 1, "all": heads}[options.query_norm]
     return HeadNorm(together * options.unit, options.epsilon) if together else nn.Identity()
+
+
+def _faster_whole(q: Tensor) -> bool:
+    """Whether `_whole_attention` is faster than torch's: in half the time when a CPU trains in bf16 on 256 positions."""
+    trained = torch.is_grad_enabled() and q.device.type == "cpu" and q.dtype == torch.bfloat16
+    # Torch's own is as fast from 1,024 positions, and never holds 128 MB of scores in each layer.
+    return trained and q.shape[2] <= 512 and q.shape[:3].numel() * q.shape[2] <= 1 << 26
+
+
+def _whole_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of `q`, `k` and `v` [N, H, T, U], by whole matrices of scores, which are rounded to the type."""
+    future = q.new_full((q.shape[2],) * 2, -torch.inf).triu(1)
+    scores = torch.baddbmm(future, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=q.shape[3] ** -0.5)  # [N*H, T, T]
+    return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view_as(q)
 
 
 def rotated(x: Tensor, by: CosSin) -> Tensor:
