@@ -181,7 +181,7 @@ def _query_norm(options: Architecture, heads: int) -> nn.Module:
 
 
 def _faster_whole(q: Tensor) -> bool:
-    """Whether `_whole_attention` is faster than torch's: in half the time when a CPU trains in bf16 on 256 positions."""
+    """Whether `_whole_attention` is faster than torch's: half the time where a CPU trains in bf16 on 256 tokens."""
     trained = torch.is_grad_enabled() and q.device.type == "cpu" and q.dtype == torch.bfloat16
     # Torch's own is as fast from 1,024 positions, and never holds 128 MB of scores in each layer.
     return trained and q.shape[2] <= 512 and q.shape[:3].numel() * q.shape[2] <= 1 << 26
@@ -197,28 +197,6 @@ def _whole_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def rotated(x: Tensor, by: CosSin) -> Tensor:
     """`x` [N, T, heads, U] whose first units are rotated: unit n and unit n + pairs make a pair."""
     cos, sin = (part[:, None] for part in by)  # [T, 1, pairs]
-    if torch.compiler.is_compiling():
-        return _turned(x, cos, sin)
-    turn: Callable[[Tensor, Tensor, Tensor], Tensor] = _Rotation.apply
-    return turn(x, cos, sin)
-
-
-class _Rotation(torch.autograd.Function):
-    """`_turned`, whose gradient is turned back; autograd would keep and add up four parts."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _turned(incoming, cos, -sin), None, None
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     pairs = cos.shape[-1]
     first, second, rest = torch.split(x, [pairs, pairs, x.shape[-1] - 2 * pairs], -1)
     turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
