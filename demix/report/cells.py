@@ -30,18 +30,18 @@ from demix.run.systems import System, added
 
 # What an interval of a domain with fewer than 20 test documents is.
 WITHIN_NOTE = (
-    "Such an interval says what other text of the same documents could give. One over documents would be wider, since "
-    "other documents differ more."
+    "Such an interval shows how other text of the same documents could change the number. An interval over documents "
+    "would be wider, since other documents differ more."
 )
 INTERVAL_NOTE = (
-    "Below a perplexity is its 95% interval, from resampling the domain's test documents, each with all of its pieces. "
-    "The interval says what other text of the domain could give, not what another training could. Where a domain has "
-    "fewer than 20 documents, blocks of sqrt(N) of its N tokens are resampled instead, within these documents. "
-    f"{WITHIN_NOTE} A text of fewer than 400 tokens has no interval."
+    "Below a perplexity is its 95% interval, from resampling the domain's test documents, each with all of its chunks. "
+    "The interval shows how other test documents could change the number, not how another training could. If a domain "
+    "has fewer than 20 test documents, stretches of sqrt(N) of its N test tokens are resampled instead, within these "
+    f"documents. {WITHIN_NOTE} A text of fewer than 400 tokens has no interval."
 )
 MEAN_NOTE = (
-    "Below a number is its 95% interval, from resampling test documents, where every domain has one. Of a change it is "
-    "from the same resamples of both systems. Significant: the whole interval of the domain's difference is below zero."
+    "Below a number is its 95% interval, from resampling test documents, if every domain has one. For a change, both "
+    "models use the same resamples. Significant: domains where the whole interval of the difference is below zero."
 )
 
 
@@ -109,7 +109,7 @@ def compared(data: RunData, lines: Mapping[str, tuple[System, System]], kinds: I
             note = f" ({one.significant} significant)" if one.known and len(seeds) == 1 else ""
             rows[label][f"{name}, lower"] = (f"{one.lower} of {one.both}" if one.both else "") + note
     frame, several = pd.DataFrame.from_dict(rows, orient="index"), len(data.results.by_seed)
-    spread = f"Means over {several} seeds, ± the standard deviation of a seed's mean, or of the change within a seed."
+    spread = f"Means over {several} random seeds, ± the standard deviation over seeds of the mean or of the change."
     return Table(
         frame,
         notes=(spread if several > 1 else MEAN_NOTE,),
@@ -149,7 +149,7 @@ def by_system(results: Results, systems: Mapping[str, System], domains: list[str
     counted = ", ".join(f"{name} {documents:,.0f} ({pieces:,.0f})" for name, documents, pieces in known)
     honest = frame.drop(index=[label for label in systems if label.endswith("oracle)")])
     table = Table(frame, best=lowest(honest, axis=0), **_explained(beneath.T, results))
-    return table.noted(f"Test documents (and their pieces): {counted}.") if counted else table
+    return table.noted(f"Test documents (in parentheses: their scored chunks): {counted}.") if counted else table
 
 
 def _each(
@@ -179,11 +179,11 @@ def _explained(beneath: pd.DataFrame, results: Results) -> dict[str, Any]:
     """Second lines, left out if none is an interval or a spread, and the note that explains them."""
     seeds = len(results.by_seed)
     if seeds > 1:
-        note = f"Perplexities are means over {seeds} seeds, ± their standard deviation."
+        note = f"Perplexities are means over {seeds} random seeds, ± the standard deviation over these seeds."
     elif beneath.apply(lambda column: column.str.startswith("[")).to_numpy().any():
         note = INTERVAL_NOTE
     else:
-        return {"notes": ("No domain has the 20 test documents, or the 400 test tokens, that an interval needs.",)}
+        return {"notes": ("No domain has the 20 test documents or the 400 test tokens that an interval needs.",)}
     return {"notes": (note,), "beneath": beneath}
 
 
@@ -193,8 +193,8 @@ def seed_note(run: Run) -> tuple[str, ...]:
     if not model.settings.seed_tokens:
         return ()
     return (
-        f"{model.label} and −Domain began with what the model {model.parent} had learned of every domain in its first "
-        f"{model.settings.seed_tokens:,} tokens: a seed that has seen a domain weakens its removal.",
+        f"{model.label} and −Domain start from the dense model {model.parent} as it was after "
+        f"{model.settings.seed_tokens:,} tokens, which came from every domain. This weakens the removal of a domain.",
     )
 
 

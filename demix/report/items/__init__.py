@@ -17,27 +17,27 @@ ITEMS: tuple[Item, ...] = (
     TableItem("paper", "table6", "Table  6: adding experts", NOVEL),
     TableItem("paper", "table7", "Table  7: removing experts", (needs.SECOND_TRAINING,)),
     TableItem("paper", "table13", "Table 13: adapting to a novel domain, and forgetting", NOVEL),
-    TableItem("further", "ablations", "Ablations: rules of weights, priors, number of experts, temperature"),
+    TableItem("further", "ablations", "Ablations: mixing rules, priors, number of experts, temperature"),
     TableItem("further", "tasks", "Classification tasks, benchmarks and suites", (needs.ANY_TASK,)),
     TableItem("families", "families", "All models: perplexity at equal tokens"),
     FigureItem(
-        "figures", "figure2", "Figure 2: how well each expert predicts each domain, and the bigrams that they share"
+        "figures", "figure2", "Figure 2: how well each expert predicts each domain, and the bigrams that both share"
     ),
-    FigureItem("figures", "figure4", "Figure 4: which experts the cached prior chooses for each domain"),
+    FigureItem("figures", "figure4", "Figure 4: how the cached prior weights the experts for each domain"),
     FigureItem("figures", "figure6", "Figure 6: adapting to a novel domain with and without forgetting", NOVEL),
     FigureItem("figures", "figure7", "Figure 7: the posterior over experts, block by block, on the training domains"),
     FigureItem(
         "figures", "figure8", "Figure 8: the posterior over experts, block by block, on the novel domains", NOVEL
     ),
-    FigureItem("figures", "training", "Loss of each model in training"),
+    FigureItem("figures", "training", "Loss of each model during training"),
     FigureItem("families", "by_clusters", "Perplexity by the number of clusters", CLUSTERS),
     FigureItem(
         "families",
         "cluster_experts",
-        "Perplexity of each cluster's expert on each cluster, and how domains divide into clusters",
+        "Perplexity of each cluster's expert on each cluster, and the clusters of each domain",
         CLUSTERS,
     ),
-    FigureItem("families", "cluster_sizes", "How unequal the clusters of held-out documents are", CLUSTERS),
+    FigureItem("families", "cluster_sizes", "Sizes of the clusters, in test documents", CLUSTERS),
     PageItem(
         "pages",
         "claims",

@@ -31,14 +31,19 @@ GRID = {"columns": 3, "spacing": 24, "align": "each"}
 
 
 def families(data: RunData) -> Table:
-    """Mean test perplexity of each row of models over the training and over the novel domains. Each row is mixed by its
-    paper's rule, no parameter of which is chosen on data. Experts of domains: 'cached' (a prior from the domain's dev
-    text, weights by the block's history). Experts of clusters: 'cluster' (by the distance of the text so far to each
-    cluster), if evaluation.weights has it. Lower is better. % is the change from the row under Against: Dense
-    (Balanced), the row of as many balanced clusters, or the row of the same kind without other options of the
-    architecture. Lower: the number of domains where perplexity is below that row's.
+    """Mean test perplexity of each model (rows; lower is better) over the training domains and over the novel domains.
+    The columns “%” and “lower” compare a model with the model under Against: the change in percent, and the number of
+    domains where perplexity is lower. Against is Dense (Balanced) (no experts, equal tokens of each domain), the model
+    with as many balanced clusters, or the model of the same type without the special architecture options.
 
-    Tokens are those of all experts together, the seed phase included.
+    Mixed by: each model mixes its experts by the rule of its paper, and no parameter of this rule is chosen on data.
+    Experts of domains use “cached history”: the weights at the start of a block (context window) are a prior that was
+    estimated on the domain's dev split; the weight at a later token is the posterior probability of the expert after
+    the earlier tokens of the block. Experts of clusters use “cluster” if the config's key evaluation.weights has it:
+    the weights follow from the distance of the text so far to each expert's cluster.
+
+    Tokens: the training tokens of all experts together, those of a dense warm start included. In a dense warm start,
+    one dense model trains first, and every expert starts from its parameters.
     """
     run = data.run
     known, alike, balanced = families_of(run), variant_rows(run), dict(balanced_pairs(run))
@@ -61,27 +66,28 @@ def families(data: RunData) -> Table:
     frame = pd.DataFrame.from_dict(about, orient="index").join(table.frame)
     frame["Against"] = [base.label if system != base else "" for system, base in pairs.values()]
     routed = {one.token_routed for one in run.merged}
-    notes = ["Tokens of merged experts count, too."] * any(one.model.mixes for one in known.values())
+    notes = ["Tokens of a merged model include its experts' tokens."] * any(one.model.mixes for one in known.values())
     begun = [one.model.label for one in known.values() if one.model.base.initial]
-    notes += [f"Tokens of the models in folders with which {', '.join(begun)} began do not count."] * bool(begun)
+    notes += [f"Without the tokens of the imported models from which {', '.join(begun)} started."] * bool(begun)
     if False in routed:
-        notes.append("Averaged experts are one model, whose parameters are the mean of theirs.")
+        notes.append("Averaged: one model, whose parameters are the weighted mean of the experts' parameters.")
     if True in routed:
         notes.append(
-            "Merged-routed: each token chooses two of a model's experts and their anchor in every layer, by routers "
-            "that the experts learned; nothing is trained for it."
+            "Merged-routed: in every layer each token chooses two among the model's experts and their anchor, a frozen "
+            "parent feedforward. The routers that choose were trained with the experts; the merge trains nothing."
         )
     if routed:
-        notes.append("Merged models are made of the run's own seed, and compared with the row of this seed.")
+        notes.append("Merged models exist only for the run's own random seed; they are compared with models of it.")
     if len(data.results.by_seed) > 1:
-        notes.append("All seeds have the same clusters.")
+        notes.append("All random seeds have the same clusters.")
     return replace(table.noted(*notes), frame=frame)
 
 
 def by_clusters(data: RunData) -> tuple[Any, str]:
-    """As Figures 5, 6 and 13 of the c-BTM paper: mean test perplexity by the number of clusters (made by k-means,
-    balanced or not, or at random). Along a line training tokens are equal. Experts of domains (BTM) stand at the number
-    of domains.
+    """Mean test perplexity (lower is better) by the number of clusters, as in Figures 5, 6 and 13 of the c-BTM paper.
+    Each cluster has one expert. Clusters are made by k-means, balanced or unbalanced, or at random. All models of a
+    line have the same number of training tokens. Models with one expert per domain (BTM) are shown at the number of
+    domains.
     """
     points = by_clusters_points(data)
     several = points["tokens"].nunique() > 1
@@ -140,9 +146,9 @@ def by_clusters_points(data: RunData) -> pd.DataFrame:
 
 
 def cluster_experts(data: RunData) -> tuple[Any, str]:
-    """As Figures 15 and 16 of the c-BTM paper. Top: test perplexity of each expert (column) on the test documents of
-    each cluster (row), over that of the cluster's own expert: above 1 the own expert is better. Bottom: how the
-    training documents of each domain (row) are divided among the clusters (columns).
+    """Top: the test perplexity of each expert (column) on the test documents of each cluster (row), divided by the test
+    perplexity of the cluster's own expert. Above 1, the own expert is better. Bottom: the share of each domain's
+    training documents (row) in each cluster (column). As in Figures 15 and 16 of the c-BTM paper.
     """
     models, known = clustered(data.run), data.clusters
     ratios = {model.label: known.over_own(model, data.run.seed) for model in models}
@@ -154,7 +160,7 @@ def cluster_experts(data: RunData) -> tuple[Any, str]:
     legend = alt.Legend(title=["perplexity ratio", "(log scale)"], titlePadding=8, format=".2f", tickCount=5)
     own = alt.concat(
         *(heat_maps({row: table}, scale, legend=legend) for row, table in ratios.items()),
-        title=heading_of("Test perplexity on a cluster (row) over that of its own expert"),
+        title=heading_of("Test perplexity on a cluster (row), divided by that of the cluster's own expert"),
         **GRID,
     )
     divided = alt.concat(
@@ -175,14 +181,15 @@ def cluster_experts(data: RunData) -> tuple[Any, str]:
 
 
 def cluster_sizes(data: RunData) -> tuple[Any, str]:
-    """As Figure 14 of the c-BTM paper. One point per cluster: its test documents, divided by their mean over
-    clusters. Boxes hold the middle half, whiskers reach to the smallest and the largest cluster.
+    """The number of test documents in each cluster (points), divided by the mean over the clusters: at the dashed line
+    all clusters would be equally large. Boxes contain the middle half of the clusters; whiskers end at the smallest and
+    the largest cluster. As in Figure 14 of the c-BTM paper.
     """
     found = data.clusters.sizes
     names = list(dict.fromkeys(found["clustering"]))
     base = alt.Chart(data_of(found[["clustering", "cluster", "documents", "share"]])).encode(
         x=alt.X("clustering:N", sort=names, title=None, axis=alt.Axis(labelAngle=0)),
-        y=alt.Y("share:Q", title="test documents of a cluster, over an equal share", scale=alt.Scale(zero=True)),
+        y=alt.Y("share:Q", title="test documents of a cluster / mean over clusters", scale=alt.Scale(zero=True)),
     )
     boxes = base.mark_boxplot(extent="min-max", size=40, color=COLOURS[0], opacity=0.35)
     points = base.mark_point(size=40, filled=True, color=COLOURS[0], opacity=0.8).encode(

@@ -41,8 +41,8 @@ SKIPPED = 0.1
 
 
 def training(data: RunData) -> tuple[Any, str]:
-    """Mean loss of each model by the tokens trained on so far, on dev splits if the run measures it during training,
-    else of the batches. The first 10% of the tokens and other seeds are left out.
+    """Mean loss of each model (nats per token; lower is better) by the number of tokens it has trained on. The first
+    10% of the tokens are left out. Only models of the run's own random seed are shown.
     """
     # The loss of masked tokens is not a loss of next tokens.
     own = [model for model in data.run.trained if model.seed == data.run.seed and not model.masked]
@@ -71,18 +71,18 @@ def training(data: RunData) -> tuple[Any, str]:
         )
         .properties(width=620, height=340)
     )
-    shown = "Losses are those of batches; models see different mixes of domains."
+    shown = "The loss is that of the training batches; models train on different mixes of domains."
     if measured:
         which = f"{so_many(len(common), 'domain')} that all models train on" if common else "domains of each model"
-        shown = f"Losses are on the dev splits of the {which}."
+        shown = f"The loss is the mean over the dev splits of the {which}."
     return alt.vconcat(chart), shown
 
 
 def figure2(data: RunData) -> tuple[Any, str]:
-    """Top: test perplexity of an expert (column) on a domain (row), over that of the domain's own expert (training
-    domains) or of the best expert (novel domains). 1 is best; colours follow the logarithm. Middle: share of the
-    bigrams of a domain's test split that occur in the expert's training text. Bottom: the ratio against the share, one
-    point per pair above.
+    """Top: the test perplexity of each expert (column) on each domain (row), divided by that of the domain's own expert
+    (training domains) or of the domain's best expert (novel domains). Lower is better; colours follow the logarithm.
+    Middle: the share of the bigrams of a domain's test split that occur in the expert's training text. Bottom: the
+    perplexity ratio by the share of bigrams, one point for each pair of a domain and an expert.
     """
     pairs, experts = data.pairs, data.training[:MAX_SHOWN]
     # Of domains and experts there may be many more than an eye could tell apart.
@@ -118,13 +118,13 @@ def _scatter(pairs: pd.DataFrame, relation: Relation) -> alt.Chart:
     points = pairs[pairs["kind"] == relation.kind].dropna()
     if relation.kind == "training":
         points = points[points["domain"] != points["expert"]]
-    heading = f"{relation.kind} domains" + (", own expert left out" if relation.kind == "training" else "")
+    heading = f"{relation.kind} domains" + (", without own experts" if relation.kind == "training" else "")
     if np.isfinite(relation.spearman):
         correlation = f"{relation.spearman:+.2f}".replace("-", "−")
         pairs_of_domains = f"{so_many(relation.pairs, 'pair')} of {so_many(relation.domains, 'domain')}"
         heading += f": Spearman {correlation} over {pairs_of_domains}"
     if np.isfinite(relation.permutation_p):
-        heading += f" (p = {relation.permutation_p:.2g}, domains permuted)"
+        heading += f" (p = {relation.permutation_p:.2g} by permuting domains)"
     percents = alt.Axis(format=".0%", tickCount=6)
     chart: alt.Chart = (
         alt.Chart(data_of(points[["domain", "expert", "overlap", "ratio"]]))
@@ -140,9 +140,10 @@ def _scatter(pairs: pd.DataFrame, relation: Relation) -> alt.Chart:
 
 
 def figure4(data: RunData) -> tuple[Any, str]:
-    """The cached prior over the training experts for each domain (rows; each sums to 1 over all experts), after the
-    first blocks of the domain's dev split. The prior is the mean of the posteriors after each of these blocks, in which
-    a block weighs λ times as much as the next.
+    """The cached prior: the fixed weights with which the experts (columns) start every block (context window) of a
+    domain (rows). Each row sums to 1 over all experts. The prior is estimated on the first blocks of the domain's dev
+    split: it is the weighted mean of the posterior probabilities of the experts after each of these blocks, where the
+    weight of a block is λ times that of the next block.
     """
     settings = data.run.config.evaluation
     priors = data.rows("priors").query(
@@ -151,7 +152,7 @@ def figure4(data: RunData) -> tuple[Any, str]:
     tables = {one.kind: _wide(priors, "prior", one.names, data.training) for one in data.kinds}
     maps = heat_maps(tables, share_scale(), legend=PROBABILITY_LEGEND, heading="Cached prior, {} domains")
     said = f"Here: {settings.dev_blocks} blocks, λ = {settings.decay:g}"
-    said += f"; the last block has weight {1 - settings.decay:.2f}." if settings.decay < 1 else "."
+    said += f"; the weight of the last block is {1 - settings.decay:.2f}." if settings.decay < 1 else "."
     return alt.vconcat(maps), said if any(table.notna().to_numpy().any() for table in tables.values()) else NOTHING
 
 
@@ -162,36 +163,39 @@ def _wide(rows: pd.DataFrame, column: str, domains: list[str], experts: list[str
 
 
 def figure7(data: RunData) -> tuple[Any, str]:
-    """Each panel is one training domain: the probability of each training expert (rows) after each block of the
-    domain's dev split (the first 100 at most), with the updating prior.
+    """The posterior probability of each training expert (rows) after each block (context window) of a domain's dev
+    split, for at most 100 blocks. Each panel is one training domain. The prior at the start of a block is the updating
+    prior, a decayed average of the posteriors after earlier blocks.
     """
     return posterior_figure(data, "training", data.training)
 
 
 def figure8(data: RunData) -> tuple[Any, str]:
-    """Each panel is one novel domain: the probability of each training expert (rows) after each block of the domain's
-    dev split (the first 100 at most), with the updating prior.
+    """The posterior probability of each training expert (rows) after each block (context window) of a domain's dev
+    split, for at most 100 blocks. Each panel is one novel domain. The prior at the start of a block is the updating
+    prior, a decayed average of the posteriors after earlier blocks.
     """
     return posterior_figure(data, "novel", data.novel)
 
 
 PARTS = {
-    "own": "Dev perplexity of the domain adapted to: a fall is adaptation",
+    "own": "Dev perplexity of the novel domain: a fall is adaptation",
     "training": "Mean dev perplexity of the training domains: a rise is forgetting",
 }
 KINDS = ["DEMix-DAPT", "Dense-DAPT"]
 
 
 def figure6(data: RunData) -> tuple[Any, str]:
-    """Dev perplexity of the novel domain and of the training domains during adaptation; each panel is one novel domain.
-    DEMix-DAPT trains one more expert, Dense-DAPT every parameter of a dense model on the same data. All panels of a
-    part have one scale. The model kept is the best on dev.
+    """Perplexity on dev splits during adaptation (domain-adaptive pretraining, DAPT) to a novel domain; lower is
+    better. Each panel is one novel domain. Top: on the novel domain. Bottom: the mean over the training domains.
+    DEMix-DAPT trains one more expert; Dense-DAPT trains a dense model on the same data. All panels of a row of the
+    figure have the same scale. The checkpoint with the best dev perplexity is kept.
     """
     run, curves = data.run, _curves(data.metrics, data.run)
     whole = run.receiver.kind.expert_scope == "model"
-    begun = "the average of all experts, by posterior" if whole else "a copy of one expert"
+    begun = "the average of all experts, weighted by posterior" if whole else "a copy of one expert"
     chart = alt.vconcat(*(_small_multiples(curves, part, run.novel) for part in PARTS), spacing=24)
-    return chart, f"Here DEMix-DAPT began with {begun}, Dense-DAPT with {before_dense_dapt(run).label}."
+    return chart, f"Here DEMix-DAPT starts from {begun}, Dense-DAPT from {before_dense_dapt(run).label}."
 
 
 def _small_multiples(curves: pd.DataFrame, part: str, novel: tuple[str, ...]) -> alt.FacetChart:
