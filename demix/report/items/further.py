@@ -88,16 +88,27 @@ where evaluations.top_k = 0 and expert = '' order by place, source_place
 
 
 def ablations(data: RunData) -> Table:
-    """Mean test perplexity by what a mixture depends on (the tokens that set the weights of experts, the decay λ and
-    the dev text of the prior, the number of experts per token, the temperature of clusters), and its change in percent
-    from that mixture in the other tables; as in Table 9 of the c-BTM paper. Lower is better.
+    """Mean test perplexity (lower is better) of mixtures of experts with one setting changed (rows), and its change in
+    percent from the same mixture with the setting of the other tables. The settings are the tokens that set the weights
+    of the experts, the prior's decay λ and its number of dev blocks, the number of experts per token, and the
+    temperature τ of clusters. As in Table 9 of the c-BTM paper.
 
-    DEMix's rules are compared with weights by all earlier tokens of the block (the paper's Eq. 5 and 6) under the same
-    prior (for fitted priors: cached; for floors: uniform). Released: only the previous token, and equal weights at a
-    block's start. Released scorer: also, a block's posterior is the one at its last position, averaged over batches;
-    the running mean decays by 0.7. For clusters it squares distances twice.
+    Prior: the weights of the experts at the start of a block (context window): uniform; updating (a decayed average of
+    the posteriors after earlier blocks); cached (estimated on the domain's dev split, then fixed); or fitted (the fixed
+    weights with the lowest loss on the dev split). Static: the prior stays the weight of every token. Last n tokens:
+    only these tokens of the block change the weights. Tempered: all earlier text does, where older tokens count less.
+    Switching: the weights are the posterior of a chain that may change its expert at each token. In hindsight: the best
+    expert of each block (a lower bound for the paper's rule) or of each token (a lower bound for every mixture), found
+    with the test text.
 
-    Numbers are of the run's own seed. The lowest of several is chosen on test data, as no system could.
+    A row with another rule of DEMix is compared with the rule of the paper, the posterior after all earlier tokens of
+    the block (Eq. 5 and 6), under the same prior. Rows with a fitted prior are compared with the cached prior, rows in
+    hindsight with the uniform prior. Released weights follow the authors' published code: only the previous token sets
+    the weights, and they are equal at the start of a block. Released scorer: in addition, the posterior of a block is
+    the one at its last position, averaged over the blocks of a batch, and the running mean of these posteriors decays
+    by 0.7. For clusters, the released scorer squares distances twice.
+
+    All numbers are of the run's own random seed. To pick the lowest of several rows is to choose on test data.
     """
     systems = [
         (place, family.model.label if family.system.method != "merged" else label, *family.system.key)
@@ -122,10 +133,10 @@ def ablations(data: RunData) -> Table:
     return Table(
         frame,
         notes=(
-            f"λ is the decay of the prior, {settings.decay:g} in the other tables, where cached priors are of "
-            f"{settings.dev_blocks} dev blocks (the paper: 100) and τ, the temperature of clusters, is "
-            f"{settings.temperature:g}. top-k: the number of experts that are mixed at each token, the likeliest ones, "
-            "or that each token of a token-routed model chooses in a layer.",
+            f"In the other tables the prior's decay λ is {settings.decay:g}, a cached prior uses {settings.dev_blocks} "
+            f"dev blocks (in the paper 100), and the temperature τ of clusters is {settings.temperature:g}. top-k: only "
+            "the k experts with the largest weights are mixed at each token; in a token-routed model each token chooses "
+            "k experts in each layer.",
         ),
         formats={"%": "{:+.2f}"},
         long=len(frame) > 40,
@@ -133,25 +144,29 @@ def ablations(data: RunData) -> Table:
 
 
 def tasks(data: RunData) -> Table:
-    """Accuracy on classification tasks, values of EleutherAI's lm-evaluation-harness, and test perplexity on the
-    sources of suites (lower is better), by model and the rule in parentheses that mixes its experts.
+    """Accuracy in percent on classification tasks (higher is better), metrics of EleutherAI's lm-evaluation-harness,
+    and test perplexity on the sources of suites (lower is better). Rows are models, with the rule that mixes their
+    experts in parentheses.
 
-    Classification tasks (c-BTM, section 5 and appendix A.7): percent of the examples whose likeliest label is right,
-    and below it the 95% interval: exact for one seed, else by a bootstrap over seeds and examples. “As chance” marks
-    an interval that contains what chance gives; differences among such numbers mean nothing. Oracles read test labels:
-    “updating” (those of earlier examples) and the best expert. “fixed, 8 + 8” weights experts by their accuracy on 8
-    other examples after the demonstrations, “fixed, 8” by their accuracy on the demonstrations (8 in the paper).
-    “released” mixes, as the paper's code does, each expert's softmax over whole labels, by the same weights.
+    Classification tasks (c-BTM, section 5 and appendix A.7): the percentage of examples whose likeliest label is right.
+    Below it is the 95% interval: exact for one random seed, otherwise by a bootstrap over seeds and examples. “As
+    chance” marks an interval that contains the accuracy of chance; differences among such numbers mean nothing. Two
+    rows are oracles, since they read test labels: “updating” weights the experts by their accuracy on the earlier test
+    examples, and the best expert is chosen by its accuracy on the test. “fixed, 8 + 8” weights the experts by their
+    accuracy on 8 other examples after the demonstrations, “fixed, 8” by their accuracy on the demonstrations (8 in the
+    paper). “released” follows the paper's code: it mixes each expert's softmax over whole labels, with the same
+    weights.
 
-    The harness: task or group of tasks, and metric, with ± the standard error below, of the run's own seed.
-    tasks.parquet has the digest of each task's documents.
+    Harness: a column is a task or group of tasks with a metric, for the run's own random seed. Below a value is ± its
+    standard error. tasks.parquet has the digest of each task's documents.
 
-    Suites: below perplexity are bits per byte, which compare across tokenizers. No model learned from these texts or
-    was adapted to them, and nothing was chosen on them. Texts that a training domain holds are left out. Rules need no
-    dev text and no clusters; an oracle is the best expert or domain token of the test text itself.
+    Suites are texts that only measure perplexity. Below a perplexity are bits per byte, which can be compared across
+    tokenizers. No model was trained on these texts or adapted to them, and nothing was chosen on them. Texts that a
+    training domain contains are left out. The mixing rules here use no dev text and no clusters. An oracle is the
+    expert or domain token that is best on the test text itself.
 
-    Bold: a column's best among rows that read no test label or text; for tasks only above chance, for the harness if it
-    says whether higher is better.
+    Bold: the best of a column among the rows that read no test label and choose nothing on test text. A task has a bold
+    number only if it is above chance; a harness metric, only if the harness says whether higher is better.
     """
     run, found, notes = data.run, [], []
     models = pd.DataFrame(
@@ -165,7 +180,7 @@ def tasks(data: RunData) -> Table:
         found.append(ask(HARNESS, harness=rows.reset_index(names="number"), models=models))
         versions = rows[rows["task_version"] != ""].groupby("task", sort=False)["task_version"].first()
         notes += [
-            f"Version of the harness: {', '.join(sorted(set(rows['harness_version'])))}; of the tasks: "
+            f"Version of the harness: {', '.join(sorted(set(rows['harness_version'])))}. Versions of the tasks: "
             f"{', '.join(f'{name} {version}' for name, version in versions.items())}.",
             _contaminated(data.rows("contamination")),
         ]
@@ -208,6 +223,6 @@ def _contaminated(found: pd.DataFrame) -> str:
         named = [f"{row.domain} {row.found_documents:,}" for row in held.itertuples()]
         listed.append(f"{task} {', '.join(named) or 'none'} (of {rows['long_documents'].iloc[0]:,})")
     return (
-        "Contamination: how many of a task's documents with 13 or more words share a 13-gram of words with a domain's "
-        f"training text, so that its expert may know them: {'; '.join(listed)}."
+        "Contamination: the number of a task's documents (of those with 13 or more words) that share a 13-gram of words "
+        f"with a domain's training text. The domain's expert may know these documents. {'; '.join(listed)}."
     )
