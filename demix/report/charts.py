@@ -223,7 +223,7 @@ def ranked(ranking: Ranking, *, narrow: bool = False) -> alt.TopLevelMixin:
     shown = [one for one in ranking.main if not any(each.change > MOST for each in one.on.values())]
     beyond = (one for one in ranking.main if one not in shown)
     left_out = "".join(f" Beyond the axis: {one.label} ({one.first.change:+.0f}%)." for one in beyond)
-    left_out += " Left out: the oracle of a novel domain." * any(one.oracle for one in shown)
+    left_out += " Oracles, which are chosen on test data, are not shown." * any(one.oracle for one in shown)
     colours = alt.Scale(domain=["experts", "baseline"], range=[COLOURS[0], "#767676"])
     at_zero = alt.Chart(data_of([{"zero": 0}])).mark_rule(color="#888888").encode(x="zero:Q")
     panels = []
@@ -251,8 +251,8 @@ def ranked(ranking: Ranking, *, narrow: bool = False) -> alt.TopLevelMixin:
     return finish(
         (alt.vconcat if narrow else alt.hconcat)(*panels, spacing=24),
         "Change, with 95% interval" if narrow else "Change from the dense model, with 95% interval",
-        "Left of the line is better. Lines are 95% intervals of the change, from resampling the same test documents."
-        f"{left_out}",
+        "Change of mean test perplexity; left of 0 is better. Blue: with experts, grey: without. Horizontal lines are "
+        f"95% intervals, from resampling the test documents, the same ones for both models.{left_out}",
         characters=48 if narrow else 150,
     )
 
@@ -295,7 +295,7 @@ def posterior_figure(data: RunData, kind: str, domains: list[str]) -> tuple[alt.
     )
     figure = by_panel(chart, "domain", panels, spacing=18)
     shown = which_shown(domains=domains, experts=data.training)
-    said = f"Shown: {shown}. " * bool(shown) + "This run has none of these numbers." * rows[rows["kind"] == kind].empty
+    said = f"Shown: {shown}. " * bool(shown) + "This run has no such numbers." * rows[rows["kind"] == kind].empty
     return figure, said
 
 

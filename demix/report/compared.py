@@ -45,23 +45,23 @@ def _runs_table(compared: Comparison) -> Table:
     frame = pd.DataFrame(_runs(compared)).set_index("run").rename_axis(None).astype(str).rename(columns=str.capitalize)
     frame["Seeds"] = [", ".join(str(seed) for seed in sorted(run.results["seed"].unique())) for run in compared.runs]
     notes = [
-        "Name and Settings, a digest of all settings but the name, are the tags demix.run and demix.config of the run "
-        "in MLflow."
+        "Settings is a digest of all settings except the name. In MLflow, Name is the tag demix.run of a run, and "
+        "Settings is the tag demix.config."
     ]
     if not compared.domains:
         notes.append(
-            "No perplexities are compared, since no domain is of the same kind, training or novel, in all runs. They "
-            f"have {', '.join(compared.left_out)}."
+            "No perplexities are compared, since no domain is of the same kind (training or novel) in all runs. The "
+            f"runs have the domains {', '.join(compared.left_out)}."
         )
     first = compared.runs[0].name
-    return Table(frame, f"All are compared with {first}.", notes=tuple(notes), name="runs", title="Runs")
+    return Table(frame, f"All runs are compared with {first}.", notes=tuple(notes), name="runs", title="Runs")
 
 
 def _settings_table(compared: Comparison) -> Table:
     frame = compared.settings.map(lambda text: text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…")
     return Table(
         frame,
-        "All defaults are filled in; “–” where a run has no such key." if len(frame) else "None but the name.",
+        "Defaults are filled in. “–”: the run has no such key." if len(frame) else "Only the names of the runs differ.",
         name="settings",
         title="Settings that differ",
     )
@@ -86,21 +86,21 @@ def _systems_table(compared: Comparison, measure: str, kind: str, rows: pd.DataF
 
     beneath = wide("spreads", "intervals")
     notes = [
-        "A change is that of the mean over domains, from the first run’s, with its 95% interval from resampling the "
-        "test documents, the same ones for both runs, or why there is none. It says what other text could give, not "
-        "what another training could." if measure == PERPLEXITY
-        else "Runs of different tokenizers have other tokens, so that no interval pairs them. For runs of the same "
-        "tokenizer see perplexity.",
+        "Change: of the mean over domains, relative to the first run. Below it is its 95% interval, from resampling "
+        "the test documents, the same ones for both runs, or why there is none. The interval shows how other test text "
+        "could change the number, not how another training could." if measure == PERPLEXITY
+        else "Runs with different tokenizers have no intervals here, since they predict different tokens. Runs with "
+        "the same tokenizer are compared in perplexity.",
         *_within(compared, domains),
-        *(["* oracle: the best single token or expert, chosen on the test data."] if kind == "novel" else []),
-        *(["Of a run with several seeds its own is shown, with ± the standard deviation over all."]
+        *(["* oracle: the single best expert or domain token, chosen on test data."] if kind == "novel" else []),
+        *(["Numbers are of a run's own random seed; if it has several seeds, ± is the standard deviation over them."]
           if rows["spreads"].ne("").any() else []),
-        *([f"Left out, since not all runs have them as the same kind: {', '.join(compared.left_out)}."]
+        *([f"Left out, since they are not of the same kind in all runs: {', '.join(compared.left_out)}."]
           if compared.left_out else []),
     ]  # fmt: skip
     return Table(
         wide("value", "change"),
-        f"Mean over {', '.join(domains)}. Lower is better.",
+        f"Mean over the domains {', '.join(domains)}; lower is better.",
         notes=tuple(notes),
         formats=dict.fromkeys(names, "{:.2f}" if measure == PERPLEXITY else "{:.4f}") | {", change in %": "{:+.2f}"},
         beneath=beneath,
@@ -112,7 +112,7 @@ def _systems_table(compared: Comparison, measure: str, kind: str, rows: pd.DataF
 def _within(compared: Comparison, domains: Iterable[str]) -> list[str]:
     """What was resampled on those of `domains` that have few documents, as a note."""
     few = [f"{name} ({compared.blocks[name]:,} tokens)" for name in domains if name in compared.blocks]
-    return [f"Within documents, by resampling blocks of their text: {', '.join(few)}. {WITHIN_NOTE}"] if few else []
+    return [f"Resampled by stretches of text within documents: {', '.join(few)}. {WITHIN_NOTE}"] if few else []
 
 
 def _by_domain_table(compared: Comparison) -> Table:
@@ -120,9 +120,9 @@ def _by_domain_table(compared: Comparison) -> Table:
     frame = compared.by_domain.rename(columns=names | {"low": "Low", "high": "High"})
     return Table(
         numbered(frame[[*names.values(), "Low", "High"]]),
-        f"The loss of a run less that of {compared.runs[0].name}, in nats per token of the domain’s test documents, "
-        "and the bounds of its 95% interval. Negative is better.",
-        notes=("Only where both runs scored the same documents.", *_within(compared, compared.blocks)),
+        f"The loss of a run minus that of {compared.runs[0].name} on the domain’s test documents, in nats per token, "
+        "and the bounds (low, high) of the 95% interval of this difference. Negative is better.",
+        notes=("Only domains where both runs scored the same documents.", *_within(compared, compared.blocks)),
         formats=dict.fromkeys(("Nats per token", "Low", "High"), "{:+.4f}"),
         long=True,
         name="by_domain",

@@ -176,10 +176,10 @@ class Ranking:
         """What the run shows, in numbers."""
         best, dense, (training, *others) = self.best, self.dense, self.data.kinds
         if math.isnan(dense.first.mean):
-            return f"This run has no numbers of {dense.label}, with which models are compared."
+            return f"This run has no numbers for {dense.label}, the baseline of all comparisons."
         begin = f"Of {self.models} models at equal training FLOPs"
         if (rival := self.next) and rival.first.mean < best.first.mean:
-            begin = f"{rival.label} has {rival.first.mean:.2f} on the {training.said}, and no model is below. {begin}"
+            begin = f"{rival.label} has {rival.first.mean:.2f} on the {training.said}; no model is below it. {begin}"
         if best.system.model == dense.system.model:
             nearest = self.next
             more = f"; the next, {nearest.label}, is {_against(nearest.first.change)} it" if nearest else ""
@@ -201,19 +201,19 @@ class Ranking:
         kind = self.data.kinds[0].kind
         if other.first.mean < best.first.mean:
             return
-        said = {True: ", significantly", False: ", not significantly", None: ""}
+        said = {True: " (significant)", False: " (not significant)", None: ""}
         sure, change = said[self.significantly(best, other, kind)], percent(best.first.mean, other.first.mean)
-        yield f"Next is {other.label}, {change:.1f}% higher on the {kind} domains{sure}."
+        yield f"The next best is {other.label}, {change:.1f}% higher on the {kind} domains{sure}."
 
     def _seeds(self) -> Iterator[str]:
-        names = self.data.kinds[0].names
+        best, names = self.best, self.data.kinds[0].names
         means = [
-            (found.mean(self.best.system, names), found.mean(BALANCED, names))
+            (found.mean(best.system, names), found.mean(BALANCED, names))
             for found in self.data.results.by_seed.values()
         ]
         lower = [mine < dense for mine, dense in means if not math.isnan(mine + dense)]
         if len(lower) > 1:
-            yield f"It is below {self.dense.label} in {sum(lower)} of {len(lower)} seeds; numbers are the first seed's."
+            yield f"{best.label} is below {self.dense.label} in {sum(lower)} of {len(lower)} seeds; the first is shown."
 
 
 def _against(change: float) -> str:
@@ -249,7 +249,7 @@ def _entry(system: System, data: RunData) -> Entry:
     every = system.experts == adapted.experts
     sizes = [(len(run.domains if every else one.experts), *parameters_of(one, run)) for one in trained]
     if every:
-        apart = "since its added experts learned from the novel domains"
+        apart = "added experts trained on the novel domains"
     return Entry(
         system,
         {one.kind: measured(data.own, data.bounds, system, BALANCED, one.names) for one in data.kinds},
@@ -290,8 +290,8 @@ def _unequal(model: Model, run: Run) -> str:
         mine, others = (all_training_flops(one, run) for one in pair)
     more = mine / others - 1
     if math.isnan(more):
-        return "with unknown FLOPs of a parent"
-    return "" if abs(more) <= EQUAL else f"with {abs(more):.0%} {'more' if more > 0 else 'fewer'} FLOPs of training"
+        return "training FLOPs of a parent are unknown"
+    return "" if abs(more) <= EQUAL else f"with {abs(more):.0%} {'more' if more > 0 else 'fewer'} training FLOPs"
 
 
 def main_table(found: Ranking, entries: Sequence[Entry]) -> Table:
@@ -319,12 +319,12 @@ def main_table(found: Ranking, entries: Sequence[Entry]) -> Table:
     # A column of blanks says nothing.
     frame = frame if any(entry.apart for entry in entries) else frame.drop(columns="Remark", errors="ignore")
     caption = (
-        f"Change: from {found.dense.label}. Oracle: the best expert or token, chosen on test data. Parameters and "
-        "training FLOPs: of all models together; n-grams need no FLOPs, and their parameters are the n-grams counted."
+        f"Change: relative to {found.dense.label}. Oracle: the best expert or domain token, chosen on test data. "
+        "Parameters, training FLOPs: the sum over a line's models; n-grams count as parameters and need no FLOPs."
     )
     known = [(one, domains) for domains in found.data.kinds if (one := counted[domains.kind])]
     if rivals := [f"{one.label} ({one.on[on.kind].mean:.2f}) on the {on.said}" for one, on in known]:
-        caption += f" {NOT_BELOW_NGRAMS.capitalize()}: not below {', '.join(rivals)}, the best n-grams of the run."
+        caption += f" {NOT_BELOW_NGRAMS.capitalize()}: not below the run's best n-grams, {', '.join(rivals)}."
     return Table(
         frame,
         caption=caption,

@@ -35,7 +35,7 @@ from demix.run.models import adapted
 from demix.run.run import Run
 
 SHARE_RANGE = ("#f7fcf5", "#a1d99b", "#41ab5d")
-NOTHING = "This run has none of these numbers."
+NOTHING = "This run has no such numbers."
 # The first share of a training, which no curve shows.
 SKIPPED = 0.1
 
@@ -188,8 +188,8 @@ KINDS = ["DEMix-DAPT", "Dense-DAPT"]
 def figure6(data: RunData) -> tuple[Any, str]:
     """Perplexity on dev splits during adaptation (domain-adaptive pretraining, DAPT) to a novel domain; lower is
     better. Each panel is one novel domain. Top: on the novel domain. Bottom: the mean over the training domains.
-    DEMix-DAPT trains one more expert; Dense-DAPT trains a dense model on the same data. All panels of a row of the
-    figure have the same scale. The checkpoint with the best dev perplexity is kept.
+    DEMix-DAPT trains one more expert; Dense-DAPT trains a dense model on the same data. The top panels share one
+    scale, and so do the bottom panels. The checkpoint with the best dev perplexity is kept.
     """
     run, curves = data.run, _curves(data.metrics, data.run)
     whole = run.receiver.kind.expert_scope == "model"

@@ -134,9 +134,9 @@ def ablations(data: RunData) -> Table:
         frame,
         notes=(
             f"In the other tables the prior's decay λ is {settings.decay:g}, a cached prior uses {settings.dev_blocks} "
-            f"dev blocks (in the paper 100), and the temperature τ of clusters is {settings.temperature:g}. top-k: only "
-            "the k experts with the largest weights are mixed at each token; in a token-routed model each token chooses "
-            "k experts in each layer.",
+            f"dev blocks (in the paper 100), and the temperature τ of clusters is {settings.temperature:g}. top-k: at "
+            "each token only the k experts with the largest weights are mixed; in a token-routed model each token "
+            "chooses k experts in each layer.",
         ),
         formats={"%": "{:+.2f}"},
         long=len(frame) > 40,
@@ -223,6 +223,6 @@ def _contaminated(found: pd.DataFrame) -> str:
         named = [f"{row.domain} {row.found_documents:,}" for row in held.itertuples()]
         listed.append(f"{task} {', '.join(named) or 'none'} (of {rows['long_documents'].iloc[0]:,})")
     return (
-        "Contamination: the number of a task's documents (of those with 13 or more words) that share a 13-gram of words "
-        f"with a domain's training text. The domain's expert may know these documents. {'; '.join(listed)}."
+        "Contamination: how many of a task's documents (of those with 13 or more words) share a 13-gram of words with "
+        f"a domain's training text. The domain's expert may know these documents. {'; '.join(listed)}."
     )
