@@ -24,7 +24,7 @@ def report_files(run: Run) -> tuple[str, ...]:
 def left_out_notes(run: Run) -> list[str]:
     """What a run lacks, for want of which the report leaves something out, in one sentence; none for a whole run."""
     lacking = [need.name for need in STATED if not need.met(run)]
-    sentence = f"This run has no {', no '.join(lacking)}: the report leaves out the tables, figures and claims of it."
+    sentence = f"This run has no {', no '.join(lacking)}; tables, figures and claims that need them are left out."
     return [sentence] if lacking else []
 
 

@@ -26,7 +26,7 @@ from demix.settings import names_of
 
 # The headings of the sets of experts, by the name of a set in the results.
 SETS = {
-    "all": "All experts, also those that learned from the novel domains",
+    "all": "All experts, including those added for the novel domains",
     "training": "Only the training domains' experts",
     "dense": "The model",
 }
@@ -207,7 +207,7 @@ def exported_card(directory: Path, expert: str | None) -> str:
         "expert",
         f"{place.name}-{expert}",
         [format_of(directory).name],
-        [_evaluation(expert, "this expert by itself", usual.perplexity)] if usual else [],
+        [_evaluation(expert, "only this expert", usual.perplexity)] if usual else [],
         about=about,
         expert=expert,
         model=place.name,

@@ -34,8 +34,8 @@ from demix.run.systems import System, main_systems
 
 PERPLEXITY, BITS = "perplexity", "bits_per_byte"
 # Why a pair of runs has no interval, or no difference at all.
-OTHER_TOKENIZER, OTHER_TOKENS = "other tokenizer", "other tokens"
-NOT_BOTH, FEW = "not in both", f"under {MIN_TOKENS} tokens"
+OTHER_TOKENIZER, OTHER_TOKENS = "different tokenizer", "different tokens"
+NOT_BOTH, FEW = "not in both runs", f"under {MIN_TOKENS} tokens"
 SYSTEM = ["model", "experts", "method", "weights"]
 _MISSING = object()
 Key = tuple[str, ...]

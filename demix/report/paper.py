@@ -17,10 +17,10 @@ from demix.run.run import Run
 from demix.settings import written
 
 PRINTED_MIXTURES = (
-    "The paper's mixtures are compared with the released scorer or released weights, because weights by all earlier "
-    "tokens of a block (Eq. 5 and 6) cannot give them: by these equations a uniform prior costs a block of 1,024 "
-    "tokens at most ln 8 nats more than any other prior of 8 experts, a factor of 8^(1/1024) = 1.002 in perplexity. "
-    "The paper's Table 5 prints 24.5 / 21.4 = 1.145 for uniform against cached."
+    "The paper's mixtures are compared with our released scorer or released weights, since the paper's Eq. 5 and 6 "
+    "(weights from all earlier tokens of a block) cannot give the printed numbers: by these equations, a uniform prior "
+    "costs a block of 1,024 tokens at most ln 8 nats more than any other prior over 8 experts, a factor of "
+    "8^(1/1024) = 1.002 in perplexity. In the paper's Table 5 uniform and cached prior differ by 24.5 / 21.4 = 1.145."
 )
 # The paper's names of the sizes in Table 2, by preset.
 SIZES = {"gpt3-small": "125M", "gpt3-medium": "350M", "gpt3-large": "760M", "gpt3-xl": "1.3B"}
@@ -57,15 +57,15 @@ def scale_note(results: Results, run: Run) -> str:
     parts += [
         f"blocks of {run.context:,} tokens",
         f"a vocabulary of {run.types:,}",
-        f"{run.config.training.tokens:,} training tokens a model",
+        f"{run.config.training.tokens:,} training tokens per model",
     ]
     return (
-        "Differs from the paper in data, budget and scale, and in decoder and optimizer where its config says so. "
-        f"This run ({run.name}): "
+        "The run differs from the paper in data, budget and scale, and in architecture and optimizer if the config says "
+        f"so. This run ({run.name}): "
         + ", ".join(parts)
         + (f", {seeds} seeds" if (seeds := len(results.by_seed)) > 1 else ", one seed")
-        + ". The paper: its own 8 and 8 domains, 125M to 1.3B parameters a dense model, blocks of 1,024 "
-        "tokens, a vocabulary of 50,264, about two days on 32 to 128 GPUs a model. Compare the order, not the values."
+        + ". The paper: 8 training and 8 novel domains of its own, dense models of 125M to 1.3B parameters, blocks of "
+        "1,024 tokens, a vocabulary of 50,264, about two days on 32 to 128 GPUs a model. Compare the order, not the values."
     )
 
 
@@ -92,7 +92,7 @@ def with_paper(table: Table, run: Run) -> Table:
     which = f"its {SIZES[size]} model" + ("" if size == preset else ", the smallest of this table")
     formats = table.formats | dict.fromkeys(columns, "{:.1f}")
     return replace(table, frame=frame, summaries=table.summaries | means, formats=formats).noted(
-        f"“{label}” is what the paper prints for {which}: on its own domains, of which some here are later or other "
-        "releases, trained for about two days on 32 to 128 GPUs, one seed.",
+        f"“{label}”: the number that the paper prints for {which}, on its own domains (some here are later or other "
+        "releases), after about two days of training on 32 to 128 GPUs, with one random seed.",
         *([PRINTED_MIXTURES] if table.name != "table13" else []),
     )

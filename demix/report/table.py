@@ -79,7 +79,7 @@ class Table:
         """This table without the rows and columns that have no numbers, and a note that names them."""
         numbers = self.frame.select_dtypes("number").notna()
         if not numbers.to_numpy().any():
-            return replace(self, notes=("This run has no rows for this table.", *self.notes))
+            return replace(self, notes=("This run has no numbers for this table.", *self.notes))
         rows = [str(label) for label in numbers.index[~numbers.any(axis=1)]]
         columns = list(numbers.columns[~numbers.any(axis=0)])
         kept = replace(self, frame=self.frame.drop(index=rows, columns=columns))

@@ -58,7 +58,7 @@ class Part:
         said = [other.mean_agrees == self.mean_agrees for other in (self, *others) if other.domains]
         if len(said) < 2:
             return self
-        agreement = f"The mean points the same way in {sum(said)} of {len(said)} seeds."
+        agreement = f"The mean gives the same answer in {sum(said)} of {len(said)} seeds."
         return replace(self, seeds=agreement, significant=self.significant and all(said))
 
 
@@ -117,7 +117,7 @@ class Claim:
         """The corrected p in words; empty where there is none."""
         if math.isnan(self.adjusted):
             return ""
-        return f"Holm: p {'< 0.0001' if self.adjusted < 1e-4 else f'= {self.adjusted:.2g}'}."
+        return f"After Holm's correction, p {'< 0.0001' if self.adjusted < 1e-4 else f'= {self.adjusted:.2g}'}."
 
     def among(self, others: Sequence["Claim"]) -> "Claim":
         """This claim together with the same claim in other seeds."""
@@ -155,7 +155,7 @@ def compare(
     """
     both = pd.DataFrame({"value": values, "other": others}).dropna()
     if both.empty:
-        return Part(False, 0, 0, (f"{label} against {other_label}: no rows",))
+        return Part(False, 0, 0, (f"{label} against {other_label}: no numbers",))
 
     def holds(value: Any, other: Any) -> Any:
         if allowance:

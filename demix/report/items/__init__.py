@@ -19,7 +19,7 @@ ITEMS: tuple[Item, ...] = (
     TableItem("paper", "table13", "Table 13: adapting to a novel domain, and forgetting", NOVEL),
     TableItem("further", "ablations", "Ablations: mixing rules, priors, number of experts, temperature"),
     TableItem("further", "tasks", "Classification tasks, benchmarks and suites", (needs.ANY_TASK,)),
-    TableItem("families", "families", "All models: perplexity at equal tokens"),
+    TableItem("families", "families", "All models: mean test perplexity"),
     FigureItem(
         "figures", "figure2", "Figure 2: how well each expert predicts each domain, and the bigrams that both share"
     ),

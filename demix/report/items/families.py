@@ -1,4 +1,4 @@
-"""Families of models: all rows at equal tokens, and what clusters are."""
+"""All models of a run, and the figures of models that learn from clusters."""
 
 from dataclasses import replace
 from typing import Any

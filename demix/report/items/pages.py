@@ -18,26 +18,28 @@ from demix.run.run import Run, config_fingerprint, kept
 
 FIGURES = "Figures"
 # The headings of the elements of each module of this folder.
-GROUPS = {"paper": "Tables of the paper", "further": "Further tables", "figures": FIGURES, "families": "Families"}
+GROUPS = {"paper": "Tables of the paper", "further": "Further tables", "figures": FIGURES, "families": "All models"}
 PACKAGES = ("demix", "torch", "numpy", "pyarrow", "duckdb", "snakemake", "altair", "mlflow")
 CLAIMS_TITLE = "Claims of the paper, judged on this run"
 _SIGNS = {"shown": "✓", "weak": "≈", "mixed": "~", "not shown": "✗", "cannot be judged": "?"}
 
 
 def claims(data: RunData) -> Mapping[str, str]:
-    """Claims of the papers and ours, each judged on this run, with the numbers that decide. A claim counts as shown
-    only if the mean over domains and more than half of the domains agree; it is weak if the run cannot tell the
-    difference from none.
+    """Claims of the papers and of this project, each judged on this run, with the numbers that decide. A claim is shown
+    only if the mean over domains and more than half of the domains agree; it is weak if the difference is not
+    significant.
 
-    Shown: the mean over domains and more than half of the domains agree, in every comparison of the claim. Mixed: a
-    part of this agrees. Weak: no difference is significant (it is within 0.01%, its 95% interval contains 0, or seeds
-    disagree), and nothing contradicts the claim. Significant: domains whose whole interval agrees. Intervals: of
-    differences on the same test documents, for one training. A domain of fewer than 20 documents has an interval within
-    them, from resampling blocks of their text. Such an interval is narrower than one over documents: it can make a
-    claim weak, but never shows one. Numbers are those of the run's first seed. Comparisons show the change, its 95%
-    interval, and how many domains agree (significantly). Where intervals are known, p comes from the normal
-    distribution that has them. A claim's p is the largest of its comparisons; the claim is weak, too, if p is 0.05
-    or more after Holm's correction, over the papers' claims or over ours.
+    Shown: in every comparison of the claim, the mean over domains and more than half of the domains agree. Mixed: only
+    a part of this agrees. Not shown: none of this agrees. Weak: no difference of means is significant (it is within
+    0.01%, its 95% interval contains 0, or random seeds disagree), and nothing contradicts the claim. Cannot be judged:
+    numbers are missing. Each comparison has the relative change, its 95% interval, and the number of domains that
+    agree; in parentheses is the number of significant domains, where the whole interval agrees. An interval is of a
+    difference on the same test documents, for one training. If a domain has fewer than 20 test documents, its interval
+    comes from resampling stretches of text within these documents, and is narrower than an interval over documents. An
+    interval can make a claim weak, but it cannot make a claim shown. All numbers are of the run's first random seed.
+    The p value of a comparison is that of a normal distribution with its interval; the p value of a claim is the
+    largest of its comparisons. A claim is also weak if its p value is above 0.05 after Holm's correction, which is made
+    over the claims of the papers and, separately, over ours.
     """
     judged, (_, rule) = judged_claims(data), paragraphs(claims)
     notes = [*left_out_notes(data.run), data.scale_note]
@@ -58,8 +60,8 @@ def claims(data: RunData) -> Mapping[str, str]:
 
 
 def index(data: RunData) -> Mapping[str, str]:
-    """The run on one page: which model is best, verdicts on the paper's claims, figures, time and memory by rule,
-    settings, versions. Its tables and figures are in the other categories of the menu.
+    """The run on one page: which model is best, verdicts on the claims of the papers, figures, time and memory of each
+    workflow rule, settings, versions. Tables and figures are in the other categories of the menu.
     """
     run, found, judged = data.run, ranking(data), judged_claims(data)
     page = render(
