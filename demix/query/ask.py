@@ -1,7 +1,7 @@
 """One SELECT over the views of runs, in a DuckDB that can neither write nor read anything else.
 
-DuckDB sees Arrow datasets. It tells a dataset which columns and rows it wants; the dataset opens the files that may
-hold such rows, and reads them piece by piece.
+DuckDB reads Arrow datasets. It requests columns and rows from a dataset; the dataset opens the files that may contain
+such rows, and reads them in pieces.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,8 +31,8 @@ RESULTS = Path("results")
 def named_runs(folders: Sequence[Path]) -> list[QueryRun]:
     """The runs in `folders`; without folders, the only run below results/.
 
-    The column `run` holds the folder's name, or its path as it is given where several folders have that name. Raises
-    DemixError for a folder that holds no run, one that is named twice, and where there is no single run to use.
+    The column `run` has the folder's name, or the given path if several folders have the same name. Raises DemixError
+    for a folder without a run, for a folder that is given twice, and if there is not exactly one run to use.
     """
     if not folders:
         folders = sorted(path.parent for path in RESULTS.glob("*/config.json"))
@@ -51,9 +51,9 @@ def named_runs(folders: Sequence[Path]) -> list[QueryRun]:
 
 
 class _Dataset(ds.Dataset):  # type: ignore[misc]
-    """A view of runs as Arrow's interface of datasets, of which DuckDB calls `schema` and `scanner`.
+    """A view of runs with the interface of an Arrow dataset; DuckDB calls its `schema` and `scanner`.
 
-    What goes wrong while a file is read is kept in `failures`, because DuckDB keeps only the text.
+    Errors in reading a file are kept in `failures`, because DuckDB keeps only their text.
     """
 
     def __init__(self, name: str, view: View, runs: Sequence[QueryRun], failures: list[DemixError]) -> None:
@@ -66,7 +66,7 @@ class _Dataset(ds.Dataset):  # type: ignore[misc]
 
     @cached_property
     def schema(self) -> pa.Schema:
-        """The columns of the view: `run`, and those of the first part of each run, or those that the view states."""
+        """The columns of the view: `run`, then the columns that the view lists or those of each run's first part."""
         if not self._parts and not self._view.optional:
             raise DemixError(self._runs[0].folder, f"has no {self._name} yet", "run the workflow to its end")
         columns = self._view.types
@@ -77,7 +77,7 @@ class _Dataset(ds.Dataset):  # type: ignore[misc]
         return pa.schema([("run", pa.string()), *((name, type_) for name, type_ in columns.items())])
 
     def scanner(self, columns: list[str] | None = None, filter: ds.Expression | None = None) -> Any:
-        """What DuckDB reads rows from: the `columns` of the rows that pass `filter`."""
+        """The `columns` of the rows that pass `filter`, in the form from which DuckDB reads rows."""
         wanted = self.schema.names if columns is None else columns
         schema = pa.schema([self.schema.field(name) for name in wanted])
         # A filter names no columns by itself, but its text does. More columns than needed do no harm.
@@ -96,11 +96,11 @@ class _Dataset(ds.Dataset):  # type: ignore[misc]
                 self._failures.append(error)
                 raise
             except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
-                self._failures.append(DemixError(part.path, f"holds what no stage writes ({error})", REMAKE))
+                self._failures.append(DemixError(part.path, f"has content that no stage writes ({error})", REMAKE))
                 raise
 
     def _that_may_pass(self, filter: ds.Expression | None) -> list[Part]:
-        """The parts whose equal columns do not exclude them, found by Arrow's own pruning; nothing is opened."""
+        """The parts that the constant columns do not exclude, found by Arrow's own pruning; no file is opened."""
         form, nowhere = ds.ParquetFileFormat(), pyarrow.fs.LocalFileSystem()
         fragments = []
         for number, part in enumerate(self._parts):
@@ -112,7 +112,7 @@ class _Dataset(ds.Dataset):  # type: ignore[misc]
         return [self._parts[int(fragment.path)] for fragment in whole.get_fragments(filter=filter)]
 
     def _completed(self, piece: pa.Table, part: Part, needed: list[str]) -> pa.Table:
-        """The `needed` columns of rows: those read, those that the part's rows have alike, NULL for others."""
+        """The `needed` columns: those read from the file, those constant in the part, and NULL for the others."""
         same = {"run": part.run.name, **part.same}
         names, columns = set(piece.column_names), []
         for name in needed:
@@ -125,7 +125,7 @@ class _Dataset(ds.Dataset):  # type: ignore[misc]
 
 
 class Answers:
-    """A connection with the views of some runs. Use it as a context manager, so that it is closed."""
+    """A connection with the views of some runs: a context manager, which closes the connection."""
 
     def __init__(self, runs: Sequence[QueryRun]) -> None:
         self._failures: list[DemixError] = []
@@ -138,7 +138,7 @@ class Answers:
                 self.tables[name] = dataset.schema
                 self._connection.register(name, dataset)
             except DemixError as error:
-                # Other tables can be asked all the same.
+                # Other tables can still be queried.
                 self._broken[name] = error
 
     def __enter__(self) -> "Answers":
@@ -148,7 +148,7 @@ class Answers:
         self._connection.close()
 
     def described(self) -> Iterator[tuple[str, str, str]]:
-        """Name, contents and columns of each table, or what is wrong with it."""
+        """Name, content and columns of each table, with an error in place of the columns if a table is broken."""
         for name, view in VIEWS.items():
             fault = self._broken.get(name)
             yield name, view.holds, str(fault) if fault else ", ".join(self.tables[name].names)
@@ -157,15 +157,15 @@ class Answers:
     def ask(self, query: str) -> Iterator[pa.RecordBatchReader]:
         """Yield the rows that a query selects, read one by one.
 
-        Raises DemixError, also inside the `with` block: for anything but one SELECT, for a query that is wrong, for
-        a file that is missing or damaged, and for lack of memory.
+        Raises DemixError, also inside the `with` block, for anything other than one SELECT, for an incorrect query, for
+        a missing or damaged file, and if memory runs out.
         """
         self._failures.clear()
         try:
             self._check(query)
             yield self._connection.sql(query).to_arrow_reader(BATCH_ROWS)
         except (duckdb.Error, pa.ArrowException, OSError) as error:
-            # What fails while rows are read has no number of the system's.
+            # Errors in reading rows have no errno.
             if getattr(error, "errno", None) is not None:
                 raise
             raise (self._failures or [_explained(str(error), self.tables)])[0] from None
@@ -173,25 +173,25 @@ class Answers:
     def _check(self, query: str) -> None:
         statements = self._connection.extract_statements(query)
         if not statements:
-            raise DemixError("query", "is empty", "ask a question such as select * from results")
+            raise DemixError("query", "is empty", "write a query such as select * from results")
         if len(statements) > 1:
-            raise DemixError("query", f"is {len(statements)} statements", "ask one SELECT at a time")
+            raise DemixError("query", f"is {len(statements)} statements", "run one SELECT at a time")
         if statements[0].type != duckdb.StatementType.SELECT:
             kind = statements[0].type.name
-            raise DemixError("query", f"is not a SELECT but {kind}", "ask one SELECT: it can change nothing")
+            raise DemixError("query", f"is not a SELECT but {kind}", "use one SELECT; queries cannot change files")
         for name in self._connection.get_table_names(query):
             if name in self._broken:
                 raise self._broken[name]
 
 
 def _explained(text: str, tables: Mapping[str, object]) -> DemixError:
-    """DuckDB's message of several lines as one error: what is wrong, where, and what there is instead."""
+    """DuckDB's message of several lines as one error: what is wrong, where, and what can be used instead."""
     message, _, place = text.partition("\n\nLINE ")
     cause, _, more = message.partition(": ")[2].partition("\n")
     if cause.startswith("Table with name") and not any(f'"{name}"' in more for name in tables):
         more = f"The tables are {', '.join(tables)}"
     if message.startswith("Out of Memory"):
-        more = "Ask for less: fewer columns, a part of the rows (where), sums in place of sorts"
+        more = "Select fewer columns, fewer rows (where), or sums instead of sorted rows"
     if message.startswith("Permission"):
         more = "A query reads only the tables of the named runs"
     code, _, marks = f"LINE {place}".partition("\n")

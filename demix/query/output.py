@@ -1,4 +1,4 @@
-"""Rows of a query as text for people and for programs, or as Parquet."""
+"""The rows of a query as text for people or programs, or as Parquet."""
 
 import csv
 import itertools
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FORMATS = {"table": "", "csv": ".csv", "json": ".json", "markdown": ".md", "parquet": ".parquet"}
-# What a terminal shows of an answer: rows, and characters of a cell.
+# The most rows of an answer, and characters of a cell, that a terminal shows.
 MAX_ROWS = 100
 MAX_CHARACTERS = 100
 _CONTROLS = str.maketrans({"\n": "\\n", "\r": "\\r", "\t": "\\t"})
@@ -28,7 +28,7 @@ Row = tuple[Any, ...]
 
 
 def format_of(name: str | None, output: Path | None) -> str:
-    """The format that is asked for, by default that of the output's suffix, else `table`."""
+    """The requested format; by default the one of the output's suffix, or else `table`."""
     suffix = output.suffix if output else None
     chosen = name or next((known for known, ending in FORMATS.items() if ending == suffix), "table")
     if chosen not in FORMATS:
@@ -37,7 +37,7 @@ def format_of(name: str | None, output: Path | None) -> str:
 
 
 def write_file(reader: pa.RecordBatchReader, form: str, path: Path) -> None:
-    """Write all rows to a file, completely or not at all; Parquet gets a seal."""
+    """Write all rows to a file, completely or not at all; Parquet gets a checksum."""
     if form == "parquet":
         with parquet_writer(path, reader.schema) as writer:
             for batch in reader:
@@ -68,7 +68,7 @@ def write_text(reader: pa.RecordBatchReader, form: str, stream: IO[str]) -> None
 
 
 def show(reader: pa.RecordBatchReader, console: "Console") -> None:
-    """Print rows as a table, in a terminal the first ones; rows that are too wide for a table line by line."""
+    """Print rows as a table, in a terminal only the first ones. Rows too wide for a table are printed line by line."""
     from rich.table import Table
 
     most = MAX_ROWS if console.is_terminal else None
@@ -89,7 +89,7 @@ def show(reader: pa.RecordBatchReader, console: "Console") -> None:
             for name, cell in zip(names, row, strict=True):
                 console.print(f"  {name:{wide}}  {cell}")
     if most and len(first) > most:
-        console.print(f"The first {most} rows. A limit, sums or --output FILE show others.")
+        console.print(f"Only the first {most} rows are shown; to see others use limit, sums or --output FILE.")
     else:
         console.print(f"{len(rows):,} row{'' if len(rows) == 1 else 's'}")
 
@@ -100,7 +100,7 @@ def _rows(reader: pa.RecordBatchReader) -> Iterator[Row]:
 
 
 def distinct(names: list[str]) -> list[str]:
-    """Names of columns, with a number where an earlier column has the name: an object has each key once."""
+    """Names of columns; a repeated name gets a number, since an object has each key once."""
     return [name if name not in names[:n] else f"{name}_{names[:n].count(name)}" for n, name in enumerate(names)]
 
 
@@ -109,7 +109,7 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: sums of whole numbers are decimals in DuckDB."""
+    """A value for JSON: DuckDB returns sums of whole numbers as decimals."""
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     return value

@@ -1,6 +1,6 @@
-"""What a run can be asked: the table of views, and the files of a run that each view is made of.
+"""The tables of a run that can be queried (views), and the files that each view reads.
 
-A view reads files through the functions that check their seals and places, and only the files that a query needs.
+A view reads files through the functions that check their checksums and paths, and only the files that a query needs.
 """
 
 import json
@@ -24,7 +24,7 @@ TYPES = {"text": pa.string(), "int": pa.int64(), "real": pa.float64(), "float": 
 
 @dataclass(frozen=True)
 class QueryRun:
-    """A run that is asked, with its name in the column `run`."""
+    """A run that is queried, with its name in the column `run`."""
 
     name: str
     of: Run
@@ -37,7 +37,8 @@ class QueryRun:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a view in one file, which are alike in some columns. A query that excludes `same` never opens it."""
+    """The rows of a view in one file. `same` are columns with one value in all rows; a query that excludes this value
+    does not open the file."""
 
     run: QueryRun
     path: Path
@@ -46,7 +47,7 @@ class Part:
 
 @dataclass(frozen=True)
 class View:
-    """A table that queries name: a row of views.toml, which says what each field means."""
+    """A table for queries: an entry of views.toml, whose first lines describe each field."""
 
     holds: str
     files: tuple[str, ...]
@@ -59,11 +60,11 @@ class View:
 
     @property
     def types(self) -> dict[str, pa.DataType]:
-        """The columns after `run`; none where they are those of the Parquet files."""
+        """The columns after `run`; empty if they are the columns of the Parquet files."""
         return {name: TYPES[kind] for name, _, kind in (column.partition(": ") for column in self.columns)}
 
     def read(self, part: Part, columns: Sequence[str]) -> Iterator[pa.Table]:
-        """The rows of a part, in pieces; of the columns that a query needs, those that the file has."""
+        """The rows of a part, in pieces, with the columns that the query needs and the file has."""
         if self.rows:
             rows, own = [*MADE[self.rows](part)], set(columns) - {"run", *part.same}
             # A table without columns has no number of rows.
@@ -79,7 +80,7 @@ class View:
             yield pa.Table.from_batches([batch]).append_column(self.numbers, numbers)
 
     def parts(self, run: QueryRun) -> Iterator[Part]:
-        """The parts of a run. A file that the run must have is one, also if it is missing."""
+        """The parts of a run. A file that the run must have is a part even if it is missing."""
         for pattern in self.files:
             name = re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^/]+)", re.escape(pattern)))
             place = re.sub(r"{\w+}", "*", pattern)
@@ -93,13 +94,13 @@ class View:
                     same["model"], same["seed"] = run.of.row_of(str(same.pop("folder")))
                 if self.kind:
                     same["kind"] = run.of.kind_of(str(same["domain"]))
-                # The tokens lie next to the columns of experts.
+                # tokens.parquet is in the folder of the experts' files.
                 if same.get("expert") != "tokens":
                     yield Part(run, path, same)
 
 
 def _main(part: Part) -> Iterator[dict[str, Any]]:
-    """The rows of results that the means of the main table are of, but for oracles."""
+    """The rows of results from which the means of the main table are computed, except oracles."""
     run, plain_columns = part.run.of, ("top_k", "variant", "split", "oracle", "seed")
     labels = {system.key: system.label for _, system in main_systems(run)}
     plain = (None, "", "test", False, run.seed)
@@ -173,7 +174,7 @@ def _job(part: Part) -> Iterator[dict[str, Any]]:
     names, values = (line.split("\t") for line in part.path.read_text(encoding="utf-8").splitlines())
     row = dict(zip(names, values, strict=True))
     columns = {"seconds": "s", "cpu_seconds": "cpu_time", "max_rss_mib": "max_rss"}
-    # The rule's folder, and the wildcards of the job below it.
+    # The folder of the rule, and below it the wildcards of the job.
     _, rule, *wildcards = part.path.relative_to(part.run.folder).with_suffix("").parts
     numbers = {column: float(row[name]) for column, name in columns.items()}
     yield {"rule": rule, "wildcards": "/".join(wildcards)} | numbers

@@ -60,12 +60,12 @@ def scale_note(results: Results, run: Run) -> str:
         f"{run.config.training.tokens:,} training tokens per model",
     ]
     return (
-        "The run differs from the paper in data, budget and scale, and in architecture and optimizer if the config says "
-        f"so. This run ({run.name}): "
+        "This run differs from the paper in data, budget, scale, and if its config says so in architecture and "
+        f"optimizer. This run ({run.name}): "
         + ", ".join(parts)
         + (f", {seeds} seeds" if (seeds := len(results.by_seed)) > 1 else ", one seed")
-        + ". The paper: 8 training and 8 novel domains of its own, dense models of 125M to 1.3B parameters, blocks of "
-        "1,024 tokens, a vocabulary of 50,264, about two days on 32 to 128 GPUs a model. Compare the order, not the values."
+        + ". The paper: 8 training and 8 novel domains (its own), dense models of 125M to 1.3B parameters, blocks of "
+        "1,024 tokens, a vocabulary of 50,264, about two days on 32 to 128 GPUs per model. Compare ranks, not values."
     )
 
 

@@ -1,4 +1,4 @@
-"""How MLflow is reached, and what a training's metrics are there."""
+"""The connection to MLflow, and the metrics of a training in MLflow's form."""
 
 import hashlib
 import os
@@ -25,7 +25,7 @@ DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 PATIENCE_SECONDS = 900.0
 # The PyPI names of database drivers whose modules have another name.
 DRIVERS = {"psycopg2": "psycopg2-binary", "psycopg": "'psycopg[binary]'", "MySQLdb": "mysqlclient"}
-# SQLite waits so long for a lock: another writer may end in time.
+# How long SQLite waits for a lock: another writer may finish by then.
 SECONDS_FOR_A_LOCK = 30.0
 RUN, CONFIG, KEY, HASH = "demix.run", "demix.config", "demix.key", "demix.sha256"
 # The name and the value of a metric, the step, and the time in milliseconds since 1970.
@@ -42,7 +42,7 @@ def locked(uri: str, seconds: float | None = None) -> AbstractContextManager[Non
 
 
 def opened(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
-    """A client, and the exceptions that the client raises for an unusable store."""
+    """A client, and the exceptions that it raises if the store cannot be used."""
     os.environ |= {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
     os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
@@ -77,7 +77,7 @@ def _try_sqlite(uri: str) -> None:
         with closing(sqlite3.connect(_sqlite_path(uri), SECONDS_FOR_A_LOCK, isolation_level=None)) as database:
             database.executescript("begin immediate; create table demix_writes (a); rollback")
     except sqlite3.Error as error:
-        cure = "check tracking.uri in the run, end the process that holds it, or move the file, then rerun"
+        cure = "check tracking.uri in the run, end the process that uses the file, or move the file, then rerun"
         raise DemixError(uri, f"cannot be opened ({error})", cure) from error
 
 
@@ -86,7 +86,8 @@ def _sqlite_path(uri: str) -> Path:
 
 
 def experiment_of(client: "MlflowClient", uri: str, name: str, results: Path) -> str:
-    """The id of an experiment, which is made where it is missing: its artifacts go next to SQLite or `results`."""
+    """The id of an experiment, which is created if it is missing. Its artifacts are stored next to the SQLite file or
+    next to `results`."""
     found = client.get_experiment_by_name(name)
     if found is not None:
         return found.experiment_id
@@ -98,13 +99,13 @@ def experiment_of(client: "MlflowClient", uri: str, name: str, results: Path) ->
 
 
 def runs_with(client: "MlflowClient", experiment_id: str, tags: Mapping[str, str]) -> "Sequence[Run]":
-    """The MLflow runs of an experiment that have these values of tags, up to MLflow's limit of 50,000."""
+    """The MLflow runs of an experiment with these tags, at most 50,000 (MLflow's limit)."""
     wanted = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
     return client.search_runs([experiment_id], wanted, max_results=50_000)
 
 
 def origin() -> dict[str, str]:
-    """Tags of the code that sends the run; not hashed, so that a new commit replaces nothing."""
+    """Tags with the version of the code. They are not hashed, so a new commit replaces no MLflow run."""
     from mlflow.utils.git_utils import get_git_commit
 
     checkout = Path(__file__).parents[2]
@@ -115,7 +116,7 @@ def origin() -> dict[str, str]:
 
 
 def points(rows: Sequence[Mapping[str, Any]], begun: int) -> list[Point]:
-    """The numbers in the rows of a metrics file of a training that began at `begun`, in milliseconds since 1970."""
+    """The numbers in the rows of a training's metrics file. `begun` is its start, in milliseconds since 1970."""
     return [
         (named(key), float(value), int(row.get("step", 0)), begun + int(1000 * seconds))
         for row, seconds in zip(rows, elapsed(rows), strict=True)
@@ -125,7 +126,7 @@ def points(rows: Sequence[Mapping[str, Any]], begun: int) -> list[Point]:
 
 
 def can_continue(client: "MlflowClient", run: "Run", points: Collection[Point], params: Mapping[str, str]) -> bool:
-    """Whether an MLflow run was not sent whole, and has only metrics and params that are in `points` and `params`."""
+    """Whether an MLflow run is incomplete, and all its metrics and params are in `points` and `params`."""
     if HASH in run.data.tags or not run.data.params.items() <= params.items():
         return False
     histories = (client.get_metric_history(run.info.run_id, key) for key in run.data.metrics)
@@ -135,7 +136,7 @@ def can_continue(client: "MlflowClient", run: "Run", points: Collection[Point], 
 def log_points(client: "MlflowClient", run_id: str, points: Sequence[Point], **more: Any) -> None:
     """Add `points` to the metrics of an MLflow run, with `more` arguments of MLflow's `log_batch`.
 
-    MLflow sends batches that its server accepts, and stores no point twice.
+    MLflow splits them into batches that its server accepts, and stores no point twice.
     """
     from mlflow.entities import Metric
 
@@ -143,5 +144,5 @@ def log_points(client: "MlflowClient", run_id: str, points: Sequence[Point], **m
 
 
 def named(name: str) -> str:
-    """`name` with every character replaced that MLflow refuses in the name of a metric or a param."""
+    """`name`, where a character that MLflow refuses in names of metrics or params is replaced."""
     return re.sub(r"[^\w\-. :/]", "_", name)

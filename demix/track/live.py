@@ -1,8 +1,8 @@
 """Sends the metrics of a training to MLflow while it trains.
 
-A separate process reads the metrics file that the training writes. So nothing that MLflow does, or its server, stops or
-slows the training, which waits a few seconds at its end at most. At the end of a run
-`demix.track.store.track` adds what is missing to the same MLflow run.
+A separate process reads the metrics file that the training writes, so neither MLflow nor its server can stop or slow
+the training. At its end the training waits a few seconds at most. At the end of a run `demix.track.store.track` adds
+missing metrics to the same MLflow run.
 """
 
 import json
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
     from demix.track.client import Point
 
-# A training of fewer seconds loads no MLflow.
+# For a shorter training MLflow is not loaded.
 SECONDS_BEFORE_BATCHES = 30.0
 SECONDS_BETWEEN_BATCHES = 10.0
-# The training waits so long for the last batch.
+# How long the training waits for the last batch.
 SECONDS_AT_END = 5.0
 # The signals that stop a training.
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
-# A live batch waits so long for other processes that write to the same SQLite file.
+# How long a batch waits for other processes that write to the same SQLite file.
 SECONDS_FOR_SQLITE = 60.0
 # Reading and sending use at most this share of a processor.
 SHARE = 0.1
@@ -41,10 +41,10 @@ SHARE = 0.1
 
 @contextmanager
 def streaming(tracking: str, kind: str, checkpoints: Path, metrics: Path | None) -> Iterator[None]:
-    """Send the metrics of the training below `checkpoints`, and at last its file `metrics`, while the block runs.
+    """While the block runs, send the metrics of the training below `checkpoints`, and at the end its file `metrics`.
 
-    `tracking` is JSON with `uri`, `experiment`, and the tags `run` and `config`; nothing is sent if it is empty, by
-    another rank than the first, and without `metrics`. `kind` is training or adaptation. Raises nothing of its own.
+    `tracking` is JSON with `uri`, `experiment`, and the tags `run` and `config`. Nothing is sent if it is empty, if
+    `metrics` is None, or by ranks other than the first. `kind` is training or adaptation. Raises no errors of its own.
     """
     sender = None
     if tracking and metrics is not None and os.environ.get("RANK", "0") == "0":
@@ -68,8 +68,8 @@ def streaming(tracking: str, kind: str, checkpoints: Path, metrics: Path | None)
 def _end(sender: "subprocess.Popen[bytes]", status: str) -> None:
     """Send the training's `status` to `sender`, and wait for its last batch unless the training was stopped.
 
-    A stopped training has to be queued again while there is time. An ended training has no checkpoints any more, and
-    a signal would make Snakemake delete its results, so signals are ignored meanwhile.
+    A stopped training must be queued again while there is time. A finished training has deleted its checkpoints, and a
+    signal would make Snakemake delete its results, so signals are ignored during the wait.
     """
     ignored = STOPPING if status != "KILLED" and threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
@@ -80,7 +80,7 @@ def _end(sender: "subprocess.Popen[bytes]", status: str) -> None:
 
 
 class Sender:
-    """What is sent of one training: `sent` points to the MLflow run `run_id` of the metrics file `file`."""
+    """Sends the metrics of one training: `sent` are the points of the file `file` that the MLflow run `run_id` has."""
 
     def __init__(self, tracking: str, kind: str, checkpoints: str, metrics: str, begun: float):
         self.tracking: dict[str, str] = json.loads(tracking)
@@ -90,9 +90,9 @@ class Sender:
         self.sent: list[Point] = []
 
     def send(self, status: str = "") -> None:
-        """Send the points that were written since the last call; with a `status` end the MLflow run.
+        """Send the points that were written since the last call; with a `status`, end the MLflow run.
 
-        A batch that failed is sent again: MLflow keeps no point twice.
+        A failed batch is sent again, since MLflow stores no point twice.
         """
         from demix.track.client import locked, log_points, opened, points
 
@@ -100,7 +100,7 @@ class Sender:
         path = newest_metrics(self.checkpoints, self.started) or (self.metrics if status and self.run_id else None)
         if path is None:
             return
-        # The last row may be in the writing. The last line of a finished file is its checksum.
+        # The last row may be incomplete. The last line of a finished file is its checksum.
         rows = [row for row in map(json.loads, path.read_bytes().rpartition(b"\n")[0].splitlines()) if "tokens" in row]
         with locked(self.uri, SECONDS_FOR_SQLITE):
             client = self.client = self.client or opened(self.uri)[0]
@@ -116,7 +116,7 @@ class Sender:
                 client.set_terminated(self.run_id, status)
 
     def _begin(self, client: "MlflowClient", begun: float) -> None:
-        """Make an MLflow run. That of an earlier start of the training, or of another trial of its rate, is deleted."""
+        """Create an MLflow run. One of an earlier start of the training, or of another learning rate, is deleted."""
         from demix.track.client import CONFIG, HASH, KEY, RUN, experiment_of, origin, runs_with
 
         folder = self.checkpoints.resolve()
@@ -134,11 +134,11 @@ class Sender:
 
 
 def main(training: str, before: float) -> None:
-    """After `before` seconds send a batch now and then, until the training's status comes on standard input."""
+    """After `before` seconds send a batch from time to time, until the training's status arrives on standard input."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     os.nice(10)
-    # Where a job's memory ends, this process ends before the training.
+    # If the memory of a job runs out, this process is killed before the training.
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     sender, pause, warned = Sender(*json.loads(training)), before, False

@@ -1,4 +1,4 @@
-"""What MLflow gets of a finished run, from the run's files: one record per MLflow run."""
+"""The content that MLflow gets from the files of a finished run: one record per MLflow run."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ PARAM_KEY_LENGTH, PARAM_VALUE_LENGTH = 250, 6000
 
 @dataclass(frozen=True)
 class Record:
-    """The content of one MLflow run: its metrics, and `artifacts` as (file, folder in the run).
+    """The content of one MLflow run: params, metrics, and `artifacts` as (file, folder in the MLflow run).
 
     `begun` and `ended` are in milliseconds since 1970.
     """
@@ -37,11 +37,11 @@ class Record:
 
     @property
     def name(self) -> str:
-        """What MLflow's list shows, which cuts long names; the tag demix.kind has the first part of the key."""
+        """The name in MLflow's list, which cuts long names; the tag demix.kind has the first part of the key."""
         return self.key.removeprefix(f"{self.kind}/")
 
     def since(self, begun: int) -> list[Point]:
-        """The metrics with the times of a run that began at `begun`."""
+        """The metrics, with times shifted to a run that began at `begun`."""
         return [(name, value, step, time + begun - self.begun) for name, value, step, time in self.metrics]
 
     def sha256(self) -> str:
@@ -61,7 +61,7 @@ def records(run: Run) -> list[Record]:
 
 
 def _changed(path: Path) -> int:
-    """When a file was changed last, in milliseconds since 1970."""
+    """The time of a file's last change, in milliseconds since 1970."""
     return int(1000 * path.stat().st_mtime)
 
 
@@ -76,7 +76,7 @@ def _headlines(results: Results, run: Run) -> Iterator[Point]:
 
 
 def _pipeline(run: Run, learned: Sequence[Record], metrics: tuple[Point, ...]) -> Record:
-    """The parent run: the whole run, the tables, the report and the corpus cards.
+    """The parent MLflow run: the whole run, with its tables, report and corpus cards.
 
     Raises DemixError if a part of the report is missing.
     """
@@ -136,7 +136,7 @@ def _tested(system: System, results: Results, run: Run, *, by_domain: bool = Fal
 def _learned(run: Run, kind: str, name: str, described: Path, **settings: str) -> Record:
     """The record of a training or adaptation: `metrics/<name>.jsonl` and the description of the model or expert.
 
-    Weights are not sent: the description has their hashes, and the record the address of their folder.
+    Parameters of models are not sent: the description has their hashes, and the record has the address of their folder.
     """
     metrics = run.folder / "metrics" / f"{name}.jsonl"
     rows, ended = [*read_metrics(metrics)], _changed(metrics)

@@ -46,18 +46,18 @@ def track_folder(run: Path, uri: str = "", experiment: str = "", output: Path | 
 
 
 def track(run: Run, uri: str, experiment: str) -> str:
-    """Make the MLflow experiment hold what lies in the folder of `run`; return the printed summary line.
+    """Make the MLflow experiment match the files in the folder of `run`; return the printed summary line.
 
-    A pipeline run has one parent run, and one nested run per training and adaptation. Their tags demix.run and
-    demix.config are what `demix compare` prints. Unchanged runs are kept, changed runs are deleted and created again,
-    and runs whose files are gone are deleted. A run that a training began (`demix.track.live`), or that was
-    interrupted, is completed. With a SQLite `uri`, artifacts go to `mlartifacts/` next to the database, and one process
-    at a time writes. With another database, artifacts go to `mlartifacts/` next to the folder. A server chooses the
-    place itself. Deleted runs stay in MLflow's bin until `mlflow gc`.
+    A pipeline run has one parent MLflow run, and one nested MLflow run per training and adaptation. `demix compare`
+    prints their tags demix.run and demix.config (as Name and Settings). Unchanged MLflow runs are kept, changed ones
+    are deleted and created again, and those whose files are gone are deleted. One that a training began
+    (`demix.track.live`), or that was interrupted, is completed. With a SQLite `uri`, artifacts go to `mlartifacts/`
+    next to the database, and one process at a time writes. With another database, artifacts go to `mlartifacts/` next
+    to the folder. A server chooses the place itself. Deleted MLflow runs stay in MLflow's bin until `mlflow gc`.
 
     Raises DemixError if files are missing or damaged, or if the tracking server does not answer.
     """
-    # All files are read before anything is sent, so that a damaged file stops the whole.
+    # All files are read before anything is sent, so a damaged file prevents sending.
     found = records(run)
     with locked(uri):
         client, store_errors = opened(uri)

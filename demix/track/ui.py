@@ -4,10 +4,10 @@ from mlflow.server.fastapi_app import app as mlflow_app
 
 from demix.launch.guarded import Guarded
 
-# MLflow holds a whole request in memory. The largest requests of `track` are a figure and a table.
+# MLflow keeps a whole request in memory. The largest requests of `track` are a figure and a table.
 MAX_BYTES = 256 << 20
 
 
 def app() -> Guarded:
-    """What `mlflow server` serves."""
+    """The application that `mlflow server` serves."""
     return Guarded(mlflow_app, MAX_BYTES)

@@ -151,10 +151,10 @@ def tasks(data: RunData) -> Table:
     Classification tasks (c-BTM, section 5 and appendix A.7): the percentage of examples whose likeliest label is right.
     Below it is the 95% interval: exact for one random seed, otherwise by a bootstrap over seeds and examples. “As
     chance” marks an interval that contains the accuracy of chance; differences among such numbers mean nothing. Two
-    rows are oracles, since they read test labels: “updating” weights the experts by their accuracy on the earlier test
-    examples, and the best expert is chosen by its accuracy on the test. “fixed, 8 + 8” weights the experts by their
-    accuracy on 8 other examples after the demonstrations, “fixed, 8” by their accuracy on the demonstrations (8 in the
-    paper). “released” follows the paper's code: it mixes each expert's softmax over whole labels, with the same
+    methods are oracles, since they read test labels: “updating” weights the experts by their accuracy on the earlier
+    test examples, and the best expert is chosen by its accuracy on the test. “fixed, 8 + 8” weights the experts by
+    their accuracy on 8 other examples after the demonstrations, “fixed, 8” by their accuracy on the demonstrations (8
+    in the paper). “released” follows the paper's code: it mixes each expert's softmax over whole labels, with the same
     weights.
 
     Harness: a column is a task or group of tasks with a metric, for the run's own random seed. Below a value is ± its
