@@ -22,7 +22,7 @@ def report_files(run: Run) -> tuple[str, ...]:
 
 
 def left_out_notes(run: Run) -> list[str]:
-    """What a run lacks, for want of which the report leaves something out, in one sentence; none for a whole run."""
+    """One sentence that names what the run lacks, so that the report leaves parts out; none for a complete run."""
     lacking = [need.name for need in STATED if not need.met(run)]
     sentence = f"This run has no {', no '.join(lacking)}; tables, figures and claims that need them are left out."
     return [sentence] if lacking else []
@@ -32,10 +32,10 @@ def write_report(run: Run, output: Path) -> None:
     """Write every file of `report_files` below `output`.
 
     The report reads results.parquet, priors.parquet, differences.parquet, posteriors.parquet, corpus/overlap.parquet,
-    the cards of the corpora, the models' descriptions, tasks.parquet and benchmarks/ (if they exist),
-    metrics/*.jsonl, the lineages of the experts, clusters/ and the losses by document of models that learn from
-    clusters, and the losses by position where the config asks for lengths of blocks. "–" means what the run did
-    not make: a domain that no model was trained without.
+    the corpus cards, the models' descriptions, tasks.parquet and benchmarks/ (if they exist), metrics/*.jsonl, the
+    lineages of the experts, clusters/ and the losses by document of models that train on clusters, and the losses by
+    position if the config has other block lengths. "–" is printed for a number that the run does not have, such as the
+    perplexity of a model without a domain if no such model was trained.
 
     Raises DemixError if a file is missing or damaged or lacks a column, or if the rows of one domain were scored on
     different tokens.

@@ -28,7 +28,7 @@ from demix.report.verdict import mean_interval
 from demix.run.run import Run
 from demix.run.systems import System, added
 
-# What an interval of a domain with fewer than 20 test documents is.
+# On the interval of a domain with fewer than 20 test documents.
 WITHIN_NOTE = (
     "Such an interval shows how other text of the same documents could change the number. An interval over documents "
     "would be wider, since other documents differ more."
@@ -53,11 +53,11 @@ def lowest(frame: pd.DataFrame, axis: int) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Measured:
-    """A system on some domains: its mean perplexity, and its change from another system in percent.
+    """The mean perplexity of a system on some domains, and its change relative to another system, in percent.
 
-    `interval` holds the bounds of the change, if every domain has them. `significant` counts the domains, of all those
-    with an interval (`known`), on which the whole interval of the difference lies below zero; `lower` those, of all
-    that have `both` perplexities, where the system's is lower.
+    `interval` has the bounds of the change, if every domain has an interval. `known` is the number of domains with an
+    interval, `significant` the number of these where the whole interval of the difference is below zero. `both` is the
+    number of domains with perplexities of both systems, `lower` the number of these where the system's is lower.
     """
 
     mean: float
@@ -86,12 +86,12 @@ def measured(results: Results, bounds: Bounds, system: System, base: System, dom
 
 
 def compared(data: RunData, lines: Mapping[str, tuple[System, System]], kinds: Iterable[Domains]) -> Table:
-    """A row for each label of `lines`, of a system and the one that it is compared with.
+    """A row for each label of `lines`; each label has a system and the system that it is compared with.
 
-    The columns of each of `kinds` are the mean perplexity over its domains, the change in percent, and the number of
-    domains where perplexity is lower. Below is the 95% interval over documents or, with several seeds, the standard
-    deviation of a seed's mean and of a seed's change. A system compared with itself has no change. Merged models are
-    made of only the run's own seed.
+    The columns of each kind of domains are the mean perplexity, the change in percent, and the number of domains where
+    perplexity is lower. Below a number is the 95% interval over documents or, with several seeds, the standard
+    deviation over seeds of the mean or of the change. A system compared with itself has no change. Merged models exist
+    only for the run's own seed.
     """
     rows: dict[str, dict[str, Any]] = {label: {} for label in lines}
     beneath: dict[str, dict[str, str]] = {label: {} for label in lines}
@@ -119,7 +119,7 @@ def compared(data: RunData, lines: Mapping[str, tuple[System, System]], kinds: I
 
 
 def _below(form: str, interval: tuple[float, ...] | None, by_seed: Sequence[float]) -> str:
-    """The second line of a mean: its spread over several seeds, or its interval; empty where there is neither."""
+    """The second line of a mean: the spread over several seeds, or the interval; empty if there is neither."""
     if len(by_seed) > 1:
         return f"± {np.std(by_seed, ddof=1):.2f}" if np.isfinite(by_seed).all() else ""
     return form.format(*interval).replace("-", "−") if interval else ""
@@ -127,7 +127,8 @@ def _below(form: str, interval: tuple[float, ...] | None, by_seed: Sequence[floa
 
 def by_domain(results: Results, systems: Mapping[str, ByDomain], groups: Mapping[str, list[str]]) -> Table:
     """A row for each domain of `groups` and a column for each of `systems`; the last columns count test documents and
-    their pieces. After its domains each group has their mean, under its name, and that by released weights.
+    their chunks. Below its domains each group has two rows: their mean, under the group's name, and the mean with
+    released weights.
     """
     frame, beneath, counts = _each(results, systems, [name for names in groups.values() for name in names])
     parts: list[pd.DataFrame] = []
@@ -141,7 +142,7 @@ def by_domain(results: Results, systems: Mapping[str, ByDomain], groups: Mapping
 
 
 def by_system(results: Results, systems: Mapping[str, System], domains: list[str]) -> Table:
-    """A row for each of `systems` and a column for each domain, after their mean; the lowest but oracles are bold."""
+    """A row for each of `systems`; columns are the mean and each domain. The lowest except oracles are bold."""
     found, beneath, counts = _each(results, systems, domains)
     frame = found.T
     frame.insert(0, "Mean", [mean_of(values) for _, values in frame.iterrows()])
@@ -155,7 +156,7 @@ def by_system(results: Results, systems: Mapping[str, System], domains: list[str
 def _each(
     results: Results, systems: Mapping[str, ByDomain], domains: list[str]
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Perplexities by domain (rows) and system, what is below them, and the documents and pieces of each domain."""
+    """Perplexities by domain (rows) and system, their second lines, and the documents and chunks of each domain."""
     found = {label: results.of(system, domains) for label, system in systems.items()}
     perplexities = pd.DataFrame({label: one["perplexity"] for label, one in found.items()}, index=domains)
     beneath = pd.DataFrame({label: [*map(_second_line, one.itertuples())] for label, one in found.items()}, domains)
@@ -167,7 +168,7 @@ def _each(
 
 
 def _second_line(row: Any) -> str:
-    """What is below a perplexity of `evaluations`: the spread over seeds, or the interval over documents."""
+    """The second line of a perplexity of `evaluations`: the spread over seeds, or the interval over documents."""
     if pd.isna(row.perplexity):
         return ""
     if row.seeds > 1:
@@ -176,7 +177,7 @@ def _second_line(row: Any) -> str:
 
 
 def _explained(beneath: pd.DataFrame, results: Results) -> dict[str, Any]:
-    """Second lines, left out if none is an interval or a spread, and the note that explains them."""
+    """The second lines (omitted if none is an interval or a spread), and the note that explains them."""
     seeds = len(results.by_seed)
     if seeds > 1:
         note = f"Perplexities are means over {seeds} random seeds, ± the standard deviation over these seeds."
@@ -188,7 +189,7 @@ def _explained(beneath: pd.DataFrame, results: Results) -> dict[str, Any]:
 
 
 def seed_note(run: Run) -> tuple[str, ...]:
-    """What the seed phase of the model of the removal experiments does to them; nothing without a seed phase."""
+    """The effect of a dense warm start on the removal experiments; empty without a warm start."""
     model = run.whole
     if not model.settings.seed_tokens:
         return ()
@@ -209,8 +210,8 @@ ADAPTATIONS = ("Dense-DAPT", "Dense and Dense-DAPT", "DEMix-DAPT", "One expert a
 def adapting(data: RunData) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Test perplexities before and after the adaptation to each novel domain: one row per domain.
 
-    The columns are Dense-DAPT, the dense model mixed with what Dense-DAPT makes of it, DEMix-DAPT and the mixture with
-    one expert added, each on the training domains (the mean) and on the domain adapted to. DEMix-DAPT's expert is
+    The columns are Dense-DAPT, the mixture of the dense models before and after Dense-DAPT, DEMix-DAPT, and the mixture
+    with one expert added, each on the training domains (the mean) and on the domain adapted to. DEMix-DAPT's expert is
     compared with the training expert of highest posterior.
     """
     run, results = data.run, data.own

@@ -1,4 +1,4 @@
-"""Charts: the look that all share, their files, curves of training, dots with intervals, and heat maps."""
+"""Charts: the common style, their files, training curves, dots with intervals, and heat maps."""
 
 import itertools
 import json
@@ -24,20 +24,20 @@ from demix.run.run import Run
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
 # Dark text is readable on every colour of the range (contrast above 6 to 1).
 CELL_RANGE = ["#f7fbff", "#9ecae1", "#4292c6"]
-# Okabe and Ito's colours are distinct under every common colour blindness; dashes repeat the distinction.
+# Okabe and Ito's colours are distinct for every common colour blindness; dashes distinguish lines, too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#56b4e9", "#e69f00", "#999999")
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2], [4, 4], [10, 4], [1, 3], [6, 2, 1, 2])
 
 
 def finish(chart: Any, title: str, subtitle: str, *, characters: int = 150) -> alt.TopLevelMixin:
-    """`chart` with a title, a subtitle in lines of at most `characters`, and the look that all figures share."""
+    """`chart` with a title, a subtitle in lines of at most `characters`, and the style of all figures."""
     # All at once: each method of a chart copies it with its data.
     finished: alt.TopLevelMixin = chart.properties(
         title=alt.Title(title, subtitle=_balanced(subtitle, characters), anchor="start", offset=14, fontSize=16),
         background="white",
         config=alt.Config(
             font=FONT,
-            # Another font than that by which legends were measured may be wider.
+            # A reader's font may be wider than the one with which legends were measured.
             padding={"left": 15, "top": 5, "right": 25, "bottom": 5},
             title=alt.TitleConfig(subtitleColor="#444444", subtitleFontSize=12, subtitlePadding=4),
             axis=alt.AxisConfig(
@@ -87,7 +87,7 @@ def by_line(field: str, names: list[str], legend: alt.Legend) -> dict[str, Any]:
 
 
 def _balanced(text: str, width: int) -> list[str]:
-    """`text` in as few lines as `width` characters allow, of about equal length: no single word is on the last."""
+    """`text` in as few lines of `width` characters as possible, of about equal length, so the last is not one word."""
     lines = len(_wrapped(text, width))
     return next(found for limit in range(len(text) // lines, width + 1) if len(found := _wrapped(text, limit)) == lines)
 
@@ -97,7 +97,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def data_of(rows: Iterable[dict[str, Any]] | pd.DataFrame) -> alt.InlineData:
-    """The data of a chart; numbers of a frame as `finite` gives them."""
+    """The data of a chart; the numbers of a frame pass through `finite`."""
     if isinstance(rows, pd.DataFrame):
         rows = [
             {name: finite(value) if isinstance(value, float) else value for name, value in row.items()}
@@ -108,7 +108,7 @@ def data_of(rows: Iterable[dict[str, Any]] | pd.DataFrame) -> alt.InlineData:
 
 
 def finite(value: Any) -> float | None:
-    """`value` for strict JSON: NaN and infinities become None; six digits are kept, more than a drawing shows."""
+    """`value` for strict JSON: NaN and infinities become None. Six digits are kept, more than a drawing shows."""
     return float(f"{float(value):.6g}") if value is not None and np.isfinite(value) else None
 
 
@@ -123,7 +123,7 @@ def _vega() -> str:
 
 
 def renumbered(svg: str) -> str:
-    """`svg` with ids numbered from 0: Vega continues the count from one figure of a process to the next."""
+    """`svg` with ids numbered from 0, since Vega continues its count from one figure of a process to the next."""
     numbers: dict[str, str] = {}
 
     def number(match: re.Match[str]) -> str:
@@ -136,7 +136,7 @@ def renumbered(svg: str) -> str:
 def write_chart(name: str, chart: alt.TopLevelMixin, output_dir: Path) -> None:
     """Write a chart as `<name>.json`, `.html`, `.svg` and `.pdf` into `output_dir`.
 
-    The JSON is Vega-Lite, data included. The HTML page is self-contained. It shows the numbers under the pointer and
+    The JSON is Vega-Lite with its data. The HTML page is self-contained; it shows the numbers under the pointer and
     can save the figure.
     """
     drawn = _drawn(chart)
@@ -154,12 +154,12 @@ def write_chart(name: str, chart: alt.TopLevelMixin, output_dir: Path) -> None:
 
 
 def inline(chart: alt.TopLevelMixin) -> str:
-    """The drawing of a chart as a part of a page, which needs no name spaces."""
+    """The drawing of a chart as a part of a page, without XML namespaces, which a page does not need."""
     return re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg_of(json.dumps(_drawn(chart), allow_nan=False)))
 
 
 def _drawn(chart: alt.TopLevelMixin) -> dict[str, Any]:
-    """A chart as Vega-Lite. One whose data have no row says so in their place: it could have no size."""
+    """A chart as Vega-Lite. A chart without data becomes a text that says so, since it would have no size."""
     drawn: dict[str, Any] = chart.to_dict()
     if any(drawn.get("datasets", {}).values()):
         return drawn
@@ -174,22 +174,22 @@ def svg_of(chart: str) -> str:
     return renumbered(vl_convert.vegalite_to_svg(chart, vl_version=VERSION))
 
 
-# The loss of a step is noisy: means over spans of steps show the trend and keep the figure of a long run small.
+# The loss of a step is noisy. Means over spans of steps show the trend and keep the figure of a long run small.
 CURVE_POINTS = 40
-# Points show where a curve was measured, and give the pointer something to hit: a tooltip shows the numbers.
+# Points show where a curve was measured; a pointer on a point shows its numbers.
 POINTS = {"size": 20, "filled": True}
 
 
 def token_axis(ticks: int) -> alt.Axis:
-    """The axis of tokens, with about so many ticks."""
+    """The axis of tokens, with about `ticks` ticks."""
     return alt.Axis(tickCount=ticks, labelExpr="datum.value ? format(datum.value, '~s') : '0'")
 
 
 def training_curves(metrics_dir: str | Path, run: Run, key: str = "loss", domains: Sequence[str] = ()) -> pd.DataFrame:
-    """Loss (nats per token) by tokens, of the models that `config` trains: columns model, tokens, loss.
+    """Loss (nats per token) by tokens, of the models that `run` trains: columns model, tokens, loss.
 
-    `key` is `loss`, of the batches trained on, or `dev_loss`, of the runs that measure it: the mean over `domains`
-    where a row has these, else over the model's domains. Long runs are thinned to means over equal spans of steps.
+    `key` is `loss` (of the training batches) or `dev_loss` (if the run measures it): the mean over `domains` if a row
+    has all of these, otherwise over the model's domains. Long runs are reduced to means over equal spans of steps.
     """
 
     def value(line: dict[str, Any]) -> Any:
@@ -208,17 +208,17 @@ def training_curves(metrics_dir: str | Path, run: Run, key: str = "loss", domain
     return pd.concat(frames)[columns] if frames else pd.DataFrame(columns=columns)
 
 
-# Changes beyond it, in percent, would press all others into a corner.
+# The largest change, in percent, that is shown: larger ones would leave no room for the others.
 MOST = 30
-# The width of names, in pixels, next to which a telephone has room for dots.
+# The width of names in pixels that leaves room for dots on a telephone.
 NARROW = 150
 
 
 def ranked(ranking: Ranking, *, narrow: bool = False) -> alt.TopLevelMixin:
-    """The changes of the lines that matter from Dense (Balanced), with intervals, a panel for each kind of domains.
+    """The changes of the main lines relative to Dense (Balanced), with intervals, in a panel for each kind of domains.
 
-    Those whose mean change exceeds `MOST` are left out. Models with experts are coloured, baselines grey. The panels
-    are side by side, or with `narrow`, for a telephone, one below the other.
+    Lines whose mean change exceeds `MOST` are left out. Models with experts are blue, baselines grey. The panels are
+    side by side, or with `narrow` (for a telephone) one below the other.
     """
     shown = [one for one in ranking.main if not any(each.change > MOST for each in one.on.values())]
     beyond = (one for one in ranking.main if one not in shown)
@@ -243,8 +243,8 @@ def ranked(ranking: Ranking, *, narrow: bool = False) -> alt.TopLevelMixin:
             )
             for name in ("low", "value")
         )
-        # The dots have names for screen readers. Lines have none: without intervals, theirs would be an image without
-        # text.
+        # The dots have names for screen readers. The lines have none, since without intervals a screen reader would find
+        # an image without text.
         rule = chart.mark_rule(strokeWidth=1.5, aria=False).encode(x=low, x2="high:Q")
         layers = alt.layer(at_zero, rule, chart.mark_point(filled=True, size=30, opacity=1).encode(x=value))
         panels.append(layers.properties(width=120 if narrow else 420, height=alt.Step(20)))
@@ -267,7 +267,7 @@ def _record(entry: Entry, domains: Domains) -> dict[str, Any]:
 CELL_WIDTH, CELL_HEIGHT = 50, 26
 TRACE_WIDTH = 240
 BLOCKS_SHOWN = 100
-# So many domains and so many experts a figure shows at most: an eye could not distinguish more cells.
+# The most domains, and the most experts, of a figure: more cells could not be distinguished.
 MAX_SHOWN = 64
 PROBABILITY_LEGEND = alt.Legend(title="probability", values=[0, 0.25, 0.5, 0.75, 1], format=".2f")
 SHARE_LEGEND = alt.Legend(title="share", format=".0%", titlePadding=8)
@@ -288,7 +288,7 @@ def posterior_figure(data: RunData, kind: str, domains: list[str]) -> tuple[alt.
         y=alt.Y("expert:N", sort=experts, title="expert", scale=alt.Scale(domain=experts)),
         color=alt.Color("value:Q", scale=share_scale(), legend=PROBABILITY_LEGEND),
     ).properties(
-        # Blocks that begin between two pixels would show seams.
+        # The width is a multiple of the number of blocks: blocks that begin between two pixels would show seams.
         width=max(1, TRACE_WIDTH // blocks) * blocks,
         height=14 * len(experts),
         view=alt.ViewBackground(stroke="#cccccc", fill=CELL_RANGE[0]),
@@ -300,13 +300,13 @@ def posterior_figure(data: RunData, kind: str, domains: list[str]) -> tuple[alt.
 
 
 def which_shown(**named: list[str]) -> str:
-    """Which of several lists of names a figure shows, in words; empty where it shows all of them."""
+    """The part of long lists of names that a figure shows, in words; empty if it shows all names."""
     more = {what: names for what, names in named.items() if len(names) > MAX_SHOWN}
     return ", ".join(f"the first {MAX_SHOWN} of {len(names)} {what}" for what, names in more.items())
 
 
 def _stretches(found: pd.DataFrame) -> pd.DataFrame:
-    """A row for each domain, expert and stretch of blocks whose posteriors print alike; not those that print 0.00."""
+    """A row for each domain, expert and stretch of blocks with the same printed posterior, except 0.00."""
     same = ["domain", "expert", "value"]
     shown = (
         found.assign(value=found["posterior"].round(2)).query("value > 0").sort_values(["domain", "expert", "block"])
@@ -325,9 +325,9 @@ def heat_maps(
     form: str = ".2f",
     over: str = "expert",
 ) -> alt.HConcatChart:
-    """A heat map of each table of domains (rows) and experts (columns), side by side, headed by its name.
+    """Heat maps of tables of domains (rows) and experts (columns), side by side, each under the name of its table.
 
-    `over` is the title of the columns. The first `MAX_SHOWN` of rows and columns are shown, and “–” for NaN.
+    `over` is the title of the columns. Only the first `MAX_SHOWN` rows and columns are shown; “–” stands for NaN.
     """
     panels = []
     for name, table in tables.items():

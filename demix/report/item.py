@@ -1,6 +1,6 @@
-"""What a report is made of: tables, figures and pages, declared in `demix.report.items`, each made by one function.
+"""The elements of a report: tables, figures and pages. `demix.report.items` declares them; one function makes each.
 
-No pandas, altair or jinja2 is loaded here: the workflow asks what files a report has.
+This module does not load pandas, altair or jinja2, since the workflow reads it to know the files of a report.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from demix.report.table import Table
 
 
-# The suffixes of files, each with the name of the format on the page of Snakemake; empty for those it does not show.
+# Suffixes of files, each with the name of the format in Snakemake's report; empty for files that it does not show.
 Formats = tuple[tuple[str, str], ...]
 
 
@@ -31,9 +31,9 @@ def paragraphs(function: "Callable[[RunData], Any]") -> list[str]:
 class Item(ABC):
     """A table, a figure or a page of a report, made by the function `name` of a module of `demix.report.items`.
 
-    `heading` is its title. Sorting headings gives the order of the paper: hence the second blank in some, which no page
-    shows. A run without what it `needs` has no such item. The page of Snakemake has it under `category`, and sorts
-    these. Below `folder` of a report, `name` names its files.
+    `heading` is its title. Some headings have a second blank, which no page shows, so that sorting the headings gives
+    the order of the paper. A run that lacks one of its `needs` has no such item. Snakemake's report lists it under
+    `category`, in sorted order. Its files are called `name`, below `folder` of a report.
     """
 
     module: str
@@ -52,7 +52,7 @@ class Item(ABC):
 
     @property
     def caption(self) -> str:
-        """What the item shows: the docstring of its function. Of a table, paragraphs after the first are notes."""
+        """The docstring of the item's function. The paragraphs after the first are notes in the case of a table."""
         return "\n\n".join(paragraphs(self.make))
 
     @property
@@ -62,7 +62,7 @@ class Item(ABC):
 
     @property
     def files(self) -> dict[str, str]:
-        """The paths of its files below the folder of a report, by suffix."""
+        """The paths of its files, by suffix, relative to the folder of a report."""
         return {suffix: f"{self.folder}/{self.name}.{suffix}".lstrip("/") for suffix, _ in self.formats}
 
     @abstractmethod
@@ -79,7 +79,7 @@ class TableItem(Item):
     formats: Formats = (("html", "HTML"), ("md", ""), ("tex", "LaTeX"))
 
     def made(self, data: "RunData") -> "Table":
-        """The table, with the paper's numbers where the paper has such a table, without lines that have no number."""
+        """The table without empty lines, with the paper's numbers if the paper has this table."""
         from demix.report.paper import with_paper
 
         caption, *notes = paragraphs(self.make)
@@ -94,14 +94,14 @@ class TableItem(Item):
 
 @dataclass(frozen=True)
 class FigureItem(Item):
-    """A figure; its function returns a chart of Vega-Lite and what its caption says of this run, empty for nothing."""
+    """A figure; its function returns a Vega-Lite chart, and the part of the caption about this run (may be empty)."""
 
     category: str = "Figures"
     folder: str = "figures"
     formats: Formats = (("json", ""), ("html", "Interactive"), ("svg", "SVG"), ("pdf", "PDF"))
 
     def drawn(self, data: "RunData") -> Any:
-        """The whole chart, with the look that all figures share."""
+        """The whole chart, with the style of all figures."""
         from demix.report.charts import finish
 
         chart, of_run = self.make(data)

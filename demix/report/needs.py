@@ -1,4 +1,4 @@
-"""What tables, figures and claims need of a run: a run that has none of it has none of them."""
+"""The requirements of tables, figures and claims: a run that lacks a requirement does not have the element."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from demix.run.run import Run
 
 @dataclass(frozen=True)
 class Need:
-    """What a run may lack: its name, and whether a run has it."""
+    """Something that a run may lack: its name, and the check whether a run has it."""
 
     name: str
     met: Callable[[Run], bool]
@@ -29,7 +29,7 @@ TASKS = Need("task", lambda run: bool(run.config.tasks))
 HARNESS = Need("task of the harness", lambda run: bool(run.config.lm_eval))
 SUITES = Need("suite", lambda run: bool(run.suites))
 ANY_TASK = Need("task or suite", lambda run: any(need.met(run) for need in (TASKS, HARNESS, SUITES)))
-# Of these a report says that a run lacks them; few runs are meant to have the others.
+# The report names these if a run lacks them; most runs are not meant to have the others.
 STATED = (NOVEL, SECOND_TRAINING, WITHOUT_DOMAIN, DENSE_UNBALANCED, DOMAIN_TOKEN)
 
 

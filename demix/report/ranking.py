@@ -1,4 +1,4 @@
-"""The lines of the main table in order: which is best at equal training FLOPs, by how much, whether significantly."""
+"""The lines of the main table in order: the best at equal training FLOPs, by how much, and whether significantly."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -26,22 +26,22 @@ from demix.run.systems import (
     table_rows,
 )
 
-# Rows are at equal FLOPs of training within a hundredth: an update more or less, or another decoder of the same sizes.
+# Training FLOPs are equal within 1%: they differ by an update, or between architectures of the same sizes.
 EQUAL = 0.01
-# Below a mean that is not lower than that of the best n-grams of the run.
+# Printed below a mean that is not lower than the mean of the run's best n-grams.
 NOT_BELOW_NGRAMS = "above n-grams"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the main table. `on` has what was measured by kind of domains.
+    """A line of the main table. `on` has the measurements by kind of domains.
 
-    `passes` is the number of experts that predict each token, `parameters` that of the parameters of all models of the
-    system, or of n-grams that are counted, and `flops` those of training them. `representative` is True for the one way
-    to predict by which the verdict knows the model. `apart` says why the system is not at equal FLOPs of training;
-    empty for one that is. `family` is the same for models of one kind; each baseline, a model without experts, is one
-    by itself, but for `counts`, n-grams, whose training needs no FLOPs. `mixed` systems are not models, but mix columns
-    of several.
+    `passes` is the number of experts that run for each token. `parameters` is the number of parameters of all models of
+    the system, or of counted n-grams. `flops` are the training FLOPs of these models. `representative` is True for the
+    one system that represents its model in the verdict. `apart` is the reason why the training FLOPs are not equal;
+    empty if they are. `family` is the same for models of one method. Each baseline (a model without experts) is its own
+    family, except n-grams (`counts`), which form one family and need no training FLOPs. `mixed` systems are not models:
+    they mix columns of several models.
     """
 
     system: System
@@ -67,17 +67,17 @@ class Entry:
         return "baseline" if self.baseline else "experts"
 
     def oracle_on(self, kind: str) -> bool:
-        """Whether the number on a kind of domains is of the expert or token that is best on the test text."""
+        """Whether the number on a kind of domains is that of the best expert or token on the test text."""
         return kind == "novel" and self.system.method == "naive"
 
     @property
     def oracle(self) -> bool:
-        """Whether some number is that of an oracle."""
+        """Whether one of the numbers is that of an oracle."""
         return any(self.oracle_on(kind) for kind in self.on)
 
     @property
     def fair(self) -> bool:
-        """Whether it may be called the best: at equal FLOPs, and nothing of it chosen on test text."""
+        """Whether it may be called the best: training FLOPs are equal, and nothing was chosen on test text."""
         return self.representative and not (self.apart or self.oracle)
 
     @property
@@ -87,15 +87,13 @@ class Entry:
 
     @property
     def first(self) -> Measured:
-        """What was measured on the training domains."""
+        """The measurements on the training domains."""
         return next(iter(self.on.values()))
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """The lines of the main table that a run has, in order: the lowest mean on the training domains first.
-
-    Oracles come last.
+    """The lines of the main table of a run, sorted by the mean on the training domains; oracles come last.
     """
 
     entries: tuple[Entry, ...]
@@ -103,12 +101,12 @@ class Ranking:
 
     @property
     def models(self) -> int:
-        """The number of models, however many lines each has, of which one may be called the best."""
+        """The number of models that may be called the best; a model with several lines counts once."""
         return len({entry.system.model for entry in self.entries if entry.model})
 
     @property
     def dense(self) -> Entry:
-        """Dense (Balanced), with which all are compared."""
+        """Dense (Balanced), the baseline of all comparisons."""
         return next(entry for entry in self.entries if entry.system == BALANCED)
 
     @property
@@ -124,11 +122,11 @@ class Ranking:
 
     @property
     def main(self) -> tuple[Entry, ...]:
-        """The lines that matter: dense models and domain tokens, the best n-grams, each DEMix, the paper's also by its
-        own rule, the best of each other family, and the next to the best of all.
+        """The main lines: dense models and domain tokens, the best n-grams, each DEMix (the paper's also by its own
+        rule), the best of each other family, and the line next to the best.
 
-        So what one DEMix has more than another, as a seed phase, cannot be said by lines that differ in the rule as
-        well.
+        Every DEMix is shown by the same rule, so that lines show the effect of an option, such as a dense warm start,
+        and not of the rule.
         """
         shown, seen, demix = [], set(), KINDS["demix"].label
         for entry in self.entries:
@@ -140,9 +138,9 @@ class Ranking:
         return tuple(shown)
 
     def lowest(self, kind: str) -> Entry | None:
-        """The line of `main` to print bold on a kind of domains; None where the next may be as good.
+        """The line of `main` to print bold on a kind of domains; None if the next line may be as good.
 
-        The whole interval of its difference to the next lies below zero.
+        Bold requires that the whole interval of its difference to the next line is below zero.
         """
         known = (entry for entry in self.main if not math.isnan(entry.on[kind].mean))
         some = [entry for entry in known if not (entry.apart or entry.oracle)]
@@ -155,10 +153,10 @@ class Ranking:
         return min(known, key=lambda one: one.on[kind].mean, default=None)
 
     def significantly(self, one: Entry, other: Entry, kind: str) -> bool | None:
-        """Whether the whole interval of the mean difference of `one` less `other` lies below zero; None without one.
+        """Whether the whole interval of the mean difference (`one` minus `other`) is below zero; None without interval.
 
-        Where the two were not compared on the same resamples, the interval is the widest that their differences to
-        Dense (Balanced) allow: the sum of both.
+        If the two were not compared on the same resamples, the interval is the widest that their differences to Dense
+        (Balanced) allow: its width is the sum of both widths.
         """
         names = next(domains.names for domains in self.data.kinds if domains.kind == kind)
         mine, others = (self.data.own.perplexities(entry.system, names) for entry in (one, other))
@@ -173,7 +171,7 @@ class Ranking:
 
     @property
     def verdict(self) -> str:
-        """What the run shows, in numbers."""
+        """The result of the run in one sentence."""
         best, dense, (training, *others) = self.best, self.dense, self.data.kinds
         if math.isnan(dense.first.mean):
             return f"This run has no numbers for {dense.label}, the baseline of all comparisons."
@@ -191,7 +189,7 @@ class Ranking:
 
     @property
     def remarks(self) -> list[str]:
-        """What one must know of the verdict: the next model, n-grams, and other seeds."""
+        """Additions to the verdict: the next model and other seeds."""
         return [*self._nearest(), *self._seeds()]
 
     def _nearest(self) -> Iterator[str]:
@@ -217,7 +215,7 @@ class Ranking:
 
 
 def _against(change: float) -> str:
-    """The change in words: "7.6% below"."""
+    """The change in words, such as "7.6% below"."""
     return f"{abs(change):.1f}% {'below' if change < 0 else 'above'}"
 
 
@@ -256,7 +254,7 @@ def _entry(system: System, data: RunData) -> Entry:
         passes=passes,
         parameters=sum(shared + experts * own for experts, shared, own in sizes)
         + sum(count for name, count in data.ngrams.items() if name in named),
-        # How long an adaptation trains is decided by its dev split.
+        # The length of an adaptation depends on dev loss, so its FLOPs are not known in advance.
         flops=math.nan if every else sum(all_training_flops(one, run) for one in trained),
         representative=bool(mixed) or system in (adapted, *counts, representatives(run).get(system.model)),
         apart=apart,
@@ -268,9 +266,9 @@ def _entry(system: System, data: RunData) -> Entry:
 
 
 def representatives(run: Run) -> dict[str, System]:
-    """The way to predict that represents each entry: one that is known before any test text is scored.
+    """The system that represents each model entry; it is fixed before any test text is scored.
 
-    It is `tempered`, which does not know the domain, where the run has it, else the rule of the family's paper.
+    It is the system mixed by `tempered`, which does not know the domain, or without it the rule of the model's paper.
     """
     found = {}
     for name, row in table_rows(run).items():
@@ -281,10 +279,10 @@ def representatives(run: Run) -> dict[str, System]:
 
 
 def _unequal(model: Model, run: Run) -> str:
-    """Why a model is not at equal FLOPs of training with Dense (Balanced); empty for one that is."""
+    """The reason why a model's training FLOPs differ from those of Dense (Balanced); empty if they are equal."""
     pair = (model, next(one for one in run.own if one.name == BALANCED.model))
     if pair[0].base.initial == pair[1].base.initial != "":
-        # What their parent needed is the same, and need not be known.
+        # The FLOPs of their common parent are equal, so they need not be known.
         mine, others = (training_flops(one, run)[0] for one in pair)
     else:
         mine, others = (all_training_flops(one, run) for one in pair)
@@ -295,7 +293,7 @@ def _unequal(model: Model, run: Run) -> str:
 
 
 def main_table(found: Ranking, entries: Sequence[Entry]) -> Table:
-    """Lines of the main table, best first: means, changes from Dense (Balanced) with their intervals, and passes."""
+    """Lines of the main table, best first: means, changes relative to Dense (Balanced) with intervals, and costs."""
     rows: dict[str, dict[str, Any]] = {entry.label: {} for entry in entries}
     beneath: dict[str, dict[str, str]] = {entry.label: {} for entry in entries}
     best: dict[str, dict[str, bool]] = {entry.label: {} for entry in entries}
@@ -316,7 +314,7 @@ def main_table(found: Ranking, entries: Sequence[Entry]) -> Table:
         row["Experts run per token"], row["Parameters"] = float(entry.passes), entry.parameters or math.nan
         row["Training FLOPs"], row["Remark"] = entry.flops, entry.apart or " "
     frame, bold, below = (pd.DataFrame.from_dict(one, orient="index") for one in (rows, best, beneath))
-    # A column of blanks says nothing.
+    # An empty column is left out.
     frame = frame if any(entry.apart for entry in entries) else frame.drop(columns="Remark", errors="ignore")
     caption = (
         f"Change: relative to {found.dense.label}. Oracle: the best expert or domain token, chosen on test data. "

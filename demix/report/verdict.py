@@ -1,9 +1,9 @@
-"""A claim's verdict: comparisons over domains, and what they say together.
+"""The verdict on a claim, from comparisons over domains.
 
 A comparison is shown only if the mean over domains and more than half of the domains agree. It is weak, whatever they
-say, if the run cannot tell its mean difference from none: the difference is within `UNCHANGED`, its 95% interval holds
-zero, or its sign is not that of every other seed. A claim is weak, too, if it is not significant once Holm's correction
-(1979) over all claims of its family, the papers' or ours, is made.
+say, if its mean difference is not significant: the difference is within `UNCHANGED`, its 95% interval contains zero, or
+another seed has the other sign. A claim is also weak if it is not significant after Holm's correction (1979), which is
+made separately over the papers' claims and over ours.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pandas as pd
 
 Verdict = Literal["shown", "weak", "mixed", "not shown", "cannot be judged"]
-# Of a family of claims, the probability of a false one at which Holm's correction aims.
+# The probability of one or more false claims in a family (the papers' or ours) that Holm's correction allows.
 LEVEL = 0.05
 # Half of a 95% interval in standard errors.
 HALF = 1.96
@@ -24,12 +24,12 @@ UNCHANGED = 1e-4
 
 @dataclass(frozen=True)
 class Part:
-    """One comparison: whether the mean agrees, the number of agreeing domains, of all domains, and cells of a table.
+    """One comparison: whether the mean agrees, the number of agreeing domains and of all domains, and cells of a table.
 
-    The `cells` are what is compared, the change, its 95% interval, and the domains that agree (of these significant);
-    one sentence for another kind of comparison. `significant` is False if the mean difference is not significant.
-    `seeds` says in a sentence whether other seeds point the same way. `rival` is the system that the other is compared
-    with. `p` is the probability of a mean difference as large, were there none; NaN where no interval is known.
+    The `cells` are the two compared systems, the change, its 95% interval, and the number of domains that agree (in
+    parentheses: significantly). A comparison of another kind has one sentence. `significant` is False if the mean
+    difference is not significant. `seeds` is a sentence on the agreement of other seeds. `rival` is the second system.
+    `p` is the p value of the mean difference; NaN without an interval.
     """
 
     mean_agrees: bool
@@ -53,8 +53,8 @@ class Part:
         return "mixed" if self.mean_agrees or majority else "not shown"
 
     def among(self, others: Sequence["Part"]) -> "Part":
-        """This part together with the same part in other seeds: weak unless the mean says the same in all that have
-        it."""
+        """This part combined with the same part in other seeds: weak unless the mean gives the same answer in all seeds
+        that have numbers."""
         said = [other.mean_agrees == self.mean_agrees for other in (self, *others) if other.domains]
         if len(said) < 2:
             return self
@@ -66,7 +66,7 @@ class Part:
 class Claim:
     """A statement of the papers (`published`) or of ours, and the comparisons that decide on it.
 
-    `adjusted` is `p` after Holm's correction over a family of claims; NaN before it, and without `p`.
+    `adjusted` is `p` after Holm's correction over a family of claims; NaN before the correction, and without `p`.
     """
 
     name: str
@@ -77,9 +77,9 @@ class Claim:
 
     @property
     def verdict(self) -> Verdict:
-        """That of all parts if they agree. A weak part makes a claim weak if all others are shown.
+        """The verdict of all parts if they agree. A weak part makes a claim weak if all other parts are shown.
 
-        What all parts say is weak if it is not significant after the correction.
+        A verdict shown or not shown becomes weak if it is not significant after the correction.
         """
         verdicts: set[Verdict] = {part.verdict for part in self.parts}
         if "cannot be judged" in verdicts:
@@ -92,12 +92,12 @@ class Claim:
 
     @property
     def p(self) -> float:
-        """The largest p of all parts, since a claim is shown only if all of them are; NaN where none has one."""
+        """The largest p of the parts, since a claim is shown only if all parts are; NaN if no part has a p."""
         return max((part.p for part in self.parts if not math.isnan(part.p)), default=math.nan)
 
     @property
     def said(self) -> str:
-        """The verdict, and against which systems the claim is shown."""
+        """The verdict, with the systems against which the claim is shown."""
         verdicts: dict[str, set[Verdict]] = {}
         for part in (part for part in self.parts if part.rival):
             verdicts.setdefault(part.rival, set()).add(part.verdict)
@@ -108,27 +108,27 @@ class Claim:
 
     @property
     def numbers(self) -> str:
-        """The deciding numbers in words."""
+        """The numbers that decide, as sentences."""
         found = [text for part in self.parts for text in ("; ".join(part.cells) + ".", part.seeds) if text]
         return " ".join([*found, *[self.corrected] * bool(self.corrected)])
 
     @property
     def corrected(self) -> str:
-        """The corrected p in words; empty where there is none."""
+        """The corrected p as a sentence; empty if there is none."""
         if math.isnan(self.adjusted):
             return ""
         return f"After Holm's correction, p {'< 0.0001' if self.adjusted < 1e-4 else f'= {self.adjusted:.2g}'}."
 
     def among(self, others: Sequence["Claim"]) -> "Claim":
-        """This claim together with the same claim in other seeds."""
+        """This claim combined with the same claim in other seeds."""
         by_part = zip(self.parts, *(other.parts for other in others), strict=True)
         return replace(self, parts=tuple(part.among(same) for part, *same in by_part))
 
 
 def corrected(claims: Sequence[Claim]) -> list[Claim]:
-    """Claims with Holm's correction of their p, over those that are published and over ours.
+    """Claims with Holm's correction of p, made separately over the published claims and over ours.
 
-    Of m sorted p, the i-th (from 0) becomes p·(m - i), or the one before it if larger.
+    Of m sorted values, the i-th (from 0) becomes p·(m - i), or the corrected value before it if that is larger.
     """
     adjusted: dict[str, float] = {}
     for family in (True, False):
@@ -149,7 +149,8 @@ def compare(
     allowance: float = 0.0,
     bounds: pd.DataFrame | None = None,
 ) -> Part:
-    """Whether `values` are below `others` (or above, or at most a fraction `allowance` above), where both exist.
+    """Whether `values` are below `others` (`higher`: above; `allowance`: at most this fraction above), on domains of
+    both.
 
     `bounds` are the bounds of the differences, as `read.paired` returns them.
     """
@@ -186,7 +187,7 @@ def compare(
 
 
 def mean_interval(difference: pd.Series, bounds: pd.DataFrame | None) -> tuple[float, float] | None:
-    """The 95% interval of the mean of `difference`, if all its domains have one in `bounds`: their errors add up.
+    """The 95% interval of the mean of `difference`, if `bounds` has an interval for all its domains; variances add up.
 
     Both have one row per domain; `bounds` has the columns low and high.
     """

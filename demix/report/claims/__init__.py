@@ -1,6 +1,7 @@
-"""The claims of the papers and ours: which of them a run shows, with the numbers that decide.
+"""The claims of the papers and ours, each with a verdict on a run and the numbers that decide.
 
-claims.toml has a row for each; one row represents the claims about every mixture of the run beyond the paper.
+claims.toml has an entry for each claim. An entry whose name has a field stands for one claim per mixture of the run
+that is not in the paper.
 """
 
 import tomllib
@@ -26,7 +27,7 @@ from demix.run.systems import System
 
 @dataclass(frozen=True)
 class Row:
-    """A row of claims.toml; `mixture` is the system of a claim that is made of several."""
+    """An entry of claims.toml; `mixture` is the system of a claim that is made for each mixture."""
 
     name: str
     statement: str
@@ -37,7 +38,7 @@ class Row:
     mixture: System | None = None
 
     def said(self, data: RunData) -> str:
-        """What is claimed, with the source."""
+        """The statement, with its source."""
         fields = {field for _, field, *_ in Formatter().parse(self.statement) if field}
         words = {"mixture": self.mixture.label if self.mixture else ""}
         words |= {field: judges.WORDS[field](data) for field in fields & judges.WORDS.keys()}
@@ -76,7 +77,7 @@ class Row:
 
 
 def _named(name: str, run: Run) -> list[ByDomain]:
-    """The systems that a name of `demix.report.systems` means."""
+    """The systems that `demix.report.systems` has under a name."""
     found = getattr(systems, name)
     found = found if isinstance(found, System) else found(run)
     return found if isinstance(found, list) else [found]
@@ -90,7 +91,7 @@ def _compared(
     intervals: bool = True,
     **how: Any,
 ) -> Part:
-    """The comparison of two systems, by test perplexities and the intervals of their differences."""
+    """The comparison of two systems by their test perplexities and the intervals of the differences."""
     oracles = judges.ORACLES if domains.kind == "novel" else {}
     (label, values), (other, others) = (
         (
@@ -118,10 +119,10 @@ def _rows() -> list[dict[str, Any]]:
 
 
 def rows(run: Run) -> list[Row]:
-    """The claims about what the run has, in the order in which they are shown."""
+    """The claims that apply to the run, in the order in which they are shown."""
     found: list[Row] = []
     for row in (row for row in _rows() if not missing(row["needs"], run)):
-        # A name with a field means the claims about all mixtures.
+        # A name with a field stands for one claim per mixture.
         mixtures: Sequence[System | None] = judges.mixtures(run) if "{" in row["name"] else [None]
         found += [Row(**row | {"name": row["name"].format(one=one), "mixture": one}) for one in mixtures]
     return found
@@ -129,7 +130,7 @@ def rows(run: Run) -> list[Row]:
 
 @lru_cache(maxsize=1)
 def claims(data: RunData) -> list[Claim]:
-    """The claims judged on a run, the papers' first: on its own seed, and on whether its other seeds say the same."""
+    """The claims judged on a run's own seed and checked on its other seeds; the papers' claims come first."""
     run = data.run
     seeds = (run.seed, *(seed for seed in data.results.by_seed if seed != run.seed))
     own, *others = (data.of_seed(seed) for seed in seeds)

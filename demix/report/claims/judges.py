@@ -1,4 +1,4 @@
-"""What claims.toml names: the table whose rows its queries pair, comparisons of what no pair decides, and words."""
+"""The names used in claims.toml: the table for its queries, judges of claims that no pair decides, and words."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -35,9 +35,10 @@ ORACLES = {NAIVE: "best expert (oracle)", DOMAIN_TOKEN: "best domain token (orac
 
 
 def mixtures(run: Run) -> list[System]:
-    """Each mixture of the run that sums over all earlier text and does not know the domain.
+    """Each mixture of the run by `tempered`: weighted by all earlier text, without knowing the domain.
 
-    None of a row with another optimizer than the dense model, whose recipe would be judged instead of its experts.
+    Model entries with another optimizer than the dense model are left out: the claim would judge the optimizer instead
+    of the experts.
     """
     dense = run.rows["dense"].settings.optimizer
     tempered = (one for one in trained_systems(run) if one.weights.startswith("tempered"))
@@ -46,10 +47,10 @@ def mixtures(run: Run) -> list[System]:
 
 @cache
 def known_families(run: Run) -> tuple[pd.DataFrame, list[System]]:
-    """The families of a run with what queries pair them by, and the system of each line.
+    """A table of the run's models with the columns by which queries pair them, and the system of each row.
 
-    `rule` is empty for the rule of the family's paper, with `k` where only so many experts are mixed; `distance` is
-    that of experts of domains by the clusters nearest to them, `tempered` that of `k` experts.
+    `rule` is empty for the rule of the model's paper; `k` is then the number of mixed experts, if not all. With rule
+    `distance`, domain experts are weighted by the distance to clusters. With rule `tempered`, `k` experts are mixed.
     """
     rows: list[dict[str, Any]] = []
     systems: list[System] = []
@@ -67,7 +68,7 @@ def known_families(run: Run) -> tuple[pd.DataFrame, list[System]]:
             "tokens": family.tokens,
             "begun": family.begun,
             "single": system in singles,
-            # Models that begin alike: with as many tokens of the same parent.
+            # Equal for models that start in the same way: from the same parent after the same number of tokens.
             "origin": repr([settings.parent, settings.seed_tokens, model.base.initial, model.base.options]),
             "parent": model.parent,
             "seed_tokens": settings.seed_tokens,
@@ -81,7 +82,7 @@ def known_families(run: Run) -> tuple[pd.DataFrame, list[System]]:
         for k in tried_top_k(run, family.experts):
             label = f"{model.base.label} (tempered), top-{k}"
             if routed:
-                # All other weights compute all experts before they leave some out.
+                # All other rules run every expert before they drop some.
                 found.append(("", k, replace(system, label=f"{system.label}, top-{k}", top_k=k)))
             if "tempered" in tempered and model.kind.has_experts:
                 few = replace(system, method="uniform", weights="tempered", label=label, top_k=k)
@@ -96,7 +97,7 @@ def known_families(run: Run) -> tuple[pd.DataFrame, list[System]]:
 NAMED = """
 with families as (from every where rule = '' and k is null),
 single as (from families where single),
--- Several balanced clusters next to which the run has a model of one cluster.
+-- Models of several balanced clusters, if the run also has a model of one cluster with equal tokens.
 several as (
     from families where made = 'k-means' and scope = 'model' and experts > 1
         and (tokens, begun) in (select (tokens, begun) from single)
@@ -105,7 +106,7 @@ several as (
 
 
 def paired(query: str, data: RunData) -> list[tuple[System, System]]:
-    """The systems whose ids a query of claims.toml selects."""
+    """The pairs of systems whose ids a query of claims.toml selects."""
     every, systems = known_families(data.run)
     domains = pd.DataFrame({"domains": [len(data.training)]})
     found = ask(NAMED + query, every=every, run=domains)
@@ -136,7 +137,7 @@ def own_cluster_best(data: RunData) -> Iterator[Part]:
 
 
 def _best(ratios: pd.Series, of: str) -> Part:
-    """Whether own experts are best, by the ratios of the best other expert's perplexity to theirs."""
+    """Whether own experts are best, by the ratio of the best other expert's perplexity to the own expert's."""
     label = f"{of}Perplexity of the best other expert, divided by that of the own expert,"
     return compare(label, ratios, "a ratio of", pd.Series(1.0, ratios.index), higher=True)
 
@@ -150,7 +151,7 @@ def overlap_correlates(data: RunData) -> Iterator[Part]:
         if known
         else "Overlap of bigrams and perplexities of single experts: no numbers"
     )
-    # One number over all pairs: there is no majority of domains.
+    # One number over all pairs, so there is no majority of domains.
     yield Part(
         bool(r > 0), int(r > 0), int(known), (sentence,), bool(found.permutation_p < 0.05), p=found.permutation_p
     )
@@ -162,12 +163,12 @@ def adapts(data: RunData) -> Iterator[Part]:
     yield compare("Adapted expert", after, WORDS["parent"](data), before)
     own = (before_adding(data.run)[0], added(data.run)[0])
     old, new = (data.results.perplexities(one, data.training) for one in own)
-    # Not a bit of them changes; sums in another order differ in the last digits.
+    # The parameters do not change; sums in another order differ in the last digits.
     yield compare("Training domains by their own experts after adaptation", new, "before", old, allowance=0.0002)
 
 
 def like_never_trained(data: RunData) -> Iterator[Part]:
-    """How far the model without the domain's expert is from one never trained on the domain, and from the whole one."""
+    """Whether −Expert is closer to the model never trained on the domain than to the model with all experts."""
     systems = (before_removal(data.run), without_expert(data.run), without_domain)
     whole, without, never = (data.results.perplexities(one, data.training) for one in systems)
     label = "Difference in perplexity between −Expert and −Domain"
@@ -175,7 +176,7 @@ def like_never_trained(data: RunData) -> Iterator[Part]:
 
 
 def merged_forget(data: RunData) -> Iterator[Part]:
-    """Whether leaving its expert out costs a domain as much in merged models as in DEMix, one part per merged model."""
+    """Whether removal of the domain's expert raises perplexity in merged models as in DEMix, one part per model."""
     run, domains = data.run, data.training
 
     def costs(whole: System, without: ByDomain) -> pd.Series:

@@ -1,7 +1,8 @@
 """The tables, figures and pages of a report, in their order.
 
-Each is made from a `RunData` by the function of its name in one of these modules, whose docstring is the caption. The
-modules load pandas and altair; this list of them does not, since the workflow asks what files a report has.
+Each is made from a `RunData` by the function of the same name in one of these modules; the function's docstring is the
+caption. The modules load pandas and altair. This list does not load the modules, since the workflow reads it to know
+the files of a report.
 """
 
 from demix.report import needs
