@@ -1,4 +1,4 @@
-"""The card of a model, as Hugging Face's hub shows it: data, training, lineage of experts, results and limits."""
+"""The model card, in the format of the Hugging Face hub: data, training, lineage of experts, results and limits."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,14 +24,14 @@ from demix.report.table import as_markdown, markdown_rows, render, render_markdo
 from demix.run.run import Run
 from demix.settings import names_of
 
-# The headings of the sets of experts, by the name of a set in the results.
+# The headings of expert sets, by their names in the results.
 SETS = {
     "all": "All experts, including those added for the novel domains",
     "training": "Only the training domains' experts",
     "dense": "The model",
 }
 MASKED_TASK, TEXT_TASK = "fill-mask", "text-generation"
-# Of methods that a model has, the last represents it.
+# The last of these methods that a model has represents the model.
 METHODS = ("dense", "naive", "average", "uniform", "updating", "cached", "tempered")
 
 
@@ -42,30 +42,30 @@ def planned(model: str, run: Run) -> tuple[str, int]:
 
 
 def results_of(run: Run, model: str) -> pd.DataFrame:
-    """The model's rows of the paper's tables: one row per domain, set of experts (`SETS`) and method."""
+    """The model's results in the paper's tables: one row per domain, expert set (`SETS`) and method."""
     rows, (row, seed) = read_results(run.folder / "results.parquet").rows, planned(model, run)
     rows = rows[(rows["model"] == row) & (rows["seed"] == seed) & rows["experts"].isin([*SETS])].query(
         "split == 'test' and variant == '' and top_k.isna() and weights in ['', 'history', 'tempered']"
     )
     rows = rows.assign(method=rows["method"].where(rows["weights"] != "tempered", "tempered"))
-    # The best that a masked model has, whose experts no text weights.
+    # For a masked model also the dev-optimised weights, the best rule it can have: text cannot weight its experts.
     return rows[rows["method"].isin([*METHODS, *(["fitted"] if masked(rows) else [])])]
 
 
 def dense_rows(results: pd.DataFrame, run: Run, model: str) -> pd.DataFrame:
-    """The rows of Dense (Balanced) of the model's seed to compare with the `results` of `model`, none with itself."""
+    """The results of Dense (Balanced) with the model's seed, for comparison with `results`; empty for Dense itself."""
     name = run.folder_of(BALANCED.model, planned(model, run)[1])
     rows = results_of(run, name).assign(method=BALANCED.label)
     return rows if name != model and masked(rows) == masked(results) else rows.iloc[:0]
 
 
 def masked(results: pd.DataFrame) -> bool:
-    """Whether the rows of one model are those of a masked language model."""
+    """Whether the results of one model are those of a masked language model."""
     return "scorer" in results and bool(results["scorer"].str.startswith("masked").any())
 
 
 def evaluations(results: pd.DataFrame) -> list[EvalResult]:
-    """The hub's results of the model with all its experts, one for each domain."""
+    """The results for the hub's index, one per domain, of the model with all its experts."""
     rows = results[results["experts"] == next((name for name in SETS if name in {*results["experts"]}), "")]
     rows = rows[rows["method"].isin(_methods(rows)[-1:])]
     return [_evaluation(row.domain, row.method, row.perplexity, masked(results)) for row in rows.itertuples()]
@@ -85,7 +85,7 @@ def _evaluation(domain: str, method: str, perplexity: float, masked: bool = Fals
 
 
 def _methods(rows: pd.DataFrame) -> list[str]:
-    """Those of `METHODS`, and fitted, that have rows on every domain of `rows`."""
+    """The methods of `METHODS`, and fitted, that have results on every domain of `rows`."""
     domains = rows.groupby("method")["domain"].nunique()
     return [name for name in (*METHODS, "fitted") if domains.get(name, 0) == rows["domain"].nunique()]
 
@@ -93,7 +93,7 @@ def _methods(rows: pd.DataFrame) -> list[str]:
 def result_tables(
     results: pd.DataFrame, dense: pd.DataFrame, run: Run
 ) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
-    """A table for each set of experts, with `dense`: heading, heads of columns, rows."""
+    """A table for each expert set, with the results of `dense`: heading, heads of columns, rows."""
     tables = []
     for name in (name for name in SETS if name in {*results["experts"]}):
         own = results[results["experts"] == name]
@@ -124,9 +124,9 @@ def _interval(low: float, high: float) -> str:
 def write_cards(run: Path, output: Path, models: Sequence[str] = ()) -> None:
     """Write the cards of a run's models: data, licences, training, lineage, results, limits.
 
-    Of the named `models`, or of all. What belongs to a model wherever it is copied goes into its folder too: the card
-    (README.md), how well each expert predicts its own domain (usual.json), and the clusters that can weight its experts
-    (clusterer/).
+    The cards are those of the named `models`, or of all models. Three things are also written into a model's folder, so
+    that they are copied with it: the card (README.md), each expert's results on its own domain (usual.json), and the
+    clusters that can weight its experts (clusterer/).
     """
     whole = Run.read(run)
     for model in models or sorted(path.parent.name for path in (run / "models").glob("*/model.json")):
@@ -141,8 +141,8 @@ def write_cards(run: Path, output: Path, models: Sequence[str] = ()) -> None:
 def model_card(run: Run, model: str) -> str:
     """The card of `models/<model>` of a finished run, as Markdown with YAML front matter.
 
-    All content comes from the run's files; text of others (names, licences) is escaped. Raises DemixError if the run
-    has no such model or if a file of the model is missing.
+    All content comes from the run's files; names and licences are escaped. Raises DemixError if the run has no such
+    model or if a file of the model is missing.
     """
     directory = run.folder / "models" / model
     if not (directory / "model.json").is_file():
@@ -189,10 +189,10 @@ def card_page(run: Run, model: str, card: str) -> str:
 
 
 def exported_card(directory: Path, expert: str | None) -> str:
-    """The card of one expert of the model in `directory`, exported as a model of its own; None is for their mixture.
+    """The card of one expert of the model in `directory`, exported as a separate model; None means their mixture.
 
-    A model of one expert and a mixture keep the card in the model's folder; a mixture of a model without one has "". An
-    expert has the figures of only its own domain, if it was scored there, and counts its own tokens. Raises DemixError
+    A model with one expert and a mixture keep the card of the model's folder, or "" without such a card. The card of an
+    expert has only the results on its own domain, if it was scored there, and counts its own tokens. Raises DemixError
     if a file of the model is missing.
     """
     place, run = directory.resolve(), Run.of_model(directory)
@@ -219,11 +219,11 @@ def exported_card(directory: Path, expert: str | None) -> str:
 
 
 def merged_card(directory: Path, weights: Mapping[str, float], name: str) -> str:
-    """The card of the model `name` made of the experts of the model in `directory`: averaged by `weights`.
+    """The card of the merged model `name`: the experts of the model in `directory`, averaged with `weights`.
 
-    Without weights it is a model whose tokens choose among these experts and their anchor.
+    Without weights it is a token-routed model of these experts and their anchor.
     """
-    # A folder that is not a model is refused before an expert is missed in it.
+    # This raises an error for a folder that is not a model, before an expert is looked up in it.
     describe(directory)
     if weights:
         refuse_weights(weights)
@@ -238,7 +238,7 @@ def merged_card(directory: Path, weights: Mapping[str, float], name: str) -> str
         [],
         about=about,
         model=directory.resolve().name,
-        # With their anchor.
+        # The experts and their anchor.
         routed=0 if weights else len(parents) + 1,
         parents=[
             (expert, *([f"{weights[expert]:.4f}"] if weights else []), f"{one.tokens or 0:,}", one.sha256[:12])
@@ -249,7 +249,7 @@ def merged_card(directory: Path, weights: Mapping[str, float], name: str) -> str
 
 
 def _card(what: str, name: str, tags: list[str], index: list[EvalResult], **values: Any) -> str:
-    """A card from pages/card.md, with the front matter of the hub, where `model-index` is `index`, if not empty."""
+    """A card from pages/card.md with the hub's front matter; `index` becomes `model-index`, if it is not empty."""
     front = ModelCardData(
         library_name="transformers" if any(name in tags for name in FORMATS) else "demix",
         license="other",
@@ -273,7 +273,7 @@ def _card(what: str, name: str, tags: list[str], index: list[EvalResult], **valu
 
 
 def _parent(about: Mapping[str, Any]) -> dict[str, Any]:
-    """The parent of a model: what it `began` with in training, was `imported`, or `adapted` from."""
+    """The parent of a model, with a key for its role: training `began` with it, or it was `imported` or `adapted`."""
     parent = about.get("parent")
     if not isinstance(parent, dict):
         return {"model": parent, "adapted": True} if parent else {}
@@ -281,9 +281,9 @@ def _parent(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _data(run: Run, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The tables of the domains that a model and its experts learned from; None if none is the run's.
+    """The tables of the domains on which a model and its experts were trained; None if no domain is the run's.
 
-    An expert of another run, or of no run, may have been added.
+    An expert from another run, or from no run, may have been added.
     """
     read = {domain: sha256 for one in sources for domain, sha256 in (one.get("data_sha256") or {}).items()}
     cards = {name: read_json(run.folder / "corpus" / name / "card.json") for name in run.domains if name in read}
@@ -318,6 +318,6 @@ def _lineage(experts: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
-    """The settings that define the model; settings of execution are left out."""
+    """The settings that define the model, without execution settings."""
     left_out = (*names_of(Execution), "threads", "architecture")
     return [(key, str(value)) for key, value in sorted(settings.items()) if key not in left_out]

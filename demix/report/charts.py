@@ -243,8 +243,8 @@ def ranked(ranking: Ranking, *, narrow: bool = False) -> alt.TopLevelMixin:
             )
             for name in ("low", "value")
         )
-        # The dots have names for screen readers. The lines have none, since without intervals a screen reader would find
-        # an image without text.
+        # The dots have names for screen readers. The lines have none: without intervals, screen readers would find an
+        # image without text.
         rule = chart.mark_rule(strokeWidth=1.5, aria=False).encode(x=low, x2="high:Q")
         layers = alt.layer(at_zero, rule, chart.mark_point(filled=True, size=30, opacity=1).encode(x=value))
         panels.append(layers.properties(width=120 if narrow else 420, height=alt.Step(20)))

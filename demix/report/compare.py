@@ -1,17 +1,17 @@
 """Runs side by side: settings that differ, and the main table with paired intervals.
 
-What is compared is the number of the main table: the plain mean over domains of each domain's test perplexity, of the
-run's own seed. The mean is over those domains that are of one kind in all runs. A difference is the change of this mean
-from the first run to another, in percent of the first run's.
+The compared number is that of the main table: the unweighted mean over domains of the test perplexity, for the run's
+own seed. The mean is over the domains that are of the same kind in all runs. A change is the change of this mean from
+the first run to another, in percent of the first run's mean.
 
-Its 95% interval is a paired bootstrap over documents. In each domain the documents are drawn again, those of one origin
-together, or blocks of the text where documents are few (`demix.evaluate.intervals`), and both runs use the same draws;
-domains are drawn independently of each other. Each resample gives the perplexities of all domains, their means and so
-the change, whose 2.5% and 97.5% quantiles are the bounds. By domain, the difference is in nats per token, as in
-differences.parquet: (loss of the run − loss of the first run) / tokens.
+Its 95% interval is a paired bootstrap over documents. In each domain the documents are resampled, all chunks of one
+source document together; a domain with few documents is resampled by stretches of text (`demix.evaluate.intervals`).
+Both runs use the same draws, and domains are drawn independently of each other. Each resample gives the perplexities of
+all domains, their means and so the change; its 2.5% and 97.5% quantiles are the bounds. By domain, the difference is in
+nats per token, as in differences.parquet: (loss of the run − loss of the first run) / tokens.
 
-The losses are those that the evaluation of a domain stores by system (`demix.evaluate.columns.SYSTEM_LOSSES`). A pair
-has no interval, and the reason in its place, where the two runs did not score the same documents.
+The losses are those that the evaluation of a domain stores by system (`demix.evaluate.columns.SYSTEM_LOSSES`). If two
+runs did not score the same documents, the reason is shown in place of the interval.
 """
 
 import json
@@ -33,7 +33,7 @@ from demix.run.run import Run, kept
 from demix.run.systems import System, main_systems
 
 PERPLEXITY, BITS = "perplexity", "bits_per_byte"
-# Why a pair of runs has no interval, or no difference at all.
+# The reasons why a pair of runs has no interval, or no difference at all.
 OTHER_TOKENIZER, OTHER_TOKENS = "different tokenizer", "different tokens"
 NOT_BOTH, FEW = "not in both runs", f"under {MIN_TOKENS} tokens"
 SYSTEM = ["model", "experts", "method", "weights"]
@@ -43,7 +43,7 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run to compare. `name` is that of its run, and the folder where several runs have the same name."""
+    """A run to compare. `name` is the name of the run, or its folder if several runs have the same name."""
 
     name: str
     of: Run
@@ -55,7 +55,7 @@ class ComparedRun:
 
     @cached_property
     def results(self) -> pd.DataFrame:
-        """The rows of systems by test split, of all seeds."""
+        """The test results of systems, for all seeds."""
         rows = read_results(self.of.folder / "results.parquet").rows
         systems = (rows["variant"] == "") & rows["top_k"].isna() & (rows["method"] != "expert")
         return rows[systems & (rows["split"] == "test")]
@@ -73,21 +73,21 @@ class ComparedRun:
 
     @cached_property
     def drawn(self) -> dict[str, dict[Key, np.ndarray]]:
-        """The nats per token of each system in resamples [R], by domain; none of a short text."""
+        """The nats per token of each system in resamples [R], by domain; empty for a short text."""
         return {domain: _drawn(self, domain) for domain in self.of.domains}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs, the first of them the base, and what they are compared in.
+    """Runs, the first of which is the base, and the results of the comparison.
 
     `settings`: one row per key that differs, one column per run, values as JSON, "–" for a key that a run lacks.
     `systems`: one row per measure, kind of domains, system and run, with columns value (mean over domains), spread
-    (standard deviation over seeds), and change, change_low, change_high (in percent of the base) and why (the reason
-    why something is missing). What does not exist is NaN.
-    `by_domain`: one row per domain, system and run but the first, with the columns nats, low and high.
-    `domains` are those that are compared, by kind, and `left_out` those that not all runs have. `blocks` are the tokens
-    of the blocks that were resampled in domains of few documents.
+    (standard deviation over seeds), change, change_low and change_high (in percent of the base), and why (the reason
+    for a missing number). Missing numbers are NaN.
+    `by_domain`: one row per domain, system and run except the first, with the columns nats, low and high.
+    `domains` are the compared domains by kind, and `left_out` the domains that are not of one kind in all runs.
+    `blocks` has the length in tokens of the stretches that were resampled in domains with few documents.
     """
 
     runs: tuple[ComparedRun, ...]
@@ -117,7 +117,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
     by_domain = [row for kind, names in domains.items() for row in _domain_rows(runs, kind, names)]
     columns = ["measure", "kind", "system", "oracle", "run", "value", "spread"]
     frame = pd.DataFrame(systems, columns=[*columns, "change", "change_low", "change_high", "why"])
-    # A measure that no run has been evaluated by is left out.
+    # A measure without numbers is left out.
     frame = frame[frame.groupby(["measure", "kind"])["value"].transform("count") > 0]
     blocks = {name: block_tokens(*base.texts.loc[name, ["documents", "tokens"]]) for name in shared}
     return Comparison(
@@ -165,9 +165,9 @@ def _differing(values: Sequence[Any], path: str = "") -> Iterator[tuple[str, Seq
 
 
 def _systems(runs: Sequence[ComparedRun]) -> list[System]:
-    """The systems of the main tables of all runs, those of the first run first, each with a label of its own.
+    """The systems of the main tables of all runs, those of the first run first, each with a distinct label.
 
-    A row of `models` may be of another kind in another run.
+    A model entry may have another type in another run.
     """
     every: dict[tuple[str, ...], System] = {}
     for system in (system for run in runs for _, system in main_systems(run.of)):
@@ -182,7 +182,7 @@ def _drawn(run: ComparedRun, domain: str) -> dict[Key, np.ndarray]:
     documents, stretches = (
         np.stack([rows[tokens][0], *rows[nll]]) for tokens, nll in (("tokens", "nll"), ("stretched", "stretches"))
     )
-    # As in an evaluation: the same text is drawn for all systems and runs.
+    # As in an evaluation, all systems and runs use the same draws.
     seed = seed_for(0, domain, run.texts.loc[domain, "tokens_sha256"])
     drawn = resampled(documents, rows["origins"][0], stretches, seed)
     keys = zip(*(rows[name] for name in SYSTEM), strict=True)
@@ -190,7 +190,7 @@ def _drawn(run: ComparedRun, domain: str) -> dict[Key, np.ndarray]:
 
 
 def _why(base: ComparedRun, run: ComparedRun, domains: Sequence[str]) -> str:
-    """Why there is no interval of the difference of two runs on `domains`; "" if there is one."""
+    """The reason why the difference of two runs on `domains` has no interval; "" if it has one."""
     if run.tokenizer != base.tokenizer:
         return OTHER_TOKENIZER
     if not run.texts.loc[domains].equals(base.texts.loc[domains]):
@@ -215,10 +215,10 @@ def _rows(runs: Sequence[ComparedRun], kind: str, domains: list[str], measure: s
 def _change(
     base: ComparedRun, run: ComparedRun, domains: list[str], system: System, measure: str, first: float, value: float
 ) -> dict[str, Any]:
-    """The change of a system's mean from `first` to `value`, with its interval, or why there is none."""
+    """The change of a system's mean from `first` to `value`, with its interval or the reason why it has none."""
     why = NOT_BOTH if np.isnan(first + value) else _why(base, run, domains)
     if measure == BITS:
-        # Runs of the base's tokenizer have perplexities to compare.
+        # Runs with the base's tokenizer are compared in perplexity.
         why = {OTHER_TOKENIZER: OTHER_TOKENS, NOT_BOTH: NOT_BOTH}.get(why, "")
     elif not why:
         means = (np.exp([one.drawn[name][system.key] for name in domains]).mean(axis=0) for one in (base, run))

@@ -27,7 +27,7 @@ SIZES = {"gpt3-small": "125M", "gpt3-medium": "350M", "gpt3-large": "760M", "gpt
 
 
 def size_of(run: Run) -> str | None:
-    """The preset whose size in the paper a run has, or None. A preset with changed sizes has no size of the paper."""
+    """The preset of a run, if it is a size of the paper; None for other presets and for a preset with changed sizes."""
     given = written(run.config.architecture)
     changed = given.keys() - {"preset", "context"} or run.context != 1024
     return given["preset"] if given.get("preset") in SIZES and not changed else None
@@ -35,10 +35,10 @@ def size_of(run: Run) -> str | None:
 
 @cache
 def _printed() -> dict[str, dict[str, dict[str, Any]]]:
-    """What the paper prints by table and preset, by the labels of the table of the same name here.
+    """The paper's printed numbers by table and preset, with the labels of our table of the same name.
 
-    Of `column` and `columns` the keys are rows of our table. `rows` are rows of numbers by column of our table: a
-    domain of the paper, or the paper's mean over domains, whose name begins with "mean".
+    The keys in `column` and `columns` are rows of our table. `rows` are rows of numbers by column of our table; such a
+    row is a domain of the paper, or the paper's mean over domains, whose name begins with "mean".
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for entry in json.loads(Path(__file__).with_name("paper.json").read_text("utf-8")):
@@ -47,7 +47,7 @@ def _printed() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def scale_note(results: Results, run: Run) -> str:
-    """The differences between this run and the paper in data, budget and scale, in a few sentences."""
+    """The differences between the run and the paper in data, budget and scale, in a few sentences."""
     given = written(run.config.architecture)
     parts = [f"{len(run.training)} training and {so_many(len(run.novel), 'novel domain')}"]
     if given.get("preset") in PRESETS:
@@ -60,19 +60,19 @@ def scale_note(results: Results, run: Run) -> str:
         f"{run.config.training.tokens:,} training tokens per model",
     ]
     return (
-        "This run differs from the paper in data, budget, scale, and if its config says so in architecture and "
-        f"optimizer. This run ({run.name}): "
+        "Data, budget and scale differ from the paper, architecture and optimizer only if the config says so. "
+        f"This run ({run.name}): "
         + ", ".join(parts)
         + (f", {seeds} seeds" if (seeds := len(results.by_seed)) > 1 else ", one seed")
         + ". The paper: 8 training and 8 novel domains (its own), dense models of 125M to 1.3B parameters, blocks of "
-        "1,024 tokens, a vocabulary of 50,264, about two days on 32 to 128 GPUs per model. Compare ranks, not values."
+        "1,024 tokens, a vocabulary of 50,264, about two days on 32 to 128 GPUs per model. Compare rankings, not values."
     )
 
 
 def with_paper(table: Table, run: Run) -> Table:
-    """`table` with what the paper prints in the table of the same name, for the run's size or the smallest there is.
+    """`table` with the paper's numbers of the table of the same name, for the run's size or else the smallest size.
 
-    The paper's numbers are in columns next to the same systems, or in rows below the run's own.
+    The paper's numbers are in columns next to the same systems, or in rows below the run's own rows.
     """
     preset, printed = size_of(run), _printed().get(table.name, {})
     if not printed:

@@ -93,8 +93,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The lines of the main table of a run, sorted by the mean on the training domains; oracles come last.
-    """
+    """The lines of the main table of a run, sorted by the mean on the training domains; oracles come last."""
 
     entries: tuple[Entry, ...]
     data: RunData

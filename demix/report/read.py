@@ -1,4 +1,4 @@
-"""Reading the files of a run that a report is made from: rows, results by system, kinds of domains."""
+"""Reads the files of a run that a report uses: rows, results by system, kinds of domains."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -63,10 +63,10 @@ def domains_of(run: Run) -> list[Domains]:
 
 @dataclass(frozen=True, eq=False)
 class Results:
-    """The rows of `results.parquet`, and what the tables show of them.
+    """The rows of `results.parquet`, and the numbers that tables use.
 
-    Raises DemixError unless all rows of a domain's split were scored on the same tokens. Each seed is checked by
-    itself: runs of different seeds split their domains differently.
+    Raises DemixError unless all rows of a domain's split were scored on the same tokens. Each seed is checked
+    separately, since runs with different seeds split their domains differently.
     """
 
     rows: pd.DataFrame
@@ -91,17 +91,17 @@ class Results:
         return {seed: Results(rows, self.path) for seed, rows in self.rows.groupby("seed")}
 
     def of_seed(self, seed: int) -> "Results":
-        """The rows of one seed, without the rows of models trained again with another seed."""
+        """The rows of one random seed."""
         return Results(self.rows[self.rows["seed"] == seed], self.path)
 
     @cached_property
     def evaluations(self) -> pd.DataFrame:
-        """The test results by system and domain; those of single experts by expert too. Grids are left out.
+        """The test results by system and domain, and of single experts also by expert. Grids are left out.
 
-        The columns up to domain are the key (top_k 0 for none, and where dev chose), which the index holds as tuples.
-        Then come perplexity, low, high (bounds of the 95% interval over documents), spread, bits_per_byte, documents,
-        pieces, tokens and seeds. With several seeds all numbers are means over the seeds, spread is the standard
-        deviation of the perplexity, and there is no interval. With one seed spread is NaN.
+        The columns up to domain are the key, which the index has as tuples; top_k is 0 without top-k, and if it was
+        chosen on dev. Then come perplexity, low, high (bounds of the 95% interval over documents), spread,
+        bits_per_byte, documents, pieces, tokens and seeds. With several seeds all numbers are means over the seeds,
+        spread is the standard deviation of the perplexity, and there is no interval. With one seed spread is NaN.
         """
         found = ask(
             """select model, experts, method, weights, variant,
@@ -144,7 +144,7 @@ class Results:
 
 
 def _flat(keys: Iterable[tuple[str | int, ...]]) -> pd.Index:
-    # A report looks up hundreds of systems: 6 ms each in the levels of a MultiIndex, 0.6 ms here.
+    # A report looks up hundreds of systems: each needs 6 ms in the levels of a MultiIndex, 0.6 ms here.
     return pd.Index(list(keys), tupleize_cols=False, dtype=object)
 
 
@@ -161,8 +161,8 @@ def bounds_of(differences: pd.DataFrame) -> Bounds:
 def paired(bounds: Bounds, system: ByDomain, base: System, domains: Iterable[str]) -> pd.DataFrame:
     """Bounds (low, high) of the 95% interval of `system` minus `base` in perplexity, on the same documents of a domain.
 
-    Only `BASES`, the second systems of `balanced_pairs` and `rivals` have such intervals, and none is of a variant or
-    of a top-k. Domains without an interval are left out.
+    Only differences to `BASES`, to the second systems of `balanced_pairs` and to `rivals` have such intervals; systems
+    with a variant or a top-k have none. Domains without an interval are left out.
     """
     whole = base.top_k is None and not base.variant
     by_row = base.model if whole and (base.by_distance or base.method == "dense") else ""
@@ -175,7 +175,7 @@ def paired(bounds: Bounds, system: ByDomain, base: System, domains: Iterable[str
 
 
 def paired_either_way(bounds: Bounds, one: ByDomain, other: System, domains: Iterable[str]) -> pd.DataFrame:
-    """`paired`, turned round where more domains have the interval of `other` minus `one`."""
+    """`paired`, or its reverse if more domains have the interval of `other` minus `one`."""
     found = paired(bounds, one, other, domains)
     if not isinstance(one, System):
         return found
@@ -190,8 +190,8 @@ _VARIANT = ("top_k", "variant", "decay", "dev_blocks", "context", "temperature",
 
 @dataclass(frozen=True)
 class RowsFile:
-    """A kind of Parquet file: its path below a run's folder ({}: of each training domain), the columns that it has,
-    those that no two of its rows have alike (none: rows may be alike), and what a run needs to have it."""
+    """A kind of Parquet file: its path below a run's folder ({} is a training domain), its columns, the columns that
+    identify a row (none: rows may be equal), and the requirement for a run to have the file."""
 
     path: str
     columns: Collection[str]
@@ -217,7 +217,7 @@ FILES = {
 
 
 def read_rows(path: str | Path, kind: str) -> pd.DataFrame:
-    """The rows of a Parquet file of a run, of one of these kinds: results (also of suites), priors, posteriors, …
+    """The rows of a Parquet file of a run. `kind` is a key of `FILES`: results (also of suites), priors, posteriors, …
 
     Raises DemixError if a column is missing or a row is doubled.
     """
@@ -227,7 +227,7 @@ def read_rows(path: str | Path, kind: str) -> pd.DataFrame:
     rows = table.to_pandas()
     if file.key and (doubled := rows.duplicated([*file.key])).any():
         domain = rows.loc[doubled, "domain"].iloc[0]
-        cause = f"holds rows of {domain} twice: the evaluation of one domain lies in the place of another's"
+        cause = f"has rows of {domain} twice: the evaluation of one domain is in the place of another's"
         raise DemixError(path, cause, f"delete {Path(path).parent / 'evaluations'} and the file, then rerun")
     if kind in ("tasks", "harness"):
         rows = rows[rows["metric"].notna() == (kind == "harness")]
@@ -235,7 +235,7 @@ def read_rows(path: str | Path, kind: str) -> pd.DataFrame:
 
 
 def read_results(path: str | Path) -> Results:
-    """The rows of `results.parquet` or `suites.parquet`. Raises DemixError also if they do not compare."""
+    """The rows of `results.parquet` or `suites.parquet`. Raises DemixError also if they cannot be compared."""
     return Results(read_rows(path, "results"), path)
 
 
@@ -252,8 +252,8 @@ def read_metrics(path: str | Path) -> Iterable[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Parent:
-    """What the expert of a novel domain began with: a copy of the training expert `likeliest`, that of highest
-    posterior, or the average of all by posterior."""
+    """The start of a novel domain's expert: a copy of the training expert with the highest posterior (`likeliest`), or
+    the average of all training experts weighted by posterior."""
 
     likeliest: str
     averaged: bool = False

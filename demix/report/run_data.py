@@ -1,4 +1,4 @@
-"""All that a report reads of a run, each thing read when it is first asked for: experts on domains, clusters, costs."""
+"""The data of a run that a report reads, each at its first use: experts on domains, clusters, costs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,8 +37,8 @@ PERMUTATIONS = 9999
 class Relation:
     """Correlation of the log perplexity ratio with the bigram overlap, over `pairs` of one of `domains` and an expert.
 
-    Values are NaN where pairs are too few, incomplete or constant. Pairs are dependent, since each domain and each
-    expert is in several. So the only p value, `permutation_p`, is that of `spearman` under permutations of whole
+    Values are NaN if pairs are too few, incomplete or constant. Pairs are dependent, since each domain and each expert
+    is in several pairs. The only p value, `permutation_p`, is therefore that of `spearman` under permutations of whole
     domains; it is NaN for one domain, which has no other order.
     """
 
@@ -53,8 +53,8 @@ class Relation:
 def affinities(results: Results, run: Run) -> pd.DataFrame:
     """Columns kind, domain, expert, ratio: perplexity of an expert on a domain, divided by the reference perplexity.
 
-    The reference is the domain's own expert on a training domain and the best expert on a novel domain. The ratio is
-    NaN where the run has no such rows.
+    The reference is the own expert of a training domain and the best expert on a novel domain. The ratio is NaN if the
+    run has no such rows.
     """
     training = list(run.training)
     rows = []
@@ -69,9 +69,9 @@ def affinities(results: Results, run: Run) -> pd.DataFrame:
 
 
 def relation(pairs: pd.DataFrame, kind: str, *, own: bool = False) -> Relation:
-    """The relation over the domains of a kind, of `pairs` with columns kind, domain, expert, ratio, overlap (0 to 1).
+    """The relation over the domains of a kind; `pairs` has columns kind, domain, expert, ratio, overlap (0 to 1).
 
-    Training domains are without their own experts, or with them (`own`), as in section 5.2 of the paper.
+    Pairs of a training domain with its own expert are left out, or included with `own` (section 5.2 of the paper).
     """
     from scipy import stats
 
@@ -109,7 +109,7 @@ def relation(pairs: pd.DataFrame, kind: str, *, own: bool = False) -> Relation:
 DOCUMENTS = """
 select clustering, domain, cluster, count(*)::double as documents from clusters where split = 'train' group by all
 """
-# The test documents of each cluster, and these over an equal share.
+# The number of test documents of each cluster, and this number divided by the mean over clusters.
 SIZES = """
 select clustering, cluster, count(*)::double as documents,
     count(*) / avg(count(*)) over (partition by clustering) as share
@@ -123,9 +123,9 @@ from losses join clusters using (run, domain, split, document) group by all
 
 @dataclass(frozen=True, eq=False)
 class Clusters:
-    """What a run knows of the clusters that its models learn from: the rows of `DOCUMENTS`, `LOSSES` and `SIZES`.
+    """The clusters on which the models of a run train: the rows of `DOCUMENTS`, `LOSSES` and `SIZES`.
 
-    `cluster` is a number; the names of clusters are those of the model's experts, in this order.
+    `cluster` is a number, the place of the cluster's expert in the model's list of experts.
     """
 
     documents: pd.DataFrame
@@ -133,9 +133,9 @@ class Clusters:
     sizes: pd.DataFrame
 
     def over_own(self, model: Model, seed: int) -> pd.DataFrame:
-        """Perplexity of each expert of a model (columns) on each cluster (rows), over that of the cluster's own expert.
+        """Perplexity of each expert (columns) on each cluster (rows), divided by that of the cluster's own expert.
 
-        That is Figure 15. NaN for a cluster without test documents.
+        These are the numbers of Figure 15. NaN for a cluster without test documents.
         """
         names, known = model.domains, {"model": model.row, "seed": seed, "clustering": model.data}
         rows = self.losses[(self.losses[[*known]] == pd.Series(known)).all(axis=1)]
@@ -172,7 +172,7 @@ class RunData:
         vars(self).update(self.given)
 
     def rows(self, kind: str) -> pd.DataFrame:
-        """The rows of a kind of file (`FILES`); none where the run is not to have such a file."""
+        """The rows of a kind of file (`FILES`); empty if the run's config needs no such file."""
         if kind not in vars(self):
             file = FILES[kind]
             names = self.run.training if file.need is None or file.need.met(self.run) else ()
@@ -228,17 +228,17 @@ class RunData:
 
     @cached_property
     def parents(self) -> dict[str, Parent]:
-        """What the expert of each novel domain began with."""
+        """The start of the expert of each novel domain."""
         return read_parents(self.run.folder / "models" / self.run.receiver.row / "experts", self.novel)
 
     @cached_property
     def averaged(self) -> bool:
-        """Whether an expert of a novel domain began as the average of all training experts."""
+        """Whether an expert of a novel domain started as the average of all training experts."""
         return any(parent.averaged for parent in self.parents.values())
 
     @cached_property
     def clusters(self) -> Clusters:
-        """What the run knows of the clusters that its models learn from."""
+        """The clusters on which the run's models train."""
         return Clusters(
             *(self._asked(query) if clustered(self.run) else pd.DataFrame() for query in (DOCUMENTS, LOSSES, SIZES))
         )
@@ -247,7 +247,7 @@ class RunData:
     def ngrams(self) -> dict[str, int]:
         """The number of n-grams that each of `evaluation.ngrams` counts, by the folder of its score tables.
 
-        A copy of a run may be without its score tables, and then says nothing of them.
+        A copy of a run without its score tables has no such numbers.
         """
         folders = [ngram_folders(order)[0] for order in self.run.config.evaluation.ngrams or ()]
         files = [self.run.folder / "scores" / f"{name}.json" for name in folders]
@@ -261,16 +261,16 @@ class RunData:
 
     @cached_property
     def cost(self) -> pd.DataFrame:
-        """A line for each rule of the workflow that ran before the report: its jobs, their time and memory.
+        """A row for each workflow rule that ran before the report: its jobs, their time and memory.
 
-        Without lines for a run whose stages were not started by Snakemake.
+        Empty for a run whose stages were not started by Snakemake.
         """
         if not any(self.run.folder.glob("benchmarks/**/*.tsv")):
             return pd.DataFrame()
         return self._asked(COST).set_index("rule")
 
     def _asked(self, query: str) -> pd.DataFrame:
-        """What a query of `demix sql` finds in the files of the run."""
+        """The answer to a query of `demix sql` on the run."""
         with Answers([QueryRun(self.run.name, self.run)]) as answers, answers.ask(query) as found:
             return found.read_pandas()
 
@@ -280,8 +280,8 @@ class RunData:
         return scale_note(self.results, self.run)
 
     def read(self) -> "RunData":
-        """This, with all files of the run read. Raises DemixError for the first that is missing or damaged."""
-        # The curves are drawn long after the tables; a damaged file must be refused before anything is written.
+        """This object after reading all files of the run. Raises DemixError for a missing or damaged file."""
+        # Curves are drawn after the tables, but a damaged file must raise an error before anything is written.
         for path in sorted(self.metrics.glob("*.jsonl")):
             check_sealed(path)
         for name in ("results", "parents", "cost", "clusters", "ngrams", *["suites"] * SUITES.met(self.run)):
@@ -296,7 +296,7 @@ class RunData:
         return self.run.seed
 
     def of_seed(self, seed: int) -> "RunData":
-        """The same with the results of only one seed. Only the run's own seed has differences."""
+        """The same data with the results of one seed. Only the run's own seed has differences."""
         if seed == self.run.seed and [*self.results.by_seed] == [seed]:
             return self
         shared = {

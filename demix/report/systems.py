@@ -1,4 +1,4 @@
-"""The systems that tables, figures and claims show, by what they represent, and the families of models."""
+"""The systems of tables, figures and claims by their role, and the models of a run by method."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ POSTERIOR_MIXTURES = (UNIFORM, UPDATING, CACHED)
 
 
 def before_adding(run: Run) -> tuple[System, System]:
-    """Two systems of the model with added experts, over its training experts: each domain's own, and the mixture."""
+    """Two systems of the model that gets new experts: each domain's own training expert, and their mixture."""
     model = run.receiver
     naive, *_, cached = systems_of(model.row, model.kind, model.label)
     return naive, cached
@@ -114,8 +114,8 @@ def baselines(run: Run) -> list[System]:
 def in_domain(run: Run) -> Iterator[System]:
     """The systems of Tables 3 and 4.
 
-    These are each model's only system, or its naive expert, its cached prior and its rules beyond the paper. The cached
-    one of DEMix is there by the released scorer too.
+    For a model with experts these are its own expert (naive), its mixture with a cached prior, and its rules that are
+    not in the paper; another model has one system. DEMix with a cached prior is also shown by the released scorer.
     """
     for system in trained_systems(run):
         if system.method in ("dense", "naive", "cached") or system.weights not in ("", "history"):
@@ -126,10 +126,10 @@ def in_domain(run: Run) -> Iterator[System]:
 
 @dataclass(frozen=True)
 class Family:
-    """A row of `models` of the run's own seed, and the system that represents it.
+    """A model entry of the run's own seed, and the system that represents it.
 
     `experts` is the number of its training experts, 1 for a dense model. `clustering` is None for experts of domains.
-    `architecture` is that of the model that predicts text: of a merged-routed one another than that which was trained.
+    `architecture` is that of the model that predicts text; a merged-routed model has another one than was trained.
     """
 
     model: Model
@@ -140,12 +140,12 @@ class Family:
 
     @property
     def tokens(self) -> int:
-        """The tokens of training of all experts together, the seed phase included."""
+        """The training tokens of all experts together, including a dense warm start."""
         return int(self.model.settings.tokens)
 
     @property
     def begun(self) -> str:
-        """How training began where not with a seed whose schedule it goes on with: restart, folder, or merged."""
+        """The start of training: restart, folder or merged; empty from scratch and if a parent's schedule continues."""
         if self.model.mixes:
             return "merged"
         if self.model.base.initial:
@@ -166,13 +166,13 @@ class Family:
 
     @property
     def chosen(self) -> str:
-        """The experts of a model of one column: 1, or those among which a token chooses."""
+        """The experts of a model with one score column: 1, or the number of experts among which a token chooses."""
         routed = self.architecture.routed
         return f"{routed.experts}, top-{routed.top_k}" if routed else "1"
 
     @property
     def made(self) -> str:
-        """How the clusters were made; empty for experts of domains."""
+        """The way in which the clusters were made; empty for experts of domains."""
         if not self.clustering:
             return ""
         balanced = self.clustering.method != "kmeans" or self.clustering.balanced
@@ -181,10 +181,10 @@ class Family:
 
 @cache
 def families(run: Run) -> dict[str, Family]:
-    """The rows of `models` in the order of tables, without domain tokens.
+    """The model entries in the order of tables, without domain tokens.
 
-    Experts of domains are weighted by the cached prior and those of clusters by the distance of the context to the
-    clusters, as in their papers.
+    As in their papers, experts of domains are weighted with the cached prior, and experts of clusters by the distance
+    of the context to the clusters.
     """
     models = {model.name: model for model in run.trained if model.seed == run.seed}
     known, routed = run.config.clusterings, routed_weights(run)
@@ -201,7 +201,7 @@ def families(run: Run) -> dict[str, Family]:
 
 
 def by_label(run: Run) -> dict[str, Family]:
-    """The families by their labels in tables, each followed by what was made of its experts: single models."""
+    """The models by their labels in tables, each followed by the single models that were merged from its experts."""
     found = {}
     for row, family in families(run).items():
         label = family.model.label
@@ -220,19 +220,17 @@ def tried_top_k(run: Run, experts: int) -> list[int]:
 
 
 def one_clusters(run: Run) -> dict[tuple[int, str], System]:
-    """The models of one cluster by tokens and how training began: Dense (Balanced), and dense rows begun as branches.
+    """The models of one cluster by tokens and start of training: Dense (Balanced), and dense entries that branch from
+    it.
 
-    A seed is a state of Dense (Balanced), which goes on with the same schedule.
+    Experts whose dense warm start keeps the schedule are compared with Dense (Balanced), which has the same start.
     """
     dense = [one for one in families(run).values() if one.chosen == "1" and not one.model.kind.has_experts]
     return {(one.tokens, one.begun): one.system for one in dense if one.begun or one.system == BALANCED}
 
 
 def training_flops(model: Model, run: Run) -> tuple[float, float]:
-    """The FLOPs of all updates of a model, those that its seed phase represents included, and of its last update.
-
-    The parent of a seed phase is a dense model.
-    """
+    """The FLOPs of all updates of a model, including a dense warm start, and of its last update."""
     architecture, vocab_size = model.architecture, run.types
     begun = model.first_step
     dense, own = (
@@ -249,9 +247,9 @@ def parameters_of(model: Model, run: Run) -> tuple[int, int]:
 
 
 def all_training_flops(model: Model, run: Run) -> float:
-    """The FLOPs of all updates of a model, and of the row whose experts it merges.
+    """The FLOPs of all updates of a model, and of the model whose experts it merges.
 
-    NaN if it began with a folder's model, whose training is not known.
+    NaN if it started from an imported model, whose training is not known.
     """
     merged = (training_flops(one, run)[0] for one in run.trained if model.mixes and one.name == model.parent)
     return math.nan if model.base.initial else training_flops(model, run)[0] + sum(merged)

@@ -1,4 +1,4 @@
-"""A table of a report, its lines as they are printed, its forms (HTML, Markdown, LaTeX, terminal), and pages."""
+"""A table of a report, its printed lines, its formats (HTML, Markdown, LaTeX, terminal), and pages."""
 
 import base64
 import gzip
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     import rich.table
 
 
-# The formats of columns whose headings end so.
+# The number formats of columns, by the end of their headings.
 FORMATS = {"%": "{:+.1f}", **dict.fromkeys(("Documents", "Pieces", "Tokens"), "{:,.0f}")}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell as printed: its text, the line beneath it (empty for none), whether it is bold, and what sorts it."""
+    """A printed cell: its text, the second line (may be empty), whether it is bold, and the key for sorting."""
 
     text: str
     beneath: str
@@ -37,7 +37,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a table as printed; `summary` tells whether it averages the lines above."""
+    """A printed line of a table; `summary` is True if it is the mean of the lines above."""
 
     label: str
     cells: list[Cell]
@@ -49,10 +49,10 @@ class Line:
 class Table:
     """A table of numbers, with caption and notes, and a name and title of its own.
 
-    `frame` has one row per label, and NaN (or "") where the run has no such evaluation. `formats` maps a column, or how
-    its heading ends, to a format; `FORMATS` come next, and two decimals last. `summaries` are the labels of rows that
-    average the rows above. `best` is True for the cells to print bold. `beneath` holds the second lines of cells. A
-    `long` table may span several pages.
+    `frame` has one row per label, and NaN (or "") if the run has no such evaluation. `formats` maps a column, or the
+    end of its heading, to a format. Other columns have the format of `FORMATS`, or else two decimals. `summaries` are
+    the labels of rows with the mean of the rows above. `best` is True for bold cells. `beneath` has the second lines of
+    cells. A `long` table may span several pages.
     """
 
     frame: pd.DataFrame
@@ -67,7 +67,7 @@ class Table:
     title: str = ""
 
     def renamed(self, columns: dict[str, str]) -> "Table":
-        """This table with other names of columns."""
+        """This table with renamed columns."""
         frames = {name: getattr(self, name).rename(columns=columns) for name in ("frame", "best", "beneath")}
         return replace(self, **frames)
 
@@ -76,7 +76,7 @@ class Table:
         return replace(self, notes=(*self.notes, *notes))
 
     def filled(self) -> "Table":
-        """This table without the rows and columns that have no numbers, and a note that names them."""
+        """This table without the rows and columns that have no numbers, and with a note that names them."""
         numbers = self.frame.select_dtypes("number").notna()
         if not numbers.to_numpy().any():
             return replace(self, notes=("This run has no numbers for this table.", *self.notes))
@@ -87,7 +87,7 @@ class Table:
 
     @property
     def columns(self) -> dict[str, bool]:
-        """The headings of the columns, each with whether the column holds text."""
+        """The headings of the columns, each with True if the column contains text."""
         return {str(name): values.dtype.kind not in "fi" for name, values in self.frame.items()}
 
     def _format(self, column: str) -> str:
@@ -110,7 +110,7 @@ class Table:
 
 
 def cell(value: Any, form: str) -> str:
-    """A value as printed: "–" for a missing one, a minus sign for a hyphen, no sign for a value that rounds to zero."""
+    """A printed value: "–" if it is missing; a minus sign instead of a hyphen; no sign if it rounds to zero."""
     if isinstance(value, str):
         return value or "–"
     if pd.isna(value):
@@ -120,7 +120,7 @@ def cell(value: Any, form: str) -> str:
 
 
 def _key(value: Any) -> str:
-    """What a page sorts a cell by."""
+    """The key by which a page sorts a cell."""
     if isinstance(value, str):
         return value
     return "" if pd.isna(value) else f"{value:.10g}"
@@ -150,15 +150,15 @@ _ENVIRONMENT.globals |= {
 
 
 def render(template: str, **values: Any) -> str:
-    """The HTML page made from pages/`template`.html; values are escaped.
+    """The HTML page made from pages/`template`.html. Values are escaped, except Vega's code, charts and drawings.
 
-    Vega's code, charts and drawings are not escaped. The chart is JSON text in which "<" is written as \\u003c.
+    The chart is JSON text in which "<" is written as \\u003c.
     """
     return _ENVIRONMENT.get_template(f"{template}.html").render(**values)
 
 
 def render_markdown(template: str, **values: Any) -> str:
-    """The text made from pages/`template`.md; values are not escaped, and more than one empty line becomes one."""
+    """The text made from pages/`template`.md; values are not escaped, and several empty lines become one."""
     return re.sub(r"\n{3,}", "\n\n", _MARKDOWN.get_template(f"{template}.md").render(**values)).strip() + "\n"
 
 
@@ -166,7 +166,7 @@ _ESCAPED: dict[str, str | int | None] = {character: f"\\{character}" for charact
 _ESCAPED["\\"] = "\\textbackslash "
 _TYPESET: dict[str, str | int | None] = {"λ": r"$\lambda$", "τ": r"$\tau$", "±": r"$\pm$", "×": r"$\times$"}
 _TYPESET |= {"“": "``", "”": "''", "’": "'", "…": r"\ldots{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}
-# The most columns of a page that shows intervals before it is asked for them.
+# A page of a table with more columns shows intervals only on request.
 WIDE = 7
 
 
@@ -178,7 +178,7 @@ def write_table(table: Table, output_dir: Path) -> None:
 
 
 def part_of_page(table: Table) -> dict[str, Any]:
-    """`table` as the templates of pages read it; averages are in one group with the lines above them."""
+    """`table` in the form for templates of pages; a mean is in one group with the lines above it."""
     groups: list[list[Line]] = [[]]
     for line in table.lines():
         if groups[-1] and groups[-1][-1].summary and not line.summary:
@@ -186,7 +186,7 @@ def part_of_page(table: Table) -> dict[str, Any]:
         groups[-1].append(line)
     headings = {"text_headings": [name for name, is_text in table.columns.items() if is_text]}
     about = {"title": table.title, "caption": table.caption, "notes": table.notes}
-    # So many intervals would press other columns out of the screen.
+    # In a wide table, intervals would push columns off the screen.
     wide = len(table.columns) > WIDE and any(cell.beneath for line in table.lines() for cell in line.cells)
     return about | headings | {"headings": ["", *table.columns], "groups": groups, "wide": wide}
 
@@ -201,7 +201,7 @@ def markdown(table: Table) -> str:
     rows = [[as_markdown(line.label), *map(shown, line.cells)] for line in table.lines()]
     body = tabulate(
         rows,
-        # Without lines there are no labels, and no column of them.
+        # Without lines there is no column of labels.
         headers=[*([""] if rows else []), *map(as_markdown, table.columns)],
         tablefmt="pipe",
         colalign=["left", *("left" if is_text else "right" for is_text in table.columns.values())],
@@ -212,9 +212,9 @@ def markdown(table: Table) -> str:
 
 
 def as_markdown(text: object) -> str:
-    """`text` as plain text in Markdown: no markup, no HTML, no link, no end of a line or cell."""
+    """`text` as plain text in Markdown, without markup, HTML, links, line ends or ends of cells."""
     line = html.escape(" ".join(str(text).split()), quote=False)
-    # Without a break GitHub makes links of addresses.
+    # Without this invisible break GitHub turns addresses into links.
     line = re.sub(r"(?<=:)(?=//)|(?<=www)(?=\.)|(?=@)", "\u200b", line, flags=re.IGNORECASE)
     return re.sub(r"([\\`*_\[\]|#~$!])", r"\\\1", line)
 
@@ -261,7 +261,7 @@ def latex(table: Table) -> str:
         caption=caption,
         label=f"tab:demix-{table.name}",
     )
-    # Further pages have the title only, and a float forgets the size of type around it.
+    # Further pages have only the title, and a float ignores the type size around it.
     text = text.replace(rf"\caption[]{{{caption}}}", rf"\caption[]{{{_typeset(table.title)}, continued}}")
     text = f"{{\\small\n{text}}}\n" if table.long else text.replace("\\centering\n", "\\centering\n\\small\n")
     packages = "booktabs,longtable" if table.long else "booktabs"
