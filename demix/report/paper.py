@@ -65,7 +65,7 @@ def scale_note(results: Results, run: Run) -> str:
         + ", ".join(parts)
         + (f", {seeds} seeds" if (seeds := len(results.by_seed)) > 1 else ", one seed")
         + ". The paper: 8 training and 8 novel domains (its own), dense models of 125M to 1.3B parameters, blocks of "
-        "1,024 tokens, a vocabulary of 50,264, about two days on 32 to 128 GPUs per model. Compare rankings, not values."
+        "1,024 tokens, a vocabulary of 50,264, about two days on 32 to 128 GPUs per model. Compare only the rankings."
     )
 
 
