@@ -34,7 +34,7 @@ def families(data: RunData) -> Table:
     """Mean test perplexity of each model (rows; lower is better) over the training domains and over the novel domains.
     The columns “%” and “lower” compare a model with the model under Against: the change in percent, and the number of
     domains where perplexity is lower. Against is Dense (Balanced) (no experts, equal tokens of each domain), the model
-    with as many balanced clusters, or the model of the same type without the special architecture options.
+    with as many balanced clusters, or the same model without its special architecture options.
 
     Mixed by: each model mixes its experts by the rule of its paper, and no parameter of this rule is chosen on data.
     Experts of domains use “cached history”: the weights at the start of a block (context window) are a prior that was
@@ -68,16 +68,16 @@ def families(data: RunData) -> Table:
     routed = {one.token_routed for one in run.merged}
     notes = ["Tokens of a merged model include its experts' tokens."] * any(one.model.mixes for one in known.values())
     begun = [one.model.label for one in known.values() if one.model.base.initial]
-    notes += [f"Without the tokens of the imported models from which {', '.join(begun)} started."] * bool(begun)
+    notes += [f"Tokens of the imported models from which {', '.join(begun)} started do not count."] * bool(begun)
     if False in routed:
         notes.append("Averaged: one model, whose parameters are the weighted mean of the experts' parameters.")
     if True in routed:
         notes.append(
-            "Merged-routed: in every layer each token chooses two among the model's experts and their anchor, a frozen "
-            "parent feedforward. The routers that choose were trained with the experts; the merge trains nothing."
+            "Merged-routed: in every layer each token chooses two of the model's experts and their anchor (the frozen "
+            "parent feedforward, one more choice). The routers were trained with the experts; the merge trains nothing."
         )
     if routed:
-        notes.append("Merged models exist only for the run's own random seed; they are compared with models of it.")
+        notes.append("Merged models exist only for the run's own seed and are compared with models of this seed.")
     if len(data.results.by_seed) > 1:
         notes.append("All random seeds have the same clusters.")
     return replace(table.noted(*notes), frame=frame)

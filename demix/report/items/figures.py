@@ -82,7 +82,8 @@ def figure2(data: RunData) -> tuple[Any, str]:
     """Top: the test perplexity of each expert (column) on each domain (row), divided by that of the domain's own expert
     (training domains) or of the domain's best expert (novel domains). Lower is better; colours follow the logarithm.
     Middle: the share of the bigrams of a domain's test split that occur in the expert's training text. Bottom: the
-    perplexity ratio by the share of bigrams, one point for each pair of a domain and an expert.
+    perplexity ratio by the share of bigrams, one point for each pair of a domain and an expert; own experts of training
+    domains are left out.
     """
     pairs, experts = data.pairs, data.training[:MAX_SHOWN]
     # Of domains and experts there may be many more than an eye could tell apart.
