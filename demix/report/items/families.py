@@ -73,8 +73,8 @@ def families(data: RunData) -> Table:
         notes.append("Averaged: one model, whose parameters are the weighted mean of the experts' parameters.")
     if True in routed:
         notes.append(
-            "Merged-routed: in every layer each token chooses two of the model's experts and their anchor (the frozen "
-            "parent feedforward, one more choice). The routers were trained with the experts; the merge trains nothing."
+            "Merged-routed: in every layer each token chooses two experts, of which one may be the anchor (the frozen "
+            "parent feedforward). The routers were trained with the experts; the merge trains nothing."
         )
     if routed:
         notes.append("Merged models exist only for the run's own seed and are compared with models of this seed.")
