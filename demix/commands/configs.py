@@ -20,15 +20,13 @@ app = typer.Typer()
 def init(
     texts: Annotated[
         list[str],
-        typer.Argument(help="The text of each training domain: files, folders, globs in quotes."),
+        typer.Argument(help="One text for each training domain: a file, a folder, or a glob in quotes."),
     ],
-    novel: Annotated[
-        list[str] | None, typer.Option(help="The text of a domain to be added after the training.")
-    ] = None,
-    field: Annotated[str | None, typer.Option(help="The field of the text in records; `text` by default.")] = None,
+    novel: Annotated[list[str] | None, typer.Option(help="The text of a novel domain, added after training.")] = None,
+    field: Annotated[str | None, typer.Option(help="The field of records that holds the text; default `text`.")] = None,
     run: Annotated[str, typer.Option(help="The name of the run.")] = "mine",
 ) -> None:
-    """Print a config for your own texts, a domain each, with sizes that fit them.
+    """Print a config for your own texts: one domain per text, and model sizes that fit the amount of text.
 
     Example: demix init letters.txt recipes.txt > mine.yaml
     """
@@ -55,12 +53,12 @@ def config(
         bool,
         typer.Option(
             "--pin",
-            help="Print what pins the sources instead, ready to paste: digests of files, which are fetched once, and "
-            "commits.",
+            help="Print pins of all sources instead, ready to paste: commits, and digests of files, each of which is "
+            "fetched once.",
         ),
     ] = False,
 ) -> None:
-    """Check a config file and say what it will run.
+    """Check a config file and print what it will run.
 
     Example: demix config config/sample.yaml
     """
@@ -90,7 +88,7 @@ def config(
 
 
 def _will_run(run: "Run") -> list[tuple[str, str]]:
-    """What a config runs: heads and lines."""
+    """What a config runs, as pairs of heading and text."""
     from demix.plan.jobs import count_jobs
 
     lines = [("run", str(run.folder))]
@@ -99,11 +97,11 @@ def _will_run(run: "Run") -> list[tuple[str, str]]:
         lines.append((head, ": ".join(filter(None, (str(len(names)), ", ".join(names))))))
     if run.adaptations:
         lines.append(("adaptations", f"{len(run.adaptations)} of {run.config.adaptation.tokens:,} tokens at most"))
-    return [*lines, ("jobs", f"{sum(count_jobs(run).values()):,}, less those that are done")]
+    return [*lines, ("jobs", f"{sum(count_jobs(run).values()):,}, minus those already done")]
 
 
 def _pin(file: Path) -> None:
-    """Print what pins a config's sources. A source that cannot be read is named, and the exit status is then 1."""
+    """Print the pins of a config's sources. Log an error for each source that cannot be read, and then exit with 1."""
     import yaml
 
     from demix.data.fetch import check_network

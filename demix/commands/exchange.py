@@ -1,4 +1,4 @@
-"""The commands that hand models to other software or to its tasks, and that import models."""
+"""The commands that export and import models, and that evaluate models with lm-evaluation-harness."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,16 +15,16 @@ app = typer.Typer()
 def export(
     model: Annotated[Path, typer.Argument(help="A model directory.")],
     output: Annotated[Path, typer.Option(help="The directory to write.")],
-    expert: Annotated[str | None, typer.Option(help="The expert to export (dense for a dense model).")] = None,
+    expert: Annotated[str | None, typer.Option(help="The expert to export; `dense` for a dense model.")] = None,
     mixture: Annotated[
-        bool, typer.Option("--mixture", help="Export all experts, and code of their mixture by the rule tempered.")
+        bool, typer.Option("--mixture", help="Export all experts, with code that mixes them by the rule tempered.")
     ] = False,
     tokenizer: Tokens = None,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option(help="Type of the numbers in the file.")
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="Number type of the exported parameters.")
     ] = "float32",
 ) -> None:
-    """Export one expert, or the mixture of all experts, as a Hugging Face directory of its architecture's family.
+    """Export one expert, or the mixture of all experts, as a Hugging Face directory of the model's architecture.
 
     Example: demix export results/sample/models/demix --expert novels --output novels-hf
     """
@@ -45,8 +45,8 @@ def import_(
     checkpoint: Annotated[
         str,
         typer.Argument(
-            help="A folder of Hugging Face with config.json and model.safetensors, or several by an index; or "
-            "hub:owner/name@commit, which is fetched."
+            help="A Hugging Face folder with config.json and model.safetensors (or an index and several files), or "
+            "hub:owner/name@commit, which is downloaded."
         ),
     ],
     output: Annotated[Path, typer.Option(help="The model directory to write, with its tokenizer.json.")],
@@ -54,18 +54,18 @@ def import_(
         int | None,
         typer.Option(
             min=2,
-            help="Tokens of a block. By default those of the checkpoint, without learned positions at most 2,048. A "
-            "table of learned positions is cut to it, and cannot grow.",
+            help="Context length in tokens. Default: the checkpoint's, but at most 2,048 without learned positions. A "
+            "table of learned positions is cut to this length and cannot grow.",
         ),
     ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Compare ids with tokenizers, logits with transformers.")
+        bool, typer.Option("--verify", help="Compare token ids with the library tokenizers, logits with transformers.")
     ] = False,
 ) -> None:
-    """Make a dense model of a checkpoint of GPT-2, OPT, GPT-NeoX, Llama, Mistral, Qwen 2 or 3, or OLMo 2.
+    """Import a checkpoint of GPT-2, OPT, GPT-NeoX, Llama, Mistral, Qwen 2 or 3, or OLMo 2 as a dense model.
 
-    Mixtral, Qwen 3 MoE, OLMoE and FlexOlmo become token-routed models. Nothing is unpickled, and nothing but hub:… is
-    fetched.
+    Mixtral, Qwen 3 MoE, OLMoE and FlexOlmo become token-routed models. The import never unpickles a file, and downloads
+    something only for hub:….
 
     Example: demix import gpt2-folder --output imported/gpt2
     """
@@ -79,7 +79,7 @@ def import_(
     if done:
         print(
             f"logits of {done.tokens} tokens differ by up to {done.difference:.1e} from those of transformers "
-            f"(largest {done.largest:.3g}); the ids equal those of tokenizers"
+            f"(largest {done.largest:.3g}); token ids equal those of tokenizers"
         )
     print(f"wrote {output}; try it: demix eval {output} TEXT")
 
@@ -90,38 +90,38 @@ def lm_eval(
     tasks: Annotated[
         str,
         typer.Option(
-            help="Tasks, groups, tags or patterns of them, or YAML files of tasks, separated by commas: "
+            help="Tasks, groups, tags, patterns of their names, or YAML files of tasks, separated by commas: "
             "arc_easy,mmlu_*,mine.yaml."
         ),
     ],
-    include_path: Annotated[Path | None, typer.Option(help="A folder with YAML files of more tasks.")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="A folder with YAML files that define more tasks.")] = None,
     experts: Experts = None,
     weights: WeightsRule = "tempered",
     prior: Prior = "",
     top_k: TopK = None,
     limit: Annotated[
-        float | None, typer.Option(min=0.0001, help="Documents of each task; below 1, a fraction of its documents.")
+        float | None, typer.Option(min=0.0001, help="Documents per task; a number below 1 is a fraction of them.")
     ] = None,
     num_fewshot: Annotated[
         int | None,
-        typer.Option(min=0, help="Few-shot examples before each document; by default the task's own number."),
+        typer.Option(min=0, help="Few-shot examples before each document; default: the task's own number."),
     ] = None,
     gen_kwargs: Annotated[
-        str, typer.Option(help="How texts are generated, such as max_gen_toks=32,temperature=0.8,do_sample=True.")
+        str, typer.Option(help="Options of generation, such as max_gen_toks=32,temperature=0.8,do_sample=True.")
     ] = "",
     batch_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Batch size: requests per forward pass; by default what memory and cores suggest."),
+        typer.Option(min=1, help="Batch size: requests per forward pass. Default: chosen from memory and cores."),
     ] = None,
     device: Device = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**32 - 1, help="Seed of demonstrations and of sampled texts.")
+        int, typer.Option(min=0, max=2**32 - 1, help="Random seed of few-shot examples and of sampled texts.")
     ] = 1234,
     output: Annotated[Path | None, typer.Option(help="Write the harness's results to this JSON file.")] = None,
-    log_samples: Annotated[bool, typer.Option("--log-samples", help="Write the answers to all documents too.")] = False,
+    log_samples: Annotated[bool, typer.Option("--log-samples", help="Also write answers to all documents.")] = False,
     tokenizer: Tokens = None,
 ) -> None:
-    """Evaluate a mixture of experts on tasks of EleutherAI's lm-evaluation-harness, and print the harness's table.
+    """Evaluate a mixture of experts on tasks of EleutherAI's lm-evaluation-harness, and print its table of results.
 
     Example: demix lm-eval results/sample/models/demix --tasks arc_easy
     """
@@ -150,12 +150,12 @@ def lm_eval(
     if output is not None:
         write_results(results, output)
     for table in tables_of(results):
-        # Names of tasks are anybody's.
+        # A task's name may contain control characters of the terminal.
         print(printable(table))
 
 
 def _check_output(output: Path | None, log_samples: bool) -> None:
-    """Raise DemixError where what is to be written has no place."""
+    """Raise DemixError if `output` cannot be written, or if samples are asked for without it."""
     if log_samples and output is None:
         raise DemixError("--log-samples", "needs an output file", "give --output FILE.json")
     if output is not None and (output.is_dir() or not output.resolve().parent.is_dir()):

@@ -1,4 +1,4 @@
-"""The whole command line: the commands for people, and the stages of the workflow by their names."""
+"""The whole command line: the commands for people, and one command for each stage of the workflow."""
 
 import gc
 import logging
@@ -19,15 +19,16 @@ PEOPLE = ("configs", "people", "questions", "exchange")
 
 
 def command_line(asked: str = "") -> typer.Typer:
-    """Only the command `asked`, which may be a stage, or all commands for people where none of these has this name.
+    """The command line with only the command `asked`, or with all commands for people if no command has this name.
 
-    One command starts in less time: the modules after its own are not imported, and typer reads one signature.
+    `asked` may be a stage. A single command starts faster: other modules are not imported, and typer reads one
+    signature.
     """
     app = typer.Typer(
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        help="Language models made of domain experts. `demix stages` lists the commands that Snakemake runs, each of "
-        "which can be copied and run by hand.",
+        help="Language models made of domain experts. `demix stages` lists the commands that Snakemake runs; each can "
+        "also be copied and run by hand.",
     )
     app.callback()(_options)
     if asked in STAGES:
@@ -70,11 +71,11 @@ class _StandardError(logging.Handler):
 
 def main() -> None:
     """Run the command line. Bad input ends in a one-line error and exit status 1."""
-    # Python has None for a closed stream, and the next file that is opened would get the number of the stream.
+    # If a stream is closed, Python sets it to None, and the next opened file would get the stream's descriptor.
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
-    # Modules are not garbage: looking for some among what torch loads needs a quarter of a second of a start.
+    # Imported modules are not garbage, and to search those of torch for garbage would delay the start by 0.25 s.
     gc.set_threshold(100_000)
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[_StandardError()])
     end_with_snakemake()
@@ -88,7 +89,7 @@ def main() -> None:
             note_usage()
             _write_out()
             end_rank()
-        # typer's status for Ctrl-C.
+        # typer exits with this status at Ctrl-C.
         elif ended.code == 130:
             print("demix: interrupted", file=sys.stderr)
         raise
@@ -103,14 +104,14 @@ def main() -> None:
 
 
 def _write_out(text: str = "") -> None:
-    """Print `text` and write out all that was printed. Ends the process if that fails, silently if nobody reads."""
+    """Print `text` and flush standard output. Exit if that fails, without a message if the reader closed the pipe."""
     try:
-        # To write no text at all fails on a full disk, too.
+        # On a full disk even an empty write fails.
         if text:
             sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        # The interpreter would try again at its end.
+        # Without this the interpreter would flush again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         cure = "free space or redirect it elsewhere, then rerun"
         line = f"demix: error: standard output: cannot be written ({error.strerror}); {cure}"

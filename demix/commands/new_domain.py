@@ -1,4 +1,4 @@
-"""A new domain's expert for a model in any folder: from text files to the expert and what it is worth, with no run."""
+"""Train and measure an expert of a new domain for a model in any folder, from text files and without a run."""
 
 import dataclasses
 import math
@@ -30,21 +30,21 @@ from demix.run.scoring import ScoringPart
 from demix.settings import settings_from
 from demix.train.adapt import Adaptation, adapt
 
-# A file is cut into documents of so many words, which go to train, dev and test.
+# A file is cut into documents of this many words, which are then divided into train, dev and test.
 DOCUMENT_WORDS = 250
-# The most tokens, by the number of experts, where nothing says how many the model was trained on.
+# Assumed training tokens of a model that does not record them. Their number per expert bounds the new expert's.
 TOKENS = 10_000_000
-# The peak learning rate where nothing says with which the model was trained.
+# The peak learning rate for a model that does not record its own.
 LEARNING_RATE = 1e-4
-# Dev decides when training stops, and test measures. Each gets this part of the words.
+# Dev decides when training stops, test measures the result. Each gets this fraction of the words.
 HELD_OUT = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Added:
-    """What the expert began as, its peak learning rate, and text held out of training under the model before and after.
+    """What the expert began as, its peak learning rate, and the model's scores on held-out text before and after.
 
-    The learning rate is None where it is a fraction of the model's.
+    The learning rate is None if the settings give it as a fraction of the model's.
     """
 
     begun: str
@@ -64,19 +64,20 @@ def add_domain(
 ) -> Added:
     """Write a copy of `model` to `output` that has one more expert: DEMix-DAPT on `texts` (paper, section 6).
 
-    A dense model becomes the expert `dense`, and the new expert the second one.
+    A dense model becomes the expert `dense`, and the new expert is its second one.
 
-    The text is anonymized, cut into documents of 250 words and divided into train, dev and test. The expert starts
-    as a copy of the one with the highest posterior on dev; of whole models, as their average by posterior. `tokens`
-    (most tokens of training) and `learning_rate` (the peak) override the settings of `adaptation_of`. Raises
-    DemixError, and leaves no `output`, for a name that is in use, a domain-token model, and text that is too short.
+    The text is anonymized, cut into documents of 250 words and divided into train, dev and test. The new expert starts
+    as a copy of the expert with the highest posterior on dev. If experts are whole models, it starts as their average,
+    weighted by the posterior. `tokens` (maximum of training tokens) and `learning_rate` (the peak) override the
+    settings of `adaptation_of`. Raises DemixError, without writing `output`, if the name is in use, the model is a
+    domain-token model, or the text is too short.
     """
     refuse_used(output)
     refuse_name(model, domain)
     refuse_masked(model, "scores only masked text")
     described, experts = describe(model), expert_names(model)
     if described.domain_tokens:
-        raise DemixError(model, "is a domain-token model, which no expert can join", "choose another model")
+        raise DemixError(model, "is a domain-token model, which cannot get an expert", "choose another model")
     tokenizer, _ = tokenizer_of(model)
     adaptation = adaptation_of(model, tokens, learning_rate)
     with scratch(output) as folder:
@@ -102,15 +103,15 @@ def add_domain(
             usual = Usual(perplexity=own.perplexity, bits_per_byte=own.bits_per_byte)
             write_usual(made, usual_of(model) | {domain: usual})
             parent = expert_lineage(made, domain).parent
-    begun = f"a copy of {parent}" if parent else "the average of the others, by posterior"
+    begun = f"a copy of {parent}" if parent else "the average of the others, weighted by posterior"
     return Added(begun, adaptation.learning_rate, before, after)
 
 
 def adaptation_of(model: Path, tokens: int | None = None, learning_rate: float | None = None) -> Adaptation:
-    """The settings of adaptations to `model`: those of its run, else those of an expert that was added, else defaults.
+    """The settings of an adaptation of `model`: those of its run, else those of an expert added before, else defaults.
 
-    A sweep of learning rates is left out, and so is a bound of passes where `tokens` is given. A model that demix has
-    not trained gets `LEARNING_RATE` where no `learning_rate` is given.
+    A sweep of learning rates is dropped. If `tokens` is given, the limit on passes over the text is dropped, too. The
+    default learning rate of a model that demix has not trained is `LEARNING_RATE`.
     """
     trained = describe(model).content.get("training") or {}
     given: dict[str, Any] = {"learning_rate_factor": RateFactors().demix}
@@ -136,7 +137,7 @@ def adaptation_of(model: Path, tokens: int | None = None, learning_rate: float |
 def _tokens(
     domain: str, texts: Sequence[Path], tokenizer: Path, field: str, folder: Path
 ) -> tuple[tuple[Path, Path], Path]:
-    """The token shards of train and dev of `texts` below `folder`, and the documents of test."""
+    """Write token shards of the train and dev split of `texts` below `folder`; return them and the test documents."""
     documents, owners, parts = (folder / f"{name}.parquet" for name in ("documents", "owners", "raw"))
     raw_text(texts, field, domain, parts)
     anonymize_documents(parts, documents, documents.with_suffix(".json"), document_words=DOCUMENT_WORDS)

@@ -14,27 +14,27 @@ if TYPE_CHECKING:
 
 
 Tokens = Annotated[
-    Path | None, typer.Option("--tokenizer", help="tokenizer.json; by default that of the model's folder or its run.")
+    Path | None, typer.Option("--tokenizer", help="tokenizer.json; default: the one in the model's folder or its run.")
 ]
 WeightsRule = Annotated[
     str,
     typer.Option(
         "--weights",
-        help="Rule for the experts' weights: tempered, switching, history, released, cluster, cluster+history or "
-        "average (only the prior). tempered uses the parameters that were chosen for the model; others are given as "
-        "in tempered(0.2,0.98), switching(0.2) or cluster(0.3).",
+        help="Mixing rule: tempered, switching, history, released, cluster, cluster+history or average (only the "
+        "prior). Without parameters, tempered uses those chosen for the model. Parameters are given as in "
+        "tempered(0.2,0.98), switching(0.2) or cluster(0.3).",
     ),
 ]
 Prior = Annotated[
     str,
     typer.Option(
         "--prior",
-        help="uniform, updating (the default with history and released), weights (law=2,news=1), or a domain of "
-        "the run.",
+        help="Prior over experts: uniform, updating (default of history and released), weights (law=2,news=1), or a "
+        "domain of the run.",
     ),
 ]
-Experts = Annotated[str | None, typer.Option(help="The experts to mix, separated by commas; by default all.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:<number>; by default the GPU where there is one.")]
+Experts = Annotated[str | None, typer.Option(help="The experts to mix, separated by commas; default: all.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:<number>; default: a GPU if there is one.")]
 TopK = Annotated[
     int | None,
     typer.Option("--top-k", min=1, help="Mix only this many highest-weighted experts at each token (ties are kept)."),
@@ -42,7 +42,7 @@ TopK = Annotated[
 
 
 def terminal() -> "Console":
-    """A console that shows names and values of files as they are, never as markup or as codes for the terminal."""
+    """A console that prints text from files as it is, and never interprets it as markup or terminal codes."""
     from rich.console import Console
 
     class Plain(Console):

@@ -18,21 +18,21 @@ app = typer.Typer()
 def plan(
     file: Annotated[Path, typer.Argument(help="A config file.")],
     ranks: Annotated[
-        int | None, typer.Option(help="Processes that train one model together; by default those of the config.")
+        int | None, typer.Option(help="Processes that train one model together; default: the config's number.")
     ] = None,
     hardware: Annotated[
         str | None,
         typer.Option(
-            help="Hardware of each process: v100 (as in the paper; the default where the config gives GPUs), a100, "
-            "h100 or cpu (the default elsewhere)."
+            help="Hardware of each process: v100 (as in the paper; the default if the config asks for GPUs), a100, "
+            "h100, or cpu (the default otherwise)."
         ),
     ] = None,
     full: Annotated[
         bool,
-        typer.Option("--full", help="Print the tables too: models, memory and hours."),
+        typer.Option("--full", help="Also print tables of models, memory and hours."),
     ] = False,
 ) -> None:
-    """Estimate time, disk and GPU-hours of a config, and what does not fit. Fetches nothing.
+    """Estimate time, disk and GPU-hours of a config, and warn of what does not fit. Downloads nothing.
 
     Example: demix plan config/sample.yaml
     """
@@ -85,9 +85,9 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
 
 @app.command(rich_help_panel="Results")
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="The runs' folders, results/<run>: first the base, then others.")],
-    html: Annotated[Path | None, typer.Option(help="A page to write, with all tables.")] = None,
-    format: Annotated[Literal["table", "markdown", "json"], typer.Option(help="How to print.")] = "table",
+    runs: Annotated[list[Path], typer.Argument(help="Folders results/<run>; the others are compared with the first.")],
+    html: Annotated[Path | None, typer.Option(help="Write a page with all tables to this file.")] = None,
+    format: Annotated[Literal["table", "markdown", "json"], typer.Option(help="Format of the output.")] = "table",
 ) -> None:
     """Print runs side by side: settings that differ, and the main table with intervals.
 
@@ -114,15 +114,15 @@ def evaluate_own(
         list[Path],
         typer.Argument(
             metavar="TEXT…",
-            help="Text files, or files of documents in any format of a domain's source, or folders of such; - is "
-            "standard input. Of several files, a table with a line for each.",
+            help="Text files, files of documents in any format of a domain's source, or folders of such files; - is "
+            "standard input. Several files give one table with a line per file.",
         ),
     ],
     tokenizer: Tokens = None,
     field: Annotated[str, typer.Option(help="The field that holds the text, in a file of records.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Print whose domain is nearest to your own text, and its perplexity by expert and by mixing method.
+    """Print which expert's domain is nearest to your own text, and the text's perplexity by expert and mixing method.
 
     Example: demix eval results/sample/models/demix my.txt
     """
@@ -148,7 +148,7 @@ def evaluate_own(
     else:
         for part in answer(found[0]) if single and isinstance(found[0], OwnText) else answers(found):
             terminal().print(part)
-    # A folder may hold other things than texts.
+    # Files in a folder that are not text are no error; a file that was named by itself must be readable.
     unread = [one for one in found if isinstance(one, DemixError) and Path(one.subject) in texts]
     for one in unread:
         logging.getLogger("demix").error("%s", one)
@@ -160,17 +160,17 @@ def evaluate_own(
 def merge(
     model: Annotated[Path, typer.Argument(help="A model directory.")],
     output: Annotated[Path, typer.Option(help="The directory to write.")],
-    weights: Annotated[str | None, typer.Option(help="Weights by expert, such as parliament=0.5,novels=0.5.")] = None,
+    weights: Annotated[str | None, typer.Option(help="Weight of each expert: parliament=0.5,novels=0.5.")] = None,
     routed: Annotated[
         bool,
         typer.Option(
             "--routed",
-            help="Instead of an average, make a model whose tokens choose two experts in every layer, by the routers "
-            "that experts of kind anchored (FlexOlmo) learned.",
+            help="Instead of averaging, merge into a token-routed model: each token uses two experts per layer, chosen "
+            "by the routers that experts of kind anchored (FlexOlmo) learned.",
         ),
     ] = False,
 ) -> None:
-    """Merge experts without training: average them into one dense model, or let tokens choose among anchored ones.
+    """Merge experts without training: average them into a dense model, or merge anchored ones into a token-routed one.
 
     Example: demix merge results/sample/models/demix --weights novels=0.5,politics=0.5 --output merged
     """
@@ -182,7 +182,7 @@ def merge(
         raise DemixError("--weights", "or --routed must be given, and not both", "give weights, or --routed")
     if routed and not learned_anchored(model):
         cure = "merge a model of kind anchored, or train an entry of kind routed with this parent (BTX)"
-        raise DemixError(model, "has experts that learned no routers, which --routed needs", cure)
+        raise DemixError(model, "has experts without routers, which --routed needs", cure)
     chosen = parse_weights(weights) if weights is not None else {}
     card = merged_card(model, chosen, output.resolve().name)
     refuse_used(output)
@@ -199,18 +199,18 @@ def generate(
     experts: Experts = None,
     weights: WeightsRule = "tempered",
     prior: Prior = "",
-    tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to add.")] = 100,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 100,
     temperature: Annotated[
-        float, typer.Option(min=0, max=100, help="Temperature of sampling; 0 chooses the likeliest token.")
+        float, typer.Option(min=0, max=100, help="Sampling temperature; 0 chooses the likeliest token.")
     ] = 0.8,
     top_p: Annotated[
         float,
-        typer.Option(min=0.001, max=1, help="Sample from the likeliest tokens that together have this probability."),
+        typer.Option(min=0.001, max=1, help="Sample only from the likeliest tokens whose total probability is this."),
     ] = 0.95,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of sampling.")] = 1,
     tokenizer: Tokens = None,
 ) -> None:
-    """Continue a prompt with a mixture of experts. In a terminal, the posterior over experts follows the text.
+    """Continue a prompt with a mixture of experts. In a terminal, also print the posterior over experts at the end.
 
     Example: demix generate results/sample/models/demix --prompt "In the beginning"
     """
@@ -235,7 +235,7 @@ def generate(
 def serve_model(
     model: Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")],
     host: Annotated[
-        str, typer.Option(help="Where to listen. Any but this machine's loopback needs a key in DEMIX_API_KEY.")
+        str, typer.Option(help="Address to listen on; unless loopback, set an API key in DEMIX_API_KEY.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free port.")] = 8502,
     experts: Experts = None,
@@ -245,14 +245,14 @@ def serve_model(
     device: Device = None,
     tokenizer: Tokens = None,
 ) -> None:
-    """Serve a mixture of experts: completions over OpenAI's API (/v1/completions, no chat), and the playground.
+    """Serve a mixture of experts: completions with OpenAI's API (/v1/completions, no chat), and a playground page.
 
     Example: demix serve results/sample/models/demix --port 8501
     """
     from demix.generate.completions import opened
     from demix.generate.server import place_of, serve
 
-    # As in `eval`.
+    # As in `eval`, the log lines of data stages would be noise.
     logging.getLogger("demix").setLevel(logging.WARNING)
     with place_of(host, port) as place:
         names = experts.split(",") if experts else None
@@ -268,7 +268,7 @@ Model = Annotated[Path, typer.Argument(help="A model directory, results/<run>/mo
 def experts_list(model: Model) -> None:
     """Show the experts of a model with their lineage, and check every file of the model against its record.
 
-    Each fault is one line; with any fault the exit status is 1.
+    Prints one line per fault. If there is a fault, the exit status is 1.
 
     Example: demix experts list results/sample/models/demix
     """
@@ -302,20 +302,20 @@ def experts_train(
         list[Path],
         typer.Option(help="A file of the domain's text, in any format that `eval` reads; repeat it for more files."),
     ],
-    output: Annotated[Path, typer.Option(help="The directory to write: a copy of the model that has the new expert.")],
+    output: Annotated[Path, typer.Option(help="The directory to write: a copy of the model with the new expert.")],
     field: Annotated[str, typer.Option(help="The field that holds the text, in files of records.")] = "text",
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of training tokens; by default that of the model's run.")
+        int | None, typer.Option(min=1, help="Maximum number of training tokens; default: that of the model's run.")
     ] = None,
     learning_rate: Annotated[
         float | None,
         typer.Option(
             min=1e-12,
-            help="Peak learning rate; by default as in the model's run, or 1e-4 where demix has not trained the model.",
+            help="Peak learning rate; default: as in the model's run, or 1e-4 if demix has not trained the model.",
         ),
     ] = None,
 ) -> None:
-    """Train an expert for a new domain on text files, and print what it is worth on text held out of training.
+    """Train an expert for a new domain on text files, and print perplexities of held-out text before and after.
 
     Example: demix experts train results/sample/models/demix letters --text letters.txt --output with-letters
     """
@@ -335,7 +335,7 @@ def experts_train(
     table.add_row("best old expert (oracle), then the new one", f"{before.ranked[0].perplexity:.2f}", f"{own:.2f}")
     values = [{line.name: f"{line.perplexity:.2f}" for line in found.mixtures} for found in (before, after)]
     for name in ("tempered (uniform prior)", DENSE_OF_RUN):
-        # A copied model has no dense model with it, and that of a run is the same before and after.
+        # A copied model has no dense model next to it; the dense model of the run is the same before and after.
         if name in values[0]:
             table.add_row(name, values[0][name], (values[0] | values[1])[name])
     terminal().print(table)
@@ -351,7 +351,7 @@ def experts_add(
         typer.Argument(help="OTHER_MODEL/experts/NAME.safetensors of a model with the same shared weights."),
     ],
     name: Annotated[
-        str | None, typer.Option(help="Name of the expert in this model; by default its present name.")
+        str | None, typer.Option(help="Name of the expert in this model; default: its present name.")
     ] = None,
 ) -> None:
     """Copy an expert of another model with the same shared weights.

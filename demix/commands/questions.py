@@ -1,4 +1,4 @@
-"""The command that queries runs in SQL, finished or not."""
+"""The command that queries runs in SQL. Runs need not be finished."""
 
 import os
 import re
@@ -21,20 +21,20 @@ def sql(
         list[str] | None,
         typer.Argument(
             metavar="[RUN …] [QUERY]",
-            help="Folders results/<run>, by default the only run; then one SELECT. The last argument is the query "
-            "unless it is a folder or a single word. Without a query, standard input has it.",
+            help="Folders results/<run> (default: the only run), then one SELECT. The last argument is the query, "
+            "unless it is a folder or a single word. Without a query, it is read from standard input.",
         ),
     ] = None,
     format: Annotated[
         str | None,
         typer.Option(
-            help="table, csv, json, markdown or (a file) parquet; by default as the suffix of --output, or table."
+            help="table, csv, json, markdown or (only to a file) parquet; default: by --output's suffix, else table."
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="The file to write, instead of standard output.")] = None,
     tables: Annotated[bool, typer.Option("--tables", help="List the tables and their columns instead.")] = False,
 ) -> None:
-    """Ask runs in SQL: one SELECT over tables of results, documents, scores, losses, metrics, lineage, jobs.
+    """Query runs in SQL: one SELECT over tables of results, documents, scores, losses, metrics, lineage and jobs.
 
     Example: demix sql results/sample "select domain, perplexity from results where model = 'dense'"
     """
@@ -45,11 +45,11 @@ def sql(
     form, runs = format_of(format, output), named_runs(folders)
     for run in runs:
         if output and output.resolve().is_relative_to(run.folder.resolve()):
-            raise DemixError(output, f"lies in the run {run.name}", "name a file outside of it")
+            raise DemixError(output, f"lies in the run {run.name}", "name a file outside the run")
     if form == "parquet" and not output:
         raise DemixError("--format parquet", "needs a file", "give --output FILE")
 
-    # Codes in a text must not control a terminal.
+    # Control codes in a text must not reach a terminal.
     shown: Any = sys.stdout
     if sys.stdout.isatty():
         shown = SimpleNamespace(write=lambda text: sys.stdout.write(printable(text)))
@@ -69,15 +69,15 @@ def sql(
                 else:
                     write_text(reader, form, shown)
         except RuntimeError as error:
-            # What DuckDB raises for Ctrl-C.
+            # DuckDB raises RuntimeError at Ctrl-C.
             raise KeyboardInterrupt from error
 
 
 def parted(asked: list[str]) -> tuple[list[Path], str | None]:
     """The folders of runs and the query among the arguments.
 
-    The last argument is the query if it has a space or a bracket and is not a folder, so that a misspelt name is an
-    unknown run.
+    The last argument is the query if it has a space or a bracket and is not a folder. A misspelt folder is therefore
+    reported as an unknown run.
     """
     if asked and re.search(r"[\s(]|^$", asked[-1]) and not os.path.isdir(asked[-1]):
         return [Path(name) for name in asked[:-1]], asked[-1]

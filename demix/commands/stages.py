@@ -1,8 +1,8 @@
-"""The stages: one command for each, as the rules of the workflow run them.
+"""One command for each stage. The rules of the workflow run these commands.
 
-A stage is a function in the module that does its work. The command has an option for each parameter of the function,
-but for those that `STAGES` lists as arguments. The first parameter that is an object of settings is `--settings`, as
-JSON; a sequence of names is one option, separated by commas.
+A stage is a function in the module that does its work. Each parameter of the function is an option of the command,
+except those that `STAGES` lists as arguments. The first parameter that is a settings object becomes `--settings`, in
+JSON. A sequence of names becomes one option with names separated by commas.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from demix.settings import settings_from
 
 SEQUENCES = (list, tuple, Sequence, Iterable)
 _NAMED = inspect.Parameter.KEYWORD_ONLY
-# Stages in the order of the workflow: the function below demix, and those of its parameters that are arguments.
+# Stages in the order of the workflow: the function (a path below demix), and its parameters that are arguments.
 STAGES = {
     "read": ("data.sources.read", "domain"),
     "download": ("data.sources.download", "domain"),
@@ -65,15 +65,15 @@ HELP = {
     "domain": "Name of the domain.",
     "settings": "The settings of the stage, as JSON or @FILE.",
     "output": "The file or folder to write.",
-    "manifest": "The file that gets the digests of all that was written, last.",
-    "part": "Number of the part, from 0 to source.parts - 1.",
+    "manifest": "A file with the digests of all written files; it is written last.",
+    "part": "Number of the source's part, from 0 to source.parts - 1.",
     "tokenizer": "tokenizer.json of the run.",
     "experts": "Experts, separated by commas.",
-    "metrics": "Metrics (JSON lines).",
-    "counts": "Counts by category, or by domain and value (JSON).",
-    "checkpoints": "Folder of the checkpoints from which a killed run resumes.",
-    "ranks": "Processes of this machine that train together.",
-    "how": "Settings that change only time and memory, as JSON: keys of the config section training.",
+    "metrics": "File of metrics (JSON lines).",
+    "counts": "File of counts by category, or by domain and value (JSON).",
+    "checkpoints": "Folder of checkpoints; a training that was killed resumes from them.",
+    "ranks": "Number of processes on this machine that train together.",
+    "how": "Keys of the config section training that change only time and memory, as JSON.",
     "cluster": "The config section cluster, as JSON or @FILE: where and how ranks are started.",
 }
 
@@ -87,9 +87,9 @@ def add_stage(app: typer.Typer, name: str) -> None:
 
 
 def list_stages() -> None:
-    """List the stages of the workflow: commands that Snakemake runs. `demix split --help` explains one.
+    """List the stages of the workflow, which Snakemake runs as commands. `demix split --help` explains the stage split.
 
-    `snakemake -n -p` prints them as they run. Example: demix stages
+    `snakemake -n -p` prints each command with its arguments. Example: demix stages
     """
     for name, (place, _) in STAGES.items():
         line, *_ = (inspect.getdoc(function_of(place)) or "").splitlines()
@@ -103,7 +103,7 @@ def function_of(place: str) -> Callable[..., object]:
 
 
 def command_of(function: Callable[..., object], arguments: Sequence[str]) -> Callable[..., None]:
-    """The command that calls `function`: its parameters are options, but for those in `arguments`."""
+    """The command that calls `function`: its parameters are options, except those in `arguments`."""
     hints, parameters = get_type_hints(function), list[inspect.Parameter]()
     read, has_settings = dict[str, Callable[[Any], Any]](), False
     for name, parameter in inspect.signature(function).parameters.items():
@@ -136,10 +136,10 @@ def command_of(function: Callable[..., object], arguments: Sequence[str]) -> Cal
 def run_command(arguments: Sequence[str]) -> None:
     """Run the command of one stage in this process. Errors are raised to the caller."""
     app = typer.Typer()
-    # With a callback the name of a single command stays an argument.
+    # Without a callback typer would not expect the name of a single command as an argument.
     app.callback()(lambda: None)
     add_stage(app, arguments[0])
-    # typer ends an interrupted command with a status and no exception.
+    # typer reports an interrupted command by a status, not by an exception.
     if status := app(list(arguments), standalone_mode=False):
         raise SystemExit(status)
 
@@ -151,9 +151,9 @@ def _without_none(kind: Any) -> Any:
 
 
 def _settings(kind: type, subject: str, text: str) -> Any:
-    """An object of the settings class `kind` of an option: JSON, or @FILE, whose seal is checked if it has one.
+    """The settings object of class `kind` from an option: JSON or @FILE. A file's checksum, if any, is verified.
 
-    Linux passes at most 128 KiB as one argument; `demix.run.stage_settings.StageSettings.argument` writes such files.
+    Linux limits one argument to 128 KiB; `demix.run.stage_settings.StageSettings.argument` writes longer ones to files.
     """
     if text.startswith("@"):
         values = read_unsealed(text[1:])

@@ -1,4 +1,4 @@
-"""The stages that train: from scratch, with the learning rates of a sweep, and on novel domains."""
+"""The stages that train: models from scratch, the trials of a learning-rate sweep, and experts of novel domains."""
 
 import os
 import sys
@@ -44,16 +44,16 @@ def train(
     expert: str = "",
     restart: bool = False,
 ) -> None:
-    """Train one model from scratch or from a seed, or resume its training.
+    """Train one model from scratch or from a dense warm start, or resume its training.
 
     `shards` are tokens/<domain>/train.arrow of each training domain, or clusters/<clustering>/shards/<cluster>/
-    train.arrow of each cluster, and the dev.arrow to evaluate on. The learning rate is that of the file
-    `learning_rate_from`, the output of choose-rate, if given. `branch` is the output of seed, the state of a dense
-    training with which this one begins: its schedule goes on, or with `restart`, and for kinds with routers, begins
-    again with fresh moments. `keep` are numbers of updates after which the state is kept for `seed`. With `expert` the
-    expert of this domain or cluster is trained by itself as a whole model, with its share of the tokens. `live` is
-    where metrics go while training: JSON with uri, experiment, run and config. Without `output` only the metrics are
-    kept, as of a trial of a sweep, and divergence is not an error.
+    train.arrow of each cluster, and the dev.arrow to evaluate on. If `learning_rate_from`, an output of choose-rate, is
+    given, the learning rate is read from it. `branch` is an output of seed: the state of a dense training, from which
+    this training starts. The dense training's schedule then goes on; with `restart`, and for kinds with routers, the
+    schedule starts again with fresh moments. `keep` lists the numbers of updates after which the state is kept for
+    `seed`. With `expert`, only the expert of this domain or cluster is trained, as a whole model, with its share of the
+    tokens. `live` says where metrics are sent while training: JSON with uri, experiment, run and config. Without
+    `output` only the metrics are kept, as for a trial of a sweep, and divergence is not an error.
     """
     if wrong := [step for step in keep if not step.isdecimal() or not int(step)]:
         raise DemixError("--keep", f"has {wrong[0]}, which is not a number of updates", "write 61,122")
@@ -77,15 +77,15 @@ def seed(
     cluster: Cluster | None = None,
     learning_rate_from: Path | None = None,
 ) -> None:
-    """Move the kept state of a dense training to a place of its own, for other trainings to begin with.
+    """Move the kept state of a dense training to `output`, so that other trainings can start from it.
 
-    `kept` are the checkpoints of the training, where `train --keep` left the state after `step` updates. Without such a
-    state the training is done again up to that step.
+    `kept` is the checkpoint folder of the training, in which `train --keep` kept the state after `step` updates. If
+    that state is missing, the training is repeated up to that step.
     """
     training = ModelTraining(kind, _given(settings, how, learning_rate_from), shards, until=step)
     if not 0 < step <= training.steps:
         raise DemixError(f"--step {step}", f"is not one of the {training.steps} updates of the training", "change it")
-    # Ranks that a launcher has started train, because there was no state to move.
+    # A process that a launcher has started (a rank) trains, because there was no state to move.
     if "WORLD_SIZE" in os.environ or not move_seed(training.identity, step, kept, output):
         _train(training, Places(output, None, checkpoints), ranks, cluster)
 
@@ -106,11 +106,11 @@ def adapt(
 ) -> None:
     """Adapt a model to a novel domain: add an expert (DEMix-DAPT), or train a dense model further (Dense-DAPT).
 
-    `shards` are train.arrow and dev.arrow of the novel domain; for a dense model, then the training domains' dev.
-    `scores` is the folder of score tables of a model with experts, which choose the parent, and `training` are that
-    model's training domains. `output` is for the files of the expert, or the adapted model. An expert begins as its
-    likeliest parent, and one that is a whole model as the average of all experts by posterior. `live` is that of
-    `train`.
+    `shards` are train.arrow and dev.arrow of the novel domain; for a dense model, the dev.arrow of each training domain
+    follows. `scores` is the folder of score tables of a model with experts, by which the parent is chosen, and
+    `training` lists that model's training domains. `output` receives the files of the expert, or the adapted model. An
+    expert starts as a copy of its likeliest parent; an expert that is a whole model starts as the average of all
+    experts, weighted by the posterior. `live` is as in `train`.
     """
     if len(shards) < 2:
         raise DemixError(shards[0], "is the only shard", "give train.arrow and dev.arrow of the novel domain")
@@ -140,7 +140,7 @@ def adapt(
 
 
 def _given(settings: T, how: Execution | None, rate_from: Path | None = None) -> T:
-    """The settings of a training with those of time and memory in `how`, and the learning rate in a file."""
+    """The settings of a training, with those of time and memory from `how` and the learning rate from a file."""
     more: dict[str, Any] = {} if how is None else how.as_dict()
     return settings.replace(**more | ({"learning_rate": chosen_rate(rate_from)} if rate_from else {}))
 
@@ -149,7 +149,7 @@ def _train(training: ModelTraining, places: Places, ranks: int, cluster: Cluster
     """Train a model."""
     # A wrong number of ranks must be reported before any process starts.
     place(training.kind, training.domains, training.settings.sequences, world_size(ranks))
-    # A trial of a rate keeps no model: what it has done is not a training's.
+    # The kept results belong to the identity: a trial of a learning rate keeps no model, so it is not a whole training.
     about = [training.identity, sorted(places.results), *filter(None, [training.until])]
     fingerprint, steps = fingerprint_of(about, training.shards), training.until or training.steps
     work = partial(train_model, training)
@@ -158,7 +158,7 @@ def _train(training: ModelTraining, places: Places, ranks: int, cluster: Cluster
 
 
 def _do(kind: str, job: TrainingJob, cluster: Cluster | None, live: str, work: Callable[[Places], None]) -> None:
-    """Have `job` done, in this process by `work` or by others, and its metrics sent meanwhile."""
+    """Do `job`, by `work` in this process or by other processes, and send its metrics meanwhile."""
 
     def streamed(at: Places) -> None:
         with streaming(live, kind, at.checkpoints, at.metrics):

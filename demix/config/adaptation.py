@@ -10,14 +10,14 @@ from demix.settings import DistinctItems, Number, Positive, Settings, Text, abse
 
 Factor = Annotated[Number, Field(gt=0)]
 DenseTrained = Literal["all", "feedforwards"]
-# Blocks of the novel domain's dev split, if as many are scored, whose posterior chooses the parent expert.
+# The posterior over this many blocks of the novel domain's dev split (at most the scored ones) chooses the parent.
 PARENT_BLOCKS = 100
 # Up to four passes over a text teach about as much as new text does (Muennighoff et al. 2023, section 6).
 PASSES = 4
 
 
 class FactorSweep(Settings):
-    """Adaptations with several learning rates, of which one is kept."""
+    """Adaptations with several learning rates; the best one is kept."""
 
     factors: DistinctItems[Factor] = Field(
         min_length=1, description="Learning-rate factors to try, one after the other in one job."
@@ -25,24 +25,24 @@ class FactorSweep(Settings):
 
 
 class AdaptationLengths(Settings):
-    """How much one adaptation learns from, and when it stops."""
+    """How much text one adaptation trains on, and when it stops."""
 
     tokens: Positive = Field(
         default_factory=absent,
-        description="Largest number of training tokens of one adaptation. Without this key `training.tokens` by the "
-        "number of training domains, which is what an expert learns from in training.",
+        description="Maximum number of training tokens of one adaptation. Default: `training.tokens` divided by the "
+        "number of training domains, which is the number of tokens per expert in training.",
     )
     passes: Positive | None = Field(
         default_factory=omitted,
-        description="Most passes over the train split of the novel domain, which lower `tokens` where there is little "
-        f"text; null sets no bound. Without this key {PASSES} where `tokens` is absent, too, and else null.",
+        description="Maximum number of passes over the train split of the novel domain; with little text it lowers "
+        f"`tokens`. null: no maximum. Default: {PASSES} if `tokens` is absent, too, else null.",
     )
     sequences: Sequences = Field(default=16, description="Sequences in one optimizer step.")
     sweep: FactorSweep | None = Field(
         default=None,
-        description="Adapt to each domain with each of these factors, and keep the adaptation of the lowest loss on "
-        "the domain's dev split, for DEMix-DAPT and Dense-DAPT each on its own. The factors replace "
-        "`learning_rate_factor`. null tries none.",
+        description="Adapt to each domain with each of these factors, and keep the adaptation with the lowest loss on "
+        "the domain's dev split, separately for DEMix-DAPT and Dense-DAPT. The factors replace "
+        "`learning_rate_factor`. null: no sweep.",
     )
     evaluate_every: Positive = Field(
         default=50, description="Steps between evaluations on the novel domain's dev split."
@@ -66,38 +66,38 @@ class AdaptationRecipe(AdaptationLengths, Execution, OptimizerRecipe):
         "with.",
     )
     trained: DenseTrained = Field(
-        default="all", description="What Dense-DAPT trains, as the config's `adaptation.dense_trained`."
+        default="all", description="Parameters that Dense-DAPT trains, as in `adaptation.dense_trained`."
     )
 
 
 class RateFactors(Settings):
     """The learning-rate factor of each kind of adaptation."""
 
-    # The paper's tenth is against forgetting. docs/experiments/adaptation.md has what each factor gains and costs.
-    demix: Factor = Field(default=1.0, description="Factor of DEMix-DAPT, which cannot change what other experts do.")
+    # The paper's factor of 0.1 limits forgetting. docs/experiments/adaptation.md measures gain and cost of each factor.
+    demix: Factor = Field(default=1.0, description="Factor of DEMix-DAPT, which does not change other experts.")
     dense: Factor = Field(default=0.1, description="Factor of Dense-DAPT.")
 
 
 class AdaptationSection(AdaptationLengths):
-    """DEMix-DAPT and Dense-DAPT on each novel domain, each by the optimizer of the model that is adapted."""
+    """DEMix-DAPT and Dense-DAPT on each novel domain, each with the optimizer of the model that is adapted."""
 
     learning_rate_factor: Factor | RateFactors = Field(
         default=RateFactors(),
         description="Peak learning rate, as a fraction of the peak learning rate that the adapted model was trained "
-        "with: one number (the paper: 0.1), or one for each kind of adaptation.",
+        "with: one number (the paper: 0.1), or one each for DEMix-DAPT and Dense-DAPT.",
     )
     dense: Literal["dense", "dense_unbalanced"] = Field(
         default="dense",
-        description="The entry of `models` that Dense-DAPT starts from. The paper does not say which; its Table 13 may "
-        "mean Dense (dense_unbalanced).",
+        description="The entry of `models` that Dense-DAPT starts from. The paper does not say which of its dense "
+        "models it adapts; Table 13 may mean Dense (dense_unbalanced).",
     )
     dense_trained: DenseTrained = Field(
         default="all",
-        description="What Dense-DAPT trains: all parameters, as in the paper, or only the feedforwards, which are what "
-        "an expert of DEMix-DAPT has.",
+        description="What Dense-DAPT trains: all parameters, as in the paper, or only the feedforwards, as DEMix-DAPT "
+        "does.",
     )
     model: EntryName = Field(
-        default="demix", description="The entry of `models` whose model gets the novel domains' experts."
+        default="demix", description="The entry of `models` to whose model the novel domains' experts are added."
     )
     ranks: Ranks = Field(default=1, description="Processes that adapt one model together; at most `sequences`.")
 
@@ -108,8 +108,8 @@ class RemovalSection(Settings):
     model: EntryName = Field(default="demix", description="The entry of `models` from whose model domains are removed.")
     retrain_without: DistinctItems[Text] = Field(
         default=(),
-        description="Training domains to retrain without. For each of these domains, one more DEMix model is trained "
-        "for as many steps with `replacement` in the place of the domain (-Domain).",
+        description="Training domains to retrain without. For each of these domains, another DEMix model is trained "
+        "for the same number of steps, with `replacement` in the place of the domain (-Domain).",
     )
     replacement: Text | None = Field(
         default=None,
@@ -117,6 +117,6 @@ class RemovalSection(Settings):
     )
     merged: DistinctItems[EntryName] = Field(
         default=(),
-        description="Entries whose merged model is scored on each training domain with the domain's expert left out, "
-        "without training: entries of kind anchored (FlexOlmo), and entries that train merged experts (BTX).",
+        description="Entries whose merged model is also scored on each training domain without the domain's expert and "
+        "without retraining: entries of kind anchored (FlexOlmo), and entries that train merged experts (BTX).",
     )

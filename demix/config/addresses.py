@@ -1,4 +1,4 @@
-"""Where sources are: in addresses without credentials, which records and logs show, and at commits, which stay."""
+"""Addresses of sources. They hold no credentials, because records and logs show them; revisions are pinned commits."""
 
 import re
 from collections.abc import Iterable
@@ -7,24 +7,24 @@ from urllib.parse import unquote_plus, urlsplit
 
 from demix.errors import DemixError
 
-# Keys of queries whose values are credentials (also in signed addresses), in lower case with words joined by _.
+# Query keys whose values are credentials (also in signed addresses), in lower case with words joined by _.
 _SECRET = re.compile(
     "(^|_)(tokens?|password|passwd|pwd|secret|signature|sig|credentials?|auth|authorization|jwt|bearer|sas|sessionid|"
     "apikey|accesskey|accesstoken|authtoken|(api|access|private|secret|subscription|account|auth)_key|key_pair)(_|$)|^key$"
 )
 # Between the words of accessToken and AWSAccessKeyId.
 _INSIDE = re.compile("(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-# What Snakemake treats as a wildcard, and no rule can write in another way.
+# Snakemake treats braces as a wildcard, and a rule cannot escape them.
 _WILDCARD = re.compile(r"\{\s*[.\w]+\s*[,}]")
 COMMIT = re.compile("[0-9a-f]{40}")
-# The object stores that an address may begin with, each with the package that reads it.
+# The object stores that an address can name, each with the package that reads it.
 STORES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
-# What the address of a model of the Hugging Face hub begins with.
+# The address of a model on the Hugging Face hub begins with this.
 HUB = "hub:"
 REPOSITORY = "(?:[A-Za-z0-9_-][A-Za-z0-9_.-]*/)?[A-Za-z0-9_-][A-Za-z0-9_.-]*"
 LOG_IN = (
-    "leave it out: ~/.netrc (or the file in NETRC) gives user and password of a host, HF_TOKEN the token of the hub, "
-    "the environment the credentials of an object store"
+    "leave it out; set user and password of a host in ~/.netrc (or the file in NETRC), the token of the hub in "
+    "HF_TOKEN, and the credentials of an object store in the environment"
 )
 LOG_IN_ELSEWHERE = (
     "leave it out and set PGPASSWORD, MLFLOW_TRACKING_PASSWORD or MLFLOW_TRACKING_TOKEN in the environment"
@@ -32,10 +32,10 @@ LOG_IN_ELSEWHERE = (
 
 
 def secret_in(address: str) -> str | None:
-    """What credential an address holds, in words without its value; None if it holds none.
+    """A description of the credential in an address, without its value; None if there is none.
 
-    A user name without a password is a credential of http(s) and of object stores, where it may be a token, but not of
-    a database. Raises ValueError for what is not an address.
+    A user name without a password counts as a credential in addresses of http(s) and object stores, where it may be a
+    token, but not in those of databases. Raises ValueError if `address` is not an address.
     """
     parts = urlsplit(address)
     if parts.password:
@@ -51,10 +51,10 @@ def secret_in(address: str) -> str | None:
 
 
 def refuse_secrets(subject: str, address: str, cure: str) -> None:
-    """Raise DemixError that names `subject`, not the address, if an address holds credentials or cannot be read."""
+    """Raise DemixError if an address holds credentials or cannot be parsed. It names `subject`, not the address."""
     try:
         found = secret_in(address)
-        # Reading a port that is not a number fails, as what follows a password with a slash in it.
+        # The port is not a number if a password contains a slash; reading the port then fails.
         _ = urlsplit(address).port
     except ValueError:
         raise DemixError(subject, "is not an address", "write http(s)://host/…/file.suffix") from None
@@ -63,7 +63,7 @@ def refuse_secrets(subject: str, address: str, cure: str) -> None:
 
 
 def refuse_unnamable(path: str) -> str:
-    """`path`, an input of a rule. Raises DemixError for what Snakemake treats as a wildcard, and what is not UTF-8."""
+    """`path`, an input of a rule. Raises DemixError if it has a wildcard of Snakemake or is not UTF-8."""
     if _WILDCARD.search(path):
         raise DemixError(path, "holds braces, which Snakemake treats as a wildcard", "rename the file or folder")
     refuse_not_utf8(path)
@@ -71,7 +71,7 @@ def refuse_unnamable(path: str) -> str:
 
 
 def refuse_not_utf8(path: object) -> None:
-    """Raise DemixError for a path that is not UTF-8, which records and logs could not hold."""
+    """Raise DemixError if a path is not UTF-8, because records and logs cannot hold such a path."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -79,13 +79,13 @@ def refuse_not_utf8(path: object) -> None:
 
 
 def hub_model(address: str) -> tuple[str, str]:
-    """The repository and the revision, maybe empty, of `hub:owner/name@revision`. Raises DemixError for others."""
+    """Repository and revision (maybe empty) of `hub:owner/name@revision`. Raises DemixError for another address."""
     repository, _, revision = address.removeprefix(HUB).partition("@")
     if not re.fullmatch(REPOSITORY, repository):
-        raise DemixError(address, "names no model of the hub", f"write {HUB}owner/name@commit")
+        raise DemixError(address, "does not name a model of the hub", f"write {HUB}owner/name@commit")
     return repository, revision
 
 
 def local(paths: Iterable[str]) -> bool:
-    """Whether the data sets of a hub source are folders of this machine."""
+    """Whether the data sets of a hub source are folders on this machine."""
     return all(Path(path).is_dir() for path in paths)

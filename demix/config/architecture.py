@@ -11,9 +11,9 @@ from demix.settings import Integer, Number, Positive, Settings, Switch, names_of
 
 
 class Routed(Settings):
-    """Feedforwards of `experts` experts, of which each token chooses `top_k`, in every `every`-th block.
+    """Token-routed feedforwards: in every `every`-th layer, each token uses `top_k` of `experts` experts.
 
-    With `renormalise` the gates of several choices are divided by their sum.
+    With `renormalise` the gates of the chosen experts are divided by their sum.
     """
 
     experts: Positive = Field(le=4096)
@@ -25,11 +25,11 @@ class Routed(Settings):
 
     def model_post_init(self, context: Any, /) -> None:
         if self.top_k > self.experts:
-            cause = f"is {self.top_k}, and a layer has {self.experts} experts"
+            cause = f"is {self.top_k}, but a layer has {self.experts} experts"
             raise DemixError("architecture.routed.top_k", cause, "lower it, or raise experts")
 
     def in_block(self, number: int) -> bool:
-        """Whether the feedforward of block `number` (from 0) is routed."""
+        """Whether the feedforward of layer `number` (from 0) is token-routed."""
         return number % self.every == self.every - 1
 
     def places(self, positions: int) -> int:
@@ -38,68 +38,68 @@ class Routed(Settings):
 
 
 class Sizes(Settings):
-    """A decoder's sizes: `layers` blocks of `width` units, `heads` attention heads, `context` positions."""
+    """A decoder's sizes: `layers` layers of `width` units, `heads` attention heads, `context` positions."""
 
-    layers: Positive = Field(le=256, description="Number of transformer blocks.")
+    layers: Positive = Field(le=256, description="Number of transformer layers.")
     width: Positive = Field(
-        le=65_536, description="Width of the residual stream; the feedforward layer is 4 times as wide without `inner`."
+        le=65_536, description="Width of the residual stream; the feedforward is 4 times as wide unless `inner` is set."
     )
     heads: Positive = Field(
-        le=65_536, description="Number of attention heads; must divide the width where `head_width` is absent."
+        le=65_536, description="Number of attention heads; must divide the width unless `head_width` is set."
     )
-    context: Integer = Field(ge=2, le=131_072, description="Tokens of one block (T), the longest context of the model.")
+    context: Integer = Field(ge=2, le=131_072, description="Context length: tokens of one block (T).")
 
 
 class RopeScaling(Settings):
-    """How rope reaches contexts beyond that of pretraining: `linear` slows all frequencies, `llama3` the low ones."""
+    """How rope is extended beyond pretraining's context: `linear` scales all frequencies, `llama3` the low ones."""
 
     kind: Literal["linear", "llama3"] = Field(
-        description="linear (Chen et al. 2023, position interpolation) or llama3 (Llama 3.1: frequencies of fewer than "
-        "`low` turns in `context` are divided by factor, of more than `high` kept, between them both are mixed)."
+        description="linear (Chen et al. 2023, position interpolation) or llama3 (Llama 3.1: a frequency of fewer than "
+        "`low` turns in `context` is divided by `factor`, one of more than `high` is kept, others are interpolated)."
     )
-    factor: Number = Field(ge=1, le=1e6, description="What frequencies are divided by.")
-    low: Number = Field(default=1.0, gt=0, le=1e6, description="Turns in `context`, for llama3.")
-    high: Number = Field(default=4.0, gt=0, le=1e6, description="Turns in `context`, for llama3.")
-    context: Positive = Field(default=8192, le=1 << 30, description="Context of pretraining, for llama3.")
+    factor: Number = Field(ge=1, le=1e6, description="Divisor of the frequencies.")
+    low: Number = Field(default=1.0, gt=0, le=1e6, description="llama3: see `kind`.")
+    high: Number = Field(default=4.0, gt=0, le=1e6, description="llama3: see `kind`.")
+    context: Positive = Field(default=8192, le=1 << 30, description="llama3: context length of pretraining.")
 
     def model_post_init(self, context: Any, /) -> None:
         if self.low >= self.high:
-            cause = f"is {self.low:g}, and high is {self.high:g}"
+            cause = f"is {self.low:g}, but high is {self.high:g}"
             raise DemixError("architecture.rope_scaling.low", cause, "lower it")
 
 
 class Options(Settings):
-    """What a decoder computes, apart from its sizes. An entry of `models` may have options of its own.
+    """Options of a decoder's computation, without its sizes. An entry of `models` may have options of its own.
 
-    The first value of an option is the default, which is that of GPT-2 and GPT-3.
+    The first value of an option is the default, as in GPT-2 and GPT-3.
     """
 
     activation: Literal["gelu", "gelu_new", "relu", "silu", "relu2"] = Field(
         default="gelu",
-        description="Activation of the feedforward: gelu (exact), gelu_new (GPT-2's, by tanh), relu (OPT's), silu "
-        "(with gated: SwiGLU) or relu2 (ReLU squared).",
+        description="Activation of the feedforward: gelu (exact), gelu_new (GPT-2's tanh approximation), relu (OPT's), "
+        "silu (with `gated`: SwiGLU) or relu2 (ReLU squared).",
     )
     position: Literal["learned", "sinusoidal", "alibi", "rope"] = Field(
         default="learned",
         description="How a model knows the order of tokens: learned (a table of positions), sinusoidal (a fixed table "
-        "of sines and cosines), alibi (attention falls with the distance, which of later positions of masked models "
-        "is half a position less) or rope (queries and keys are rotated by their position). Without learned positions "
-        "blocks may be longer than those of training.",
+        "of sines and cosines), alibi (attention falls with the distance; in masked models the distance of a later "
+        "position is reduced by half a position) or rope (queries and keys are rotated by their position). Without "
+        "learned positions, blocks may be longer than in training.",
     )
     head: Literal["tied", "clap", "untied", "roberta"] = Field(
         default="tied",
-        description="What scores the vocabulary: tied (the token embedding), clap (the token embedding with rows of "
-        "length 1, which inputs have too, times a learned temperature), untied (an embedding of its own) or roberta "
-        "(the token embedding and a bias, after a linear map, GELU and a norm; with objective mlm only).",
+        description="Output layer: tied (the token embedding), clap (the token embedding with rows of norm 1, in the "
+        "input too, times a learned temperature), untied (an embedding of its own) or roberta (a linear map, GELU and "
+        "a norm, then the token embedding and a bias; only with objective mlm).",
     )
     objective: Literal["clm", "mlm"] = Field(
         default="clm",
-        description="What is learned: clm (the next token; a position attends to itself and earlier ones of the block) "
-        "or mlm (masked tokens; a position attends to all of the block).",
+        description="Training objective: clm (predict the next token; a position attends to itself and earlier ones "
+        "of its block) or mlm (predict masked tokens; a position attends to all of its block).",
     )
     mask: Literal["zeros", "learned"] = Field(
         default="zeros",
-        description="What a masked model reads in place of a hidden token: zeros or learned (an embedding of its own).",
+        description="Input embedding of a masked token in a masked model: zeros, or learned (a vector of its own).",
     )
     norm: Literal["layer", "rms"] = Field(
         default="layer",
@@ -107,9 +107,9 @@ class Options(Settings):
     )
     norm_place: Literal["before", "after", "post"] = Field(
         default="before",
-        description="Where a block has its norms: before attention and feedforward, after them, before the residual "
-        "sum (OLMo 2), or post, after the residual sum (BERT): another norm then follows the sum of embeddings and "
-        "positions, and none precedes the head.",
+        description="Place of a layer's norms: before (before attention and feedforward), after (after them, before "
+        "the residual sum; OLMo 2) or post (after the residual sum; BERT). With post, another norm follows the sum of "
+        "embeddings and positions, and no norm precedes the head.",
     )
     query_norm: Literal["none", "head", "all"] = Field(
         default="none",
@@ -123,65 +123,65 @@ class Options(Settings):
     )
     gated: Switch = Field(
         default=False,
-        description="Whether the feedforward is gated: one half of its inner units, after the activation, times the "
-        "other half (Shazeer 2020; with silu: SwiGLU).",
+        description="Whether the feedforward is gated: one half of the inner units passes the activation and scales "
+        "the other half (Shazeer 2020; with silu: SwiGLU).",
     )
     residual: Literal["sequential", "parallel"] = Field(
         default="sequential",
-        description="What the feedforward of a block reads: the sum after attention (sequential) or the block's input, "
-        "as attention does (parallel; GPT-NeoX).",
+        description="Input of a layer's feedforward: the residual sum after attention (sequential), or the layer's "
+        "input, as for attention (parallel; GPT-NeoX).",
     )
     inner: Positive | None = Field(
-        default=None, le=1 << 20, description="Inner units of the feedforward; 4 times the width where it is absent."
+        default=None, le=1 << 20, description="Inner units of the feedforward; default: 4 times the width."
     )
     key_heads: Positive | None = Field(
         default=None,
         le=65_536,
-        description="Heads of keys and values, each for several heads of queries (grouped queries); must divide "
-        "`heads`, which it is where the key is absent.",
+        description="Number of key and value heads, each shared by several query heads (grouped-query attention). It "
+        "must divide `heads`. Default: `heads`.",
     )
     head_width: Positive | None = Field(
-        default=None, le=65_536, description="Units of one head; width / heads where the key is absent."
+        default=None, le=65_536, description="Units of one head; default: width / heads."
     )
     epsilon: Number = Field(
-        default=1e-5, gt=0, le=1, description="What norms add to a variance; 1e-5 where the key is absent."
+        default=1e-5, gt=0, le=1, description="Constant that norms add to the variance; default: 1e-5."
     )
     rope_theta: Number = Field(default=10_000.0, gt=0, le=1e12, description="Base of the frequencies of rope.")
     rope_share: Number = Field(
-        default=1.0, gt=0, le=1, description="Share of a head's units, its first ones, that rope rotates."
+        default=1.0, gt=0, le=1, description="Fraction of a head's units that rope rotates, from the first unit."
     )
     bigrams: Literal["none", "shared", "experts"] = Field(
         default="none",
-        description="A table of 5 states for each type of the vocabulary, of which a hash of the last two tokens "
-        "chooses one that is added before every block: none, shared (all experts read one table) or experts (each "
-        "expert owns one, as it owns feedforwards). It needs no FLOPs.",
+        description="Bigram embeddings: a table with 5 rows per vocabulary entry. A hash of the last two tokens selects "
+        "the row that is added before every layer. none, shared (one table for all experts) or experts (one table per "
+        "expert, like its feedforwards). The table needs no FLOPs.",
     )
     value_embeddings: Switch = Field(
         default=False,
-        description="Whether every layer has an embedding of tokens that is added to the values of attention, with a "
-        "gate for each head.",
+        description="Value embeddings: whether every layer has a token embedding that is added to the values of "
+        "attention, with a gate for each head.",
     )
     rope_scaling: RopeScaling | None = Field(
-        default=None, description="How rope reaches contexts beyond that of pretraining; not at all without the key."
+        default=None, description="How rope is extended beyond the context of pretraining; default: not at all."
     )
 
 
 class Decoder(Options, Sizes):
-    """What the section `architecture` of a config may say of a model."""
+    """The sizes and options that the section `architecture` of a config can give."""
 
     def model_post_init(self, context: Any, /) -> None:
         if self.head_width is None and self.width % self.heads:
-            cause = f"{self.heads} does not divide the width {self.width}"
+            cause = f"is {self.heads}, which does not divide the width {self.width}"
             raise DemixError("architecture.heads", cause, "choose a divisor, or add head_width")
         if self.heads % self.key_value_heads:
-            cause = f"{self.key_heads} does not divide the {self.heads} heads"
+            cause = f"is {self.key_heads}, which does not divide the {self.heads} heads"
             raise DemixError("architecture.key_heads", cause, "choose a divisor")
         for key in ("rope_theta", "rope_share", "rope_scaling"):
             if getattr(self, key) != USUAL[key] and self.position != "rope":
-                cause = f"is given to position {self.position}"
+                cause = f"is set, but position is {self.position}"
                 raise DemixError(f"architecture.{key}", cause, "leave it out, or use position rope")
         if self.position == "rope" and (self.rotated % 2 or not self.rotated):
-            cause = f"leaves {self.rotated} of a head's {self.unit} units to rotate, an odd number"
+            cause = f"rotates {self.rotated} of a head's {self.unit} units, which is an odd number"
             raise DemixError("architecture.rope_share", cause, "choose one with an even number of units")
         if self.norm_place != "before" and self.residual == "parallel":
             cause = f"is {self.norm_place}, but no norm can follow a parallel residual"
@@ -189,32 +189,32 @@ class Decoder(Options, Sizes):
 
     @property
     def unit(self) -> int:
-        """The units of one head."""
+        """The number of units of one head."""
         return self.head_width or self.width // self.heads
 
     @property
     def key_value_heads(self) -> int:
-        """The heads of keys, and those of values."""
+        """The number of key heads, which is also the number of value heads."""
         return self.key_heads or self.heads
 
     @property
     def rotated(self) -> int:
-        """The units of a head that rope rotates."""
+        """The number of units of a head that rope rotates."""
         return int(self.unit * self.rope_share)
 
     @property
     def inner_width(self) -> int:
-        """The units between the first maps of a feedforward and its last."""
+        """The number of inner units of a feedforward."""
         return self.inner or 4 * self.width
 
     @property
     def maps(self) -> int:
-        """The linear maps of a feedforward: two, and a third where it is gated."""
+        """The number of linear maps of a feedforward: two, or three if it is gated."""
         return 3 if self.gated else 2
 
 
 class Architecture(Decoder):
-    """A decoder of these sizes; with `routed`, the tokens choose among experts in some feedforwards."""
+    """A decoder with these sizes and options. With `routed`, some of its feedforwards are token-routed."""
 
     routed: Routed | None = None
 
@@ -222,24 +222,24 @@ class Architecture(Decoder):
         super().model_post_init(context)
         for key, value in (("mask", "learned"), ("head", "roberta")):
             if getattr(self, key) == value and self.objective != "mlm":
-                cause = f"is {value}, and the objective is {self.objective}"
+                cause = f"is {value}, but the objective is {self.objective}"
                 raise DemixError(f"architecture.{key}", cause, "leave it out: it is for masked models")
         if self.position == "sinusoidal" and self.width % 2:
-            raise DemixError("architecture.position", f"is sinusoidal, and width is {self.width}", "use an even width")
+            raise DemixError("architecture.position", f"is sinusoidal, but width is {self.width}", "use an even width")
         for key in ("bigrams", "value_embeddings"):
             if getattr(self, key) != USUAL[key] and (self.routed or self.objective == "mlm"):
-                cause = f"is {getattr(self, key)}, and the model is {'token-routed' if self.routed else 'masked'}"
+                cause = f"is {getattr(self, key)}, but the model is {'token-routed' if self.routed else 'masked'}"
                 raise DemixError(f"architecture.{key}", cause, "leave it out, or use a causal model without routers")
         if self.routed and self.routed.every > self.layers:
-            cause = f"is {self.routed.every}, and the model has {self.layers} layers"
+            cause = f"is {self.routed.every}, but the model has {self.layers} layers"
             raise DemixError("architecture.routed.every", cause, f"use 1 to {self.layers}")
         if self.routed and not self.routed.places(self.context):
-            cause = f"is {self.routed.capacity:g}, which leaves an expert no token of {self.context}"
+            cause = f"is {self.routed.capacity:g}: an expert could process none of the {self.context} tokens"
             raise DemixError("architecture.routed.capacity", cause, "raise it, or lower experts")
 
     @property
     def routed_layers(self) -> int:
-        """The number of blocks whose feedforward is routed."""
+        """The number of layers whose feedforward is token-routed."""
         return self.layers // self.routed.every if self.routed else 0
 
     @property
@@ -249,7 +249,7 @@ class Architecture(Decoder):
 
     @property
     def described(self) -> dict[str, Any]:
-        """The architecture as JSON, without a key that is as in descriptions that do not have it."""
+        """The architecture as JSON, without newer keys that have the value which older descriptions imply."""
         usual = USUAL | {"routed": None}
         given = self.as_dict()
         if self.routed and self.routed.renormalise:
@@ -257,17 +257,18 @@ class Architecture(Decoder):
         return {key: value for key, value in given.items() if key not in usual or value != usual[key]}
 
     def merged_routed(self, experts: int) -> "Architecture":
-        """The architecture in which each token chooses two of `experts` domain experts in every layer.
+        """The architecture in which each token uses two of `experts` domain experts in every layer.
 
-        It is not yet trained: each expert has a place for every token, and the loss of balance has no weight.
+        It is for a merged model before further training: experts have no capacity limit, and the load-balancing loss
+        has weight 0.
         """
         routed = Routed(experts=experts, top_k=2, every=1, capacity=float(experts), balance=0.0)
         return self.replace(routed=routed)
 
 
-# The options of a model whose config names none.
+# The options of a model whose config gives none.
 USUAL = Options().as_dict()
-# A masked model scores a block in this many passes, so that about as many of its tokens are hidden as in training.
+# A masked model scores a block in this many passes; each pass then masks about as many tokens as training does.
 FOLDS = 7
 # Sizes of GPT-3 (Brown et al. 2020, table 2.1) with the head counts of fairseq's transformer_lm_gpt3_*.
 PRESETS = {
@@ -277,7 +278,7 @@ PRESETS = {
     "gpt3-xl": Architecture(layers=24, width=2048, heads=32, context=1024),
 }
 _LLAMA = {"norm": "rms", "position": "rope", "activation": "silu", "gated": True, "biases": "none", "head": "untied"}
-# Options of models whose sizes the config gives: of six of the field, of the sample's, and of the paper's.
+# Options of decoders whose sizes the config gives: published ones, that of the sample run, and the paper's.
 DECODERS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA | {"rope_theta": 500_000.0},
     "olmo2": _LLAMA | {"rope_theta": 500_000.0, "norm_place": "after", "query_norm": "all", "epsilon": 1e-6},
@@ -300,13 +301,13 @@ EntryArchitecture = partial(
     Options,
     preset=Annotated[
         Literal[tuple(DECODERS)],
-        Field(description="All options of a decoder, in place of those of the section `architecture`."),
+        Field(description="Name of a set of options, which replaces the options of the section `architecture`."),
     ],
 )
 
 
 def with_options(section: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The section `architecture` with the `options` of an entry; of the section a preset leaves only the sizes."""
+    """The section `architecture` with an entry's `options`. If these name a preset, only the section's sizes remain."""
     if "preset" not in options:
         return {**section, **options}
     sizes = PRESETS[section["preset"]].as_dict() if section.get("preset") in PRESETS else section
@@ -316,8 +317,8 @@ def with_options(section: Mapping[str, Any], options: Mapping[str, Any]) -> dict
 def architecture_from(section: Mapping[str, Any]) -> Architecture:
     """The architecture that the config section `architecture` describes.
 
-    The section names a preset, such as `{preset: gpt3-small}`, with optional overrides, or gives all four sizes. The
-    presets in `DECODERS` have only options.
+    The section names a preset, such as `{preset: gpt3-small}`, with optional overrides, or gives all four sizes.
+    Presets in `DECODERS` have only options, so the section gives their sizes.
     """
     sizes = dict(section)
     if preset := sizes.pop("preset", None):

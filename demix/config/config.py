@@ -43,10 +43,10 @@ ArchitectureSection = partial(
     preset=Annotated[
         Literal[(*PRESETS, *DECODERS)],
         Field(
-            description="One of the paper's four sizes (gpt3-small to gpt3-xl: 125M, 350M, 760M, 1.3B), or the options "
-            "of a decoder, for which the four sizes are given: of one of the field (llama, olmo2, qwen3, opt, "
-            "pythia), modern (Qwen 3's with Llama 2's rope and a head of its own, which the sample has) or paper "
-            "(GPT-2's, as the paper's models)."
+            description="One of the paper's four sizes (gpt3-small to gpt3-xl: 125M, 350M, 760M, 1.3B), or options "
+            "next to four given sizes: of a published architecture (llama, olmo2, qwen3, opt, pythia, roberta), modern "
+            "(Qwen 3's options with Llama 2's rope and an untied head; used by the sample), compact (modern with "
+            "bigram and value embeddings) or paper (GPT-2's options, as in the paper's models)."
         ),
     ],
 )
@@ -65,17 +65,17 @@ StageSite = partial("StageSite", Site)
 
 
 class ClusterSection(Cluster):
-    """All settings of the cluster. No setting here changes a result, and changing one reruns nothing."""
+    """All settings of the compute cluster. They do not change results, and changing them reruns nothing."""
 
     stages: dict[Literal["download", "anonymize", "corpus", "train", "adapt", "score", "evaluate"], StageSite] = Field(  # type: ignore[valid-type]
         default_factory=dict,
         description="Values of partition, account, qos, constraint, sbatch, minutes, memory_mb, gpus and gpu_type for "
         "single stages, such as `{train: {minutes: 2880}}`. The stages are download, anonymize, corpus (the rules "
-        "deduplicate, split, tokenizer and tokenize), train (with the trials of a sweep), adapt, score and evaluate.",
+        "deduplicate, split, tokenizer and tokenize), train (trials of a sweep, too), adapt, score and evaluate.",
     )
 
     def of(self, stage: str) -> Cluster:
-        """The settings of the jobs of one stage."""
+        """The cluster settings for the jobs of one stage."""
         whole: dict[str, Any] = written(self)
         stages = whole.pop("stages")
         return settings_from(Cluster, whole | stages.get(stage, {}), "config key cluster")
@@ -86,30 +86,30 @@ class Config(Settings):
 
     base: Text | None = Field(
         default_factory=absent,
-        description="Path of another config file, relative to this one. This file is merged into the other one, nested "
-        "keys included; where both set a key, this file wins.",
+        description="Path of another config file, relative to this one. The two are merged, nested keys included; if "
+        "both set a key, this file's value is used.",
     )
     run: Text = Field(
         pattern=NAME,
         json_schema_extra={"patternErrorMessage": NAMED},
-        description="Name of the run. All files of the run are below results/<run>/.",
+        description="Name of the run. All its files are below results/<run>/.",
     )
-    seed: Seed = Field(default=1, description="Seed of splits, initialisation and data order.")
+    seed: Seed = Field(default=1, description="Random seed of splits, initialisation and data order.")
     seeds: DistinctItems[Seed] = Field(
         default=(),
-        description="Further seeds with which the models are trained again; `seed` may be among them. A further seed "
-        "changes initialisation and data order, but neither splits nor tokenizer. Tables show the spread over seeds. "
+        description="Further random seeds. The models are trained again with each; `seed` may be among them. A further "
+        "seed changes initialisation and data order, but not splits and tokenizer. Tables show the spread over seeds. "
         "Adaptation and removal use only `seed`.",
     )
     threads: Threads = Field(default=1)
     allow_branches: Switch = Field(
         default=False,
-        description="Accept hub sources whose revision is not a commit. Branches and tags can move, and the text "
-        "of the run with them. `demix config --pin CONFIG` prints the commits.",
+        description="Accept hub sources whose revision is not a commit. If a branch or tag moves, the text of the run "
+        "changes. `demix config --pin CONFIG` prints the commits.",
     )
     sources: dict[DomainName, SharedSource] = Field(
         default_factory=dict,
-        description="Corpora that several domains share, by name. A domain gets its documents by `from` and `value`.",
+        description="Corpora that several domains share, by name. A domain selects documents by `from` and `value`.",
     )
     domains: DomainsSection = Field(
         description="The text domains by name, in the order in which tables and figures show them."
@@ -117,16 +117,16 @@ class Config(Settings):
     tokenizer: TokenizerSection = Field(default_factory=TokenizerSection, description="How text becomes tokens.")
     architecture: ArchitectureSection = Field(  # type: ignore[valid-type]
         description="Sizes and options of the models: a preset, or the four sizes, which override those of a preset. "
-        "The first value of an option is its default without a preset."
+        "Without a preset, the first value of an option is its default."
     )
     training: TrainingSection = Field(
-        description="Settings of the training of all models. An entry of `models` overrides them for one model."
+        description="Training settings of all models. An entry of `models` overrides them for one model."
     )
     models: Models = Field(
         default_factory=dict,
-        description="The models by name. An entry overrides values of `training` for one model. Four entries are there "
-        "by default: demix (which also applies to the models trained without a domain), dense (balanced: every step "
-        "holds the same number of tokens of each domain), dense_unbalanced (the paper's Dense: data in proportion to "
+        description="The models by name. An entry overrides values of `training` for one model. By default there are "
+        "four: demix (whose entry also applies to models that are retrained without a domain), dense (balanced: every "
+        "step has equally many tokens of each domain), dense_unbalanced (the paper's Dense: data in proportion to "
         "the domains' sizes) and domain_token (dense and balanced, with a domain token before each sequence). null "
         "leaves out dense_unbalanced or domain_token. An entry of another name adds a model of the `kind` that it "
         "names.",
@@ -140,12 +140,12 @@ class Config(Settings):
     )
     tasks: dict[EntryName, Task] = Field(
         default_factory=dict,
-        description="Classification tasks by name: texts with labels, on which the accuracy of mixtures is measured. A "
-        "run has none by default.",
+        description="Classification tasks by name: texts with labels, on which the accuracy of mixtures is measured. "
+        "Default: none.",
     )
     lm_eval: HarnessSection | None = Field(
         default_factory=absent,
-        description="Tasks of EleutherAI's lm-evaluation-harness that the models do. A run has none by default.",
+        description="Tasks of EleutherAI's lm-evaluation-harness on which models are evaluated. Default: none.",
     )
     adaptation: AdaptationSection = Field(
         default_factory=AdaptationSection, description="DEMix-DAPT and Dense-DAPT on each novel domain."
@@ -156,17 +156,17 @@ class Config(Settings):
     tracking: TrackingSection = Field(default_factory=TrackingSection, description="Where results are recorded.")
     cluster: ClusterSection = Field(
         default_factory=ClusterSection,
-        description="All settings of the cluster. No setting here changes a result, and changing one reruns nothing.",
+        description="All settings of the compute cluster. They do not change results; changing them reruns nothing.",
     )
 
     @classmethod
     def complete(cls, values: Mapping[str, Any], folder: Path = Path()) -> Self:
         """The config of a file in `folder` with these keys: merged with its base, checked, completed.
 
-        Raises DemixError that names the first wrong key and what is allowed there. For an unknown key the error also
+        Raises DemixError that names the first wrong key and its allowed values. For an unknown key, the error also
         names the nearest known one.
         """
-        # The config.json of a run is accepted as a config too.
+        # The config.json of a run is also accepted as a config.
         whole = with_base({key: value for key, value in values.items() if key not in NOT_CONFIG}, folder)
         # `novel:` with nothing below it is null in YAML.
         if isinstance(whole.get("domains"), dict) and whole["domains"].get("novel", {}) is None:
@@ -187,7 +187,7 @@ class Config(Settings):
             domains=given.domains.replace(**domains),
             adaptation=adaptation,
             tokenizer=completed_tokenizer(given.tokenizer),
-            # Tables show the models that every run has before further ones.
+            # Tables show the models that every run has first, then further ones.
             models={name: given.models.get(name, {}) for name in PAPER} | given.models,
         )
         config._check()
@@ -200,31 +200,31 @@ class Config(Settings):
 
     @property
     def further_seeds(self) -> tuple[int, ...]:
-        """The further seeds with which the models are trained again."""
+        """The further random seeds with which the models are trained again."""
         return tuple(seed for seed in self.seeds if seed != self.seed)
 
     def _check(self) -> None:
-        """Check the rules that join several keys of what a user wrote."""
+        """Check the rules that involve several keys of a user's config."""
         check_domains(self.domains)
         check_sources(self.sources, self.domains)
         self._check_suites()
         for key, source in self._read.items():
             check_source(f"config key {key}", source)
         for key, source in self.moving.items() if not self.allow_branches else ():
-            cause = f"is {source.revision}, which is not a commit: its text can change"
-            cure = "put in what `demix config --pin CONFIG` prints, or set allow_branches: true"
+            cause = f"is {source.revision}, which is not a commit, so its text can change"
+            cure = "set the commit that `demix config --pin CONFIG` prints, or allow_branches: true"
             raise DemixError(f"config key {key}.revision", cause, cure)
         check_tasks(self.tasks)
         refuse_secrets("config key tracking.uri", self.tracking.uri, LOG_IN_ELSEWHERE)
 
     def _check_suites(self) -> None:
-        """Refuse a source of a suite that has the name of another domain, or keys of training text."""
+        """Raise DemixError if a source of a suite has the name of another domain, or keys of training text."""
         names = set(self.domains.all)
         for suite, sources in (self.evaluation.suites or {}).items():
             for name, domain in sources.items():
                 key = f"config key evaluation.suites.{suite}.{name}"
                 if f"{suite}_{name}" in names:
-                    raise DemixError(key, f"is called {suite}_{name}, as another domain is", "rename the source")
+                    raise DemixError(key, f"is called {suite}_{name}, like another domain", "rename the source")
                 names.add(f"{suite}_{name}")
                 if domain.shared or not domain.source:
                     raise DemixError(
@@ -235,13 +235,13 @@ class Config(Settings):
 
     @property
     def suites(self) -> dict[str, DomainSection]:
-        """The domains of all suites, by the names of their files: <suite>_<source>."""
+        """The sources of all suites as domains, by the names of their files: <suite>_<source>."""
         suites = self.evaluation.suites or {}
         return {f"{suite}_{name}": domain for suite, sources in suites.items() for name, domain in sources.items()}
 
     @property
     def of_text(self) -> dict[str, SourceSection]:
-        """The sources of all text by their config keys; one that domains share is listed once."""
+        """The sources of all text by their config keys; a shared source is listed once."""
         sections = {f"domains.{kind}": found for kind, found in self.domains.kinds.items()}
         sections |= {f"evaluation.suites.{suite}": found for suite, found in (self.evaluation.suites or {}).items()}
         texts = {f"{key}.{name}": domain for key, found in sections.items() for name, domain in found.items()}
@@ -268,7 +268,7 @@ class Config(Settings):
         }
 
     def refuse_missing_files(self, file: Path) -> None:
-        """Raise DemixError that names each local path of a source of this config, read from `file`, without a file."""
+        """Raise DemixError that names each local source path of this config (read from `file`) that does not exist."""
         lines, missing, instructions = read_keys(file)[1], list[str](), dict[str, None]()
         for key, source in self.of_text.items():
             for path, files in source.listed.items():
@@ -277,15 +277,16 @@ class Config(Settings):
                     missing.append(f"{path} ({key.split('.')[-2]}, {place})")
                     instructions[source.instructions] = None
         if missing:
-            cure = " ".join(filter(None, instructions)) or "fix the paths, which begin in the folder that you run in"
+            cure = " ".join(filter(None, instructions)) or "fix the paths, which are relative to the working directory"
             raise DemixError(file, f"names files that are missing: {', '.join(missing)}", cure)
 
 
 def with_base(config: dict[str, Any], folder: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """`config`, merged into the file that its key `base` names, nested keys included.
+    """`config` merged with the file that its key `base` names, nested keys included.
 
-    The path of the base is relative to `folder`. Where both set a key, `config` wins. A base may have a base of its
-    own, relative to the folder of that base's file. A training preset expands to its values in the file that names it.
+    The path of the base is relative to `folder`. If both set a key, the value in `config` is used. A base may have a
+    base of its own, relative to the folder of its own file. The values of a training preset are filled into the file
+    that names the preset.
     """
     base, own = config.get("base"), with_presets({key: value for key, value in config.items() if key != "base"})
     if base is None:
