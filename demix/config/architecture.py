@@ -152,7 +152,7 @@ class Options(Settings):
     )
     bigrams: Literal["none", "shared", "experts"] = Field(
         default="none",
-        description="Bigram embeddings: a table with 5 rows per vocabulary entry. A hash of the last two tokens selects "
+        description="Bigram embeddings: a table with 5 rows per vocabulary entry. A hash of the last two tokens picks "
         "the row that is added before every layer. none, shared (one table for all experts) or experts (one table per "
         "expert, like its feedforwards). The table needs no FLOPs.",
     )

@@ -1,4 +1,4 @@
-"""FLOPs and parameters of language models, and the sizes of their tensors. Arithmetic only, no torch."""
+"""FLOPs and parameters of language models, and the sizes of their tensors. Arithmetic without torch."""
 
 from typing import NamedTuple
 
@@ -6,24 +6,24 @@ from demix.config.architecture import Architecture
 
 # The share of a block's tokens that are its targets in training (Devlin et al. 2019, "BERT", section 3.1).
 MASKED_SHARE = 0.15
-# Rows of a table of bigrams for each type of the vocabulary.
+# Rows of a table of bigram embeddings per entry of the vocabulary.
 BIGRAM_ROWS = 5
-# The units of a layer's input that the gates of value embeddings read, if it has as many.
+# The gates of value embeddings read at most this many units of a layer's input.
 GATE_UNITS = 24
 
 
 def training_flops_per_token(architecture: Architecture, vocab_size: int, length: int) -> float:
-    """FLOPs of training per token of sequences of `length`: forward, forward again, backward (twice a forward).
+    """Training FLOPs per token of sequences of `length`: forward, forward again, backward (twice a forward).
 
-    For a decoder of GPT-3 they are the 96·l·h²·(1 + s/6h + V/16lh) of Narayanan et al. 2021, section 5.1: four times
-    the products of attention, of its scores and of the feedforward, three times those of the head, which is not
-    computed again. V is rounded up to a multiple of 8, as in the paper's Table 2. A token passes through one expert per
-    layer: DEMix costs as much as a dense model. Without activation checkpointing the layers cost three quarters of the
-    formula's value. Each of the m routed layers adds the router and k - 1 more experts of a token. A masked model has
-    logits of only its targets, and so is the linear map of its head.
+    For a GPT-3 decoder this is 96·l·h²·(1 + s/6h + V/16lh) of Narayanan et al. 2021, section 5.1: four times the matrix
+    products of attention, attention scores and feedforward, and three times those of the head, which is not recomputed.
+    V is rounded up to a multiple of 8, as in the paper's Table 2. A token passes through one expert per layer, so DEMix
+    costs as much as a dense model. Without activation checkpointing, the layers cost three quarters of the formula's
+    value. Each of the m token-routed layers adds the router and k - 1 more experts per token. A masked model computes
+    logits, and the linear map of its head, only for its targets.
     """
     vocabulary = -(-vocab_size // 8) * 8
-    # Of a block's tokens, these have logits.
+    # The number of a block's tokens that have logits.
     share = masked_places(length) / length if architecture.objective == "mlm" else 1
     scores = 4 * length * architecture.heads * architecture.unit
     layer = attention_flops(architecture) + scores + feedforward_flops(architecture)
@@ -32,34 +32,34 @@ def training_flops_per_token(architecture: Architecture, vocab_size: int, length
 
 
 def attention_flops(architecture: Architecture) -> int:
-    """FLOPs a token of a forward pass through the linear maps of attention in one layer; 8h² in GPT-3."""
+    """Forward FLOPs per token of attention's linear maps in one layer; 8h² in GPT-3."""
     heads = 2 * (architecture.heads + architecture.key_value_heads)
     return 2 * (architecture.width * heads * architecture.unit + value_gates(architecture))
 
 
 def value_gates(architecture: Architecture) -> int:
-    """The numbers in the gates of the value embeddings of one layer."""
+    """The number of parameters in the gates of one layer's value embeddings."""
     gates = architecture.key_value_heads * min(GATE_UNITS, architecture.width)
     return gates if architecture.value_embeddings else 0
 
 
 def feedforward_flops(architecture: Architecture) -> int:
-    """FLOPs a token of a forward pass through one feedforward; 16h² in GPT-3."""
+    """Forward FLOPs per token of one feedforward; 16h² in GPT-3."""
     return 2 * architecture.maps * architecture.width * architecture.inner_width
 
 
 def head_map(architecture: Architecture) -> int:
-    """The numbers in the linear map of a head of RoBERTa's."""
+    """The number of parameters in the linear map of RoBERTa's head."""
     return architecture.width**2 if architecture.head == "roberta" else 0
 
 
 def masked_places(length: int) -> int:
-    """The number M of targets in a masked block of `length` tokens: 15% of them, and one at least."""
+    """The number M of targets in a masked block of `length` tokens: 15% of them, and at least one."""
     return max(1, round(MASKED_SHARE * length))
 
 
 def routing_flops(architecture: Architecture) -> int:
-    """FLOPs a token of a forward pass that routed layers need beyond those of a dense model."""
+    """Forward FLOPs per token that token-routed layers need in addition to those of a dense model."""
     routed = architecture.routed
     if not routed:
         return 0
@@ -68,14 +68,14 @@ def routing_flops(architecture: Architecture) -> int:
 
 
 def stacked_maps(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """The rows of the linear maps that are one below the other in a parameter of a block, by the end of its name."""
+    """The rows of each linear map in a layer's parameters that stack several maps, by the end of a parameter's name."""
     queries, keys = (number * architecture.unit for number in (architecture.heads, architecture.key_value_heads))
     up = (architecture.inner_width,) * (architecture.maps - 1)
     return {"attention.qkv.weight": (queries, keys, keys), "feedforward.up": up}
 
 
 class Size(NamedTuple):
-    """The number of parameters in a tensor, and whether these are weights of linear maps in blocks."""
+    """The number of parameters in a tensor, and whether they are weights of a layer's linear maps."""
 
     parameters: int
     matrix: bool = False
@@ -110,12 +110,12 @@ def sizes(
 ) -> tuple[list[Size], list[Size]]:
     """The sizes of the tensors that all experts of a model share, and of those that only one expert owns.
 
-    An expert owns the feedforward of every layer, biases included, and a table of bigrams where experts have their own;
-    with `expert_scope` "model" an expert owns everything. The shared parameters are the embeddings (one where the head
-    is tied), learned positions, attention, norms, the scale of CLAP, the learned mask, what RoBERTa's head adds to the
-    token embedding, value embeddings, and the scales and the shared table of bigrams. `domain_tokens`
-    > 0 adds the extra position and the input embeddings of the domain-token baseline. A routed feedforward counts with
-    all its experts and its router.
+    An expert owns the feedforward of every layer, biases included, and its table of bigrams if each expert has one.
+    With `expert_scope` "model" an expert owns everything. The shared parameters are the embeddings (one if the head is
+    tied), learned positions, attention, norms, the scale of CLAP, the learned mask, the parts of RoBERTa's head other
+    than the token embedding, value embeddings, and the scales and the shared table of bigrams. `domain_tokens` > 0 adds
+    the extra position and the input embeddings of the domain-token baseline. A token-routed feedforward counts with all
+    its experts and its router.
     """
     layers, width = architecture.layers, architecture.width
     table, keys = BIGRAM_ROWS * vocab_size * width, architecture.key_value_heads * architecture.unit

@@ -8,23 +8,23 @@ from demix.config.domains import DomainName, DomainSection
 from demix.config.mixing import DEFAULTS, FAMILIES, parsed_weights
 from demix.settings import DistinctItems, Integer, Items, Number, Positive, Settings, Switch, Text, absent
 
-# The member of a system that is a cache of the text.
+# The member of a combined system that is a cache of the text so far.
 CACHE = "cache"
 # Default lambda of the updating and cached priors (Eq. 7).
 DECAY = 0.3
 
 Decay = Annotated[Number, Field(gt=0, le=1)]
 NGramOrder = Annotated[Integer, Field(ge=1, le=8)]
-# N-grams that count all text of the run.
+# N-gram models that are counted on all train text of the run.
 AllText = Annotated[Text, Field(pattern="^[1-8]_all$")]
-# The text whose distance to the centres of clusters weights experts; `demix.data.cluster` defines each.
+# The text whose distance to the cluster centres weights experts; `demix.data.cluster` defines each choice.
 Context = Literal["document", "block", "document_half"]
 _LEAST, _MOST = FAMILIES["cluster"].parameters["temperature"]
 Temperature = Annotated[Number, Field(ge=_LEAST, le=_MOST)]
 
 
 def rule_name(weights: str) -> str:
-    """The name of a rule of weights. Raises ValueError of a cause and a cure for another one."""
+    """`weights`, if it names a mixing rule. Raises ValueError(cause, cure) otherwise."""
     parsed_weights(weights)
     return weights
 
@@ -33,7 +33,7 @@ WeightsName = Annotated[Text, AfterValidator(rule_name)]
 
 
 class DevBlocks(Settings):
-    """The setting that scoring and mixing share."""
+    """The setting that both scoring and mixing use."""
 
     dev_blocks: Positive = Field(
         default=100, description="Blocks of each dev split that are scored and from which the cached prior is computed."
@@ -41,10 +41,10 @@ class DevBlocks(Settings):
 
 
 class ScoredTokens(DevBlocks):
-    """The settings of the section `evaluation` that say which tokens are scored: first blocks of dev, first of test."""
+    """The settings that say which tokens are scored: the first ones of each dev and test split."""
 
     test_tokens: Positive | None = Field(
-        default=None, description="Tokens of each test split to score; null scores all."
+        default=None, description="Number of tokens of each test split to score; null scores all."
     )
 
     def limit(self, split: str, length: int) -> int | None:
@@ -57,7 +57,7 @@ class ScoringRecipe(ScoredTokens):
 
     precision: Literal["fp32", "bf16"] = Field(
         default="fp32",
-        description="Number format of the forward pass in scoring. Logits and all that follows are fp32 or more.",
+        description="Number format of the forward pass in scoring. Logits and later steps use fp32 or more.",
     )
 
 
@@ -67,72 +67,72 @@ class MixingRecipe(DevBlocks):
     decay: Decay = Field(default=DECAY, description="Lambda of the updating and cached priors (Eq. 7).")
     decays: DistinctItems[Decay] = Field(
         default=(0.1, 0.3, 0.5, 0.7, 1.0),
-        description="Further lambdas to evaluate; the paper's tables use `decay`. The released code's running mean has "
-        "a decay of 0.7.",
+        description="Further lambdas to evaluate; the paper's tables use `decay`. The released code's running mean "
+        "has a decay of 0.7.",
     )
     prior_blocks: DistinctItems[Positive] = Field(
         default=(1, 5, 10, 50, 100),
-        description="Further numbers of dev blocks from which to compute the cached prior, at most `dev_blocks`. "
-        "Where 100 blocks are asked for, the scorer released with the paper uses 202; score 202 blocks "
-        "to compare with the paper's numbers.",
+        description="Further numbers of dev blocks from which to compute the cached prior, at most `dev_blocks`. If "
+        "100 blocks are requested, the scorer released with the paper uses 202. To compare with the paper's numbers, "
+        "score 202 blocks.",
     )
     weights: DistinctItems[WeightsName] = Field(
         default=("history", "released", "tempered", "switching"),
         min_length=1,
-        description="Rules that compute the experts' weights from the text so far. Of the current block: history (all "
-        "tokens so far, Eq. 5-6) and released (only the last token, as in the code published with the paper). Of all "
-        "text so far: tempered and switching, which the paper does not have. Their parameters "
-        "are chosen on dev, or given as in `tempered(0.2,0.98)` (beta, gamma) and `switching(0.2)` (alpha). By the "
-        "distance of the text so far to each expert's cluster (section `clusterings`): cluster, and cluster+history, "
-        "which adds the evidence of history; `cluster(0.3)` has a temperature of its own.",
+        description="Mixing rules: how the experts' weights follow from the text so far. From the current block: "
+        "history (all its tokens so far, Eq. 5-6) and released (only the last token, as in the code published with the "
+        "paper). From all text so far: tempered and switching, which are not in the paper; their parameters are chosen "
+        "on dev, or given as in `tempered(0.2,0.98)` (beta, gamma) and `switching(0.2)` (alpha). From the distance "
+        "of the text so far to each expert's cluster (section `clusterings`): cluster, and cluster+history, which "
+        "adds the evidence of history; `cluster(0.3)` has a temperature of its own.",
     )
     temperature: Temperature = Field(
         default=DEFAULTS["cluster"][0],
-        description="Temperature of the weights cluster and cluster+history: the squared distance is divided by it.",
+        description="Temperature of the rules cluster and cluster+history; the squared distance is divided by it.",
     )
     temperatures: DistinctItems[Temperature] = Field(
         default=(),
-        description="Further temperatures to evaluate, each with every top_k; the tables use `temperature`. Of all of "
-        "these, one is chosen by domain on dev, as a row of its own.",
+        description="Further temperatures to evaluate, each with every top_k; the tables use `temperature`. For each "
+        "domain, the best combination is chosen on dev and shown as a row of its own.",
     )
     routing_context: DistinctItems[Context] = Field(
         default=("document",),
         min_length=1,
-        description="The text whose distance is used: document (since its beginning, across blocks), block (what "
-        "the model sees) or document_half (as document, but from the middle of the document on only the first half, "
-        "so that the weights stay fixed, as in an evaluation of c-BTM). The tables use the first; a further one is "
-        "also evaluated.",
+        description="The text whose distance is used: document (from its beginning, across blocks), block (only the "
+        "current one) or document_half (as document up to the middle of the document; from there on the first half, "
+        "so that the weights stay fixed, as in an evaluation of c-BTM). The tables use the first value of this list; "
+        "further values are also evaluated.",
     )
     top_k: DistinctItems[Positive] = Field(
         default=(),
-        description="Numbers k of experts. For each k, mix once more with only the k likeliest experts at each token.",
+        description="Numbers k of experts. For each k, also mix with only the k likeliest experts at each token.",
     )
 
 
 class CombinedSystem(Settings):
-    """A system that mixes probabilities of several models, from their score tables: a cheap rival, or experts of pairs.
+    """A system that mixes probabilities of several models, from their score tables.
 
-    Either `columns` or `pairs` is given.
+    Either `columns` (models in fixed proportions, such as a cheap rival of DEMix) or `pairs` (of experts) is given.
     """
 
     columns: dict[Text, WeightsName | None] = Field(
         default_factory=dict,
-        description="Models, each with the rule that mixes its experts, null for a model without, such as {dense: "
-        "null, ngram5: null}. A model is an entry of `models`, that of a further seed (dense-seed2), n-grams (ngram5, "
-        "ngram5_domains) or `cache`, decayed unigrams of the text so far.",
+        description="Models, each with the rule that mixes its experts, or null if it has no experts, such as {dense: "
+        "null, ngram5: null}. A model is an entry of `models`, its model of a further seed (dense-seed2), n-grams "
+        "(ngram5, ngram5_domains) or `cache` (decayed unigrams of the text so far).",
     )
     reset: Switch = Field(
         default=False,
-        description="Whether the rules of `columns` and the cache begin again at each block of the models' context, "
-        "so that they remember no more of a text than a dense model does. The parameters of `tempered` and "
-        "`switching` are then chosen under the same resets.",
+        description="Whether the rules of `columns` and the cache start again at each block, so that they remember no "
+        "more of a text than a dense model does. The parameters of `tempered` and `switching` are then chosen with the "
+        "same resets.",
     )
     pairs: Items[Text] = Field(
         default=(),
-        description="Two models with the same experts, such as [demix, ngram5_domains]: each expert is a mixture of "
-        "both. `weights` mixes these experts.",
+        description="Two models with experts of the same names, such as [demix, ngram5_domains]. Each pair of experts "
+        "is mixed into one, and `weights` mixes these.",
     )
-    weights: WeightsName = Field(default="tempered", description="The rule that mixes the experts of `pairs`.")
+    weights: WeightsName = Field(default="tempered", description="The rule that mixes the paired experts of `pairs`.")
     label: Text = Field(default="", description="Name in tables.")
 
     @model_validator(mode="after")
@@ -141,7 +141,7 @@ class CombinedSystem(Settings):
         if not ((mixes and not self.pairs) or (len(self.pairs) == 2 and not self.columns)):
             raise ValueError("mixes nothing", "give two columns, one column with a rule, or two models as pairs")
         if self.pairs and self.reset:
-            raise ValueError("has pairs and reset", "leave one out: reset is for columns")
+            raise ValueError("has pairs and reset", "remove one of them: reset is for columns")
         return self
 
     @property
@@ -156,77 +156,77 @@ class EvaluationSection(ScoringRecipe, MixingRecipe):
     contexts: DistinctItems[Annotated[Integer, Field(ge=2, le=131_072)]] = Field(
         default_factory=absent,
         min_length=1,
-        description="Lengths of blocks (T) on which the test splits are scored and evaluated by position, such as "
+        description="Context lengths (T) at which the test splits are scored and evaluated by position, such as "
         "[256, 512, 1024]. A model with learned positions is left out where they are longer than "
         "architecture.context.",
     )
     experts_top_k: DistinctItems[Positive | Literal["all"]] = Field(
         default_factory=absent,
         min_length=1,
-        description="Numbers k of experts, such as [1, 2, all]. Models whose tokens choose among experts (entries of "
-        "kind routed, and the merge of an entry of kind anchored) are scored once more with each k that is not theirs, "
-        "without training. Gates sum to 1 where they do in training. The table of families has a column for each.",
+        description="Numbers k of experts per token, such as [1, 2, all]. Token-routed models (entries of kind routed, "
+        "and the merged model of an entry of kind anchored) are also scored with each k that differs from their own, "
+        "without training. Gates sum to 1 if they do in training. The table of families has a column for each k.",
     )
     ngrams: DistinctItems[NGramOrder | AllText] = Field(
         default_factory=absent,
-        description="Orders n of n-gram baselines (modified Kneser-Ney), such as [3, 5]; without the key there are "
-        "none. Of each order there is one of all training text and one per training domain, mixed as experts are. They "
-        "count as many tokens as the model dense learns from, the first of each domain; 5_all counts all of train.",
+        description="Orders n of n-gram baselines (modified Kneser-Ney), such as [3, 5]; default: none. For each order "
+        "there is one model of all training text, and one per training domain, mixed like experts. They are counted on "
+        "as many tokens as `dense` is trained on, the first ones of each domain; 5_all is counted on all of train.",
     )
     systems: dict[DomainName, CombinedSystem | None] = Field(
         default_factory=dict,
-        description="Systems that mix columns of any models in fixed proportions, chosen on the dev splits of the "
-        "training domains. Tables, figures and claims show them like models. null leaves out a system of the base.",
+        description="Systems that mix the probabilities of several models in fixed proportions, chosen on the "
+        "dev splits of the training domains. Reports show them like models. null leaves out a system of the base.",
     )
     suites: dict[DomainName, dict[DomainName, DomainSection]] = Field(
         default_factory=absent,
-        description="Suites of further texts that are scored and nothing else, such as `{paloma: {c4: {source: …}}}`: "
-        "no model learns from them, no choice and no mean reads them. All of a source's text is its test split, up to "
-        "`words.test`; the other budgets say nothing here. The report has a table of them.",
+        description="Suites of further texts that are only scored, such as `{paloma: {c4: {source: …}}}`. No training, "
+        "no choice and no mean uses them. All text of a source is its test split, up to `words.test`; the other "
+        "budgets have no effect. The report has a table of suites.",
     )
 
     @property
     def mixed(self) -> dict[str, CombinedSystem]:
-        """The systems without those that are left out."""
+        """The combined systems, without those that are null."""
         return {name: one for name, one in self.systems.items() if one}
 
 
-# There the mixture by the prior has a name of its own, `average`, as for `demix lm-eval`.
+# For these, as for `demix lm-eval`, mixing by only the prior is called `average`.
 HarnessWeights = Literal["average"] | Annotated[Text, AfterValidator(rule_name)]
 
 
 class HarnessTasks(Settings):
-    """What is asked of the harness, the same of every model."""
+    """The tasks of the harness, the same for every model."""
 
     tasks: DistinctItems[Text] = Field(
-        min_length=1, description="Tasks, groups or tags of the harness, or patterns of them: [arc_easy, mmlu_*]."
+        min_length=1, description="Tasks, groups or tags of the harness, or patterns of names: [arc_easy, mmlu_*]."
     )
     include_path: Text | None = Field(
-        default=None, description="Folder with YAML files of more tasks. If a file in it changes, the tasks run again."
+        default=None, description="Folder with YAML files of further tasks. If a file in it changes, the tasks rerun."
     )
     shots: Annotated[Integer, Field(ge=0)] | None = Field(
         default=None, description="Few-shot examples before each document; null means the task's own number."
     )
     limit: Annotated[Number, Field(gt=0)] | None = Field(
-        default=None, description="Documents of each task; below 1, a fraction of its documents; null means all."
+        default=None, description="Documents per task; a number below 1 is a fraction of them; null means all."
     )
 
 
 class HarnessSection(HarnessTasks):
-    """Tasks of EleutherAI's lm-evaluation-harness, which the trained models do."""
+    """Tasks of EleutherAI's lm-evaluation-harness on which the trained models are evaluated."""
 
     models: DistinctItems[Text] = Field(
         default=(),
-        description="Rows of `models` that do the tasks. Empty: all but domain-token and masked models, which cannot.",
+        description="Entries of `models` to evaluate. Empty: all but domain-token and masked models (not supported).",
     )
     weights: DistinctItems[HarnessWeights] = Field(
         default=("tempered",),
         min_length=1,
-        description="Rules that mix the experts, each a row of the table: as in `evaluation.weights`, without numbers "
-        "of tokens, or average.",
+        description="Rules that mix the experts, one row of the table each: those of `evaluation.weights`, or average "
+        "(only the prior).",
     )
     offline: Switch = Field(
         default=True,
-        description="Read the tasks' data only from local files and the cache of Hugging Face's datasets. With false "
-        "one job fetches what the cache lacks, on the machine where downloads run. Changing this key reruns nothing.",
+        description="Read the tasks' data only from local files and the cache of Hugging Face's datasets. With false, "
+        "one job fetches missing data into the cache, on the machine of downloads. Changing this key reruns nothing.",
     )

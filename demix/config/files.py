@@ -1,4 +1,4 @@
-"""Which files a source names, by a path, a glob or a folder, and which of a folder or an archive are its data."""
+"""The files that a source names by a path, a glob or a folder, and which files of a folder or an archive are data."""
 
 import os
 from collections import Counter
@@ -9,14 +9,14 @@ from demix.errors import DemixError
 
 FORMATS = (".jsonl", ".ndjson", ".json", ".txt", ".csv")
 COMPRESSIONS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd"}
-# The endings that a line names.
+# The maximum number of endings that a log line lists.
 MAX_LISTED = 5
-# JSON about the data next to it, which the Hugging Face hub and its libraries write; that of datatrove is in LOGS.
+# JSON files that describe the data next to them. The Hugging Face hub and its libraries write them; datatrove's: LOGS.
 DESCRIPTIONS, LOGS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"), "logs"
 
 
 def suffixes(name: str) -> list[str]:
-    """The format of a file and its compression, by its name."""
+    """The suffixes of a file's name that give its format and its compression."""
     found = [suffix.lower() for suffix in PurePosixPath(name).suffixes[-2:]]
     if found[-1:] == [".tgz"]:
         return [".tar", ".tgz"]
@@ -24,24 +24,24 @@ def suffixes(name: str) -> list[str]:
 
 
 def readable(name: str) -> bool:
-    """Whether a file of this name is of a known format."""
+    """Whether a file with this name has a known format."""
     found = suffixes(name)
     return found == [".parquet"] or found[:1] in ([".zip"], [".tar"]) or bool({*found[:1]} & {*FORMATS})
 
 
 def hidden(path: str) -> bool:
-    """Whether a path in a folder or archive has a step that begins with `.` or `_`, such as `__MACOSX` or `.git`.
+    """Whether a path in a folder or archive has a component that begins with `.` or `_`, such as `__MACOSX` or `.git`.
 
-    As for other tools, what is there is not data.
+    As in other tools, such files are not data.
     """
     return any(step.startswith((".", "_")) for step in PurePosixPath(path).parts)
 
 
 def is_data(path: str, others: Counter[str]) -> bool:
-    """Whether a file is data, by its path in the folder, archive or bucket that is to be read.
+    """Whether a file is data, by its path in the folder, archive or bucket that is read.
 
-    It is of a known format, and not a description of the data next to it. If it is not such a file and not `hidden`,
-    its ending is added to `others`.
+    Data have a known format and are not a description of the data next to them. The endings of other files are added
+    to `others`, unless they are `hidden`.
     """
     *folders, name = PurePosixPath(path).parts
     if hidden(path):
@@ -54,7 +54,7 @@ def is_data(path: str, others: Counter[str]) -> bool:
 
 
 def files_at(path: str, others: Counter[str]) -> list[str]:
-    """The files that a path names, in no order: the file itself, those of a folder that are data, or those of a glob.
+    """The files that a path names, unordered: the file itself, the data files of a folder, or the files of a glob.
 
     The endings of the other files of a folder are added to `others`. Links to folders are not followed. Raises
     DemixError for a folder that cannot be listed.
@@ -75,7 +75,7 @@ def _unlisted(error: OSError) -> None:
 
 
 def left_out(others: Counter[str]) -> str:
-    """The files that are not read, in words; empty if there are none."""
+    """A description of the files that are not read; empty if there are none."""
     shown = [f"{number:,} {ending}" for ending, number in (+others).most_common(MAX_LISTED)]
     more = ["…"] if len(+others) > MAX_LISTED else []
-    return f"files that are not read, since they are not data: {', '.join([*shown, *more])}" if shown else ""
+    return f"files that are not read because they are not data: {', '.join([*shown, *more])}" if shown else ""

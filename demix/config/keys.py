@@ -1,4 +1,4 @@
-"""YAML files of settings: no key occurs twice in one, and the line of each key is known."""
+"""Reading YAML files of settings. It finds keys that occur twice, and the line of each key."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from demix.errors import DemixError
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML, and JSON, which writes some characters as two escapes that only its own readers read as one."""
+    """Reads YAML, and JSON with its surrogate pairs: two escapes for one character, which YAML does not combine."""
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         found = super().construct_scalar(node)
@@ -20,11 +20,11 @@ class _Loader(yaml.SafeLoader):
 def read_keys(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """The mapping in the YAML or JSON file `path`, and the line of each key, by keys such as `training.tokens`.
 
-    Raises DemixError where the file is missing, is not YAML, or names a key twice, of which YAML's readers, and
-    Snakemake with them, silently use the last.
+    Raises DemixError if the file is missing, is not YAML, or has a key twice. (YAML readers, and so Snakemake, would
+    silently use the last one.)
     """
     try:
-        # YAML reads JSON but for tabs, which JSON has only between its words.
+        # YAML can read JSON, except tabs, which occur only between the tokens of JSON.
         text = path.read_text(encoding="utf-8")
         loader = _Loader(text.replace("\t", " ") if text.lstrip().startswith("{") else text)
         node = loader.get_single_node()
@@ -50,17 +50,18 @@ def _lines(node: yaml.Node | None, above: str, path: Path) -> Iterator[tuple[str
         if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
             place, line = f"{above}{key.value}", key.start_mark.line + 1
             if place in first:
-                cause = f"names the key {place} again, which is on line {first[place]} too"
-                raise DemixError(f"{path}, line {line}", cause, "give each key one name, and name it once")
+                cause = f"has the key {place} again, which is also on line {first[place]}"
+                raise DemixError(f"{path}, line {line}", cause, "remove or rename one of the two")
             first[place] = line
             yield place, line
             yield from _lines(value, f"{place}.", path)
 
 
 def located(error: DemixError, files: Mapping[Path, Mapping[str, int]]) -> DemixError:
-    """The error of a config key with the file and the line that name the key, where one of `files` does.
+    """The error about a config key, with the file and the line of the key if one of `files` has it.
 
-    Of several, the last file names it, as Snakemake merges them. A key that is missing has the line of its section.
+    If several files have the key, the last one is named, because Snakemake uses its value. For a missing key, the line
+    is that of its section.
     """
     key = error.subject.removeprefix("config key ")
     places = (key, key.rpartition(".")[0]) if error.cause == "is missing" else (key,)

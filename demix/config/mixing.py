@@ -1,4 +1,4 @@
-"""How experts are mixed: the methods, the rules that weight experts by the text so far, and which go together."""
+"""How experts are mixed: methods, rules that weight experts by the text so far, and their allowed combinations."""
 
 import re
 from dataclasses import dataclass
@@ -7,18 +7,19 @@ from dataclasses import dataclass
 METHODS = ("average", "uniform", "updating", "cached", "fitted")
 
 
-# What goes with experts that no text may weight, those of masked language models: a single expert, equal weights, and
-# weights that are fitted on dev and kept.
+# Methods for masked language models, whose experts must not be weighted by the text: a single expert, equal weights,
+# and fixed weights that are optimised on dev.
 UNWEIGHTED = ("naive", "average", "fitted")
 
 
 @dataclass(frozen=True)
 class Family:
-    """Rules for the weights of experts that differ only in `parameters` (docs/explanation/mixing.md, "Rules").
+    """Mixing rules that differ only in the values of their `parameters` (docs/explanation/mixing.md, "Rules").
 
-    `parameters` are names with the bounds of their values. Parameters that a config leaves open are chosen on dev.
-    `evaluated` are the methods of the tables, and `refused` those that do not go with the rules. Rules that are
-    `routed` need the distances of the text to the experts' clusters; a temperature that is left open is the config's.
+    `parameters` maps names to the bounds of their values. If a config does not give parameters, they are chosen on dev.
+    `evaluated` are the mixing methods shown in tables, and `refused` those that cannot be used with these rules. Rules
+    that are `routed` need the distances of the text to the experts' clusters; their default temperature is that of the
+    config.
     """
 
     parameters: dict[str, tuple[float, float]]
@@ -28,7 +29,7 @@ class Family:
 
 
 IN_BLOCK = Family({}, ("uniform", "updating", "cached"))
-# These rules see earlier blocks. A prior that is made of posteriors would count the evidence of these blocks twice.
+# These rules use earlier blocks. With a prior made of posteriors, the evidence of these blocks would count twice.
 TWICE = ("updating", "cached")
 NEARNESS = {"temperature": (1e-6, 1e6)}
 FAMILIES = {
@@ -40,7 +41,7 @@ FAMILIES = {
     "cluster+history": Family(NEARNESS, ("uniform", "cached"), routed=True),
 }
 
-# Parameters where none were chosen on dev.
+# Parameters that are used if none were chosen on dev.
 DEFAULTS = {"tempered": (0.1, 0.99), "switching": (0.2,), "cluster": (0.1,), "cluster+history": (0.1,)}
 
 
@@ -48,7 +49,7 @@ DEFAULTS = {"tempered": (0.1, 0.99), "switching": (0.2,), "cluster": (0.1,), "cl
 class Weights:
     """A parsed value of `evaluation.weights`.
 
-    `parameters` are in the order of the family's. They are empty where they are to be chosen on dev.
+    `parameters` are in the order of the family's. They are empty if they must be chosen on dev.
     """
 
     family: str
@@ -56,17 +57,17 @@ class Weights:
 
     @property
     def rules(self) -> Family:
-        """The family of the weights; `average`, only the prior, has that of `history`."""
+        """The family of the rule. `average`, which uses only the prior, has the family of `history`."""
         return FAMILIES.get(self.family, IN_BLOCK)
 
     @property
     def open(self) -> bool:
-        """Whether parameters are to be chosen on dev."""
+        """Whether the parameters must be chosen on dev."""
         return len(self.rules.parameters) > len(self.parameters)
 
 
 def parsed_weights(weights: str) -> Weights:
-    """The meaning of a value of `evaluation.weights`, such as history or tempered(0.2,0.98).
+    """A value of `evaluation.weights`, such as history or tempered(0.2,0.98), as an object.
 
     Raises ValueError(cause, cure) for any other value.
     """

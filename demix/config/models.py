@@ -1,4 +1,4 @@
-"""The sections `models`, with the kinds of models and the keys of an entry of each kind, and `clusterings`."""
+"""The sections `models` (model types and the keys that an entry of each type may have) and `clusterings`."""
 
 import operator
 import re
@@ -15,22 +15,21 @@ from demix.config.training import RouterTraining, TrainingSection
 from demix.errors import DemixError
 from demix.settings import Number, Positive, Settings, Switch, Text, absent, partial
 
-# The single expert of a model without domain experts.
+# The name of the single expert of a model without domain experts.
 DENSE_EXPERT = "dense"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How models of one kind are built, and what they learn from.
+    """How models of one type are built, and which text they train on.
 
-    `label` is the paper's name of the kind. `expert_scope` says which tensors belong only to a domain's expert:
+    `label` is the paper's name of the type. `expert_scope` says which tensors belong only to a domain's expert:
     `feedforward` (DEMix layers), `model` (Branch-Train-Merge: each expert is a whole model, trained by itself), or
-    `none` for a model whose single expert is called `dense`. `batches` says how a step is drawn: `by_domain` (a group
-    of sequences for each domain's expert), `mixed` (the same sequences as one group) or `proportional` (in proportion
-    to the domains' sizes). With `domain_tokens` the token of its domain precedes each sequence. With `routed` the
-    tokens choose among experts in some feedforwards (`TokenRouting`). Experts that are `anchored` are next to the
-    feedforwards of a parent, and only they learn: all tensors of the parent stay as they are (FlexOlmo, Shi et al.
-    2025).
+    `none` for a model whose single expert is called `dense`. `batches` says which sequences a step uses: `by_domain` (a
+    group of sequences for each domain's expert), `mixed` (the same sequences as one group) or `proportional` (in
+    proportion to the domains' sizes). With `domain_tokens` each sequence starts with the token of its domain. With
+    `routed` some feedforwards are token-routed (`TokenRouting`). Experts that are `anchored` train next to the
+    feedforwards of a parent, and all tensors of the parent stay frozen (FlexOlmo, Shi et al. 2025).
     """
 
     name: str
@@ -48,7 +47,7 @@ class Kind:
 
     @property
     def has_routers(self) -> bool:
-        """Whether a router weighs feedforwards of a layer."""
+        """Whether a router weights the feedforwards of a layer."""
         return self.routed or self.anchored
 
 
@@ -64,7 +63,7 @@ KINDS = {
         Kind("anchored", "FlexOlmo", "model", "by_domain", anchored=True),
     )
 }
-# The paper's models, which a run has unless an entry is null.
+# The paper's models. A run trains each of them unless its entry is null.
 PAPER = ("demix", "dense", "dense_unbalanced", "domain_token")
 # Entries that a config must keep: DEMix is the model under test, and the dense model is its baseline.
 KEPT = ("demix", "dense")
@@ -72,53 +71,52 @@ KEPT = ("demix", "dense")
 
 def _label(label: str) -> str:
     if not re.fullmatch(r"[^\W_][\w ,.+:/'’×%–-]{0,59}", label):
-        cure = "use up to 60 letters, digits, blanks and , . + : / ' × % -, and begin with a letter or a digit"
+        cure = "use up to 60 letters, digits, spaces and , . + : / ' × % -, and begin with a letter or a digit"
         raise ValueError("is not a usable label", cure)
     return label
 
 
 class Parent(Settings):
-    """With which model an entry begins."""
+    """The model from which an entry's training starts."""
 
     parent: Text = Field(
         default_factory=absent,
-        description="An entry of kind dense. The model begins with the state that this entry's model had after "
-        "`seed_tokens` tokens (a dense warm start): the dense feedforward is copied into every expert, and training "
-        "goes on. A branch has all its parent's settings; those of time and memory can differ, and dev_blocks. Or the "
-        "folder of a dense model, such as imported/gpt2 that `demix import` wrote: the model begins with its "
-        "parameters, and with a training of its own. For kind routed also an entry of kind demix, branched or "
-        "anchored, whose experts' feedforwards become the experts of every layer, two of which each token chooses: the "
-        "entry trains the merged model on all domains for more tokens, with the FLOPs of `tokens` of a dense model. "
-        "Routers start at random, and all other weights of experts of kind branched are averaged (Branch-Train-MiX, "
-        "Sukhbaatar et al. 2024). Experts of kind anchored keep the routers that they learned, and have the anchor "
-        "next to them.",
+        description="An entry of kind dense: training starts from the state of that entry's model after `seed_tokens` "
+        "tokens (a dense warm start); the dense feedforward is copied into every expert. The entry then has all "
+        "settings of its parent, except those of time and memory and dev_blocks, which may differ. Or the folder of a "
+        "dense model, such as imported/gpt2, written by `demix import`: the model starts from its parameters, with a "
+        "training of its own. For kind routed also an entry of kind demix, branched or anchored: the feedforwards of "
+        "its experts become the experts of every layer, of which each token uses two, and the merged model is trained "
+        "further on all domains, with the FLOPs of `tokens` tokens of a dense model. Routers start at random, and all "
+        "other parameters of branched experts are averaged (Branch-Train-MiX, Sukhbaatar et al. 2024). Anchored "
+        "experts keep their learned routers, and the anchor stays next to them.",
     )
     seed_tokens: Positive = Field(
         default_factory=absent,
-        description="Tokens of the dense warm start, rounded down to whole steps. They are a part of the model's "
+        description="Tokens of the dense warm start, rounded down to whole steps. They are part of the model's "
         "`tokens`.",
     )
 
 
 class Branch(Parent):
-    """How an entry goes on from the state of another one."""
+    """How an entry continues from the state of another one."""
 
     schedule: Literal["continue", "restart"] = Field(
         default_factory=absent,
-        description="What follows the dense warm start. `continue`, which holds where the key is absent: the parent's "
-        "schedule and the optimizer's moments go on. `restart`, as always for kinds routed and anchored: fresh "
-        "moments, no warm-up but what the entry or its preset says, and the peak rate, which falls over the tokens "
-        "that remain. Such an entry can have tokens, sequences, a learning rate and a warm-up of its own.",
+        description="Schedule after the dense warm start. `continue` (default): the parent's schedule and optimizer "
+        "moments go on. `restart` (always for kinds routed and anchored): moments start at zero, and the learning rate "
+        "starts at its peak, unless the entry or its preset has a warm-up, and falls over the remaining tokens. Such "
+        "an entry can have its own tokens, sequences, learning rate and warm-up.",
     )
 
 
 class ExpertText(Settings):
-    """On what the experts of an entry train."""
+    """The text on which the experts of an entry train."""
 
     data: Text = Field(
         default_factory=absent,
-        description="The clustering (section `clusterings`) on whose clusters the experts train, one expert per "
-        "cluster, with equal tokens. Without it the experts train on the domains.",
+        description="A clustering (section `clusterings`): one expert trains on each of its clusters, all on the same "
+        "number of tokens. Default: experts train on the domains.",
     )
 
 
@@ -127,52 +125,52 @@ class Averaging(Settings):
 
     averages: Switch = Field(
         default_factory=absent,
-        description="Score averages of the parameters of an entry of kind branched, too: one by equal weights, and for "
-        "each domain one by its cached prior. Each costs what one model costs.",
+        description="For kind branched: also score averages of the experts' parameters, one with equal weights and for "
+        "each domain one weighted by its cached prior. At inference each average costs as much as one model.",
     )
 
 
 class TokenRouting(Settings):
-    """The keys of an entry whose tokens choose their experts."""
+    """The keys of an entry that is token-routed."""
 
     experts: Positive = Field(
         default_factory=absent,
         le=4096,
-        description="Experts of each routed feedforward of an entry of kind routed; 8 without the key, or those of a "
-        "parent that is merged.",
+        description="For kind routed: experts in each token-routed feedforward. Default: 8, or, if a parent is merged, "
+        "its number of experts.",
     )
     top_k: Positive = Field(
         default_factory=absent,
-        description="Experts that each token of an entry of kind routed chooses: 1 (switch, as without the key), 2 "
-        "(GShard's top-2, as without the key after a parent that is merged) or more.",
+        description="For kind routed: experts that each token uses: 1 (switch; the default), 2 (GShard's top-2; the "
+        "default if a parent is merged) or more.",
     )
     every: Positive = Field(
         default_factory=absent,
-        description="Every how many blocks one has a routed feedforward: 1 (as without the key) means all, 2 for "
-        "the second, the fourth and so on.",
+        description="For kind routed: every n-th layer has a token-routed feedforward. 1 (default): all layers; 2: the "
+        "second, the fourth and so on.",
     )
     capacity: Number = Field(
         default_factory=absent,
         gt=0,
-        # With as many as there are experts, each processes all tokens.
+        # If the capacity equals the number of experts, each expert can process all tokens.
         le=4096,
-        description="Tokens of a sequence that an expert processes, as a multiple of T / experts: 1.25 without "
-        "the key for top_k 1, else 2. First choices come before second ones. Scoring has no such limit.",
+        description="For kind routed: tokens of a sequence that an expert can process in training, as a multiple of "
+        "T / experts. Default: 1.25 for top_k 1, else 2. First choices come before second ones. Scoring has no limit.",
     )
     balance: Number = Field(
         default_factory=absent,
         ge=0,
-        description="Weight of the loss that balances the loads of the experts; 0.01 without the key.",
+        description="For kind routed: weight of the load-balancing loss. Default: 0.01.",
     )
 
 
 class EntrySettings(TrainingSection, Branch, ExpertText, Averaging, TokenRouting, RouterTraining):
-    """The section `training` with the values of an entry, and the keys that only an entry has."""
+    """The section `training` with an entry's values, and the keys that only entries have."""
 
     architecture: EntryArchitecture = Field(  # type: ignore[valid-type]
         default_factory=absent,
-        description="Options of the section `architecture` that this entry has instead. An entry with a `parent` has "
-        "those of its parent.",
+        description="Options that replace those of the section `architecture` for this entry. An entry with a `parent` "
+        "has its parent's options.",
     )
 
 
@@ -180,18 +178,18 @@ _LABEL = Annotated[
     Text,
     AfterValidator(_label),
     Field(
-        description="Name of the model in tables, figures, claims and cards: without this key that of the entry. The "
-        "paper's four entries have the paper's names."
+        description="Name of the model in tables, figures, claims and cards. Default: the entry's name, and for the "
+        "paper's four entries the paper's names."
     ),
 ]
-# The keys that entries of each kind may have next to those of the section `training`.
+# The keys that entries of each kind may have in addition to those of the section `training`.
 _KEYS: dict[str, tuple[type[Settings], ...]] = {
     "demix": (Branch, ExpertText),
     "dense": (Branch,),
     "dense_unbalanced": (Branch,),
     "domain_token": (),
     "branched": (Branch, ExpertText, Averaging),
-    # Trained with the FLOPs of `tokens` of a dense model.
+    # These are trained with the FLOPs of `tokens` tokens of a dense model.
     "routed": (Parent, TokenRouting, RouterTraining),
     "anchored": (Parent, ExpertText),
 }
@@ -204,7 +202,7 @@ ENTRIES = {
 
 
 def _with_kinds(entries: Any) -> Any:
-    """The entries of a file, where one that is named like a kind is of this kind."""
+    """The entries of a file. An entry that is named like a kind gets this kind."""
     if not isinstance(entries, dict):
         return entries
     return {
@@ -220,28 +218,28 @@ Models = Annotated[dict[EntryName, ModelEntry | None], BeforeValidator(_with_kin
 class Clustering(Settings):
     """How the documents of the training domains are divided into clusters."""
 
-    # Each cluster is an expert with files and jobs of its own; c-BTM's paper ends at 128.
+    # Each cluster is an expert with its own files and jobs. The paper of c-BTM has at most 128 clusters.
     clusters: Annotated[Positive, Field(le=4096)] | None = Field(
-        default=None, description="Clusters. Not given for the method metadata."
+        default=None, description="Number of clusters. Not for method metadata."
     )
     method: Literal["kmeans", "random", "metadata"] = Field(
         default="kmeans",
-        description="kmeans: the nearest centre of k-means. random: drawn by the hash of a document. metadata: one "
-        "cluster per training domain.",
+        description="How a document gets its cluster. kmeans: the nearest centre of k-means. random: by the document's "
+        "hash. metadata: one cluster per training domain.",
     )
-    balanced: Switch = Field(default=True, description="Whether k-means keeps its clusters equal in documents.")
-    dimensions: Positive = Field(default=100, description="Dimensions that tf-idf is reduced to.")
-    documents: Positive = Field(default=400_000, description="Documents of the sample that is fitted, drawn by hash.")
+    balanced: Switch = Field(default=True, description="Whether k-means keeps the clusters equal in documents.")
+    dimensions: Positive = Field(default=100, description="Dimensions to which tf-idf is reduced.")
+    documents: Positive = Field(default=400_000, description="Documents to fit k-means on, drawn by their hash.")
 
 
 def cluster_names(name: str, clustering: Clustering, domains: Iterable[str]) -> tuple[str, ...]:
-    """The clusters of the clustering `name` of these training domains: c00, c01, …, or the domains themselves.
+    """The names of the clusters of the clustering `name`: c00, c01, …, or the training domains themselves.
 
-    Raises DemixError if the clustering does not say how many there are.
+    Raises DemixError if the number of clusters is missing.
     """
     if clustering.method == "metadata":
         return tuple(sorted(domains))
     if clustering.clusters is None:
-        raise DemixError(f"config key clusterings.{name}.clusters", "is missing", "say how many clusters there are")
+        raise DemixError(f"config key clusterings.{name}.clusters", "is missing", "set the number of clusters")
     digits = max(2, len(str(clustering.clusters - 1)))
     return tuple(f"c{number:0{digits}}" for number in range(clustering.clusters))

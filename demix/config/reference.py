@@ -1,4 +1,4 @@
-"""Texts generated from the declarations of settings: config/README.md, and the JSON schema for editors."""
+"""Texts that are generated from the declared settings: config/README.md, and the JSON schema for editors."""
 
 import re
 import sys
@@ -17,8 +17,8 @@ def reference() -> str:
     lines = [
         "# Config reference",
         "",
-        "Made from `demix/config/config.py` by `demix config --reference > config/README.md`. An unknown",
-        "key is refused, and the error names the nearest known key. `demix config FILE` checks a file and says what it",
+        "Generated from `demix/config/config.py` by `demix config --reference > config/README.md`. An unknown",
+        "key is an error, which names the nearest known key. `demix config FILE` checks a file and prints what it",
         "runs; `demix config --values FILE` prints it with all defaults filled in.",
         "",
         "| key | allowed | default | meaning |",
@@ -35,23 +35,23 @@ def reference() -> str:
             if "default" in (declared := empty | part)
             else "–"
         )
-        # Markdown reads the brackets of a pattern as a link, unless the pattern is code.
+        # Without code marks, Markdown would read the brackets of a pattern as a link.
         kinds = re.sub(r"(?<=that matches )(\S+)", r"`\1`", allowed(part)).replace("|", "\\|")
         lines.append(f"| `{place}` | {kinds} | {default} | {part.get('description', '')} |")
     return "\n".join(lines) + "\n"
 
 
 def editor_schema() -> str:
-    """The text of workflow/schemas/config.schema.yaml, by which editors complete and check keys."""
-    head = "# Made from demix/config/config.py by `demix config --schema > workflow/schemas/config.schema.yaml`.\n"
+    """The text of workflow/schemas/config.schema.yaml, with which editors complete and check keys."""
+    head = "# Generated from demix/config/config.py by `demix config --schema > workflow/schemas/config.schema.yaml`.\n"
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | _short(Config.model_json_schema())
     return head + str(yaml.safe_dump(schema, sort_keys=False, allow_unicode=True, width=1000, default_flow_style=None))
 
 
 def _short(part: Any) -> Any:
-    """A JSON schema without titles, which repeat the keys, and with null as a further type, not as a choice.
+    """A JSON schema without titles (they repeat the keys), and with null as a further type instead of an alternative.
 
-    No key is required, because what a file lacks may be in its base.
+    No key is required, because a key that a file lacks may be in its base.
     """
     if isinstance(part, list):
         return [_short(item) for item in part]
@@ -82,7 +82,7 @@ def _keys(schema: dict[str, Any], part: dict[str, Any], above: str) -> Iterator[
             yield from _keys(schema, schema["$defs"]["HarnessSection"], "lm_eval.")
         if path == "sources":
             shared = _keys(schema, schema["$defs"]["SharedSource"], "sources.<source>.")
-            # The keys of a domain's source are those of a shared one.
+            # The keys of a domain's source are listed only once, at shared sources.
             yield from (key for key in shared if not key[0].startswith("sources.<source>.source."))
         if path == "models":
             keys = f"any key of `training`, and {', '.join(_own_of_entries(schema))}"
@@ -90,7 +90,7 @@ def _keys(schema: dict[str, Any], part: dict[str, Any], above: str) -> Iterator[
 
 
 def _own_of_entries(schema: dict[str, Any]) -> list[str]:
-    """The keys that entries of `models` have next to those of `training`."""
+    """The keys that entries of `models` have in addition to those of `training`."""
     training = schema["$defs"]["TrainingSection"]["properties"]
     entries = [schema["$defs"][f"{kind}_entry"]["properties"] for kind in KINDS]
     found = {name: part for entry in entries for name, part in entry.items() if name not in training}

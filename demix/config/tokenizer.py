@@ -1,4 +1,4 @@
-"""The section `tokenizer`: how text becomes tokens, and what files next to a tokenizer of another family say of it."""
+"""The section `tokenizer`: how text becomes tokens, and settings read from the files next to a foreign tokenizer."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from demix.settings import Integer, Positive, Settings, Text, absent, settings_f
 
 GPT2_TYPES = 50257
 _KEY = "config key tokenizer"
-# What only a tokenizer of another family has.
+# Keys of only kind file.
 _FOREIGN = ("path", "end_of_text", "types")
 
 
@@ -22,51 +22,51 @@ class TokenizerSection(Settings):
 
     kind: Literal["bpe", "gpt2", "file"] = Field(
         default="gpt2",
-        description="gpt2: GPT-2's own vocabulary (50,257 types). bpe: a byte-level BPE trained on the training "
+        description="gpt2: GPT-2's vocabulary (50,257 tokens). bpe: a byte-level BPE, trained on the training "
         "domains. file: the byte-level BPE in the tokenizer.json at `path`.",
     )
     vocab_size: Integer = Field(
         default=GPT2_TYPES,
         ge=257,
         le=2**32 - 1,
-        description="Vocabulary size of a bpe tokenizer, <|endoftext|> included. Not used by the other kinds.",
+        description="For kind bpe: vocabulary size, <|endoftext|> included. Other kinds ignore it.",
     )
     words: Positive = Field(
         default=200_000_000,
-        description="Approximate number of words that a bpe tokenizer is trained on. Where there is more text, "
+        description="For kind bpe: approximate number of words of training text. If there is more text, "
         "documents are chosen by their hash.",
     )
     path: Text | None = Field(
         default_factory=absent,
-        description="Of kind file: a tokenizer.json, in a folder of the hub or in one that `demix import` wrote.",
+        description="For kind file: a tokenizer.json, in a folder from the hub or in one that `demix import` wrote.",
     )
     end_of_text: Annotated[Integer, Field(ge=0)] | Text | None = Field(
         default_factory=absent,
-        description="Of kind file: the token, or its id, that ends a document and precedes each. Not "
-        "given: the eos token of tokenizer_config.json, config.json or generation_config.json next to the file.",
+        description="For kind file: the token, or its id, that separates documents and precedes the first. Default: "
+        "the eos token in tokenizer_config.json, config.json or generation_config.json next to the file.",
     )
     types: Annotated[Positive, Field(le=1 << 24)] | None = Field(
         default_factory=absent,
-        description="Of kind file: the rows of the embedding, which may be more than the tokenizer's ids. "
-        "Not given: vocab_size of the config.json next to the file, or else the ids.",
+        description="For kind file: number of rows of the embedding, which may exceed the number of token ids. "
+        "Default: vocab_size in the config.json next to the file, or else the number of ids.",
     )
 
     @property
     def size(self) -> int:
-        """The number of types."""
+        """The vocabulary size."""
         if self.kind == "file":
             return self.types or 0
         return GPT2_TYPES if self.kind == "gpt2" else self.vocab_size
 
 
 def completed_tokenizer(section: TokenizerSection) -> TokenizerSection:
-    """The section `tokenizer` of a config, with what the files of its tokenizer say.
+    """The section `tokenizer` of a config, completed from the files of its tokenizer.
 
-    Raises DemixError for keys that do not go together, and for a file that is missing or says nothing.
+    Raises DemixError for keys that exclude each other, and for a file that is missing or lacks the needed values.
     """
     if section.kind != "file":
         if foreign := [key for key in _FOREIGN if getattr(section, key) is not None]:
-            raise DemixError(f"{_KEY}.{foreign[0]}", f"is given to kind {section.kind}", "use kind: file")
+            raise DemixError(f"{_KEY}.{foreign[0]}", f"is given for kind {section.kind}", "use kind: file")
         return section
     if not section.path:
         raise DemixError(f"{_KEY}.path", "is missing", "name the tokenizer.json")
@@ -82,9 +82,9 @@ def completed_tokenizer(section: TokenizerSection) -> TokenizerSection:
 
 
 def types_and_end(path: Path, content: Mapping[str, Any]) -> dict[str, int | str]:
-    """What a tokenizer.json of this `content` at `path` and the files next to it say: `types` and `end_of_text`.
+    """`types` and `end_of_text`, from a tokenizer.json with this `content` at `path` and the files next to it.
 
-    `end_of_text` is a token or an id. Raises DemixError where none is named.
+    `end_of_text` is a token or an id. Raises DemixError if no file names it.
     """
     own, config = content.get("demix"), _content(path.with_name("config.json"), required=False)
     if isinstance(own, dict):
@@ -100,7 +100,7 @@ def types_and_end(path: Path, content: Mapping[str, Any]) -> dict[str, int | str
 
 
 def _end(path: Path, tokens: Mapping[str, Any]) -> int | str:
-    """The token or the id that ends a text, by the files next to a tokenizer.json."""
+    """The token or id that ends a text, according to the files next to a tokenizer.json."""
     for file, key in (
         ("tokenizer_config.json", "eos_token"),
         ("config.json", "eos_token_id"),
@@ -111,7 +111,7 @@ def _end(path: Path, tokens: Mapping[str, Any]) -> int | str:
         said = said.get("content") if isinstance(said, dict) else said
         if isinstance(said, str) or type(said) is int:
             return said
-    # The last of demix's own tokenizers and of GPT-2's.
+    # In demix's own tokenizers and in GPT-2's, it is the last token.
     if "<|endoftext|>" in tokens:
         return "<|endoftext|>"
     cure = "set tokenizer.end_of_text in a config, or eos_token_id in its config.json"
@@ -119,5 +119,5 @@ def _end(path: Path, tokens: Mapping[str, Any]) -> int | str:
 
 
 def _content(path: Path, required: bool = True) -> dict[str, Any]:
-    """The object in a JSON file; an empty one for a missing file that is not required."""
+    """The object in a JSON file; an empty object if the file is missing and not required."""
     return read_unsealed(path) if required or path.is_file() else {}
