@@ -194,7 +194,7 @@ class OpenedModel:
         given = [texts] if isinstance(texts, str | Path) else list(texts)
         ids = [self.tokenizer.encode(whole_text(text)).tolist() for text in given]
         if [] in ids:
-            raise DemixError(f"text {ids.index([]) + 1}", NO_TEXT[0], "leave it out")
+            raise DemixError(f"text {ids.index([]) + 1}", NO_TEXT[0], "remove it from the list")
         found = {}
         with progress("tokens", sum(map(len, ids)) * len(self._trunks)) as advance:
             for number, scores, log_p, log_g in text_scores(mixture, ids, self.tokenizer.end_of_text, advance):

@@ -160,7 +160,7 @@ def settings_from(kind: type[S], values: Mapping[str, Any] | str, subject: str =
         raise DemixError(subject, f"is {type(values).__name__}, not a mapping", f"give the fields of {kind.__name__}")
     for key in values:
         if not isinstance(key, str):
-            raise DemixError(f"{subject}.{key}".replace(" .", " "), "is not a setting's name", "write names as text")
+            raise DemixError(f"{subject}.{key}".replace(" .", " "), "is not a name of a setting", "use text as names")
     try:
         return kind.model_validate(values)
     except RecursionError:
@@ -180,11 +180,11 @@ def _readable(error: ValidationError, schema: dict[str, Any], values: Any, subje
     match fault["type"]:
         case "extra_forbidden" | "invalid_key":
             known = [name for choice in _choices(schema, part) for name in choice.get("properties", {})]
-            cause, cure = "is not known", nearest(place[-1], known, "leave it out")
+            cause, cure = "is not known", nearest(place[-1], known, "remove it")
             kinds = _kinds(schema, _reached(schema, place[:-1], values)[2])
             if fitting := [kind for kind, of in kinds.items() if place[-1] in of["properties"]]:
                 cause = f"is not a key of kind {fault['loc'][-2]}"
-                cure = f"use kind: {' or '.join(fitting)}, or leave it out"
+                cure = f"use kind: {' or '.join(fitting)}, or remove it"
         case "missing":
             place, part = (*place, fault["loc"][-1]), _inside(schema, part, fault["loc"][-1])
             cause, cure = "is missing", f"add it: {part.get('description', allowed(part))}"

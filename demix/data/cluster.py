@@ -149,7 +149,7 @@ def fit_clusters(documents: list[Path], settings: Clustering, output: Path, seed
         keys, labels = map(np.concatenate, zip(*drawn, strict=True))
         labels = labels[np.argsort(keys, kind="stable")]
         if missing := set(range(len(names))) - set(labels.tolist()):
-            cause = f"leaves {names[min(missing)]} without any of the {size} documents of the sample"
+            cause = f"gives {names[min(missing)]} none of the {size} documents of the sample"
             raise DemixError(subject, cause, "raise documents, or make fewer clusters")
         centres = means(points, labels, len(names), np.zeros(size))
     more = {
@@ -335,7 +335,7 @@ def _split_shards(clusterer: Clusterer, folder: Path, paths: list[Path], length:
             kind = {"train": "training"}.get(split, split)
             cause = f"{cluster} has {tokens} {kind} tokens, fewer than one block of {length}"
             cause = cause if least > 1 else f"{cluster} has no {kind} tokens"
-            raise DemixError(f"clustering {folder.name}", cause, "fewer clusters, or more text")
+            raise DemixError(f"clustering {folder.name}", cause, "make fewer clusters, or add text")
     for cluster, numbers in zip(clusterer.names, chosen, strict=True):
         join_documents(paths, numbers, output / cluster / f"{split}.arrow")
     made = {cluster: read_json(output / cluster / f"{split}.json")["sha256"] for cluster in clusterer.names}

@@ -167,7 +167,7 @@ def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting
         if splitting.test_only:
             edges = _held_out_edges(work, words, ("test",))
             if not edges["test"].end:
-                cause = f"has no text that training text does not hold{work.left_out}"
+                cause = f"has only text that is also in training text{work.left_out}"
                 raise DemixError(domain, cause, "give its source other text")
             _write(work, edges, outputs)
         else:
@@ -275,7 +275,7 @@ def _refused(work: _Work, budget: Budget) -> NoReturn:
         f"{work.domain}.words",
         f"dev ({budget.dev}) and test ({budget.test}) leave no document for train out of {documents} documents with "
         f"{words} words{work.left_out}",
-        "lower them or add documents: each belongs to one split",
+        "lower them or add documents; a document is in one split only",
     )
 
 

@@ -93,7 +93,7 @@ def check_enough(name: str, task: Task, examples: Sequence[Example]) -> None:
     if not found["test"]:
         raise DemixError(f"tasks.{name}", "has no example to test", "give it more examples")
     if found["train"] < task.shots:
-        cause = f"has {found['train']} examples that are not tested, of {task.shots} demonstrations"
+        cause = f"has {found['train']} untested examples for {task.shots} demonstrations"
         raise DemixError(f"tasks.{name}", cause, "give it more examples, or fewer shots")
 
 
@@ -151,7 +151,7 @@ def fitted(name: str, task: Task, examples: Iterable[Example], tokenizer: Tokeni
     for one in examples:
         text, room = one.text, budget - size("", one.choices)
         if room < MIN_TOKENS:
-            cause = f"leave {max(room, 0)} tokens for a text: its share of a block is {share}, and its labels are long"
+            cause = f"leave {max(room, 0)} tokens for a text: its share of a block is {share}, less long labels"
             key = f"config key tasks.{name}.{'tokens' if task.tokens and task.tokens < share else 'shots'}"
             raise DemixError(key, cause, "lower shots, raise tokens, or use shorter labels")
         ids = tokenizer.encode(text)
@@ -198,8 +198,8 @@ def _drawn(name: str, task: ExamplesRecipe, output: Path) -> Iterator[Example]:
     known = list(labels)
     # An unknown label is refused below, by the place of its example.
     if len(values) == 1 and values <= labels.keys():
-        cure = "name the field of the right label in label, or add examples of others"
-        raise DemixError(f"tasks.{name}", f"has the one label {min(values)!r:.80}", cure)
+        cure = "set label to the field of the right label, or add examples with other labels"
+        raise DemixError(f"tasks.{name}", f"has only the label {min(values)!r:.80}", cure)
     for split, some in parts:
         for one in some:
             if one.label not in labels:
@@ -239,7 +239,7 @@ def _read(name: str, task: Task, section: SourceSection, output: Path, counts: C
     counts["not_utf8"] += omitted.not_utf8
     shutil.rmtree(fetched, ignore_errors=True)
     if unseen:
-        raise DemixError(f"tasks.{name}.text", f"no example has the field {min(unseen)}", "name fields that are there")
+        raise DemixError(f"tasks.{name}.text", f"no example has the field {min(unseen)}", "name existing fields")
 
 
 def _least(
@@ -271,7 +271,7 @@ def _least(
             kept = {key: kept[key] for key in sorted(kept)[:count]}
     said, wrong = "{not_utf8} not UTF-8, {empty} without text".format(**counts), counts.total()
     if wrong > LEFT_OUT * (wrong + read):
-        cause = f"leaves out {wrong} of {wrong + read} examples ({said})"
+        cause = f"has {wrong} unusable of {wrong + read} examples ({said})"
         raise DemixError(f"tasks.{name}", cause, f"fix the file, or convert it ({TO_UTF8})")
     if wrong:
         _log.warning("%s: left out %s", name, said)

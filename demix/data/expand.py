@@ -48,7 +48,7 @@ class Bound:
             raise DemixError(
                 self.path,
                 f"expands to over {MAX_RATIO} times its {self.size} bytes",
-                "if it is not a decompression bomb, decompress it by hand, or write the Parquet again",
+                "if it is no decompression bomb, decompress it by hand, or write the Parquet file again",
             )
 
 

@@ -32,7 +32,7 @@ ATTEMPTS = 8
 HEADERS = {"Accept-Encoding": "identity", "User-Agent": "demix"}
 # What a server calls an error is a word; more of what a library says could hold credentials.
 _CODE = re.compile("[A-Za-z0-9]{1,60}")
-NO_INTERNET = "; where compute nodes have no internet, set cluster.downloads: login"
+NO_INTERNET = "; if compute nodes have no internet, set cluster.downloads: login"
 _FIX = "fix the bucket, the path or the glob"
 _ASK = (
     "check the network and the credentials that the store's library reads from the environment "
@@ -102,7 +102,7 @@ class _Fetched:
     def refused(self, problem: str) -> DemixError:
         """Remove what was fetched; the error for a file that differs from what the config says of it."""
         self.discard()
-        return DemixError(self.shown, problem, "if the source has changed on purpose, change the config; else rerun")
+        return DemixError(self.shown, problem, "if the source was changed on purpose, change the config; else rerun")
 
     def discard(self) -> None:
         """Remove what was fetched. In this order, no moment leaves the old bytes with a new validator."""
@@ -153,7 +153,7 @@ def check_network(sources: Iterable[SourceSection]) -> None:
                 requests.get(address, headers=HEADERS, stream=True, timeout=20.0).close()
             except (requests.RequestException, HTTPError, ValueError) as error:
                 cause = f"does not answer ({' '.join(masked(str(error)).split())})"
-                cure = "fix the network, or name a proxy (export HTTPS_PROXY=…), then rerun"
+                cure = "fix the network, or set a proxy (export HTTPS_PROXY=…), then rerun"
                 raise DemixError(address, cause, cure) from None
             return
 
@@ -179,9 +179,9 @@ def _over_http(one: _Fetched, token: str | None, timeout: float, backoff: float)
             failures = 1 if one.done > furthest else failures + 1
             furthest = max(furthest, one.done)
             if failures > ATTEMPTS:
-                cure = f"rerun to go on where it ended{NO_INTERNET if answer is None else ''}"
+                cure = f"rerun to resume the download{NO_INTERNET if answer is None else ''}"
                 raise DemixError(one.shown, f"cannot be fetched ({problem})", cure)
-            _log.info("%s: %s, trying again", one.shown, problem)
+            _log.info("%s: %s; retrying", one.shown, problem)
             wait = answer.headers.get("Retry-After", "") if answer is not None else ""
             time.sleep(min(int(wait), 600) if wait.isdecimal() else min(backoff * 2 ** (failures - 1), 60))
 
@@ -205,18 +205,18 @@ def _go_on(session: Any, one: _Fetched, timeout: float) -> Any:
             one.discard()
             raise ProtocolError("the file has changed since its first part was fetched")
         if status not in (200, 206):
-            cure = "check the address, and whether terms must be accepted"
+            cure = "check the address, and whether terms of use must be accepted"
             raise DemixError(one.shown, f"answers {status} {response.reason}", cure)
         page = response.headers.get("Content-Type", "").startswith("text/html")
         if page and not one.shown.endswith((".html", ".htm")):
-            cure = "open it in a browser: terms may wait to be accepted"
-            raise DemixError(one.shown, "gives a web page, not a file", cure)
+            cure = "open it in a browser: you may have to accept terms of use"
+            raise DemixError(one.shown, "returns a web page, not a file", cure)
         if status == 200:
             one.discard()
             total = response.headers.get("Content-Length", "")
         length = int(total) if total.isdecimal() else None
         if length is None and not (response.raw.chunked or one.size is not None or one.sha256):
-            cause = "is sent without its length, so that a cut one would look whole"
+            cause = "is sent without its length, so a truncated file would not be noticed"
             raise DemixError(one.shown, cause, "give source.sha256")
         if one.size is not None and length not in (one.size, None):
             raise one.refused(f"has {length} bytes, not {one.size}")
@@ -277,7 +277,7 @@ def _from_store(one: _Fetched) -> None:
         store.get_file(name, str(one.partial))
         if _version(store, name)[0] != version:
             one.discard()
-            raise DemixError(one.address, "changed while it was fetched", "rerun once nobody writes it")
+            raise DemixError(one.address, "changed during the download", "rerun when nobody writes to it")
 
 
 def _store(address: str) -> tuple[Any, str]:

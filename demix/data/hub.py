@@ -70,7 +70,7 @@ def asked(subject: str) -> Iterator[None]:
     """Ask the hub about `subject`, without telemetry. Raises DemixError for all that goes wrong on the way."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    cure = "check its name, revision and files, the network (where compute nodes have none, set cluster.downloads: "
+    cure = "check its name, revision and files, the network (if compute nodes have none, set cluster.downloads: "
     cure += "login), and whether terms must be accepted (then set HF_TOKEN)"
     with refused_as(subject, "cannot be read", cure):
         yield
@@ -94,7 +94,7 @@ def _root(repository: str, revision: str | None) -> str:
     if not COMMIT.fullmatch(revision or ""):
         commit = commit_of(repository, revision)
         cure = "`demix config --pin` prints it"
-        _log.warning("%s: %s is %s today and can change; %s", repository, revision or "main", commit, cure)
+        _log.warning("%s: %s is now %s and can change; %s", repository, revision or "main", commit, cure)
         revision = commit
     return f"hf://datasets/{repository}@{revision}"
 
@@ -126,7 +126,7 @@ def pinned_model(address: str) -> tuple[str, str]:
     repository, revision = hub_model(address)
     if not COMMIT.fullmatch(revision):
         commit = commit_of(repository, revision or None, "model")
-        cause = "names no commit: its files can change"
+        cause = "does not name a commit, so its files can change"
         raise DemixError(f"{HUB}{repository}@{revision or 'main'}", cause, f"use {HUB}{repository}@{commit}")
     return repository, revision
 

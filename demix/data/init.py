@@ -92,8 +92,8 @@ def outline(
     too little text, and for records without the field.
     """
     if len(training) < 2:
-        cause = f"{len(training)} is given, and experts are mixed from 2 training domains on"
-        cure = "name a file of text for each (demix init letters.txt recipes.txt)"
+        cause = f"are {len(training)}, but mixing experts needs 2 or more"
+        cure = "name one text for each domain (demix init letters.txt recipes.txt)"
         raise DemixError("training domains", cause, cure)
     if twice := [text for text, number in Counter([*training, *novel]).items() if number > 1]:
         raise DemixError(twice[0], "is given twice", "name each text once")
@@ -107,23 +107,23 @@ def outline(
     most = f"{tokens // len(known):,} tokens or {PASSES} passes over its text"
     lines = [
         *([f"# yaml-language-server: $schema={schema}"] if schema else []),
-        "# config/README.md explains every key; `demix config FILE` checks this file and says what will run.",
+        "# config/README.md explains every key; `demix config FILE` checks this file and prints what it will run.",
         f"run: {inline(run)}  # the name of the folder in results/",
         "domains:",
         "  training:",
         *(line for domain in known for line in domain.lines),
-        *(["  novel:  # each gets an expert after the training"] if added else []),
+        *(["  novel:  # each gets an expert after training"] if added else []),
         *(line for domain in added for line in domain.lines),
         f"tokenizer: {{kind: bpe, vocab_size: {2048 if small else 4096}}}",
         f"architecture: {{preset: modern, {SMALL if small else LARGER}, context: {CONTEXT}}}",
         "training:",
         "  preset: modern  # Muon and AdamW; `demix config --values FILE` prints its values",
         f"  tokens: {tokens}  # of each model: {updates} updates, for {_rounded(total):,} words of text",
-        "  sequences: 1  # of each domain in one update: of so few tokens, many small updates teach most",
+        "  sequences: 1  # of each domain in one update; with few tokens, many small updates work best",
         f"  learning_rate: {rate}  # docs/experiments/recipe.md says how it was chosen",
         f"  checkpoint_every: {max(10, updates // 10)}",
-        "  dev_blocks: 8  # of each domain at every checkpoint: the learning curve",
-        f"adaptation: {{sequences: 4, evaluate_every: 10}}  # to each novel domain: at most {most}",
+        "  dev_blocks: 8  # of each domain, evaluated at every checkpoint for the learning curve",
+        f"adaptation: {{sequences: 4, evaluate_every: 10}}  # for each novel domain, at most {most}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -161,7 +161,7 @@ def _found(text: str, field: str | None, names: list[str]) -> Domain:
     one = read_domain(_source(text, field), name, MAX_WORDS)
     if one.words < MIN_WORDS:
         cause = f"has {one.words:,} words in {len(one.documents):,} documents"
-        cure = f"give a domain {MIN_WORDS:,} words or more"
+        cure = f"give each domain {MIN_WORDS:,} words or more"
         if one.omitted.not_utf8:
             cause, cure = f"{cause}, and {one.omitted.not_utf8:,} not in UTF-8", f"{cure}; convert them: {TO_UTF8}"
         raise DemixError(text, cause, cure)
@@ -184,7 +184,7 @@ def _source(text: str, field: str | None) -> dict[str, Any]:
     """The source of a text, with the keys `json` and `text` where the first record of its first file calls for them."""
     files = files_at(text, others := Counter[str]())
     if not files:
-        cause = f"is not a file, and not a folder of files that can be read{'; ' * bool(others)}{left_out(others)}"
+        cause = f"is neither a file nor a folder with readable files{'; ' * bool(others)}{left_out(others)}"
         raise DemixError(text, cause, "correct the name, or name files of plain text by a glob in quotes")
     file, layout = Path(min(files)), dict[str, str]()
     try:

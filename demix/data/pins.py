@@ -22,7 +22,7 @@ def pins(source: Source, folder: Path) -> dict[str, Any]:
             return {}
         commits = {commit_of(repository, source.revision) for repository in source.paths}
         if len(commits) > 1:
-            raise DemixError("source.revision", "cannot pin several data sets", "make each a domain of its own")
+            raise DemixError("source.revision", "cannot pin several data sets", "use one domain for each")
         return {"revision": commits.pop()}
     local_files = source.kind == "files"
     places = source.names if local_files else stored(source.paths) if source.kind == "store" else source.paths
@@ -39,7 +39,7 @@ def pins(source: Source, folder: Path) -> dict[str, Any]:
             fetch(place, path)
         digest = sha256_file(path)
         if digests.setdefault(name, digest) != digest:
-            raise DemixError(f"source.sha256.{name}", "is the name of several files", "make each a domain of its own")
+            raise DemixError(f"source.sha256.{name}", "is the name of several files", "use one domain for each")
         if not local_files:
             path.unlink()
     return {"sha256": digests}

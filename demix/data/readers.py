@@ -36,7 +36,7 @@ MAX_DOCUMENT_BYTES = 128 << 20
 MAX_BATCH_BYTES = 1 << 30
 # The cure for text in another coding, most often Latin-1.
 TO_UTF8 = "iconv -f LATIN1 -t UTF-8 OLD > NEW"
-UNPACK = "do not trust it; unpack by hand what you need"
+UNPACK = "do not trust it; unpack the files that you need by hand"
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def read_rows(path: Path, reading: Reading) -> Iterator[Row]:
         yield row
     # With parts, another one may have it all.
     if empty and reading.parts == 1:
-        raise DemixError(path, "holds no documents", "remove it or leave it out of the glob")
+        raise DemixError(path, "holds no documents", "delete it or exclude it from the glob")
 
 
 def _file(path: Path, reading: Reading, bound: Bound | None = None, stream: Any = None) -> Iterator[Row]:
@@ -123,7 +123,7 @@ def json_object(line: bytes, place: str, first: bool = False) -> dict[str, Any]:
     """The JSON object of a line, which may be the `first` of its file. Raises DemixError that names `place`."""
     fields = _json(line, place, first)
     if not isinstance(fields, dict):
-        raise DemixError(place, "is not a JSON object", 'give one object a line, such as {"text": "..."}')
+        raise DemixError(place, "is not a JSON object", 'write one object per line, such as {"text": "..."}')
     return fields
 
 
@@ -133,10 +133,10 @@ def _json_file(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -
         return
     values = _json(_whole(stream, path), str(path), first=True)
     if not isinstance(values, (dict, list)):
-        raise DemixError(path, "is neither a JSON array nor an object", "leave out `json: values`")
+        raise DemixError(path, "is neither a JSON array nor an object", "remove `json: values`")
     for number, fields in enumerate(values.values() if isinstance(values, dict) else values, 1):
         if not isinstance(fields, dict):
-            raise DemixError(f"{path}, value {number}", "is not a JSON object", "leave out `json: values`")
+            raise DemixError(f"{path}, value {number}", "is not a JSON object", "remove `json: values`")
         if reading.includes(number - 1):
             yield Row(path, number, fields)
 
@@ -153,7 +153,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of these keys and values. Raises ValueError for a duplicate key, of which json keeps the last."""
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise ValueError(f"the key {_twice([key for key, _ in pairs])!r} is there twice in an object")
+        raise ValueError(f"the key {_twice([key for key, _ in pairs])!r} occurs twice in an object")
     return made
 
 
@@ -180,9 +180,9 @@ def _other_text(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) 
     """The one document of a file whose name does not say what it is. Raises DemixError for what is plainly no text."""
     head = stream.peek(1 << 10)
     if b"\0" in head:
-        raise DemixError(path, "is not text", "name a file of text")
+        raise DemixError(path, "is not text", "name a text file")
     if head.lstrip().startswith(b'{"') or path.suffix.lower() == ".tsv":
-        raise DemixError(path, "holds records", "rename it to .jsonl, or convert it to that or to .csv")
+        raise DemixError(path, "holds records", "rename it to .jsonl, or convert it to .jsonl or .csv")
     yield from _text(stream, path, reading)
 
 
@@ -200,14 +200,14 @@ def _csv(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iter
                 continue
             number += 1
             if len(values) != len(header):
-                cause = f"has {len(values)} values, and the header {len(header)}"
+                cause = f"has {len(values)} values, but the header has {len(header)}"
                 cure = "quote values with commas and line ends, or fix the row"
                 raise DemixError(f"{path}, row {number}", cause, cure)
             if reading.includes(number - 1):
                 yield Row(path, number, {name: values[place] for name, place in places.items()})
     except csv.Error as error:
         cause = f"is not valid CSV ({error})"
-        cure = "close each quote, double those in a value, or use JSON lines"
+        cure = "close each quote and double quotes within values, or use JSON lines"
         raise DemixError(f"{path}, {f'row {number + 1}' if header else 'header'}", cause, cure) from None
 
 
@@ -228,7 +228,7 @@ def _columns(path: Path, reading: Reading, names: list[str]) -> list[str]:
     columns = list(dict.fromkeys(column(wanted, names) for wanted in reading.paths))
     for name in columns:
         if name not in names:
-            cure = f"it has {', '.join(map(repr, names))[:300]}: name the text's as source.text or --field"
+            cure = f"it has {', '.join(map(repr, names))[:300]}; set the one of the text as source.text or --field"
             raise DemixError(path, f"has no column {name!r}", cure)
     if twice := _twice(name for name in names if name in (columns or names)):
         raise DemixError(path, f"has two columns {twice!r}", "rename one of them")
@@ -257,9 +257,9 @@ def _parquet(path: Path, reading: Reading) -> Iterator[Row]:
                             yield Row(path, number, fields)
                 start += rows
     except UnicodeDecodeError as error:
-        raise DemixError(path, f"holds a nested field that is not UTF-8 ({error})", "leave out the row") from None
+        raise DemixError(path, f"holds a nested field that is not UTF-8 ({error})", "remove the row") from None
     except OverflowError as error:
-        raise DemixError(path, f"holds a value out of bounds ({error})", "leave out the row, or the column") from None
+        raise DemixError(path, f"holds a value out of bounds ({error})", "remove the row or the column") from None
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DemixError(path, f"is not Parquet, damaged or cut short ({error})", "fetch it again") from None
 

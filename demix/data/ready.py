@@ -28,7 +28,7 @@ def check_site(run: Run) -> None:
     """Raise DemixError unless SLURM is here and has the partitions that a run asks for."""
     if absent := [name for name in CLIENTS if shutil.which(name) is None]:
         cause = f"SLURM's {'command is' if len(absent) == 1 else 'commands are'} not installed here"
-        raise DemixError(", ".join(absent), cause, "log in to the cluster, or leave out --profile")
+        raise DemixError(", ".join(absent), cause, "log in to the cluster, or omit --profile")
     known = _partitions()
     cluster = run.config.cluster
     for key, site in {"cluster": cluster, **{f"cluster.stages.{k}": v for k, v in cluster.stages.items()}}.items():
@@ -72,6 +72,6 @@ def _partitions() -> list[str]:
         )
     except (OSError, subprocess.SubprocessError) as error:
         said = str((getattr(error, "stderr", None) or "").strip() or error).splitlines()[-1]
-        raise DemixError("sinfo", f"gives no answer ({said})", "rerun when SLURM's controller is back") from None
+        raise DemixError("sinfo", f"does not answer ({said})", "rerun when SLURM's controller answers again") from None
     # A line of more than one word is a site's or a federation's.
     return sorted({line.strip() for line in done.stdout.splitlines() if len(line.split()) == 1})

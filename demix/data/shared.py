@@ -68,7 +68,7 @@ def made_once(
             return
     make()
     if before != [_stamp(path) for path in inputs]:
-        _log.warning("%s: what it was made of changed meanwhile, so that no other run uses it", output)
+        _log.warning("%s: its inputs changed while it was made, so no other run uses it", output)
     else:
         write_json(note, {"key": key, "files": {_within(run, one): sha256_file(one) for one in _found(files)}})
 
@@ -131,7 +131,7 @@ def _reused(note: Path, key: str, run: Path, files: Sequence[Path], newest: int)
             for parent in {path.parent for path in ready}:
                 fsync(parent)
     except (DemixError, OSError) as error:
-        _log.warning("%s: not used for %s, which makes its own: %s", owner, run, error)
+        _log.warning("%s: not used for %s, which makes its own file: %s", owner, run, error)
         return {}
-    _log.info("%s: used from %s, which made the same", ", ".join(digests), owner)
+    _log.info("%s: reused from %s, which has the same inputs", ", ".join(digests), owner)
     return digests

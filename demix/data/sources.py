@@ -63,12 +63,11 @@ class Omitted:
     def warn(self, name: str) -> None:
         """Log a warning that bytes of the source `name` are not text, and one of files that are not data."""
         if self.invalid_bytes or self.not_utf8:
-            said = (
-                "%s: %d bytes that are not UTF-8 became U+FFFD, and %d documents were left out as no text (Latin-1: %s)"
-            )
+            said = "%s: %d bytes that are not UTF-8 became U+FFFD, and %d documents without text were skipped"
+            said += " (Latin-1: %s)"
             _log.warning(said, name, self.invalid_bytes, self.not_utf8, readers.TO_UTF8)
         if said := left_out(self.files):
-            _log.warning("%s: %s; name those that you want in source.path (of archives in source.members)", name, said)
+            _log.warning("%s: %s; to read some, name them in source.path (in archives: source.members)", name, said)
 
 
 class Source(SourceSection):
@@ -117,7 +116,7 @@ def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
 def check_part(source: Source, name: str, part: int) -> None:
     """Raise DemixError unless a source has this part."""
     if not 0 <= part < source.parts:
-        raise DemixError(f"{name}.source.parts", f"is {source.parts}, there is no part {part}", "count from 0")
+        raise DemixError(f"{name}.source.parts", f"is {source.parts}, so there is no part {part}", "count from 0")
 
 
 def discard(output: Path) -> None:
@@ -270,7 +269,7 @@ def check_depth(row: Row) -> None:
     """Raise DemixError for a record that is nested deeper than the recursion over its fields goes."""
     if is_deep([row.fields], MAX_NESTED + 1):
         cause = f"is nested deeper than {MAX_NESTED} levels"
-        raise DemixError(row.place, cause, "flatten it, or leave it out")
+        raise DemixError(row.place, cause, "flatten or remove it")
 
 
 def document_of(row: Row, source: Source) -> tuple[str, str, str]:
@@ -280,7 +279,7 @@ def document_of(row: Row, source: Source) -> tuple[str, str, str]:
         text = as_text(select(row.fields, source.text))
     except LookupError as error:
         named = ", ".join(map(repr, row.fields))[:300]
-        cure = f"fields are {named}: name the text's as source.text or --field"
+        cure = f"fields are {named}; set the one of the text as source.text or --field"
         raise DemixError(place, f"has no field {error.args[0]!r}", cure) from None
     except TypeError as error:
         raise DemixError(place, f"field {source.text!r} is {error}, not text", "name a text field") from None
@@ -311,7 +310,7 @@ def share_of(source: Source) -> float:
 
 def warn_short(domain: str, words: float, share: float) -> None:
     """Log a warning that a part has fewer words than its share."""
-    _log.warning("%s: this part has only %d words, its share of source.words is %d", domain, words, share)
+    _log.warning("%s: this part has only %d words, fewer than its share of source.words, %d", domain, words, share)
 
 
 def _files(source: Source, domain: str, part: int, fetched: Path, others: Counter[str]) -> Iterator[Row]:
@@ -325,7 +324,7 @@ def _files(source: Source, domain: str, part: int, fetched: Path, others: Counte
         refuse_not_utf8(path)
         if not path.is_file():
             kind = "a folder" if path.is_dir() else "a pipe or a device" if path.exists() else "a link to nothing"
-            raise DemixError(path, f"is {kind}", "name a file, or those of a folder by a glob")
+            raise DemixError(path, f"is {kind}", "name a file, or a folder's files by a glob")
     share = (0, 1) if len(source.names) >= source.parts else (part, source.parts)
     if part == 0:
         others.update(source.others)
@@ -367,7 +366,7 @@ def _stored(source: Source, domain: str, part: int, fetched: Path, others: Count
     _check_names(source, domain, {*names})
     # Digests pin the list of files, too.
     if source.sha256 and (more := sorted((Counter(names) - Counter([*source.sha256])).elements())):
-        cause = f"lacks files that {', '.join(source.paths)} names, or that it names twice: {', '.join(more)}"
+        cause = f"lacks, or has twice, these files of {', '.join(source.paths)}: {', '.join(more)}"
         cure = "add them by `demix config --pin`, or name fewer files in path"
         raise DemixError(f"{domain}.source.sha256", cause[:300], cure)
     whole = len(addresses) >= source.parts

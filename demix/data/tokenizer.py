@@ -115,7 +115,7 @@ class Tokenizer:
             # A panic of Rust's is not an Exception.
             if type(error).__name__ != "PanicException":
                 raise
-            cause = f"has a regular expression that gives up on the text {text!r:.40} ({error})"
+            cause = f"has a regular expression that fails on the text {text!r:.40} ({error})"
             raise DemixError("tokenizer", cause, "use a tokenizer with another pattern") from None
 
     def encode_batch(self, texts: Sequence[str], *, exact: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -165,7 +165,7 @@ def train_tokenizer(inputs: list[Path], vocab_size: int, output: Path, words: in
     model = json.loads(tokenizer.to_str())["model"]
     size = len(model["vocab"]) + 1
     if size < vocab_size:
-        _log.warning("tokenizer.vocab_size: the text gives %d of the %d ids asked for", size, vocab_size)
+        _log.warning("tokenizer.vocab_size: the text allows only %d of the %d requested ids", size, vocab_size)
     vocabulary, merges = model["vocab"], [(left, right) for left, right in model["merges"]]
     write_json(output, own_definition({**vocabulary, END_OF_TEXT: len(vocabulary)}, merges), sort_keys=False)
 
@@ -219,7 +219,7 @@ def _fast(vocabulary: Vocabulary) -> gigatoken.Tokenizer | None:
 def _texts(paths: list[Path], words: int) -> Iterator[list[str]]:
     total = sum(_words(path) for path in paths)
     if total > words:
-        _log.info("tokenizer.words: learning from about %d of %d words", words, total)
+        _log.info("tokenizer.words: training on about %d of %d words", words, total)
     below = (words << 64) // max(total, 1)
     for path in paths:
         for batch in read_batches(path, ["text"]):
@@ -320,7 +320,7 @@ def _id_of(content: Mapping[str, Any], token: int | str) -> int:
     known = tokens | {one["content"]: one["id"] for one in added}
     found = known.get(token) if isinstance(token, str) else token
     if found is None:
-        raise ValueError(f"it has no token {token!r:.40}, which is to end a text", NO_END)
+        raise ValueError(f"it has no token {token!r:.40}, which should end a text", NO_END)
     return found
 
 
@@ -347,7 +347,7 @@ def _check_lossless(source: Path, content: Mapping[str, Any], tokenizer: Tokeniz
     """Raise DemixError for a tokenizer that loses text, and for one that finds the end of a text inside of it."""
     ends = tokenizer.decode([tokenizer.end_of_text])
     if tokenizer.end_of_text in tokenizer.encode(ends):
-        raise DemixError(source, f"encodes the text {ends!r:.40} inside a document as its end", _CURE)
+        raise DemixError(source, f"encodes the text {ends!r:.40} as the end of a document, also within one", _CURE)
     removed = any(step.get("behavior") == "Removed" for step in steps_of(content.get("pre_tokenizer")))
     # The published patterns, which gigatoken knows, match all of a text.
     if removed and tokenizer.fast is None:
@@ -360,8 +360,8 @@ def _check_numbers(source: Path, content: Mapping[str, Any]) -> None:
         library = HuggingFaceTokenizer.from_str(json.dumps({**content}))
     # What the library raises, as for a special token that lacks a key.
     except Exception as error:
-        raise DemixError(source, f"is not read by tokenizers ({error})", _CURE) from None
+        raise DemixError(source, f"cannot be read by the library tokenizers ({error})", _CURE) from None
     for one in content.get("added_tokens") or ():
         if (number := library.token_to_id(one["content"])) != one["id"]:
             named = f"{one['content']!r:.40} with the id {one['id']}"
-            raise DemixError(source, f"has the added token {named}, which tokenizers makes {number}", _CURE)
+            raise DemixError(source, f"has the added token {named}, which tokenizers encodes as {number}", _CURE)

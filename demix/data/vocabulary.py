@@ -62,7 +62,7 @@ def foreign_vocabulary(content: Mapping[str, Any], end_of_text: int, types: int)
     for its normal form: with a normaliser NFC the bytes of a text's ids are those of the text in NFC.
     """
     if not isinstance(types, int) or not 0 < types <= MAX_TYPES:
-        raise ValueError(f"it has {types!r:.40} types, and 1 to {MAX_TYPES:,} are allowed")
+        raise ValueError(f"it has {types!r:.40} tokens, but 1 to {MAX_TYPES:,} are allowed")
     _check_model(content)
     tokens, added = tokens_of(content)
     pieces = [b""] * types
@@ -71,12 +71,12 @@ def foreign_vocabulary(content: Mapping[str, Any], end_of_text: int, types: int)
     last, most = max(ids.items(), key=lambda item: item[1])
     if most >= types:
         raise ValueError(
-            f"its token {last!r:.40} has the id {most:,}, and the embedding has {types:,} rows",
-            "remove the tokens beyond the rows from it, or resize the model's embedding before it is saved",
+            f"its token {last!r:.40} has the id {most:,}, but the embedding has {types:,} rows",
+            "remove the tokens that have no row, or resize the model's embedding and save it again",
         )
     for token, number in ids.items():
         if (other := by_id.setdefault(number, token)) != token:
-            raise ValueError(f"the tokens {other!r:.40} and {token!r:.40} have the id {number:,}")
+            raise ValueError(f"the tokens {other!r:.40} and {token!r:.40} have the same id {number:,}")
     names = {one["content"] for one in added}
     for number, token in by_id.items():
         pieces[number] = token.encode() if token in names else to_bytes(token)
@@ -121,10 +121,10 @@ def _check_model(content: Mapping[str, Any]) -> None:
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
         raise ValueError("it is not a byte-level BPE")
     if model.get("byte_fallback"):
-        raise ValueError("it is not a byte-level BPE: its bytes are what characters fall back to, as SentencePiece's")
+        raise ValueError("it is not a byte-level BPE: bytes are only a fallback for characters, as in SentencePiece")
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
-            raise ValueError(f"its model has {key}, which no byte-level BPE of demix has")
+            raise ValueError(f"its model has {key}, which demix does not support")
     if not isinstance(model.get("merges"), list):
         raise ValueError("it has no list of merges")
     steps = steps_of(content.get("pre_tokenizer"))
@@ -139,7 +139,7 @@ def _check_model(content: Mapping[str, Any]) -> None:
             raise ValueError(f"its pre-tokenizer {step.get('type')!r:.40} may lose or change some text")
     for step in steps_of(content.get("normalizer")):
         if step.get("type") != "NFC":
-            raise ValueError(f"its normaliser {step.get('type')!r:.40} changes more of a text than its normal form NFC")
+            raise ValueError(f"its normaliser {step.get('type')!r:.40} changes a text in more ways than NFC does")
 
 
 def _is_plain(content: Mapping[str, Any]) -> bool:
@@ -160,7 +160,7 @@ def steps_of(part: Any) -> list[dict[str, Any]]:
     several = isinstance(part, dict) and part.get("type") == "Sequence"
     steps = part.get("pretokenizers", part.get("normalizers")) if several else [part]
     if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
-        raise ValueError(f"its steps are {part!r:.40}")
+        raise ValueError(f"its steps are {part!r:.40}, not a list")
     return [inner for step in steps for inner in (steps_of(step) if step.get("type") == "Sequence" else [step])]
 
 
@@ -178,4 +178,4 @@ def to_bytes(token: str) -> bytes:
     try:
         return bytes([table[character] for character in token])
     except KeyError:
-        raise ValueError(f"the token {token!r:.40} holds characters that represent no byte") from None
+        raise ValueError(f"the token {token!r:.40} holds characters that do not represent bytes") from None

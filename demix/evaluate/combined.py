@@ -67,8 +67,8 @@ def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path, manifes
     vocab_size = next(iter(shards.values())).vocab_size
     learned = {domain: _stream(shard, scoring) for (domain, split), shard in shards.items() if split == "train"}
     if (tokens := sum(map(len, learned.values()))) > MAX_NGRAM_TOKENS:
-        cause = f"would count {tokens:,} tokens, and at most {MAX_NGRAM_TOKENS:,} fit in memory"
-        raise DemixError("config key evaluation.ngrams", cause, "leave out those of all text")
+        cause = f"would count {tokens:,} tokens, but at most {MAX_NGRAM_TOKENS:,} fit in memory"
+        raise DemixError("config key evaluation.ngrams", cause, "remove the n-grams of all text")
     scored = {".".join(place): shard for place, shard in shards.items() if place[1] != "train"}
     pooled, by_domain = (
         output / folder for folder in ngram_folders(f"{scoring.order}{'' if scoring.train_tokens else '_all'}")
@@ -86,7 +86,7 @@ def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path, manifes
             write_scores(folder / name / f"{column}.parquet", pieces, {"tokens_sha256": tokens_sha256(ids)})
             write_tokens(folder / name, ids, shard.offsets, scoring.length, shard.origins)
         tokens = sum(map(len, streams)) - len(streams)
-        log.info("%s: %s learned from %d tokens, scored %d splits", folder.name, column, tokens, len(scored))
+        log.info("%s: %s counted on %d tokens, scored %d splits", folder.name, column, tokens, len(scored))
     columns: dict[Path, Sequence[str]] = {pooled: (DENSE_EXPERT,), by_domain: (*learned,)}
     tables = [(folder / name, columns[folder]) for folder in columns for name in scored]
     write_digests(manifest, tables, {"ngrams": stored})

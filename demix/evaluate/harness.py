@@ -117,7 +117,7 @@ class KnownTasks:
                 }
             for task, (version, documents) in found.items():
                 if not documents:
-                    raise DemixError(f"task {task}", "has no documents", "fix its data, or leave the task out")
+                    raise DemixError(f"task {task}", "has no documents", "fix its data, or remove the task")
                 text = json.dumps(documents, sort_keys=True, ensure_ascii=False, default=str)
                 yield task, version, documents, hashlib.sha256(text.encode()).hexdigest()
 
@@ -135,7 +135,7 @@ def evaluate_tasks(
 
     import demix.evaluate.harness_model  # noqa: F401, it registers the name `demix`
 
-    cure = "check the task's YAML file and its data, and the network if it reads any"
+    cure = "check the task's YAML file and its data, and the network if it uses it"
     refused = hub.refused_as(f"task {','.join(tasks.asked.tasks)}", "cannot be evaluated", cure)
     # What the harness prints on the way is not a result.
     with redirect_stdout(sys.stderr), refused, within_memory("--batch-size", "give a smaller one"):
@@ -176,7 +176,7 @@ def write_documents(asked: HarnessTasks, output: Path, *, offline: bool = True) 
     cure = "check the task's YAML file, its data and the network"
     if offline:
         os.environ.update(OFFLINE)
-        cure = "fix the task's data_files, or set lm_eval.offline: false where there is a network to fetch it"
+        cure = "fix the task's data_files, or set lm_eval.offline: false if there is a network to fetch them"
     batches = (_batch(*task) for task in KnownTasks.of(asked).documents(cure))
     write_batches(output, DOCUMENTS, batches, use_dictionary=["version", "task_sha256"])
 
@@ -195,7 +195,7 @@ def score_harness(directory: Path, documents: Path, given: HarnessScoring, outpu
     for name, _, _, found in tasks.documents("write the documents of the tasks again"):
         if pinned.get(name) != found:
             cause = f"holds other documents of {name} than the task has"
-            raise DemixError(documents, cause, "delete the file, and the tasks run again on what they have")
+            raise DemixError(documents, cause, "delete the file and rerun the tasks on their documents")
     rows = []
     for weights in given.weights if given.experts else ("dense",):
         mixed = {"experts": ",".join(given.experts), "weights": weights} if given.experts else {}
@@ -241,7 +241,7 @@ def _check_yaml(folder: str | None) -> None:
         try:
             yaml.compose(path.read_text())
         except (yaml.YAMLError, ValueError) as error:
-            raise DemixError(path, f"is not YAML ({error})", "fix it, so that the harness finds its task") from None
+            raise DemixError(path, f"is not YAML ({error})", "fix it, so that the harness can read its task") from None
 
 
 def _matched(manager: Any, name: str) -> list[str]:

@@ -102,7 +102,7 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
             cut += len(wanted[-1].context) < len(before)
         if cut:
             log.warning(
-                "%d of %d contexts do not fit into %d tokens and begin later", cut, len(wanted), self.max_length
+                "%d of %d contexts exceed %d tokens and lose their beginning", cut, len(wanted), self.max_length
             )
         with progress("continuations", len({*wanted})) as advance:
             return continuation_log_probabilities(self._mixture, wanted, self._batch, advance)
@@ -135,9 +135,7 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
         given = normalize_gen_kwargs(how, NEW_TOKENS)
         if unknown := sorted(given.keys() - DRAWING):
             known = ", ".join(sorted(DRAWING))
-            raise DemixError(
-                f"generation_kwargs {unknown[0]}", "is not offered here", f"leave it out; known are {known}"
-            )
+            raise DemixError(f"generation_kwargs {unknown[0]}", "is not supported", f"remove it; known are {known}")
         most, temperature = given["max_gen_toks"], given.get("temperature", 1.0) if given["do_sample"] else 0.0
         refuse_outside(max_gen_toks=(most, 1, 2**31), temperature=(temperature, 0, 100))
         whole = [self.eot_token_id, *self.tok_encode(context)]

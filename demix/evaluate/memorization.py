@@ -180,5 +180,5 @@ def _excerpts(domain: str, directory: Path, shard: TokenShard, count: int) -> tu
             rows.append((sha256, first - start))
             pieces.append(shard.read(first - 1, first + size)[None].astype(np.int64))
     if len(rows) < count:
-        log.warning("%s: only %d documents have %d tokens that serve", shard.path, len(rows), size)
+        log.warning("%s: only %d documents have the needed %d tokens", shard.path, len(rows), size)
     return pd.DataFrame(rows, columns=["document", "start"]), torch.from_numpy(np.concatenate(pieces))

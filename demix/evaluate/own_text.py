@@ -258,7 +258,7 @@ def files_of(texts: Sequence[Path]) -> list[Path]:
         below = sorted(text.rglob("*")) if text.is_dir() else []
         inside = [path for path in below if path.is_file() and not hidden(str(path.relative_to(text)))]
         if text.is_dir() and not inside:
-            raise DemixError(text, "holds no file", "name a folder with files of text")
+            raise DemixError(text, "holds no file", "name a folder with text files")
         found += inside or [text]
     return found
 
@@ -272,7 +272,7 @@ def whole_text(text: str | Path) -> str:
         return text
     _check_file(file)
     if readable(file.name) and suffixes(file.name) != [".txt"]:
-        raise DemixError(file, "holds documents, not one text", "give one of them as a string")
+        raise DemixError(file, "holds several documents, not one text", "give one of them as a string")
     check_file_kind(file, TEXT)
     try:
         return file.read_bytes().decode()
@@ -312,7 +312,7 @@ def _kept(stream: Path | str, folder: Path) -> Path:
 def _check_file(file: Path) -> None:
     """Raise DemixError unless `file` is a file."""
     if not file.is_file():
-        raise DemixError(file, "is not a file" if file.exists() else "is missing", "give the name of a file of text")
+        raise DemixError(file, "is not a file" if file.exists() else "is missing", "name a text file")
 
 
 def _scored(trunks: Sequence[GPT], shard: TokenShard, name: str) -> ScoreTable:

@@ -104,11 +104,11 @@ def _check(directory: Path, part: ScoringPart, texts: Mapping[tuple[str, str], T
     described = describe(directory)
     domain_tokens, architecture = described.domain_tokens, described.architecture
     if architecture.position == "learned" and part.context > architecture.context:
-        cause = f"is longer than the {architecture.context} positions that {directory} has learned"
+        cause = f"is longer than the {architecture.context} learned positions of {directory}"
         raise DemixError(f"context {part.context}", cause, "use fewer, or a model with position alibi")
     routed = architecture.routed.experts if architecture.routed else 0
     if part.top_k > routed:
-        cause = f"is more than the {routed} experts among which tokens of {directory} choose in a layer"
+        cause = f"is more than the {routed} experts in a layer of {directory}"
         raise DemixError(f"top_k {part.top_k}", cause, "use fewer, or a model of kind routed")
     wanted = {*(part.experts or part.domains)}
     if (domain_tokens or not part.experts) and not wanted <= {*domain_tokens}:

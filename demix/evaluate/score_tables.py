@@ -193,7 +193,7 @@ def stream_scores(
         yield Blocks(scores, mask, ids, documents, origins, others)
     for one in files:
         if one.tokens_sha256 != digest.hexdigest():
-            raise DemixError(one.path, f"is of other tokens than {path} holds", SCORE_AGAIN)
+            raise DemixError(one.path, f"has scores of other tokens than {path}", SCORE_AGAIN)
 
 
 def _check_structure(tokens: "Footer", files: "Sequence[Footer]", columns: int) -> None:
@@ -250,7 +250,7 @@ def refuse_other_model(directory: Path, experts: Iterable[str], model: Path) -> 
         found = _footer(path).about
         for key, expected in (("shared_sha256", shared), ("expert_sha256", own)):
             if expected is not None and found.get(key.encode(), b"").decode() != expected:
-                cause = f"was scored with other weights ({key}) than {model} has"
+                cause = f"was scored with other parameters ({key}) than those of {model}"
                 raise DemixError(path, cause, SCORE_AGAIN)
 
 
@@ -265,7 +265,7 @@ def refuse_evidence(subject: object, folds: int, asked: str) -> None:
     A masked model has read the text after a token: what it says of earlier tokens knows the token that is mixed.
     """
     if folds:
-        cause = f"holds masked log-probabilities ({folds} folds), by which {asked} would see what is to be predicted"
+        cause = f"holds masked log-probabilities ({folds} folds), with which {asked} would see the predicted tokens"
         raise DemixError(subject, cause, "mix masked models by average or fitted")
 
 
@@ -291,7 +291,7 @@ class Footer:
         """The value of a key, a whole number."""
         said = self.about.get(key, default)
         if not said.isdigit():
-            raise DemixError(self.path, f"says of its {key.decode()} what no stage writes ({said!r:.40})", SCORE_AGAIN)
+            raise DemixError(self.path, f"has an invalid value of {key.decode()} ({said!r:.40})", SCORE_AGAIN)
         return int(said)
 
 

@@ -32,7 +32,7 @@ def check_inside(path: Path, folder: Path) -> None:
     if os.path.lexists(path) and not path.exists():
         raise DemixError(path, "is a broken link", "put the file itself there")
     if not target.is_relative_to(root) and target.parent not in caches:
-        raise DemixError(path, f"is a link to {target}, which is outside of its folder", "put the file itself there")
+        raise DemixError(path, f"is a link to {target}, which is outside its folder", "put the file itself there")
 
 
 def sha256_file(path: str | Path) -> str:

@@ -28,7 +28,7 @@ MAX_BYTES = 64 << 20
 MAX_LEVELS = 100
 _MAKE = "run the stage that makes it"
 # Cures for a file that no stage of demix makes, in place of those for its own.
-_ELSEWHERE = {REMAKE: "fix it, or get it again", _MAKE: "put it there, or fix the path"}
+_ELSEWHERE = {REMAKE: "fix it, or download it again", _MAKE: "put it there, or fix the path"}
 UNKNOWN = "is damaged, of another version of demix, or not written by it"
 
 
@@ -104,7 +104,7 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
     if set(end) != {"rows", SEAL}:
         raise DemixError(path, f"{UNKNOWN} (its last line is not a checksum)", REMAKE)
     if end["rows"] != len(rows):
-        raise DemixError(path, f"is damaged (it holds {len(rows)} rows of {end['rows']})", REMAKE)
+        raise DemixError(path, f"is damaged (it holds only {len(rows)} of {end['rows']} rows)", REMAKE)
     _check(path, rows, end[SEAL])
     return rows
 
@@ -168,4 +168,4 @@ class _Object(dict[str, Any]):
 
 def _check(path: str | Path, value: Any, seal: Any) -> None:
     if digest(value) != seal:
-        raise DemixError(path, "is damaged (its values changed: they do not have the seal written with them)", REMAKE)
+        raise DemixError(path, "is damaged (its values changed: they do not match the seal written with them)", REMAKE)

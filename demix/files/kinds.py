@@ -39,7 +39,7 @@ _CURES = {
     LFS: "run git lfs pull in its repository",
     ANNEX: "run git annex get in its repository",
     UTF16: "convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW",
-    PAGE: "fetch it again: terms may wait to be accepted",
+    PAGE: "fetch it again: you may have to accept terms of use",
 }
 
 
@@ -59,8 +59,8 @@ def check_kind(path: object, head: bytes, wanted: str) -> None:
     if not head or found == wanted or (found is TEXT and wanted not in _MARKS) or (found is PAGE and wanted is TEXT):
         return
     if found is TEXT and wanted in (GZIP, ZSTD):
-        raise DemixError(path, "is not compressed", "rename it: its name ends like a compressed file's")
-    cure = "fetch it again" if found is TEXT else f"convert or decompress it, or end its name as that of {found}"
+        raise DemixError(path, "is not compressed", "rename it: its ending is that of a compressed file")
+    cure = "fetch it again" if found is TEXT else f"convert or decompress it, or give its name the ending of {found}"
     raise DemixError(path, f"is {found}, not {wanted}", _CURES.get(found, cure))
 
 

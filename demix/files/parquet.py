@@ -119,7 +119,7 @@ def _check(path: str, *_: int) -> None:
         stream.seek(place)
         recorded = stream.read(len(BLANK))
     if recorded != _digest(Path(path), place):
-        raise ValueError("its bytes changed: they do not have the digest that was written with them")
+        raise ValueError("its bytes changed: they do not match the digest that was written with them")
 
 
 def _place(path: Path) -> int | None:

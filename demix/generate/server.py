@@ -64,7 +64,7 @@ RULES = ("tempered", "switching(0.01)", "history", "released")
 # Those that it offers where the model's run has a clustering of its experts.
 BY_CLUSTER = ("cluster", "cluster+history")
 OFFERED = (
-    "this server completes texts and has no chat: ask for POST /v1/completions or GET /v1/models, or open the page at /"
+    "this server completes texts and has no chat: use POST /v1/completions or GET /v1/models, or open the page at /"
 )
 # One more is answered with 503.
 # One more is answered with 503.
@@ -194,7 +194,7 @@ def request_of(kind: type[T], body: bytes) -> T:
     except (ValueError, RecursionError):
         raise DemixError("request", "is not JSON in valid Unicode", "send a JSON object") from None
     if not isinstance(values, dict):
-        raise DemixError("request", "is not a JSON object", "send one")
+        raise DemixError("request", "is not a JSON object", "send a JSON object")
     return settings_from(kind, {key: value for key, value in values.items() if value is not None}, "request")
 
 
@@ -393,8 +393,8 @@ def place_of(host: str, port: int) -> socket.socket:
     Raises DemixError where it cannot be had, and for a host other than loopback without a key in the environment.
     """
     if in_url(host) not in LOOPBACK and not os.environ.get(KEY):
-        cure = f"set {KEY} to a key that requests must bear, or leave --host out"
-        raise DemixError(f"--host {host}", "may be reached from other machines", cure)
+        cure = f"set {KEY} to a key that requests must send, or omit --host"
+        raise DemixError(f"--host {host}", "may be accessible from other machines", cure)
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:

@@ -25,9 +25,9 @@ OWN_OPTIONS = re.compile(
 def _further(options: dict[str, Any]) -> dict[str, Any]:
     for name in options:
         if OWN_OPTIONS.fullmatch(name):
-            raise ValueError(f"has {name}, which demix sets itself", "leave it out, and set the key for it")
+            raise ValueError(f"has {name}, which demix sets itself", "remove it, and set the key of that name")
         if not re.fullmatch("[a-z][a-z0-9-]+", name):
-            raise ValueError(f"has {name!r:.40}, no option's name", "name options as in --reservation, without dashes")
+            raise ValueError(f"has {name!r:.40}, which is not an option's name", "write it without dashes: reservation")
     return options
 
 

@@ -40,7 +40,7 @@ def launched(
     """
     if "WORLD_SIZE" in os.environ:
         if os.environ.get("DEMIX_FINGERPRINT", job.fingerprint) != job.fingerprint:
-            raise DemixError("job", "was submitted with other settings or data than the present ones", "rerun")
+            raise DemixError("job", "was submitted with other settings or data than the current ones", "rerun")
         work(job.places)
         return
     if site is not None and site.launch == "slurm":
@@ -65,7 +65,7 @@ def _train_here(job: TrainingJob, places: Places, work: Callable[[Places], None]
     from torch import cuda
 
     if cuda.is_available() and job.ranks > cuda.device_count():
-        cause = f"is {job.ranks} for {cuda.device_count()} GPUs"
+        cause = f"is {job.ranks}, but there are {cuda.device_count()} GPUs"
         raise DemixError("ranks", cause, f"use at most {cuda.device_count()} here")
     launch([*job.command, *places.options], job.ranks, job.checkpoints / "logs")
 
@@ -85,7 +85,7 @@ def world_size(ranks: int) -> int:
         cause = f"is {os.environ['WORLD_SIZE']}, without a valid {' and '.join(wrong or ['RANK'])}"
         raise DemixError("the environment variable WORLD_SIZE", cause, "unset it, or start the ranks with torchrun")
     if ranks not in (1, size):
-        raise DemixError("ranks", f"is {ranks}, but WORLD_SIZE is {size}", "leave --ranks out, or unset WORLD_SIZE")
+        raise DemixError("ranks", f"is {ranks}, but WORLD_SIZE is {size}", "omit --ranks, or unset WORLD_SIZE")
     return size
 
 
@@ -143,7 +143,7 @@ def _watch(processes: list[subprocess.Popen[bytes]], ended: "Queue[int]", store:
 
 def _failure(processes: list[subprocess.Popen[bytes]], rank: int, store: "TCPStore", logs: Path) -> DemixError:
     """The error of the ranks, of which `rank` ended first."""
-    cure = "fix the cause and rerun: training goes on from the last checkpoint"
+    cure = "fix the cause and rerun: training resumes from the last checkpoint"
     status, key = processes[rank].returncode, key_of_failure()
     noted = [Failure(**json.loads(store.get(key)))] if store.check([key]) else []
     killed = [Failure(rank, "", signal.Signals(-status).name, killed=True)] if status < 0 else []

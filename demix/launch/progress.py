@@ -181,12 +181,12 @@ def failure(job: TrainingJob, job_id: str, state: str, restarts: int) -> DemixEr
 
     The error names a rank that was killed, else the rank that noted an error first, else the state that SLURM shows.
     """
-    cure = "fix the cause and rerun: training goes on from the last checkpoint"
+    cure = "fix the cause and rerun: training resumes from the last checkpoint"
     logs = job.jobs
     if state.startswith("CANCELLED"):
-        return DemixError(f"job {job_id}", "was cancelled", "rerun: training goes on from the last checkpoint")
+        return DemixError(f"job {job_id}", "was cancelled", "rerun: training resumes from the last checkpoint")
     if state == "TIMEOUT":
-        cure = "raise cluster.grace_seconds, then rerun: training goes on from the last checkpoint"
+        cure = "raise cluster.grace_seconds, then rerun: training resumes from the last checkpoint"
         return MishapError(f"job {job_id}", "reached its time limit before its state was saved", cure)
     killed = _killed(logs / f"{job_id}_0_log.err")
     if first := first_failure(noted_in(logs / f"{job_id}.{restarts}.notes"), killed):

@@ -52,8 +52,8 @@ class Rank:
             print(f"{START} {restarts} of job {job_id}", file=sys.stderr, flush=True)
         with noting(self.jobs / f"{job_id}.{restarts}.notes", rank):
             if restarts > REQUEUES:
-                cure = "raise cluster.minutes, then rerun: training goes on from the last checkpoint"
-                raise DemixError(f"job {job_id}", f"was queued again {restarts} times", cure)
+                cure = "raise cluster.minutes, then rerun: training resumes from the last checkpoint"
+                raise DemixError(f"job {job_id}", f"was requeued {restarts} times", cure)
             distributed = submitit.helpers.TorchDistributedEnvironment()
             _resolve(distributed.master_addr)
             distributed.export(set_cuda_visible_devices=False, overwrite=True)
@@ -92,10 +92,10 @@ def _requeue(job_id: str) -> None:
     """Queue the running job again, unless SLURM has already ended the job."""
     state = show(job_id).get("JobState")
     if state == "RUNNING":
-        log.info("job %s: queueing the job again", job_id)
+        log.info("job %s: requeueing the job", job_id)
         ask(["scontrol", "requeue", job_id])
     else:
-        log.info("job %s is %s: the job is not queued again from here", job_id, state)
+        log.info("job %s is %s: demix does not requeue it", job_id, state)
 
 
 # Variables that an enclosing job sets, which the new job must not treat as its own, and those of them that name the
@@ -131,8 +131,8 @@ class _Executor(SlurmExecutor):
         said = string if isinstance(string, str) else string.decode(errors="replace")
         if found := re.search(r"^Submitted batch job (\d+)\b", said, re.MULTILINE):
             return found[1]
-        cure = "see `squeue --me`, and `scancel` a job that is there, then rerun"
-        raise DemixError("sbatch", f"names no job that it submitted ({said.strip()!r:.200})", cure)
+        cure = "check `squeue --me`, `scancel` a job that was submitted, then rerun"
+        raise DemixError("sbatch", f"did not print the id of a job ({said.strip()!r:.200})", cure)
 
 
 def executor_of(job: TrainingJob, cluster: Cluster) -> SlurmExecutor:
@@ -142,7 +142,7 @@ def executor_of(job: TrainingJob, cluster: Cluster) -> SlurmExecutor:
         executor = _Executor(folder=job.jobs.resolve(), max_num_timeout=REQUEUES)
     except RuntimeError:
         raise DemixError(
-            "cluster.launch", "is slurm, but there is no srun here", "use local, or log in to the cluster"
+            "cluster.launch", "is slurm, but srun is not installed here", "use local, or log in to the cluster"
         ) from None
     executor.update_parameters(**_asked(job, cluster))
     return executor

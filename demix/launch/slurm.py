@@ -63,7 +63,7 @@ def run(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], Non
                 _wait(job, job_id)
             except _InterruptedError as interrupted:
                 cure = f"rerun to wait for it, or `scancel {job_id}`"
-                error = DemixError(f"job {job_id}", f"was left running ({interrupted})", cure)
+                error = DemixError(f"job {job_id}", f"is still running ({interrupted})", cure)
                 # An interrupted snakemake shows no logs of its jobs.
                 _print_line(job, str(error))
                 raise error from None
@@ -227,7 +227,7 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     except _InterruptedError as interrupted:
-        raise DemixError("demix", f"was interrupted ({interrupted}); a job goes on", "rerun to wait for it") from None
+        raise DemixError("demix", f"was interrupted ({interrupted}); a job still runs", "rerun to wait") from None
     finally:
         done.set()
         for number, handler in handlers.items():

@@ -71,7 +71,7 @@ class WeightsRule(ABC):
 
         A rule that sees earlier blocks raises DemixError: an updating or cached prior would count their evidence twice.
         """
-        raise DemixError(f"weights {self}", "see more than one block", "use them with the prior uniform or fitted")
+        raise DemixError(f"weights {self}", "use more than one block", "combine them with the prior uniform or fitted")
 
     def posteriors(self, scores: np.ndarray, mask: np.ndarray, log_priors: np.ndarray) -> np.ndarray:
         """The posterior [B, E] after a whole block; before each token it is `log_weights` of `demix.mix.mixtures`."""
@@ -376,7 +376,7 @@ def weights_rule(weights: str | Weights) -> WeightsRule:
         raise DemixError(f"weights {weights}", *error.args) from None
     if parsed.open:
         form = f"{parsed.family}({','.join(parsed.rules.parameters)})"
-        raise DemixError(f"weights {weights}", "leave parameters open", f"give them as {form}")
+        raise DemixError(f"weights {weights}", "lack parameters", f"give them as {form}")
     return CLASSES[parsed.family](*parsed.parameters)
 
 
@@ -389,7 +389,7 @@ def _distances(chunk: Chunk) -> np.ndarray:
     """The squared distances [B, T, E] with the scores. Raises DemixError where there are none."""
     if chunk.distances is None:
         cause = "need the distances of the text to the experts' clusters"
-        raise DemixError("weights cluster", cause, "score under a model whose run has routing tables")
+        raise DemixError("weights cluster", cause, "use a model whose run has routing tables")
     return chunk.distances
 
 

@@ -64,7 +64,7 @@ def clusters_of(directory: Path) -> Clusters:
     """
     directory = Path(directory)
     if (found := _found(directory)) is None:
-        cure = "use other weights, or add by_domain: {method: metadata} to the run's clusterings"
+        cure = "use another rule, or add by_domain: {method: metadata} to the run's clusterings"
         raise DemixError(directory, "has no clustering of its experts in its run or folder", cure)
     refuse_other_clusters(directory, found.folder, [path.stem for path in directory.glob("experts/[!.]*.json")])
     return found
@@ -80,7 +80,7 @@ def refuse_other_clusters(directory: Path, folder: Path, experts: Iterable[str])
         lineage, shard = directory / "experts" / f"{name}.json", folder / "shards" / name / "train.json"
         known = lineage.is_file() and shard.is_file()
         if known and read_lineage(lineage).data_sha256.get(name) != read_json(shard)["sha256"]:
-            cause = f"learned from another cluster than {name} of {folder}"
+            cause = f"was trained on another cluster than {name} of {folder}"
             raise DemixError(lineage, cause, "train it again, or remove it")
 
 

@@ -115,8 +115,8 @@ def mixture_of(
         contexts = clusters_of(directory).contexts(tokenizer, trunks[0].architecture.context)
         for name, weight in zip(names, log_prior, strict=True):
             if weight > -np.inf and name not in contexts.names:
-                cause = f"need one cluster per expert; {name} has none"
-                raise DemixError(f"--weights {rule.family}", cause, "use other weights or experts")
+                cause = f"need one cluster per expert, but {name} has none"
+                raise DemixError(f"--weights {rule.family}", cause, "use another rule or other experts")
     return MixedModel(trunks, Mixture(weights_rule(rule), log_prior, decay, top_k), contexts)
 
 
@@ -134,8 +134,8 @@ def within(context: Sequence[int], tokens: Sequence[int], length: int) -> Contin
     A context that is too long loses its first tokens. Raises DemixError for more tokens than positions.
     """
     if len(tokens) > length:
-        cause = f"has {len(tokens)} tokens, more than the {length} that the model sees"
-        raise DemixError("continuation", cause, "leave the task out, or use a model with a longer context")
+        cause = f"has {len(tokens)} tokens, more than the model's context of {length}"
+        raise DemixError("continuation", cause, "omit the task, or use a model with a longer context")
     return Continuation(tuple(context[-(length + 1 - len(tokens)) :]), tuple(tokens))
 
 

@@ -95,7 +95,7 @@ class Decoder:
             predicted.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1))
         self._predicted = torch.cat(predicted)
         if bool(self._predicted.isnan().any()):
-            raise DemixError("model", "gives tokens no probability", "train it again, or leave its experts out")
+            raise DemixError("model", "does not give tokens a probability", "train it again, or use other experts")
         return torch.cat(scores)
 
 
@@ -184,7 +184,7 @@ def log_prior_of(experts: Sequence[str], weights: dict[str, float]) -> np.ndarra
             raise DemixError(f"prior of {name}", f"is {weight}", "give a number of at least 0")
     total = sum(weights.values())
     if not 0 < total < math.inf:
-        raise DemixError("prior", f"has weights that sum to {total}", "give one a weight above 0, none too large")
+        raise DemixError("prior", f"has weights that sum to {total}", "give weights with a finite sum above 0")
     with np.errstate(divide="ignore"):
         log_prior: np.ndarray = np.log([weights.get(name, 0.0) / total for name in experts])
     return log_prior

@@ -28,7 +28,7 @@ def compute_type(precision: str) -> torch.dtype:
     if precision == "bf16" and torch.cuda.is_available() and not torch.version.hip:
         name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
         if major < 8:
-            cause = f"is not of {name}, whose compute capability is {major}.{minor} (bf16 needs 8.0)"
+            cause = f"is not supported by {name}: its compute capability is {major}.{minor}, and bf16 needs 8.0"
             raise DemixError("precision bf16", cause, LACKING_CURE)
     return PRECISIONS[precision]
 
@@ -87,7 +87,7 @@ def device_named(name: str | None) -> torch.device:
     known = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     known += [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     if name not in known:
-        raise DemixError(f"--device {name:.40}", "is not on this machine", f"use one of {', '.join(known)}")
+        raise DemixError(f"--device {name:.40}", "is not available on this machine", f"use one of {', '.join(known)}")
     return torch.device(name)
 
 

@@ -38,7 +38,7 @@ from demix.model.manifest import (
 LARGEST_WEIGHT = 1e6
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Snakemake knows a model only by its manifest.
-TRAIN_AGAIN = "train the model again: `snakemake -f` its model.json, or get the file again"
+TRAIN_AGAIN = "train the model again (`snakemake -f` with its model.json), or download the file again"
 OWN_TOKENIZER = "use the tokenizer that the model was trained with, or train the model again"
 CPU = torch.device("cpu")
 SHARED = "shared.safetensors"
@@ -123,9 +123,9 @@ def expert_lineage(directory: Path, expert: str, *needed: str) -> ExpertManifest
         raise unknown_expert(directory, expert)
     lineage, described = read_lineage(path, *needed), describe(directory)
     if lineage.name != expert and "name" in lineage.content:
-        raise DemixError(path, f"describes the expert {lineage.name}", "give it its name back")
+        raise DemixError(path, f"describes the expert {lineage.name}", "rename the file to this name")
     if lineage.shared_sha256 != described.shared_sha256:
-        raise DemixError(path, "belongs to other shared weights than the model's", "train or adapt it again")
+        raise DemixError(path, "belongs to a model with other shared weights", "train or adapt it again")
     if described.experts.get(expert) not in (None, digest(lineage.content)):
         raise DemixError(path, "is not the expert that the model was written with", TRAIN_AGAIN)
     refuse_other_tokenizer(directory, path, lineage.tokenizer_sha256)
@@ -142,7 +142,7 @@ def unknown_expert(directory: Path, name: str) -> DemixError:
 def refuse_routed(directory: Path, use: str) -> None:
     """Raise DemixError if the tokens of the model in `directory` choose their experts, which is not for this `use`."""
     if describe(directory).architecture.routed:
-        cause = f"is a model whose tokens choose their experts, which {use}"
+        cause = f"is a token-routed model, which {use}"
         raise DemixError(directory, cause, "use another model")
 
 
@@ -160,14 +160,14 @@ def refuse_other_tokenizer(directory: Path, subject: Path, sha256: str | None, v
     description = describe(directory)
     check_same_tokenizer(subject, sha256, f"the model {directory}", description.tokenizer_sha256)
     if vocab_size not in (None, description.vocab_size):
-        cause = f"has {vocab_size:,} ids, and the model {directory} has {description.vocab_size:,}"
+        cause = f"has {vocab_size:,} ids, but the model {directory} has {description.vocab_size:,}"
         raise DemixError(subject, cause, OWN_TOKENIZER)
 
 
 def check_same_tokenizer(subject: Path, sha256: str | None, model: str, own: str | None) -> None:
     """Raise DemixError unless `sha256`, the tokenizer of `subject`, is the model's `own`."""
     if sha256 != own:
-        cause = f"is of another tokenizer ({str(sha256)[:12]}) than {model} ({str(own)[:12]})"
+        cause = f"has another tokenizer ({str(sha256)[:12]}) than {model} ({str(own)[:12]})"
         raise DemixError(subject, cause, OWN_TOKENIZER)
 
 
@@ -284,8 +284,8 @@ def check_values(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
         low, high = (float(bound) for bound in tensor.aminmax()) if tensor.numel() else (0.0, 0.0)
         # A comparison with NaN is false.
         if not -LARGEST_WEIGHT <= low <= high <= LARGEST_WEIGHT:
-            cause = f"holds numbers from {low:g} to {high:g} in {name}, which no training makes"
-            raise DemixError(path, cause, "train it again, or get it again")
+            cause = f"holds numbers from {low:g} to {high:g} in {name}, which training cannot produce"
+            raise DemixError(path, cause, "train it again, or download it again")
 
 
 def load_weights(path: Path, sha256: str, wanted: Tensors) -> Tensors:
@@ -297,7 +297,7 @@ def load_weights(path: Path, sha256: str, wanted: Tensors) -> Tensors:
     for name in sorted(tensors.keys() | wanted.keys()):
         found, made = ((*part[name].shape,) if name in part else None for part in (tensors, wanted))
         if found != made:
-            cause = f"holds {name} as {found}, of which the architecture makes {made}"
+            cause = f"holds {name} as {found}, but in the architecture it is {made}"
             raise DemixError(path, cause, TRAIN_AGAIN)
     check_values(path, tensors.items())
     return tensors
@@ -314,7 +314,7 @@ def load_verified(path: Path, sha256: str) -> Tensors:
     except FileNotFoundError:
         raise DemixError(path, "is missing", TRAIN_AGAIN) from None
     except MemoryError:
-        raise DemixError(path, "does not fit into memory", "use a machine with more of it") from None
+        raise DemixError(path, "does not fit into memory", "use a machine with more memory") from None
     if hashlib.sha256(content).hexdigest() != sha256:
         raise DemixError(path, "differs from its recorded sha256", TRAIN_AGAIN)
     try:

@@ -94,7 +94,7 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
     for key in ("architecture", "vocab_size", "domain_tokens", "tokenizer_sha256", "shared_sha256"):
         if ours.get(key) != theirs.get(key):
             cause = f"belongs to a model with another {key} than {directory}"
-            raise DemixError(source, cause, "an expert fits the model that it was trained or adapted with")
+            raise DemixError(source, cause, "add it to the model that it was trained or adapted with")
     load_expert(other, source.stem)
     usual = usual_of(other).get(source.stem)
     with changing(directory):
@@ -133,7 +133,7 @@ def remove_expert(directory: Path, name: str) -> None:
         if name not in names and not weights.exists():
             raise unknown_expert(directory, name)
         if names == (name,):
-            raise DemixError(description, "is the last expert of its model", "delete the model's folder instead")
+            raise DemixError(description, "is the only expert of its model", "delete the model's folder instead")
         description.unlink(missing_ok=True)
         weights.unlink(missing_ok=True)
         _forget(directory, name)
@@ -142,8 +142,8 @@ def remove_expert(directory: Path, name: str) -> None:
 def refuse_merged(directory: Path) -> None:
     """Raise DemixError if tokens of the model in `directory` choose among experts that have no files of their own."""
     if describe(directory).architecture.routed and not whole_models(directory):
-        cure = "change the experts of the model that was merged, and merge that again"
-        raise DemixError(directory, "has stacked its experts in every layer", cure)
+        cure = "change the experts of the model before merging, and merge it again"
+        raise DemixError(directory, "has merged experts, which it stores together in every layer", cure)
 
 
 def _forget(directory: Path, name: str) -> None:
@@ -209,13 +209,13 @@ def load_without(directory: Path, name: str) -> GPT:
     routed = described.architecture.routed
     names = [one.expert for one in expert_lineage(directory, DENSE_EXPERT).choices] if routed else []
     if not routed or (len({*names}), 1) != (routed.experts, routed.every):
-        cause = "is not a merged model whose tokens choose among experts"
+        cause = "is not a merged token-routed model"
         raise DemixError(directory, cause, "use one from `demix merge --routed` or BTX")
     if name not in names:
-        cause = f"is not one that tokens of {directory} choose among"
-        raise DemixError(f"expert {name}", cause, nearest(name, names, "give the name of one"))
+        cause = f"is not an expert of {directory}"
+        raise DemixError(f"expert {name}", cause, nearest(name, names, "name one of its experts"))
     if len(names) - 1 < max(2, routed.top_k):
-        cause = f"cannot go: of {len(names)} experts each token chooses {max(2, routed.top_k)}"
+        cause = f"cannot be left out: each token uses {max(2, routed.top_k)} of {len(names)} experts"
         raise DemixError(f"expert {name}", cause, "keep it")
     rows = [number for number, one in enumerate(names) if one != name]
     own = {key: tensor[rows] for key, tensor in load_expert(directory, DENSE_EXPERT).items()}

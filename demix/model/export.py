@@ -37,9 +37,9 @@ _USE = """
 ## In transformers
 
 `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` runs `modeling_demix.py` of this folder, which
-needs only transformers. Its logits are the log of the probabilities that the {experts} experts give together, weighted
-at each token by the text so far: tempered({beta:g},{gamma:g}), with equal priors. A text begins with `{start}`. Each
-token passes through every expert.
+needs only transformers. Its logits are the log-probabilities of the mixture of all {experts} experts. At each token
+the text so far weights the experts by the rule tempered({beta:g},{gamma:g}), with equal priors. A text begins with
+`{start}`. Each token passes through every expert.
 """
 
 
@@ -100,7 +100,7 @@ def export_mixture(
     refuse_routed(directory, "no mixture of outputs holds")
     names = expert_names(directory)
     if len(names) == 1:
-        raise DemixError(directory, "has one expert, and so no mixture", f"export it with --expert {names[0]}")
+        raise DemixError(directory, "has only one expert, not a mixture", f"export it with --expert {names[0]}")
     export, trunks = _Export(directory, tokenizer, output, dtype, mixture=True), load_experts(directory)
     rows = export.form.tensors(trunks[0].architecture, dict(trunks[0].named_parameters()))
     feedforwards = {re.sub(r"\.\d+", "", name) for row in rows if ".feedforward." in row.ours for name in row.theirs}
@@ -159,7 +159,7 @@ class _Export:
         tensors = {name: tensor.to(DTYPES[self.dtype]) for name, tensor in theirs.items()}
         for name, tensor in tensors.items():
             if not bool(tensor.isfinite().all()):
-                cause = f"has numbers in {name} beyond those of {self.dtype}"
+                cause = f"has numbers in {name} beyond the range of {self.dtype}"
                 raise DemixError(self.directory, cause, "use bfloat16 or float32")
         return tensors
 

@@ -264,7 +264,7 @@ class Format:
         for name, value in (NEUTRAL | self.must).items():
             found = config.get(name, value)
             if not _is_as_it_must(found, value):
-                cause = f"is {found!r:.80}, and demix computes {self.title} only with {value!r}"
+                cause = f"is {found!r:.80}, but demix supports {self.title} only with {value!r}"
                 raise DemixError(f"{path}: {name}", cause, "import another model")
         options = self._given(config, path)
         rest = {name: options.pop(name) for name in names_of(Others) if name in options}
@@ -275,8 +275,8 @@ class Format:
             if share is not None and "rope_share" in options:
                 options["rope_share"] = share
             elif share not in (None, 1.0):
-                cause = f"is {share}, and {self.title} rotates whole heads"
-                raise DemixError(f"{path}: rope_parameters.partial_rotary_factor", cause, "leave it out")
+                cause = f"is {share}, but {self.title} rotates whole heads"
+                raise DemixError(f"{path}: rope_parameters.partial_rotary_factor", cause, "remove it")
             options |= others.rope.options(options.pop("rope_theta", None), others.context)
         if self.routed:
             own = {name: options.pop(f"routed.{name}") for name in names_of(Routed) if f"routed.{name}" in options}
@@ -294,8 +294,8 @@ class Format:
             except ValueError as error:
                 raise DemixError(f"{path}: {name}", f"is {config[name]!r:.80}", str(error)) from None
             if value is not None and options.setdefault(key.ours, value) != value:
-                cause = f"is {value!r:.80}, and {self.theirs(key.ours)} is {options[key.ours]!r:.80}"
-                raise DemixError(f"{path}: {name}", cause, "import a model in which both are one number")
+                cause = f"is {value!r:.80}, but {self.theirs(key.ours)} is {options[key.ours]!r:.80}"
+                raise DemixError(f"{path}: {name}", cause, "import a model in which both are equal")
         for name, key in self.keys.items():
             # Null in place of a default says that the option follows from the sizes.
             if name not in given and key.default is not None:

@@ -52,10 +52,10 @@ class GPT(LanguageModel):
         expert_scope: str = "feedforward",
     ):
         if expert_scope == "model" and len(experts) != 1:
-            raise DemixError(f"experts {', '.join(experts)}", "share no tensor", "load each expert as its own model")
+            raise DemixError(f"experts {', '.join(experts)}", "share no tensor", "load each as a model of its own")
         if architecture.routed and len(experts) != 1:
-            cause = "are given to an architecture whose tokens choose among experts of their own"
-            raise DemixError(f"experts {', '.join(experts)}", cause, "give one")
+            cause = "are several, but a token-routed architecture has its experts inside one expert"
+            raise DemixError(f"experts {', '.join(experts)}", cause, "give one name")
         super().__init__(architecture, vocab_size, len(experts))
         self.experts, self.domain_tokens = tuple(experts), tuple(domain_tokens)
         self.expert_scope = expert_scope
@@ -150,7 +150,7 @@ class GPT(LanguageModel):
             x = torch.where((inputs != MASKED).unsqueeze(-1), x, hidden)
         if led:
             if domains is None or self.domain_embedding is None:
-                raise DemixError("domains", "a domain-token model was given no domain token", "pass one per sequence")
+                raise DemixError("domains", "are missing: the model needs domain tokens", "pass one per sequence")
             x = torch.cat([self.domain_embedding[domains].unsqueeze(2), x], dim=2)
         if self.architecture.head == "clap":
             x = F.normalize(x, dim=-1)
@@ -167,15 +167,15 @@ class GPT(LanguageModel):
         Ids of training come from shards, and a GPU would have to be waited for to look at them.
         """
         if past and self.masked:
-            raise DemixError("a model with bidirectional attention", "cannot go on with a text", "use a causal model")
+            raise DemixError("a model with bidirectional attention", "cannot continue a text", "use a causal model")
         rooms = [past[0].positions] if past else []
         rooms += [] if self.position_embedding is None else [len(self.position_embedding)]
         if positions > min(rooms, default=positions):
-            raise DemixError("inputs", f"end at position {positions} of {min(rooms)}", "give fewer tokens")
+            raise DemixError("inputs", f"end at position {positions}; the last is {min(rooms)}", "give fewer tokens")
         if inputs.numel() and not (inputs.is_cuda and torch.is_grad_enabled()):
             least, most = (int(bound) for bound in inputs.aminmax())
             if least < (MASKED if self.masked else 0) or most >= self.vocab_size:
-                cause = f"have ids from {least} to {most}, and the vocabulary has {self.vocab_size}"
+                cause = f"have ids from {least} to {most}, but the vocabulary has {self.vocab_size}"
                 raise DemixError("inputs", cause, "give ids of the model's own tokenizer")
 
     def no_past(self, positions: int | None = None) -> list[KeyValues]:

@@ -151,11 +151,11 @@ def read_config(path: Path) -> tuple[Format, dict[str, Any], Others]:
     form = FORMATS.get(name) if isinstance(name, str) else None
     if form is None or form.export_only:
         known = ", ".join(one.name for one in FORMATS.values() if not one.export_only)
-        raise DemixError(f"{path}: model_type", f"is {name!r:.40}", f"families that come in are {known}")
+        raise DemixError(f"{path}: model_type", f"is {name!r:.40}, which is not supported", f"supported are {known}")
     if unknown := sorted(key for key in content.keys() - form.known if not HARMLESS.fullmatch(key)):
         values = ", ".join(f"{content[key]!r:.80}" for key in unknown)
-        cause = f"is {values:.300}, and whether this changes what {form.title} computes is not known"
-        raise DemixError(f"{path}: {', '.join(unknown)}", cause, "leave out of the file what changes nothing")
+        cause = f"is {values:.300}; demix does not know whether this changes the computation of {form.title}"
+        raise DemixError(f"{path}: {', '.join(unknown)}", cause, "remove from the file keys without effect")
     return form, *form.read(content, path)
 
 
@@ -170,7 +170,7 @@ def architecture_of(
         cause = f"is more than the {positions:,} learned positions of {config}"
         raise DemixError(f"--context {context}", cause, f"use {positions} or less")
     if others.window is not None and context > others.window:
-        cause = f"sees {others.window:,} positions, and blocks have {context:,}"
+        cause = f"spans only {others.window:,} positions, but blocks have {context:,}"
         raise DemixError(f"{config}: attention", cause, f"import it with --context {others.window}")
     architecture = form.checked(Architecture, {**options, "context": context}, config)
     usual: dict[str, Any] = {option: None for option in BY_SIZES if follows(option, architecture)}
@@ -186,7 +186,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], str]:
         try:
             check_file_kind(path, SAFETENSORS)
         except FileNotFoundError:
-            cure = f"get it again, or convert the checkpoint to safetensors, in one file or several with {INDEX}"
+            cure = f"download it again, or convert the checkpoint to safetensors: one file, or several with {INDEX}"
             raise DemixError(path, "is missing", cure) from None
     sha256 = {path.name: sha256_file(path) for path in found}
     return found, sha256[WEIGHTS] if whole else digest(sha256)
@@ -207,13 +207,13 @@ def _opened(weights: Sequence[Path]) -> Iterator[Places]:
                 file = stack.enter_context(safe_open(path, "pt"))
                 names = set(file.keys())
             except SafetensorError as error:
-                raise DemixError(path, f"is not a safetensors file ({error})", "get it again") from None
+                raise DemixError(path, f"is not a safetensors file ({error})", "download it again") from None
             if twice := names & places.keys():
                 cause = f"holds {min(twice)}, and so does {places[min(twice)][0].name}"
-                raise DemixError(path, cause, "get the checkpoint again")
+                raise DemixError(path, cause, "download the checkpoint again")
             places |= dict.fromkeys(names, (path, file))
         if not places:
-            raise DemixError(weights[0], "holds no tensors", "get it again")
+            raise DemixError(weights[0], "holds no tensors", "download it again")
         yield places
 
 
@@ -254,8 +254,8 @@ def _read_tensor(name: str, path: Path, file: Any, wanted: Tensor, config: Path)
     """A tensor of an open file, of the shape `wanted`, with usable values."""
     part = file.get_slice(name)
     if (found := tuple(part.get_shape())) != wanted.shape:
-        cause = f"holds {name} as {found}, of which {config.name} makes {tuple(wanted.shape)}"
-        raise DemixError(path, cause, "give the checkpoint its own config.json back")
+        cause = f"holds {name} as {found}, but by {config.name} it is {tuple(wanted.shape)}"
+        raise DemixError(path, cause, "restore the checkpoint's own config.json")
     tensor: Tensor = file.get_tensor(name)
     check_values(path, [(name, tensor)])
     return tensor
@@ -284,7 +284,7 @@ def _keep_files(folder: Path, output: Path) -> None:
         with opened(folder / name) as stream:
             content = stream.read(_MAX_KEPT_BYTES + 1).removeprefix(codecs.BOM_UTF8)
         if len(content) > _MAX_KEPT_BYTES:
-            raise DemixError(folder / name, f"has more than {_MAX_KEPT_BYTES:,} bytes", "get it again")
+            raise DemixError(folder / name, f"has more than {_MAX_KEPT_BYTES:,} bytes", "download it again")
         output.mkdir(exist_ok=True)
         (output / name).write_bytes(content)
 
@@ -336,7 +336,7 @@ def verify_import(folder: Path, configs: Path, model: GPT, encoder: Tokenizer) -
         )
     # It raises nearly anything for a folder that it does not like.
     except Exception as error:
-        cause = f"is not loaded by transformers ({type(error).__name__}: {error})"
+        cause = f"cannot be loaded by transformers ({type(error).__name__}: {error})"
         raise DemixError(folder, cause, "import it without --verify") from error
     theirs.train(False)
     with torch.no_grad():
@@ -361,11 +361,11 @@ def _verify_encodings(folder: Path, encoder: Tokenizer) -> None:
             theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     # What the library raises.
     except Exception as error:
-        cause = f"has a tokenizer that the library tokenizers does not read ({error})"
+        cause = f"has a tokenizer that the library tokenizers cannot read ({error})"
         raise DemixError(folder, cause, "import it without --verify") from None
     theirs.encode_special_tokens = True
     for text in (TEXT, PROBE):
         wanted, found = theirs.encode(text, add_special_tokens=False).ids, encoder.encode(text).tolist()
         if found != wanted:
-            cause = f"encodes {text!r:.60} as {found[:8]} here, and as {wanted[:8]} by tokenizers"
+            cause = f"encodes {text!r:.60} as {found[:8]} in demix, but as {wanted[:8]} in tokenizers"
             raise DemixError(folder, cause, "report it, with its tokenizer.json")

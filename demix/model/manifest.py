@@ -222,7 +222,7 @@ def read_description(path: Path, *needed: str) -> ModelManifest:
         models = [*path.parent.parent.glob("*/model.json"), *path.parent.glob("models/*/model.json")]
         cure = nearest(path.parent, sorted(model.parent for model in models), "train the model first")
         if (path.parent / "config.json").exists() and (path.parent / "model.safetensors").exists():
-            cure = f"of a folder of Hugging Face make one: demix import {path.parent} --output FOLDER"
+            cure = f"import a Hugging Face folder: demix import {path.parent} --output FOLDER"
         raise DemixError(path, "is missing, so its folder is not a model", cure)
     return _stated(path, ModelManifest, "a model", "train the model again, or get it again", needed)
 

@@ -62,7 +62,7 @@ def merge_routed(directory: Path, output: Path, experts: Sequence[str] = (), car
     refuse_masked(directory, "has no states of a text that goes on")
     if len(experts) + anchored < 2 or experts == (DENSE_EXPERT,):
         cure = "merge a model of kind demix, branched or anchored"
-        raise DemixError(directory, "has one expert, and tokens choose among several", cure)
+        raise DemixError(directory, "has only one expert, but a token-routed model needs several", cure)
     parents = {expert: expert_lineage(directory, expert) for expert in experts}
     model = (_with_anchor if anchored else _with_random_routers)(directory, parents)
     description, lineage = _records(directory, parents)
@@ -134,7 +134,7 @@ def _with_anchor(directory: Path, parents: Mapping[str, ExpertManifest]) -> GPT:
             else:
                 same = torch.equal(tensor, shared.setdefault(name, tensor))
             if not same:
-                cause = f"has another {name} than the experts before it, which training does not change"
+                cause = f"has another {name} than earlier experts, although training does not change it"
                 raise DemixError(expert_files(directory, expert)[1], cause, "merge experts of one parent")
     described = describe(directory)
     stacked = {name: torch.cat(stack) for name, stack in stacks.items()}
@@ -179,7 +179,7 @@ def join_branches(branches: Sequence[Path], output: Path) -> None:
     for branch, other in zip(branches[1:], others, strict=True):
         for key in sorted((first.keys() | other.keys()) - {*OWN}):
             if first.get(key) != other.get(key):
-                cause = f"has {key} {other.get(key)} where {branches[0]} has {first.get(key)}"
+                cause = f"has {key} {other.get(key)}, but {branches[0]} has {first.get(key)}"
                 raise DemixError(branch / "model.json", cause, "train all experts with the same settings")
     seed = first.get("tokens_seed", 0)
     whole = first | {
@@ -194,7 +194,7 @@ def join_branches(branches: Sequence[Path], output: Path) -> None:
         for branch in branches:
             for name in expert_names(branch):
                 if name in digests:
-                    raise DemixError(branch, f"has an expert {name}, as a branch before it", "name each branch once")
+                    raise DemixError(branch, f"has an expert {name}, like an earlier branch", "name each branch once")
                 digests[name] = copy_expert(branch, name, temporary)
         write_json(temporary / "model.json", whole | {"experts": digests})
 

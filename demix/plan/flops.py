@@ -121,17 +121,17 @@ class Hardware:
 
 HARDWARE = {
     "v100": Hardware(
-        None, "TFLOPs/s a GPU of the paper's Table 2 (V100), of its size of the nearest width", memory=32 * 10**9
+        None, "TFLOPs/s per GPU of the paper's Table 2 (V100), at its model of the nearest width", memory=32 * 10**9
     ),
     "a100": Hardware(
         137,
-        "137 TFLOPs/s a GPU, 44% of peak: a model of 1.7B in Narayanan et al. 2021, table 1 (fp16)",
+        "137 TFLOPs/s per GPU, 44% of peak: the 1.7B model in Narayanan et al. 2021, table 1 (fp16)",
         memory=80 * 10**9,
     ),
-    "h100": Hardware(396, "396 TFLOPs/s a GPU, assuming 40% of the 989 at peak (bf16)", memory=80 * 10**9),
+    "h100": Hardware(396, "396 TFLOPs/s per GPU, assuming 40% of the peak of 989 (bf16)", memory=80 * 10**9),
     "cpu": Hardware(
         0.15,
-        "0.15 TFLOPs/s a rank: two cores with AVX-512 in fp32, of 0.10 (3×128) to 0.18 (12×768) measured",
+        "0.15 TFLOPs/s per rank of two cores with AVX-512, fp32; measured: 0.10 (3×128) to 0.18 (12×768)",
         unit="core",
         units=2,
     ),

@@ -10,7 +10,7 @@ from demix.plan.flops import HARDWARE, Hardware
 from demix.plan.jobs import decimal, short
 from demix.run.run import Run
 
-ALIKE = "× 8: the numbers of each of eight that are alike"
+ALIKE = "× 8: eight equal models; the numbers are those of one"
 
 
 def training_tables(run: Run, ranks: int | None, hardware: str) -> tuple[Table, Table]:

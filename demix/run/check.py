@@ -78,7 +78,7 @@ def _check_clusters(run: Run) -> None:
     for name, clustering in run.config.clusterings.items():
         both = {*run.domains} & {*run.clusters(name)}
         if clustering.method != "metadata" and both:
-            cause = f"has a cluster {min(both)}, and a domain has this name too"
+            cause = f"has a cluster {min(both)}, which is also the name of a domain"
             raise DemixError(f"config key clusterings.{name}", cause, "rename the domain")
 
 
@@ -105,7 +105,7 @@ def _check_model(run: Run, model: Model) -> None:
         _check_branch(run, model)
     if model.sweeps and (model.in_parts or model.mixes or model.base.initial):
         cause = (
-            "does not apply to a model of several trainings or one that begins with a model: no trial would match it"
+            "cannot be used for a model that is trained in several parts or starts from a model: no trial matches it"
         )
         raise DemixError(
             f"config key models.{model.name}.sweep", cause, "give this entry sweep: null and a learning_rate"
@@ -127,24 +127,24 @@ def _check_branch(run: Run, model: Model) -> None:
     )
     seen, tokens = model.seed_step * model.parent_step_tokens, model.settings.tokens
     if model.restarts and model.updates <= model.first_step:
-        cause = f"is {tokens}, which leaves no update after the {seen} tokens of its seed"
+        cause = f"is {tokens}, which leaves no update after the {seen} tokens of the warm start"
         raise DemixError(f"{key}.tokens", cause, "raise it, or lower seed_tokens")
     of_parent = written(parents.settings)
     own = [name for name in (*names_of(TrainingRecipe), "sweep") if name not in (*names_of(Execution), "dev_blocks")]
     for name in own if not model.restarts else ():
         if name in given and given[name] != of_parent.get(name):
-            cause = f"is {given[name]} where its parent {model.parent} has {of_parent.get(name)}"
+            cause = f"is {given[name]}, but its parent {model.parent} has {of_parent.get(name)}"
             raise DemixError(f"{key}.{name}", cause, "remove it, or the entry's preset: a branch inherits its parent's")
     if model.settings.seed_tokens < model.parent_step_tokens:
         cause = f"is {model.settings.seed_tokens}, less than the {model.parent_step_tokens} tokens of one step"
-        raise DemixError(f"{key}.seed_tokens", cause, "raise it, or leave out parent")
+        raise DemixError(f"{key}.seed_tokens", cause, "raise it, or remove parent")
 
 
 def _check_jobs(run: Run) -> None:
     """Refuse ranks and a model that no adaptation can have, and a grace that leaves a job no time."""
     adaptation = run.config.adaptation
     if run.novel and run.receiver.kind.anchored:
-        cause = f"is {run.receiver.name} of kind anchored, which cannot add experts for novel domains"
+        cause = f"is {run.receiver.name} of kind anchored, to which no experts of novel domains can be added"
         raise DemixError("config key adaptation.model", cause, "name an entry of kind demix or branched")
     try:
         placement.place_experts(["novel"], adaptation.sequences, adaptation.ranks)
@@ -181,7 +181,7 @@ def _check_merged_removal(run: Run) -> None:
             raise DemixError(key, "is not an entry with a merged model of domains", cure)
         chosen = (row.architecture.routed if row.mixes else None) or parent.architecture.merged_routed(2).routed
         if chosen and len(Merged(parent, "routed").choices) - 1 < max(2, chosen.top_k):
-            raise DemixError(key, "has too few experts to lose one", "leave it out, or add a training domain")
+            raise DemixError(key, "has too few experts to leave one out", "remove it, or add a training domain")
 
 
 def _check_weights(run: Run) -> None:
@@ -196,12 +196,12 @@ def _check_ngrams(run: Run) -> None:
     """Refuse n-grams of more tokens than fit in memory, and an entry with their name."""
     orders, tokens = run.config.evaluation.ngrams or (), run.rows["dense"].settings.tokens
     if any(isinstance(order, int) for order in orders) and tokens > MAX_NGRAM_TOKENS:
-        cause = f"would count {tokens:,} tokens, and at most {MAX_NGRAM_TOKENS:,} fit in memory"
-        raise DemixError("config key evaluation.ngrams", cause, "leave out evaluation.ngrams")
+        cause = f"would count {tokens:,} tokens, but at most {MAX_NGRAM_TOKENS:,} fit in memory"
+        raise DemixError("config key evaluation.ngrams", cause, "remove evaluation.ngrams")
     for order in orders:
         for folder in ngram_folders(order):
             if folder in run.rows:
-                cause = f"is a name that n-grams of order {order} have"
+                cause = f"is the name of the n-grams of order {order}"
                 raise DemixError(f"config key models.{folder}", cause, "rename the entry")
 
 
@@ -218,16 +218,16 @@ def _check_systems(run: Run) -> None:
                 raise DemixError(key, cause, f"use some of {', '.join(known)}, {CACHE}")
             if model in system.columns and (len(columns) > 1) == (system.columns[model] is None):
                 cause = f"mixes {model}, which has {so_many(len(columns), 'expert')}"
-                raise DemixError(key, cause, "give a rule (tempered) to a model with experts, and null to another")
+                raise DemixError(key, cause, "give a rule (tempered) to models with experts, and null to others")
         if system.pairs and {columns_of(run, model) for model in system.pairs} != {run.training}:
-            raise DemixError(key, "has pairs of models without an expert of each domain", "name two models with them")
+            raise DemixError(key, "has pairs of models without an expert for each domain", "name two with such experts")
         if system.columns.get(CACHE) is not None:
             raise DemixError(key, "gives a rule to the cache, which has no experts", "write cache: null")
         rules = [system.weights] if system.pairs else [one for one in system.columns.values() if one]
         chosen = ({"tempered"} & {*run.config.evaluation.weights}) | ({"switching"} & {*system.columns.values()})
         for weights, parsed in ((one, parsed_weights(one)) for one in rules if one not in chosen):
             if parsed.rules.routed or parsed.open:
-                cause = f"mixes experts by {weights}, which has no distances or parameters here"
+                cause = f"mixes experts by {weights}, whose distances or parameters are missing here"
                 raise DemixError(
                     key, cause, "use history, switching or tempered(0.2,0.98), or add tempered to evaluation.weights"
                 )

@@ -255,7 +255,7 @@ def check_contexts(run: Run) -> None:
     for context in asked_contexts(run):
         if not any(context in contexts_of(run, model) for model in run.trained):
             cause = f"{context} is beyond the {run.context} positions that the models learn"
-            raise DemixError("config key evaluation.contexts", cause, "leave it out, or add a row of position alibi")
+            raise DemixError("config key evaluation.contexts", cause, "remove it, or add an entry with position alibi")
 
 
 def balanced_pairs(run: Run) -> tuple[tuple[System, System], ...]:

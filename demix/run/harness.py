@@ -28,7 +28,7 @@ def harnessed(run: Run) -> tuple[Model, ...]:
     for name in asked.models:
         if name not in able:
             raise DemixError(
-                f"{key}.models", f"{name} is not an entry that does tasks", nearest(name, able, "leave it out")
+                f"{key}.models", f"{name} is not an entry that supports tasks", nearest(name, able, "remove it")
             )
     found = tuple(able[name] for name in asked.models or able)
     check_clustered(f"{key}.weights", _rules(run), found)

@@ -346,7 +346,7 @@ def row_named(models: Iterable[Model], name: str, key: str, *, experts: bool = T
     for model in fitting:
         if model.name == name:
             return model
-    cure = nearest(name, (model.name for model in fitting), "add a row to models")
+    cure = nearest(name, (model.name for model in fitting), "add an entry to models")
     raise DemixError(f"config key {key}", f"is {name}, which is not a model entry of that type", cure)
 
 

@@ -78,9 +78,9 @@ def _check_labels(rows: Mapping[str, Row]) -> None:
         others = {other: one.label for other, one in rows.items()} | paper
         if name in PAPER:
             if row.label != paper[name]:
-                raise DemixError(key, "is given to an entry of the paper, which has the paper's name", "leave it out")
+                raise DemixError(key, "is given for one of the paper's entries, which keep their names", "remove it")
         elif same := [other for other, label in others.items() if label == row.label and other != name]:
-            raise DemixError(key, f"is {row.label}, which the entry {same[0]} is called, too", "choose another")
+            raise DemixError(key, f"is {row.label}, which is also the label of {same[0]}", "choose another")
 
 
 def _row(config: Config, name: str, rows: dict[str, Row]) -> Row:
@@ -96,8 +96,8 @@ def _row(config: Config, name: str, rows: dict[str, Row]) -> Row:
     parent = _parent(config, key, kind, own, initial, rows)
     mixes = parent is not None and parent.kind.name in MERGEABLE
     if parent and "architecture" in own:
-        cause = f"is given to an entry that begins with {parent.name}"
-        raise DemixError(f"{key}.architecture", cause, "leave it out: it has its parent's")
+        cause = f"is given for an entry that starts from {parent.name}"
+        raise DemixError(f"{key}.architecture", cause, "remove it: the entry has its parent's")
     # A whole model has no schedule to go on with.
     restarts = {"schedule": "restart"} if kind.has_routers and parent and not mixes else {}
     if kind.anchored:
@@ -113,19 +113,19 @@ def _row(config: Config, name: str, rows: dict[str, Row]) -> Row:
     architecture = _architecture(config, name, values)
     if kind.has_routers:
         if values["top_k"] == 1 and (parent or initial):
-            cause = "is 1, and a parent's feedforward times a share of 1 of the experts is not the parent's"
-            raise DemixError(f"{key}.top_k", cause, "use 2 or more, or leave out parent")
+            cause = "is 1: one expert times its gate would not equal the parent's feedforward"
+            raise DemixError(f"{key}.top_k", cause, "use 2 or more, or remove parent")
         values["tokens"] = _matched_tokens(architecture, config.tokenizer.size, values)
     learned = domains
     if "data" in values:
         learned, values["sequences"] = _clusters(config, name, values)
     settings = settings_from(EntrySettings, values, key)
     if kind.anchored and settings.weight_decay:
-        cause = f"is {settings.weight_decay:g}, and the parent's feedforwards would decay too"
+        cause = f"is {settings.weight_decay:g}, but the parent's frozen feedforwards would decay, too"
         raise DemixError(f"{key}.weight_decay", cause, "use 0")
     if settings.trained and not (mixes or initial):
-        cause = "is given to an entry that begins with no routed experts"
-        cure = f"give it a parent of kind {' or '.join(MERGEABLE)}, or leave it out"
+        cause = "is given for an entry that does not start from routed experts"
+        cure = f"set a parent of kind {' or '.join(MERGEABLE)}, or remove it"
         raise DemixError(f"{key}.trained", cause, cure)
     sequences = len(domains) * parent.settings.sequences if parent and own.get("schedule") == "restart" else 0
     row = Row(name, kind, settings, learned, architecture, initial, sequences, mixes, label)
@@ -150,8 +150,8 @@ def _clusters(config: Config, name: str, values: Mapping[str, Any]) -> tuple[tup
     learned, step = cluster_names(data, config.clusterings[data], domains), len(domains) * values["sequences"]
     if step % len(learned):
         fitting = ", ".join(str(k) for k in range(1, step + 1) if step % k == 0)
-        cause = f"{data} of {len(learned)} clusters does not divide the {step} sequences of a step"
-        cure = f"raise training.sequences, or make one of {fitting} clusters"
+        cause = f"has {len(learned)} clusters ({data}), which does not divide the {step} sequences of a step"
+        cure = f"raise training.sequences, or use a clustering with {fitting} clusters"
         raise DemixError(f"config key models.{name}.data", cause, cure)
     return learned, step // len(learned)
 
@@ -160,9 +160,7 @@ def _routed(key: str, own: dict[str, Any], merged: Row | None) -> dict[str, Any]
     """The keys of an entry of kind routed with their defaults; `merged` is the entry whose experts it begins with."""
     for size in ("experts", "every") if merged else ():
         if size in own:
-            raise DemixError(
-                f"{key}.{size}", "is given together with a parent whose experts are merged", "leave it out"
-            )
+            raise DemixError(f"{key}.{size}", "is given together with a parent whose experts are merged", "remove it")
     experts = len(merged.learned) + merged.kind.anchored if merged else 8
     sizes: dict[str, Any] = {"experts": experts, "top_k": 2 if merged else 1, "every": 1, "balance": 0.01, **own}
     return {"capacity": 1.25 if sizes["top_k"] == 1 else 2.0} | sizes
@@ -194,16 +192,16 @@ def _check_masked(row: Row) -> None:
     """Raise DemixError unless an entry, which is a masked language model, is independent of causal ones."""
     key = f"config key models.{row.name}"
     if row.name in PAPER:
-        cause = "is mlm, and other entries are compared with this one by the text that it predicts"
-        raise DemixError(f"{key}.architecture.objective", cause, "add an entry of another name, or leave this out")
+        cause = "is mlm, but other entries are compared with this one as causal models"
+        raise DemixError(f"{key}.architecture.objective", cause, "add an entry of another name, or remove this")
     if row.kind.domain_tokens:
-        cause = f"is {row.kind.name}, whose token precedes a text to go on with"
+        cause = f"is {row.kind.name}, but masked models have no domain tokens"
         raise DemixError(f"{key}.kind", cause, "use dense")
     if row.settings.averages:
-        cause = "is given to a masked model, whose experts are mixed by weights that no text decides"
-        raise DemixError(f"{key}.averages", cause, "leave it out")
+        cause = "is given for a masked model, whose experts cannot be weighted by the text"
+        raise DemixError(f"{key}.averages", cause, "remove it")
     if row.mixes:
-        cause = "is a masked model, and tokens of a masked model cannot choose experts"
+        cause = "is a masked model, which cannot become token-routed"
         raise DemixError(f"{key}.parent", cause, "use a causal entry")
 
 
@@ -213,9 +211,9 @@ def _check_data(name: str, data: str, config: Config) -> None:
     if data not in known:
         raise DemixError(key, f"{data} is not a clustering", nearest(data, known, "add it to clusterings"))
     if known[data].method == "metadata":
-        raise DemixError(key, f"is {data}, whose clusters are the domains", "leave it out")
+        raise DemixError(key, f"is {data}, whose clusters are the domains", "remove it")
     if name in PAPER:
-        raise DemixError(key, f"is given to the entry {name}", "add an entry of another name")
+        raise DemixError(key, f"is given for the entry {name}", "add an entry of another name")
 
 
 def _parent(
@@ -227,18 +225,18 @@ def _parent(
     """
     name, seed_tokens, restarts = own.get("parent"), own.get("seed_tokens"), own.get("schedule") == "restart"
     if kind.anchored and not (name or initial):
-        cause = "is missing, and experts of kind anchored learn next to a model that stays as it is"
+        cause = "is missing, but experts of kind anchored train next to a frozen model"
         raise DemixError(f"{key}.parent", cause, "name an entry of kind dense and seed_tokens, or a model's folder")
     if "schedule" in own and name is None:
-        cause = "is given to an entry that begins with no state of another entry"
-        raise DemixError(f"{key}.schedule", cause, "leave it out, or give parent and seed_tokens")
+        cause = "is given for an entry that does not start from another entry's state"
+        raise DemixError(f"{key}.schedule", cause, "remove it, or give parent and seed_tokens")
     if initial.startswith(HUB):
-        cure = "give it to `demix import`, and name the folder that this wrote"
+        cure = "import it with `demix import`, and name the folder that was written"
         raise DemixError(f"{key}.parent", f"is {initial}, an address of the hub", cure)
     if initial:
         refuse_unnamable(initial)
         if seed_tokens is not None:
-            raise DemixError(f"{key}.parent", "is a folder, whose model has no warm start", "leave out seed_tokens")
+            raise DemixError(f"{key}.parent", "is a folder, whose model has no warm start", "remove seed_tokens")
         return None
     entries = {one: entry for one, entry in config.models.items() if entry is not None}
     if name and kind.routed and name in entries and entries[name].kind in MERGEABLE:
@@ -249,21 +247,21 @@ def _parent(
         return _row(config, name, rows)
     if (name is None) != (seed_tokens is None):
         missing, there = ("parent", "seed_tokens") if name is None else ("seed_tokens", "parent")
-        raise DemixError(f"{key}.{missing}", f"is missing next to {there}", "give both, or neither")
+        raise DemixError(f"{key}.{missing}", f"is missing, although {there} is given", "give both, or neither")
     if name is None or seed_tokens is None:
         return None
     if kind.batches != "by_domain" and not (restarts or kind.routed):
-        cause = f"is given to an entry of kind {kind.name}"
-        raise DemixError(f"{key}.parent", cause, "use kind: demix, add schedule: restart, or leave it out")
+        cause = f"is given for an entry of kind {kind.name}"
+        raise DemixError(f"{key}.parent", cause, "use kind: demix, add schedule: restart, or remove it")
     dense = [one for one, entry in entries.items() if entry.kind == "dense" and "/" in (entry.parent or "/")]
     if name not in dense:
         cure = nearest(name, dense, "add an entry of kind dense")
-        raise DemixError(f"{key}.parent", f"is {name}, no dense model that trains from scratch", cure)
+        raise DemixError(f"{key}.parent", f"is {name}, which is not a dense model trained from scratch", cure)
     parent = _row(config, name, rows)
     if seed_tokens > parent.settings.tokens:
         cause = f"is {seed_tokens}, more than the {parent.settings.tokens} tokens of {name}"
         raise DemixError(f"{key}.seed_tokens", cause, "lower it")
     if (restarts or kind.has_routers) and own.get("sweep") not in (None, written(parent.settings)["sweep"]):
-        cause = "is given to an entry that restarts, whose trials would begin with no state"
+        cause = "is given for an entry that restarts, but trials cannot start from its parent's state"
         raise DemixError(f"{key}.sweep", cause, "give the entry a learning_rate")
     return parent

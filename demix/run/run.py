@@ -47,8 +47,8 @@ class Run:
         if not os.path.isfile(file):
             # Snakemake removes the file for the moment in which a rerun with other settings writes it.
             if (folder / "logs").is_dir():
-                cause = "is missing: a rerun is writing it, or ended before it had"
-                raise DemixError(file, cause, "ask again in a moment, or rerun the workflow: it goes on")
+                cause = "is missing: a rerun is writing it, or ended before it was written"
+                raise DemixError(file, cause, "try again in a moment, or rerun the workflow, which resumes")
             runs = {path.parent for above in (folder.parent, Path("results")) for path in above.glob("*/config.json")}
             raise DemixError(
                 file, "is missing, so the folder holds no run", nearest(folder, sorted(runs), "name results/<run>")
@@ -274,7 +274,7 @@ def refuse_other_domains(run: Path, config: Config) -> None:
     there = {} if not path.exists() else read_unsealed(path).get("domains") or {}
     before = [name for kind in there.values() for name in kind]
     if before and not {*before} & {*config.domains.all}:
-        cause = f"is that of a run of other domains ({printable(', '.join(before[:5]))}{', …' * (len(before) > 5)})"
+        cause = f"belongs to a run with other domains ({printable(', '.join(before[:5]))}{', …' * (len(before) > 5)})"
         cure = f"give the config another `run`, or delete or rename {run}"
         raise DemixError(path, cause, cure)
 

@@ -162,12 +162,12 @@ def read_seed(directory: Path, identity: Mapping[str, Any], restart: bool = Fals
     own["sequences of a step"] = own.pop("sequences") * len(identity["data"]) * identity.get("share", 1)
     parents["sequences of a step"] = parents.pop("sequences") * len(seed.manifest.data_sha256)
     if restart and (seed.manifest.tokens or 0) >= own["tokens"]:
-        cause = f"has seen {seed.manifest.tokens} tokens, and this training ends after {own['tokens']}"
-        raise DemixError(directory, cause, "raise tokens, which count those of the seed")
+        cause = f"was trained on {seed.manifest.tokens} tokens, but this training ends after {own['tokens']}"
+        raise DemixError(directory, cause, "raise tokens, which include those of the warm start")
     compared = {"architecture", "tokenizer"} if restart else (own.keys() | parents.keys()) - FREE
     for key in sorted(compared):
         if own.get(key) != parents.get(key):
-            cause = f"is of a training with {key} {parents.get(key)}, and this one has {own.get(key)}"
+            cause = f"is from a training with {key} {parents.get(key)}, but this one has {own.get(key)}"
             raise DemixError(directory, cause, "train both with the same settings")
     return seed
 
@@ -182,7 +182,7 @@ def _initial_model(directory: Path, identity: Mapping[str, Any]) -> InitialModel
     # A model without a table of positions has blocks of any length.
     architecture = begun.described | ({} if own.position == "learned" else {"context": parents["context"]})
     if parents != architecture:
-        cause = f"has the architecture {parents}, and this training {architecture}"
+        cause = f"has the architecture {parents}, but this training has {architecture}"
         raise DemixError(directory, cause, "set the section architecture to that of the model")
     refuse_other_tokenizer(directory, Path("tokens"), identity["tokenizer_sha256"])
     manifest = SeedManifest(

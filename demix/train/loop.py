@@ -29,8 +29,8 @@ from demix.train.trainer import DivergedError, Trainer
 log = logging.getLogger(__name__)
 
 MEMORY_CURE = (
-    "set micro_sequences to 1 and checkpoint_activations, with more ranks shard_optimizer, or use more ranks; "
-    "`demix plan` says what a rank needs"
+    "set micro_sequences: 1 and checkpoint_activations, with several ranks also shard_optimizer, or use more ranks; "
+    "`demix plan` prints the memory that a rank needs"
 )
 
 # Returns the loss on dev, equal on all ranks, and named losses for the metrics (nats per token).

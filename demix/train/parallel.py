@@ -100,7 +100,7 @@ def joined() -> Iterator[World]:
     if not os.environ.keys() & {"DEMIX_LAUNCHER", "DEMIX_FINGERPRINT"}:
         # A variable that some other program left would make this process wait for ranks that nobody starts.
         message = (
-            "rank %d of WORLD_SIZE=%d waits at %s for the others, %d minutes at most; without any, unset WORLD_SIZE"
+            "rank %d of WORLD_SIZE=%d waits at %s for the others, at most %d minutes; if it is the only one, unset it"
         )
         log.warning(message, rank, size, place, TIMEOUT.total_seconds() / 60)
     end_with_launcher()
@@ -108,7 +108,7 @@ def joined() -> Iterator[World]:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     except dist.DistError as error:
         cause = f"did not meet the other ranks at {place} ({str(error).splitlines()[0]})"
-        cure = "start all ranks; if none should be, unset WORLD_SIZE"
+        cure = "start all ranks, or unset WORLD_SIZE to train without ranks"
         raise DemixError(f"rank {rank} of {size}", cause, cure) from error
     with ending_together(rank, size):
         world = World(rank, size, device)

@@ -108,8 +108,8 @@ class ModelTraining:
     def of_expert(self, domain: str) -> "ModelTraining":
         """The training of the expert of one domain, which is a whole model, with its share of the tokens."""
         if self.row.expert_scope != "model" or domain not in self.domains:
-            cause = f"is not an expert of kind {self.kind} that trains by itself, with tokens of its own"
-            cure = f"leave --expert out, or use kind branched or anchored and one of {', '.join(self.domains)}"
+            cause = f"is not an expert of kind {self.kind} that is trained by itself on its own tokens"
+            cure = f"omit --expert, or use kind branched or anchored and one of {', '.join(self.domains)}"
             raise DemixError(f"--expert {domain}", cause, cure)
         own = [path for path in self.shards if path.parent.name == domain]
         public = self.train_shards if self.row.anchored else ()
@@ -168,7 +168,7 @@ def train_model(training: ModelTraining, places: Places) -> None:
         model = _initial(training, architecture, opened[0], placement).initialise(settings.seed)
         state = places.checkpoints / fingerprint(training.identity)
         if not state.exists() and any(places.checkpoints.glob("*/step-*")):
-            log.info("%s: holds states of other settings, data or tokenizers, which stay", places.checkpoints)
+            log.info("%s: keeping states of other settings, data or tokenizers", places.checkpoints)
         log.info(
             "%s: %d steps of %d domains, %d sequences each, on %d ranks",
             training.kind, steps, len(domains), settings.sequences, world.size,
@@ -208,13 +208,13 @@ def _begun(training: ModelTraining, model: GPT, world: World) -> State | None:
         first = upcycled(first, model) if training.row.has_routers else first
     if training.settings.trained:
         if first is None:
-            cause = "is routers, and this training begins with no experts"
-            raise DemixError("--settings.trained", cause, "give --branch with a model whose experts are routed")
+            cause = "is routers, but this training does not start from experts"
+            raise DemixError("--settings.trained", cause, "give --branch with a token-routed model")
         freeze_except(model, first, lambda name: name.endswith(".router"))
     if training.row.anchored:
         if first is None:
-            cause = "learns next to a parent, and this training begins with none"
-            raise DemixError(f"kind {training.kind}", cause, "give --branch with a dense model or the seed of one")
+            cause = "trains next to a parent, but this training has none"
+            raise DemixError(f"kind {training.kind}", cause, "give --branch with a dense model or its warm start")
         read = open_shards(training.public, world)
         first = anchored(model, first, {shard.path.parent.name: shard for shard in read})
     return first
@@ -224,7 +224,7 @@ def _initial(training: ModelTraining, architecture: Architecture, shard: TokenSh
     """The model with the experts of one rank, before its parameters are initialised; `shard` has its vocabulary."""
     kind = training.row
     if kind.has_routers != bool(architecture.routed):
-        cause = f"{'lacks' if kind.has_routers else 'has'} routed, and the kind of the model is {kind.name}"
+        cause = f"{'lacks' if kind.has_routers else 'has'} routed, but the model is of kind {kind.name}"
         raise DemixError("--settings.architecture", cause, "copy both from the command that snakemake prints")
     # A model without expert tensors still stores its feedforwards in a separate file, as those of its one expert.
     scope = "feedforward" if kind.expert_scope == "none" else kind.expert_scope

@@ -112,7 +112,7 @@ def newest_state(directory: Path, experts: tuple[str, ...], world: World) -> Sta
         try:
             state = load_state(path, experts)
         except DemixError as error:
-            log.warning("%s; going back to the checkpoint before", error)
+            log.warning("%s; using the previous checkpoint instead", error)
         if world.sum([state is None])[0] == 0:
             return state
     return None

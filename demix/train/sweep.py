@@ -57,7 +57,7 @@ def judge(trials: Sequence[Trial]) -> list[Trial]:
                 lowest, where = min(trial.parts), trial.learning_rate
             if trial.parts[-1] > lowest + MARGIN:
                 above = trial.parts[-1] - lowest
-                why = f"ends at a loss of {trial.parts[-1]:.3f}, {above:.3f} above the best of {where}"
+                why = f"ends at a loss of {trial.parts[-1]:.3f}, {above:.3f} above the lowest of {where}"
         judged.append(Trial(trial.learning_rate, trial.parts, why))
     return judged
 
@@ -71,7 +71,7 @@ def choose_rate(metrics: Sequence[Path], output: Path) -> float:
     good = [trial.learning_rate for trial in trials if trial.diverged is None]
     if not good:
         causes = "; ".join(f"{trial.learning_rate}: {trial.diverged}" for trial in trials)
-        raise DemixError(output.stem, f"diverged at every learning rate of its sweep ({causes})", "sweep lower rates")
+        raise DemixError(output.stem, f"diverged at every learning rate of its sweep ({causes})", "use lower rates")
     write_json(output, {"learning_rate": max(good), "margin": MARGIN, "trials": [asdict(trial) for trial in trials]})
     print(f"{output.stem}: {max(good)}")
     return max(good)

@@ -160,7 +160,7 @@ class Best:
         if not self.since:
             self.parameters = {name: p.detach().clone() for name, p in self.trained.items()}
         if self.ends:
-            log.info("stopping at step %d: no better dev loss in %d evaluations", step, self.since)
+            log.info("stopping at step %d: no lower dev loss in %d evaluations", step, self.since)
 
     def restore(self) -> None:
         """Give the model the parameters of the lowest loss."""
