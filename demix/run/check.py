@@ -1,4 +1,4 @@
-"""A run that can be worked on: its config, read and checked with all that follows from it."""
+"""Loading a run: reading its config, and checking it with everything that is derived from it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ from demix.settings import names_of, written
 
 
 def load_run(path: str | Path, **instead: Any) -> Run:
-    """The run of the config in the YAML file `path`, checked; the keys of `instead` replace those of the file."""
+    """The checked run of the config in the YAML file `path`. Keys in `instead` replace those of the file."""
     path = Path(path)
     content, lines = read_keys(path)
     try:
@@ -31,16 +31,16 @@ def load_run(path: str | Path, **instead: Any) -> Run:
 
 
 def completed_run(values: Mapping[str, Any], folder: Path = Path()) -> Run:
-    """The run of the keys of a config, checked: raises DemixError for keys that do not go together.
+    """The checked run of a config with these keys. Raises DemixError for keys that exclude each other.
 
     A path in `base` is relative to `folder`.
     """
     config = Config.complete(values, folder)
     run = Run(config, Path("results") / config.run)
     _check_clusters(run)
-    # Models are made without these domains.
+    # Models are trained without these domains, so removals are checked before models are derived.
     _check_removed_domains(run)
-    # The architecture is refused before the entries that change its options.
+    # The architecture is checked before the entries that change its options.
     _ = run.architecture, run.adaptations
     for model in run.own:
         _check_model(run, model)
@@ -57,8 +57,8 @@ def completed_run(values: Mapping[str, Any], folder: Path = Path()) -> Run:
 def run_of_files(values: Mapping[str, Any], files: Sequence[Path]) -> Run:
     """The checked run of a config whose keys Snakemake has merged from `files`.
 
-    Raises DemixError, with the line, for a wrong key and for a key that is twice in a file (Snakemake silently uses the
-    last), and for a folder that holds another run.
+    Raises DemixError, with the line, for a wrong key, and for a key that occurs twice in a file (Snakemake would use
+    the last one without a message). Also raises it for a folder that holds another run.
     """
     places = {}
     try:
@@ -74,7 +74,7 @@ def run_of_files(values: Mapping[str, Any], files: Sequence[Path]) -> Run:
 
 
 def _check_clusters(run: Run) -> None:
-    """Refuse a domain that has the name of a cluster."""
+    """Raise DemixError for a domain that has the name of a cluster."""
     for name, clustering in run.config.clusterings.items():
         both = {*run.domains} & {*run.clusters(name)}
         if clustering.method != "metadata" and both:
@@ -83,7 +83,7 @@ def _check_clusters(run: Run) -> None:
 
 
 def _check_model(run: Run, model: Model) -> None:
-    """Refuse an entry whose ranks do not fit its experts, or whose tokens make no step."""
+    """Raise DemixError for an entry whose ranks do not fit its experts, or whose tokens are fewer than one step."""
     settings, given = model.settings, written(run.config.models[model.name])
 
     def key(name: str) -> str:
@@ -116,7 +116,7 @@ def _check_model(run: Run, model: Model) -> None:
 
 
 def _check_branch(run: Run, model: Model) -> None:
-    """Refuse settings of a warm-started entry that would change its parent's schedule or data, unless it restarts.
+    """Raise DemixError if a warm-started entry changes its parent's schedule or data, unless it restarts.
 
     An entry that restarts must have tokens left for an update of its own.
     """
@@ -141,7 +141,7 @@ def _check_branch(run: Run, model: Model) -> None:
 
 
 def _check_jobs(run: Run) -> None:
-    """Refuse ranks and a model that no adaptation can have, and a grace that leaves a job no time."""
+    """Raise DemixError for invalid ranks or an invalid model of adaptations, and a grace period longer than a job."""
     adaptation = run.config.adaptation
     if run.novel and run.receiver.kind.anchored:
         cause = f"is {run.receiver.name} of kind anchored, to which no experts of novel domains can be added"
@@ -158,7 +158,7 @@ def _check_jobs(run: Run) -> None:
 
 
 def _check_removed_domains(run: Run) -> None:
-    """Refuse to remove what is not a training domain, and to replace it by what is not a novel one."""
+    """Raise DemixError if a removed domain is not a training domain, or its replacement is not a novel domain."""
     removal, key = run.config.removal, "config key removal"
     for name in removal.retrain_without:
         if name not in run.training:
@@ -171,7 +171,7 @@ def _check_removed_domains(run: Run) -> None:
 
 
 def _check_merged_removal(run: Run) -> None:
-    """Refuse to leave an expert out of what is not a merged model of domains, or of one that has too few experts."""
+    """Raise DemixError if an entry of `removal.merged` is not a merged model of domains, or has too few experts."""
     for name in run.config.removal.merged:
         row, key = run.rows.get(name), f"config key removal.merged: {name}"
         made = row and ((row.mixes and row.settings.parent) or (row.kind.anchored and name))
@@ -185,7 +185,7 @@ def _check_merged_removal(run: Run) -> None:
 
 
 def _check_weights(run: Run) -> None:
-    """Refuse weights without those of the tables, and weights by distances to clusters that a model has not."""
+    """Raise DemixError if the rule that tables need is missing, or if a cluster rule has no clusters in a model."""
     named = run.config.evaluation.weights
     if "history" not in named:
         raise DemixError("config key evaluation.weights", "lacks history, which the report's tables use", "add history")
@@ -193,7 +193,7 @@ def _check_weights(run: Run) -> None:
 
 
 def _check_ngrams(run: Run) -> None:
-    """Refuse n-grams of more tokens than fit in memory, and an entry with their name."""
+    """Raise DemixError for n-grams of more tokens than fit in memory, and for an entry with their name."""
     orders, tokens = run.config.evaluation.ngrams or (), run.rows["dense"].settings.tokens
     if any(isinstance(order, int) for order in orders) and tokens > MAX_NGRAM_TOKENS:
         cause = f"would count {tokens:,} tokens, but at most {MAX_NGRAM_TOKENS:,} fit in memory"
@@ -206,7 +206,7 @@ def _check_ngrams(run: Run) -> None:
 
 
 def _check_systems(run: Run) -> None:
-    """Refuse a system of unknown models, without a rule where one is needed, and a system with the name of a model."""
+    """Raise DemixError for a system of unknown models, without a needed rule, or with the name of a model."""
     for name, system in run.config.evaluation.mixed.items():
         key = f"config key evaluation.systems.{name}"
         if name in run.rows or columns_of(run, name):

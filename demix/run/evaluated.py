@@ -1,6 +1,6 @@
-"""What a run evaluates on each domain: score tables, sets of experts to mix there, and which systems are compared.
+"""What a run evaluates on each domain: score tables, the sets of experts that are mixed, and the compared systems.
 
-Some score tables are of blocks of other lengths than those of training.
+Some score tables use other context lengths than training.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ from demix.settings import written
 
 
 def columns_of(run: Run, folder: str) -> tuple[str, ...]:
-    """The score columns of a model, also of a further seed, or of n-grams; none for another name."""
+    """The score columns of a model (of any seed) or of n-grams; none for another name."""
     for order in run.config.evaluation.ngrams or ():
         if folder in ngram_folders(order):
             return (DENSE_EXPERT,) if folder == ngram_folders(order)[0] else run.training
@@ -70,8 +70,8 @@ def _ngram_tables(run: Run) -> Iterator[Evaluated]:
 def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
     """The score tables and sets of experts to evaluate on `domain`, the run's own seed first.
 
-    N-grams, merged models, those with another number of chosen experts, and those without the domain's expert come
-    last.
+    N-grams, merged models, models with another number of experts per token, and models without the domain's expert
+    come last.
     """
     if domain in run.suites:
         return _of_suites(run)
@@ -87,7 +87,7 @@ def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
             return
         own = model.seed == run.seed
         if model.masked:
-            # None of these methods goes with weights by history, so that no rule reads the text.
+            # No rule that reads the text can be used with these methods.
             yield ExpertSet("training", model.columns, methods=UNWEIGHTED, weights=("history",), singles=own)
             return
         adds = model == receiver and bool(novel)
@@ -103,7 +103,7 @@ def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
 
     def table_of(model: Model) -> Evaluated:
         if model.kind.domain_tokens and domain in training:
-            # The tables show a training domain only under its own token.
+            # In the tables, a training domain is scored only with its own token.
             own = ExpertSet("training", (domain,), methods=("naive",))
             return Evaluated(model.row, model.name, model.seed, own.experts, (own,))
         columns = training + novel if model == receiver else model.columns
@@ -118,7 +118,7 @@ def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
         for one in run.merged
         if domain in one.model.scored
     ]
-    # A dense model need not forget where it is kept next to its adaptation.
+    # If the dense model is kept next to its adaptation, forgetting can be avoided.
     dense = run.config.adaptation.dense
     for name in novel if domain in training else (domain,):
         columns = (DENSE_EXPERT, f"{adapted(dense, name)}/{DENSE_EXPERT}")
@@ -141,12 +141,12 @@ def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
 
 
 def suite_models(run: Run) -> tuple[Model, ...]:
-    """The models that are scored on the suites, of the run's own seed; none in a run without suites."""
+    """The models of the run's own seed that are scored on the suites; none in a run without suites."""
     return tuple(model for model in run.own if not model.masked) if run.suites else ()
 
 
 def _of_suites(run: Run) -> tuple[Evaluated, ...]:
-    """What is evaluated on a domain of a suite: what neither its dev split nor the distance of its text decides."""
+    """What is evaluated on a domain of a suite: only systems that need no dev split and no distance to clusters."""
     found = []
     for model in suite_models(run):
         methods = ("naive",) if model.kind.domain_tokens else ("naive", "average", "uniform", "updating")
@@ -158,7 +158,7 @@ def _of_suites(run: Run) -> tuple[Evaluated, ...]:
 
 @cache
 def routed(run: Run) -> tuple[str, ...]:
-    """The clusterings whose distances weight experts in the evaluation."""
+    """The clusterings whose distances are used as weights of experts in the evaluation."""
     if not any(parsed_weights(weights).rules.routed for weights in run.config.evaluation.weights):
         return ()
     sets = (some for domain in run.domains for table in evaluated(run, domain) for some in table.sets)
@@ -168,7 +168,7 @@ def routed(run: Run) -> tuple[str, ...]:
 def chosen_on_dev(run: Run) -> dict[str, tuple[str, ...]]:
     """The experts of each model with a mixing.json, by its folder.
 
-    These are the models mixed by `tempered` with parameters that the config leaves open, n-grams of domains last.
+    These are the models that are mixed by `tempered` without parameters in the config, and then n-grams of domains.
     """
     if "tempered" not in run.config.evaluation.weights:
         return {}
@@ -183,21 +183,21 @@ def chosen_on_dev(run: Run) -> dict[str, tuple[str, ...]]:
 
 
 def fitted(run: Run) -> tuple[str, ...]:
-    """The clusterings that some model learns from, or whose distances weight experts."""
+    """The clusterings on which a model trains, or whose distances weight experts."""
     used = [*run.learned_clusterings, *routed(run), *classified_by(run), *harness_routings(run).values()]
     return tuple(dict.fromkeys(used))
 
 
-# In how many bins of positions a block of the length of training is cut; bins of longer blocks are as wide.
+# The number of position bins in a block of the training length. Bins of longer blocks have the same width.
 POSITION_BINS = 8
 
 
 @dataclass(frozen=True)
 class ContextTable:
-    """The score table of one row of `models` on a domain in blocks of `context` tokens, and how it is mixed.
+    """The score table of one model entry on a domain with context length `context`, and how it is mixed.
 
-    `folder` is its folder below scores/. With the method `cached` the prior comes from the dev split in blocks of the
-    length of training, whose table is in `prior`. Other methods have one column.
+    `folder` is its folder below scores/. With the method `cached`, the prior comes from the dev split scored at the
+    training length, whose table is in `prior`. With other methods the table has one column.
     """
 
     model: str
@@ -211,14 +211,15 @@ class ContextTable:
 
 
 def asked_contexts(run: Run) -> tuple[int, ...]:
-    """The lengths of blocks in `evaluation.contexts`, ascending."""
+    """The context lengths in `evaluation.contexts`, ascending."""
     return tuple(sorted(run.config.evaluation.contexts or ()))
 
 
 def contexts_of(run: Run, model: Model) -> tuple[int, ...]:
-    """The asked lengths of blocks on which a model is evaluated; its learned positions end at the length of training.
+    """The context lengths of `evaluation.contexts` at which a model is evaluated.
 
-    Models of further seeds, or without a domain, are not evaluated, and neither are those that learned masked tokens.
+    With learned positions, none is beyond the training length. Models of further seeds, models without a domain and
+    masked models are not evaluated.
     """
     if model.name != model.row or model.removed or model.adapted_to or model.masked:
         return ()
@@ -227,15 +228,15 @@ def contexts_of(run: Run, model: Model) -> tuple[int, ...]:
 
 
 def other_contexts(run: Run, model: Model) -> tuple[int, ...]:
-    """The lengths of `contexts_of` that are not that of training: those that need score tables of their own."""
+    """The lengths of `contexts_of` other than the training length: those that need additional score tables."""
     return tuple(context for context in contexts_of(run, model) if context != model.architecture.context)
 
 
 def context_tables(run: Run, domain: str) -> tuple[ContextTable, ...]:
-    """The score tables of `domain` in blocks of the asked lengths, by row of `models`.
+    """The score tables of `domain` at the lengths of `evaluation.contexts`, by model entry.
 
-    A row is mixed as in the paper's tables: a training domain has its own token, and experts the cached prior with
-    weights by `history`. A novel domain has no token.
+    Models are mixed as in the paper's tables: experts with the cached prior and the rule `history`. Domain-token models
+    use the token of a training domain; a novel domain has no token.
     """
     found = []
     for model in run.trained:
@@ -251,7 +252,7 @@ def context_tables(run: Run, domain: str) -> tuple[ContextTable, ...]:
 
 
 def check_contexts(run: Run) -> None:
-    """Raise DemixError for a length of blocks on which no model can be evaluated."""
+    """Raise DemixError for a context length at which no model can be evaluated."""
     for context in asked_contexts(run):
         if not any(context in contexts_of(run, model) for model in run.trained):
             cause = f"{context} is beyond the {run.context} positions that the models learn"
@@ -259,11 +260,11 @@ def check_contexts(run: Run) -> None:
 
 
 def balanced_pairs(run: Run) -> tuple[tuple[System, System], ...]:
-    """Each row that learns from clusters, and the row of as many balanced clusters that it is compared with.
+    """Pairs of systems: an entry that trains on clusters, and the entry of as many balanced clusters as its baseline.
 
-    Both are weighted by distance. The second is the first row of whole models that learns as many tokens from balanced
-    clusters of k-means; it is in no pair of its own. Without weights that go only by distance there are no pairs.
-    In differences.parquet the second is `against` by the name of its row.
+    Both are weighted by distance. The baseline is the first entry of whole models that trains on as many tokens from
+    balanced k-means clusters; no pair compares the baseline with itself. If no rule uses only distances, there are no
+    pairs. In differences.parquet the column `against` has the name of the baseline's entry.
     """
     weights, known = routed_weights(run), run.config.clusterings
     models = clustered(run) if weights else ()
@@ -287,9 +288,9 @@ def _size(model: Model) -> tuple[int, int]:
 def compared(run: Run, domain: str) -> tuple[System, ...]:
     """The systems that are compared with each of `bases` on `domain`.
 
-    These are the baselines and the methods of Tables 3 to 5 with one rule of weights, the systems of further rows,
-    DEMix with the weights of the released code, the set of all experts and the one with the domain's own added, the
-    removals of Table 7, and n-grams.
+    These are: the baselines and the methods of Tables 3 to 5 with one mixing rule, the systems of further entries,
+    DEMix with the rule of the released code, the set of all experts and the set to which only the domain's own expert is
+    added, the removals of Table 7, and n-grams.
     """
     receiver, whole = run.receiver.row, run.whole.row
     return (
@@ -314,7 +315,7 @@ def comparisons(run: Run, domain: str) -> list[tuple[str, ...]]:
 
 
 def variant_rows(run: Run) -> dict[str, str]:
-    """The causal entries that differ only in options from the entry with the name of their kind, and that name."""
+    """The causal entries that differ only in architecture options from the entry named like their kind; its name."""
     rows = {name: row for name, row in run.rows.items() if not row.masked}
     rest = {name: _rest(row) for name, row in rows.items()}
     return {
@@ -325,7 +326,7 @@ def variant_rows(run: Run) -> dict[str, str]:
 
 
 def _rest(row: Row) -> dict[str, object]:
-    """The settings of a row but its options of `architecture`."""
+    """The settings of an entry without its options of `architecture`."""
     return {key: value for key, value in written(row.settings).items() if key != "architecture"} | {
         "initial": row.initial
     }

@@ -1,4 +1,4 @@
-"""Tasks of the lm-evaluation-harness in a run: which models do them, and what a job of each reads."""
+"""Tasks of the lm-evaluation-harness in a run: which models are evaluated, and the inputs of their jobs."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -17,9 +17,9 @@ from demix.run.run import Run
 
 
 def harnessed(run: Run) -> tuple[Model, ...]:
-    """The models that do the tasks of `lm_eval`, of the run's own seed; none without this section.
+    """The models of the run's own seed that are evaluated on the tasks of `lm_eval`; none without this section.
 
-    Raises DemixError for one that is not such a model, and for weights by clusters of a model without any.
+    Raises DemixError for a model that cannot be evaluated, and for a cluster rule of a model without clusters.
     """
     asked, key = run.config.lm_eval, "config key lm_eval"
     if not asked:
@@ -36,7 +36,7 @@ def harnessed(run: Run) -> tuple[Model, ...]:
 
 
 def check_clustered(key: str, rules: Mapping[str, Weights], models: Iterable[Model]) -> None:
-    """Raise DemixError for rules of the config `key` that read distances to clusters, which a model does not have."""
+    """Raise DemixError if a rule of the config `key` needs distances to clusters and a model has no clusters."""
     for weights, model in product((name for name, parsed in rules.items() if parsed.rules.routed), models):
         if model.kind.has_experts and not (model.routing or model.removed or model.masked):
             cause, cure = f"{weights} has no clustering for {model.name}", "add by_domain: {method: metadata}"
@@ -44,16 +44,16 @@ def check_clustered(key: str, rules: Mapping[str, Weights], models: Iterable[Mod
 
 
 def harness_routings(run: Run) -> dict[str, str]:
-    """The clustering by whose distances a rule of `lm_eval.weights` mixes the experts of a model, by model."""
+    """By model: the clustering whose distances a rule of `lm_eval.weights` uses to mix the model's experts."""
     if not any(parsed.rules.routed for parsed in _rules(run).values()):
         return {}
     return {model.name: model.routing for model in harnessed(run) if model.routing}
 
 
 def harness_files(run: Run) -> list[str]:
-    """The files in `lm_eval.include_path`, but those that Python keeps of code. If one changes, the tasks run again.
+    """The files in `lm_eval.include_path`, without Python's compiled files. If one changes, the tasks rerun.
 
-    Raises DemixError for a folder around the run's, and for a name that no rule can hold.
+    Raises DemixError if the folder contains the run's folder, or if a rule cannot hold a file's name.
     """
     folder = run.config.lm_eval.include_path if run.config.lm_eval else None
     if folder is None:
@@ -66,14 +66,14 @@ def harness_files(run: Run) -> list[str]:
 
 
 def harness_tasks(run: Run) -> dict[str, Any]:
-    """The settings of the section that say what is asked."""
+    """The settings of the section that define the tasks."""
     return selected(HarnessTasks, run.config.lm_eval) if run.config.lm_eval else {}
 
 
 def harness_settings(run: Run, model: Model) -> dict[str, Any]:
-    """The settings of the job of a model.
+    """The settings of a model's job.
 
-    Rules by distance have their temperature in their names: the model's folder does not say it.
+    Names of cluster rules include their temperature, because the model's folder does not record it.
     """
     heat, weights = run.config.evaluation.temperature, list[str]()
     for name, parsed in _rules(run).items():
@@ -84,6 +84,6 @@ def harness_settings(run: Run, model: Model) -> dict[str, Any]:
 
 
 def _rules(run: Run) -> dict[str, Weights]:
-    """The rules of `lm_eval.weights` by name; `average` has none, and is only the prior."""
+    """The rules of `lm_eval.weights` by name, without `average`, which uses only the prior."""
     named = run.config.lm_eval.weights if run.config.lm_eval else ()
     return {name: Weights("average") if name == "average" else parsed_weights(name) for name in named}

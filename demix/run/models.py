@@ -1,6 +1,6 @@
-"""The models that a run trains: one per row of the config's `models`, seed and removed domain, and the adapted ones.
+"""The models that a run trains: one per model entry, seed and removed domain, and the adapted models.
 
-Only this module makes and parses names of models.
+Only this module forms and parses names of models.
 """
 
 from collections.abc import Iterable
@@ -17,15 +17,15 @@ from demix.run.rows import Row
 class Model:
     """A trained model, with the folder models/<name> and the metrics metrics/<name>.jsonl.
 
-    `row` is the model's name in results, the same for every seed. `base` is the row of the config's `models` that
-    configures the training. `domains` are the domains that the model learns from, in order. `removed` is the domain
-    that the model is trained without, and `replacement` the novel domain in its place. `parent` is the
-    folder of the model that this one goes on from: with a seed phase (docs/explanation/warm-start.md), or adapted to
-    the novel domain `adapted_to`. `scored` are the domains that the model is scored on, `splits` the splits of these
-    domains. A model whose experts are whole models has one training per expert (`parts`), in the folder
-    branches/<name>/<part>: `share` trainings with equal shares of the tokens. A model that learns from clusters
-    (`data`) has them as its `domains`, with equal parts of a step's sequences. `routing` is the clustering whose
-    distances can weight the model's experts, if there is one.
+    `row` is the model's name in results, the same for every seed. `base` is the model entry that configures the
+    training. `domains` are the domains on which the model trains, in order. `removed` is the domain that the model is
+    trained without, and `replacement` the novel domain in its place. `parent` is the folder of the model from which
+    this one starts: by a dense warm start (docs/explanation/warm-start.md), or by adaptation to the novel domain
+    `adapted_to`. `scored` are the domains on which the model is scored, `splits` the splits of these domains. A model
+    whose experts are whole models has one training per expert (`parts`), in the folder branches/<name>/<part>; these
+    are `share` trainings with equal shares of the tokens. If a model trains on clusters (`data`), they are its
+    `domains`, and each has the same number of a step's sequences. `routing` is the clustering whose distances can
+    weight the model's experts, if there is one.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Model:
 
     @property
     def kind(self) -> Kind:
-        """How the model is built, and what it learns from."""
+        """The model type: how the model is built, and which text it trains on."""
         return self.base.kind
 
     @property
@@ -59,7 +59,7 @@ class Model:
 
     @property
     def settings(self) -> EntrySettings:
-        """The config's section `training` with the row's own values."""
+        """The config's section `training` with the entry's own values."""
         return self.base.settings
 
     @property
@@ -69,27 +69,27 @@ class Model:
 
     @property
     def masked(self) -> bool:
-        """Whether it is a masked language model, whose experts no text weights."""
+        """Whether it is a masked language model, whose experts cannot be weighted by the text."""
         return self.base.masked
 
     @property
     def continues(self) -> bool:
-        """Whether it goes on with any text: none of a task has a domain token, and a masked model goes on with none."""
+        """Whether it can continue any text. Domain-token models cannot without a token, masked models never."""
         return not (self.kind.domain_tokens or self.masked)
 
     @property
     def data(self) -> str:
-        """The clustering whose clusters the model learns from; empty where it learns from domains."""
+        """The clustering on whose clusters the model trains; empty if it trains on domains."""
         return self.settings.data or ""
 
     @property
     def read_splits(self) -> tuple[str, ...]:
-        """The splits that the training reads: dev too, where it is evaluated."""
+        """The splits that the training reads; dev only if the model is evaluated while it trains."""
         return ("train", "dev") if self.settings.dev_blocks else ("train",)
 
     @property
     def in_parts(self) -> bool:
-        """Whether each expert is a whole model with a training of its own, and all are joined afterwards."""
+        """Whether each expert is a whole model with its own training; the experts are joined afterwards."""
         return self.kind.expert_scope == "model"
 
     @property
@@ -101,27 +101,27 @@ class Model:
         parts = tuple(replace(self, domains=(name,), part=name, share=share) for name in self.domains)
         if not self.removed:
             return parts
-        # Nothing but its own domain reaches an expert, so the base has trained all experts but the replacement.
+        # An expert trains only on its own domain, so only the replacement's expert is missing in the base model.
         return tuple(part if part.part == self.replacement else replace(part, name=self.base.name) for part in parts)
 
     @property
     def trainings(self) -> tuple["Model", ...]:
-        """The parts that are trained for this model, each by a job of its own."""
+        """The parts that are trained for this model, one job each."""
         return tuple(part for part in self.parts if part.name == self.name)
 
     @property
     def place(self) -> str:
-        """The training's name in paths of its checkpoints, its metrics and its log."""
+        """The name of the training in the paths of its checkpoints, metrics and log."""
         return f"{self.name}/{self.part}" if self.part else self.name
 
     @property
     def folder(self) -> str:
-        """The folder of the run in which the training leaves its model."""
+        """The folder of the run to which the training writes its model."""
         return f"{'branches' if self.part else 'models'}/{self.place}"
 
     @property
     def experts(self) -> tuple[str, ...]:
-        """The experts that training makes, in order."""
+        """The experts that the training produces, in order."""
         return self.domains if self.kind.has_experts else (DENSE_EXPERT,)
 
     @property
@@ -131,17 +131,17 @@ class Model:
 
     @property
     def rates_from(self) -> str:
-        """The row whose sweep chooses the model's learning rate: a branch goes on with the schedule of its parent."""
+        """The entry whose sweep chooses the model's learning rate. A branch continues its parent's schedule."""
         return (not self.base.mixes and self.settings.parent) or self.base.name
 
     @property
     def mixes(self) -> str:
-        """The folder in models/ of the merged experts that the model begins with; empty where it begins with none."""
+        """The folder in models/ of the merged experts from which the model starts; empty if it starts from none."""
         return made_of(self.parent, "routed") if self.base.mixes else ""
 
     @property
     def sweeps(self) -> bool:
-        """Whether the model has a sweep of its own; further seeds, branches and removals use that of another."""
+        """Whether the model has a sweep of its own. Further seeds, branches and removals use another model's sweep."""
         return self.name == self.rates_from and bool(self.settings.sweep)
 
     @property
@@ -151,12 +151,12 @@ class Model:
 
     @property
     def updates(self) -> int:
-        """The optimizer steps of the training, those of a seed phase included."""
+        """The optimizer steps of the training, including those of a dense warm start."""
         return self.settings.tokens // self.step_tokens
 
     @property
     def restarts(self) -> bool:
-        """Whether the model begins with only its parent's parameters, with settings and a schedule of its own."""
+        """Whether the model starts from only its parent's parameters, with its own settings and schedule."""
         return bool(self.parent and self.settings.schedule == "restart")
 
     @property
@@ -166,12 +166,12 @@ class Model:
 
     @property
     def seed_step(self) -> int:
-        """The number of its parent's updates with which the model begins; 0 for one that is trained from scratch."""
+        """The number of its parent's updates after which the model starts; 0 if it is trained from scratch."""
         return (self.settings.seed_tokens or 0) // self.parent_step_tokens if self.parent else 0
 
     @property
     def first_step(self) -> int:
-        """The number of updates, from the model's steps, that its seed phase represents."""
+        """The number of the model's own steps to which its dense warm start corresponds."""
         return -(-self.seed_step * self.parent_step_tokens // self.step_tokens)
 
     @property
@@ -203,7 +203,7 @@ class AdaptationJob:
 
     @property
     def model(self) -> str:
-        """The folder that receives the weights."""
+        """The folder to which the parameters are written."""
         return self.parent.name if self.adds_expert else self.name
 
     @property
@@ -213,12 +213,12 @@ class AdaptationJob:
 
 
 def folder_of(row: str, seed: int, first: int) -> str:
-    """The folder of the model of a row with `seed`, where the run's own seed is `first`."""
+    """The folder of an entry's model with random seed `seed`; `first` is the run's own seed."""
     return row if seed == first else f"{row}-seed{seed}"
 
 
 def left_out(domain: str) -> str:
-    """The label of the set of all experts but that of `domain`."""
+    """The label of the set of all experts except that of `domain`."""
     return f"minus-{domain}"
 
 
@@ -233,36 +233,36 @@ def trained_without(domain: str) -> str:
 
 
 def adapted(row: str, domain: str) -> str:
-    """The name of the adaptation of a row's model to `domain`."""
+    """The name of the adaptation of an entry's model to `domain`."""
     return f"{row}-dapt-{domain}"
 
 
 def kept_next_to(row: str, domain: str) -> str:
-    """The name in results of a row's model and its adaptation to `domain`, of which both are kept."""
+    """The name in results of an entry's model that is kept together with its adaptation to `domain`."""
     return f"{row}-and-dapt-{domain}"
 
 
 def made_of(model: str, weights: str) -> str:
-    """The folder of what is made of the experts of a model by `weights` (`Merged`).
+    """The folder of the model that is merged from a model's experts by `weights` (`Merged`).
 
-    {domain} represents the domain of a prior.
+    {domain} stands for the domain of a prior.
     """
     return f"{model}-{'average-{domain}' if weights == 'posterior' else weights}"
 
 
 def folder_at(model: str, context: int = 0, top_k: int = 0, without: str = "") -> str:
-    """The folder of a model's score tables in blocks of `context` tokens, which choose `top_k` experts in each layer.
+    """The folder of a model's score tables with context length `context` and `top_k` experts per token and layer.
 
-    0 means what the model has from training. The tokens do not choose the expert `without`, if one is named.
+    0 means the value of training. If `without` names an expert, no token uses it.
     """
     of_tokens = (f"@{context}" if context else "") + (f"@top-{top_k}" if top_k else "")
     return model + of_tokens + (f"@{left_out(without)}" if without else "")
 
 
 def trained_models(config: Config, rows: dict[str, Row]) -> tuple[Model, ...]:
-    """The models that a run trains from scratch, or from a seed.
+    """The models that a run trains from scratch, or from a parent's state.
 
-    The order is: rows of `models` with the run's own seed, models trained without a domain, rows with further seeds.
+    The order is: entries with the run's own seed, models trained without a domain, entries with further seeds.
     """
     training, removal = tuple(config.domains.training), config.removal
     by_domain = next((name for name, made in config.clusterings.items() if made.method == "metadata"), "")
@@ -277,7 +277,7 @@ def trained_models(config: Config, rows: dict[str, Row]) -> tuple[Model, ...]:
             config.seed,
             row.learned,
             (*training, *config.domains.novel),
-            # Single columns are neither mixed nor chosen, so that nothing reads their scores on dev.
+            # With a single column there is nothing to mix or choose, so dev scores are not needed.
             splits=("dev", "test")
             if row.kind.has_experts or row.kind.domain_tokens or row.name in mixed
             else ("test",),
@@ -341,7 +341,7 @@ def dense_adapted(adaptation: AdaptationJob, training: tuple[str, ...]) -> Model
 
 
 def row_named(models: Iterable[Model], name: str, key: str, *, experts: bool = True) -> Model:
-    """The model of the row that a config key names; `experts` says whether the model must have experts."""
+    """The model of the entry that a config key names; `experts` says whether it must have experts."""
     fitting = [model for model in models if model.kind.has_experts == experts and not (model.data or model.masked)]
     for model in fitting:
         if model.name == name:
@@ -350,17 +350,17 @@ def row_named(models: Iterable[Model], name: str, key: str, *, experts: bool = T
     raise DemixError(f"config key {key}", f"is {name}, which is not a model entry of that type", cure)
 
 
-# The experts of a merged model, which is a single model.
+# The expert names of a merged model, which is a single model.
 MERGED = (DENSE_EXPERT,)
 
 
 @dataclass(frozen=True)
 class Merged:
-    """A model made of the experts of `model`, by `weights`.
+    """A model that is merged from the experts of `model`, by `weights`.
 
-    It is their average with equal weights (uniform) or by the cached prior of a domain (posterior), or its tokens
-    choose among them in every layer (routed). `place` is its folder below models/ and scores/, in which {domain}
-    represents the domain of the prior.
+    It is the experts' average with equal weights (uniform) or with the cached prior of a domain (posterior), or a
+    token-routed model (routed). `place` is its folder below models/ and scores/, in which {domain} stands for the
+    domain of the prior.
     """
 
     model: Model
@@ -368,17 +368,17 @@ class Merged:
 
     @property
     def place(self) -> str:
-        """The folder of the merged model: one for each domain's prior, else one in all."""
+        """The folder of the merged model: one per domain if the weights are a domain's prior, else one."""
         return made_of(self.model.name, self.weights)
 
     @property
     def token_routed(self) -> bool:
-        """Whether its tokens choose among the experts; otherwise it is an average of them."""
+        """Whether it is token-routed; otherwise it is an average of the experts."""
         return self.weights == "routed"
 
     @property
     def by_domain(self) -> bool:
-        """Whether each domain has a merged model of its own."""
+        """Whether there is one merged model per domain."""
         return self.weights == "posterior"
 
     def of(self, domain: str) -> str:
@@ -393,12 +393,12 @@ class Merged:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The experts that were merged, an anchor first."""
+        """The experts that were merged; an anchor comes first."""
         return (DENSE_EXPERT,) * self.model.kind.anchored + self.model.experts
 
 
 def merged_models(models: Iterable[Model]) -> tuple[Merged, ...]:
-    """The merged models that are scored: averages of rows that ask for them, and anchored experts under one router."""
+    """The merged models that are scored: averages (for entries with `averages`), and anchored experts with a router."""
     found = []
     for model in models:
         found += [Merged(model, weights) for weights in ("uniform", "posterior") if model.settings.averages]

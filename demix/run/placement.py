@@ -1,6 +1,6 @@
 """Which rank trains which experts and sequences.
 
-This module does not import torch, so that a config is checked before anything runs.
+This module does not import torch, so that a config can be checked quickly before anything runs.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from demix.errors import DemixError
 
 @dataclass(frozen=True)
 class Placement:
-    """What one rank trains: the domains `experts` (by number), and a part of the sequences of each step.
+    """What one rank trains: the experts of the domains with the numbers `experts`, on some sequences of each step.
 
-    The part goes from sequence `first` to `last` (exclusive). `ranks` are the ranks that hold the same experts, in
-    order. The first of these ranks writes the experts.
+    These are the sequences from `first` to `last` (exclusive). `ranks` are the ranks that hold the same experts, in
+    order. The first of them writes the experts.
     """
 
     experts: tuple[int, ...]
@@ -27,9 +27,8 @@ class Placement:
 def place(kind: Kind | str, domains: Sequence[str], sequences: int, ranks: int) -> tuple[Placement, ...]:
     """What each rank trains of a model of `kind` on `domains`, with `sequences` of each domain per step.
 
-    Where a step is drawn by domain, the experts of the domains are divided among the ranks. Otherwise there is one
-    expert, and all sequences of a step are divided among the ranks. Raises DemixError that says which numbers of ranks
-    fit.
+    If a step is drawn by domain, the domains' experts are divided among the ranks. Otherwise there is one expert, and
+    the sequences of a step are divided among the ranks. Raises DemixError with the numbers of ranks that are possible.
     """
     kind = KINDS[kind] if isinstance(kind, str) else kind
     if kind.batches == "by_domain":
@@ -41,7 +40,7 @@ def place_experts(domains: Sequence[str], sequences: int, ranks: int) -> tuple[P
     """What each rank trains of the experts of `domains`, with `sequences` per step for each domain.
 
     The number of ranks is a multiple of the number of domains (several ranks for each expert) or a divisor of it
-    (several experts per rank). Raises DemixError that says which numbers fit.
+    (several experts per rank). Raises DemixError with the possible numbers.
     """
     count = len(domains)
     if count % ranks == 0:
@@ -65,7 +64,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def owners_of(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank that each thing of `sizes` goes to: the largest first, each to the rank with the least so far."""
+    """The rank of each item of `sizes`. Items are assigned from the largest, each to the rank with the least so far."""
     loads, owners = [0] * ranks, [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         owners[number] = loads.index(min(loads))

@@ -1,4 +1,4 @@
-"""The entries of a run's models: what each is trained with, and which entries are refused."""
+"""The model entries of a run: the settings with which each is trained, and checks of the entries."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ from demix.config.models import KEPT, KINDS, PAPER, EntrySettings, Kind, cluster
 from demix.errors import DemixError, nearest
 from demix.settings import names_of, settings_from, written
 
-# The kinds of models whose experts become those of every layer.
+# The kinds of models whose experts can be merged into a token-routed model.
 MERGEABLE = ("demix", "branched", "anchored")
 _SIZES = ("experts", "top_k", "every", "capacity", "balance")
-# Of an entry of kind anchored: a parent's feedforward and an expert next to it, through which every token passes.
+# For kind anchored: each token passes through the parent's feedforward and the expert next to it.
 _PAIR = {"experts": 2, "top_k": 2, "every": 1, "capacity": 2.0, "balance": 0.0}
 
 
 @dataclass(frozen=True)
 class Row:
-    """An entry of the config's `models`, with all that follows for its training.
+    """An entry of the config's `models`, with everything derived for its training.
 
-    `settings` are those of the section `training` with the entry's own values. A warm-started entry has its parent's,
-    and `parent` and `seed_tokens` among them; an entry that begins with a model elsewhere has its folder as `initial`.
-    An entry that `mixes` begins with the merged experts of its parent and with a training of its own. `learned` are the
-    domains or clusters that the entry learns from. `sequences` of each of these make a step, and `seed_sequences` in
-    all made one of the parent where that is another number. `label` is the entry's name in tables.
+    `settings` are those of the section `training` with the entry's own values. A warm-started entry has its parent's
+    settings, and also `parent` and `seed_tokens`. If an entry starts from a model in a folder, that is `initial`. An
+    entry that `mixes` starts from the merged experts of its parent, with its own training. `learned` are the domains or
+    clusters on which the entry trains. A step has `sequences` sequences of each of these; a step of the parent had
+    `seed_sequences` in all, if that number differs. `label` is the entry's name in tables.
     """
 
     name: str
@@ -54,8 +54,7 @@ class Row:
 def rows_of(config: Config) -> dict[str, Row]:
     """The entries of a config's `models`, the paper's four first.
 
-    Raises DemixError where demix or dense is left out, for a parent that does not fit, and for a label that two entries
-    have.
+    Raises DemixError if demix or dense is null, a parent does not fit, or two entries have the same label.
     """
     rows: dict[str, Row] = {}
     for name in config.models:
@@ -71,7 +70,7 @@ def rows_of(config: Config) -> dict[str, Row]:
 
 
 def _check_labels(rows: Mapping[str, Row]) -> None:
-    """Raise DemixError for a label that is given to an entry of the paper, and for one that another entry has."""
+    """Raise DemixError for a label of one of the paper's entries, and for a label that another entry has."""
     paper = {name: KINDS[name].label for name in PAPER}
     for name, row in rows.items():
         key = f"config key models.{name}.label"
@@ -84,7 +83,7 @@ def _check_labels(rows: Mapping[str, Row]) -> None:
 
 
 def _row(config: Config, name: str, rows: dict[str, Row]) -> Row:
-    """The entry `name`, which is added to `rows` after the entry that it begins with."""
+    """The entry `name`, which is added to `rows` after its parent."""
     if name in rows:
         return rows[name]
     key, own, domains = f"config key models.{name}", written(config.models[name]), tuple(config.domains.training)
@@ -98,7 +97,7 @@ def _row(config: Config, name: str, rows: dict[str, Row]) -> Row:
     if parent and "architecture" in own:
         cause = f"is given for an entry that starts from {parent.name}"
         raise DemixError(f"{key}.architecture", cause, "remove it: the entry has its parent's")
-    # A whole model has no schedule to go on with.
+    # A model in a folder has no schedule that could continue.
     restarts = {"schedule": "restart"} if kind.has_routers and parent and not mixes else {}
     if kind.anchored:
         own = _PAIR | restarts | own
@@ -136,15 +135,15 @@ def _row(config: Config, name: str, rows: dict[str, Row]) -> Row:
 
 
 def _begun(parent: Row, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of `parent`, as an entry with its `own` keys goes on from its state."""
+    """The settings of `parent` for an entry with these `own` keys that continues from the parent's state."""
     restarts = own.get("schedule") == "restart"
-    # The entry's own rate replaces the one that its parent's sweep chooses.
+    # The entry's own learning rate replaces the one from its parent's sweep.
     no_sweep = {"sweep": None} if restarts and "learning_rate" in own else {}
     return written(parent.settings) | ({"warmup": 0.0} if restarts else {}) | no_sweep
 
 
 def _clusters(config: Config, name: str, values: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
-    """The clusters of the entry `name`, and the sequences of each in a step, which has as many as one of domains."""
+    """The clusters of the entry `name`, and the sequences per cluster in a step, which is as large as with domains."""
     data, domains = values["data"], config.domains.training
     _check_data(name, data, config)
     learned, step = cluster_names(data, config.clusterings[data], domains), len(domains) * values["sequences"]
@@ -157,7 +156,7 @@ def _clusters(config: Config, name: str, values: Mapping[str, Any]) -> tuple[tup
 
 
 def _routed(key: str, own: dict[str, Any], merged: Row | None) -> dict[str, Any]:
-    """The keys of an entry of kind routed with their defaults; `merged` is the entry whose experts it begins with."""
+    """The keys of an entry of kind routed, with defaults; `merged` is the entry whose experts are merged."""
     for size in ("experts", "every") if merged else ():
         if size in own:
             raise DemixError(f"{key}.{size}", "is given together with a parent whose experts are merged", "remove it")
@@ -167,9 +166,9 @@ def _routed(key: str, own: dict[str, Any], merged: Row | None) -> dict[str, Any]
 
 
 def _architecture(config: Config, name: str, values: Mapping[str, Any]) -> Architecture:
-    """The config's architecture with the options and the routed experts of the entry `name`, which has these `values`.
+    """The config's architecture with the options and routed experts of the entry `name` with these `values`.
 
-    Raises DemixError where the entry's options do not fit the section.
+    Raises DemixError if the entry's options do not fit the section.
     """
     routed = {"routed": {key: values[key] for key in _SIZES}} if "every" in values else {}
     section = with_options(written(config.architecture), values.get("architecture") or {}) | routed
@@ -181,7 +180,7 @@ def _architecture(config: Config, name: str, values: Mapping[str, Any]) -> Archi
 
 
 def _matched_tokens(architecture: Architecture, types: int, values: Mapping[str, Any]) -> int:
-    """The tokens that cost the FLOPs of `tokens` of a dense model, those of a seed phase included."""
+    """The number of tokens that needs the FLOPs of `tokens` tokens of a dense model, including a dense warm start."""
     tokens = int(values["tokens"])
     dense, routed = (training_flops_per_token(one, types, one.context) for one in (architecture.unrouted, architecture))
     seed = min(tokens, int(values.get("seed_tokens") or 0))
@@ -189,7 +188,7 @@ def _matched_tokens(architecture: Architecture, types: int, values: Mapping[str,
 
 
 def _check_masked(row: Row) -> None:
-    """Raise DemixError unless an entry, which is a masked language model, is independent of causal ones."""
+    """Raise DemixError if an entry that is a masked language model depends on causal ones."""
     key = f"config key models.{row.name}"
     if row.name in PAPER:
         cause = "is mlm, but other entries are compared with this one as causal models"
@@ -206,7 +205,7 @@ def _check_masked(row: Row) -> None:
 
 
 def _check_data(name: str, data: str, config: Config) -> None:
-    """Raise DemixError unless the entry `name` can learn from the clustering `data`."""
+    """Raise DemixError if the entry `name` cannot train on the clustering `data`."""
     key, known = f"config key models.{name}.data", config.clusterings
     if data not in known:
         raise DemixError(key, f"{data} is not a clustering", nearest(data, known, "add it to clusterings"))
@@ -219,9 +218,9 @@ def _check_data(name: str, data: str, config: Config) -> None:
 def _parent(
     config: Config, key: str, kind: Kind, own: Mapping[str, Any], initial: str, rows: dict[str, Row]
 ) -> Row | None:
-    """The entry that the entry at `key`, with its `own` keys, begins with; None without one.
+    """The parent entry of the entry at `key` with these `own` keys; None without one.
 
-    Raises DemixError unless the entry begins with no state, or with one that its kind and its parent allow.
+    Raises DemixError if its kind or its parent does not allow to start from the parent's state.
     """
     name, seed_tokens, restarts = own.get("parent"), own.get("seed_tokens"), own.get("schedule") == "restart"
     if kind.anchored and not (name or initial):

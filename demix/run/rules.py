@@ -25,7 +25,7 @@ from demix.run.systems import (
 )
 from demix.settings import names_of, written
 
-# The rules of each stage of the config's section `cluster`; all other rules run where snakemake does, for seconds.
+# The rules of each stage of the config's section `cluster`. All other rules last seconds and run where snakemake runs.
 STAGES = {
     "download": ("divide", "download", "read", "examples", "harness_documents"),
     "anonymize": ("anonymize",),
@@ -50,16 +50,16 @@ class RunRules(StageSettings):
 
     @property
     def shell_prefix(self) -> str:
-        """What the shell of each job runs before the command: the lines of the site, and what commands need.
+        """The shell code before each job's command: the lines of `cluster.setup`, and what demix commands need.
 
-        A job ends with the snakemake that started the job's shell (`demix.launch.snakemake`).
+        A job ends when the snakemake process that started its shell ends (`demix.launch.snakemake`).
         """
         setup = ["set -e", *self.run.config.cluster.setup, "set -euo pipefail", SHELL_FUNCTION]
         lines = [line.replace("{", "{{").replace("}", "}}") for line in setup]
         return "; ".join(["export DEMIX_SNAKEMAKE=$PPID", *lines, ""])
 
     def parts(self, domains: Iterable[str], *kinds: str) -> list[str]:
-        """The files of the anonymized parts of domains, in order. The config sets the parts of each domain."""
+        """The files of the anonymized parts of domains, in order. The config sets the number of parts."""
         return [
             f"{self.folder}/documents/{domain}/{part:04d}.{kind}"
             for domain in domains
@@ -78,16 +78,16 @@ class RunRules(StageSettings):
         return [f"{self.folder}/tokens/{domain}/{split}.arrow" for domain in domains for split in splits]
 
     def model(self, name: str, experts: Iterable[str] = ()) -> list[str]:
-        """The manifests of a model and of those of `experts` that adaptations added; they have the digests of files.
+        """The manifests of a model and of those of `experts` that adaptations added; they hold the digests of files.
 
-        They are all that the workflow knows of a model, so that rules name no expert.
+        The workflow tracks a model only by its manifests, so that rules need not name experts.
         """
         added = [one for one in experts if name == self.run.receiver.name and one in self.run.novel]
         return [f"{self.folder}/models/{name}/{file}" for file in ("model.json", *(f"experts/{n}.json" for n in added))]
 
     @cached_property
     def _scored_by(self) -> dict[tuple[str, str, str], str]:
-        """The job that makes the tables of a folder and a domain, and those that make the columns of added experts."""
+        """The job that writes the tables of a folder and a domain, and the jobs that write columns of added experts."""
         orders = self.run.config.evaluation.ngrams or ()
         found = {
             (folder, domain, ""): ngram_folders(order)[0]
@@ -107,22 +107,22 @@ class RunRules(StageSettings):
     def scores(self, model: str, domains: Iterable[str], names: Iterable[str] = ()) -> list[str]:
         """The manifests of the score tables of a model on `domains`, under the experts `names` if these were added.
 
-        Such a file has the digests of all tables of one job, so that files grow with jobs, and not with pairs of a
-        domain and an expert.
+        A manifest has the digests of all tables of one job. The number of input files therefore grows with the number
+        of jobs, not with the number of pairs of domain and expert.
         """
         keys = [(model, domain, name) for domain in domains for name in ("", *names)]
         found = dict.fromkeys(self._scored_by[key] for key in keys if not key[2] or key in self._scored_by)
         return [f"{self.folder}/scores/{name}.json" for name in found]
 
     def combined_inputs(self, name: str) -> list[str]:
-        """The score tables that a system mixes, and the rules that were chosen for its members with experts."""
+        """The score tables that a system mixes, and the mixing rules chosen for its members with experts."""
         system = self.run.config.evaluation.mixed[name]
         tables = dict.fromkeys(chain(*(self.scores(one, self.run.domains) for one in system.models)))
         rules = [one for one, weights in system.columns.items() if weights == "tempered"]
         return [*tables, *(f"{self.folder}/models/{one}/mixing.json" for one in rules)]
 
     def scoring_inputs(self, name: str) -> dict[str, list[str]]:
-        """The files that a job reads which scores: models, tokens, and the tables that it adds columns to."""
+        """The inputs of a scoring job: models, tokens, and the tables to which it adds columns."""
         parts = self.scoring[name].parts
         models = [file for part in parts for file in self.model(part.model, part.reads)]
         old = [file for part in parts if not part.shared for file in self.scores(part.model, part.domains)]
@@ -133,7 +133,7 @@ class RunRules(StageSettings):
         }
 
     def prior_options(self, model: str, domain: str) -> str:
-        """The options of an average that name the prior of `domain`; none without a domain, by equal weights."""
+        """The options of an average by the prior of `domain`; without a domain none, so that weights are equal."""
         evaluation, scores = self.run.config.evaluation, f"{self.folder}/scores/{model}"
         prior = f"--scores {scores} --decay {evaluation.decay} --blocks {evaluation.dev_blocks} --domain {domain}"
         return prior if domain else ""
@@ -149,14 +149,14 @@ class RunRules(StageSettings):
         return list(dict.fromkeys(chain(*(self.scores(one.folder, [domain], one.columns) for one in tables))))
 
     def joined(self, table: str) -> list[str]:
-        """The files of single domains that a table of the run joins."""
+        """The files of single domains that are joined into a table of the run."""
         removed = [model.removed for model in self.run.without]
         domains = {"suites": self.run.suites, "audit": removed}.get(table, self.run.domains)
         kind = "" if table in ("results", "suites") else f".{table}"
         return [f"{self.folder}/evaluations/{domain}{kind}.parquet" for domain in domains]
 
     def context_scores(self, domain: str) -> list[str]:
-        """The score tables that the evaluation of a domain by position reads."""
+        """The score tables that the evaluation of a domain by position in the context reads."""
         tables = context_tables(self.run, domain)
         folders = dict.fromkeys(folder for table in tables for folder in (table.folder, table.prior) if folder)
         return list(dict.fromkeys(chain(*(self.scores(folder, [domain]) for folder in folders))))
@@ -172,30 +172,30 @@ class RunRules(StageSettings):
         return [*chain.from_iterable(tables), *(f"{self.folder}/clusters/{name}/clusterer.json" for name in names)]
 
     def train_inputs(self, model: Model, dev: bool = True) -> list[str]:
-        """The shards of domains or clusters that training reads: dev too, where it is evaluated and `dev` allows."""
+        """The shards of domains or clusters that training reads; dev only if it evaluates and `dev` is set."""
         folder = f"clusters/{model.data}/shards" if model.data else "tokens"
         splits = model.read_splits if dev else ("train",)
         return [f"{self.folder}/{folder}/{name}/{split}.arrow" for split in splits for name in model.domains]
 
     def train_files(self, model: Model, dev: bool = True) -> list[str]:
-        """What the workflow knows `train_inputs` by: those of clusters by their manifests."""
+        """The files by which the workflow tracks `train_inputs`; for shards of clusters these are manifests."""
         if not model.data:
             return self.train_inputs(model, dev)
         splits = model.read_splits if dev else ("train",)
         return [f"{self.folder}/clusters/{model.data}/shards/{split}.json" for split in splits]
 
     def anonymizing(self, domain: str) -> str:
-        """The option of a command that says how a domain's text is anonymized."""
+        """The command option that says how a domain's text is anonymized."""
         return "--enabled" if self.run.texts[domain].anonymize else "--no-enabled"
 
     def pieces(self, domain: str) -> str:
-        """The options of a command that cut the documents of a domain."""
+        """The command options that say how the documents of a domain are cut."""
         source = self.run.texts[domain].source
         lengths = {"--document-words": source.document_words, "--piece-words": source.piece_words}
         return " ".join(f"{option} {words}" for option, words in lengths.items() if words)
 
     def read_files(self, domain: str, part: int) -> list[str]:
-        """The local files of a domain's source, and the pass over a shared source, which leaves the domain's text."""
+        """The local files of a domain's source; for a shared source, the output of the pass that divided it."""
         text = self.run.texts[domain]
         if text.shared:
             files = self.run.config.sources[text.shared].source.share(part)
@@ -203,13 +203,13 @@ class RunRules(StageSettings):
         return text.source.share(part)
 
     def audited(self, removed: str) -> list[str]:
-        """The models of which the audit of a removed domain asks: the whole one, that without the domain, merges."""
+        """The models in the audit of a removed domain: the whole one, the one without the domain, and merged models."""
         merged = chain(*map(self.model, merged_whole(self.run)))
         return [*self.model(self.run.whole.name), *self.model(trained_without(removed)), *merged]
 
     @property
     def classified(self) -> dict[str, list[str]]:
-        """The files that are read to classify: examples, their scores, clusterers, mixing rules and the harness's."""
+        """The inputs of classification: examples, scores, clusterers, mixing rules and the harness's results."""
         run, tasks, asked = self.run, list(self.run.config.tasks), classified(self.run)
         return {
             "examples": [f"{self.folder}/examples/{task}.parquet" for task in tasks],
@@ -223,12 +223,12 @@ class RunRules(StageSettings):
 
     @property
     def task_weights(self) -> list[str]:
-        """The table of how routings weight clusters; none without clusters."""
+        """The table of the weights that mixing methods give to clusters; none without clusters."""
         return [f"{self.folder}/task_weights.parquet"] if self.run.config.tasks and clustered(self.run) else []
 
     @property
     def tracked(self) -> list[str]:
-        """What both the tracking and the report read: results, tasks, metrics, models."""
+        """The inputs of both tracking and report: results, tasks, metrics, models."""
         run = self.run
         tables = ["results", *["suites"] * bool(run.suites)]
         named = [*(one.name for one in run.trained), *(one.name for one in run.adaptations)]
@@ -257,11 +257,11 @@ class RunRules(StageSettings):
         return [*self.tracked, *(f"{self.folder}/{file}" for file in files)]
 
     def task_inputs(self, task: str) -> list[str]:
-        """The files that the examples of a task are read from. A changed file is read again."""
+        """The files from which the examples of a task are read. A changed file is read again."""
         return [file for source in self.run.config.tasks[task].sources.values() for file in source.names]
 
     def harness_mixing(self, model: str) -> list[str]:
-        """What mixes the experts of a model that does tasks of the harness: parameters chosen on dev, and clusters."""
+        """The files for mixing the experts of a model on harness tasks: parameters chosen on dev, and clusterers."""
         asked, clustering = self.run.config.lm_eval, harness_routings(self.run).get(model)
         tempered = asked and "tempered" in asked.weights and model in chosen_on_dev(self.run)
         chosen = [f"{self.folder}/models/{model}/mixing.json"] if tempered else []
@@ -272,7 +272,7 @@ class RunRules(StageSettings):
         return [f"{self.folder}/sweep/{model.rates_from}.json"] if model.settings.sweep else []
 
     def seed_of(self, model: Model) -> list[str]:
-        """The manifest of the state that `model` begins with; none for a model that is trained from scratch."""
+        """The manifest of the state from which `model` starts; none for a model that is trained from scratch."""
         if model.mixes:
             return self.model(model.mixes)
         if folder := model.base.initial:
@@ -281,11 +281,11 @@ class RunRules(StageSettings):
         return [f"{step}/manifest.json"] if model.seed_step else []
 
     def part_files(self, model: Model, above: str, name: str = "") -> list[str]:
-        """A file of each of the trainings of a model whose experts are whole models: in branches/ or in metrics/."""
+        """One file per training of a model whose experts are whole models, in branches/ or in metrics/."""
         return [f"{self.folder}/{above}/{part.place}" + (f"/{name}" if name else ".jsonl") for part in model.parts]
 
     def priority(self, model: Model) -> int:
-        """The priority of a training: models that other rules wait for start first."""
+        """The priority of a training. Models for which other rules wait start first."""
         return 20 if model.removed else 100 if model.kind.has_experts else 50
 
     def trials(self, model: Model) -> list[str]:
@@ -293,37 +293,37 @@ class RunRules(StageSettings):
         return [f"{self.folder}/metrics/sweep/{model.name}/{rate}.jsonl" for rate in model.swept_rates]
 
     def train_options(self, model: Model) -> str:
-        """The options of a training that are a resource: those of `run_options`, and which states are kept."""
+        """The training options that are a resource of the rule: those of `run_options`, and which states are kept."""
         kept = ",".join(str(step) for parent, step in self.run.seeds if parent == model.name)
         options = f"{self.run_options('train', model.settings)} {self.live}"
         return f"{options} --keep {kept}" if kept else options
 
     @property
     def live(self) -> str:
-        """The option of a training and of an adaptation that says where metrics go while it runs."""
+        """The option of trainings and adaptations that says where metrics are sent while they run."""
         named = {"run": self.run.name, "config": config_fingerprint(self.run.config)}
         where = {"uri": self.run.config.tracking.uri, "experiment": self.run.experiment}
         return f"--live {shlex.quote(json.dumps(where | named))}"
 
     def beginning(self, model: Model) -> str:
-        """The options of a training that say with which learning rate and which state it begins."""
+        """The training options that give the learning rate and the state from which it starts."""
         given = [f" --learning-rate-from {path}" for path in self.chosen_rate(model)]
         given += [f" --branch {shlex.quote(str(Path(path).parent))}" for path in self.seed_of(model)[:1]]
         return "".join([*given, *([" --restart"] if model.restarts and model.seed_step else [])])
 
     def cores(self, settings: EntrySettings) -> int:
-        """The cores that a training needs on this machine: those of all ranks, or one if the job only waits."""
+        """The cores that a training needs on this machine: those of all ranks, or one if it only waits for a job."""
         return 1 if self.run.submitted else self.run.config.threads * settings.ranks
 
     def log(self, rule: str, wildcards: Iterable[str]) -> str:
-        """The log of a rule's jobs, with their wildcards."""
+        """The path of a rule's log, with its wildcards."""
         names = ".".join(f"{{{name}}}" for name in sorted(wildcards))
         return f"{self.folder}/logs/{rule}{'/' if names else ''}{names}.log"
 
     def is_local(self, rule: str) -> bool:
-        """Whether jobs of a rule run where snakemake does.
+        """Whether jobs of a rule run on the machine of snakemake.
 
-        So do downloads for compute nodes without internet, and the processes that wait for a training's SLURM job.
+        These include downloads for compute nodes without internet, and processes that wait for a training's SLURM job.
         """
         stage = STAGE_OF.get(rule)
         on_login = stage == "download" and self.run.config.cluster.downloads == "login"
@@ -346,10 +346,10 @@ class RunRules(StageSettings):
         return {resource: value for resource, value in asked.items() if value}
 
     def run_options(self, stage: str, settings: EntrySettings) -> str:
-        """The options of a command that say how a section of the config trains.
+        """The command options for settings of only time and memory in a section of the config.
 
-        These options are a resource of the rule and not params: Snakemake reruns a job whose params changed, but
-        settings of time and memory must rerun nothing.
+        They are a resource of the rule, not params: Snakemake reruns a job if its params change, but a change of these
+        settings must rerun nothing.
         """
         cluster = shlex.quote(self.argument(json.dumps(written(self.run.config.cluster.of(stage)))))
         how = shlex.quote(json.dumps({key: getattr(settings, key) for key in names_of(Execution)}))

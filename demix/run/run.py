@@ -1,4 +1,4 @@
-"""A run: what follows from its config, derived once."""
+"""A run: everything that is derived from its config, computed once."""
 
 import os
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from demix.settings import names_of, settings_from, written
 class Run:
     """The run of a config, whose files are in `folder`.
 
-    What is derived raises DemixError for keys that do not go together; `demix.run.check` derives all of it at the
+    Derived properties raise DemixError for keys that exclude each other; `demix.run.check` computes all of them at the
     beginning.
     """
 
@@ -42,10 +42,10 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The run that the workflow made in `folder`. Raises DemixError for another version, or a damaged file."""
+        """The run that the workflow wrote to `folder`. Raises DemixError for another version, or a damaged file."""
         file = folder / "config.json"
         if not os.path.isfile(file):
-            # Snakemake removes the file for the moment in which a rerun with other settings writes it.
+            # Snakemake deletes the file shortly before a rerun with other settings writes it.
             if (folder / "logs").is_dir():
                 cause = "is missing: a rerun is writing it, or ended before it was written"
                 raise DemixError(file, cause, "try again in a moment, or rerun the workflow, which resumes")
@@ -72,17 +72,17 @@ class Run:
 
     @property
     def experiment(self) -> str:
-        """The run's MLflow experiment: a copied folder under another name has one of its own."""
+        """The run's MLflow experiment. A copied folder with another name has its own experiment."""
         return f"demix-{self.folder.absolute().name}"
 
     @property
     def seed(self) -> int:
-        """The seed of the run, of whose models all tables are."""
+        """The random seed of the run. All tables are of the models with this seed."""
         return self.config.seed
 
     @property
     def submitted(self) -> bool:
-        """Whether trainings run as SLURM jobs of their own, for which a local process only waits."""
+        """Whether each training runs as a SLURM job of its own, and a local process only waits for it."""
         return self.config.cluster.launch == "slurm"
 
     @cached_property
@@ -107,11 +107,11 @@ class Run:
 
     @cached_property
     def texts(self) -> dict[str, DomainSection]:
-        """All that text is read of: the domains and the suites."""
+        """All domains with text: those of the run and those of the suites."""
         return self.domains | self.suites
 
     def kind_of(self, domain: str) -> str:
-        """What a domain is in tables: training, novel or suite."""
+        """The type of a domain in tables: training, novel or suite."""
         return "suite" if domain in self.suites else "training" if domain in self.training else "novel"
 
     @cached_property
@@ -122,27 +122,27 @@ class Run:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """The architecture of the config, which rows may change."""
+        """The architecture of the config. Model entries may change it."""
         return architecture_from(written(self.config.architecture))
 
     @property
     def context(self) -> int:
-        """The tokens of a block."""
+        """The context length: tokens of a block."""
         return self.architecture.context
 
     @property
     def types(self) -> int:
-        """The number of types of the tokenizer."""
+        """The vocabulary size of the tokenizer."""
         return self.config.tokenizer.size
 
     @cached_property
     def rows(self) -> dict[str, Row]:
-        """The rows of the config's `models`, the paper's four first."""
+        """The entries of the config's `models`, the paper's four first."""
         return rows_of(self.config)
 
     @cached_property
     def trained(self) -> tuple[Model, ...]:
-        """The models that the run trains from scratch, or from a seed."""
+        """The models that the run trains from scratch, or from a parent's state."""
         return trained_models(self.config, self.rows)
 
     @cached_property
@@ -157,12 +157,12 @@ class Run:
 
     @cached_property
     def joined(self) -> tuple[Model, ...]:
-        """The models that are joined of experts with a training each."""
+        """The models whose experts are trained separately and then joined."""
         return tuple(model for model in self.trained if model.in_parts)
 
     @cached_property
     def swept(self) -> tuple[Model, ...]:
-        """The models with a sweep of learning rates of their own."""
+        """The models with their own sweep of learning rates."""
         return tuple(model for model in self.trained if model.sweeps)
 
     @cached_property
@@ -178,22 +178,22 @@ class Run:
 
     @cached_property
     def receiver(self) -> Model:
-        """The model that receives the experts of novel domains."""
+        """The model to which experts of novel domains are added."""
         return row_named(self.own, self.config.adaptation.model, "adaptation.model")
 
     @cached_property
     def whole(self) -> Model:
-        """The model whose experts are left out, and which is trained again without single domains."""
+        """The model of removals: its experts are left out, and it is retrained without single domains."""
         return row_named(self.own, self.config.removal.model, "removal.model")
 
     @cached_property
     def merged(self) -> tuple[Merged, ...]:
-        """The merged models of the rows that ask for them, with the run's own seed."""
+        """The merged models, with the run's own seed."""
         return merged_models(self.own)
 
     @cached_property
     def routed_merges(self) -> tuple[Merged, ...]:
-        """The merged models whose tokens choose their experts: those scored, and those that rows begin with."""
+        """The token-routed merged models: those that are scored, and those from which entries start."""
         scored = tuple(one for one in self.merged if one.token_routed)
         models = {model.name: model for model in self.trained}
         begun = [Merged(models[model.parent], "routed") for model in self.trained if model.mixes]
@@ -201,7 +201,7 @@ class Run:
 
     @cached_property
     def seeds(self) -> dict[tuple[str, int], Model]:
-        """The parents of seed phases by folder and number of updates."""
+        """The parents of dense warm starts, by folder and number of updates."""
         models = {model.name: model for model in self.trained}
         begun = {(model.parent, model.seed_step) for model in self.trained}
         return {(parent, step): models[parent] for parent, step in sorted(begun) if step}
@@ -212,46 +212,46 @@ class Run:
 
     @cached_property
     def learned_clusterings(self) -> tuple[str, ...]:
-        """The clusterings that models learn from."""
+        """The clusterings on which models train."""
         return tuple(dict.fromkeys(model.data for model in self.trained if model.data))
 
     @cached_property
     def learned_splits(self) -> tuple[tuple[str, str], ...]:
-        """The clusterings that models learn from, each with the splits that their trainings read."""
+        """The clusterings on which models train, each with the splits that the trainings read."""
         return tuple(dict.fromkeys((one.data, split) for one in self.trained if one.data for split in one.read_splits))
 
     def folder_of(self, row: str, seed: int) -> str:
-        """The folder of the model of a row with `seed`."""
+        """The folder of an entry's model with random seed `seed`."""
         return folder_of(row, seed, self.seed)
 
     def row_of(self, folder: str) -> tuple[str, int]:
-        """The row and the seed of the model in a folder of the run: the inverse of `folder_of`."""
+        """The entry and the random seed of the model in a folder of the run: the inverse of `folder_of`."""
         for seed in self.config.further_seeds:
             if folder.endswith(f"-seed{seed}"):
                 return folder.removesuffix(f"-seed{seed}"), seed
         return folder, self.seed
 
     def adapting(self, parent: Model) -> EntrySettings:
-        """The settings with which a model is adapted, but for its lengths: those of its training, on one domain."""
+        """The settings for adapting a model, without lengths: those of its training, on one domain."""
         section = self.config.adaptation
         own = {name: getattr(self.config.training, name) for name in names_of(Execution)}
         return parent.settings.replace(**own, sequences=section.sequences, ranks=section.ranks)
 
     def learning_rate_factor(self, parent: Model) -> float:
-        """The learning rate of the adaptation of `parent`, as a fraction of that of the parent's training."""
+        """The learning rate of an adaptation of `parent`, as a fraction of the rate of the parent's training."""
         factor = self.config.adaptation.learning_rate_factor
         if isinstance(factor, float):
             return factor
         return factor.demix if parent.kind.has_experts else factor.dense
 
 
-# Every change that makes files of older runs unreadable raises this version.
+# This version increases with every change that makes files of older runs unreadable.
 FORMAT = 11
 
 
 def kept(config: Config) -> dict[str, Any]:
-    """What a run keeps of its config, as JSON: every key that defines the run, completed, in the config's order."""
-    # The cluster changes no result.
+    """The part of the config that a run records, as JSON: every key that defines the run, in the config's order."""
+    # The section `cluster` does not change results.
     return {key: value for key, value in config.values.items() if key != "cluster"}
 
 
@@ -264,12 +264,12 @@ def write_run_config(output: Path, config: Config) -> None:
 
 
 def config_fingerprint(config: Config) -> str:
-    """A digest of all settings that define a run, but its name: equal for runs of the same settings."""
+    """A digest of all settings that define a run, except its name. Runs with the same settings have the same digest."""
     return fingerprint({key: value for key, value in kept(config).items() if key != "run"})
 
 
 def refuse_other_domains(run: Path, config: Config) -> None:
-    """Raise DemixError if the folder `run` is that of a run with none of the domains of `config`."""
+    """Raise DemixError if the folder `run` belongs to a run that shares no domain with `config`."""
     path = run / "config.json"
     there = {} if not path.exists() else read_unsealed(path).get("domains") or {}
     before = [name for kind in there.values() for name in kind]

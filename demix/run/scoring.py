@@ -1,4 +1,4 @@
-"""The jobs of the workflow that score texts under the planned models."""
+"""The jobs of the workflow that score texts with the planned models."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -13,14 +13,13 @@ from demix.run.systems import merged_whole, other_top_k
 
 @dataclass(frozen=True)
 class ScoringPart:
-    """The texts that a job scores under one model.
+    """The texts that a job scores with one model.
 
-    The job makes one score table for each of `experts`; without any, each domain is scored under its own token. With
-    `shared` the job also makes the table of the tokens of these columns; otherwise that table already exists. `reads`
-    are the experts whose files are read. `expert_scope` is that of the model's kind: with `model` nothing of one
-    column's work is another's. `context` is the length of the blocks, and `top_k` the number of experts that a token
-    chooses in a layer, 0 for those of training. No token chooses the expert `without` of a merged model
-    (`demix.model.experts.load_without`).
+    The job writes one score table for each of `experts`; without any, each domain is scored with its own token. With
+    `shared` the job also writes the table of the tokens of these columns; otherwise that table already exists. `reads`
+    are the experts whose files are read. `expert_scope` is that of the model's kind: with `model`, columns share no
+    work. `context` is the context length, and `top_k` the number of experts per token and layer; 0 means as in
+    training. No token uses the expert `without` of a merged model (`demix.model.experts.load_without`).
     """
 
     model: str
@@ -42,7 +41,7 @@ class ScoringPart:
 
 @dataclass(frozen=True)
 class ScoringJob:
-    """A job that scores texts under the models of `parts`; scores/<name>.json has the digests of its tables."""
+    """A job that scores texts with the models of `parts`; scores/<name>.json has the digests of its tables."""
 
     name: str
     parts: tuple[ScoringPart, ...]
@@ -52,18 +51,18 @@ class ScoringJob:
 def scoring_jobs(run: Run) -> tuple[ScoringJob, ...]:
     """All jobs that score, in the order of the workflow.
 
-    On a cluster each model and domain is a job of its own, and an adapted expert on all earlier domains. On one machine
-    the model that receives the experts of novel domains, for whose scores adaptation waits, has a job for all training
-    domains and one for each novel domain; so have all other models together; and so has all that was adapted to a
-    novel domain. Such a job loads libraries once and reads each text once. A novel domain that is appended changes no
-    existing job.
+    On a cluster there is one job per model and domain, and one job for an adapted expert on all earlier domains. On one
+    machine there are three groups: the model to which experts of novel domains are added (adaptation waits for its
+    scores), all other models together, and everything that was adapted to a novel domain. The first two groups have one
+    job for all training domains and one per novel domain, the third has one per novel domain. Such a job loads
+    libraries once and reads each text once. Appending a novel domain does not change existing jobs.
     """
     joined: dict[str, list[ScoringJob]] = {}
     for together, job in (*_of_trained(run), *_of_adapted(run), *_of_merged(run)):
         joined.setdefault(job.name if run.submitted else together, []).append(job)
     jobs = []
     for name, some in joined.items():
-        # The parts of all domains of a model are one.
+        # One job has a single part for all domains of a model.
         parts: dict[ScoringPart, tuple[str, ...]] = {}
         for part in (part for job in some for part in job.parts):
             alike = replace(part, domains=())
@@ -73,7 +72,7 @@ def scoring_jobs(run: Run) -> tuple[ScoringJob, ...]:
     return tuple(jobs)
 
 
-# The name of the job on one machine that scores this and more, and the job that a cluster has instead.
+# The name of the combined job on one machine, and the separate job that a cluster uses instead.
 _Jobs = Iterator[tuple[str, ScoringJob]]
 
 
@@ -89,7 +88,7 @@ def _of_trained(run: Run) -> _Jobs:
             known = domains is run.training
             # A novel domain has no token of its own.
             own_here = own and known
-            # The longest jobs of other models start before their shorter ones.
+            # Longer jobs of other models start before shorter ones.
             priority = 80 if first else 15 if known else 10
             here = replace(part, experts=(), splits=("test",)) if own_here else part
             yield from _each(run, here, domains, model.name if first else "others", priority)
@@ -99,14 +98,14 @@ def _of_trained(run: Run) -> _Jobs:
                     yield from _each(run, replace(again, context=context), domains)
             for top_k in other_top_k(run).get(model.name, ()):
                 yield from _each(run, replace(again, top_k=top_k), domains)
-        # Nothing but their own evaluation waits for those of suites.
+        # Only the evaluation of the suites waits for the suites' scores.
         for suite in run.suites if model in suite_models(run) else ():
             here = replace(part, domains=(suite,), splits=("test",))
             yield f"suites-{suite}", ScoringJob(f"{model.name}/{suite}", (here,))
 
 
 def _each(run: Run, part: ScoringPart, domains: Iterable[str], together: str = "others", priority: int = 0) -> _Jobs:
-    """The jobs that score `domains` under the model of `part`."""
+    """The jobs that score `domains` with the model of `part`."""
     separator = "-" if together == "others" else "/"
     for domain in domains:
         texts = "training" if domain in run.training else domain

@@ -1,4 +1,4 @@
-"""The settings of the stages of the workflow: the part of the config that each uses, as one argument of its command."""
+"""The settings of the workflow's stages: the part of the config that a stage uses, as one argument of its command."""
 
 import json
 import shlex
@@ -20,12 +20,12 @@ from demix.run.scoring import ScoringJob, scoring_jobs
 from demix.run.systems import ClassifiedModel, Member, classified, merged_whole
 from demix.settings import Settings, written
 
-# The bytes of the longest argument that Linux passes to a program, less the NUL at its end.
+# The maximum length of one argument in Linux, in bytes, without the NUL at its end.
 LONGEST_ARGUMENT = 128 * 1024 - 1
 
 
 def _plain(value: Any) -> dict[str, Any]:
-    """What JSON has of a part of the config, and of what follows from it."""
+    """The JSON form of a config section or of a derived object."""
     return written(value) if isinstance(value, Settings) else asdict(value)
 
 
@@ -56,9 +56,9 @@ class StageSettings:
         return self.argument(json.dumps(merged, sort_keys=True, default=_plain))
 
     def argument(self, text: str) -> str:
-        """JSON as one argument: itself, or @ and the path of a file that holds it, where it is too long for one.
+        """JSON as one argument: the text itself, or, if it is too long, @ and the path of a file that holds it.
 
-        The name of the file is a digest of the JSON, so that the argument changes if and only if a setting does.
+        The name of the file is a digest of the JSON, so the argument changes if and only if a setting changes.
         """
         if len(text.encode()) <= LONGEST_ARGUMENT:
             return text
@@ -74,13 +74,13 @@ class StageSettings:
 
     @property
     def kept(self) -> str:
-        """The config that the run keeps, as JSON."""
+        """The config that the run records, as JSON."""
         return self.argument(json.dumps(kept(self.run.config)))
 
     def division(self, source: str) -> dict[str, Any]:
-        """How a source that domains share is divided, whichever domains there are."""
+        """How a source that domains share is divided, independently of which domains there are."""
         shared = self.run.config.sources[source]
-        # Pieces are cut when a domain's text is anonymized.
+        # Chunks are cut later, when a domain's text is anonymized.
         return {"source": written(shared.source) | UNCUT, "by": shared.by}
 
     def scoring_settings(self, name: str) -> str:
@@ -89,7 +89,7 @@ class StageSettings:
         return self.as_json(scored, models=self.scoring[name].parts, threads=self.run.config.threads)
 
     def context_settings(self, domain: str) -> str:
-        """The settings of the evaluation of a domain by position, as JSON."""
+        """The settings of the evaluation of a domain by position in the context, as JSON."""
         mixing = written(self.run.config.evaluation)
         return self.as_json(
             {key: mixing[key] for key in ("decay", "dev_blocks")},
@@ -102,7 +102,7 @@ class StageSettings:
     def ngram_settings(self, order: str) -> str:
         """The settings of the job that scores n-grams, as JSON."""
         number, _, counts_all = order.partition("_")
-        # As many tokens as the model dense learns from.
+        # As many tokens as the model dense is trained on.
         tokens = None if counts_all else max(1, self.run.rows["dense"].settings.tokens // len(self.run.training))
         scored = selected(ScoredTokens, self.run.config.evaluation)
         return self.as_json(scored, order=int(number), train_tokens=tokens, length=self.run.context)
@@ -123,13 +123,13 @@ class StageSettings:
         return self.as_json(written(self.run.texts[domain].source), UNCUT if whole else {})
 
     def split_settings(self, domain: str) -> str:
-        """The settings with which a domain's documents are split, as JSON. One of a suite has no split but test."""
+        """The settings of splitting a domain's documents, as JSON. A domain of a suite has only a test split."""
         split = selected(SplitRecipe, self.run.texts[domain])
         more = {"test_only": True} if domain in self.run.suites else {}
         return self.as_json(split, more, training=domain in self.run.training, seed=self.run.seed)
 
     def routing_settings(self, context: str) -> str:
-        """The settings with which contexts are routed, as JSON."""
+        """The settings of routing contexts to clusters, as JSON."""
         scored = selected(ScoredTokens, self.run.config.evaluation)
         return self.as_json(scored, length=self.run.context, context=context)
 
@@ -160,13 +160,13 @@ class StageSettings:
         return self.as_json(written(self.run.config.tasks[task]), length=self.run.context, seed=self.run.seed)
 
     def fewshot_settings(self, task: str) -> str:
-        """The settings with which a task is asked, as JSON."""
+        """The settings of scoring a task's prompts, as JSON."""
         config = self.run.config
         return self.as_json(written(config.tasks[task]), precision=config.evaluation.precision, threads=config.threads)
 
     @property
     def classify_settings(self) -> str:
-        """The settings of the classification, as JSON. A run with only the harness's tasks has no tasks."""
+        """The settings of the classification, as JSON. If a run has only harness tasks, its list of tasks is empty."""
         evaluation = self.run.config.evaluation
         asked = classified(self.run)
         return self.as_json(
@@ -181,13 +181,13 @@ class StageSettings:
     def training_settings(self, model: Model, **changes: Any) -> str:
         """The settings that define the training of a model, as JSON.
 
-        Settings that change only time and memory are left out, because a change of the JSON reruns the training.
+        They do not include settings of only time and memory, because a change of the JSON reruns the training.
         """
         more = {"seed": model.seed, "threads": self.run.config.threads, "architecture": model.architecture.described}
         return self.as_json(selected(TrainingRecipe, model.settings), **(more | changes))
 
     def trial_settings(self, model: Model, rate: float) -> str:
-        """The settings of a trial, which differs from the training in tokens and rate, and is not evaluated on dev."""
+        """The settings of a trial. It differs from the training in tokens and rate, and is not evaluated on dev."""
         tokens = written(model.settings)["sweep"]["tokens"]
         return self.training_settings(model, tokens=tokens, learning_rate=rate, dev_blocks=0)
 

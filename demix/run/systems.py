@@ -9,9 +9,9 @@ from demix.run.models import Merged, Model
 from demix.run.rows import Row
 from demix.run.run import Run
 
-# The tokens of all training domains whose n-grams are counted at once: order 5 needs 16 GB for as many, order 8 24 GB.
+# The maximum number of tokens whose n-grams are counted at once. For it, order 5 needs 16 GB and order 8 24 GB.
 MAX_NGRAM_TOKENS = 100_000_000
-# What mixes a dense model and its adaptation, where both are kept: the parameters of two experts, which no dev chooses.
+# The rule that mixes a dense model with its adaptation, if both are kept, with fixed parameters for two experts.
 BOTH_KEPT = "tempered({:g},{:g})".format(*DEFAULTS["tempered"])
 
 
@@ -19,10 +19,10 @@ BOTH_KEPT = "tempered({:g},{:g})".format(*DEFAULTS["tempered"])
 class ExpertSet:
     """Experts of a model that are mixed together by `methods`; results show the set under `label`.
 
-    The method `naive` uses the expert of the domain, or the best one. `weights` are the rules of weights, all of the
-    config's where none is named. With `singles` each expert also gets a row of its own. With `variants` the grids of
-    settings, the released scorer and the posterior of every block are evaluated too. `routing` is the clustering that
-    has a cluster for each of the experts, if there is one.
+    The method `naive` uses the expert of the domain, or the best one. `weights` are the mixing rules; by default all of
+    the config's. With `singles` each expert also gets a row of its own. With `variants` the grids of settings, the
+    released scorer and the posterior of every block are also evaluated. `routing` is the clustering that has a cluster
+    for each of the experts, if there is one.
     """
 
     label: str
@@ -38,11 +38,11 @@ class ExpertSet:
 class Evaluated:
     """The score tables of one model on a domain, and the sets of experts to evaluate on these tables.
 
-    A column model/column is that of another model. `sets` is empty for a model with one column, and has one set of one
-    expert for a domain's own token. `model` and `seed` are the values of these columns in results. `folder` is the
-    folder of the tables below scores/. `merged` says how a model was made of the model's experts, whose one column the
-    table has (`demix.run.models`). `top_k` is the number of experts that a token chose in each layer, 0 for that of
-    training. `without` is the expert that no token chose. With `test_only` there is no dev split.
+    A column named model/column belongs to another model. `sets` is empty for a model with one column; for a domain's
+    own token it has one set of one expert. `model` and `seed` are the values of these columns in results. `folder` is the
+    folder of the tables below scores/. `merged` says how a merged model, the table's only column, was made from the
+    model's experts (`demix.run.models`). `top_k` is the number of experts per token and layer; 0 means as in training.
+    `without` is the expert that no token uses. With `test_only` there is no dev split.
     """
 
     model: str
@@ -57,12 +57,12 @@ class Evaluated:
 
     @property
     def named_by_folder(self) -> bool:
-        """Whether another table has the same model and column, so that losses go by the folder's name."""
+        """Whether another table has the same model and column. Losses are then named by the folder."""
         return bool(self.merged or self.top_k or self.without)
 
     @property
     def joined(self) -> bool:
-        """Whether some columns are of other models, of whose tables they are."""
+        """Whether some columns come from the tables of other models."""
         return any("/" in name for name in self.columns)
 
     @property
@@ -72,7 +72,7 @@ class Evaluated:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The splits whose scores the evaluation reads: dev only where experts are mixed or chosen."""
+        """The splits whose scores the evaluation reads; dev only if experts are mixed or chosen."""
         return ("dev", "test") if self.several and not self.test_only else ("test",)
 
 
@@ -106,9 +106,9 @@ class System:
         return self.weights.split("(")[0] == "cluster"
 
     def released_scorer(self) -> "System":
-        """The same mixture by the scorer of released code: of c-BTM's for weights only by distance, else of DEMix's.
+        """The same mixture by the scorer of released code: c-BTM's if only distances weight experts, else DEMix's.
 
-        For a uniform prior the latter is only its rule of weights.
+        For a uniform prior, DEMix's scorer differs only in its mixing rule.
         """
         scored = replace(self, label=f"{self.label}, released scorer", variant="released_scorer")
         if self.by_distance:
@@ -136,9 +136,9 @@ class ClassifiedModel:
 
 @dataclass(frozen=True)
 class Member:
-    """A model of a system: the folder and the `columns` of its score tables, and the rule `weights` that mixes them.
+    """A member of a combined system: the folder and `columns` of its score tables, and the rule `weights` to mix them.
 
-    With `weights` empty there is one column. Without columns the member is the cache of the text.
+    If `weights` is empty, there is one column. A member without columns is the cache of the text.
     """
 
     folder: str = ""
@@ -172,12 +172,12 @@ def systems_of(row: str, kind: Kind, label: str) -> tuple[System, ...]:
 
 
 def paper_systems(row: str) -> tuple[System, ...]:
-    """The systems of one of the paper's rows, which has the name of its kind."""
+    """The systems of one of the paper's entries, which has the name of its kind."""
     return systems_of(row, KINDS[row], KINDS[row].label)
 
 
 def stream_systems(row: str, kind: Kind, label: str, run: Run) -> tuple[System, ...]:
-    """The systems of a model beyond the paper: by rules of `evaluation.weights` that see earlier blocks or clusters."""
+    """The systems of a model by rules that the paper lacks: those that use earlier blocks or clusters."""
     rules = [(str(weights), parsed_weights(weights).rules) for weights in run.config.evaluation.weights]
     return tuple(
         System(
@@ -194,9 +194,9 @@ def stream_systems(row: str, kind: Kind, label: str, run: Run) -> tuple[System, 
 
 
 def row_systems(row: Row, run: Run) -> tuple[System, ...]:
-    """The systems of a row with its training experts.
+    """The systems of an entry with its training experts.
 
-    No single expert is among those of a row that learns from clusters: no domain has an expert of its own there.
+    If the entry trains on clusters, no system is a single expert, because no domain has its own expert.
     """
     own = row.name, row.kind, row.label
     systems = systems_of(*own) + stream_systems(*own, run)
@@ -209,7 +209,7 @@ def ngram_folders(order: object) -> tuple[str, str]:
 
 
 def ngram_systems(run: Run) -> tuple[System, ...]:
-    """The systems of `evaluation.ngrams`: of each order one of all training text, then those of mixed domains."""
+    """The systems of `evaluation.ngrams`: for each order one of all training text, then those that mix domains."""
     found: list[System] = []
     for order in run.config.evaluation.ngrams or ():
         pooled, by_domain = ngram_folders(order)
@@ -232,7 +232,7 @@ def combined_systems(run: Run) -> tuple[System, ...]:
 
 
 def _mixed(run: Run) -> Iterator[tuple[System, bool, tuple[str, ...]]]:
-    """The systems that mix columns of models: whether some model has experts, and the n-grams and caches next to it."""
+    """The systems that mix columns of models, each with whether a model has experts, and its n-grams and caches."""
     trained = {one.name: one.kind.has_experts or one.kind.routed for one in run.trained}
     for system, one in zip(combined_systems(run), run.config.evaluation.mixed.values(), strict=True):
         names = {*one.columns, *one.pairs}
@@ -241,12 +241,12 @@ def _mixed(run: Run) -> Iterator[tuple[System, bool, tuple[str, ...]]]:
 
 
 def rivals(run: Run) -> list[System]:
-    """The mixtures without experts: of dense models, of these with n-grams or a cache of the text."""
+    """The combined systems without experts: dense models, also with n-grams or a cache of the text."""
     return [system for system, experts, _ in _mixed(run) if not experts]
 
 
 def with_same_counts(run: Run) -> list[tuple[System, System]]:
-    """The mixtures of experts with what counts, each next to that of a dense model with the same."""
+    """The combined systems of experts with n-grams or caches, each paired with that of a dense model with the same."""
     dense = {counts: system for system, experts, counts in _mixed(run) if counts and not experts}
     return [(system, dense[counts]) for system, experts, counts in _mixed(run) if experts and counts in dense]
 
@@ -264,9 +264,9 @@ def merged_whole(run: Run) -> dict[str, System]:
 
 
 def other_top_k(run: Run) -> dict[str, tuple[int, ...]]:
-    """The numbers of experts, ascending, with which a model whose tokens choose experts is scored once more.
+    """The further numbers of experts per token, ascending, with which token-routed models are scored.
 
-    By folder: first the rows of kind routed of the run's own seed, then those merged of domain experts.
+    By folder: first the entries of kind routed with the run's own seed, then models merged from domain experts.
     """
     asked = run.config.evaluation.experts_top_k or ()
     chosen = {one.name: one.architecture.routed for one in run.own if one.kind.routed and not one.masked}
@@ -280,8 +280,7 @@ def other_top_k(run: Run) -> dict[str, tuple[int, ...]]:
 
 
 def classified(run: Run) -> tuple[Model, ...]:
-    """The models whose accuracy on tasks is measured: those trained with the run's own seed on all domains, as they
-    are.
+    """The models whose accuracy on tasks is measured: those trained with the run's own seed on all domains.
 
     None for a run without tasks.
     """
@@ -303,35 +302,35 @@ BASES = {
 
 
 def bases(run: Run) -> dict[str, System]:
-    """Those of `BASES` that the run's models form."""
+    """The systems of `BASES` that exist in the run."""
     return {name: base for name, base in BASES.items() if base.model in run.rows}
 
 
 def routed_weights(run: Run) -> str:
-    """The first of `evaluation.weights` that reads only the distance to clusters; empty if there is none."""
+    """The first of `evaluation.weights` that uses only distances to clusters; empty if there is none."""
     named = map(str, run.config.evaluation.weights)
     return next((weights for weights in named if weights.split("(")[0] == "cluster"), "")
 
 
 def by_distance(model: Model, weights: str) -> System:
-    """The experts of `model` weighted by the distance of the context to their clusters."""
+    """The system of all experts of `model`, weighted by the distance of the context to their clusters."""
     return System(f"{model.label} ({weights})", model.row, "training", "uniform", weights)
 
 
 def clustered(run: Run) -> tuple[Model, ...]:
-    """The causal models of the run's own seed that learn from clusters."""
+    """The causal models of the run's own seed that train on clusters."""
     return tuple(model for model in run.own if model.data and not model.masked)
 
 
 def table_rows(run: Run) -> dict[str, Row]:
-    """The causal rows of `models` in the order of the tables: the paper's rows, then further rows."""
+    """The causal entries of `models` in the order of the tables: the paper's entries, then further ones."""
     rows = {name: row for name, row in run.rows.items() if not row.masked}
     paper = ("dense_unbalanced", "dense", "domain_token", "demix")
     return {name: rows[name] for name in (*paper, *rows) if name in rows and (name in paper or name not in PAPER)}
 
 
 def added(run: Run) -> tuple[System, System]:
-    """Two systems of the model with added experts, over all its experts: each domain's own expert, and the mixture."""
+    """Two systems of all experts of the model with added experts: each domain's own expert, and the mixture."""
     row, label = run.receiver.row, run.receiver.label
     return (
         System(f"{label}, all experts (naive)", row, "all", "naive"),
@@ -340,7 +339,7 @@ def added(run: Run) -> tuple[System, System]:
 
 
 def trained_systems(run: Run) -> list[System]:
-    """The systems of every row of `models` over its training experts: first the paper's rows, then further rows."""
+    """The systems of every model entry with its training experts: first the paper's entries, then further ones."""
     return [system for row in table_rows(run).values() for system in row_systems(row, run)]
 
 
@@ -356,7 +355,7 @@ def ngram_lines(run: Run) -> list[System]:
 
 
 def main_systems(run: Run) -> list[tuple[System, System]]:
-    """The lines of the main table, n-grams last: each system after the one whose name it has there."""
+    """The lines of the main table, n-grams last. Each pair is the system that gives the name, and the system shown."""
     systems = trained_systems(run)
     lines = [(system, system) for system in systems if not system.weights]
     lines += [
