@@ -1,4 +1,4 @@
-"""Files that stages exchange: written completely or not at all, and checked when they are read."""
+"""Files that stages exchange. They are written completely or not at all, and checked when they are read."""
 
 from demix.files.atomic import (
     REMAKE,

@@ -17,7 +17,7 @@ REMAKE = "delete it and rerun the stage that makes it"
 
 @contextmanager
 def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
-    """Yield a temporary name on the same disk; on success fsync it and rename it to `path`.
+    """Yield a temporary name on the same disk; on success, fsync the file and rename it to `path`.
 
     On any exception the temporary file (or directory) is removed and `path` stays as it was.
     """
@@ -42,7 +42,7 @@ def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def scratch(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `path` for use while `path` is made. The folder is removed at the end.
+    """Yield a temporary folder next to `path` for use while `path` is written. The folder is removed at the end.
 
     Raises DemixError that names `path` if the folder cannot be made or written to, as on a full disk.
     """
@@ -60,13 +60,13 @@ def scratch(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def _reserved(path: Path) -> Iterator[Path]:
-    """Yield a new folder next to `path`, which this process has locked. Remove it, and those of killed processes."""
+    """Yield a new, locked folder next to `path`. Remove it at the end, and also the folders of killed processes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path)
     while True:
         folder = Path(mkdtemp(dir=path.parent, prefix=f"{_before(path)}{os.getpid()}.", suffix=".partial"))
         with _locked(folder) as found:
-            # Another process may have treated the new folder as a leftover before it was locked.
+            # Before the new folder was locked, another process may have removed it as a leftover.
             if found is _Lock.BUSY or not folder.exists():
                 continue
             try:
@@ -77,9 +77,9 @@ def _reserved(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove the folders that processes of this node left next to `path` when they were killed.
+    """Remove folders next to `path` that belong to killed processes of this node.
 
-    A lock marks a live process's folder even if that process cannot be seen, as in a container.
+    A lock marks the folder of a live process, even if that process is not visible, as in a container.
     """
     before = _before(path)
     for leftover in path.parent.glob(f"{glob.escape(before)}*"):
@@ -91,7 +91,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def _before(path: Path) -> str:
-    """The beginning of the names of this node's temporary folders next to `path`."""
+    """The prefix of the names of this node's temporary folders next to `path`."""
     return f".{path.name}.{os.uname().nodename}."
 
 
@@ -121,20 +121,20 @@ def _locked(path: Path) -> Iterator[_Lock]:
 
 def cannot_be_written(path: Path, error: OSError) -> DemixError:
     """The DemixError for an `error` in writing `path`."""
-    # The strerror of Arrow's errors is several sentences long.
+    # The strerror of Arrow's errors consists of several sentences.
     reason = str(error) if error.errno is None else os.strerror(error.errno)
     cause = f"cannot be written ({reason})"
     return DemixError(path, cause, "free space or fix its permissions, then rerun")
 
 
 def refuse_used(output: Path) -> None:
-    """Raise DemixError unless a new directory can be made at `output`: it is missing, or an empty folder."""
+    """Raise DemixError if `output` exists, unless it is an empty folder."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise DemixError(output, "exists and is not empty", "name a new folder")
 
 
 def linked(source: Path, target: Path) -> None:
-    """Make `target` a second name of the file `source`, or a copy where the file system has no such names."""
+    """Make `target` a hard link to the file `source`, or a copy if the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError:
@@ -151,7 +151,7 @@ def fsync(path: Path) -> None:
 
 
 def is_made(path: Path) -> bool:
-    """Whether the file `path` is there. Raises DemixError for an empty file, a folder, a dangling link and the like."""
+    """Whether the file `path` exists. Raises DemixError for an empty file, a folder, a dangling link and so on."""
     if path.is_file() and path.stat().st_size:
         return True
     for place in (path, *path.parents):

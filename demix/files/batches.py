@@ -21,7 +21,7 @@ BATCH_BYTES = 8 << 20
 def read_batches(
     path: str | Path, columns: list[str] | None = None, rows: int = BATCH_ROWS
 ) -> Iterator[pa.RecordBatch]:
-    """The record batches, of at most `rows` rows, of a Parquet file that an earlier stage made.
+    """The record batches, of at most `rows` rows, of a Parquet file that an earlier stage wrote.
 
     The seal is checked first, page checksums while reading. Raises DemixError if the file is missing or damaged.
     """
@@ -32,7 +32,7 @@ def read_batches(
 
 
 def regrouped(batches: Iterable[pa.RecordBatch], sizes: Iterable[int]) -> Iterator[pa.RecordBatch]:
-    """The rows of `batches` in batches of so many rows each; the last may have fewer."""
+    """The rows of `batches` in new batches with these `sizes`; the last may have fewer rows."""
     wanted = iter(sizes)
     size, parts, waiting = next(wanted), list[pa.RecordBatch](), 0
     for batch in batches:
@@ -48,7 +48,7 @@ def regrouped(batches: Iterable[pa.RecordBatch], sizes: Iterable[int]) -> Iterat
 
 
 def counted(batches: Iterable[T], what: str, paths: Iterable[Path], size: Callable[[Any], int] = len) -> Iterator[T]:
-    """Yield `batches`, which hold the rows of the Parquet files `paths`, and show progress under the name `what`.
+    """Yield `batches`, which have the rows of the Parquet files `paths`, and show progress under the name `what`.
 
     `size` gives the number of rows in a batch. The total is the number of rows of all files.
     """
@@ -92,7 +92,7 @@ def rows_writer(
     private: bool = False,
     footer: Callable[[], dict[str, str]] = dict,
 ) -> Iterator[Callable[[tuple[Any, ...]], None]]:
-    """Yield a function that writes one row: `write_rows` where several files are written at once."""
+    """Yield a function that writes one row: like `write_rows`, for several files that are written at once."""
     pending, size = list[tuple[Any, ...]](), 0
     with parquet_writer(path, schema, private=private) as writer:
 

@@ -1,7 +1,7 @@
-"""DuckDB for what is relational: joins, sorts and sums over rows that may be more than memory holds.
+"""DuckDB for relational work: joins, sorts and sums over rows that may not fit into memory.
 
-Our own functions read and write files, and check seals (`demix.files.parquet`); DuckDB sees Arrow and pandas
-only. No database reads a file, fetches anything or installs an extension.
+Our own functions read and write files, and check seals (`demix.files.parquet`); DuckDB gets only Arrow and pandas
+objects. A database never reads a file, downloads anything or installs an extension.
 """
 
 import errno
@@ -22,21 +22,21 @@ from demix.files.atomic import scratch
 if TYPE_CHECKING:
     import pandas as pd
 
-# The interpreter, its libraries and the batches that are read and written need about 300 MB more.
+# In addition, the interpreter, its libraries and the batches being read and written need about 300 MB.
 MEMORY_MB = 300
-# The limit of `ask`: the results of 1,024 domains need more than MEMORY_MB.
+# The memory limit of `ask`: the results of 1,024 domains need more than MEMORY_MB.
 ASKED_BYTES = 4_000_000_000
-# DuckDB's own advice is 125 MB or more for each thread.
+# DuckDB recommends at least 125 MB per thread.
 THREAD_MB = 125
 
 
 def memory_mb() -> int:
-    """The limit of a database: a part of what SLURM gives the job (`cluster.memory_mb`), or MEMORY_MB."""
+    """The memory limit of a database: a part of the job's memory in SLURM (`cluster.memory_mb`), or MEMORY_MB."""
     return max(MEMORY_MB, int(os.environ.get("SLURM_MEM_PER_NODE", "0")) // 8)
 
 
 def threads() -> int:
-    """The threads of a database: those that Snakemake gives the job, or all cores, as far as there is memory."""
+    """The number of threads of a database: the job's threads in Snakemake, or all cores, limited by memory."""
     cores = int(os.environ.get("OMP_NUM_THREADS", "0")) or len(os.sched_getaffinity(0))
     return max(1, min(cores, memory_mb() // THREAD_MB))
 
@@ -55,7 +55,7 @@ def connected(
         "autoinstall_known_extensions": False,
         "autoload_known_extensions": False,
         "allow_community_extensions": False,
-        # What a query has freed goes back to the system at once: a ninth of the peak of a split of 480 MB.
+        # Memory that a query has freed is returned to the system at once: a ninth of the peak for a split of 480 MB.
         "allocator_flush_threshold": "1MB",
         "allocator_bulk_deallocation_flush_threshold": "1MB",
     }
@@ -66,7 +66,7 @@ def connected(
 
 @cache
 def _asked() -> duckdb.DuckDBPyConnection:
-    # One thread adds numbers up in one order. Nothing spills: its tables are in memory as it is.
+    # With one thread, numbers are summed in a fixed order. Nothing spills, because the tables are already in memory.
     return connected(memory=ASKED_BYTES, cores=1)
 
 
@@ -83,9 +83,9 @@ def ask(query: str, **tables: "pd.DataFrame") -> "pd.DataFrame":
 
 @contextmanager
 def database(output: Path) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Yield an empty database for use while `output` is made; it spills to a temporary folder next to `output`.
+    """Yield an empty database for use while `output` is written; it spills to a temporary folder next to `output`.
 
-    Raises DemixError that names `output` when memory or the disk do not suffice.
+    Raises DemixError that names `output` if memory or disk is not sufficient.
     """
     with scratch(output) as folder:
         try:
@@ -93,7 +93,7 @@ def database(output: Path) -> Iterator[duckdb.DuckDBPyConnection]:
                 yield connection
         except (duckdb.OutOfMemoryException, duckdb.IOException) as error:
             said = str(error).partition("\n")[0]
-            # What memory does not hold goes to the disk, until this is full.
+            # Data that do not fit into memory go to the disk, until the disk is full.
             if isinstance(error, duckdb.IOException) or "offload" in said:
                 full = isinstance(error, duckdb.OutOfMemoryException) or "No space left" in said
                 raise OSError(errno.ENOSPC if full else errno.EIO, said) from error
@@ -101,7 +101,7 @@ def database(output: Path) -> Iterator[duckdb.DuckDBPyConnection]:
 
 
 def run_on(tables: duckdb.DuckDBPyConnection, query: str, batches: Iterable[pa.RecordBatch]) -> None:
-    """Run `query`, in which the table `batches` represents the rows of `batches`. Without a batch nothing runs.
+    """Run `query`, in which the table `batches` stands for the rows of `batches`. Without a batch, it does not run.
 
     An error in reading a batch ends the query and keeps its type.
     """

@@ -22,11 +22,11 @@ def opened(path: str | Path) -> BufferedReader:
 
 
 def check_inside(path: Path, folder: Path) -> None:
-    """Raise DemixError if the file `path` of a `folder` that came from elsewhere is a link to a file outside of it.
+    """Raise DemixError if the file `path` in a `folder` from elsewhere is a link to a file outside the folder.
 
-    The files of a snapshot in the cache of the hub are links to blobs next to the snapshots.
+    Files of a snapshot in the hub's cache are allowed: they are links to blobs next to the snapshots.
     """
-    # Unlike Path.resolve, it does not fail on links in a circle.
+    # Unlike Path.resolve, this does not fail on circular links.
     target, root = (Path(os.path.realpath(place)) for place in (path, folder))
     caches = [place.parent / "blobs" for place in root.parents if place.name == "snapshots"]
     if os.path.lexists(path) and not path.exists():
@@ -42,7 +42,7 @@ def sha256_file(path: str | Path) -> str:
 
 
 def check_sha256(path: Path, sha256: str) -> None:
-    """Raise DemixError unless the file `path` has the given sha256. The file is never in memory as a whole."""
+    """Raise DemixError if the file `path` does not have the given sha256. The file is never in memory as a whole."""
     try:
         found = sha256_file(path)
     except FileNotFoundError:
@@ -52,7 +52,7 @@ def check_sha256(path: Path, sha256: str) -> None:
 
 
 def copy_checked(source: Path, path: Path, sha256: str) -> None:
-    """Copy the file `source` to `path`, at once. Raises DemixError unless its bytes have the given sha256."""
+    """Copy the file `source` to `path`, completely or not at all. Raises DemixError if it has another sha256."""
     with replacing(path) as temporary:
         shutil.copyfile(source, temporary)
         # The file may have changed since it was checked.
@@ -66,5 +66,5 @@ def seed_for(seed: int, *names: object) -> int:
 
 
 def fingerprint(description: object) -> str:
-    """16 hexadecimal digits of a description's sha256, as JSON with sorted keys."""
+    """16 hexadecimal digits of the sha256 of a description, which is written as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,12 +1,12 @@
-"""JSON and JSON lines with a visible seal, which is checked when the files are read.
+"""JSON and JSON lines with a visible seal (a checksum), which is checked when the files are read.
 
 The last key of an object is `seal`: the sha256 of the canonical JSON of all other keys. JSON lines end in a line
 `{"rows": n, "seal": …}`, whose seal is that of the list of all rows.
 
 Canonical JSON has sorted keys, no white space and escapes for all characters that are not ASCII. Its numbers are
-written as by Python's `repr`, NaN and infinities as `NaN` and `Infinity`. White space, line ends, the order of keys and
-the spelling of a string or number (`1e-5`, `0.00001`) may therefore change. An integer and a float are different
-values: `1` in place of `1.0` is refused.
+written as by Python's `repr`, NaN and infinities as `NaN` and `Infinity`. A file therefore stays valid if white space,
+line ends, the order of keys or the spelling of a string or number (`1e-5`, `0.00001`) changes. An integer and a float
+are different values: if `1.0` becomes `1`, the seal is wrong.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ from demix.files.digests import opened
 from demix.files.kinds import HEAD, TEXT, check_kind
 
 SEAL = "seal"
-# The largest tokenizer has some 20 MiB. No file of demix has more than ten levels of lists and objects.
+# The largest tokenizers have about 20 MiB. No file of demix has more than ten levels of lists and objects.
 MAX_BYTES = 64 << 20
 MAX_LEVELS = 100
 _MAKE = "run the stage that makes it"
-# Cures for a file that no stage of demix makes, in place of those for its own.
+# Cures for a file that other software wrote, instead of those for demix's own files.
 _ELSEWHERE = {REMAKE: "fix it, or download it again", _MAKE: "put it there, or fix the path"}
 UNKNOWN = "is damaged, of another version of demix, or not written by it"
 
@@ -38,7 +38,7 @@ def digest(value: Any) -> str:
 
 
 def without_nan(value: Any) -> Any:
-    """`value` with None in place of NaN and infinities, which are not JSON."""
+    """`value` with None instead of NaN and infinities, which JSON does not have."""
     if isinstance(value, dict):
         return {key: without_nan(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -51,7 +51,7 @@ def write_json(path: str | Path, value: Mapping[str, Any], *, sort_keys: bool = 
 
     Raises ValueError for NaN, infinities, and the key `seal`.
     """
-    # The seal is that of the value as it will be read: keys become strings, tuples become lists.
+    # The seal is computed from the value as it will be read: keys become strings, tuples become lists.
     plain = json.loads(json.dumps(value, sort_keys=sort_keys, allow_nan=False))
     if SEAL in plain:
         raise ValueError(f"{path}: the key {SEAL} is in use")
@@ -61,8 +61,8 @@ def write_json(path: str | Path, value: Mapping[str, Any], *, sort_keys: bool = 
 def read_json(path: str | Path, most_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """The object in `path` without its seal.
 
-    Raises DemixError if the file is missing, damaged, no regular file or larger than `most_bytes`, and if its seal is
-    missing or wrong. The object raises DemixError for a key that it or an object in it lacks.
+    Raises DemixError if the file is missing, damaged, not a regular file or larger than `most_bytes`, and if its seal
+    is missing or wrong. Access to a missing key of the object, or of an object in it, also raises DemixError.
     """
     value = read_unsealed(path, most_bytes)
     seal = value.pop(SEAL, None)
@@ -73,9 +73,9 @@ def read_json(path: str | Path, most_bytes: int = MAX_BYTES) -> dict[str, Any]:
 
 
 def read_unsealed(path: str | Path, most_bytes: int = MAX_BYTES) -> dict[str, Any]:
-    """The object in `path`, which other software may have written, with its seal unchecked.
+    """The object in `path`, which other software may have written; a seal is not checked.
 
-    Raises DemixError if the file holds no JSON object, as a pointer of Git LFS does.
+    Raises DemixError if the file is not a JSON object, for example a pointer of Git LFS.
     """
     try:
         (value,) = _objects(path, lines=False, most_bytes=most_bytes)
@@ -110,14 +110,14 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _objects(path: str | Path, *, lines: bool, most_bytes: int = -1) -> list[dict[str, Any]]:
-    """The JSON object in a file, or with `lines` the object in each line that is not blank."""
+    """The JSON object in a file; with `lines`, the object in each line that is not blank."""
     try:
         with opened(path) as stream:
             content = stream.read(most_bytes)
             if stream.read(1):
                 raise DemixError(path, f"has more than {most_bytes:,} bytes", REMAKE)
         check_kind(path, content[:HEAD], TEXT)
-        # Windows begins UTF-8 with a mark.
+        # On Windows, UTF-8 files may begin with a byte order mark.
         text = content.decode("utf-8-sig")
         parts = [line for line in text.split("\n") if line.strip()] if lines else [text]
         values = [json.loads(part, object_pairs_hook=partial(_Object, path)) for part in parts]
@@ -133,7 +133,7 @@ def _objects(path: str | Path, *, lines: bool, most_bytes: int = -1) -> list[dic
 
 
 def is_deep(values: Iterable[Any], levels: int) -> bool:
-    """Whether `values` hold more than `levels` levels of lists and objects, on which recursive functions could fail."""
+    """Whether `values` have more than `levels` levels of lists and objects, so that recursive functions could fail."""
     values = [*values]
     while values and levels:
         values = [inner for each in values for inner in _inside(each)]
@@ -148,7 +148,7 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 class _MissingError(DemixError, KeyError):
-    """A key that an object lacks; code that has an answer to that catches KeyError."""
+    """An object lacks a key. Code that can handle this catches KeyError."""
 
     __str__ = Exception.__str__
 

@@ -1,4 +1,4 @@
-"""The kind of a file by its first bytes, whatever its name says: a pointer to a file must not be read as the file."""
+"""The type of a file by its first bytes, not by its name. A Git LFS pointer, for example, must not be read as data."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from demix.files.digests import opened
 # The first bytes that `check_kind` looks at.
 HEAD = 64
 GZIP, ZSTD, ZIP, PARQUET, TEXT = "gzip", "zstd", "zip", "Parquet", "text"
-# Kinds of files that begin with no mark.
+# Kinds of files that do not begin with a mark.
 RECORDS, TAR, SAFETENSORS = "records", "tar", "safetensors"
 LFS, ANNEX, UTF16, PAGE = "a Git LFS pointer", "a git-annex pointer", "UTF-16", "a web page"
 _MARKS: dict[str, tuple[bytes, ...]] = {
@@ -44,7 +44,7 @@ _CURES = {
 
 
 def kind_of(head: bytes) -> str:
-    """The kind of a file that begins with the bytes `head`; TEXT for all that begin as no other known kind does."""
+    """The kind of a file that begins with the bytes `head`; TEXT if the beginning is that of no other known kind."""
     lowered = head.lstrip().lower()
     return next((kind for kind, marks in _MARKS.items() if (lowered if kind is PAGE else head).startswith(marks)), TEXT)
 
@@ -52,8 +52,8 @@ def kind_of(head: bytes) -> str:
 def check_kind(path: object, head: bytes, wanted: str) -> None:
     """Raise DemixError that names `path` if `head`, its first bytes, are those of another kind than `wanted`.
 
-    `wanted` is TEXT, RECORDS, TAR or SAFETENSORS, which begin with no mark of their own, or a kind that has one. A web
-    page is text, but no records. Nothing is said of an empty file.
+    `wanted` is TEXT, RECORDS, TAR or SAFETENSORS, which do not begin with a mark, or a kind that has one. A web page is
+    text, but not records. An empty file is never an error.
     """
     found = kind_of(head)
     if not head or found == wanted or (found is TEXT and wanted not in _MARKS) or (found is PAGE and wanted is TEXT):
@@ -65,6 +65,6 @@ def check_kind(path: object, head: bytes, wanted: str) -> None:
 
 
 def check_file_kind(path: str | Path, wanted: str) -> None:
-    """`check_kind` of a regular file. Raises DemixError for a folder, a pipe and a device too."""
+    """Apply `check_kind` to a regular file. Also raises DemixError for a folder, a pipe or a device."""
     with opened(path) as stream:
         check_kind(path, stream.read(HEAD), wanted)

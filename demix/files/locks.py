@@ -15,16 +15,16 @@ log = logging.getLogger(__name__)
 def exclusive(lock: Path, doing: str, patience: float = 0.0) -> Iterator[None]:
     """Hold the file `lock`, which only one process at a time can hold.
 
-    If another process still holds the lock after `patience` seconds, a DemixError names that process; `doing` completes
-    the message by what the holder does. A held lock file contains the node and the process id of its holder. The
-    operating system releases the lock when the process ends in any way.
+    If another process still holds the lock after `patience` seconds, a DemixError names that process; `doing` is the
+    part of the message that says what the holder does. While the lock is held, its file contains the node and the
+    process id of the holder. The operating system releases the lock when the process ends in any way.
     """
     # Importing filelock needs 0.1 s, and few commands hold a lock.
     from filelock import FileLock, Timeout
 
     file_lock = FileLock(lock, timeout=patience, poll_interval=0.5, fallback_to_soft=False)
     lock.parent.mkdir(parents=True, exist_ok=True)
-    # A file that cannot be opened is an error. Only a file system without locks is passed over below.
+    # A file that cannot be opened is an error. A file system without locks is only a warning, below.
     with open(lock, "a"):
         pass
     try:

@@ -1,8 +1,8 @@
-"""Parquet files with page checksums and a seal over all bytes, by which any flipped bit and any missing end is found.
+"""Parquet files with page checksums and a seal over all bytes, so that any flipped bit or missing end is detected.
 
 Parquet's page checksums do not cover page headers and the footer. The key-value metadata of a sealed file therefore
-hold the sha256 of all other bytes of the file; other readers ignore this entry. A file of other software has no seal
-and is accepted unchecked.
+hold the sha256 of all other bytes of the file; other readers ignore this entry. A file written by other software has no
+seal and is accepted unchecked.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from demix.files.json_files import read_json, read_json_lines
 
 
 def write_parquet(table: pa.Table, path: str | Path, **options: Any) -> None:
-    """Write `table` as sealed zstd Parquet, so that reading finds any flipped bit."""
+    """Write `table` as sealed zstd Parquet, so that reading detects any flipped bit."""
     with parquet_writer(path, table.schema) as writer:
         writer.write_table(table, **options)
 
@@ -51,10 +51,10 @@ def read_parquet(path: str | Path, columns: list[str] | None = None) -> pa.Table
 
 @contextmanager
 def parquet_reader(path: str | Path) -> Iterator[pq.ParquetFile]:
-    """Yield a Parquet file that an earlier stage made, with its seal checked.
+    """Yield a Parquet file that an earlier stage wrote, with its seal checked.
 
-    Page checksums are checked while the file is read. Raises DemixError if the file is missing or damaged, also when
-    the damage shows only inside the `with` block.
+    Page checksums are checked while the file is read. Raises DemixError if the file is missing or damaged, even if the
+    damage is found only inside the `with` block.
     """
     try:
         check_parquet(path)
@@ -69,7 +69,7 @@ def parquet_reader(path: str | Path) -> Iterator[pq.ParquetFile]:
 def check_sealed(path: Path) -> None:
     """Raise DemixError if a sealed Parquet, JSON or JSON lines file is not as it was written.
 
-    Files of other types pass unchecked.
+    Files of other types are not checked.
     """
     match path.suffix:
         case ".parquet":
@@ -81,8 +81,8 @@ def check_sealed(path: Path) -> None:
             read_json_lines(path)
 
 
-# The footer holds the key, then two bytes by which Thrift's compact protocol announces a string of 64 bytes, then the
-# digest in hexadecimal.
+# The footer holds the key, then two bytes that start a string of 64 bytes in Thrift's compact protocol, then the digest
+# in hexadecimal.
 KEY = "demix~digest~"
 BLANK = "0" * 64
 _MARK = KEY.encode() + b"\x18\x40"
@@ -138,7 +138,7 @@ def _place(path: Path) -> int | None:
         footer = stream.read(size - 8 - start)
     at = footer.rfind(_MARK)
     if at < 0:
-        # The search is only over the keys, because the footer's statistics quote texts of the file.
+        # Only keys are searched, because the footer's statistics contain texts of the file.
         keys = pq.read_metadata(path).metadata or {}
         if any(half in key for key in keys for half in _HALVES):
             raise ValueError("its bytes changed: the digest that was written with them is damaged")

@@ -11,27 +11,27 @@ from demix.errors import DemixError
 log = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_POLLS = 2.0
-# A controller serves a whole site, so the longer a job stays in its state, the longer the pause between two questions.
+# A controller serves a whole site. The longer a job stays in its state, the longer demix waits between two queries.
 MAX_BETWEEN_POLLS, SHARE_OF_STATE = 60.0, 1 / 30
-# After this many seconds without an answer demix gives up waiting, but the job goes on.
+# After this many seconds without an answer demix stops waiting, but the job keeps running.
 MAX_SILENCE = 6 * 3600.0
 # A job in one of these states has ended, unless SLURM is about to queue it again. In other states it may still run.
 FINAL = {
     *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE"),
     *("OUT_OF_MEMORY", "REVOKED", "LAUNCH_FAILED", "gone"),
 }
-# The lines that squeue prints begin with a mark, because a site or a federation adds lines of its own.
+# Each line that squeue prints begins with a mark, because a site or a federation may print further lines.
 JOB = "demix-job %A %T "
 
 
 def jobs_in(text: str) -> list[tuple[str, str, str]]:
-    """Id, state and the rest of each job that squeue lists by the format `JOB` and more, without any other lines."""
+    """Id, state and further fields of each job that squeue lists in the format `JOB`; other lines are ignored."""
     return re.findall(r"^demix-job (\d+) ([A-Z_]+) ?(.*?) *$", text, re.MULTILINE)
 
 
 def show(job_id: str) -> dict[str, str]:
-    """What the controller knows of a job, by SLURM's field names; empty when the controller has forgotten the job."""
-    # A site may print lines of its own and of other jobs before it.
+    """The controller's fields of a job, by SLURM's names; empty if the controller no longer knows the job."""
+    # A site may print other lines, also of other jobs, before it.
     own = rf"\bJobId={job_id} .*\bJobState=[A-Z].*"
     try:
         (line, *_) = re.findall(own, ask(["scontrol", "show", "job", "--oneliner", job_id], own))
@@ -41,12 +41,12 @@ def show(job_id: str) -> dict[str, str]:
 
 
 def pause(seconds: float) -> float:
-    """The seconds until the next question about a job that has been in its state for so many `seconds`."""
+    """The seconds until the next query about a job that has been in its state for `seconds`."""
     return max(SECONDS_BETWEEN_POLLS, min(MAX_BETWEEN_POLLS, SHARE_OF_STATE * seconds))
 
 
 def ask(command: Sequence[str], holds: str = "") -> str:
-    """What a SLURM command prints. While the controller gives no answer that `holds` a pattern, it is asked again.
+    """The output of a SLURM command, which is repeated until the output matches the pattern `holds`.
 
     Raises LookupError if there is no such job.
     """

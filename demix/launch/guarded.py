@@ -1,4 +1,4 @@
-"""What bounds the requests to a server on this machine."""
+"""Limits on the requests to a server on this machine."""
 
 import hmac
 from collections.abc import Callable
@@ -6,17 +6,17 @@ from collections.abc import Callable
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# The hosts that are this machine's own, as a URL names them.
+# This machine's own host names, as in a URL.
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 class Guarded:
     """An application that serves only its own pages, and bodies of requests of at most `most` bytes.
 
-    The answer is 403 to a request for another host or by a page of another origin, whatever the path. With a `key`, the
-    answer is 401 to a request without it, and the key replaces host and origin, because no other page can know it. The
-    answer is 413 to a body of more bytes, with or without a Content-Length; the application gets a body once all of it
-    is here. `refused` makes the answer of a line and a status.
+    A request for another host, or by a page of another origin, gets status 403, whatever its path. With a `key`, a
+    request without it gets 401; host and origin are then not checked, because no other page can know the key. A larger
+    body gets 413, with or without a Content-Length; the application receives a body only when it is complete. `refused`
+    builds the response from a line and a status.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Guarded:
             line = "the key is missing or wrong: send it as Authorization: Bearer KEY"
             await self.refused(line, 401)(scope, receive, send)
             return
-        # The server in front refuses a length that is not a number.
+        # The web server has already rejected a length that is not a number.
         body, size, more = bytearray(), int(headers.get(b"content-length", "0")), True
         while more and size <= self.most:
             message = await receive()

@@ -1,4 +1,4 @@
-"""The training that a SLURM job does, and the resources that the job requests."""
+"""The description of a training for a SLURM job, and the resources that the job requests."""
 
 import hashlib
 import re
@@ -14,7 +14,7 @@ from demix.errors import DemixError
 from demix.files import fingerprint, read_json
 from demix.settings import Integer, Items, Positive, Settings, Text
 
-# The options of sbatch that other keys or demix itself set.
+# Options of sbatch that other keys, or demix itself, set.
 OWN_OPTIONS = re.compile(
     "account|array|chdir|clusters|comment|constraint|cpus-per-gpu|cpus-per-task|dependency|error|export|gpus"
     "|gpus-per-node|gpus-per-task|gres|job-name|mem|mem-per-cpu|mem-per-gpu|no-requeue|nodes|ntasks|ntasks-per-gpu"
@@ -34,19 +34,19 @@ def _further(options: dict[str, Any]) -> dict[str, Any]:
 class Site(Settings):
     """The resources that a job requests from the cluster."""
 
-    partition: Text | None = Field(default=None, description="Partition of the jobs; null means the site's default.")
-    account: Text | None = Field(default=None, description="Account that the jobs are charged to.")
+    partition: Text | None = Field(default=None, description="Partition of the jobs; null: the site's default.")
+    account: Text | None = Field(default=None, description="Account to which the jobs are charged.")
     qos: Text | None = Field(default=None, description="Quality of service.")
     constraint: Text | None = Field(default=None, description="Features that a node must have.")
     sbatch: Annotated[dict[Text, Text | Integer | Literal[True]], AfterValidator(_further)] = Field(
         default={},
         description='Further options of sbatch by their long names, such as `{reservation: course, exclude: "n[1-2]", '
-        "wckey: project, exclusive: true}`. Options that other keys set are refused.",
+        "wckey: project, exclusive: true}`. An option that another key sets is an error.",
     )
     minutes: Positive = Field(
         default=720,
-        description="Time limit of a job, in minutes. A training that reaches the limit saves its state, is queued "
-        "again and goes on.",
+        description="Time limit of a job, in minutes. A training that reaches the limit saves its state, is requeued "
+        "and resumes.",
     )
     memory_mb: Positive = Field(default=4000, description="Memory of a job, or of each rank in training, in MB.")
     gpus: Integer = Field(default=0, ge=0, le=1, description="GPUs of a scoring job, and of each rank in training.")
@@ -63,13 +63,13 @@ class Cluster(Site):
 
     launch: Literal["local", "slurm"] = Field(
         default="local",
-        description="How training starts its ranks: local (as processes of this machine) or slurm (as a SLURM job of "
-        "their own, through submitit; profiles/slurm sets this value).",
+        description="How training starts its ranks: local (as processes on this machine) or slurm (in a separate SLURM "
+        "job, through submitit; profiles/slurm sets this value).",
     )
     ranks_per_node: Positive = Field(
         default=8,
-        description="Largest number of ranks of a training job on one node. A larger number of ranks must fill "
-        "whole nodes.",
+        description="Maximum number of ranks of a training job per node. If there are more ranks, they must fill whole "
+        "nodes.",
     )
     setup: Items[Text] = Field(
         default=(),
@@ -78,13 +78,13 @@ class Cluster(Site):
     )
     grace_seconds: Positive = Field(
         default=120,
-        description="Seconds between the signal at which a training job saves its state and the job's time limit. "
+        description="Seconds before a job's time limit at which SLURM signals a training to save its state. "
         "One step and one checkpoint must fit into this time.",
     )
     downloads: Literal["compute", "login"] = Field(
         default="compute",
-        description="Where downloads run: compute (as jobs) or login (where snakemake runs, for compute nodes "
-        "without internet).",
+        description="Where downloads run: compute (as jobs) or login (on the machine of snakemake, if compute nodes "
+        "have no internet).",
     )
 
     def nodes(self, ranks: int) -> int:
@@ -98,9 +98,9 @@ class Cluster(Site):
 
 @dataclass(frozen=True)
 class Places:
-    """Where a training writes: the model directory or seed `output`, the file `metrics`, and below `checkpoints`.
+    """Paths to which a training writes: `output` (a model directory or state), the file `metrics`, and `checkpoints`.
 
-    None means a result that is not kept.
+    None means that the result is not kept.
     """
 
     output: Path | None
@@ -131,11 +131,11 @@ def fingerprint_of(about: Sequence[object], shards: Sequence[Path] = ()) -> str:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A training to be done by a SLURM job, or by processes of this machine.
+    """A training that a SLURM job or processes on this machine do.
 
     `command` holds the arguments of `demix`. `fingerprint` identifies the training. All starts of the training share
-    the folder `places.checkpoints`, which all nodes must see. `steps` is the number of optimizer updates, for the
-    display of progress.
+    the folder `places.checkpoints`, which must be visible on all nodes. `steps` is the number of optimizer updates, for
+    the display of progress.
     """
 
     command: tuple[str, ...]
@@ -152,27 +152,27 @@ class TrainingJob:
 
     @property
     def label(self) -> str:
-        """What people call the training: its place below the run's checkpoints, such as demix or btm/law."""
+        """The name of the training for people: its path below the run's checkpoints, such as demix or btm/law."""
         above = next((folder for folder in self.checkpoints.parents if folder.name == "checkpoints"), None)
         return self.checkpoints.relative_to(above or self.checkpoints.parent).as_posix()
 
     @property
     def name(self) -> str:
-        """The job's name in SLURM, by which a later process finds the job: one name per folder of checkpoints."""
+        """The job's name in SLURM, by which a later process finds the job. Each folder of checkpoints has one name."""
         place = hashlib.sha256(str(self.checkpoints.resolve()).encode()).hexdigest()[:12]
         return f"demix-{self.label.replace('/', '-')}-{place}"
 
     @property
     def finished(self) -> Path:
-        """The folder where the job leaves its results.
+        """The folder to which the job writes its results.
 
-        The results stay there, the weights as hard links to the collected files, until another job is submitted.
+        They stay there until another job is submitted; weights are hard links to the collected files.
         """
         return self.checkpoints / f"finished-{self.fingerprint}"
 
     @property
     def done(self) -> Path:
-        """The file that says that all results next to it are complete."""
+        """The file that marks all results next to it as complete."""
         return self.finished / "done.json"
 
     @property

@@ -1,4 +1,4 @@
-"""Launching a training: in this process, in several processes of this machine, or in a SLURM job."""
+"""Launching a training: in this process, in several processes on this machine, or in a SLURM job."""
 
 import json
 import os
@@ -28,15 +28,15 @@ def launched(
     entry: Callable[[Sequence[str]], None],
     work: Callable[[Places], None],
 ) -> None:
-    """Have `job` done, and put its results into its places.
+    """Run `job`, and move its results to their final paths.
 
     `site` is the config's section `cluster` for the stage. With `launch: slurm` a SLURM job runs the training and
-    calls `entry` with the command's arguments. With `local` processes of this machine run it. One rank trains in this
-    process, by `work`, and so does a rank that a launcher (this one, torchrun or a batch system) has already started.
+    calls `entry` with the command's arguments. With `local` processes on this machine run it. A single rank trains in
+    this process, by `work`; so does a rank that a launcher (this one, torchrun or a batch system) has already started.
 
-    Results are complete below the checkpoints before they are put in place, and stay there, the weights as hard links
-    to the files in place: Snakemake deletes the outputs of a job that is killed at the last moment, and a training that
-    has ended has no checkpoint.
+    Results are first completed below the checkpoints, and stay there after they are moved (weights as hard links).
+    Snakemake deletes the outputs of a job that is killed at the last moment, and a finished training has no checkpoint
+    from which it could be repeated.
     """
     if "WORLD_SIZE" in os.environ:
         if os.environ.get("DEMIX_FINGERPRINT", job.fingerprint) != job.fingerprint:
@@ -58,7 +58,7 @@ def launched(
 
 
 def _train_here(job: TrainingJob, places: Places, work: Callable[[Places], None]) -> None:
-    """Train with the results in `places`: in this process, or by several ranks of this machine."""
+    """Train with the results in `places`, in this process or by several ranks on this machine."""
     if job.ranks == 1:
         work(places)
         return
@@ -71,7 +71,7 @@ def _train_here(job: TrainingJob, places: Places, work: Callable[[Places], None]
 
 
 def world_size(ranks: int) -> int:
-    """The number of processes that train together: `ranks`, or what torchrun or a batch system has set.
+    """The number of processes that train together: `ranks`, or the number set by torchrun or a batch system.
 
     Raises DemixError if the two differ, or if the variables of such a launcher are not all set.
     """
@@ -96,7 +96,7 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> None:
     are ended, and a DemixError names the rank that failed first and the cause. SIGTERM, SIGUSR2 and SIGINT are
     forwarded to all ranks. If this process dies, all ranks end.
     """
-    # Importing torch needs a second, and `--help` must not wait for the import.
+    # Importing torch needs a second, for which `--help` must not wait.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     logs.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> None:
             for rank in range(ranks):
                 environment = {
                     "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "DEMIX_LAUNCHER": os.getpid(),
-                    # The ranks meet at the store above, because a port that is free now may be in use later.
+                    # The ranks meet at the store above, because a port that is free now may be used later.
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True",
                 }  # fmt: skip
                 with open(logs / f"rank-{rank}.log", "ab") as log:
@@ -142,7 +142,7 @@ def _watch(processes: list[subprocess.Popen[bytes]], ended: "Queue[int]", store:
 
 
 def _failure(processes: list[subprocess.Popen[bytes]], rank: int, store: "TCPStore", logs: Path) -> DemixError:
-    """The error of the ranks, of which `rank` ended first."""
+    """The error to raise if `rank` was the first rank to end."""
     cure = "fix the cause and rerun: training resumes from the last checkpoint"
     status, key = processes[rank].returncode, key_of_failure()
     noted = [Failure(**json.loads(store.get(key)))] if store.check([key]) else []
@@ -180,15 +180,15 @@ def _forwarding_signals(processes: list[subprocess.Popen[bytes]]) -> Iterator[No
 def end_with_launcher() -> None:
     """In a rank that `launch` started, exit when the launcher has ended; other processes do nothing here."""
     if launcher := os.environ.get("DEMIX_LAUNCHER"):
-        # All other ranks exit too, so no state can be saved.
+        # All other ranks exit, too, so no state can be saved.
         when_ended(int(launcher), lambda: os._exit(1))
 
 
 def end_rank() -> None:
-    """End this process with status 0 if `launch` started it as a rank that is done; other processes do nothing here.
+    """End this process with status 0 if it is a finished rank that `launch` started; other processes do nothing here.
 
-    The interpreter is not shut down: threads of the ranks' process group may still run, and could then abort the
-    process, and the launcher would report a failed rank.
+    The interpreter is not shut down, because threads of the ranks' process group may still run. They could abort the
+    process during a shutdown, and the launcher would report a failed rank.
     """
     if "DEMIX_LAUNCHER" in os.environ:
         sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""How far a training is, how fast, and which of its ranks failed first.
+"""Progress and speed of a training, and which of its ranks failed first.
 
-Progress is read from the metrics file that a training writes while it runs. Ranks note their errors, and launchers see
-signals.
+Progress is read from the metrics file that a training writes while it runs. Ranks write down their errors, and
+launchers see signals.
 """
 
 import json
@@ -23,14 +23,14 @@ from demix.progress import clock
 
 Row = Mapping[str, Any]
 
-# Rows of metrics from which the speed of a training is computed.
+# The number of metric rows from which the speed of a training is computed.
 MAX_ROWS = 20
 # The line of the first rank's log that marks each start of a SLURM job.
 START = "demix: start"
 
 
 def newest_metrics(checkpoints: Path, since: float) -> Path | None:
-    """The metrics file below `checkpoints` that was changed last, at the time `since` or later; None if none was.
+    """The most recently changed metrics file below `checkpoints`, if it changed at `since` or later; otherwise None.
 
     Times are in seconds since 1970. Raises OSError if a file has just been removed, as at the end of a training.
     """
@@ -39,7 +39,7 @@ def newest_metrics(checkpoints: Path, since: float) -> Path | None:
 
 
 def last_rows(checkpoints: Path, since: float) -> list[dict[str, Any]]:
-    """The last MAX_ROWS rows, or fewer, of `newest_metrics`, which raises OSError; none without it."""
+    """The last rows of `newest_metrics`, at most MAX_ROWS; none if there is no such file. May raise OSError."""
     path = newest_metrics(checkpoints, since)
     if path is None:
         return []
@@ -48,7 +48,7 @@ def last_rows(checkpoints: Path, since: float) -> list[dict[str, Any]]:
         begin = stream.seek(max(0, stream.tell() - 4096 * MAX_ROWS))
         lines = stream.read().split(b"\n")
     rows = []
-    # The first line is a part of one, unless it begins the file.
+    # The first line is incomplete, unless it is the beginning of the file.
     for line in lines[bool(begin) : -1][-MAX_ROWS:]:
         with suppress(ValueError):
             rows.append(json.loads(line))
@@ -56,7 +56,7 @@ def last_rows(checkpoints: Path, since: float) -> list[dict[str, Any]]:
 
 
 def elapsed(rows: Iterable[Row]) -> list[float]:
-    """The seconds since a training began at each row of its metrics, by their tokens and tokens per second."""
+    """For each row of metrics, the seconds since the training began, from its tokens and tokens per second."""
     seconds, tokens, after = 0.0, 0, []
     for row in rows:
         if speed := row.get("tokens_per_second"):
@@ -67,17 +67,17 @@ def elapsed(rows: Iterable[Row]) -> list[float]:
 
 
 def speed(updates: Sequence[Row]) -> float:
-    """The tokens per second of several updates of one size: these tokens by their seconds."""
+    """The tokens per second of several updates of one size: their tokens divided by their seconds."""
     return float(len(updates) / sum(1 / row["tokens_per_second"] for row in updates))
 
 
 def seconds_left(updates: Sequence[Row], steps: int) -> float:
-    """The seconds from the last of several updates to update `steps`, as fast as these were."""
+    """The seconds from the last of several updates to update `steps`, at the speed of these updates."""
     return float((steps - updates[-1]["step"]) * tokens_of_update(updates) / speed(updates))
 
 
 def tokens_of_update(updates: Sequence[Row]) -> float:
-    """The tokens of one update, from the metrics of several; a seed phase may have had updates of other sizes."""
+    """The tokens of one update, from the metrics of several. Updates of a dense warm start may have another size."""
     first, last = updates[0], updates[-1]
     if last["step"] > first["step"]:
         return float((last["tokens"] - first["tokens"]) / (last["step"] - first["step"]))
@@ -88,8 +88,8 @@ def tokens_of_update(updates: Sequence[Row]) -> float:
 class Failure:
     """The end of one rank.
 
-    `expected` marks an error of demix's own, which the same command would raise again. `time` is in seconds since 1970,
-    by the clock of the rank's node. With `killed` a signal ended the rank, and `message` names the signal.
+    `expected` marks an error raised by demix itself, which the same command would raise again. `time` is in seconds
+    since 1970, by the clock of the rank's node. With `killed` a signal ended the rank, and `message` names the signal.
     """
 
     rank: int
@@ -101,20 +101,20 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Self:
-        """The end of this process, which is that `rank`, by an error."""
+        """The end of this process, the rank `rank`, by an error."""
         message = str(error).splitlines()[0] if str(error) else repr(error)
         return cls(rank, socket.gethostname(), message, isinstance(error, DemixError), time.time())
 
 
 def key_of_failure() -> str:
-    """The key of the ranks' store that holds the first error of one of them, as JSON."""
-    # torchrun's store outlives its ranks, which it starts again.
+    """The key in the ranks' store for the first error of any rank, as JSON."""
+    # torchrun's store outlives its ranks, because torchrun restarts them.
     return f"demix/failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 @contextmanager
 def noting(folder: Path, rank: int) -> Iterator[None]:
-    """Note in `folder` the error that ends a rank, so that the rank which failed first can be named."""
+    """Write the error that ends a rank to `folder`, so that the rank that failed first can be named."""
     try:
         yield
     except BaseException as error:
@@ -125,7 +125,7 @@ def noting(folder: Path, rank: int) -> Iterator[None]:
 
 
 def noted_in(folder: Path) -> list[Failure]:
-    """The errors that ranks noted in `folder`."""
+    """The errors that ranks wrote to `folder`."""
     noted = list[Failure]()
     for path in folder.glob("rank-*.json"):
         # An unreadable note must not hide the other notes.
@@ -135,10 +135,9 @@ def noted_in(folder: Path) -> list[Failure]:
 
 
 def first_failure(noted: Sequence[Failure], killed: Sequence[Failure]) -> Failure | None:
-    """The first failure: that of a rank which a signal ended, else the earliest error that a rank noted.
+    """The first failure: that of a rank killed by a signal, else the earliest error that a rank wrote.
 
-    `killed` are the ranks that a signal ended, in the order in which their ends were seen. Returns None if nothing is
-    known.
+    `killed` are the ranks killed by a signal, in the order in which this was noticed. Returns None if nothing is known.
     """
     for failure in killed:
         # NCCL's watchdog aborts every rank that waits for a failed rank.
@@ -149,7 +148,7 @@ def first_failure(noted: Sequence[Failure], killed: Sequence[Failure]) -> Failur
 
 
 def progress_line(job: TrainingJob, job_id: str, shown: Mapping[str, str]) -> str:
-    """One line of progress, with loss and speed once a step of this start is done.
+    """One line of progress, with loss and speed when a step has been done since this start.
 
     For example: `job 12 running on n[1-2], queued again 2 times step 40/488 loss 5.321 2100 tokens/s 3:20 left`.
     """
@@ -160,7 +159,7 @@ def progress_line(job: TrainingJob, job_id: str, shown: Mapping[str, str]) -> st
     head = f"job {job_id} {state}{why}{where}{again}"
     rows: list[dict[str, Any]] = []
     if state == "running":
-        # Rows that are older than this start belong to another training in the same folder.
+        # Rows older than this start belong to another training in the same folder.
         with suppress(ValueError, KeyError, OSError):
             since = datetime.fromisoformat(shown["StartTime"]).timestamp()
             rows = last_rows(job.checkpoints, since)
@@ -173,13 +172,13 @@ def progress_line(job: TrainingJob, job_id: str, shown: Mapping[str, str]) -> st
 
 
 class MishapError(DemixError):
-    """A job ended by a cause that may not recur: a killed rank, or an error that is not one of demix's own."""
+    """A job ended by a cause that may not recur: a killed rank, or an error that demix itself did not raise."""
 
 
 def failure(job: TrainingJob, job_id: str, state: str, restarts: int) -> DemixError:
     """The error of a job that ended without results.
 
-    The error names a rank that was killed, else the rank that noted an error first, else the state that SLURM shows.
+    The error names a rank that was killed, else the first rank with an error, else the state that SLURM shows.
     """
     cure = "fix the cause and rerun: training resumes from the last checkpoint"
     logs = job.jobs
@@ -199,9 +198,9 @@ def failure(job: TrainingJob, job_id: str, state: str, restarts: int) -> DemixEr
 
 
 def _killed(path: Path) -> list[Failure]:
-    """The ends of ranks by a signal, with srun's messages, in the order of srun's log.
+    """The ranks that were killed by a signal, with srun's messages, in the order of srun's log.
 
-    All starts of a job share the log, so only the last start counts. Ranks that srun itself ended do not count.
+    All starts of a job share the log, so only the last start is used. Ranks that srun itself ended are ignored.
     """
     try:
         lines = path.read_text(errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""What a training requests of SLURM, its submission by submitit, and the program of each task of the job: one rank."""
+"""A training's requests to SLURM, its submission by submitit, and the program of each task of the job (one rank)."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ from demix.launch.progress import START, noting
 
 log = logging.getLogger(__name__)
 
-# A job is queued again after its time limit, after preemption and after the loss of a node, so many times at most.
+# The maximum number of times that a job is requeued: after its time limit, a preemption or the loss of a node.
 REQUEUES = 1000
 # After the first rank has ended, the other ranks have this many seconds to report their errors.
 SECONDS_FOR_THE_OTHERS = 30
@@ -46,7 +46,7 @@ class Rank:
         job_id, restarts = environment.raw_job_id, int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         rank, done = environment.global_rank, self.done
         if done.exists():
-            # The training had finished when the signal to stop requeued the job.
+            # The training had already finished when the stop signal requeued the job.
             return
         if rank == 0:
             print(f"{START} {restarts} of job {job_id}", file=sys.stderr, flush=True)
@@ -68,7 +68,7 @@ class Rank:
                     log.info("%s", stopped)
                     _requeue(job_id)
                 else:
-                    # SLURM ends this rank. An early exit would end the first rank before it has queued the job again.
+                    # SLURM ends this rank. An early exit would end the first rank before it has requeued the job.
                     time.sleep(4 * SECONDS_FOR_THE_OTHERS)
                 return
             # SLURM ends all ranks some time after any rank has exited, and the first rank may still write results.
@@ -80,7 +80,7 @@ class Rank:
 
 
 def _resolve(host: str) -> None:
-    """Raise DemixError if the first node's name has no address, without which ranks wait for each other forever."""
+    """Raise DemixError if the first node's name has no address; ranks would then wait for each other forever."""
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
@@ -89,7 +89,7 @@ def _resolve(host: str) -> None:
 
 
 def _requeue(job_id: str) -> None:
-    """Queue the running job again, unless SLURM has already ended the job."""
+    """Requeue the running job, unless SLURM has already ended it."""
     state = show(job_id).get("JobState")
     if state == "RUNNING":
         log.info("job %s: requeueing the job", job_id)
@@ -98,15 +98,15 @@ def _requeue(job_id: str) -> None:
         log.info("job %s is %s: demix does not requeue it", job_id, state)
 
 
-# Variables that an enclosing job sets, which the new job must not treat as its own, and those of them that name the
-# site or the user. A user sets those of sbatch, SBATCH_*.
+# Variables that an enclosing job sets, and that the new job must not treat as its own; and the ones among them that
+# describe the site or the user. Variables SBATCH_* are set by users.
 OF_THE_SITE = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 OF_A_JOB = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "PMI_", "PMIX_")
 
 
 @contextmanager
 def outside_jobs() -> Iterator[None]:
-    """Remove from the environment what an enclosing job, if there is one, has set there."""
+    """Remove variables of an enclosing job, if there is one, from the environment."""
     inherited = {
         name: os.environ.pop(name)
         for name in list(os.environ if "SLURM_JOB_ID" in os.environ else ())
@@ -119,7 +119,7 @@ def outside_jobs() -> Iterator[None]:
 
 
 class _Executor(SlurmExecutor):
-    """submitit's, whose options are on sbatch's command line, where they win over the user's variables SBATCH_*."""
+    """submitit's executor with options on sbatch's command line, where they override the user's variables SBATCH_*."""
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         lines = submission_file_path.read_text().splitlines()
@@ -136,7 +136,7 @@ class _Executor(SlurmExecutor):
 
 
 def executor_of(job: TrainingJob, cluster: Cluster) -> SlurmExecutor:
-    """What submits `job`. Raises DemixError where there is no SLURM."""
+    """The executor that submits `job`. Raises DemixError if SLURM is not installed."""
     job.jobs.mkdir(parents=True, exist_ok=True)
     try:
         executor = _Executor(folder=job.jobs.resolve(), max_num_timeout=REQUEUES)
@@ -149,7 +149,7 @@ def executor_of(job: TrainingJob, cluster: Cluster) -> SlurmExecutor:
 
 
 def _asked(job: TrainingJob, cluster: Cluster) -> dict[str, Any]:
-    """What the job asks of SLURM, by submitit's names."""
+    """The job's requests to SLURM, by submitit's names."""
     nodes = cluster.nodes(job.ranks)
     per_node = job.ranks // nodes
     named = {"account": cluster.account, "constraint": cluster.constraint, "partition": cluster.partition}
@@ -164,7 +164,7 @@ def _asked(job: TrainingJob, cluster: Cluster) -> dict[str, Any]:
         "time": cluster.minutes,
         "signal_delay_s": cluster.grace_seconds,
         "setup": list(cluster.setup),
-        # submitit's default names one that a site need not know.
+        # submitit's default is a value that a site may not know.
         "wckey": None,
         "srun_args": [
             f"--cpus-per-task={job.threads}",

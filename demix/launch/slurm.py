@@ -1,8 +1,8 @@
 """Training as a SLURM job of one or more nodes, through submitit: submitting, finding, waiting, collecting results.
 
 Files decide what a job does, and the controller (squeue, scontrol) knows the job's state. The accounting database is
-never asked, because it may be down. A job leaves its results below its checkpoints, and the process that waits for the
-job puts the results in place.
+never queried, because it may be down. A job writes its results below its checkpoints, and the process that waits for
+the job moves them to their final paths.
 """
 
 import logging
@@ -27,25 +27,26 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SECONDS_BETWEEN_LINES = 15.0
-# A final state counts only after this many polls in a row, because SLURM may queue the job again, and a shared file
+# A final state is accepted only after this many polls in a row, because SLURM may requeue the job, and a shared file
 # system may show the results late.
 POLLS, POLLS_FOR_RESULTS = 6, 30
-# How often one run submits a job again that broke down: a rank was killed, or had an error that is not one of demix's
-# own.
+# How often one run resubmits a job that failed because a rank was killed, or by an error that demix itself did not
+# raise.
 RETRIES = 2
 
 
 def run(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], None]) -> None:
-    """Have `job` done by a SLURM job, whose ranks call `entry` with the command, and put the results in place.
+    """Run `job` as a SLURM job, whose ranks call `entry` with the command, and collect the results.
 
-    The results of a finished job are collected, and a job that is already submitted is waited for. Otherwise a new job
-    is submitted, which goes on from the last checkpoint. Raises DemixError that names the first failure, and when
-    SIGINT, SIGTERM or SIGHUP arrives, or the process that started this one ends; the SLURM job then keeps running.
+    If the job has finished, its results are collected; if it is already submitted, this process waits for it. Otherwise
+    a new job is submitted, which resumes from the last checkpoint. Raises DemixError that names the first failure. Also
+    raises it at SIGINT, SIGTERM or SIGHUP, and if the process that started this one ends; the SLURM job then keeps
+    running.
     """
-    # Only sbatch heeds this variable: squeue and scontrol would ask another cluster.
+    # Only sbatch reads this variable, so squeue and scontrol would query another cluster.
     if clusters := os.environ.get("SBATCH_CLUSTERS"):
         os.environ["SLURM_CLUSTERS"] = clusters
-    # A process whose snakemake was killed ends a few seconds later, and may hold the lock until then.
+    # If a snakemake was killed, its processes end a few seconds later and may hold the lock until then.
     lock = exclusive(job.checkpoints / "waiting.lock", "waits for this training", patience=30.0)
     with lock, _interruptible():
         for retries_left in reversed(range(RETRIES + 1)):
@@ -75,8 +76,8 @@ def run(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], Non
 
 
 def submit(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], None]) -> str:
-    """Submit a SLURM job that does `job`; returns the SLURM job's id."""
-    # submitit needs a second to import, and waiting for a job that is found needs none of it.
+    """Submit a SLURM job that runs `job`; returns the SLURM job's id."""
+    # Importing submitit needs a second, and is not needed to wait for an existing job.
     from demix.launch.sbatch import Rank, executor_of, outside_jobs
 
     remove_finished(job)
@@ -90,7 +91,7 @@ def submit(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], 
     except DemixError:
         raise
     except Exception as error:
-        # submitit raises exceptions of its own. The site may say more than sbatch does.
+        # submitit raises its own exceptions. The site may print more lines than sbatch.
         lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
         said = [line for line in lines if line.startswith(("sbatch: error", "sbatch: fatal"))] or lines
         cure = "fix the section cluster of the config (sbatch --test-only gives details), then rerun"
@@ -101,14 +102,14 @@ def submit(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], 
 
 
 def find(job: TrainingJob) -> str | None:
-    """The id of the SLURM job that does `job`, if one is pending or running.
+    """The id of the SLURM job that runs `job`, if one is pending or running.
 
     Raises DemixError if a SLURM job trains something else in the same place.
     """
     command = ["squeue", "--noheader", "--user", str(os.getuid()), "--name", job.name, "--format", f"{JOB}%k"]
     announced = False
     while found := jobs_in(ask(command)):
-        # An ending job is soon queued again or gone, unless its node hangs.
+        # A job that is ending is soon requeued or gone, unless its node hangs.
         ending = [job_id for job_id, state, _ in found if state == "COMPLETING"]
         if not ending:
             break
@@ -157,7 +158,7 @@ def _wait(job: TrainingJob, job_id: str) -> None:
         ):
             _print_line(job, line)
             printed, last_printed = line, now
-        # Few polls in a row decide that a job has ended.
+        # The last polls, which decide that a job has ended, follow each other quickly.
         time.sleep(SECONDS_BETWEEN_POLLS if final else pause(now - since))
 
 
@@ -172,16 +173,16 @@ def is_finished(job: TrainingJob) -> bool:
 
 
 def remove_finished(job: TrainingJob) -> None:
-    """Remove the results of other trainings at the place of `job`. Those of this same training must survive."""
+    """Remove the results of other trainings in the folder of `job`; results of the same training must be kept."""
     for other in job.checkpoints.glob("finished-*"):
         if other != job.finished:
             shutil.rmtree(other, ignore_errors=True)
 
 
 def remove_collected(checkpoints: Path) -> None:
-    """Remove the results of trainings below `checkpoints` that are in place, where the weights have a second name.
+    """Remove the results of trainings below `checkpoints` that were collected, so that weights have a second hard link.
 
-    Call this when Snakemake has recorded them. Results that nobody has collected yet stay.
+    Call this when Snakemake has recorded them. Results that were not collected yet are kept.
     """
     for finished in [*checkpoints.rglob("finished-*")]:
         weights = [path.stat().st_nlink for path in finished.rglob("*.safetensors")]
@@ -190,11 +191,11 @@ def remove_collected(checkpoints: Path) -> None:
 
 
 def collect(job: TrainingJob) -> None:
-    """Put the results of the job in place, one file at a time, with the JSON files that describe others last."""
+    """Move the results of the job to their final paths, one file at a time. JSON files that describe others are last."""
     waiting = job.places.below(job.finished).results.values()
     for source, place in zip(waiting, job.places.results.values(), strict=True):
         files = [source] if source.is_file() else [path for path in source.rglob("[!.]*") if path.is_file()]
-        # A JSON file promises that the files it describes are there.
+        # If a JSON file exists, the files that it describes must exist.
         for path in sorted(files, key=lambda path: (path.suffix == ".json", path.name == "model.json", path)):
             target = place / path.relative_to(source) if source.is_dir() else place
             with replacing(target) as temporary:
@@ -221,7 +222,7 @@ def _interruptible() -> Iterator[None]:
         )
 
     handlers = {number: signal.signal(number, interrupt) for number in numbers}
-    # A job of snakemake already ends when snakemake ends.
+    # A job of snakemake ends with snakemake anyway.
     if len(numbers) == len(SIGNALS) and not is_job.is_set():
         when_ended(os.getppid(), lambda: None if done.is_set() else terminate())
     try:
@@ -239,5 +240,5 @@ def _print_line(job: TrainingJob, line: str) -> None:
     try:
         print(f"{job.label}: {line}", flush=True)
     except OSError:
-        # The terminal is gone. Flushing the buffer at exit must not fail.
+        # The terminal is closed. Flushing the buffer at exit must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,9 +1,9 @@
-"""What lies between Snakemake and commands: long arguments, the end of jobs, what jobs use, changes of Snakemake.
+"""The interface of Snakemake and commands: long arguments, the end of jobs, resources of jobs, patches of Snakemake.
 
-A job ends when its snakemake has ended. The time and memory of a job are what the kernel counts: Snakemake's own
-`benchmark:` looks at the processes of a job twice a second for 15 seconds, then twice a minute. It saw 474 to 832 MiB
-of 12 jobs that each had 901 MiB for a moment. Its looks at a job with 1 GB and torch cost 0.6 seconds of a core.
-`note_usage` sees the whole peak, and needs 0.6 milliseconds.
+A job ends when its snakemake has ended. The time and memory of a job are counted by the kernel. Snakemake's own
+`benchmark:` looks at the processes of a job twice per second for 15 seconds, then twice per minute: for 12 jobs that
+each had 901 MiB for a moment it recorded 474 to 832 MiB, and for a job with 1 GB and torch it needed 0.6 core-seconds.
+`note_usage` records the whole peak, and needs 0.6 milliseconds.
 """
 
 import os
@@ -23,8 +23,8 @@ from demix.files import is_alive, write_text
 if TYPE_CHECKING:
     from snakemake.io import _IOFile
 
-# A function of bash in place of the command: Linux passes some 2 MB of arguments to a process, and a rule may name more
-# inputs. Beyond so many characters the arguments go through a pipe, which bash names /dev/fd/<number>.
+# A bash function that replaces the command. Linux passes about 2 MB of arguments to a process, and a rule may have more
+# inputs. Longer arguments go through a pipe, which bash names /dev/fd/<number>.
 SHELL_FUNCTION = (
     'demix() { local all="$*"; if ((${#all} < 1000000)); then command demix "$@"; '
     "else command demix @<(printf '%s\\0' \"$@\"); fi; }"
@@ -32,8 +32,7 @@ SHELL_FUNCTION = (
 
 
 def expanded(arguments: list[str]) -> list[str]:
-    """The arguments of a command: those given, or for a single @FILE those in the file, each ended by a null
-    character."""
+    """The arguments of a command. A single @FILE stands for those in the file, each ended by a null character."""
     if len(arguments) != 1 or not arguments[0].startswith("@"):
         return arguments
     return os.fsdecode(Path(arguments[0][1:]).read_bytes()).split("\0")[:-1]
@@ -42,9 +41,9 @@ def expanded(arguments: list[str]) -> list[str]:
 # The environment variable in which the workflow passes the process id of snakemake to its jobs.
 VARIABLE = "DEMIX_SNAKEMAKE"
 
-# Set in a job of snakemake.
+# This variable is set in a job of snakemake.
 is_job = threading.Event()
-# Set when the process that waits for this one has ended first.
+# This event is set if the process that waits for this one has ended first.
 orphaned = threading.Event()
 
 
@@ -53,7 +52,7 @@ def end_with_snakemake() -> None:
 
     At SIGTERM a training saves its state.
     """
-    # Child processes must not inherit the variable: this process ends local ranks itself, and SLURM jobs must go on.
+    # Child processes must not inherit the variable: this process ends local ranks itself, and SLURM jobs must continue.
     pid = os.environ.pop(VARIABLE, "")
     if pid.isdigit():
         is_job.set()
@@ -67,7 +66,7 @@ def terminate() -> None:
 
 
 def when_ended(pid: int, act: Callable[[], None]) -> None:
-    """Call `act` in a thread of its own when the process `pid` has ended. `pid` need not be a child process."""
+    """Call `act` in a separate thread when the process `pid` has ended. `pid` need not be a child process."""
 
     def watch() -> None:
         _wait(pid)
@@ -91,11 +90,11 @@ def _wait(pid: int) -> None:
 
 
 def note_usage() -> None:
-    """In a job of snakemake, write what this process has used to benchmarks/<job>.tsv, as its log is logs/<job>.log.
+    """In a job of snakemake with the log logs/<job>.log, write the resources it used to benchmarks/<job>.tsv.
 
-    Seconds since the process began (`s`), seconds of processors with those of its own processes that have ended
-    (`cpu_time`), and the MiB that the largest of these processes had in memory (`max_rss`). Nothing is written where
-    standard error is not such a log, or by a system without /proc.
+    These are the seconds since the process began (`s`), its CPU seconds including those of its ended child processes
+    (`cpu_time`), and the maximum memory of one of these processes in MiB (`max_rss`). Nothing is written if standard
+    error is not such a log, or if the system has no /proc.
     """
     if not is_job.is_set():
         return
@@ -103,9 +102,9 @@ def note_usage() -> None:
         log = Path(os.readlink("/proc/self/fd/2"))
         if log.suffix != ".log" or "logs" not in log.parts:
             return
-        # The 22nd field; the second, the name in parentheses, may hold spaces.
+        # This is the 22nd field. The second one, the name in parentheses, may contain spaces.
         begun = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        # `ru_maxrss` also counts the process as it was before this program began, such as a copy of snakemake.
+        # `ru_maxrss` also includes the process before this program began, when it was a copy of snakemake.
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         peak = int(status["VmHWM"].split()[0])
         own, ended = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -114,45 +113,45 @@ def note_usage() -> None:
             "cpu_time": own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime,
             "max_rss": max(peak, ended.ru_maxrss) / 1024,
         }
-        # The last one: a run may lie below a folder of that name.
+        # The last one counts, because a run may be below a folder with that name.
         place = len(log.parts) - 1 - log.parts[::-1].index("logs")
         output = Path(*log.parts[:place], "benchmarks", *log.parts[place + 1 :]).with_suffix(".tsv")
         write_text(output, "\t".join(values) + "\n" + "\t".join(f"{value:.2f}" for value in values.values()) + "\n")
 
 
-# The places in a run of text that another run may have made (`demix.data.shared`).
+# The paths in a run at which text may come from another run (`demix.data.shared`).
 _TEXT = frozenset({"documents", "corpus", "tokens", "tokenizer.json"})
 
 
 def patch_snakemake() -> None:
-    """Make all of these changes."""
+    """Apply all patches of Snakemake."""
     end_at_errors()
     read_once()
     keep_shared_times()
 
 
 def end_at_errors() -> None:
-    """Let an error in finding out how a file is made end Snakemake, of a file that is there already, too.
+    """Let an error in determining how a file is made end Snakemake, even if the file already exists.
 
-    Snakemake by itself warns and keeps such a file as it is: the run ends well, with old results.
+    Without this patch Snakemake warns and keeps such a file, and the run succeeds with old results.
     """
-    # This module cannot be the first of Snakemake's that is imported, and neither can those below.
+    # Snakemake must be imported before this module and those below.
     from snakemake import dag
     from snakemake.exceptions import RuleException
 
     def end(error: Exception, *_: object) -> None:
-        # Snakemake catches all errors but this one where the file is there.
+        # If the file exists, Snakemake catches all errors except this one.
         raise RuleException(str(error), rule=getattr(error, "rule", None)) from error
 
     dag.print_exception_warning = end
 
 
 def read_once() -> None:
-    """Let Snakemake read a file once for its checksum, as long as the file stays the same.
+    """Let Snakemake read a file only once for its checksum, as long as the file does not change.
 
-    When a job ends, Snakemake notes with each file that the job made the checksums of all files that the job read, and
-    reads these files again for each: nine times the text of a domain that is tokenized, and the text of all training
-    domains three times for each domain when their documents are assigned to clusters.
+    When a job ends, Snakemake records, for each output, the checksums of all inputs, and reads the inputs again each
+    time: the text of a domain nine times when it is tokenized, and the text of all training domains three times per
+    domain when documents are assigned to clusters.
     """
     from snakemake import io
 
@@ -174,10 +173,10 @@ def read_once() -> None:
 
 
 def keep_shared_times() -> None:
-    """Let Snakemake leave the time of text that several runs share as it is.
+    """Keep Snakemake from changing the time of text that several runs share.
 
-    Snakemake sets the time of every file that a job has made, and of all files with --touch. Of a hard link that is the
-    time in the other run too, whose training would then be older than its tokens, and run again.
+    Snakemake sets the time of every file that a job has made, and with --touch of all files. For a hard link this also
+    changes the time in the other run, whose training would then be older than its tokens, and would rerun.
     """
     from snakemake import io
 

@@ -1,4 +1,4 @@
-"""The cost of a config's trainings, of its scoring and of its text, before anything runs."""
+"""The cost of a config's trainings, scoring and text, estimated before anything runs."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -27,12 +27,12 @@ from demix.run.placement import owners_of, place_experts
 from demix.run.run import Run
 from demix.run.scoring import ScoringJob, ScoringPart, scoring_jobs
 
-# Bytes of a word of the sample and the space after it, in UTF-8; and of its English in zstd Parquet, raw or anonymized.
-# The disk keeps two copies: documents and splits. GPT-2's tokenizer makes 1.3 to 1.5 tokens per word.
+# Bytes per word of the sample in UTF-8, with the space after it; and in zstd Parquet (English, raw or anonymized). The
+# disk keeps two copies: documents and splits. GPT-2's tokenizer yields 1.3 to 1.5 tokens per word.
 WORD_BYTES = 6.4
 TEXT_BYTES = 2.6
 TOKENS_PER_WORD = 1.5
-# A local file of one of these endings is plain text; in another one, text has so many times its bytes.
+# Local files with one of these endings are plain text. In other files, the text is this many times the file's bytes.
 PLAIN = (".txt", ".json", ".jsonl", ".csv", ".tar")
 PACKED = 2.5
 
@@ -41,14 +41,14 @@ PACKED = 2.5
 class TrainingPlan:
     """The cost of one training or adaptation of a run.
 
-    `sequences`: sequences per step over all domains, divided among the `ranks`. `experts_per_rank`: the most experts
-    on one rank. `shared`: parameters outside the experts. `expert`: parameters of one of the `experts`. `flops`:
-    floating-point operations per update, but for those of Muon's iterations. `state`: bytes of weights, gradients and
-    optimizer per rank. `activations`: bytes of activations per rank. `least`: bytes of both by the settings that spare
-    most (see `too_large`). `checkpoint`: bytes of one checkpoint on disk. `weights`: bytes of what the training adds to
-    models. `jobs`: the number of jobs of the workflow's `rule`. `tokens`: the most, since an adaptation may stop early.
-    The first `begin` of the `steps` are a seed phase's, done by another training: `hours` omits them. `seed_flops`
-    are those of such a step.
+    `sequences`: sequences per step over all domains, divided among the `ranks`. `experts_per_rank`: the maximum number
+    of experts on one rank. `shared`: parameters outside the experts. `expert`: parameters of one of the `experts`.
+    `flops`: floating-point operations per update, without those of Muon's iterations. `state`: bytes of weights,
+    gradients and optimizer per rank. `activations`: bytes of activations per rank. `least`: bytes of state and
+    activations with the settings that save most memory (see `too_large`). `checkpoint`: bytes of one checkpoint on
+    disk. `weights`: bytes that the training adds to models. `jobs`: the number of jobs of the workflow's `rule`.
+    `tokens`: a maximum, because an adaptation may stop early. The first `begin` of the `steps` are the dense warm
+    start, which another training does; `hours` omits them. `seed_flops` are the operations of one of these steps.
     """
 
     name: str
@@ -74,17 +74,17 @@ class TrainingPlan:
 
     @property
     def stage(self) -> str:
-        """The stage whose resources the training's jobs request."""
+        """The stage of the section `cluster` whose resources the training's jobs request."""
         return "adapt" if self.rule.startswith("adapt") else "train"
 
     @property
     def updates(self) -> int:
-        """The updates that the jobs do, none of the seed phase."""
+        """The updates that the jobs do, without those of the dense warm start."""
         return self.steps - self.begin
 
     @property
     def all_flops(self) -> float:
-        """The operations of the whole training, with those of the seed phase."""
+        """The operations of the whole training, including those of the dense warm start."""
         return (self.steps - self.begin) * self.flops + self.begin * self.seed_flops
 
     @property
@@ -96,8 +96,8 @@ class TrainingPlan:
 def plan_training(run: Run, ranks: int | None, hardware: Hardware) -> list[TrainingPlan]:
     """The plans of every model, sweep of learning rates and adaptation of a completed run, on `ranks` processes.
 
-    Without `ranks`, the config sets the number of each. Raises DemixError for a number of ranks that does not fit the
-    domains, as training does. An adaptation uses at most as many ranks as a step has sequences.
+    Without `ranks`, the config sets the number of processes for each. Like training, raises DemixError for a number of
+    ranks that does not fit the domains. An adaptation uses at most as many ranks as a step has sequences.
     """
     plan, section = partial(_plan, run, hardware), run.config.adaptation
     plans = []
@@ -117,13 +117,13 @@ def plan_training(run: Run, ranks: int | None, hardware: Hardware) -> list[Train
 
 
 def _times(number: int, plan: TrainingPlan, **more: Any) -> TrainingPlan:
-    """The plan of `number` trainings like that of `plan`, one after the other, with the values in `more`."""
+    """The plan of `number` trainings like `plan`, one after the other, with the values in `more`."""
     sums = {key: number * getattr(plan, key) for key in ("tokens", "steps", "hours")}
     return replace(plan, **sums | more)
 
 
 def named(model: Model) -> str:
-    """The name of a training in the plan. Those of the experts of one model differ only after the last "-"."""
+    """The name of a training in the plan. The names of one model's experts differ only after the last "-"."""
     return f"{model.name}-{model.part}" if model.part else model.name
 
 
@@ -138,7 +138,7 @@ def _plan(
     begin: int = 0,
     adapts: bool = False,
 ) -> TrainingPlan:
-    """The plan of a training of `tokens` on `ranks`, of whose steps `begin` are those of a seed phase."""
+    """The plan of a training of `tokens` on `ranks`. Its first `begin` steps are a dense warm start."""
     kind, domains, ranks = model.kind, 1 if adapts else len(model.domains), ranks or settings.ranks
     architecture, types = model.architecture, run.types
     experts = domains if kind.has_experts else 1
@@ -192,12 +192,12 @@ def _plan(
 
 
 def _moments(tensors: Sequence[Size], muon: bool) -> list[int]:
-    """Bytes of the moments of each tensor: two in fp32, Adam's, or one of Muon's for a matrix of blocks."""
+    """Bytes of moments per tensor, in fp32: Adam's two, or Muon's one for the matrices of layers."""
     return [4 * size * (1 if muon and matrix else 2) for size, matrix in tensors]
 
 
 def _fullest(shared: list[int], expert: list[int], ranks: int, replicas: int) -> int:
-    """The most bytes of moments on one rank where those of each tensor are on one rank (`demix.train.optimizers`)."""
+    """The maximum bytes of moments on one rank if each tensor's moments are on only one rank (`train.optimizers`)."""
 
     def most(moments: list[int], ranks: int) -> int:
         loads = [0] * ranks
@@ -210,7 +210,7 @@ def _fullest(shared: list[int], expert: list[int], ranks: int, replicas: int) ->
 
 @dataclass(frozen=True)
 class ScoringCosts:
-    """The cost of scoring under the models of a completed config: hours of one rank, and bytes of score tables."""
+    """The cost of scoring with the models of a completed config: hours of one rank, and bytes of score tables."""
 
     run: Run
     device: Hardware
@@ -229,7 +229,7 @@ class ScoringCosts:
         return merged | {one.name: one.architecture for one in self.run.trained}
 
     def _tokens(self, domains: Iterable[str], splits: Iterable[str], context: int) -> int:
-        """The tokens that are scored of the splits of `domains` in blocks of `context` tokens."""
+        """The number of scored tokens in the `splits` of `domains`, with blocks of `context` tokens."""
         found = 0
         for name, split in product(domains, splits):
             there = round(TOKENS_PER_WORD * getattr(self.run.texts[name].words, split))
@@ -242,7 +242,7 @@ class ScoringCosts:
         return sum(hours), sum(disk)
 
     def of_part(self, part: ScoringPart) -> tuple[float, int]:
-        """What `of_job` sums: the hours and the bytes of one part of a job."""
+        """The hours and the bytes of one part of a job; `of_job` sums them."""
         architecture = self._architectures.get(part.model, self.run.architecture)
         routed = architecture.routed
         architecture = architecture.replace(
@@ -257,7 +257,7 @@ class ScoringCosts:
         return hours(flops, tokens, 1, tflops), disk
 
     def of_ngrams(self) -> int:
-        """Bytes of the score tables of the n-grams of one order, of all training text and of each training domain."""
+        """Bytes of the score tables of the n-grams of one order: of all training text, and per training domain."""
         tokens = self._tokens(self.run.domains, ("dev", "test"), self.run.context)
         return score_table_bytes(1, tokens) + score_table_bytes(len(self.run.training), tokens)
 
@@ -266,9 +266,9 @@ class ScoringCosts:
 class DomainPlan:
     """The cost of one domain; its numbers are None if neither the config nor a local file bounds them.
 
-    `words`: the budgets of the three splits, or what local files hold. `read`: the words that are read for them.
-    `disk`: most bytes of raw text, which is removed after anonymization, and bytes of documents, corpus and tokens; the
-    downloaded files of a url source are not counted.
+    `words`: the budgets of the three splits, or the words in local files. `read`: the words that are read for them.
+    `disk`: maximum bytes of raw text (removed after anonymization), plus bytes of documents, corpus and tokens.
+    Downloaded files of a url source are not counted.
     """
 
     domain: str
@@ -278,9 +278,9 @@ class DomainPlan:
 
 
 def plan_domain(name: str, domain: DomainSection, token_bytes: int, sharing: int = 1) -> DomainPlan:
-    """The plan of one domain of a config, with ids of `token_bytes`, which 2 or 4 are.
+    """The plan of one domain of a config, with token ids of `token_bytes` bytes (2 or 4).
 
-    So many domains have text of its source that nobody knows how much of it each of them has: an equal part here.
+    `sharing` domains share the domain's source. How much text each of them has is unknown, so equal parts are assumed.
     """
     source, budgets = domain.source, domain.words
     words = None if budgets.train is None else budgets.train + budgets.dev + budgets.test
@@ -306,7 +306,7 @@ def plan_domains(run: Run) -> list[DomainPlan]:
 def cluster_bytes(run: Run) -> int:
     """The bytes of the token files of clusters.
 
-    Each clustering has the tokens of all training domains once more, of the splits that models read of it.
+    Each clustering stores the tokens of all training domains again, in the splits that models read.
     """
     found = {plan.domain: plan.words or 0 for plan in plan_domains(run) if plan.domain in run.training}
     words = 0

@@ -1,7 +1,7 @@
-"""The cost of a model and of a run: floating-point operations, memory, disk, hours. Arithmetic only, no torch.
+"""The cost of a model and of a run: floating-point operations, memory, disk, hours. Arithmetic without torch.
 
-B sequences of s tokens, l layers of h units, V types, as in Narayanan et al. 2021, "Efficient Large-Scale Language
-Model Training on GPU Clusters Using Megatron-LM".
+Notation: B sequences of s tokens, l layers of h units, V vocabulary entries, as in Narayanan et al. 2021, "Efficient
+Large-Scale Language Model Training on GPU Clusters Using Megatron-LM".
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from demix.config.architecture import FOLDS, PRESETS, Architecture
 from demix.config.counts import attention_flops, feedforward_flops, head_map, routing_flops, training_flops_per_token
 
-# Logits exist for so many tokens at a time: `demix.model.heads.ROWS_AT_ONCE` on a GPU.
+# Logits are computed for this many tokens at a time: `demix.model.heads.ROWS_AT_ONCE` on a GPU.
 LOGITS_ROWS = 4096
 
 
@@ -19,12 +19,12 @@ def update_flops(architecture: Architecture, vocab_size: int, sequences: int, le
 
 
 def scoring_flops(architecture: Architecture, vocab_size: int, experts: int, expert_scope: str = "feedforward") -> int:
-    """FLOPs of the matrix products that score one token of a full block under `experts` experts at once.
+    """FLOPs of the matrix products that score one token of a full block with `experts` experts at once.
 
     All experts share the embedding and the attention of the first layer, unless they are whole models (`expert_scope`
-    "model") or have tables of bigrams of their own. Attention counts only the half that the causal mask leaves, but all
-    of it with ALiBi, whose kernel skips nothing. A routed layer computes what a token chooses. A masked model reads a
-    block `FOLDS` times, all of it each time, and predicts a token once.
+    "model") or have their own tables of bigrams. Only the half of attention that the causal mask leaves is counted, but
+    all of it with ALiBi, whose kernel skips nothing. A token-routed layer computes only the chosen experts. A masked
+    model reads the whole block `FOLDS` times, and predicts each token once.
     """
     layers, width = architecture.layers, architecture.width
     skips = architecture.position != "alibi" and architecture.objective == "clm"
@@ -42,7 +42,7 @@ def scoring_flops(architecture: Architecture, vocab_size: int, experts: int, exp
 def score_table_bytes(experts: int, tokens: int) -> int:
     """Bytes of score tables before compression: 4 per token and expert (fp32), and 18 per token.
 
-    The 18 bytes are the token's id (2, for up to 65,536 types), block (4), document (4) and document of origin (8).
+    The 18 bytes are the token's id (2, for up to 65,536 ids), block (4), document (4) and source document (8).
     """
     return (4 * experts + 18) * tokens
 
@@ -50,8 +50,8 @@ def score_table_bytes(experts: int, tokens: int) -> int:
 def training_state_bytes(trained: int, still: int = 0, moments: int | None = None) -> int:
     """Bytes of the state of a rank with `trained` parameters: fp32 weights 4, gradients 4, Adam's two moments 8.
 
-    `still` counts parameters in memory that are not trained: frozen parameters, and the best so far, which early
-    stopping keeps. `moments` are a rank's bytes of moments, if not Adam's for all that it trains.
+    `still` counts parameters in memory that are not trained: frozen parameters, and the best parameters so far, which
+    early stopping keeps. `moments` are a rank's bytes of moments, if they are not Adam's for all its parameters.
     """
     return 8 * trained + 4 * still + (8 * trained if moments is None else moments)
 
@@ -65,17 +65,17 @@ def activation_bytes(
     checkpointing: bool,
     dropout: bool = False,
 ) -> int:
-    """Approximate bytes that a rank keeps for backward of `sequences` blocks, in values of `value_bytes` bytes.
+    """Approximate bytes of activations that a rank keeps for the backward pass of `sequences` blocks.
 
-    A layer of GPT-3 keeps 16 values per token and unit of width: 4 inputs of norms and of maps, queries, keys, values
-    and what they mix, and 8 inside the feedforward. Korthikanti et al. 2022 ("Reducing Activation Recomputation in
-    Large Transformer Models", section 4.1) count 34 bytes in 16 bits; here the scores are absent, since attention is
-    fused, and the two masks of one byte each are there only with `dropout`. With activation `checkpointing` only the
-    inputs of all layers are kept, and the values of one layer at a time. One chunk of logits exists at a time, in fp32
-    and in the type of the values. A routed layer keeps for each expert beyond a token's first its input and the inside
-    of one feedforward more. A gated feedforward keeps 4 values for each inner unit: two of its maps, the activation's
-    and the product. The bias of ALiBi, H·T² values, is one for all layers. States of bigrams and value embeddings are
-    kept as they are read.
+    A value has `value_bytes` bytes. A layer of GPT-3 keeps 16 values per token and unit of width: 4 inputs of norms and
+    linear maps, 4 of attention (queries, keys, values and output), and 8 inside the feedforward. Korthikanti et al.
+    2022 ("Reducing Activation Recomputation in Large Transformer Models", section 4.1) count 34 bytes in 16 bits. Here
+    attention is fused, so attention scores are not kept, and the two masks of one byte each exist only with `dropout`.
+    With activation `checkpointing` only the inputs of all layers are kept, and the values of one layer at a time. One
+    chunk of logits exists at a time, in fp32 and in the type of the values. For each expert of a token after the first,
+    a token-routed layer also keeps its input and the inner values of one feedforward. A gated feedforward keeps 4
+    values per inner unit: the outputs of two maps, of the activation and of the product. The bias of ALiBi, H·T²
+    values, is shared by all layers. Bigram and value embeddings are kept as they are read.
     """
     layers, width, routed = architecture.layers, architecture.width, architecture.routed
     feedforward = (4 if architecture.gated else 2) * architecture.inner_width
@@ -93,9 +93,9 @@ def activation_bytes(
 
 
 def checkpoint_bytes(trained: int, best: int = 0, moments: int | None = None) -> int:
-    """Bytes of one checkpoint: fp32 weights and Adam's moments of `trained` parameters, fp32 weights of `best`.
+    """Bytes of one checkpoint: fp32 weights and Adam moments of `trained` parameters, and fp32 weights of `best`.
 
-    `moments` are the bytes of moments other than Adam's.
+    `moments` are the bytes of moments, if they are not Adam's.
     """
     return 4 * (trained + best) + (8 * trained if moments is None else moments)
 
@@ -106,7 +106,7 @@ PAPER_TFLOPS = {"gpt3-small": (31, 31), "gpt3-medium": (37, 37), "gpt3-large": (
 
 @dataclass(frozen=True)
 class Hardware:
-    """What one rank runs on: `units` devices of the kind `unit`.
+    """The hardware of one rank: `units` devices of the kind `unit`.
 
     `tflops`: achieved TFLOP/s of a rank by the formula above, or None for the values of Table 2. `memory`: bytes of a
     GPU, the most common size.
@@ -147,5 +147,5 @@ def achieved_tflops(hardware: Hardware, architecture: Architecture, *, demix: bo
 
 
 def hours(flops_per_update: float, steps: int, ranks: int, tflops: float) -> float:
-    """Hours of `steps` updates, or of scoring as many tokens, on `ranks` ranks of `tflops` TFLOP/s each."""
+    """Hours of `steps` updates, or of scoring `steps` tokens, on `ranks` ranks of `tflops` TFLOP/s each."""
     return flops_per_update / (ranks * tflops * 1e12) * steps / 3600

@@ -1,4 +1,4 @@
-"""The jobs of a run, before anything is submitted, and the cost of all of them."""
+"""The number of a run's jobs and their total cost, before anything is submitted."""
 
 import os
 from collections import Counter
@@ -13,35 +13,35 @@ from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.run.systems import classified
 
-# Seconds of a core in which a job starts: 0.6 without torch and 2.2 with it (benchmarks/starts.py at 37803530), and 1.0
-# of snakemake's (8% of those of the demo, for 110 jobs).
+# Core-seconds to start a job: 0.6 without torch and 2.2 with it (benchmarks/starts.py at 37803530), and 1.0 of
+# snakemake's (8% of the demo's core-seconds, for 110 jobs).
 START, START_WITH_TORCH = 1.6, 3.2
-# Seconds of a core that an update needs in addition to its FLOPs: more than in a run of three small files or in the
-# demo, less than the 0.08 of config/families.yaml.
+# Core-seconds that an update needs in addition to its FLOPs: more than measured in a run of three small files and in
+# the demo, less than the 0.08 of config/families.yaml.
 UPDATE = 0.01
-# Seconds in which nothing else runs: of snakemake's start, the report (10) and tracking (6). Bytes of the last two.
+# Seconds during which nothing else runs: snakemake's start, the report (10) and tracking (6). Bytes of the last two.
 OVERHEAD_SECONDS, REPORT_BYTES = 21.0, 10_000_000
-# Bytes a second of one of two shared cores (AMD EPYC with AVX-512 bf16), as CPU time, ±30%: text of documents of 200
-# bytes that is anonymized (6 MB), split (12) and tokenized (30; benchmarks/corpus.py --cut 200 at 37803530), and score
-# tables that are evaluated (benchmarks/mix.py --tokens 150000).
+# Bytes per second of CPU time, ±30%, on one of two shared cores (AMD EPYC with AVX-512 bf16): to anonymize (6 MB),
+# split (12) and tokenize (30) documents of 200 bytes (benchmarks/corpus.py --cut 200 at 37803530), and to evaluate
+# score tables (benchmarks/mix.py --tokens 150000).
 TEXT_RATE, TABLES_RATE = 3.5e6, 10e6
 
 
 def usual_hardware(run: Run) -> str:
-    """The hardware that a plan assumes by itself: the paper's where the config gives training GPUs, else cores."""
+    """The default hardware of a plan: the paper's if the config has GPUs for training, else CPU cores."""
     return "v100" if run.config.cluster.of("train").gpus else "cpu"
 
 
 def runs_here(run: Run) -> bool:
-    """Whether a run trains on this machine: SLURM is not asked for, and nothing says what a cluster gives a job.
+    """Whether a run trains on this machine: the config does not set SLURM, and has no resources of cluster jobs.
 
-    profiles/slurm asks for SLURM when the run starts, so a config of the paper's sizes has launch: local, and GPUs.
+    profiles/slurm sets SLURM only when the run starts, so a config of the paper's sizes has launch: local, and GPUs.
     """
     return run.config.cluster.launch != "slurm" and usual_hardware(run) == "cpu"
 
 
 def count_jobs(run: Run) -> dict[str, int]:
-    """The jobs of each rule of the workflow, as `snakemake -n` counts them before any has run, `all` aside."""
+    """The number of jobs per rule of the workflow, as in `snakemake -n` before any has run, without the rule `all`."""
     config, number, suites = run.config, len(run.domains), len(run.suites)
     parts = sum(domain.source.parts for domain in run.texts.values())
     passes = [config.sources[name].source.parts for name in run.shared]
@@ -83,10 +83,10 @@ def count_jobs(run: Run) -> dict[str, int]:
 
 
 def disk_bytes(run: Run, plans: list[TrainingPlan]) -> int:
-    """The bytes of a completed config's files but for its checkpoints and for text of unknown size.
+    """The bytes of a completed config's files, without checkpoints and text of unknown size.
 
-    They are the text, the tokens again by cluster for trainings on clusters, the weights, the states that seed phases
-    keep, and the score tables before compression.
+    They are the text, the tokens (again by cluster, for trainings on clusters), the weights, the states that are kept
+    for dense warm starts, and the score tables before compression.
     """
     by_name = {plan.name: plan for plan in plans}
     size = sum(domain.disk or 0 for domain in plan_domains(run)) + cluster_bytes(run)
@@ -97,9 +97,9 @@ def disk_bytes(run: Run, plans: list[TrainingPlan]) -> int:
 
 
 def in_one_line(run: Run, hardware: str, ranks: int | None = None) -> str:
-    """The cost of a completed config in all: hours of GPUs or cores, disk, and days on what its largest job has.
+    """The total cost of a completed config: GPU-hours or core-hours, disk, and days with its largest job's resources.
 
-    The disk is the most that is there at once: with the checkpoints of all trainings.
+    The disk is the maximum at any time, with the checkpoints of all trainings.
     """
     device = HARDWARE[hardware]
     plans = plan_training(run, ranks, device)
@@ -122,9 +122,9 @@ def _unknown(run: Run) -> str:
 
 
 def seconds_here(run: Run, cores: int, ranks: int | None = None) -> float:
-    """Seconds that a run of a completed config needs on `cores` cores. Text of unknown size is left out.
+    """Seconds that a run of a completed config needs on `cores` cores, without text of unknown size.
 
-    The jobs need as long as they do side by side, and at least as long as the longest training.
+    This is the time of all jobs in parallel, but at least the time of the longest training.
     """
     device = HARDWARE["cpu"]
     plans = plan_training(run, ranks, device)
@@ -152,7 +152,7 @@ def here_line(run: Run, ranks: int | None = None) -> str:
 
 
 def decimal(number: float) -> str:
-    """Two significant digits, as many as rates that are assumed are worth."""
+    """Two significant digits; more would not be justified by assumed rates."""
     if number < 1:
         return f"{number:.2g}"
     rounded = float(f"{number:.2g}")

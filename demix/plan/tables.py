@@ -14,9 +14,9 @@ ALIKE = "× 8: eight equal models; the numbers are those of one"
 
 
 def training_tables(run: Run, ranks: int | None, hardware: str) -> tuple[Table, Table]:
-    """The trainings and the scoring of a completed config: their work, and memory and hours on `ranks` of `hardware`.
+    """Two tables of a completed config's trainings and scoring: work, and memory and hours on `ranks` of `hardware`.
 
-    Without `ranks`, the config sets the number of each. Raises DemixError for unknown hardware or a bad number.
+    Without `ranks`, the config sets the number of processes. Raises DemixError for unknown hardware or a bad number.
     """
     if hardware not in HARDWARE:
         raise DemixError(f"--hardware {hardware}", "is not known", f"use one of {', '.join(HARDWARE)}")
@@ -24,12 +24,12 @@ def training_tables(run: Run, ranks: int | None, hardware: str) -> tuple[Table, 
         raise DemixError("--ranks", f"is {ranks}", "give 1 or more")
     device = HARDWARE[hardware]
     plans, scoring = plan_training(run, ranks, device), ScoringCosts(run, device).of_all[0]
-    routed = ", and 4·(16h²(k - 1) + 2hE) a token and routed layer" if any(m.kind.routed for m in run.trained) else ""
+    routed = ", and 4·(16h²(k - 1) + 2hE) per token and MoE layer" if any(m.kind.routed for m in run.trained) else ""
     work = Table(
         title=f"Training of {run.name}",
-        caption="FLOPs: of the layers' products forward, twice, and backward, and of the head's (Narayanan et al. 2021)"
-        f"{routed}; adaptations stop early, so at most; a seed phase counts for its parent and for each model that "
-        f"begins with it, and once in the total; {ALIKE}",
+        caption="FLOPs: matrix products of layers (forward twice, backward) and of the head (Narayanan et al. 2021)"
+        f"{routed}; for adaptations a maximum, as they may stop early; a dense warm start counts for its parent and "
+        f"for each model that starts from it, but once in the total; {ALIKE}",
         show_footer=True,
     )
     costs = Table(
@@ -74,7 +74,7 @@ def _costs(plan: TrainingPlan, device: Hardware) -> list[str]:
 
 
 def too_large(run: Run, ranks: int | None, hardware: str) -> list[str]:
-    """Lines of the trainings of a completed config that a device of `hardware` does not hold, and what they need."""
+    """Warnings about trainings of a completed config that do not fit a device of `hardware`, and what they need."""
     device = HARDWARE[hardware]
     memory = device.memory or float("inf")
     large = [plan for plan in plan_training(run, ranks, device) if plan.state + plan.activations > memory]
@@ -85,14 +85,14 @@ def too_large(run: Run, ranks: int | None, hardware: str) -> list[str]:
         for name, state, activations, least in folded(sizes)
     ]
     needed = (
-        "where that is too much, weights and gradients must be divided among GPUs, too (fully sharded or tensor "
-        "parallel), which demix does not do: lower architecture.layers or architecture.width"
+        "if that is too much, weights and gradients must also be divided among GPUs (fully sharded or tensor "
+        "parallel), which demix does not support: lower architecture.layers or architecture.width"
     )
     return lines + [needed] * any(plan.least > memory for plan in large)
 
 
 def folded(rows: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Rows of a name and cells, where rows that are alike but for what follows the last "-" of the name are one row.
+    """Rows of a name and cells. Rows that differ only in the name's part after the last "-" become one row.
 
     Eight rows demix-dapt-<domain> of equal cells become `demix-dapt-* × 8` with the cells of one.
     """
@@ -106,5 +106,5 @@ def folded(rows: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
 
 
 def significant(number: float) -> str:
-    """Two decimals; three significant digits below one."""
+    """The number with two decimals; below one, with three significant digits."""
     return f"{number:.2f}" if number >= 1 else f"{number:.3g}"

@@ -289,8 +289,8 @@ def compared(run: Run, domain: str) -> tuple[System, ...]:
     """The systems that are compared with each of `bases` on `domain`.
 
     These are: the baselines and the methods of Tables 3 to 5 with one mixing rule, the systems of further entries,
-    DEMix with the rule of the released code, the set of all experts and the set to which only the domain's own expert is
-    added, the removals of Table 7, and n-grams.
+    DEMix with the rule of the released code, the set of all experts and the set to which only the domain's own expert
+    is added, the removals of Table 7, and n-grams.
     """
     receiver, whole = run.receiver.row, run.whole.row
     return (
