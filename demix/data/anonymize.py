@@ -3,24 +3,22 @@
 What each category means here, and where it differs from the code published with the paper
 (demix-data, scripts/anonymize_file.py):
 
-- EMAIL: an address in any case and script, its last label holding letters only; the dot that ends a sentence stays, and
-  so does emphasis around it. Not `git@host:`, which is nobody's.
-- DART: as published, ten digits, a dash and 53 hexadecimal digits, but not inside a longer word.
-- FB_USERID: as published, a mention in Facebook's markup, `@[100001:2048:A Name]`; also the address of a profile
-  (`facebook.com/profile.php?id=…`, `facebook.com/a.name`, `facebook.com/groups/…/user/…`), but not of its own pages.
-- CREDIT_CARD_NUMBER: 12 to 19 digits, plain or in an issuer's groups parted by one kind of separator, with an issuer's
-  prefix and length and a valid Luhn digit; after a word such as "card" any prefix.
-- SSN: three, two and four digits parted by dashes, area and group as issued since 2011; after "SSN" or "social
-  security" also parted by spaces or plain.
-- PHONE_NUMBER: North American numbers with an area code and separators; numbers with a country code, or after the
-  digits that are dialled to leave a country; numbers as 64 countries write them with a trunk prefix or an area code in
-  parentheses (`demix.data.numbers`); extensions. Other groups of 7 to 15 digits only right next to words such as
-  "phone:", "call me on" or "is my number" (`demix.data.cues`), since years, pages, identifiers and times look the same.
-- USER: `@handle`, the whole of it but no trailing dot; not a decorator, a documentation tag, a package scope, a key of
-  JSON-LD or a command of a batch file.
+- EMAIL: an address in any case and script, whose last label has only letters. The dot that ends a sentence and emphasis
+around the address stay. Not `git@host:`, which is nobody's address. - DART: as published, ten digits, a dash and 53
+hexadecimal digits, but not inside a longer word. - FB_USERID: as published, a mention in Facebook's markup,
+`@[100001:2048:A Name]`; also the address of a profile (`facebook.com/profile.php?id=…`, `facebook.com/a.name`,
+`facebook.com/groups/…/user/…`), but not of its own pages. - CREDIT_CARD_NUMBER: 12 to 19 digits, plain or in an
+issuer's groups with one kind of separator, with an issuer's prefix and length and a valid Luhn digit; after a word such
+as "card" any prefix. - SSN: three, two and four digits separated by dashes, area and group as issued since 2011; after
+"SSN" or "social security" also plain or separated by spaces. - PHONE_NUMBER: North American numbers with an area code
+and separators; numbers with a country code, or after the digits that are dialled to leave a country; numbers as 64
+countries write them with a trunk prefix or an area code in parentheses (`demix.data.numbers`); extensions. Other groups
+of 7 to 15 digits only directly next to words such as "phone:", "call me on" or "is my number" (`demix.data.cues`),
+because years, pages, identifiers and times look alike. - USER: a whole `@handle` without a trailing dot; not a
+decorator, a documentation tag, a package scope, a key of JSON-LD or a command of a batch file.
 
-Text is read until nothing is found, up to four times, by patterns that read each character a bounded number of times:
-time is linear in the text. Anonymizing it again changes nothing.
+A text is searched until nothing is found, at most four times. Patterns read each character a bounded number of times,
+so the time is linear in the text. Anonymizing a text again changes nothing.
 """
 
 import hashlib
@@ -38,12 +36,12 @@ from demix.data.cues import CATEGORIES, Span
 from demix.files import write_json
 from demix.files.batches import counted, read_batches, write_batches
 
-# What the raw file's key-value metadata counts.
+# Counts in the key-value metadata of the raw file.
 _WHEN_READ = ("invalid_bytes", "surrogates", "not_utf8")
 SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("n_words", pa.int64()), ("origin", pa.string())])
 
 _ROUNDS = 4
-# Of spans that overlap, the first of these is right.
+# If spans overlap, the category that comes first here is used.
 _PRIORITY = ("FB_USERID", "DART", "EMAIL", "CREDIT_CARD_NUMBER", "SSN", "PHONE_NUMBER", "USER")
 
 
@@ -65,7 +63,7 @@ def anonymize(text: str) -> tuple[str, dict[str, int]]:
     Applying it again changes nothing.
     """
     counts = dict.fromkeys(CATEGORIES, 0)
-    # What is left of a match that lost to another may match again, and so may what a match ran into.
+    # The rest of a match that lost to an overlapping one may match again, and so may text next to a match.
     for _ in range(_ROUNDS):
         parts, last = [], 0
         for start, end, category in _spans(text):
@@ -100,10 +98,10 @@ def anonymize_documents(
     """Normalise and, unless `enabled` is false, anonymize the raw documents in `input`.
 
     Documents of more than `document_words` words are then cut into documents of this length, and documents of more than
-    `piece_words` words into pieces of this length. Writes Parquet with `id` (hexadecimal sha256 of the final text),
-    `text`, `n_words` (words parted by white space) and `origin` (the id of the document that a piece was cut from, else
-    its own), and the JSON `counts`: documents, words written, rules applied, documents rejected ("empty": without a
-    word, "not_utf8": no text, left out when they were read), replacements by category.
+    `piece_words` words into chunks of this length. Writes Parquet with `id` (hexadecimal sha256 of the final text),
+    `text`, `n_words` (words separated by white space) and `origin` (the id of the document from which a chunk was cut,
+    else its own), and the JSON `counts`: documents, words written, rules applied, documents rejected ("empty": without
+    a word, "not_utf8": not text, skipped when they were read), and replacements by category.
     """
     normalised: Counter[str] = Counter(nul=0, line_ends=0)
     replacements: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
@@ -140,7 +138,7 @@ def anonymize_documents(
 
 
 def cut(text: str, words: int) -> list[str]:
-    """The pieces of a text, which is cut before every `words`-th word; joined they give the text again."""
+    """The chunks of a text, which is cut before every `words`-th word. Joined, they are the text again."""
     return re.findall(rf"\s*(?:\S+\s*){{1,{words}}}", text) or [text]
 
 

@@ -8,9 +8,9 @@ from itertools import pairwise
 import numpy as np
 from scipy.sparse import csr_array
 
-# Rows of which copies are in memory at one time.
+# The number of rows that are copied in memory at one time.
 _ROWS = 4096
-# The prices are found for softer assignments first. The numbers are shares of the mean regret of a wrong cluster.
+# Prices are found for softer assignments first. The numbers are fractions of the mean regret of a wrong cluster.
 _SOFTNESS = np.geomspace(0.3, 1e-3, 8)
 
 
@@ -20,13 +20,13 @@ def squared_distances(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
     products *= -2
     products += np.einsum("nd,nd->n", points, points)[:, None]
     products += np.einsum("kd,kd->k", centres, centres)
-    # A point that is a centre may come out below 0 by rounding.
+    # By rounding, the distance of a point to itself may be below 0.
     found: np.ndarray = np.maximum(products, 0, out=products)
     return found
 
 
 def balanced_labels(costs: np.ndarray) -> np.ndarray:
-    """The cluster (int64) of each document, all clusters of ⌊N/K⌋ or ⌈N/K⌉ documents, at the least total cost.
+    """The cluster (int64) of each document at the lowest total cost, if all clusters have ⌊N/K⌋ or ⌈N/K⌉ documents.
 
     `costs` [N, K] are finite float64. The solution is exact: an annealed dual gives prices under which the cheapest
     clusters are nearly equal in size, and shortest paths between clusters, each of which moves one document per edge,
@@ -38,10 +38,10 @@ def balanced_labels(costs: np.ndarray) -> np.ndarray:
     least, most = len(costs) // costs.shape[1], -(-len(costs) // costs.shape[1])
     sizes = np.bincount(labels, minlength=costs.shape[1])
     moves = _Moves(costs, labels)
-    # Paths that would win less than this only turn rounding into more rounding.
+    # A gain smaller than this is only rounding.
     tolerance = 1e-12 * float(np.abs(costs).max(initial=0))
     while True:
-        # A cluster may also give or receive a document within the bounds, where the whole gets cheaper by that.
+        # Within the bounds, a cluster may also give or receive a document if that lowers the total cost.
         giving, receiving = sizes > least, sizes < most
         if feasible := least <= sizes.min() and sizes.max() <= most:
             pass
@@ -62,7 +62,7 @@ def _prices(costs: np.ndarray) -> np.ndarray:
     """Prices [K] that make the softmax of -(costs + prices) / ε nearly equal in its sums over documents, ε falling."""
     count, clusters = costs.shape
     prices = np.zeros(clusters)
-    # Without any regret, as for one cluster, every price is as good.
+    # Without any regret, as for one cluster, all prices are equally good.
     regret = float(costs.mean() - costs.min(1).mean())
     for epsilon in regret * _SOFTNESS if regret > 0 else ():
         for _ in range(12):
@@ -82,7 +82,7 @@ def _prices(costs: np.ndarray) -> np.ndarray:
 
 
 class _Moves:
-    """The cheapest move of a document from each cluster to each other one: its cost [K, K] and the document."""
+    """The cheapest move of a document from each cluster to each other cluster: its cost [K, K] and the document."""
 
     def __init__(self, costs: np.ndarray, labels: np.ndarray) -> None:
         self.costs, self.labels = costs, labels
@@ -104,7 +104,8 @@ class _Moves:
     def cheapest(self, giving: np.ndarray, receiving: np.ndarray, tolerance: float) -> tuple[list[int], float]:
         """The cheapest path of clusters from one that is `giving` [K] to one that is `receiving` [K], and its cost.
 
-        By Bellman and Ford: costs may be negative, but no cycle of them is. Without such a path the cost is infinite.
+        By Bellman and Ford: costs may be negative, but no cycle has a negative sum. Without a path the cost is
+        infinite.
         """
         distance = np.where(giving, 0.0, np.inf)
         before = np.full(len(distance), -1)
@@ -136,8 +137,8 @@ def kmeans(
     """Centres [K, D], the cluster [N] of each of `points` [N, D], and the sum of squared distances of each round.
 
     Begins with `centres` [K, D] and ends when no document changes its cluster, or after `rounds` rounds. With
-    `balanced` clusters have equal sizes. Otherwise a cluster without documents begins again with the document that
-    is farthest from its own centre.
+    With `balanced`, clusters have equal sizes. Otherwise a cluster without documents restarts from the document that is
+    farthest from its own centre.
     """
     labels, objectives = np.full(len(points), -1), []
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""Clusters of documents: fitted on a sample, then used to assign documents and to see how near a context is to each.
+"""Clusters of documents: fitted on a sample, then used to assign documents and to measure distances of contexts.
 
 Sources: Gururangan et al. 2023, sections 2.1, 2.2 and 3.2. A clusterer is a folder: `clusterer.safetensors` (idf,
 components, centres), `terms.parquet` (term) and, written last, the sealed `clusterer.json`.
@@ -36,12 +36,12 @@ from demix.files import (
 from demix.files.batches import counted, read_batches, write_batches
 
 VERSION = 2
-# A sample that is larger has terms of ten documents or more, so that it is fitted within 1.5 GB.
+# In a larger sample, a term must occur in ten documents or more, so that fitting needs at most 1.5 GB.
 FEW_DOCUMENTS = 100_000
-# The most rounds of k-means.
+# The maximum number of rounds of k-means.
 ROUNDS = 50
 ASSIGNED = pa.schema([pa.field("cluster", pa.uint16(), False), pa.field("distance", pa.float32(), False)])
-# Tokens whose distances are in memory at one time.
+# The number of tokens whose distances are in memory at one time.
 _TOKENS = 1 << 14
 
 
@@ -49,7 +49,8 @@ _TOKENS = 1 << 14
 class Clusterer:
     """K clusters: an embedding of texts and the centres [K, D], named `names`.
 
-    `method` and `seed` tell which clusters documents are assigned to; `sha256` is that of the whole folder's content.
+    `method` and `seed` determine how documents are assigned to clusters; `sha256` is that of the whole folder's
+    content.
     """
 
     embedding: Embedding
@@ -80,7 +81,7 @@ class Clusterer:
         embedding = self.embedding
         arrays = {name: getattr(embedding, name) for name in ("idf", "components")}
         with replacing(folder / "clusterer.safetensors") as temporary:
-            # Python's own write says by the number of its error that a disk is full.
+            # Python's own write has an error number for a full disk.
             temporary.write_bytes(save(arrays | {"centres": self.centres}))
         write_parquet(pa.table({"term": pa.array(embedding.terms, pa.string())}), folder / "terms.parquet")
         files = {name: sha256_file(folder / name) for name in ("clusterer.safetensors", "terms.parquet")}
@@ -99,7 +100,7 @@ class Clusterer:
 
 
 def _given(method: str, names: Sequence[str], seed: int, domain: str, ids: Sequence[str]) -> np.ndarray | None:
-    """The clusters [N] of documents where their text does not matter. A novel domain's are the nearest ones."""
+    """The clusters [N] of documents by a method that ignores text. Documents of a novel domain get the nearest ones."""
     if method == "random":
         return np.array([seed_for(seed, "random cluster", name) % len(names) for name in ids], np.int64)
     if method == "metadata" and domain in names:
@@ -110,9 +111,9 @@ def _given(method: str, names: Sequence[str], seed: int, domain: str, ids: Seque
 def fit_clusters(documents: list[Path], settings: Clustering, output: Path, seed: int = 1) -> Clusterer:
     """Fit a clustering of documents to a sample of the training domains' text, corpus/<domain>/train.parquet.
 
-    The clustering is named as the folder `output` is. The sample and the first centres are drawn by the hash of `seed`
-    and a document's id: neither the order of documents nor that of domains matters. Raises DemixError that names the
-    clustering's key in the config for too few documents or terms.
+    The clustering has the name of the folder `output`. The sample and the first centres are drawn by the hash of `seed`
+    and a document's id, so the order of documents and domains does not matter. If there are too few documents or terms,
+    raises DemixError that names the clustering's config key.
     """
     domains = dict(sorted((path.parent.name, path) for path in documents))
     name = output.name
@@ -185,7 +186,7 @@ def _last_key(documents: Iterable[Path], seed: int, count: int) -> tuple[int, in
 def _distinct(points: np.ndarray, count: int) -> np.ndarray:
     """The first `count` points that differ from all before them; fewer where there are no more."""
     found: dict[bytes, int] = {}
-    # Where a point is zero, its sign makes no difference.
+    # The sign of a zero does not distinguish points.
     for number, point in enumerate(points + 0.0):
         found.setdefault(point.tobytes(), number)
     return points[[*found.values()][:count]]
@@ -219,8 +220,8 @@ class Contexts:
 
     A context is the text since the last `<|endoftext|>` (`document`), or what the model sees: the token before the
     block of `length` tokens, and the block's tokens before the token (`block`). In a block `<|endoftext|>` is a
-    newline. An empty text has the point of no terms. A document that grows has no middle yet: here `document_half` is
-    `document`.
+    newline. An empty text has the point of no terms. The middle of a growing document is unknown, so here
+    `document_half` is the same as `document`.
     """
 
     def __init__(self, clusterer: Clusterer, tokenizer: Tokenizer, context: Context, length: int) -> None:
@@ -241,7 +242,7 @@ class Contexts:
     def distances(self, tokens: np.ndarray) -> np.ndarray:
         """The distances (float32, [N, K]) of the contexts that end with each of the next `tokens` [N].
 
-        The first token of all is the one before the text.
+        The very first token is the one before the text.
         """
         if self._context == "block":
             begins = np.arange(-self._seen % self.length, len(tokens), self.length)
@@ -264,12 +265,12 @@ def context_distances(
 ) -> Iterator[np.ndarray]:
     """The squared distances (float32, [n, K] at a time) to each centre of the context of each token of a shard.
 
-    Of the first `limit` tokens (None: all). `Contexts` explains `context` and `length`. With `document_half` a token
-    behind the first half of its document has the distances of that half, the first ⌊n/2⌋ of its n tokens: the weights
-    are fixed there, as in an evaluation of c-BTM (section 2.2). In the first half they are those of `document`. The
-    middle is known from the document's length in the shard, which is all that is used of later text; the `limit` does
-    not move it. Where `piece_words` cut a document, each piece is one. Raises DemixError for a shard of another
-    tokenizer.
+    Only the first `limit` tokens are used (None: all). `Contexts` explains `context` and `length`. With `document_half`
+    a token in the second half of its document has the distances of the first half, the first ⌊n/2⌋ of n tokens, so that
+    weights are fixed there, as in an evaluation of c-BTM (section 2.2). In the first half, distances are those of
+    `document`. The middle is computed from the document's length in the shard; nothing else of later text is used, and
+    `limit` does not move the middle. If `piece_words` cut a document, each chunk counts as a document. Raises
+    DemixError for a shard of another tokenizer.
     """
     if shard.tokenizer_sha256 != tokenizer.sha256:
         raise DemixError(shard.path, "was made with another tokenizer", "tokenize it again")
@@ -303,10 +304,9 @@ def _seen_rows(shard: TokenShard, places: np.ndarray) -> np.ndarray:
 def cluster_shards(clusterer: Path, tokens: list[Path], length: int, output: Path) -> None:
     """Write `<cluster>/<split>.arrow` for each cluster, with its documents of all tokens/<domain>/<split>.arrow.
 
-    Last of all, `<split>.json` gets the digests of these shards. The clusterer has the clusters of the documents in
-    assigned/. Before a split is written, DemixError is raised for a cluster of fewer training tokens than a block of
-    `length` or without any on dev, and for a split whose documents are others than those assigned, or were assigned by
-    another clusterer.
+    The digests of these shards are written to `<split>.json` at the end. The clusters of documents are in assigned/.
+    Before a split is written, raises DemixError if a cluster has fewer training tokens than a block of `length` or no
+    tokens on dev, if the split's documents differ from the assigned ones, or if another clusterer assigned them.
     """
     opened = Clusterer.open(clusterer)
     for split in dict.fromkeys(path.stem for path in tokens):
@@ -329,7 +329,7 @@ def _split_shards(clusterer: Clusterer, folder: Path, paths: list[Path], length:
     chosen = [[np.flatnonzero(some == cluster) for some in labels] for cluster in range(len(clusterer.names))]
     lengths = [np.diff(shard.offsets, append=len(shard)) for shard in shards]
     for cluster, numbers in zip(clusterer.names, chosen, strict=True):
-        # A loss on dev is measured on short blocks too.
+        # A dev loss is also measured on short blocks.
         tokens = sum(int(sizes[own].sum()) for sizes, own in zip(lengths, numbers, strict=True))
         if tokens < (least := length if split == "train" else 1):
             kind = {"train": "training"}.get(split, split)

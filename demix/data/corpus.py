@@ -1,7 +1,8 @@
 """Documents of domains without exact duplicates, divided into train, dev and test by the hash of their content.
 
-Which documents a domain keeps, their order and their splits are queries over ids and words (`demix.files.database`).
-Texts go through files, each of a stretch of the order: memory holds one stretch at a time, however large the domain.
+Queries over ids and numbers of words decide which documents a domain keeps, their order and their splits
+(`demix.files.database`). Texts are sorted in files, each with a section of the order. Memory holds one section at a
+time, however large the domain is.
 """
 
 import logging
@@ -33,13 +34,13 @@ from demix.settings import Seed, Switch
 SPLITS = ("train", "dev", "test")
 OWNERS_SCHEMA = pa.schema([("id", pa.string()), ("domain", pa.string())])
 
-# Text held in memory while sorting, until there are as many stretches as files that a process may hold open.
+# Bytes of text in memory while sorting, unless there would be more sections than files that a process may open.
 STRETCH_BYTES = 16 << 20
 MAX_STRETCHES = 256
 
-# `row` counts the chunks of a domain in the order of its files; a document that was not cut is one chunk. Of equal
-# texts the first one is kept. `document` counts source documents in the order of a hash of their content, `within` has
-# the words of a document before a chunk.
+# `row` numbers the chunks of a domain in the order of its files; a document that was not cut is one chunk. The first of
+# several equal texts is kept. `document` numbers source documents in the order of a hash of their content, `within` is
+# the number of words of a document before a chunk.
 _KEPT = """
 create table kept as
 select row, words, dense_rank() over (order by place) as document,
@@ -50,16 +51,17 @@ from (
     from documents where (id in (from owned)) = $training group by id
 )
 """
-# What a document of dev or test gives: its first chunks, up to `per_document` words, at least one.
+# The chunks of a document that dev and test use: the first ones, up to `per_document` words, at least one.
 _GIVEN = "(within = 0 or $per_document is null or within + words <= $per_document)"
-# The last document of a split that begins after document `$after` and ends with the document that fills its words.
+# The last document of a split, which begins after document `$after` and ends with the document that fills its budget.
 _LAST = f"""
 select coalesce(max(document), $after) from (
     select document, sum(sum(words)) over (order by document) - sum(words) as before
     from kept where document > $after and {_GIVEN} group by document
 ) where before < $words
 """
-# The chunks of all splits in order, where dev and test end with document `$last`; `before` has the words before one.
+# The chunks of all splits in order, if dev and test end with document `$last`; `before`: number of words before a
+# chunk.
 _ORDERED = f"""
 create or replace table ordered as
 select row, words, document, row_number() over in_order - 1 as rank,
@@ -67,16 +69,16 @@ select row, words, document, row_number() over in_order - 1 as rank,
 from kept where row not in (from near) and (document > $last or {_GIVEN})
 window in_order as (order by document, row rows unbounded preceding)
 """
-# The chunks and words up to a document, and up to the chunk that fills a budget, which itself counts.
+# The chunks and words up to a document, and up to (and including) the chunk that fills a budget.
 _UP_TO = "select count(*), coalesce(sum(words), 0)::bigint from ordered where document <= $last"
 _UNTIL = "select count(*), coalesce(sum(words), 0)::bigint from ordered where $words is null or before < $words"
-# The rank of each document, in the order of the files; -1 outside of the splits to be written.
+# The rank of each document in the order of the files; -1 if it is in none of the splits to be written.
 _RANKS = """
 select coalesce(rank, -1) as rank
 from range($documents) files(row) left join (from ordered where rank >= $low and rank < $high) using (row)
 order by row
 """
-# Of the domains that hold a text, the one that keeps it.
+# The domain that keeps a text, among those that have it.
 _OWNERS = """
 select lower(hex(id)) as id, arg_min(domain::varchar, sha256(domain || '|' || lower(hex(id)))) as domain
 from held group by held.id order by held.id
@@ -108,8 +110,8 @@ def deduplicate(documents: list[Path], output: Path) -> None:
 def mark_duplicates(inputs: dict[str, list[Path]], output: Path) -> None:
     """Decide which training domain keeps each text: Parquet `id`, `domain`, one row per distinct id, sorted by id.
 
-    Of the domains that hold a text the one with the smallest sha256 of domain and id keeps it, so that neither the
-    order of the domains nor that of their documents and parts matters.
+    If several domains have a text, the one with the smallest sha256 of domain and id keeps it, so the order of domains,
+    documents and parts does not matter.
     """
     with database(output) as tables:
         _hold(tables, inputs)
@@ -130,7 +132,7 @@ def _hold(tables: duckdb.DuckDBPyConnection, inputs: dict[str, list[Path]]) -> N
 def split_once(domain: str, documents: list[Path], owners: Path, settings: Splitting, output: Path) -> None:
     """Drop duplicates, and split a domain by content hash; dev and test are filled first.
 
-    The arguments are those of `split`. Another run that has the same splits lends them.
+    The arguments are those of `split`. If another run has the same splits, they are hard-linked instead.
     """
     counts = [path.with_suffix(".json") for path in documents]
     files = [output / "card.json", *(output / f"{name}.parquet" for name in _splits_of(settings))]
@@ -145,13 +147,13 @@ def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting
     next to them. Texts that occur twice are kept once; a training domain keeps those that `owners` gives it, a novel
     domain those that no training domain holds. In order of sha256(seed | origin), dev is filled until it has its words,
     then test, then train: all chunks of a source document (those of one `origin`) are in one split. A document of dev
-    or test gives its first chunks, up to `words.per_document` words, and the rest of it is in no split. With
-    `near_duplicates`, texts of which more than this share of 13-grams occurs in dev or test stay out of train.
-    Each Parquet has the columns `id`, `text`, `n_words`, `origin`. Budgets that leave nothing for train are made
-    smaller, with a warning: dev and test then have half of what all documents could give to them.
-    In the card, the documents of the counts = those in the splits + rejected + duplicates.
-    With `test_only` all that is kept is test, up to its words. Raises DemixError where dev and test leave no document
-    for train, and where the test split of `test_only` has no document.
+    or test is used up to `words.per_document` words (whole chunks), and the rest of it is in no split. With
+    `near_duplicates`, texts are left out of train if more than this share of their 13-grams occurs in dev or test.
+    Each Parquet file has the columns `id`, `text`, `n_words`, `origin`. If the budgets leave nothing for train, they
+    are reduced with a warning: dev and test then have half of what all documents could give to them.
+    In the card, documents of the counts = documents in the splits + rejected + duplicates.
+    With `test_only` the test split has all kept documents, up to its words. Raises DemixError if dev and test leave no
+    document for train, and if the test split of `test_only` has no document.
     """
     outputs = {name: output / f"{name}.parquet" for name in _splits_of(splitting)}
     held_out = {name: path for name, path in outputs.items() if name != "train"}
@@ -203,7 +205,7 @@ def _splits_of(splitting: Splitting) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Work:
-    """A domain being split: its files, a folder for stretches, its tables, what it lacks."""
+    """A domain being split: its files, a folder for sections, its tables, and a note of what was left out."""
 
     domain: str
     documents: list[Path]
@@ -222,7 +224,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Edges:
-    """First rank of a split and one after its last, and its words."""
+    """The first rank of a split, the rank after its last one, and its number of words."""
 
     start: int
     end: int
@@ -253,7 +255,7 @@ def _deduplicate(work: _Work, owners: Path, splitting: Splitting) -> dict[str, i
 def _fitting(work: _Work, budget: Budget) -> Budget:
     """The budget, or a smaller one if dev and test would leave nothing for train: half of what they could be given.
 
-    Each keeps a word at least, as a budget must. Raises DemixError where they cannot be filled even so.
+    Each keeps at least one word, as a budget must. Raises DemixError if even these cannot be filled.
     """
     if _edges(work, budget):
         return budget
@@ -286,7 +288,7 @@ def left_out(cards: Iterable[Path]) -> list[str]:
 
 
 def _left_out(counts: Mapping[str, int]) -> str:
-    """What a domain lacks, as the end of a sentence; empty if nothing."""
+    """A note of the text that a domain lacks, as the end of a sentence; empty if it lacks none."""
     kinds = {"not_utf8": "document{} not in UTF-8", "invalid_bytes": "byte{} not in UTF-8", "empty": "document{} empty"}
     found = {kind: counts[kind] for kind in kinds if counts.get(kind)}
     said = ", ".join(f"{number:,} {kinds[kind].format('s' * (number > 1))}" for kind, number in found.items())
@@ -295,7 +297,7 @@ def _left_out(counts: Mapping[str, int]) -> str:
 
 
 def _held_out_edges(work: _Work, budget: Budget, names: tuple[str, ...]) -> dict[str, _Edges]:
-    """Order the chunks of all splits, and give the edges of dev and test, each of which ends with a whole document."""
+    """Order the chunks of all splits, and return the edges of dev and test, which both end with a whole document."""
     last: dict[str, int] = {}
     after, given = 0, {"per_document": budget.per_document}
     for name in names:
@@ -319,7 +321,7 @@ def _edges(work: _Work, budget: Budget) -> dict[str, _Edges]:
 
 
 def _leave_out_near(work: _Work, edges: dict[str, _Edges], most: float, held_out: list[Path]) -> None:
-    """Leave documents that share more than `most` of their 13-grams with the held-out files out of the order."""
+    """Remove documents from the order that share more than `most` of their 13-grams with the held-out files."""
     grams = gram_set(held_out)
     found = (
         pa.record_batch([batch.column("row").filter(pa.array(shares(batch.column("text"), grams) > most))], ["row"])
@@ -331,13 +333,13 @@ def _leave_out_near(work: _Work, edges: dict[str, _Edges], most: float, held_out
 
 
 def _write(work: _Work, edges: dict[str, _Edges], outputs: dict[str, Path]) -> None:
-    """Write splits that follow one another in order of rank.
+    """Write splits that follow one another in the order of ranks.
 
-    Documents go first to temporary files, each a stretch of ranks that can be sorted in memory.
+    Documents are first written to temporary files, each with a range of ranks that can be sorted in memory.
     """
     low, high = min(edges[name].start for name in outputs), max(edges[name].end for name in outputs)
     documents, size = _sizes(work.documents)
-    # Ranks are by hash: stretches of as many documents each have about as many bytes.
+    # Ranks are by hash, so ranges with equally many documents have about equally many bytes.
     number = min(1 + size * (high - low) // (documents * STRETCH_BYTES), MAX_STRETCHES)
     firsts = np.linspace(low, high, number + 1).astype(np.int64)
     paths = [work.folder / f"stretch.{number}" for number in range(number)]

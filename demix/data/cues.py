@@ -14,7 +14,7 @@ CATEGORIES = ("EMAIL", "DART", "FB_USERID", "PHONE_NUMBER", "CREDIT_CARD_NUMBER"
 # Half-open range of characters and the category there.
 Span = tuple[int, int, str]
 
-# A dummy token bounds as the text did that it replaced: else each replacement could uncover one more, without end.
+# A dummy token is a boundary, like the text that it replaced. Otherwise each replacement could lead to another one.
 TOKEN = f"<(?:{'|'.join(CATEGORIES)})>"
 NUMBER_TOKEN = "<(?:PHONE_NUMBER|CREDIT_CARD_NUMBER|SSN|DART)>"
 
@@ -32,7 +32,7 @@ _NUMBER = (
     r"| (?:enquiries|inquiries|support|sales|orders|bookings))"
 )
 _TAG = r"(?:</?[a-z][^<>\n]{0,40}>\s{0,2})"
-# What may stand between a word and a number: marks that close, a tag's rest, a sign, tags, space, marks that open.
+# Text that is allowed between a word and a number: closing marks, a tag's rest, a sign, tags, space, opening marks.
 _BETWEEN = (
     r"""(?:\(s\)|[ ]?\([^()0-9\n]{1,20}\))?(?:;[a-z;=,-]{1,24}(?=:))?[:.]?"""
     r"""["'*_`\])}]{0,3}(?: \w{1,12}="[^"<>\n]{0,20}"){0,2}"""
@@ -44,10 +44,10 @@ _SO = r"(?:,? (?:is|are|at|on|to|from|was|under|unter|below|above|follows)){0,2}
 
 # A dummy token is no cue.
 _NO_TOKEN = r"(?-i:(?!PHONE_NUMBER>))"
-# A word that starts, or that a capital letter starts in a name such as `homePhone`.
+# The start of a word, also by a capital letter within a name such as `homePhone`.
 _STARTS = rf"(?:(?<![^\W_])|(?<=[a-z])(?-i:(?=[A-Z]))){_NO_TOKEN}"
 
-# After these any groups of digits are a telephone number.
+# After these words, any groups of digits are a telephone number.
 PHONE = regex.compile(
     rf"(?r)(?:{_STARTS}(?:(?:{_DEVICE})\.?{_NUMBER}?{_SO}"
     r"|(?:call|dial)(?: \w{1,12}){0,2}|(?:ring|phone|text|fax|reach|message|contact|buzz)(?: \w{1,12}){1,3} (?:on|at)"
@@ -56,7 +56,7 @@ PHONE = regex.compile(
     rf"|(?:{_INVITE}){_NUMBER}?)|(?:{_UNPARTED}){_NUMBER}?){_BETWEEN}",
     regex.IGNORECASE,
 )
-# After these only those in more than one group or with a leading 0.
+# After these words, only digits in more than one group or with a leading 0.
 MAYBE = regex.compile(
     rf"(?r)(?<![^\W_])(?:(?:{_PLACE}|direct line|line|mob|cel|hp|kom|contacts?)(?: (?:numbers?|no\.?|is))?[.:#]"
     r"|(?:get|got|speak|spoke|talk|reach(?:ed|able)?|available|dial(?:l?ed)?|called|rang|phoned|texted|faxed|calls?"
@@ -67,7 +67,7 @@ MAYBE = regex.compile(
     rf"|number(?:'s| is|:)|[tfmp](?=:)){_BETWEEN}",
     regex.IGNORECASE,
 )
-# And before these, which follow it.
+# Any groups of digits before these words.
 AFTER = regex.compile(
     rf"[)\]\"'*_]{{0,2}}(?:[ \u00a0]?[(\[](?:(?:{_PLACE}) )?(?:{_DEVICE}|mob|cel|home|work|office|direct|[tfmhw])\b"
     rf"|,? (?:is|was|will be|'s|being) (?:{_WHOSE}|the)(?: \w{{1,12}}){{0,2}} (?:numbers?|{_DEVICE}|line)\b(?! of)"
@@ -76,13 +76,13 @@ AFTER = regex.compile(
     r"|(?:reaches|gets) (?:me|us|him|her|them))\b)",
     regex.IGNORECASE,
 )
-# And before these only those in more than one group or with a leading 0.
+# Before these words, only digits in more than one group or with a leading 0.
 AFTER_MAYBE = regex.compile(
     r"[)\]\"'*_]{0,2}(?:[ ]?[,(\u2013\u2014-][ ]?(?:please |pls )?(?:call|phone|ring|text|txt|dial|whatsapp|ask for)\b"
     rf"|(?:[ ]?[\u2013\u2014,-]|[ ]<-{{1,2}})?[ ](?:(?:{_WHOSE}) )?(?:{_DEVICE})\b(?=[ ]?(?:[.,;)\]|\n]|$)))",
     regex.IGNORECASE,
 )
-# And a number in the groups of its country, wherever one of these is near it on its line.
+# A number in the groups of its country, if one of these words is near it on the same line.
 NEAR = regex.compile(
     rf"(?<![^\W_]){_NO_TOKEN}(?!portable|handy|fon\b)(?:{_DEVICE}|voice ?mail|help ?desk|front desk|call(?:ed|ing|s|er"
     r"|ers)?|dial(?:l?ed|l?ing|s)?|phon(?:ed|ing)|texted|rang|ring|text|txt|reach|contact|kontakt|llamar?|llamad[ao]s?"

@@ -20,7 +20,7 @@ from demix.settings import Items, Settings, Text
 
 
 class Division(Settings):
-    """How domains part a corpus: the field `by` of the documents of `domains[name]` has this value, or one of these."""
+    """How a corpus is divided: documents of a domain `name` have a value of `domains[name]` in the field `by`."""
 
     source: Source
     by: Text
@@ -30,11 +30,11 @@ class Division(Settings):
 def divide(name: str, division: Division, raw: Path, output: Path, part: int = 0) -> None:
     """Write part `part` of the raw text of each domain in one pass over the source, for `demix.data.sources.download`.
 
-    `download` to `raw/<domain>/<part>.parquet` uses the file, which has the bytes that it would write of the source
-    with the condition `{by: value}` among those of `where`. `words` counts for each domain by itself. The JSON `output`
-    has the documents that were read, those that `where` leaves out ("filtered"), those without the field, those of no
-    domain ("others"), those of each value of a domain ("values"), and whether the source was read to its end ("whole").
-    Raises DemixError naming the file or key at fault, also for a field that no document of a source of one part has.
+    `download` to `raw/<domain>/<part>.parquet` uses the file. It has the same bytes as a download of the source with
+    the additional condition `{by: value}` in `where`. `words` applies to each domain separately. The JSON `output` has
+    the numbers of documents read, excluded by `where` ("filtered"), without the field, of no domain ("others") and of
+    each value of a domain ("values"), and whether the source was read to its end ("whole"). Raises DemixError naming
+    the file or key at fault, also if a source of one part has no document with the field.
     """
     source, by = division.source, division.by
     sources.check_part(source, name, part)
@@ -44,7 +44,7 @@ def divide(name: str, division: Division, raw: Path, output: Path, part: int = 0
         raise DemixError(name, *error.args) from None
     given = {domain: as_list(values) for domain, values in division.domains.items()}
     check_values(given, {})
-    # A condition accepts a value that is equal or the same text: to each, the domain that has it and how it names it.
+    # A condition accepts an equal value, or a value with the same text. For each: its domain, and its form there.
     named = {one: (domain, str(one)) for domain, values in given.items() for one in values}
     as_text = {one: found for found in named.values() for one in found[1:]}
     owned = Counter({text: 0 for _, text in named.values()})
@@ -55,7 +55,7 @@ def divide(name: str, division: Division, raw: Path, output: Path, part: int = 0
             domain: stack.enter_context(_divided(source, domain, raw / domain / f"{part:04d}.parquet", {by: value}))
             for domain, value in division.domains.items()
         }
-        # A reader gives the fields that are asked for.
+        # A reader returns only the requested fields.
         asked = source.replace(where=source.where | {by: ("",)})
         rows = sources.KINDS[source.kind](asked, name, part, fetched, omitted.files)
         for row in followed(rows, f"{name}: documents"):
@@ -83,7 +83,7 @@ def divide(name: str, division: Division, raw: Path, output: Path, part: int = 0
         cause, cure = f"is {by!r}, a field that no document has", "name one of its documents' fields"
         raise DemixError(f"config key sources.{name}.by", cause, cure)
     write_json(output, {"source": name, "by": by, "whole": len(full) < len(take), **found, "values": owned})
-    # Kept until here: a job that fails and is run again need not fetch again what it has.
+    # Fetched files are kept until here, so that a failed job need not download them again.
     shutil.rmtree(fetched, ignore_errors=True)
 
 

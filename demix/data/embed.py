@@ -1,4 +1,4 @@
-"""Texts as points: tf-idf, reduced by a truncated SVD, of whole documents and of every prefix of a text.
+"""Embeddings of texts: tf-idf, reduced by a truncated SVD, for whole documents and for every prefix of a text.
 
 Sources: Gururangan et al. 2023, section 3.2. scikit-learn fits an embedding; to use one needs only numpy and scipy.
 """
@@ -19,7 +19,7 @@ NUMBER = "#NUMBER"
 # scikit-learn's own `(?u)\b\w\w+\b`, whose words are the same.
 _WORD = re.compile(r"\w\w+")
 _GAP = re.compile(r"\W")
-# Counts of so many terms of documents, or more, are fitted in float32: 400,000 documents need 1.5 GB.
+# With at least this many counts of terms, float32 is used for fitting: 400,000 documents then need 1.5 GB.
 _MANY_COUNTS = 1 << 24
 
 
@@ -36,7 +36,7 @@ def _words(text: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Embedding:
-    """V terms and what makes D numbers of their counts.
+    """V terms, and the maps from their counts to D numbers.
 
     `terms` are the V terms in alphabetical order, `idf` [V] their weights, `components` [V, D] their rows of the SVD. A
     point has length 1, or 0 without any term.
@@ -48,16 +48,16 @@ class Embedding:
 
     @cached_property
     def known(self) -> dict[str, int]:
-        """The number of each term."""
+        """The index of each term."""
         return {term: number for number, term in enumerate(self.terms)}
 
     @cached_property
     def longest(self) -> int:
-        """The letters of the longest term."""
+        """The number of letters of the longest term."""
         return max(map(len, self.terms), default=0)
 
     def term_of(self, word: str) -> int:
-        """The number of the term of a word in lower case, -1 if it has none."""
+        """The index of the term of a word in lower case; -1 if the word is not a term."""
         return self.known.get(NUMBER if word[0].isdigit() else word, -1)
 
     def points(self, texts: Sequence[str]) -> np.ndarray:
@@ -87,12 +87,12 @@ def fit_embedding(
 ) -> tuple[Embedding, np.ndarray]:
     """Fit an embedding to documents; also returns their points [N, D] in the order of their keys.
 
-    `documents` are a distinct number (key) and a text each; their order does not matter. Stop words are scikit-learn's
-    English ones, a term occurs in `min_documents` documents at least, a word that begins with a digit is the term
-    NUMBER. Raises DemixError that names `subject` (the key of the clustering in the config)
-    for fewer terms or documents than dimensions.
+    `documents` are pairs of a distinct number (key) and a text; their order does not matter. Stop words are the English
+    ones of scikit-learn. A term occurs in at least `min_documents` documents. Words that begin with a digit are the
+    term NUMBER. Raises DemixError that names `subject` (the key of the clustering in the config) for fewer terms or
+    documents than dimensions.
     """
-    # Needs a second to import; only fitting needs it.
+    # The import needs a second, and only fitting uses it.
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS, CountVectorizer, TfidfTransformer
 
@@ -130,19 +130,19 @@ def fit_embedding(
 
 
 class Prefixes:
-    """The points of a text that grows: of every prefix, as if the prefix were a text of its own."""
+    """The points of a growing text: each prefix has the point that it would have as a text by itself."""
 
     def __init__(self, embedding: Embedding) -> None:
         self._embedding = embedding
         # The weighted sum of the rows of the words that have ended.
         self._sum = np.zeros(embedding.components.shape[1])
-        # The bytes of the word, and of the character, that go on.
+        # The bytes of the unfinished word and of the unfinished character.
         self._pending = b""
 
     def extend(self, data: bytes, ends: np.ndarray) -> np.ndarray:
-        """Append the UTF-8 `data`; give the points [n, D] of all text up to before each of `ends` [n] in `data`.
+        """Append the UTF-8 `data`; return the points [n, D] of all text before each offset in `ends` [n] of `data`.
 
-        `ends` are non-decreasing. A character that is cut counts as none, bytes that are not UTF-8 as no letters.
+        `ends` are non-decreasing. An incomplete character is ignored; bytes that are not UTF-8 are not letters.
         """
         term_of, longest = self._embedding.term_of, self._embedding.longest
         data, ends = self._pending + data, ends + len(self._pending)
@@ -152,11 +152,11 @@ class Prefixes:
         cuts = np.searchsorted(edges, ends, side="right") - 1
         words = [(*match.span(), term_of(match.group())) for match in _WORD.finditer(text)]
         starts, stops, numbers = np.array(words, np.int64).reshape(-1, 3).T
-        # The last word may go on.
+        # The last word may continue.
         open_from = len(text) - 1 if text and not _GAP.match(text[-1]) else len(text)
         if len(stops) and stops[-1] == len(text):
             open_from = int(starts[-1])
-        # A cut word is a word of its own.
+        # An incomplete word counts as a word.
         of = np.searchsorted(stops, cuts, side="right")
         inside = np.flatnonzero(of < len(stops))
         inside = inside[starts[of[inside]] + 2 <= cuts[inside]]
@@ -185,7 +185,7 @@ class Prefixes:
 
 
 def _byte_edges(text: str, size: int) -> np.ndarray:
-    """Where each letter of `lowered(text)` ends in the `size` bytes of `text`, after a 0 (int64, one more)."""
+    """The offset in the `size` bytes of `text` at which each letter of `lowered(text)` ends, after a 0 (int64)."""
     if len(text) == size:
         return np.arange(size + 1)
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
@@ -193,6 +193,6 @@ def _byte_edges(text: str, size: int) -> np.ndarray:
     sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
     sizes[(codes >= 0xDC80) & (codes <= 0xDCFF)] = 1
     edges = np.append(0, np.cumsum(sizes))
-    # Only this letter has two letters in lower case; both are there once it is.
+    # Only this letter becomes two letters in lower case; both end where it ends.
     longer = np.flatnonzero(codes == ord("İ"))
     return np.insert(edges, longer + 1, edges[longer + 1])

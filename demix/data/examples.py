@@ -1,8 +1,8 @@
-"""The examples of a task, and the prompts that ask a model.
+"""The examples of a task, and the prompts for a model.
 
 `examples/<task>.parquet` has one row per example: a text that fits a model's context, the labels to choose from, and
-which of them is right. `prompts` is a function of this file and the task's settings, so that scoring and routing see
-the same prompts. Few-shot classification follows Gururangan et al. 2023, section 5 and appendix A.7.
+the right label. `prompts` depends only on this file and the task's settings, so scoring and routing use the same
+prompts. Few-shot classification follows Gururangan et al. 2023, section 5 and appendix A.7.
 """
 
 import json
@@ -28,11 +28,11 @@ from demix.settings import settings_from, written
 _TYPES = {"split": pa.string(), "text": pa.large_string(), "choices": pa.list_(pa.string())}
 _TYPES |= {"answer": pa.int16(), "shortened": pa.bool_()}
 SCHEMA = pa.schema([pa.field(name, type_, False) for name, type_ in _TYPES.items()])
-# A template that leaves fewer tokens for the text has no use.
+# A template must leave at least this many tokens for the text.
 MIN_TOKENS = 8
 # The text between demonstrations.
 SEPARATOR = "\n\n"
-# Tokens that two texts may need more side by side than each by itself.
+# The number of tokens that two joined texts may need in addition to those of each by itself.
 _JOINT = 2
 _log = logging.getLogger(__name__)
 
@@ -53,11 +53,11 @@ class Example:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model is asked: to go on after `context` with one of `choices`, of which number `answer` is right.
+    """A prompt: a model scores each of `choices` after `context`; the choice with the number `answer` is right.
 
-    `split` says what for: `test`, `validation` (other examples, after the same demonstrations), `permutation` (the last
-    demonstration after the others) or `cue` (the same without the text). `example` is the number among the prompts of
-    this split and `seed`; `cue` is that of the prompt that calibrates this one, -1 without one.
+    `split` is the purpose: `test`, `validation` (other examples, after the same demonstrations), `permutation` (the
+    last demonstration after the others) or `cue` (the same without the text). `example` is the number among the prompts
+    of this split and `seed`; `cue` is the number of the prompt that calibrates this one, -1 without one.
     """
 
     split: str
@@ -72,8 +72,8 @@ class Prompt:
 def write_examples(task: str, tokenizer: Path, settings: ExamplesRecipe, output: Path) -> None:
     """Read the examples of a task, with texts that fit into a model's context.
 
-    A text is shortened to `tokens` of the settings, by default to its share of a block. Raises DemixError for a task
-    without enough examples, with a label that is not one of `labels`, and for a template that leaves no room for texts.
+    A text is shortened to `tokens` of the settings, by default to its share of a block. Raises DemixError if a task has
+    too few examples or a label that is not in `labels`, or if its template leaves no room for texts.
     """
     encoder = Tokenizer.load(tokenizer)
     examples = list(fitted(task, settings, _drawn(task, settings, output), encoder, settings.length))
@@ -100,8 +100,8 @@ def check_enough(name: str, task: Task, examples: Sequence[Example]) -> None:
 def prompts(task: Task, examples: Sequence[Example]) -> Iterator[Prompt]:
     """All prompts of a task, seed by seed: tests, validation examples, permutations of the demonstrations, cues.
 
-    A seed draws `task.shots` demonstrations, which precede each text, and 8 validation examples; none where there
-    are fewer. Prompts whose cues are equal share one.
+    Each random seed draws `task.shots` demonstrations, which precede each text, and 8 validation examples (none if
+    there are fewer). Prompts with equal cues share one.
     """
     tests, train = ([one for one in examples if one.split == split] for split in ("test", "train"))
     for seed in task.seeds:
@@ -138,8 +138,8 @@ def asked(task: Task, text: str, choices: Sequence[str]) -> tuple[str, tuple[str
 def fitted(name: str, task: Task, examples: Iterable[Example], tokenizer: Tokenizer, length: int) -> Iterator[Example]:
     """`examples` with texts shortened so that all demonstrations, the text and its label fit into `length` tokens.
 
-    A text loses tokens at its end, and what is left of a character that was cut.
-    Raises DemixError where the longest label leaves fewer than 8 tokens for a text.
+    A text is shortened at its end; an incomplete last character is removed.
+    Raises DemixError if the longest label leaves fewer than 8 tokens for a text.
     """
     share = length // (task.shots + 1) - (_JOINT + len(tokenizer.encode(SEPARATOR)) if task.shots else 0)
     budget = min(share, task.tokens or share)
@@ -172,7 +172,7 @@ def _filled(
         before.append(context + labels[one.answer])
     context, labels = asked(task, text, choices)
     whole = SEPARATOR.join([*before, context])
-    # Without a text there may be white space, which belongs to the label.
+    # Without a text, the template may begin with white space, which belongs to the label.
     context = whole.rstrip()
     return context, tuple(whole[len(context) :] + label for label in labels)
 
@@ -187,16 +187,16 @@ def _drawn(name: str, task: ExamplesRecipe, output: Path) -> Iterator[Example]:
     wanted = None if task.examples is None else task.examples + (0 if task.train else task.pooled)
     values: set[str] = set()
     found = _least(name, task, task.test, output, wanted, values)
-    # The first by hash serve the others where nothing else does.
+    # If there is no other source, the first examples by hash are used for the other splits.
     pooled = [] if task.train else found[: task.pooled]
     parts = [("test", found[len(pooled) :]), ("train", pooled)]
     if task.train is not None:
-        # No text is tested and shown with its label.
+        # A text that is shown with its label must not also be tested.
         before = {one.text for one in found}
         parts.append(("train", _least(name, task, task.train, output, 10 * task.pooled, values, before)))
     labels = dict(task.labels) or {value: value for value in sorted(values)}
     known = list(labels)
-    # An unknown label is refused below, by the place of its example.
+    # An unknown label is an error below, which names the place of the example.
     if len(values) == 1 and values <= labels.keys():
         cure = "set label to the field of the right label, or add examples with other labels"
         raise DemixError(f"tasks.{name}", f"has only the label {min(values)!r:.80}", cure)
@@ -217,7 +217,7 @@ class _Record(NamedTuple):
 
 
 def _read(name: str, task: Task, section: SourceSection, output: Path, counts: Counter[str]) -> Iterator[_Record]:
-    """The examples of a source; those without a text are added to `counts`. What was fetched is removed at its end."""
+    """The examples of a source; those without a text are added to `counts`. Fetched files are removed at the end."""
     first, *more = task.fields
     wanted = {"text": first, "fields": [*dict.fromkeys([*more, task.label])]}
     source = settings_from(Source, written(section) | wanted)
@@ -232,7 +232,7 @@ def _read(name: str, task: Task, section: SourceSection, output: Path, counts: C
         unseen -= {field for field in more if fields[field] is not None}
         parts = [text, *(str(fields[field]) for field in more if fields[field] is not None)]
         if whole := "\n".join(part.strip() for part in parts if part.strip()):
-            # Numbers, true and false as JSON writes them.
+            # Numbers, true and false are written as in JSON.
             yield _Record(row, whole, label if isinstance(label, str) else json.dumps(label))
         else:
             counts["empty"] += 1
@@ -251,10 +251,10 @@ def _least(
     values: set[str],
     before: Collection[str] = (),
 ) -> list[_Record]:
-    """The `count` different examples of a source of the smallest hash of their content, in this order; None: all.
+    """The `count` different examples of a source with the smallest hashes of their content, in this order; None: all.
 
-    Those of texts in `before` are left out. The labels of all examples are added to `values`. Raises DemixError where
-    more than LEFT_OUT of all are not UTF-8 or have no text.
+    Examples with texts in `before` are skipped. The labels of all examples are added to `values`. Raises DemixError if
+    more than the fraction LEFT_OUT of all are not UTF-8 or have no text.
     """
     kept: dict[int, _Record] = {}
     counts: Counter[str] = Counter(not_utf8=0, empty=0)

@@ -1,4 +1,4 @@
-"""The bytes of files and of members of archives, decompressed within bounds; damage ends in a DemixError."""
+"""The bytes of files and of members of archives, decompressed within bounds. Damage raises DemixError."""
 
 import gzip
 import io
@@ -20,12 +20,12 @@ from demix.files.kinds import GZIP, HEAD, check_kind
 MAX_RATIO = 200
 RATIO_FREE_BYTES = 64 << 20
 _OF_FORMATS = (zlib.error, zipfile.BadZipFile, tarfile.TarError, pa.ArrowException)
-# What readers of damaged bytes raise.
+# The exceptions that readers of damaged bytes raise.
 DAMAGE = (*_OF_FORMATS, OSError, ValueError, EOFError, NotImplementedError)
 
 
 class Bound:
-    """How many bytes may still come out of one file on disk, through however many layers of compression."""
+    """The number of bytes to which one file on disk may still expand, over all layers of compression."""
 
     def __init__(self, path: Path):
         self.path, self.size = path, path.stat().st_size
@@ -36,14 +36,14 @@ class Bound:
         self.refuse(0)
 
     def spent_on(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """`batch` without dictionaries; its bytes in memory are spent."""
+        """`batch` without dictionaries; its bytes in memory are subtracted from the bound."""
         decoded = [one.dictionary_decode() if pa.types.is_dictionary(one.type) else one for one in batch.columns]
         batch = pa.record_batch(decoded, names=batch.schema.names)
         self.spend(batch.nbytes)
         return batch
 
     def refuse(self, more: int) -> None:
-        """Raise DemixError if `more` bytes are too many."""
+        """Raise DemixError if `more` further bytes are too many."""
         if self.left < more:
             raise DemixError(
                 self.path,
@@ -53,12 +53,12 @@ class Bound:
 
 
 class _Decompressed(io.RawIOBase):
-    """The bytes of a plain, gzip or zstd stream. Raises DemixError where it is damaged, cut short or a bomb."""
+    """The bytes of a plain, gzip or zstd stream. Raises DemixError if it is damaged, truncated or a bomb."""
 
     def __init__(self, path: Path, stream: Any, bound: Bound | None, compression: str | None):
         self.path, self.bound = path, bound
         if compression == GZIP:
-            # Unlike Arrow's, Python's reader passes over zeros at the end, which tapes and block devices add.
+            # Unlike Arrow's reader, Python's skips zeros at the end, which tapes and block devices add.
             stream = gzip.GzipFile(fileobj=stream)
         elif compression:
             stream = pa.CompressedInputStream(pa.PythonFile(stream, mode="r"), compression)
@@ -90,7 +90,7 @@ class _Decompressed(io.RawIOBase):
 def expanded(path: Path, bound: Bound | None, wanted: str, stream: Any = None) -> Iterator[io.BufferedReader]:
     """The decompressed bytes of a file on disk, or of the member `path` of an archive, whose bytes `stream` has.
 
-    Raises DemixError unless the first bytes are those of the kind `wanted`, compressed as the name says.
+    Raises DemixError if the first bytes are not those of the kind `wanted`, compressed as the name says.
     """
     compression = COMPRESSIONS.get(path.suffix.lower())
     with ExitStack() as stack:
@@ -100,7 +100,7 @@ def expanded(path: Path, bound: Bound | None, wanted: str, stream: Any = None) -
             except OSError as error:
                 cause = f"cannot be read ({error.strerror or error})"
                 raise DemixError(path, cause, "fix its permissions") from None
-            # What is plain on disk does not expand.
+            # An uncompressed file does not expand.
             outer, bound = None, (bound or Bound(path)) if compression else None
         else:
             outer = bound

@@ -1,6 +1,6 @@
-"""Files of addresses: over HTTP by our own resume, of object stores such as S3 by fsspec and the library of each store.
+"""Downloads: over HTTP with our own resuming, from object stores such as S3 with fsspec and each store's library.
 
-Fetches are checked, and never leave half a file under the final name.
+Downloads are checked, and never leave an incomplete file under the final name.
 """
 
 import os
@@ -28,9 +28,9 @@ from demix.progress import progress
 
 RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 ATTEMPTS = 8
-# Encoded on the way, neither ranges nor lengths would be those of the file.
+# With a transfer encoding, ranges and lengths would not be those of the file.
 HEADERS = {"Accept-Encoding": "identity", "User-Agent": "demix"}
-# What a server calls an error is a word; more of what a library says could hold credentials.
+# A server's error code is one word. Longer messages of a library could contain credentials.
 _CODE = re.compile("[A-Za-z0-9]{1,60}")
 NO_INTERNET = "; if compute nodes have no internet, set cluster.downloads: login"
 _FIX = "fix the bucket, the path or the glob"
@@ -54,12 +54,12 @@ def fetch(
 ) -> None:
     """Fetch `address` to `path` and check its `size` (bytes) and `sha256`; a file that is there is only checked.
 
-    What was fetched stays next to `path` under another name until it is complete. Over HTTP this call, or a later one,
-    goes on from there if the server's ETag (or date) and length still are the same. After `ATTEMPTS` failures in a row
-    that bring the file no further than before, each waited for `backoff` seconds times a power of two or as the server
-    asks, DemixError is raised; at once for a file of which nothing says whether it is whole. `timeout` in seconds is
-    for the connection and for each read. User and password come only from the netrc file; `token` goes only to the host
-    of `address`. A file of a store is fetched whole, by the store's library, which retries.
+    Until the download is complete, the fetched bytes are next to `path` under another name. Over HTTP this call, or a
+    later one, resumes from there if the server's ETag (or date) and length are still the same. After `ATTEMPTS`
+    failures in a row without progress, raises DemixError; the pause after each is `backoff` seconds times a power of
+    two, or what the server asks for. Raises it at once if nothing tells whether the file is complete. `timeout` in
+    seconds is for the connection and for each read. User and password come only from the netrc file; `token` is sent
+    only to the host of `address`. A file of a store is fetched as a whole by the store's library, which retries.
     """
     one = _Fetched(address, path, size, sha256)
     if not path.exists():
@@ -74,7 +74,7 @@ def fetch(
 
 
 def mismatch(path: Path, size: int | None, sha256: str | None) -> str:
-    """How a file differs from its expected bytes and digest, where they are given; empty if it does not."""
+    """How a file differs from its expected size and digest, if they are given; empty if it does not differ."""
     if size not in (None, found := path.stat().st_size):
         return f"has {found} bytes, not {size}"
     if sha256 is not None and (digest := sha256_file(path)) != sha256:
@@ -83,34 +83,34 @@ def mismatch(path: Path, size: int | None, sha256: str | None) -> str:
 
 
 class _Fetched:
-    """A file on its way to `path`: what there is of it in the same folder, and a note of the version that it is of."""
+    """A partial download to `path`: the fetched bytes, in the same folder, and a note of the file's version."""
 
     def __init__(self, address: str, path: Path, size: int | None, sha256: str | None):
         self.address, self.path, self.size, self.sha256 = address, path, size, sha256
         self.partial, self.note = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.etag")
         parts = urlsplit(address)
-        # Without user, password and query, which may be secret. A name in a store is not part of a URL.
+        # The shown address has no user, password and query, which may be secret. A name in a store is not a URL.
         plain = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         self.scheme = parts.scheme
         self.shown = address if self.scheme in STORES else plain
 
     @property
     def done(self) -> int:
-        """The bytes that are there."""
+        """The number of bytes fetched so far."""
         return self.partial.stat().st_size if self.partial.exists() else 0
 
     def refused(self, problem: str) -> DemixError:
-        """Remove what was fetched; the error for a file that differs from what the config says of it."""
+        """Remove the fetched bytes; return the error for a file that differs from the config's size or digest."""
         self.discard()
         return DemixError(self.shown, problem, "if the source was changed on purpose, change the config; else rerun")
 
     def discard(self) -> None:
-        """Remove what was fetched. In this order, no moment leaves the old bytes with a new validator."""
+        """Remove the fetched bytes. In this order, old bytes never have a new validator."""
         self.partial.unlink(missing_ok=True)
         self.note.unlink(missing_ok=True)
 
     def append(self, pieces: Iterable[bytes], version: str, length: int | None) -> None:
-        """Append the rest of a `version` of the file, but no more than shows that it is longer than `length`."""
+        """Append the rest of a `version` of the file, but stop if it is longer than `length`."""
         began, begun = time.monotonic(), self.done
         fetched = 0
         with open(self.partial, "ab") as file:
@@ -125,9 +125,9 @@ class _Fetched:
                     advance(len(data) / 1e6, f"{fetched / 1e6 / (time.monotonic() - began):.1f} MB/s")
 
     def finish(self) -> None:
-        """Check what was fetched, and give it its name; a file that has it is only checked.
+        """Check the fetched file and rename it to its final name; a file that already has it is only checked.
 
-        Raises DemixError for other bytes, which are removed.
+        Raises DemixError if its bytes differ; they are then removed.
         """
         whole = self.path if self.path.exists() else self.partial
         if problem := mismatch(whole, self.size, self.sha256):
@@ -141,9 +141,9 @@ class _Fetched:
 
 
 def check_network(sources: Iterable[SourceSection]) -> None:
-    """Raise DemixError where nobody answers at the first address of `sources` over HTTP, whatever an answer says.
+    """Raise DemixError if there is no response at all from the first HTTP address of `sources`.
 
-    Without a network each source would be tried by itself, for minutes. A store says at once what it lacks.
+    Otherwise each source would be tried for minutes if there is no network. A store reports errors at once.
     """
     hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     for source in sources:
@@ -171,11 +171,11 @@ def _over_http(one: _Fetched, token: str | None, timeout: float, backoff: float)
                     return
                 problem = f"it answers {answer.status_code}"
             except (ValueError, requests.TooManyRedirects) as error:
-                # The address, or one that it leads to, cannot be fetched at any time.
+                # The address, or one to which it redirects, can never be fetched.
                 raise DemixError(one.shown, f"cannot be fetched ({error})", "correct the address") from None
             except (requests.RequestException, HTTPError) as error:
                 problem = masked(str(error))
-            # A file that changes each time, or is sent from its start each time, comes no further.
+            # If the file changes, or is sent from its start, at each attempt, there is no progress.
             failures = 1 if one.done > furthest else failures + 1
             furthest = max(furthest, one.done)
             if failures > ATTEMPTS:
@@ -187,7 +187,7 @@ def _over_http(one: _Fetched, token: str | None, timeout: float, backoff: float)
 
 
 def _go_on(session: Any, one: _Fetched, timeout: float) -> Any:
-    """Fetch what is missing of a file; returns None when it is whole, or an answer after which to try again."""
+    """Fetch the missing part of a file; returns None if it is complete, or a response after which to try again."""
     start = one.done if one.note.exists() else 0
     headers, known, first = dict(HEADERS), "", ""
     if start:
@@ -220,7 +220,7 @@ def _go_on(session: Any, one: _Fetched, timeout: float) -> Any:
             raise DemixError(one.shown, cause, "give source.sha256")
         if one.size is not None and length not in (one.size, None):
             raise one.refused(f"has {length} bytes, not {one.size}")
-        # read1 gives what has come, so that a stall loses nothing.
+        # read1 returns the bytes that have arrived, so a stall loses nothing.
         pieces = iter(lambda: response.raw.read1(1 << 20, decode_content=False), b"")
         one.append(pieces, validator and f"{validator}\n{total}", one.size if length is None else length)
     if length is not None and one.done < length:
@@ -232,17 +232,16 @@ def _go_on(session: Any, one: _Fetched, timeout: float) -> Any:
 
 
 def _validator(headers: Mapping[str, str]) -> str:
-    """What names this version of the file: a strong ETag, else the date it was changed."""
+    """The identifier of this version of the file: a strong ETag, else the date of its last change."""
     tag = headers.get("ETag", "")
     return tag if tag and not tag.startswith("W/") else headers.get("Last-Modified", "")
 
 
 def stored(paths: Sequence[str], others: Counter[str] | None = None) -> list[str]:
-    """The addresses of the files that these paths name in object stores, sorted: by an address, a glob or a folder.
+    """The sorted addresses of the files that these paths (addresses, globs or folders) name in object stores.
 
-    Of a folder all files below it are meant that are data (`demix.config.files.is_data`); the endings of the rest are
-    added to `others`. Raises DemixError for a path that names no file, and for all that goes wrong on the way; no error
-    shows what a library says.
+    A folder stands for all data files below it (`demix.config.files.is_data`); the endings of other files are added to
+    `others`. Raises DemixError for a path without files, and for any failure; errors never show a library's message.
     """
     from fsspec.utils import glob_translate
 
@@ -258,7 +257,7 @@ def stored(paths: Sequence[str], others: Counter[str] | None = None) -> list[str
             elif store.info(name)["type"] == "file":
                 files = [name]
             else:
-                # A file of such a name represents a folder.
+                # A file with such a name stands for a folder.
                 inside = {one: one[len(name) :].lstrip("/") for one in store.find(name) if not one.endswith("/")}
                 files = [one for one, path_there in inside.items() if is_data(path_there, others)]
             files = [one for one in files if not one.endswith("/")]
@@ -289,7 +288,7 @@ def _store(address: str) -> tuple[Any, str]:
 
 
 def _version(store: Any, name: str) -> tuple[str, int]:
-    """What distinguishes versions of a file, and its bytes."""
+    """The values that distinguish versions of a file, and its size in bytes."""
     store.invalidate_cache()
     info = {key.lower(): value for key, value in store.info(name).items()}
     return f"{info['etag']} {info['size']}", int(info["size"])
@@ -297,7 +296,7 @@ def _version(store: Any, name: str) -> tuple[str, int]:
 
 @contextmanager
 def _asked(address: str) -> Iterator[None]:
-    """Ask a store. Raises DemixError for all that goes wrong, with only the names of errors."""
+    """Query a store. Raises DemixError for any failure; it shows only the names of errors."""
     try:
         yield
     except DemixError:
@@ -306,10 +305,10 @@ def _asked(address: str) -> Iterator[None]:
         import fsspec
 
         package = STORES[address.partition("://")[0]]
-        # The libraries of stores ask for their own version of fsspec, and datasets for a range.
+        # The libraries of stores require their own version of fsspec, and datasets a range of versions.
         cure = f"pip install {package} fsspec=={fsspec.__version__}"
         raise DemixError(address, f"needs {package}, which is not installed", cure) from None
-    # The libraries raise nearly anything.
+    # The libraries raise exceptions of nearly any type.
     except Exception as error:
         if getattr(error, "errno", None) == ENOSPC:
             raise

@@ -1,6 +1,6 @@
 """The Hugging Face hub: records of data sets, streamed, and the files of models, with their sizes and digests.
 
-Nothing but what is read is fetched, and no code of a repository runs.
+Only data that are read are fetched, and no code of a repository runs.
 """
 
 import hashlib
@@ -17,10 +17,10 @@ from demix.config.addresses import COMMIT, HUB, hub_model
 from demix.data.readers import Row, column, json_object
 from demix.errors import DemixError
 
-# JSON lines are read as lines of text: the builder "json" wants one schema of all files, and refuses a nested field of
-# another shape even where nobody asked for it.
+# JSON lines are read as lines of text, because the builder "json" needs one schema for all files, and fails if a nested
+# field has another shape, even if the field is not used.
 BUILDERS = {".parquet": "parquet", ".jsonl": "text", ".json": "json", ".csv": "csv"}
-# No telemetry: neither who loads a data set nor which version of a library is here.
+# Library telemetry is off.
 QUIET = {"HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 
 _log = logging.getLogger(__name__)
@@ -31,9 +31,9 @@ def hub_rows(
 ) -> Iterator[Row]:
     """The records of `data_files` (globs) in a data set `owner/name` at `revision`, or in a local folder.
 
-    The files are read as what their names say and no code or settings of the repository run; bytes that are not UTF-8
-    are refused, since `datasets` decodes them. Of its files, or where there are fewer of its rows, every one in `parts`
-    is read. Raises DemixError for all that goes wrong on the way.
+    The format of a file follows from its name; code and settings of the repository are not used. Bytes that are not
+    UTF-8 are an error, because `datasets` decodes them. Every `parts`-th file is read, or every `parts`-th row if there
+    are fewer files. Raises DemixError for any failure.
     """
     with asked(f"data set {repository}"):
         import datasets
@@ -57,7 +57,7 @@ def hub_rows(
 
 
 def commit_of(repository: str, revision: str | None, kind: Literal["data set", "model"] = "data set") -> str:
-    """The commit that a revision of a data set or model is today. Raises DemixError if the hub does not say."""
+    """The current commit of a revision of a data set or model. Raises DemixError if the hub does not give it."""
     with asked(f"{kind} {repository}"):
         from huggingface_hub import HfApi
 
@@ -67,7 +67,7 @@ def commit_of(repository: str, revision: str | None, kind: Literal["data set", "
 
 @contextmanager
 def asked(subject: str) -> Iterator[None]:
-    """Ask the hub about `subject`, without telemetry. Raises DemixError for all that goes wrong on the way."""
+    """Query the hub about `subject`, without telemetry. Raises DemixError for any failure."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     cure = "check its name, revision and files, the network (if compute nodes have none, set cluster.downloads: "
@@ -78,7 +78,7 @@ def asked(subject: str) -> Iterator[None]:
 
 @contextmanager
 def refused_as(subject: str, cause: str, cure: str) -> Iterator[None]:
-    """Raise DemixError in place of any other error: of a broken file or connection libraries raise nearly anything."""
+    """Raise DemixError instead of any other error. For broken files or connections, libraries raise many types."""
     try:
         yield
     except DemixError:
@@ -121,7 +121,7 @@ class HubFile:
 def pinned_model(address: str) -> tuple[str, str]:
     """The repository and the commit of `hub:owner/name@commit`.
 
-    Raises DemixError for what names none. For a branch, a tag or nothing, the error gives the commit that it is today.
+    Raises DemixError if there is no commit. For a branch, a tag or no revision, the error gives the current commit.
     """
     repository, revision = hub_model(address)
     if not COMMIT.fullmatch(revision):
@@ -132,7 +132,7 @@ def pinned_model(address: str) -> tuple[str, str]:
 
 
 def model_files(repository: str, commit: str) -> dict[str, HubFile]:
-    """The files of a model at `commit` by name. Raises DemixError if the hub does not say, or wants a token first."""
+    """The files of a model at `commit` by name. Raises DemixError if the hub does not list them or needs a token."""
     with asked(f"model {repository}"):
         from huggingface_hub import HfApi, get_token, hf_hub_url
 
@@ -150,10 +150,10 @@ def model_files(repository: str, commit: str) -> dict[str, HubFile]:
 def fetch_files(files: Mapping[str, HubFile], names: Iterable[str], folder: Path) -> None:
     """Fetch the files `names` of a model to `folder`, and check them.
 
-    A later call goes on where this one ended. Raises DemixError for a file that is absent, other than the hub says, or
-    out of reach.
+    A later call resumes where this one ended. Raises DemixError if a file is absent, differs from the hub's record, or
+    cannot be reached.
     """
-    # requests loads for a tenth of a second.
+    # Importing requests needs 0.1 s.
     from huggingface_hub import get_token
 
     from demix.data.fetch import fetch

@@ -1,4 +1,4 @@
-"""A first config for a user's own texts: a domain for each file, folder or glob, and sizes that fit the text."""
+"""A first config for a user's own texts: one domain per file, folder or glob, and sizes that fit the text."""
 
 import glob
 import hashlib
@@ -20,23 +20,23 @@ from demix.errors import DemixError
 from demix.progress import so_many
 from demix.settings import settings_from
 
-# Words of one domain: fewer are refused, and of more only so many are counted.
+# Words of one domain: the minimum, and the maximum that is counted.
 MIN_WORDS = 1_000
 MAX_WORDS = 2_000_000
-# A number that sets a name apart comes behind it.
+# A number that makes a name unique follows it.
 LONGEST_NAME = LONGEST - 10
 # Feedforwards that are gated have three maps, so that 8/3 of the width has the parameters of the usual 4.
 SMALL, LARGER = "layers: 2, width: 64, heads: 2, inner: 172", "layers: 3, width: 128, heads: 4, inner: 344"
 CONTEXT = 128
-# Between the numbers of updates that were measured, 188 and 521 (docs/experiments/recipe.md).
+# A value between the measured numbers of updates, 188 and 521 (docs/experiments/recipe.md).
 FEW_UPDATES = 400
 
 
 @dataclass
 class Domain:
-    """A domain: its source, without pieces, and the words of its distinct documents by hash.
+    """A domain: its source without chunks, and the number of words of its distinct documents, by hash.
 
-    `more` says that there is more text, `repeated` how many documents have the text of another one.
+    `more` means that there is more text; `repeated` is the number of documents with the text of another one.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Domain:
 
     @property
     def words(self) -> int:
-        """The words of all documents."""
+        """The number of words of all documents."""
         return sum(self.documents.values())
 
     @property
     def cut(self) -> dict[str, int]:
-        """The key of the source that cuts few files into many documents, or long documents into pieces."""
+        """The source's key that cuts few files into many documents, or long documents into chunks."""
         length = min(max(self.words // 50, 50), 250)
         if len(self.documents) < 50:
             return {"document_words": length}
@@ -61,7 +61,7 @@ class Domain:
 
     @property
     def lines(self) -> list[str]:
-        """The domain in the YAML of a config, with its amount of text and what is left out of it."""
+        """The domain in the YAML of a config, with comments on its amount of text and on skipped text."""
         many = "at least " if self.more else ""
         said = [f"{many}{self.words:,} words in {so_many(len(self.documents), 'document')}"]
         said += [f"left out: {self.repeated:,} of the same text as another"] if self.repeated else []
@@ -69,7 +69,7 @@ class Domain:
         said += filter(None, [left_out(self.omitted.files)])
         held_out = _rounded(min(self.words // 10, 15_000))
         budget = {"dev": held_out, "test": held_out}
-        # Dev and test then have ten documents or more.
+        # With this limit, dev and test have ten documents or more.
         budget |= {"per_document": held_out // 10} if "piece_words" in self.cut else {}
         return [
             f"    {inline(self.name)}:  # {'; '.join(said)}",
@@ -87,9 +87,9 @@ def outline(
 ) -> str:
     """The YAML of a config of the run `run` whose domains are these files, folders and globs.
 
-    `field` holds the text of records; a file that lacks it has it in the field `text`. `schema` is the path of the JSON
-    schema, for editors. The same texts give the same config. Raises DemixError for fewer than two training domains, for
-    too little text, and for records without the field.
+    `field` is the field of records that holds the text; files without it use the field `text`. `schema` is the path of
+    the JSON schema, for editors. The same texts give the same config. Raises DemixError for fewer than two training
+    domains, for too little text, and for records without the field.
     """
     if len(training) < 2:
         cause = f"are {len(training)}, but mixing experts needs 2 or more"
@@ -129,13 +129,13 @@ def outline(
 
 
 def _rounded(number: int) -> int:
-    """The number down to two digits that are not zero."""
+    """The number, rounded down to two significant digits."""
     unit = int(10 ** max(0, len(str(number)) - 2))
     return number // unit * unit
 
 
 def _add_name(words: Iterable[str], names: list[str]) -> str:
-    """Add the name of a domain to `names`: of the first of these words that has letters or digits, a new one.
+    """Add a new domain name to `names`, made from the first of these words that has letters or digits.
 
     A name has the letters a to z, digits and _.
     """
@@ -155,7 +155,7 @@ def _add_name(words: Iterable[str], names: list[str]) -> str:
 
 def _found(text: str, field: str | None, names: list[str]) -> Domain:
     """The domain of one text, whose name is added to `names`."""
-    # Of letters/*.txt the folder says more than the name.
+    # For letters/*.txt, the folder is a better name than the file.
     above = Path(text).parents if glob.has_magic(text) else ()
     name = _add_name((place.name.partition(".")[0] for place in (Path(text), *above)), names)
     one = read_domain(_source(text, field), name, MAX_WORDS)
@@ -170,7 +170,7 @@ def _found(text: str, field: str | None, names: list[str]) -> Domain:
 
 
 def read_domain(source: Mapping[str, Any], name: str, words: int) -> Domain:
-    """The distinct documents of the first `words` words of a source of local files, without those that have no word."""
+    """The distinct, non-empty documents in the first `words` words of a source of local files."""
     one = Domain(name, source)
     settings = settings_from(Source, {**source, "parts": 1, "words": words})
     for _, text, _ in records(settings, name, Path(), one.omitted):
@@ -181,7 +181,7 @@ def read_domain(source: Mapping[str, Any], name: str, words: int) -> Domain:
 
 
 def _source(text: str, field: str | None) -> dict[str, Any]:
-    """The source of a text, with the keys `json` and `text` where the first record of its first file calls for them."""
+    """The source of a text, with the keys `json` and `text` if the first record of its first file needs them."""
     files = files_at(text, others := Counter[str]())
     if not files:
         cause = f"is neither a file nor a folder with readable files{'; ' * bool(others)}{left_out(others)}"

@@ -1,6 +1,6 @@
-"""How much of held-out text, and of what tasks ask, occurs in training text: 13-grams of words, by 64-bit hashes.
+"""How much of held-out text and of task documents occurs in training text: 13-grams of words, by 64-bit hashes.
 
-Memory holds 8 bytes a held-out 13-gram, and as much again for the table before them.
+A held-out 13-gram needs 8 bytes of memory, and 8 more for the lookup table.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from demix.files.batches import read_batches, write_rows
 
 LENGTH = 13
-# Of contamination.
+# Columns of the contamination table.
 _COUNTS = ("documents", "long_documents", "found_documents", "ngrams", "found_ngrams")
 SCHEMA = pa.schema([("task", pa.string()), ("domain", pa.string()), *((name, pa.int64()) for name in _COUNTS)])
 
@@ -27,7 +27,7 @@ _LENGTHS = np.array([(1 << 8 * length) - 1 for length in range(9)], np.uint64)
 
 @dataclass(frozen=True)
 class Grams:
-    """A set of hashes of 13-grams: sorted, and a table of bits that says quickly what is not in it."""
+    """A set of hashes of 13-grams: sorted, with a table of bits that quickly excludes most hashes not in the set."""
 
     hashes: np.ndarray = field(repr=False)
     table: np.ndarray = field(repr=False)
@@ -42,7 +42,7 @@ class Grams:
         return cls(hashes, table)
 
     def found(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The places in `hashes` of those that the set holds, and the places of these in the set."""
+        """The positions in `hashes` of those that are in the set, and their positions in the set."""
         maybe = np.flatnonzero(self.table[hashes >> np.uint64(64 - (len(self.table).bit_length() - 1))])
         at = np.searchsorted(self.hashes, hashes[maybe])
         at[at == len(self.hashes)] = 0
@@ -58,7 +58,7 @@ def words_of(texts: pa.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     parts = pc.utf8_split_whitespace(texts)
     words, number = parts.flatten(), np.repeat(np.arange(len(texts)), pc.list_value_length(parts))
     lengths = pc.binary_length(words).to_numpy().astype(np.int64)
-    # White space at an end of a text parts an empty word from it.
+    # White space at the start or end of a text yields an empty word.
     kept = lengths > 0
     return np.frombuffer(words.buffers()[2] or b"", np.uint8)[: lengths.sum()], lengths[kept], number[kept]
 
@@ -66,7 +66,7 @@ def words_of(texts: pa.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def grams_of(texts: pa.Array) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The hashes (uint64) of all 13-grams of words of a column of texts and the number of the text that each is in.
 
-    Piece by piece. Words are distinguished by their length and their first 64 bytes.
+    They are computed piece by piece. Words are distinguished by their length and their first 64 bytes.
     """
     data, lengths, number = words_of(texts)
     starts = np.cumsum(lengths) - lengths
@@ -132,13 +132,13 @@ def seen_in(train: Path, grams: Grams) -> np.ndarray:
     seen = np.zeros(len(grams.hashes), bool)
     for batch in read_batches(train, ["text"]):
         for hashes, _ in grams_of(batch.column(0)):
-            # In order, the search reads memory in order too.
+            # With sorted hashes, the search reads memory in order.
             seen[grams.found(np.sort(hashes))[1]] = True
     return seen
 
 
 def leaked(train: Path, held_out: dict[str, Path]) -> dict[str, float | int]:
-    """Of the distinct 13-grams of each held-out split, the share that `train` holds."""
+    """For each held-out split, the share of its distinct 13-grams that also occur in `train`."""
     sets = {name: gram_set([path]) for name, path in held_out.items()}
     both = Grams.of(np.concatenate([grams.hashes for grams in sets.values()]))
     seen = seen_in(train, both)

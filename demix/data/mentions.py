@@ -1,6 +1,7 @@
-"""What an @ or an address of Facebook identifies: e-mail addresses, Facebook's users, handles.
+"""Identifiers with an @ or an address of Facebook: e-mail addresses, Facebook users, handles.
 
-Each @ is looked at once, and what is read to either side of it holds no other @: time is linear in the text.
+Each @ is examined once, and the text that is read on both sides of it contains no other @, so the time is linear in the
+text.
 """
 
 from collections.abc import Iterator
@@ -11,11 +12,11 @@ from demix.data.cues import TOKEN, Span, any_of
 
 # Backwards from the @. Joiners come at most two at a time.
 _LOCAL = regex.compile(r"(?r)(?:\w++[.%+'-]{1,2}+)*+\w++[.%+'-]{0,2}+")
-# The last label holds letters only. Emphasis may close an address that it opened (`_ann@x.example_`).
+# The last label has only letters. Emphasis may surround an address (`_ann@x.example_`).
 _HOST = regex.compile(
     r"(?:\w{1,63}+(?:-{1,4}+\w{1,63}+){0,16}+\.){1,16}(?:[^\W\d_]{2,24}|xn--\w{1,59}+)(?:(?!-?\w)|(?=(_{1,3}+)(?!\w)))"
 )
-# The user as whom Git and its kin are reached: `git@github.com:owner/name`.
+# The user name in addresses of Git servers and the like: `git@github.com:owner/name`.
 _SERVICES = ("git", "hg", "svn", "gitea", "gitlab", "aur")
 _MENTION = regex.compile(r"@\[[0-9]{1,20}:[0-9]{1,20}:(?:[^\]\\\n]|\\.){1,256}+\]")
 _ADDRESS = regex.compile(
@@ -106,6 +107,6 @@ def _users(text: str, handles: list[tuple[int, int]]) -> Iterator[Span]:
                 continue
             if _COMMAND.match(text, start):
                 continue
-        # A comment's leader or Python's prompt before it: a documentation tag or an example.
+        # After a comment mark or Python's prompt it is a documentation tag or an example.
         if line not in ("/**", "///", ">>>"):
             yield (start, end, "USER")

@@ -1,9 +1,9 @@
 """Numbers that identify somebody: cards, social security numbers, telephones, DART identifiers.
 
-Every number is looked for in one run of digits and separators, from bounded patterns that read at most 64 characters
-to either side of it: time is linear in the text. The metadata of the package `phonenumbers` (Google's libphonenumber)
-says, by country, which digits form a telephone number, the trunk prefix that is dialled before it at home, and the
-groups in which it is written.
+Every number is searched in one run of digits and separators, with bounded patterns that read at most 64 characters on
+both sides of it, so the time is linear in the text. The metadata of the package `phonenumbers` (Google's
+libphonenumber) give, by country, the digits that form a telephone number, the trunk prefix for domestic calls, and the
+groups in which numbers are written.
 """
 
 import re
@@ -28,10 +28,10 @@ COUNTRIES = tuple(_NAMES.split())
 _BLANK = r" \u00a0\u2007\u2009\u202f"
 _DASH = r"\-\u2010-\u2015"
 _BETWEEN = rf"{_BLANK}\t()./{_DASH}"
-# Text with fewer than seven digits this close together holds none of the numbers below. On plain sets of characters
-# the standard library is twice as fast as `regex`.
+# Text without seven digits this close together contains none of the numbers below. On plain character sets the
+# standard library is twice as fast as `regex`.
 _RUN = re.compile(rf"[0-9](?=[0-9{_BETWEEN}]{{6}})(?:[{_BETWEEN}]{{0,3}}+[0-9]){{6,}}+")
-# Underscores are emphasis but inside a name.
+# Underscores are emphasis, except inside a name.
 _FREE = rf"(?<![^\W_]|\+|\w_)(?<![\w)][./{_DASH}])(?<![0-9]:)(?<!{TOKEN}[./{_DASH}]?)"
 _END = rf"(?![^\W_]|_\w)(?![./{_DASH}]?+(?:(?<=[./{_DASH}])[0-9]|{TOKEN}))"
 
@@ -52,10 +52,10 @@ _CARD = regex.compile(
 _ISSUER = regex.compile(
     r"4[0-9]{12}(?:[0-9]{3}){0,2}|(?:5[1-5]|2[2-7])[0-9]{14}|3[47][0-9]{13}|3(?:0[0-5]|[689][0-9])[0-9]{11}"
     r"|3095[0-9]{10}|35[0-9]{14}|(?:2131|1800)[0-9]{11}|6[0-9]{15,18}|5[06-9][0-9]{11,17}|(?:8[12]|9792)[0-9]{12,14}(?<=^.{16})"
-    # Of twelve digits one in fifty would do: only Maestro's own ranges.
+    # With twelve digits, one number in fifty would match by chance, so only Maestro's own ranges are used.
     r"|(?:5018|5020|5038|5[67][0-9]{2}|5893|6304|6390|67[0-9]{2})[0-9]{8}"
 )
-# In groups, more digits of Maestro's.
+# If the digits are in groups, more of Maestro's prefixes are allowed.
 _MAESTRO = regex.compile(r"(?:6304|6390|67[0-9]{2})[0-9]{9,11}")
 _ANY_ISSUER = regex.compile(r"[2-6][0-9]{11,18}|0604[0-9]{8,15}")
 
@@ -70,14 +70,14 @@ _JOINED = regex.compile(rf"[{_DASH}]\w")
 # Between two numbers of a run: a slash between spaces, or a parenthesis that does not close.
 _GAP = re.compile(r"(?<=[0-9)]) / (?=[0-9(])| \((?=[^()]*\Z)")
 _HOME = regex.compile(rf"{_FREE}{_LONE}\(?(?=[0-9])")
-# Where a number next to it was replaced, what is left of a run is judged as a part of that run, as before.
+# If a number in a run was replaced, the rest of the run is still judged as a part of that run.
 _CUT_BEFORE = regex.compile(rf"(?r){NUMBER_TOKEN}[{_BETWEEN}]{{0,3}}+")
 _CUT_AFTER = regex.compile(rf"[{_BETWEEN}]{{0,3}}+{NUMBER_TOKEN}")
 _GROUP = re.compile(r"[0-9]++")
 _DECIMAL = regex.compile(r"[0-9]{1,3}\.[0-9]++")
 _YEARS = regex.compile(r"(?:1[5-9]|20)[0-9]{2}\D{1,3}(?:1[5-9]|20)[0-9]{2}(?![0-9])")
 _HOST = regex.compile(r"[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?![0-9])")
-# Two more hexadecimal digits: bytes of a dump.
+# Two more hexadecimal digits mean that these are bytes of a dump.
 _DUMP = regex.compile(r"[ ]{1,2}[0-9A-Fa-f]{2}(?![\w])")
 _DATE = regex.compile(
     r"(?:1[5-9]|20)[0-9]{2}[.\-/ ][01]?[0-9][.\-/ ][0-3]?[0-9](?![0-9])|[0-3]?[0-9][./][01]?[0-9][./](?:19|20)[0-9]{2}"
@@ -109,7 +109,7 @@ def _in_run(text: str, start: int, end: int) -> Iterator[Span]:
 
 
 def _identifiers(text: str, first: int, last: int) -> Iterator[Span]:
-    """What is not a telephone number, from the group of digits at [first, last) on."""
+    """The numbers other than telephone numbers that begin with the group of digits at [first, last)."""
     length = last - first
     if length == 10 and text.startswith("-", last) and (match := _DART.match(text, first)):
         yield (*match.span(), "DART")
@@ -152,7 +152,7 @@ def _after_a_plus(text: str, start: int, end: int, groups: list[tuple[int, int]]
 
 
 def _is_announced(text: str, start: int, last: int, parted: bool) -> bool:
-    """Whether words before a number announce a telephone's; some announce only one whose groups are `parted`."""
+    """Whether words before a number announce a telephone number. Some words do so only if its groups are `parted`."""
     low = max(start - 64, 0)
     if cues.PHONE.match(text, low, start):
         return True
@@ -162,7 +162,7 @@ def _is_announced(text: str, start: int, last: int, parted: bool) -> bool:
 
 
 def _is_explained(text: str, start: int, end: int, parted: bool) -> bool:
-    """Whether words after a number say that it is a telephone's; some say it only of one whose groups are `parted`."""
+    """Whether words after a number say that it is a telephone number. Some count only if its groups are `parted`."""
     found = cues.AFTER.match(text, end) or (parted and cues.AFTER_MAYBE.match(text, end))
     if not found or _CUT_AFTER.match(text, end):
         return False
@@ -182,7 +182,7 @@ def _opens_with(text: str, start: int, end: int) -> bool:
 def _near_a_word(text: str, start: int, end: int) -> bool:
     """Whether a number in the groups of some country has a word about telephones near it on its line."""
     shown = text[start:end]
-    # Seven digits are a local number, or anything.
+    # Seven digits may be a local number, but also anything else.
     if len(shown) < 9 or not _HOME.match(text, start) or _any_at(text, end, _ROW, _DUMP, _CUT_AFTER):
         return False
     before, after = text[max(start - 48, 0) : start].rsplit("\n", 1)[-1], text[end : end + 40].split("\n", 1)[0]
@@ -227,7 +227,7 @@ def _digits(text: str, start: int, end: int) -> str:
 
 
 def _whole(text: str, groups: list[tuple[int, int]], low: int, high: int) -> int | None:
-    """Where the leading whole groups of digits end that hold `low` to `high` digits in all."""
+    """The end of the leading whole groups of digits that have `low` to `high` digits in all."""
     digits, last = 0, None
     for first, end in groups:
         digits += end - first
@@ -260,8 +260,8 @@ def is_international(digits: str) -> bool:
 def is_written_at_home(text: str, bare: bool = False) -> bool:
     """Whether the whole of `text` is a number with its trunk prefix or area code, in the groups of its country.
 
-    With `bare` also numbers that have neither, whose groups say little. Any separators may part the groups.
-    Text of more than 24 characters is not a number.
+    With `bare`, also numbers that have neither; their groups are weak evidence. Groups may have any separators. A text
+    of more than 24 characters is not a number.
     """
     plain = re.sub("[^0-9()]+", " ", text)
     groups = _groups(plain) if len(text) <= 24 else []
@@ -280,7 +280,7 @@ def is_written_at_home(text: str, bare: bool = False) -> bool:
 
 
 def _is_likely(digits: str, country: str) -> bool:
-    """Whether digits may be a number of a country, a quick look before the library's, which needs 30 times as long."""
+    """Whether digits may be a number of a country: a fast check before the library's, which needs 30 times as long."""
     metadata: Any = PhoneMetadata.metadata_for_region(country)
     short = digits.removeprefix(metadata.national_prefix or "")
     pattern = re.compile(metadata.general_desc.national_number_pattern)

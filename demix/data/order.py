@@ -19,7 +19,7 @@ def block_count(shard: TokenShard, name: str, length: int) -> int:
 
 
 def drawn_block(count: int, seed: int, name: str, number: int) -> int:
-    """Which of `count` blocks is drawn as `number` (from 0): each epoch has a random order of its own."""
+    """Which of `count` blocks is drawn as number `number` (from 0). Each epoch has its own random order."""
     return int(_order(count, seed, name, number // count)[number % count])
 
 

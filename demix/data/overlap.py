@@ -1,8 +1,8 @@
-"""How much the text of one domain is made of another's, in bigrams: pairs of neighbouring tokens.
+"""Overlap of domains in bigrams (pairs of neighbouring tokens).
 
-The paper compares the affinity of experts (its Figure 2) with the bigrams that domains share. Its formula was not at
-hand when this was written, so this one is our own: the share of the bigrams of a domain's test split, each counted as
-often as it occurs, that also occur in the text that an expert was trained on. It has the direction of Figure 2 (an
+The paper compares the affinity of experts (its Figure 2) with the bigrams that domains share. Its formula was not
+available when this was written, so this one is our own: the share of the bigrams of a domain's test split, each counted
+as often as it occurs, that also occur in the text on which an expert was trained. It has the direction of Figure 2 (an
 expert reads a domain) and is not symmetric.
 """
 
@@ -16,7 +16,7 @@ from demix.data.shards import TokenShard, open_alike
 from demix.files.batches import write_rows
 from demix.progress import followed
 
-# Enough for steady shares, little enough to sort in a second: a larger sample holds more of any text's bigrams.
+# Enough tokens for stable shares, and few enough to sort in a second. A larger sample has more of any text's bigrams.
 TRAIN_TOKENS = 1_000_000
 TEST_TOKENS = 100_000
 
@@ -29,7 +29,7 @@ SCHEMA = pa.schema(
 
 
 def bigrams(shard: TokenShard, tokens: int) -> np.ndarray:
-    """The bigrams of the first `tokens` tokens, in order, as numbers (uint64); none spans two documents."""
+    """The bigrams of the first `tokens` tokens, in order, as numbers (uint64); no bigram spans two documents."""
     ids = shard.read(0, min(tokens, len(shard))).astype(np.uint64)
     inside = ids != shard.end_of_text
     pairs: np.ndarray = (ids[:-1] * np.uint64(shard.vocab_size) + ids[1:])[inside[:-1] & inside[1:]]
@@ -40,9 +40,9 @@ def overlap(shards: Sequence[Path], output: Path) -> None:
     """Write the bigram overlap of each test split with each train split among tokens/<domain>/<split>.arrow.
 
     Rows: domain (of the test split), expert (the domain of the train split), overlap (0 to 1, null where the test
-    split has no bigram), train_tokens, test_bigrams. Of every train split the same number of first tokens is read,
-    that of the smallest or TRAIN_TOKENS, since a larger sample would overlap more whatever its text; of test splits
-    the first TEST_TOKENS. Raises DemixError when shards differ in their tokenizer.
+    split has no bigram), train_tokens, test_bigrams. The same number of first tokens is read of every train split (the
+    size of the smallest, at most TRAIN_TOKENS), because a larger sample would overlap more whatever its text. Of test
+    splits, the first TEST_TOKENS are read. Raises DemixError if shards differ in their tokenizer.
     """
     opened: dict[str, dict[str, TokenShard]] = {"train": {}, "test": {}}
     for shard in open_alike(shards, verify=True):

@@ -1,4 +1,4 @@
-"""What pins the sources of a config: the digests of files, the commits of data sets."""
+"""The pins of a config's sources: digests of files, and commits of data sets."""
 
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from demix.files import sha256_file
 def pins(source: Source, folder: Path) -> dict[str, Any]:
     """The keys of a source and their values that pin its text: `sha256` or `revision`; empty if they are there.
 
-    A file with an address is fetched to `folder` and then removed. Raises DemixError for what cannot be read, and for a
-    source that one value cannot pin.
+    A file with an address is fetched to `folder` and then removed. Raises DemixError if a source cannot be read, or if
+    one value cannot pin it.
     """
     if source.kind == "hub":
         if COMMIT.fullmatch(source.revision or "") or local(source.paths):

@@ -1,8 +1,7 @@
 """Records out of files, and their fields: JSON lines, JSON, CSV, text and Parquet, compressed or in archives.
 
-All of it is distrusted. A file is what its name says (text, where the name says nothing), and its first bytes must
-agree. Nothing is ever unpacked to disk, what is decompressed is bounded, and damage ends in a DemixError that names the
-file.
+No file is trusted. Its name gives its format (text, if the name gives none), and its first bytes must agree. Nothing is
+ever unpacked to disk, decompression is bounded, and damage raises a DemixError that names the file.
 A byte that is not UTF-8 becomes the lone surrogate U+DC00 + byte (Python's "surrogateescape"), which
 `demix.data.sources` replaces and counts.
 """
@@ -32,18 +31,18 @@ from demix.files.kinds import PARQUET, RECORDS, TAR, TEXT, ZIP, check_file_kind
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 MAX_DOCUMENT_BYTES = 128 << 20
-# The most memory that a batch of Parquet may need.
+# The maximum memory of a Parquet batch.
 MAX_BATCH_BYTES = 1 << 30
-# The cure for text in another coding, most often Latin-1.
+# The cure for text in another encoding, most often Latin-1.
 TO_UTF8 = "iconv -f LATIN1 -t UTF-8 OLD > NEW"
 UNPACK = "do not trust it; unpack the files that you need by hand"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One record as it was read: `number` counts from 1 in the file (lines, for JSON lines).
+    """One record as it was read. `number` counts from 1 in the file (for JSON lines, it is the line).
 
-    `address` is that of a file which was fetched.
+    `address` is the address of a file that was fetched.
     """
 
     file: Path
@@ -53,18 +52,18 @@ class Row:
 
     @property
     def place(self) -> str:
-        """The record as errors name it."""
+        """The name of the record in errors."""
         return f"{self.address or self.file}, row {self.number}"
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What to read in a file: the `paths` of the fields wanted, the text first, or none for all fields.
+    """What to read in a file: the `paths` of the needed fields, the text first; none means all fields.
 
-    `members`: those of archives, by glob; a single `*` means those that are data. The endings of those that are not
-    are added to `others`.
-    `values`: a .json file is one array or object whose values are the records. Of the rows (of an archive: of the
-    members, of Parquet: of the row groups where there are enough) `part` of `parts` is read, one in `parts`.
+    `members`: members of archives, by glob; a single `*` means all data members. The endings of other members are added
+    to `others`.
+    `values`: a .json file is one array or object whose values are the records. Part `part` of `parts` is read: every
+    `parts`-th row (in an archive, member; in Parquet, row group if there are enough).
     """
 
     paths: tuple[str, ...]
@@ -78,12 +77,12 @@ class Reading:
         return index % self.parts == self.part
 
 
-# A member of an archive: its name, why it is not read, and what opens it.
+# A member of an archive: its name, the reason why it cannot be read, and a function that opens it.
 Member = tuple[str, str, Callable[[], Any]]
 
 
 def read_rows(path: Path, reading: Reading) -> Iterator[Row]:
-    """The records in the file `path`. Raises DemixError where it is damaged, a bomb, hostile or holds none."""
+    """The records in the file `path`. Raises DemixError if it is damaged, a bomb, hostile or without records."""
     found = suffixes(path.name)
     if found[:1] in ([".zip"], [".tar"]):
         rows = _archive(path, reading, found[0] == ".zip")
@@ -95,7 +94,7 @@ def read_rows(path: Path, reading: Reading) -> Iterator[Row]:
     for row in rows:
         empty = False
         yield row
-    # With parts, another one may have it all.
+    # If there are parts, all records may be in another part.
     if empty and reading.parts == 1:
         raise DemixError(path, "holds no documents", "delete it or exclude it from the glob")
 
@@ -150,7 +149,7 @@ def _json(data: bytes, place: str, first: bool) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these keys and values. Raises ValueError for a duplicate key, of which json keeps the last."""
+    """The object of these keys and values. Raises ValueError for a duplicate key (json would keep the last value)."""
     made = dict(pairs)
     if len(made) < len(pairs):
         raise ValueError(f"the key {_twice([key for key, _ in pairs])!r} occurs twice in an object")
@@ -177,7 +176,7 @@ def _text(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Ite
 
 
 def _other_text(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iterator[Row]:
-    """The one document of a file whose name does not say what it is. Raises DemixError for what is plainly no text."""
+    """The single document of a file whose name gives no format. Raises DemixError if it is clearly not text."""
     head = stream.peek(1 << 10)
     if b"\0" in head:
         raise DemixError(path, "is not text", "name a text file")
@@ -223,7 +222,7 @@ def _csv_lines(stream: "io.BufferedReader[Any]", path: Path) -> Iterator[str]:
 def _columns(path: Path, reading: Reading, names: list[str]) -> list[str]:
     """The columns of a table with these `names` to read; none means all.
 
-    Raises DemixError for one that is missing or there twice.
+    Raises DemixError if a column is missing or occurs twice.
     """
     columns = list(dict.fromkeys(column(wanted, names) for wanted in reading.paths))
     for name in columns:
@@ -249,7 +248,7 @@ def _parquet(path: Path, reading: Reading) -> Iterator[Row]:
             for group in groups:
                 rows = file.metadata.row_group(group).num_rows
                 if not by_group or reading.includes(group):
-                    # A value that the file holds once, in a dictionary, may come out for every row.
+                    # A value that the file stores once, in a dictionary, may be expanded for every row.
                     size = min(256, max(8, MAX_BATCH_BYTES // (sizes[group] + 1)))
                     batches = file.iter_batches(batch_size=size, row_groups=[group], columns=columns or None)
                     for number, fields in _numbered(map(bound.spent_on, batches), start):
@@ -266,7 +265,7 @@ def _parquet(path: Path, reading: Reading) -> Iterator[Row]:
 
 def _numbered(batches: Any, start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
     for batch in batches:
-        # Strings as bytes: those that are not UTF-8 cannot become Python's.
+        # Strings are read as bytes, because strings that are not UTF-8 cannot become Python's.
         batch = pa.record_batch([_as_bytes(column) for column in batch.columns], names=batch.schema.names)
         for fields in batch.to_pylist():
             start += 1
@@ -290,7 +289,7 @@ def _archive(path: Path, reading: Reading, zipped: bool) -> Iterator[Row]:
                 check_file_kind(path, ZIP)
                 members = _zip_members(stack.enter_context(zipfile.ZipFile(path)))
             else:
-                # As a stream: members are read in order and nothing is sought, so that gzip is decompressed once.
+                # The file is read as a stream, without seeking, so that gzip is decompressed only once.
                 stream = stack.enter_context(expanded(path, bound, TAR))
                 members = _tar_members(stack.enter_context(tarfile.open(fileobj=stream, mode="r|")))
             for name, problem, content in members:
@@ -325,12 +324,12 @@ def _tar_members(archive: tarfile.TarFile) -> Iterator[Member]:
         if not member.isdir():
             plain = member.isreg() and not member.issparse()
             yield member.name, "" if plain else "a link or special file", partial(archive.extractfile, member)
-        # tarfile keeps every header it has seen; nothing here goes back.
+        # tarfile would keep every header; they are not needed again.
         archive.members = []  # type: ignore[attr-defined]
 
 
 def _wanted(path: Path, name: str, reading: Reading) -> bool:
-    """Whether a member of an archive is to be read, as a file of a folder would be. Raises DemixError for an attack."""
+    """Whether a member of an archive should be read, like a file in a folder. Raises DemixError for an attack."""
     steps = name.replace("\\", "/").split("/")
     if steps[0] == "" or steps[0].endswith(":") or ".." in steps or "\0" in name:
         raise DemixError(path, f"member {name!r} points outside", UNPACK)
@@ -344,7 +343,7 @@ def _wanted(path: Path, name: str, reading: Reading) -> bool:
 
 
 def select(fields: dict[str, Any], path: str) -> Any:
-    """The value at `path` in a record: a field's name, or names joined by dots, where `[]` represents every item.
+    """The value at `path` in a record: a field's name, or names joined by dots, where `[]` stands for every item.
 
     `full_text[].paragraphs[]` gives the list of all paragraphs of all sections. A null on the way gives None, or no
     item. Raises LookupError with the step that the record lacks.
@@ -370,7 +369,7 @@ def select(fields: dict[str, Any], path: str) -> Any:
 
 
 def select_or_none(fields: dict[str, Any], path: str) -> Any:
-    """As `select`, and None for a path that the record lacks."""
+    """Like `select`, but None for a path that the record lacks."""
     try:
         return select(fields, path)
     except LookupError:
@@ -380,7 +379,7 @@ def select_or_none(fields: dict[str, Any], path: str) -> Any:
 def as_text(value: Any) -> str:
     """`value` as the text of a document: a list's items are joined by newlines, null is the empty text.
 
-    Raises TypeError with the name of a type that is not text.
+    Raises TypeError with the type's name if it is not text.
     """
     if isinstance(value, list):
         return "\n".join(map(as_text, value))
@@ -399,8 +398,8 @@ def column(path: str, names: list[str]) -> str:
 def matches(fields: dict[str, Any], where: dict[str, Any]) -> bool:
     """Whether a record has, for each path in `where`, the value, one of the values, or a value within min and max.
 
-    Bounds are inclusive; numbers are compared as numbers, all else (ISO dates) as text. A record without the field,
-    or with a null there, does not match.
+    Bounds are inclusive. Numbers are compared as numbers, other values (such as ISO dates) as text. A record without
+    the field, or with null in it, does not match.
     """
     for path, wanted in where.items():
         value = select_or_none(fields, path)
@@ -419,7 +418,7 @@ def _within(value: Any, low: Any, high: Any) -> bool:
         value = str(value)
     else:
         try:
-            # A whole number may be more than a float holds.
+            # An integer may exceed the range of a float.
             value = value if isinstance(value, int) else float(value)
         except (TypeError, ValueError, OverflowError):
             return False

@@ -1,4 +1,4 @@
-"""What a run needs before its first job: the network for downloads and, on SLURM, its commands and partitions."""
+"""Checks before the first job of a run: the network for downloads and, on SLURM, its commands and partitions."""
 
 import shutil
 import subprocess
@@ -12,12 +12,12 @@ from demix.errors import DemixError, nearest
 from demix.run.run import Run
 from demix.settings import settings_from, written
 
-# What the executor plug-in, submitit and demix call of SLURM; one package has them all.
+# The commands of SLURM that the executor plug-in, submitit and demix call; one package has them all.
 CLIENTS = ("sbatch", "srun", "sinfo", "squeue", "sacct", "scontrol", "scancel")
 
 
 def check_ready(run: Run, executor: Literal["local", "slurm"], domains: Iterable[str]) -> None:
-    """Raise DemixError unless jobs of a run can start; `domains` are those whose text is downloaded."""
+    """Raise DemixError if jobs of a run cannot start; `domains` are those whose text is downloaded."""
     if executor == "slurm":
         check_site(run)
     if executor == "local" or run.config.cluster.downloads == "login":
@@ -25,7 +25,7 @@ def check_ready(run: Run, executor: Literal["local", "slurm"], domains: Iterable
 
 
 def check_site(run: Run) -> None:
-    """Raise DemixError unless SLURM is here and has the partitions that a run asks for."""
+    """Raise DemixError if SLURM is not installed, or lacks a partition that a run requests."""
     if absent := [name for name in CLIENTS if shutil.which(name) is None]:
         cause = f"SLURM's {'command is' if len(absent) == 1 else 'commands are'} not installed here"
         raise DemixError(", ".join(absent), cause, "log in to the cluster, or omit --profile")
@@ -41,19 +41,19 @@ def check_site(run: Run) -> None:
 
 
 def check_downloads(run: Run, domains: Iterable[str]) -> None:
-    """Raise DemixError where nobody answers this machine at the first address of `domains`, which it downloads.
+    """Raise DemixError if this machine downloads text and gets no response from the first address of `domains`.
 
-    A domain is left out whose text another run may have, which needs no network. Lines of `cluster.setup` may
-    change the network of jobs: with such lines nothing is checked.
+    Domains whose text may come from another run, without a network, are skipped. Lines of `cluster.setup` may change
+    the network of jobs, so with such lines nothing is checked.
     """
     if not run.config.cluster.setup:
         check_network(source for domain in domains if (source := _fetched(run, domain)))
 
 
 def _fetched(run: Run, domain: str) -> Source | None:
-    """The source of a domain, unless the config pins its text and another run has noted that it made such text.
+    """The source of a domain; none if the config pins its text and another run has recorded that it has this text.
 
-    A source that domains share is read all the same.
+    A source that domains share is read in any case.
     """
     source = settings_from(Source, written(run.texts[domain].source))
     noted = run.folder.parent.glob(f"*/{NOTES}/documents.{domain}.*")
@@ -73,5 +73,5 @@ def _partitions() -> list[str]:
     except (OSError, subprocess.SubprocessError) as error:
         said = str((getattr(error, "stderr", None) or "").strip() or error).splitlines()[-1]
         raise DemixError("sinfo", f"does not answer ({said})", "rerun when SLURM's controller answers again") from None
-    # A line of more than one word is a site's or a federation's.
+    # A line of more than one word comes from a site or a federation.
     return sorted({line.strip() for line in done.stdout.splitlines() if len(line.split()) == 1})

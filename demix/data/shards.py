@@ -18,14 +18,14 @@ from demix.files import REMAKE, opened, read_json, replacing, scratch, sha256_fi
 from demix.files.batches import BATCH_ROWS, counted, read_batches
 
 CHECK_EVERY = 256
-# Bytes of text between two renewals of the encoder: bounds its memory whatever the text.
+# Bytes of text after which the encoder is renewed, so that its memory is bounded for any text.
 RENEW_EVERY = 64 << 20
 _MAX_ORIGIN = (1 << 63) - 1
 
 _log = logging.getLogger(__name__)
 
 
-# Of some documents in a row: their tokens, and of each the number of its tokens, its bytes of text and its origin.
+# For several consecutive documents: their tokens, and for each its number of tokens, bytes of text and origin.
 Encoded = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -33,9 +33,9 @@ Encoded = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 class TokenShard:
     """The tokens of one split, memory-mapped and read-only.
 
-    `tokens` (uint16, or uint32 above 65,536 types) is flat; every document begins with `end_of_text`, at the places in
-    `offsets` (int64). `document_bytes` are the UTF-8 bytes of each document's text, and `origins` (int64) tell which
-    documents are pieces of one: the pieces' numbers are equal.
+    `tokens` (uint16, or uint32 for a vocabulary above 65,536) is flat; every document begins with `end_of_text`, at the
+    positions in `offsets` (int64). `document_bytes` are the UTF-8 bytes of each document's text. Documents that are
+    chunks of one source document have the same number in `origins` (int64).
     """
 
     path: Path
@@ -51,8 +51,8 @@ class TokenShard:
     def open(path: str | Path, verify: bool = False) -> "TokenShard":
         """Map the shard at `path`; `verify` compares the sha256 of its files with the manifest next to it.
 
-        Without `verify` no token is read. Raises DemixError naming the file that is missing, damaged, or not the
-        manifest's.
+        Without `verify` no token is read. Raises DemixError naming the file that is missing, damaged, or different from
+        the manifest.
         """
         path = Path(path)
         documents, manifest_path = _side_files(path)
@@ -74,7 +74,7 @@ class TokenShard:
                 raise DemixError(file, f"is not the file of {rows} rows in {manifest_path.name}", REMAKE)
             if verify and sha256_file(file) != sha256:
                 raise DemixError(file, f"is damaged: its sha256 is not the one in {manifest_path.name}", REMAKE)
-            # Not `to_numpy`, which needs a quarter of a second to import pandas.
+            # `to_numpy` is not used, because it would import pandas, which needs a quarter of a second.
             columns += [np.from_dlpack(column) for column in batch.columns]
         tokens, offsets, sizes, origins = columns
         return TokenShard(path, tokens, offsets, sizes, origins, end_of_text, vocab_size, manifest["tokenizer_sha256"])
@@ -90,7 +90,7 @@ class TokenShard:
 
 
 def open_alike(paths: Sequence[Path], verify: bool = False) -> list[TokenShard]:
-    """The shards at `paths`, as `TokenShard.open` maps them. Raises DemixError where their tokenizers differ."""
+    """The shards at `paths`, mapped by `TokenShard.open`. Raises DemixError if their tokenizers differ."""
     shards = [TokenShard.open(path, verify) for path in paths]
     for shard in shards:
         if shard.tokenizer_sha256 != shards[0].tokenizer_sha256:
@@ -112,10 +112,10 @@ def tokenize_splits(documents: list[Path], tokenizer: Path, output: Path) -> Non
 def tokenize(tokenizer: Path, documents: Path, output: Path) -> None:
     """Encode the column `text` of the Parquet `documents` into the shard `output` (`<split>.arrow`).
 
-    With it come `<split>.documents.arrow` (`offset`: the place of each document's first id in the split, `bytes`: the
-    size of its text in UTF-8, `origin`: the first 63 bits of its column `origin`, its number where there is none) and,
-    last, the manifest `<split>.json`, whose `sha256` is that of all token ids in a row. A sample of the documents is
-    encoded by the exact encoder too; where ids differ, all are, with a warning.
+    Also writes `<split>.documents.arrow` (`offset`: the position of each document's first id in the split, `bytes`: the
+    size of its text in UTF-8, `origin`: the first 63 bits of its column `origin`, or its number without this column),
+    and last the manifest `<split>.json`, whose `sha256` is that of all token ids in a row. A sample of the documents is
+    also encoded by the exact encoder; if ids differ, it encodes all documents, with a warning.
     """
     encoder = Tokenizer.load(tokenizer)
     if encoder.fast is None:
@@ -153,7 +153,7 @@ def _write_shard(
     """Write the shard `output` of these documents, whose tokens are those of a tokenizer."""
     documents_path, manifest_path = _side_files(output)
     digest, total, count, size = hashlib.sha256(), 0, 0, 0
-    # One record batch needs its length before its columns: they go to flat files first, which are then mapped.
+    # The length of a record batch precedes its columns, so columns are first written to flat files and then mapped.
     with scratch(output) as folder:
         flat = {name: folder / name for name in ("token", "offset", "bytes", "origin")}
         with ExitStack() as stack:
@@ -177,7 +177,7 @@ def blocks(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut the first `limit_tokens` tokens (None: all) into N consecutive blocks of `length` T: inputs, targets, mask.
 
-    Only the blocks from token `start` on, a multiple of `length`, are cut.
+    Only blocks from token `start` on (a multiple of `length`) are returned.
     inputs [N, T] int64: the token before the block (`end_of_text` before the first) and the block's own but its last.
     targets [N, T] int64 and mask [N, T] bool: each token is a target once; the last short block is padded with
     `end_of_text` and masked (False).
@@ -204,7 +204,7 @@ def _side_files(path: Path) -> tuple[Path, Path]:
 
 
 def _metadata(manifest: dict[str, Any], part: str) -> dict[bytes, bytes]:
-    """What a file says of its split and of its part of it, so that files of different splits are distinguished."""
+    """The metadata of a file about its split and part, so that files of different splits can be distinguished."""
     values = {key: manifest[key] for key in ("sha256", "documents", "tokenizer_sha256", "vocab_size")} | {"part": part}
     return {key.encode(): str(value).encode() for key, value in values.items()}
 
@@ -214,7 +214,7 @@ def _kind(vocab_size: int) -> np.dtype:
 
 
 class _IdsDifferError(Exception):
-    """Names the document that two encoders disagree on."""
+    """Two encoders disagree; the message names the document."""
 
 
 def _encoded(encoder: Tokenizer, documents: Path, *, exact: bool) -> Iterator[Encoded]:
@@ -238,7 +238,7 @@ def _encoded(encoder: Tokenizer, documents: Path, *, exact: bool) -> Iterator[En
         sizes = pc.binary_length(batch.column("text")).to_numpy().astype(np.int64)
         origins = np.arange(row, row + len(texts))
         if "origin" in batch.schema.names:
-            # The sign bit stays clear, so that no reader needs unsigned numbers.
+            # The sign bit stays 0, so that readers need no unsigned numbers.
             hashes = batch.column("origin").to_pylist()
             origins = np.array([int(origin[:16], 16) & _MAX_ORIGIN for origin in hashes], np.int64)
         yield tokens.astype(_kind(encoder.vocab_size)), np.diff(edges) + 1, sizes, origins
@@ -246,7 +246,7 @@ def _encoded(encoder: Tokenizer, documents: Path, *, exact: bool) -> Iterator[En
 
 
 def _write(path: Path, columns: Mapping[str, Path], kind: np.dtype, rows: int, metadata: dict[bytes, bytes]) -> None:
-    """Write flat files of so many rows, a column each, as an Arrow IPC file of one record batch."""
+    """Write flat files, one per column with `rows` rows each, as an Arrow IPC file of one record batch."""
     type_ = pa.from_numpy_dtype(kind)
     schema = pa.schema([pa.field(name, type_, nullable=False) for name in columns], metadata)
     # An empty file cannot be mapped.

@@ -1,8 +1,8 @@
-"""Text that several runs prepare alike: made by one run, and hard-linked by the others.
+"""Text that several runs prepare in the same way: one run writes it, and the others hard-link it.
 
-A run notes what a job of its text made, of what, and the digests of the files. A job of another run that is about to
-make the same looks at these notes first. The notes are in the folders of the runs and hold no text: nothing outlives
-the runs that use it, and each run is whole without the others.
+A run records the files that a text job wrote, its inputs, and the digests of the files. Before a job of another run
+writes the same files, it looks at these records. The records are in the folders of the runs and contain no text.
+Nothing outlives the runs that use it, and each run is complete without the others.
 """
 
 import fnmatch
@@ -36,17 +36,17 @@ def made_once(
     *,
     passing: bool = False,
 ) -> None:
-    """Make `files` by `make`, or use those of another run that made the same.
+    """Write `files` by `make`, or use those of another run with the same inputs.
 
-    `output` is the file or folder by which the job is known. Where it is not below `results/<run>/`, `make` is simply
-    called. Names of `files` may be globs. The files must depend on nothing but `output`, the bytes of `inputs`, their
-    paths without the run's name, `settings` (JSON), and the code of `demix.data` and `demix.files`.
+    `output` is the file or folder that identifies the job. If it is not below `results/<run>/`, `make` is simply
+    called. Names of `files` may be globs. The files must depend only on `output`, the bytes of `inputs`, their paths
+    without the run's name, `settings` (JSON), and the code of `demix.data` and `demix.files`.
 
-    Such a file is a hard link with the time of the first run, or a copy where the file system has no hard links. None
-    is used that would be older than `inputs`, which Snakemake refuses. Inputs that are `passing` are removed after the
-    job: they get the time of the files instead.
+    A reused file is a hard link with the time of the first run, or a copy if the file system has no hard links. Files
+    older than `inputs` are not used, because Snakemake does not accept them. Inputs that are `passing` are removed after
+    the job, so they get the time of the files instead.
     """
-    # Of inputs that are missing, `make` says what to do.
+    # If inputs are missing, `make` raises the error.
     if output.parts[:1] != (RESULTS,) or len(output.parts) < 3 or not all(path.is_file() for path in inputs):
         make()
         return
@@ -55,7 +55,7 @@ def made_once(
     note.unlink(missing_ok=True)
     before = [_stamp(path) for path in inputs]
     read = {_within(run, path): sha256_file(path) for path in inputs}
-    # All that determines the bytes of the files.
+    # Everything that determines the bytes of the files.
     said = {"output": str(output.relative_to(run)), "inputs": read, "settings": settings, "code": _code()}
     key = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
     newest = 0 if passing else max((path.stat().st_mtime_ns for path in inputs), default=0)
@@ -85,7 +85,7 @@ def _code() -> str:
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:
-    """What changes with the bytes of a file: inode, size and time."""
+    """Values that change if the bytes of a file change: inode, size and time."""
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -100,10 +100,10 @@ def _found(files: Sequence[Path]) -> list[Path]:
 
 
 def _reused(note: Path, key: str, run: Path, files: Sequence[Path], newest: int) -> dict[str, str]:
-    """Put the files that another run noted in place; returns their digests.
+    """Link the files that another run recorded to their paths; returns their digests.
 
-    Returns nothing if the files are other ones, older than `newest` (ns) or not whole. Nothing here ends the job, which
-    can make the files itself.
+    Returns nothing if the files differ, are older than `newest` (ns) or are incomplete. No failure here ends the job,
+    which can write the files itself.
     """
     owner = note.parents[1]
     try:
@@ -119,7 +119,7 @@ def _reused(note: Path, key: str, run: Path, files: Sequence[Path], newest: int)
                 if (owner / name).stat().st_mtime_ns < newest:
                     return {}
                 linked(owner / name, temporary)
-                # Of the link, so that no other file can replace the one that was read.
+                # The link is checked, so that no other file can replace the one that was read.
                 if sha256_file(temporary) != digest:
                     raise DemixError(owner / name, "is damaged: it differs from its recorded sha256", REMAKE)
                 fsync(temporary)

@@ -1,4 +1,4 @@
-"""Raw text of a domain, from wherever its config says, into private Parquet files, one a part."""
+"""The raw text of a domain, read from the source in its config and written to private Parquet files, one per part."""
 
 import glob
 import hashlib
@@ -35,7 +35,7 @@ from demix.progress import followed
 from demix.settings import DistinctItems, Text
 
 SCHEMA = pa.schema([("text", pa.large_string())])
-# What `demix.data.readers` makes of bytes that are not UTF-8.
+# The surrogates by which `demix.data.readers` represents bytes that are not UTF-8.
 INVALID = re.compile("[\udc80-\udcff]")
 MAX_INVALID = 4
 MAX_NESTED = 100
@@ -47,8 +47,8 @@ _log = logging.getLogger(__name__)
 class Omitted:
     """What was replaced or left out while a source was read.
 
-    Bytes that are not UTF-8 (`invalid_bytes`) and lone surrogates were replaced, documents that are not text
-    (`not_utf8`) left out. `files` has the endings of the files that are not data.
+    Bytes that are not UTF-8 (`invalid_bytes`) and lone surrogates were replaced; documents that are not text
+    (`not_utf8`) were skipped. `files` has the endings of the files that are not data.
     """
 
     surrogates: int = 0
@@ -57,11 +57,11 @@ class Omitted:
     files: Counter[str] = field(default_factory=Counter)
 
     def footer(self) -> dict[str, str]:
-        """What a file of raw text says of bytes that are not text."""
+        """The metadata of a raw text file about bytes that are not text."""
         return {name: str(getattr(self, name)) for name in ("surrogates", "invalid_bytes", "not_utf8")}
 
     def warn(self, name: str) -> None:
-        """Log a warning that bytes of the source `name` are not text, and one of files that are not data."""
+        """Log a warning if bytes of the source `name` are not text, and one if files are not data."""
         if self.invalid_bytes or self.not_utf8:
             said = "%s: %d bytes that are not UTF-8 became U+FFFD, and %d documents without text were skipped"
             said += " (Latin-1: %s)"
@@ -71,10 +71,10 @@ class Omitted:
 
 
 class Source(SourceSection):
-    """Where a domain's text comes from and which part of it is read; config/README.md explains each field.
+    """Where a domain's text comes from and which of its records are read; config/README.md explains each field.
 
-    `text` and the keys of `where` are fields or paths into nested ones (`readers.select`), and so are `fields`, which
-    `records` gives too.
+    `text`, the keys of `where` and `fields` are fields or paths into nested ones (`readers.select`). `records` also
+    returns the values of `fields`.
     """
 
     fields: DistinctItems[Text] = ()
@@ -88,12 +88,12 @@ class Source(SourceSection):
 def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
     """Write part `part` (of `source.parts`, from 0) of the documents of `source` to the Parquet file `output`.
 
-    A file that a pass over a shared source has left for it (`divided`) is used, and nothing is read.
-    Its column is `text`. Nothing here is anonymized yet: the file is made 0600, a folder made for it 0700. Bytes that
-    are not UTF-8, and lone surrogates, which UTF-8 cannot hold, become U+FFFD; a document of which over 1% (and more
-    than four) are such bytes or NUL is no text and is left out. The file's key-value metadata says how many
-    ("invalid_bytes", "surrogates", "not_utf8").
-    Returns the number of documents. Raises DemixError naming the file or key at fault; `output` is then left as it was.
+    If a pass over a shared source has written the file (`divided`), it is used, and nothing is read. The column is
+    `text`. Text is not anonymized yet, so the file has mode 0600, and a new folder for it 0700. Bytes that are not
+    UTF-8, and lone surrogates, which UTF-8 cannot represent, become U+FFFD. A document is not text, and is skipped, if
+    more than 1% of its bytes (and more than four) are such bytes or NUL. The file's key-value metadata has the numbers
+    ("invalid_bytes", "surrogates", "not_utf8"). Returns the number of documents. Raises DemixError naming the file or
+    key at fault; `output` then stays as it was.
     """
     check_part(source, domain, part)
     output = Path(output)
@@ -108,19 +108,19 @@ def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
     texts = ((text,) for _, text, _ in documents)
     count = write_rows(output, SCHEMA, texts, private=True, footer=omitted.footer)
     omitted.warn(domain)
-    # Kept until here: a job that fails and is run again need not fetch again what it has.
+    # Fetched files are kept until here, so that a failed job need not download them again.
     _clean(output)
     return count
 
 
 def check_part(source: Source, name: str, part: int) -> None:
-    """Raise DemixError unless a source has this part."""
+    """Raise DemixError if a source does not have this part."""
     if not 0 <= part < source.parts:
         raise DemixError(f"{name}.source.parts", f"is {source.parts}, so there is no part {part}", "count from 0")
 
 
 def discard(output: Path) -> None:
-    """Remove the raw text `output`, and what `download` fetched for it."""
+    """Remove the raw text `output`, and the files that `download` fetched for it."""
     output.unlink(missing_ok=True)
     _clean(output)
 
@@ -147,7 +147,7 @@ def read(
 ) -> None:
     """Read one part of a domain's text from its source, and anonymize it: download and anonymize in one.
 
-    The raw text on its way, `raw`, is private and removed at the end.
+    The intermediate raw text, `raw`, is private and is removed at the end.
     """
 
     how = enabled, settings.document_words, settings.piece_words
@@ -166,10 +166,10 @@ def read(
 
 
 def divided(output: Path, source: Source, part: int, where: Mapping[str, Any] | None = None) -> Path:
-    """Where a pass over a source that several domains share (`demix.data.divide`) leaves the file `output` of a domain.
+    """The path to which a pass over a shared source (`demix.data.divide`) writes the file `output` of a domain.
 
-    `where` are the conditions of the domain, if not those of the source. The name holds a digest of what the pass has
-    read: the settings and, of local files, their sizes and times.
+    `where` are the conditions of the domain, if not those of the source. The name contains a digest of the pass's
+    inputs: the settings and, for local files, their sizes and times.
     """
     files = (pinned(source, part) or []) if source.kind == "files" else []
     stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.exists()]
@@ -179,7 +179,7 @@ def divided(output: Path, source: Source, part: int, where: Mapping[str, Any] | 
 
 
 def _clean(output: Path) -> None:
-    """Remove what was fetched for `output`, and what passes left for it and nobody used."""
+    """Remove the files fetched for `output`, and unused files that passes wrote for it."""
     shutil.rmtree(_fetched(output), ignore_errors=True)
     for left in output.parent.glob(f".{glob.escape(output.stem)}.*.divided"):
         left.unlink(missing_ok=True)
@@ -190,9 +190,9 @@ def _fetched(output: Path) -> Path:
 
 
 def pinned(source: Source, part: int) -> list[Path] | None:
-    """The local files that determine, with the settings, the text of a part; None if it may change without a trace.
+    """The local files that, with the settings, determine the text of a part; None if the text may change unnoticed.
 
-    Files of an address or of an object store are determined by their `sha256`, a data set of the hub by a commit.
+    Files of an address or an object store are determined by their `sha256`, a data set of the hub by a commit.
     """
     if source.kind == "files":
         return [Path(file) for file in source.share(part)]
@@ -207,8 +207,8 @@ def pinned(source: Source, part: int) -> list[Path] | None:
 def records(source: Source, name: str, fetched: Path, omitted: Omitted) -> Iterator[tuple[str, str, str]]:
     """Place, text and `source.fields` (JSON) of all documents of `source`; `name` is for errors.
 
-    A file of an address or of an object store is fetched to the folder `fetched`. What `download` counts in a file's
-    metadata is added to `omitted`.
+    A file of an address or an object store is fetched to the folder `fetched`. The counts that `download` writes to a
+    file's metadata are added to `omitted`.
     """
     for part in range(source.parts):
         rows = KINDS[source.kind](source, name, part, fetched, omitted.files)
@@ -217,17 +217,17 @@ def records(source: Source, name: str, fetched: Path, omitted: Omitted) -> Itera
 
 
 def valid(documents: Iterable[tuple[str, str, str]], omitted: Omitted) -> Iterator[tuple[str, str, str]]:
-    """The documents as UTF-8 can hold them; what was replaced or left out is added to `omitted`."""
+    """The documents in valid UTF-8; replaced bytes and skipped documents are added to `omitted`."""
     for document in documents:
         try:
-            # Nearly all of them, and much faster than to look for what is wrong.
+            # Nearly all documents are valid, and this check is much faster than a search for invalid bytes.
             "".join(document).encode()
             yield document
             continue
         except UnicodeEncodeError:
             pass
         found = [len(INVALID.findall(value)) for value in document]
-        # A later stage removes NUL; with bytes that are not UTF-8 it is a sign of UTF-16 and of what was never text.
+        # A later stage removes NUL. Together with bytes that are not UTF-8, it is a sign of UTF-16 or of binary data.
         if found[1] and found[1] + document[1].count("\0") > max(MAX_INVALID, len(document[1]) / 100):
             omitted.not_utf8 += 1
             continue
@@ -239,7 +239,7 @@ def valid(documents: Iterable[tuple[str, str, str]], omitted: Omitted) -> Iterat
 
 
 def make_private(folder: Path) -> None:
-    """Make `folder`, closed to others. Made by the workflow it is empty; one that holds files is not ours to close."""
+    """Make `folder` private. A folder that already has files is not changed; one made by the workflow is empty."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not any(folder.iterdir()):
@@ -258,7 +258,7 @@ def _documents(rows: Iterator[Row], source: Source, domain: str) -> Iterator[tup
             continue
         kept += 1
         yield document_of(row, source)
-    # With parts, another one may have them all; a domain without any ends in `split`.
+    # If there are parts, all documents may be in another part. A domain without any is an error in `split`.
     if not kept and source.parts == 1:
         cause = f"keeps none of {seen} documents" if seen else "has no documents to choose from"
         raise DemixError(f"{domain}.source.where", cause, f"fix {source.where or 'the source'}")
@@ -266,14 +266,14 @@ def _documents(rows: Iterator[Row], source: Source, domain: str) -> Iterator[tup
 
 
 def check_depth(row: Row) -> None:
-    """Raise DemixError for a record that is nested deeper than the recursion over its fields goes."""
+    """Raise DemixError for a record that is nested too deeply for the recursion over its fields."""
     if is_deep([row.fields], MAX_NESTED + 1):
         cause = f"is nested deeper than {MAX_NESTED} levels"
         raise DemixError(row.place, cause, "flatten or remove it")
 
 
 def document_of(row: Row, source: Source) -> tuple[str, str, str]:
-    """Place ("<file name>#<row>"), text and fields (JSON) of a record. Raises DemixError where it has no such text."""
+    """Place ("<file name>#<row>"), text and fields (JSON) of a record. Raises DemixError if the text is missing."""
     place = row.place
     try:
         text = as_text(select(row.fields, source.text))
@@ -304,7 +304,7 @@ def _budgeted(documents: Iterator[tuple[str, str, str]], source: Source, domain:
 
 
 def share_of(source: Source) -> float:
-    """The words after which one part of a source has enough; infinity where it is read to its end."""
+    """The number of words after which one part of a source stops; infinity if it is read to its end."""
     return math.inf if source.words is None else -(-source.words // source.parts)
 
 
@@ -376,14 +376,14 @@ def _stored(source: Source, domain: str, part: int, fetched: Path, others: Count
 
 
 def _fetched_rows(source: Source, addresses: Sequence[str], reading: Reading, fetched: Path) -> Iterator[Row]:
-    """The rows of the files at these addresses, each of which is fetched to a place below `fetched` first."""
+    """The rows of the files at these addresses. Each file is first fetched to a path below `fetched`."""
     # requests loads for a tenth of a second.
     from demix.data.fetch import fetch
 
     make_private(fetched)
     for address in addresses:
         name = file_name(address)
-        # Two addresses may end in the same name, and a changed address must not reuse the old one's bytes.
+        # Two addresses may end in the same name, and a changed address must not reuse the old bytes.
         path = fetched / hashlib.sha256(address.encode()).hexdigest()[:12] / name
         make_private(path.parent)
         try:
@@ -394,7 +394,7 @@ def _fetched_rows(source: Source, addresses: Sequence[str], reading: Reading, fe
             for row in read_rows(path, reading):
                 yield replace(row, address=str(row.file).replace(str(path), address, 1))
         except DemixError as error:
-            # Damaged where it came from or on the way: the next run must fetch it again.
+            # It was damaged at its source or during the download, so the next run must fetch it again.
             path.unlink()
             raise error.but(error.subject.replace(str(path), address, 1)) from None
 

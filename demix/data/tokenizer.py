@@ -1,9 +1,9 @@
-"""Byte-level BPE: learned with Hugging Face tokenizers or copied from another family, kept as a sealed tokenizer.json,
-applied with gigatoken and checked against tokenizers, whose ids are right by definition.
+"""Byte-level BPE: trained with Hugging Face tokenizers or imported, stored as a sealed tokenizer.json, applied with
+gigatoken and checked against tokenizers, whose ids are correct by definition.
 
-The last id of a vocabulary that is learned is `<|endoftext|>`. In the file it is an ordinary entry of the model's
-vocabulary that no merge makes, not an "added token": the same words inside a document thus stay ordinary text for every
-reader of the file, while `token_to_id` (and an export that names it as its end-of-text token) finds the id.
+The last id of a trained vocabulary is `<|endoftext|>`. In the file it is an ordinary entry of the model's vocabulary
+that no merge produces, not an "added token". The same characters inside a document therefore stay ordinary text for
+every reader of the file, while `token_to_id` (and an export that names it as its end-of-text token) finds the id.
 """
 
 import hashlib
@@ -42,12 +42,12 @@ from demix.files.batches import read_batches
 from demix.files.json_files import SEAL, read_unsealed
 from demix.files.kinds import TEXT, check_kind
 
-# Words of text that are plenty for a vocabulary; counting them needs minutes and a few GB.
+# A number of words that is enough for any vocabulary; counting them needs minutes and a few GB.
 TRAINING_WORDS = 200_000_000
-# Text of many kinds, by which a tokenizer of another family shows what it keeps of a text.
+# Text with many kinds of characters, to test whether an imported tokenizer keeps all of a text.
 PROBE = "Don't, I'LL x1 1234567 \u00e9e\u0301\u212b \u6f22\U0001f600\u200d\u00a0\u2003\r\n\n\t  a   \x00\x1c\x85{}</s>"
 
-# The largest merges.txt of the field has some 5 MiB, and a line of it needs 200 bytes of memory.
+# The largest published merges.txt has about 5 MiB, and a line of it needs 200 bytes of memory.
 MAX_MERGES_BYTES = 16 << 20
 _CURE = "use a byte-level BPE"
 
@@ -56,15 +56,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A vocabulary and its encoders: a fast one, and an exact one that it is checked against.
+    """A vocabulary and its encoders: a fast one, and an exact one against which it is checked.
 
-    `vocab_size` are its types, the rows of a model's embedding. `end_of_text`, to which no text encodes, precedes
-    each document; it is the last id of demix's own tokenizers. `sha256` is the seal of the file.
+    `vocab_size` is the number of rows of a model's embedding. `end_of_text` precedes each document, and no text encodes
+    to it; it is the last id of demix's own tokenizers. `sha256` is the seal of the file.
     """
 
     vocabulary: Vocabulary = field(repr=False)
     encoding: HuggingFaceTokenizer = field(repr=False)
-    # None where gigatoken does not follow the rules of the tokenizer.
+    # None if gigatoken does not support the rules of the tokenizer.
     fast: gigatoken.Tokenizer | None = field(repr=False)
     sha256: str
 
@@ -80,19 +80,19 @@ class Tokenizer:
             same = np.array_equal(fast, wanted)
         except DemixError as error:
             raise error.but(subject=path) from None
-        # What both libraries raise; further lines of gigatoken's quote the file.
+        # Both libraries raise these; further lines of gigatoken's message quote the file.
         except Exception as error:
             raise _unreadable(path, error) from None
         return made if same else replace(made, fast=None)
 
     @property
     def vocab_size(self) -> int:
-        """The types: the ids and what the embedding is padded with."""
+        """The vocabulary size: the ids and the padding of the embedding."""
         return len(self.vocabulary.pieces)
 
     @property
     def end_of_text(self) -> int:
-        """The id that ends a document, and precedes each."""
+        """The id that separates documents and precedes the first."""
         return self.vocabulary.end_of_text
 
     @property
@@ -101,29 +101,30 @@ class Tokenizer:
         return self.vocabulary.definition
 
     def renewed(self) -> "Tokenizer":
-        """The same without the words that gigatoken has met, all of which it keeps, some 90 bytes each."""
+        """The same tokenizer without gigatoken's cache, which stores every word it has seen in about 90 bytes."""
         return self if self.fast is None else replace(self, fast=_fast(self.vocabulary))
 
     def encode(self, text: str) -> np.ndarray:
         """The ids (uint32) of `text`, in which `<|endoftext|>` is ordinary text, as are all special tokens.
 
-        Raises DemixError for a text on which the tokenizer's regular expression gives up.
+        Raises DemixError for a text on which the tokenizer's regular expression fails.
         """
         try:
             return np.array(self.encoding.encode(text, add_special_tokens=False).ids, np.uint32)
         except BaseException as error:
-            # A panic of Rust's is not an Exception.
+            # A panic in Rust is not an Exception.
             if type(error).__name__ != "PanicException":
                 raise
             cause = f"has a regular expression that fails on the text {text!r:.40} ({error})"
             raise DemixError("tokenizer", cause, "use a tokenizer with another pattern") from None
 
     def encode_batch(self, texts: Sequence[str], *, exact: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """The ids (uint32) of all texts and where each text's begin (int64, one more than texts).
+        """The ids (uint32) of all texts and the offset of each text's first id (int64, one more than texts).
 
-        By gigatoken, about a hundred times as fast as `encode` and with the same ids, except for characters newer than
-        one of the two. `exact` encodes as `encode` does. So are all texts where gigatoken follows other rules, and
-        those that are not in the normal form NFC where the tokenizer wants it: gigatoken knows it of more characters.
+        gigatoken is about a hundred times as fast as `encode`, with the same ids except for characters that are newer
+        than one of the two libraries. With `exact` texts are encoded as by `encode`. So are all texts if gigatoken does
+        not support the tokenizer's rules, and texts not in the normal form NFC if the tokenizer needs it, because
+        gigatoken normalises more characters.
         """
         if self.fast is None or exact:
             parts = [self.encode(text) for text in texts]
@@ -146,11 +147,11 @@ class Tokenizer:
 
 
 def train_tokenizer(inputs: list[Path], vocab_size: int, output: Path, words: int = TRAINING_WORDS) -> None:
-    """Learn a byte-level BPE of `vocab_size` ids, `<|endoftext|>` included, from the column `text` of Parquet files.
+    """Train a byte-level BPE of `vocab_size` ids, `<|endoftext|>` included, on the column `text` of Parquet files.
 
-    Of text with more than `words` words, about so many are used: the documents with the smallest sha256 of their
-    text. The order of `inputs` does not matter. A pair must occur twice to be merged: text too small for `vocab_size`
-    gives a smaller vocabulary, and a warning that says so.
+    If there are more than `words` words, about this many are used: the documents with the smallest sha256 of their
+    text. The order of `inputs` does not matter. A pair must occur twice to be merged. If the text is too small for
+    `vocab_size`, the vocabulary is smaller, with a warning.
     """
     tokenizer = HuggingFaceTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -181,10 +182,10 @@ def gpt2_tokenizer(output: Path) -> None:
 
 
 def byte_lengths(path: str | Path) -> np.ndarray:
-    """How many UTF-8 bytes of text each type of a tokenizer represents, int64; `end_of_text` for none.
+    """The number of UTF-8 bytes of text that each token of a vocabulary represents, int64; 0 for `end_of_text`.
 
-    The ids of a text add up to len(text.encode()), since each character of a byte-level token is one byte. Of a
-    tokenizer with the normaliser NFC they add up to the bytes of the text in NFC.
+    Over the ids of a text these sum to len(text.encode()), because each character of a byte-level token is one byte.
+    For a tokenizer with the normaliser NFC they sum to the bytes of the text in NFC.
     """
     return _read(path)[0].byte_lengths
 
@@ -211,7 +212,7 @@ def _fast(vocabulary: Vocabulary) -> gigatoken.Tokenizer | None:
         return None
     try:
         return gigatoken.Tokenizer.from_json(vocabulary.encoding.encode())
-    # What gigatoken raises for a pre-tokenizer that it does not know.
+    # gigatoken raises this for a pre-tokenizer that it does not know.
     except RuntimeError:
         return None
 
@@ -230,7 +231,7 @@ def _texts(paths: list[Path], words: int) -> Iterator[list[str]]:
 
 
 def _words(path: Path) -> int:
-    # A column that a file does not have is left out.
+    # A column that a file does not have is ignored.
     found = (batch.columns for batch in read_batches(path, ["n_words"]))
     return sum(int(columns[0].to_numpy().sum()) for columns in found if columns)
 
@@ -248,7 +249,7 @@ def own_definition(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, st
 
 
 def make_tokenizer(documents: list[Path], settings: TokenizerSection, output: Path) -> None:
-    """Train a byte-level BPE on the training domains' text, or write GPT-2's tokenizer or that of another family."""
+    """Train a byte-level BPE on the training domains' text, or write GPT-2's tokenizer or an imported one."""
     if settings.kind == "gpt2":
         gpt2_tokenizer(output)
     elif settings.kind == "file":
@@ -263,9 +264,9 @@ def convert_tokenizer(
 ) -> Tokenizer:
     """Write the byte-level BPE of the tokenizer.json `source` as the sealed `output`, and return it.
 
-    `end_of_text` is the token or the id that ends a document, `types` are the rows of a model's embedding; what is not
-    given, the files next to `source` say. A file that demix wrote stays what it is. Raises DemixError, and leaves no
-    `output`, for what is not such a tokenizer.
+    `end_of_text` is the token or id that ends a document, `types` the number of rows of a model's embedding; if they
+    are not given, they are read from files next to `source`. A file that demix wrote is not changed. If `source` is not
+    such a tokenizer, raises DemixError without writing `output`.
     """
     content = read_unsealed(source)
     if SEAL in content:
@@ -300,7 +301,7 @@ def write_definition(
 
 
 def from_merges(vocabulary: Mapping[str, int], merges: Path) -> dict[str, Any]:
-    """The definition that `vocab.json` and the file `merges.txt` of GPT-2's format give."""
+    """The definition from the files `vocab.json` and `merges.txt` of GPT-2's format."""
     with opened(merges) as stream:
         content = stream.read(MAX_MERGES_BYTES + 1)
     check_kind(merges, content, TEXT)
@@ -310,7 +311,7 @@ def from_merges(vocabulary: Mapping[str, int], merges: Path) -> dict[str, Any]:
         lines = content.decode("utf-8-sig").split("\n")
         rows = (line.rstrip("\r").split(" ") for line in lines[lines[0].startswith("#version") :] if line.strip())
         return own_definition(vocabulary, [(left, right) for left, right in rows])
-    # UnicodeDecodeError, and what the library raises.
+    # This includes UnicodeDecodeError and the library's exceptions.
     except Exception as error:
         raise DemixError(merges, f"does not fit vocab.json ({error})", "get it again") from None
 
@@ -325,9 +326,9 @@ def _id_of(content: Mapping[str, Any], token: int | str) -> int:
 
 
 def _as_own(content: Mapping[str, Any], end_of_text: int, types: int) -> dict[str, Any] | None:
-    """What demix makes of the vocabulary of a definition with GPT-2's rules, which gives each text the same ids.
+    """demix's own form of a definition with GPT-2's rules; each text has the same ids. None for other rules.
 
-    The token that ends a text may be an added one, as in the file of GPT-2 itself. None for other rules.
+    The token that ends a text may be an added one, as in the file of GPT-2 itself.
     """
     (tokens, added), model = tokens_of(content), content["model"]
     steps = [*steps_of(content.get("normalizer")), *steps_of(content.get("pre_tokenizer"))]
@@ -344,18 +345,18 @@ def _as_own(content: Mapping[str, Any], end_of_text: int, types: int) -> dict[st
 
 
 def _check_lossless(source: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-    """Raise DemixError for a tokenizer that loses text, and for one that finds the end of a text inside of it."""
+    """Raise DemixError for a tokenizer that loses text, or that encodes characters within a text as its end."""
     ends = tokenizer.decode([tokenizer.end_of_text])
     if tokenizer.end_of_text in tokenizer.encode(ends):
         raise DemixError(source, f"encodes the text {ends!r:.40} as the end of a document, also within one", _CURE)
     removed = any(step.get("behavior") == "Removed" for step in steps_of(content.get("pre_tokenizer")))
-    # The published patterns, which gigatoken knows, match all of a text.
+    # The published patterns, which gigatoken supports, match every character of a text.
     if removed and tokenizer.fast is None:
         raise DemixError(source, "removes text that its pattern does not match", _CURE)
 
 
 def _check_numbers(source: Path, content: Mapping[str, Any]) -> None:
-    """Raise DemixError if an added token has another id in the file than the library gives it."""
+    """Raise DemixError if the library gives an added token another id than the file."""
     try:
         library = HuggingFaceTokenizer.from_str(json.dumps({**content}))
     # What the library raises, as for a special token that lacks a key.

@@ -1,8 +1,8 @@
-"""What a tokenizer.json says of a byte-level BPE: the bytes of its ids, and what encodes documents.
+"""The vocabulary of a byte-level BPE in a tokenizer.json: the bytes of its ids, and the definition for encoding.
 
 Two kinds of file are read. In one of demix's own the ids are 0 to the last, `<|endoftext|>`, an ordinary entry of the
-model's vocabulary that no merge makes. In one of another family the key `demix` says which id ends a document, and how
-many types a model of it has: `{"end_of_text": 151643, "types": 151936}`.
+model's vocabulary that no merge produces. In an imported file, the key `demix` gives the id that ends a document and
+the number of rows of a model's embedding: `{"end_of_text": 151643, "types": 151936}`.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 END_OF_TEXT = "<|endoftext|>"
-# The key of a tokenizer.json with what demix adds to the definition of another family.
+# The key of a tokenizer.json that holds demix's additions to an imported definition.
 OWN = "demix"
 NO_END = "name the token that ends a text: tokenizer.end_of_text in a config, eos_token_id in its config.json"
 # Both encoders reserve memory up to the largest id.
@@ -25,10 +25,10 @@ MAX_TYPES = 1 << 24
 class Vocabulary:
     """A byte-level BPE.
 
-    `pieces` are the bytes of each of the types, none for those that no id has: the rows of an embedding may be more
-    than the ids. A document is ended by `end_of_text`, which no text encodes to. The library `tokenizers` reads
-    `definition`; `encoding` is the same without special added tokens, which are ordinary text in a document. `plain`
-    is False for rules that gigatoken would read and not follow. With `nfc` a text is first brought to this normal form.
+    `pieces` are the bytes of each row of the embedding; rows without an id have none, because an embedding may have
+    more rows than ids. A document ends with `end_of_text`, to which no text encodes. The library `tokenizers` reads
+    `definition`; `encoding` is the same without special added tokens, which are ordinary text in a document. `plain` is
+    False for rules that gigatoken would accept but not follow. With `nfc` a text is first brought to this normal form.
     """
 
     pieces: tuple[bytes, ...]
@@ -40,7 +40,7 @@ class Vocabulary:
 
     @property
     def byte_lengths(self) -> np.ndarray:
-        """How many bytes of text each type represents, int64; `end_of_text` for none."""
+        """The number of bytes of text that each token represents, int64; 0 for `end_of_text`."""
         lengths = np.array([len(piece) for piece in self.pieces], np.int64)
         lengths[self.end_of_text] = 0
         return lengths
@@ -58,8 +58,9 @@ def own_vocabulary(content: Mapping[str, Any]) -> Vocabulary:
 def foreign_vocabulary(content: Mapping[str, Any], end_of_text: int, types: int) -> Vocabulary:
     """The vocabulary of the definition of any byte-level BPE. Raises ValueError that says why it is not one.
 
-    An id has the bytes of its token in the table of GPT-2, an added token those of its text. Text is encoded whole, but
-    for its normal form: with a normaliser NFC the bytes of a text's ids are those of the text in NFC.
+    An id has the bytes of its token in the table of GPT-2; an added token has those of its text. Text is encoded
+    without loss, except for its normal form: with a normaliser NFC the bytes of a text's ids are those of the text in
+    NFC.
     """
     if not isinstance(types, int) or not 0 < types <= MAX_TYPES:
         raise ValueError(f"it has {types!r:.40} tokens, but 1 to {MAX_TYPES:,} are allowed")
@@ -116,7 +117,7 @@ def tokens_of(content: Mapping[str, Any]) -> tuple[dict[str, int], list[dict[str
 
 
 def _check_model(content: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a definition is that of a byte-level BPE which keeps all of a text."""
+    """Raise ValueError if a definition is not that of a byte-level BPE which encodes text without loss."""
     model = content.get("model")
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
         raise ValueError("it is not a byte-level BPE")
@@ -133,7 +134,7 @@ def _check_model(content: Mapping[str, Any]) -> None:
     if any(step.get("add_prefix_space") for step in steps):
         raise ValueError("it puts a space before each text (add_prefix_space)")
     for step in steps[:-1]:
-        # What these remove from a text: punctuation, what a pattern matches, what it does not match.
+        # These remove something from a text: punctuation, matches of a pattern, or everything else.
         by_id = step.get("behavior") == "Removed" and not (step["type"] == "Split" and step.get("invert") is True)
         if step.get("type") not in ("Split", "Digits", "Punctuation") or by_id:
             raise ValueError(f"its pre-tokenizer {step.get('type')!r:.40} may lose or change some text")
@@ -143,9 +144,9 @@ def _check_model(content: Mapping[str, Any]) -> None:
 
 
 def _is_plain(content: Mapping[str, Any]) -> bool:
-    """Whether gigatoken follows what it reads of a definition.
+    """Whether gigatoken follows a definition.
 
-    It passes over how a pattern splits, whether ByteLevel also splits, and all but the first of equal merges.
+    It ignores how a pattern splits, whether ByteLevel also splits, and all except the first of equal merges.
     """
     *splits, last = steps_of(content.get("pre_tokenizer"))
     whole = all(step.get("behavior") in ("Isolated", "Removed") for step in splits)
@@ -166,7 +167,7 @@ def steps_of(part: Any) -> list[dict[str, Any]]:
 
 @cache
 def byte_of_character() -> dict[str, int]:
-    """GPT-2's table: printable bytes mean themselves, the others the characters from U+0100 on."""
+    """GPT-2's table: printable bytes stand for themselves, the others are the characters from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

@@ -191,7 +191,7 @@ def remove_collected(checkpoints: Path) -> None:
 
 
 def collect(job: TrainingJob) -> None:
-    """Move the results of the job to their final paths, one file at a time. JSON files that describe others are last."""
+    """Move the results of the job to their final paths, one at a time. JSON files that describe others are last."""
     waiting = job.places.below(job.finished).results.values()
     for source, place in zip(waiting, job.places.results.values(), strict=True):
         files = [source] if source.is_file() else [path for path in source.rglob("[!.]*") if path.is_file()]
